@@ -1,0 +1,99 @@
+"""The exception tree: what a failure is called, its HTTP status and its code on the wire.
+
+    HearthError
+    |-- ConfigError (ValueError)             a setting, row or argument breaks its rule
+    |-- RequestError (ValueError)            one request's content breaks its rule
+    |   |-- NumericsError                    NaN, infinity or a positive logprob on a live token
+    |   `-- ForwardOnlyError                 training asked of a frozen model
+    |-- NotFoundError (LookupError)          no such model, job, deployment, snapshot or future
+    |-- AuthError (PermissionError)          missing or wrong API key
+    |-- ClosedError (RuntimeError)           a client or platform used after its scope ended
+    |-- EngineError (RuntimeError)           the platform itself failed
+    |-- RequestFailedError (RuntimeError)    what a client sees when its future failed
+    `-- TransportError (ConnectionError)     no answer, or one that the protocol does not know
+
+Messages have one form: ``<field> must be <rule>, got <value>: <why, or what to do>``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class HearthError(Exception):
+    """Root of every error Hearth raises on purpose."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal"
+    category: ClassVar[str] = "server"
+    """``user`` when the caller can mend it, ``server`` when the platform must."""
+
+
+class ConfigError(HearthError, ValueError):
+    """A setting, a dataset row or an argument breaks its rule; nothing is provisioned yet."""
+
+    status = 400
+    code = "invalid_argument"
+    category = "user"
+
+
+class RequestError(HearthError, ValueError):
+    """The content of one request breaks its rule."""
+
+    status = 400
+    code = "invalid_argument"
+    category = "user"
+
+
+class NumericsError(RequestError):
+    """A NaN, an infinity or a positive logprob stands where a token counts."""
+
+
+class ForwardOnlyError(RequestError):
+    """Training was asked of a model that is frozen."""
+
+    code = "failed_precondition"
+
+
+class NotFoundError(HearthError, LookupError):
+    """No such model, job, deployment, snapshot or future."""
+
+    status = 404
+    code = "not_found"
+    category = "user"
+
+
+class AuthError(HearthError, PermissionError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    code = "unauthenticated"
+    category = "user"
+
+
+class ClosedError(HearthError, RuntimeError):
+    """A client or a platform was used after its scope ended."""
+
+    status = 410
+    code = "closed"
+    category = "user"
+
+
+class EngineError(HearthError, RuntimeError):
+    """The platform failed at something it promised."""
+
+
+class RequestFailedError(HearthError, RuntimeError):
+    """A future failed on the platform; ``category`` says who can mend it."""
+
+    def __init__(self, message: str, *, category: str = "server") -> None:
+        """Keep the platform's own text and its category."""
+        super().__init__(message)
+        self.failed_category = category
+
+
+class TransportError(HearthError, ConnectionError):
+    """The platform cannot be reached, or gave an answer that the protocol does not know."""
+
+    status = 503
+    code = "unavailable"

@@ -1,0 +1,231 @@
+"""Sampling from a deployment: token ids in, token ids and their logprobs out."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hearth.errors import ConfigError, TransportError
+from hearth.sdk.background import start
+from hearth.sdk.concurrency import ConcurrencyController, FixedConcurrencyController
+from hearth.sdk.transport import TRANSIENT_STATUSES, Http, Retries
+from hearth.wire.completions import Choice, CompletionRequest, CompletionResponse
+
+DEFAULT_CONCURRENCY = 256
+# A deployment answers 404 or 425 while it boots or swaps weights: both are worth another try.
+_RETRIES = Retries(attempts=8, statuses=TRANSIENT_STATUSES | {425})
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+
+
+class Tokenizer(Protocol):
+    """What the sampler needs of a tokenizer."""
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool,
+        return_dict: bool,
+    ) -> list[int]:  # fmt: skip
+        """Token ids of a conversation that the model is to continue."""
+        ...
+
+
+@dataclass(frozen=True)
+class SampledCompletion:
+    """One completion of one prompt.
+
+    ``inference_logprobs`` are those of the distribution that was drawn from, one per completion
+    token; with ``logprobs_echoed`` one per token after the first, prompt included (there the
+    prompt's are the model's own). ``raw_logprobs`` are the model's before temperature.
+    ``versions`` are run lengths ``[weight version, tokens]``.
+    """
+
+    text: str
+    full_tokens: list[int]
+    prompt_len: int
+    finish_reason: str
+    inference_logprobs: list[float] | None = None
+    raw_logprobs: list[float] | None = None
+    logprobs_echoed: bool = False
+    weight_version: int = 0
+    snapshot_identity: str | None = None
+    versions: list[list[int]] = field(default_factory=list)
+    perf_metrics: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def completion_len(self) -> int:
+        """Number of drawn tokens."""
+        return len(self.full_tokens) - self.prompt_len
+
+
+class DeploymentSampler:
+    """Draws completions from one deployment.
+
+    ``n`` completions are ``n`` requests with ``n=1`` each, all in flight at once as far as the
+    ``concurrency_controller`` lets them. Coroutines may be awaited on any event loop, also on a
+    fresh one each time.
+    """
+
+    def __init__(
+        self,
+        inference_url: str,
+        model: str,
+        api_key: str,
+        tokenizer: Tokenizer | None = None,
+        *,
+        concurrency_controller: ConcurrencyController | None = None,
+        http_timeout_s: float = 600.0,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.concurrency = concurrency_controller or FixedConcurrencyController(DEFAULT_CONCURRENCY)
+        self._http = Http(inference_url, api_key, retries=_RETRIES)
+        self._timeout_s = http_timeout_s
+
+    async def sample_with_tokens(
+        self, messages: Sequence[Mapping[str, str]], n: int = 1, max_tokens: int = 1024,
+        temperature: float = 1.0, max_seq_len: int | None = None, **options: Any,
+    ) -> list[SampledCompletion]:  # fmt: skip
+        """``n`` completions of a conversation, tokenized here.
+
+        Raises:
+            ConfigError: the sampler has no tokenizer, or ``n`` is below 1.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(
+                "tokenizer must be given to sample from messages, got None: pass "
+                "DeploymentSampler(tokenizer=...) or call sample_with_prompt_tokens"
+            )
+        prompt = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=True, add_generation_prompt=True,
+            return_dict=False,
+        )  # fmt: skip
+        return await self.sample_with_prompt_tokens(
+            prompt, n=n, max_tokens=max_tokens, temperature=temperature, max_seq_len=max_seq_len,
+            **options,
+        )  # fmt: skip
+
+    async def sample_with_prompt_tokens(
+        self, prompt_token_ids: Sequence[int], n: int = 1, max_tokens: int = 1024,
+        temperature: float = 1.0, max_seq_len: int | None = None, *, seed: int | None = None,
+        stop: str | Sequence[str | int] | None = None, **options: Any,
+    ) -> list[SampledCompletion]:  # fmt: skip
+        """``n`` completions of a prompt, in the order of their seeds.
+
+        A prompt of ``max_seq_len`` tokens or more gives ``[]``; a longer result is left out.
+        ``seed`` makes each of the ``n`` draws reproducible. ``options`` are further fields of
+        ``CompletionRequest`` (``top_p``, ``top_k``, ``echo``, ...).
+
+        Raises:
+            ConfigError: ``n`` is below 1, or an option is no field of a completion request.
+        """
+        if n < 1:
+            raise ConfigError(f"n must be >= 1, got {n}")
+        unknown = set(options) - set(CompletionRequest.model_fields)
+        if unknown:
+            raise ConfigError(f"sampling options must be request fields, got {sorted(unknown)}")
+        prompt = list(prompt_token_ids)
+        if max_seq_len is not None and len(prompt) >= max_seq_len:
+            return []
+        stops = [stop] if isinstance(stop, str) else list(stop or [])
+        request = CompletionRequest(
+            model=self.model, prompt=prompt, max_tokens=max_tokens, temperature=temperature,
+            stop=[text for text in stops if isinstance(text, str)] or None,
+            stop_token_ids=[token for token in stops if isinstance(token, int)] or None,
+            logprobs=True, logprob_format="arrays", raw_output=True,
+            perf_metrics_in_response=True,
+        )  # fmt: skip
+        request = request.model_copy(update=options)
+        drawn = await start(self._draw(request, n, seed))
+        limit = max_seq_len if max_seq_len is not None else float("inf")
+        return [one for one in drawn if len(one.full_tokens) <= limit]
+
+    def close(self) -> None:
+        """Refuse further calls and close the connections."""
+        start(self._http.close()).result()
+
+    async def _draw(
+        self, request: CompletionRequest, n: int, seed: int | None
+    ) -> list[SampledCompletion]:
+        seeds = [None if seed is None else completion_seed(seed, index) for index in range(n)]
+        tasks = [asyncio.ensure_future(self._draw_one(request, one)) for one in seeds]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _draw_one(self, request: CompletionRequest, seed: int | None) -> SampledCompletion:
+        body = request.model_copy(update={"seed": seed}).dump()
+        await self.concurrency.acquire()
+        try:
+            answer = await self._http.post(
+                "/inference/v1/completions", body, timeout_s=self._timeout_s,
+                headers={"x-request-id": uuid.uuid4().hex, "fireworks-deployment": self.model},
+            )  # fmt: skip
+        finally:
+            self.concurrency.release()
+        return completion_of(CompletionResponse.parse(answer), request)
+
+
+def completion_seed(seed: int, index: int) -> int:
+    """The seed of completion ``index`` of a prompt drawn with ``seed``; below 2**63."""
+    return (seed + (index + 1) * _SEED_STRIDE) % 2**63
+
+
+def completion_of(response: CompletionResponse, request: CompletionRequest) -> SampledCompletion:
+    """The first choice of a response, checked against what was asked.
+
+    Raises:
+        TransportError: token ids are missing, or with ``echo`` do not begin with the prompt.
+    """
+    choice = response.choices[0]
+    prompt = request.prompt if isinstance(request.prompt, list) else []
+    if choice.raw_output is None:
+        raise TransportError(
+            f"model {request.model!r} must answer with raw_output token ids, got none: the "
+            "deployment does not support token-in/token-out sampling"
+        )
+    tokens = choice.raw_output.completion_token_ids
+    if request.echo:
+        if tokens[: len(prompt)] != prompt:
+            raise TransportError("an echoed completion must begin with its prompt, got other ids")
+        tokens = tokens[len(prompt) :]
+    return SampledCompletion(
+        text=choice.text,
+        full_tokens=prompt + tokens,
+        prompt_len=len(prompt),
+        finish_reason=choice.finish_reason,
+        inference_logprobs=_behavior_rows(choice, request.echo),
+        raw_logprobs=_known(choice.raw_output.logprobs, skip=int(request.echo)),
+        logprobs_echoed=request.echo,
+        weight_version=response.weight_version,
+        snapshot_identity=response.snapshot_identity,
+        versions=choice.raw_output.versions or [],
+        perf_metrics=response.perf_metrics or {},
+    )
+
+
+def _behavior_rows(choice: Choice, echo: bool) -> list[float] | None:
+    """Sampling logprobs; with ``echo`` prompt rows, which nobody sampled, are the model's own."""
+    raw = choice.raw_output
+    assert raw is not None
+    if raw.sampling_logprobs is None:
+        return None
+    if not echo:
+        return _known(raw.sampling_logprobs, skip=0)
+    model_rows = raw.logprobs or [None] * len(raw.sampling_logprobs)
+    merged = [
+        own if drawn is None else drawn
+        for drawn, own in zip(raw.sampling_logprobs, model_rows, strict=True)
+    ]
+    return _known(merged, skip=1)
+
+
+def _known(rows: list[float | None] | None, *, skip: int) -> list[float] | None:
+    if rows is None or any(row is None for row in rows[skip:]):
+        return None
+    return [row for row in rows[skip:] if row is not None]

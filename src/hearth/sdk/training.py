@@ -1,0 +1,463 @@
+"""The training side of the SDK: sessions, models, and operations that return futures.
+
+Each model has one stream of operations. A client takes its turn, gets the next sequence number,
+posts, gives the turn back, and then waits for the result; so operations are executed in the order
+in which they were called, and a custom loss keeps its turn between its forward and its backward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import orjson
+import tinker
+import torch
+
+from hearth.errors import ConfigError, ForwardOnlyError, RequestError, RequestFailedError
+from hearth.sdk.background import APIFuture, start
+from hearth.sdk.transport import Http
+from hearth.wire.base import Record
+from hearth.wire.tensors import encode
+from hearth.wire.tinker import (
+    CheckpointNames,
+    CheckpointType,
+    CreateModel,
+    CreateSession,
+    ForwardOutput,
+    FutureRef,
+    LoadAdapterOutput,
+    LoraSpec,
+    ModelRef,
+    Normalization,
+    OptimStepOutput,
+    PathOutput,
+    SessionRef,
+)
+
+RecordT = TypeVar("RecordT", bound=Record)
+LossFunction = Callable[
+    [list[tinker.Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]
+]
+
+MAX_CHUNK_DATUMS = 1024
+MAX_CHUNK_TOKENS = 500_000
+# The server holds a question for about 25 s; a little more and the answer is lost.
+_POLL_TIMEOUT_S = 45.0
+_TENSOR_ENCODING = "base64"
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """Where a save went. ``snapshot_name`` is the identity that a deployment loads."""
+
+    path: str
+    snapshot_name: str
+
+
+class FiretitanServiceClient:
+    """One session on one trainer.
+
+    Raises:
+        ConfigError: the base URL or the key is missing.
+    """
+
+    def __init__(self, base_url: str, api_key: str, *, close_with: bool = True) -> None:
+        self._http = Http(f"{base_url.rstrip('/')}/api/v1", api_key)
+        self._session_id: str | None = None
+        self._models = 0
+        self._close_with = close_with
+
+    def create_training_client(
+        self, base_model: str, lora_rank: int = 0, *, lora_alpha: float = 32.0,
+        seed: int | None = None, train_mlp: bool = True, train_attn: bool = True,
+        train_unembed: bool = False,
+    ) -> FiretitanTrainingClient:  # fmt: skip
+        """A client of a new trainable model; ``lora_rank`` 0 trains all parameters.
+
+        Raises:
+            RequestFailedError: the trainer serves another base model, or cannot make this one.
+        """
+        lora = None
+        if lora_rank > 0:
+            lora = LoraSpec(
+                rank=lora_rank, alpha=lora_alpha, seed=seed, train_mlp=train_mlp,
+                train_attn=train_attn, train_unembed=train_unembed,
+            )  # fmt: skip
+        return self._create(base_model, lora, base_only=False)
+
+    def create_base_reference(self, base_model: str) -> FiretitanTrainingClient:
+        """A client of the frozen base weights: ``forward`` works, training is refused."""
+        return self._create(base_model, None, base_only=True)
+
+    def _create(
+        self, base_model: str, lora: LoraSpec | None, *, base_only: bool
+    ) -> FiretitanTrainingClient:
+        async def create() -> ModelRef:
+            if self._session_id is None:
+                opened = await self._http.post("/create_session", CreateSession().dump())
+                self._session_id = SessionRef.parse(opened).session_id
+            number, self._models = self._models, self._models + 1
+            request = CreateModel(
+                session_id=self._session_id, model_seq_id=number, base_model=base_model,
+                lora_config=lora, base_only=base_only,
+            )  # fmt: skip
+            accepted = FutureRef.parse(await self._http.post("/create_model", request.dump()))
+            return await retrieve(self._http, accepted.request_id, ModelRef)
+
+        made = start(create()).result()
+        rank = lora.rank if lora is not None else 0
+        return FiretitanTrainingClient(
+            self._http, made.model_id, base_model=base_model, lora_rank=rank, is_frozen=base_only
+        )
+
+    def close(self) -> None:
+        """Close the session's connections; its clients refuse further calls."""
+        start(self._http.close()).result()
+
+
+class FiretitanTrainingClient:
+    """Operations on one model. Each returns a future: ``.result()`` blocks, ``await`` does not.
+
+    The methods are called from any thread; operations run in the order of the calls.
+    """
+
+    def __init__(
+        self, http: Http, model_id: str, *, base_model: str, lora_rank: int, is_frozen: bool
+    ) -> None:
+        self.model_id = model_id
+        self.base_model = base_model
+        self.lora_rank = lora_rank
+        self.is_frozen = is_frozen
+        self._http = http
+        self._turn = asyncio.Lock()
+        self._next_seq = 1
+        self._suffix = uuid.uuid4().hex[:8]
+
+    def forward(
+        self, data: Sequence[tinker.Datum], loss_fn: str = "cross_entropy",
+        loss_fn_config: dict[str, Any] | None = None,
+    ) -> APIFuture[tinker.ForwardBackwardOutput]:  # fmt: skip
+        """Logprobs of every datum's targets (``loss_fn_outputs[i]["logprobs"]``), no gradient."""
+        return start(
+            self._in_turn(lambda: self._post_data("forward", data, loss_fn, loss_fn_config))
+        )
+
+    def forward_backward(
+        self, data: Sequence[tinker.Datum], loss_fn: str = "cross_entropy",
+        loss_fn_config: dict[str, Any] | None = None,
+    ) -> APIFuture[tinker.ForwardBackwardOutput]:  # fmt: skip
+        """Run a built-in objective on the trainer and add its gradient to what has accumulated."""
+        self._refuse_when_frozen("forward_backward")
+        return start(
+            self._in_turn(
+                lambda: self._post_data("forward_backward", data, loss_fn, loss_fn_config)
+            )
+        )
+
+    def forward_backward_custom(
+        self, data: Sequence[tinker.Datum], loss_fn: LossFunction, *, temperature: float = 1.0
+    ) -> APIFuture[tinker.ForwardBackwardOutput]:
+        """Run a loss of your own: ``loss_fn(data, logprobs) -> (loss, metrics)``.
+
+        ``logprobs`` are leaf tensors, one [N-1] per datum; the loss's gradient with respect to them
+        goes back to the trainer as weights of a linear surrogate, which has the same gradient in
+        the parameters. ``temperature`` divides the logits first, so that the logprobs are those of
+        the distribution that was sampled from. The result's metrics are the loss function's own,
+        plus ``loss:sum``.
+        """
+        self._refuse_when_frozen("forward_backward_custom")
+        return start(self._custom(list(data), loss_fn, temperature))
+
+    def optim_step(
+        self, adam_params: tinker.AdamParams,
+        grad_accumulation_normalization: Normalization | None = None,
+    ) -> APIFuture[tinker.OptimStepResponse]:  # fmt: skip
+        """One AdamW step on the accumulated gradient, divided as the normalization mode says.
+
+        Raises:
+            ConfigError: the mode is unknown.
+        """
+        self._refuse_when_frozen("optim_step")
+        modes = ("num_loss_tokens", "num_sequences", "none", None)
+        if grad_accumulation_normalization not in modes:
+            raise ConfigError(
+                f"grad_accumulation_normalization must be one of {list(modes)}, "
+                f"got {grad_accumulation_normalization!r}"
+            )
+        body: dict[str, Any] = {"adam_params": adam_params.model_dump(exclude={"type"})}
+        if grad_accumulation_normalization is not None:
+            body["grad_accumulation_normalization"] = grad_accumulation_normalization
+
+        async def step() -> tinker.OptimStepResponse:
+            done = await self._operation("optim_step", body, OptimStepOutput)
+            return tinker.OptimStepResponse(metrics=done.metrics)
+
+        return start(step())
+
+    def save_state(self, name: str, *, overwrite: bool = False) -> APIFuture[SaveResult]:
+        """Write a resumable checkpoint: weights, optimizer and step count."""
+        return self._save("save_weights", {"path": name, "overwrite": overwrite})
+
+    def load_state(self, path: str) -> APIFuture[SaveResult]:
+        """Read a checkpoint's weights and start with a fresh optimizer."""
+        return self._save("load_weights", {"path": path, "optimizer": False})
+
+    def load_state_with_optimizer(self, path: str) -> APIFuture[SaveResult]:
+        """Read a checkpoint's weights and its optimizer."""
+        return self._save("load_weights", {"path": path, "optimizer": True})
+
+    def load_adapter(self, adapter_path: str) -> APIFuture[SaveResult]:
+        """Start this LoRA model from a PEFT adapter."""
+
+        async def load() -> SaveResult:
+            body = {"adapter_path": adapter_path}
+            done = await self._operation("load_adapter", body, LoadAdapterOutput)
+            return SaveResult(path=done.adapter_path, snapshot_name=done.adapter_path)
+
+        return start(load())
+
+    def save_weights_for_sampler(
+        self, name: str, checkpoint_type: CheckpointType = "base"
+    ) -> APIFuture[SaveResult]:
+        """Save a snapshot under ``name`` plus this client's suffix, so reruns never collide."""
+        body = {"path": f"{name}-{self._suffix}", "checkpoint_type": checkpoint_type}
+        return self._save("save_weights_for_sampler", body)
+
+    def save_weights_for_sampler_ext(
+        self, name: str, checkpoint_type: CheckpointType = "base"
+    ) -> SaveResult:
+        """``save_weights_for_sampler``, waiting for it."""
+        return self.save_weights_for_sampler(name, checkpoint_type).result()
+
+    def list_checkpoints(self) -> list[str]:
+        """Names of the trainer's resumable checkpoints, oldest first."""
+
+        async def names() -> list[str]:
+            answer = await self._http.request("GET", "/list_checkpoints")
+            return CheckpointNames.parse(answer.content).checkpoints
+
+        return start(names()).result()
+
+    def unload(self) -> None:
+        """Free the model on the trainer."""
+
+        async def free() -> None:
+            body = orjson.dumps({"model_id": self.model_id})
+            accepted = FutureRef.parse(await self._http.post("/unload_model", body))
+            await retrieve(self._http, accepted.request_id, Record)
+
+        start(free()).result()
+
+    def _save(self, operation: str, body: dict[str, Any]) -> APIFuture[SaveResult]:
+        async def save() -> SaveResult:
+            done = await self._operation(operation, body, PathOutput)
+            return SaveResult(path=done.path, snapshot_name=done.path)
+
+        return start(save())
+
+    def _refuse_when_frozen(self, operation: str) -> None:
+        if self.is_frozen:
+            raise ForwardOnlyError(
+                f"{operation} must run on a trainable model, got the frozen reference "
+                f"{self.model_id!r}: a reference only runs forward()"
+            )
+
+    async def _operation(
+        self, operation: str, body: dict[str, Any], kind: type[RecordT]
+    ) -> RecordT:
+        async with self._turn:
+            accepted = await self._submit(operation, body)
+        return await retrieve(self._http, accepted.request_id, kind)
+
+    async def _submit(self, operation: str, body: dict[str, Any]) -> FutureRef:
+        """Post one operation; the caller holds the turn. A refused post keeps its number."""
+        numbered = {**body, "model_id": self.model_id, "seq_id": self._next_seq}
+        answer = await self._http.post(f"/{operation}", orjson.dumps(numbered))
+        self._next_seq += 1
+        return FutureRef.parse(answer)
+
+    async def _in_turn(
+        self, post: Callable[[], Coroutine[Any, Any, list[FutureRef]]]
+    ) -> tinker.ForwardBackwardOutput:
+        async with self._turn:
+            accepted = await post()
+        return await self._collect(accepted)
+
+    async def _post_data(
+        self, operation: str, data: Sequence[tinker.Datum], loss_fn: str,
+        loss_fn_config: dict[str, Any] | None,
+    ) -> list[FutureRef]:  # fmt: skip
+        accepted: list[FutureRef] = []
+        for chunk in chunks_of(data):
+            content: dict[str, Any] = {"data": [datum_body(one) for one in chunk]}
+            content["loss_fn"] = loss_fn
+            if loss_fn_config:
+                content["loss_fn_config"] = loss_fn_config
+            body = {f"{operation}_input": content, "tensor_encoding": _TENSOR_ENCODING}
+            accepted.append(await self._submit(operation, body))
+        return accepted
+
+    async def _collect(self, accepted: list[FutureRef]) -> tinker.ForwardBackwardOutput:
+        """All chunks' results as one; each chunk is waited for before an error is raised."""
+        parts = await asyncio.gather(
+            *(retrieve(self._http, one.request_id, ForwardOutput) for one in accepted),
+            return_exceptions=True,
+        )
+        done: list[ForwardOutput] = []
+        for part in parts:
+            if isinstance(part, BaseException):
+                raise part
+            done.append(part)
+        return merge_outputs(done)
+
+    async def _custom(
+        self, data: list[tinker.Datum], loss_fn: LossFunction, temperature: float
+    ) -> tinker.ForwardBackwardOutput:
+        config = {"temperature": temperature} if temperature != 1.0 else None
+        bare = [_scoring_datum(datum) for datum in data]
+        async with self._turn:
+            scored = await self._collect(
+                await self._post_data("forward", bare, "cross_entropy", config)
+            )
+            rows = [_tensor(one["logprobs"]) for one in scored.loss_fn_outputs]
+            loss, metrics, weights = await asyncio.to_thread(_loss_gradient, data, rows, loss_fn)
+            weighted = [
+                tinker.Datum(
+                    model_input=datum.model_input,
+                    loss_fn_inputs={**datum.loss_fn_inputs, "weights": _data(row)},
+                )
+                for datum, row in zip(bare, weights, strict=True)
+            ]
+            accepted = await self._post_data("forward_backward", weighted, "cross_entropy", config)
+        surrogate = await self._collect(accepted)
+        own = {**metrics, "loss:sum": loss}
+        own["surrogate_loss:sum"] = surrogate.metrics.get("loss:sum", 0.0)
+        return tinker.ForwardBackwardOutput(
+            loss_fn_output_type=scored.loss_fn_output_type,
+            loss_fn_outputs=scored.loss_fn_outputs,
+            metrics=own,
+        )
+
+
+async def retrieve(http: Http, request_id: str, kind: type[RecordT]) -> RecordT:
+    """Ask for a future until it is done.
+
+    Raises:
+        RequestFailedError: the operation failed; the message is the platform's own.
+    """
+    question = orjson.dumps({"request_id": request_id})
+    while True:
+        answer = await http.post("/retrieve_future", question, timeout_s=_POLL_TIMEOUT_S)
+        body = orjson.loads(answer)
+        if "error" in body:
+            category = body.get("category", "unknown")
+            raise RequestFailedError(str(body["error"]), category=category)
+        if body.get("type") != "try_again":
+            return kind.model_validate(body)
+
+
+def chunks_of(data: Sequence[tinker.Datum]) -> list[list[tinker.Datum]]:
+    """``data`` cut where a request would hold too many datums or tokens.
+
+    Raises:
+        RequestError: ``data`` is empty.
+    """
+    if not data:
+        raise RequestError("data must hold at least one datum, got none")
+    chunks: list[list[tinker.Datum]] = [[]]
+    tokens = 0
+    for datum in data:
+        length = datum.model_input.length
+        full = len(chunks[-1]) == MAX_CHUNK_DATUMS or tokens + length > MAX_CHUNK_TOKENS
+        if chunks[-1] and full:
+            chunks.append([])
+            tokens = 0
+        chunks[-1].append(datum)
+        tokens += length
+    return chunks
+
+
+def datum_body(datum: tinker.Datum) -> dict[str, Any]:
+    """A datum as the wire has it.
+
+    Raises:
+        RequestError: the input is not made of token ids.
+    """
+    chunks: list[dict[str, Any]] = []
+    for chunk in datum.model_input.chunks:
+        tokens = getattr(chunk, "tokens", None)  # the union also holds image chunks
+        if tokens is None:
+            raise RequestError(f"model_input must hold token ids, got a {chunk.type!r} chunk")
+        chunks.append({"tokens": list(tokens), "type": "encoded_text"})
+    inputs = {
+        name: encode(value.to_numpy(), value.dtype, _TENSOR_ENCODING).as_dict()
+        for name, value in datum.loss_fn_inputs.items()
+    }
+    return {"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs}
+
+
+def merge_outputs(parts: Sequence[ForwardOutput]) -> tinker.ForwardBackwardOutput:
+    """One output of several chunks: datums in order, metrics by their ``name:reduction``."""
+    outputs = [
+        {name: _tinker_tensor(value) for name, value in one.items()}
+        for part in parts
+        for one in part.loss_fn_outputs
+    ]
+    counts = [len(part.loss_fn_outputs) for part in parts]
+    shared = set(parts[0].metrics).intersection(*(part.metrics for part in parts))
+    metrics = {
+        name: _reduce(name, [part.metrics[name] for part in parts], counts)
+        for name in sorted(shared)
+    }
+    return tinker.ForwardBackwardOutput(
+        loss_fn_output_type=parts[0].loss_fn_output_type, loss_fn_outputs=outputs, metrics=metrics
+    )
+
+
+def _reduce(name: str, values: list[float], counts: list[int]) -> float:
+    reduction = name.rpartition(":")[2]
+    if reduction == "mean":
+        total = sum(counts) or 1
+        return sum(value * count for value, count in zip(values, counts, strict=True)) / total
+    return {"min": min, "max": max}.get(reduction, sum)(values)
+
+
+def _tinker_tensor(record: Any) -> tinker.TensorData:
+    return tinker.TensorData.from_numpy(np.array(record.to_numpy()))
+
+
+def _tensor(data: tinker.TensorData) -> torch.Tensor:
+    return torch.from_numpy(np.array(data.to_numpy(), dtype=np.float32))
+
+
+def _data(values: torch.Tensor) -> tinker.TensorData:
+    return tinker.TensorData.from_numpy(values.detach().float().contiguous().numpy())
+
+
+def _scoring_datum(datum: tinker.Datum) -> tinker.Datum:
+    """Only what the trainer needs to score the targets; the rest stays with the loss function."""
+    if "target_tokens" not in datum.loss_fn_inputs:
+        raise RequestError("loss_fn_inputs must hold 'target_tokens', got none")
+    targets = datum.loss_fn_inputs["target_tokens"]
+    return tinker.Datum(model_input=datum.model_input, loss_fn_inputs={"target_tokens": targets})
+
+
+def _loss_gradient(
+    data: list[tinker.Datum], rows: list[torch.Tensor], loss_fn: LossFunction
+) -> tuple[float, dict[str, float], list[torch.Tensor]]:
+    """Value, metrics, and minus the gradient per logprob: the weights of the linear surrogate."""
+    leaves = [row.requires_grad_(True) for row in rows]
+    loss, metrics = loss_fn(data, leaves)
+    if not bool(torch.isfinite(loss)):
+        raise RequestError(f"the loss must be finite, got {float(loss.detach())}: {metrics}")
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    weights = [
+        torch.zeros_like(leaf) if gradient is None else -gradient
+        for leaf, gradient in zip(leaves, gradients, strict=True)
+    ]
+    return float(loss.detach()), dict(metrics), weights

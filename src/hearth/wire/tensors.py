@@ -1,0 +1,100 @@
+"""Tensor encodings. Two forms: JSON number lists, which every client speaks, and base64 bytes,
+which our own SDK uses since they are exact and cost no per-number work."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hearth.errors import RequestError
+from hearth.wire.base import Record
+
+DType = Literal["int64", "float32"]
+Encoding = Literal["list", "base64"]
+
+_NUMPY: dict[DType, str] = {"int64": "<i8", "float32": "<f4"}
+
+
+class TensorRecord(Record):
+    """A dense or CSR tensor of ``int64`` or ``float32``.
+
+    Example: ``{"data": [0.0, 1.0], "dtype": "float32", "shape": [2]}``, or the same values as
+    ``{"data": "AAAAAAAAgD8=", "dtype": "float32", "shape": [2]}`` (little-endian bytes in base64).
+    With ``sparse_crow_indices`` the data are the non-zeros of a 2-D tensor of ``shape``.
+    """
+
+    data: list[float] | list[int] | str
+    dtype: DType
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+    def to_numpy(self) -> NDArray[np.int64] | NDArray[np.float32]:
+        """The dense values in their shape; without ``shape`` one dimension.
+
+        Raises:
+            RequestError: the data do not fit the shape, or are no base64.
+        """
+        values = self._flat()
+        if self.sparse_crow_indices is not None:
+            return self._densify(values)
+        if self.shape is None:
+            return values
+        if int(np.prod(self.shape)) != values.size:
+            raise RequestError(
+                f"shape must fit the data, got shape {self.shape} for {values.size} values"
+            )
+        return values.reshape(self.shape)
+
+    def _flat(self) -> NDArray[np.int64] | NDArray[np.float32]:
+        dtype = np.dtype(_NUMPY[self.dtype])
+        if isinstance(self.data, str):
+            try:
+                raw = base64.b64decode(self.data, validate=True)
+                return np.frombuffer(raw, dtype=dtype)
+            except ValueError as error:
+                raise RequestError(f"data must be base64 of {self.dtype}, got {error}") from None
+        try:
+            return np.asarray(self.data, dtype=dtype)
+        except (OverflowError, ValueError) as error:
+            raise RequestError(f"data must be numbers of {self.dtype}, got {error}") from None
+
+    def _densify(
+        self, values: NDArray[np.int64] | NDArray[np.float32]
+    ) -> NDArray[np.int64] | NDArray[np.float32]:
+        if self.shape is None or len(self.shape) != 2 or self.sparse_col_indices is None:
+            raise RequestError("a sparse tensor must have a 2-D shape and sparse_col_indices")
+        rows, columns = self.shape
+        crow = np.asarray(self.sparse_crow_indices, dtype=np.int64)
+        col = np.asarray(self.sparse_col_indices, dtype=np.int64)
+        if crow.size != rows + 1 or col.size != values.size or int(crow[-1]) != values.size:
+            raise RequestError(
+                f"sparse indices must fit shape {self.shape}, got {crow.size} row pointers, "
+                f"{col.size} columns and {values.size} values"
+            )
+        dense = np.zeros((rows, columns), dtype=values.dtype)
+        row = np.repeat(np.arange(rows), np.diff(crow))
+        try:
+            dense[row, col] = values
+        except IndexError as error:
+            raise RequestError(f"sparse_col_indices must lie in the shape: {error}") from None
+        return cast("NDArray[np.float32]", dense)
+
+
+def encode(
+    values: NDArray[np.generic] | Sequence[float] | Sequence[int],
+    dtype: DType,
+    encoding: Encoding = "list",
+) -> TensorRecord:
+    """A record of ``values`` as ``dtype``, in their own shape."""
+    array = np.ascontiguousarray(values, dtype=_NUMPY[dtype])
+    data = (
+        base64.b64encode(array.tobytes()).decode("ascii")
+        if encoding == "base64"
+        else array.ravel().tolist()
+    )
+    return TensorRecord.model_construct(data=data, dtype=dtype, shape=list(array.shape))

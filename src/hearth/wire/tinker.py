@@ -1,0 +1,272 @@
+"""The trainer's protocol: sessions, models, training operations and their futures.
+
+Every long operation answers ``FutureRef`` at once; its result comes from ``retrieve_future``.
+``seq_id`` counts 1, 2, 3, ... per model over all operations that have one, and orders them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from hearth.wire.base import Record
+from hearth.wire.tensors import Encoding, TensorRecord
+
+Normalization = Literal["num_loss_tokens", "num_sequences", "none"]
+CheckpointType = Literal["base", "delta", "merged_base"]
+
+
+class CreateSession(Record):
+    """Opens a client's session. Example: ``{"tags": [], "sdk_version": "0.1.0"}``."""
+
+    tags: list[str] = Field(default_factory=list)
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+
+
+class SessionRef(Record):
+    """Names an open session."""
+
+    session_id: str
+    info_message: str | None = None
+    warning_message: str | None = None
+    error_message: str | None = None
+
+
+class Telemetry(Record):
+    """A batch of client events; accepted and dropped."""
+
+    events: list[dict[str, Any]] = Field(default_factory=lambda: [])
+    session_id: str | None = None
+
+
+class LoraSpec(Record):
+    """Low-rank adaptation of a model. ``rank`` 0 means full-parameter training.
+
+    ``alpha`` scales the adapter by ``alpha / rank``; ``seed`` fixes its initial values.
+    """
+
+    rank: int = Field(default=0, ge=0)
+    alpha: float = Field(default=32.0, gt=0)
+    seed: int | None = None
+    train_unembed: bool = False
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModel(Record):
+    """Makes a trainable model, or with ``base_only`` a frozen one that only runs ``forward``."""
+
+    session_id: str
+    model_seq_id: int = 0
+    base_model: str
+    lora_config: LoraSpec | None = None
+    base_only: bool = False
+    user_metadata: dict[str, Any] | None = None
+
+
+class ModelRef(Record):
+    """Names a model that exists. The capability flags tell a client what it may send."""
+
+    model_id: str
+    base_model: str | None = None
+    lora_rank: int | None = None
+    max_seq_len: int | None = None
+    tensor_encodings: list[Encoding] | None = None
+    comms: Literal["v1", "v2"] | None = None
+
+
+class GetInfo(Record):
+    """Asks what a model is."""
+
+    model_id: str
+
+
+class ModelData(Record):
+    """What a model is made of."""
+
+    arch: str
+    model_name: str
+    tokenizer_id: str
+
+
+class ModelInfo(Record):
+    """Answer to ``GetInfo``."""
+
+    model_id: str
+    model_data: ModelData
+    model_name: str
+    is_lora: bool
+    lora_rank: int
+
+
+class ChunkRecord(Record):
+    """A run of token ids. Other chunk types (images) are refused by the engine."""
+
+    type: str = "encoded_text"
+    tokens: list[int] | None = None
+
+
+class ModelInputRecord(Record):
+    """A token sequence in chunks."""
+
+    chunks: list[ChunkRecord]
+
+
+class DatumRecord(Record):
+    """One sequence: ``model_input`` of N tokens, and per-position inputs aligned to its targets.
+
+    Example: ``{"model_input": {"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]},
+    "loss_fn_inputs": {"target_tokens": {"data": [2, 3], "dtype": "int64", "shape": [2]}}}``
+    """
+
+    model_input: ModelInputRecord
+    loss_fn_inputs: dict[str, TensorRecord]
+
+
+class ForwardInput(Record):
+    """Data and the objective to run on them."""
+
+    data: list[DatumRecord]
+    loss_fn: str = "cross_entropy"
+    loss_fn_config: dict[str, float | int | str | bool] | None = None
+
+
+class Forward(Record):
+    """Logprobs of the targets, without a gradient."""
+
+    forward_input: ForwardInput
+    model_id: str
+    seq_id: int
+    tensor_encoding: Encoding = "list"
+
+
+class ForwardBackward(Record):
+    """Forward, loss and gradient. Gradients add up until ``OptimStep``."""
+
+    forward_backward_input: ForwardInput
+    model_id: str
+    seq_id: int
+    tensor_encoding: Encoding = "list"
+
+
+class AdamParams(Record):
+    """One step of AdamW. ``grad_clip_norm`` 0 switches clipping off."""
+
+    learning_rate: float = Field(default=1e-4, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-12, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip_norm: float = Field(default=0.0, ge=0)
+
+
+class OptimStep(Record):
+    """Applies the accumulated gradient, divided as ``grad_accumulation_normalization`` says."""
+
+    adam_params: AdamParams
+    model_id: str
+    seq_id: int
+    grad_accumulation_normalization: Normalization | None = None
+
+
+class SaveWeights(Record):
+    """Writes a resumable checkpoint: weights and optimizer."""
+
+    model_id: str
+    path: str
+    seq_id: int
+    overwrite: bool = False
+
+
+class LoadWeights(Record):
+    """Reads a resumable checkpoint, with or without its optimizer."""
+
+    model_id: str
+    path: str
+    seq_id: int
+    optimizer: bool = False
+
+
+class SaveWeightsForSampler(Record):
+    """Exports a snapshot that a deployment can serve."""
+
+    model_id: str
+    path: str
+    seq_id: int
+    checkpoint_type: CheckpointType = "base"
+    metadata: dict[str, Any] | None = None
+
+
+class LoadAdapter(Record):
+    """Starts a LoRA model from an existing PEFT adapter."""
+
+    model_id: str
+    adapter_path: str
+    seq_id: int
+
+
+class UnloadModel(Record):
+    """Frees a model."""
+
+    model_id: str
+
+
+class FutureRef(Record):
+    """The answer to every long operation."""
+
+    request_id: str
+    model_id: str | None = None
+
+
+class RetrieveFuture(Record):
+    """Asks for a result; the server holds the question until there is one or its time is up."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class TryAgain(Record):
+    """No result yet."""
+
+    type: Literal["try_again"] = "try_again"
+    request_id: str
+    queue_state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
+
+
+class ForwardOutput(Record):
+    """Result of ``Forward`` and ``ForwardBackward``: one output per datum, in order.
+
+    Metric names are ``name:reduction``.
+    """
+
+    loss_fn_output_type: str = "ArrayRecord"
+    loss_fn_outputs: list[dict[str, TensorRecord]]
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class OptimStepOutput(Record):
+    """Result of ``OptimStep``; names are free."""
+
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class PathOutput(Record):
+    """Result of the save and load operations."""
+
+    path: str
+
+
+class LoadAdapterOutput(Record):
+    """Result of ``LoadAdapter``."""
+
+    model_id: str
+    adapter_path: str
+    type: Literal["load_adapter"] = "load_adapter"
+
+
+class CheckpointNames(Record):
+    """The resumable checkpoints of a trainer, oldest first."""
+
+    checkpoints: list[str]

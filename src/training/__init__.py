@@ -1,0 +1,1 @@
+"""The cookbook: recipes, the utilities they are built from, and examples to fork."""

@@ -1,0 +1,112 @@
+import asyncio
+import itertools
+
+import pytest
+
+from hearth.errors import ClosedError, ConfigError, NotFoundError, RequestError, TransportError
+from hearth.sdk import FixedConcurrencyController
+from hearth.sdk.background import start
+from hearth.sdk.transport import Http, Retries, mount, origin_of, unmount
+
+FAST = Retries(attempts=4, base_s=0.001, longest_s=0.002)
+_ports = itertools.count(1)
+
+
+class Scripted:
+    """A peer that answers with the given statuses in turn, the last one for ever."""
+
+    def __init__(self, *statuses: int, body: bytes = b'{"ok": true}') -> None:
+        self.url = f"http://peer-{next(_ports)}.test"
+        self.statuses = list(statuses)
+        self.body = body
+        self.seen: list[dict[bytes, bytes]] = []
+        mount(self.url, self)
+
+    async def __call__(self, scope, receive, send) -> None:
+        self.seen.append(dict(scope["headers"]))
+        status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": self.body})
+
+
+def test_transient_statuses_are_tried_again_until_one_succeeds():
+    peer = Scripted(503, 429, 200)
+    http = Http(peer.url, "key", retries=FAST)
+
+    assert start(http.post("/x", b"{}")).result() == b'{"ok": true}'
+    assert len(peer.seen) == 3
+    assert peer.seen[0][b"x-api-key"] == b"key"
+
+
+def test_retries_end_and_the_last_answer_is_the_error():
+    peer = Scripted(503, body=b'{"error": {"message": "booting"}}')
+
+    with pytest.raises(TransportError, match=r"booting .*HTTP 503"):
+        start(Http(peer.url, "key", retries=FAST).post("/x", b"{}")).result()
+    assert len(peer.seen) == 4
+
+
+@pytest.mark.parametrize(("status", "kind"), [(400, RequestError), (404, NotFoundError)])
+def test_a_final_status_is_its_own_error_at_once(status, kind):
+    peer = Scripted(status, body=b'{"error": {"message": "prompt must not be empty"}}')
+
+    with pytest.raises(kind, match="prompt must not be empty"):
+        start(Http(peer.url, "key", retries=FAST).post("/x", b"{}")).result()
+    assert len(peer.seen) == 1
+
+
+def test_an_unreachable_platform_is_named_after_the_last_try():
+    http = Http("http://127.0.0.1:9", "key", retries=FAST)
+
+    with pytest.raises(TransportError, match=r"127\.0\.0\.1:9/x failed 4 times"):
+        start(http.post("/x", b"{}")).result()
+
+
+def test_a_client_used_after_its_platform_is_gone_says_so():
+    peer = Scripted(200)
+    http = Http(peer.url, "key")
+    start(http.post("/x", b"{}")).result()
+
+    unmount(peer.url)
+
+    with pytest.raises(ClosedError, match="inside the `with` block"):
+        start(http.post("/x", b"{}")).result()
+
+
+@pytest.mark.parametrize("url", ["", "embedded", "ftp://host", "http://"])
+def test_a_base_url_needs_scheme_and_host(url):
+    with pytest.raises(ConfigError, match="base_url"):
+        origin_of(url)
+
+
+def test_an_empty_key_is_refused():
+    with pytest.raises(ConfigError, match="api_key"):
+        Http("http://peer.test", "")
+
+
+def test_futures_work_from_threads_and_from_fresh_event_loops():
+    async def seven() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    async def awaited() -> int:
+        return await start(seven())
+
+    assert start(seven()).result() == 7
+    assert [asyncio.run(awaited()) for _ in range(3)] == [7, 7, 7]
+
+
+def test_the_limit_counts_requests():
+    controller = FixedConcurrencyController(3)
+
+    async def request() -> None:
+        await controller.acquire()
+        await asyncio.sleep(0.001)
+        controller.release()
+
+    async def many() -> None:
+        await asyncio.gather(*(request() for _ in range(20)))
+
+    start(many()).result()
+    assert controller.high_water == 3
+    assert controller.in_flight == 0
