@@ -1,0 +1,190 @@
+"""The trainer's built-in losses: wire names, config keys and datum fields -> objectives.
+
+Names and keys are those of the wire protocol; ``clip_low_threshold`` and ``clip_high_threshold``
+are bounds on the ratio itself (0.8, 1.2), not distances from 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hearth.errors import ConfigError
+from hearth.losses.batch import TokenBatch
+from hearth.losses.catalog import evaluate
+from hearth.losses.cispo import CISPO
+from hearth.losses.clipped import DAPO, GRPO
+from hearth.losses.crossentropy import CrossEntropy
+from hearth.losses.dro import DRO
+from hearth.losses.importance import ImportanceSampling
+from hearth.losses.objective import Objective, ObjectiveOutput
+from hearth.losses.reinforce import Reinforce
+from hearth.losses.sequence import GSPO
+
+_MASK_INPUTS = ("weights", "loss_mask")
+
+
+@dataclass(frozen=True)
+class BuiltinObjective:
+    """A built-in loss with its options, and how a datum's fields make its batch."""
+
+    name: str
+    """Its wire name."""
+    objective: Objective
+    """The options."""
+    required_inputs: tuple[str, ...]
+    """Fields a datum must have beside ``target_tokens``."""
+    optional_inputs: tuple[str, ...]
+    """Fields a datum may have; any other is a mistake."""
+
+    def batch(
+        self,
+        policy_logprobs: Sequence[Tensor],
+        inputs: Sequence[Mapping[str, Tensor]],
+        datum_ids: Sequence[int] | None = None,
+    ) -> TokenBatch:
+        """The flat batch of some datums: one row tensor and one field mapping each.
+
+        For ``cross_entropy`` a token's weight (``weights``, else ``loss_mask``, else 0) is what
+        it counts. For the policy losses ``logprobs`` are those of the policy that the ratio is
+        to, and the mask is ``weights`` or ``loss_mask``; without either, a token of advantage 0
+        is inactive, because clients fold the mask into the advantages.
+
+        Raises:
+            ConfigError: a field is missing, unknown, or not as long as the datum's targets.
+        """
+        names = list(range(len(inputs))) if datum_ids is None else list(datum_ids)
+        rows = [row.reshape(-1) for row in policy_logprobs]
+        fields = [self._checked(*one) for one in zip(names, rows, inputs, strict=True)]
+        logprobs = [one["logprobs"] for one in fields if "logprobs" in one]
+        if logprobs and len(logprobs) < len(fields):
+            lacking = next(d for d, one in zip(names, fields, strict=True) if "logprobs" not in one)
+            raise ConfigError(f"datum {lacking}: logprobs must be given in all datums or in none")
+        is_behavior = isinstance(self.objective, Reinforce)
+        return TokenBatch.concat(
+            rows,
+            advantages=[one["advantages"] for one in fields],
+            mask=[one["mask"] for one in fields],
+            old_logprobs=None if is_behavior else logprobs or None,
+            behavior_logprobs=(logprobs or None) if is_behavior else None,
+            datum_ids=names,
+        )
+
+    def per_token(self, batch: TokenBatch) -> ObjectiveOutput:
+        """Raw loss per token [T] and metrics; see ``policy_loss_per_token``."""
+        return evaluate(self.objective, batch)
+
+    def _checked(self, datum: int, row: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        given = {name: one.reshape(-1) for name, one in inputs.items() if name != "target_tokens"}
+        known = (*self.required_inputs, *self.optional_inputs)
+        if set(given) - set(known) or set(self.required_inputs) - set(given):
+            raise ConfigError(
+                f"datum {datum}: loss_fn_inputs of {self.name} must hold "
+                f"{list(self.required_inputs)} and may hold {list(self.optional_inputs)}, "
+                f"got {sorted(given)}"
+            )
+        for name, value in given.items():
+            if value.numel() != row.numel():
+                raise ConfigError(
+                    f"datum {datum}: {name} must have {row.numel()} entries as target_tokens, "
+                    f"got {value.numel()}"
+                )
+        mask = next((given[name] for name in _MASK_INPUTS if name in given), None)
+        if isinstance(self.objective, CrossEntropy):
+            weights = torch.zeros_like(row) if mask is None else mask
+            return {"advantages": weights, "mask": (weights != 0).float()}
+        given["mask"] = (given["advantages"] != 0).float() if mask is None else mask
+        return given
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A config key: the option it sets, and how its number becomes the option's."""
+
+    option: str
+    convert: Callable[[float], float] = float
+
+
+_LOG_CAP = {"ratio_log_cap": _Key("ratio_log_cap")}
+
+
+def _ratio_bounds(low: str, high: str) -> dict[str, _Key]:
+    return {
+        "clip_low_threshold": _Key(low, lambda bound: 1 - bound),
+        "clip_high_threshold": _Key(high, lambda bound: bound - 1),
+    }
+
+
+_EPS_CLIP = _ratio_bounds("eps_clip", "eps_clip_high") | _LOG_CAP
+_POLICY_INPUTS = ("logprobs", "advantages")
+
+_BUILTINS: Mapping[str, tuple[BuiltinObjective, Mapping[str, _Key]]] = {
+    one.name: (one, keys)
+    for one, keys in (
+        (BuiltinObjective("cross_entropy", CrossEntropy(), (), _MASK_INPUTS), {}),
+        (
+            BuiltinObjective(
+                "importance_sampling", ImportanceSampling(), _POLICY_INPUTS, _MASK_INPUTS
+            ),
+            _LOG_CAP,
+        ),
+        (BuiltinObjective("ppo", GRPO(kl_beta=0.0), _POLICY_INPUTS, _MASK_INPUTS), _EPS_CLIP),
+        (
+            BuiltinObjective("cispo", CISPO(), _POLICY_INPUTS, _MASK_INPUTS),
+            _ratio_bounds("eps_low", "eps_high") | _LOG_CAP,
+        ),
+        (BuiltinObjective("dro", DRO(), _POLICY_INPUTS, _MASK_INPUTS), {"beta": _Key("beta")}),
+        (
+            BuiltinObjective("dapo", DAPO(), _POLICY_INPUTS, _MASK_INPUTS),
+            _EPS_CLIP | {"eps_clip_c": _Key("eps_clip_c")},
+        ),
+        (
+            BuiltinObjective("gspo", GSPO(), _POLICY_INPUTS, _MASK_INPUTS),
+            _ratio_bounds("clip_ratio_low", "clip_ratio_high")
+            | {"seq_ratio_log_cap": _Key("seq_ratio_log_cap")},
+        ),
+        (
+            BuiltinObjective(
+                "reinforce", Reinforce(), ("advantages",), ("logprobs", *_MASK_INPUTS)
+            ),
+            _LOG_CAP,
+        ),
+    )
+}
+
+BUILTIN_LOSSES = tuple(_BUILTINS)
+"""Names that ``builtin_objective`` knows."""
+
+
+def builtin_objective(
+    loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+) -> BuiltinObjective:
+    """The built-in loss of a wire name with its config applied.
+
+    Raises:
+        ConfigError: the name or a config key is unknown (the message lists the known ones), or a
+            value is no finite number or breaks the option's rule.
+    """
+    if loss_fn not in _BUILTINS:
+        raise ConfigError(f"loss_fn must be one of {', '.join(BUILTIN_LOSSES)}, got {loss_fn!r}")
+    builtin, keys = _BUILTINS[loss_fn]
+    changes: dict[str, float] = {}
+    for key, value in (loss_fn_config or {}).items():
+        if key not in keys:
+            known = ", ".join(keys) or "none"
+            raise ConfigError(f"loss_fn_config of {loss_fn} must use known keys ({known}), "
+                              f"got {key!r}")  # fmt: skip
+        if isinstance(value, bool) or not math.isfinite(_number(key, value)):
+            raise ConfigError(f"loss_fn_config.{key} must be a finite number, got {value!r}")
+        changes[keys[key].option] = keys[key].convert(float(value))
+    return replace(builtin, objective=replace(builtin.objective, **changes))
+
+
+def _number(key: str, value: object) -> float:
+    if not isinstance(value, int | float):
+        raise ConfigError(f"loss_fn_config.{key} must be a finite number, got {value!r}")
+    return float(value)

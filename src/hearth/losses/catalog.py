@@ -1,0 +1,112 @@
+"""Objectives by name, and the one entry point that the trainer and the client closures call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from hearth.errors import ConfigError
+from hearth.losses.batch import TokenBatch
+from hearth.losses.cispo import CISPO, CISPOMask
+from hearth.losses.clipped import DAPO, GRPO
+from hearth.losses.corrections import TIS, WithReference
+from hearth.losses.crossentropy import CrossEntropy
+from hearth.losses.dro import DRO
+from hearth.losses.importance import ImportanceSampling
+from hearth.losses.metrics import shared_metrics
+from hearth.losses.objective import Objective, ObjectiveOutput
+from hearth.losses.reinforce import Reinforce
+from hearth.losses.sequence import GSPO
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """One entry of the catalog."""
+
+    name: str
+    """Its ``policy_loss`` name."""
+    options: type[Objective]
+    """The frozen dataclass of its options; without arguments it has the documented defaults."""
+    summary: str
+    """What it is, in one line."""
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether ``kl_beta`` means something to it."""
+        return issubclass(self.options, WithReference)
+
+
+def _by_name(*entries: PolicyLoss) -> Mapping[str, PolicyLoss]:
+    return MappingProxyType({entry.name: entry for entry in entries})
+
+
+POLICY_LOSSES = _by_name(
+    PolicyLoss("grpo", GRPO, "REINFORCE + KL penalty, with PPO clipping"),
+    PolicyLoss("importance_sampling", ImportanceSampling, "ratio weighting, optional clipping"),
+    PolicyLoss("reinforce", Reinforce, "REINFORCE, with the ratio to the behavior policy"),
+    PolicyLoss("dapo", DAPO, "asymmetric PPO clipping"),
+    PolicyLoss("dro", DRO, "quadratic pull toward the old policy"),
+    PolicyLoss("gspo", GSPO, "sequence-level clipping"),
+    PolicyLoss("cispo", CISPO, "clipped importance weights that keep every gradient"),
+)
+"""The values of ``policy_loss``."""
+
+OBJECTIVES = _by_name(
+    *POLICY_LOSSES.values(),
+    PolicyLoss("cispo_mask", CISPOMask, "importance-sampling masking"),
+    PolicyLoss("cross_entropy", CrossEntropy, "weighted cross-entropy"),
+)
+"""The policy losses and what else can be asked for by name."""
+
+
+def resolve_objective(name: str, config: Objective | None = None) -> Objective:
+    """``config``, or the default options of ``name``.
+
+    Raises:
+        ConfigError: the name is unknown (it is a ValueError and lists the policy losses), or
+            ``config`` belongs to another objective.
+    """
+    entry = OBJECTIVES.get(name)
+    if entry is None:
+        raise ConfigError(
+            f"policy_loss must be one of {', '.join(POLICY_LOSSES)}, got {name!r}; "
+            "cispo_mask and cross_entropy are objectives too"
+        )
+    if config is None:
+        return entry.options()
+    if type(config) is not entry.options:
+        raise ConfigError(
+            f"config must be {entry.options.__name__} for {name!r}, got {type(config).__name__}"
+        )
+    return config
+
+
+def policy_loss_per_token(
+    name: str, batch: TokenBatch, config: Objective | None = None, tis: TIS | None = None
+) -> ObjectiveOutput:
+    """TIS weight times policy term, plus ``kl_beta`` times KL where the objective has one.
+
+    The weight never multiplies the KL, nor DRO's quadratic pull. The result is raw: its sum is
+    the loss, and dividing is the optimizer's or the caller's business.
+
+    Raises:
+        ConfigError: unknown name, wrong config, ``kl_beta > 0`` without reference logprobs, or
+            ``tis`` without behavior logprobs.
+        NumericsError: a value on an active token is unusable; the datum is named.
+    """
+    return evaluate(resolve_objective(name, config), batch, tis)
+
+
+def evaluate(objective: Objective, batch: TokenBatch, tis: TIS | None = None) -> ObjectiveOutput:
+    """``policy_loss_per_token`` for options that are already resolved."""
+    batch.validate()
+    if tis is None:
+        term = objective.policy_term(batch)
+    else:
+        term = objective.weighted_term(batch, tis.weights(batch))
+    penalty = objective.penalty(batch)
+    metrics = shared_metrics(batch, term, penalty) | objective.metrics(batch)
+    if tis is not None:
+        metrics |= tis.metrics(batch)
+    return ObjectiveOutput(term if penalty is None else term + penalty, metrics)

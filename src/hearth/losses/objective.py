@@ -1,0 +1,53 @@
+"""What an objective is: options that turn a token batch into a loss per token."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hearth.errors import ConfigError
+from hearth.losses.batch import TokenBatch
+
+Metrics = dict[str, Tensor]
+"""Metric name to a float scalar without gradient."""
+
+
+@dataclass(frozen=True)
+class Objective(ABC):
+    """A frozen set of options with the loss they describe. Subclasses are frozen dataclasses."""
+
+    @abstractmethod
+    def policy_term(self, batch: TokenBatch) -> Tensor:
+        """Loss per token [T] without KL penalty; exactly 0 where the mask is 0."""
+
+    def weighted_term(self, batch: TokenBatch, weights: Tensor) -> Tensor:
+        """``policy_term`` under constant importance weights [T]."""
+        return weights * self.policy_term(batch)
+
+    def penalty(self, batch: TokenBatch) -> Tensor | None:
+        """KL penalty per token [T], or None when the objective has none."""
+        return None
+
+    def metrics(self, batch: TokenBatch) -> Metrics:
+        """The objective's own metrics: means over the batch's active tokens."""
+        return {}
+
+
+@dataclass(frozen=True)
+class ObjectiveOutput:
+    """A loss per token [T], raw: reduction is the caller's (``hearth.losses.reduce``)."""
+
+    per_token: Tensor
+    metrics: Metrics
+
+
+def require_at_least(objective: Objective, minimum: float, **values: float | None) -> None:
+    """Raise ConfigError naming the option that is below ``minimum`` or not finite."""
+    for name, value in values.items():
+        if value is not None and not (math.isfinite(value) and value >= minimum):
+            raise ConfigError(
+                f"{type(objective).__name__}.{name} must be finite and >= {minimum:g}, got {value}"
+            )
