@@ -1,0 +1,333 @@
+"""Causal LMs and tokenizers, from a folder or the hub into memory and back into a folder.
+
+Owns what may go wrong on the way in, and the names of the weights on the way out. Training,
+sampling and adapters are elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hearth.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from hearth.models.lora import LoraOptions
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Names of the dtypes that models are loaded in."""
+
+UNBOUNDED_POSITIONS = 2**30
+"""``max_position`` of a model whose config states none."""
+
+# transformers patches torch.nn.init and torch's default dtype while it loads, for all threads.
+_loading = threading.Lock()
+
+
+@dataclass
+class LoadedModel:
+    """A causal LM in memory, in eval mode: no dropout, the same numbers in every pass."""
+
+    module: nn.Module
+    """The transformers module; a LoRA adapter replaces some of its linear layers in place."""
+    name: str
+    """What it is called on the wire."""
+    source: str
+    """The folder or hub id that it came from."""
+    dtype: torch.dtype
+    device: torch.device
+    eos_token_ids: tuple[int, ...]
+    """Token ids that end a generation; empty when the model names none."""
+    vocab_size: int
+    """Rows of the embedding: token ids are below it."""
+    max_position: int
+    """Longest sequence that the model has positions for."""
+    lora: LoraOptions | None = None
+    """The options of the attached adapter."""
+
+    @property
+    def config(self) -> Any:
+        """The module's transformers config."""
+        return self.module.config
+
+
+def load_model(
+    source: str | Path,
+    *,
+    name: str | None = None,
+    dtype: str = "float32",
+    device: str | torch.device = "cpu",
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Any causal LM that transformers knows, from a folder or a hub id.
+
+    ``name`` defaults to the source. The weights require gradients; who serves or freezes them
+    says so.
+
+    Raises:
+        ConfigError: the folder does not exist, the hub does not answer, the architecture is
+            unknown or no causal LM, weights are missing or misshapen, the dtype or device is not
+            usable, or memory is short.
+    """
+    # Two seconds to import, paid by whoever loads a model and not by `hearth --help`.
+    import transformers
+
+    where = _source_of(source, "base_model")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    target = _device_of(device)
+    with _loading, _without_progress_bars(), _explained(where, target):
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            _reachable(where), dtype=DTYPES[dtype], attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code, output_loading_info=True,
+        )  # fmt: skip
+        module, report = loaded
+        if report["missing_keys"]:
+            missing = sorted(report["missing_keys"])
+            raise ConfigError(
+                f"base_model must hold every weight of its architecture, got {where!r} without "
+                f"{missing[:4]} ({len(missing)} in all)"
+            )
+        module = module.to(target).eval()
+    config = module.config.get_text_config()
+    return LoadedModel(
+        module=module, name=name or where, source=where, dtype=DTYPES[dtype], device=target,
+        eos_token_ids=_eos_token_ids(module),
+        vocab_size=int(module.get_input_embeddings().num_embeddings),
+        max_position=int(getattr(config, "max_position_embeddings", None) or UNBOUNDED_POSITIONS),
+    )  # fmt: skip
+
+
+def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder or hub id.
+
+    Raises:
+        ConfigError: there is none, or the hub does not answer.
+    """
+    # Two seconds to import, as above.
+    import transformers
+
+    where = _source_of(source, "tokenizer")
+    with _loading:
+        try:
+            return transformers.AutoTokenizer.from_pretrained(
+                _reachable(where), trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"tokenizer must be a tokenizer's folder or hub id, got {where!r}: "
+                f"{_first_line(error)}"
+            ) from None
+
+
+def base_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The model's own weights by their plain names: live, each shared tensor once, no adapter.
+
+    Parameters and persistent buffers; names are those of the module without an adapter, so that
+    they do not depend on whether one is attached.
+    """
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if ".lora_" in name or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        found[name.replace(".base_layer.", ".")] = tensor
+    return found
+
+
+def load_base_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy ``tensors`` over the model's own weights.
+
+    Raises:
+        EngineError: names or shapes differ; nothing was changed.
+    """
+    own = base_tensors(module)
+    check_same_tensors(own, tensors)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+def check_same_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that do not fit a model's.
+
+    Raises:
+        EngineError: names or shapes differ; the first few are named.
+    """
+    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if missing or unknown:
+        raise EngineError(
+            f"weights must have the model's tensor names, got {len(missing)} missing "
+            f"{missing[:3]} and {len(unknown)} unknown {unknown[:3]}"
+        )
+    for name, tensor in own.items():
+        if tensor.shape != given[name].shape:
+            raise EngineError(
+                f"weights must have the model's shapes, got {name} {list(given[name].shape)} "
+                f"instead of {list(tensor.shape)}"
+            )
+
+
+def export_pretrained(
+    loaded: LoadedModel,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    tokenizer_source: str | Path | None = None,
+) -> None:
+    """Write ``tensors`` as a Hugging Face model folder that ``AutoModelForCausalLM`` loads.
+
+    Config and generation config are the loaded model's; ``tensors`` are named as
+    ``base_tensors`` names them, and may hold a tied head's weight in addition, which unties it.
+    The tokenizer is copied when its source has one; with None the model's own source is asked.
+
+    Raises:
+        EngineError: the tensors are not those of the model.
+        ConfigError: ``tokenizer_source`` was given and has no tokenizer.
+    """
+    module: Any = loaded.module
+    expected = base_tensors(module)
+    head = tied_head_name(module)
+    if head is not None and head in tensors:
+        expected[head] = tensors[head]
+    check_same_tensors(expected, tensors)
+    is_tied = head is not None and head not in tensors
+    with _loading, _without_progress_bars(), _tied(module.config, is_tied):
+        state = {name: tensor.detach() for name, tensor in tensors.items()}
+        module.save_pretrained(str(folder), state_dict=state)
+    try:
+        tokenizer = load_tokenizer(tokenizer_source or loaded.source)
+    except ConfigError:
+        if tokenizer_source is not None:
+            raise
+    else:
+        tokenizer.save_pretrained(str(folder))
+
+
+def tied_head_name(module: Any) -> str | None:
+    """The plain name of the head's weight when it is the embedding's; None when it is its own."""
+    head = module.get_output_embeddings()
+    name = next((name for name, layer in module.named_modules() if layer is head), None)
+    weight = f"{name}.weight"
+    return None if name is None or weight in base_tensors(module) else weight
+
+
+def _source_of(source: str | Path, field: str) -> str:
+    where = str(source)
+    path = Path(where).expanduser()
+    if where and path.is_dir():
+        return str(path)
+    is_path = isinstance(source, Path) or where.startswith((".", "/", "~")) or where.count("/") > 1
+    if is_path or not where:
+        raise ConfigError(f"{field} must be an existing folder or a hub id, got {where!r}")
+    return where
+
+
+def _reachable(where: str) -> str:
+    """What to load from: the folder, the hub id, or its cached copy when the hub does not answer.
+
+    One question up front: transformers itself asks for many files, and retries each for a while.
+
+    Raises:
+        OSError: the hub knows no such model, or does not answer and there is no cached copy.
+    """
+    if Path(where).is_dir():
+        return where
+    # Imported by the caller already, as a part of transformers.
+    import huggingface_hub
+    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        huggingface_hub.HfApi().model_info(where, timeout=10)
+        return where
+    except RepositoryNotFoundError:
+        raise
+    except (OSError, HTTPError) as error:
+        unreachable = f"the hub cannot be reached ({error}) and there is no copy in its cache"
+    try:
+        return huggingface_hub.snapshot_download(where, local_files_only=True)
+    except LocalEntryNotFoundError:
+        raise OSError(unreachable) from None
+
+
+def _device_of(device: str | torch.device) -> torch.device:
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be a torch device, got {device!r}: {error}") from None
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device must be available, got {device!r}: no CUDA device found")
+    return target
+
+
+def _eos_token_ids(module: Any) -> tuple[int, ...]:
+    generation = getattr(module, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = module.config.get_text_config().eos_token_id
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    # Imported by the caller already; a recipe's terminal belongs to the recipe.
+    from transformers.utils import logging as transformers_logging
+
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _tied(config: Any, is_tied: bool) -> Iterator[None]:
+    """What the config says of the head inside the ``with``, when it has to be untied."""
+    before = config.tie_word_embeddings
+    config.tie_word_embeddings = before and is_tied
+    try:
+        yield
+    finally:
+        config.tie_word_embeddings = before
+
+
+@contextlib.contextmanager
+def _explained(where: str, device: torch.device) -> Iterator[None]:
+    """Turn what transformers and torch raise while loading into one clear line."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ConfigError(_no_room(where, device, error)) from None
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        if "not enough memory" in str(error) or "out of memory" in str(error):
+            raise ConfigError(_no_room(where, device, error)) from None
+        raise ConfigError(
+            f"base_model must be a causal LM's folder or hub id that can be loaded, got "
+            f"{where!r}: {_first_line(error)}"
+        ) from None
+
+
+def _no_room(where: str, device: torch.device, error: BaseException) -> str:
+    return (
+        f"base_model must fit the memory of {device}, got {where!r}: {_first_line(error)}; use "
+        "dtype='bfloat16', a smaller model or another device"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

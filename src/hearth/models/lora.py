@@ -1,0 +1,249 @@
+"""LoRA adapters (arXiv:2106.09685) through ``peft``: attach, switch off, move, merge.
+
+An adapter is injected into the module in place. Its tensors are float32 whatever the model's
+dtype, and carry the names that PEFT writes to disk, so that folders go both ways.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from hearth.errors import ConfigError, EngineError
+from hearth.models.loading import LoadedModel, base_tensors, check_same_tensors
+from hearth.models.naming import Part, linear_parts
+
+_ADAPTER = "default"
+_PREFIX = "base_model.model."
+_CONFIG_FILE = "adapter_config.json"
+_WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """What an adapter adapts, and how. The update is scaled by ``alpha / rank``."""
+
+    rank: int
+    alpha: float = 32.0
+    seed: int = 0
+    """Fixes the initial values."""
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"lora rank must be >= 1, got {self.rank}")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ConfigError(f"lora alpha must be finite and > 0, got {self.alpha}")
+        if not (self.train_attn or self.train_mlp or self.train_unembed):
+            raise ConfigError(
+                "lora must train at least one of attn, mlp and unembed, got none of them"
+            )
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> LoraOptions:
+        """The options in a snapshot's or checkpoint's ``metadata["lora"]``.
+
+        Raises:
+            EngineError: there are none.
+        """
+        try:
+            return cls(**metadata["lora"])
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"metadata must describe a LoRA adapter, got {error}") from None
+
+    def as_metadata(self) -> dict[str, Any]:
+        """What ``from_metadata`` reads: ``{"lora": {...}}``."""
+        return {"lora": asdict(self)}
+
+
+def attach_lora(loaded: LoadedModel, options: LoraOptions) -> None:
+    """Add an adapter to ``loaded``, which at first changes nothing, and freeze all other weights.
+
+    The down projections are drawn (Kaiming uniform) from ``options.seed`` alone, in the order of
+    their names and on the CPU, so that every process and device starts from the same bits; the up
+    projections are 0.
+
+    Raises:
+        ConfigError: the model has no linear layer of the wanted parts, or has an adapter already.
+    """
+    # Three seconds to import, and only LoRA needs it.
+    import peft
+
+    if loaded.lora is not None:
+        raise ConfigError(f"{loaded.name!r} must have one adapter at most, got a second")
+    targets = target_modules(loaded.module, options)
+    alpha: Any = int(options.alpha) if options.alpha == int(options.alpha) else options.alpha
+    config = peft.LoraConfig(
+        r=options.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, bias="none",
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        # A tied head gets an adapter of its own here; its base stays tied, as intended. GPT-2's
+        # transposed layers are recognized, with a warning that says so.
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
+        peft.inject_adapter_in_model(config, loaded.module, _ADAPTER)
+    loaded.lora = options
+    loaded.module.requires_grad_(False)
+    generator = torch.Generator().manual_seed(options.seed)
+    with torch.no_grad():
+        for name, parameter in sorted(_adapter_parameters(loaded).items()):
+            parameter.data = _initial(name, parameter, generator).to(loaded.device)
+            parameter.requires_grad_(True)
+    loaded.module.eval()
+
+
+def detach_lora(loaded: LoadedModel) -> None:
+    """Take the adapter away; the base weights are as before ``attach_lora``."""
+    for name, _, base in _adapted_layers(loaded.module):
+        owner, _, attribute = name.rpartition(".")
+        setattr(loaded.module.get_submodule(owner), attribute, base)
+    # Left by the injection; transformers would take the module for an adapted one.
+    if hasattr(loaded.module, "peft_config"):
+        del loaded.module.peft_config
+    loaded.module.requires_grad_(True)
+    loaded.lora = None
+
+
+def target_modules(module: nn.Module, options: LoraOptions) -> list[str]:
+    """Full names of the linear layers that ``options`` adapts.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    wanted: dict[Part, bool] = {
+        "attn": options.train_attn,
+        "mlp": options.train_mlp,
+        "unembed": options.train_unembed,
+    }
+    targets = [name for name, part in linear_parts(module).items() if wanted[part]]
+    if not targets:
+        parts = [part for part, is_wanted in wanted.items() if is_wanted]
+        raise ConfigError(f"lora must find linear layers of {parts}, got none in this model")
+    return targets
+
+
+def adapter_tensors(loaded: LoadedModel) -> dict[str, Tensor]:
+    """The adapter's live tensors under PEFT's names.
+
+    Raises:
+        ConfigError: no adapter is attached.
+    """
+    return {
+        _PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
+        for name, parameter in _adapter_parameters(loaded).items()
+    }
+
+
+def load_adapter_tensors(loaded: LoadedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Copy ``tensors``, under PEFT's names, over the attached adapter.
+
+    Raises:
+        ConfigError: no adapter is attached.
+        EngineError: names or shapes differ; nothing was changed.
+    """
+    own = adapter_tensors(loaded)
+    check_same_tensors(own, tensors)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+@contextlib.contextmanager
+def base_only(loaded: LoadedModel) -> Iterator[None]:
+    """Inside the ``with`` the module computes as if it had no adapter; without one, as always."""
+    layers = [layer for _, layer, _ in _adapted_layers(loaded.module)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def merged_tensors(loaded: LoadedModel) -> dict[str, Tensor]:
+    """``base_tensors`` with the adapter's update added in float32; copies where it adds.
+
+    A head that is tied to the embedding and has an adapter comes out under its own name, untied.
+    """
+    merged = base_tensors(loaded.module)
+    with torch.no_grad():
+        for name, layer, base in _adapted_layers(loaded.module):
+            weight = base.get_parameter("weight")
+            total = weight.float() + layer.get_delta_weight(_ADAPTER).float()
+            merged[f"{name}.weight"] = total.to(weight.dtype)
+    return merged
+
+
+def write_adapter(loaded: LoadedModel, folder: Path) -> None:
+    """Write the adapter as PEFT does; ``peft.PeftModel.from_pretrained`` loads the folder.
+
+    Raises:
+        ConfigError: no adapter is attached.
+    """
+    tensors = adapter_tensors(loaded)
+    module: Any = loaded.module
+    config = module.peft_config[_ADAPTER].to_dict()
+    config["target_modules"] = sorted(config["target_modules"])
+    config["base_model_name_or_path"] = loaded.source
+    config["inference_mode"] = True
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(config, indent=2, sort_keys=True, default=str)
+    (folder / _CONFIG_FILE).write_text(text, encoding="utf-8")
+    arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(arrays, folder / _WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A PEFT adapter folder's config and its tensors, under PEFT's names.
+
+    Raises:
+        ConfigError: the folder holds no LoRA adapter in safetensors.
+    """
+    try:
+        config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
+        tensors = load_file(folder / _WEIGHTS_FILE)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"adapter_path must be a PEFT adapter's folder, got {str(folder)!r}: {error}"
+        ) from None
+    if config.get("peft_type") != "LORA":
+        raise ConfigError(f"adapter must be LORA, got {config.get('peft_type')!r} in {folder}")
+    # PEFT adds the whole frozen head when the head is adapted; it is not part of the update.
+    return config, {name: one for name, one in tensors.items() if ".lora_" in name}
+
+
+def _adapted_layers(module: nn.Module) -> list[tuple[str, Any, nn.Module]]:
+    """Name, PEFT layer and the layer inside it, of each layer that an adapter has replaced."""
+    pairs = [(name, layer, getattr(layer, "base_layer", None)) for name, layer in
+             module.named_modules()]  # fmt: skip
+    return [(name, layer, base) for name, layer, base in pairs if isinstance(base, nn.Module)]
+
+
+def _adapter_parameters(loaded: LoadedModel) -> dict[str, nn.Parameter]:
+    if loaded.lora is None:
+        raise ConfigError(f"{loaded.name!r} must have a LoRA adapter, got none attached")
+    return {
+        name: parameter for name, parameter in loaded.module.named_parameters() if ".lora_" in name
+    }
+
+
+def _initial(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
+    value = torch.zeros(parameter.shape, dtype=torch.float32)
+    if ".lora_A." in name:
+        nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    return value
