@@ -23,9 +23,19 @@ class Record(BaseModel):
             RequestError: the body is no JSON, or a field breaks its type (the first is named).
         """
         try:
-            return cls.model_validate(orjson.loads(body))
+            return cls.checked(orjson.loads(body))
         except orjson.JSONDecodeError as error:
             raise RequestError(f"body must be JSON, got {bytes(body[:40])!r}: {error}") from None
+
+    @classmethod
+    def checked(cls, content: Any) -> Self:
+        """The record of a parsed body.
+
+        Raises:
+            RequestError: a field breaks its type (the first is named).
+        """
+        try:
+            return cls.model_validate(content)
         except ValidationError as error:
             raise RequestError(describe(error)) from None
 

@@ -46,7 +46,11 @@ class CompletionRequest(Record):
 
 
 class TokenLogprob(Record):
-    """One position. Prompt positions have no ``sampling_logprob``; the very first has neither."""
+    """One position. Prompt positions have no ``sampling_logprob``.
+
+    The very first token of an echoed prompt has no probability either: its ``logprob`` is 0 here,
+    where Fireworks' client insists on a number, and null in the lists.
+    """
 
     token: str
     token_id: int

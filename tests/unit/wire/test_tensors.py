@@ -51,7 +51,12 @@ def test_csr_tensors_become_dense():
         ({"data": "no base64!"}, "data must be base64"),
         ({"data": [1], "shape": [1], "sparse_crow_indices": [0, 1]}, "2-D shape"),
         (
-            {"data": [1], "shape": [1, 1], "sparse_crow_indices": [0, 1], "sparse_col_indices": [4]},
+            {
+                "data": [1],
+                "shape": [1, 1],
+                "sparse_crow_indices": [0, 1],
+                "sparse_col_indices": [4],
+            },
             "sparse_col_indices must lie in the shape",
         ),
     ],

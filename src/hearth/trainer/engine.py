@@ -1,0 +1,387 @@
+"""One trainer: models on one set of base weights, and the operations on them. Knows no HTTP.
+
+Losses are raw sums. Gradients add up over calls until ``optim_step`` divides once, clips once and
+steps once. Operations run one at a time, whatever thread calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from hearth.errors import ClosedError, ConfigError, ForwardOnlyError, RequestError
+from hearth.losses import BuiltinObjective, builtin_objective
+from hearth.models.loading import LoadedModel, base_tensors, export_pretrained, load_model
+from hearth.models.lora import LoraOptions, merged_tensors, read_adapter
+from hearth.sync.store import Snapshot, SnapshotStore
+from hearth.trainer.checkpoint import CheckpointFolder
+from hearth.trainer.logprobs import DEFAULT_LOGIT_BUDGET
+from hearth.trainer.packing import Limits, read_datums
+from hearth.trainer.passes import Pass, PassResult
+from hearth.trainer.residents import Resident, Residents, require_trainable
+from hearth.wire.tinker import AdamParams, CheckpointType, DatumRecord, Normalization
+
+logger = logging.getLogger(__name__)
+
+LossConfig = Mapping[str, float | int | str | bool]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    """How one trainer runs."""
+
+    dtype: str = "float32"
+    """``float32``, or ``bfloat16`` with float32 master weights, gradients and logprobs."""
+    device: str = "cpu"
+    max_seq_len: int | None = None
+    """Most input tokens of a datum; None takes what the model has positions for."""
+    micro_batch_tokens: int = 16384
+    """Most padded tokens of one forward pass; a longer datum gets a pass of its own."""
+    logit_budget: int = DEFAULT_LOGIT_BUDGET
+    """Most logits (tokens times vocabulary) in memory at one time."""
+    forward_only: bool = False
+    """Refuse every operation that trains."""
+    attn_implementation: str = "sdpa"
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a client may ask about a model."""
+
+    model_id: str
+    arch: str
+    """The model type in transformers' words, such as ``qwen3``."""
+    lora_rank: int
+    """0 for a frozen model or one that trains all parameters."""
+
+
+def _exclusive(
+    method: Callable[Concatenate[TrainerEngine, P], R],
+) -> Callable[Concatenate[TrainerEngine, P], R]:
+    """Run a method alone, and not after ``close``."""
+
+    @functools.wraps(method)
+    def run(self: TrainerEngine, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.lock:
+            if self.is_closed:
+                raise ClosedError(f"trainer {self.name!r} must be running, got a call after close")
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+class TrainerEngine:
+    """Trains at most one policy; frozen models beside it only run ``forward``.
+
+    The base weights are loaded at once, so that a bad model fails here.
+
+    Raises:
+        ConfigError: the model cannot be loaded or trained, or an option breaks its rule.
+    """
+
+    def __init__(
+        self, source: str | Path, *, name: str | None = None, snapshots: SnapshotStore,
+        checkpoint_dir: Path, options: TrainerOptions | None = None,
+    ) -> None:  # fmt: skip
+        self.source = str(source)
+        self.name = name or self.source
+        self.options = options or TrainerOptions()
+        self.lock = threading.RLock()
+        self.is_closed = False
+        self._snapshots = snapshots
+        self._checkpoints = CheckpointFolder(checkpoint_dir)
+        self._closing: list[Callable[[], None]] = []
+        if self.options.micro_batch_tokens < 1:
+            raise ConfigError(
+                f"micro_batch_tokens must be >= 1, got {self.options.micro_batch_tokens}"
+            )
+        base = self._load()
+        self.architecture = str(base.config.model_type)
+        self._limits = _limits(base, self.options.max_seq_len)
+        first = [base]
+        self._residents = Residents(
+            lambda: first.pop() if first else self._load(), logit_budget=self.options.logit_budget
+        )
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most input tokens of a datum."""
+        return self._limits.max_seq_len
+
+    @_exclusive
+    def create_model(self, lora: LoraOptions | None = None, *, is_frozen: bool = False) -> str:
+        """A new model's id.
+
+        A frozen model is the base weights: the LoRA policy's own with its adapter off, or a copy
+        beside a policy that trains all parameters. A forward-only trainer makes every model
+        without an adapter frozen.
+
+        Raises:
+            ForwardOnlyError: an adapter was asked of a forward-only trainer.
+            RequestError: there is a policy already.
+        """
+        if self.options.forward_only and lora is not None and not is_frozen:
+            raise ForwardOnlyError(
+                "lora_config must be absent on a forward-only trainer, got an adapter: it has "
+                "nothing to learn there"
+            )
+        if is_frozen or self.options.forward_only:
+            model = self._residents.add_frozen()
+        else:
+            model = self._residents.add_policy(lora)
+        logger.info("trainer %s: model %s, lora %s", self.name, model.model_id, model.lora)
+        return model.model_id
+
+    @_exclusive
+    def forward(
+        self, model_id: str, data: Sequence[DatumRecord], loss_fn: str = "cross_entropy",
+        config: LossConfig | None = None,
+    ) -> PassResult:  # fmt: skip
+        """Logprobs and loss without a gradient.
+
+        ``config`` holds the options of the loss, and ``temperature``, which divides the logits.
+
+        Raises:
+            RequestError: a datum or the config breaks a rule; the datum is named.
+            ConfigError: the same, found by the objective.
+            NumericsError: an input or a logprob is unusable.
+        """
+        model = self._residents.get(model_id)
+        work = self._pass(model, data, loss_fn, config)
+        with model.weights():
+            return work.forward()
+
+    @_exclusive
+    def forward_backward(
+        self, model_id: str, data: Sequence[DatumRecord], loss_fn: str = "cross_entropy",
+        config: LossConfig | None = None,
+    ) -> PassResult:  # fmt: skip
+        """Logprobs and loss, and the gradient of the raw loss sum added to what has accumulated.
+
+        Raises:
+            ForwardOnlyError: the model is frozen.
+            RequestError: as in ``forward``; what had accumulated stays.
+            NumericsError: an input is unusable, and what had accumulated stays. Or a logprob of
+                the model is, and the whole accumulated gradient is dropped.
+        """
+        model = self._residents.get(model_id)
+        optimizer = require_trainable(model, "forward_backward")
+        work = self._pass(model, data, loss_fn, config)
+        try:
+            result, counts = work.forward_backward()
+        except BaseException:
+            # Half of a request's gradient cannot be told from the whole of another.
+            optimizer.clear_gradient()
+            raise
+        optimizer.record_pass(counts)
+        return result
+
+    @_exclusive
+    def optim_step(
+        self, model_id: str, adam: AdamParams, normalization: Normalization | None = None
+    ) -> dict[str, float]:
+        """One AdamW step on the accumulated gradient; None normalizes by nothing.
+
+        Raises:
+            ForwardOnlyError: the model is frozen.
+            NumericsError: the gradient is not finite; it is dropped, nothing else changes.
+        """
+        model = self._residents.get(model_id)
+        optimizer = require_trainable(model, "optim_step")
+        metrics = optimizer.step(adam, normalization or "none")
+        model.steps += metrics["skipped"] == 0
+        return metrics | {"step": float(model.steps)}
+
+    @_exclusive
+    def save_state(self, model_id: str, name: str, *, overwrite: bool = False) -> str:
+        """Write a resumable checkpoint; an accumulated gradient is not part of it.
+
+        Raises:
+            ForwardOnlyError: the model is frozen.
+            RequestError: the name is no valid one, or is taken and ``overwrite`` is False.
+        """
+        model = self._residents.get(model_id)
+        optimizer = require_trainable(model, "save_weights")
+        self._checkpoints.write(
+            name, base_model=self.name, lora=model.lora, steps=model.steps,
+            weights=model.tensors(), optimizer=optimizer.state_tensors(), overwrite=overwrite,
+        )  # fmt: skip
+        return name
+
+    @_exclusive
+    def load_state(self, model_id: str, name: str, *, with_optimizer: bool) -> str:
+        """Go on from a checkpoint; without its optimizer, with a fresh one at step 0.
+
+        Raises:
+            ForwardOnlyError: the model is frozen.
+            NotFoundError: there is no such checkpoint; the message lists the names.
+            RequestError: it is a sampler snapshot, or of another model or adapter.
+        """
+        model = self._residents.get(model_id)
+        optimizer = require_trainable(model, "load_weights")
+        if name not in self._checkpoints.names() and name in self._snapshots.names():
+            raise RequestError(
+                f"path must name a resumable checkpoint, got the sampler snapshot {name!r}: a "
+                "snapshot (save_weights_for_sampler) has no optimizer, a checkpoint "
+                f"(save_weights) has; checkpoints here are {self._checkpoints.names()}"
+            )
+        state = self._checkpoints.read(name, base_model=self.name, lora=model.lora)
+        model.load_tensors(state.weights, f"checkpoint {name!r}")
+        if with_optimizer:
+            optimizer.load_state_tensors(state.optimizer)
+        else:
+            optimizer.reset()
+        model.steps = state.steps if with_optimizer else 0
+        return name
+
+    @_exclusive
+    def load_adapter(self, model_id: str, adapter_path: str) -> None:
+        """Start a LoRA policy from a PEFT adapter's folder, with a fresh optimizer.
+
+        Raises:
+            ForwardOnlyError: the model is frozen.
+            RequestError: the model has no adapter, or the folder's does not fit it.
+            ConfigError: the folder holds no adapter.
+        """
+        model = self._residents.get(model_id)
+        optimizer = require_trainable(model, "load_adapter")
+        if model.lora is None:
+            raise RequestError(
+                f"load_adapter must run on a LoRA model, got {model_id!r}, which trains all "
+                "parameters"
+            )
+        config, tensors = read_adapter(Path(adapter_path).expanduser())
+        if float(config.get("lora_alpha", 0)) != model.lora.alpha:
+            raise RequestError(
+                f"adapter must have the model's lora_alpha, {model.lora.alpha:g}, got "
+                f"{config.get('lora_alpha')} in {adapter_path!r}"
+            )
+        model.load_tensors(tensors, f"adapter {adapter_path!r}")
+        optimizer.reset()
+        model.steps = 0
+
+    @_exclusive
+    def save_for_sampler(
+        self, model_id: str, identity: str, kind: CheckpointType = "base",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
+        """Put a snapshot of the current weights into the store; returns its identity.
+
+        Of a LoRA model it is the adapter, or with ``merged_base`` the whole model with the adapter
+        merged in. ``delta`` gives whole weights too, which every deployment can take.
+
+        Raises:
+            RequestError: the identity is no valid name or is taken, or a tied head with an
+                adapter was to be merged.
+        """
+        model = self._residents.get(model_id)
+        facts: dict[str, Any] = {"step": model.steps, "user": dict(metadata or {})}
+        if model.lora is not None and kind == "merged_base":
+            tensors = merged_tensors(model.loaded)
+            if tensors.keys() != base_tensors(model.loaded.module).keys():
+                raise RequestError(
+                    "checkpoint_type must be 'base' for an adapter on a tied head, got "
+                    "'merged_base': merging would untie it"
+                )
+            snapshot = Snapshot.capture(identity, "base", self.name, tensors, facts)
+        elif model.lora is not None:
+            facts |= model.lora.as_metadata()
+            snapshot = Snapshot.capture(identity, "lora", self.name, model.tensors(), facts)
+        else:
+            snapshot = Snapshot.capture(identity, "base", self.name, model.tensors(), facts)
+        self._snapshots.put(snapshot)
+        return identity
+
+    @_exclusive
+    def export(self, model_id: str, folder: Path) -> None:
+        """Write the current weights as a Hugging Face folder; an adapter is merged in.
+
+        Raises:
+            NotFoundError: there is no such model.
+        """
+        model = self._residents.get(model_id)
+        loaded = model.loaded
+        merged = merged_tensors(loaded) if model.lora is not None else base_tensors(loaded.module)
+        export_pretrained(loaded, merged, folder)
+
+    @_exclusive
+    def unload(self, model_id: str) -> None:
+        """Forget a model and free what only it used.
+
+        Raises:
+            NotFoundError: there is none of that id.
+        """
+        self._residents.remove(model_id)
+
+    def list_checkpoints(self) -> list[str]:
+        """Names of the resumable checkpoints, oldest first."""
+        return self._checkpoints.names()
+
+    def facts(self, model_id: str) -> ModelFacts:
+        """What a model is; answers while an operation runs.
+
+        Raises:
+            NotFoundError: there is none of that id.
+        """
+        lora = self._residents.get(model_id).lora
+        return ModelFacts(model_id, self.architecture, lora.rank if lora is not None else 0)
+
+    def call_on_close(self, callback: Callable[[], None]) -> None:
+        """Have ``close`` call this first: whoever feeds the engine stops before it does."""
+        self._closing.append(callback)
+
+    def close(self) -> None:
+        """Free all models, after the running operation; later calls are ClosedError."""
+        while self._closing:
+            self._closing.pop()()
+        with self.lock:
+            self.is_closed = True
+            self._residents.clear()
+
+    def _load(self) -> LoadedModel:
+        options = self.options
+        return load_model(
+            self.source, name=self.name, dtype=options.dtype, device=options.device,
+            attn_implementation=options.attn_implementation,
+            trust_remote_code=options.trust_remote_code,
+        )  # fmt: skip
+
+    def _pass(
+        self, model: Resident, data: Sequence[DatumRecord], loss_fn: str, config: LossConfig | None
+    ) -> Pass:
+        objective, temperature = _objective(loss_fn, config)
+        return Pass(
+            scorer=model.scorer, objective=objective,
+            examples=read_datums(data, objective, self._limits), limits=self._limits,
+            token_budget=self.options.micro_batch_tokens, temperature=temperature,
+        )  # fmt: skip
+
+
+def _objective(loss_fn: str, config: LossConfig | None) -> tuple[BuiltinObjective, float]:
+    """The loss with its options, and the temperature, which belongs to the model's side."""
+    options: dict[str, Any] = dict(config or {})
+    temperature = options.pop("temperature", 1.0)
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not is_number or not (math.isfinite(temperature) and temperature > 0):
+        raise RequestError(
+            f"loss_fn_config.temperature must be finite and > 0, got {temperature!r}"
+        )
+    return builtin_objective(loss_fn, options), float(temperature)
+
+
+def _limits(base: LoadedModel, max_seq_len: int | None) -> Limits:
+    if max_seq_len is not None and not 0 < max_seq_len <= base.max_position:
+        raise ConfigError(
+            f"max_seq_len must be in [1, {base.max_position}], the positions of {base.name!r}, "
+            f"got {max_seq_len}"
+        )
+    return Limits(base.vocab_size, max_seq_len or base.max_position, base.max_position)

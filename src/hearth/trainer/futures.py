@@ -1,0 +1,83 @@
+"""Results by request id: waited for from any event loop, and kept for a while after delivery.
+
+A result is the bytes of its answer, a failure too; they are made by the thread that worked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections import OrderedDict
+from concurrent.futures import Future
+
+from hearth.errors import NotFoundError
+
+MAX_DELIVERED_BYTES = 64 * 2**20
+MAX_WAITING = 4096
+
+
+class FutureStore:
+    """Hands out request ids and keeps their results. Safe to use from several threads.
+
+    A delivered result stays until newer ones fill ``delivered_bytes`` (a lost answer is asked for
+    again); one that nobody has asked for stays until ``waiting`` newer ones are finished.
+    """
+
+    def __init__(
+        self, *, delivered_bytes: int = MAX_DELIVERED_BYTES, waiting: int = MAX_WAITING
+    ) -> None:
+        self._max_bytes = delivered_bytes
+        self._max_waiting = waiting
+        self._futures: dict[str, Future[bytes]] = {}
+        self._waiting: OrderedDict[str, None] = OrderedDict()
+        self._delivered: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def create(self) -> str:
+        """A new request id without a result."""
+        request_id = uuid.uuid4().hex
+        with self._lock:
+            self._futures[request_id] = Future()
+        return request_id
+
+    def resolve(self, request_id: str, body: bytes) -> None:
+        """Set the result of a request and wake who waits for it; a second one is ignored."""
+        with self._lock:
+            future = self._futures.get(request_id)
+            if future is None or future.done():
+                return
+            self._waiting[request_id] = None
+            if len(self._waiting) > self._max_waiting:
+                oldest, _ = self._waiting.popitem(last=False)
+                del self._futures[oldest]
+        future.set_result(body)
+
+    async def wait(self, request_id: str, timeout_s: float) -> bytes | None:
+        """The result, or None when time is up.
+
+        Raises:
+            NotFoundError: nobody handed out this id, or its result is long gone.
+        """
+        with self._lock:
+            future = self._futures.get(request_id)
+        if future is None:
+            raise NotFoundError(
+                f"request_id must name a pending or recent request, got {request_id!r}"
+            )
+        # Bound to the caller's loop: the worker's thread sets it from outside.
+        done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=timeout_s)
+        if not done:
+            return None
+        body = future.result()
+        self._mark_delivered(request_id, len(body))
+        return body
+
+    def _mark_delivered(self, request_id: str, size: int) -> None:
+        with self._lock:
+            self._waiting.pop(request_id, None)
+            self._delivered[request_id] = size
+            self._delivered.move_to_end(request_id)
+            while len(self._delivered) > 1 and sum(self._delivered.values()) > self._max_bytes:
+                oldest, _ = self._delivered.popitem(last=False)
+                self._futures.pop(oldest, None)

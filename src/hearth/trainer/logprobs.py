@@ -1,0 +1,123 @@
+"""Logprobs of given targets, without the logits of all tokens ever standing in memory.
+
+Legend: B rows of a micro-batch, L its padded length, H hidden size, V vocabulary, R tokens that
+are scored, K targets per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hearth.errors import ConfigError
+from hearth.models.loading import LoadedModel
+
+DEFAULT_LOGIT_BUDGET = 2**26
+"""Most logits at one time: 256 MiB in float32."""
+
+# Below 16 rows the CPU's matrix product takes another path, with other rounding.
+_MIN_ROWS = 16
+
+
+class TargetScorer:
+    """Scores targets under a model, in chunks of at most ``logit_budget`` logits.
+
+    Works for any head (tied, biased, adapted by LoRA) and the known ways of shaping logits after
+    it; a head that does more is found out and refused.
+
+    Raises:
+        ConfigError: the model's logits are not its head on its last hidden states, or the budget
+            is too small for 32 rows of the vocabulary.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, logit_budget: int = DEFAULT_LOGIT_BUDGET) -> None:
+        self._module: Any = loaded.module
+        self._backbone: Any = self._module.base_model
+        self._shape = _logit_shape(loaded.config.get_text_config())
+        self._chunk_rows = max(2 * _MIN_ROWS, logit_budget // loaded.vocab_size)
+        self._device = loaded.device
+        self._check(loaded)
+
+    def hidden(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """Last hidden states [R, H] at ``places`` [R] in the flattened rows [B * L].
+
+        Rows are padded on the right and need no mask: attention is causal, so a token never sees
+        the padding behind it.
+        """
+        output = self._backbone(input_ids=input_ids.to(self._device), use_cache=False)
+        return output.last_hidden_state.flatten(0, 1)[places.to(self._device)]
+
+    def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+        """Logprobs [R, K] (float32) of ``targets`` [R, K] after ``hidden`` [R, H].
+
+        They are those of ``softmax(logits / temperature)``. Above the budget each chunk forgets
+        its logits and computes them once more in the backward pass.
+        """
+        rows = hidden.shape[0]
+        chunks = max(1, -(-rows // self._chunk_rows))
+        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, max(0, _MIN_ROWS - rows)))
+        targets = torch.nn.functional.pad(targets, (0, 0, 0, max(0, _MIN_ROWS - rows)))
+        parts = zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
+        run = self._chunk if chunks == 1 or not torch.is_grad_enabled() else self._forgetful_chunk
+        return torch.cat([run(one, wanted, temperature) for one, wanted in parts])[:rows]
+
+    def _forgetful_chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        scored = checkpoint(
+            self._chunk, hidden, targets, temperature, use_reentrant=False,
+            preserve_rng_state=False,
+        )  # fmt: skip
+        assert isinstance(scored, Tensor)
+        return scored
+
+    def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        logits = self._logits(hidden)
+        if temperature != 1.0:
+            logits = logits / temperature
+        return torch.log_softmax(logits, dim=-1).gather(1, targets.to(logits.device))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        # Asked for anew each time: an adapter may have replaced the head since.
+        head = self._module.get_output_embeddings()
+        return self._shape(head(hidden)).float()
+
+    @torch.no_grad()
+    def _check(self, loaded: LoadedModel) -> None:
+        """Compare with the model's own logits once; a silent difference would train on nonsense."""
+        ids = torch.arange(_MIN_ROWS, device=self._device)[None] % loaded.vocab_size
+        try:
+            own = self._logits(self.hidden(ids, torch.arange(_MIN_ROWS)))
+        except (AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"base_model must have hidden states and an output head, got {loaded.name!r} "
+                f"({type(self._module).__name__}): {error}"
+            ) from None
+        expected = self._module(input_ids=ids, use_cache=False).logits[0].float()
+        tolerance = 1e-4 if loaded.dtype == torch.float32 else 2e-2
+        if not torch.allclose(own, expected, rtol=tolerance, atol=tolerance):
+            raise ConfigError(
+                "base_model must compute logits as head(hidden states), scaled or soft-capped as "
+                f"its config says, got {loaded.name!r} ({type(self._module).__name__}), which "
+                f"differs by up to {float((own - expected).abs().max()):.2g}"
+            )
+
+
+def _logit_shape(config: Any) -> Callable[[Tensor], Tensor]:
+    """What a model family does to its logits after the head, from its text config."""
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    scale = getattr(config, "logit_scale", None)  # Cohere
+    multiplier = getattr(config, "lm_head_multiplier", None)  # Falcon-H1
+    divisor = getattr(config, "logits_scaling", None)  # Granite
+    factor = (scale or 1.0) * (multiplier or 1.0)
+
+    def shape(logits: Tensor) -> Tensor:
+        if factor != 1.0:
+            logits = logits * factor
+        if divisor:
+            logits = logits / divisor
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    return shape

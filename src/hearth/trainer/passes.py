@@ -1,0 +1,194 @@
+"""Forward and backward passes over micro-batches: the gradient's way from loss to weights.
+
+The loss is a sum over tokens, and an objective looks at one sample at a time. So a micro-batch is
+complete in itself: its gradient is taken first with respect to its logprobs, where it can be
+counted, and from there through the model.
+
+Legend: T tokens of a datum, K targets per token, R real tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hearth.errors import NumericsError
+from hearth.losses import BuiltinObjective, GradientCounts, TokenBatch, gradient_counts
+from hearth.trainer.logprobs import TargetScorer
+from hearth.trainer.packing import Example, Limits, MicroBatch, micro_batches
+
+Rows = dict[int, Tensor]
+"""Datum index to its values, flat [T * K]."""
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a pass gives back."""
+
+    logprobs: list[NDArray[np.float32]]
+    """Per datum, in the shape of its targets."""
+    metrics: dict[str, float]
+    """``name:reduction``, always with ``loss:sum``; ``:mean`` is over the trained tokens."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One request: its data, its objective, and how to run them.
+
+    Raises:
+        ConfigError: the objective lacks a field of a datum.
+        NumericsError: a trained token has an unusable value; nothing has run yet.
+    """
+
+    scorer: TargetScorer
+    objective: BuiltinObjective
+    examples: Sequence[Example]
+    limits: Limits
+    token_budget: int
+    """Most padded tokens of a micro-batch."""
+    temperature: float = 1.0
+    """Divides the logits: the logprobs are those of the distribution that was sampled from."""
+
+    def __post_init__(self) -> None:
+        self._unscored.validate()
+
+    @torch.no_grad()
+    def forward(self) -> PassResult:
+        """Logprobs, loss and metrics, without a gradient.
+
+        Raises:
+            NumericsError: a logprob is not finite.
+        """
+        return self._result(self._score(self.examples))
+
+    def forward_backward(self) -> tuple[PassResult, GradientCounts]:
+        """The same, with the loss's gradient added to the parameters', and what it counts as.
+
+        Only trained tokens are in the graph, and samples without any run without one. A
+        micro-batch whose gradient is zero skips its backward pass.
+
+        Raises:
+            NumericsError: a logprob is not finite; earlier micro-batches' gradients stay.
+        """
+        trained = [one for one in self.examples if bool(self._active[one.index].any())]
+        found: Rows = {}
+        counts = GradientCounts()
+        for batch in micro_batches(trained, self.token_budget, self.limits):
+            rows, added = self._train(batch)
+            found |= rows
+            counts += added
+        with torch.no_grad():
+            found |= self._score([one for one in self.examples if one.index not in found])
+        return self._result(found), counts
+
+    @cached_property
+    def _unscored(self) -> TokenBatch:
+        blank = {one.index: torch.zeros(one.targets.numel()) for one in self.examples}
+        return self._batch(self.examples, blank)
+
+    @cached_property
+    def _active(self) -> Rows:
+        """Which targets are trained."""
+        return _by_datum(self.examples, self._unscored.active)
+
+    def _batch(self, examples: Sequence[Example], rows: Mapping[int, Tensor]) -> TokenBatch:
+        return self.objective.batch(
+            [rows[one.index] for one in examples],
+            [one.inputs for one in examples],
+            [one.index for one in examples],
+        )
+
+    def _score(self, examples: Sequence[Example]) -> Rows:
+        found: Rows = {}
+        for batch in micro_batches(examples, self.token_budget, self.limits):
+            hidden = self.scorer.hidden(batch.input_ids, batch.rows)
+            logprobs = self.scorer.logprobs(hidden, batch.targets, self.temperature)
+            found |= _split(batch, logprobs.cpu())
+        _check_finite(found)
+        return found
+
+    def _train(self, batch: MicroBatch) -> tuple[Rows, GradientCounts]:
+        """Add one micro-batch's gradient; its logprobs, and what the gradient counts as."""
+        is_live = _join(batch, self._active).any(dim=1)
+        live, rest = is_live.nonzero().squeeze(1), (~is_live).nonzero().squeeze(1)
+        hidden = self.scorer.hidden(batch.input_ids, batch.rows)
+        scored = self._score_places(hidden, batch, live)
+        logprobs = torch.zeros(batch.targets.shape)
+        logprobs[live] = scored.detach().cpu()
+        with torch.no_grad():
+            logprobs[rest] = self._score_places(hidden, batch, rest).cpu()
+        rows = _split(batch, logprobs)
+        _check_finite(rows)
+        gradient = _join(batch, self._loss_gradient(batch.examples, rows))
+        counts = _counts(batch, gradient)
+        if counts.tokens:
+            scored.backward(gradient[live].to(scored.device))
+        return rows, counts
+
+    def _score_places(self, hidden: Tensor, batch: MicroBatch, places: Tensor) -> Tensor:
+        chosen = hidden[places.to(hidden.device)]
+        return self.scorer.logprobs(chosen, batch.targets[places], self.temperature)
+
+    def _loss_gradient(self, examples: Sequence[Example], rows: Rows) -> Rows:
+        """Gradient of the raw loss sum in each logprob."""
+        leaf = torch.cat([rows[one.index] for one in examples]).requires_grad_()
+        batch = self._batch(examples, _by_datum(examples, leaf))
+        loss = self.objective.per_token(batch).per_token.sum()
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        return _by_datum(examples, gradient)
+
+    def _result(self, rows: Rows) -> PassResult:
+        """Loss and metrics of the whole request, in datum order whatever the micro-batches."""
+        output = self.objective.per_token(self._batch(self.examples, rows))
+        metrics = {"loss:sum": float(output.per_token.double().sum())}
+        for name, value in output.metrics.items():
+            metrics[f"{name}:{'sum' if name == 'active_tokens' else 'mean'}"] = float(value)
+        logprobs = [rows[one.index].reshape(one.target_shape).numpy() for one in self.examples]
+        return PassResult(logprobs, metrics)
+
+
+def _by_datum(examples: Sequence[Example], flat: Tensor) -> Rows:
+    parts = flat.split([one.targets.numel() for one in examples])
+    return {one.index: part for one, part in zip(examples, parts, strict=True)}
+
+
+def _split(batch: MicroBatch, values: Tensor) -> Rows:
+    """Values [R, K] of a micro-batch by datum."""
+    parts = values.split([one.length for one in batch.examples])
+    return {
+        one.index: part[:, : one.targets.shape[1]].reshape(-1)
+        for one, part in zip(batch.examples, parts, strict=True)
+    }
+
+
+def _join(batch: MicroBatch, rows: Mapping[int, Tensor]) -> Tensor:
+    """The reverse of ``_split``, with 0 for candidates that a datum does not have."""
+    width = batch.targets.shape[1]
+    parts: list[Tensor] = []
+    for one in batch.examples:
+        part = rows[one.index].reshape(one.targets.shape)
+        parts.append(torch.nn.functional.pad(part, (0, width - part.shape[1])))
+    return torch.cat(parts)
+
+
+def _counts(batch: MicroBatch, gradient: Tensor) -> GradientCounts:
+    """Tokens and samples with a gradient [R, K]; a token's candidates count once."""
+    lengths = torch.tensor([one.length for one in batch.examples])
+    segments = torch.repeat_interleave(torch.arange(len(batch.examples)), lengths)
+    return gradient_counts(gradient.abs().sum(dim=1), segments)
+
+
+def _check_finite(rows: Rows) -> None:
+    for index, row in rows.items():
+        if not bool(torch.isfinite(row).all()):
+            place = int((~torch.isfinite(row)).nonzero()[0])
+            raise NumericsError(
+                f"datum {index}: the model's logprob of target {place} must be finite, got "
+                f"{float(row[place])}: have the weights diverged?"
+            )

@@ -1,0 +1,174 @@
+"""The models of one trainer: which weights are in memory, and who uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hearth.errors import EngineError, ForwardOnlyError, NotFoundError, RequestError
+from hearth.models.loading import LoadedModel, base_tensors, load_base_tensors
+from hearth.models.lora import (
+    LoraOptions,
+    adapter_tensors,
+    attach_lora,
+    base_only,
+    detach_lora,
+    load_adapter_tensors,
+)
+from hearth.trainer.logprobs import TargetScorer
+from hearth.trainer.optim import Optimizer
+
+
+@dataclass(eq=False)
+class Resident:
+    """A model that operations name. A frozen one has no optimizer and is always the base."""
+
+    model_id: str
+    loaded: LoadedModel
+    scorer: TargetScorer
+    optimizer: Optimizer | None = None
+    steps: int = 0
+    """Optimizer steps taken."""
+
+    @property
+    def lora(self) -> LoraOptions | None:
+        """The adapter that it trains."""
+        return self.loaded.lora if self.optimizer is not None else None
+
+    def weights(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the ``with`` the module computes as this model."""
+        if self.optimizer is not None:
+            return contextlib.nullcontext()
+        return base_only(self.loaded)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The live tensors that make this model: its adapter's, or all weights."""
+        if self.lora is not None:
+            return adapter_tensors(self.loaded)
+        return base_tensors(self.loaded.module)
+
+    def load_tensors(self, tensors: dict[str, Tensor], source: str) -> None:
+        """Copy ``tensors`` over ``tensors()``.
+
+        Raises:
+            RequestError: names or shapes differ; nothing was changed.
+        """
+        try:
+            if self.lora is not None:
+                load_adapter_tensors(self.loaded, tensors)
+            else:
+                load_base_tensors(self.loaded.module, tensors)
+        except EngineError as error:
+            raise RequestError(f"{source} must fit model {self.model_id}: {error}") from None
+
+
+class Residents:
+    """At most one policy, and frozen models beside it.
+
+    Frozen models share one copy of the base weights; a LoRA policy shares it too, a policy that
+    trains all parameters has its own.
+    """
+
+    def __init__(self, load: Callable[[], LoadedModel], *, logit_budget: int) -> None:
+        self._load = load
+        self._logit_budget = logit_budget
+        self._models: dict[str, Resident] = {}
+        self._numbers = itertools.count(1)
+        self._base: LoadedModel | None = load()
+        # A model that cannot be trained or scored is refused when the trainer starts.
+        TargetScorer(self._base, logit_budget=logit_budget)
+
+    def get(self, model_id: str) -> Resident:
+        """The model of an id.
+
+        Raises:
+            NotFoundError: there is none; the message lists the ids.
+        """
+        model = self._models.get(model_id)
+        if model is None:
+            raise NotFoundError(f"model_id must be one of {sorted(self._models)}, got {model_id!r}")
+        return model
+
+    def add_policy(self, lora: LoraOptions | None) -> Resident:
+        """A trainable model on the base weights.
+
+        Raises:
+            RequestError: there is a policy already.
+            ConfigError: there is nothing for the adapter to adapt, or no memory.
+        """
+        policy = next((one for one in self._models.values() if one.optimizer is not None), None)
+        if policy is not None:
+            raise RequestError(
+                f"a trainer must have one policy at most, got a second beside {policy.model_id!r}: "
+                "unload that one first"
+            )
+        loaded = self._own_weights() if lora is None else self._shared_weights()
+        if lora is not None:
+            attach_lora(loaded, lora)
+        named = loaded.module.named_parameters()
+        optimizer = Optimizer({name: one for name, one in named if one.requires_grad})
+        return self._add("policy", loaded, optimizer)
+
+    def add_frozen(self) -> Resident:
+        """A model that is the base weights and stays so."""
+        return self._add("frozen", self._shared_weights(), None)
+
+    def remove(self, model_id: str) -> None:
+        """Free a model. The base weights stay in memory for the next one.
+
+        Raises:
+            NotFoundError: there is none of that id.
+        """
+        model = self.get(model_id)
+        del self._models[model_id]
+        if model.optimizer is not None:
+            model.optimizer.close()
+            if model.loaded.lora is not None:
+                detach_lora(model.loaded)
+        if model.loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def clear(self) -> None:
+        """Free everything."""
+        for model_id in list(self._models):
+            self.remove(model_id)
+        self._base = None
+
+    def _add(self, role: str, loaded: LoadedModel, optimizer: Optimizer | None) -> Resident:
+        model_id = f"{role}-{next(self._numbers)}"
+        scorer = TargetScorer(loaded, logit_budget=self._logit_budget)
+        model = Resident(model_id, loaded, scorer, optimizer)
+        self._models[model_id] = model
+        return model
+
+    def _shared_weights(self) -> LoadedModel:
+        if self._base is None:
+            self._base = self._load()
+        return self._base
+
+    def _own_weights(self) -> LoadedModel:
+        """Weights that may change: the base's own when nobody else uses them."""
+        is_shared = any(one.loaded is self._base for one in self._models.values())
+        if self._base is None or is_shared:
+            return self._load()
+        loaded, self._base = self._base, None
+        return loaded
+
+
+def require_trainable(model: Resident, operation: str) -> Optimizer:
+    """The model's optimizer.
+
+    Raises:
+        ForwardOnlyError: it is frozen.
+    """
+    if model.optimizer is None:
+        raise ForwardOnlyError(
+            f"{operation} must run on a trainable model, got {model.model_id!r}, which is frozen: "
+            "it only runs forward"
+        )
+    return model.optimizer

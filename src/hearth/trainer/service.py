@@ -1,0 +1,330 @@
+"""The trainer's HTTP face: reads the envelope, queues, answers. It computes nothing.
+
+An operation is accepted whatever it holds, as long as it says which model it is for and its number:
+what is wrong with it fails its future, so that its number is used up and the next ones go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, FastAPI, Request, Response
+
+from hearth.errors import HearthError, RequestError
+from hearth.models.lora import LoraOptions
+from hearth.trainer.engine import TrainerEngine
+from hearth.trainer.futures import FutureStore
+from hearth.trainer.passes import PassResult
+from hearth.trainer.queue import OperationQueue
+from hearth.wire.base import Record
+from hearth.wire.faults import fault_body, status_of
+from hearth.wire.tensors import Encoding, encode
+from hearth.wire.tinker import (
+    CheckpointNames,
+    CreateModel,
+    Forward,
+    ForwardBackward,
+    ForwardOutput,
+    FutureRef,
+    GetInfo,
+    LoadAdapter,
+    LoadAdapterOutput,
+    LoadWeights,
+    LoraSpec,
+    ModelData,
+    ModelInfo,
+    ModelRef,
+    OptimStep,
+    OptimStepOutput,
+    PathOutput,
+    RetrieveFuture,
+    SaveWeights,
+    SaveWeightsForSampler,
+    SessionRef,
+    TryAgain,
+    UnloadModel,
+)
+
+Content = dict[str, Any]
+
+POLL_S = 25.0
+"""How long a question for a result is held; clients give up at 45 s."""
+
+# Above this, reading a body would hold the event loop for more than about a millisecond.
+_LARGE_BODY = 2**18
+
+
+class Unloaded(Record):
+    """Result of ``UnloadModel``."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
+class Operations:
+    """The engine's operations from wire content to wire record; run by the queue's thread."""
+
+    engine: TrainerEngine
+    queue: OperationQueue
+
+    def create_model(self, content: Content) -> Record:
+        """Run ``CreateModel``."""
+        request = CreateModel.checked(content)
+        if request.base_model not in (self.engine.name, self.engine.source):
+            raise RequestError(
+                f"base_model must be {self.engine.name!r}, which this trainer serves, got "
+                f"{request.base_model!r}"
+            )
+        lora = _lora_options(request.lora_config)
+        model_id = self.engine.create_model(lora, is_frozen=request.base_only)
+        self.queue.open(model_id)
+        return ModelRef(
+            model_id=model_id, base_model=self.engine.name,
+            lora_rank=self.engine.facts(model_id).lora_rank,
+            max_seq_len=self.engine.max_seq_len, tensor_encodings=["list", "base64"],
+        )  # fmt: skip
+
+    def forward(self, content: Content) -> Record:
+        """Run ``Forward``."""
+        request = Forward.checked(content)
+        given = request.forward_input
+        result = self.engine.forward(
+            request.model_id, given.data, given.loss_fn, given.loss_fn_config
+        )
+        return _forward_output(result, request.tensor_encoding)
+
+    def forward_backward(self, content: Content) -> Record:
+        """Run ``ForwardBackward``."""
+        request = ForwardBackward.checked(content)
+        given = request.forward_backward_input
+        result = self.engine.forward_backward(
+            request.model_id, given.data, given.loss_fn, given.loss_fn_config
+        )
+        return _forward_output(result, request.tensor_encoding)
+
+    def optim_step(self, content: Content) -> Record:
+        """Run ``OptimStep``."""
+        request = OptimStep.checked(content)
+        metrics = self.engine.optim_step(
+            request.model_id, request.adam_params, request.grad_accumulation_normalization
+        )
+        return OptimStepOutput(metrics=metrics)
+
+    def save_weights(self, content: Content) -> Record:
+        """Run ``SaveWeights``."""
+        request = SaveWeights.checked(content)
+        name = self.engine.save_state(request.model_id, request.path, overwrite=request.overwrite)
+        return PathOutput(path=name)
+
+    def load_weights(self, content: Content) -> Record:
+        """Run ``LoadWeights``."""
+        request = LoadWeights.checked(content)
+        name = self.engine.load_state(
+            request.model_id, request.path, with_optimizer=request.optimizer
+        )
+        return PathOutput(path=name)
+
+    def save_weights_for_sampler(self, content: Content) -> Record:
+        """Run ``SaveWeightsForSampler``."""
+        request = SaveWeightsForSampler.checked(content)
+        identity = self.engine.save_for_sampler(
+            request.model_id, request.path, request.checkpoint_type, request.metadata
+        )
+        return PathOutput(path=identity)
+
+    def load_adapter(self, content: Content) -> Record:
+        """Run ``LoadAdapter``."""
+        request = LoadAdapter.checked(content)
+        self.engine.load_adapter(request.model_id, request.adapter_path)
+        return LoadAdapterOutput(model_id=request.model_id, adapter_path=request.adapter_path)
+
+    def unload_model(self, content: Content) -> Record:
+        """Run ``UnloadModel``."""
+        model_id = UnloadModel.checked(content).model_id
+        self.engine.unload(model_id)
+        self.queue.drop(model_id)
+        return Unloaded(model_id=model_id)
+
+
+def create_app(engine: TrainerEngine, *, poll_s: float = POLL_S) -> FastAPI:
+    """The ASGI app of one trainer, under ``/api/v1``. Its thread ends with ``engine.close()``."""
+    futures = FutureStore()
+    queue = OperationQueue(futures, name=engine.name)
+    engine.call_on_close(queue.close)
+    operations = Operations(engine, queue)
+    app = FastAPI(title=f"Hearth trainer of {engine.name}", openapi_url=None)
+    app.include_router(_session_routes(), prefix="/api/v1")
+    app.include_router(_model_routes(operations), prefix="/api/v1")
+    app.include_router(_operation_routes(operations), prefix="/api/v1")
+    app.include_router(_future_routes(futures, poll_s), prefix="/api/v1")
+
+    @app.exception_handler(HearthError)
+    async def answer_error(request: Request, error: HearthError) -> Response:
+        body = fault_body(error, request.headers.get("x-request-id"))
+        return _json(orjson.dumps(body), status_of(error))
+
+    return app
+
+
+def _session_routes() -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/healthz")
+    async def healthz() -> Response:
+        return _json(b'{"status":"ok"}')
+
+    @router.post("/client/config")
+    async def client_config() -> Response:
+        flags = {"parallel_fwdbwd_chunks": True, "proto_write_fwdbwd": False}
+        return _json(orjson.dumps(flags | {"proto_compress_fwdbwd": False}))
+
+    @router.post("/create_session")
+    async def create_session() -> Response:
+        return _answer(SessionRef(session_id=f"session-{uuid.uuid4().hex[:12]}"))
+
+    @router.post("/session_heartbeat")
+    async def session_heartbeat() -> Response:
+        return _json(b"{}")
+
+    @router.post("/telemetry")
+    async def telemetry() -> Response:
+        return _json(b'{"status":"accepted"}')
+
+    return router
+
+
+def _model_routes(operations: Operations) -> APIRouter:
+    router = APIRouter()
+    engine, queue = operations.engine, operations.queue
+
+    @router.post("/create_model")
+    async def create_model(request: Request) -> Response:
+        content = await _content(request)
+        # The session's own count makes a repeated request the same one.
+        key = f"{content.get('session_id')}/{content.get('model_seq_id')}"
+        request_id = queue.submit(lambda: operations.create_model(content), key=key)
+        return _answer(FutureRef(request_id=request_id))
+
+    @router.post("/unload_model")
+    async def unload_model(request: Request) -> Response:
+        content = await _content(request)
+        request_id = queue.submit(lambda: operations.unload_model(content))
+        return _answer(FutureRef(request_id=request_id))
+
+    @router.post("/get_info")
+    async def get_info(request: Request) -> Response:
+        facts = engine.facts(GetInfo.checked(await _content(request)).model_id)
+        data = ModelData(arch=facts.arch, model_name=engine.name, tokenizer_id=engine.source)
+        info = ModelInfo(
+            model_id=facts.model_id, model_data=data, model_name=engine.name,
+            is_lora=facts.lora_rank > 0, lora_rank=facts.lora_rank,
+        )  # fmt: skip
+        return _answer(info)
+
+    @router.get("/get_server_capabilities")
+    async def capabilities() -> Response:
+        model = {"model_name": engine.name, "max_context_length": engine.max_seq_len}
+        return _json(orjson.dumps({"supported_models": [model]}))
+
+    @router.get("/list_checkpoints")
+    async def list_checkpoints() -> Response:
+        return _answer(CheckpointNames(checkpoints=engine.list_checkpoints()))
+
+    return router
+
+
+def _operation_routes(operations: Operations) -> APIRouter:
+    """The numbered operations; each is a route of its own name."""
+    router = APIRouter()
+
+    def route(run: Callable[[Content], Record]) -> None:
+        @router.post(f"/{run.__name__}", name=run.__name__)
+        async def submit(request: Request) -> Response:
+            content = await _content(request)
+            model_id, seq_id = _address(content)
+            request_id = operations.queue.submit_numbered(model_id, seq_id, lambda: run(content))
+            return _answer(FutureRef(request_id=request_id, model_id=model_id))
+
+    route(operations.forward)
+    route(operations.forward_backward)
+    route(operations.optim_step)
+    route(operations.save_weights)
+    route(operations.load_weights)
+    route(operations.save_weights_for_sampler)
+    route(operations.load_adapter)
+    return router
+
+
+def _future_routes(futures: FutureStore, poll_s: float) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/retrieve_future")
+    async def retrieve_future(request: Request) -> Response:
+        asked = RetrieveFuture.checked(await _content(request))
+        body = await futures.wait(asked.request_id, poll_s)
+        return _json(body) if body else _answer(TryAgain(request_id=asked.request_id))
+
+    return router
+
+
+async def _content(request: Request) -> Content:
+    """The body as plain containers; records and tensors are made of them on the worker.
+
+    Raises:
+        RequestError: it is no JSON object.
+    """
+    body = await request.body()
+    if len(body) > _LARGE_BODY:
+        return await asyncio.to_thread(_parse, body)
+    return _parse(body)
+
+
+def _parse(body: bytes) -> Content:
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"body must be JSON, got {body[:40]!r}: {error}") from None
+    if not isinstance(content, dict):
+        raise RequestError(f"body must be a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _address(content: Content) -> tuple[str, int]:
+    """Whose operation this is, and its number.
+
+    Raises:
+        RequestError: the content does not say.
+    """
+    model_id, seq_id = content.get("model_id"), content.get("seq_id")
+    if not isinstance(model_id, str) or not isinstance(seq_id, int) or isinstance(seq_id, bool):
+        raise RequestError(
+            f"model_id must be a string and seq_id an integer, got {model_id!r} and {seq_id!r}"
+        )
+    return model_id, seq_id
+
+
+def _lora_options(spec: LoraSpec | None) -> LoraOptions | None:
+    if spec is None or spec.rank == 0:
+        return None
+    return LoraOptions(
+        rank=spec.rank, alpha=spec.alpha, seed=spec.seed or 0, train_attn=spec.train_attn,
+        train_mlp=spec.train_mlp, train_unembed=spec.train_unembed,
+    )  # fmt: skip
+
+
+def _forward_output(result: PassResult, encoding: Encoding) -> ForwardOutput:
+    outputs = [{"logprobs": encode(row, "float32", encoding)} for row in result.logprobs]
+    return ForwardOutput(loss_fn_outputs=outputs, metrics=result.metrics)
+
+
+def _answer(record: Record) -> Response:
+    return _json(record.dump())
+
+
+def _json(body: bytes, status: int = 200) -> Response:
+    return Response(body, status_code=status, media_type="application/json")
