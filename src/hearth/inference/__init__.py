@@ -1,0 +1,1 @@
+"""One deployment: the engine that draws tokens, and the service that answers for it."""

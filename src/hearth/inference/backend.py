@@ -1,0 +1,143 @@
+"""What a deployment's service needs of whatever draws its tokens, and the records between them.
+
+Owns the request, the result and the serving state. Knows neither HTTP nor an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from hearth.wire.completions import FinishReason
+
+if TYPE_CHECKING:
+    from hearth.sync.store import Snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRequest:
+    """One completion of one prompt.
+
+    Example: ``SampleRequest(prompt=[1, 2, 3], max_tokens=16, temperature=1.0, seed=7)``
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int = 16
+    """0 draws nothing: with ``prompt_logprobs`` the prompt is scored."""
+    temperature: float = 1.0
+    """0 takes the most probable token."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens with at least this probability; 1 keeps all."""
+    top_k: int = 0
+    """Keep this many of the most probable tokens, before ``top_p``; 0 keeps all."""
+    seed: int | None = None
+    """Fixes the draws; None takes a fresh one."""
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledSequence:
+    """What was drawn. The lists are one per drawn token; a matched stop token is among them.
+
+    ``logprobs`` are the model's own (log-softmax of its logits, float32). ``sampling_logprobs`` are
+    those of the distribution that was drawn from: after temperature, top_k and top_p, renormalized;
+    a greedy draw has 0. ``prompt_logprobs`` are the model's, one per prompt token, the first None.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    sampling_logprobs: list[float]
+    prompt_logprobs: list[float | None] | None
+    text: str
+    """Without special tokens, cut before a stop string; empty without a tokenizer."""
+    finish_reason: FinishReason
+    weight_version: int
+    snapshot_identity: str | None
+    seed: int
+    queue_s: float
+    """Seconds between submission and admission to the batch."""
+    generation_s: float
+    """Seconds between admission and the last token, prefill included."""
+    cached_prompt_tokens: int
+    """Prompt tokens whose prefill was taken from another request."""
+    num_concurrent: int
+    """Completions that were in the batch when this one joined, itself included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingState:
+    """What is served, and where the last weight sync stands."""
+
+    stage: Literal["idle", "loading", "done", "error"] = "idle"
+    target_identity: str | None = None
+    """The snapshot that ``stage`` is about."""
+    error: str | None = None
+    current_identity: str | None = None
+    """The snapshot that is served; None before the first weight sync."""
+    is_adapter: bool = False
+    weight_version: int = 0
+    """Weight syncs taken so far."""
+
+    def settled(self, identity: str) -> bool:
+        """Whether ``identity`` is served, or could not be loaded."""
+        failed = self.stage == "error" and self.target_identity == identity
+        return self.current_identity == identity or failed
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]:
+        """Added tokens by id; special ones say so."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with what the tokenizer puts around one."""
+        ...
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> str:
+        """The text of token ids."""
+        ...
+
+
+class InferenceBackend(Protocol):
+    """Draws completions and takes new weights. Every method may be called from any thread."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """For text prompts, stop strings and texts; None serves token ids only."""
+        ...
+
+    def submit(self, request: SampleRequest) -> Future[SampledSequence]:
+        """Queue one completion. Cancelling the future frees its place in the batch.
+
+        Raises:
+            RequestError: a field breaks its rule.
+            ClosedError: the backend was closed.
+        """
+        ...
+
+    def hot_load(self, identity: str, fetch: Callable[[], Snapshot]) -> Future[ServingState]:
+        """Serve the snapshot that ``fetch`` returns, without dropping a request.
+
+        A snapshot that is served or under way is not loaded again.
+        """
+        ...
+
+    def state(self) -> ServingState:
+        """What is served now."""
+        ...
+
+    def settled(self, identity: str) -> Future[ServingState]:
+        """The state as soon as ``identity`` is served or could not be loaded."""
+        ...
+
+    def close(self) -> None:
+        """Stop; whatever is left fails with ``ClosedError``."""
+        ...

@@ -1,0 +1,1 @@
+"""Our own continuous-batching engine on torch, over the unmodified ``transformers`` module."""

@@ -1,0 +1,129 @@
+"""The KV cache in slots. Legend: N layers, S slots, H kv heads, C capacity, D head size.
+
+Active rows are slots 0..B-1 without a hole, so attention reads a plain slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MIN_ROWS = 16
+"""MKL's sgemm gives a row the same bits in any batch of at least this many rows."""
+
+_FINE_SPAN = 64
+_COARSE_SPAN = 512
+
+
+def key_span(tokens: int) -> int:
+    """The number of key positions, at least ``tokens``, that attention looks at.
+
+    Multiples of 64 up to 256, then of 512: the CPU kernel works on blocks of 512 keys, and with
+    these spans (measured) a row's result has the same bits under any of them.
+    """
+    step = _FINE_SPAN if tokens <= 4 * _FINE_SPAN else _COARSE_SPAN
+    return -(-tokens // step) * step
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one position of one row holds."""
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one position over all layers."""
+        size = self.layers * self.heads * (self.key_dim + self.value_dim)
+        return size * self.dtype.itemsize
+
+
+class SlotCache:
+    """Keys [N, S, H, C, D] and values alike; grows within ``budget_bytes``."""
+
+    def __init__(self, shape: CacheShape, *, budget_bytes: int, max_rows: int) -> None:
+        self.shape = shape
+        self.max_rows = max(max_rows, MIN_ROWS)
+        self._budget = budget_bytes
+        self._slots = 0
+        self._capacity = 0
+        self.keys, self.values = self._allocate(0, 0)
+
+    def fits(self, rows: int, tokens: int) -> bool:
+        """Whether that many rows of that many tokens each have room within the budget."""
+        slots = max(rows, MIN_ROWS)
+        size = slots * key_span(tokens) * self.shape.bytes_per_token
+        return slots <= self.max_rows and size <= self._budget
+
+    @torch.inference_mode()
+    def reserve(self, rows: int, tokens: int, *, active: int) -> None:
+        """Have room for that many rows and tokens; the first ``active`` rows keep their content."""
+        slots, capacity = max(rows, MIN_ROWS), key_span(tokens)
+        if slots <= self._slots and capacity <= self._capacity:
+            return
+        slots, capacity = self._grown(slots, capacity)
+        old_keys, old_values = self.keys, self.values
+        if active == 0:
+            # Nothing to keep: give the old memory back before the new is taken.
+            self.keys, self.values = self._allocate(0, 0)
+            del old_keys, old_values
+            self.keys, self.values = self._allocate(slots, capacity)
+        else:
+            self.keys, self.values = self._allocate(slots, capacity)
+            held = min(capacity, old_keys.shape[3])
+            self.keys[:, :active, :, :held] = old_keys[:, :active, :, :held]
+            self.values[:, :active, :, :held] = old_values[:, :active, :, :held]
+        self._slots, self._capacity = slots, capacity
+
+    @torch.inference_mode()
+    def fill(self, rows: Sequence[int], keys: Tensor, values: Tensor) -> None:
+        """Put a prompt's ``keys`` [N, H, T, D] and ``values`` into each of ``rows``."""
+        index = torch.tensor(rows, device=self.shape.device)
+        tokens = keys.shape[2]
+        self.keys[:, index, :, :tokens] = keys.unsqueeze(1)
+        self.values[:, index, :, :tokens] = values.unsqueeze(1)
+
+    @torch.inference_mode()
+    def move(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
+        """Copy the first ``tokens`` positions of rows ``sources`` to rows ``targets``."""
+        source = torch.tensor(sources, device=self.shape.device)
+        target = torch.tensor(targets, device=self.shape.device)
+        self.keys[:, target, :, :tokens] = self.keys[:, source, :, :tokens]
+        self.values[:, target, :, :tokens] = self.values[:, source, :, :tokens]
+
+    @torch.inference_mode()
+    def wipe(self, rows: Sequence[int]) -> None:
+        """Zero ``rows``; see ``clear``."""
+        for row in rows:
+            self.keys[:, row].zero_()
+            self.values[:, row].zero_()
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Zero everything: a NaN left behind would reach a later row through a masked position."""
+        self.keys.zero_()
+        self.values.zero_()
+
+    def _grown(self, slots: int, capacity: int) -> tuple[int, int]:
+        """Somewhat more than asked where the budget allows, so that growth is seldom."""
+        wide = min(self.max_rows, 1 << (slots - 1).bit_length())
+        long = max(capacity, self._capacity)
+        for candidate in ((max(wide, self._slots), long), (wide, long), (slots, long)):
+            if candidate[0] * candidate[1] * self.shape.bytes_per_token <= self._budget:
+                return candidate
+        return slots, capacity
+
+    def _allocate(self, slots: int, capacity: int) -> tuple[Tensor, Tensor]:
+        shape = self.shape
+        lead = (shape.layers, slots, shape.heads, capacity)
+        keys = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=shape.device)
+        values = torch.zeros(*lead, shape.value_dim, dtype=shape.dtype, device=shape.device)
+        return keys, values

@@ -1,0 +1,298 @@
+"""The engine: requests in from any thread, completions out, one thread that runs the model.
+
+Each step admits what fits, prefills its prompts and draws their first tokens, and then draws one
+more token for every row. New weights are taken between steps, when nothing runs on the old ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from hearth.errors import ClosedError, ConfigError
+from hearth.inference.backend import SampledSequence, SampleRequest, ServingState, Tokenizer
+from hearth.inference.engine.batch import Batch, EngineStats
+from hearth.inference.engine.cache import SlotCache
+from hearth.inference.engine.prompts import PromptStore
+from hearth.inference.engine.runner import ModelRunner
+from hearth.inference.engine.scheduler import Admission, Scheduler
+from hearth.inference.engine.sequence import (
+    RequestLimits,
+    Running,
+    StopText,
+    check_request,
+    total_limit,
+)
+from hearth.inference.engine.serving import Serving, settle
+from hearth.inference.engine.weights import adopt
+from hearth.models.loading import LoadedModel
+from hearth.sync.store import Snapshot
+
+logger = logging.getLogger(__name__)
+
+_MIB = 2**20
+_LONGEST_DEFAULT = 32768
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How much an engine takes on at once.
+
+    Raises:
+        ConfigError: a number is below 1, or ``gather_s`` is negative.
+    """
+
+    max_seq_len: int | None = None
+    """Longest sequence, prompt included; None takes the model's own, up to 32768."""
+    max_rows: int = 256
+    """Most completions that are drawn at the same time."""
+    cache_mb: int = 1024
+    """Budget of the KV cache in MiB; it grows as far as it is needed."""
+    prompt_cache_mb: int = 256
+    """Budget of prefilled prompts kept for later requests, in MiB."""
+    prefill_tokens: int = 4096
+    """Most prompt tokens that are prefilled between two decoding steps."""
+    gather_s: float = 0.001
+    """How long an idle engine waits for one more request after each that comes."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_seq_len", "max_rows", "cache_mb", "prompt_cache_mb", "prefill_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be >= 1, got {value}")
+        if not self.gather_s >= 0:
+            raise ConfigError(f"gather_s must be >= 0, got {self.gather_s}")
+
+
+class InferenceEngine:
+    """Draws completions with one model; an ``InferenceBackend``. Takes the module for itself.
+
+    Raises:
+        ConfigError: the model is of a kind that the engine cannot run.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        tokenizer: Tokenizer | None = None,
+        options: EngineOptions | None = None,
+    ) -> None:
+        self.options = options or EngineOptions()
+        self.max_seq_len = self.options.max_seq_len or min(loaded.max_position, _LONGEST_DEFAULT)
+        self._loaded = loaded
+        self._tokenizer = tokenizer
+        self._special = _special_tokens(tokenizer)
+        runner = ModelRunner(loaded, max_seq_len=self.max_seq_len)
+        cache = SlotCache(
+            runner.cache_shape,
+            budget_bytes=self.options.cache_mb * _MIB,
+            max_rows=self.options.max_rows,
+        )
+        self._serving = Serving()
+        self._batch = Batch(
+            runner,
+            cache,
+            PromptStore(self.options.prompt_cache_mb * _MIB),
+            text_of=self._text_of,
+            serving=self._serving.state,
+        )
+        self._limits = RequestLimits(
+            vocab_size=loaded.vocab_size,
+            max_seq_len=self.max_seq_len,
+            fits=lambda tokens: cache.fits(1, tokens),
+            cache_size=f"{self.options.cache_mb} MiB",
+            has_tokenizer=tokenizer is not None,
+        )
+        self._scheduler = Scheduler(prefill_tokens=self.options.prefill_tokens)
+        self._wake = threading.Condition()
+        self._inbox: deque[Running] = deque()
+        self._cancelled: deque[Running] = deque()
+        self._loads: deque[Snapshot] = deque()
+        self._closing = False
+        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="hearth-snapshots")
+        self._thread = threading.Thread(target=self._run, name="hearth-inference", daemon=True)
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """As given."""
+        return self._tokenizer
+
+    def submit(self, request: SampleRequest) -> Future[SampledSequence]:
+        """Queue one completion. Cancelling the future frees its row.
+
+        Raises:
+            RequestError: a field breaks its rule.
+            ClosedError: the engine was closed.
+        """
+        check_request(request, self._limits)
+        sequence = self._sequence(request)
+        with self._wake:
+            if self._closing:
+                raise _closed()
+            self._inbox.append(sequence)
+            self._wake.notify()
+        sequence.future.add_done_callback(lambda future: self._note_cancel(future, sequence))
+        return sequence.future
+
+    def hot_load(self, identity: str, fetch: Callable[[], Snapshot]) -> Future[ServingState]:
+        """Serve the snapshot that ``fetch`` returns; it is called on a thread of its own.
+
+        Running requests end on the old weights, new ones wait and start on the new. A snapshot
+        that is served or under way is not loaded again.
+
+        Raises:
+            ClosedError: the engine was closed.
+        """
+        with self._wake:
+            if self._closing:
+                raise _closed()
+            if self._serving.begin(identity):
+                self._fetcher.submit(self._fetch, identity, fetch)
+        return self._serving.settled(identity)
+
+    def load_snapshot(self, snapshot: Snapshot) -> Future[ServingState]:
+        """Serve a snapshot that is at hand; see ``hot_load``."""
+        return self.hot_load(snapshot.identity, lambda: snapshot)
+
+    def state(self) -> ServingState:
+        """What is served now."""
+        return self._serving.state()
+
+    def settled(self, identity: str) -> Future[ServingState]:
+        """The state as soon as ``identity`` is served or could not be loaded."""
+        return self._serving.settled(identity)
+
+    def stats(self) -> EngineStats:
+        """Counts since the start, and how many requests run and wait now."""
+        waiting = len(self._scheduler.waiting) + len(self._inbox)
+        return replace(self._batch.stats, running=len(self._batch.rows), waiting=waiting)
+
+    def close(self) -> None:
+        """Stop; whatever is left fails with ``ClosedError``."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+        self._fetcher.shutdown(wait=False, cancel_futures=True)
+        self._serving.close()
+
+    def _sequence(self, request: SampleRequest) -> Running:
+        stop_ids = {
+            *request.stop_token_ids,
+            *(() if request.ignore_eos else self._loaded.eos_token_ids),
+        }
+        # A special token never shows in the text, so it is looked for by its id.
+        stop_ids.update(self._special[text] for text in request.stop if text in self._special)
+        return Running(
+            request=request,
+            tokens=tuple(request.prompt),
+            future=Future(),
+            seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
+            stop_ids=tuple(sorted(stop_ids)),
+            limit=total_limit(request, self.max_seq_len),
+            arrived_s=time.perf_counter(),
+            watch=StopText(self._text_of, tuple(request.stop)) if request.stop else None,
+        )
+
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def _note_cancel(self, future: Future[SampledSequence], sequence: Running) -> None:
+        if future.cancelled():
+            with self._wake:
+                self._cancelled.append(sequence)
+                self._wake.notify()
+
+    def _fetch(self, identity: str, fetch: Callable[[], Snapshot]) -> None:
+        """Read a snapshot while the engine goes on; runs on the fetching thread."""
+        try:
+            snapshot = replace(fetch(), identity=identity)
+        except Exception as error:
+            logger.exception("weight sync: snapshot %s could not be read", identity)
+            self._serving.failed(identity, error)
+            return
+        with self._wake:
+            self._loads.append(snapshot)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        """The engine thread: one step after the other until closed."""
+        while self._await_work():
+            if self._loads and not self._batch.rows:
+                self._load(self._loads.popleft())
+            # With new weights at the door nobody starts on the old ones.
+            if self._scheduler.waiting and not self._loads:
+                self._batch.start(self._admit())
+            if self._batch.rows:
+                self._batch.advance()
+        self._batch.fail_all(_closed())
+        for sequence in (*self._scheduler.waiting, *self._inbox):
+            settle(sequence.future, error=_closed())
+
+    def _await_work(self) -> bool:
+        """Wait until there is something to do and take in what came; False once closing."""
+        with self._wake:
+            if not self._has_work():
+                self._wake.wait_for(lambda: self._closing or self._has_work())
+                self._gather()
+            self._scheduler.waiting.extend(self._inbox)
+            self._inbox.clear()
+            gone = list(self._cancelled)
+            self._cancelled.clear()
+        if gone:
+            self._scheduler.remove(gone)
+            self._batch.drop(gone)
+            self._batch.stats.cancelled += len(gone)
+        return not self._closing
+
+    def _has_work(self) -> bool:
+        return bool(
+            self._inbox
+            or self._cancelled
+            or self._loads
+            or self._batch.rows
+            or self._scheduler.waiting
+        )
+
+    def _gather(self) -> None:
+        """Requests come in groups: while they keep coming, wait a little for the next."""
+        seen = 0
+        while len(self._inbox) > seen and not self._closing:
+            seen = len(self._inbox)
+            self._wake.wait(self.options.gather_s)
+
+    def _admit(self) -> Admission:
+        batch = self._batch
+        return self._scheduler.admit(batch.rows, batch.cache, batch.prompts)
+
+    def _load(self, snapshot: Snapshot) -> None:
+        """Swap the weights; nothing is running."""
+        try:
+            adopt(self._loaded, snapshot)
+        except Exception as error:
+            logger.exception("weight sync: snapshot %s was refused", snapshot.identity)
+            self._serving.failed(snapshot.identity, error)
+            return
+        self._batch.weights_changed()
+        self._serving.served(snapshot.identity, is_adapter=snapshot.kind == "lora")
+
+
+def _special_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:
+    if tokenizer is None:
+        return {}
+    added = tokenizer.added_tokens_decoder.items()
+    return {str(token): token_id for token_id, token in added if token.special}
+
+
+def _closed() -> ClosedError:
+    return ClosedError("deployment must be open, got a closed one: it was shut down")

@@ -1,0 +1,219 @@
+"""Forward passes of the unmodified module: prompts into the KV cache, and one token per row.
+
+Legend: P prompts, L padded prompt length, T prompt tokens, B rows, R rows of logits, V vocabulary,
+N layers, H kv heads, D head size.
+
+What shares a forward never changes a row's bits on the CPU in float32 while the hidden size is
+small (measured up to 256 tokens of context against plain forwards of any batch and padding, and
+between batches at any length): prompts of one padded length run together, decoding pads to
+``MIN_ROWS`` rows, and attention looks at ``key_span`` keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hearth.errors import ConfigError, EngineError
+from hearth.inference.engine.cache import MIN_ROWS, CacheShape, SlotCache, key_span
+from hearth.inference.engine.prompts import Prompt
+from hearth.models.loading import LoadedModel
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_PROMPT_STEP = 32
+_MAX_LOGITS = 2**27
+"""Most logits of one forward (512 MiB in float32); a longer scoring takes several forwards."""
+
+
+def padded_length(tokens: int) -> int:
+    """The length that a prompt runs at: the next multiple of 32."""
+    return -(-tokens // _PROMPT_STEP) * _PROMPT_STEP
+
+
+class ModelRunner:
+    """Runs one causal LM for the engine. Used by one thread at a time.
+
+    Raises:
+        ConfigError: the model's cache is not plain keys and values, or its attention looks back
+            less far than ``max_seq_len``.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, max_seq_len: int) -> None:
+        # Importing transformers takes seconds, and whoever loaded a model has paid them.
+        from hearth.inference.engine import attention
+
+        self.loaded = loaded
+        self.device = torch.device(loaded.device)
+        self._attention: ModuleType = attention
+        _check_attention_span(loaded, max_seq_len)
+        attention.install(loaded.module)
+        self._selects_rows = True
+        self.cache_shape = self._probe()
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[tuple[int, ...]], *, scored: bool) -> list[Prompt]:
+        """Prefilled prompts; all must have one padded length. ``scored`` adds their logprobs."""
+        keys, values, logits, logprobs = self._run_prompts(prompts, scored=scored)
+        done: list[Prompt] = []
+        for index, tokens in enumerate(prompts):
+            length = len(tokens)
+            done.append(
+                Prompt(
+                    tokens=tokens,
+                    keys=keys[:, index, :, :length].clone(),
+                    values=values[:, index, :, :length].clone(),
+                    logits=logits[index].clone(),
+                    logprobs=logprobs[index] if scored else None,
+                )
+            )
+        return done
+
+    @torch.inference_mode()
+    def decode(
+        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cache: SlotCache
+    ) -> Tensor:
+        """Logits [B, V] (float32) after ``tokens`` at ``positions`` [B], which enter the cache."""
+        span = key_span(int(positions.max()) + 1)
+        at = torch.from_numpy(positions).to(self.device)
+        seen = torch.arange(span, device=self.device) <= at[:, None]
+        mask = torch.zeros(seen.shape, dtype=cache.shape.dtype, device=self.device)
+        mask.masked_fill_(~seen, -torch.inf)
+        output = self.loaded.module(
+            input_ids=torch.from_numpy(tokens).to(self.device)[:, None],
+            position_ids=at[:, None],
+            attention_mask=mask[:, None, None],
+            past_key_values=self._attention.DecodeCache(cache, at, span),
+            use_cache=True,
+        )
+        return output.logits[:, -1].float()
+
+    def _run_prompts(
+        self, prompts: Sequence[tuple[int, ...]], *, scored: bool
+    ) -> tuple[Tensor, Tensor, Tensor, list[list[float]]]:
+        """Keys and values [N, P, H, L, D], last logits [P, V], and logprobs per prompt."""
+        tokens = np.zeros((len(prompts), padded_length(len(prompts[0]))), np.int64)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        input_ids = torch.from_numpy(tokens).to(self.device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        width = input_ids.shape[1]
+        ends = torch.arange(len(prompts), device=self.device) * width + lengths - 1
+        counted = torch.arange(width, device=self.device) < (lengths - 1)[:, None] * int(scored)
+        places = torch.cat([ends, counted.flatten().nonzero().squeeze(1)])
+        targets = input_ids.roll(-1, dims=1).flatten()
+        filled = self._attention.PrefillCache()
+        first, parts = None, []
+        for chunk in places.split(max(len(prompts), _MAX_LOGITS // self.loaded.vocab_size)):
+            cache = filled if first is None else self._attention.PrefillCache()
+            logits = self._forward(input_ids, chunk, cache)
+            first = logits if first is None else first
+            if scored:
+                rows = torch.log_softmax(logits, dim=-1).gather(1, targets[chunk][:, None])
+                parts.append(rows.squeeze(1).cpu())
+        assert first is not None
+        layers = range(len(filled.keys))
+        keys = torch.stack([filled.keys[layer] for layer in layers])
+        values = torch.stack([filled.values[layer] for layer in layers])
+        flat = torch.cat(parts)[len(prompts) :] if scored else torch.zeros(0)
+        scores = flat.split([(len(prompt) - 1) * int(scored) for prompt in prompts])
+        return keys, values, first[: len(prompts)], [part.tolist() for part in scores]
+
+    def _forward(self, input_ids: Tensor, places: Tensor, cache: Any) -> Tensor:
+        """Logits [R, V] (float32) at flat ``places`` of right-padded prompts [P, L]."""
+        positions = torch.arange(input_ids.shape[1], device=self.device)[None]
+        inputs = {"input_ids": input_ids, "position_ids": positions, "past_key_values": cache}
+        if not self._selects_rows:
+            logits = self.loaded.module(**inputs, use_cache=True).logits
+            return logits.flatten(0, 1)[places].float()
+        keep = torch.zeros(input_ids.shape, dtype=torch.bool, device=self.device)
+        keep.view(-1)[places] = True
+        # The head's rounding depends on the number of rows as well, while they are few.
+        keep[0, :MIN_ROWS] = True
+        logits = self.loaded.module(**inputs, use_cache=True, logits_to_keep=keep).logits
+        row_of = keep.view(-1).cumsum(0) - 1
+        return logits[row_of[places]].float()
+
+    @torch.inference_mode()
+    def _probe(self) -> CacheShape:
+        """Try prefill and decoding against a plain forward; returns what a cached token holds."""
+        prompt = tuple(token % self.loaded.vocab_size for token in (1, 2, 0, 1, 2))
+        try:
+            plain = self._plain(prompt)
+            self._selects_rows = self._can_select(prompt)
+            keys, values, last, _ = self._run_prompts([prompt[:-1]], scored=False)
+            shape = CacheShape(
+                layers=keys.shape[0], heads=keys.shape[2], key_dim=keys.shape[4],
+                value_dim=values.shape[4], dtype=keys.dtype, device=self.device,
+            )  # fmt: skip
+            decoded = self._decode_once(prompt, shape, keys, values)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"model must keep plain keys and values per token, got {self.loaded.name!r} "
+                f"({type(self.loaded.module).__name__}): {error}"
+            ) from error
+        got, wanted = torch.stack([last[0], decoded]), plain[-2:]
+        tolerance = (1e-3 if shape.dtype == torch.float32 else 0.1) * (1 + wanted.abs().max())
+        if not bool((got - wanted).abs().max() <= tolerance):
+            raise ConfigError(
+                f"model must keep plain keys and values per token, got {self.loaded.name!r} "
+                f"({type(self.loaded.module).__name__}): decoding differs from a plain forward"
+            )
+        return shape
+
+    def _plain(self, prompt: tuple[int, ...]) -> Tensor:
+        input_ids = torch.tensor([prompt], device=self.device)
+        return self.loaded.module(input_ids=input_ids, use_cache=False).logits[0].float()
+
+    def _can_select(self, prompt: tuple[int, ...]) -> bool:
+        """Whether the module computes logits at chosen places only (a 2-D ``logits_to_keep``)."""
+        input_ids = torch.tensor([prompt], device=self.device)
+        keep = input_ids >= 0
+        keep[0, 0] = False
+        try:
+            logits = self.loaded.module(
+                input_ids=input_ids, use_cache=False, logits_to_keep=keep
+            ).logits
+        except (TypeError, IndexError, RuntimeError, ValueError):
+            return False
+        return logits.shape[:-1] == (len(prompt) - 1,)
+
+    def _decode_once(
+        self, prompt: tuple[int, ...], shape: CacheShape, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Logits [V] after the last token of ``prompt``, the others being cached."""
+        cache = SlotCache(shape, budget_bytes=2**62, max_rows=MIN_ROWS)
+        cache.reserve(MIN_ROWS, len(prompt), active=0)
+        before = len(prompt) - 1
+        cache.fill([0], keys[:, 0, :, :before], values[:, 0, :, :before])
+        tokens = np.zeros(MIN_ROWS, np.int64)
+        positions = np.zeros(MIN_ROWS, np.int64)
+        tokens[0], positions[0] = prompt[-1], before
+        return self.decode(tokens, positions, cache)[0]
+
+
+def _check_attention_span(loaded: LoadedModel, max_seq_len: int) -> None:
+    """Refuse layers that look back less far than a sequence may be long."""
+    config = loaded.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in kinds or not hasattr(config, "layer_types")
+    if window and slides and window < max_seq_len:
+        raise ConfigError(
+            f"max_seq_len must be <= {window} for {loaded.name!r}, got {max_seq_len}: its layers "
+            "look back no further, and the embedded engine keeps no sliding windows"
+        )
+    other = kinds - {"full_attention", "sliding_attention"}
+    if other:
+        raise ConfigError(
+            f"model must have attention layers only, got {loaded.name!r} with {sorted(other)}: "
+            "the embedded engine keeps plain keys and values per token"
+        )

@@ -1,0 +1,134 @@
+"""Drawing tokens: one vectorized step for all rows. Legend: B rows, V vocabulary.
+
+A draw is a function of its logits, its sampling values, its seed and its position alone, so a
+completion does not depend on what shared its batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True)
+class SamplingValues:
+    """Per-row sampling values, arrays of B; see ``SampleRequest`` for their meaning."""
+
+    temperature: NDArray[np.float64]
+    top_p: NDArray[np.float64]
+    top_k: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Drawn tokens [B] with their raw logprob and the one under what was drawn from, float32."""
+
+    tokens: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    sampling_logprobs: NDArray[np.float32]
+
+
+def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position), by counter-based hashing (SplitMix64)."""
+    # Mixing the seed first keeps streams apart whose seeds differ by a multiple of _GOLDEN.
+    start = _mix(seeds + _GOLDEN)
+    counter = (positions + 1).astype(np.uint64) * _GOLDEN
+    return (_mix(start + counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sample(
+    logits: Tensor,
+    values: SamplingValues,
+    seeds: NDArray[np.uint64],
+    positions: NDArray[np.int64],
+) -> Draw:
+    """Draw one token per row of ``logits`` [B, V] (float32).
+
+    ``positions`` are those of the tokens to be drawn. Inverse of the cumulative distribution, in
+    float64 and in vocabulary order.
+    """
+    raw = torch.log_softmax(logits, dim=-1)
+    drawn_from = _drawn_from(logits, raw, values)
+    tokens = _invert(drawn_from, torch.from_numpy(uniforms(seeds, positions)).to(logits.device))
+    picked = tokens.unsqueeze(1)
+    own = raw.gather(1, picked).squeeze(1).cpu().numpy()
+    if drawn_from is raw:
+        return Draw(tokens.cpu().numpy(), own, own)
+    drawn = drawn_from.gather(1, picked).squeeze(1).cpu().numpy()
+    return Draw(tokens.cpu().numpy(), own, drawn)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def _drawn_from(logits: Tensor, raw: Tensor, values: SamplingValues) -> Tensor:
+    """Log-probabilities [B, V] of the distribution to draw from; ``raw`` itself when it is that."""
+    greedy = values.temperature == 0
+    tempered = ~greedy & (values.temperature != 1)
+    truncated = ~greedy & ((values.top_p < 1) | (values.top_k > 0))
+    if not (greedy.any() or tempered.any() or truncated.any()):
+        return raw
+    rows = raw.clone()
+    if tempered.any():
+        index = _index(tempered, logits)
+        scale = torch.from_numpy(values.temperature[tempered]).to(logits.device).unsqueeze(1)
+        chosen = logits[index]
+        # The largest logit becomes 0 first: a tiny temperature then gives -inf, never inf - inf.
+        shifted = (chosen - chosen.amax(1, keepdim=True)).double() / scale
+        rows[index] = torch.log_softmax(shifted, dim=-1).float()
+    if truncated.any():
+        index = _index(truncated, logits)
+        top_k = torch.from_numpy(values.top_k[truncated]).to(logits.device)
+        top_p = torch.from_numpy(values.top_p[truncated]).to(logits.device)
+        rows[index] = _truncate(rows[index], top_k, top_p)
+    if greedy.any():
+        index = _index(greedy, logits)
+        best = logits[index].argmax(1)
+        point = torch.full_like(rows[index], -torch.inf)
+        rows[index] = point.scatter_(1, best.unsqueeze(1), 0.0)
+    return rows
+
+
+def _truncate(rows: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Rows of log-probabilities with all but the top_k, then the top_p, at -inf; renormalized.
+
+    ``top_p`` keeps a token while those before it hold less than ``top_p`` of what ``top_k`` left.
+    Equal probabilities rank by token id.
+    """
+    ordered, order = rows.double().sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(rows.shape[1], device=rows.device)
+    limit = torch.where(top_k > 0, top_k, rows.shape[1]).unsqueeze(1)
+    ordered = ordered.masked_fill(rank >= limit, -torch.inf)
+    mass = ordered.softmax(1)
+    before = mass.cumsum(1) - mass
+    cut = (before >= top_p.unsqueeze(1)) & (rank > 0)
+    ordered = ordered.masked_fill(cut & (top_p < 1).unsqueeze(1), -torch.inf)
+    kept = ordered.log_softmax(1).float()
+    return torch.empty_like(rows).scatter_(1, order, kept)
+
+
+def _invert(rows: Tensor, fractions: Tensor) -> Tensor:
+    """Tokens [B] at the given fractions of the cumulative distributions of ``rows``."""
+    cumulative = rows.exp().cumsum(1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # Strictly below the total, so that the token found is never one of probability 0.
+    below = torch.nextafter(total, torch.zeros_like(total))
+    point = torch.minimum(fractions.unsqueeze(1) * total, below)
+    found = torch.searchsorted(cumulative, point, right=True).squeeze(1)
+    # NaN logits find nothing; their NaN logprob is what tells the engine.
+    return found.clamp(max=rows.shape[1] - 1)
+
+
+def _index(mask: NDArray[np.bool_], like: Tensor) -> Tensor:
+    return torch.from_numpy(np.flatnonzero(mask)).to(like.device)

@@ -1,0 +1,77 @@
+"""Who joins the batch next: first come, first served, as far as rows, cache and prefill allow."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hearth.inference.engine.cache import SlotCache
+from hearth.inference.engine.prompts import PromptStore
+from hearth.inference.engine.rows import Rows
+from hearth.inference.engine.runner import padded_length
+from hearth.inference.engine.sequence import Running
+
+
+@dataclass
+class Admission:
+    """Requests that join in this step, and the prompts (scored or not) to be prefilled for them."""
+
+    sequences: list[Running] = field(default_factory=lambda: [])
+    prompts: dict[tuple[int, ...], bool] = field(default_factory=lambda: {})
+
+    def batches(self) -> list[tuple[bool, list[tuple[int, ...]]]]:
+        """(scored, prompts) of each forward: prompts of one padded length run together."""
+        groups: dict[tuple[bool, int], list[tuple[int, ...]]] = {}
+        for prompt, scored in self.prompts.items():
+            groups.setdefault((scored, padded_length(len(prompt))), []).append(prompt)
+        return [(scored, prompts) for (scored, _), prompts in groups.items()]
+
+
+class Scheduler:
+    """The waiting requests. One that lacks room waits, and those behind it wait as well."""
+
+    def __init__(self, *, prefill_tokens: int) -> None:
+        self.waiting: deque[Running] = deque()
+        self._prefill_tokens = prefill_tokens
+
+    def admit(self, rows: Rows, cache: SlotCache, store: PromptStore) -> Admission:
+        """Take from the queue what fits now, and of prompts to prefill at least one.
+
+        A request whose prompt is in ``store``, or is prefilled for another, costs no prefill.
+        """
+        admission = Admission()
+        count, longest, spent = len(rows), rows.longest_limit, 0
+        while self.waiting:
+            sequence = self.waiting[0]
+            reach = max(longest, sequence.limit) if sequence.draws else longest
+            if sequence.draws and not cache.fits(count + 1, reach):
+                break
+            cost = self._prompt_cost(sequence, admission, store)
+            if spent > 0 and spent + cost > self._prefill_tokens:
+                break
+            self._join(sequence, admission, fresh=cost > 0)
+            count, longest, spent = count + int(sequence.draws), reach, spent + cost
+        return admission
+
+    def remove(self, sequences: Iterable[Running]) -> None:
+        """Take requests out of the queue."""
+        gone = {id(sequence) for sequence in sequences}
+        self.waiting = deque(one for one in self.waiting if id(one) not in gone)
+
+    def _prompt_cost(self, sequence: Running, admission: Admission, store: PromptStore) -> int:
+        tokens = sequence.tokens
+        sequence.prompt = store.get(tokens, scored=sequence.request.prompt_logprobs)
+        if sequence.prompt is not None or tokens in admission.prompts:
+            return 0
+        return padded_length(len(tokens))
+
+    def _join(self, sequence: Running, admission: Admission, *, fresh: bool) -> None:
+        self.waiting.popleft()
+        admission.sequences.append(sequence)
+        tokens = sequence.tokens
+        if not fresh:
+            sequence.cached_prompt_tokens = len(tokens)
+        if sequence.prompt is None:
+            scored = admission.prompts.get(tokens, False) or sequence.request.prompt_logprobs
+            admission.prompts[tokens] = scored

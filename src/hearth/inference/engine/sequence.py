@@ -1,0 +1,157 @@
+"""One completion on its way through the engine, and the rules that its request must keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from hearth.errors import RequestError
+from hearth.inference.backend import SampledSequence, SampleRequest
+from hearth.inference.engine.prompts import Prompt
+
+_LONGEST_CHARACTER = 4
+"""Tokens that may hold parts of one character: UTF-8 needs at most four bytes."""
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What a request is checked against."""
+
+    vocab_size: int
+    max_seq_len: int
+    fits: Callable[[int], bool]
+    """Whether one row of that many tokens fits into the cache at all."""
+    cache_size: str
+    has_tokenizer: bool
+
+
+@dataclass(eq=False)
+class Running:
+    """A request with what the engine knows of it."""
+
+    request: SampleRequest
+    tokens: tuple[int, ...]
+    """The prompt."""
+    future: Future[SampledSequence]
+    seed: int
+    stop_ids: tuple[int, ...]
+    limit: int
+    """Total number of tokens, prompt included, at which it ends."""
+    arrived_s: float
+    started_s: float = 0.0
+    watch: StopText | None = None
+    prompt: Prompt | None = None
+    cached_prompt_tokens: int = 0
+    num_concurrent: int = 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether it takes a row: a request for prompt logprobs alone does not."""
+        return self.limit > len(self.tokens)
+
+
+@dataclass
+class StopText:
+    """Watches a growing text for stop strings, which may begin and end inside tokens."""
+
+    decode: Callable[[Sequence[int]], str]
+    stops: tuple[str, ...]
+    _tokens: list[int] = field(default_factory=lambda: [])
+    _start: int = 0
+    _read: int = 0
+    _tail: str = ""
+
+    def push(self, token: int) -> bool:
+        """Take the next token; whether a stop string is now complete."""
+        self._tokens.append(token)
+        # Decoding from a few tokens back keeps what a token's text owes to its predecessor.
+        known = self.decode(self._tokens[self._start : self._read])
+        text = self.decode(self._tokens[self._start :])
+        candidate = self._tail + text[len(known) :]
+        found = any(stop in candidate for stop in self.stops)
+        pending = len(self._tokens) - self._read
+        if not text.endswith("\ufffd") or pending > _LONGEST_CHARACTER:
+            longest = max(len(stop) for stop in self.stops)
+            self._tail = candidate[max(0, len(candidate) - longest + 1) :]
+            self._start, self._read = self._read, len(self._tokens)
+        return found
+
+    def cut(self, text: str) -> str:
+        """``text`` up to its first stop string."""
+        places = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        return text[: min(places)] if places else text
+
+
+def check_request(request: SampleRequest, limits: RequestLimits) -> None:
+    """Refuse what cannot be drawn.
+
+    Raises:
+        RequestError: a field breaks its rule, or the request can never fit into the cache.
+    """
+    _check_prompt(request, limits)
+    _check_values(request)
+    if request.stop and not limits.has_tokenizer:
+        raise RequestError(
+            f"stop must be empty, got {list(request.stop)!r}: this deployment has no tokenizer; "
+            "use stop_token_ids"
+        )
+    if any(not text for text in request.stop):
+        raise RequestError(f"stop must be texts of at least 1 character, got {request.stop!r}")
+    total = total_limit(request, limits.max_seq_len)
+    if total > len(request.prompt) and not limits.fits(total):
+        raise RequestError(
+            f"max_tokens must be small enough for the KV cache, got {request.max_tokens} after a "
+            f"prompt of {len(request.prompt)} tokens: the cache of {limits.cache_size} never "
+            "holds them; ask for fewer, or raise cache_mb"
+        )
+
+
+def total_limit(request: SampleRequest, max_seq_len: int) -> int:
+    """Tokens at which a request ends: its own limit, or the end of the context."""
+    return min(len(request.prompt) + request.max_tokens, max_seq_len)
+
+
+def _check_prompt(request: SampleRequest, limits: RequestLimits) -> None:
+    length = len(request.prompt)
+    if length == 0:
+        raise RequestError("prompt must be at least 1 token, got []: there is nothing to continue")
+    longest = limits.max_seq_len - (1 if request.max_tokens > 0 else 0)
+    if length > longest:
+        raise RequestError(
+            f"prompt must be <= {longest} tokens, got {length}: the context holds "
+            f"{limits.max_seq_len} tokens, those to be drawn included"
+        )
+    _check_ids("prompt", request.prompt, limits)
+    _check_ids("stop_token_ids", request.stop_token_ids, limits)
+
+
+def _check_ids(name: str, ids: Sequence[int], limits: RequestLimits) -> None:
+    wrong = [one for one in (min(ids), max(ids)) if not 0 <= one < limits.vocab_size] if ids else []
+    if wrong:
+        raise RequestError(
+            f"{name} must be token ids in 0..{limits.vocab_size - 1}, got {wrong[0]} at position "
+            f"{list(ids).index(wrong[0])}: it was made with another tokenizer"
+        )
+
+
+def _check_values(request: SampleRequest) -> None:
+    rules = (
+        ("max_tokens", ">= 0", request.max_tokens >= 0),
+        ("temperature", "a number >= 0", request.temperature >= 0),
+        ("temperature", "finite", math.isfinite(request.temperature)),
+        ("top_p", "in (0, 1]", 0 < request.top_p <= 1),
+        ("top_k", ">= 0", request.top_k >= 0),
+    )
+    why = {
+        "max_tokens": "0 draws nothing and only scores the prompt",
+        "temperature": "0 takes the most probable token",
+        "top_p": "1 keeps every token",
+        "top_k": "0 keeps every token",
+    }
+    for name, rule, holds in rules:
+        if not holds:
+            raise RequestError(
+                f"{name} must be {rule}, got {getattr(request, name)!r}: {why[name]}"
+            )

@@ -1,0 +1,102 @@
+"""What is served and which weight sync is under way, for those who ask and those who wait."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
+from typing import Any
+
+from hearth.errors import ClosedError
+from hearth.inference.backend import ServingState
+
+
+class Serving:
+    """The serving state, changed by the engine and read by anyone, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._state = ServingState()
+        self._underway: list[str] = []
+        self._waiters: list[tuple[str, Future[ServingState]]] = []
+        self._closed = False
+
+    def state(self) -> ServingState:
+        """The state now."""
+        return self._state
+
+    def settled(self, identity: str) -> Future[ServingState]:
+        """The state once ``identity`` is served or could not be loaded."""
+        future: Future[ServingState] = Future()
+        with self._lock:
+            if self._closed:
+                future.set_exception(_closed())
+            elif self._state.settled(identity):
+                future.set_result(self._state)
+            else:
+                self._waiters = [one for one in self._waiters if not one[1].done()]
+                self._waiters.append((identity, future))
+        return future
+
+    def begin(self, identity: str) -> bool:
+        """Note that ``identity`` is to be loaded; False when it is served or under way already."""
+        with self._lock:
+            is_last = self._state.current_identity == identity and not self._underway
+            if self._closed or is_last or identity in self._underway:
+                return False
+            self._underway.append(identity)
+            self._show_loading()
+            return True
+
+    def served(self, identity: str, *, is_adapter: bool) -> None:
+        """Note that ``identity`` is served from now on, as a new version."""
+        state = replace(
+            self._state, stage="done", target_identity=identity, error=None,
+            current_identity=identity, is_adapter=is_adapter,
+            weight_version=self._state.weight_version + 1,
+        )  # fmt: skip
+        self._end(identity, state)
+
+    def failed(self, identity: str, error: Exception) -> None:
+        """Note that ``identity`` could not be loaded; what was served before still is."""
+        message = str(error) or type(error).__name__
+        state = replace(self._state, stage="error", target_identity=identity, error=message)
+        self._end(identity, state)
+
+    def close(self) -> None:
+        """Fail whoever still waits."""
+        with self._lock:
+            self._closed = True
+            waiters, self._waiters = self._waiters, []
+        for _, future in waiters:
+            settle(future, error=_closed())
+
+    def _show_loading(self) -> None:
+        if self._underway:
+            target = self._underway[0]
+            self._state = replace(self._state, stage="loading", target_identity=target, error=None)
+
+    def _end(self, identity: str, state: ServingState) -> None:
+        with self._lock:
+            self._state = state
+            ready = [future for wanted, future in self._waiters if state.settled(wanted)]
+            self._waiters = [one for one in self._waiters if not state.settled(one[0])]
+            self._underway.remove(identity)
+            self._show_loading()
+        for future in ready:
+            settle(future, result=state)
+
+
+def settle(future: Future[Any], *, result: Any = None, error: Exception | None = None) -> None:
+    """Give a future its outcome, unless whoever holds it has cancelled it."""
+    try:
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+    except InvalidStateError:
+        return
+
+
+def _closed() -> ClosedError:
+    return ClosedError("deployment must be open, got a closed one: it was shut down")
