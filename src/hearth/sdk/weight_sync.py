@@ -33,7 +33,10 @@ class SnapshotSaver(Protocol):
 class SavedSnapshot(Protocol):
     """What a save returns."""
 
-    snapshot_name: str
+    @property
+    def snapshot_name(self) -> str:
+        """The identity that a deployment loads."""
+        ...
 
 
 class WeightSyncer:

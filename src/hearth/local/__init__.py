@@ -1,0 +1,6 @@
+"""The embedded platform: trainers and deployments inside the process that uses them."""
+
+from hearth.local.platform import EmbeddedPlatform
+from hearth.local.registry import resolve_model
+
+__all__ = ["EmbeddedPlatform", "resolve_model"]

@@ -1,0 +1,1 @@
+"""Small programs to run, read and copy."""

@@ -1,0 +1,1 @@
+"""GSM8K as rows for the recipes."""

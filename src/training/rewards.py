@@ -1,0 +1,51 @@
+"""Reward functions: what a completion is worth, from its text and its row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_HASHES = re.compile(r"####\s*(.+)")
+
+
+def answer_reward(completion: str, row: Mapping[str, Any]) -> float:
+    """1.0 when the last marked answer equals the row's ``ground_truth``, else 0.0.
+
+    An answer is marked by ``<answer>...</answer>``, ``\\boxed{...}`` or ``#### ...``; an unmarked
+    completion is wrong. Numbers compare as numbers (``1,200`` equals ``1200.0``), the rest as text.
+    """
+    answer = marked_answer(completion)
+    if answer is None:
+        return 0.0
+    truth = str(row["ground_truth"])
+    return float(same_answer(answer, marked_answer(truth) or truth))
+
+
+def marked_answer(text: str) -> str | None:
+    """The last marked answer of a text without its white space; None where nothing is marked."""
+    for pattern in (_ANSWER, _BOXED, _HASHES):
+        found = pattern.findall(text)
+        if found:
+            return found[-1].strip()
+    return None
+
+
+def same_answer(answer: str, truth: str) -> bool:
+    """Whether two answers are the same number, or where one is no number the same text."""
+    left, right = _number(answer), _number(truth)
+    if left is not None and right is not None:
+        return left == right
+    return answer.strip() == truth.strip()
+
+
+def _number(text: str) -> Decimal | None:
+    cleaned = text.strip().replace(",", "").replace("$", "").rstrip(".%")
+    try:
+        number = Decimal(cleaned)
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None

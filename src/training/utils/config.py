@@ -1,0 +1,314 @@
+"""The dataclasses that a recipe's config is built from, and how three generations of them agree.
+
+The documents show one setting under several names (``weight_sync_interval``, also inside
+``weight_sync`` and ``hotload``). A default is marked, so that a value somebody gave can be told
+from one nobody gave even when they are equal; ``agreed`` picks the given one and refuses two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+from hearth.errors import ConfigError
+
+CheckpointType = Literal["base", "delta"]
+
+
+class DefaultInt(int):
+    """An int that nobody gave."""
+
+
+class DefaultFloat(float):
+    """A float that nobody gave."""
+
+
+def is_given(value: object) -> bool:
+    """Whether somebody set this value; for a bool, whether it differs from False."""
+    if isinstance(value, bool):
+        return value
+    return value is not None and not isinstance(value, DefaultInt | DefaultFloat)
+
+
+def agreed(*candidates: tuple[str, Any]) -> Any:
+    """The value that was given under one of several names; the first one's default if none was.
+
+    Raises:
+        ConfigError: two names were given different values.
+    """
+    given = [(name, value) for name, value in candidates if is_given(value)]
+    for name, value in given[1:]:
+        if value != given[0][1]:
+            raise ConfigError(
+                f"{given[0][0]} and {name} must agree, got {given[0][1]!r} and {value!r}: they are "
+                "two names of one setting, give one of them"
+            )
+    return given[0][1] if given else candidates[0][1]
+
+
+class WeightSyncScope(StrEnum):
+    """Which side owns the place where snapshots are exchanged."""
+
+    PER_TRAINER = "per_trainer"
+    PER_DEPLOYMENT = "per_deployment"
+
+
+@dataclass(kw_only=True)
+class InfraConfig:
+    """Where trainer jobs run (documents 000, 001, 003). Newer configs say ``TrainerConfig``."""
+
+    training_shape_id: str | None = None
+    """Training shape of the policy trainer, ``accounts/NAME/trainingShapes/NAME``."""
+    ref_training_shape_id: str | None = None
+    """Training shape of the reference trainer; giving one asks for a reference."""
+    region: str | None = None
+    """Placement region."""
+    custom_image_tag: str | None = None
+    """Trainer image."""
+    accelerator_type: str | None = None
+    """Accelerator, where no shape says it."""
+    accelerator_count: int | None = None
+    """Accelerators per node, where no shape says it."""
+    node_count: int | None = None
+    """Nodes, where no shape says it."""
+    trainer_timeout_s: float = 3600.0
+    """Seconds until a trainer must be ready."""
+    extra_args: list[str] | None = None
+    """Further arguments of the trainer's command line."""
+    trainer_replica_count: int | None = None
+    """Data-parallel copies of the trainer."""
+    purpose: str | None = None
+    """Free label of the job."""
+    managed_by: str | None = None
+    """Free label of the job's owner."""
+    skip_validations: bool = False
+    """Create the job without the shape's checks."""
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """Where trainer jobs run (document 004)."""
+
+    job_id: str | None = None
+    """An existing policy trainer to attach to."""
+    training_shape_id: str | None = None
+    """Training shape of the policy trainer; None picks one."""
+    reference_training_shape_id: str | None = None
+    """Training shape of the reference trainer; giving one asks for a reference."""
+    reference_job_id: str | None = None
+    """An existing reference trainer to attach to."""
+    timeout_s: float = 3600.0
+    """Seconds until a trainer must be ready."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the weights in trainer and deployment."""
+    device: str | None = None
+    """``cpu`` or ``cuda``; None takes a GPU where there is one."""
+    micro_batch_tokens: int = 16384
+    """Padded tokens of one forward and backward pass."""
+
+
+@dataclass(kw_only=True)
+class DeployConfig:
+    """The inference deployment."""
+
+    deployment_id: str | None = None
+    """Name of the deployment; None makes one up."""
+    tokenizer_model: str = ""
+    """Folder or hub id of the tokenizer. Required: prompts are tokenized on the client."""
+    tokenizer_revision: str | None = None
+    """Revision of the tokenizer on its hub."""
+    trust_remote_code: bool = False
+    """Let a tokenizer run code of its own."""
+    deployment_shape: str | None = None
+    """Shape of the deployment; None picks one."""
+    weight_sync_scope: WeightSyncScope = WeightSyncScope.PER_TRAINER
+    """Whether snapshots belong to the trainer or to the deployment."""
+    deployment_timeout_s: float = 5400.0
+    """Seconds until the deployment must be ready."""
+    sample_timeout: float = 600.0
+    """Seconds that one completion may take."""
+    max_batch_size: int = 64
+    """Sequences that are decoded together."""
+
+
+@dataclass(kw_only=True)
+class WeightSyncConfig:
+    """When weights go to the deployment, and when checkpoints are written (000, 001)."""
+
+    weight_sync_interval: int = DefaultInt(1)
+    """Optimizer steps per weight sync; 0 never syncs."""
+    weight_sync_before_training: bool = False
+    """Publish the initial weights before the first sample."""
+    weight_sync_timeout: float = DefaultFloat(600.0)
+    """Seconds until a snapshot must be served."""
+    dcp_save_interval: int = DefaultInt(0)
+    """Optimizer steps per resumable checkpoint; 0 writes none."""
+    dcp_timeout: float = DefaultFloat(2700.0)
+    """Seconds that writing a checkpoint may take."""
+    first_checkpoint_type: CheckpointType = "base"
+    """Kind of the first snapshot."""
+
+
+@dataclass(kw_only=True)
+class HotloadConfig:
+    """``WeightSyncConfig`` as document 003 calls it."""
+
+    hot_load_interval: int = DefaultInt(1)
+    """Optimizer steps per weight sync; 0 never syncs."""
+    hot_load_before_training: bool = False
+    """Publish the initial weights before the first sample."""
+    hot_load_timeout: float = DefaultFloat(600.0)
+    """Seconds until a snapshot must be served."""
+    dcp_save_interval: int = DefaultInt(0)
+    """Optimizer steps per resumable checkpoint; 0 writes none."""
+    dcp_timeout: float = DefaultFloat(2700.0)
+    """Seconds that writing a checkpoint may take."""
+    first_checkpoint_type: CheckpointType = "base"
+    """Kind of the first snapshot."""
+
+
+@dataclass(kw_only=True)
+class WandBConfig:
+    """Weights & Biases. Off while ``entity`` is None; without an API key it logs offline."""
+
+    entity: str | None = None
+    """Team or user that owns the run."""
+    project: str | None = None
+    """Project; None takes the recipe's default."""
+    run_name: str | None = None
+    """Name of the run."""
+
+
+@dataclass(kw_only=True)
+class ResumeConfig:
+    """Where to go on from."""
+
+    resume_from: str | None = None
+    """Name of a checkpoint of this run, or ``latest``."""
+    step_offset: int = 0
+    """Number of the step that the checkpoint counts as; 0 takes the checkpoint's own."""
+
+
+@dataclass(kw_only=True)
+class TISConfig:
+    """Truncated importance sampling between the trainer's old policy and the sampler's."""
+
+    cap: float = 2.0
+    """Largest weight."""
+    level: Literal["token", "sequence"] = "token"
+    """One weight per token, or one per sample."""
+    sequence_mean: Literal["product", "geometric"] = "product"
+    """How a sample's tokens make its weight."""
+    icepop_threshold: float | None = None
+    """Token level: weights outside [1/threshold, threshold] become 0 instead of being capped."""
+
+
+@dataclass(kw_only=True)
+class ISConfig(TISConfig):
+    """``TISConfig`` as document 003 calls it."""
+
+    clip_high: float | None = None
+    """``cap`` under its older name; None leaves ``cap`` alone."""
+
+    def __post_init__(self) -> None:
+        """Move the older name's value to the newer name."""
+        if self.clip_high is not None:
+            self.cap = self.clip_high
+
+
+@dataclass(kw_only=True)
+class DAPOConfig:
+    """Asymmetric clipping (arXiv:2503.14476)."""
+
+    eps_clip: float = 0.2
+    """Lower clip: ratios below 1 - eps_clip stop moving."""
+    eps_clip_high: float = 0.28
+    """Upper clip: ratios above 1 + eps_clip_high stop moving."""
+    eps_clip_c: float | None = None
+    """Dual clip for negative advantages, above 1; None switches it off."""
+    ratio_log_cap: float = 20.0
+    """Guard on the log ratio's size."""
+
+
+@dataclass(kw_only=True)
+class GSPOConfig:
+    """Sequence-level clipping (arXiv:2507.18071)."""
+
+    clip_ratio_low: float = 0.2
+    """Lower clip of the sequence ratio; the paper's is 3e-4."""
+    clip_ratio_high: float = 0.2
+    """Upper clip of the sequence ratio; the paper's is 4e-4."""
+    seq_ratio_log_cap: float = 10.0
+    """Guard on the sequence's log ratio."""
+
+
+@dataclass(kw_only=True)
+class CISPOConfig:
+    """Clipped importance weights (arXiv:2506.13585)."""
+
+    eps_low: float = 0.2
+    """Weights are at least 1 - eps_low."""
+    eps_high: float = 0.28
+    """Weights are at most 1 + eps_high."""
+    ratio_log_cap: float = 20.0
+    """Guard on the log ratio's size."""
+
+
+@dataclass(kw_only=True)
+class DROConfig:
+    """Quadratic pull toward the old policy (arXiv:2405.19107)."""
+
+    beta: float = 0.05
+    """Weight of the quadratic term."""
+    gated: bool = False
+    """Drop the quadratic term where the advantage is 0."""
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """Weight sync and checkpoint settings that all generations agreed on."""
+
+    interval: int
+    before_training: bool
+    timeout_s: float
+    dcp_save_interval: int
+    dcp_timeout_s: float
+    first_checkpoint_type: CheckpointType = field(default="base")
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """A config dataclass as nested dictionaries of plain values, for JSON."""
+
+    def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        marked = {DefaultInt: int, DefaultFloat: float}
+        return {name: marked.get(type(value), lambda same: same)(value) for name, value in items}
+
+    return asdict(config, dict_factory=plain)
+
+
+def merged_sync(
+    config: object, weight_sync: WeightSyncConfig, hotload: HotloadConfig
+) -> SyncSettings:
+    """What the three generations of sync settings say together.
+
+    Raises:
+        ConfigError: two spellings of one setting differ.
+    """
+
+    def pick(name: str, oldest: str) -> Any:
+        return agreed(
+            (name, getattr(config, name)),
+            (f"weight_sync.{name}", getattr(weight_sync, name)),
+            (f"hotload.{oldest}", getattr(hotload, oldest)),
+        )
+
+    delta = "delta" in (weight_sync.first_checkpoint_type, hotload.first_checkpoint_type)
+    return SyncSettings(
+        interval=pick("weight_sync_interval", "hot_load_interval"),
+        before_training=pick("weight_sync_before_training", "hot_load_before_training"),
+        timeout_s=pick("weight_sync_timeout", "hot_load_timeout"),
+        dcp_save_interval=pick("dcp_save_interval", "dcp_save_interval"),
+        dcp_timeout_s=pick("dcp_timeout", "dcp_timeout"),
+        first_checkpoint_type="delta" if delta else "base",
+    )

@@ -1,0 +1,146 @@
+"""Tokens to training datums, and the one place that converts the sampler's alignment.
+
+Rows are target-aligned: N tokens give N - 1 rows, row t is about token t + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import tinker
+import torch
+
+from hearth.errors import ConfigError
+
+DEFAULT_MAX_SEQ_LEN = 8192
+
+
+class Completion(Protocol):
+    """What a datum needs of a sampled completion."""
+
+    @property
+    def full_tokens(self) -> Sequence[int]:
+        """Prompt and completion."""
+        ...
+
+    @property
+    def prompt_len(self) -> int:
+        """How many of them are the prompt's."""
+        ...
+
+
+def datum_from_tokens_weights(
+    tokens: Sequence[int] | torch.Tensor,
+    weights: Sequence[float] | torch.Tensor,
+    max_length: int | None = None,
+) -> tinker.Datum:
+    """A datum over the first ``max_length`` tokens, shifted by one.
+
+    The input is ``tokens[:-1]``; ``target_tokens`` and ``weights`` are those of ``tokens[1:]``.
+    Weights are never rescaled, and a datum without any is kept.
+
+    Raises:
+        ConfigError: the lists differ in length, or fewer than 2 tokens remain.
+    """
+    ids = [int(token) for token in _listed(tokens)]
+    values = [float(weight) for weight in _listed(weights)]
+    if len(ids) != len(values):
+        raise ConfigError(
+            f"weights must have one entry per token, got {len(values)} for {len(ids)}"
+        )
+    if max_length is not None:
+        ids, values = ids[:max_length], values[:max_length]
+    if len(ids) < 2:
+        raise ConfigError(f"tokens must hold at least 2 ids, got {len(ids)}: no target is left")
+    rows = len(ids) - 1
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(ids[:-1]),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData(data=ids[1:], dtype="int64", shape=[rows]),
+            "weights": tinker.TensorData(data=values[1:], dtype="float32", shape=[rows]),
+        },
+    )
+
+
+def completion_datum(
+    full_tokens: Sequence[int], prompt_len: int, max_length: int | None = None
+) -> tinker.Datum:
+    """A datum whose weights are 0 on the prompt and 1 on the completion.
+
+    Raises:
+        ConfigError: ``prompt_len`` is not between 1 and the number of tokens.
+    """
+    if not 1 <= prompt_len <= len(full_tokens):
+        raise ConfigError(
+            f"prompt_len must be in [1, {len(full_tokens)}], got {prompt_len}: it counts the "
+            "prompt's tokens in full_tokens, and the first token is never a target"
+        )
+    weights = [0.0] * prompt_len + [1.0] * (len(full_tokens) - prompt_len)
+    return datum_from_tokens_weights(full_tokens, weights, max_length)
+
+
+def build_grpo_datums(
+    sampled_completions: Sequence[Completion], max_seq_len: int = DEFAULT_MAX_SEQ_LEN
+) -> list[tinker.Datum]:
+    """One datum per completion, as document 003 builds them: prompt 0, completion 1.
+
+    Keeps the first ``max_seq_len`` tokens and then shifts, which leaves ``max_seq_len - 1`` rows.
+    """
+    return [
+        completion_datum(one.full_tokens, one.prompt_len, max_seq_len)
+        for one in sampled_completions
+    ]
+
+
+def align_behavior_logprobs(
+    logprobs: Sequence[float | None] | None,
+    *,
+    num_tokens: int,
+    prompt_len: int,
+    is_echoed: bool = False,
+) -> list[float]:
+    """The sampler's logprobs of a sequence of N tokens as N - 1 target-aligned rows.
+
+    Understood are: N values beginning with None (echo); N + 1 such values, the last about a
+    token that was generated beside an echoed prefill and is left out; one value per completion
+    token, N - ``prompt_len`` of them, with 0 put on the prompt's rows; and, when ``is_echoed``,
+    N - 1 values whose leading None is already gone. Nothing else: an off-by-one list would train
+    without a complaint.
+
+    Raises:
+        ConfigError: nothing was given, the length fits no form, or a completion token has None.
+    """
+    if not 1 <= prompt_len <= num_tokens:
+        raise ConfigError(f"prompt_len must be in [1, {num_tokens}], got {prompt_len}")
+    num_drawn = num_tokens - prompt_len
+    if logprobs is None or (not logprobs and num_drawn):
+        raise ConfigError(
+            f"behavior logprobs must be given for {num_drawn} completion tokens, got "
+            f"{logprobs!r}: sample with logprobs=True"
+        )
+    values = list(logprobs)
+    if values and values[0] is None and len(values) in (num_tokens, num_tokens + 1):
+        rows = values[1:num_tokens]
+    elif is_echoed and len(values) == num_tokens - 1:
+        rows = values
+    elif not is_echoed and len(values) == num_drawn:
+        rows = [0.0] * (prompt_len - 1) + values
+    else:
+        short = "None first" if values and values[0] is None else "no leading None"
+        raise ConfigError(
+            f"behavior logprobs must be {num_tokens} or {num_tokens + 1} values with None first, "
+            f"{num_drawn} of the completion, or {num_tokens - 1} echoed ones without the None, got "
+            f"{len(values)} with {short} (is_echoed={is_echoed}): they would be off by one"
+        )
+    for position, value in enumerate(rows):
+        if value is None and position >= prompt_len - 1:
+            raise ConfigError(
+                f"behavior logprobs must be numbers on completion tokens, got None for token "
+                f"{position + 1} of {num_tokens}"
+            )
+    return [0.0 if value is None else float(value) for value in rows]
+
+
+def _listed(values: Sequence[float] | torch.Tensor) -> Sequence[float]:
+    return values.tolist() if isinstance(values, torch.Tensor) else values

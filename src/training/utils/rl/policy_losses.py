@@ -1,0 +1,209 @@
+"""Loss closures for ``forward_backward_custom``: the client's callers of ``hearth.losses``.
+
+A closure takes ``(data, logprobs)``, the datums and their policy logprobs with gradient, and
+gives ``(loss, metrics)``. The loss is a raw sum; the optimizer call divides, nobody else. The
+functions of document 003, which divide by the number of samples, are in ``document_losses``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import tinker
+import torch
+from torch import Tensor
+
+from hearth.errors import ConfigError
+from hearth.losses import TIS, Objective, TokenBatch, policy_loss_per_token, resolve_objective
+
+LossFunction = Callable[[list[tinker.Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]
+Rows = Sequence[float] | Tensor
+"""Target-aligned rows of one sample: as many as its datum has target tokens."""
+
+_MASK_INPUTS = ("weights", "loss_mask")
+
+
+def make_policy_loss_fn(
+    name: str,
+    *,
+    advantages: Sequence[float | Rows],
+    behavior_logprobs: Sequence[Rows | None] | None,
+    old_logprobs: Sequence[Rows] | None = None,
+    ref_logprobs: Sequence[Rows] | None = None,
+    prompt_lens: int | Sequence[int] | None = None,
+    config: Objective | None = None,
+    tis: TIS | None = None,
+) -> LossFunction:
+    """The closure of a policy loss over samples in the order of their datums.
+
+    An advantage is one number for its sample or rows of its own. ``behavior_logprobs=None`` says
+    that there are none: REINFORCE is then plain, and ``tis`` an error. ``old_logprobs=None`` takes
+    the current ones, a ratio of exactly 1. ``ref_logprobs`` are needed when ``kl_beta > 0``.
+    The mask is the datum's ``weights``, else ``loss_mask``, else everything after ``prompt_lens``;
+    where those are given, the rows before the completion are masked in any case.
+
+    The closure raises ConfigError or NumericsError, both ValueErrors, naming the datum whose
+    rows are missing, of another length, or unusable on an active token. Without any active token
+    the loss is a 0 that can be differentiated, and all metrics are there.
+
+    Raises:
+        ConfigError: unknown name (the message lists the policy losses), a config of another
+            loss, lists that are not as long as ``advantages``, ``tis`` without behavior logprobs,
+            or a KL penalty without reference logprobs.
+    """
+    objective = resolve_objective(name, config)
+    count = len(advantages)
+    behavior = _constants("behavior_logprobs", behavior_logprobs, count)
+    old = _constants("old_logprobs", old_logprobs, count)
+    reference = _constants("ref_logprobs", ref_logprobs, count)
+    earned = [torch.as_tensor(one, dtype=torch.float64) for one in advantages]
+    starts = _response_starts(prompt_lens, count)
+    # An objective without samples: says now what would fail at the first step.
+    _empty_metrics(name, objective, tis, behavior, reference)
+
+    def loss_fn(
+        data: list[tinker.Datum], logprobs: list[Tensor]
+    ) -> tuple[Tensor, dict[str, float]]:
+        require_counts(count, data, logprobs)
+        if not count:
+            metrics = _empty_metrics(name, objective, tis, behavior, reference)
+            return torch.zeros((), requires_grad=True), metrics
+        masks = [
+            _mask(index, datum, row, start)
+            for index, (datum, row, start) in enumerate(zip(data, logprobs, starts, strict=True))
+        ]
+        batch = TokenBatch.concat(
+            logprobs,
+            advantages=earned,
+            mask=masks,
+            old_logprobs=_filled("old_logprobs", old, masks),
+            behavior_logprobs=_filled("behavior_logprobs", behavior, masks),
+            ref_logprobs=_filled("ref_logprobs", reference, masks),
+        )
+        output = policy_loss_per_token(name, batch, objective, tis)
+        metrics = _as_floats(output.metrics) | _response_metrics(masks, starts)
+        return output.per_token.sum(), metrics
+
+    return loss_fn
+
+
+def require_counts(count: int, data: Sequence[tinker.Datum], logprobs: Sequence[Tensor]) -> None:
+    """Raise ConfigError unless a closure over ``count`` samples got as many datums and rows."""
+    if len(data) != count or len(logprobs) != count:
+        raise ConfigError(
+            f"the loss must get {count} datums with logprobs, as it was made for, "
+            f"got {len(data)} and {len(logprobs)}"
+        )
+
+
+def _constants(
+    field: str, samples: Sequence[Rows | None] | None, count: int
+) -> list[Tensor | None] | None:
+    if samples is None:
+        return None
+    if len(samples) != count:
+        raise ConfigError(
+            f"{field} must have one entry per advantage, got {len(samples)} for {count}"
+        )
+    return [
+        None if rows is None else _numbers(field, index, rows) for index, rows in enumerate(samples)
+    ]
+
+
+def _numbers(field: str, index: int, rows: Rows) -> Tensor:
+    """Rows as float64; a None inside becomes NaN, which is refused where the token is active."""
+    if isinstance(rows, Tensor):
+        return rows.detach().double()
+    try:
+        values = [float("nan") if value is None else float(value) for value in rows]
+    except (TypeError, ValueError):
+        raise ConfigError(f"datum {index}: {field} must be numbers, got {rows!r}") from None
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _response_starts(prompt_lens: int | Sequence[int] | None, count: int) -> list[int | None]:
+    """The first completion row of each sample; None where nobody said."""
+    if prompt_lens is None:
+        return [None] * count
+    lengths = [prompt_lens] * count if isinstance(prompt_lens, int) else list(prompt_lens)
+    if len(lengths) != count:
+        raise ConfigError(
+            f"prompt_lens must have one entry per advantage, got {len(lengths)} for {count}"
+        )
+    return [max(0, length - 1) for length in lengths]
+
+
+def _mask(index: int, datum: tinker.Datum, row: Tensor, start: int | None) -> Tensor:
+    given = next(
+        (datum.loss_fn_inputs[one] for one in _MASK_INPUTS if one in datum.loss_fn_inputs), None
+    )
+    if given is None and start is None:
+        raise ConfigError(
+            f"datum {index}: loss_fn_inputs must hold a mask ({' or '.join(_MASK_INPUTS)}), got "
+            f"{sorted(datum.loss_fn_inputs)}: add one, or give prompt_lens"
+        )
+    mask = torch.ones(row.shape) if given is None else given.to_torch().float()
+    if start is not None:
+        mask = torch.where(torch.arange(mask.numel()) >= start, mask, 0.0)
+    return mask
+
+
+def _filled(
+    field: str, samples: list[Tensor | None] | None, masks: Sequence[Tensor]
+) -> list[Tensor] | None:
+    """Rows of every sample; one without an active token needs none."""
+    if samples is None:
+        return None
+    filled: list[Tensor] = []
+    for index, (rows, mask) in enumerate(zip(samples, masks, strict=True)):
+        if rows is None or (not rows.numel() and mask.numel()):
+            num_active = int((mask != 0).sum())
+            if num_active:
+                raise ConfigError(
+                    f"datum {index}: {field} must have {mask.numel()} rows, got none for "
+                    f"{num_active} active tokens: sample with logprobs"
+                )
+            rows = torch.zeros(mask.shape)
+        filled.append(rows)
+    return filled
+
+
+def _response_metrics(masks: Sequence[Tensor], starts: Sequence[int | None]) -> dict[str, float]:
+    """``total_resp_tokens``, from each completion's first row on, and the share that is active.
+
+    Where nobody said how long the prompt is, a completion begins at its first active row.
+    """
+    total, active = 0, 0
+    for mask, start in zip(masks, starts, strict=True):
+        rows = (mask != 0).nonzero()
+        active += len(rows)
+        if start is None:
+            start = int(rows[0]) if len(rows) else mask.numel()
+        total += max(0, mask.numel() - start)
+    return {"total_resp_tokens": float(total), "mask_ratio": active / max(1, total)}
+
+
+def _empty_metrics(
+    name: str,
+    objective: Objective,
+    tis: TIS | None,
+    behavior: list[Tensor | None] | None,
+    reference: list[Tensor | None] | None,
+) -> dict[str, float]:
+    """The metrics of no sample at all.
+
+    Raises:
+        ConfigError: the objective or ``tis`` needs logprobs that are not there.
+    """
+    batch = TokenBatch.concat(
+        [], advantages=[], mask=[],
+        behavior_logprobs=None if behavior is None else [],
+        ref_logprobs=None if reference is None else [],
+    )  # fmt: skip
+    output = policy_loss_per_token(name, batch, objective, tis)
+    return _as_floats(output.metrics) | _response_metrics([], [])
+
+
+def _as_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
+    values: list[float] = torch.stack(list(metrics.values())).double().tolist()
+    return dict(zip(metrics, values, strict=True))

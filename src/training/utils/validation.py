@@ -1,0 +1,186 @@
+"""Checks that need no model: every rule of a recipe's config, each broken one as one line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+from hearth.errors import ConfigError
+from hearth.losses.catalog import POLICY_LOSSES
+from training.utils.config import DeployConfig, SyncSettings, TrainerConfig
+from training.utils.rl.objectives import ObjectiveConfig, objective_options, tis_options
+
+_MODEL_ID = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_WITHOUT_KERNEL = frozenset({"reinforce"})
+
+
+class RecipeConfig(ObjectiveConfig, Protocol):
+    """The settings that all recipes share."""
+
+    base_model: str
+    loss_path: Literal["client", "builtin"]
+    completions_per_prompt: int
+    prompt_groups_per_step: int
+    max_completion_tokens: int
+    max_seq_len: int
+    max_concurrent: int
+    max_rows: int
+    epochs: int
+    temperature: float
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
+    lora_rank: int
+    ppo_n_minibatches: int
+    min_samples_per_fwd_bwd: int | None
+    max_samples_per_fwd_bwd: int
+    eval_every: int
+    eval_rows: int
+    eval_samples_per_prompt: int
+    router_replay: bool
+    output_model_id: str | None
+    trainer: TrainerConfig
+    deployment: DeployConfig
+
+    @property
+    def sync(self) -> SyncSettings:
+        """Weight sync settings of all spellings together."""
+        ...
+
+
+def validate(config: RecipeConfig) -> None:
+    """Check everything that can be checked without loading a model.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    problems = list(_problems(config))
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise ConfigError(f"the config has {len(problems)} problems:{lines}")
+
+
+def _problems(config: RecipeConfig) -> Iterator[str]:
+    if not config.base_model:
+        yield "base_model must be a registered name, a folder or a hub id, got ''"
+    if not config.deployment.tokenizer_model:
+        yield (
+            "deployment.tokenizer_model must be a tokenizer's folder or hub id, got '': prompts "
+            "are tokenized on the client"
+        )
+    yield from _group_problems(config)
+    yield from _number_problems(config)
+    yield from _loss_problems(config)
+    yield from _batching_problems(config)
+    yield from _sync_problems(config)
+    if config.output_model_id is not None and not _MODEL_ID.fullmatch(config.output_model_id):
+        yield (
+            "output_model_id must be 1 to 63 characters of a-z, 0-9 and -, got "
+            f"{config.output_model_id!r}"
+        )
+    if config.router_replay:
+        yield ("router_replay must be False, got True: this version does not record expert choices")
+
+
+def _group_problems(config: RecipeConfig) -> Iterator[str]:
+    if config.completions_per_prompt < 2:
+        yield (
+            f"completions_per_prompt must be >= 2, got {config.completions_per_prompt}: GRPO "
+            "centers rewards within a group, and one answer has no spread"
+        )
+    for name in (
+        "prompt_groups_per_step", "max_completion_tokens", "max_concurrent", "max_rows", "epochs",
+        "ppo_n_minibatches", "eval_rows", "eval_samples_per_prompt",
+    ):  # fmt: skip
+        value: int = getattr(config, name)
+        if value < 1:
+            yield f"{name} must be >= 1, got {value}"
+    for name in ("lora_rank", "eval_every"):
+        value = getattr(config, name)
+        if value < 0:
+            yield f"{name} must be >= 0, got {value}"
+    if config.max_seq_len < 2:
+        yield f"max_seq_len must be >= 2, got {config.max_seq_len}"
+
+
+def _number_problems(config: RecipeConfig) -> Iterator[str]:
+    for name in ("learning_rate", "temperature", "eps"):
+        value: float = getattr(config, name)
+        if not (math.isfinite(value) and value > 0):
+            yield f"{name} must be > 0, got {value}"
+    for name in ("kl_beta", "weight_decay", "grad_clip_norm", "eps_clip"):
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value >= 0):
+            yield f"{name} must be >= 0, got {value}"
+    if config.eps_clip_high is not None and not config.eps_clip_high >= 0:
+        yield f"eps_clip_high must be >= 0, got {config.eps_clip_high}"
+    for name in ("beta1", "beta2"):
+        value = getattr(config, name)
+        if not 0 <= value < 1:
+            yield f"{name} must lie in [0, 1), got {value}"
+
+
+def _loss_problems(config: RecipeConfig) -> Iterator[str]:
+    if config.policy_loss not in POLICY_LOSSES:
+        yield f"policy_loss must be one of {list(POLICY_LOSSES)}, got {config.policy_loss!r}"
+    else:
+        try:
+            objective_options(config)
+            tis_options(config)
+        except ConfigError as error:
+            yield str(error)
+    if config.loss_path == "builtin":
+        if config.kl_beta > 0:
+            yield (
+                f"kl_beta must be 0 with loss_path='builtin', got {config.kl_beta}: the trainer's "
+                "built-in losses have no KL; set kl_beta=0 or loss_path='client'"
+            )
+        if config.policy_loss in _WITHOUT_KERNEL:
+            yield (
+                f"policy_loss must have a built-in kernel with loss_path='builtin', got "
+                f"{config.policy_loss!r}: use loss_path='client'"
+            )
+        if config.policy_loss == "dro" and config.dro.gated:
+            yield "dro.gated must be False with loss_path='builtin', got True: use 'client'"
+
+
+def _batching_problems(config: RecipeConfig) -> Iterator[str]:
+    group = config.completions_per_prompt
+    least, most = config.min_samples_per_fwd_bwd, config.max_samples_per_fwd_bwd
+    if most < group:
+        yield f"max_samples_per_fwd_bwd must be >= completions_per_prompt ({group}), got {most}"
+    if least is not None and not group <= least <= most:
+        yield (
+            f"min_samples_per_fwd_bwd must lie between completions_per_prompt ({group}) and "
+            f"max_samples_per_fwd_bwd ({most}), got {least}"
+        )
+    if config.ppo_n_minibatches > 1 and least is not None:
+        yield (
+            "min_samples_per_fwd_bwd must be None with ppo_n_minibatches > 1, got "
+            f"{least}: minibatches need the whole batch first"
+        )
+
+
+def _sync_problems(config: RecipeConfig) -> Iterator[str]:
+    try:
+        sync = config.sync
+    except ConfigError as error:
+        yield str(error)
+        return
+    if sync.interval < 0:
+        yield f"weight_sync_interval must be >= 0, got {sync.interval}: 0 never syncs"
+    if sync.dcp_save_interval < 0:
+        yield f"dcp_save_interval must be >= 0, got {sync.dcp_save_interval}: 0 saves nothing"
+    for name, value in (
+        ("weight_sync_timeout", sync.timeout_s),
+        ("dcp_timeout", sync.dcp_timeout_s),
+    ):
+        if not value > 0:
+            yield f"{name} must be > 0 seconds, got {value}"

@@ -1,0 +1,22 @@
+import hearth
+from hearth.cli.main import main
+
+
+def test_the_command_lists_its_verbs(capsys):
+    assert main([]) == 0
+
+    shown = capsys.readouterr().out
+    assert "quickstart" in shown
+    assert "train" in shown
+
+
+def test_an_unknown_verb_lists_the_known_ones(capsys):
+    assert main(["dance"]) == 2
+
+    assert "verb must be one of ['quickstart', 'train'], got 'dance'" in capsys.readouterr().err
+
+
+def test_the_command_knows_its_version(capsys):
+    assert main(["--version"]) == 0
+
+    assert capsys.readouterr().out.strip() == hearth.__version__

@@ -1,0 +1,81 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.errors import ConfigError
+from training.utils.metrics import keep_older
+from training.utils.run import (
+    MANIFEST,
+    Checkpoint,
+    Cursor,
+    choose_checkpoint,
+    merged_metrics,
+    read_manifest,
+    write_manifest,
+)
+
+
+@given(st.permutations(range(12)))
+def test_a_cursor_knows_exactly_what_is_finished_in_any_order(order):
+    cursor = Cursor()
+
+    for done, index in enumerate(order, start=1):
+        cursor.finish([index])
+        assert cursor.finished() == frozenset(order[:done])
+        assert cursor.count == done
+
+    assert cursor == Cursor(start=12, beyond=set())
+
+
+def test_the_manifest_keeps_what_was_written(tmp_path):
+    points = [Checkpoint("step-00001", 1, 2, [], 0), Checkpoint("step-00002", 2, 4, [6], 0)]
+
+    write_manifest(tmp_path, points)
+
+    assert read_manifest(tmp_path) == points
+    assert choose_checkpoint(points, None) == points[1]
+    assert choose_checkpoint(points, "latest") == points[1]
+    assert choose_checkpoint(points, "step-00001") == points[0]
+
+
+def test_a_run_without_a_manifest_starts_fresh(tmp_path):
+    assert read_manifest(tmp_path) == []
+    assert choose_checkpoint([], None) is None
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"checkpoints": [{"name": "x"}]}'])
+def test_a_damaged_manifest_never_starts_fresh_by_itself(tmp_path, content):
+    (tmp_path / MANIFEST).write_text(content)
+
+    with pytest.raises(ConfigError, match=MANIFEST):
+        read_manifest(tmp_path)
+
+
+def test_a_checkpoint_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match="resume_from must be one of"):
+        choose_checkpoint([Checkpoint("step-00001", 1, 2, [], 0)], "step-00009")
+    with pytest.raises(ConfigError, match="latest"):
+        choose_checkpoint([], "latest")
+
+
+def test_metrics_of_several_calls_are_weighed_by_their_samples():
+    merged = merged_metrics(
+        [
+            (3, {"mean_kl": 1.0, "loss_sum": 2.0}),
+            (1, {"mean_kl": 5.0, "loss_sum": 3.0}),
+            (0, {"lr": 2}),
+        ]
+    )
+
+    assert merged == {"mean_kl": 2.0, "loss_sum": 5.0, "lr": 2.0}
+
+
+def test_an_older_metrics_file_is_kept(tmp_path):
+    for text in ("first", "second"):
+        keep_older(tmp_path / "metrics.jsonl")
+        (tmp_path / "metrics.jsonl").write_text(text)
+    keep_older(tmp_path / "metrics.jsonl")
+
+    assert (tmp_path / "metrics.1.jsonl").read_text() == "first"
+    assert (tmp_path / "metrics.2.jsonl").read_text() == "second"
+    assert not (tmp_path / "metrics.jsonl").exists()
