@@ -20,7 +20,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
@@ -158,8 +159,6 @@ class Config:
     """Options of dro."""
     router_replay: bool = False
     """Replay the sampler's expert choices in the trainer (MoE)."""
-    router_replay_completion_only: bool = True
-    """Replay completion tokens only."""
 
     learning_rate: float = 1e-5
     """AdamW's learning rate."""
@@ -270,12 +269,13 @@ def main(
     spec = InfraSpec.of(config, log_path)
     check_platform(spec)
     checkpoints = read_manifest(log_path)
-    resumed = choose_checkpoint(checkpoints, config.resume.resume_from)
+    resumed = choose_checkpoint(checkpoints, config.resume.resume_from, config.seed)
+    resumed_step = resumed.step if resumed is not None else None
     write_config(log_path, plain_config(config))
 
     with (
         provision(spec) as infra,
-        MetricsLog.open(log_path, config.wandb, plain_config(config), resumed is not None) as log,
+        MetricsLog.open(log_path, config.wandb, plain_config(config), resumed_step) as log,
         Display.open(len(rows) * config.epochs) as display,
     ):
         run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)
@@ -286,16 +286,32 @@ def main(
 
 
 async def train(config: Config, infra: Infra, run: Run, reward_fn: RewardFunction) -> None:
-    """All windows: sample together, train as groups arrive, drain, sync."""
-    if config.sync.before_training or run.step > 0:
+    """All windows, with weights published between them."""
+    is_synced = config.sync.interval > 0
+    if config.sync.before_training or (is_synced and run.step > 0):
         await sync_weights(infra, run)
     await evaluate_if_due(config, infra, run, reward_fn, always=True)
 
     for window in windows(config, run):
         first_step = run.step
-        batch = Batch()
-        run.step_started = time.perf_counter()
-        async for draw in sample_window(config, infra, run, window, reward_fn):  # 1. and 2.
+        await train_window(config, infra, run, window, reward_fn)
+        if is_synced and run.step > first_step:
+            await sync_weights(infra, run)  # 5.
+        await evaluate_if_due(config, infra, run, reward_fn)
+
+    await evaluate_if_due(config, infra, run, reward_fn, always=True)
+    await save_if_due(config, infra, run, is_last=True)
+    await export_model(config, infra, run)
+
+
+async def train_window(
+    config: Config, infra: Infra, run: Run, window: list[IndexedRow], reward_fn: RewardFunction
+) -> None:
+    """Sample all rows of a window together and train their groups as they come, to the last."""
+    batch = Batch()
+    run.step_started = time.perf_counter()
+    async with aclosing(sample_window(config, infra, run, window, reward_fn)) as draws:
+        async for draw in draws:  # 1. and 2.
             note_draw(run, draw)
             if draw.group is not None:
                 batch.add(draw.group)
@@ -304,15 +320,8 @@ async def train(config: Config, infra: Infra, run: Run, reward_fn: RewardFunctio
             if batch.is_full(config):
                 await finish_step(config, infra, run, batch)  # 4.
                 batch = Batch()
-        if batch.groups:
-            await finish_step(config, infra, run, batch)
-        if config.sync.interval > 0 and run.step > first_step:
-            await sync_weights(infra, run)  # 5.
-        await evaluate_if_due(config, infra, run, reward_fn)
-
-    await evaluate_if_due(config, infra, run, reward_fn, always=True)
-    await save_if_due(config, infra, run, is_last=True)
-    await export_model(config, infra, run)
+    if batch.groups:
+        await finish_step(config, infra, run, batch)
 
 
 def windows(config: Config, run: Run) -> Iterator[list[IndexedRow]]:
@@ -328,7 +337,7 @@ def windows(config: Config, run: Run) -> Iterator[list[IndexedRow]]:
 
 async def sample_window(
     config: Config, infra: Infra, run: Run, window: list[IndexedRow], reward_fn: RewardFunction
-) -> AsyncIterator[Draw]:
+) -> AsyncGenerator[Draw]:
     """Outcomes of a window's rows, all sampled at once.
 
     In the order of the rows where a window is one step, so that a run repeats exactly; where
@@ -417,11 +426,16 @@ class Batch:
         return len(self.groups) >= config.prompt_groups_per_step
 
     def next_piece(self, config: Config, *, flush: bool = False) -> list[PromptGroup]:
-        """Groups that are due for a forward and backward call: enough of them, or the last ones."""
+        """Groups that are due for a forward and backward call: enough of them, or the last ones.
+
+        Minibatches are cut from the whole batch, so it is then one piece.
+        """
         most = config.max_samples_per_fwd_bwd // config.completions_per_prompt
         least = most
         if config.min_samples_per_fwd_bwd is not None:
             least = config.min_samples_per_fwd_bwd // config.completions_per_prompt
+        if config.ppo_n_minibatches > 1:
+            most = least = config.prompt_groups_per_step
         if not (flush or self.is_full(config) or len(self.waiting) >= least):
             return []
         piece, self.waiting = self.waiting[:most], self.waiting[most:]
@@ -436,15 +450,19 @@ async def forward_backward(
     await score_reference(config, infra, run, samples)
     if config.ppo_n_minibatches > 1 or config.loss_path == "builtin":
         await score_old_policy(config, infra, run, samples)
-    size = math.ceil(len(samples) / config.ppo_n_minibatches)
-    for start in range(0, len(samples), size):
-        minibatch = samples[start : start + size]
-        with run.clock.span("perf/fwd_bwd_time"):
-            result = await policy_gradient(config, infra, minibatch)
-        metrics = {name.replace(":", "_"): value for name, value in result.metrics.items()}
-        batch.results.append((len(minibatch), metrics))
-        if start + size < len(samples):
+    minibatches = chunks(samples, math.ceil(len(samples) / config.ppo_n_minibatches))
+    for number, minibatch in enumerate(minibatches, start=1):
+        for part in chunks(minibatch, config.max_samples_per_fwd_bwd):
+            with run.clock.span("perf/fwd_bwd_time"):
+                result = await policy_gradient(config, infra, part)
+            batch.results.append((len(part), result.metrics))
+        if number < len(minibatches):
             await optimizer_step(config, infra, run, batch)
+
+
+def chunks(samples: Sequence[TrainSample], size: int) -> list[Sequence[TrainSample]]:
+    """Contiguous slices of at most ``size`` samples."""
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
 async def policy_gradient(
@@ -556,9 +574,9 @@ async def evaluate_if_due(
 async def save_if_due(config: Config, infra: Infra, run: Run, *, is_last: bool = False) -> None:
     """A resumable checkpoint and, only when it is written, the manifest that names it."""
     interval = config.sync.dcp_save_interval
-    is_due = config.save_final_checkpoint if is_last else interval and run.step % interval == 0
-    saved = run.checkpoints[-1].step if run.checkpoints else 0
-    if interval == 0 or not is_due or saved == run.step:
+    unsaved = run.step - (run.checkpoints[-1].step if run.checkpoints else 0)
+    is_due = config.save_final_checkpoint if is_last else unsaved >= interval
+    if interval == 0 or unsaved == 0 or not is_due:
         return
     name = f"step-{run.step:05d}"
     with run.clock.span("perf/dcp_save_time"):
@@ -602,8 +620,8 @@ async def export_model(config: Config, infra: Infra, run: Run) -> None:
 
 
 def command(arguments: Sequence[str] | None = None) -> int:
-    """``python -m training.recipes.rl_loop``: one flag per field of ``Config``."""
-    return run_command(Config, main, arguments)
+    """Train with the rl_loop recipe; every field of its config is a flag."""
+    return run_command(Config, main, arguments, program="python -m training.recipes.rl_loop")
 
 
 if __name__ == "__main__":

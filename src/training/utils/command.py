@@ -19,10 +19,14 @@ ConfigT = TypeVar("ConfigT")
 
 
 def run_command(
-    config_type: type[ConfigT], main: Callable[[ConfigT], Any], arguments: Sequence[str] | None
+    config_type: type[ConfigT],
+    main: Callable[[ConfigT], Any],
+    arguments: Sequence[str] | None,
+    *,
+    program: str,
 ) -> int:
     """Parse the flags and run ``main``; returns the exit code."""
-    config = tyro.cli(config_type, args=arguments)
+    config = tyro.cli(config_type, args=arguments, prog=program)
     return exit_code(lambda: main(config))
 
 

@@ -72,7 +72,7 @@ class InfraConfig:
     """Accelerators per node, where no shape says it."""
     node_count: int | None = None
     """Nodes, where no shape says it."""
-    trainer_timeout_s: float = 3600.0
+    trainer_timeout_s: float = DefaultFloat(3600.0)
     """Seconds until a trainer must be ready."""
     extra_args: list[str] | None = None
     """Further arguments of the trainer's command line."""
@@ -98,7 +98,7 @@ class TrainerConfig:
     """Training shape of the reference trainer; giving one asks for a reference."""
     reference_job_id: str | None = None
     """An existing reference trainer to attach to."""
-    timeout_s: float = 3600.0
+    timeout_s: float = DefaultFloat(3600.0)
     """Seconds until a trainer must be ready."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights in trainer and deployment."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,12 +36,21 @@ class MetricsLog:
     @classmethod
     @contextlib.contextmanager
     def open(
-        cls, log_path: Path, wandb: WandBConfig, config: Mapping[str, Any], is_resumed: bool
+        cls,
+        log_path: Path,
+        wandb: WandBConfig,
+        config: Mapping[str, Any],
+        resumed_step: int | None = None,
     ) -> Iterator[MetricsLog]:
-        """The log of one run, closed at the end of the ``with``."""
+        """The log of one run, closed at the end of the ``with``.
+
+        A resumed run goes on behind the records of its checkpoint; those of steps that it takes
+        again are left in the older file.
+        """
         path = log_path / "metrics.jsonl"
-        if not is_resumed:
-            keep_older(path)
+        older = keep_older(path)
+        if older is not None and resumed_step is not None:
+            path.write_bytes(b"".join(_records_until(older, resumed_step)))
         log = cls(path, _start_wandb(wandb, config, log_path))
         try:
             yield log
@@ -62,14 +72,25 @@ class MetricsLog:
             self._wandb.finish()
 
 
-def keep_older(path: Path) -> None:
-    """Move an existing file to the first free ``NAME.N.SUFFIX`` beside it."""
-    number = 1
-    while path.exists():
+def keep_older(path: Path) -> Path | None:
+    """Move an existing file to the first free ``NAME.N.SUFFIX`` beside it; returns where it is."""
+    if not path.exists():
+        return None
+    for number in itertools.count(1):
         older = path.with_name(f"{path.stem}.{number}{path.suffix}")
         if not older.exists():
-            path.rename(older)
-        number += 1
+            return path.rename(older)
+    raise AssertionError("itertools.count() has no end")
+
+
+def _records_until(path: Path, step: int) -> Iterator[bytes]:
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            is_kept = orjson.loads(line)["step"] <= step
+        except orjson.JSONDecodeError:  # the line that a crash cut short
+            is_kept = False
+        if is_kept:
+            yield line
 
 
 def _start_wandb(config: WandBConfig, settings: Mapping[str, Any], log_path: Path) -> Any:

@@ -94,12 +94,25 @@ def read_manifest(log_path: Path) -> list[Checkpoint]:
         ) from None
 
 
-def choose_checkpoint(checkpoints: list[Checkpoint], wanted: str | None) -> Checkpoint | None:
+def choose_checkpoint(
+    checkpoints: list[Checkpoint], wanted: str | None, seed: int
+) -> Checkpoint | None:
     """The checkpoint to go on from: the named one, else the newest, else None.
 
     Raises:
-        ConfigError: the named one does not exist.
+        ConfigError: the named one does not exist, or the run had another seed, under which the
+            cursor would mean other rows.
     """
+    chosen = _named_or_newest(checkpoints, wanted)
+    if chosen is not None and chosen.seed != seed:
+        raise ConfigError(
+            f"seed must be {chosen.seed} to go on from {chosen.name}, got {seed}: the rows' order "
+            "depends on it; choose another log_path to start anew"
+        )
+    return chosen
+
+
+def _named_or_newest(checkpoints: list[Checkpoint], wanted: str | None) -> Checkpoint | None:
     if wanted is None or wanted == "latest":
         if wanted == "latest" and not checkpoints:
             raise ConfigError("resume.resume_from must name a checkpoint, got 'latest' of none")
@@ -226,7 +239,7 @@ def step_times(run: Run, groups: Sequence[PromptGroup]) -> dict[str, float]:
 
 
 def merged_metrics(results: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Metrics of a step's calls as one: sums for names that end in ``_sum``, else means.
+    """Metrics of a step's calls as one: sums for ``name:sum``, else means.
 
     Means weigh each forward and backward call by its samples, and optimizer calls equally.
     """
@@ -234,7 +247,8 @@ def merged_metrics(results: Sequence[tuple[int, Mapping[str, float]]]) -> dict[s
     weights: dict[str, float] = {}
     for count, metrics in results:
         for name, value in metrics.items():
-            is_sum = name.endswith("_sum")
+            is_sum = name.endswith(":sum")
+            name = name.removesuffix(":mean").replace(":", "_")
             weight = 1.0 if is_sum or count == 0 else float(count)
             totals[name] = totals.get(name, 0.0) + weight * value
             weights[name] = 1.0 if is_sum else weights.get(name, 0.0) + weight

@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.errors import ConfigError
-from training.utils.metrics import keep_older
+from training.utils.config import WandBConfig
+from training.utils.metrics import MetricsLog, keep_older
 from training.utils.run import (
     MANIFEST,
     Checkpoint,
@@ -33,14 +34,14 @@ def test_the_manifest_keeps_what_was_written(tmp_path):
     write_manifest(tmp_path, points)
 
     assert read_manifest(tmp_path) == points
-    assert choose_checkpoint(points, None) == points[1]
-    assert choose_checkpoint(points, "latest") == points[1]
-    assert choose_checkpoint(points, "step-00001") == points[0]
+    assert choose_checkpoint(points, None, 0) == points[1]
+    assert choose_checkpoint(points, "latest", 0) == points[1]
+    assert choose_checkpoint(points, "step-00001", 0) == points[0]
 
 
 def test_a_run_without_a_manifest_starts_fresh(tmp_path):
     assert read_manifest(tmp_path) == []
-    assert choose_checkpoint([], None) is None
+    assert choose_checkpoint([], None, 0) is None
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '{"checkpoints": [{"name": "x"}]}'])
@@ -53,16 +54,21 @@ def test_a_damaged_manifest_never_starts_fresh_by_itself(tmp_path, content):
 
 def test_a_checkpoint_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="resume_from must be one of"):
-        choose_checkpoint([Checkpoint("step-00001", 1, 2, [], 0)], "step-00009")
+        choose_checkpoint([Checkpoint("step-00001", 1, 2, [], 0)], "step-00009", 0)
     with pytest.raises(ConfigError, match="latest"):
-        choose_checkpoint([], "latest")
+        choose_checkpoint([], "latest", 0)
+
+
+def test_going_on_under_another_seed_is_refused():
+    with pytest.raises(ConfigError, match="seed must be 0 to go on from step-00001, got 7"):
+        choose_checkpoint([Checkpoint("step-00001", 1, 2, [], 0)], None, 7)
 
 
 def test_metrics_of_several_calls_are_weighed_by_their_samples():
     merged = merged_metrics(
         [
-            (3, {"mean_kl": 1.0, "loss_sum": 2.0}),
-            (1, {"mean_kl": 5.0, "loss_sum": 3.0}),
+            (3, {"mean_kl": 1.0, "loss:sum": 2.0}),
+            (1, {"mean_kl": 5.0, "loss:sum": 3.0}),
             (0, {"lr": 2}),
         ]
     )
@@ -79,3 +85,15 @@ def test_an_older_metrics_file_is_kept(tmp_path):
     assert (tmp_path / "metrics.1.jsonl").read_text() == "first"
     assert (tmp_path / "metrics.2.jsonl").read_text() == "second"
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_resumed_log_takes_up_at_its_checkpoint(tmp_path):
+    lines = [b'{"type":"train","step":%d}\n' % step for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"type":"tra')
+
+    with MetricsLog.open(tmp_path, WandBConfig(), {}, resumed_step=2) as log:
+        log.write("train", 3, {"train/step": 3.0})
+
+    records = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert records == [*lines[:2], b'{"type":"train","step":3,"train/step":3.0}\n']
+    assert (tmp_path / "metrics.1.jsonl").read_bytes().startswith(b"".join(lines))

@@ -24,7 +24,14 @@ from hearth.sdk import (
     FixedConcurrencyController,
     WeightSyncer,
 )
-from training.utils.config import DeployConfig, InfraConfig, SyncSettings, TrainerConfig
+from training.utils.config import (
+    DeployConfig,
+    InfraConfig,
+    SyncSettings,
+    TrainerConfig,
+    WeightSyncScope,
+    agreed,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +161,10 @@ def load_tokenizer(deployment: DeployConfig) -> Any:
 def _wire(spec: InfraSpec, platform: EmbeddedPlatform, stack: contextlib.ExitStack) -> Infra:
     api_key = os.environ.get("FIREWORKS_API_KEY") or "embedded"
     own_reference = spec.needs_reference and spec.lora_rank == 0
+    timeout_s: float = agreed(
+        ("trainer.timeout_s", spec.trainer.timeout_s),
+        ("infra.trainer_timeout_s", spec.infra.trainer_timeout_s),
+    )
     deployment_id = spec.deployment.deployment_id or "rollouts"
     tokenizer = load_tokenizer(spec.deployment)
     with ThreadPoolExecutor(max_workers=3) as pool:
@@ -162,8 +173,9 @@ def _wire(spec: InfraSpec, platform: EmbeddedPlatform, stack: contextlib.ExitSta
         reference_job = (
             pool.submit(_trainer_job, platform, spec, "reference") if own_reference else None
         )
-        job_id, model = policy_job.result(), deployed.result()
-        reference_id = reference_job.result() if reference_job is not None else None
+        job_id = policy_job.result(timeout_s)
+        reference_id = reference_job.result(timeout_s) if reference_job is not None else None
+        model = deployed.result(spec.deployment.deployment_timeout_s)
 
     service = FiretitanServiceClient(platform.trainer_url(job_id), api_key)
     stack.callback(service.close)
@@ -229,6 +241,9 @@ def _mention_unused(spec: InfraSpec) -> None:
         "trainer.job_id": spec.trainer.job_id,
         "trainer.reference_job_id": spec.trainer.reference_job_id,
         "deployment.deployment_shape": spec.deployment.deployment_shape,
+        "deployment.weight_sync_scope": (
+            spec.deployment.weight_sync_scope is not WeightSyncScope.PER_TRAINER
+        ),
     }
     unused = [name for name, value in wanted.items() if value]
     if unused:

@@ -1,0 +1,77 @@
+import ast
+import dataclasses
+import inspect
+import itertools
+from pathlib import Path
+
+import pytest
+
+import training.utils
+import training.utils.rl
+from training.recipes import rl_loop
+from training.utils import config as configs
+
+SOURCE = Path(training.utils.__file__).parents[1]
+CONFIGS = [rl_loop.Config] + [
+    one for one in vars(configs).values() if dataclasses.is_dataclass(one) and isinstance(one, type)
+]
+
+DOCUMENTED = {
+    "InfraConfig": "000 001 003",
+    "DeployConfig": "000 001 003 004",
+    "WeightSyncConfig": "000 001",
+    "HotloadConfig": "003",
+    "WandBConfig": "001 003 004",
+    "ResumeConfig": "003",
+    "TrainerConfig": "004",
+    "ISConfig": "003",
+    "TISConfig": "003",
+    "DAPOConfig": "003",
+    "GSPOConfig": "003",
+    "CISPOConfig": "003",
+    "DROConfig": "000 001",
+    "WeightSyncScope": "000 001",
+}
+
+
+def test_training_utils_exports_what_the_documents_import_and_nothing_else():
+    assert set(training.utils.__all__) == set(DOCUMENTED)
+    assert all(hasattr(training.utils, name) for name in DOCUMENTED)
+
+
+def test_the_documents_loss_functions_are_where_they_say():
+    for name in ("make_grpo_loss_fn", "build_grpo_datums"):
+        assert callable(getattr(training.utils.rl, name))
+
+
+@pytest.fixture(scope="module")
+def names_read() -> set[str]:
+    """Every attribute that the cookbook reads, and every name it hands on as a string."""
+    nodes = [
+        node for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+    ]
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    strings = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    return attributes | {one for one in strings if isinstance(one, str)}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda one: one.__name__)
+def test_every_field_has_a_reader(config, names_read):
+    # These are handed on whole, as keyword arguments of the objective of the same fields.
+    if config.__name__ in ("DAPOConfig", "GSPOConfig", "CISPOConfig", "DROConfig"):
+        return
+
+    assert {one.name for one in dataclasses.fields(config)} <= names_read
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda one: one.__name__)
+def test_every_field_is_described_where_it_stands(config):
+    (body,) = (node.body for node in ast.parse(inspect.getsource(config)).body)
+    described = {
+        field.target.id
+        for field, after in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr)
+    }
+
+    own = {node.target.id for node in body if isinstance(node, ast.AnnAssign)}
+    assert own == described or config is configs.SyncSettings
