@@ -6,7 +6,7 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -28,6 +28,61 @@ def peak_rss_mb() -> float:
     """The most memory this process has held, in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1024 if sys.platform != "darwin" else peak / 1024**2
+
+
+class BusyClock:
+    """How long sampler and trainer worked at the same time, and how long each worked alone.
+
+    ``now`` is the clock, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._last = now()
+        self._draws = 0
+        self._is_training = False
+        self.both_s = 0.0
+        self.sampling_s = 0.0
+        self.training_s = 0.0
+
+    @contextmanager
+    def draw(self) -> Iterator[None]:
+        """One row is being sampled during the body; any number may be."""
+        self._tick()
+        self._draws += 1
+        try:
+            yield
+        finally:
+            self._tick()
+            self._draws -= 1
+
+    @contextmanager
+    def train(self) -> Iterator[None]:
+        """The trainer works during the body."""
+        self._tick()
+        self._is_training = True
+        try:
+            yield
+        finally:
+            self._tick()
+            self._is_training = False
+
+    def take(self) -> tuple[float, float, float]:
+        """Seconds of both, of sampling alone and of training alone, and start again from 0."""
+        self._tick()
+        seconds = (self.both_s, self.sampling_s, self.training_s)
+        self.both_s = self.sampling_s = self.training_s = 0.0
+        return seconds
+
+    def _tick(self) -> None:
+        now = self._now()
+        passed, self._last = now - self._last, now
+        if self._draws and self._is_training:
+            self.both_s += passed
+        elif self._draws:
+            self.sampling_s += passed
+        elif self._is_training:
+            self.training_s += passed
 
 
 class Stopwatch:

@@ -78,6 +78,7 @@ from training.utils.run import (
     Cursor,
     Run,
     RunSummary,
+    batch_metrics,
     choose_checkpoint,
     merged_metrics,
     prepare_log_path,
@@ -316,7 +317,8 @@ async def train_window(
             if draw.group is not None:
                 batch.add(draw.group)
             while piece := batch.next_piece(config):
-                await forward_backward(config, infra, run, batch, piece)  # 3.
+                with run.busy.train():
+                    await forward_backward(config, infra, run, batch, piece)  # 3.
             if batch.is_full(config):
                 await finish_step(config, infra, run, batch)  # 4.
                 batch = Batch()
@@ -343,7 +345,7 @@ async def sample_window(
     In the order of the rows where a window is one step, so that a run repeats exactly; where
     training overlaps sampling, in the order in which they finish.
     """
-    tasks = [asyncio.create_task(draw_row(config, infra, row, reward_fn)) for row in window]
+    tasks = [asyncio.create_task(draw_row(config, infra, run, row, reward_fn)) for row in window]
     overlaps = config.sync.interval != 1 or config.min_samples_per_fwd_bwd is not None
     try:
         for task in asyncio.as_completed(tasks) if overlaps else tasks:
@@ -357,15 +359,16 @@ async def sample_window(
 
 
 async def draw_row(
-    config: Config, infra: Infra, row: IndexedRow, reward_fn: RewardFunction
+    config: Config, infra: Infra, run: Run, row: IndexedRow, reward_fn: RewardFunction
 ) -> Draw:
     """Completions, rewards and advantages of one row, or the reason why it is dropped."""
     try:
-        completions = await infra.sampler.sample_with_tokens(
-            prompt_messages(row.row), n=config.completions_per_prompt,
-            max_tokens=config.max_completion_tokens, temperature=config.temperature,
-            max_seq_len=config.max_seq_len, seed=row_seed(config.seed, row.index),
-        )  # fmt: skip
+        with run.busy.draw():
+            completions = await infra.sampler.sample_with_tokens(
+                prompt_messages(row.row), n=config.completions_per_prompt,
+                max_tokens=config.max_completion_tokens, temperature=config.temperature,
+                max_seq_len=config.max_seq_len, seed=row_seed(config.seed, row.index),
+            )  # fmt: skip
     except RECOVERABLE as error:
         return Draw(row, dropped="failed", error=error)
     if not completions:
@@ -533,14 +536,15 @@ async def optimizer_step(config: Config, infra: Infra, run: Run, batch: Batch) -
 
 async def finish_step(config: Config, infra: Infra, run: Run, batch: Batch) -> None:
     """Train what still waits, step the optimizer, and report."""
-    while piece := batch.next_piece(config, flush=True):
-        await forward_backward(config, infra, run, batch, piece)
-    await optimizer_step(config, infra, run, batch)
+    with run.busy.train():
+        while piece := batch.next_piece(config, flush=True):
+            await forward_backward(config, infra, run, batch, piece)
+        await optimizer_step(config, infra, run, batch)
     if math.isnan(run.first_step_s):
         run.first_step_s = time.perf_counter() - run.started
     run.cursor.finish(group.row.index for group in batch.groups)
     await save_if_due(config, infra, run)
-    report_step(run, batch)
+    report_step(config, run, batch)
 
 
 async def sync_weights(infra: Infra, run: Run) -> None:
@@ -585,11 +589,11 @@ async def save_if_due(config: Config, infra: Infra, run: Run, *, is_last: bool =
     run.save_manifest(name, config.seed)
 
 
-def report_step(run: Run, batch: Batch) -> None:
+def report_step(config: Config, run: Run, batch: Batch) -> None:
     """Write the step's metrics and start counting for the next one."""
     metrics: dict[str, float] = {"train/step": float(run.step)}
     metrics |= {f"train/{name}": value for name, value in merged_metrics(batch.results).items()}
-    metrics["rollout/fwd_bwd_count"] = float(sum(count > 0 for count, _ in batch.results))
+    metrics |= batch_metrics(batch.results, config.completions_per_prompt)
     metrics |= rollout_metrics(run.stats, batch.groups)
     metrics |= version_metrics(batch.groups, run.version)
     metrics |= step_times(run, batch.groups)

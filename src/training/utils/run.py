@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from hearth.errors import ConfigError
-from hearth.telemetry import Stopwatch
+from hearth.telemetry import BusyClock, Stopwatch
 from training.utils.metrics import Display, MetricsLog
 from training.utils.rl.evaluation import EvalResult
 from training.utils.rl.infra import Infra
@@ -192,6 +192,7 @@ class Run:
     step_started: float = field(default_factory=time.perf_counter)
     stats: RolloutStats = field(default_factory=RolloutStats)
     clock: Stopwatch = field(default_factory=Stopwatch)
+    busy: BusyClock = field(default_factory=BusyClock)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     evaluations: list[tuple[int, EvalResult]] = field(default_factory=list)
     model_path: Path | None = None
@@ -221,20 +222,50 @@ class Run:
 
 
 def step_times(run: Run, groups: Sequence[PromptGroup]) -> dict[str, float]:
-    """``perf/*`` of the step that ends now: seconds by phase, shares of the wall time, rates."""
-    wall = time.perf_counter() - run.step_started
+    """``perf/*`` of the step that ends now: seconds by phase, shares of the wall time, rates.
+
+    A weight sync comes after its step's record and so counts in the next one.
+    """
+    wall = max(time.perf_counter() - run.step_started, 1e-9)
     times = run.clock.take()
+    both, sampling, training = run.busy.take()
     tokens = sum(len(one.full_tokens) for group in groups for one in group.completions)
     drawn = sum(one.completion_len for group in groups for one in group.completions)
     train = times.get("perf/fwd_bwd_time", 0.0) + times.get("perf/optim_step_time", 0.0)
-    waited = times.get("perf/sample_wait_time", 0.0)
-    return times | {
+    metrics = times | {
         "perf/step_wall_time": wall,
-        "perf/wait_time_ratio": waited / wall if wall else 0.0,
-        "perf/trainer_wait_for_sampler_time": waited,
-        "perf/train_tokens_per_s": tokens / train if train else 0.0,
-        "perf/rollout_tokens_per_s": drawn / wall if wall else 0.0,
-        "perf/rollout_samples_per_s": run.stats.samples / wall if wall else 0.0,
+        "perf/overlap_ratio": both / wall,
+        "perf/trainer_wait_for_sampler_time": sampling,
+        "perf/sampler_wait_for_trainer_time": training,
+        "perf/wait_time_ratio": times.get("perf/sample_wait_time", 0.0) / wall,
+        "perf/weight_sync_ratio": times.get("perf/weight_sync_time", 0.0) / wall,
+        "perf/rollout_tokens_per_s": drawn / wall,
+        "perf/rollout_samples_per_s": run.stats.samples / wall,
+    }
+    if train:
+        metrics["perf/train_tokens_per_s"] = tokens / train
+    if times.get("perf/ref_forward_time"):
+        metrics["perf/ref_tokens_per_s"] = tokens / times["perf/ref_forward_time"]
+    return metrics
+
+
+def batch_metrics(
+    results: Sequence[tuple[int, Mapping[str, float]]], completions_per_prompt: int
+) -> dict[str, float]:
+    """How the step was cut into calls: (samples, metrics) of each; 0 samples is an optimizer's.
+
+    Groups are counted as ``completions_per_prompt`` samples.
+    """
+    samples = [count for count, _ in results if count]
+    optimizer_calls = sum(count == 0 for count, _ in results)
+    groups = [count / completions_per_prompt for count in samples]
+    return {
+        "rollout/fwd_bwd_count": float(len(samples)),
+        "train/effective_grad_accum_steps": len(samples) / max(1, optimizer_calls),
+        "batch/mean_samples_per_fwd_bwd": sum(samples) / len(samples),
+        "batch/mean_prompt_groups_per_fwd_bwd": sum(groups) / len(groups),
+        "batch/max_prompt_groups_per_fwd_bwd": max(groups),
+        "batch/min_prompt_groups_per_fwd_bwd": min(groups),
     }
 
 
