@@ -51,37 +51,33 @@ class SlotCache:
 
     def __init__(self, shape: CacheShape, *, budget_bytes: int, max_rows: int) -> None:
         self.shape = shape
-        self.max_rows = max(max_rows, MIN_ROWS)
+        self._max_rows = max_rows
         self._budget = budget_bytes
-        self._slots = 0
-        self._capacity = 0
         self.keys, self.values = self._allocate(0, 0)
 
     def fits(self, rows: int, tokens: int) -> bool:
         """Whether that many rows of that many tokens each have room within the budget."""
-        slots = max(rows, MIN_ROWS)
-        size = slots * key_span(tokens) * self.shape.bytes_per_token
-        return slots <= self.max_rows and size <= self._budget
+        size = max(rows, MIN_ROWS) * key_span(tokens) * self.shape.bytes_per_token
+        return rows <= self._max_rows and size <= self._budget
 
     @torch.inference_mode()
     def reserve(self, rows: int, tokens: int, *, active: int) -> None:
         """Have room for that many rows and tokens; the first ``active`` rows keep their content."""
         slots, capacity = max(rows, MIN_ROWS), key_span(tokens)
-        if slots <= self._slots and capacity <= self._capacity:
+        old_keys, old_values = self.keys, self.values
+        if slots <= old_keys.shape[1] and capacity <= old_keys.shape[3]:
             return
         slots, capacity = self._grown(slots, capacity)
-        old_keys, old_values = self.keys, self.values
         if active == 0:
             # Nothing to keep: give the old memory back before the new is taken.
             self.keys, self.values = self._allocate(0, 0)
             del old_keys, old_values
             self.keys, self.values = self._allocate(slots, capacity)
-        else:
-            self.keys, self.values = self._allocate(slots, capacity)
-            held = min(capacity, old_keys.shape[3])
-            self.keys[:, :active, :, :held] = old_keys[:, :active, :, :held]
-            self.values[:, :active, :, :held] = old_values[:, :active, :, :held]
-        self._slots, self._capacity = slots, capacity
+            return
+        self.keys, self.values = self._allocate(slots, capacity)
+        held = min(capacity, old_keys.shape[3])
+        self.keys[:, :active, :, :held] = old_keys[:, :active, :, :held]
+        self.values[:, :active, :, :held] = old_values[:, :active, :, :held]
 
     @torch.inference_mode()
     def fill(self, rows: Sequence[int], keys: Tensor, values: Tensor) -> None:
@@ -114,9 +110,10 @@ class SlotCache:
 
     def _grown(self, slots: int, capacity: int) -> tuple[int, int]:
         """Somewhat more than asked where the budget allows, so that growth is seldom."""
-        wide = min(self.max_rows, 1 << (slots - 1).bit_length())
-        long = max(capacity, self._capacity)
-        for candidate in ((max(wide, self._slots), long), (wide, long), (slots, long)):
+        most = max(self._max_rows, MIN_ROWS)
+        wide = min(most, 1 << (slots - 1).bit_length())
+        long = max(capacity, self.keys.shape[3])
+        for candidate in ((max(wide, self.keys.shape[1]), long), (wide, long), (slots, long)):
             if candidate[0] * candidate[1] * self.shape.bytes_per_token <= self._budget:
                 return candidate
         return slots, capacity

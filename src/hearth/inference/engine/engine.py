@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from hearth.errors import ClosedError, ConfigError
+from hearth.errors import ClosedError, ConfigError, EngineError
 from hearth.inference.backend import SampledSequence, SampleRequest, ServingState, Tokenizer
 from hearth.inference.engine.batch import Batch, EngineStats
 from hearth.inference.engine.cache import SlotCache
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _MIB = 2**20
 _LONGEST_DEFAULT = 32768
+_MOST_GATHERED = 20
+"""An idle engine starts after this many times ``gather_s`` even if requests keep coming."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +147,8 @@ class InferenceEngine:
     def hot_load(self, identity: str, fetch: Callable[[], Snapshot]) -> Future[ServingState]:
         """Serve the snapshot that ``fetch`` returns; it is called on a thread of its own.
 
-        Running requests end on the old weights, new ones wait and start on the new. A snapshot
-        that is served or under way is not loaded again.
+        Once it is read, running requests end on the old weights while new ones wait, and start
+        on the new. A snapshot that is served or under way is not loaded again.
 
         Raises:
             ClosedError: the engine was closed.
@@ -159,8 +161,18 @@ class InferenceEngine:
         return self._serving.settled(identity)
 
     def load_snapshot(self, snapshot: Snapshot) -> Future[ServingState]:
-        """Serve a snapshot that is at hand; see ``hot_load``."""
-        return self.hot_load(snapshot.identity, lambda: snapshot)
+        """Serve a snapshot that is at hand: what is submitted from now on is drawn with it.
+
+        Raises:
+            ClosedError: the engine was closed.
+        """
+        with self._wake:
+            if self._closing:
+                raise _closed()
+            if self._serving.begin(snapshot.identity):
+                self._loads.append(snapshot)
+                self._wake.notify()
+        return self._serving.settled(snapshot.identity)
 
     def state(self) -> ServingState:
         """What is served now."""
@@ -182,7 +194,6 @@ class InferenceEngine:
             self._wake.notify()
         self._thread.join()
         self._fetcher.shutdown(wait=False, cancel_futures=True)
-        self._serving.close()
 
     def _sequence(self, request: SampleRequest) -> Running:
         stop_ids = {
@@ -227,17 +238,29 @@ class InferenceEngine:
 
     def _run(self) -> None:
         """The engine thread: one step after the other until closed."""
-        while self._await_work():
-            if self._loads and not self._batch.rows:
-                self._load(self._loads.popleft())
-            # With new weights at the door nobody starts on the old ones.
-            if self._scheduler.waiting and not self._loads:
-                self._batch.start(self._admit())
-            if self._batch.rows:
-                self._batch.advance()
-        self._batch.fail_all(_closed())
-        for sequence in (*self._scheduler.waiting, *self._inbox):
-            settle(sequence.future, error=_closed())
+        end: Exception = _closed()
+        try:
+            while self._await_work():
+                self._step()
+        except Exception as error:
+            logger.exception("the engine has ended")
+            end = EngineError(f"the engine has ended: {type(error).__name__}: {error}")
+        with self._wake:
+            self._closing = True
+            left = [*self._scheduler.waiting, *self._inbox]
+        self._batch.fail_all(end)
+        for sequence in left:
+            settle(sequence.future, error=end)
+        self._serving.close()
+
+    def _step(self) -> None:
+        if self._loads and not self._batch.rows:
+            self._load(self._loads.popleft())
+        # With new weights at the door nobody starts on the old ones.
+        if self._scheduler.waiting and not self._loads:
+            self._batch.start(self._admit())
+        if self._batch.rows:
+            self._batch.advance()
 
     def _await_work(self) -> bool:
         """Wait until there is something to do and take in what came; False once closing."""
@@ -266,8 +289,8 @@ class InferenceEngine:
 
     def _gather(self) -> None:
         """Requests come in groups: while they keep coming, wait a little for the next."""
-        seen = 0
-        while len(self._inbox) > seen and not self._closing:
+        seen, end_s = 0, time.perf_counter() + _MOST_GATHERED * self.options.gather_s
+        while len(self._inbox) > seen and not self._closing and time.perf_counter() < end_s:
             seen = len(self._inbox)
             self._wake.wait(self.options.gather_s)
 

@@ -1,0 +1,136 @@
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from hearth.inference.engine.engine import EngineOptions, InferenceEngine
+from hearth.models.loading import LoadedModel, load_model, load_tokenizer
+
+VOCABULARY = 264
+EOS = 257
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+    # Wide enough that some tokens are much more probable than others.
+    "initializer_range": 0.1,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+    "pad_token_id": 256,
+}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte (ids are not the bytes' values), two special and one plain added one."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: index for index, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|pad|>"), AddedToken("<|end|>")])
+    tokenizer.add_tokens([AddedToken("<tag>", normalized=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from a second thread, and lose much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model folders: Qwen3 with two key heads for four, and Llama with one for each."""
+    torch.manual_seed(0)
+    qwen = Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True)
+    llama = LlamaConfig(**SIZES, num_key_value_heads=4, tie_word_embeddings=False)
+    made: dict[str, Path] = {}
+    for name, model in (("qwen", Qwen3ForCausalLM(qwen)), ("llama", LlamaForCausalLM(llama))):
+        made[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(made[name])
+        byte_tokenizer().save_pretrained(made[name])
+    return made
+
+
+@pytest.fixture(scope="session")
+def originals(folders: dict[str, Path]) -> dict[str, LoadedModel]:
+    return {name: load_model(folder, name=name) for name, folder in folders.items()}
+
+
+@pytest.fixture
+def load(originals: dict[str, LoadedModel]) -> Callable[..., LoadedModel]:
+    """A fresh model by name; nobody else holds its module."""
+
+    def fresh(name: str = "qwen", *, dtype: torch.dtype = torch.float32) -> LoadedModel:
+        module = copy.deepcopy(originals[name].module).to(dtype)
+        return replace(originals[name], module=module, dtype=dtype)
+
+    return fresh
+
+
+@pytest.fixture(scope="session")
+def tokenizer(folders: dict[str, Path]) -> Any:
+    return load_tokenizer(folders["qwen"])
+
+
+@pytest.fixture
+def start(
+    load: Callable[..., LoadedModel], tokenizer: Any
+) -> Iterator[Callable[..., InferenceEngine]]:
+    """Start engines that end with the test."""
+    engines: list[InferenceEngine] = []
+
+    def engine(
+        model: str | LoadedModel = "qwen", *, with_tokenizer: bool = True, **options: Any
+    ) -> InferenceEngine:
+        loaded = load(model) if isinstance(model, str) else model
+        options = {"max_seq_len": 512} | options
+        engines.append(
+            InferenceEngine(
+                loaded,
+                tokenizer=tokenizer if with_tokenizer else None,
+                options=EngineOptions(**options),
+            )
+        )
+        return engines[-1]
+
+    yield engine
+    for one in engines:
+        one.close()
+
+
+@pytest.fixture
+def plain_logprobs() -> Callable[[LoadedModel, list[int]], list[float]]:
+    """The model's logprobs of tokens after the first, from one ordinary forward."""
+
+    def score(loaded: LoadedModel, tokens: list[int]) -> list[float]:
+        padded = tokens + [0] * (-len(tokens) % 32)
+        with torch.no_grad():
+            logits = loaded.module(input_ids=torch.tensor([padded])).logits[0].float()
+        rows = torch.log_softmax(logits, -1)[: len(tokens) - 1]
+        return rows.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+    return score

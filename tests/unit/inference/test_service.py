@@ -1,0 +1,409 @@
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+import torch
+
+from hearth.inference.backend import SampleRequest
+from hearth.inference.service import create_app
+from hearth.models.loading import base_tensors
+from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora
+from hearth.sdk.sampling import completion_seed
+from hearth.sync.store import MemorySnapshotStore, Snapshot
+from hearth.wire.completions import CompletionResponse
+
+PATH = "/inference/v1/completions"
+HOT_LOAD = "/hot_load/v1/models/hot_load"
+NAME = "accounts/me/deployments/d"
+
+
+class Site:
+    """A deployment's app with its engine and its snapshots, and a client for each call."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.snapshots = MemorySnapshotStore()
+        self.app = create_app(engine, model_name=NAME, snapshots=self.snapshots)
+
+    async def call(self, method, path, **options) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://d") as client:
+            return await client.request(method, path, timeout=30, **options)
+
+    async def complete(self, path=PATH, **fields) -> dict:
+        body = {"prompt": [1, 2, 3], "max_tokens": 8, "seed": 7, "ignore_eos": True} | fields
+        answer = await self.call("POST", path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+@pytest.fixture
+def site(start):
+    return Site(start())
+
+
+@pytest.fixture
+def drawn(site):
+    """What the engine draws for the service's default request."""
+    return site.engine.submit(
+        SampleRequest(prompt=[1, 2, 3], max_tokens=8, seed=7, ignore_eos=True, prompt_logprobs=True)
+    ).result()
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def snapshot_of(load, identity, shift=0.01) -> Snapshot:
+    tensors = base_tensors(load().module)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor += shift
+    return Snapshot.capture(identity, "base", "qwen", tensors)
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+async def test_a_completion_tells_text_reason_usage_and_version(site, drawn, path):
+    answer = await site.complete(path, model=NAME)
+
+    assert CompletionResponse.model_validate(answer).weight_version == 0
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == NAME
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
+    (choice,) = answer["choices"]
+    assert choice == {"index": 0, "text": drawn.text, "finish_reason": "length"}
+
+
+async def test_raw_output_holds_the_drawn_ids_and_their_versions(site, drawn):
+    (choice,) = (await site.complete(raw_output=True))["choices"]
+
+    assert choice["raw_output"] == {
+        "completion_token_ids": drawn.token_ids,
+        "versions": [[0, 8]],
+    }
+
+
+async def test_logprob_objects_hold_both_logprobs_of_each_drawn_token(site, tokenizer):
+    answer = await site.complete(logprobs=True, raw_output=True, temperature=0.5)
+
+    drawn = site.engine.submit(
+        SampleRequest(prompt=[1, 2, 3], max_tokens=8, seed=7, ignore_eos=True, temperature=0.5)
+    ).result()
+    (choice,) = answer["choices"]
+    texts = [tokenizer.decode([token]) for token in drawn.token_ids]
+    assert choice["logprobs"]["tokens"] == texts
+    assert choice["logprobs"]["token_logprobs"] == drawn.logprobs
+    assert choice["logprobs"]["content"] == [
+        {"token": text, "token_id": token, "logprob": own, "sampling_logprob": sampling}
+        for text, token, own, sampling in zip(
+            texts, drawn.token_ids, drawn.logprobs, drawn.sampling_logprobs, strict=True
+        )
+    ]
+    assert "logprobs" not in choice["raw_output"]
+
+
+async def test_logprob_arrays_stand_in_raw_output_and_leave_the_objects_out(site, drawn):
+    answer = await site.complete(logprobs=True, logprob_format="arrays")
+
+    (choice,) = answer["choices"]
+    assert "logprobs" not in choice
+    assert choice["raw_output"]["logprobs"] == drawn.logprobs
+    assert choice["raw_output"]["sampling_logprobs"] == drawn.sampling_logprobs
+
+
+async def test_echoed_arrays_begin_with_the_prompt(site, drawn):
+    answer = await site.complete(logprobs=True, logprob_format="arrays", echo=True)
+
+    raw = answer["choices"][0]["raw_output"]
+    assert raw["completion_token_ids"] == [1, 2, 3, *drawn.token_ids]
+    assert raw["logprobs"] == [*drawn.prompt_logprobs, *drawn.logprobs]
+    assert raw["logprobs"][0] is None
+    assert raw["sampling_logprobs"] == [None, None, None, *drawn.sampling_logprobs]
+
+
+async def test_echoed_objects_have_a_number_in_every_row_for_the_official_client(site, drawn):
+    answer = await site.complete(logprobs=True, raw_output=True, echo=True)
+
+    logprobs = answer["choices"][0]["logprobs"]
+    rows = [row["logprob"] for row in logprobs["content"]]
+    assert rows == [0.0, *drawn.prompt_logprobs[1:], *drawn.logprobs]
+    assert logprobs["token_logprobs"] == [*drawn.prompt_logprobs, *drawn.logprobs]
+    assert ["sampling_logprob" in row for row in logprobs["content"]] == [False] * 3 + [True] * 8
+
+
+async def test_max_tokens_0_with_echo_scores_the_prompt(site, drawn):
+    answer = await site.complete(max_tokens=0, echo=True, logprobs=True, logprob_format="arrays")
+
+    (choice,) = answer["choices"]
+    assert choice["raw_output"]["completion_token_ids"] == [1, 2, 3]
+    assert choice["raw_output"]["logprobs"] == drawn.prompt_logprobs
+    assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 0)
+
+
+async def test_a_text_prompt_is_tokenized_and_its_ids_are_told(site, tokenizer):
+    by_text = await site.complete(prompt="2 + 3 =", raw_output=True, echo=True)
+    by_ids = await site.complete(prompt=tokenizer.encode("2 + 3 ="), raw_output=True)
+
+    (text_choice,), (id_choice,) = by_text["choices"], by_ids["choices"]
+    assert text_choice["raw_output"]["prompt_token_ids"] == tokenizer.encode("2 + 3 =")
+    assert (
+        text_choice["raw_output"]["completion_token_ids"][7:]
+        == (id_choice["raw_output"]["completion_token_ids"])
+    )
+    assert text_choice["text"] == "2 + 3 =" + id_choice["text"]
+
+
+async def test_n_completions_are_those_of_n_requests_of_the_sdk(site):
+    together = await site.complete(n=5, raw_output=True)
+    single = [
+        await site.complete(seed=completion_seed(7, index), raw_output=True) for index in range(5)
+    ]
+
+    ids = [choice["raw_output"]["completion_token_ids"] for choice in together["choices"]]
+    assert ids == [one["choices"][0]["raw_output"]["completion_token_ids"] for one in single]
+    assert [choice["index"] for choice in together["choices"]] == [0, 1, 2, 3, 4]
+    assert together["usage"]["completion_tokens"] == 40
+
+
+async def test_a_stream_is_one_event_and_the_end(site, drawn):
+    body = {"prompt": [1, 2, 3], "max_tokens": 8, "seed": 7, "ignore_eos": True, "stream": True}
+
+    answer = await site.call("POST", PATH, json=body)
+
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    event, end, rest = answer.text.split("\n\n")
+    assert (end, rest) == ("data: [DONE]", "")
+    assert json.loads(event.removeprefix("data: "))["choices"][0]["text"] == drawn.text
+
+
+async def test_perf_metrics_are_headers_and_on_demand_in_the_body(site):
+    plain = await site.call("POST", PATH, json={"prompt": [1, 2], "max_tokens": 2})
+    asked = await site.complete(perf_metrics_in_response=True)
+
+    assert "perf_metrics" not in plain.json()
+    assert plain.headers["fireworks-prompt-tokens"] == "2"
+    assert float(plain.headers["fireworks-prefill-queue-duration"]) >= 0
+    metrics = asked["perf_metrics"]
+    assert metrics["num-concurrent-requests"] == "1"
+    assert metrics["prompt-tokens"] == "3"
+    assert 0 <= float(metrics["prefill-queue-duration"]) < float(metrics["server-processing-time"])
+
+
+REFUSED = {
+    "prompt": ({"prompt": []}, "prompt must be at least 1 token"),
+    "ids": ({"prompt": [1, 9999]}, "prompt must be token ids in 0..263, got 9999"),
+    "long": ({"prompt": [1] * 600}, "prompt must be <= 511 tokens, got 600"),
+    "temperature": ({"temperature": -1}, "temperature must be a number >= 0, got -1.0"),
+    "n": ({"n": 0}, "n must be in 1..1024, got 0"),
+    "type": ({"max_tokens": "many"}, "max_tokens must be valid, got 'many'"),
+    "second of n": ({"n": 2, "top_p": 2}, "top_p must be in (0, 1], got 2.0"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED.values(), ids=REFUSED.keys())
+async def test_a_bad_request_is_answered_400_with_its_rule(site, fields, message):
+    headers = {"x-request-id": "mine"}
+
+    answer = await site.call("POST", PATH, json={"prompt": [1]} | fields, headers=headers)
+
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert message in error["message"]
+    assert (error["type"], error["code"], error["request_id"]) == ("invalid_argument", 3, "mine")
+    assert answer.headers["x-request-id"] == "mine"
+
+
+async def test_a_body_that_is_no_json_is_answered_400(site):
+    answer = await site.call("POST", PATH, content=b"prompt=1")
+
+    assert answer.status_code == 400
+    assert "body must be JSON" in answer.json()["error"]["message"]
+
+
+async def test_a_text_for_a_deployment_without_tokenizer_is_answered_400(start):
+    site = Site(start(with_tokenizer=False))
+
+    refused = await site.call("POST", PATH, json={"prompt": "hello", "seed": 1})
+    served = await site.complete(logprobs=True)
+
+    assert refused.status_code == 400
+    assert "has no tokenizer" in refused.json()["error"]["message"]
+    content = served["choices"][0]["logprobs"]["content"]
+    assert content[0]["token"] == f"token_id:{content[0]['token_id']}"
+
+
+async def test_a_closed_deployment_answers_410(site):
+    site.engine.close()
+
+    answer = await site.call("POST", PATH, json={"prompt": [1]})
+
+    assert answer.status_code == 410
+
+
+async def test_a_failing_engine_is_answered_500_with_its_message(start, load):
+    loaded = load()
+    site = Site(start(loaded))
+
+    def fail(*_):
+        raise RuntimeError("out of luck")
+
+    loaded.module.register_forward_pre_hook(fail)
+    answer = await site.call("POST", PATH, json={"prompt": [1]})
+
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "out of luck"
+
+
+async def test_health_tells_the_version(site):
+    answer = await site.call("GET", "/healthz")
+
+    assert answer.json() == {"status": "ok", "weight_version": 0}
+
+
+async def test_a_hot_load_is_answered_at_once_and_waited_for(site, load):
+    site.snapshots.put(snapshot_of(load, "step-1"))
+    before = await site.call("GET", HOT_LOAD)
+
+    posted = await site.call("POST", HOT_LOAD, json={"identity": "step-1"})
+    question = {"wait_for": "step-1", "timeout_s": "20"}
+    after = await site.call("GET", HOT_LOAD, params=question)
+
+    assert before.json() == {
+        "replicas": [
+            {
+                "readiness": True,
+                "loading_state": {"stage": "idle"},
+                "loaded_adapters": [],
+                "weight_version": 0,
+            }
+        ]
+    }
+    loading = posted.json()["replicas"][0]["loading_state"]
+    assert loading["target_snapshot_identity"] == "step-1"
+    (replica,) = after.json()["replicas"]
+    assert replica["current_snapshot_identity"] == "step-1"
+    assert replica["loading_state"]["stage"] == "done"
+    assert (replica["readiness"], replica["weight_version"]) == (True, 1)
+    assert (await site.complete())["snapshot_identity"] == "step-1"
+
+
+async def test_a_hot_load_of_an_unknown_snapshot_ends_in_the_error_stage(site):
+    await site.call("POST", HOT_LOAD, json={"identity": "gone"})
+
+    answer = await site.call("GET", HOT_LOAD, params={"wait_for": "gone", "timeout_s": "20"})
+
+    loading = answer.json()["replicas"][0]["loading_state"]
+    assert (loading["stage"], loading["target_snapshot_identity"]) == ("error", "gone")
+    assert "never saved here" in loading["error_message"]
+
+
+async def test_waiting_for_a_snapshot_that_does_not_come_ends_in_time(site):
+    answer = await site.call("GET", HOT_LOAD, params={"wait_for": "step-9", "timeout_s": "0.05"})
+
+    assert answer.json()["replicas"][0]["loading_state"]["stage"] == "idle"
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
+async def test_a_bad_wait_is_answered_400(site, text):
+    answer = await site.call("GET", HOT_LOAD, params={"wait_for": "x", "timeout_s": text})
+
+    assert answer.status_code == 400
+    assert "timeout_s must be a number of seconds >= 0" in answer.json()["error"]["message"]
+
+
+async def test_a_hot_load_amid_requests_drops_none(site, load):
+    site.snapshots.put(snapshot_of(load, "step-1"))
+    early = [asyncio.ensure_future(site.complete(seed=i, max_tokens=100)) for i in range(8)]
+    await until(lambda: site.engine.stats().running == 8)
+
+    await site.call("POST", HOT_LOAD, json={"identity": "step-1"})
+    await site.call("GET", HOT_LOAD, params={"wait_for": "step-1", "timeout_s": "20"})
+    late = await asyncio.gather(*(site.complete(seed=i, max_tokens=100) for i in range(8)))
+
+    assert {one["weight_version"] for one in late} == {1}
+    for answer in await asyncio.gather(*early):
+        assert (answer["weight_version"], answer["usage"]["completion_tokens"]) == (0, 100)
+
+
+async def test_an_adapter_is_listed_as_loaded(site, load):
+    model, options = load(), LoraOptions(rank=2)
+    attach_lora(model, options)
+    site.snapshots.put(
+        Snapshot.capture("a-1", "lora", "qwen", adapter_tensors(model), options.as_metadata())
+    )
+
+    await site.call("POST", HOT_LOAD, json={"identity": "a-1", "reset_prompt_cache": True})
+    answer = await site.call("GET", HOT_LOAD, params={"wait_for": "a-1", "timeout_s": "20"})
+
+    (replica,) = answer.json()["replicas"]
+    assert replica["loaded_adapters"] == [{"identity": "a-1", "status": "loaded"}]
+
+
+async def test_a_client_that_leaves_frees_its_rows(site):
+    body = json.dumps({"prompt": [1], "max_tokens": 400, "n": 3, "ignore_eos": True}).encode()
+    messages = asyncio.Queue()
+    messages.put_nowait({"type": "http.request", "body": body})
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "query_string": b""}
+    running = asyncio.ensure_future(site.app(scope, messages.get, send))
+    await until(lambda: site.engine.stats().running == 3)
+    messages.put_nowait({"type": "http.disconnect"})
+    await running
+
+    await until(lambda: site.engine.stats().running == 0)
+    assert site.engine.stats().cancelled == 3
+    assert sent[0]["status"] == 499
+
+
+async def test_a_call_that_is_cancelled_frees_its_row(site):
+    call = asyncio.ensure_future(site.complete(max_tokens=400))
+    await until(lambda: site.engine.stats().running == 1)
+
+    call.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await until(lambda: site.engine.stats().running == 0)
+    assert site.engine.stats().cancelled == 1
+
+
+def test_several_event_loops_at_once_and_after_each_other_are_served(site):
+    results = {}
+
+    def run(name):
+        async def many():
+            return await asyncio.gather(
+                *(site.complete(seed=seed, raw_output=True) for seed in range(6))
+            )
+
+        results[name] = [
+            one["choices"][0]["raw_output"]["completion_token_ids"] for one in asyncio.run(many())
+        ]
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    run("c")
+
+    assert results["a"] == results["b"] == results["c"]
+    assert len({tuple(ids) for ids in results["a"]}) > 1
+
+
+def test_the_service_needs_no_torch():
+    code = "import sys, hearth.inference.service; print('torch' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "False"
