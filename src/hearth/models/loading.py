@@ -64,13 +64,13 @@ def load_model(
     name: str | None = None,
     dtype: str = "float32",
     device: str | torch.device = "cpu",
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Any causal LM that transformers knows, from a folder or a hub id.
 
-    ``name`` defaults to the source. The weights require gradients; who serves or freezes them
-    says so.
+    ``name`` defaults to the source; ``attn_implementation`` to SDPA where the architecture has it.
+    The weights require gradients; who serves or freezes them says so.
 
     Raises:
         ConfigError: the folder does not exist, the hub does not answer, the architecture is

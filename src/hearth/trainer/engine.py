@@ -49,7 +49,8 @@ class TrainerOptions:
     """Most logits (tokens times vocabulary) in memory at one time."""
     forward_only: bool = False
     """Refuse every operation that trains."""
-    attn_implementation: str = "sdpa"
+    attn_implementation: str | None = None
+    """As transformers names it; None is SDPA where the architecture has it."""
     trust_remote_code: bool = False
 
 

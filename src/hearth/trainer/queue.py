@@ -131,7 +131,7 @@ class OperationQueue:
                 continue
             try:
                 self._futures.resolve(request_id, work().dump())
-            except Exception as error:
+            except Exception as error:  # the boundary: a failure belongs to its own future
                 if not isinstance(error, HearthError):
                     logger.exception("trainer operation %s failed", request_id)
                 self._fail(request_id, error)

@@ -206,7 +206,8 @@ def _model_routes(operations: Operations) -> APIRouter:
     async def create_model(request: Request) -> Response:
         content = await _content(request)
         # The session's own count makes a repeated request the same one.
-        key = f"{content.get('session_id')}/{content.get('model_seq_id')}"
+        session, number = content.get("session_id"), content.get("model_seq_id")
+        key = None if session is None or number is None else f"{session}/{number}"
         request_id = queue.submit(lambda: operations.create_model(content), key=key)
         return _answer(FutureRef(request_id=request_id))
 

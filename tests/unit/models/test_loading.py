@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hearth.errors import ConfigError, EngineError
+from hearth.models.loading import (
+    base_tensors,
+    export_pretrained,
+    load_base_tensors,
+    load_model,
+    load_tokenizer,
+)
+
+IDS = torch.tensor([[5, 9, 11, 2, 40, 7]])
+
+
+def test_a_loaded_model_states_what_others_need_to_know(qwen_folder: Path) -> None:
+    loaded = load_model(qwen_folder, name="accounts/me/models/tiny")
+
+    assert loaded.name == "accounts/me/models/tiny"
+    assert loaded.source == str(qwen_folder)
+    assert (loaded.dtype, loaded.device) == (torch.float32, torch.device("cpu"))
+    assert loaded.eos_token_ids == (3,)
+    assert (loaded.vocab_size, loaded.max_position) == (64, 256)
+    assert not loaded.module.training
+
+
+def test_bfloat16_weights_are_the_rounded_float32_weights(qwen_folder: Path) -> None:
+    exact = base_tensors(load_model(qwen_folder).module)
+    rounded = base_tensors(load_model(qwen_folder, dtype="bfloat16").module)
+
+    assert all(torch.equal(rounded[name], one.bfloat16()) for name, one in exact.items())
+
+
+def test_a_tied_head_is_one_tensor_under_the_embeddings_name(qwen_folder: Path) -> None:
+    names = base_tensors(load_model(qwen_folder).module).keys()
+
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+def test_exported_weights_give_the_same_logits_with_plain_transformers(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    loaded = load_model(model_folder)
+    with torch.no_grad():
+        for tensor in base_tensors(loaded.module).values():
+            tensor.add_(torch.randn(tensor.shape, generator=torch.manual_seed(1)) * 0.01)
+    export_pretrained(loaded, base_tensors(loaded.module), tmp_path)
+
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(IDS).logits, loaded.module(IDS).logits)
+
+
+def test_an_export_takes_the_tokenizer_along(qwen_folder: Path, tmp_path: Path) -> None:
+    loaded = load_model(qwen_folder)
+    export_pretrained(loaded, base_tensors(loaded.module), tmp_path)
+
+    assert load_tokenizer(tmp_path)("w5 w9")["input_ids"] == [5, 9]
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 3
+
+
+def test_an_export_refuses_tensors_of_another_model(qwen_folder: Path, tmp_path: Path) -> None:
+    loaded = load_model(qwen_folder)
+
+    with pytest.raises(EngineError, match=r"missing \['model.embed_tokens"):
+        export_pretrained(loaded, {}, tmp_path)
+
+
+def test_misshapen_weights_change_nothing(qwen_folder: Path) -> None:
+    module = load_model(qwen_folder).module
+    given = {name: torch.zeros_like(one) for name, one in base_tensors(module).items()}
+    given["model.norm.weight"] = torch.zeros(7)
+
+    with pytest.raises(EngineError, match=r"model.norm.weight \[7\] instead of \[32\]"):
+        load_base_tensors(module, given)
+    assert bool((base_tensors(module)["model.embed_tokens.weight"] != 0).any())
+
+
+@pytest.mark.parametrize("source", ["./absent", Path("absent"), "/no/such/folder", ""])
+def test_a_missing_folder_is_named(source: str | Path) -> None:
+    with pytest.raises(ConfigError, match="base_model must be an existing folder or a hub id"):
+        load_model(source)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"got '{tmp_path}'"):
+        load_model(tmp_path)
+    with pytest.raises(ConfigError, match="tokenizer must be a tokenizer's folder or hub id"):
+        load_tokenizer(tmp_path)
+
+
+def test_an_unknown_architecture_is_refused(qwen_folder: Path, tmp_path: Path) -> None:
+    config = json.loads((qwen_folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "abacus"}))
+
+    with pytest.raises(ConfigError, match="abacus"):
+        load_model(tmp_path)
+
+
+def test_a_model_with_missing_weights_is_refused(qwen_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(qwen_folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(ConfigError, match=r"every weight .* without \['model.norm.weight'\]"):
+        load_model(tmp_path)
+
+
+def test_an_unknown_dtype_or_device_is_refused(qwen_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype must be one of float32, bfloat16, got 'int4'"):
+        load_model(qwen_folder, dtype="int4")
+    with pytest.raises(ConfigError, match="device must be"):
+        load_model(qwen_folder, device="abacus")
+
+
+def test_an_unreachable_hub_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    with pytest.raises(ConfigError, match=r"hub cannot be reached \(no route\)"):
+        load_model("nobody/nothing")

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from hearth.errors import ConfigError, EngineError
+from hearth.models.loading import LoadedModel, base_tensors, export_pretrained, load_model
+from hearth.models.lora import (
+    LoraOptions,
+    adapter_tensors,
+    attach_lora,
+    base_only,
+    detach_lora,
+    load_adapter_tensors,
+    merged_tensors,
+    read_adapter,
+    target_modules,
+    write_adapter,
+)
+
+IDS = torch.tensor([[5, 9, 11, 2, 40, 7]])
+# PEFT and transformers talk about tied heads and progress; neither is ours.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*fan_in_fan_out.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*save_embedding_layers.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+]
+
+
+def logits(loaded: LoadedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return loaded.module(IDS).logits
+
+
+def adapted(folder: Path, **options: object) -> LoadedModel:
+    """A model whose adapter does something."""
+    loaded = load_model(folder)
+    attach_lora(loaded, LoraOptions(rank=4, alpha=8.0, **options))  # pyright: ignore[reportArgumentType]
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for tensor in adapter_tensors(loaded).values():
+            tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
+    return loaded
+
+
+def test_a_fresh_adapter_changes_nothing(model_folder: Path) -> None:
+    loaded = load_model(model_folder)
+    before = logits(loaded)
+
+    attach_lora(loaded, LoraOptions(rank=4, train_unembed=True))
+
+    assert torch.equal(logits(loaded), before)
+
+
+def test_the_seed_alone_decides_the_initial_values(qwen_folder: Path) -> None:
+    def start(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed + 100)
+        loaded = load_model(qwen_folder)
+        attach_lora(loaded, LoraOptions(rank=4, seed=seed))
+        return torch.cat([one.flatten() for one in adapter_tensors(loaded).values()])
+
+    assert torch.equal(start(1), start(1))
+    assert not torch.equal(start(1), start(2))
+
+
+def test_only_the_adapter_requires_gradients_and_it_is_float32(qwen_folder: Path) -> None:
+    loaded = load_model(qwen_folder, dtype="bfloat16")
+    attach_lora(loaded, LoraOptions(rank=4))
+
+    trained = {name for name, one in loaded.module.named_parameters() if one.requires_grad}
+    assert all(".lora_" in name for name in trained)
+    assert {one.dtype for one in adapter_tensors(loaded).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"train_mlp": False}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ({"train_attn": False}, {"gate_proj", "up_proj", "down_proj"}),
+        ({"train_attn": False, "train_mlp": False, "train_unembed": True}, {"lm_head"}),
+    ],
+    ids=["attn", "mlp", "unembed"],
+)
+def test_options_choose_the_layers(
+    qwen_folder: Path, options: dict[str, bool], expected: set[str]
+) -> None:
+    targets = target_modules(load_model(qwen_folder).module, LoraOptions(rank=1, **options))
+
+    assert {name.split(".")[-1] for name in targets} == expected
+
+
+def test_gpt2s_transposed_layers_are_found(gpt2_folder: Path) -> None:
+    targets = target_modules(load_model(gpt2_folder).module, LoraOptions(rank=1, train_mlp=False))
+
+    assert targets == [f"transformer.h.{layer}.attn.{name}" for layer in (0, 1) for name in
+                       ("c_attn", "c_proj")]  # fmt: skip
+
+
+@pytest.mark.parametrize("train_unembed", [False, True])
+def test_peft_loads_what_was_written_and_gives_the_same_logits(
+    model_folder: Path, tmp_path: Path, train_unembed: bool
+) -> None:
+    loaded = adapted(model_folder, train_unembed=train_unembed)
+    write_adapter(loaded, tmp_path)
+
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    again = PeftModel.from_pretrained(base, tmp_path).eval()
+
+    torch.testing.assert_close(again(IDS).logits, logits(loaded), rtol=0, atol=1e-6)
+
+
+def test_an_adapter_that_peft_wrote_is_read_back(qwen_folder: Path, tmp_path: Path) -> None:
+    loaded = adapted(qwen_folder)
+    write_adapter(loaded, tmp_path / "ours")
+    base = AutoModelForCausalLM.from_pretrained(qwen_folder)
+    PeftModel.from_pretrained(base, tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+
+    config, tensors = read_adapter(tmp_path / "theirs")
+    fresh = load_model(qwen_folder)
+    attach_lora(fresh, LoraOptions(rank=config["r"], alpha=config["lora_alpha"], seed=9))
+    load_adapter_tensors(fresh, tensors)
+
+    assert torch.equal(logits(fresh), logits(loaded))
+
+
+def test_base_only_switches_the_adapter_off_and_on_again(qwen_folder: Path) -> None:
+    plain, loaded = logits(load_model(qwen_folder)), adapted(qwen_folder)
+    with_adapter = logits(loaded)
+
+    with base_only(loaded):
+        assert torch.equal(logits(loaded), plain)
+
+    assert not torch.allclose(with_adapter, plain, atol=1e-4)
+    assert torch.equal(logits(loaded), with_adapter)
+    assert all(one.requires_grad for one in adapter_tensors(loaded).values())
+
+
+def test_detaching_leaves_the_plain_model(qwen_folder: Path) -> None:
+    plain = load_model(qwen_folder)
+    loaded = adapted(qwen_folder, train_unembed=True)
+
+    detach_lora(loaded)
+
+    assert torch.equal(logits(loaded), logits(plain))
+    assert loaded.module.state_dict().keys() == plain.module.state_dict().keys()
+    attach_lora(loaded, LoraOptions(rank=2))
+
+
+@pytest.mark.parametrize("train_unembed", [False, True])
+def test_a_merged_export_computes_what_the_adapter_does(
+    model_folder: Path, tmp_path: Path, train_unembed: bool
+) -> None:
+    loaded = adapted(model_folder, train_unembed=train_unembed)
+    export_pretrained(loaded, merged_tensors(loaded), tmp_path)
+
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(merged(IDS).logits, logits(loaded), rtol=0, atol=2e-6)
+
+
+def test_merging_leaves_the_base_weights_alone(qwen_folder: Path) -> None:
+    loaded, plain = adapted(qwen_folder), load_model(qwen_folder)
+
+    merged = merged_tensors(loaded)
+
+    own, expected = base_tensors(loaded.module), base_tensors(plain.module)
+    assert all(torch.equal(own[name], one) for name, one in expected.items())
+    assert not torch.equal(merged["model.layers.0.mlp.up_proj.weight"],
+                           expected["model.layers.0.mlp.up_proj.weight"])  # fmt: skip
+
+
+def test_an_adapter_of_another_rank_is_refused(qwen_folder: Path) -> None:
+    loaded, other = adapted(qwen_folder), load_model(qwen_folder)
+    attach_lora(other, LoraOptions(rank=2))
+
+    with pytest.raises(EngineError, match=r"\[4, 32\] instead of \[2, 32\]"):
+        load_adapter_tensors(other, adapter_tensors(loaded))
+
+
+def test_a_second_adapter_is_refused(qwen_folder: Path) -> None:
+    loaded = adapted(qwen_folder)
+
+    with pytest.raises(ConfigError, match="one adapter at most"):
+        attach_lora(loaded, LoraOptions(rank=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank must be >= 1, got 0"),
+        ({"rank": 1, "alpha": float("nan")}, "alpha must be finite"),
+        ({"rank": 1, "train_attn": False, "train_mlp": False}, "at least one of"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LoraOptions(**options)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="adapter_path must be a PEFT adapter's folder"):
+        read_adapter(tmp_path)
+
+
+def test_options_survive_a_snapshots_metadata() -> None:
+    options = LoraOptions(rank=4, alpha=16.0, seed=3, train_unembed=True)
+
+    assert LoraOptions.from_metadata(json.loads(json.dumps(options.as_metadata()))) == options

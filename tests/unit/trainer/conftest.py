@@ -1,0 +1,156 @@
+"""Tiny random models on disk, engines on them, and random datums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hearth.sync.store import MemorySnapshotStore
+from hearth.trainer.engine import TrainerEngine, TrainerOptions
+from hearth.wire.tensors import encode
+from hearth.wire.tinker import AdamParams, DatumRecord
+
+VOCAB_SIZE = 96
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from a second thread, and lose much where cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _save(folder: Path, kind: str) -> Path:
+    import transformers
+
+    torch.manual_seed(0)
+    shared = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": 3, "pad_token_id": 0}
+    shape = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 256, "tie_word_embeddings": True,
+    }  # fmt: skip
+    if kind == "qwen":
+        config = transformers.Qwen3Config(**shared, **shape)
+    elif kind == "gemma":
+        config = transformers.Gemma2Config(**shared, **shape, final_logit_softcapping=2.0)
+    elif kind == "granite":
+        config = transformers.GraniteConfig(**shared, **shape, logits_scaling=5.0)
+    elif kind == "cohere":
+        config = transformers.CohereConfig(**shared, **shape, logit_scale=0.3)
+    elif kind == "phi":
+        shape["num_key_value_heads"] = 4
+        config = transformers.PhiConfig(**shared, **shape | {"tie_word_embeddings": False})
+    else:
+        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 100}
+        config = transformers.GPT2Config(**shared, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    # As initialized the logits are almost flat, and a wrong one would pass for a right one.
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(8)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a family's tiny model."""
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = _save(tmp_path_factory.mktemp(kind), kind)
+        return made[kind]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def qwen_folder(model_of: Callable[[str], Path]) -> Path:
+    return model_of("qwen")
+
+
+@pytest.fixture
+def make_engine(qwen_folder: Path, tmp_path: Path) -> Iterator[Callable[..., TrainerEngine]]:
+    """An engine on the tiny Qwen3, or on ``source``; keyword arguments are its options."""
+    made: list[TrainerEngine] = []
+
+    def make(source: Path | None = None, **options: Any) -> TrainerEngine:
+        engine = TrainerEngine(
+            source or qwen_folder, name="tiny", snapshots=MemorySnapshotStore(),
+            checkpoint_dir=tmp_path / "checkpoints", options=TrainerOptions(**options),
+        )  # fmt: skip
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def engine(make_engine: Callable[..., TrainerEngine]) -> TrainerEngine:
+    return make_engine()
+
+
+@pytest.fixture
+def gradient(tmp_path: Path) -> Callable[[TrainerEngine, str], dict[str, torch.Tensor]]:
+    """The accumulated gradient by parameter name; it is gone afterwards, the weights are not.
+
+    With ``beta1`` 0 the first moment is the gradient, and a checkpoint shows it.
+    """
+
+    def read(engine: TrainerEngine, model_id: str) -> dict[str, torch.Tensor]:
+        engine.optim_step(model_id, AdamParams(learning_rate=0.0, beta1=0.0))
+        engine.save_state(model_id, "gradient", overwrite=True)
+        state = load_file(tmp_path / "checkpoints" / "gradient" / "optimizer.safetensors")
+        return {
+            name.removeprefix("exp_avg/"): value
+            for name, value in state.items()
+            if name.startswith("exp_avg/")
+        }
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def datum() -> Callable[..., DatumRecord]:
+    """A datum of given token ids; keyword arguments are its loss inputs."""
+
+    def make(tokens: Sequence[int], targets: Any = None, **inputs: Any) -> DatumRecord:
+        targets = tokens[1:] if targets is None else targets
+        given = {"target_tokens": encode(np.asarray(targets), "int64")}
+        given |= {name: encode(np.asarray(one), "float32") for name, one in inputs.items()}
+        return DatumRecord.model_validate(
+            {
+                "model_input": {"chunks": [{"tokens": list(tokens[:-1])}]},
+                "loss_fn_inputs": {name: one.as_dict() for name, one in given.items()},
+            }
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_data(datum: Callable[..., DatumRecord]) -> Callable[..., list[DatumRecord]]:
+    """Datums of various lengths with random weights, the first half of each zero."""
+
+    def make(count: int = 12, seed: int = 0, longest: int = 70) -> list[DatumRecord]:
+        rng = np.random.default_rng(seed)
+        data: list[DatumRecord] = []
+        for _ in range(count):
+            length = int(rng.integers(2, longest))
+            tokens = rng.integers(0, VOCAB_SIZE, length + 1).tolist()
+            weights = rng.normal(size=length) * (np.arange(length) >= length // 2)
+            data.append(datum(tokens, weights=weights))
+        return data
+
+    return make

@@ -1,0 +1,569 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hearth.errors import (
+    ClosedError,
+    ConfigError,
+    ForwardOnlyError,
+    NotFoundError,
+    NumericsError,
+    RequestError,
+)
+from hearth.losses import BUILTIN_LOSSES, builtin_objective
+from hearth.models.lora import LoraOptions
+from hearth.trainer.engine import TrainerEngine
+from hearth.trainer.passes import PassResult
+from hearth.wire.tensors import encode
+from hearth.wire.tinker import AdamParams, DatumRecord
+
+MakeEngine = Callable[..., TrainerEngine]
+Gradient = dict[str, torch.Tensor]
+ReadGradient = Callable[[TrainerEngine, str], Gradient]
+Data = Sequence[DatumRecord]
+
+STEP = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, grad_clip_norm=1.0)
+# No objective clips at these, and each has a gradient on most tokens.
+POLICY_LOSSES = [name for name in BUILTIN_LOSSES if name != "cross_entropy"]
+
+
+def values(one: DatumRecord, name: str) -> torch.Tensor:
+    return torch.from_numpy(np.array(one.loss_fn_inputs[name].to_numpy()))
+
+
+def plain_logprobs(module: Any, one: DatumRecord) -> torch.Tensor:
+    """Each datum alone, unpadded, through transformers' own logits."""
+    ids = torch.tensor([one.model_input.chunks[0].tokens])
+    logprobs = module(ids).logits[0].float().log_softmax(-1)
+    return logprobs.gather(1, values(one, "target_tokens").reshape(len(logprobs), -1)).squeeze(1)
+
+
+def plain_gradient(module: Any, data: Data) -> Gradient:
+    """Of cross-entropy, by autograd through the whole of it at once."""
+    loss = torch.stack([-(plain_logprobs(module, one) * values(one, "weights")).sum()
+                        for one in data]).sum()  # fmt: skip
+    named = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()))
+    return dict(zip(named, found, strict=True))
+
+
+def assert_same_gradient(found: Gradient, expected: Gradient, tolerance: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    largest = max(float(one.abs().max()) for one in expected.values())
+    assert largest > 0
+    for name, one in expected.items():
+        assert float((found[name] - one).abs().max()) <= tolerance * largest, name
+
+
+def flat(result: PassResult) -> np.ndarray:
+    return np.concatenate([one.ravel() for one in result.logprobs])
+
+
+def weights_of(engine: TrainerEngine, model_id: str, folder: Path) -> Gradient:
+    engine.export(model_id, folder)
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def policy_data(engine: TrainerEngine, model_id: str, data: Data, seed: int = 0) -> list[Any]:
+    """The same datums as policy-loss rows: old logprobs near the model's, some advantages zero."""
+    rng = np.random.default_rng(seed)
+    rows: list[Any] = []
+    scored = engine.forward(model_id, data).logprobs
+    for one, logprobs in zip(data, scored, strict=True):
+        old = np.minimum(logprobs + rng.normal(size=logprobs.size) * 0.05, 0)
+        inputs = {
+            "target_tokens": one.loss_fn_inputs["target_tokens"],
+            "logprobs": encode(old, "float32"),
+            "advantages": encode(rng.normal(size=old.size) * (rng.random(old.size) < 0.7),
+                                 "float32"),
+        }  # fmt: skip
+        rows.append(one.model_copy(update={"loss_fn_inputs": inputs}))
+    return rows
+
+
+def test_logprobs_are_the_models_own(
+    engine: TrainerEngine, qwen_folder: Path, random_data: Any
+) -> None:
+    data = random_data()
+    result = engine.forward(engine.create_model(), data)
+
+    module = AutoModelForCausalLM.from_pretrained(qwen_folder).eval()
+    with torch.no_grad():
+        expected = [plain_logprobs(module, one).numpy() for one in data]
+    for found, wanted in zip(result.logprobs, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_results_do_not_depend_on_the_micro_batching(
+    make_engine: MakeEngine, random_data: Any, gradient: ReadGradient
+) -> None:
+    data = random_data(count=24)
+    runs = []
+    for budget in (1, 100, 10**6):
+        engine = make_engine(micro_batch_tokens=budget)
+        model_id = engine.create_model()
+        scored = engine.forward(model_id, data)
+        trained = engine.forward_backward(model_id, data)
+        runs.append((scored, trained, gradient(engine, model_id)))
+
+    for scored, trained, found in runs:
+        assert np.array_equal(flat(scored), flat(runs[0][0]))
+        assert np.array_equal(flat(trained), flat(runs[0][0]))
+        assert trained.metrics == scored.metrics == runs[0][0].metrics
+        assert_same_gradient(found, runs[0][2], tolerance=1e-6)
+
+
+def test_results_do_not_depend_on_the_datums_order(engine: TrainerEngine, random_data: Any) -> None:
+    data = random_data()
+    model_id = engine.create_model()
+
+    forwards = engine.forward(model_id, data).logprobs
+    backwards = engine.forward(model_id, data[::-1]).logprobs
+
+    assert all(np.array_equal(*pair) for pair in zip(forwards, backwards[::-1], strict=True))
+
+
+def test_the_gradient_is_that_of_plain_autograd(
+    engine: TrainerEngine, qwen_folder: Path, random_data: Any, gradient: ReadGradient
+) -> None:
+    data = random_data()
+    model_id = engine.create_model()
+    engine.forward_backward(model_id, data)
+
+    module = AutoModelForCausalLM.from_pretrained(qwen_folder).eval()
+    assert_same_gradient(gradient(engine, model_id), plain_gradient(module, data))
+
+
+def test_the_gradient_is_the_same_in_chunks_of_logits(
+    make_engine: MakeEngine, qwen_folder: Path, random_data: Any, gradient: ReadGradient
+) -> None:
+    data = random_data()
+    engine = make_engine(logit_budget=1)
+    model_id = engine.create_model()
+    engine.forward_backward(model_id, data)
+
+    module = AutoModelForCausalLM.from_pretrained(qwen_folder).eval()
+    assert_same_gradient(gradient(engine, model_id), plain_gradient(module, data))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma"])
+def test_other_families_train_the_same_way(
+    family: str, make_engine: MakeEngine, model_of: Any, random_data: Any, gradient: ReadGradient
+) -> None:
+    data = random_data(count=6)
+    engine = make_engine(model_of(family))
+    model_id = engine.create_model()
+    engine.forward_backward(model_id, data)
+
+    module = AutoModelForCausalLM.from_pretrained(model_of(family)).eval()
+    assert_same_gradient(gradient(engine, model_id), plain_gradient(module, data))
+
+
+@pytest.mark.parametrize("train_unembed", [False, True])
+def test_the_adapters_gradient_is_that_of_plain_autograd(
+    engine: TrainerEngine, qwen_folder: Path, random_data: Any, gradient: ReadGradient,
+    train_unembed: bool,
+) -> None:  # fmt: skip
+    from hearth.models.loading import load_model
+    from hearth.models.lora import attach_lora
+
+    data = random_data()
+    options = LoraOptions(rank=4, alpha=8, seed=5, train_unembed=train_unembed)
+    model_id = engine.create_model(options)
+    engine.forward_backward(model_id, data)
+
+    loaded = load_model(qwen_folder)
+    attach_lora(loaded, options)
+    expected = plain_gradient(loaded.module, data)
+    assert all(".lora_" in name for name in expected)
+    assert_same_gradient(gradient(engine, model_id), expected)
+
+
+@pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
+def test_a_builtin_loss_and_the_clients_two_passes_give_one_gradient(
+    loss_fn: str, engine: TrainerEngine, random_data: Any, gradient: ReadGradient
+) -> None:
+    model_id = engine.create_model()
+    data = policy_data(engine, model_id, random_data())
+    builtin = engine.forward_backward(model_id, data, loss_fn)
+    expected = gradient(engine, model_id)
+
+    scored = engine.forward(model_id, [_bare(one) for one in data])
+    rows = [torch.from_numpy(one).requires_grad_() for one in scored.logprobs]
+    inputs = [{name: values(one, name) for name in ("logprobs", "advantages")} for one in data]
+    objective = builtin_objective(loss_fn)
+    loss = objective.per_token(objective.batch(rows, inputs)).per_token.sum()
+    loss.backward()
+    weighted = [
+        _bare(one, weights=encode(-row.grad.numpy(), "float32"))  # pyright: ignore[reportOptionalMemberAccess]
+        for one, row in zip(data, rows, strict=True)
+    ]
+    engine.forward_backward(model_id, weighted, "cross_entropy")
+
+    assert builtin.metrics["loss:sum"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert_same_gradient(gradient(engine, model_id), expected, tolerance=1e-6)
+
+
+def _bare(one: DatumRecord, **inputs: Any) -> DatumRecord:
+    kept = {"target_tokens": one.loss_fn_inputs["target_tokens"], **inputs}
+    return one.model_copy(update={"loss_fn_inputs": kept})
+
+
+def test_gradients_add_up_over_calls(
+    engine: TrainerEngine, random_data: Any, gradient: ReadGradient
+) -> None:
+    data = random_data()
+    model_id = engine.create_model()
+    engine.forward_backward(model_id, data)
+    whole = gradient(engine, model_id)
+
+    engine.forward_backward(model_id, data[:5])
+    engine.forward_backward(model_id, data[5:])
+
+    assert_same_gradient(gradient(engine, model_id), whole, tolerance=1e-6)
+
+
+def test_the_loss_is_a_raw_sum_with_negative_and_fractional_weights(
+    engine: TrainerEngine, datum: Any
+) -> None:
+    data = [datum([5, 6, 7], weights=[-2.0, 0.25]), datum([8, 9], weights=[1.0])]
+
+    result = engine.forward_backward(engine.create_model(), data)
+
+    (first, second), third = result.logprobs[0], result.logprobs[1][0]
+    assert result.metrics["loss:sum"] == pytest.approx(2 * first - 0.25 * second - third, rel=1e-6)
+    assert all(name.count(":") == 1 for name in result.metrics)
+
+
+def test_normalization_counts_tokens_and_sequences_with_a_gradient(
+    engine: TrainerEngine, datum: Any
+) -> None:
+    model_id = engine.create_model()
+    rows = [[0.5, 0.0, -1.0], [0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]
+    denominators = {}
+    for mode in ("num_loss_tokens", "num_sequences", "none"):
+        for weights in rows:
+            engine.forward_backward(model_id, [datum([5, 6, 7, 8], weights=weights)])
+        denominators[mode] = engine.optim_step(model_id, STEP, mode)["denominator"]
+
+    assert denominators == {"num_loss_tokens": 3, "num_sequences": 2, "none": 1}
+
+
+def test_a_token_that_the_clip_silences_is_not_counted(engine: TrainerEngine, datum: Any) -> None:
+    model_id = engine.create_model()
+    logprobs = engine.forward(model_id, [datum([5, 6, 7, 8])]).logprobs[0]
+    # Ratios 1, e and 1/e: with a positive advantage only the second stands beyond its bound.
+    old = logprobs - np.array([0.0, 1.0, -0.5])
+    data = [datum([5, 6, 7, 8], logprobs=np.minimum(old, 0), advantages=[1.0, 1.0, 1.0])]
+    engine.forward_backward(model_id, data, "ppo")
+
+    metrics = engine.optim_step(model_id, STEP, "num_loss_tokens")
+
+    assert metrics["num_loss_tokens"] == 2
+
+
+def test_a_step_normalizes_the_accumulated_gradient(
+    engine: TrainerEngine, random_data: Any
+) -> None:
+    data = random_data()
+    tokens = sum(int((values(one, "weights") != 0).sum()) for one in data)
+    model_id = engine.create_model()
+    still = AdamParams(learning_rate=0.0)
+    norms = {}
+    for mode in ("none", "num_loss_tokens", "num_sequences"):
+        engine.forward_backward(model_id, data)
+        norms[mode] = engine.optim_step(model_id, still, mode)["grad_norm"]
+
+    assert norms["num_loss_tokens"] == pytest.approx(norms["none"] / tokens, rel=1e-6)
+    assert norms["num_sequences"] == pytest.approx(norms["none"] / len(data), rel=1e-6)
+
+
+def test_temperature_divides_the_logits(
+    engine: TrainerEngine, qwen_folder: Path, random_data: Any
+) -> None:
+    (one,) = random_data(count=1)
+    result = engine.forward(engine.create_model(), [one], "cross_entropy", {"temperature": 0.5})
+
+    module = AutoModelForCausalLM.from_pretrained(qwen_folder).eval()
+    with torch.no_grad():
+        logits = module(torch.tensor([one.model_input.chunks[0].tokens])).logits[0] / 0.5
+    expected = logits.log_softmax(-1).gather(1, values(one, "target_tokens")[:, None]).squeeze(1)
+    np.testing.assert_allclose(result.logprobs[0], expected.numpy(), rtol=0, atol=2e-5)
+
+
+def test_several_targets_per_token_train_together(
+    engine: TrainerEngine, datum: Any, gradient: ReadGradient
+) -> None:
+    model_id = engine.create_model()
+    pair = datum([5, 6, 7], targets=[[6, 9], [7, 1]], weights=[[0.25, 0.75], [0.0, 1.0]])
+    other = datum([5, 6], weights=[1.0])
+    result = engine.forward_backward(model_id, [pair, other])
+    found = gradient(engine, model_id)
+    for targets, weights in (([6, 7], [0.25, 0.0]), ([9, 1], [0.75, 1.0])):
+        engine.forward_backward(model_id, [datum([5, 6, 7], targets=targets, weights=weights)])
+    engine.forward_backward(model_id, [other])
+
+    assert [one.shape for one in result.logprobs] == [(2, 2), (1,)]
+    assert_same_gradient(found, gradient(engine, model_id), tolerance=1e-6)
+
+
+def test_untrained_samples_are_scored_all_the_same(engine: TrainerEngine, datum: Any) -> None:
+    model_id = engine.create_model()
+    idle = [datum([5, 6, 7], weights=[0.0, 0.0]), datum([7, 8])]
+    scored = engine.forward(model_id, idle)
+
+    trained = engine.forward_backward(model_id, idle)
+
+    assert np.array_equal(flat(trained), flat(scored))
+    metrics = engine.optim_step(model_id, STEP, "num_loss_tokens")
+    assert (metrics["grad_norm"], metrics["num_loss_tokens"], metrics["skipped"]) == (0, 0, 0)
+
+
+def test_a_step_without_a_gradient_changes_nothing(engine: TrainerEngine, tmp_path: Path) -> None:
+    model_id = engine.create_model()
+    before = weights_of(engine, model_id, tmp_path / "before")
+
+    metrics = engine.optim_step(model_id, AdamParams(learning_rate=1.0, weight_decay=0.5))
+
+    assert (metrics["skipped"], metrics["step"]) == (1, 0)
+    after = weights_of(engine, model_id, tmp_path / "after")
+    assert all(torch.equal(after[name], one) for name, one in before.items())
+
+
+@pytest.mark.parametrize("lora", [None, LoraOptions(rank=8, alpha=16)], ids=["full", "lora"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_lowers_the_loss(
+    make_engine: MakeEngine, datum: Any, dtype: str, lora: LoraOptions | None
+) -> None:
+    engine = make_engine(dtype=dtype)
+    model_id = engine.create_model(lora)
+    data = [datum([5, 6, 7, 8, 9], weights=[1.0] * 4), datum([9, 8, 7], weights=[1.0] * 2)]
+    losses = []
+    for _ in range(12):
+        losses.append(engine.forward_backward(model_id, data).metrics["loss:sum"])
+        engine.optim_step(model_id, STEP, "num_loss_tokens")
+
+    assert losses[-1] < 0.5 * losses[0]
+    assert engine.forward(model_id, data).logprobs[0].dtype == np.float32
+
+
+def test_bfloat16_scores_near_float32(make_engine: MakeEngine, random_data: Any) -> None:
+    data = random_data()
+    exact, rounded = make_engine(), make_engine(dtype="bfloat16")
+
+    difference = flat(exact.forward(exact.create_model(), data)) - flat(
+        rounded.forward(rounded.create_model(), data)
+    )
+
+    assert 0 < float(np.abs(difference).max()) < 0.1
+
+
+def test_a_bad_request_leaves_the_accumulated_gradient(
+    engine: TrainerEngine, random_data: Any, datum: Any, gradient: ReadGradient
+) -> None:
+    data = random_data()
+    model_id = engine.create_model()
+    engine.forward_backward(model_id, data)
+    expected = gradient(engine, model_id)
+
+    engine.forward_backward(model_id, data)
+    bad = datum([5, 6, 7], weights=[1.0, math.nan])
+    with pytest.raises(NumericsError, match="datum 12: advantages at position 1"):
+        engine.forward_backward(model_id, [*data, bad])
+
+    assert_same_gradient(gradient(engine, model_id), expected, tolerance=0)
+
+
+def test_diverged_weights_are_found_by_either_pass(engine: TrainerEngine, random_data: Any) -> None:
+    data = random_data()
+    model_id = engine.create_model()
+    engine.forward_backward(model_id, data)
+    engine.optim_step(model_id, AdamParams(learning_rate=3e38))
+
+    with pytest.raises(NumericsError, match=r"datum \d+: the model's logprob .* must be finite"):
+        engine.forward_backward(model_id, data)
+    with pytest.raises(NumericsError, match="must be finite"):
+        engine.forward(model_id, data)
+
+
+def test_a_failure_half_way_drops_the_accumulated_gradient(
+    make_engine: MakeEngine, model_of: Any, datum: Any, tmp_path: Path
+) -> None:
+    module = AutoModelForCausalLM.from_pretrained(model_of("phi"))
+    with torch.no_grad():
+        module.get_input_embeddings().weight[95] = math.nan
+    module.save_pretrained(tmp_path / "broken")
+    engine = make_engine(tmp_path / "broken", micro_batch_tokens=1)
+    model_id = engine.create_model()
+    good, bad = datum([5, 6, 7], weights=[1.0, 1.0]), datum([95, 6], weights=[1.0])
+    engine.forward_backward(model_id, [good])
+
+    with pytest.raises(NumericsError, match="datum 1: the model's logprob of target 0"):
+        engine.forward_backward(model_id, [good, bad])
+
+    assert engine.optim_step(model_id, STEP)["skipped"] == 1
+
+
+def test_a_positive_old_logprob_names_its_datum(engine: TrainerEngine, datum: Any) -> None:
+    model_id = engine.create_model()
+    good = datum([5, 6], logprobs=[-1.0], advantages=[1.0])
+    bad = datum([5, 6], logprobs=[0.5], advantages=[1.0])
+
+    with pytest.raises(NumericsError, match="datum 1: old_logprobs at position 0"):
+        engine.forward_backward(model_id, [good, bad], "ppo")
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "config", "message"),
+    [
+        ("sft", None, "loss_fn must be one of cross_entropy"),
+        ("ppo", {"clip": 1.0}, "must use known keys"),
+        ("cross_entropy", {"temperature": 0.0}, "temperature must be finite and > 0, got 0.0"),
+        ("cross_entropy", {"temperature": "hot"}, "temperature must be finite"),
+        ("ppo", None, r"datum 0: loss_fn_inputs of ppo must hold \['logprobs', 'advantages'\]"),
+    ],
+)
+def test_a_bad_loss_is_refused(
+    engine: TrainerEngine, datum: Any, loss_fn: str, config: Any, message: str
+) -> None:
+    model_id = engine.create_model()
+
+    with pytest.raises((ConfigError, RequestError), match=message):
+        engine.forward_backward(model_id, [datum([5, 6])], loss_fn, config)
+
+
+def test_a_frozen_model_only_runs_forward(engine: TrainerEngine, random_data: Any) -> None:
+    data = random_data()
+    frozen = engine.create_model(is_frozen=True)
+
+    engine.forward(frozen, data)
+
+    for refused in (
+        lambda: engine.forward_backward(frozen, data),
+        lambda: engine.optim_step(frozen, STEP),
+        lambda: engine.save_state(frozen, "s"),
+        lambda: engine.load_state(frozen, "s", with_optimizer=True),
+        lambda: engine.load_adapter(frozen, "s"),
+    ):
+        with pytest.raises(ForwardOnlyError, match="must run on a trainable model"):
+            refused()
+
+
+def test_a_forward_only_trainer_refuses_training(make_engine: MakeEngine, datum: Any) -> None:
+    engine = make_engine(forward_only=True)
+    model_id = engine.create_model()
+
+    with pytest.raises(ForwardOnlyError, match="forward_backward must run on a trainable model"):
+        engine.forward_backward(model_id, [datum([5, 6], weights=[1.0])])
+    with pytest.raises(ForwardOnlyError, match="lora_config must be absent"):
+        engine.create_model(LoraOptions(rank=2))
+
+
+@pytest.mark.parametrize("lora", [None, LoraOptions(rank=4)], ids=["full", "lora"])
+@pytest.mark.parametrize("policy_first", [True, False])
+def test_the_frozen_reference_stays_the_base_while_the_policy_learns(
+    engine: TrainerEngine, random_data: Any, lora: LoraOptions | None, policy_first: bool
+) -> None:
+    data = random_data()
+    if policy_first:
+        policy, frozen = engine.create_model(lora), engine.create_model(is_frozen=True)
+    else:
+        frozen, policy = engine.create_model(is_frozen=True), engine.create_model(lora)
+    before = flat(engine.forward(frozen, data))
+    assert np.array_equal(flat(engine.forward(policy, data)), before)
+
+    engine.forward_backward(policy, data)
+    engine.forward(frozen, data)
+    engine.optim_step(policy, STEP)
+
+    assert np.array_equal(flat(engine.forward(frozen, data)), before)
+    assert float(np.abs(flat(engine.forward(policy, data)) - before).max()) > 1e-3
+
+
+@pytest.mark.parametrize("lora", [None, LoraOptions(rank=4)], ids=["full", "lora"])
+def test_after_unloading_a_new_policy_starts_from_the_base(
+    engine: TrainerEngine, random_data: Any, lora: LoraOptions | None
+) -> None:
+    data = random_data()
+    first = engine.create_model(lora)
+    before = flat(engine.forward(first, data))
+    engine.forward_backward(first, data)
+    engine.optim_step(first, STEP)
+
+    with pytest.raises(RequestError, match="one policy at most"):
+        engine.create_model()
+    engine.unload(first)
+    second = engine.create_model()
+
+    assert np.array_equal(flat(engine.forward(second, data)), before)
+    with pytest.raises(NotFoundError, match=f"must be one of \\['{second}'\\], got '{first}'"):
+        engine.forward(first, data)
+
+
+def test_model_ids_do_not_look_like_serverless_runs(engine: TrainerEngine) -> None:
+    ids = [engine.create_model(), engine.create_model(is_frozen=True)]
+
+    assert len(set(ids)) == 2
+    assert not any(one.startswith("run-") for one in ids)
+
+
+def test_an_export_is_the_trained_model(
+    engine: TrainerEngine, random_data: Any, tmp_path: Path
+) -> None:
+    data = random_data()
+    model_id = engine.create_model(LoraOptions(rank=4))
+    engine.forward_backward(model_id, data)
+    engine.optim_step(model_id, STEP)
+    engine.export(model_id, tmp_path / "out")
+
+    module = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        expected = np.concatenate([plain_logprobs(module, one).numpy() for one in data])
+    np.testing.assert_allclose(flat(engine.forward(model_id, data)), expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_seq_len": 257}, r"max_seq_len must be in \[1, 256\]"),
+        ({"max_seq_len": 0}, r"max_seq_len must be in \[1, 256\]"),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens must be >= 1, got 0"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+    ],
+)
+def test_impossible_options_are_refused(
+    make_engine: MakeEngine, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_engine(**options)
+
+
+def test_sequences_up_to_the_models_last_position_are_scored(
+    make_engine: MakeEngine, model_of: Any, datum: Any
+) -> None:
+    engine = make_engine(model_of("gpt2"))
+    model_id = engine.create_model()
+    tokens = [int(one) for one in np.arange(101) % 90]
+
+    assert engine.forward(model_id, [datum(tokens)]).logprobs[0].size == 100
+    with pytest.raises(RequestError, match="1 to 100 tokens, got 101"):
+        engine.forward(model_id, [datum([*tokens, 1])])
+
+
+def test_a_closed_trainer_says_so(engine: TrainerEngine, datum: Any) -> None:
+    model_id = engine.create_model()
+    stopped: list[str] = []
+    engine.call_on_close(lambda: stopped.append("queue"))
+    engine.close()
+
+    with pytest.raises(ClosedError, match="'tiny' must be running"):
+        engine.forward(model_id, [datum([5, 6])])
+    assert stopped == ["queue"]

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hearth.errors import EngineError, NumericsError
+from hearth.losses import GradientCounts
+from hearth.trainer.optim import Optimizer
+from hearth.wire.tinker import AdamParams
+
+ADAM = AdamParams(learning_rate=0.1, beta1=0.9, beta2=0.99, eps=1e-8)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    return {
+        "w": nn.Parameter(torch.tensor([1.0, -2.0], dtype=dtype)),
+        "b": nn.Parameter(torch.tensor([0.5], dtype=dtype)),
+    }
+
+
+def backward(given: dict[str, nn.Parameter], *gradient: float) -> None:
+    values = torch.cat([one.float() for one in given.values()])
+    (values * torch.tensor(gradient)).sum().backward()
+
+
+def test_a_step_is_adamw_with_decoupled_decay() -> None:
+    given = parameters()
+    optimizer = Optimizer(given)
+    weights, first, second = [1.0, -2.0, 0.5], [0.0] * 3, [0.0] * 3
+    for step, gradient in enumerate([(3.0, -0.1, 0.0), (-1.0, 0.2, 4.0)], start=1):
+        adam = ADAM.model_copy(update={"learning_rate": 0.1 / step, "weight_decay": 0.2})
+        backward(given, *gradient)
+        optimizer.record_pass(GradientCounts(3, 1))
+        optimizer.step(adam)
+        for index, slope in enumerate(gradient):
+            first[index] = 0.9 * first[index] + 0.1 * slope
+            second[index] = 0.99 * second[index] + 0.01 * slope**2
+            mean, scale = first[index] / (1 - 0.9**step), second[index] / (1 - 0.99**step)
+            weights[index] *= 1 - adam.learning_rate * 0.2
+            weights[index] -= adam.learning_rate * mean / (math.sqrt(scale) + 1e-8)
+
+    found = torch.cat([one.detach() for one in given.values()])
+    torch.testing.assert_close(found, torch.tensor(weights), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "denominator"), [("none", 1), ("num_loss_tokens", 8), ("num_sequences", 2)]
+)
+def test_the_gradient_is_divided_first_and_clipped_then(mode: str, denominator: int) -> None:
+    given = parameters()
+    optimizer = Optimizer(given)
+    backward(given, 3.0, 4.0, 0.0)
+    optimizer.record_pass(GradientCounts(5, 1))
+    backward(given, 3.0, 4.0, 0.0)
+    optimizer.record_pass(GradientCounts(3, 1))
+
+    adam = ADAM.model_copy(update={"grad_clip_norm": 2.0})
+    metrics = optimizer.step(adam, mode)  # pyright: ignore[reportArgumentType]
+
+    norm = 10 / denominator
+    assert metrics["denominator"] == denominator
+    assert metrics["grad_norm"] == pytest.approx(norm)
+    assert metrics["grad_norm_post_clip"] == pytest.approx(min(norm, 2.0))
+    assert (metrics["num_loss_tokens"], metrics["num_sequences"]) == (8, 2)
+    # After one step the first moment is 0.1 of the gradient that was applied.
+    moment = optimizer.state_tensors()["exp_avg/w"]
+    applied = torch.tensor([0.6, 0.8]) * min(norm, 2.0)
+    torch.testing.assert_close(moment, 0.1 * applied)
+
+
+def test_clipping_is_off_at_zero() -> None:
+    given = parameters()
+    optimizer = Optimizer(given)
+    backward(given, 300.0, 400.0, 0.0)
+    optimizer.record_pass(GradientCounts(1, 1))
+
+    assert optimizer.step(ADAM)["grad_norm_post_clip"] == pytest.approx(500)
+
+
+def test_without_a_gradient_nothing_happens_and_the_metrics_say_so() -> None:
+    given = parameters()
+    optimizer = Optimizer(given)
+    before = torch.cat([one.detach().clone() for one in given.values()])
+
+    metrics = optimizer.step(ADAM.model_copy(update={"weight_decay": 0.5}), "num_loss_tokens")
+
+    assert (metrics["skipped"], metrics["denominator"], metrics["grad_norm"]) == (1, 1, 0)
+    assert torch.equal(torch.cat([one.detach() for one in given.values()]), before)
+    assert optimizer.state_tensors() == {}
+
+
+def test_a_gradient_of_zeros_is_a_gradient() -> None:
+    given = parameters()
+    optimizer = Optimizer(given)
+    backward(given, 1.0, 1.0, 1.0)
+    optimizer.record_pass(GradientCounts(1, 1))
+    optimizer.step(ADAM)
+    before = given["w"].detach().clone()
+
+    optimizer.record_pass(GradientCounts())
+    metrics = optimizer.step(ADAM)
+
+    assert metrics["skipped"] == 0
+    assert bool((given["w"] < before).all())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_refused_and_dropped(bad: float) -> None:
+    given = parameters()
+    optimizer = Optimizer(given)
+    before = given["w"].detach().clone()
+    backward(given, 1.0, bad, 1.0)
+    optimizer.record_pass(GradientCounts(3, 1))
+
+    with pytest.raises(NumericsError, match="gradient must be finite"):
+        optimizer.step(ADAM)
+
+    assert torch.equal(given["w"].detach(), before)
+    assert optimizer.step(ADAM)["skipped"] == 1
+
+
+def test_bfloat16_parameters_learn_what_bfloat16_cannot_add() -> None:
+    given = parameters(torch.bfloat16)
+    optimizer = Optimizer(given)
+    for _ in range(100):
+        backward(given, 1.0, 1.0, 1.0)
+        optimizer.record_pass(GradientCounts(1, 1))
+        optimizer.step(ADAM.model_copy(update={"learning_rate": 1e-3}))
+
+    # Each single step of 1e-3 is below half of bfloat16's spacing at 1 and 2.
+    expected = torch.tensor([0.9, -2.1]).bfloat16()
+    assert given["w"].dtype == torch.bfloat16
+    torch.testing.assert_close(given["w"].detach(), expected, rtol=0, atol=0.008)
+
+
+def test_bfloat16_gradients_add_up_in_float32() -> None:
+    given = parameters(torch.bfloat16)
+    optimizer = Optimizer(given)
+    backward(given, 256.0, 0.0, 0.0)
+    for _ in range(8):
+        backward(given, 0.5, 0.0, 0.0)
+    optimizer.record_pass(GradientCounts(1, 1))
+
+    assert optimizer.step(ADAM)["grad_norm"] == 260.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_restored_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
+    first, second = parameters(dtype), parameters(dtype)
+    one, other = Optimizer(first), Optimizer(second)
+    for gradient in ((1.0, 2.0, 3.0), (0.3, -1.0, 2.0)):
+        backward(first, *gradient)
+        one.record_pass(GradientCounts(1, 1))
+        one.step(ADAM)
+
+    with torch.no_grad():
+        for name, parameter in second.items():
+            parameter.copy_(first[name])
+    other.load_state_tensors({name: value.clone() for name, value in one.state_tensors().items()})
+    for given, optimizer in ((first, one), (second, other)):
+        backward(given, 0.7, 0.1, -2.0)
+        optimizer.record_pass(GradientCounts(1, 1))
+        optimizer.step(ADAM)
+
+    mine, theirs = one.state_tensors(), other.state_tensors()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_state_of_other_parameters_is_refused() -> None:
+    optimizer = Optimizer(parameters())
+
+    with pytest.raises(EngineError, match="must fit the model's parameters, got 'exp_avg/v'"):
+        optimizer.load_state_tensors({"exp_avg/v": torch.zeros(2)})
+    with pytest.raises(EngineError, match=r"'exp_avg/w' \[3\]"):
+        optimizer.load_state_tensors({"exp_avg/w": torch.zeros(3)})

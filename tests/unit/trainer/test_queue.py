@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import orjson
+import pytest
+
+from hearth.errors import ClosedError, NotFoundError, RequestError
+from hearth.trainer.futures import FutureStore
+from hearth.trainer.queue import OperationQueue
+from hearth.wire.tinker import PathOutput
+
+
+@pytest.fixture
+def futures() -> FutureStore:
+    return FutureStore()
+
+
+@pytest.fixture
+def operations(futures: FutureStore) -> Iterator[OperationQueue]:
+    made = OperationQueue(futures, name="test")
+    made.open("m")
+    yield made
+    made.close()
+
+
+async def result(futures: FutureStore, request_id: str) -> dict[str, str]:
+    body = await futures.wait(request_id, 5.0)
+    assert body is not None
+    return orjson.loads(body)
+
+
+def done(path: str) -> PathOutput:
+    return PathOutput(path=path)
+
+
+async def test_operations_run_in_number_order_whatever_order_they_arrive_in(
+    futures: FutureStore, operations: OperationQueue
+) -> None:
+    ran: list[int] = []
+
+    def work(number: int) -> PathOutput:
+        ran.append(number)
+        return done(str(number))
+
+    ids = {
+        number: operations.submit_numbered("m", number, lambda number=number: work(number))
+        for number in (3, 5, 2, 1, 4)
+    }
+
+    assert [(await result(futures, ids[number]))["path"] for number in (1, 2, 3, 4, 5)] == [
+        "1", "2", "3", "4", "5",
+    ]  # fmt: skip
+    assert ran == [1, 2, 3, 4, 5]
+
+
+async def test_a_gap_holds_the_later_ones_back(
+    futures: FutureStore, operations: OperationQueue
+) -> None:
+    second = operations.submit_numbered("m", 2, lambda: done("second"))
+
+    assert await futures.wait(second, 0.05) is None
+    operations.submit_numbered("m", 1, lambda: done("first"))
+    assert await result(futures, second) == {"path": "second"}
+
+
+async def test_a_repeated_number_is_the_same_request_and_runs_once(
+    futures: FutureStore, operations: OperationQueue
+) -> None:
+    ran: list[str] = []
+    first = operations.submit_numbered("m", 1, lambda: ran.append("a") or done("a"))
+    again = operations.submit_numbered("m", 1, lambda: ran.append("b") or done("b"))
+    await result(futures, first)
+    late = operations.submit_numbered("m", 1, lambda: ran.append("c") or done("c"))
+
+    assert first == again == late
+    assert await result(futures, late) == {"path": "a"}
+    assert ran == ["a"]
+
+
+async def test_a_failure_is_its_own_and_uses_its_number_up(
+    futures: FutureStore, operations: OperationQueue
+) -> None:
+    def bad() -> PathOutput:
+        raise RequestError("datum 3: weights must be finite")
+
+    failed = operations.submit_numbered("m", 1, bad)
+    after = operations.submit_numbered("m", 2, lambda: done("after"))
+
+    assert await result(futures, failed) == {
+        "error": "datum 3: weights must be finite",
+        "category": "user",
+        "error_class": "RequestError",
+    }
+    assert await result(futures, after) == {"path": "after"}
+
+
+async def test_a_crash_is_the_servers_fault_and_the_queue_lives_on(
+    futures: FutureStore, operations: OperationQueue
+) -> None:
+    crashed = operations.submit(lambda: done(str(1 // 0)))
+    after = operations.submit(lambda: done("after"))
+
+    answer = await result(futures, crashed)
+    assert answer["category"] == "server"
+    assert answer["error"].startswith("ZeroDivisionError")
+    assert await result(futures, after) == {"path": "after"}
+
+
+async def test_models_do_not_wait_for_each_others_gaps(
+    futures: FutureStore, operations: OperationQueue
+) -> None:
+    operations.open("other")
+    operations.submit_numbered("m", 2, lambda: done("held"))
+
+    first = operations.submit_numbered("other", 1, lambda: done("first"))
+
+    assert await result(futures, first) == {"path": "first"}
+
+
+async def test_an_operation_on_an_unknown_model_fails_at_once(
+    futures: FutureStore, operations: OperationQueue
+) -> None:
+    request_id = operations.submit_numbered("absent", 7, lambda: done("never"))
+
+    answer = await result(futures, request_id)
+    assert (answer["error_class"], answer["category"]) == ("NotFoundError", "user")
+
+
+async def test_unloading_frees_what_was_held(
+    futures: FutureStore, operations: OperationQueue
+) -> None:
+    held = operations.submit_numbered("m", 2, lambda: done("never"))
+
+    operations.drop("m")
+
+    assert (await result(futures, held))["error_class"] == "ClosedError"
+
+
+async def test_closing_ends_the_running_one_and_fails_the_others(futures: FutureStore) -> None:
+    operations = OperationQueue(futures, name="test")
+    operations.open("m")
+    started, go = threading.Event(), threading.Event()
+
+    def slow() -> PathOutput:
+        started.set()
+        assert go.wait(5)
+        return done("slow")
+
+    running = operations.submit_numbered("m", 1, slow)
+    waiting = operations.submit_numbered("m", 2, lambda: done("never"))
+    held = operations.submit_numbered("m", 4, lambda: done("never"))
+    assert started.wait(5)
+    threading.Timer(0.05, go.set).start()
+    await asyncio.to_thread(operations.close)
+
+    assert await result(futures, running) == {"path": "slow"}
+    assert (await result(futures, waiting))["error_class"] == "ClosedError"
+    assert (await result(futures, held))["error_class"] == "ClosedError"
+    with pytest.raises(ClosedError):
+        operations.submit(lambda: done("late"))
+
+
+async def test_a_key_names_work_without_a_number_once(
+    futures: FutureStore, operations: OperationQueue
+) -> None:
+    first = operations.submit(lambda: done("first"), key="session/0")
+    again = operations.submit(lambda: done("again"), key="session/0")
+    other = operations.submit(lambda: done("other"), key="session/1")
+
+    assert first == again
+    assert await result(futures, first) == {"path": "first"}
+    assert await result(futures, other) == {"path": "other"}
+
+
+def test_numbers_begin_at_one(operations: OperationQueue) -> None:
+    with pytest.raises(RequestError, match="seq_id must be a new number >= 1, got 0"):
+        operations.submit_numbered("m", 0, lambda: done("never"))
+
+
+async def test_a_result_stays_after_delivery(futures: FutureStore) -> None:
+    request_id = futures.create()
+    futures.resolve(request_id, b"{}")
+
+    assert await futures.wait(request_id, 1.0) == b"{}"
+    assert await futures.wait(request_id, 1.0) == b"{}"
+
+
+async def test_delivered_results_are_bounded_by_their_bytes() -> None:
+    futures = FutureStore(delivered_bytes=250)
+    ids = [futures.create() for _ in range(4)]
+    for request_id in ids:
+        futures.resolve(request_id, b"x" * 100)
+        await futures.wait(request_id, 1.0)
+
+    with pytest.raises(NotFoundError, match="pending or recent"):
+        await futures.wait(ids[1], 1.0)
+    assert len(await futures.wait(ids[2], 1.0) or b"") == 100
+
+
+async def test_results_that_nobody_fetches_are_bounded() -> None:
+    futures = FutureStore(waiting=2)
+    ids = [futures.create() for _ in range(3)]
+    for request_id in ids:
+        futures.resolve(request_id, b"{}")
+
+    with pytest.raises(NotFoundError):
+        await futures.wait(ids[0], 1.0)
+    assert await futures.wait(ids[1], 1.0) == b"{}"
+
+
+async def test_an_unknown_request_is_not_found(futures: FutureStore) -> None:
+    with pytest.raises(NotFoundError, match="got 'nope'"):
+        await futures.wait("nope", 1.0)
+
+
+def test_several_event_loops_wait_for_one_result(futures: FutureStore) -> None:
+    request_id = futures.create()
+    answers: list[bytes | None] = []
+
+    def ask() -> None:
+        answers.append(asyncio.run(futures.wait(request_id, 5.0)))
+
+    askers = [threading.Thread(target=ask) for _ in range(3)]
+    for asker in askers:
+        asker.start()
+    assert asyncio.run(futures.wait(request_id, 0.02)) is None
+    futures.resolve(request_id, b"done")
+    for asker in askers:
+        asker.join(5)
+
+    assert answers == [b"done"] * 3

@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from hearth.trainer.engine import TrainerEngine
+from hearth.trainer.service import create_app
+from hearth.wire.tensors import TensorRecord
+from hearth.wire.tinker import DatumRecord
+
+PREFIX = "/api/v1"
+
+
+class Client:
+    """A bare client of the protocol: posts, numbers, polls."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
+        self.seq = 0
+
+    async def post(self, operation: str, **body: Any) -> dict[str, Any]:
+        answer = await self.http.post(f"{PREFIX}/{operation}", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def result(self, future: dict[str, Any]) -> dict[str, Any]:
+        for _ in range(20):
+            answer = await self.post("retrieve_future", request_id=future["request_id"])
+            if answer.get("type") != "try_again":
+                return answer
+        raise AssertionError(f"no result of {future} within 10 s")
+
+    async def run(self, operation: str, **body: Any) -> dict[str, Any]:
+        return await self.result(await self.post(operation, **body))
+
+    async def create_model(self, **body: Any) -> dict[str, Any]:
+        session = await self.post("create_session", tags=[], sdk_version="0.23.0")
+        return await self.run("create_model", base_model="tiny", model_seq_id=0, **session, **body)
+
+    async def numbered(self, operation: str, model_id: str, **body: Any) -> dict[str, Any]:
+        self.seq += 1
+        return await self.run(operation, model_id=model_id, seq_id=self.seq, **body)
+
+
+def data_of(*data: DatumRecord) -> dict[str, Any]:
+    return {"data": [one.as_dict() for one in data], "loss_fn": "cross_entropy"}
+
+
+def row(output: dict[str, Any], index: int) -> np.ndarray:
+    return TensorRecord.model_validate(output["loss_fn_outputs"][index]["logprobs"]).to_numpy()
+
+
+@pytest_asyncio.fixture
+async def client(engine: TrainerEngine) -> AsyncIterator[Client]:
+    transport = httpx.ASGITransport(create_app(engine, poll_s=0.5))
+    async with httpx.AsyncClient(transport=transport, base_url="http://trainer") as http:
+        yield Client(http)
+
+
+async def test_the_bootstrap_answers_what_clients_insist_on(client: Client) -> None:
+    assert (await client.http.get(f"{PREFIX}/healthz")).json() == {"status": "ok"}
+    assert await client.post("telemetry", events=[]) == {"status": "accepted"}
+    assert await client.post("session_heartbeat", session_id="s") == {}
+    config = await client.post("client/config")
+    assert (config["proto_write_fwdbwd"], config["proto_compress_fwdbwd"]) == (False, False)
+    capabilities = (await client.http.get(f"{PREFIX}/get_server_capabilities")).json()
+    assert capabilities == {"supported_models": [{"model_name": "tiny", "max_context_length": 256}]}
+
+
+async def test_a_model_is_made_once_per_number_of_its_session(client: Client) -> None:
+    body = {"session_id": "s", "model_seq_id": 0, "base_model": "tiny"}
+
+    first = await client.post("create_model", **body)
+    again = await client.post("create_model", **body)
+
+    assert first == again
+    made = await client.result(first)
+    assert made["base_model"] == "tiny"
+    assert made["tensor_encodings"] == ["list", "base64"]
+    info = await client.post("get_info", model_id=made["model_id"])
+    assert (info["is_lora"], info["lora_rank"], info["model_data"]["arch"]) == (False, 0, "qwen3")
+
+
+async def test_lora_options_reach_the_model(client: Client) -> None:
+    made = await client.create_model(lora_config={"rank": 4, "alpha": 8, "train_unembed": True})
+
+    assert made["lora_rank"] == 4
+    info = await client.post("get_info", model_id=made["model_id"])
+    assert (info["is_lora"], info["lora_rank"]) == (True, 4)
+
+
+@pytest.mark.parametrize("encoding", ["list", "base64"])
+async def test_both_encodings_carry_the_same_bits(
+    client: Client, engine: TrainerEngine, random_data: Any, encoding: str
+) -> None:
+    data = random_data(count=5)
+    model_id = (await client.create_model())["model_id"]
+    expected = engine.forward(model_id, data)
+
+    answer = await client.numbered(
+        "forward", model_id, forward_input=data_of(*data), tensor_encoding=encoding
+    )
+
+    kind = {"list": list, "base64": str}[encoding]
+    assert isinstance(answer["loss_fn_outputs"][0]["logprobs"]["data"], kind)
+    assert all(np.array_equal(row(answer, index), expected.logprobs[index]) for index in range(5))
+    assert answer["metrics"] == pytest.approx(expected.metrics)
+
+
+async def test_a_step_over_the_wire_trains(client: Client, random_data: Any) -> None:
+    data = data_of(*random_data(count=5))
+    model_id = (await client.create_model())["model_id"]
+    before = await client.numbered("forward", model_id, forward_input=data)
+    await client.numbered("forward_backward", model_id, forward_backward_input=data)
+
+    metrics = (
+        await client.numbered(
+            "optim_step", model_id, type="optim_step",
+            adam_params={"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8,
+                         "weight_decay": 0.0, "grad_clip_norm": 1.0},
+            grad_accumulation_normalization="num_sequences",
+        )
+    )["metrics"]  # fmt: skip
+
+    assert (metrics["denominator"], metrics["lr"], metrics["step"]) == (5, 1e-3, 1)
+    after = await client.numbered("forward", model_id, forward_input=data)
+    assert after["metrics"]["loss:sum"] < before["metrics"]["loss:sum"]
+
+
+async def test_a_bad_request_fails_its_future_and_the_next_goes_on(
+    client: Client, datum: Any
+) -> None:
+    model_id = (await client.create_model())["model_id"]
+    bad = await client.numbered("forward", model_id, forward_input=data_of(datum([5, 999])))
+    malformed = await client.numbered("forward", model_id, forward_input={"data": 7})
+    good = await client.numbered("forward", model_id, forward_input=data_of(datum([5, 6])))
+
+    assert bad["category"] == "user"
+    assert "datum 0: target_tokens must be token ids in [0, 96), got 999" in bad["error"]
+    assert "forward_input.data must be valid" in malformed["error"]
+    assert len(good["loss_fn_outputs"]) == 1
+
+
+async def test_chunks_that_arrive_out_of_order_run_in_order(client: Client, datum: Any) -> None:
+    model_id = (await client.create_model())["model_id"]
+    train = {"forward_backward_input": data_of(datum([5, 6], weights=[1.0]))}
+    adam = {"adam_params": {"learning_rate": 1e-3}, "grad_accumulation_normalization": "none"}
+
+    step = await client.post("optim_step", model_id=model_id, seq_id=3, **adam)
+    second = await client.post("forward_backward", model_id=model_id, seq_id=2, **train)
+    first = await client.post("forward_backward", model_id=model_id, seq_id=1, **train)
+    repeated = await client.post("forward_backward", model_id=model_id, seq_id=2, **train)
+
+    assert repeated == second
+    assert len({step["request_id"], second["request_id"], first["request_id"]}) == 3
+    assert (await client.result(step))["metrics"]["num_sequences"] == 2
+
+
+async def test_a_question_is_held_and_then_answered_try_again(client: Client) -> None:
+    model_id = (await client.create_model())["model_id"]
+    held = await client.post("forward", model_id=model_id, seq_id=2, forward_input=data_of())
+    clock = asyncio.get_running_loop().time
+    start = clock()
+
+    answer = await client.post("retrieve_future", request_id=held["request_id"])
+
+    assert answer == {
+        "type": "try_again", "request_id": held["request_id"], "queue_state": "active",
+    }  # fmt: skip
+    assert 0.4 < clock() - start < 3
+
+
+async def test_checkpoints_and_snapshots_go_by_their_names(
+    client: Client, engine: TrainerEngine, tmp_path: Path
+) -> None:
+    model_id = (await client.create_model(lora_config={"rank": 2, "alpha": 4}))["model_id"]
+
+    assert await client.numbered("save_weights", model_id, path="step-1") == {"path": "step-1"}
+    saved = await client.numbered(
+        "save_weights_for_sampler", model_id, path="step-1-0a1b2c3d", checkpoint_type="delta"
+    )
+    loaded = await client.numbered("load_weights", model_id, path="step-1", optimizer=True)
+    refused = await client.numbered(
+        "load_weights", model_id, path="step-1-0a1b2c3d", optimizer=True
+    )
+    names = (await client.http.get(f"{PREFIX}/list_checkpoints")).json()
+
+    assert saved == {"path": "step-1-0a1b2c3d"}
+    assert loaded == {"path": "step-1"}
+    assert "must name a resumable checkpoint" in refused["error"]
+    assert names == {"checkpoints": ["step-1"]}
+
+
+async def test_an_adapter_is_loaded_by_its_folder(
+    client: Client, qwen_folder: Path, tmp_path: Path
+) -> None:
+    from hearth.models.loading import load_model
+    from hearth.models.lora import LoraOptions, attach_lora, write_adapter
+
+    loaded = load_model(qwen_folder)
+    attach_lora(loaded, LoraOptions(rank=2, alpha=4))
+    write_adapter(loaded, tmp_path / "adapter")
+    path = str(tmp_path / "adapter")
+    model_id = (await client.create_model(lora_config={"rank": 2, "alpha": 4}))["model_id"]
+
+    answer = await client.numbered("load_adapter", model_id, adapter_path=path)
+
+    assert answer == {"model_id": model_id, "adapter_path": path, "type": "load_adapter"}
+
+
+async def test_a_base_only_model_refuses_training(client: Client, datum: Any) -> None:
+    model_id = (await client.create_model(base_only=True))["model_id"]
+    given = data_of(datum([5, 6], loss_mask=[1.0]))
+
+    scored = await client.numbered("forward", model_id, forward_input=given)
+    refused = await client.numbered("forward_backward", model_id, forward_backward_input=given)
+
+    assert row(scored, 0).shape == (1,)
+    assert refused["error_class"] == "ForwardOnlyError"
+
+
+async def test_unloading_frees_the_model_and_what_it_held(client: Client, datum: Any) -> None:
+    model_id = (await client.create_model())["model_id"]
+    held = await client.post("forward", model_id=model_id, seq_id=9, forward_input=data_of())
+
+    assert await client.run("unload_model", model_id=model_id) == {"model_id": model_id}
+
+    assert (await client.result(held))["error_class"] == "ClosedError"
+    late = await client.numbered("forward", model_id, forward_input=data_of(datum([5, 6])))
+    assert late["error_class"] == "NotFoundError"
+    assert (await client.create_model())["model_id"] != model_id
+
+
+async def test_another_base_model_is_refused(client: Client) -> None:
+    session = await client.post("create_session")
+
+    answer = await client.run("create_model", base_model="huge", **session)
+
+    assert "base_model must be 'tiny', which this trainer serves, got 'huge'" in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("forward", b"{", 400, "body must be JSON"),
+        ("forward", b"[]", 400, "body must be a JSON object"),
+        ("forward", b'{"model_id": "m"}', 400, "seq_id an integer, got 'm' and None"),
+        ("retrieve_future", b'{"request_id": "x"}', 404, "pending or recent request, got 'x'"),
+        ("get_info", b'{"model_id": "x"}', 404, "model_id must be one of"),
+    ],
+)
+async def test_what_cannot_be_queued_is_an_http_error(
+    client: Client, path: str, body: bytes, status: int, message: str
+) -> None:
+    answer = await client.http.post(
+        f"{PREFIX}/{path}", content=body, headers={"x-request-id": "r-1"}
+    )
+
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+    assert answer.json()["error"]["request_id"] == "r-1"
+
+
+async def test_a_large_body_is_taken(client: Client, datum: Any) -> None:
+    model_id = (await client.create_model())["model_id"]
+    data = [datum([5] * 200, weights=[0.125] * 199)] * 300
+
+    answer = await client.numbered("forward", model_id, forward_input=data_of(*data))
+
+    rows = [row(answer, index) for index in range(300)]
+    assert all(np.array_equal(one, rows[0]) for one in rows)
+
+
+def test_one_app_serves_several_event_loops(
+    engine: TrainerEngine, datum: Any, make_engine: Callable[..., TrainerEngine]
+) -> None:
+    app = create_app(engine, poll_s=0.5)
+    client_state: dict[str, Any] = {}
+
+    async def use(step: Callable[[Client], Any]) -> Any:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://trainer") as http:
+            return await step(Client(http))
+
+    async def score(client: Client) -> dict[str, Any]:
+        client.seq = client_state["seq"]
+        client_state["seq"] += 1
+        given = data_of(datum([5, 6]))
+        return await client.numbered("forward", client_state["id"], forward_input=given)
+
+    client_state |= {"id": asyncio.run(use(lambda one: one.create_model()))["model_id"], "seq": 0}
+    first, second = asyncio.run(use(score)), asyncio.run(use(score))
+
+    assert first == second
+
+
+async def test_a_closed_trainer_answers_410(client: Client, engine: TrainerEngine) -> None:
+    model_id = (await client.create_model())["model_id"]
+    await asyncio.to_thread(engine.close)
+
+    answer = await client.http.post(
+        f"{PREFIX}/optim_step", json={"model_id": model_id, "seq_id": 1, "adam_params": {}}
+    )
+
+    assert answer.status_code == 410
+    assert "after it was closed" in answer.json()["error"]["message"]
