@@ -1,0 +1,150 @@
+"""The quickstart's run and what it leaves behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from hearth.telemetry import peak_rss_mb
+from training.quickstart import HELDOUT_ROWS, MODEL, TRAIN_ROWS
+from training.recipes.rl_loop import Config, main
+from training.utils.config import DeployConfig
+from training.utils.rl.evaluation import EvalResult, EvalSample
+from training.utils.run import RunSummary, write_atomically
+
+SHOWN_ROLLOUTS = 24
+
+
+def quickstart_config(log_path: str, seed: int) -> Config:
+    """The recipe's config for the shipped model and rows."""
+    return Config(
+        log_path=log_path,
+        base_model=str(MODEL),
+        dataset=str(TRAIN_ROWS),
+        max_rows=768,
+        epochs=2,
+        shuffle=True,
+        seed=seed,
+        completions_per_prompt=8,
+        prompt_groups_per_step=16,
+        max_completion_tokens=16,
+        max_seq_len=128,
+        max_concurrent=256,
+        policy_loss="grpo",
+        kl_beta=0.0,
+        learning_rate=3e-4,
+        weight_decay=0.0,
+        eval_dataset=str(HELDOUT_ROWS),
+        eval_every=16,
+        output_model_id="quickstart",
+        deployment=DeployConfig(tokenizer_model=str(MODEL), max_batch_size=128),
+    )
+
+
+def train_and_report(log_path: str, seed: int, started: float) -> dict[str, Any]:
+    """Train, write plot, answers and summary into ``log_path``, print the table.
+
+    ``started`` is the ``time.perf_counter`` at which the command began.
+    """
+    called = time.perf_counter()
+    done = main(quickstart_config(log_path, seed))
+    (_, before), (_, after) = done.evaluations[0], done.evaluations[-1]
+    folder = done.log_path
+    plot = _write_plot(folder, done)
+    _write_rollouts(folder / "rollouts_before.txt", before)
+    _write_rollouts(folder / "rollouts_after.txt", after)
+    summary: dict[str, Any] = {
+        "accuracy_before": before.accuracy,
+        "accuracy_after": after.accuracy,
+        "steps": done.steps,
+        "wall_s": round(time.perf_counter() - started, 2),
+        "first_step_s": round(called - started + done.first_step_s, 2),
+        "peak_rss_mb": round(peak_rss_mb(), 1),
+        "seed": seed,
+    }
+    write_atomically(folder / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+    _print_table(done, before, after, summary, plot)
+    return summary
+
+
+def _write_plot(folder: Path, done: RunSummary) -> Path:
+    """Reward per step and held-out accuracy, as ``curve.png``."""
+    import matplotlib as mpl  # half a second to import, and only needed at the end
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+    records = [record for record in map(orjson.loads, lines) if record["type"] == "train"]
+    figure, axes = plt.subplots(figsize=(7, 4), dpi=120, layout="constrained")
+    axes.plot(
+        [record["step"] for record in records],
+        [record["rollout/raw_reward"] for record in records],
+        linewidth=1.2, alpha=0.8, label="reward of the step's samples",
+    )  # fmt: skip
+    axes.plot(
+        [step for step, _ in done.evaluations],
+        [result.accuracy for _, result in done.evaluations],
+        marker="o", linewidth=1.8, label="held-out accuracy",
+    )  # fmt: skip
+    axes.set(xlabel="optimizer step", ylabel="share of right answers", ylim=(0, 1))
+    axes.set_title("GRPO on the shipped model")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    path = folder / "curve.png"
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def _write_rollouts(path: Path, result: EvalResult) -> None:
+    shown = "\n".join(_readable(sample) for sample in result.samples[:SHOWN_ROLLOUTS])
+    right = f"{result.accuracy:.3f} of {len(result.samples)} held-out answers are right\n\n"
+    path.write_text(right + shown, encoding="utf-8")
+
+
+def _readable(sample: EvalSample) -> str:
+    question = " / ".join(str(message["content"]) for message in sample.row["messages"])
+    verdict = "right" if sample.reward > 0.5 else f"wrong, it is {sample.row['ground_truth']}"
+    return f"question: {question}\nanswer:   {sample.completion.text}\n          {verdict}\n"
+
+
+def _print_table(
+    done: RunSummary, before: EvalResult, after: EvalResult, summary: dict[str, Any], plot: Path
+) -> None:
+    console = Console(soft_wrap=True)
+    table = Table(
+        "held-out rows, sampled at temperature 1", "before", "after", title_justify="left"
+    )
+    table.add_row("accuracy", f"{before.accuracy:.3f}", f"{after.accuracy:.3f}")
+    for label, name in (("answer length, tokens", "eval/response_len/mean"),):
+        row = [f"{one.metrics()[name]:.1f}" for one in (before, after)]
+        table.add_row(label, *row)
+    table.add_row(f"for example: {_question(before.samples)}", *map(_first, (before, after)))
+    console.print(table)
+    console.print(
+        f"{done.steps} steps in {summary['wall_s']:.0f} s, the first after "
+        f"{summary['first_step_s']:.0f} s; {summary['peak_rss_mb']:.0f} MB at the most",
+        highlight=False,
+    )
+    for label, path in (
+        ("metrics", done.log_path / "metrics.jsonl"), ("config", done.log_path / "config.json"),
+        ("summary", done.log_path / "summary.json"), ("plot", plot),
+        ("answers before", done.log_path / "rollouts_before.txt"),
+        ("answers after", done.log_path / "rollouts_after.txt"), ("model", done.model_path),
+    ):  # fmt: skip
+        console.print(f"{label:<15} {path}", highlight=False)
+
+
+def _question(samples: Sequence[EvalSample]) -> str:
+    return str(samples[0].row["messages"][-1]["content"])
+
+
+def _first(result: EvalResult) -> str:
+    return result.samples[0].completion.text

@@ -1,0 +1,85 @@
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from training.quickstart import MODEL, TRAIN_ROWS
+from training.recipes.rl_loop import Config, main
+from training.rewards import answer_reward
+from training.utils import DeployConfig
+from training.utils.rows import load_rows
+from training.utils.run import RunSummary
+
+
+@dataclass
+class Trial:
+    """A finished run with what it left behind."""
+
+    folder: Path
+    summary: RunSummary
+    rewarded: list[str] = field(default_factory=list)
+
+    def records(self, kind: str = "train") -> list[dict[str, Any]]:
+        """Metrics of one type, without wall times."""
+        lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
+        return [
+            {name: value for name, value in record.items() if not name.startswith("perf/")}
+            for record in map(orjson.loads, lines)
+            if record["type"] == kind
+        ]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The exported model."""
+        return load_file(self.folder / "models" / "out" / "model.safetensors")
+
+
+def config(folder: Path, **changes: Any) -> Config:
+    """A config of a few seconds on the shipped model."""
+    small: dict[str, Any] = {
+        "log_path": str(folder),
+        "base_model": str(MODEL),
+        "dataset": str(TRAIN_ROWS),
+        "max_rows": 8,
+        "completions_per_prompt": 4,
+        "prompt_groups_per_step": 2,
+        "max_completion_tokens": 16,
+        "max_seq_len": 128,
+        "max_concurrent": 64,
+        "learning_rate": 1e-3,
+        "kl_beta": 0.0,
+        "output_model_id": "out",
+        "truncated_completions": "score",
+        "deployment": DeployConfig(tokenizer_model=str(MODEL)),
+    }
+    return Config(**(small | changes))
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Callable[..., Trial]:
+    """Run ``rl_loop`` in a folder of its own; ``reward_fn`` sees every text it scores."""
+    count = 0
+
+    def run(*, reward_fn=answer_reward, folder: str | None = None, rows=None, **changes) -> Trial:
+        nonlocal count
+        count += 1
+        path = tmp_path / (folder or f"run-{count}")
+        seen: list[str] = []
+
+        def spy(text: str, row: Any) -> float:
+            seen.append(row["messages"][0]["content"])
+            return reward_fn(text, row)
+
+        return Trial(path, main(config(path, **changes), rows, reward_fn=spy), seen)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def rows() -> list[dict[str, Any]]:
+    """The first shipped rows."""
+    return load_rows(str(TRAIN_ROWS), 12)

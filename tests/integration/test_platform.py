@@ -1,0 +1,212 @@
+import asyncio
+
+import pytest
+import tinker
+import torch
+
+from hearth.errors import (
+    ClosedError,
+    ConfigError,
+    ForwardOnlyError,
+    NotFoundError,
+    RequestError,
+    RequestFailedError,
+)
+from hearth.local import EmbeddedPlatform
+from hearth.sdk import (
+    DeploymentManager,
+    DeploymentSampler,
+    FiretitanServiceClient,
+    WeightSyncer,
+)
+from training.quickstart import MODEL
+from training.utils.rl import build_grpo_datums, make_grpo_loss_fn
+
+BASE = str(MODEL)
+PROMPT = [5, 17, 40, 41, 9]
+ADAM = tinker.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+
+
+class Stack:
+    """A platform with one policy and one deployment, and clients of both."""
+
+    def __init__(self, folder, lora_rank=0):
+        self.platform = EmbeddedPlatform(work_dir=folder)
+        job = self.platform.create_trainer_job(BASE, job_id="policy", max_seq_len=128)
+        model = self.platform.create_deployment("d", BASE, tokenizer=BASE, max_seq_len=128)
+        self.service = FiretitanServiceClient(self.platform.trainer_url(job), "key")
+        self.policy = self.service.create_training_client(BASE, lora_rank, seed=1)
+        self.deployments = DeploymentManager("key", self.platform.base_url)
+        self.syncer = WeightSyncer(self.policy, self.deployments, "d", BASE)
+        self.sampler = DeploymentSampler(self.deployments.inference_url, model, "key")
+
+    def sample(self, **options):
+        options = {"n": 6, "max_tokens": 24, "seed": 3} | options
+        return asyncio.run(self.sampler.sample_with_prompt_tokens(PROMPT, **options))
+
+    def step(self, completions):
+        rewards = [float(index % 3) for index in range(len(completions))]
+        datums = build_grpo_datums(completions)
+        zeros = [[0.0] * one.model_input.length for one in datums]
+        loss_fn = make_grpo_loss_fn(rewards, zeros, kl_beta=0.0)
+        result = self.policy.forward_backward_custom(datums, loss_fn).result()
+        self.policy.optim_step(ADAM).result()
+        return result
+
+
+@pytest.fixture
+def stack(tmp_path):
+    made = []
+
+    def make(**options):
+        made.append(Stack(tmp_path, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.platform.close()
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
+def test_sampler_and_trainer_agree_on_logprobs_before_and_after_training(stack, lora_rank):
+    one = stack(lora_rank=lora_rank)
+
+    for version in (0, 1, 2):
+        completions = one.sample()
+        scored = one.policy.forward(build_grpo_datums(completions)).result()
+        for completion, output in zip(completions, scored.loss_fn_outputs, strict=True):
+            trained = torch.tensor(output["logprobs"].data)[completion.prompt_len - 1 :]
+            drawn = torch.tensor(completion.inference_logprobs)
+            assert completion.weight_version == version
+            assert (trained - drawn).abs().max() < 1e-5
+        one.step(completions)
+        one.syncer.save_and_hotload(f"step-{version + 1:05d}")
+
+
+def test_training_moves_the_served_distribution_only_after_the_weight_sync(stack):
+    one = stack()
+    before = one.sample()
+    one.step(before)
+
+    unsynced = one.sample()
+    one.syncer.save_and_hotload("step-00001")
+    synced = one.sample()
+
+    assert [o.inference_logprobs for o in unsynced] == [o.inference_logprobs for o in before]
+    assert [o.inference_logprobs for o in synced] != [o.inference_logprobs for o in before]
+    assert synced[0].snapshot_identity.startswith("step-00001-")
+
+
+def test_a_draw_depends_on_its_seed_only(stack):
+    one = stack()
+
+    together = one.sample(n=8)
+    alone = one.sample(n=2)
+
+    assert [o.full_tokens for o in together[:2]] == [o.full_tokens for o in alone]
+    assert [o.inference_logprobs for o in together[:2]] == [o.inference_logprobs for o in alone]
+    assert len({tuple(o.full_tokens) for o in together}) > 1
+
+
+def test_echo_gives_target_aligned_rows_for_the_prompt_too(stack):
+    one = stack()
+
+    (plain,) = one.sample(n=1)
+    (echoed,) = one.sample(n=1, echo=True)
+
+    assert echoed.full_tokens == plain.full_tokens
+    assert echoed.logprobs_echoed
+    assert len(echoed.inference_logprobs) == len(echoed.full_tokens) - 1
+    assert echoed.inference_logprobs[len(PROMPT) - 1 :] == plain.inference_logprobs
+
+
+def test_a_custom_loss_that_raises_leaves_the_client_usable(stack):
+    one = stack()
+    completions = one.sample()
+    datums = build_grpo_datums(completions)
+
+    def broken(data, logprobs):
+        raise KeyError("my mistake")
+
+    with pytest.raises(KeyError, match="my mistake"):
+        one.policy.forward_backward_custom(datums, broken).result(timeout=30)
+    assert one.step(completions).metrics["loss:sum"] is not None
+
+
+def test_a_bad_datum_fails_its_own_future_and_the_next_operation_runs(stack):
+    one = stack()
+    bad = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([1, 2]),
+        loss_fn_inputs={"target_tokens": tinker.TensorData(data=[2, 99_999], dtype="int64")},
+    )
+
+    failing = one.policy.forward([bad])
+    working = one.policy.forward(build_grpo_datums(one.sample()))
+
+    with pytest.raises(RequestFailedError, match="datum 0"):
+        failing.result(timeout=30)
+    assert len(working.result(timeout=30).loss_fn_outputs) == 6
+
+
+def test_the_shared_reference_keeps_the_base_weights_and_refuses_training(stack):
+    one = stack(lora_rank=4)
+    reference = one.service.create_base_reference(BASE)
+    completions = one.sample()
+    datums = build_grpo_datums(completions)
+
+    def score(client):
+        outputs = client.forward(datums).result().loss_fn_outputs
+        return torch.cat([torch.tensor(output["logprobs"].data) for output in outputs])
+
+    before = score(reference)
+    assert torch.equal(before, score(one.policy))
+    one.step(completions)
+
+    assert torch.equal(score(reference), before)
+    assert not torch.equal(score(one.policy), before)
+    with pytest.raises(ForwardOnlyError, match="frozen"):
+        reference.optim_step(ADAM)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"max_tokens": -1}, "max_tokens"),
+    ],
+)
+def test_bad_sampling_values_are_refused_with_their_name(stack, options, message):
+    with pytest.raises(RequestError, match=message):
+        stack().sample(**options)
+
+
+def test_an_unknown_sampling_option_is_refused(stack):
+    with pytest.raises(ConfigError, match="must be request fields"):
+        stack().sample(temprature=1.0)
+
+
+def test_a_deployment_that_does_not_exist_lists_the_known_ones(stack):
+    one = stack()
+    other = DeploymentSampler(one.platform.base_url, "accounts/me/deployments/x", "key")
+
+    with pytest.raises(NotFoundError, match="accounts/me/deployments/d"):
+        asyncio.run(other.sample_with_prompt_tokens(PROMPT))
+
+
+def test_clients_used_after_the_platform_is_closed_say_so(stack):
+    one = stack()
+    one.platform.close()
+
+    with pytest.raises(ClosedError, match="inside the `with` block"):
+        one.sample()
+    with pytest.raises(ClosedError):
+        one.policy.optim_step(ADAM).result()
+
+
+def test_an_unknown_model_name_lists_the_registered_ones(tmp_path):
+    with (
+        EmbeddedPlatform(work_dir=tmp_path) as platform,
+        pytest.raises(ConfigError, match=r"registered are .*qwen3-8b"),
+    ):
+        platform.create_trainer_job("accounts/x/models/nope", job_id="policy", max_seq_len=64)

@@ -1,0 +1,30 @@
+import orjson
+import pytest
+import transformers
+
+from training.quickstart.verb import quickstart
+
+
+def numbers(folder):
+    """The metrics file without its wall times."""
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+    return [
+        {name: value for name, value in orjson.loads(line).items() if not name.startswith("perf/")}
+        for line in lines
+    ]
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns_and_leaves_what_it_promises(tmp_path, capsys):
+    assert quickstart(["--log-path", str(tmp_path), "--seed", "0"]) == 0
+
+    summary = orjson.loads((tmp_path / "summary.json").read_bytes())
+    assert summary["accuracy_before"] < 0.5
+    assert summary["accuracy_after"] >= 0.85
+    assert summary["steps"] == len([one for one in numbers(tmp_path) if one["type"] == "train"])
+    assert set(summary) >= {"wall_s", "first_step_s", "peak_rss_mb"}
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "question: " in (tmp_path / "rollouts_after.txt").read_text()
+    assert "accuracy" in capsys.readouterr().out
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "models" / "quickstart")
+    assert exported.config.model_type == "qwen3"

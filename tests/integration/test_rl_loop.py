@@ -1,0 +1,193 @@
+import math
+from collections import Counter
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hearth.errors import ConfigError
+from hearth.losses.catalog import POLICY_LOSSES
+from training.quickstart import MODEL
+from training.utils import DeployConfig, TISConfig
+
+
+def spread(text, row):
+    return sum(map(ord, text)) % 97 / 97
+
+
+def difference(left, right):
+    """Largest difference of two sets of weights, relative to the largest change of the first."""
+    base = load_file(MODEL / "model.safetensors")
+    moved = max((left[name].float() - base[name].float()).abs().max() for name in left)
+    assert moved > 0, "the run did not train"
+    return max((left[name] - right[name]).abs().max() for name in left) / moved
+
+
+@pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
+def test_every_policy_loss_trains(trial, policy_loss):
+    run = trial(policy_loss=policy_loss, reward_fn=spread, max_rows=4, tis_enabled=True)
+
+    assert run.summary.steps == 2
+    assert all(math.isfinite(record["train/grad_norm"]) for record in run.records())
+    assert difference(run.weights(), load_file(MODEL / "model.safetensors")) == 1
+
+
+def test_two_runs_with_one_seed_leave_the_same_numbers(trial):
+    first, second = (trial(reward_fn=spread, seed=3, kl_beta=0.01) for _ in range(2))
+
+    assert first.records() == second.records()
+    assert all(torch.equal(one, second.weights()[name]) for name, one in first.weights().items())
+    assert first.records() != trial(reward_fn=spread, seed=4, kl_beta=0.01).records()
+
+
+@pytest.mark.parametrize(("interval", "published"), [(0, 0), (1, 4), (3, 2)])
+def test_weights_are_published_at_window_borders_only(trial, interval, published):
+    run = trial(weight_sync_interval=interval, reward_fn=spread)
+
+    assert run.summary.steps == 4
+    assert run.summary.version == published
+    assert [one["version/sample_staleness_max"] for one in run.records()] == [0.0] * 4
+
+
+def test_a_group_without_spread_trains_nothing_and_publishes_nothing(trial):
+    run = trial(reward_fn=lambda text, row: 1.0)
+
+    assert run.summary.steps == 0
+    assert run.summary.rows == 8
+    assert run.summary.version == 0
+    assert run.records() == []
+
+
+def test_a_reward_that_is_not_finite_drops_its_group_and_is_counted(trial, rows):
+    bad = rows[1]["messages"][0]["content"]
+
+    def reward(text, row):
+        return math.nan if row["messages"][0]["content"] == bad else spread(text, row)
+
+    run = trial(reward_fn=reward, rows=rows[:4])
+
+    assert [one["rollout/valid_prompt_groups"] for one in run.records()] == [1.0, 2.0]
+    assert run.records()[0]["rollout/dropped/non_finite"] == 1.0
+
+
+def test_the_first_step_is_on_policy(trial):
+    run = trial(reward_fn=spread, kl_beta=0.1, max_rows=2)
+
+    record = run.records()[0]
+    assert record["train/mean_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert record["train/inference_diff"] < 1e-5
+    assert record["train/ppo_clip_frac"] == 0.0
+
+
+def test_kl_to_the_reference_grows_once_the_policy_moves(trial):
+    run = trial(reward_fn=spread, kl_beta=0.1, learning_rate=5e-3)
+
+    assert run.records()[-1]["train/ref_kl"] > 1e-4
+
+
+def test_a_lora_policy_trains_and_exports_a_merged_model(trial):
+    run = trial(lora_rank=4, reward_fn=spread, kl_beta=0.01, learning_rate=1e-2)
+
+    base = load_file(MODEL / "model.safetensors")
+    changed = {name for name, one in run.weights().items() if not torch.equal(one, base[name])}
+    assert run.summary.reference_job_id is None
+    assert any("q_proj" in name for name in changed)
+    assert not any("norm" in name for name in changed)
+    assert run.records()[1]["train/inference_diff"] < 1e-5
+
+
+@pytest.mark.parametrize("policy_loss", [name for name in POLICY_LOSSES if name != "reinforce"])
+def test_the_trainers_own_loss_and_the_clients_closure_take_the_same_step(trial, policy_loss):
+    common = {"policy_loss": policy_loss, "reward_fn": spread, "max_rows": 4}
+    common |= {"tis_enabled": True, "tis": TISConfig(cap=1.0), "eps": 1e-2}
+
+    client = trial(loss_path="client", **common)
+    builtin = trial(loss_path="builtin", **common)
+
+    assert difference(client.weights(), builtin.weights()) < 1e-3
+
+
+def test_training_in_pieces_takes_the_same_step_as_in_one(trial):
+    # A large eps keeps Adam from blowing rounding in a near-zero gradient up to a whole step.
+    common = {"reward_fn": spread, "max_rows": 4, "prompt_groups_per_step": 4, "eps": 1e-2}
+
+    whole = trial(**common)
+    pieces = trial(min_samples_per_fwd_bwd=4, max_samples_per_fwd_bwd=4, **common)
+
+    assert pieces.records()[0]["rollout/fwd_bwd_count"] == 4.0
+    assert difference(whole.weights(), pieces.weights()) < 1e-3
+
+
+def test_minibatches_take_one_optimizer_step_each(trial):
+    run = trial(ppo_n_minibatches=2, reward_fn=spread, max_rows=4)
+
+    assert run.summary.steps == 4
+    assert [record["step"] for record in run.records()] == [2, 4]
+
+
+def test_temperature_scales_policy_and_sampler_alike(trial):
+    run = trial(temperature=0.7, reward_fn=spread)
+
+    assert run.records()[0]["train/inference_diff"] < 1e-5
+
+
+def test_requests_in_flight_stay_below_their_cap(trial):
+    run = trial(max_concurrent=3, reward_fn=spread, max_rows=4)
+
+    assert run.summary.steps == 2
+
+
+def test_a_crashed_run_goes_on_as_if_it_had_not_crashed(trial):
+    common = {"reward_fn": spread, "max_rows": 10, "dcp_save_interval": 1, "seed": 5}
+    whole = trial(**common)
+    calls = 0
+
+    def failing(text, row):
+        nonlocal calls
+        calls += 1
+        if calls > 22:
+            raise OSError("the reward's disk is full")
+        return spread(text, row)
+
+    with pytest.raises(OSError, match="disk is full"):
+        trial(**(common | {"reward_fn": failing}), folder="crashed")
+    resumed = trial(**common, folder="crashed")
+
+    assert resumed.records() == whole.records()
+    assert all(torch.equal(one, whole.weights()[name]) for name, one in resumed.weights().items())
+
+
+@pytest.mark.parametrize("interval", [1, 3, 0])
+def test_every_row_is_trained_exactly_once(trial, rows, interval):
+    run = trial(weight_sync_interval=interval, reward_fn=spread, rows=rows[:7], epochs=2)
+
+    assert run.summary.rows == 14
+    assert set(Counter(run.rewarded).values()) == {4 * 2}
+    assert run.summary.steps == {1: 7, 3: 7, 0: 7}[interval]
+
+
+def test_a_missing_tokenizer_folder_is_named_before_anything_is_lost(trial):
+    with pytest.raises(ConfigError, match=r"deployment\.tokenizer_model must be"):
+        trial(deployment=DeployConfig(tokenizer_model="./no-such-folder"))
+
+
+def test_a_missing_model_folder_is_named(trial):
+    with pytest.raises(ConfigError, match="base_model must be an existing folder"):
+        trial(base_model="./no-such-folder")
+
+
+def test_a_prompt_that_is_too_long_is_dropped_and_counted(trial, rows):
+    long = {"messages": [{"role": "user", "content": "1 + " * 200}], "ground_truth": "1"}
+
+    run = trial(rows=[rows[0], long], reward_fn=spread)
+
+    assert run.records()[0]["rollout/dropped/overlong_prompt"] == 1.0
+
+
+def test_the_run_leaves_its_config(trial):
+    run = trial(reward_fn=spread, max_rows=2)
+
+    saved = orjson.loads((run.folder / "config.json").read_bytes())
+    assert saved["policy_loss"] == "grpo"
+    assert saved["deployment"]["tokenizer_model"] == str(MODEL)
