@@ -27,7 +27,7 @@ def quickstart_config(log_path: str, seed: int) -> Config:
         log_path=log_path,
         base_model=str(MODEL),
         dataset=str(TRAIN_ROWS),
-        max_rows=768,
+        max_rows=1024,
         epochs=2,
         shuffle=True,
         seed=seed,
@@ -42,6 +42,7 @@ def quickstart_config(log_path: str, seed: int) -> Config:
         weight_decay=0.0,
         eval_dataset=str(HELDOUT_ROWS),
         eval_every=16,
+        eval_samples_per_prompt=2,
         output_model_id="quickstart",
         deployment=DeployConfig(tokenizer_model=str(MODEL), max_batch_size=128),
     )
