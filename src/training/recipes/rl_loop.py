@@ -30,6 +30,7 @@ import tinker
 
 from hearth.errors import NotFoundError, RequestError, TransportError
 from training.rewards import answer_reward
+from training.utils.checkpoints import choose_checkpoint, read_manifest
 from training.utils.command import run_command, run_until_signal
 from training.utils.config import (
     CISPOConfig,
@@ -52,7 +53,7 @@ from training.utils.config import (
 )
 from training.utils.metrics import Display, MetricsLog
 from training.utils.rl.advantages import group_advantages, is_uniform, usable_group
-from training.utils.rl.evaluation import RewardFunction, evaluate
+from training.utils.rl.evaluation import RewardFunction
 from training.utils.rl.infra import Infra, InfraSpec, check_platform, provision
 from training.utils.rl.objectives import (
     TrainSample,
@@ -74,15 +75,11 @@ from training.utils.rl.rollout import (
 )
 from training.utils.rows import IndexedRow, Row, epoch_rows, load_rows, prompt_messages
 from training.utils.run import (
-    Checkpoint,
-    Cursor,
     Run,
     RunSummary,
     batch_metrics,
-    choose_checkpoint,
     merged_metrics,
     prepare_log_path,
-    read_manifest,
     step_times,
     write_config,
 )
@@ -281,7 +278,7 @@ def main(
     ):
         run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)
         if resumed is not None:
-            restore(config, infra, run, resumed)
+            run.restore(config, infra, resumed)
         run_until_signal(train(config, infra, run, reward_fn))
         return run.summary(infra)
 
@@ -291,18 +288,18 @@ async def train(config: Config, infra: Infra, run: Run, reward_fn: RewardFunctio
     is_synced = config.sync.interval > 0
     if config.sync.before_training or (is_synced and run.step > 0):
         await sync_weights(infra, run)
-    await evaluate_if_due(config, infra, run, reward_fn, always=True)
+    await run.evaluate_if_due(config, infra, reward_fn, always=True)
 
     for window in windows(config, run):
         first_step = run.step
         await train_window(config, infra, run, window, reward_fn)
         if is_synced and run.step > first_step:
             await sync_weights(infra, run)  # 5.
-        await evaluate_if_due(config, infra, run, reward_fn)
+        await run.evaluate_if_due(config, infra, reward_fn)
 
-    await evaluate_if_due(config, infra, run, reward_fn, always=True)
-    await save_if_due(config, infra, run, is_last=True)
-    await export_model(config, infra, run)
+    await run.evaluate_if_due(config, infra, reward_fn, always=True)
+    await run.save_if_due(config, infra, is_last=True)
+    await run.export_model(config, infra)
 
 
 async def train_window(
@@ -543,7 +540,7 @@ async def finish_step(config: Config, infra: Infra, run: Run, batch: Batch) -> N
     if math.isnan(run.first_step_s):
         run.first_step_s = time.perf_counter() - run.started
     run.cursor.finish(group.row.index for group in batch.groups)
-    await save_if_due(config, infra, run)
+    await run.save_if_due(config, infra)
     report_step(config, run, batch)
 
 
@@ -552,41 +549,6 @@ async def sync_weights(infra: Infra, run: Run) -> None:
     with run.clock.span("perf/weight_sync_time"):
         await asyncio.to_thread(infra.syncer.save_and_hotload, f"step-{run.step:05d}")
     run.version = infra.syncer.version
-
-
-async def evaluate_if_due(
-    config: Config, infra: Infra, run: Run, reward_fn: RewardFunction, *, always: bool = False
-) -> None:
-    """Held-out accuracy of what the deployment serves: at both ends, and every ``eval_every``."""
-    if not run.eval_rows or (run.evaluations and run.evaluations[-1][0] == run.step):
-        return
-    last = run.evaluations[-1][0] if run.evaluations else 0
-    is_due = config.eval_every > 0 and run.step - last >= config.eval_every
-    if not (always or is_due):
-        return
-    with run.clock.span("perf/eval_time"):
-        result = await evaluate(
-            infra.sampler, run.eval_rows, reward_fn, temperature=config.temperature,
-            samples_per_prompt=config.eval_samples_per_prompt,
-            max_tokens=config.max_completion_tokens, seed=config.seed,
-        )  # fmt: skip
-    run.evaluations.append((run.step, result))
-    run.log.write("eval", run.step, result.metrics())
-    run.display.note(f"step {run.step:>4}  held-out accuracy {result.accuracy:.3f}")
-
-
-async def save_if_due(config: Config, infra: Infra, run: Run, *, is_last: bool = False) -> None:
-    """A resumable checkpoint and, only when it is written, the manifest that names it."""
-    interval = config.sync.dcp_save_interval
-    unsaved = run.step - (run.checkpoints[-1].step if run.checkpoints else 0)
-    is_due = config.save_final_checkpoint if is_last else unsaved >= interval
-    if interval == 0 or unsaved == 0 or not is_due:
-        return
-    name = f"step-{run.step:05d}"
-    with run.clock.span("perf/dcp_save_time"):
-        saving = infra.policy.save_state(name, overwrite=True)
-        await saving.result_async(config.sync.dcp_timeout_s)
-    run.save_manifest(name, config.seed)
 
 
 def report_step(config: Config, run: Run, batch: Batch) -> None:
@@ -600,27 +562,6 @@ def report_step(config: Config, run: Run, batch: Batch) -> None:
     run.log.write("train", run.step, metrics)
     run.display.step(run.step, run.cursor.count, metrics)
     run.start_step()
-
-
-def restore(config: Config, infra: Infra, run: Run, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint and say what the run goes on with."""
-    infra.policy.load_state_with_optimizer(checkpoint.name).result()
-    run.step = config.resume.step_offset or checkpoint.step
-    run.cursor = Cursor(checkpoint.cursor, set(checkpoint.beyond))
-    run.display.note(
-        f"resuming from {checkpoint.name}: step {run.step}, {run.cursor.count} of "
-        f"{len(run.rows) * config.epochs} rows done"
-    )
-
-
-async def export_model(config: Config, infra: Infra, run: Run) -> None:
-    """The final weights as a Hugging Face folder, where ``output_model_id`` asks for one."""
-    if config.output_model_id is None:
-        return
-    folder = run.log_path / "models" / config.output_model_id
-    await asyncio.to_thread(infra.export_model, folder)
-    run.model_path = folder
-    run.display.note(f"the trained model is in {folder}")
 
 
 def command(arguments: Sequence[str] | None = None) -> int:

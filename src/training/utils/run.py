@@ -1,127 +1,27 @@
-"""The state of one run: step, cursor, metrics, and the manifest that makes it resumable."""
+"""The state of one run, and what every recipe does with it: save, resume, evaluate, export."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
 from hearth.errors import ConfigError
 from hearth.telemetry import BusyClock, Stopwatch
+from training.utils.checkpoints import Checkpoint, Cursor, write_atomically, write_manifest
+from training.utils.config import ResumeConfig, SyncSettings
 from training.utils.metrics import Display, MetricsLog
-from training.utils.rl.evaluation import EvalResult
+from training.utils.rl.evaluation import EvalResult, RewardFunction, evaluate
 from training.utils.rl.infra import Infra
 from training.utils.rl.rollout import PromptGroup, RolloutStats
 from training.utils.rows import Row
-
-MANIFEST = "run.json"
-
-
-@dataclass
-class Cursor:
-    """Which rows are finished: all below ``start``, and those in ``beyond``.
-
-    A row is finished when the step that trained it is done, or when it was dropped for good. Rows
-    finish out of order inside a window; the set stays exact, so that a resumed run neither repeats
-    nor skips one.
-    """
-
-    start: int = 0
-    beyond: set[int] = field(default_factory=set)
-
-    def finish(self, indices: Iterable[int]) -> None:
-        """Mark rows as finished."""
-        self.beyond.update(index for index in indices if index >= self.start)
-        while self.start in self.beyond:
-            self.beyond.remove(self.start)
-            self.start += 1
-
-    @property
-    def count(self) -> int:
-        """Number of finished rows."""
-        return self.start + len(self.beyond)
-
-    def finished(self) -> frozenset[int]:
-        """All finished rows' indices."""
-        return frozenset(range(self.start)) | self.beyond
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One resumable point: the trainer's checkpoint and what the recipe knew when it was written.
-
-    Example: ``{"name": "step-00004", "step": 4, "cursor": 9, "beyond": [11], "seed": 0}``
-    """
-
-    name: str
-    step: int
-    cursor: int
-    beyond: list[int]
-    seed: int
-
-
-def write_manifest(log_path: Path, checkpoints: list[Checkpoint]) -> None:
-    """Replace ``log_path/run.json`` at once: after a crash it is the old one or the new one."""
-    write_atomically(
-        log_path / MANIFEST,
-        orjson.dumps(
-            {"checkpoints": [asdict(one) for one in checkpoints]}, option=orjson.OPT_INDENT_2
-        ),
-    )
-
-
-def read_manifest(log_path: Path) -> list[Checkpoint]:
-    """The checkpoints of a run, oldest first; none where the run never wrote one.
-
-    Raises:
-        ConfigError: the manifest is damaged. Starting fresh must be somebody's decision.
-    """
-    path = log_path / MANIFEST
-    if not path.exists():
-        return []
-    try:
-        return [Checkpoint(**one) for one in orjson.loads(path.read_bytes())["checkpoints"]]
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} must be a run's manifest, got a damaged file ({error}): repair it, or move it "
-            "away to start from the base model"
-        ) from None
-
-
-def choose_checkpoint(
-    checkpoints: list[Checkpoint], wanted: str | None, seed: int
-) -> Checkpoint | None:
-    """The checkpoint to go on from: the named one, else the newest, else None.
-
-    Raises:
-        ConfigError: the named one does not exist, or the run had another seed, under which the
-            cursor would mean other rows.
-    """
-    chosen = _named_or_newest(checkpoints, wanted)
-    if chosen is not None and chosen.seed != seed:
-        raise ConfigError(
-            f"seed must be {chosen.seed} to go on from {chosen.name}, got {seed}: the rows' order "
-            "depends on it; choose another log_path to start anew"
-        )
-    return chosen
-
-
-def _named_or_newest(checkpoints: list[Checkpoint], wanted: str | None) -> Checkpoint | None:
-    if wanted is None or wanted == "latest":
-        if wanted == "latest" and not checkpoints:
-            raise ConfigError("resume.resume_from must name a checkpoint, got 'latest' of none")
-        return checkpoints[-1] if checkpoints else None
-    for one in checkpoints:
-        if one.name == wanted:
-            return one
-    known = [one.name for one in checkpoints]
-    raise ConfigError(f"resume.resume_from must be one of {known}, got {wanted!r}")
 
 
 def prepare_log_path(log_path: str) -> Path:
@@ -147,14 +47,23 @@ def write_config(log_path: Path, config: Mapping[str, Any]) -> None:
     )
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a whole file or nothing."""
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+class RunConfig(Protocol):
+    """The settings of a recipe that a run looks at."""
+
+    epochs: int
+    seed: int
+    temperature: float
+    max_completion_tokens: int
+    eval_every: int
+    eval_samples_per_prompt: int
+    save_final_checkpoint: bool
+    output_model_id: str | None
+    resume: ResumeConfig
+
+    @property
+    def sync(self) -> SyncSettings:
+        """Weight sync settings of all spellings together."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -208,12 +117,57 @@ class Run:
             model_path=self.model_path,
         )  # fmt: skip
 
-    def save_manifest(self, name: str, seed: int) -> None:
-        """Add a written checkpoint to the manifest."""
+    async def evaluate_if_due(
+        self, config: RunConfig, infra: Infra, reward_fn: RewardFunction, *, always: bool = False
+    ) -> None:
+        """Held-out accuracy of what the deployment serves, every ``eval_every`` steps."""
+        last = self.evaluations[-1][0] if self.evaluations else 0
+        is_due = always or 0 < config.eval_every <= self.step - last
+        if not self.eval_rows or not is_due or (self.evaluations and last == self.step):
+            return
+        with self.clock.span("perf/eval_time"):
+            result = await evaluate(
+                infra.sampler, self.eval_rows, reward_fn, temperature=config.temperature,
+                samples_per_prompt=config.eval_samples_per_prompt,
+                max_tokens=config.max_completion_tokens, seed=config.seed,
+            )  # fmt: skip
+        self.evaluations.append((self.step, result))
+        self.log.write("eval", self.step, result.metrics())
+        self.display.note(f"step {self.step:>4}  held-out accuracy {result.accuracy:.3f}")
+
+    async def save_if_due(self, config: RunConfig, infra: Infra, *, is_last: bool = False) -> None:
+        """A resumable checkpoint and, only when it is written, the manifest that names it."""
+        interval = config.sync.dcp_save_interval
+        unsaved = self.step - (self.checkpoints[-1].step if self.checkpoints else 0)
+        is_due = config.save_final_checkpoint if is_last else unsaved >= interval
+        if interval == 0 or unsaved == 0 or not is_due:
+            return
+        name = f"step-{self.step:05d}"
+        with self.clock.span("perf/dcp_save_time"):
+            saving = infra.policy.save_state(name, overwrite=True)
+            await saving.result_async(config.sync.dcp_timeout_s)
         beyond = sorted(self.cursor.beyond)
-        point = Checkpoint(name, self.step, self.cursor.start, beyond, seed)
+        point = Checkpoint(name, self.step, self.cursor.start, beyond, config.seed)
         self.checkpoints = [one for one in self.checkpoints if one.name != name] + [point]
         write_manifest(self.log_path, self.checkpoints)
+
+    def restore(self, config: RunConfig, infra: Infra, checkpoint: Checkpoint) -> None:
+        """Load a checkpoint and say what the run goes on with."""
+        infra.policy.load_state_with_optimizer(checkpoint.name).result()
+        self.step = config.resume.step_offset or checkpoint.step
+        self.cursor = Cursor(checkpoint.cursor, set(checkpoint.beyond))
+        self.display.note(
+            f"resuming from {checkpoint.name}: step {self.step}, {self.cursor.count} of "
+            f"{len(self.rows) * config.epochs} rows done"
+        )
+
+    async def export_model(self, config: RunConfig, infra: Infra) -> None:
+        """The final weights as a Hugging Face folder, where ``output_model_id`` asks for one."""
+        if config.output_model_id is None:
+            return
+        self.model_path = self.log_path / "models" / config.output_model_id
+        await asyncio.to_thread(infra.export_model, self.model_path)
+        self.display.note(f"the trained model is in {self.model_path}")
 
     def start_step(self) -> None:
         """Begin counting for the next step."""

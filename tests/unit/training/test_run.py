@@ -3,17 +3,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.errors import ConfigError
-from training.utils.config import WandBConfig
-from training.utils.metrics import MetricsLog, keep_older
-from training.utils.run import (
+from training.utils.checkpoints import (
     MANIFEST,
     Checkpoint,
     Cursor,
     choose_checkpoint,
-    merged_metrics,
     read_manifest,
     write_manifest,
 )
+from training.utils.config import WandBConfig
+from training.utils.metrics import MetricsLog, keep_older
+from training.utils.run import merged_metrics
 
 
 @given(st.permutations(range(12)))

@@ -1,0 +1,125 @@
+"""What makes a run resumable: its cursor, its checkpoints, and the manifest that names them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import orjson
+
+from hearth.errors import ConfigError
+
+MANIFEST = "run.json"
+
+
+@dataclass
+class Cursor:
+    """Which rows are finished: all below ``start``, and those in ``beyond``.
+
+    A row is finished when the step that trained it is done, or when it was dropped for good. Rows
+    finish out of order inside a window; the set stays exact, so that a resumed run neither repeats
+    nor skips one.
+    """
+
+    start: int = 0
+    beyond: set[int] = field(default_factory=set)
+
+    def finish(self, indices: Iterable[int]) -> None:
+        """Mark rows as finished."""
+        self.beyond.update(index for index in indices if index >= self.start)
+        while self.start in self.beyond:
+            self.beyond.remove(self.start)
+            self.start += 1
+
+    @property
+    def count(self) -> int:
+        """Number of finished rows."""
+        return self.start + len(self.beyond)
+
+    def finished(self) -> frozenset[int]:
+        """All finished rows' indices."""
+        return frozenset(range(self.start)) | self.beyond
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One resumable point: the trainer's checkpoint and what the recipe knew when it was written.
+
+    Example: ``{"name": "step-00004", "step": 4, "cursor": 9, "beyond": [11], "seed": 0}``
+    """
+
+    name: str
+    step: int
+    cursor: int
+    beyond: list[int]
+    seed: int
+
+
+def write_manifest(log_path: Path, checkpoints: list[Checkpoint]) -> None:
+    """Replace ``log_path/run.json`` at once: after a crash it is the old one or the new one."""
+    write_atomically(
+        log_path / MANIFEST,
+        orjson.dumps(
+            {"checkpoints": [asdict(one) for one in checkpoints]}, option=orjson.OPT_INDENT_2
+        ),
+    )
+
+
+def read_manifest(log_path: Path) -> list[Checkpoint]:
+    """The checkpoints of a run, oldest first; none where the run never wrote one.
+
+    Raises:
+        ConfigError: the manifest is damaged. Starting fresh must be somebody's decision.
+    """
+    path = log_path / MANIFEST
+    if not path.exists():
+        return []
+    try:
+        return [Checkpoint(**one) for one in orjson.loads(path.read_bytes())["checkpoints"]]
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} must be a run's manifest, got a damaged file ({error}): repair it, or move it "
+            "away to start from the base model"
+        ) from None
+
+
+def choose_checkpoint(
+    checkpoints: list[Checkpoint], wanted: str | None, seed: int
+) -> Checkpoint | None:
+    """The checkpoint to go on from: the named one, else the newest, else None.
+
+    Raises:
+        ConfigError: the named one does not exist, or the run had another seed, under which the
+            cursor would mean other rows.
+    """
+    chosen = _named_or_newest(checkpoints, wanted)
+    if chosen is not None and chosen.seed != seed:
+        raise ConfigError(
+            f"seed must be {chosen.seed} to go on from {chosen.name}, got {seed}: the rows' order "
+            "depends on it; choose another log_path to start anew"
+        )
+    return chosen
+
+
+def _named_or_newest(checkpoints: list[Checkpoint], wanted: str | None) -> Checkpoint | None:
+    if wanted is None or wanted == "latest":
+        if wanted == "latest" and not checkpoints:
+            raise ConfigError("resume.resume_from must name a checkpoint, got 'latest' of none")
+        return checkpoints[-1] if checkpoints else None
+    for one in checkpoints:
+        if one.name == wanted:
+            return one
+    known = [one.name for one in checkpoints]
+    raise ConfigError(f"resume.resume_from must be one of {known}, got {wanted!r}")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a whole file or nothing."""
+    temporary = path.with_name(path.name + ".new")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
