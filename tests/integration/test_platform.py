@@ -7,6 +7,7 @@ import torch
 from hearth.errors import (
     ClosedError,
     ConfigError,
+    EngineError,
     ForwardOnlyError,
     NotFoundError,
     RequestError,
@@ -30,11 +31,12 @@ ADAM = tinker.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, w
 class Stack:
     """A platform with one policy and one deployment, and clients of both."""
 
-    def __init__(self, folder, lora_rank=0):
+    def __init__(self, folder, lora_rank=0, **service_options):
         self.platform = EmbeddedPlatform(work_dir=folder)
         job = self.platform.create_trainer_job(BASE, job_id="policy", max_seq_len=128)
         model = self.platform.create_deployment("d", BASE, tokenizer=BASE, max_seq_len=128)
-        self.service = FiretitanServiceClient(self.platform.trainer_url(job), "key")
+        url = self.platform.trainer_url(job)
+        self.service = FiretitanServiceClient(url, "key", **service_options)
         self.policy = self.service.create_training_client(BASE, lora_rank, seed=1)
         self.deployments = DeploymentManager("key", self.platform.base_url)
         self.syncer = WeightSyncer(self.policy, self.deployments, "d", BASE)
@@ -210,3 +212,71 @@ def test_an_unknown_model_name_lists_the_registered_ones(tmp_path):
         pytest.raises(ConfigError, match=r"registered are .*qwen3-8b"),
     ):
         platform.create_trainer_job("accounts/x/models/nope", job_id="policy", max_seq_len=64)
+
+
+class RecordingPolicy:
+    """A policy client that writes down which kinds of snapshot it was asked for."""
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.lora_rank = policy.lora_rank
+        self.kinds = []
+
+    def save_weights_for_sampler_ext(self, name, checkpoint_type="base"):
+        self.kinds.append(checkpoint_type)
+        return self.policy.save_weights_for_sampler_ext(name, checkpoint_type)
+
+
+@pytest.mark.parametrize(
+    ("lora_rank", "kinds"),
+    [(0, ["base", "delta", "base", "delta"]), (4, ["base", "base", "base", "base"])],
+    ids=["full", "lora"],
+)
+def test_a_failed_hot_load_makes_the_next_snapshot_a_base(stack, lora_rank, kinds):
+    one = stack(lora_rank=lora_rank)
+    policy = RecordingPolicy(one.policy)
+    syncer = WeightSyncer(policy, one.deployments, "d", BASE, hotload_timeout=30)
+
+    syncer.save_and_hotload("step-00001")
+    served = syncer.save_and_hotload("step-00002")
+    with pytest.raises(EngineError, match="'never-saved' was refused"):
+        syncer.hotload("never-saved")
+    assert one.sample(n=1)[0].snapshot_identity == served
+    syncer.save_and_hotload("step-00003")
+    syncer.save_and_hotload("step-00004")
+
+    assert policy.kinds == kinds
+    assert syncer.version == 4
+
+
+def test_a_long_batch_goes_in_chunks_and_comes_back_as_one(stack):
+    one = stack()
+    datums = build_grpo_datums(one.sample(n=7))
+    whole = one.policy.forward_backward(datums).result()
+    step_of_whole = one.policy.optim_step(ADAM).result().metrics["grad_norm"]
+
+    again = stack(max_chunk_datums=3)
+    pieces = again.policy.forward_backward(datums).result()
+    step_of_pieces = again.policy.optim_step(ADAM).result().metrics["grad_norm"]
+
+    assert [o["logprobs"].data for o in pieces.loss_fn_outputs] == [
+        o["logprobs"].data for o in whole.loss_fn_outputs
+    ]
+    assert pieces.metrics["loss:sum"] == pytest.approx(whole.metrics["loss:sum"])
+    assert step_of_pieces == pytest.approx(step_of_whole, rel=1e-5)
+
+
+def test_a_checkpoint_brings_weights_and_optimizer_back(stack):
+    one = stack()
+    completions = one.sample()
+    one.step(completions)
+    one.policy.save_state("kept").result()
+    one.step(completions)
+    after = one.policy.forward(build_grpo_datums(completions)).result().loss_fn_outputs
+
+    one.policy.load_state_with_optimizer("kept").result()
+    one.step(completions)
+    again = one.policy.forward(build_grpo_datums(completions)).result().loss_fn_outputs
+
+    assert one.policy.list_checkpoints() == ["kept"]
+    assert [o["logprobs"].data for o in again] == [o["logprobs"].data for o in after]

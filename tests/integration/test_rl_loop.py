@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from hearth.errors import ConfigError
 from hearth.losses.catalog import POLICY_LOSSES
 from training.quickstart import MODEL
-from training.utils import DeployConfig, TISConfig
+from training.utils import DeployConfig, TISConfig, TrainerConfig
 
 
 def spread(text, row):
@@ -124,6 +124,20 @@ def test_minibatches_take_one_optimizer_step_each(trial):
 
     assert run.summary.steps == 4
     assert [record["step"] for record in run.records()] == [2, 4]
+
+
+def test_bfloat16_trains_on_float32_master_weights(trial):
+    run = trial(trainer=TrainerConfig(dtype="bfloat16"), reward_fn=spread, learning_rate=1e-4)
+
+    base = load_file(MODEL / "model.safetensors")
+    moved = [
+        name for name, one in run.weights().items() if not torch.equal(one.float(), base[name])
+    ]
+    assert run.summary.steps == 4
+    assert moved
+    assert {one.dtype for one in run.weights().values()} == {torch.bfloat16}
+    # Trainer and sampler round the same way, so they agree far below bfloat16's own precision.
+    assert run.records()[0]["train/inference_diff"] < 1e-2
 
 
 def test_temperature_scales_policy_and_sampler_alike(trial):

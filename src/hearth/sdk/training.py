@@ -20,9 +20,15 @@ import torch
 
 from hearth.errors import ConfigError, ForwardOnlyError, RequestError, RequestFailedError
 from hearth.sdk.background import APIFuture, start
+from hearth.sdk.batches import (
+    MAX_CHUNK_DATUMS,
+    TENSOR_ENCODING,
+    chunks_of,
+    datum_body,
+    merge_outputs,
+)
 from hearth.sdk.transport import Http
 from hearth.wire.base import Record
-from hearth.wire.tensors import encode
 from hearth.wire.tinker import (
     CheckpointNames,
     CheckpointType,
@@ -44,11 +50,8 @@ LossFunction = Callable[
     [list[tinker.Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]
 ]
 
-MAX_CHUNK_DATUMS = 1024
-MAX_CHUNK_TOKENS = 500_000
 # The server holds a question for about 25 s; a little more and the answer is lost.
 _POLL_TIMEOUT_S = 45.0
-_TENSOR_ENCODING = "base64"
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,13 @@ class FiretitanServiceClient:
         ConfigError: the base URL or the key is missing.
     """
 
-    def __init__(self, base_url: str, api_key: str, *, close_with: bool = True) -> None:
+    def __init__(
+        self, base_url: str, api_key: str, *, max_chunk_datums: int = MAX_CHUNK_DATUMS
+    ) -> None:
+        self._max_chunk_datums = max_chunk_datums
         self._http = Http(f"{base_url.rstrip('/')}/api/v1", api_key)
         self._session_id: str | None = None
         self._models = 0
-        self._close_with = close_with
 
     def create_training_client(
         self, base_model: str, lora_rank: int = 0, *, lora_alpha: float = 32.0,
@@ -112,7 +117,12 @@ class FiretitanServiceClient:
         made = start(create()).result()
         rank = lora.rank if lora is not None else 0
         return FiretitanTrainingClient(
-            self._http, made.model_id, base_model=base_model, lora_rank=rank, is_frozen=base_only
+            self._http,
+            made.model_id,
+            base_model=base_model,
+            lora_rank=rank,
+            is_frozen=base_only,
+            max_chunk_datums=self._max_chunk_datums,
         )
 
     def close(self) -> None:
@@ -127,13 +137,15 @@ class FiretitanTrainingClient:
     """
 
     def __init__(
-        self, http: Http, model_id: str, *, base_model: str, lora_rank: int, is_frozen: bool
-    ) -> None:
+        self, http: Http, model_id: str, *, base_model: str, lora_rank: int, is_frozen: bool,
+        max_chunk_datums: int = MAX_CHUNK_DATUMS,
+    ) -> None:  # fmt: skip
         self.model_id = model_id
         self.base_model = base_model
         self.lora_rank = lora_rank
         self.is_frozen = is_frozen
         self._http = http
+        self._max_chunk_datums = max_chunk_datums
         self._turn = asyncio.Lock()
         self._next_seq = 1
         self._suffix = uuid.uuid4().hex[:8]
@@ -293,12 +305,12 @@ class FiretitanTrainingClient:
         loss_fn_config: dict[str, Any] | None,
     ) -> list[FutureRef]:  # fmt: skip
         accepted: list[FutureRef] = []
-        for chunk in chunks_of(data):
+        for chunk in chunks_of(data, self._max_chunk_datums):
             content: dict[str, Any] = {"data": [datum_body(one) for one in chunk]}
             content["loss_fn"] = loss_fn
             if loss_fn_config:
                 content["loss_fn_config"] = loss_fn_config
-            body = {f"{operation}_input": content, "tensor_encoding": _TENSOR_ENCODING}
+            body = {f"{operation}_input": content, "tensor_encoding": TENSOR_ENCODING}
             accepted.append(await self._submit(operation, body))
         return accepted
 
@@ -359,76 +371,6 @@ async def retrieve(http: Http, request_id: str, kind: type[RecordT]) -> RecordT:
             raise RequestFailedError(str(body["error"]), category=category)
         if body.get("type") != "try_again":
             return kind.model_validate(body)
-
-
-def chunks_of(data: Sequence[tinker.Datum]) -> list[list[tinker.Datum]]:
-    """``data`` cut where a request would hold too many datums or tokens.
-
-    Raises:
-        RequestError: ``data`` is empty.
-    """
-    if not data:
-        raise RequestError("data must hold at least one datum, got none")
-    chunks: list[list[tinker.Datum]] = [[]]
-    tokens = 0
-    for datum in data:
-        length = datum.model_input.length
-        full = len(chunks[-1]) == MAX_CHUNK_DATUMS or tokens + length > MAX_CHUNK_TOKENS
-        if chunks[-1] and full:
-            chunks.append([])
-            tokens = 0
-        chunks[-1].append(datum)
-        tokens += length
-    return chunks
-
-
-def datum_body(datum: tinker.Datum) -> dict[str, Any]:
-    """A datum as the wire has it.
-
-    Raises:
-        RequestError: the input is not made of token ids.
-    """
-    chunks: list[dict[str, Any]] = []
-    for chunk in datum.model_input.chunks:
-        tokens = getattr(chunk, "tokens", None)  # the union also holds image chunks
-        if tokens is None:
-            raise RequestError(f"model_input must hold token ids, got a {chunk.type!r} chunk")
-        chunks.append({"tokens": list(tokens), "type": "encoded_text"})
-    inputs = {
-        name: encode(value.to_numpy(), value.dtype, _TENSOR_ENCODING).as_dict()
-        for name, value in datum.loss_fn_inputs.items()
-    }
-    return {"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs}
-
-
-def merge_outputs(parts: Sequence[ForwardOutput]) -> tinker.ForwardBackwardOutput:
-    """One output of several chunks: datums in order, metrics by their ``name:reduction``."""
-    outputs = [
-        {name: _tinker_tensor(value) for name, value in one.items()}
-        for part in parts
-        for one in part.loss_fn_outputs
-    ]
-    counts = [len(part.loss_fn_outputs) for part in parts]
-    shared = set(parts[0].metrics).intersection(*(part.metrics for part in parts))
-    metrics = {
-        name: _reduce(name, [part.metrics[name] for part in parts], counts)
-        for name in sorted(shared)
-    }
-    return tinker.ForwardBackwardOutput(
-        loss_fn_output_type=parts[0].loss_fn_output_type, loss_fn_outputs=outputs, metrics=metrics
-    )
-
-
-def _reduce(name: str, values: list[float], counts: list[int]) -> float:
-    reduction = name.rpartition(":")[2]
-    if reduction == "mean":
-        total = sum(counts) or 1
-        return sum(value * count for value, count in zip(values, counts, strict=True)) / total
-    return {"min": min, "max": max}.get(reduction, sum)(values)
-
-
-def _tinker_tensor(record: Any) -> tinker.TensorData:
-    return tinker.TensorData.from_numpy(np.array(record.to_numpy()))
 
 
 def _tensor(data: tinker.TensorData) -> torch.Tensor:
