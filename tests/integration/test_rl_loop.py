@@ -50,13 +50,17 @@ def test_weights_are_published_at_window_borders_only(trial, interval, published
     assert [one["version/sample_staleness_max"] for one in run.records()] == [0.0] * 4
 
 
-def test_a_group_without_spread_trains_nothing_and_publishes_nothing(trial):
+def test_a_group_without_spread_trains_nothing_and_publishes_nothing(trial, capsys):
     run = trial(reward_fn=lambda text, row: 1.0)
 
     assert run.summary.steps == 0
     assert run.summary.rows == 8
     assert run.summary.version == 0
     assert run.records() == []
+    assert (
+        "8 rows were dropped and no optimizer step was taken: 8 whose completions all earned the "
+        "same reward" in capsys.readouterr().out
+    )
 
 
 def test_a_reward_that_is_not_finite_drops_its_group_and_is_counted(trial, rows):

@@ -297,6 +297,7 @@ async def train(config: Config, infra: Infra, run: Run, reward_fn: RewardFunctio
             await sync_weights(infra, run)  # 5.
         await run.evaluate_if_due(config, infra, reward_fn)
 
+    run.mention_untrained_rows()
     await run.evaluate_if_due(config, infra, reward_fn, always=True)
     await run.save_if_due(config, infra, is_last=True)
     await run.export_model(config, infra)

@@ -47,6 +47,15 @@ def write_config(log_path: Path, config: Mapping[str, Any]) -> None:
     )
 
 
+_WHY_DROPPED = {
+    "uniform": "whose completions all earned the same reward",
+    "too_few": "with fewer than two finished completions (is max_completion_tokens too small?)",
+    "non_finite": "with a reward that is NaN or infinite",
+    "overlong_prompt": "whose prompt leaves no room below max_seq_len",
+    "failed": "whose sampling failed",
+}
+
+
 class RunConfig(Protocol):
     """The settings of a recipe that a run looks at."""
 
@@ -168,6 +177,17 @@ class Run:
         self.model_path = self.log_path / "models" / config.output_model_id
         await asyncio.to_thread(infra.export_model, self.model_path)
         self.display.note(f"the trained model is in {self.model_path}")
+
+    def mention_untrained_rows(self) -> None:
+        """Say why, when the rows since the last step left nothing to train on."""
+        if not self.stats.dropped:
+            return
+        reasons = ", ".join(
+            f"{count} {_WHY_DROPPED.get(reason, reason)}"
+            for reason, count in sorted(self.stats.dropped.items())
+        )
+        since = f"after step {self.step}" if self.step else "and no optimizer step was taken"
+        self.display.note(f"{self.stats.dropped.total()} rows were dropped {since}: {reasons}")
 
     def start_step(self) -> None:
         """Begin counting for the next step."""
