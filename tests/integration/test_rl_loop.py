@@ -1,3 +1,4 @@
+import asyncio
 import math
 from collections import Counter
 
@@ -183,6 +184,14 @@ def test_every_row_is_trained_exactly_once(trial, rows, interval):
     assert run.summary.rows == 14
     assert set(Counter(run.rewarded).values()) == {4 * 2}
     assert run.summary.steps == {1: 7, 3: 7, 0: 7}[interval]
+
+
+async def test_a_notebooks_loop_is_refused_with_the_way_around_it(trial):
+    with pytest.raises(ConfigError, match=r"asyncio\.to_thread"):
+        trial()
+
+    run = await asyncio.to_thread(trial, reward_fn=spread, max_rows=2)
+    assert run.summary.steps == 1
 
 
 def test_a_missing_tokenizer_folder_is_named_before_anything_is_lost(trial):

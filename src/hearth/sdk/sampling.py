@@ -15,7 +15,7 @@ from hearth.sdk.transport import TRANSIENT_STATUSES, Http, Retries
 from hearth.wire.completions import Choice, CompletionRequest, CompletionResponse
 
 DEFAULT_CONCURRENCY = 256
-# A deployment answers 404 or 425 while it boots or swaps weights: both are worth another try.
+# A deployment answers 425 while it boots or swaps weights.
 _RETRIES = Retries(attempts=8, statuses=TRANSIENT_STATUSES | {425})
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
@@ -109,12 +109,14 @@ class DeploymentSampler:
     async def sample_with_prompt_tokens(
         self, prompt_token_ids: Sequence[int], n: int = 1, max_tokens: int = 1024,
         temperature: float = 1.0, max_seq_len: int | None = None, *, seed: int | None = None,
-        stop: str | Sequence[str | int] | None = None, **options: Any,
+        stop: str | Sequence[str | int] | None = None, http_timeout: float | None = None,
+        **options: Any,
     ) -> list[SampledCompletion]:  # fmt: skip
         """``n`` completions of a prompt, in the order of their seeds.
 
         A prompt of ``max_seq_len`` tokens or more gives ``[]``; a longer result is left out.
-        ``seed`` makes each of the ``n`` draws reproducible. ``options`` are further fields of
+        ``seed`` makes each of the ``n`` draws reproducible. ``stop`` holds strings or token ids.
+        ``http_timeout`` bounds one completion, in seconds. ``options`` are further fields of
         ``CompletionRequest`` (``top_p``, ``top_k``, ``echo``, ...).
 
         Raises:
@@ -137,7 +139,7 @@ class DeploymentSampler:
             perf_metrics_in_response=True,
         )  # fmt: skip
         request = request.model_copy(update=options)
-        drawn = await start(self._draw(request, n, seed))
+        drawn = await start(self._draw(request, n, seed, http_timeout or self._timeout_s))
         limit = max_seq_len if max_seq_len is not None else float("inf")
         return [one for one in drawn if len(one.full_tokens) <= limit]
 
@@ -146,10 +148,10 @@ class DeploymentSampler:
         start(self._http.close()).result()
 
     async def _draw(
-        self, request: CompletionRequest, n: int, seed: int | None
+        self, request: CompletionRequest, n: int, seed: int | None, timeout_s: float
     ) -> list[SampledCompletion]:
         seeds = [None if seed is None else completion_seed(seed, index) for index in range(n)]
-        tasks = [asyncio.ensure_future(self._draw_one(request, one)) for one in seeds]
+        tasks = [asyncio.ensure_future(self._draw_one(request, one, timeout_s)) for one in seeds]
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
@@ -158,12 +160,14 @@ class DeploymentSampler:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    async def _draw_one(self, request: CompletionRequest, seed: int | None) -> SampledCompletion:
+    async def _draw_one(
+        self, request: CompletionRequest, seed: int | None, timeout_s: float
+    ) -> SampledCompletion:
         body = request.model_copy(update={"seed": seed}).dump()
         await self.concurrency.acquire()
         try:
             answer = await self._http.post(
-                "/inference/v1/completions", body, timeout_s=self._timeout_s,
+                "/inference/v1/completions", body, timeout_s=timeout_s,
                 headers={"x-request-id": uuid.uuid4().hex, "fireworks-deployment": self.model},
             )  # fmt: skip
         finally:

@@ -31,7 +31,7 @@ import tinker
 from hearth.errors import NotFoundError, RequestError, TransportError
 from training.rewards import answer_reward
 from training.utils.checkpoints import choose_checkpoint, read_manifest
-from training.utils.command import run_command, run_until_signal
+from training.utils.command import refuse_inside_event_loop, run_command, run_until_signal
 from training.utils.config import (
     CISPOConfig,
     DAPOConfig,
@@ -259,6 +259,7 @@ def main(
         ConfigError: a setting or a row breaks its rule; nothing was started.
     """
     started = time.perf_counter()
+    refuse_inside_event_loop()
     config.validate()
     if rows is None:
         rows = load_rows(config.dataset, config.max_rows)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import tyro
 from rich.console import Console
 
-from hearth.errors import HearthError
+from hearth.errors import ConfigError, HearthError
 from hearth.telemetry import setup_logging
 
 ConfigT = TypeVar("ConfigT")
@@ -48,6 +48,22 @@ def complain(error: object) -> None:
     """One message on stderr."""
     console = Console(file=sys.stderr)
     console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+
+
+def refuse_inside_event_loop() -> None:
+    """A recipe runs an event loop of its own, which cannot stand inside another.
+
+    Raises:
+        ConfigError: a loop is running in this thread, as in a notebook.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise ConfigError(
+        "main must be called outside a running event loop, got one: in a notebook write "
+        "`await asyncio.to_thread(main, config)`"
+    )
 
 
 def run_until_signal(work: Coroutine[Any, Any, None]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from hearth.errors import ConfigError
 from training.utils.config import WandBConfig
@@ -120,9 +120,10 @@ class Display:
         self.console = console or Console()
         self._bar: Progress | None = None
         if self.console.is_terminal:
+            # As narrow as it is, bar and step fit into 80 columns side by side.
             self._bar = Progress(
-                TextColumn("[bold]rows"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                TextColumn("{task.description}"), console=self.console, transient=True,
+                BarColumn(bar_width=10), MofNCompleteColumn(), TextColumn("{task.description}"),
+                console=self.console, transient=True,
             )  # fmt: skip
             self._task = self._bar.add_task("", total=total_rows)
             self._bar.start()
