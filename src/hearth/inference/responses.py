@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Sequence
 
 from hearth.errors import RequestError
 from hearth.inference.backend import SampledSequence, SampleRequest, Tokenizer
+from hearth.telemetry import new_request_id
 from hearth.wire.completions import (
     Choice,
     ChoiceLogprobs,
@@ -81,7 +81,7 @@ def completion_response(
     completion_tokens = sum(len(one.token_ids) for one in drawn)
     choices = [_choice(request, prompt, one, index, tokenizer) for index, one in enumerate(drawn)]
     return CompletionResponse.model_construct(
-        id=f"cmpl-{uuid.uuid4().hex}",
+        id=f"cmpl-{new_request_id()}",
         created=int(time.time()),
         model=request.model or model_name,
         choices=choices,

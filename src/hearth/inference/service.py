@@ -9,7 +9,6 @@ import asyncio
 import logging
 import math
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -28,6 +27,7 @@ from hearth.inference.responses import (
     prompt_ids,
     sample_requests,
 )
+from hearth.telemetry import new_request_id
 from hearth.wire.completions import (
     CompletionRequest,
     HotLoadRequest,
@@ -174,7 +174,7 @@ def _answering(handler: Handler) -> Handler:
     """The handler with its errors as answers, and the caller's request id on every answer."""
 
     async def answer(request: Request) -> Response:
-        request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
+        request_id = request.headers.get("x-request-id") or new_request_id()
         try:
             response = await handler(request)
         except ClientDisconnect:

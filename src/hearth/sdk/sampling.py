@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from hearth.errors import ConfigError, TransportError
 from hearth.sdk.background import start
 from hearth.sdk.concurrency import ConcurrencyController, FixedConcurrencyController
 from hearth.sdk.transport import TRANSIENT_STATUSES, Http, Retries
+from hearth.telemetry import new_request_id
 from hearth.wire.completions import Choice, CompletionRequest, CompletionResponse
 
 DEFAULT_CONCURRENCY = 256
@@ -168,7 +168,7 @@ class DeploymentSampler:
         try:
             answer = await self._http.post(
                 "/inference/v1/completions", body, timeout_s=timeout_s,
-                headers={"x-request-id": uuid.uuid4().hex, "fireworks-deployment": self.model},
+                headers={"x-request-id": new_request_id(), "fireworks-deployment": self.model},
             )  # fmt: skip
         finally:
             self.concurrency.release()
