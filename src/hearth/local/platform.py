@@ -41,7 +41,7 @@ class EmbeddedPlatform:
         self._deployments: dict[str, InferenceEngine] = {}
         self._gateway = Gateway()
         mount(self.base_url, self._gateway)
-        logger.info("the platform is embedded in this process (FIREWORKS_BASE_URL is not set)")
+        logger.debug("embedded platform at %s", self.base_url)
 
     def __enter__(self) -> EmbeddedPlatform:
         return self

@@ -273,9 +273,9 @@ def main(
     write_config(log_path, plain_config(config))
 
     with (
-        provision(spec) as infra,
-        MetricsLog.open(log_path, config.wandb, plain_config(config), resumed_step) as log,
         Display.open(len(rows) * config.epochs) as display,
+        provision(spec, on_status=display.note) as infra,
+        MetricsLog.open(log_path, config.wandb, plain_config(config), resumed_step) as log,
     ):
         run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)
         if resumed is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,8 +121,12 @@ def check_platform(spec: InfraSpec) -> None:
 
 
 @contextlib.contextmanager
-def provision(spec: InfraSpec) -> Iterator[Infra]:
+def provision(
+    spec: InfraSpec, *, on_status: Callable[[str], None] = logger.info
+) -> Iterator[Infra]:
     """Everything a recipe needs, for the body of the ``with``; after it the clients are closed.
+
+    ``on_status`` is told in one line what is started.
 
     Trainers and deployment start side by side. A LoRA policy without a reference shape shares its
     frozen base weights with the reference.
@@ -130,6 +134,10 @@ def provision(spec: InfraSpec) -> Iterator[Infra]:
     Raises:
         ConfigError: a model or tokenizer cannot be loaded.
     """
+    on_status(
+        "FIREWORKS_BASE_URL is not set: the platform runs inside this process, with "
+        f"{spec.base_model}"
+    )
     _mention_unused(spec)
     with contextlib.ExitStack() as stack:
         platform = EmbeddedPlatform(work_dir=spec.work_dir)
