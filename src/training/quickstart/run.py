@@ -106,7 +106,9 @@ def _write_plot(folder: Path, done: RunSummary) -> Path:
 
 
 def _write_rollouts(path: Path, result: EvalResult) -> None:
-    shown = "\n".join(_readable(sample) for sample in result.samples[:SHOWN_ROLLOUTS])
+    one_per_row = {id(sample.row): sample for sample in reversed(result.samples)}
+    samples = list(one_per_row.values())[::-1][:SHOWN_ROLLOUTS]
+    shown = "\n".join(_readable(sample) for sample in samples)
     right = f"{result.accuracy:.3f} of {len(result.samples)} held-out answers are right\n\n"
     path.write_text(right + shown, encoding="utf-8")
 
