@@ -27,6 +27,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -113,12 +115,10 @@ def slip(problem: Problem, rng: random.Random) -> int:
     swapped = int(str(answer)[::-1])
     carry = 10 if problem.op == "-" else -10
     wrong = [answer + 1, answer - 1, answer + carry, swapped, answer - carry]
-    choices = [number for number in wrong if number >= 0 and number != answer]
-    weights = [3, 3, 3, 2, 1]
-    return rng.choices(
-        [number for number in wrong if number in choices],
-        [w for number, w in zip(wrong, weights, strict=True) if number in choices],
-    )[0]
+    weighted = zip(wrong, (3, 3, 3, 2, 1), strict=True)
+    choices = [(number, weight) for number, weight in weighted if 0 <= number != answer]
+    numbers, weights = zip(*choices, strict=True)
+    return rng.choices(numbers, weights)[0]
 
 
 def careless_reply(problem: Problem, rng: random.Random) -> str:
@@ -179,16 +179,16 @@ def make_tokenizer(problems: list[Problem], rng: random.Random) -> PreTrainedTok
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """A Qwen3 of half a million parameters with fresh weights."""
+    pad, end = tokenizer.encode(PAD + END)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True,
-        max_position_embeddings=4096, rope_theta=10000.0, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, dtype="float32",
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        eos_token_id=end, pad_token_id=pad, dtype="float32",
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
-    )
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=True)
     return model
 
 
@@ -234,7 +234,8 @@ class Pretraining:
         asked = self.tokenizer(prompts).input_ids
         answered = self.tokenizer([reply(problem) + END for problem in problems]).input_ids
         width = max(len(a) + len(b) for a, b in zip(asked, answered, strict=True))
-        tokens = torch.full((len(problems), width), self.tokenizer.pad_token_id)
+        # Padding stands on the right, where causal attention keeps it from what counts.
+        tokens = torch.zeros((len(problems), width), dtype=torch.long)
         labels = torch.full((len(problems), width), -100)
         for row, (prompt, answer) in enumerate(zip(asked, answered, strict=True)):
             end = len(prompt) + len(answer)
@@ -257,20 +258,21 @@ def write_rows(path: Path, problems: list[Problem], rng: random.Random) -> None:
 
 
 @torch.inference_mode()
-def accuracy(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Path, *, greedy: bool
-) -> float:
-    """Share of a file's rows whose sampled reply is the right answer in its tags."""
+def accuracy(folder: Path, rows: Path, *, greedy: bool) -> float:
+    """Share of a file's rows that the written model answers rightly and in its tags."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     right = 0
     lines = rows.read_text(encoding="utf-8").splitlines()
     for line in lines:
         row = json.loads(line)
-        prompt = tokenizer.apply_chat_template(
-            row["messages"], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        asked = tokenizer(prompt_text(row["messages"][0]["content"]), return_tensors="pt")
         how = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
-        drawn = model.generate(**prompt, **how, max_new_tokens=16)
-        reply = tokenizer.decode(drawn[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        # transformers' own annotations do not bind here.
+        drawn = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
+            **asked, **how, max_new_tokens=16
+        )
+        reply = tokenizer.decode(drawn[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
         right += reply == f"{OPEN}{row['ground_truth']}{CLOSE}"
     return right / len(lines)
 
@@ -307,10 +309,9 @@ def main() -> None:
     model.save_pretrained(given.output / "model")
     tokenizer.save_pretrained(given.output / "model")
     size = sum(path.stat().st_size for path in (given.output / "model").iterdir())
-    model.eval()
     print(f"{sum(one.numel() for one in model.parameters())} parameters, {size} bytes")
     for greedy in (False, True):
-        share = accuracy(model, tokenizer, data / "heldout.jsonl", greedy=greedy)
+        share = accuracy(given.output / "model", data / "heldout.jsonl", greedy=greedy)
         print("held-out accuracy", "greedy" if greedy else "at temperature 1", share)
 
 
