@@ -127,9 +127,8 @@ def _print_table(
         "held-out rows, sampled at temperature 1", "before", "after", title_justify="left"
     )
     table.add_row("accuracy", f"{before.accuracy:.3f}", f"{after.accuracy:.3f}")
-    for label, name in (("answer length, tokens", "eval/response_len/mean"),):
-        row = [f"{one.metrics()[name]:.1f}" for one in (before, after)]
-        table.add_row(label, *row)
+    lengths = [f"{one.metrics()['eval/response_len/mean']:.1f}" for one in (before, after)]
+    table.add_row("answer length, tokens", *lengths)
     table.add_row(f"for example: {_question(before.samples)}", *map(_first, (before, after)))
     console.print(table)
     console.print(
