@@ -14,15 +14,15 @@ test: $(VENV)/.dev  ## Run all tests that this machine can run.
 	$(BIN)/pytest
 
 check: $(VENV)/.dev  ## Lint, format, types, layers, spelling.
-	$(BIN)/ruff check src tests tools
-	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src tests tools benchmarks
+	$(BIN)/ruff format --check src tests tools benchmarks
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/codespell src tests tools docs *.md
+	$(BIN)/codespell src tests tools benchmarks docs *.md
 
 format: $(VENV)/.dev  ## Rewrite the files as ruff wants them.
-	$(BIN)/ruff check --fix src tests tools
-	$(BIN)/ruff format src tests tools
+	$(BIN)/ruff check --fix src tests tools benchmarks
+	$(BIN)/ruff format src tests tools benchmarks
 
 clean:  ## Remove what the other targets made, runs excepted.
 	rm -rf $(VENV) build src/*.egg-info .pytest_cache .ruff_cache .hypothesis

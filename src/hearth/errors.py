@@ -4,10 +4,13 @@
     |-- ConfigError (ValueError)             a setting, row or argument breaks its rule
     |-- RequestError (ValueError)            one request's content breaks its rule
     |   |-- NumericsError                    NaN, infinity or a positive logprob on a live token
-    |   `-- ForwardOnlyError                 training asked of a frozen model
+    |   |-- ForwardOnlyError                 training asked of a frozen model
+    |   |-- ConflictError                    the name is taken, or the state forbids it
+    |   `-- TooLargeError                    the body is longer than the platform takes
     |-- NotFoundError (LookupError)          no such model, job, deployment, snapshot or future
     |-- AuthError (PermissionError)          missing or wrong API key
-    |-- ClosedError (RuntimeError)           a client or platform used after its scope ended
+    |-- ClosedError (RuntimeError)           a client, job or platform used after its end
+    |-- NotReadyError (RuntimeError)         it starts, or takes new weights; ask again soon
     |-- EngineError (RuntimeError)           the platform itself failed
     |-- RequestFailedError (RuntimeError)    what a client sees when its future failed
     `-- TransportError (ConnectionError)     no answer, or one that the protocol does not know
@@ -55,6 +58,20 @@ class ForwardOnlyError(RequestError):
     code = "failed_precondition"
 
 
+class ConflictError(RequestError):
+    """The name is taken by something else, or the resource's state forbids the request."""
+
+    status = 409
+    code = "already_exists"
+
+
+class TooLargeError(RequestError):
+    """The body is longer than the platform takes."""
+
+    status = 413
+    code = "too_large"
+
+
 class NotFoundError(HearthError, LookupError):
     """No such model, job, deployment, snapshot or future."""
 
@@ -72,11 +89,18 @@ class AuthError(HearthError, PermissionError):
 
 
 class ClosedError(HearthError, RuntimeError):
-    """A client or a platform was used after its scope ended."""
+    """A client, a job or a platform was used after its end."""
 
     status = 410
     code = "closed"
     category = "user"
+
+
+class NotReadyError(HearthError, RuntimeError):
+    """A trainer or deployment is starting; the same request may work soon."""
+
+    status = 425
+    code = "unavailable"
 
 
 class EngineError(HearthError, RuntimeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import resource
 import secrets
 import sys
@@ -28,6 +29,15 @@ def setup_logging(level: int = logging.INFO) -> None:
 
 _process = secrets.token_hex(8)
 _requests = itertools.count(1)
+
+
+def _renew() -> None:
+    global _process
+    _process = secrets.token_hex(8)
+
+
+# Forked workers would otherwise all count under one name.
+os.register_at_fork(after_in_child=_renew)
 
 
 def new_request_id() -> str:

@@ -15,9 +15,12 @@ from hearth.errors import (
 )
 from hearth.local import EmbeddedPlatform
 from hearth.sdk import (
+    DeploymentConfig,
     DeploymentManager,
     DeploymentSampler,
     FiretitanServiceClient,
+    TrainerJobConfig,
+    TrainerJobManager,
     WeightSyncer,
 )
 from training.quickstart import MODEL
@@ -33,12 +36,22 @@ class Stack:
 
     def __init__(self, folder, lora_rank=0, **service_options):
         self.platform = EmbeddedPlatform(work_dir=folder)
-        job = self.platform.create_trainer_job(BASE, job_id="policy", max_seq_len=128)
-        model = self.platform.create_deployment("d", BASE, tokenizer=BASE, max_seq_len=128)
-        url = self.platform.trainer_url(job)
-        self.service = FiretitanServiceClient(url, "key", **service_options)
+        url = self.platform.base_url
+        self.trainers = TrainerJobManager("key", base_url=url)
+        self.deployments = DeploymentManager("key", base_url=url)
+        created = self.trainers.create(
+            TrainerJobConfig(base_model=BASE, job_id="policy", max_context_length=128)
+        )
+        self.deployments.create_or_get(
+            DeploymentConfig(
+                deployment_id="d", base_model=BASE, max_context_length=128,
+                hot_load_trainer_job=created.job_name,
+            )
+        )  # fmt: skip
+        endpoint = self.trainers.wait_for_ready("policy")
+        model = self.deployments.wait_for_ready("d").inference_model
+        self.service = FiretitanServiceClient(endpoint.base_url, "key", **service_options)
         self.policy = self.service.create_training_client(BASE, lora_rank, seed=1)
-        self.deployments = DeploymentManager("key", self.platform.base_url)
         self.syncer = WeightSyncer(self.policy, self.deployments, "d", BASE)
         self.sampler = DeploymentSampler(self.deployments.inference_url, model, "key")
 
@@ -192,7 +205,7 @@ def test_a_deployment_that_does_not_exist_lists_the_known_ones(stack):
     one = stack()
     other = DeploymentSampler(one.platform.base_url, "accounts/me/deployments/x", "key")
 
-    with pytest.raises(NotFoundError, match="accounts/me/deployments/d"):
+    with pytest.raises(NotFoundError, match=r"must be one of \['d'\]"):
         asyncio.run(other.sample_with_prompt_tokens(PROMPT))
 
 
@@ -207,11 +220,11 @@ def test_clients_used_after_the_platform_is_closed_say_so(stack):
 
 
 def test_an_unknown_model_name_lists_the_registered_ones(tmp_path):
-    with (
-        EmbeddedPlatform(work_dir=tmp_path) as platform,
-        pytest.raises(ConfigError, match=r"registered are .*qwen3-8b"),
-    ):
-        platform.create_trainer_job("accounts/x/models/nope", job_id="policy", max_seq_len=64)
+    with EmbeddedPlatform(work_dir=tmp_path) as platform:
+        trainers = TrainerJobManager("key", base_url=platform.base_url)
+        with pytest.raises(RequestError, match=r"registered are .*qwen3-8b"):
+            trainers.create(TrainerJobConfig(base_model="accounts/x/models/nope"))
+        assert trainers.list() == []
 
 
 class RecordingPolicy:

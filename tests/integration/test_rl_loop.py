@@ -92,7 +92,7 @@ def test_kl_to_the_reference_grows_once_the_policy_moves(trial):
 
 
 def test_a_lora_policy_trains_and_exports_a_merged_model(trial):
-    run = trial(lora_rank=4, reward_fn=spread, kl_beta=0.01, learning_rate=1e-2)
+    run = trial(lora_rank=4, reward_fn=spread, kl_beta=0.01, learning_rate=1e-2, merge_adapter=True)
 
     base = load_file(MODEL / "model.safetensors")
     changed = {name for name, one in run.weights().items() if not torch.equal(one, base[name])}

@@ -15,6 +15,32 @@ from hearth.wire.completions import FinishReason
 if TYPE_CHECKING:
     from hearth.sync.store import Snapshot
 
+Phase = Literal["idle", "sampling", "load_snapshot"]
+TopLogprobs = list[tuple[int, float]]
+"""Token ids with the model's own logprobs, the most probable first."""
+
+
+@dataclass(frozen=True)
+class DrawnToken:
+    """One token as it was drawn; the logprobs are those of ``SampledSequence``."""
+
+    token_id: int
+    logprob: float
+    sampling_logprob: float
+    top: TopLogprobs | None = None
+
+
+class TokenListener(Protocol):
+    """Hears of a completion while it is drawn, on the backend's own thread: return at once."""
+
+    def prefilled(self, prompt_logprobs: list[float | None] | None) -> None:
+        """Tokens come from now on; the prompt's logprobs, if they were asked for."""
+        ...
+
+    def drew(self, token: DrawnToken) -> None:
+        """The next token, a matched stop token included."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
@@ -38,6 +64,10 @@ class SampleRequest:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     prompt_logprobs: bool = False
+    top_logprobs: int = 0
+    """How many of the most probable tokens are told beside each drawn one."""
+    listener: TokenListener | None = None
+    """Told of each token as it is drawn; None costs nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +83,8 @@ class SampledSequence:
     logprobs: list[float]
     sampling_logprobs: list[float]
     prompt_logprobs: list[float | None] | None
+    top_logprobs: list[TopLogprobs] | None = None
+    """One list per drawn token; None when nobody asked."""
     text: str
     """Without special tokens, cut before a stop string; empty without a tokenizer."""
     finish_reason: FinishReason
@@ -81,7 +113,7 @@ class ServingState:
     """The snapshot that is served; None before the first weight sync."""
     is_adapter: bool = False
     weight_version: int = 0
-    """Weight syncs taken so far."""
+    """The number of the weight sync that is served; 0 before the first."""
 
     def settled(self, identity: str) -> bool:
         """Whether ``identity`` is served, or could not be loaded."""
@@ -105,6 +137,10 @@ class Tokenizer(Protocol):
         """The text of token ids."""
         ...
 
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any:
+        """A conversation as token ids (``tokenize=True, return_dict=False``)."""
+        ...
+
 
 class InferenceBackend(Protocol):
     """Draws completions and takes new weights. Every method may be called from any thread."""
@@ -112,6 +148,11 @@ class InferenceBackend(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """For text prompts, stop strings and texts; None serves token ids only."""
+        ...
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest sequence, prompt included."""
         ...
 
     def submit(self, request: SampleRequest) -> Future[SampledSequence]:
@@ -123,11 +164,18 @@ class InferenceBackend(Protocol):
         """
         ...
 
-    def hot_load(self, identity: str, fetch: Callable[[], Snapshot]) -> Future[ServingState]:
+    def hot_load(
+        self, identity: str, fetch: Callable[[], Snapshot], *, weight_version: int | None = None
+    ) -> Future[ServingState]:
         """Serve the snapshot that ``fetch`` returns, without dropping a request.
 
-        A snapshot that is served or under way is not loaded again.
+        A snapshot that is served or under way is not loaded again. ``weight_version`` is the number
+        that these weights had before a restart; None takes the next one.
         """
+        ...
+
+    def watch_phase(self, on_phase: Callable[[Phase], None]) -> None:
+        """Call ``on_phase`` at every change of what is being done, from any thread."""
         ...
 
     def state(self) -> ServingState:

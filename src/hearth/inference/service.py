@@ -9,9 +9,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import orjson
 from starlette.applications import Starlette
@@ -19,89 +20,142 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from hearth.errors import HearthError, RequestError
-from hearth.inference.backend import InferenceBackend, SampledSequence, SampleRequest
-from hearth.inference.responses import (
-    completion_response,
-    perf_metrics,
-    prompt_ids,
-    sample_requests,
-)
+from hearth.errors import HearthError, NotFoundError, RequestError
+from hearth.inference.backend import InferenceBackend, Phase, SampledSequence, SampleRequest
+from hearth.inference.chat import chat_prompt, chat_response
+from hearth.inference.events import ChatEvents, CompletionEvents
+from hearth.inference.hot_loads import HotLoads, Sources
+from hearth.inference.requests import chat_requests, prompt_ids, read_chat, read_completion
+from hearth.inference.requests import sample_requests as completion_requests
+from hearth.inference.responses import completion_response, perf_metrics
+from hearth.inference.streaming import DrawStream, EventResponse, Piece
 from hearth.telemetry import new_request_id
-from hearth.wire.completions import (
-    CompletionRequest,
-    HotLoadRequest,
-    HotLoadState,
-    LoadedAdapter,
-    LoadingState,
-    ReplicaState,
-)
+from hearth.wire.completions import HotLoadRequest, Model, ModelList
 from hearth.wire.faults import fault_body, status_of
 
 if TYPE_CHECKING:
     # The service itself needs no torch.
-    from hearth.sync.store import SnapshotStore
+    from hearth.sync.store import Buckets, SnapshotStore
 
 logger = logging.getLogger(__name__)
 
 LONGEST_POLL_S = 600.0
 """Longest that a question for a hot-load's end is held."""
+BUCKET_HEADER = "x-hearth-snapshot-bucket"
+"""Names the bucket that a hot-load takes its snapshot from."""
 
 _CLIENT_GONE = 499
 
 Handler = Callable[[Request], Awaitable[Response]]
+_T = TypeVar("_T")
 
 
 def create_app(
-    backend: InferenceBackend, *, model_name: str, snapshots: SnapshotStore
-) -> Starlette:
+    backend: InferenceBackend, *, model_name: str, snapshots: SnapshotStore | Buckets,
+    state_dir: Path | None = None, default_bucket: str = "default",
+    on_phase: Callable[[Phase], None] | None = None,
+) -> Starlette:  # fmt: skip
     """The app of one deployment, an ASGI application.
 
-    Completions under ``/inference/v1/completions`` and ``/v1/completions``, weight syncs under
-    ``/hot_load/v1/models/hot_load``, ``/healthz``. Requests are not checked for their ``model``:
-    whoever routed them here has done that.
+    Completions, chat and models of OpenAI's API under ``/v1`` and ``/inference/v1``, weight syncs
+    under ``/hot_load/v1/models/hot_load``, ``/healthz``. Requests are not checked for their
+    ``model``: whoever routed them here has done that.
+
+    With ``state_dir`` the deployment remembers what it serves. After a restart it loads that
+    snapshot again and answers 425 until it has (``app.state.restored``, a future or None); if it
+    cannot, it serves its base weights and says so in the hot-load's ``loading_state``. ``on_phase``
+    is told at every change whether the backend samples, loads a snapshot or idles.
+
+    Raises:
+        ConfigError: what was served cannot be read from ``state_dir``.
     """
-    deployment = _Deployment(backend, model_name, snapshots)
+    if on_phase is not None:
+        backend.watch_phase(on_phase)
+    hot_loads = HotLoads(backend, Sources(snapshots, default_bucket), state_dir)
+    deployment = _Deployment(backend, model_name, hot_loads)
     routes = [
-        ("/inference/v1/completions", "POST", deployment.complete),
-        ("/v1/completions", "POST", deployment.complete),
         ("/hot_load/v1/models/hot_load", "POST", deployment.hot_load),
         ("/hot_load/v1/models/hot_load", "GET", deployment.hot_load_state),
         ("/healthz", "GET", deployment.health),
     ]
-    return Starlette(
+    for prefix in ("/inference/v1", "/v1"):
+        routes += [
+            (f"{prefix}/completions", "POST", deployment.complete),
+            (f"{prefix}/chat/completions", "POST", deployment.chat),
+            (f"{prefix}/models", "GET", deployment.models),
+            (f"{prefix}/models/{{name:path}}", "GET", deployment.model),
+        ]
+    app = Starlette(
         routes=[Route(path, _answering(run), methods=[method]) for path, method, run in routes]
     )
+    app.state.restored = hot_loads.restored
+    return app
 
 
 class _Deployment:
-    def __init__(
-        self, backend: InferenceBackend, model_name: str, snapshots: SnapshotStore
-    ) -> None:
+    def __init__(self, backend: InferenceBackend, model_name: str, hot_loads: HotLoads) -> None:
         self._backend = backend
         self._model_name = model_name
-        self._snapshots = snapshots
+        self._hot_loads = hot_loads
+        self._created = int(time.time())
 
     async def complete(self, request: Request) -> Response:
         start_s = time.perf_counter()
-        asked = CompletionRequest.parse(await request.body())
-        prompt = prompt_ids(asked, self._backend.tokenizer)
-        drawn = await self._draw(request, sample_requests(asked, prompt))
-        metrics = perf_metrics(prompt, drawn, time.perf_counter() - start_s)
+        self._hot_loads.require_ready()
+        call = read_completion(await request.body())
+        tokenizer = self._backend.tokenizer
+        prompts = prompt_ids(call, tokenizer)
+        wanted = completion_requests(call, prompts)
+        # The official training client buffers its stream, and needs ids that chunks do not have.
+        whole = call.raw_output or call.logprob_format == "arrays"
+        if call.stream and not whole:
+            events = CompletionEvents(
+                call, prompts, model_name=self._model_name, tokenizer=tokenizer
+            )
+            return await self._stream(request, wanted, events)
+        drawn = await self._draw(request, wanted)
+        metrics = perf_metrics(prompts, drawn, time.perf_counter() - start_s)
         body = completion_response(
-            asked, prompt, drawn, model_name=self._model_name, metrics=metrics,
-            tokenizer=self._backend.tokenizer,
-        ).dump()  # fmt: skip
-        headers = {f"fireworks-{name}": value for name, value in metrics.items()}
-        if not asked.stream:
+            call, prompts, drawn, model_name=self._model_name, metrics=metrics, tokenizer=tokenizer
+        ).dump()
+        headers = _metric_headers(metrics)
+        if not call.stream:
             return _json(body, headers=headers)
-        events = b"data: " + body + b"\n\ndata: [DONE]\n\n"
-        return Response(events, headers=headers, media_type="text/event-stream")
+        event = b"data: " + body + b"\n\ndata: [DONE]\n\n"
+        return Response(event, headers=headers, media_type="text/event-stream")
+
+    async def chat(self, request: Request) -> Response:
+        start_s = time.perf_counter()
+        self._hot_loads.require_ready()
+        asked = read_chat(await request.body())
+        tokenizer = self._backend.tokenizer
+        prompt = chat_prompt(asked, tokenizer)
+        wanted = chat_requests(asked, prompt, max_seq_len=self._backend.max_seq_len)
+        if asked.stream:
+            events = ChatEvents(asked, prompt, model_name=self._model_name, tokenizer=tokenizer)
+            return await self._stream(request, wanted, events)
+        drawn = await self._draw(request, wanted)
+        metrics = perf_metrics([prompt], drawn, time.perf_counter() - start_s)
+        body = chat_response(
+            asked, prompt, drawn, model_name=self._model_name, tokenizer=tokenizer, metrics=metrics
+        ).dump()
+        return _json(body, headers=_metric_headers(metrics))
+
+    async def models(self, _: Request) -> Response:
+        return _json(ModelList(data=[self._model()]).dump())
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._model_name:
+            raise NotFoundError(f"model must be {self._model_name!r}, got {name!r}")
+        return _json(self._model().dump())
 
     async def hot_load(self, request: Request) -> Response:
-        identity = HotLoadRequest.parse(await request.body()).identity
-        self._backend.hot_load(identity, lambda: self._snapshots.get(identity))
-        return _json(self._state().dump())
+        wanted = HotLoadRequest.parse(await request.body())
+        attached = wanted.incremental_snapshot_metadata
+        previous = attached and attached.previous_snapshot_identity
+        self._hot_loads.load(wanted.identity, request.headers.get(BUCKET_HEADER), previous)
+        return _json(self._hot_loads.state().dump())
 
     async def hot_load_state(self, request: Request) -> Response:
         identity = request.query_params.get("wait_for")
@@ -114,49 +168,81 @@ class _Deployment:
                     settled.result()
             finally:
                 settled.cancel()
-        return _json(self._state().dump())
+        return _json(self._hot_loads.state().dump())
 
     async def health(self, _: Request) -> Response:
+        self._hot_loads.require_ready()
         state = self._backend.state()
         return _json(orjson.dumps({"status": "ok", "weight_version": state.weight_version}))
+
+    def _model(self) -> Model:
+        return Model(
+            id=self._model_name, created=self._created, owned_by="hearth",
+            max_model_len=self._backend.max_seq_len,
+        )  # fmt: skip
+
+    def _submit(self, wanted: Sequence[SampleRequest]) -> list[Future[SampledSequence]]:
+        """Queue all or, when one is refused, none."""
+        futures: list[Future[SampledSequence]] = []
+        try:
+            for one in wanted:
+                futures.append(self._backend.submit(one))
+        except RequestError as error:
+            _cancel(futures)
+            raise _of_its_prompt(error, wanted, len(futures)) from None
+        except BaseException:
+            _cancel(futures)
+            raise
+        return futures
 
     async def _draw(
         self, request: Request, wanted: Sequence[SampleRequest]
     ) -> list[SampledSequence]:
         """Draw all; whatever ends this early (an error, a client that is gone) ends the draws."""
-        futures: list[Future[SampledSequence]] = []
+        futures = self._submit(wanted)
         try:
-            futures.extend(self._backend.submit(one) for one in wanted)
-            drawing = asyncio.gather(*map(asyncio.wrap_future, futures))
-            return await _unless_gone(request, drawing)
+            return await _unless_gone(request, asyncio.gather(*map(asyncio.wrap_future, futures)))
         finally:
-            for future in futures:
-                future.cancel()
+            _cancel(futures)
 
-    def _state(self) -> HotLoadState:
-        state = self._backend.state()
-        adapters: list[LoadedAdapter] = []
-        if state.is_adapter and state.current_identity is not None:
-            adapters.append(LoadedAdapter(identity=state.current_identity, status="loaded"))
-        loading = LoadingState(
-            stage=state.stage,
-            target_snapshot_identity=state.target_identity,
-            error_message=state.error,
+    async def _stream(
+        self, request: Request, wanted: Sequence[SampleRequest],
+        events: Callable[[list[Piece]], Iterable[bytes]],
+    ) -> Response:  # fmt: skip
+        """Answer with events from the first piece on; what fails before it has its own status."""
+        stream = DrawStream(wanted, self._submit, self._backend.tokenizer)
+        try:
+            first = await _unless_gone(request, asyncio.ensure_future(stream.next()))
+        except BaseException:
+            stream.close()
+            raise
+        request_id = request.state.request_id
+        return EventResponse(
+            stream, first, events=events, fault=lambda error: _fault_bytes(error, request_id)
         )
-        replica = ReplicaState(
-            current_snapshot_identity=state.current_identity, readiness=True,
-            loading_state=loading, loaded_adapters=adapters, weight_version=state.weight_version,
-        )  # fmt: skip
-        return HotLoadState(replicas=[replica])
 
 
-async def _unless_gone(
-    request: Request, drawing: asyncio.Future[list[SampledSequence]]
-) -> list[SampledSequence]:
-    """The draws.
+def _cancel(futures: Iterable[Future[SampledSequence]]) -> None:
+    for future in futures:
+        future.cancel()
+
+
+def _of_its_prompt(
+    error: RequestError, wanted: Sequence[SampleRequest], place: int
+) -> RequestError:
+    """The error of the request at ``place``; of several prompts it says which."""
+    prompts = list(dict.fromkeys(id(one.prompt) for one in wanted))
+    if len(prompts) == 1:
+        return error
+    number = prompts.index(id(wanted[place].prompt))
+    return RequestError(f"prompt {number} of {len(prompts)}: {error}")
+
+
+async def _unless_gone(request: Request, drawing: asyncio.Future[_T]) -> _T:
+    """What is waited for.
 
     Raises:
-        ClientDisconnect: nobody waits for them any more.
+        ClientDisconnect: nobody waits for it any more.
     """
     # The body is read, so all that can still come is the client's leaving.
     leaving = asyncio.ensure_future(request.receive())
@@ -175,6 +261,7 @@ def _answering(handler: Handler) -> Handler:
 
     async def answer(request: Request) -> Response:
         request_id = request.headers.get("x-request-id") or new_request_id()
+        request.state.request_id = request_id
         try:
             response = await handler(request)
         except ClientDisconnect:
@@ -191,11 +278,19 @@ def _answering(handler: Handler) -> Handler:
 
 
 def _fault(error: Exception, request_id: str) -> Response:
-    return _json(orjson.dumps(fault_body(error, request_id)), status=status_of(error))
+    return _json(_fault_bytes(error, request_id), status=status_of(error))
+
+
+def _fault_bytes(error: Exception, request_id: str) -> bytes:
+    return orjson.dumps(fault_body(error, request_id))
 
 
 def _json(body: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(body, status_code=status, headers=headers, media_type="application/json")
+
+
+def _metric_headers(metrics: dict[str, str]) -> dict[str, str]:
+    return {f"fireworks-{name}": value for name, value in metrics.items()}
 
 
 def _seconds(text: str) -> float:

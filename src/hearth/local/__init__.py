@@ -1,6 +1,5 @@
 """The embedded platform: trainers and deployments inside the process that uses them."""
 
-from hearth.local.platform import EmbeddedPlatform
-from hearth.local.registry import resolve_model
+from hearth.local.platform import EmbeddedPlatform, resolve_model
 
 __all__ = ["EmbeddedPlatform", "resolve_model"]

@@ -331,3 +331,8 @@ def _no_room(where: str, device: torch.device, error: BaseException) -> str:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def best_device() -> str:
+    """``cuda`` where there is a GPU, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

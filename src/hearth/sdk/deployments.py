@@ -1,100 +1,330 @@
-"""Deployments as the SDK reaches them: where to sample, and which snapshot they serve."""
+"""Deployments: asking for one, linking it to a trainer, and which snapshot it serves."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import time
 
-from hearth.errors import EngineError
-from hearth.sdk.background import start
-from hearth.sdk.transport import Http
-from hearth.wire.completions import DeltaMetadata, HotLoadRequest, HotLoadState, ReplicaState
+from hearth.errors import (
+    ConflictError,
+    EngineError,
+    NotFoundError,
+    NotReadyError,
+    TransportError,
+)
+from hearth.sdk.background import APIFuture, start
+from hearth.sdk.deployment_config import DeploymentConfig, DeploymentInfo
+from hearth.sdk.hotload import (
+    ONCE,
+    await_replica,
+    hot_load_headers,
+    hot_load_state,
+    load_and_wait,
+    order,
+)
+from hearth.sdk.readiness import DEPLOYMENT_STATES, GONE, JOBS, await_deployment
+from hearth.sdk.resources import ControlPlane, Patience, Watch
+from hearth.sdk.transport import Retries
+from hearth.wire.completions import CompletionRequest, DeltaMetadata, HotLoadState, ReplicaState
+from hearth.wire.fireworks import Deployment, DeploymentPatch, Deployments
 
-_HOT_LOAD = "/hot_load/v1/models/hot_load"
-_LONGEST_POLL_S = 25.0
+logger = logging.getLogger(__name__)
+
+DEPLOYMENTS = "deployments"
+READY_TIMEOUT_S = 600.0
+HOTLOAD_TIMEOUT_S = 600.0
+REPLICA_TIMEOUT_S = 300.0
+_DELETE_TIMEOUT_S = 60.0
+_DELETE = {"ignoreChecks": "true", "hard": "true"}
 
 
 class DeploymentManager:
-    """The deployments of one platform."""
+    """The deployments of one account, and what they serve.
+
+    ``account_id`` ``""`` or None: the platform is asked on first use. Methods block; those ending
+    in ``_async`` return a future instead (``await`` it, or ``.result()``).
+
+    Raises:
+        ConfigError: no key or no URL, neither here nor in the environment.
+    """
 
     def __init__(
-        self, api_key: str, base_url: str, *, account_id: str = "", inference_url: str | None = None
-    ) -> None:
-        self.account_id = account_id or "me"
-        self.inference_url = (inference_url or base_url).rstrip("/")
-        self._http = Http(base_url, api_key)
+        self, api_key: str | None = None, base_url: str | None = None, *,
+        account_id: str | None = None, inference_url: str | None = None,
+        retries: Retries | None = None, patience: Patience | None = None,
+    ) -> None:  # fmt: skip
+        self._control = ControlPlane(api_key, base_url, account_id, retries, patience)
+        self.base_url = self._control.http.base_url
+        self.inference_url = (inference_url or self.base_url).rstrip("/")
+        self._inference = self._control.http
+        if self.inference_url != self.base_url:
+            self._inference = self._control.client_of(self.inference_url)
+
+    @property
+    def account_id(self) -> str:
+        """The account that owns the deployments."""
+        return start(self._control.account_id()).result()
 
     def deployment_name(self, deployment_id: str) -> str:
         """The full resource name; a full name stays as it is."""
-        if deployment_id.startswith("accounts/"):
-            return deployment_id
-        return f"accounts/{self.account_id}/deployments/{deployment_id}"
+        return start(self._name(deployment_id)).result()
+
+    def create_or_get(
+        self, config: DeploymentConfig, force_recreate: bool = False
+    ) -> DeploymentInfo:
+        """The deployment of this id; made where there is none, or only a failed or deleted one.
+
+        ``force_recreate`` deletes a living one first.
+
+        Raises:
+            ConfigError: the config breaks a rule; nothing was asked for.
+            EngineError: the old one was still there a minute after its deletion.
+        """
+        config.validate()
+        return start(self._create_or_get(config, force_recreate)).result()
+
+    def get(self, deployment_id: str) -> DeploymentInfo | None:
+        """The deployment; None where there is none."""
+
+        async def find() -> DeploymentInfo | None:
+            name = await self._name(deployment_id)
+            record = await self._control.find(name, Deployment)
+            return None if record is None else DeploymentInfo.of(record, name)
+
+        return start(find()).result()
+
+    def wait_for_ready(
+        self, deployment_id: str, timeout_s: float = READY_TIMEOUT_S
+    ) -> DeploymentInfo:
+        """The deployment once it is ``READY``.
+
+        Raises:
+            EngineError: it failed or is being deleted (with the platform's reason), or the time is
+                over.
+            NotFoundError: there is none.
+        """
+        return self.wait_for_ready_async(deployment_id, timeout_s).result()
+
+    def wait_for_ready_async(
+        self, deployment_id: str, timeout_s: float = READY_TIMEOUT_S
+    ) -> APIFuture[DeploymentInfo]:
+        """``wait_for_ready`` as a future."""
+
+        async def wait() -> DeploymentInfo:
+            return await await_deployment(
+                self._control, await self._name(deployment_id), timeout_s, None
+            )
+
+        return start(wait())
+
+    def update(
+        self, deployment_id: str, *, hot_load_trainer_job: str | None = None,
+        hot_load_transition_type: str | None = None, min_replica_count: int | None = None,
+        max_replica_count: int | None = None,
+    ) -> DeploymentInfo:  # fmt: skip
+        """Change what is given; the rest stays."""
+
+        async def change() -> DeploymentInfo:
+            return await self._patch(
+                await self._name(deployment_id),
+                DeploymentPatch(
+                    hot_load_trainer_job=await self._trainer_name(hot_load_trainer_job),
+                    hot_load_transition_type=hot_load_transition_type,
+                    min_replica_count=min_replica_count,
+                    max_replica_count=max_replica_count,
+                ),
+            )
+
+        return start(change()).result()
+
+    def reattach_trainer(
+        self, deployment_id: str, trainer_job_name: str, timeout_s: float = READY_TIMEOUT_S
+    ) -> DeploymentInfo:
+        """Serve another trainer's snapshots from now on; returns when that is so.
+
+        Raises:
+            EngineError: the deployment failed, or is not ready and attached within ``timeout_s``.
+        """
+
+        async def attach() -> DeploymentInfo:
+            begun_s = time.monotonic()
+            name = await self._name(deployment_id)
+            trainer = await self._trainer_name(trainer_job_name)
+            before = await await_deployment(self._control, name, timeout_s, None)
+            if before.hot_load_trainer_job == trainer:
+                return before
+            await self._patch(name, DeploymentPatch(hot_load_trainer_job=trainer))
+            left_s = timeout_s - (time.monotonic() - begun_s)
+            return await await_deployment(self._control, name, left_s, trainer)
+
+        return start(attach()).result()
+
+    def scale_to_zero(self, deployment_id: str) -> None:
+        """Stop its replicas; the deployment and its name stay."""
+
+        async def stop() -> None:
+            patch = DeploymentPatch(min_replica_count=0, max_replica_count=0)
+            name = await self._name(deployment_id)
+            await self._control.send("PATCH", name, patch.as_dict())
+
+        start(stop()).result()
+
+    def delete(self, deployment_id: str) -> None:
+        """Delete it for good; one that is gone is left alone."""
+
+        async def delete() -> None:
+            await self._control.delete(await self._name(deployment_id), _DELETE)
+
+        start(delete()).result()
 
     def replica_state(self, deployment_id: str, base_model: str) -> ReplicaState | None:
         """What the deployment serves now; None while it has no replica."""
-        return start(self._state(self._route(deployment_id, base_model), {}, 30.0)).result()
+        replicas = self.hotload_check_status(deployment_id, base_model).replicas
+        return replicas[0] if replicas else None
+
+    def wait_for_replica(
+        self, deployment_id: str, base_model: str, timeout_s: float = REPLICA_TIMEOUT_S
+    ) -> ReplicaState:
+        """What the deployment serves, once it has a replica.
+
+        Raises:
+            EngineError: it failed, or has no replica within ``timeout_s``.
+            NotFoundError: there is no such deployment.
+        """
+
+        async def wait() -> ReplicaState:
+            headers = hot_load_headers(await self._name(deployment_id), base_model)
+            return await await_replica(self._control, headers, timeout_s)
+
+        return start(wait()).result()
+
+    def hotload_check_status(self, deployment_id: str, base_model: str) -> HotLoadState:
+        """What each replica serves and loads."""
+
+        async def state() -> HotLoadState:
+            headers = hot_load_headers(await self._name(deployment_id), base_model)
+            return await hot_load_state(self._control, headers)
+
+        return start(state()).result()
+
+    def hotload(
+        self, deployment_id: str, base_model: str, identity: str, *,
+        incremental: DeltaMetadata | None = None,
+    ) -> None:  # fmt: skip
+        """Ask for the snapshot ``identity`` to be served, and return at once."""
+
+        async def ask() -> None:
+            headers = hot_load_headers(await self._name(deployment_id), base_model)
+            await order(self._control, headers, identity, incremental)
+
+        start(ask()).result()
 
     def hotload_and_wait(
         self, deployment_id: str, base_model: str, identity: str, *,
-        incremental: DeltaMetadata | None = None, timeout_s: float = 600.0,
+        incremental: DeltaMetadata | None = None, timeout_s: float = HOTLOAD_TIMEOUT_S,
     ) -> ReplicaState:  # fmt: skip
         """Serve the snapshot ``identity``; returns when it is served.
 
+        A deployment that is started anew meanwhile is asked again.
+
         Raises:
             EngineError: the deployment could not load it, or not within ``timeout_s``.
+            NotFoundError: there is no such deployment.
         """
-        headers = self._route(deployment_id, base_model)
-        return start(self._hotload(headers, identity, incremental, timeout_s)).result()
+        return self.hotload_and_wait_async(
+            deployment_id, base_model, identity, incremental=incremental, timeout_s=timeout_s
+        ).result()
 
-    def _route(self, deployment_id: str, base_model: str) -> dict[str, str]:
-        name = self.deployment_name(deployment_id)
-        return {"fireworks-model": base_model, "fireworks-deployment": name}
+    def hotload_and_wait_async(
+        self, deployment_id: str, base_model: str, identity: str, *,
+        incremental: DeltaMetadata | None = None, timeout_s: float = HOTLOAD_TIMEOUT_S,
+    ) -> APIFuture[ReplicaState]:  # fmt: skip
+        """``hotload_and_wait`` as a future."""
 
-    async def _hotload(
-        self, headers: dict[str, str], identity: str, incremental: DeltaMetadata | None,
-        timeout_s: float,
-    ) -> ReplicaState:  # fmt: skip
-        request = HotLoadRequest(identity=identity, incremental_snapshot_metadata=incremental)
-        await self._http.post(_HOT_LOAD, request.dump(), headers=headers)
-        deadline = time.monotonic() + timeout_s
-        state: ReplicaState | None = None
-        while (left := deadline - time.monotonic()) > 0:
-            poll_s = min(left, _LONGEST_POLL_S)
-            question = {"wait_for": identity, "timeout_s": f"{poll_s:.3f}"}
-            state = await self._state(headers, question, poll_s + 10)
-            if state is not None and _serves(state, identity):
-                return state
-            if state is not None and _failed(state, identity):
-                raise EngineError(
-                    f"snapshot {identity!r} was refused by {headers['fireworks-deployment']}: "
-                    f"{state.loading_state.error_message or 'no reason given'}"
-                )
-        served = state.current_snapshot_identity if state else None
-        raise EngineError(
-            f"snapshot {identity!r} must be served within {timeout_s:g} s, still {served!r} "
-            f"on {headers['fireworks-deployment']}: raise weight_sync_timeout, or look at its log"
-        )
+        async def load() -> ReplicaState:
+            headers = hot_load_headers(await self._name(deployment_id), base_model)
+            return await load_and_wait(self._control, headers, identity, incremental, timeout_s)
 
-    async def _state(
-        self, headers: dict[str, str], question: dict[str, str], timeout_s: float
-    ) -> ReplicaState | None:
-        answer = await self._http.request(
-            "GET", _HOT_LOAD, headers=headers, params=question, timeout_s=timeout_s
-        )
-        replicas = HotLoadState.parse(answer.content).replicas
-        return replicas[0] if replicas else None
+        return start(load())
+
+    def warmup(self, deployment_id: str, attempts: int = 10) -> bool:
+        """Draw a few tokens, so that the first real draw does not wait; False if none came."""
+
+        async def draw() -> bool:
+            name = await self._name(deployment_id)
+            request = CompletionRequest(model=name, prompt=[1, 2], max_tokens=4, temperature=0.0)
+            body = request.dump()
+            pause_s = self._control.patience.first_s
+            for _ in range(attempts):
+                with contextlib.suppress(NotFoundError, NotReadyError, TransportError):
+                    await self._inference.post("/inference/v1/completions", body, retries=ONCE)
+                    return True
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, self._control.patience.longest_s)
+            return False
+
+        return start(draw()).result()
 
     def close(self) -> None:
         """Close the connections."""
-        start(self._http.close()).result()
+        self._control.close()
+        if self._inference is not self._control.http:
+            start(self._inference.close()).result()
 
+    def list(self) -> list[DeploymentInfo]:
+        """All deployments of the account."""
 
-def _serves(state: ReplicaState, identity: str) -> bool:
-    loaded = any(
-        one.identity == identity and one.status == "loaded" for one in state.loaded_adapters
-    )
-    return state.readiness and (state.current_snapshot_identity == identity or loaded)
+        async def deployments() -> list[DeploymentInfo]:
+            name = f"accounts/{await self._control.account_id()}/{DEPLOYMENTS}"
+            records = await self._control.pages(name, Deployments, lambda page: page.deployments)
+            return [DeploymentInfo.of(one, one.name or name) for one in records]
 
+        return start(deployments()).result()
 
-def _failed(state: ReplicaState, identity: str) -> bool:
-    loading = state.loading_state
-    return loading.stage == "error" and loading.target_snapshot_identity == identity
+    async def _name(self, deployment_id: str) -> str:
+        return await self._control.name_of(DEPLOYMENTS, deployment_id)
+
+    async def _trainer_name(self, job: str | None) -> str | None:
+        return None if job is None else await self._control.name_of(JOBS, job)
+
+    async def _create_or_get(self, config: DeploymentConfig, force: bool) -> DeploymentInfo:
+        name = await self._name(config.deployment_id)
+        existing = await self._control.find(name, Deployment)
+        if existing is not None and existing.state not in GONE and not force:
+            return DeploymentInfo.of(existing, name)
+        if existing is not None:
+            await self._control.delete(name, _DELETE)
+            await self._until_deleted(name)
+        trainer = await self._trainer_name(config.hot_load_trainer_job)
+        collection = name.removesuffix(f"/{config.deployment_id}")
+        try:
+            answer = await self._control.send(
+                "POST", collection, config.body(trainer), config.params()
+            )
+        except ConflictError as error:
+            logger.warning("the existing deployment %s is used as it is: %s", name, error)
+            return DeploymentInfo.of(await self._control.get(name, Deployment), name)
+        return DeploymentInfo.of(Deployment.parse(answer), name)
+
+    async def _until_deleted(self, name: str) -> None:
+        deadline_s = time.monotonic() + _DELETE_TIMEOUT_S
+        watch = Watch(self._control, name, Deployment, DEPLOYMENT_STATES)
+        try:
+            record = await watch.look()
+            while record.state != "DELETED":
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise EngineError(
+                        f"{name} must be gone within {_DELETE_TIMEOUT_S:g} s of its deletion, "
+                        f"still {record.state}"
+                    )
+                record = await watch.change(record.state, left_s)
+        except NotFoundError:
+            return
+
+    async def _patch(self, name: str, patch: DeploymentPatch) -> DeploymentInfo:
+        mask = ",".join(patch.model_dump(exclude_none=True))
+        answer = await self._control.send("PATCH", name, patch.as_dict(), {"updateMask": mask})
+        return DeploymentInfo.of(Deployment.parse(answer), name)

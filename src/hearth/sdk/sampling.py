@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hearth.errors import ConfigError, TransportError
-from hearth.sdk.background import start
-from hearth.sdk.concurrency import ConcurrencyController, FixedConcurrencyController
-from hearth.sdk.transport import TRANSIENT_STATUSES, Http, Retries
-from hearth.telemetry import new_request_id
+from hearth.sdk.attempts import Completing, DrawPatience
+from hearth.sdk.background import APIFuture, start
+from hearth.sdk.calls import CompletionsCall
+from hearth.sdk.concurrency import AdaptiveConcurrencyController, ConcurrencyController
+from hearth.sdk.transport import Http
 from hearth.wire.completions import Choice, CompletionRequest, CompletionResponse
 
-DEFAULT_CONCURRENCY = 256
-# A deployment answers 425 while it boots or swaps weights.
-_RETRIES = Retries(attempts=8, statuses=TRANSIENT_STATUSES | {425})
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
@@ -63,8 +61,8 @@ class DeploymentSampler:
     """Draws completions from one deployment.
 
     ``n`` completions are ``n`` requests with ``n=1`` each, all in flight at once as far as the
-    ``concurrency_controller`` lets them. Coroutines may be awaited on any event loop, also on a
-    fresh one each time.
+    ``concurrency_controller`` (by default one that adapts) lets them. A call may be awaited on any
+    event loop, also on a fresh one each time, or be used as a list without one.
     """
 
     def __init__(
@@ -76,42 +74,43 @@ class DeploymentSampler:
         *,
         concurrency_controller: ConcurrencyController | None = None,
         http_timeout_s: float = 600.0,
+        patience: DrawPatience | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.concurrency = concurrency_controller or FixedConcurrencyController(DEFAULT_CONCURRENCY)
-        self._http = Http(inference_url, api_key, retries=_RETRIES)
+        self.concurrency: ConcurrencyController = (
+            AdaptiveConcurrencyController()
+            if concurrency_controller is None
+            else concurrency_controller
+        )
+        self._http = Http(inference_url, api_key)
         self._timeout_s = http_timeout_s
+        self._patience = patience or DrawPatience()
 
-    async def sample_with_tokens(
+    def sample_with_tokens(
         self, messages: Sequence[Mapping[str, str]], n: int = 1, max_tokens: int = 1024,
         temperature: float = 1.0, max_seq_len: int | None = None, **options: Any,
-    ) -> list[SampledCompletion]:  # fmt: skip
-        """``n`` completions of a conversation, tokenized here.
+    ) -> CompletionsCall[SampledCompletion]:  # fmt: skip
+        """``n`` completions of a conversation, tokenized here in the thread of the first use.
 
         Raises:
-            ConfigError: the sampler has no tokenizer, or ``n`` is below 1.
+            ConfigError: on use: the sampler has no tokenizer, or ``n`` is below 1.
         """
-        if self.tokenizer is None:
-            raise ConfigError(
-                "tokenizer must be given to sample from messages, got None: pass "
-                "DeploymentSampler(tokenizer=...) or call sample_with_prompt_tokens"
-            )
-        prompt = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=True, add_generation_prompt=True,
-            return_dict=False,
-        )  # fmt: skip
-        return await self.sample_with_prompt_tokens(
-            prompt, n=n, max_tokens=max_tokens, temperature=temperature, max_seq_len=max_seq_len,
-            **options,
-        )  # fmt: skip
 
-    async def sample_with_prompt_tokens(
+        def begin() -> APIFuture[list[SampledCompletion]]:
+            return self._begin(
+                self._tokens_of(messages), n=n, max_tokens=max_tokens, temperature=temperature,
+                max_seq_len=max_seq_len, **options,
+            )  # fmt: skip
+
+        return CompletionsCall(begin)
+
+    def sample_with_prompt_tokens(
         self, prompt_token_ids: Sequence[int], n: int = 1, max_tokens: int = 1024,
         temperature: float = 1.0, max_seq_len: int | None = None, *, seed: int | None = None,
         stop: str | Sequence[str | int] | None = None, http_timeout: float | None = None,
         **options: Any,
-    ) -> list[SampledCompletion]:  # fmt: skip
+    ) -> CompletionsCall[SampledCompletion]:  # fmt: skip
         """``n`` completions of a prompt, in the order of their seeds.
 
         A prompt of ``max_seq_len`` tokens or more gives ``[]``; a longer result is left out.
@@ -120,8 +119,38 @@ class DeploymentSampler:
         ``CompletionRequest`` (``top_p``, ``top_k``, ``echo``, ...).
 
         Raises:
-            ConfigError: ``n`` is below 1, or an option is no field of a completion request.
+            ConfigError: on use: ``n`` is below 1, or an option is no field of a completion request.
         """
+        return CompletionsCall(
+            lambda: self._begin(
+                prompt_token_ids, n=n, max_tokens=max_tokens, temperature=temperature,
+                max_seq_len=max_seq_len, seed=seed, stop=stop, http_timeout=http_timeout,
+                **options,
+            )
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Refuse further calls and close the connections."""
+        start(self._http.close()).result()
+
+    def _tokens_of(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        if self.tokenizer is None:
+            raise ConfigError(
+                "tokenizer must be given to sample from messages, got None: pass "
+                "DeploymentSampler(tokenizer=...) or call sample_with_prompt_tokens"
+            )
+        return self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=True, add_generation_prompt=True,
+            return_dict=False,
+        )  # fmt: skip
+
+    def _begin(
+        self, prompt_token_ids: Sequence[int], *, n: int, max_tokens: int, temperature: float,
+        max_seq_len: int | None, seed: int | None = None,
+        stop: str | Sequence[str | int] | None = None, http_timeout: float | None = None,
+        **options: Any,
+    ) -> APIFuture[list[SampledCompletion]]:  # fmt: skip
+        """Judge the request and send it on its way."""
         if n < 1:
             raise ConfigError(f"n must be >= 1, got {n}")
         unknown = set(options) - set(CompletionRequest.model_fields)
@@ -129,7 +158,7 @@ class DeploymentSampler:
             raise ConfigError(f"sampling options must be request fields, got {sorted(unknown)}")
         prompt = list(prompt_token_ids)
         if max_seq_len is not None and len(prompt) >= max_seq_len:
-            return []
+            n = 0
         stops = [stop] if isinstance(stop, str) else list(stop or [])
         request = CompletionRequest(
             model=self.model, prompt=prompt, max_tokens=max_tokens, temperature=temperature,
@@ -139,40 +168,30 @@ class DeploymentSampler:
             perf_metrics_in_response=True,
         )  # fmt: skip
         request = request.model_copy(update=options)
-        drawn = await start(self._draw(request, n, seed, http_timeout or self._timeout_s))
-        limit = max_seq_len if max_seq_len is not None else float("inf")
-        return [one for one in drawn if len(one.full_tokens) <= limit]
-
-    def close(self) -> None:
-        """Refuse further calls and close the connections."""
-        start(self._http.close()).result()
+        return start(self._draw(request, n, seed, http_timeout or self._timeout_s, max_seq_len))
 
     async def _draw(
-        self, request: CompletionRequest, n: int, seed: int | None, timeout_s: float
-    ) -> list[SampledCompletion]:
+        self, request: CompletionRequest, n: int, seed: int | None, timeout_s: float,
+        max_seq_len: int | None,
+    ) -> list[SampledCompletion]:  # fmt: skip
         seeds = [None if seed is None else completion_seed(seed, index) for index in range(n)]
         tasks = [asyncio.ensure_future(self._draw_one(request, one, timeout_s)) for one in seeds]
         try:
-            return list(await asyncio.gather(*tasks))
+            drawn = await asyncio.gather(*tasks)
         except BaseException:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
+        limit = max_seq_len if max_seq_len is not None else float("inf")
+        return [one for one in drawn if len(one.full_tokens) <= limit]
 
     async def _draw_one(
         self, request: CompletionRequest, seed: int | None, timeout_s: float
     ) -> SampledCompletion:
         body = request.model_copy(update={"seed": seed}).dump()
-        await self.concurrency.acquire()
-        try:
-            answer = await self._http.post(
-                "/inference/v1/completions", body, timeout_s=timeout_s,
-                headers={"x-request-id": new_request_id(), "fireworks-deployment": self.model},
-            )  # fmt: skip
-        finally:
-            self.concurrency.release()
-        return completion_of(CompletionResponse.parse(answer), request)
+        completing = Completing(self._http, self.concurrency, self.model, self._patience, timeout_s)
+        return completion_of(await completing.run(body), request)
 
 
 def completion_seed(seed: int, index: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import orjson
 import tinker
 import torch
 
-from hearth.errors import ConfigError, ForwardOnlyError, RequestError, RequestFailedError
+from hearth.errors import ConfigError, ForwardOnlyError, RequestError
 from hearth.sdk.background import APIFuture, start
 from hearth.sdk.batches import (
     MAX_CHUNK_DATUMS,
@@ -27,6 +27,7 @@ from hearth.sdk.batches import (
     datum_body,
     merge_outputs,
 )
+from hearth.sdk.stream import Operation, OperationStream, retrieve
 from hearth.sdk.transport import Http
 from hearth.wire.base import Record
 from hearth.wire.tinker import (
@@ -50,39 +51,48 @@ LossFunction = Callable[
     [list[tinker.Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]
 ]
 
-# The server holds a question for about 25 s; a little more and the answer is lost.
-_POLL_TIMEOUT_S = 45.0
-
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Where a save went. ``snapshot_name`` is the identity that a deployment loads."""
+    """Where a save went. ``snapshot_name`` is the identity that a deployment loads.
+
+    After a load ``metadata`` are those that the checkpoint was saved with.
+    """
 
     path: str
     snapshot_name: str
+    metadata: dict[str, Any] | None = None
 
 
 class FiretitanServiceClient:
     """One session on one trainer.
+
+    ``revive``, where it is given, is called when the trainer is lost: it returns once the trainer
+    runs again, or raises. Clients then bring their models back, to the operation.
 
     Raises:
         ConfigError: the base URL or the key is missing.
     """
 
     def __init__(
-        self, base_url: str, api_key: str, *, max_chunk_datums: int = MAX_CHUNK_DATUMS
-    ) -> None:
+        self, base_url: str, api_key: str, *, max_chunk_datums: int = MAX_CHUNK_DATUMS,
+        revive: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self._max_chunk_datums = max_chunk_datums
         self._http = Http(f"{base_url.rstrip('/')}/api/v1", api_key)
+        self._revive = revive
         self._session_id: str | None = None
         self._models = 0
+        self._owner = uuid.uuid4().hex
 
     def create_training_client(
         self, base_model: str, lora_rank: int = 0, *, lora_alpha: float = 32.0,
         seed: int | None = None, train_mlp: bool = True, train_attn: bool = True,
-        train_unembed: bool = False,
+        train_unembed: bool = False, replace: bool = False,
     ) -> FiretitanTrainingClient:  # fmt: skip
         """A client of a new trainable model; ``lora_rank`` 0 trains all parameters.
+
+        ``replace`` makes room for it where an earlier client has left its models.
 
         Raises:
             RequestFailedError: the trainer serves another base model, or cannot make this one.
@@ -93,37 +103,53 @@ class FiretitanServiceClient:
                 rank=lora_rank, alpha=lora_alpha, seed=seed, train_mlp=train_mlp,
                 train_attn=train_attn, train_unembed=train_unembed,
             )  # fmt: skip
-        return self._create(base_model, lora, base_only=False)
+        return self._create(base_model, lora, base_only=False, replace=replace)
 
     def create_base_reference(self, base_model: str) -> FiretitanTrainingClient:
         """A client of the frozen base weights: ``forward`` works, training is refused."""
-        return self._create(base_model, None, base_only=True)
+        return self._create(base_model, None, base_only=True, replace=False)
 
     def _create(
-        self, base_model: str, lora: LoraSpec | None, *, base_only: bool
+        self, base_model: str, lora: LoraSpec | None, *, base_only: bool, replace: bool
     ) -> FiretitanTrainingClient:
-        async def create() -> ModelRef:
-            if self._session_id is None:
-                opened = await self._http.post("/create_session", CreateSession().dump())
-                self._session_id = SessionRef.parse(opened).session_id
-            number, self._models = self._models, self._models + 1
-            request = CreateModel(
-                session_id=self._session_id, model_seq_id=number, base_model=base_model,
-                lora_config=lora, base_only=base_only,
-            )  # fmt: skip
-            accepted = FutureRef.parse(await self._http.post("/create_model", request.dump()))
-            return await retrieve(self._http, accepted.request_id, ModelRef)
-
-        made = start(create()).result()
+        made = start(self._create_model(base_model, lora, base_only, replace)).result()
         rank = lora.rank if lora is not None else 0
-        return FiretitanTrainingClient(
+        client = FiretitanTrainingClient(
             self._http,
             made.model_id,
             base_model=base_model,
             lora_rank=rank,
             is_frozen=base_only,
             max_chunk_datums=self._max_chunk_datums,
+            reopen=self._reopen(base_model, lora, base_only) if self._revive else None,
         )
+        client.max_seq_len = made.max_seq_len
+        return client
+
+    async def _create_model(
+        self, base_model: str, lora: LoraSpec | None, base_only: bool, replace: bool = False
+    ) -> ModelRef:
+        if self._session_id is None:
+            opened = await self._http.post("/create_session", CreateSession().dump())
+            self._session_id = SessionRef.parse(opened).session_id
+        number, self._models = self._models, self._models + 1
+        request = CreateModel(
+            session_id=self._session_id, model_seq_id=number, base_model=base_model,
+            lora_config=lora, base_only=base_only, owner=self._owner, replace_policy=replace,
+        )  # fmt: skip
+        accepted = FutureRef.parse(await self._http.post("/create_model", request.dump()))
+        return await retrieve(self._http, accepted.request_id, ModelRef)
+
+    def _reopen(
+        self, base_model: str, lora: LoraSpec | None, base_only: bool
+    ) -> Callable[[], Awaitable[str]]:
+        async def reopen() -> str:
+            assert self._revive is not None, "checked where this was made"
+            await asyncio.to_thread(self._revive)
+            self._session_id = None
+            return (await self._create_model(base_model, lora, base_only)).model_id
+
+        return reopen
 
     def close(self) -> None:
         """Close the session's connections; its clients refuse further calls."""
@@ -139,16 +165,27 @@ class FiretitanTrainingClient:
     def __init__(
         self, http: Http, model_id: str, *, base_model: str, lora_rank: int, is_frozen: bool,
         max_chunk_datums: int = MAX_CHUNK_DATUMS,
+        reopen: Callable[[], Awaitable[str]] | None = None,
     ) -> None:  # fmt: skip
-        self.model_id = model_id
         self.base_model = base_model
         self.lora_rank = lora_rank
         self.is_frozen = is_frozen
+        self.max_seq_len: int | None = None
+        """Most input tokens of a datum, where the trainer said so."""
         self._http = http
         self._max_chunk_datums = max_chunk_datums
-        self._turn = asyncio.Lock()
-        self._next_seq = 1
+        self._stream = OperationStream(http, model_id, reopen=reopen)
         self._suffix = uuid.uuid4().hex[:8]
+
+    @property
+    def model_id(self) -> str:
+        """The model's id on its trainer; another one after the trainer was restarted."""
+        return self._stream.model_id
+
+    @property
+    def restarts(self) -> int:
+        """How often the model was brought back on a restarted trainer."""
+        return self._stream.restarts
 
     def forward(
         self, data: Sequence[tinker.Datum], loss_fn: str = "cross_entropy",
@@ -211,9 +248,18 @@ class FiretitanTrainingClient:
 
         return start(step())
 
-    def save_state(self, name: str, *, overwrite: bool = False) -> APIFuture[SaveResult]:
-        """Write a resumable checkpoint: weights, optimizer and step count."""
-        return self._save("save_weights", {"path": name, "overwrite": overwrite})
+    def save_state(
+        self, name: str, *, overwrite: bool = False, metadata: dict[str, Any] | None = None
+    ) -> APIFuture[SaveResult]:
+        """Write a resumable checkpoint: weights, optimizer, step count, RNG and ``metadata``.
+
+        The metadata are your own JSON values, 1 MiB at most, which loading gives back; with
+        ``"pinned": True`` the checkpoint stays where old ones are retired.
+        """
+        body: dict[str, Any] = {"path": name, "overwrite": overwrite}
+        if metadata is not None:
+            body["metadata"] = metadata
+        return self._save("save_weights", body)
 
     def load_state(self, path: str) -> APIFuture[SaveResult]:
         """Read a checkpoint's weights and start with a fresh optimizer."""
@@ -222,6 +268,20 @@ class FiretitanTrainingClient:
     def load_state_with_optimizer(self, path: str) -> APIFuture[SaveResult]:
         """Read a checkpoint's weights and its optimizer."""
         return self._save("load_weights", {"path": path, "optimizer": True})
+
+    def resolve_checkpoint_path(self, name: str, source_job_id: str | None = None) -> str:
+        """What ``load_state`` takes for a checkpoint of this job or of ``source_job_id``.
+
+        Asks nobody: whether it exists is seen on loading.
+
+        Raises:
+            ConfigError: a part is empty or has a ``/``.
+        """
+        parts = {"name": name} | ({} if source_job_id is None else {"source_job_id": source_job_id})
+        for field, value in parts.items():
+            if not value or "/" in value:
+                raise ConfigError(f"{field} must be a name without '/', got {value!r}")
+        return name if source_job_id is None else f"cross_job://{source_job_id}/{name}"
 
     def load_adapter(self, adapter_path: str) -> APIFuture[SaveResult]:
         """Start this LoRA model from a PEFT adapter."""
@@ -268,7 +328,7 @@ class FiretitanTrainingClient:
     def _save(self, operation: str, body: dict[str, Any]) -> APIFuture[SaveResult]:
         async def save() -> SaveResult:
             done = await self._operation(operation, body, PathOutput)
-            return SaveResult(path=done.path, snapshot_name=done.path)
+            return SaveResult(path=done.path, snapshot_name=done.path, metadata=done.metadata)
 
         return start(save())
 
@@ -282,42 +342,35 @@ class FiretitanTrainingClient:
     async def _operation(
         self, operation: str, body: dict[str, Any], kind: type[RecordT]
     ) -> RecordT:
-        async with self._turn:
-            accepted = await self._submit(operation, body)
-        return await retrieve(self._http, accepted.request_id, kind)
-
-    async def _submit(self, operation: str, body: dict[str, Any]) -> FutureRef:
-        """Post one operation; the caller holds the turn. A refused post keeps its number."""
-        numbered = {**body, "model_id": self.model_id, "seq_id": self._next_seq}
-        answer = await self._http.post(f"/{operation}", orjson.dumps(numbered))
-        self._next_seq += 1
-        return FutureRef.parse(answer)
+        async with self._stream.turn:
+            accepted = await self._stream.submit(operation, body)
+        return await self._stream.result(accepted, kind)
 
     async def _in_turn(
-        self, post: Callable[[], Coroutine[Any, Any, list[FutureRef]]]
+        self, post: Callable[[], Coroutine[Any, Any, list[Operation]]]
     ) -> tinker.ForwardBackwardOutput:
-        async with self._turn:
+        async with self._stream.turn:
             accepted = await post()
         return await self._collect(accepted)
 
     async def _post_data(
         self, operation: str, data: Sequence[tinker.Datum], loss_fn: str,
         loss_fn_config: dict[str, Any] | None,
-    ) -> list[FutureRef]:  # fmt: skip
-        accepted: list[FutureRef] = []
+    ) -> list[Operation]:  # fmt: skip
+        accepted: list[Operation] = []
         for chunk in chunks_of(data, self._max_chunk_datums):
             content: dict[str, Any] = {"data": [datum_body(one) for one in chunk]}
             content["loss_fn"] = loss_fn
             if loss_fn_config:
                 content["loss_fn_config"] = loss_fn_config
             body = {f"{operation}_input": content, "tensor_encoding": TENSOR_ENCODING}
-            accepted.append(await self._submit(operation, body))
+            accepted.append(await self._stream.submit(operation, body))
         return accepted
 
-    async def _collect(self, accepted: list[FutureRef]) -> tinker.ForwardBackwardOutput:
+    async def _collect(self, accepted: list[Operation]) -> tinker.ForwardBackwardOutput:
         """All chunks' results as one; each chunk is waited for before an error is raised."""
         parts = await asyncio.gather(
-            *(retrieve(self._http, one.request_id, ForwardOutput) for one in accepted),
+            *(self._stream.result(one, ForwardOutput) for one in accepted),
             return_exceptions=True,
         )
         done: list[ForwardOutput] = []
@@ -332,7 +385,7 @@ class FiretitanTrainingClient:
     ) -> tinker.ForwardBackwardOutput:
         config = {"temperature": temperature} if temperature != 1.0 else None
         bare = [_scoring_datum(datum) for datum in data]
-        async with self._turn:
+        async with self._stream.turn:
             scored = await self._collect(
                 await self._post_data("forward", bare, "cross_entropy", config)
             )
@@ -354,23 +407,6 @@ class FiretitanTrainingClient:
             loss_fn_outputs=scored.loss_fn_outputs,
             metrics=own,
         )
-
-
-async def retrieve(http: Http, request_id: str, kind: type[RecordT]) -> RecordT:
-    """Ask for a future until it is done.
-
-    Raises:
-        RequestFailedError: the operation failed; the message is the platform's own.
-    """
-    question = orjson.dumps({"request_id": request_id})
-    while True:
-        answer = await http.post("/retrieve_future", question, timeout_s=_POLL_TIMEOUT_S)
-        body = orjson.loads(answer)
-        if "error" in body:
-            category = body.get("category", "unknown")
-            raise RequestFailedError(str(body["error"]), category=category)
-        if body.get("type") != "try_again":
-            return kind.model_validate(body)
 
 
 def _tensor(data: tinker.TensorData) -> torch.Tensor:

@@ -20,9 +20,12 @@ from hearth.errors import (
     AuthError,
     ClosedError,
     ConfigError,
+    ConflictError,
     HearthError,
     NotFoundError,
+    NotReadyError,
     RequestError,
+    TooLargeError,
     TransportError,
 )
 
@@ -34,8 +37,11 @@ _ERROR_OF_STATUS: dict[int, type[HearthError]] = {
     401: AuthError,
     403: AuthError,
     404: NotFoundError,
+    409: ConflictError,
     410: ClosedError,
+    413: TooLargeError,
     422: RequestError,
+    425: NotReadyError,
 }
 
 
@@ -97,6 +103,11 @@ class Http:
         self._client: httpx.AsyncClient | None = None
         self._closed = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called, or the platform was taken away."""
+        return self._closed or _mounted.get(self._origin, ...) is None
+
     async def request(
         self,
         method: str,
@@ -137,6 +148,21 @@ class Http:
         raise TransportError(
             f"{method} {self.base_url}{path} failed {policy.attempts} times, last with {failure}: "
             "is the platform running there?"
+        )
+
+    async def send_once(
+        self, method: str, path: str, *, body: bytes | None = None,
+        headers: Mapping[str, str] | None = None, timeout_s: float = 60.0,
+    ) -> httpx.Response:  # fmt: skip
+        """One attempt; whatever its status, the answer is returned.
+
+        Raises:
+            httpx.TransportError: there was none.
+            ClosedError: the platform is gone.
+        """
+        sent = {**self._headers, "content-type": "application/json", **(headers or {})}
+        return await self._live_client().request(
+            method, self.base_url + path, content=body, headers=sent, timeout=timeout_s
         )
 
     async def post(self, path: str, record: bytes, **options: Any) -> bytes:

@@ -1,6 +1,6 @@
 """Publishing the policy's weights to a deployment, as a small state machine.
 
-The first snapshot is a base; later ones are deltas on the last one that was served (LoRA always
+The first snapshot is a base; a later one is a delta where its predecessor is served (LoRA always
 sends its whole adapter). A failed load breaks the chain: the next snapshot is a base again.
 """
 
@@ -12,16 +12,16 @@ from typing import Protocol
 
 from hearth.errors import ConfigError
 from hearth.sdk.deployments import DeploymentManager
-from hearth.wire.completions import DeltaMetadata
+from hearth.wire.completions import DeltaMetadata, ReplicaState
 from hearth.wire.tinker import CheckpointType
 
 logger = logging.getLogger(__name__)
 
+REPLICA_TIMEOUT_S = 300.0
+
 
 class SnapshotSaver(Protocol):
-    """The side that holds the weights."""
-
-    lora_rank: int
+    """The side that holds the weights; its ``lora_rank`` is read where it has one."""
 
     def save_weights_for_sampler_ext(
         self, name: str, checkpoint_type: CheckpointType = "base"
@@ -42,6 +42,9 @@ class SavedSnapshot(Protocol):
 class WeightSyncer:
     """Saves snapshots of a policy and has a deployment serve them.
 
+    ``lora_rank`` is for a policy client that does not say its own; with a rank above 0 every
+    snapshot is a base.
+
     Raises:
         ConfigError: ``first_checkpoint_type`` is neither ``base`` nor ``delta``.
     """
@@ -49,21 +52,23 @@ class WeightSyncer:
     def __init__(
         self, policy_client: SnapshotSaver, deploy_mgr: DeploymentManager, deployment_id: str,
         base_model: str, *, hotload_timeout: float = 600.0,
-        first_checkpoint_type: CheckpointType = "base",
+        first_checkpoint_type: CheckpointType = "base", lora_rank: int | None = None,
     ) -> None:  # fmt: skip
         if first_checkpoint_type not in ("base", "delta"):
             raise ConfigError(
                 f"first_checkpoint_type must be 'base' or 'delta', got {first_checkpoint_type!r}"
             )
+        self.lora_rank = getattr(policy_client, "lora_rank", 0) if lora_rank is None else lora_rank
         self._policy = policy_client
         self._deployments = deploy_mgr
         self._deployment_id = deployment_id
         self._base_model = base_model
         self._timeout_s = hotload_timeout
-        self._first_type: CheckpointType = first_checkpoint_type
-        self._base_saved = False
+        # What to save where no chain can go on.
+        self._chainless_type: CheckpointType = first_checkpoint_type
+        self._saved: tuple[str, CheckpointType] | None = None
         self._served: str | None = None
-        self._deployment_checked = False
+        self._has_replica = False
         self.version = 0
         self.last_sync_s = 0.0
 
@@ -71,12 +76,11 @@ class WeightSyncer:
         """Publish the current weights; returns the identity that is served now.
 
         Raises:
-            EngineError: the deployment did not take the snapshot.
+            EngineError: the deployment did not take the snapshot; the next one is a base again.
         """
         start_s = time.perf_counter()
-        kind = checkpoint_type or self._next_type()
-        identity = self.save_only(name, kind)
-        self.hotload(identity, kind)
+        identity = self.save_only(name, checkpoint_type)
+        self.hotload(identity)
         self.last_sync_s = time.perf_counter() - start_s
         return identity
 
@@ -84,20 +88,26 @@ class WeightSyncer:
         """Save a snapshot without serving it; returns its identity."""
         kind = checkpoint_type or self._next_type()
         saved = self._policy.save_weights_for_sampler_ext(name, kind)
-        self._base_saved = True
+        self._saved = (saved.snapshot_name, kind)
         return saved.snapshot_name
 
-    def hotload(self, identity: str, checkpoint_type: CheckpointType = "base") -> None:
-        """Have the deployment serve a saved snapshot.
+    def hotload(self, identity: str, checkpoint_type: CheckpointType | None = None) -> None:
+        """Have the deployment serve a saved snapshot; by default as the type that it was saved as.
 
         Raises:
             EngineError: the deployment did not take the snapshot; the next save is a base again.
         """
-        self._check_deployment()
-        incremental = None
-        if checkpoint_type == "delta" and self._served is not None:
-            incremental = DeltaMetadata(previous_snapshot_identity=self._served)
+        kind = checkpoint_type
+        if kind is None and self._saved is not None and self._saved[0] == identity:
+            kind = self._saved[1]
         try:
+            if not self._has_replica:
+                self.wait_for_hotload_ready()
+                self._has_replica = True
+            # What was served before this syncer is no predecessor: first comes a whole one.
+            incremental = None
+            if kind == "delta" and self.lora_rank == 0 and self._served is not None:
+                incremental = DeltaMetadata(previous_snapshot_identity=self._served)
             state = self._deployments.hotload_and_wait(
                 self._deployment_id, self._base_model, identity, incremental=incremental,
                 timeout_s=self._timeout_s,
@@ -111,19 +121,21 @@ class WeightSyncer:
 
     def reset_delta_chain(self) -> None:
         """Make the next snapshot a base."""
-        self._base_saved = False
+        self._chainless_type = "base"
+        self._saved = None
         self._served = None
 
-    def _next_type(self) -> CheckpointType:
-        if self._policy.lora_rank > 0:
-            return "base"
-        return "delta" if self._base_saved else self._first_type
+    def wait_for_hotload_ready(self, timeout: float = REPLICA_TIMEOUT_S) -> ReplicaState:
+        """What the deployment serves, once it has a replica that can take a snapshot.
 
-    def _check_deployment(self) -> None:
-        """A deployment that already serves some snapshot is first given a whole one."""
-        if self._deployment_checked:
-            return
-        state = self._deployments.replica_state(self._deployment_id, self._base_model)
-        if state is not None and state.current_snapshot_identity is not None:
-            self._served = None
-        self._deployment_checked = True
+        Raises:
+            EngineError: it failed, or has no replica within ``timeout`` seconds.
+            NotFoundError: there is no such deployment.
+        """
+        return self._deployments.wait_for_replica(self._deployment_id, self._base_model, timeout)
+
+    def _next_type(self) -> CheckpointType:
+        if self.lora_rank > 0:
+            return "base"
+        is_chained = self._saved is not None and self._saved[0] == self._served
+        return "delta" if is_chained else self._chainless_type

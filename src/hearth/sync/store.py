@@ -1,90 +1,60 @@
-"""Snapshots of weights, and where they are kept between a trainer and a deployment."""
+"""Where snapshots of weights are kept between a trainer and a deployment: memory or folders."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
-
-from torch import Tensor
+from typing import Any, Protocol, get_args
 
 from hearth.errors import ConfigError, EngineError, NotFoundError, RequestError
+from hearth.sync import delta
+from hearth.sync.folders import remove_folder
 from hearth.sync.manifest import (
+    TensorEntry,
     check_name,
+    digest,
+    fingerprints,
     folder_names,
     read_manifest,
     read_tensors,
     write_folder,
 )
+from hearth.sync.snapshot import Snapshot, SnapshotFacts, SnapshotKind, SnapshotStore
 
-SnapshotKind = Literal["base", "lora"]
-_FORMAT = "hearth-snapshot-1"
+__all__ = [
+    "Buckets",
+    "FolderBuckets",
+    "FolderSnapshotStore",
+    "MemoryBuckets",
+    "MemorySnapshotStore",
+    "Snapshot",
+    "SnapshotFacts",
+    "SnapshotKind",
+    "SnapshotStore",
+]
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = "hearth-snapshot-2"
 _DATA = "weights"
-
-
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """Weights at one moment. Nobody writes to the tensors: a deployment may serve from them.
-
-    ``base`` holds all weights under the model's own names (``models.loading.base_tensors``);
-    ``lora`` holds an adapter under PEFT's names, and ``metadata["lora"]`` its options.
-    """
-
-    identity: str
-    kind: SnapshotKind
-    base_model: str
-    """Name of the model that these weights belong to, or that the adapter adapts."""
-    tensors: Mapping[str, Tensor]
-    metadata: Mapping[str, Any] = field(default_factory=lambda: {})
-    """JSON values only."""
-
-    @classmethod
-    def capture(
-        cls,
-        identity: str,
-        kind: SnapshotKind,
-        base_model: str,
-        tensors: Mapping[str, Tensor],
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Snapshot:
-        """A snapshot of live tensors: they are copied, on their device."""
-        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        return cls(identity, kind, base_model, copies, dict(metadata or {}))
-
-
-class SnapshotStore(Protocol):
-    """Keeps snapshots by identity. Safe to use from several threads."""
-
-    def put(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot.
-
-        Raises:
-            RequestError: the identity is no valid name, or is taken.
-        """
-        ...
-
-    def get(self, identity: str) -> Snapshot:
-        """The snapshot of an identity.
-
-        Raises:
-            NotFoundError: it is not kept; the message lists what is.
-            EngineError: its data are damaged.
-        """
-        ...
-
-    def names(self) -> list[str]:
-        """Identities that are kept, oldest first."""
-        ...
 
 
 class MemorySnapshotStore:
     """The newest ``keep`` snapshots, in this process; ``put`` and ``get`` copy nothing.
 
+    A delta from this process's trainer comes with its whole weights, which share every unchanged
+    tensor with its parent's. So it needs no parent, ``keep`` may drop any snapshot, and a
+    deployment serves from the trainer's own copy. A delta without them is made whole when it is
+    put: the tensors that changed are copied once.
+
     Raises:
         ConfigError: ``keep`` is below 1.
     """
+
+    shares_tensors = True
 
     def __init__(self, keep: int = 4) -> None:
         if keep < 1:
@@ -95,16 +65,20 @@ class MemorySnapshotStore:
 
     def put(self, snapshot: Snapshot) -> None:
         """Keep a snapshot and let the oldest beyond ``keep`` go."""
-        check_name(snapshot.identity, "identity")
+        identity = check_name(snapshot.identity, "identity")
         with self._lock:
-            if snapshot.identity in self._snapshots:
-                raise RequestError(f"identity must be new, got {snapshot.identity!r}: it is taken")
-            self._snapshots[snapshot.identity] = snapshot
-            for identity in list(self._snapshots)[: -self._keep]:
-                del self._snapshots[identity]
+            snapshot = self._with_weights(snapshot)
+            kept = self._snapshots.get(identity)
+            if kept is not None:
+                if not _is_same(kept, snapshot):
+                    raise _taken(identity)
+                return
+            self._snapshots[identity] = snapshot
+            for old in list(self._snapshots)[: -self._keep]:
+                del self._snapshots[old]
 
     def get(self, identity: str) -> Snapshot:
-        """The very object that was put."""
+        """The very object that was put; a delta with its whole weights."""
         with self._lock:
             if identity in self._snapshots:
                 return self._snapshots[identity]
@@ -115,44 +89,264 @@ class MemorySnapshotStore:
         with self._lock:
             return list(self._snapshots)
 
+    def facts(self) -> list[SnapshotFacts]:
+        """What is kept, oldest first."""
+        with self._lock:
+            kept = list(self._snapshots.values())
+        return [_facts(one, sum(tensor.nbytes for tensor in one.tensors.values())) for one in kept]
+
+    def _with_weights(self, snapshot: Snapshot) -> Snapshot:
+        if snapshot.weights is not None:
+            return snapshot
+        parent = self._snapshots.get(snapshot.parent or "")
+        if parent is None or parent.weights is None:
+            raise no_parent(snapshot, list(self._snapshots))
+        whole = {**parent.weights, **delta.apply(snapshot.tensors, parent.weights)}
+        return replace(snapshot, whole=whole)
+
 
 class FolderSnapshotStore:
-    """One folder per snapshot under ``root``: ``manifest.json`` and ``weights.safetensors``."""
+    """One folder per snapshot under ``root``: ``manifest.json`` and ``weights.safetensors``.
 
-    def __init__(self, root: Path) -> None:
+    With ``keep`` a put removes what is older than the newest ``keep`` snapshots and is the base or
+    a link of none of them. Several processes may use one root.
+
+    Raises:
+        ConfigError: ``keep`` is below 1.
+    """
+
+    shares_tensors = False
+
+    def __init__(self, root: Path, keep: int | None = None) -> None:
+        if keep is not None and keep < 1:
+            raise ConfigError(f"keep must be >= 1, got {keep}: the newest snapshot always stays")
         self._root = root
+        self._keep = keep
+        self._lock = threading.Lock()
 
     def put(self, snapshot: Snapshot) -> None:
         """Write the snapshot's folder; it appears complete or not at all."""
-        manifest = {
-            "format": _FORMAT,
-            "identity": snapshot.identity,
-            "kind": snapshot.kind,
-            "base_model": snapshot.base_model,
-            "metadata": dict(snapshot.metadata),
-        }
         folder = self._root / check_name(snapshot.identity, "identity")
-        write_folder(folder, manifest, {_DATA: snapshot.tensors})
+        with self._lock:
+            if folder.is_dir():
+                self._require_same(snapshot)
+                return
+            manifest: dict[str, Any] = {
+                "format": _FORMAT,
+                "identity": snapshot.identity,
+                "kind": snapshot.kind,
+                "base_model": snapshot.base_model,
+                "created_s": snapshot.created_s,
+                "metadata": dict(snapshot.metadata),
+            }
+            if snapshot.kind == "delta":
+                manifest |= self._links(snapshot)
+            else:
+                manifest["weights"] = _entries_of(snapshot)
+            write_folder(folder, manifest, {_DATA: snapshot.tensors})
+            self._clean()
 
     def get(self, identity: str) -> Snapshot:
-        """The snapshot on the CPU, every tensor checked against its checksum."""
-        folder = self._root / check_name(identity, "identity")
-        if not folder.is_dir():
-            raise _unknown(identity, self.names())
-        manifest = read_manifest(folder)
-        if manifest.get("format") != _FORMAT:
-            raise EngineError(
-                f"{identity!r} must be a sampler snapshot ({_FORMAT}), got "
-                f"{manifest.get('format')!r}"
-            )
-        tensors = read_tensors(folder, manifest, _DATA)
+        """The snapshot on the CPU, every tensor of its own checked against its checksum."""
+        manifest = self._manifest(identity)
+        tensors = read_tensors(self._root / identity, manifest, _DATA)
         return Snapshot(
-            identity, manifest["kind"], manifest["base_model"], tensors, manifest["metadata"]
-        )
+            identity, manifest["kind"], manifest["base_model"], tensors, manifest["metadata"],
+            parent=manifest.get("parent"), created_s=manifest.get("created_s", 0.0),
+            entries=manifest["weights"], parent_digest=manifest.get("parent_digest"), source=self,
+        )  # fmt: skip
 
     def names(self) -> list[str]:
         """Identities, oldest first."""
         return folder_names(self._root)
+
+    def facts(self) -> list[SnapshotFacts]:
+        """What is kept, oldest first; snapshots that cannot be read are left out."""
+        found: list[SnapshotFacts] = []
+        for name in self.names():
+            try:
+                one = self._manifest(name)
+                size = sum(path.stat().st_size for path in (self._root / name).iterdir())
+            except (EngineError, NotFoundError, OSError) as error:
+                logger.warning("snapshot %s was left out: %s", name, error)
+                continue
+            facts = SnapshotFacts(
+                identity=name, kind=one["kind"], created_s=float(one.get("created_s", 0.0)),
+                base_model=one["base_model"], num_bytes=size,
+            )  # fmt: skip
+            found.append(facts)
+        return found
+
+    def _manifest(self, identity: str) -> dict[str, Any]:
+        folder = self._root / check_name(identity, "identity")
+        if not folder.is_dir():
+            raise _unknown(identity, self.names())
+        manifest = read_manifest(folder)
+        is_snapshot = manifest.get("format") == _FORMAT and "weights" in manifest
+        if not is_snapshot or manifest.get("kind") not in get_args(SnapshotKind):
+            raise EngineError(
+                f"{identity!r} must be a sampler snapshot ({_FORMAT}), got "
+                f"{manifest.get('format')!r} of kind {manifest.get('kind')!r}"
+            )
+        return manifest
+
+    def _links(self, snapshot: Snapshot) -> dict[str, Any]:
+        """What ties a delta to its parent, and the entries of the weights that it leads to."""
+        try:
+            parent = self._manifest(snapshot.parent or "")["weights"]
+        except (NotFoundError, RequestError):
+            raise no_parent(snapshot, self.names()) from None
+        return {
+            "parent": snapshot.parent,
+            "parent_digest": snapshot.parent_digest or digest(parent),
+            "weights": _entries_of(snapshot, parent),
+        }
+
+    def _require_same(self, snapshot: Snapshot) -> None:
+        kept = self._manifest(snapshot.identity)
+        if (
+            kept["base_model"] != snapshot.base_model
+            or (kept["kind"] == "lora") != (snapshot.kind == "lora")
+            or kept["metadata"].get("lora") != snapshot.metadata.get("lora")
+            or kept["weights"] != _entries_of(snapshot)
+        ):
+            raise _taken(snapshot.identity)
+
+    def _clean(self) -> None:
+        names = self.names()
+        if self._keep is None or len(names) <= self._keep:
+            return
+        needed: set[str] = set()
+        for name in names[-self._keep :]:
+            link: str | None = name
+            while link is not None and link not in needed:
+                needed.add(link)
+                link = self._parent(link)
+        for name in names:
+            if name not in needed:
+                remove_folder(self._root / name)
+
+    def _parent(self, identity: str) -> str | None:
+        try:
+            return self._manifest(identity).get("parent")
+        except (EngineError, NotFoundError):
+            return None
+
+
+class Buckets(Protocol):
+    """Stores by bucket id. Safe to use from several threads."""
+
+    def bucket(self, bucket_id: str) -> SnapshotStore:
+        """The store of a bucket; it begins empty.
+
+        Raises:
+            RequestError: the id is no valid name.
+        """
+        ...
+
+    def drop(self, bucket_id: str) -> None:
+        """Forget a bucket and all that it keeps; nothing happens when there is none.
+
+        Raises:
+            RequestError: the id is no valid name.
+        """
+        ...
+
+
+class MemoryBuckets:
+    """Buckets of this process, the newest ``keep`` snapshots each."""
+
+    def __init__(self, keep: int = 4) -> None:
+        self._keep = keep
+        self._stores: dict[str, MemorySnapshotStore] = {}
+        self._lock = threading.Lock()
+
+    def bucket(self, bucket_id: str) -> MemorySnapshotStore:
+        """The store of a bucket."""
+        check_name(bucket_id, "bucket_id")
+        with self._lock:
+            if bucket_id not in self._stores:
+                self._stores[bucket_id] = MemorySnapshotStore(self._keep)
+            return self._stores[bucket_id]
+
+    def drop(self, bucket_id: str) -> None:
+        """Forget a bucket."""
+        check_name(bucket_id, "bucket_id")
+        with self._lock:
+            self._stores.pop(bucket_id, None)
+
+
+class FolderBuckets:
+    """A folder per bucket under ``root``, each with the newest ``keep`` snapshots (None: all)."""
+
+    def __init__(self, root: Path, keep: int | None = None) -> None:
+        self._root = root
+        self._keep = keep
+        self._stores: dict[str, FolderSnapshotStore] = {}
+        self._lock = threading.Lock()
+
+    def bucket(self, bucket_id: str) -> FolderSnapshotStore:
+        """The store of a bucket; its folder is there once something was put."""
+        folder = self._root / check_name(bucket_id, "bucket_id")
+        with self._lock:
+            if bucket_id not in self._stores:
+                self._stores[bucket_id] = FolderSnapshotStore(folder, self._keep)
+            return self._stores[bucket_id]
+
+    def drop(self, bucket_id: str) -> None:
+        """Remove a bucket's folder."""
+        folder = self._root / check_name(bucket_id, "bucket_id")
+        with self._lock:
+            self._stores.pop(bucket_id, None)
+            if folder.is_dir():
+                remove_folder(folder)
+
+
+def no_parent(snapshot: Snapshot, known: list[str]) -> EngineError:
+    """Says which parent a delta expects and what is there instead."""
+    return EngineError(
+        f"delta {snapshot.identity!r} must follow its parent: expected {snapshot.parent!r}, found "
+        f"{known}: send a base"
+    )
+
+
+def _entries_of(
+    snapshot: Snapshot, parent: Mapping[str, TensorEntry] | None = None
+) -> Mapping[str, TensorEntry]:  # fmt: skip
+    """Entries of a snapshot's whole weights; what a delta leaves unchanged has the parent's."""
+    if snapshot.entries is not None:
+        return snapshot.entries
+    weights = snapshot.weights
+    if weights is None:
+        raise EngineError(
+            f"delta {snapshot.identity!r} must have its whole weights or their entries, got neither"
+        )
+    fresh = delta.changed_names(snapshot.tensors) if snapshot.kind == "delta" else weights.keys()
+    old = {name: one for name, one in (parent or {}).items() if name not in fresh}
+    new = fingerprints({name: one for name, one in weights.items() if name not in old})
+    return {name: new[name] if name in new else old[name] for name in weights}
+
+
+def _is_same(kept: Snapshot, given: Snapshot) -> bool:
+    assert kept.weights is not None
+    assert given.weights is not None
+    return (
+        kept.base_model == given.base_model
+        and (kept.kind == "lora") == (given.kind == "lora")
+        and kept.metadata.get("lora") == given.metadata.get("lora")
+        and delta.is_same(kept.weights, given.weights)
+    )
+
+
+def _facts(snapshot: Snapshot, num_bytes: int) -> SnapshotFacts:
+    return SnapshotFacts(
+        identity=snapshot.identity, kind=snapshot.kind, created_s=snapshot.created_s,
+        base_model=snapshot.base_model, num_bytes=num_bytes,
+    )  # fmt: skip
+
+
+def _taken(identity: str) -> RequestError:
+    return RequestError(f"identity must be new, got {identity!r}: it is taken by other weights")
 
 
 def _unknown(identity: str, known: list[str]) -> NotFoundError:
@@ -160,3 +354,8 @@ def _unknown(identity: str, known: list[str]) -> NotFoundError:
         f"snapshot must be one of {known}, got {identity!r}: it was never saved here, or newer "
         "ones have taken its place"
     )
+
+
+def buckets_of(given: str | Buckets) -> Buckets:
+    """The buckets under a folder; buckets are themselves."""
+    return FolderBuckets(Path(given)) if isinstance(given, str) else given

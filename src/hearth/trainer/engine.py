@@ -10,6 +10,7 @@ import functools
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,15 @@ from hearth.losses import BuiltinObjective, builtin_objective
 from hearth.models.loading import LoadedModel, base_tensors, export_pretrained, load_model
 from hearth.models.lora import LoraOptions, merged_tensors, read_adapter
 from hearth.sync.store import Snapshot, SnapshotStore
-from hearth.trainer.checkpoint import CheckpointFolder
+from hearth.trainer.checkpoint import (
+    CheckpointFacts,
+    CheckpointFolder,
+    TrainerState,
+    check_metadata,
+    parse_reference,
+    restore_rng,
+    rng_state,
+)
 from hearth.trainer.logprobs import DEFAULT_LOGIT_BUDGET
 from hearth.trainer.packing import Limits, read_datums
 from hearth.trainer.passes import Pass, PassResult
@@ -52,6 +61,8 @@ class TrainerOptions:
     attn_implementation: str | None = None
     """As transformers names it; None is SDPA where the architecture has it."""
     trust_remote_code: bool = False
+    keep_checkpoints: int | None = None
+    """How many resumable checkpoints stay, beside pinned ones; None keeps all."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,8 @@ def _exclusive(
 class TrainerEngine:
     """Trains at most one policy; frozen models beside it only run ``forward``.
 
-    The base weights are loaded at once, so that a bad model fails here.
+    The base weights are loaded at once, so that a bad model fails here. ``other_checkpoints`` gives
+    the checkpoint folder of another job's id; by default folders of jobs are siblings.
 
     Raises:
         ConfigError: the model cannot be loaded or trained, or an option breaks its rule.
@@ -92,6 +104,7 @@ class TrainerEngine:
     def __init__(
         self, source: str | Path, *, name: str | None = None, snapshots: SnapshotStore,
         checkpoint_dir: Path, options: TrainerOptions | None = None,
+        other_checkpoints: Callable[[str], Path] | None = None,
     ) -> None:  # fmt: skip
         self.source = str(source)
         self.name = name or self.source
@@ -99,7 +112,8 @@ class TrainerEngine:
         self.lock = threading.RLock()
         self.is_closed = False
         self._snapshots = snapshots
-        self._checkpoints = CheckpointFolder(checkpoint_dir)
+        self._checkpoints = CheckpointFolder(checkpoint_dir, keep=self.options.keep_checkpoints)
+        self._folder_of_job = other_checkpoints or (lambda job: checkpoint_dir.parent / job)
         self._closing: list[Callable[[], None]] = []
         if self.options.micro_batch_tokens < 1:
             raise ConfigError(
@@ -119,12 +133,16 @@ class TrainerEngine:
         return self._limits.max_seq_len
 
     @_exclusive
-    def create_model(self, lora: LoraOptions | None = None, *, is_frozen: bool = False) -> str:
+    def create_model(
+        self, lora: LoraOptions | None = None, *, is_frozen: bool = False,
+        owner: str | None = None, replace: bool = False,
+    ) -> str:  # fmt: skip
         """A new model's id.
 
         A frozen model is the base weights: the LoRA policy's own with its adapter off, or a copy
         beside a policy that trains all parameters. A forward-only trainer makes every model
-        without an adapter frozen.
+        without an adapter frozen. A new policy takes the place of its ``owner``'s earlier one;
+        with ``replace``, of whatever other clients have left here.
 
         Raises:
             ForwardOnlyError: an adapter was asked of a forward-only trainer.
@@ -136,9 +154,10 @@ class TrainerEngine:
                 "nothing to learn there"
             )
         if is_frozen or self.options.forward_only:
-            model = self._residents.add_frozen()
+            model = self._residents.add_frozen(owner)
         else:
-            model = self._residents.add_policy(lora)
+            self._make_room(owner, replace=replace)
+            model = self._residents.add_policy(lora, owner)
         logger.info("trainer %s: model %s, lora %s", self.name, model.model_id, model.lora)
         return model.model_id
 
@@ -203,45 +222,59 @@ class TrainerEngine:
         return metrics | {"step": float(model.steps)}
 
     @_exclusive
-    def save_state(self, model_id: str, name: str, *, overwrite: bool = False) -> str:
+    def save_state(
+        self, model_id: str, name: str, *, overwrite: bool = False,
+        metadata: Mapping[str, Any] | None = None, seq_id: int | None = None,
+    ) -> str:  # fmt: skip
         """Write a resumable checkpoint; an accumulated gradient is not part of it.
+
+        ``metadata`` are the caller's own JSON values (``"pinned": true`` keeps the checkpoint);
+        ``seq_id`` is this operation's number. Both are in the checkpoint's facts.
 
         Raises:
             ForwardOnlyError: the model is frozen.
-            RequestError: the name is no valid one, or is taken and ``overwrite`` is False.
+            RequestError: the name is no valid one, or is taken and ``overwrite`` is False; or
+                the metadata are no JSON or above 1 MiB.
         """
+        created_s = time.time()
         model = self._residents.get(model_id)
         optimizer = require_trainable(model, "save_weights")
-        self._checkpoints.write(
-            name, base_model=self.name, lora=model.lora, steps=model.steps,
-            weights=model.tensors(), optimizer=optimizer.state_tensors(), overwrite=overwrite,
+        check_metadata(metadata or {})
+        facts = CheckpointFacts(
+            base_model=self.name, lora=model.lora, steps=model.steps, created_s=created_s,
+            seq_id=seq_id, metadata=dict(metadata or {}),
         )  # fmt: skip
+        state = TrainerState(
+            facts=facts, weights=model.tensors(), optimizer=optimizer.state_tensors(),
+            rng=rng_state(model.loaded.device),
+        )  # fmt: skip
+        self._checkpoints.write(name, state, overwrite=overwrite)
         return name
 
     @_exclusive
     def load_state(self, model_id: str, name: str, *, with_optimizer: bool) -> str:
-        """Go on from a checkpoint; without its optimizer, with a fresh one at step 0.
+        """Go on from a checkpoint: its weights, optimizer, step count and RNG.
+
+        ``cross_job://<job>/<name>`` names another job's. Without the optimizer only the weights
+        are taken, with a fresh optimizer at step 0.
 
         Raises:
             ForwardOnlyError: the model is frozen.
             NotFoundError: there is no such checkpoint; the message lists the names.
             RequestError: it is a sampler snapshot, or of another model or adapter.
+            EngineError: it is damaged; the file is named.
         """
         model = self._residents.get(model_id)
         optimizer = require_trainable(model, "load_weights")
-        if name not in self._checkpoints.names() and name in self._snapshots.names():
-            raise RequestError(
-                f"path must name a resumable checkpoint, got the sampler snapshot {name!r}: a "
-                "snapshot (save_weights_for_sampler) has no optimizer, a checkpoint "
-                f"(save_weights) has; checkpoints here are {self._checkpoints.names()}"
-            )
-        state = self._checkpoints.read(name, base_model=self.name, lora=model.lora)
-        model.load_tensors(state.weights, f"checkpoint {name!r}")
+        folder, own_name = self._find_checkpoint(name)
+        state = folder.read(own_name, base_model=self.name, lora=model.lora)
+        model.load_tensors(dict(state.weights), f"checkpoint {name!r}")
         if with_optimizer:
             optimizer.load_state_tensors(state.optimizer)
+            restore_rng(state.rng, model.loaded.device)
         else:
             optimizer.reset()
-        model.steps = state.steps if with_optimizer else 0
+        model.steps = state.facts.steps if with_optimizer else 0
         return name
 
     @_exclusive
@@ -278,7 +311,8 @@ class TrainerEngine:
         """Put a snapshot of the current weights into the store; returns its identity.
 
         Of a LoRA model it is the adapter, or with ``merged_base`` the whole model with the adapter
-        merged in. ``delta`` gives whole weights too, which every deployment can take.
+        merged in. A ``delta`` is what differs from this model's last snapshot; without one, after
+        weights were loaded, and for a LoRA model, the snapshot is whole and its kind says so.
 
         Raises:
             RequestError: the identity is no valid name or is taken, or a tied head with an
@@ -298,7 +332,11 @@ class TrainerEngine:
             facts |= model.lora.as_metadata()
             snapshot = Snapshot.capture(identity, "lora", self.name, model.tensors(), facts)
         else:
-            snapshot = Snapshot.capture(identity, "base", self.name, model.tensors(), facts)
+            model.published.publish(
+                self._snapshots, identity, self.name, model.tensors(), facts,
+                as_delta=kind == "delta",
+            )  # fmt: skip
+            return identity
         self._snapshots.put(snapshot)
         return identity
 
@@ -327,6 +365,16 @@ class TrainerEngine:
         """Names of the resumable checkpoints, oldest first."""
         return self._checkpoints.names()
 
+    def checkpoint_facts(self, name: str) -> CheckpointFacts:
+        """What a checkpoint is, named as in ``load_state``; answers while an operation runs.
+
+        Raises:
+            NotFoundError: there is no such checkpoint; the message lists the names.
+            RequestError: it is a sampler snapshot.
+        """
+        folder, own_name = self._find_checkpoint(name)
+        return folder.facts(own_name)
+
     def facts(self, model_id: str) -> ModelFacts:
         """What a model is; answers while an operation runs.
 
@@ -348,6 +396,15 @@ class TrainerEngine:
             self.is_closed = True
             self._residents.clear()
 
+    def _make_room(self, owner: str | None, *, replace: bool) -> None:
+        policy = self._residents.policy()
+        leaving = self._residents.others(owner) if replace else []
+        if policy is not None and owner is not None and policy.owner == owner:
+            leaving.append(policy.model_id)
+        for model_id in leaving:
+            logger.warning("trainer %s: model %s makes room for another", self.name, model_id)
+            self._residents.remove(model_id)
+
     def _load(self) -> LoadedModel:
         options = self.options
         return load_model(
@@ -355,6 +412,19 @@ class TrainerEngine:
             attn_implementation=options.attn_implementation,
             trust_remote_code=options.trust_remote_code,
         )  # fmt: skip
+
+    def _find_checkpoint(self, path: str) -> tuple[CheckpointFolder, str]:
+        """The folder that a reference means, and the name in it."""
+        job, name = parse_reference(path)
+        folder = self._checkpoints if job is None else CheckpointFolder(self._folder_of_job(job))
+        known = folder.names()
+        if name not in known and name in self._snapshots.names():
+            raise RequestError(
+                f"path must name a resumable checkpoint, got the sampler snapshot {name!r}: a "
+                "snapshot (save_weights_for_sampler) has no optimizer, a checkpoint "
+                f"(save_weights) has; checkpoints here are {known}"
+            )
+        return folder, name
 
     def _pass(
         self, model: Resident, data: Sequence[DatumRecord], loss_fn: str, config: LossConfig | None

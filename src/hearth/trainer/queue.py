@@ -1,4 +1,7 @@
-"""The order of operations: one worker thread, ``seq_id`` order per model, each number once."""
+"""The order of operations: one worker thread, ``seq_id`` order per model, each number once.
+
+An operation has a name, which is announced while it runs: who shares the device waits by it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from hearth.errors import ClosedError, HearthError, NotFoundError, RequestError
+from hearth.errors import ClosedError, HearthError, RequestError
 from hearth.trainer.futures import FutureStore
+from hearth.trainer.residents import unknown_model
 from hearth.wire.base import Record
 from hearth.wire.faults import failed_future
 
@@ -23,13 +27,28 @@ Work = Callable[[], Record]
 _REMEMBERED = 4096
 _CLOSE_TIMEOUT_S = 60.0
 
+IDLE = "idle"
+"""Announced when an operation ends."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One operation. A numbered one counts in its model's ``stream`` when it has run."""
+
+    request_id: str
+    work: Work
+    phase: str
+    stream: _Stream | None = None
+    seq_id: int = 0
+
 
 @dataclass
 class _Stream:
     """Operations of one model. ``held`` wait for lower numbers; ``seen`` were accepted."""
 
     next_seq: int = 1
-    held: dict[int, tuple[str, Work]] = field(default_factory=lambda: {})
+    executed: int = 0
+    held: dict[int, _Item] = field(default_factory=lambda: {})
     seen: OrderedDict[int, str] = field(default_factory=lambda: OrderedDict())
 
 
@@ -37,19 +56,24 @@ class OperationQueue:
     """Runs operations one after the other on its own thread and resolves their futures.
 
     Work that raises fails its own future and uses up its number; the next ones go on.
+    ``on_phase`` is called on that thread with an operation's name (its ``phase``) when it begins
+    and with ``idle`` when it has ended, before its future is resolved.
     """
 
-    def __init__(self, futures: FutureStore, *, name: str) -> None:
+    def __init__(
+        self, futures: FutureStore, *, name: str, on_phase: Callable[[str], None] | None = None
+    ) -> None:
         self._futures = futures
+        self._on_phase = on_phase
         self._streams: dict[str, _Stream] = {}
         self._keys: OrderedDict[str, str] = OrderedDict()
-        self._ready: queue.SimpleQueue[tuple[str, Work] | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self._worker = threading.Thread(target=self._run, name=f"trainer {name}", daemon=True)
         self._worker.start()
 
-    def submit(self, work: Work, *, key: str | None = None) -> str:
+    def submit(self, work: Work, *, key: str | None = None, phase: str = "operation") -> str:
         """Queue work that has no number; returns its request id.
 
         A ``key`` that came before gives its first request id and runs nothing.
@@ -64,7 +88,7 @@ class OperationQueue:
             request_id = self._futures.create()
             if key is not None:
                 _remember(self._keys, key, request_id)
-            self._ready.put((request_id, work))
+            self._ready.put(_Item(request_id, work, phase))
         return request_id
 
     def open(self, model_id: str) -> None:
@@ -72,40 +96,48 @@ class OperationQueue:
         with self._lock:
             self._streams[model_id] = _Stream()
 
-    def submit_numbered(self, model_id: str, seq_id: int, work: Work) -> str:
+    def executed(self, model_id: str) -> int:
+        """Number of the model's last operation that has ended, well or badly; 0 before the first.
+
+        Raises:
+            NotFoundError: the model is not open.
+        """
+        with self._lock:
+            return self._stream(model_id).executed
+
+    def submit_numbered(
+        self, model_id: str, seq_id: int, work: Work, *, phase: str = "operation"
+    ) -> str:
         """Queue a model's operation number ``seq_id``; it runs once all lower ones have come.
 
-        A number that came before gives its first request id and runs nothing. For a model that
-        is not open the future fails at once.
+        A number that came before gives its first request id and runs nothing.
 
         Raises:
             ClosedError: the queue was closed.
+            NotFoundError: the model is not open; nobody waits for its numbers.
             RequestError: the number is below 1, or so old that its request is forgotten.
         """
         with self._lock:
             self._refuse_when_closed()
-            stream = self._streams.get(model_id)
-            if stream is not None and seq_id in stream.seen:
+            stream = self._stream(model_id)
+            if seq_id in stream.seen:
                 return stream.seen[seq_id]
-            if seq_id < (1 if stream is None else stream.next_seq):
+            if seq_id < stream.next_seq:
                 raise RequestError(f"seq_id must be a new number >= 1, got {seq_id}")
             request_id = self._futures.create()
-            if stream is not None:
-                _remember(stream.seen, seq_id, request_id)
-                stream.held[seq_id] = (request_id, work)
-                while stream.next_seq in stream.held:
-                    self._ready.put(stream.held.pop(stream.next_seq))
-                    stream.next_seq += 1
-        if stream is None:
-            self._fail(request_id, NotFoundError(f"model_id must exist, got {model_id!r}"))
+            _remember(stream.seen, seq_id, request_id)
+            stream.held[seq_id] = _Item(request_id, work, phase, stream, seq_id)
+            while stream.next_seq in stream.held:
+                self._ready.put(stream.held.pop(stream.next_seq))
+                stream.next_seq += 1
         return request_id
 
     def drop(self, model_id: str) -> None:
         """Close a model's stream: what it still holds fails, its numbers are forgotten."""
         with self._lock:
             stream = self._streams.pop(model_id, _Stream())
-        for request_id, _ in stream.held.values():
-            self._fail(request_id, ClosedError(f"model {model_id!r} was unloaded"))
+        for item in stream.held.values():
+            self._fail(item.request_id, ClosedError(f"model {model_id!r} was unloaded"))
 
     def close(self) -> None:
         """Wait for the running operation, fail the waiting ones, refuse new ones."""
@@ -123,18 +155,40 @@ class OperationQueue:
         if self._closed:
             raise ClosedError("the trainer must be running, got a request after it was closed")
 
+    def _stream(self, model_id: str) -> _Stream:
+        stream = self._streams.get(model_id)
+        if stream is None:
+            raise unknown_model(model_id)
+        return stream
+
     def _run(self) -> None:
         while (item := self._ready.get()) is not None:
-            request_id, work = item
             if self._closed:
-                self._fail(request_id, ClosedError("the trainer was closed before this operation"))
+                closed = ClosedError("the trainer was closed before this operation")
+                self._fail(item.request_id, closed)
                 continue
-            try:
-                self._futures.resolve(request_id, work().dump())
-            except Exception as error:  # the boundary: a failure belongs to its own future
-                if not isinstance(error, HearthError):
-                    logger.exception("trainer operation %s failed", request_id)
-                self._fail(request_id, error)
+            self._announce(item.phase)
+            answer = self._answer(item)
+            if item.stream is not None:
+                item.stream.executed = item.seq_id
+            self._announce(IDLE)
+            self._futures.resolve(item.request_id, answer)
+
+    def _answer(self, item: _Item) -> bytes:
+        try:
+            return item.work().dump()
+        except Exception as error:  # the boundary: a failure belongs to its own future
+            if not isinstance(error, HearthError):
+                logger.exception("trainer operation %s failed", item.request_id)
+            return failed_future(error).dump()
+
+    def _announce(self, phase: str) -> None:
+        if self._on_phase is None:
+            return
+        try:
+            self._on_phase(phase)
+        except Exception:  # who listens cannot stop the trainer
+            logger.exception("on_phase failed at %s", phase)
 
     def _fail(self, request_id: str, error: Exception) -> None:
         self._futures.resolve(request_id, failed_future(error).dump())

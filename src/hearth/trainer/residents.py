@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from hearth.models.lora import (
     detach_lora,
     load_adapter_tensors,
 )
+from hearth.sync.chain import Published
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.optim import Optimizer
 
@@ -34,6 +36,10 @@ class Resident:
     optimizer: Optimizer | None = None
     steps: int = 0
     """Optimizer steps taken."""
+    owner: str | None = None
+    """The client that made it, where it said who it is."""
+    published: Published = field(default_factory=Published)
+    """Its last snapshot for a sampler."""
 
     @property
     def lora(self) -> LoraOptions | None:
@@ -58,6 +64,7 @@ class Resident:
         Raises:
             RequestError: names or shapes differ; nothing was changed.
         """
+        self.published.forget()
         try:
             if self.lora is not None:
                 load_adapter_tensors(self.loaded, tensors)
@@ -79,6 +86,8 @@ class Residents:
         self._logit_budget = logit_budget
         self._models: dict[str, Resident] = {}
         self._numbers = itertools.count(1)
+        # After a restart an id of before must not name another model.
+        self._process = secrets.token_hex(4)
         self._base: LoadedModel | None = load()
         # A model that cannot be trained or scored is refused when the trainer starts.
         TargetScorer(self._base, logit_budget=logit_budget)
@@ -87,36 +96,44 @@ class Residents:
         """The model of an id.
 
         Raises:
-            NotFoundError: there is none; the message lists the ids.
+            NotFoundError: there is none.
         """
         model = self._models.get(model_id)
         if model is None:
-            raise NotFoundError(f"model_id must be one of {sorted(self._models)}, got {model_id!r}")
+            raise unknown_model(model_id)
         return model
 
-    def add_policy(self, lora: LoraOptions | None) -> Resident:
+    def policy(self) -> Resident | None:
+        """The trainable model, where there is one."""
+        return next((one for one in self._models.values() if one.optimizer is not None), None)
+
+    def others(self, owner: str | None) -> list[str]:
+        """Ids of the models that another client has made."""
+        return [one.model_id for one in self._models.values() if one.owner != owner]
+
+    def add_policy(self, lora: LoraOptions | None, owner: str | None = None) -> Resident:
         """A trainable model on the base weights.
 
         Raises:
             RequestError: there is a policy already.
             ConfigError: there is nothing for the adapter to adapt, or no memory.
         """
-        policy = next((one for one in self._models.values() if one.optimizer is not None), None)
+        policy = self.policy()
         if policy is not None:
             raise RequestError(
-                f"a trainer must have one policy at most, got a second beside {policy.model_id!r}: "
-                "unload that one first"
+                f"a trainer must have one policy at most, got a second beside {policy.model_id!r}, "
+                "which another client has made: unload that one first, or ask to replace it"
             )
         loaded = self._own_weights() if lora is None else self._shared_weights()
         if lora is not None:
             attach_lora(loaded, lora)
         named = loaded.module.named_parameters()
         optimizer = Optimizer({name: one for name, one in named if one.requires_grad})
-        return self._add("policy", loaded, optimizer)
+        return self._add("policy", loaded, optimizer, owner)
 
-    def add_frozen(self) -> Resident:
+    def add_frozen(self, owner: str | None = None) -> Resident:
         """A model that is the base weights and stays so."""
-        return self._add("frozen", self._shared_weights(), None)
+        return self._add("frozen", self._shared_weights(), None, owner)
 
     def remove(self, model_id: str) -> None:
         """Free a model. The base weights stay in memory for the next one.
@@ -139,10 +156,12 @@ class Residents:
             self.remove(model_id)
         self._base = None
 
-    def _add(self, role: str, loaded: LoadedModel, optimizer: Optimizer | None) -> Resident:
-        model_id = f"{role}-{next(self._numbers)}"
+    def _add(
+        self, role: str, loaded: LoadedModel, optimizer: Optimizer | None, owner: str | None
+    ) -> Resident:
+        model_id = f"{role}-{next(self._numbers)}-{self._process}"
         scorer = TargetScorer(loaded, logit_budget=self._logit_budget)
-        model = Resident(model_id, loaded, scorer, optimizer)
+        model = Resident(model_id, loaded, scorer, optimizer, owner=owner)
         self._models[model_id] = model
         return model
 
@@ -158,6 +177,14 @@ class Residents:
             return self._load()
         loaded, self._base = self._base, None
         return loaded
+
+
+def unknown_model(model_id: str) -> NotFoundError:
+    """The error for an id that no model here has."""
+    return NotFoundError(
+        f"model_id must name a model of this trainer, got {model_id!r}: the trainer may have been "
+        "restarted"
+    )
 
 
 def require_trainable(model: Resident, operation: str) -> Optimizer:

@@ -7,6 +7,7 @@ what is wrong with it fails its future, so that its number is used up and the ne
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, FastAPI, Request, Response
 
-from hearth.errors import HearthError, RequestError
+from hearth.errors import HearthError, NumericsError, RequestError
 from hearth.models.lora import LoraOptions
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.futures import FutureStore
@@ -48,6 +49,8 @@ from hearth.wire.tinker import (
     SessionRef,
     TryAgain,
     UnloadModel,
+    WeightsFacts,
+    WeightsInfo,
 )
 
 Content = dict[str, Any]
@@ -80,8 +83,15 @@ class Operations:
                 f"base_model must be {self.engine.name!r}, which this trainer serves, got "
                 f"{request.base_model!r}"
             )
+        if request.projection_head_dim:
+            raise RequestError(
+                f"projection_head_dim must be absent, got {request.projection_head_dim}: a model "
+                "here has its language model head only"
+            )
         lora = _lora_options(request.lora_config)
-        model_id = self.engine.create_model(lora, is_frozen=request.base_only)
+        model_id = self.engine.create_model(
+            lora, is_frozen=request.base_only, owner=request.owner, replace=request.replace_policy
+        )
         self.queue.open(model_id)
         return ModelRef(
             model_id=model_id, base_model=self.engine.name,
@@ -118,16 +128,20 @@ class Operations:
     def save_weights(self, content: Content) -> Record:
         """Run ``SaveWeights``."""
         request = SaveWeights.checked(content)
-        name = self.engine.save_state(request.model_id, request.path, overwrite=request.overwrite)
+        name = self.engine.save_state(
+            request.model_id, request.path, overwrite=request.overwrite,
+            metadata=request.metadata, seq_id=request.seq_id,
+        )  # fmt: skip
         return PathOutput(path=name)
 
     def load_weights(self, content: Content) -> Record:
         """Run ``LoadWeights``."""
         request = LoadWeights.checked(content)
+        metadata = self.engine.checkpoint_facts(request.path).metadata
         name = self.engine.load_state(
             request.model_id, request.path, with_optimizer=request.optimizer
         )
-        return PathOutput(path=name)
+        return PathOutput(path=name, metadata=dict(metadata) or None)
 
     def save_weights_for_sampler(self, content: Content) -> Record:
         """Run ``SaveWeightsForSampler``."""
@@ -151,10 +165,15 @@ class Operations:
         return Unloaded(model_id=model_id)
 
 
-def create_app(engine: TrainerEngine, *, poll_s: float = POLL_S) -> FastAPI:
-    """The ASGI app of one trainer, under ``/api/v1``. Its thread ends with ``engine.close()``."""
+def create_app(
+    engine: TrainerEngine, *, poll_s: float = POLL_S, on_phase: Callable[[str], None] | None = None
+) -> FastAPI:
+    """The ASGI app of one trainer, under ``/api/v1``. Its thread ends with ``engine.close()``.
+
+    ``on_phase`` hears the name of each operation that begins, and ``idle`` when it ends.
+    """
     futures = FutureStore()
-    queue = OperationQueue(futures, name=engine.name)
+    queue = OperationQueue(futures, name=engine.name, on_phase=on_phase)
     engine.call_on_close(queue.close)
     operations = Operations(engine, queue)
     app = FastAPI(title=f"Hearth trainer of {engine.name}", openapi_url=None)
@@ -208,13 +227,15 @@ def _model_routes(operations: Operations) -> APIRouter:
         # The session's own count makes a repeated request the same one.
         session, number = content.get("session_id"), content.get("model_seq_id")
         key = None if session is None or number is None else f"{session}/{number}"
-        request_id = queue.submit(lambda: operations.create_model(content), key=key)
+        request_id = queue.submit(
+            lambda: operations.create_model(content), key=key, phase="create_model"
+        )
         return _answer(FutureRef(request_id=request_id))
 
     @router.post("/unload_model")
     async def unload_model(request: Request) -> Response:
         content = await _content(request)
-        request_id = queue.submit(lambda: operations.unload_model(content))
+        request_id = queue.submit(lambda: operations.unload_model(content), phase="unload_model")
         return _answer(FutureRef(request_id=request_id))
 
     @router.post("/get_info")
@@ -232,6 +253,19 @@ def _model_routes(operations: Operations) -> APIRouter:
         model = {"model_name": engine.name, "max_context_length": engine.max_seq_len}
         return _json(orjson.dumps({"supported_models": [model]}))
 
+    @router.post("/weights_info")
+    async def weights_info(request: Request) -> Response:
+        asked = WeightsInfo.checked(await _content(request))
+        facts = engine.checkpoint_facts(asked.tinker_path)
+        if facts.lora is None:
+            return _answer(WeightsFacts(base_model=facts.base_model, is_lora=False))
+        lora = facts.lora
+        info = WeightsFacts(
+            base_model=facts.base_model, is_lora=True, lora_rank=lora.rank,
+            train_unembed=lora.train_unembed, train_mlp=lora.train_mlp, train_attn=lora.train_attn,
+        )  # fmt: skip
+        return _answer(info)
+
     @router.get("/list_checkpoints")
     async def list_checkpoints() -> Response:
         return _answer(CheckpointNames(checkpoints=engine.list_checkpoints()))
@@ -248,7 +282,9 @@ def _operation_routes(operations: Operations) -> APIRouter:
         async def submit(request: Request) -> Response:
             content = await _content(request)
             model_id, seq_id = _address(content)
-            request_id = operations.queue.submit_numbered(model_id, seq_id, lambda: run(content))
+            request_id = operations.queue.submit_numbered(
+                model_id, seq_id, lambda: run(content), phase=run.__name__
+            )
             return _answer(FutureRef(request_id=request_id, model_id=model_id))
 
     route(operations.forward)
@@ -312,6 +348,10 @@ def _address(content: Content) -> tuple[str, int]:
 def _lora_options(spec: LoraSpec | None) -> LoraOptions | None:
     if spec is None or spec.rank == 0:
         return None
+    if spec.init_method not in (None, "kaiming"):
+        raise RequestError(
+            f"lora_config.init_method must be 'kaiming' or absent, got {spec.init_method!r}"
+        )
     return LoraOptions(
         rank=spec.rank, alpha=spec.alpha, seed=spec.seed or 0, train_attn=spec.train_attn,
         train_mlp=spec.train_mlp, train_unembed=spec.train_unembed,
@@ -319,6 +359,17 @@ def _lora_options(spec: LoraSpec | None) -> LoraOptions | None:
 
 
 def _forward_output(result: PassResult, encoding: Encoding) -> ForwardOutput:
+    """The result as a record.
+
+    Raises:
+        NumericsError: a metric is not finite, which JSON cannot say.
+    """
+    odd = {name: value for name, value in result.metrics.items() if not math.isfinite(value)}
+    if odd:
+        raise NumericsError(
+            f"metrics must be finite, got {odd}: the loss has overflowed, and a gradient that has "
+            "too is refused by optim_step"
+        )
     outputs = [{"logprobs": encode(row, "float32", encoding)} for row in result.logprobs]
     return ForwardOutput(loss_fn_outputs=outputs, metrics=result.metrics)
 

@@ -6,30 +6,31 @@ Two logprobs of each drawn token: ``logprob`` under the model itself (before tem
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from hearth.wire.base import Record
 
 FinishReason = Literal["stop", "length"]
 
 
-class CompletionRequest(Record):
-    """One prompt, ``n`` completions.
+class StreamOptions(Record):
+    """``include_usage`` adds one last event with the token counts of the whole request."""
 
-    ``top_k`` 0 and ``top_p`` 1 switch truncation off. ``max_tokens`` 0 with ``echo`` scores the
-    prompt. ``logprob_format="arrays"`` puts logprobs into ``raw_output`` as plain lists and leaves
-    the per-token objects out.
+    include_usage: bool = False
 
-    Example: ``{"model": "accounts/me/deployments/d", "prompt": [1, 2, 3], "max_tokens": 16,
-    "temperature": 1.0, "logprobs": true, "raw_output": true, "seed": 7}``
+
+class DrawFields(Record):
+    """How to draw: what completions and chat have in common.
+
+    ``top_k`` 0 and ``top_p`` 1 switch truncation off. ``top_logprobs`` tells the most probable
+    tokens beside each drawn one. ``stream`` sends text as it is drawn; with ``raw_output`` one
+    event holds everything.
     """
 
     model: str = ""
-    prompt: list[int] | str
     n: int = 1
-    max_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -37,33 +38,84 @@ class CompletionRequest(Record):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     seed: int | None = None
-    echo: bool = False
-    logprobs: bool | int | None = None
-    logprob_format: Literal["objects", "arrays"] = "objects"
+    top_logprobs: int | None = None
     raw_output: bool = False
     stream: bool = False
+    stream_options: StreamOptions | None = None
     perf_metrics_in_response: bool = False
 
 
+class CompletionFields(DrawFields):
+    """What a completion request has besides its prompt.
+
+    ``max_tokens`` 0 with ``echo`` scores the prompt. ``logprobs`` as a number is OpenAI's: that
+    many of the most probable tokens. ``logprob_format="arrays"`` puts logprobs into ``raw_output``
+    as plain lists and leaves the per-token objects out. ``prompt_cache_max_len`` is taken and
+    changes nothing: a prompt from the cache has the numbers of a fresh one.
+    """
+
+    max_tokens: int = 16
+    echo: bool = False
+    logprobs: bool | int | None = None
+    logprob_format: Literal["objects", "arrays"] = "objects"
+    prompt_cache_max_len: int | None = None
+
+
+class CompletionRequest(CompletionFields):
+    """One prompt, ``n`` completions.
+
+    Example: ``{"model": "accounts/me/deployments/d", "prompt": [1, 2, 3], "max_tokens": 16,
+    "temperature": 1.0, "logprobs": true, "raw_output": true, "seed": 7}``
+    """
+
+    prompt: list[int] | str
+
+
+class CompletionCall(CompletionFields):
+    """A completion request as a deployment takes it: one prompt or several, ``n`` of each.
+
+    Choices are numbered prompt by prompt: the ``n`` of the first, then those of the second.
+    """
+
+    prompt: list[int] | str | list[list[int]] | list[str]
+
+
+class TopLogprob(Record):
+    """One of the most probable tokens at a position, under the model itself."""
+
+    token: str
+    token_id: int
+    logprob: float
+    bytes: list[int] | None = None
+
+
 class TokenLogprob(Record):
-    """One position. Prompt positions have no ``sampling_logprob``.
+    """One position. Prompt positions have no ``sampling_logprob`` and no ``top_logprobs``.
 
     The very first token of an echoed prompt has no probability either: its ``logprob`` is 0 here,
-    where Fireworks' client insists on a number, and null in the lists.
+    where Fireworks' client insists on a number, and null in the lists. ``bytes`` are UTF-8, and
+    absent where the token is only part of a character.
     """
 
     token: str
     token_id: int
     logprob: float | None = None
     sampling_logprob: float | None = None
+    top_logprobs: list[TopLogprob] | None = None
+    bytes: list[int] | None = None
 
 
 class ChoiceLogprobs(Record):
-    """Per-token logprobs: objects (``content``) and the older parallel lists."""
+    """Per-token logprobs: objects (``content``) and the older parallel lists.
+
+    ``top_logprobs`` are by text, the drawn token among them; of tokens with one text the likelier
+    stands there, and ``content`` has all. Prompt positions are null.
+    """
 
     content: list[TokenLogprob]
     tokens: list[str]
     token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class RawOutput(Record):
@@ -112,6 +164,50 @@ class CompletionResponse(Record):
     perf_metrics: dict[str, str] | None = None
 
 
+class ChunkChoice(Record):
+    """The next piece of one completion; ``finish_reason`` is null until its last."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None = None
+    logprobs: ChoiceLogprobs | None = None
+
+    @model_serializer(mode="wrap")
+    def _with_nulls(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {"finish_reason": None} | plain(self)
+
+
+class CompletionChunk(Record):
+    """One event of a streamed completion. Those that end a choice tell its weight version."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    weight_version: int | None = None
+    snapshot_identity: str | None = None
+    perf_metrics: dict[str, str] | None = None
+
+
+class Model(Record):
+    """A deployment as OpenAI lists models. ``created`` is in seconds since 1970."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    max_model_len: int | None = None
+
+
+class ModelList(Record):
+    """The models that are served here."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
 class DeltaMetadata(Record):
     """What a delta snapshot is to be applied to."""
 
@@ -144,13 +240,20 @@ class LoadedAdapter(Record):
 
 
 class ReplicaState(Record):
-    """What one replica serves. ``weight_version`` counts the weight syncs it has taken."""
+    """What one replica serves. ``weight_version`` is the number of the weight sync it serves.
+
+    ``current_snapshot_identity`` is null, not absent, before the first.
+    """
 
     current_snapshot_identity: str | None = None
     readiness: bool
     loading_state: LoadingState
     loaded_adapters: list[LoadedAdapter] = Field(default_factory=lambda: [])
     weight_version: int = 0
+
+    @model_serializer(mode="wrap")
+    def _with_nulls(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {"current_snapshot_identity": None} | plain(self)
 
 
 class HotLoadState(Record):

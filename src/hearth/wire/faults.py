@@ -7,13 +7,15 @@ from typing import Any, Literal
 from hearth.errors import HearthError
 from hearth.wire.base import Record
 
-_GRPC_CODE = {400: 3, 401: 16, 404: 5, 409: 6, 410: 9, 429: 8, 500: 13, 503: 14}
+_GRPC_CODE = {400: 3, 401: 16, 404: 5, 409: 6, 410: 9, 413: 3, 425: 14, 429: 8, 500: 13, 503: 14}
 _GRPC_STATUS = {
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
     404: "NOT_FOUND",
     409: "ALREADY_EXISTS",
     410: "FAILED_PRECONDITION",
+    413: "INVALID_ARGUMENT",
+    425: "UNAVAILABLE",
     429: "RESOURCE_EXHAUSTED",
     500: "INTERNAL",
     503: "UNAVAILABLE",

@@ -53,17 +53,25 @@ class LoraSpec(Record):
     train_unembed: bool = False
     train_mlp: bool = True
     train_attn: bool = True
+    init_method: str | None = None
 
 
 class CreateModel(Record):
-    """Makes a trainable model, or with ``base_only`` a frozen one that only runs ``forward``."""
+    """Makes a trainable model, or with ``base_only`` a frozen one that only runs ``forward``.
+
+    A trainer has one policy at most. One of the same ``owner`` is replaced; with
+    ``replace_policy`` so is what any other client has left there.
+    """
 
     session_id: str
     model_seq_id: int = 0
     base_model: str
     lora_config: LoraSpec | None = None
     base_only: bool = False
+    projection_head_dim: int | None = None
     user_metadata: dict[str, Any] | None = None
+    owner: str | None = None
+    replace_policy: bool = False
 
 
 class ModelRef(Record):
@@ -172,16 +180,24 @@ class OptimStep(Record):
 
 
 class SaveWeights(Record):
-    """Writes a resumable checkpoint: weights and optimizer."""
+    """Writes a resumable checkpoint: weights, optimizer, RNG and the client's ``metadata``.
+
+    Example of metadata: ``{"cursor": 9, "version": 4, "config": {...}, "pinned": true}``; a pinned
+    checkpoint is not retired.
+    """
 
     model_id: str
     path: str
     seq_id: int
     overwrite: bool = False
+    metadata: dict[str, Any] | None = None
 
 
 class LoadWeights(Record):
-    """Reads a resumable checkpoint, with or without its optimizer."""
+    """Reads a resumable checkpoint, with or without its optimizer.
+
+    ``path`` is a name, or ``cross_job://<job>/<name>``.
+    """
 
     model_id: str
     path: str
@@ -253,9 +269,10 @@ class OptimStepOutput(Record):
 
 
 class PathOutput(Record):
-    """Result of the save and load operations."""
+    """Result of the save and load operations; ``metadata`` are a loaded checkpoint's."""
 
     path: str
+    metadata: dict[str, Any] | None = None
 
 
 class LoadAdapterOutput(Record):
@@ -264,6 +281,23 @@ class LoadAdapterOutput(Record):
     model_id: str
     adapter_path: str
     type: Literal["load_adapter"] = "load_adapter"
+
+
+class WeightsInfo(Record):
+    """Asks what a resumable checkpoint is of, by its name or reference."""
+
+    tinker_path: str
+
+
+class WeightsFacts(Record):
+    """Answer to ``WeightsInfo``; ``lora_rank`` is absent for a model without an adapter."""
+
+    base_model: str
+    is_lora: bool
+    lora_rank: int | None = None
+    train_unembed: bool | None = None
+    train_mlp: bool | None = None
+    train_attn: bool | None = None
 
 
 class CheckpointNames(Record):

@@ -54,7 +54,6 @@ from training.utils.config import (
 from training.utils.metrics import Display, MetricsLog
 from training.utils.rl.advantages import group_advantages, is_uniform, usable_group
 from training.utils.rl.evaluation import RewardFunction
-from training.utils.rl.infra import Infra, InfraSpec, check_platform, provision
 from training.utils.rl.objectives import (
     TrainSample,
     builtin_call,
@@ -64,6 +63,7 @@ from training.utils.rl.objectives import (
     samples_of,
     tis_options,
 )
+from training.utils.rl.platform import PlatformSpec, RunInfra, check_platform, provision
 from training.utils.rl.policy_losses import make_policy_loss_fn
 from training.utils.rl.rollout import (
     Draw,
@@ -190,13 +190,24 @@ class Config:
     weight_sync_timeout: float = DefaultFloat(600.0)
     """Seconds until a snapshot must be served."""
     dcp_save_interval: int = DefaultInt(0)
-    """Optimizer steps per resumable checkpoint; 0 writes none."""
+    """Optimizer steps per resumable checkpoint; 0 writes none. Not given, the embedded platform
+    writes one now and then, for at most a fiftieth of the time."""
     dcp_timeout: float = DefaultFloat(2700.0)
     """Seconds that writing a checkpoint may take."""
     save_final_checkpoint: bool = True
     """Write a checkpoint at the end too, where dcp_save_interval is on."""
     output_model_id: str | None = None
-    """Export the final model in Hugging Face format to log_path/models/ID."""
+    """Promote the final weights to the model accounts/me/models/ID, in Hugging Face format."""
+    merge_adapter: bool = False
+    """Promote a LoRA adapter merged into its model, instead of as a PEFT adapter."""
+    init_from_checkpoint: str | None = None
+    """Start from another run's checkpoint: its folder, or JOB:NAME on a served platform."""
+    warm_start_from_adapter: str | None = None
+    """Start a LoRA policy from a PEFT adapter's folder."""
+    keep_checkpoints: int | None = None
+    """Resumable checkpoints to keep, the newest; None keeps all that dcp_save_interval asks for."""
+    cleanup_on_exit: bool = True
+    """Cancel the trainers and scale the deployment to zero at the end; else they go on running."""
 
     eval_dataset: str | None = None
     """Held-out rows, JSONL path or URL; None evaluates nothing."""
@@ -265,7 +276,7 @@ def main(
         rows = load_rows(config.dataset, config.max_rows)
     eval_rows = load_rows(config.eval_dataset, config.eval_rows) if config.eval_dataset else []
     log_path = prepare_log_path(config.log_path)
-    spec = InfraSpec.of(config, log_path)
+    spec = PlatformSpec.of(config, log_path)
     check_platform(spec)
     checkpoints = read_manifest(log_path)
     resumed = choose_checkpoint(checkpoints, config.resume.resume_from, config.seed)
@@ -278,16 +289,15 @@ def main(
         MetricsLog.open(log_path, config.wandb, plain_config(config), resumed_step) as log,
     ):
         run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)
-        if resumed is not None:
-            run.restore(config, infra, resumed)
+        run.begin(config, infra, resumed)
         run_until_signal(train(config, infra, run, reward_fn))
         return run.summary(infra)
 
 
-async def train(config: Config, infra: Infra, run: Run, reward_fn: RewardFunction) -> None:
+async def train(config: Config, infra: RunInfra, run: Run, reward_fn: RewardFunction) -> None:
     """All windows, with weights published between them."""
     is_synced = config.sync.interval > 0
-    if config.sync.before_training or (is_synced and run.step > 0):
+    if config.sync.before_training or (is_synced and run.must_publish(infra)):
         await sync_weights(infra, run)
     await run.evaluate_if_due(config, infra, reward_fn, always=True)
 
@@ -305,7 +315,7 @@ async def train(config: Config, infra: Infra, run: Run, reward_fn: RewardFunctio
 
 
 async def train_window(
-    config: Config, infra: Infra, run: Run, window: list[IndexedRow], reward_fn: RewardFunction
+    config: Config, infra: RunInfra, run: Run, window: list[IndexedRow], reward_fn: RewardFunction
 ) -> None:
     """Sample all rows of a window together and train their groups as they come, to the last."""
     batch = Batch()
@@ -337,7 +347,7 @@ def windows(config: Config, run: Run) -> Iterator[list[IndexedRow]]:
 
 
 async def sample_window(
-    config: Config, infra: Infra, run: Run, window: list[IndexedRow], reward_fn: RewardFunction
+    config: Config, infra: RunInfra, run: Run, window: list[IndexedRow], reward_fn: RewardFunction
 ) -> AsyncGenerator[Draw]:
     """Outcomes of a window's rows, all sampled at once.
 
@@ -358,7 +368,7 @@ async def sample_window(
 
 
 async def draw_row(
-    config: Config, infra: Infra, run: Run, row: IndexedRow, reward_fn: RewardFunction
+    config: Config, infra: RunInfra, run: Run, row: IndexedRow, reward_fn: RewardFunction
 ) -> Draw:
     """Completions, rewards and advantages of one row, or the reason why it is dropped."""
     try:
@@ -445,7 +455,7 @@ class Batch:
 
 
 async def forward_backward(
-    config: Config, infra: Infra, run: Run, batch: Batch, piece: Sequence[PromptGroup]
+    config: Config, infra: RunInfra, run: Run, batch: Batch, piece: Sequence[PromptGroup]
 ) -> None:
     """Add the policy loss's gradient of some groups; with minibatches, take their steps too."""
     samples = samples_of(piece)
@@ -468,13 +478,13 @@ def chunks(samples: Sequence[TrainSample], size: int) -> list[Sequence[TrainSamp
 
 
 async def policy_gradient(
-    config: Config, infra: Infra, samples: Sequence[TrainSample]
+    config: Config, infra: RunInfra, samples: Sequence[TrainSample]
 ) -> tinker.ForwardBackwardOutput:
     """One forward and backward of ``samples`` under the configured loss."""
     objective, tis = objective_options(config), tis_options(config)
     if config.loss_path == "builtin":
         call = builtin_call(objective, config.policy_loss, tis, samples)
-        return await infra.policy.forward_backward(
+        return await infra.policy.inner.forward_backward(
             call.data, call.loss_fn, call.loss_fn_config | {"temperature": config.temperature}
         )
     loss_fn = make_policy_loss_fn(
@@ -486,19 +496,19 @@ async def policy_gradient(
         config=objective,
         tis=tis,
     )
-    return await infra.policy.forward_backward_custom(
+    return await infra.policy.inner.forward_backward_custom(
         [one.datum for one in samples], loss_fn, temperature=config.temperature
     )
 
 
 async def score_reference(
-    config: Config, infra: Infra, run: Run, samples: Sequence[TrainSample]
+    config: Config, infra: RunInfra, run: Run, samples: Sequence[TrainSample]
 ) -> None:
     """Give every sample the frozen reference's logprobs, where there is a reference."""
     if infra.reference is None:
         return
     with run.clock.span("perf/ref_forward_time"):
-        scored = await infra.reference.forward(
+        scored = await infra.reference.inner.forward(
             [one.datum for one in samples], "cross_entropy", {"temperature": config.temperature}
         )
     for sample, output in zip(samples, scored.loss_fn_outputs, strict=True):
@@ -506,7 +516,7 @@ async def score_reference(
 
 
 async def score_old_policy(
-    config: Config, infra: Infra, run: Run, samples: Sequence[TrainSample]
+    config: Config, infra: RunInfra, run: Run, samples: Sequence[TrainSample]
 ) -> None:
     """Give every sample the policy's logprobs before this batch moves it.
 
@@ -514,26 +524,26 @@ async def score_old_policy(
     the old ones, which is the same numbers for one forward less.
     """
     with run.clock.span("perf/old_policy_forward_time"):
-        scored = await infra.policy.forward(
+        scored = await infra.policy.inner.forward(
             [one.datum for one in samples], "cross_entropy", {"temperature": config.temperature}
         )
     for sample, output in zip(samples, scored.loss_fn_outputs, strict=True):
         sample.old_logprobs = output["logprobs"].data
 
 
-async def optimizer_step(config: Config, infra: Infra, run: Run, batch: Batch) -> None:
+async def optimizer_step(config: Config, infra: RunInfra, run: Run, batch: Batch) -> None:
     """One AdamW step on what has accumulated."""
     params = tinker.AdamParams(
         learning_rate=config.learning_rate, beta1=config.beta1, beta2=config.beta2,
         eps=config.eps, weight_decay=config.weight_decay, grad_clip_norm=config.grad_clip_norm,
     )  # fmt: skip
     with run.clock.span("perf/optim_step_time"):
-        done = await infra.policy.optim_step(params, config.grad_accumulation_normalization)
+        done = await infra.policy.inner.optim_step(params, config.grad_accumulation_normalization)
     run.step += 1
     batch.results.append((0, done.metrics or {}))
 
 
-async def finish_step(config: Config, infra: Infra, run: Run, batch: Batch) -> None:
+async def finish_step(config: Config, infra: RunInfra, run: Run, batch: Batch) -> None:
     """Train what still waits, step the optimizer, and report."""
     with run.busy.train():
         while piece := batch.next_piece(config, flush=True):
@@ -546,7 +556,7 @@ async def finish_step(config: Config, infra: Infra, run: Run, batch: Batch) -> N
     report_step(config, run, batch)
 
 
-async def sync_weights(infra: Infra, run: Run) -> None:
+async def sync_weights(infra: RunInfra, run: Run) -> None:
     """Publish the policy's weights; the next sample is drawn under them."""
     with run.clock.span("perf/weight_sync_time"):
         await asyncio.to_thread(infra.syncer.save_and_hotload, f"step-{run.step:05d}")

@@ -16,6 +16,7 @@ from training.utils.config import (
     WeightSyncConfig,
     WeightSyncScope,
 )
+from training.utils.provisioning import ResourceCleanup, create_trainer_job, setup_deployment
 
 __all__ = [
     "CISPOConfig",
@@ -26,10 +27,13 @@ __all__ = [
     "HotloadConfig",
     "ISConfig",
     "InfraConfig",
+    "ResourceCleanup",
     "ResumeConfig",
     "TISConfig",
     "TrainerConfig",
     "WandBConfig",
     "WeightSyncConfig",
     "WeightSyncScope",
+    "create_trainer_job",
+    "setup_deployment",
 ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import orjson
 
@@ -47,7 +49,8 @@ class Cursor:
 class Checkpoint:
     """One resumable point: the trainer's checkpoint and what the recipe knew when it was written.
 
-    Example: ``{"name": "step-00004", "step": 4, "cursor": 9, "beyond": [11], "seed": 0}``
+    Example: ``{"name": "step-00004", "step": 4, "cursor": 9, "beyond": [11], "seed": 0,
+    "version": 4, "job": "rl-policy-1f3a9c02"}``
     """
 
     name: str
@@ -55,6 +58,10 @@ class Checkpoint:
     cursor: int
     beyond: list[int]
     seed: int
+    version: int = 0
+    """Weight syncs published when it was written."""
+    job: str | None = None
+    """The trainer job that holds it."""
 
 
 def write_manifest(log_path: Path, checkpoints: list[Checkpoint]) -> None:
@@ -101,6 +108,56 @@ def choose_checkpoint(
             "depends on it; choose another log_path to start anew"
         )
     return chosen
+
+
+class CheckpointHolder(Protocol):
+    """What a reference to a checkpoint depends on."""
+
+    @property
+    def work_dir(self) -> Path:
+        """The run's folder."""
+        ...
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the platform keeps its data in that folder."""
+        ...
+
+
+def checkpoint_reference(wanted: str, infra: CheckpointHolder) -> str:
+    """What a trainer loads for ``init_from_checkpoint``: a folder, or ``JOB:NAME``.
+
+    The embedded platform only reads checkpoints inside the run's folder, so that another run's is
+    linked into it.
+
+    Raises:
+        ConfigError: it is neither, or a folder and the platform is served.
+    """
+    folder = Path(wanted).expanduser()
+    if folder.is_dir():
+        if not infra.is_embedded:
+            raise ConfigError(
+                "init_from_checkpoint must be JOB:NAME on a served platform, got the folder "
+                f"{wanted!r}: the platform reads its own data only"
+            )
+        place = infra.work_dir / "checkpoints" / "imported" / folder.name
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(folder, place, copy_function=_link_or_copy)
+        return f"cross_job://imported/{folder.name}"
+    job, separator, name = wanted.partition(":")
+    if not (separator and job and name):
+        raise ConfigError(
+            f"init_from_checkpoint must be a checkpoint's folder or JOB:NAME, got {wanted!r}"
+        )
+    return f"cross_job://{job}/{name}"
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _named_or_newest(checkpoints: list[Checkpoint], wanted: str | None) -> Checkpoint | None:

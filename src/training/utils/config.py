@@ -122,6 +122,10 @@ class DeployConfig:
     """Let a tokenizer run code of its own."""
     deployment_shape: str | None = None
     """Shape of the deployment; None picks one."""
+    deployment_region: str | None = None
+    """Placement region."""
+    hot_load_trainer_job: str | None = None
+    """Trainer whose snapshots it serves, where nothing else says so."""
     weight_sync_scope: WeightSyncScope = WeightSyncScope.PER_TRAINER
     """Whether snapshots belong to the trainer or to the deployment."""
     deployment_timeout_s: float = 5400.0

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,11 +15,17 @@ import orjson
 
 from hearth.errors import ConfigError
 from hearth.telemetry import BusyClock, Stopwatch
-from training.utils.checkpoints import Checkpoint, Cursor, write_atomically, write_manifest
-from training.utils.config import ResumeConfig, SyncSettings
+from training.utils.checkpoints import (
+    Checkpoint,
+    Cursor,
+    checkpoint_reference,
+    write_atomically,
+    write_manifest,
+)
+from training.utils.config import ResumeConfig, SyncSettings, is_given, plain_config
 from training.utils.metrics import Display, MetricsLog
 from training.utils.rl.evaluation import EvalResult, RewardFunction, evaluate
-from training.utils.rl.infra import Infra
+from training.utils.rl.platform import RunInfra
 from training.utils.rl.rollout import PromptGroup, RolloutStats
 from training.utils.rows import Row
 
@@ -47,6 +53,9 @@ def write_config(log_path: Path, config: Mapping[str, Any]) -> None:
     )
 
 
+AUTOMATIC_SAVE_RATIO = 50.0
+"""Checkpoints that nobody asked for wait this many times as long as the last one took."""
+
 _WHY_DROPPED = {
     "uniform": "whose completions all earned the same reward",
     "too_few": "with fewer than two finished completions (is max_completion_tokens too small?)",
@@ -67,6 +76,10 @@ class RunConfig(Protocol):
     eval_samples_per_prompt: int
     save_final_checkpoint: bool
     output_model_id: str | None
+    merge_adapter: bool
+    init_from_checkpoint: str | None
+    warm_start_from_adapter: str | None
+    keep_checkpoints: int | None
     resume: ResumeConfig
 
     @property
@@ -84,7 +97,7 @@ class RunSummary:
     rows: int
     policy_job_id: str
     reference_job_id: str | None
-    deployment_id: str
+    deployment_id: str | None
     log_path: Path
     first_step_s: float
     wall_s: float
@@ -108,6 +121,9 @@ class Run:
     failed_in_a_row: int = 0
     first_step_s: float = math.nan
     step_started: float = field(default_factory=time.perf_counter)
+    saved_at: float = field(default_factory=time.perf_counter)
+    save_s: float = 0.0
+    has_loaded: bool = False
     stats: RolloutStats = field(default_factory=RolloutStats)
     clock: Stopwatch = field(default_factory=Stopwatch)
     busy: BusyClock = field(default_factory=BusyClock)
@@ -115,7 +131,7 @@ class Run:
     evaluations: list[tuple[int, EvalResult]] = field(default_factory=list)
     model_path: Path | None = None
 
-    def summary(self, infra: Infra) -> RunSummary:
+    def summary(self, infra: RunInfra) -> RunSummary:
         """What the finished run reports."""
         return RunSummary(
             steps=self.step,
@@ -127,7 +143,7 @@ class Run:
         )  # fmt: skip
 
     async def evaluate_if_due(
-        self, config: RunConfig, infra: Infra, reward_fn: RewardFunction, *, always: bool = False
+        self, config: RunConfig, infra: RunInfra, reward_fn: RewardFunction, *, always: bool = False
     ) -> None:
         """Held-out accuracy of what the deployment serves, every ``eval_every`` steps."""
         last = self.evaluations[-1][0] if self.evaluations else 0
@@ -144,39 +160,89 @@ class Run:
         self.log.write("eval", self.step, result.metrics())
         self.display.note(f"step {self.step:>4}  held-out accuracy {result.accuracy:.3f}")
 
-    async def save_if_due(self, config: RunConfig, infra: Infra, *, is_last: bool = False) -> None:
+    async def save_if_due(
+        self, config: RunConfig, infra: RunInfra, *, is_last: bool = False
+    ) -> None:
         """A resumable checkpoint and, only when it is written, the manifest that names it."""
-        interval = config.sync.dcp_save_interval
         unsaved = self.step - (self.checkpoints[-1].step if self.checkpoints else 0)
-        is_due = config.save_final_checkpoint if is_last else unsaved >= interval
-        if interval == 0 or unsaved == 0 or not is_due:
+        if unsaved == 0 or not self._is_save_due(config, infra, unsaved, is_last=is_last):
             return
         name = f"step-{self.step:05d}"
+        point = Checkpoint(
+            name=name, step=self.step, cursor=self.cursor.start,
+            beyond=sorted(self.cursor.beyond), seed=config.seed, version=self.version,
+            job=infra.policy_job_id,
+        )  # fmt: skip
         with self.clock.span("perf/dcp_save_time"):
-            saving = infra.policy.save_state(name, overwrite=True)
+            started = time.perf_counter()
+            saving = infra.policy.inner.save_state(
+                name, overwrite=True, metadata={**asdict(point), "config": plain_config(config)}
+            )
             await saving.result_async(config.sync.dcp_timeout_s)
-        beyond = sorted(self.cursor.beyond)
-        point = Checkpoint(name, self.step, self.cursor.start, beyond, config.seed)
+            self.saved_at = time.perf_counter()
+            self.save_s = self.saved_at - started
         self.checkpoints = [one for one in self.checkpoints if one.name != name] + [point]
         write_manifest(self.log_path, self.checkpoints)
 
-    def restore(self, config: RunConfig, infra: Infra, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint and say what the run goes on with."""
-        infra.policy.load_state_with_optimizer(checkpoint.name).result()
+    def _is_save_due(
+        self, config: RunConfig, infra: RunInfra, unsaved: int, *, is_last: bool
+    ) -> bool:
+        interval = config.sync.dcp_save_interval
+        if is_given(interval) or not infra.is_embedded:
+            return interval > 0 and (
+                config.save_final_checkpoint if is_last else unsaved >= interval
+            )
+        if is_last:
+            return config.save_final_checkpoint
+        return time.perf_counter() - self.saved_at >= AUTOMATIC_SAVE_RATIO * self.save_s
+
+    def begin(self, config: RunConfig, infra: RunInfra, checkpoint: Checkpoint | None) -> None:
+        """Load what the run starts from, and say it in one line.
+
+        This run's own checkpoint comes first, then ``init_from_checkpoint`` (its weights and
+        optimizer, from step 0 and the first row), then ``warm_start_from_adapter``, else the model
+        as it is.
+        """
+        if checkpoint is not None:
+            self._restore(config, infra, checkpoint)
+        elif config.init_from_checkpoint is not None:
+            path = checkpoint_reference(config.init_from_checkpoint, infra)
+            infra.policy.load_state_with_optimizer(path)
+            self.display.note(f"starting at step 0 from checkpoint {config.init_from_checkpoint}")
+        elif config.warm_start_from_adapter is not None:
+            infra.policy.load_adapter(str(Path(config.warm_start_from_adapter).expanduser()))
+            self.display.note(f"starting at step 0 from adapter {config.warm_start_from_adapter}")
+
+    def must_publish(self, infra: RunInfra) -> bool:
+        """Whether the deployment serves other weights than the policy's before the first sample."""
+        return self.has_loaded or infra.serves_older_snapshot
+
+    def _restore(self, config: RunConfig, infra: RunInfra, checkpoint: Checkpoint) -> None:
+        path = checkpoint.name
+        if checkpoint.job not in (None, infra.policy_job_id):
+            path = infra.policy.inner.resolve_checkpoint_path(checkpoint.name, checkpoint.job)
+        infra.policy.load_state_with_optimizer(path)
+        self.has_loaded = True
         self.step = config.resume.step_offset or checkpoint.step
         self.cursor = Cursor(checkpoint.cursor, set(checkpoint.beyond))
         self.display.note(
-            f"resuming from {checkpoint.name}: step {self.step}, {self.cursor.count} of "
-            f"{len(self.rows) * config.epochs} rows done"
+            f"resuming from {checkpoint.name} of trainer job {infra.policy_job_id}: step "
+            f"{self.step}, {self.cursor.count} of {len(self.rows) * config.epochs} rows done"
         )
 
-    async def export_model(self, config: RunConfig, infra: Infra) -> None:
-        """The final weights as a Hugging Face folder, where ``output_model_id`` asks for one."""
+    async def export_model(self, config: RunConfig, infra: RunInfra) -> None:
+        """Promote the final weights, where ``output_model_id`` names a model."""
         if config.output_model_id is None:
             return
-        self.model_path = self.log_path / "models" / config.output_model_id
-        await asyncio.to_thread(infra.export_model, self.model_path)
-        self.display.note(f"the trained model is in {self.model_path}")
+        saving = infra.policy.inner.save_weights_for_sampler(f"final-{self.step:05d}", "base")
+        saved = await saving.result_async(config.sync.dcp_timeout_s)
+        model = await asyncio.to_thread(
+            infra.trainers.promote_checkpoint, infra.policy_job_id, saved.snapshot_name,
+            config.output_model_id, infra.policy.inner.base_model,
+            merge_adapter=config.merge_adapter,
+        )  # fmt: skip
+        self.model_path = Path(model.source) if model.source else None
+        self.display.note(f"the trained model is {model.name}, in {model.source}")
 
     def mention_untrained_rows(self) -> None:
         """Say why, when the rows since the last step left nothing to train on."""

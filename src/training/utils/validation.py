@@ -44,6 +44,9 @@ class RecipeConfig(ObjectiveConfig, Protocol):
     eval_samples_per_prompt: int
     router_replay: bool
     output_model_id: str | None
+    init_from_checkpoint: str | None
+    warm_start_from_adapter: str | None
+    keep_checkpoints: int | None
     trainer: TrainerConfig
     deployment: DeployConfig
 
@@ -85,6 +88,17 @@ def _problems(config: RecipeConfig) -> Iterator[str]:
             "output_model_id must be 1 to 63 characters of a-z, 0-9 and -, got "
             f"{config.output_model_id!r}"
         )
+    if config.init_from_checkpoint and config.warm_start_from_adapter:
+        yield (
+            "init_from_checkpoint and warm_start_from_adapter must not both be given, got "
+            f"{config.init_from_checkpoint!r} and {config.warm_start_from_adapter!r}: a checkpoint "
+            "has its adapter"
+        )
+    for name in ("warm_start_from_adapter", "merge_adapter"):
+        if getattr(config, name) and config.lora_rank == 0:
+            yield f"lora_rank must be > 0 where {name} is given, got 0"
+    if config.keep_checkpoints is not None and config.keep_checkpoints < 1:
+        yield f"keep_checkpoints must be >= 1 or None, got {config.keep_checkpoints}"
     if config.router_replay:
         yield ("router_replay must be False, got True: this version does not record expert choices")
 

@@ -35,7 +35,16 @@ SIZES: dict[str, Any] = {
 }
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+CHAT_TEMPLATE = (
+    "{% if tools %}{{ tools | map(attribute='function.name') | join(',') }}|{% endif %}"
+    "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "<tag>{{ m.role }}:{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.arguments.a }}{% endfor %}{% endfor %}"
+    "{% if style %}[{{ style }}]{% endif %}{% if add_generation_prompt %}<tag>{% endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     """One token per byte (ids are not the bytes' values), two special and one plain added one."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: index for index, symbol in enumerate(alphabet)}
@@ -48,6 +57,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token="<|end|>",
         pad_token="<|pad|>",
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
 

@@ -1,11 +1,13 @@
 import pytest
 import torch
 
-from hearth.errors import ConfigError
+from hearth.errors import ConfigError, RequestError
+from hearth.inference.backend import SampleRequest
 from hearth.inference.engine.cache import CacheShape, SlotCache, key_span
 from hearth.inference.engine.engine import EngineOptions
 from hearth.inference.engine.prompts import Prompt, PromptStore
-from hearth.inference.engine.sequence import StopText
+from hearth.inference.engine.sequence import RequestLimits, StopText, check_request
+from hearth.inference.engine.serving import Serving
 
 SHAPE = CacheShape(
     layers=2, heads=1, key_dim=4, value_dim=2, dtype=torch.float32, device=torch.device("cpu")
@@ -140,3 +142,26 @@ def test_a_text_is_cut_before_its_first_stop_string(tokenizer):
 def test_engine_options_out_of_range_are_refused(options):
     with pytest.raises(ConfigError, match=f"{next(iter(options))} must be >= "):
         EngineOptions(**options)
+
+
+@pytest.mark.parametrize(("size", "ids"), [(3, [1, 2]), (264, [1, 2]), (264, [0, 263])])
+def test_the_ids_of_a_warm_up_are_taken_by_any_vocabulary(size, ids):
+    limits = RequestLimits(size, 64, lambda tokens: True, "1 MiB", has_tokenizer=False)
+
+    check_request(SampleRequest(prompt=ids, max_tokens=4, temperature=0.0), limits)
+    with pytest.raises(RequestError, match=f"in 0..{size - 1}, got {size} at position 2"):
+        check_request(SampleRequest(prompt=[*ids, size]), limits)
+
+
+def test_a_version_number_is_never_given_twice():
+    serving = Serving()
+    serving.begin("step-7", 7)
+    serving.failed("step-7", OSError("gone"))
+    assert (serving.state().weight_version, serving.state().stage) == (0, "error")
+
+    serving.begin("step-8")
+    serving.served("step-8", is_adapter=False)
+    serving.begin("step-7")
+    serving.served("step-7", is_adapter=False)
+
+    assert serving.state().weight_version == 9

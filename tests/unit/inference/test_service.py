@@ -171,15 +171,28 @@ async def test_n_completions_are_those_of_n_requests_of_the_sdk(site):
     assert together["usage"]["completion_tokens"] == 40
 
 
-async def test_a_stream_is_one_event_and_the_end(site, drawn):
-    body = {"prompt": [1, 2, 3], "max_tokens": 8, "seed": 7, "ignore_eos": True, "stream": True}
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"raw_output": True, "logprobs": True, "n": 2, "perf_metrics_in_response": True},
+        {"logprobs": True, "logprob_format": "arrays"},
+    ],
+    ids=["raw_output", "arrays"],
+)
+async def test_the_training_clients_stream_is_the_whole_answer_in_one_event(site, fields):
+    body = {"prompt": [1, 2, 3], "max_tokens": 8, "seed": 7, "ignore_eos": True} | fields
 
-    answer = await site.call("POST", PATH, json=body)
+    answer = await site.call("POST", PATH, json=body | {"stream": True})
 
     assert answer.headers["content-type"].startswith("text/event-stream")
+    assert float(answer.headers["fireworks-prefill-queue-duration"]) >= 0
     event, end, rest = answer.text.split("\n\n")
     assert (end, rest) == ("data: [DONE]", "")
-    assert json.loads(event.removeprefix("data: "))["choices"][0]["text"] == drawn.text
+    streamed = json.loads(event.removeprefix("data: "))
+    plain = await site.complete(**fields)
+    assert streamed["choices"] == plain["choices"]
+    assert streamed["usage"] == plain["usage"]
+    assert ("perf_metrics" in streamed) == ("perf_metrics_in_response" in fields)
 
 
 async def test_perf_metrics_are_headers_and_on_demand_in_the_body(site):
@@ -201,6 +214,7 @@ REFUSED = {
     "long": ({"prompt": [1] * 600}, "prompt must be <= 511 tokens, got 600"),
     "temperature": ({"temperature": -1}, "temperature must be a number >= 0, got -1.0"),
     "n": ({"n": 0}, "n must be in 1..1024, got 0"),
+    "position": ({"prompt": [1, 264, 3]}, "got 264 at position 1"),
     "type": ({"max_tokens": "many"}, "max_tokens must be valid, got 'many'"),
     "second of n": ({"n": 2, "top_p": 2}, "top_p must be in (0, 1], got 2.0"),
 }
@@ -277,6 +291,7 @@ async def test_a_hot_load_is_answered_at_once_and_waited_for(site, load):
     assert before.json() == {
         "replicas": [
             {
+                "current_snapshot_identity": None,
                 "readiness": True,
                 "loading_state": {"stage": "idle"},
                 "loaded_adapters": [],

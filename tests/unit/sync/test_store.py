@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import hashlib
 import json
+import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -8,8 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hearth.errors import ConfigError, EngineError, NotFoundError, RequestError
-from hearth.sync.manifest import checksum
-from hearth.sync.store import FolderSnapshotStore, MemorySnapshotStore, Snapshot, SnapshotStore
+from hearth.sync.manifest import checksum, fingerprints
+from hearth.sync.store import (
+    Buckets,
+    FolderBuckets,
+    FolderSnapshotStore,
+    MemoryBuckets,
+    MemorySnapshotStore,
+    Snapshot,
+    SnapshotStore,
+)
 
 TENSORS = {
     "a.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3) / 7,
@@ -73,6 +84,148 @@ def test_an_identity_is_taken_once(store: SnapshotStore) -> None:
     assert store.get("same").tensors["c"] == 7
 
 
+def test_the_same_weights_may_be_put_again(store: SnapshotStore) -> None:
+    store.put(snapshot("same"))
+    store.put(snapshot("other"))
+
+    store.put(snapshot("same"))
+
+    assert store.names() == ["same", "other"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Snapshot.capture("same", "base", "tiny", TENSORS | {"b.weight": TENSORS["b.weight"].abs()}),
+        Snapshot.capture("same", "base", "tiny", TENSORS | {"c": torch.tensor(7.0)}),
+        Snapshot.capture("same", "base", "tiny", TENSORS | {"empty": torch.zeros(4, 0)}),
+        Snapshot.capture("same", "base", "huge", TENSORS),
+        Snapshot.capture("same", "lora", "tiny", TENSORS),
+        Snapshot.capture("same", "base", "tiny", TENSORS, {"lora": {"rank": 2}}),
+    ],
+    ids=["sign of zero", "dtype", "shape", "model", "kind", "adapter's options"],
+)
+def test_other_weights_under_the_same_identity_are_refused(
+    store: SnapshotStore, other: Snapshot
+) -> None:
+    store.put(snapshot("same"))
+
+    with pytest.raises(RequestError, match="must be new, got 'same': it is taken by other weights"):
+        store.put(other)
+
+
+def test_facts_tell_what_is_kept(store: SnapshotStore) -> None:
+    before = time.time()
+    store.put(snapshot("first"))
+    store.put(Snapshot.capture("second", "lora", "tiny", {"w": torch.ones(5)}))
+
+    first, second = store.facts()
+
+    assert (first.identity, first.kind, first.base_model) == ("first", "base", "tiny")
+    assert (second.identity, second.kind) == ("second", "lora")
+    assert before - 1 <= first.created_s <= second.created_s <= time.time() + 1
+    # 24 + 6 + 8 + 0 bytes of tensors, and in a folder the manifest beside them.
+    assert first.num_bytes >= 38
+    assert (first.num_bytes == 38) is isinstance(store, MemorySnapshotStore)
+
+
+def test_facts_leave_out_what_cannot_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FolderSnapshotStore(tmp_path)
+    store.put(snapshot("good"))
+    store.put(snapshot("bad"))
+    (tmp_path / "bad" / "manifest.json").write_text("{")
+
+    assert [one.identity for one in store.facts()] == ["good"]
+    assert "snapshot bad was left out" in caplog.text
+
+
+def test_tensors_do_not_hang_on_the_file(tmp_path: Path) -> None:
+    store = FolderSnapshotStore(tmp_path)
+    store.put(snapshot("s"))
+    found = store.get("s").tensors["a.weight"]
+
+    path = tmp_path / "s" / "weights.safetensors"
+    with path.open("r+b") as file:
+        file.write(b"\xff" * path.stat().st_size)
+
+    assert torch.equal(found, TENSORS["a.weight"])
+
+
+def test_a_large_tensor_is_hashed_in_pieces() -> None:
+    large = torch.arange(2**24 + 7, dtype=torch.int32).view(torch.uint8)
+    pieces = [large[start : start + 2**24].numpy() for start in range(0, large.numel(), 2**24)]
+    hashes = b"".join(hashlib.blake2b(one.data, digest_size=16).digest() for one in pieces)
+
+    found = checksum(large)
+
+    assert len(pieces) == 5
+    assert found == f"blake2b:{hashlib.blake2b(hashes, digest_size=16).hexdigest()}"
+    assert checksum(TENSORS["a.weight"]) == (
+        f"blake2b:{hashlib.blake2b(TENSORS['a.weight'].numpy().data, digest_size=16).hexdigest()}"
+    )
+
+
+def test_a_fingerprint_is_the_crc_of_the_bytes() -> None:
+    large = torch.arange(2**24 + 7, dtype=torch.int32).view(torch.uint8)
+    pieces = [large[start : start + 2**24].numpy() for start in range(0, large.numel(), 2**24)]
+    sums = b"".join(zlib.crc32(one.data).to_bytes(4, "big") for one in pieces)
+
+    found = fingerprints({"large": large, "a": TENSORS["a.weight"]})
+
+    assert (
+        found["large"]["checksum"] == f"crc32:{hashlib.blake2b(sums, digest_size=16).hexdigest()}"
+    )
+    assert found["a"] == {
+        "dtype": "float32",
+        "shape": [2, 3],
+        "checksum": f"crc32:{zlib.crc32(TENSORS['a.weight'].numpy().data):08x}",
+    }
+
+
+@pytest.fixture(params=["memory", "folder"])
+def buckets(request: pytest.FixtureRequest, tmp_path: Path) -> Buckets:
+    return MemoryBuckets(keep=2) if request.param == "memory" else FolderBuckets(tmp_path, keep=2)
+
+
+def test_buckets_know_nothing_of_each_other(buckets: Buckets) -> None:
+    one, other = buckets.bucket("job-1"), buckets.bucket("job-2")
+    one.put(snapshot("s"))
+
+    assert buckets.bucket("job-1").names() == ["s"]
+    assert other.names() == []
+    with pytest.raises(NotFoundError):
+        other.get("s")
+
+
+def test_a_bucket_keeps_the_newest(buckets: Buckets) -> None:
+    store = buckets.bucket("job-1")
+    for identity in ("a", "b", "c"):
+        store.put(snapshot(identity))
+
+    assert store.names() == ["b", "c"]
+
+
+def test_a_dropped_bucket_is_empty_and_may_be_dropped_again(buckets: Buckets) -> None:
+    buckets.bucket("job-1").put(snapshot("s"))
+    buckets.bucket("job-2").put(snapshot("s"))
+
+    buckets.drop("job-1")
+    buckets.drop("job-1")
+
+    assert buckets.bucket("job-1").names() == []
+    assert buckets.bucket("job-2").names() == ["s"]
+
+
+@pytest.mark.parametrize("bucket_id", ["", "..", "a/b", ".draft", "A"])
+def test_no_bucket_can_leave_the_root(buckets: Buckets, bucket_id: str) -> None:
+    with pytest.raises(RequestError, match="bucket_id must be 1 to 128 of a-z"):
+        buckets.bucket(bucket_id)
+    with pytest.raises(RequestError, match="bucket_id must be"):
+        buckets.drop(bucket_id)
+
+
 @pytest.mark.parametrize(
     "identity", ["", "..", "../up", "a/b", "-a", ".a", "Step", "a\n", "a" * 129, "a b", "\x00"]
 )
@@ -97,6 +250,11 @@ def test_memory_keeps_the_newest() -> None:
 def test_memory_keeps_at_least_one() -> None:
     with pytest.raises(ConfigError, match="keep must be >= 1, got 0"):
         MemorySnapshotStore(keep=0)
+
+
+def test_a_folder_keeps_at_least_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keep must be >= 1, got 0"):
+        FolderSnapshotStore(tmp_path, keep=0)
 
 
 def test_the_manifest_states_dtype_shape_and_checksum(tmp_path: Path) -> None:

@@ -111,11 +111,12 @@ def gradient(tmp_path: Path) -> Callable[[TrainerEngine, str], dict[str, torch.T
     def read(engine: TrainerEngine, model_id: str) -> dict[str, torch.Tensor]:
         engine.optim_step(model_id, AdamParams(learning_rate=0.0, beta1=0.0))
         engine.save_state(model_id, "gradient", overwrite=True)
-        state = load_file(tmp_path / "checkpoints" / "gradient" / "optimizer.safetensors")
+        prefix = "optimizer/exp_avg/"
         return {
-            name.removeprefix("exp_avg/"): value
-            for name, value in state.items()
-            if name.startswith("exp_avg/")
+            name.removeprefix(prefix): value
+            for file in (tmp_path / "checkpoints" / "gradient" / "data").glob("*.safetensors")
+            for name, value in load_file(file).items()
+            if name.startswith(prefix)
         }
 
     return read

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import json
+import pickle
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hearth.errors import EngineError, NotFoundError, RequestError
+from hearth.errors import ConfigError, EngineError, NotFoundError, RequestError
 from hearth.models.loading import load_model
 from hearth.models.lora import LoraOptions, attach_lora, load_adapter_tensors, write_adapter
+from hearth.sync.manifest import checksum
 from hearth.sync.store import FolderSnapshotStore, MemorySnapshotStore
+from hearth.trainer.checkpoint import MAX_METADATA_BYTES
 from hearth.trainer.engine import TrainerEngine, TrainerOptions
 from hearth.trainer.passes import PassResult
 from hearth.wire.tinker import AdamParams
@@ -29,6 +36,12 @@ def train(engine: TrainerEngine, model_id: str, data: Any, steps: int = 1) -> No
         engine.optim_step(model_id, STEP, "num_loss_tokens")
 
 
+def held(root: Path, name: str) -> dict[str, str]:
+    """Checksums of a checkpoint's tensors, weights and optimizer: equal ones have the same bits."""
+    files = (root / "checkpoints" / name / "data").glob("*.safetensors")
+    return {key: checksum(one) for file in files for key, one in load_file(file).items()}
+
+
 def flat(result: PassResult) -> np.ndarray:
     return np.concatenate([one.ravel() for one in result.logprobs])
 
@@ -36,8 +49,9 @@ def flat(result: PassResult) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_training_goes_on_bit_for_bit_from_a_checkpoint(
-    make_engine: MakeEngine, random_data: Any, lora: LoraOptions | None, dtype: str
-) -> None:
+    make_engine: MakeEngine, random_data: Any, tmp_path: Path, lora: LoraOptions | None,
+    dtype: str,
+) -> None:  # fmt: skip
     data = random_data(count=6)
     first, second = make_engine(dtype=dtype), make_engine(dtype=dtype)
     one, other = first.create_model(lora), second.create_model(lora)
@@ -49,6 +63,11 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(
     train(second, other, data, steps=2)
 
     assert np.array_equal(flat(first.forward(one, data)), flat(second.forward(other, data)))
+    first.save_state(one, "unbroken")
+    second.save_state(other, "resumed")
+    assert held(tmp_path, "resumed") == held(tmp_path, "unbroken")
+    assert held(tmp_path, "resumed").keys() == held(tmp_path, "step-3").keys()
+    assert len([key for key in held(tmp_path, "step-3") if key.startswith("weights/")]) >= 20
     second.forward_backward(other, data)
     assert second.optim_step(other, STEP)["step"] == 6
 
@@ -125,13 +144,23 @@ def test_an_unknown_checkpoint_lists_the_known_ones(engine: TrainerEngine) -> No
         engine.load_state(model_id, "other", with_optimizer=True)
 
 
-def test_a_sampler_snapshot_is_not_a_resumable_checkpoint(engine: TrainerEngine) -> None:
+@pytest.mark.parametrize("kind", ["memory", "folder"])
+@pytest.mark.parametrize("path", ["step-1-ab", "cross_job://me/step-1-ab"])
+def test_a_sampler_snapshot_is_not_a_resumable_checkpoint(
+    kind: str, path: str, qwen_folder: Path, tmp_path: Path
+) -> None:
+    store = MemorySnapshotStore() if kind == "memory" else FolderSnapshotStore(tmp_path / "snap")
+    engine = make_with(store, qwen_folder, tmp_path / "jobs" / "me")
     model_id = engine.create_model()
     engine.save_for_sampler(model_id, "step-1-ab")
+    engine.save_state(model_id, "step-1")
 
-    message = "must name a resumable checkpoint, got the sampler snapshot 'step-1-ab'"
+    message = (
+        r"must name a resumable checkpoint, got the sampler snapshot 'step-1-ab'.*\['step-1'\]"
+    )
     with pytest.raises(RequestError, match=message):
-        engine.load_state(model_id, "step-1-ab", with_optimizer=True)
+        engine.load_state(model_id, path, with_optimizer=True)
+    engine.close()
 
 
 def test_a_checkpoint_of_another_adapter_is_refused(make_engine: MakeEngine) -> None:
@@ -155,23 +184,254 @@ def test_a_checkpoint_of_another_shape_is_refused(
     assert np.array_equal(flat(second.forward(model_id, random_data())), before)
 
 
-def test_a_damaged_checkpoint_is_found(engine: TrainerEngine, tmp_path: Path) -> None:
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "changed":
+        content[-1] ^= 1
+        path.write_bytes(content)
+    elif how == "truncated":
+        path.write_bytes(content[:-1])
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [("changed", "got {size} bytes, blake2b:"), ("truncated", "got {less} bytes"),
+     ("gone", "got no file")],
+)  # fmt: skip
+def test_a_damaged_file_is_found_and_named_and_the_model_stays(
+    engine: TrainerEngine, tmp_path: Path, random_data: Any, how: str, found: str
+) -> None:
+    data = random_data(count=3)
     model_id = engine.create_model()
     engine.save_state(model_id, "s")
-    path = tmp_path / "checkpoints" / "s" / "weights.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    train(engine, model_id, data)
+    before = flat(engine.forward(model_id, data))
+    folder = tmp_path / "checkpoints" / "s"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    entry = manifest["files"]["model-00001-of-00001.safetensors"]
+    damage(folder / "data" / "model-00001-of-00001.safetensors", how)
 
-    with pytest.raises(EngineError, match="must match its manifest"):
+    size = entry["bytes"]
+    expected = f"data/model-00001-of-00001.safetensors must have {size} bytes, {entry['checksum']}"
+    found = found.format(size=size, less=size - 1)
+    with pytest.raises(EngineError, match=f"{expected}, {found}"):
+        engine.load_state(model_id, "s", with_optimizer=True)
+    assert np.array_equal(flat(engine.forward(model_id, data)), before)
+
+
+def test_a_file_that_no_manifest_names_is_not_read(engine: TrainerEngine, tmp_path: Path) -> None:
+    model_id = engine.create_model()
+    engine.save_state(model_id, "s")
+    data = tmp_path / "checkpoints" / "s" / "data"
+    (data / "more.safetensors").write_bytes(next(data.glob("*.safetensors")).read_bytes())
+
+    with pytest.raises(EngineError, match=r"files of its manifest, got \['more.safetensors'\]"):
+        engine.load_state(model_id, "s", with_optimizer=True)
+
+
+def test_a_changed_manifest_is_found(engine: TrainerEngine, tmp_path: Path) -> None:
+    model_id = engine.create_model()
+    engine.save_state(model_id, "s")
+    path = tmp_path / "checkpoints" / "s" / "manifest.json"
+    path.write_text(path.read_text().replace('"steps": 0', '"steps": 7'))
+
+    with pytest.raises(EngineError, match=r"s/manifest\.json must match its own checksum"):
+        engine.load_state(model_id, "s", with_optimizer=True)
+    path.write_text("{")
+    with pytest.raises(EngineError, match="'s' must have a readable manifest"):
         engine.load_state(model_id, "s", with_optimizer=True)
 
 
 def test_a_checkpoint_holds_no_pickle(engine: TrainerEngine, tmp_path: Path) -> None:
     engine.save_state(engine.create_model(), "s")
 
-    files = sorted(path.name for path in (tmp_path / "checkpoints" / "s").iterdir())
-    assert files == ["manifest.json", "optimizer.safetensors", "weights.safetensors"]
+    folder = tmp_path / "checkpoints" / "s"
+    files = sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file())
+    assert files == [
+        "data/model-00001-of-00001.safetensors", "data/model.safetensors.index.json",
+        "manifest.json",
+    ]  # fmt: skip
+
+
+class Bomb:
+    """Fails whoever unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("a pickle was read",)
+
+
+OPENED: list[str] | None = None
+
+
+def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and OPENED is not None:
+        OPENED.append(str(arguments[0]))
+
+
+sys.addaudithook(_note_opened)  # for good: hooks cannot be taken back
+
+
+def test_no_pickle_is_read_and_a_planted_one_is_never_opened(
+    engine: TrainerEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        pytest.fail("a pickle was read")
+
+    model_id = engine.create_model()
+    engine.save_state(model_id, "s")
+    folder = tmp_path / "checkpoints" / "s"
+    for planted in (folder / ".metadata", folder / "data" / ".metadata"):
+        planted.write_bytes(pickle.dumps(Bomb()))
+    for module, name in (
+        (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (pickle, "_Unpickler"),
+        (torch, "load"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, refuse)
+    opened: list[str] = []
+    monkeypatch.setattr(sys.modules[__name__], "OPENED", opened)
+
+    engine.load_state(model_id, "s", with_optimizer=True)
+
+    assert str(folder / "manifest.json") in opened
+    assert not [one for one in opened if one.endswith(".metadata")]
+
+
+def test_the_rng_is_restored_with_the_optimizer_and_only_then(engine: TrainerEngine) -> None:
+    model_id = engine.create_model()
+    torch.manual_seed(7)
+    engine.save_state(model_id, "s")
+    drawn = torch.rand(4)
+
+    torch.manual_seed(8)
+    engine.load_state(model_id, "s", with_optimizer=False)
+    assert not torch.equal(torch.rand(4), drawn)
+    engine.load_state(model_id, "s", with_optimizer=True)
+    assert torch.equal(torch.rand(4), drawn)
+
+
+def test_a_checkpoints_facts_are_read_without_its_tensors(
+    engine: TrainerEngine, tmp_path: Path, random_data: Any
+) -> None:
+    model_id = engine.create_model(LORA)
+    train(engine, model_id, random_data(count=3), steps=2)
+    metadata = {"cursor": 9, "version": 4, "config": {"lr": 1e-5, "names": ("a", "b")}, 1: None}
+    before = time.time()
+    engine.save_state(model_id, "s", metadata=metadata, seq_id=5)
+    for one in (tmp_path / "checkpoints" / "s" / "data").iterdir():
+        one.unlink()
+
+    facts = engine.checkpoint_facts("s")
+
+    assert (facts.base_model, facts.lora, facts.steps, facts.seq_id) == ("tiny", LORA, 2, 5)
+    assert before <= facts.created_s <= time.time()
+    assert facts.metadata == {
+        "cursor": 9, "version": 4, "config": {"lr": 1e-5, "names": ["a", "b"]}, "1": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"big": "x" * MAX_METADATA_BYTES}, "metadata must be at most 1048576 bytes, got 104858"),
+        ({"odd": object()}, "metadata must be JSON values, got Object of type object"),
+        ({"odd": float("nan")}, "metadata must be JSON values, got Out of range float"),
+    ],
+)
+def test_metadata_that_a_manifest_cannot_hold_are_refused(
+    engine: TrainerEngine, metadata: dict[str, Any], message: str
+) -> None:
+    model_id = engine.create_model()
+    engine.save_state(model_id, "s", metadata={"kept": True})
+
+    with pytest.raises(RequestError, match=message):
+        engine.save_state(model_id, "s", overwrite=True, metadata=metadata)
+    assert engine.checkpoint_facts("s").metadata == {"kept": True}
+
+
+def test_only_the_newest_stay_and_the_pinned(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(keep_checkpoints=2)
+    model_id = engine.create_model()
+    for name in ("a", "b", "c", "d"):
+        engine.save_state(model_id, name, metadata={"pinned": name == "a"})
+
+    assert engine.list_checkpoints() == ["a", "c", "d"]
+    engine.save_state(model_id, "c", overwrite=True)
+    engine.save_state(model_id, "e")
+    assert engine.list_checkpoints() == ["a", "c", "e"]
+    assert sorted(one.name for one in (tmp_path / "checkpoints").iterdir()) == ["a", "c", "e"]
+
+
+def test_a_trainer_keeps_one_checkpoint_at_least(make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match="keep_checkpoints must be >= 1 or None, got 0"):
+        make_engine(keep_checkpoints=0)
+
+
+def test_another_jobs_checkpoint_goes_by_its_job(
+    qwen_folder: Path, tmp_path: Path, random_data: Any
+) -> None:
+    data = random_data(count=3)
+    first = make_with(MemorySnapshotStore(), qwen_folder, tmp_path / "first")
+    second = make_with(MemorySnapshotStore(), qwen_folder, tmp_path / "second")
+    third = TrainerEngine(
+        qwen_folder, name="tiny", snapshots=MemorySnapshotStore(),
+        checkpoint_dir=tmp_path / "elsewhere" / "third",
+        other_checkpoints=lambda job: tmp_path / job,
+    )  # fmt: skip
+    one = first.create_model()
+    train(first, one, data, steps=2)
+    first.save_state(one, "step-2")
+    expected = flat(first.forward(one, data))
+
+    for engine in (second, third):
+        other = engine.create_model()
+        path = "cross_job://first/step-2"
+        assert engine.load_state(other, path, with_optimizer=True) == path
+        assert np.array_equal(flat(engine.forward(other, data)), expected)
+        with pytest.raises(NotFoundError, match=r"one of \['step-2'\], got 'step-9'"):
+            engine.load_state(other, "cross_job://first/step-9", with_optimizer=True)
+        with pytest.raises(NotFoundError, match=r"one of \[\], got 'step-2'"):
+            engine.load_state(other, "cross_job://absent/step-2", with_optimizer=True)
+    for engine in (first, second, third):
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "cross_job://../first/step-2", "cross_job://first/../step-2", "cross_job://first",
+        "cross_job:///step-2", "cross_job://first/", "cross_job://.././step-2",
+        "cross_job://first/a/b", "cross_job://%2e%2e/step-2", "tinker://first/step-2",
+        "/tmp/step-2", "cross_job://first\\..\\x/step-2",
+    ],
+)  # fmt: skip
+def test_no_reference_can_leave_the_folder_of_jobs(engine: TrainerEngine, path: str) -> None:
+    model_id = engine.create_model()
+    engine.save_state(model_id, "step-2")
+
+    with pytest.raises(RequestError, match=r"path('s job|'s name)? must be 1 to 128 of a-z"):
+        engine.load_state(model_id, path, with_optimizer=True)
+
+
+def test_a_folder_of_another_format_is_no_checkpoint(engine: TrainerEngine, tmp_path: Path) -> None:
+    model_id = engine.create_model()
+    (tmp_path / "checkpoints" / "old").mkdir(parents=True)
+    manifest = {"format": "hearth-checkpoint-1", "files": {}}
+    (tmp_path / "checkpoints" / "old" / "manifest.json").write_text(json.dumps(manifest))
+
+    with pytest.raises(RequestError, match="got 'old', which is 'hearth-checkpoint-1'"):
+        engine.load_state(model_id, "old", with_optimizer=True)
+
+
+def test_model_ids_differ_between_processes(make_engine: MakeEngine) -> None:
+    before, after = make_engine(), make_engine()  # each counts for itself, as a new process does
+
+    ids = [before.create_model(), after.create_model()]
+
+    assert ids[0] != ids[1]
+    with pytest.raises(NotFoundError, match="the trainer may have been restarted"):
+        after.save_state(ids[0], "s")
 
 
 def make_with(store: Any, folder: Path, root: Path) -> TrainerEngine:

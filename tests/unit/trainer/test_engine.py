@@ -504,7 +504,7 @@ def test_after_unloading_a_new_policy_starts_from_the_base(
     second = engine.create_model()
 
     assert np.array_equal(flat(engine.forward(second, data)), before)
-    with pytest.raises(NotFoundError, match=f"must be one of \\['{second}'\\], got '{first}'"):
+    with pytest.raises(NotFoundError, match=f"a model of this trainer, got '{first}'"):
         engine.forward(first, data)
 
 

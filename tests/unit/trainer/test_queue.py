@@ -120,13 +120,54 @@ async def test_models_do_not_wait_for_each_others_gaps(
     assert await result(futures, first) == {"path": "first"}
 
 
-async def test_an_operation_on_an_unknown_model_fails_at_once(
+def test_an_operation_on_an_unknown_model_is_refused(operations: OperationQueue) -> None:
+    message = "model_id must name a model of this trainer, got 'absent': the trainer may have been"
+    with pytest.raises(NotFoundError, match=message):
+        operations.submit_numbered("absent", 7, lambda: done("never"))
+    with pytest.raises(NotFoundError, match=message):
+        operations.executed("absent")
+
+
+async def test_executed_counts_what_has_ended_well_or_badly(
     futures: FutureStore, operations: OperationQueue
 ) -> None:
-    request_id = operations.submit_numbered("absent", 7, lambda: done("never"))
+    seen: list[int] = []
 
-    answer = await result(futures, request_id)
-    assert (answer["error_class"], answer["category"]) == ("NotFoundError", "user")
+    def bad() -> PathOutput:
+        seen.append(operations.executed("m"))
+        raise RequestError("no")
+
+    assert operations.executed("m") == 0
+    first = operations.submit_numbered("m", 1, bad)
+    await result(futures, first)
+    assert (seen, operations.executed("m")) == ([0], 1)
+    operations.submit_numbered("m", 3, lambda: done("held"))
+    await result(futures, operations.submit_numbered("m", 2, lambda: done("second")))
+    third = operations.submit_numbered("m", 3, lambda: done("again"))
+    assert await result(futures, third) == {"path": "held"}
+    assert operations.executed("m") == 3
+
+
+async def test_each_operation_is_announced_and_then_idle(futures: FutureStore) -> None:
+    heard: list[str] = []
+
+    def listen(phase: str) -> None:
+        heard.append(phase)
+        if phase == "forward":
+            raise ValueError("a listener's own")
+
+    operations = OperationQueue(futures, name="test", on_phase=listen)
+    operations.open("m")
+    ran = [
+        operations.submit(lambda: done("made"), phase="create_model"),
+        operations.submit_numbered("m", 1, lambda: done("a"), phase="forward"),
+        operations.submit_numbered("m", 2, lambda: done(str(1 // 0)), phase="optim_step"),
+    ]
+    answers = [await result(futures, one) for one in ran]
+    operations.close()
+
+    assert answers[1] == {"path": "a"}
+    assert heard == ["create_model", "idle", "forward", "idle", "optim_step", "idle"]
 
 
 async def test_unloading_frees_what_was_held(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -233,8 +234,14 @@ async def test_unloading_frees_the_model_and_what_it_held(client: Client, datum:
     assert await client.run("unload_model", model_id=model_id) == {"model_id": model_id}
 
     assert (await client.result(held))["error_class"] == "ClosedError"
-    late = await client.numbered("forward", model_id, forward_input=data_of(datum([5, 6])))
-    assert late["error_class"] == "NotFoundError"
+    late = await client.http.post(
+        f"{PREFIX}/forward",
+        json={"model_id": model_id, "seq_id": 1, "forward_input": data_of(datum([5, 6]))},
+    )
+    assert late.status_code == 404
+    twice = await client.run("unload_model", model_id=model_id)
+    assert (twice["error_class"], twice["category"]) == ("NotFoundError", "user")
+    assert "the trainer may have been restarted" in twice["error"]
     assert (await client.create_model())["model_id"] != model_id
 
 
@@ -253,7 +260,14 @@ async def test_another_base_model_is_refused(client: Client) -> None:
         ("forward", b"[]", 400, "body must be a JSON object"),
         ("forward", b'{"model_id": "m"}', 400, "seq_id an integer, got 'm' and None"),
         ("retrieve_future", b'{"request_id": "x"}', 404, "pending or recent request, got 'x'"),
-        ("get_info", b'{"model_id": "x"}', 404, "model_id must be one of"),
+        ("get_info", b'{"model_id": "x"}', 404, "must name a model of this trainer, got 'x'"),
+        (
+            "optim_step",
+            b'{"model_id": "x", "seq_id": 4}',
+            404,
+            "got 'x': the trainer may have been restarted",
+        ),
+        ("weights_info", b'{"tinker_path": "x"}', 404, "path must name one of [], got 'x'"),
     ],
 )
 async def test_what_cannot_be_queued_is_an_http_error(
@@ -311,3 +325,96 @@ async def test_a_closed_trainer_answers_410(client: Client, engine: TrainerEngin
 
     assert answer.status_code == 410
     assert "after it was closed" in answer.json()["error"]["message"]
+
+
+async def test_a_checkpoint_carries_its_number_and_the_clients_metadata(
+    client: Client, engine: TrainerEngine
+) -> None:
+    model_id = (await client.create_model())["model_id"]
+    metadata = {"cursor": 9, "version": 4, "config": {"lr": 1e-5}, "pinned": True}
+    await client.numbered("optim_step", model_id, adam_params={})
+    before = time.time()
+
+    saved = await client.numbered("save_weights", model_id, path="s", metadata=metadata)
+    loaded = await client.numbered("load_weights", model_id, path="s", optimizer=True)
+
+    assert saved == {"path": "s"}
+    assert loaded == {"path": "s", "metadata": metadata}
+    facts = engine.checkpoint_facts("s")
+    assert (facts.seq_id, facts.metadata) == (2, metadata)
+    assert before <= facts.created_s <= time.time()
+
+
+async def test_weights_info_says_what_a_checkpoint_is_of(client: Client) -> None:
+    shape = {"train_unembed": True, "train_mlp": False, "train_attn": True}
+    model_id = (await client.create_model(lora_config={"rank": 2, "alpha": 4, **shape}))["model_id"]
+    await client.numbered("save_weights", model_id, path="s")
+
+    info = await client.post("weights_info", tinker_path="s")
+
+    assert info == {"base_model": "tiny", "is_lora": True, "lora_rank": 2, **shape}
+
+
+async def test_rank_0_is_a_model_that_trains_all_parameters(client: Client) -> None:
+    config = {"rank": 0, "train_unembed": True, "train_mlp": True, "train_attn": True}
+    made = await client.create_model(lora_config=config, type="create_model")
+
+    assert made["lora_rank"] == 0
+    info = await client.post("get_info", model_id=made["model_id"], type="get_info")
+    assert set(info["model_data"]) == {"arch", "model_name", "tokenizer_id"}
+    assert info["is_lora"] is False
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"lora_config": {"rank": 2, "init_method": "nora"}}, "init_method must be 'kaiming'"),
+        ({"projection_head_dim": 8}, "projection_head_dim must be absent, got 8"),
+    ],
+)
+async def test_what_a_model_cannot_have_fails_its_future(
+    client: Client, body: dict[str, Any], message: str
+) -> None:
+    answer = await client.create_model(**body)
+
+    assert message in answer["error"]
+    assert answer["category"] == "user"
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "ppo", "gspo", "dro"])
+async def test_metric_names_have_one_colon_and_a_known_reduction(
+    client: Client, random_data: Any, loss: str
+) -> None:
+    model_id = (await client.create_model())["model_id"]
+    given = data_of(*random_data(count=3)) | {"loss_fn": loss}
+    for datum in given["data"]:
+        inputs = datum["loss_fn_inputs"]
+        row = inputs.pop("weights")
+        inputs |= {"weights": row} if loss == "cross_entropy" else {
+            "advantages": row, "logprobs": row | {"data": [-1.0] * len(row["data"])},
+        }  # fmt: skip
+
+    answer = await client.numbered("forward_backward", model_id, forward_backward_input=given)
+
+    reductions = {"mean", "sum", "min", "max", "slack", "hash_unordered", "unique"}
+    assert "loss:sum" in answer["metrics"]
+    assert all(name.count(":") == 1 for name in answer["metrics"])
+    assert {name.split(":")[1] for name in answer["metrics"]} <= reductions
+
+
+async def test_phases_are_announced_in_the_order_of_the_work(
+    engine: TrainerEngine, datum: Any
+) -> None:
+    heard: list[str] = []
+    transport = httpx.ASGITransport(create_app(engine, poll_s=0.5, on_phase=heard.append))
+    async with httpx.AsyncClient(transport=transport, base_url="http://trainer") as http:
+        client = Client(http)
+        model_id = (await client.create_model())["model_id"]
+        given = data_of(datum([5, 6], weights=[1.0]))
+        await client.numbered("forward_backward", model_id, forward_backward_input=given)
+        await client.numbered("save_weights", model_id, path="../out")
+        await client.numbered("save_weights_for_sampler", model_id, path="s")
+        await client.run("unload_model", model_id=model_id)
+
+    names = "create_model forward_backward save_weights save_weights_for_sampler unload_model"
+    assert heard == [phase for name in names.split() for phase in (name, "idle")]

@@ -31,6 +31,9 @@ DOCUMENTED = {
     "CISPOConfig": "003",
     "DROConfig": "000 001",
     "WeightSyncScope": "000 001",
+    "ResourceCleanup": "001",
+    "create_trainer_job": "003",
+    "setup_deployment": "003",
 }
 
 
@@ -40,7 +43,7 @@ def test_training_utils_exports_what_the_documents_import_and_nothing_else():
 
 
 def test_the_documents_loss_functions_are_where_they_say():
-    for name in ("make_grpo_loss_fn", "build_grpo_datums"):
+    for name in ("make_grpo_loss_fn", "build_grpo_datums", "setup_infra", "Infra"):
         assert callable(getattr(training.utils.rl, name))
 
 

@@ -148,6 +148,7 @@ class Batch:
         for row, sequence in enumerate(sequences, before):
             assert sequence.prompt is not None
             sequence.num_concurrent = len(self.rows)
+            sequence.prefilled()
             places.setdefault(id(sequence.prompt), (sequence.prompt, []))[1].append(row)
         for prompt, targets in places.values():
             self.cache.fill(targets, prompt.keys, prompt.values)
@@ -157,6 +158,7 @@ class Batch:
     def _draw(self, rows: slice, logits: torch.Tensor) -> None:
         draw = sample(logits, *self.rows.sampling(rows))
         ended = self.rows.take(rows, draw)
+        self.rows.tell(rows, draw)
         self.stats.generated_tokens += rows.stop - rows.start
         if not ended:
             return
@@ -194,13 +196,12 @@ class Batch:
         tokens, logprobs, sampling_logprobs = drawn
         state = self._serving()
         text = self._text_of(tokens)
-        scores = sequence.prompt.logprobs if sequence.prompt else None
-        wanted = sequence.request.prompt_logprobs and scores is not None
         return SampledSequence(
             token_ids=tokens,
             logprobs=logprobs,
             sampling_logprobs=sampling_logprobs,
-            prompt_logprobs=[None, *scores] if wanted and scores is not None else None,
+            prompt_logprobs=sequence.prompt_logprobs(),
+            top_logprobs=sequence.top_logprobs if sequence.request.top_logprobs else None,
             text=sequence.watch.cut(text) if sequence.watch else text,
             finish_reason=reason,
             weight_version=state.weight_version,

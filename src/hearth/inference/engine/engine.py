@@ -13,12 +13,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from hearth.errors import ClosedError, ConfigError, EngineError
-from hearth.inference.backend import SampledSequence, SampleRequest, ServingState, Tokenizer
+from hearth.errors import ClosedError, EngineError
+from hearth.inference.backend import (
+    Phase,
+    SampledSequence,
+    SampleRequest,
+    ServingState,
+    Tokenizer,
+)
 from hearth.inference.engine.batch import Batch, EngineStats
 from hearth.inference.engine.cache import SlotCache
+from hearth.inference.engine.options import EngineOptions
 from hearth.inference.engine.prompts import PromptStore
 from hearth.inference.engine.runner import ModelRunner
 from hearth.inference.engine.scheduler import Admission, Scheduler
@@ -30,7 +37,7 @@ from hearth.inference.engine.sequence import (
     total_limit,
 )
 from hearth.inference.engine.serving import Serving, settle
-from hearth.inference.engine.weights import adopt
+from hearth.inference.engine.weights import Prepared, ServedWeights
 from hearth.models.loading import LoadedModel
 from hearth.sync.store import Snapshot
 
@@ -40,36 +47,6 @@ _MIB = 2**20
 _LONGEST_DEFAULT = 32768
 _MOST_GATHERED = 20
 """An idle engine starts after this many times ``gather_s`` even if requests keep coming."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """How much an engine takes on at once.
-
-    Raises:
-        ConfigError: a number is below 1, or ``gather_s`` is negative.
-    """
-
-    max_seq_len: int | None = None
-    """Longest sequence, prompt included; None takes the model's own, up to 32768."""
-    max_rows: int = 256
-    """Most completions that are drawn at the same time."""
-    cache_mb: int = 1024
-    """Budget of the KV cache in MiB; it grows as far as it is needed."""
-    prompt_cache_mb: int = 256
-    """Budget of prefilled prompts kept for later requests, in MiB."""
-    prefill_tokens: int = 4096
-    """Most prompt tokens that are prefilled between two decoding steps."""
-    gather_s: float = 0.001
-    """How long an idle engine waits for one more request after each that comes."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_seq_len", "max_rows", "cache_mb", "prompt_cache_mb", "prefill_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be >= 1, got {value}")
-        if not self.gather_s >= 0:
-            raise ConfigError(f"gather_s must be >= 0, got {self.gather_s}")
 
 
 class InferenceEngine:
@@ -85,6 +62,7 @@ class InferenceEngine:
         *,
         tokenizer: Tokenizer | None = None,
         options: EngineOptions | None = None,
+        on_phase: Callable[[Phase], None] | None = None,
     ) -> None:
         self.options = options or EngineOptions()
         self.max_seq_len = self.options.max_seq_len or min(loaded.max_position, _LONGEST_DEFAULT)
@@ -98,6 +76,7 @@ class InferenceEngine:
             max_rows=self.options.max_rows,
         )
         self._serving = Serving()
+        self._weights = ServedWeights(loaded)
         self._batch = Batch(
             runner,
             cache,
@@ -116,7 +95,10 @@ class InferenceEngine:
         self._wake = threading.Condition()
         self._inbox: deque[Running] = deque()
         self._cancelled: deque[Running] = deque()
-        self._loads: deque[Snapshot] = deque()
+        self._loads: deque[Snapshot | Prepared] = deque()
+        self._phase: Phase = "idle"
+        self._on_phase = on_phase
+        self._nudged = False
         self._closing = False
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="hearth-snapshots")
         self._thread = threading.Thread(target=self._run, name="hearth-inference", daemon=True)
@@ -144,11 +126,14 @@ class InferenceEngine:
         sequence.future.add_done_callback(lambda future: self._note_cancel(future, sequence))
         return sequence.future
 
-    def hot_load(self, identity: str, fetch: Callable[[], Snapshot]) -> Future[ServingState]:
+    def hot_load(
+        self, identity: str, fetch: Callable[[], Snapshot], *, weight_version: int | None = None
+    ) -> Future[ServingState]:
         """Serve the snapshot that ``fetch`` returns; it is called on a thread of its own.
 
         Once it is read, running requests end on the old weights while new ones wait, and start
-        on the new. A snapshot that is served or under way is not loaded again.
+        on the new. A snapshot that is served or under way is not loaded again. ``weight_version``
+        is the number that these weights had before a restart.
 
         Raises:
             ClosedError: the engine was closed.
@@ -156,7 +141,8 @@ class InferenceEngine:
         with self._wake:
             if self._closing:
                 raise _closed()
-            if self._serving.begin(identity):
+            if self._serving.begin(identity, weight_version):
+                self._nudge()
                 self._fetcher.submit(self._fetch, identity, fetch)
         return self._serving.settled(identity)
 
@@ -181,6 +167,14 @@ class InferenceEngine:
     def settled(self, identity: str) -> Future[ServingState]:
         """The state as soon as ``identity`` is served or could not be loaded."""
         return self._serving.settled(identity)
+
+    def watch_phase(self, on_phase: Callable[[Phase], None]) -> None:
+        """Call ``on_phase`` at every change, on the engine's thread, instead of the one before.
+
+        ``sampling`` while requests run, else ``load_snapshot`` while one is read or taken, else
+        ``idle``, as at the start.
+        """
+        self._on_phase = on_phase
 
     def stats(self) -> EngineStats:
         """Counts since the start, and how many requests run and wait now."""
@@ -228,13 +222,24 @@ class InferenceEngine:
         """Read a snapshot while the engine goes on; runs on the fetching thread."""
         try:
             snapshot = replace(fetch(), identity=identity)
+            if snapshot.kind == "delta":
+                # What it goes on top of may be on its way.
+                self._serving.wait_turn(identity)
+            prepared = self._weights.prepare(snapshot)
         except Exception as error:
             logger.exception("weight sync: snapshot %s could not be read", identity)
             self._serving.failed(identity, error)
+            with self._wake:
+                self._nudge()
             return
         with self._wake:
-            self._loads.append(snapshot)
+            self._loads.append(prepared)
             self._wake.notify()
+
+    def _nudge(self) -> None:
+        """Have the engine thread look at its phase; to be called with the lock held."""
+        self._nudged = True
+        self._wake.notify()
 
     def _run(self) -> None:
         """The engine thread: one step after the other until closed."""
@@ -255,19 +260,25 @@ class InferenceEngine:
 
     def _step(self) -> None:
         if self._loads and not self._batch.rows:
+            self._tell_phase("load_snapshot")
             self._load(self._loads.popleft())
         # With new weights at the door nobody starts on the old ones.
         if self._scheduler.waiting and not self._loads:
+            self._tell_phase("sampling")
             self._batch.start(self._admit())
         if self._batch.rows:
             self._batch.advance()
 
     def _await_work(self) -> bool:
         """Wait until there is something to do and take in what came; False once closing."""
+        if not (self._batch.rows or self._scheduler.waiting or self._inbox):
+            is_loading = self._serving.state().stage == "loading"
+            self._tell_phase("load_snapshot" if is_loading else "idle")
         with self._wake:
             if not self._has_work():
                 self._wake.wait_for(lambda: self._closing or self._has_work())
                 self._gather()
+            self._nudged = False
             self._scheduler.waiting.extend(self._inbox)
             self._inbox.clear()
             gone = list(self._cancelled)
@@ -285,6 +296,7 @@ class InferenceEngine:
             or self._loads
             or self._batch.rows
             or self._scheduler.waiting
+            or self._nudged
         )
 
     def _gather(self) -> None:
@@ -294,14 +306,27 @@ class InferenceEngine:
             seen = len(self._inbox)
             self._wake.wait(self.options.gather_s)
 
+    def _tell_phase(self, phase: Phase) -> None:
+        if phase == self._phase:
+            return
+        self._phase = phase
+        if self._on_phase is None:
+            return
+        try:
+            self._on_phase(phase)
+        except Exception:
+            logger.exception("whoever is told the phase failed; the engine goes on")
+
     def _admit(self) -> Admission:
         batch = self._batch
         return self._scheduler.admit(batch.rows, batch.cache, batch.prompts)
 
-    def _load(self, snapshot: Snapshot) -> None:
+    def _load(self, item: Snapshot | Prepared) -> None:
         """Swap the weights; nothing is running."""
+        snapshot = item.snapshot if isinstance(item, Prepared) else item
         try:
-            adopt(self._loaded, snapshot)
+            prepared = item if isinstance(item, Prepared) else self._weights.prepare(item)
+            self._weights.take(prepared)
         except Exception as error:
             logger.exception("weight sync: snapshot %s was refused", snapshot.identity)
             self._serving.failed(snapshot.identity, error)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hearth.inference.backend import DrawnToken
 from hearth.inference.engine.cache import MIN_ROWS
-from hearth.inference.engine.sampler import Draw, SamplingValues
+from hearth.inference.engine.sampler import Draw, SamplingValues, TopDraw
 from hearth.inference.engine.sequence import Running
 from hearth.wire.completions import FinishReason
 
@@ -33,6 +34,8 @@ class Rows:
         self._top_p = np.zeros(0, np.float64)
         self._top_k = np.zeros(0, np.int64)
         self._watched = np.zeros(0, np.bool_)
+        self._heard = np.zeros(0, np.bool_)
+        self._top_logprobs = np.zeros(0, np.int64)
         self._stop_ids = np.full((0, 1), _NO_TOKEN, np.int64)
         self._tokens = np.zeros((0, 0), np.int64)
         self._logprobs = np.zeros((0, 0), np.float32)
@@ -66,6 +69,8 @@ class Rows:
         self._top_p[rows] = [request.top_p for request in requests]
         self._top_k[rows] = [request.top_k for request in requests]
         self._watched[rows] = [sequence.watch is not None for sequence in sequences]
+        self._heard[rows] = [request.listener is not None for request in requests]
+        self._top_logprobs[rows] = [request.top_logprobs for request in requests]
         self._stop_ids[rows] = _NO_TOKEN
         for row, sequence in enumerate(sequences, start):
             self._stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
@@ -78,7 +83,11 @@ class Rows:
 
     def sampling(self, rows: slice) -> tuple[SamplingValues, NDArray[np.uint64], NDArray[np.int64]]:
         """Sampling values, seeds and the positions of the tokens to be drawn for ``rows``."""
-        values = SamplingValues(self._temperature[rows], self._top_p[rows], self._top_k[rows])
+        top = self._top_logprobs[rows]
+        values = SamplingValues(
+            self._temperature[rows], self._top_p[rows], self._top_k[rows],
+            top if top.any() else None,
+        )  # fmt: skip
         return values, self._seed[rows], self.length[rows]
 
     def take(self, rows: slice, draw: Draw) -> list[tuple[int, FinishReason]]:
@@ -90,6 +99,8 @@ class Rows:
         self._sampling_logprobs[index, place] = draw.sampling_logprobs
         self.last_token[rows] = draw.tokens
         self.length[rows] += 1
+        if draw.top is not None:
+            self._take_top(rows, draw.top)
         stopped = (draw.tokens[:, None] == self._stop_ids[rows]).any(axis=1)
         for row in np.flatnonzero(self._watched[rows]):
             watch = self.sequences[rows.start + row].watch
@@ -101,6 +112,19 @@ class Rows:
         return [
             (rows.start + int(row), reasons[int(stopped[row])]) for row in np.flatnonzero(ended)
         ]
+
+    def tell(self, rows: slice, draw: Draw) -> None:
+        """Tell the listeners of ``rows`` what ``draw`` gave them; broken logits are no token."""
+        for row in np.flatnonzero(self._heard[rows] & np.isfinite(draw.logprobs)):
+            sequence = self.sequences[rows.start + row]
+            sequence.tell(
+                DrawnToken(
+                    int(draw.tokens[row]),
+                    float(draw.logprobs[row]),
+                    float(draw.sampling_logprobs[row]),
+                    sequence.top_logprobs[-1] if sequence.top_logprobs else None,
+                )
+            )
 
     def drawn(self, row: int) -> tuple[list[int], list[float], list[float]]:
         """Tokens, logprobs and sampling logprobs of a row's completion."""
@@ -131,6 +155,13 @@ class Rows:
         self.last_token[kept : len(self)] = 0
         del self.sequences[kept:]
         return sources, targets
+
+    def _take_top(self, rows: slice, top: TopDraw) -> None:
+        for row, tokens, logprobs in zip(top.rows, top.tokens, top.logprobs, strict=True):
+            sequence = self.sequences[rows.start + row]
+            count = sequence.request.top_logprobs
+            told = zip(tokens[:count].tolist(), logprobs[:count].tolist(), strict=True)
+            sequence.top_logprobs.append(list(told))
 
     def _arrays(self) -> list[NDArray[Any]]:
         return [value for value in vars(self).values() if isinstance(value, np.ndarray)]

@@ -25,6 +25,17 @@ class SamplingValues:
     temperature: NDArray[np.float64]
     top_p: NDArray[np.float64]
     top_k: NDArray[np.int64]
+    top_logprobs: NDArray[np.int64] | None = None
+    """None when no row asks for them."""
+
+
+@dataclass(frozen=True)
+class TopDraw:
+    """The most probable tokens [R, K] of the ``rows`` [R] that asked, the first the likeliest."""
+
+    rows: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ class Draw:
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float32]
     sampling_logprobs: NDArray[np.float32]
+    top: TopDraw | None = None
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -60,10 +72,18 @@ def sample(
     tokens = _invert(drawn_from, torch.from_numpy(uniforms(seeds, positions)).to(logits.device))
     picked = tokens.unsqueeze(1)
     own = raw.gather(1, picked).squeeze(1).cpu().numpy()
+    top = None if values.top_logprobs is None else _top(raw, values.top_logprobs)
     if drawn_from is raw:
-        return Draw(tokens.cpu().numpy(), own, own)
+        return Draw(tokens.cpu().numpy(), own, own, top)
     drawn = drawn_from.gather(1, picked).squeeze(1).cpu().numpy()
-    return Draw(tokens.cpu().numpy(), own, drawn)
+    return Draw(tokens.cpu().numpy(), own, drawn, top)
+
+
+def _top(raw: Tensor, wanted: NDArray[np.int64]) -> TopDraw:
+    rows = np.flatnonzero(wanted)
+    most = min(int(wanted.max()), raw.shape[1])
+    found = raw[_index(wanted > 0, raw)].topk(most, dim=1)
+    return TopDraw(rows, found.indices.cpu().numpy(), found.values.cpu().numpy())
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

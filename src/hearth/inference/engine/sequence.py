@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from hearth.errors import RequestError
-from hearth.inference.backend import SampledSequence, SampleRequest
+from hearth.inference.backend import DrawnToken, SampledSequence, SampleRequest, TopLogprobs
 from hearth.inference.engine.prompts import Prompt
 
+logger = logging.getLogger(__name__)
+
+MOST_TOP_LOGPROBS = 20
 _LONGEST_CHARACTER = 4
 """Tokens that may hold parts of one character: UTF-8 needs at most four bytes."""
 
@@ -45,11 +49,37 @@ class Running:
     prompt: Prompt | None = None
     cached_prompt_tokens: int = 0
     num_concurrent: int = 0
+    top_logprobs: list[TopLogprobs] = field(default_factory=lambda: [])
+    """Filled when the request asks for them."""
 
     @property
     def draws(self) -> bool:
         """Whether it takes a row: a request for prompt logprobs alone does not."""
         return self.limit > len(self.tokens)
+
+    def prefilled(self) -> None:
+        """Tell the listener, if there is one, that tokens come now."""
+        listener = self.request.listener
+        if listener is None:
+            return
+        try:
+            listener.prefilled(self.prompt_logprobs())
+        except Exception:
+            logger.exception("a listener failed; its completion goes on")
+
+    def tell(self, token: DrawnToken) -> None:
+        """Tell the listener of a token; its failure is its own."""
+        try:
+            if self.request.listener is not None:
+                self.request.listener.drew(token)
+        except Exception:
+            logger.exception("a listener failed; its completion goes on")
+
+    def prompt_logprobs(self) -> list[float | None] | None:
+        """The prompt's own, the first None; None when nobody asked."""
+        if not self.request.prompt_logprobs or self.prompt is None or self.prompt.logprobs is None:
+            return None
+        return [None, *self.prompt.logprobs]
 
 
 @dataclass
@@ -137,18 +167,21 @@ def _check_ids(name: str, ids: Sequence[int], limits: RequestLimits) -> None:
 
 
 def _check_values(request: SampleRequest) -> None:
+    rule_of_top = f"in 0..{MOST_TOP_LOGPROBS}"
     rules = (
         ("max_tokens", ">= 0", request.max_tokens >= 0),
         ("temperature", "a number >= 0", request.temperature >= 0),
         ("temperature", "finite", math.isfinite(request.temperature)),
         ("top_p", "in (0, 1]", 0 < request.top_p <= 1),
         ("top_k", ">= 0", request.top_k >= 0),
+        ("top_logprobs", rule_of_top, 0 <= request.top_logprobs <= MOST_TOP_LOGPROBS),
     )
     why = {
         "max_tokens": "0 draws nothing and only scores the prompt",
         "temperature": "0 takes the most probable token",
         "top_p": "1 keeps every token",
         "top_k": "0 keeps every token",
+        "top_logprobs": "each is sent with every drawn token",
     }
     for name, rule, holds in rules:
         if not holds:

@@ -16,8 +16,11 @@ class Serving:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
         self._state = ServingState()
         self._underway: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._last_version = 0
         self._waiters: list[tuple[str, Future[ServingState]]] = []
         self._closed = False
 
@@ -38,27 +41,48 @@ class Serving:
                 self._waiters.append((identity, future))
         return future
 
-    def begin(self, identity: str) -> bool:
-        """Note that ``identity`` is to be loaded; False when it is served or under way already."""
+    def begin(self, identity: str, weight_version: int | None = None) -> bool:
+        """Note that ``identity`` is to be loaded; False when it is served or under way already.
+
+        ``weight_version`` is the number it had before a restart. Should it fail, that number stays
+        taken: two weights never share one.
+        """
         with self._lock:
             is_last = self._state.current_identity == identity and not self._underway
             if self._closed or is_last or identity in self._underway:
                 return False
             self._underway.append(identity)
+            if weight_version is not None:
+                self._numbers[identity] = weight_version
+                self._last_version = max(self._last_version, weight_version)
             self._show_loading()
             return True
 
+    def wait_turn(self, identity: str) -> None:
+        """Return once every load that began before that of ``identity`` has ended.
+
+        Raises:
+            ClosedError: the engine was closed meanwhile.
+        """
+        with self._lock:
+            self._ended.wait_for(lambda: self._closed or self._underway[:1] == [identity])
+            if self._closed:
+                raise _closed()
+
     def served(self, identity: str, *, is_adapter: bool) -> None:
-        """Note that ``identity`` is served from now on, as a new version."""
+        """Note that ``identity`` is served from now on, as a new version or as its own."""
+        version = self._numbers.pop(identity, self._last_version + 1)
+        self._last_version = max(self._last_version, version)
         state = replace(
             self._state, stage="done", target_identity=identity, error=None,
             current_identity=identity, is_adapter=is_adapter,
-            weight_version=self._state.weight_version + 1,
+            weight_version=version,
         )  # fmt: skip
         self._end(identity, state)
 
     def failed(self, identity: str, error: Exception) -> None:
         """Note that ``identity`` could not be loaded; what was served before still is."""
+        self._numbers.pop(identity, None)
         message = str(error) or type(error).__name__
         state = replace(self._state, stage="error", target_identity=identity, error=message)
         self._end(identity, state)
@@ -68,6 +92,7 @@ class Serving:
         with self._lock:
             self._closed = True
             waiters, self._waiters = self._waiters, []
+            self._ended.notify_all()
         for _, future in waiters:
             settle(future, error=_closed())
 
@@ -82,6 +107,7 @@ class Serving:
             ready = [future for wanted, future in self._waiters if state.settled(wanted)]
             self._waiters = [one for one in self._waiters if not state.settled(one[0])]
             self._underway.remove(identity)
+            self._ended.notify_all()
             self._show_loading()
         for future in ready:
             settle(future, result=state)

@@ -1,37 +1,123 @@
-"""How a snapshot takes the place of the module's weights: whole, or not at all."""
+"""How a snapshot takes the place of the module's weights: whole, or not at all.
+
+In two steps: ``prepare`` applies, checks and converts while the engine goes on; ``take`` only puts
+tensors in their place, between two of the engine's steps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from hearth.errors import EngineError
 from hearth.models.loading import LoadedModel, base_tensors, check_same_tensors
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, detach_lora
+from hearth.sync.chain import apply_verified, resolve
+from hearth.sync.manifest import TensorEntry
 from hearth.sync.store import Snapshot
 
 _ALIGNMENT = 64
 
 
-def adopt(loaded: LoadedModel, snapshot: Snapshot) -> None:
-    """Compute with the snapshot's weights from now on.
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A snapshot that only has to be taken."""
 
-    Tensors of the right dtype and device are taken as they are, without a copy. A ``base``
-    snapshot takes an adapter away; a ``lora`` snapshot puts its own on top of the base weights.
+    snapshot: Snapshot
+    values: Mapping[str, Tensor]
+    """New tensors by name; those that stay as they are may be absent."""
+    on: str | None = None
+    """The snapshot that must be served for that; None when any may be."""
 
-    Raises:
-        EngineError: a name is missing or unknown, or a shape differs; nothing was changed.
-    """
-    if snapshot.kind == "base":
+
+class ServedWeights:
+    """A module and the snapshot that it computes with. One thread takes, others may prepare."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._identity: str | None = None
+        self._entries: Mapping[str, TensorEntry] | None = None
+
+    def prepare(self, snapshot: Snapshot) -> Prepared:
+        """Everything about a snapshot that can fail or takes long; changes nothing.
+
+        Of a delta on what is served only the tensors that changed are made. Any other delta is
+        made whole from its store. Tensors of the right dtype and device are not copied.
+
+        Raises:
+            EngineError: the snapshot is of another base model, a name is missing or unknown, a
+                shape differs, or a delta has no chain, or not the weights that it promises.
+        """
+        loaded = self._loaded
+        if snapshot.base_model not in (loaded.name, loaded.source):
+            raise EngineError(
+                f"snapshot {snapshot.identity!r} must be of {loaded.name!r}, which is served, got "
+                f"one of {snapshot.base_model!r}"
+            )
+        if snapshot.kind == "lora":
+            return Prepared(snapshot, snapshot.tensors)
         own = base_tensors(loaded.module)
-        _check(own, snapshot)
-        if loaded.lora is not None:
-            detach_lora(loaded)
-        _take(own, snapshot.tensors)
-    else:
-        _adopt_adapter(loaded, snapshot)
+        if snapshot.weights is None and self._is_parent_of(snapshot, own):
+            served = {name: tensor.detach() for name, tensor in own.items()}
+            fresh = apply_verified(snapshot, served, self._entries)
+            return Prepared(snapshot, _fitted(own, fresh), on=snapshot.parent)
+        snapshot = self._whole(snapshot)
+        weights = snapshot.weights or {}
+        _check(own, weights, snapshot.identity)
+        return Prepared(snapshot, _fitted(own, weights))
+
+    def take(self, prepared: Prepared) -> None:
+        """Compute with the snapshot's weights from now on.
+
+        A ``base`` snapshot takes an adapter away; a ``lora`` snapshot puts its own on top of the
+        base weights.
+
+        Raises:
+            EngineError: an adapter does not fit, or another snapshot is served now than the one
+                that a delta was prepared for; nothing was changed.
+        """
+        snapshot = prepared.snapshot
+        if prepared.on is not None and prepared.on != self._identity:
+            raise _wrong_parent(snapshot, self._identity)
+        if snapshot.kind == "lora":
+            _adopt_adapter(self._loaded, snapshot)
+        else:
+            if self._loaded.lora is not None:
+                detach_lora(self._loaded)
+            _put(base_tensors(self._loaded.module), prepared.values)
+        self._identity = snapshot.identity
+        self._entries = snapshot.entries
+
+    def _is_parent_of(self, snapshot: Snapshot, own: Mapping[str, Tensor]) -> bool:
+        """Whether the module holds, bit for bit, the weights that a delta goes on top of."""
+        entries = snapshot.entries or {}
+        return (
+            snapshot.parent is not None
+            and snapshot.parent == self._identity
+            and entries.keys() == own.keys()
+            and all(entries[name]["dtype"] == _dtype_name(one) for name, one in own.items())
+        )
+
+    def _whole(self, snapshot: Snapshot) -> Snapshot:
+        if snapshot.weights is not None:
+            return snapshot
+        if snapshot.source is None:
+            raise _wrong_parent(snapshot, self._identity)
+        try:
+            return resolve(snapshot.source, snapshot.identity)
+        except EngineError as error:
+            if snapshot.parent == self._identity:
+                raise
+            raise EngineError(f"{_wrong_parent(snapshot, self._identity)}; {error}") from None
+
+
+def _wrong_parent(snapshot: Snapshot, served: str | None) -> EngineError:
+    return EngineError(
+        f"delta {snapshot.identity!r} must go on top of what is served: expected parent "
+        f"{snapshot.parent!r}, found {served!r}"
+    )
 
 
 def _adopt_adapter(loaded: LoadedModel, snapshot: Snapshot) -> None:
@@ -40,20 +126,21 @@ def _adopt_adapter(loaded: LoadedModel, snapshot: Snapshot) -> None:
     before = loaded.lora
     if before == options:
         own = adapter_tensors(loaded)
-        _check(own, snapshot)
-        _take(own, snapshot.tensors)
+        _check(own, snapshot.tensors, snapshot.identity)
+        _put(own, _fitted(own, snapshot.tensors))
         return
     old = dict(_values(adapter_tensors(loaded))) if before is not None else {}
     try:
         _replace_adapter(loaded, options)
         own = adapter_tensors(loaded)
-        _check(own, snapshot)
+        _check(own, snapshot.tensors, snapshot.identity)
+        values = _fitted(own, snapshot.tensors)
     except Exception:
         _replace_adapter(loaded, before)
         if before is not None:
-            _take(adapter_tensors(loaded), old)
+            _put(adapter_tensors(loaded), old)
         raise
-    _take(own, snapshot.tensors)
+    _put(own, values)
 
 
 def _replace_adapter(loaded: LoadedModel, options: LoraOptions | None) -> None:
@@ -63,12 +150,12 @@ def _replace_adapter(loaded: LoadedModel, options: LoraOptions | None) -> None:
         attach_lora(loaded, options)
 
 
-def _check(own: Mapping[str, Tensor], snapshot: Snapshot) -> None:
+def _check(own: Mapping[str, Tensor], given: Mapping[str, Tensor], identity: str) -> None:
     try:
-        check_same_tensors(own, snapshot.tensors)
+        check_same_tensors(own, given)
     except EngineError as error:
         raise EngineError(
-            f"snapshot {snapshot.identity!r} must fit the model that is served: {error}"
+            f"snapshot {identity!r} must fit the model that is served: {error}"
         ) from None
 
 
@@ -76,8 +163,21 @@ def _values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.data for name, tensor in tensors.items()}
 
 
-def _take(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    for name, target in own.items():
-        value = given[name].detach().to(device=target.device, dtype=target.dtype).contiguous()
-        # sgemm may round by alignment, and a file's mapping puts tensors anywhere.
-        target.data = value.clone() if value.data_ptr() % _ALIGNMENT else value
+def _fitted(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The given tensors as the module computes with them; without a copy where they are so."""
+    fitted: dict[str, Tensor] = {}
+    for name, tensor in given.items():
+        target = own[name]
+        value = tensor.detach().to(device=target.device, dtype=target.dtype).contiguous()
+        # sgemm may round by alignment, and a stored tensor may lie anywhere.
+        fitted[name] = value.clone() if value.data_ptr() % _ALIGNMENT else value
+    return fitted
+
+
+def _put(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        own[name].data = value
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

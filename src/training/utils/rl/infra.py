@@ -1,258 +1,356 @@
-"""What a recipe trains with: policy, reference, deployment and the weight sync between them.
+"""What a loop trains with: policy, reference and deployment, asked for together and wired.
 
-With no ``FIREWORKS_BASE_URL`` the platform is embedded: it starts inside this process.
+``setup_infra`` is the one entry point, for recipes and for loops of your own. All requests go out
+before anything is waited for, so trainers and deployment start side by side; what fails is
+collected into one error, and what was asked for is taken down.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
-from hearth.errors import ConfigError
-from hearth.local import EmbeddedPlatform, resolve_model
+from hearth.errors import ConfigError, EngineError, HearthError, NotFoundError
 from hearth.sdk import (
+    CreatedJob,
+    DeploymentInfo,
     DeploymentManager,
-    DeploymentSampler,
-    FiretitanServiceClient,
-    FiretitanTrainingClient,
-    FixedConcurrencyController,
-    WeightSyncer,
+    TrainerEndpoint,
+    TrainerJobManager,
+    TrainingShapeProfile,
 )
-from training.utils.config import (
-    DeployConfig,
-    InfraConfig,
-    SyncSettings,
-    TrainerConfig,
-    WeightSyncScope,
-    agreed,
+from training.utils.client import DCP_TIMEOUT_S, STEP_TIMEOUT_S, ReconnectableClient
+from training.utils.config import DeployConfig, InfraConfig, WeightSyncScope
+from training.utils.provisioning import (
+    ResourceCleanup,
+    check_base_model,
+    deployment_config,
+    request_trainer_job,
 )
 
 logger = logging.getLogger(__name__)
 
 
-class ProvisionedConfig(Protocol):
-    """The settings of a recipe that decide what is provisioned."""
-
-    base_model: str
-    trainer: TrainerConfig
-    infra: InfraConfig
-    deployment: DeployConfig
-    max_seq_len: int
-    lora_rank: int
-    max_concurrent: int
-    seed: int
-
-    @property
-    def sync(self) -> SyncSettings:
-        """Weight sync settings of all spellings together."""
-        ...
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether anything asks for reference logprobs."""
-        ...
-
-
-@dataclass(frozen=True)
-class InfraSpec:
-    """What to provision."""
-
-    base_model: str
-    trainer: TrainerConfig
-    infra: InfraConfig
-    deployment: DeployConfig
-    sync: SyncSettings
-    max_seq_len: int
-    lora_rank: int
-    needs_reference: bool
-    max_concurrent: int
-    seed: int
-    work_dir: Path
-
-    @classmethod
-    def of(cls, config: ProvisionedConfig, work_dir: Path) -> InfraSpec:
-        """What a recipe's config asks for."""
-        return cls(
-            base_model=config.base_model, trainer=config.trainer, infra=config.infra,
-            deployment=config.deployment, sync=config.sync, max_seq_len=config.max_seq_len,
-            lora_rank=config.lora_rank, needs_reference=config.needs_reference,
-            max_concurrent=config.max_concurrent, seed=config.seed, work_dir=work_dir,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Infra:
-    """Wired clients. ``reference`` is None when nothing asked for one."""
+    """Wired clients and what they run on.
 
-    policy: FiretitanTrainingClient
-    reference: FiretitanTrainingClient | None
-    sampler: DeploymentSampler
-    syncer: WeightSyncer
-    tokenizer: Any
-    platform: EmbeddedPlatform
+    ``reference`` is None when nothing asked for one; ``inference_model`` (what a sampler takes as
+    its model) and ``deployment_id`` are None without inference. ``boot_metrics`` are seconds.
+    """
+
+    policy: ReconnectableClient
+    reference: ReconnectableClient | None
+    policy_profile: TrainingShapeProfile | None
     policy_job_id: str
     reference_job_id: str | None
-    deployment_id: str
+    inference_model: str | None
+    deployment_id: str | None
+    deployment_shape: str | None
+    training_shape_id: str | None
+    ref_training_shape_id: str | None
+    max_seq_len: int | None
+    boot_metrics: dict[str, float] = field(default_factory=dict)
+    closeables: list[Callable[[], None]] = field(default_factory=list)
 
-    def export_model(self, folder: Path) -> None:
-        """Write the policy's current weights as a Hugging Face folder with its tokenizer."""
-        self.platform.export_model(self.policy_job_id, self.policy.model_id, folder)
-        self.tokenizer.save_pretrained(str(folder))
+    def close(self) -> None:
+        """Close the clients; the resources are ``ResourceCleanup``'s."""
+        for close in reversed(self.closeables):
+            close()
 
 
-def check_platform(spec: InfraSpec) -> None:
-    """Judge what needs no model to be loaded.
+@dataclass(frozen=True, kw_only=True)
+class _Order:
+    """What ``setup_infra`` was asked for."""
+
+    rlor_mgr: TrainerJobManager
+    deploy_mgr: DeploymentManager | None
+    base_model: str
+    infra_cfg: InfraConfig
+    deploy_cfg: DeployConfig
+    lora_rank: int
+    max_seq_len: int | None
+    learning_rate: float
+    policy_job_id: str | None
+    reference_job_id: str | None
+    role_prefix: str
+    job_suffix: str
+    cleanup: ResourceCleanup
+    extra_values: dict[str, Any] | None
+    deployment_id: str | None
+    needs_inference: bool
+    own_reference: bool
+
+    @property
+    def is_per_deployment(self) -> bool:
+        """Whether snapshots belong to the deployment."""
+        return self.deploy_cfg.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT
+
+
+def setup_infra(
+    *,
+    rlor_mgr: TrainerJobManager,
+    deploy_mgr: DeploymentManager | None = None,
+    base_model: str,
+    infra_cfg: InfraConfig | None = None,
+    deploy_cfg: DeployConfig | None = None,
+    lora_rank: int = 0,
+    max_seq_len: int | None = None,
+    learning_rate: float = 1e-5,
+    step_timeout: float = STEP_TIMEOUT_S,
+    dcp_timeout: float = DCP_TIMEOUT_S,
+    policy_job_id: str | None = None,
+    reference_job_id: str | None = None,
+    needs_reference: bool = False,
+    needs_inference: bool = True,
+    role_prefix: str = "rl",
+    job_suffix: str = "",
+    api_key: str,
+    cleanup: ResourceCleanup | None = None,
+    on_status: Callable[[str], None] = logger.info,
+    seed: int | None = None,
+    extra_values: dict[str, Any] | None = None,
+) -> Infra:
+    """Provision and wire everything; the configs are not changed.
+
+    A job or deployment that exists under the given (or derived) id is attached to instead of made.
+    A full-parameter policy's reference is a trainer of its own, forward-only; a LoRA policy shares
+    its frozen base weights, unless a reference shape or job id asks for a trainer. With
+    ``PER_TRAINER`` (the default) the deployment reads the policy trainer's snapshots; with
+    ``PER_DEPLOYMENT`` trainers write into the deployment's. ``job_suffix`` makes the ids of jobs
+    and deployment repeat, so that the same run finds them again.
 
     Raises:
-        ConfigError: a served platform was asked for, or ``base_model`` is not known.
+        ConfigError: inference without ``deploy_mgr`` or tokenizer; nothing was asked for.
+        EngineError: parts failed; each is named. Everything asked for is being taken down by
+            ``cleanup``, or was if there is none.
     """
-    if os.environ.get("FIREWORKS_BASE_URL"):
-        raise ConfigError(
-            "FIREWORKS_BASE_URL must be unset, got "
-            f"{os.environ['FIREWORKS_BASE_URL']!r}: this version only has the embedded platform"
-        )
-    resolve_model(spec.base_model)
-
-
-@contextlib.contextmanager
-def provision(
-    spec: InfraSpec, *, on_status: Callable[[str], None] = logger.info
-) -> Iterator[Infra]:
-    """Everything a recipe needs, for the body of the ``with``; after it the clients are closed.
-
-    ``on_status`` is told in one line what is started.
-
-    Trainers and deployment start side by side. A LoRA policy without a reference shape shares its
-    frozen base weights with the reference.
-
-    Raises:
-        ConfigError: a model or tokenizer cannot be loaded.
-    """
-    on_status(
-        "FIREWORKS_BASE_URL is not set: the platform runs inside this process, with "
-        f"{spec.base_model}"
+    infra_cfg, deploy_cfg = infra_cfg or InfraConfig(), deploy_cfg or DeployConfig()
+    if needs_inference and deploy_mgr is None:
+        raise ConfigError("deploy_mgr must be given where needs_inference is True, got None")
+    own_reference = needs_reference and bool(
+        lora_rank == 0 or infra_cfg.ref_training_shape_id or reference_job_id
     )
-    _mention_unused(spec)
-    with contextlib.ExitStack() as stack:
-        platform = EmbeddedPlatform(work_dir=spec.work_dir)
-        stack.callback(platform.close)
-        yield _wire(spec, platform, stack)
-
-
-def load_tokenizer(deployment: DeployConfig) -> Any:
-    """The client's tokenizer.
-
-    Raises:
-        ConfigError: there is no tokenizer in that folder or under that hub id.
-    """
-    import transformers  # two seconds to import, and a bad config should answer at once
-
+    leaf = base_model.rstrip("/").rsplit("/", 1)[-1].lower().replace("_", "-").replace(".", "-")
+    own_id = f"{leaf[:40].strip('-') or 'model'}-{job_suffix or int(time.time())}"
+    order = _Order(
+        rlor_mgr=rlor_mgr, deploy_mgr=deploy_mgr, base_model=base_model, infra_cfg=infra_cfg,
+        deploy_cfg=deploy_cfg, lora_rank=lora_rank, max_seq_len=max_seq_len,
+        learning_rate=learning_rate, policy_job_id=policy_job_id,
+        reference_job_id=reference_job_id, role_prefix=role_prefix, job_suffix=job_suffix,
+        cleanup=cleanup or ResourceCleanup(rlor_mgr, deploy_mgr), extra_values=extra_values,
+        deployment_id=(deploy_cfg.deployment_id or own_id) if needs_inference else None,
+        needs_inference=needs_inference, own_reference=own_reference,
+    )  # fmt: skip
+    if needs_inference:
+        deployment_config(deploy_cfg, base_model, deployment_id=order.deployment_id)
+    started = time.perf_counter()
     try:
-        return transformers.AutoTokenizer.from_pretrained(
-            deployment.tokenizer_model,
-            revision=deployment.tokenizer_revision or "main",
-            trust_remote_code=deployment.trust_remote_code,
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"deployment.tokenizer_model must be a tokenizer's folder or hub id, got "
-            f"{deployment.tokenizer_model!r}: {str(error).splitlines()[0]}"
-        ) from None
+        ready = _provision(order, on_status)
+        provisioned = time.perf_counter()
+        infra = _wire(
+            order, ready, api_key, needs_reference=needs_reference, seed=seed,
+            step_timeout=step_timeout, dcp_timeout=dcp_timeout,
+        )  # fmt: skip
+    except BaseException:
+        if cleanup is None:
+            order.cleanup.close()
+        raise
+    infra.boot_metrics["boot/provision_time"] = provisioned - started
+    infra.boot_metrics["boot/wire_time"] = time.perf_counter() - provisioned
+    if cleanup is not None:
+        cleanup.callback("training clients", infra.close)
+    return infra
 
 
-def _wire(spec: InfraSpec, platform: EmbeddedPlatform, stack: contextlib.ExitStack) -> Infra:
-    api_key = os.environ.get("FIREWORKS_API_KEY") or "embedded"
-    own_reference = spec.needs_reference and spec.lora_rank == 0
-    timeout_s: float = agreed(
-        ("trainer.timeout_s", spec.trainer.timeout_s),
-        ("infra.trainer_timeout_s", spec.infra.trainer_timeout_s),
-    )
-    deployment_id = spec.deployment.deployment_id or "rollouts"
-    tokenizer = load_tokenizer(spec.deployment)
-    with ThreadPoolExecutor(max_workers=3) as pool:
-        policy_job = pool.submit(_trainer_job, platform, spec, "policy")
-        deployed = pool.submit(_deployment, platform, spec, deployment_id)
-        reference_job = (
-            pool.submit(_trainer_job, platform, spec, "reference") if own_reference else None
-        )
-        job_id = policy_job.result(timeout_s)
-        reference_id = reference_job.result(timeout_s) if reference_job is not None else None
-        model = deployed.result(spec.deployment.deployment_timeout_s)
+@dataclass
+class _Ready:
+    """What answers."""
 
-    service = FiretitanServiceClient(platform.trainer_url(job_id), api_key)
-    stack.callback(service.close)
-    policy = service.create_training_client(spec.base_model, spec.lora_rank, seed=spec.seed)
-    reference = None
-    if reference_id is not None:
-        reference_service = FiretitanServiceClient(platform.trainer_url(reference_id), api_key)
-        stack.callback(reference_service.close)
-        reference = reference_service.create_base_reference(spec.base_model)
-    elif spec.needs_reference:
-        reference = service.create_base_reference(spec.base_model)
-
-    deployments = DeploymentManager(api_key, platform.base_url)
-    stack.callback(deployments.close)
-    syncer = WeightSyncer(
-        policy, deployments, deployment_id, spec.base_model, hotload_timeout=spec.sync.timeout_s,
-        first_checkpoint_type=spec.sync.first_checkpoint_type,
-    )  # fmt: skip
-    sampler = DeploymentSampler(
-        deployments.inference_url, model, api_key, tokenizer,
-        concurrency_controller=FixedConcurrencyController(spec.max_concurrent),
-        http_timeout_s=spec.deployment.sample_timeout,
-    )  # fmt: skip
-    stack.callback(sampler.close)
-    return Infra(
-        policy=policy, reference=reference, sampler=sampler, syncer=syncer,
-        tokenizer=tokenizer, platform=platform, policy_job_id=job_id,
-        reference_job_id=reference_id, deployment_id=deployment_id,
-    )  # fmt: skip
+    policy: TrainerEndpoint
+    reference: TrainerEndpoint | None
+    deployment: DeploymentInfo | None
+    shapes: dict[str, TrainingShapeProfile | None]
 
 
-def _trainer_job(platform: EmbeddedPlatform, spec: InfraSpec, role: str) -> str:
-    return platform.create_trainer_job(
-        spec.base_model, job_id=role, forward_only=role == "reference", dtype=spec.trainer.dtype,
-        device=spec.trainer.device, max_seq_len=spec.max_seq_len,
-        micro_batch_tokens=spec.trainer.micro_batch_tokens,
-    )  # fmt: skip
+def _provision(order: _Order, on_status: Callable[[str], None]) -> _Ready:
+    """Ask for everything in order, then wait for all of it side by side."""
+    shapes = _shapes(order)
+    jobs: dict[str, CreatedJob] = {}
+    deployment: DeploymentInfo | None = None
+    try:
+        if order.is_per_deployment:
+            deployment = _request_deployment(order, None)
+        jobs["policy"] = _request_trainer(order, "policy", shapes["policy"])
+        if order.own_reference:
+            jobs["reference"] = _request_trainer(order, "reference", shapes["reference"])
+        if not order.is_per_deployment:
+            deployment = _request_deployment(order, jobs["policy"].job_name)
+    except ConfigError:
+        raise  # a mistake in a setting, which says itself what to do
+    except (HearthError, OSError) as error:
+        asked = [*jobs, *(["deployment"] if deployment is not None else [])]
+        raise _failure({"request": error}, asked) from error
+    asked_ids = ", ".join(one.job_id for one in jobs.values())
+    on_status(f"waiting for {asked_ids}" + (f" and {order.deployment_id}" if deployment else ""))
+    return _wait(order, jobs, deployment, shapes)
 
 
-def _deployment(platform: EmbeddedPlatform, spec: InfraSpec, deployment_id: str) -> str:
-    return platform.create_deployment(
-        deployment_id, spec.base_model, tokenizer=spec.deployment.tokenizer_model,
-        dtype=spec.trainer.dtype, device=spec.trainer.device, max_seq_len=spec.max_seq_len,
-        max_batch_size=spec.deployment.max_batch_size,
-    )  # fmt: skip
+def _shapes(order: _Order) -> dict[str, TrainingShapeProfile | None]:
+    """The shapes of both trainers: the given ones, else what fits; None where the platform picks.
+
+    Raises:
+        HearthError: a given shape is unknown.
+    """
+    wanted = {"policy": order.infra_cfg.training_shape_id}
+    if order.own_reference:
+        wanted["reference"] = order.infra_cfg.ref_training_shape_id
+    found: dict[str, TrainingShapeProfile | None] = {}
+    for role, shape in wanted.items():
+        if shape:
+            found[role] = order.rlor_mgr.resolve_training_profile(shape)
+            continue
+        try:
+            found[role] = order.rlor_mgr.auto_select_training_shape(
+                order.base_model, order.lora_rank, role == "reference"
+            )
+        except NotFoundError:
+            found[role] = None  # a folder or hub id that no catalog lists has no shape
+    return found
 
 
-def _mention_unused(spec: InfraSpec) -> None:
-    """Say once which settings choose hardware that the embedded platform does not have."""
-    wanted = {
-        "infra.training_shape_id": spec.infra.training_shape_id,
-        "infra.region": spec.infra.region,
-        "infra.custom_image_tag": spec.infra.custom_image_tag,
-        "infra.accelerator_type": spec.infra.accelerator_type,
-        "infra.accelerator_count": spec.infra.accelerator_count,
-        "infra.node_count": spec.infra.node_count,
-        "infra.extra_args": spec.infra.extra_args,
-        "infra.trainer_replica_count": spec.infra.trainer_replica_count,
-        "infra.purpose": spec.infra.purpose,
-        "infra.managed_by": spec.infra.managed_by,
-        "infra.skip_validations": spec.infra.skip_validations,
-        "trainer.training_shape_id": spec.trainer.training_shape_id,
-        "trainer.job_id": spec.trainer.job_id,
-        "trainer.reference_job_id": spec.trainer.reference_job_id,
-        "deployment.deployment_shape": spec.deployment.deployment_shape,
-        "deployment.weight_sync_scope": (
-            spec.deployment.weight_sync_scope is not WeightSyncScope.PER_TRAINER
+def _request_trainer(order: _Order, role: str, profile: TrainingShapeProfile | None) -> CreatedJob:
+    given = order.policy_job_id if role == "policy" else order.reference_job_id
+    if given is not None:
+        # Somebody else's: attached to, and left running.
+        endpoint = order.rlor_mgr.reconnect_and_wait(given, order.infra_cfg.trainer_timeout_s)
+        return CreatedJob(endpoint.job_id, endpoint.job_name)
+    suffix = f"-{order.job_suffix}" if order.job_suffix else ""
+    name = f"{order.role_prefix}-{role}"
+    created = request_trainer_job(
+        order.rlor_mgr, base_model=order.base_model, infra=order.infra_cfg,
+        lora_rank=order.lora_rank if role == "policy" else 0, display_name=name,
+        hot_load_deployment_id=(
+            order.deployment_id if order.is_per_deployment and role == "policy" else None
         ),
-    }
-    unused = [name for name, value in wanted.items() if value]
-    if unused:
-        logger.info("the embedded platform has one shape; it does not use %s", ", ".join(unused))
+        forward_only=role == "reference", max_seq_len=order.max_seq_len,
+        learning_rate=order.learning_rate, job_id=f"{name}{suffix}" if suffix else None,
+        training_shape_id=profile.training_shape_version if profile is not None else None,
+        cleanup=order.cleanup, extra_values=order.extra_values,
+    )  # fmt: skip
+    if created.state not in (None, "JOB_STATE_CREATING", "JOB_STATE_RUNNING", "JOB_STATE_PENDING"):
+        order.rlor_mgr.resume(created.job_id)  # this very run's, from before it was interrupted
+    return created
+
+
+def _request_deployment(order: _Order, trainer_job: str | None) -> DeploymentInfo | None:
+    if not order.needs_inference:
+        return None
+    manager, deployment_id = order.deploy_mgr, order.deployment_id
+    assert manager is not None, "checked by setup_infra"
+    assert deployment_id is not None, "made by setup_infra"
+    values = order.extra_values or {}
+    config = deployment_config(
+        order.deploy_cfg, order.base_model, deployment_id=deployment_id,
+        hot_load_trainer_job=trainer_job, max_seq_len=order.max_seq_len,
+        dtype=values.get("dtype"), device=values.get("device"),
+    )  # fmt: skip
+    order.cleanup.deployment(deployment_id)
+    info = manager.create_or_get(config)
+    check_base_model(info, order.base_model)
+    if info.max_replica_count == 0:
+        manager.update(deployment_id, min_replica_count=1, max_replica_count=1)
+    if trainer_job is not None and info.hot_load_trainer_job != trainer_job:
+        info = manager.update(deployment_id, hot_load_trainer_job=trainer_job)
+    return info
+
+
+def _wait(
+    order: _Order, jobs: dict[str, CreatedJob], deployment: DeploymentInfo | None,
+    shapes: dict[str, TrainingShapeProfile | None],
+) -> _Ready:  # fmt: skip
+    failures: dict[str, BaseException] = {}
+    with ThreadPoolExecutor(max_workers=3, thread_name_prefix="hearth-wait") as pool:
+        waits: dict[str, Any] = {
+            f"{role} trainer {job.job_id}": pool.submit(
+                order.rlor_mgr.wait_for_ready, job.job_id, order.infra_cfg.trainer_timeout_s
+            )
+            for role, job in jobs.items()
+        }
+        if deployment is not None:
+            assert order.deploy_mgr is not None, "checked by setup_infra"
+            waits[f"deployment {deployment.deployment_id}"] = pool.submit(
+                order.deploy_mgr.wait_for_ready, deployment.deployment_id,
+                order.deploy_cfg.deployment_timeout_s,
+            )  # fmt: skip
+        ready: list[Any] = []
+        for name, wait in waits.items():
+            error = wait.exception()
+            if error is not None:
+                failures[name] = error
+            else:
+                ready.append(wait.result())
+    if failures:
+        raise _failure(failures, list(waits))
+    endpoints = [one for one in ready if isinstance(one, TrainerEndpoint)]
+    return _Ready(
+        policy=endpoints[0],
+        reference=endpoints[1] if len(endpoints) > 1 else None,
+        deployment=next((one for one in ready if isinstance(one, DeploymentInfo)), None),
+        shapes=shapes,
+    )
+
+
+def _wire(
+    order: _Order, ready: _Ready, api_key: str, *, needs_reference: bool, seed: int | None,
+    step_timeout: float, dcp_timeout: float,
+) -> Infra:  # fmt: skip
+    closeables: list[Callable[[], None]] = []
+    policy = ReconnectableClient.connect(
+        order.rlor_mgr, ready.policy, api_key=api_key, base_model=order.base_model,
+        lora_rank=order.lora_rank, seed=seed, replace=True, timeout_s=step_timeout,
+        dcp_timeout_s=dcp_timeout,
+    )  # fmt: skip
+    closeables.append(policy.close)
+    reference: ReconnectableClient | None = None
+    try:
+        if ready.reference is not None:
+            reference = ReconnectableClient.connect(
+                order.rlor_mgr, ready.reference, api_key=api_key, base_model=order.base_model,
+                frozen=True, timeout_s=step_timeout,
+            )  # fmt: skip
+        elif needs_reference:
+            reference = policy.create_base_reference()
+    except BaseException:
+        policy.close()
+        raise
+    if reference is not None:
+        closeables.append(reference.close)
+    deployment = ready.deployment
+    profile, ref_profile = ready.shapes.get("policy"), ready.shapes.get("reference")
+    return Infra(
+        policy=policy,
+        reference=reference,
+        policy_profile=profile,
+        policy_job_id=ready.policy.job_id,
+        reference_job_id=ready.reference.job_id if ready.reference is not None else None,
+        inference_model=deployment.inference_model if deployment is not None else None,
+        deployment_id=order.deployment_id,
+        deployment_shape=deployment.deployment_shape if deployment is not None else None,
+        training_shape_id=profile.training_shape_id if profile is not None else None,
+        ref_training_shape_id=ref_profile.training_shape_id if ref_profile is not None else None,
+        max_seq_len=order.max_seq_len or policy.inner.max_seq_len,
+        closeables=closeables,
+    )
+
+
+def _failure(failures: dict[str, BaseException], asked: list[str]) -> EngineError:
+    """One error that names every part."""
+    lines = "".join(f"\n  - {name}: {error}" for name, error in failures.items())
+    return EngineError(
+        f"provisioning failed, {len(failures)} of {max(len(asked), 1)} parts:{lines}"
+    )

@@ -1,0 +1,192 @@
+"""``hearth ps``, ``hearth logs`` and ``hearth stop``: what runs, what it says, and ending it."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from hearth.cli.complaint import exit_code
+from hearth.errors import NotFoundError
+from hearth.sdk import DeploymentManager, TrainerJobManager
+from hearth.sdk.background import start
+from hearth.sdk.transport import Http, Retries
+from hearth.wire.base import Record
+from hearth.wire.fireworks import Deployment, Deployments, TrainerJob, TrainerJobs
+
+RecordT = TypeVar("RecordT", bound=Record)
+
+ACCOUNT = "me"
+_DEFAULT_URL = "http://127.0.0.1:8000"
+_ENDED = ("JOB_STATE_CANCELLED", "JOB_STATE_COMPLETED")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Platform:
+    """Which platform is meant."""
+
+    base_url: str = ""
+    """Its URL; not given, FIREWORKS_BASE_URL, else http://127.0.0.1:8000."""
+    api_key: str = ""
+    """Its key; not given, FIREWORKS_API_KEY."""
+
+    @property
+    def url(self) -> str:
+        """The URL that is meant."""
+        return self.base_url or os.environ.get("FIREWORKS_BASE_URL") or _DEFAULT_URL
+
+    @property
+    def key(self) -> str:
+        """The key that is meant; a platform without keys takes any."""
+        return self.api_key or os.environ.get("FIREWORKS_API_KEY") or "none"
+
+    def get(self, path: str, kind: type[RecordT], **params: str) -> RecordT:
+        """A record below the account."""
+        http = Http(self.url, self.key, retries=_FEW)
+        asked = http.request("GET", f"/v1/accounts/{ACCOUNT}/{path}", params=params)
+        return kind.parse(start(asked).result().content)
+
+    def jobs(self) -> list[TrainerJob]:
+        """Its trainer jobs."""
+        return self.get("rlorTrainerJobs", TrainerJobs).rlor_trainer_jobs
+
+    def deployments(self) -> list[Deployment]:
+        """Its deployments."""
+        return self.get("deployments", Deployments).deployments
+
+
+@dataclass(frozen=True, kw_only=True)
+class PsFlags(Platform):
+    """Flags of ``hearth ps``."""
+
+    all: Annotated[bool, tyro.conf.arg(aliases=("-a",))] = False
+    """Show cancelled and completed jobs too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsFlags(Platform):
+    """Flags of ``hearth logs``."""
+
+    id: Annotated[str, tyro.conf.Positional]
+    """A trainer job's or a deployment's id."""
+    lines: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 100
+    """How many lines of the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopFlags(Platform):
+    """Flags of ``hearth stop``."""
+
+    id: Annotated[str, tyro.conf.Positional]
+    """A trainer job's or a deployment's id."""
+
+
+_FEW = Retries(attempts=2, base_s=0.2)
+
+
+class LogLines(Record):
+    """The end of a worker's log."""
+
+    lines: list[str]
+
+
+def ps(arguments: list[str]) -> int:
+    """Show the trainer jobs and deployments of a platform."""
+    flags = tyro.cli(PsFlags, args=arguments, prog="hearth ps")
+
+    def run() -> None:
+        table = Table("ID", "KIND", "STATE", "MODEL", "PID", "MEMORY", "AGE", "NOTE", box=None)
+        for job in flags.jobs():
+            if flags.all or job.state not in _ENDED:
+                kind = "reference" if job.forward_only else "trainer"
+                state = (job.state or "").removeprefix("JOB_STATE_")
+                table.add_row(*_columns(job, kind, state, job.training_config.base_model))
+        for one in flags.deployments():
+            table.add_row(*_columns(one, "deployment", one.state or "", one.base_model))
+        console = Console()
+        console.print(table if table.row_count else f"nothing runs at {flags.url}")
+
+    return exit_code(run)
+
+
+def logs(arguments: list[str]) -> int:
+    """Show the end of a trainer job's or deployment's log."""
+    flags = tyro.cli(LogsFlags, args=arguments, prog="hearth logs")
+
+    def run() -> None:
+        worker = f"{_kind(flags, flags.id)}-{flags.id}"
+        log = flags.get(f"workers/{worker}/log", LogLines, lines=str(flags.lines))
+        console = Console(soft_wrap=True)
+        for line in log.lines:
+            console.print(line, highlight=False, markup=False)
+
+    return exit_code(run)
+
+
+def stop(arguments: list[str]) -> int:
+    """Cancel a trainer job, or scale a deployment to zero."""
+    flags = tyro.cli(StopFlags, args=arguments, prog="hearth stop")
+
+    def run() -> None:
+        if _kind(flags, flags.id) == "trainer":
+            TrainerJobManager(flags.key, ACCOUNT, flags.url, retries=_FEW).cancel(flags.id)
+            said = f"trainer job {flags.id} is cancelled; its checkpoints are kept"
+        else:
+            manager = DeploymentManager(flags.key, flags.url, account_id=ACCOUNT, retries=_FEW)
+            manager.scale_to_zero(flags.id)
+            said = f"deployment {flags.id} is scaled to zero"
+        Console().print(said, highlight=False, soft_wrap=True)
+
+    return exit_code(run)
+
+
+def _kind(flags: Platform, id: str) -> str:
+    """Whether an id is a trainer job's or a deployment's.
+
+    Raises:
+        NotFoundError: it is neither; the message lists both.
+    """
+    jobs = [(one.name or "").rsplit("/", 1)[-1] for one in flags.jobs()]
+    deployments = [(one.name or "").rsplit("/", 1)[-1] for one in flags.deployments()]
+    if id in jobs:
+        return "trainer"
+    if id in deployments:
+        return "deployment"
+    raise NotFoundError(f"id must be one of {jobs + deployments}, got {id!r}")
+
+
+def _columns(one: TrainerJob | Deployment, kind: str, state: str, model: str) -> list[str]:
+    note = (one.status_message or "").split("; its log")[0]
+    return [
+        (one.name or "").rsplit("/", 1)[-1], kind, state, _short(model), str(one.pid or ""),
+        _memory(one.pid), _age(one.create_time), note[:80],
+    ]  # fmt: skip
+
+
+def _short(model: str) -> str:
+    return model if len(model) <= 40 else "..." + model[-37:]
+
+
+def _memory(pid: int | None) -> str:
+    """Resident memory of a process of this machine."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return ""
+    return f"{pages * os.sysconf('SC_PAGE_SIZE') / 2**20:.0f} MiB"
+
+
+def _age(created: str | None) -> str:
+    if not created:
+        return ""
+    moment = datetime.strptime(created, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC)
+    seconds = max(0, int(time.time() - moment.timestamp()))
+    minutes, hours = seconds // 60, seconds // 3600
+    return f"{hours} h" if hours else f"{minutes} min" if minutes else f"{seconds} s"

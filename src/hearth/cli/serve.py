@@ -1,0 +1,68 @@
+"""``hearth serve``: a platform on a port."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+
+from hearth.cli.complaint import exit_code
+from hearth.settings import Settings, read_settings
+from hearth.telemetry import setup_logging
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags:
+    """Flags of ``hearth serve``; what is not given comes from the settings file."""
+
+    settings: Path | None = None
+    """TOML file with the same names as these flags, underscores for dashes."""
+    host: str | None = None
+    """Address to listen on (127.0.0.1). Any but a loopback address needs a key."""
+    port: int | None = None
+    """Port to listen on (8000); 0 takes a free one."""
+    data_dir: Path | None = None
+    """State, logs, checkpoints, snapshots and promoted models (~/.hearth)."""
+    placement: Literal["process", "inline"] | None = None
+    """A process for each trainer and deployment (the default), or threads of this one."""
+    database_url: str | None = None
+    """SQLAlchemy URL; not given, SQLite in data_dir."""
+    catalog: Path | None = None
+    """TOML file with models and training shapes of your own."""
+    api_keys_file: Path | None = None
+    """One key a line; HEARTH_API_KEYS (separated by commas) adds to them."""
+    trainer_threads: int | None = None
+    """CPU threads of a trainer's process; not given, all cores."""
+    deployment_threads: int | None = None
+    """CPU threads of a deployment's process; not given, all cores."""
+    max_body_mb: int | None = None
+    """Longest request body to a trainer (1024); others take 1/16 of it."""
+    orphan_timeout_s: float | None = None
+    """A worker whose platform died ends itself after this time without a request (900)."""
+
+
+def serve(arguments: list[str]) -> int:
+    """Serve a platform on a port, until Ctrl-C."""
+    flags = tyro.cli(ServeFlags, args=arguments, prog="hearth serve")
+
+    def run() -> None:
+        from hearth.local.serving import serve as serve_platform  # heavy, and --help is not
+
+        given = {name: value for name, value in vars(flags).items() if value is not None}
+        settings = read_settings(given.pop("settings", None), given)
+        setup_logging()
+        serve_platform(settings, on_ready=lambda url: _say(url, settings))
+
+    return exit_code(run)
+
+
+def _say(url: str, settings: Settings) -> None:
+    key = "any text" if not settings.api_keys() else "one of its keys"
+    console = Console()
+    console.print(f"serving at {url}, data in {settings.data_dir}", highlight=False)
+    console.print(
+        f"export FIREWORKS_BASE_URL={url} FIREWORKS_API_KEY=x   # the key is {key}", highlight=False
+    )

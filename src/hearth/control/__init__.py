@@ -1,0 +1,1 @@
+"""The control plane: trainer jobs, deployments, checkpoints and models over HTTP."""

@@ -1,0 +1,377 @@
+"""Trainer jobs: asked for, started, watched, resumed and ended.
+
+A job's row says what was asked and where it stands; its worker does the work. A worker that dies
+makes its job FAILED with what is known of the death; nobody starts it again unasked, because its
+weights since the last checkpoint are gone with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hearth.control.catalog import Catalog, ModelEntry, ShapeEntry
+from hearth.control.names import check_id, job_name, leaf, timestamp
+from hearth.control.store import Row, Rows
+from hearth.control.workers import Live, LiveTable
+from hearth.errors import (
+    ClosedError,
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    NotReadyError,
+    RequestError,
+)
+from hearth.launch.spec import Endpoint, ExitReport, Launcher, TrainerSpec, Worker
+from hearth.wire.fireworks import TrainerJob
+
+logger = logging.getLogger(__name__)
+
+ALIVE = ("JOB_STATE_CREATING", "JOB_STATE_RUNNING")
+RESUMABLE = ("JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_PAUSED", "JOB_STATE_COMPLETED")
+_PREFIX = "trainer-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """What jobs and deployments are made with."""
+
+    launcher: Launcher
+    catalog: Catalog
+    data_dir: Path
+    trainer_threads: int | None = None
+    """CPU threads of a process; None leaves torch's choice, all cores."""
+    deployment_threads: int | None = None
+
+    def checkpoint_dir(self, job_id: str) -> Path:
+        """The folder of a job's resumable checkpoints; it outlives the job."""
+        return self.data_dir / "checkpoints" / job_id
+
+
+class Jobs:
+    """The trainer jobs of one platform. Safe to use from several threads."""
+
+    def __init__(self, rows: Rows, models: Rows, means: Means) -> None:
+        self.rows = rows
+        self.live = LiveTable()
+        self._models = models
+        self._means = means
+
+    def create(self, job_id: str, asked: TrainerJob, training_shape: str | None) -> TrainerJob:
+        """Start a job; it is ``CREATING`` until its trainer answers. Asking again changes nothing.
+
+        Raises:
+            RequestError: a field breaks its rule.
+            ConfigError, NotFoundError: the model or the shape is unknown.
+            ConflictError: another job has this id.
+        """
+        check_id(job_id, "rlorTrainerJobId")
+        asked = asked.model_copy(update={"training_shape": training_shape or asked.training_shape})
+        body = self._resolved(job_id, asked)
+        existing = self.rows.find(job_id)
+        if existing is not None:
+            return self._same(existing, body)
+        row = self.rows.insert(job_id, "JOB_STATE_CREATING", body.as_dict())
+        self._start(job_id, body)
+        return self.record(row)
+
+    def get(self, job_id: str) -> TrainerJob:
+        """A job as it stands.
+
+        Raises:
+            NotFoundError: there is none of that id.
+        """
+        return self.record(self._row(job_id))
+
+    def all(self) -> list[TrainerJob]:
+        """Every job that was not deleted, oldest first."""
+        return [self.record(row) for row in self.rows.all() if row.state != "JOB_STATE_DELETED"]
+
+    def resume(self, job_id: str) -> TrainerJob:
+        """Start a job's trainer again, from its base weights; its checkpoints are still there.
+
+        Raises:
+            NotFoundError: there is no such job.
+            ConflictError: it was deleted.
+        """
+        row = self._row(job_id)
+        if row.state in ALIVE:
+            return self.record(row)
+        moved = self.rows.update(
+            job_id, only_from=RESUMABLE, state="JOB_STATE_CREATING", message="", worker=None
+        )
+        if not moved:
+            raise ConflictError(
+                f"job must be in one of {list(RESUMABLE)} to be resumed, got {row.state} of "
+                f"{job_id!r}: create a new one"
+            )
+        self._start(job_id, TrainerJob.checked(row.body))
+        return self.get(job_id)
+
+    def cancel(self, job_id: str) -> TrainerJob:
+        """Stop a job's trainer; it can be resumed.
+
+        Raises:
+            NotFoundError: there is no such job.
+        """
+        self._row(job_id)
+        self._end(job_id, "JOB_STATE_CANCELLED", "cancelled by request", only_from=ALIVE)
+        return self.get(job_id)
+
+    def delete(self, job_id: str) -> None:
+        """Stop a job for good. Its checkpoints and snapshots can still be listed and promoted.
+
+        Raises:
+            NotFoundError: there is no such job.
+        """
+        self._row(job_id)
+        self._end(job_id, "JOB_STATE_DELETED", "deleted by request", only_from=None)
+
+    def endpoint(self, job_id: str) -> Endpoint:
+        """Where a job's trainer answers.
+
+        Raises:
+            NotFoundError: there is no such job.
+            NotReadyError: it is starting.
+            ClosedError: it has ended; the message says how, and what to do.
+        """
+        live = self.live.get(job_id)
+        if live is not None and (found := live.endpoint) is not None:
+            return found
+        row = self._row(job_id)
+        if row.state in ALIVE:
+            raise NotReadyError(
+                f"trainer job {job_id!r} must be running, got {row.state}: ask soon"
+            )
+        action = "resume it" if row.state in RESUMABLE else "create a new one"
+        raise ClosedError(
+            f"trainer job {job_id!r} must be running, got {row.state} "
+            f"({row.message or 'no reason known'}): {action}"
+        )
+
+    def bucket(self, job: str) -> str:
+        """The bucket into which a job publishes; ``job`` is an id or a full name.
+
+        Raises:
+            NotFoundError: there is no such job.
+        """
+        return bucket_of(leaf(job), TrainerJob.checked(self._row(leaf(job)).body))
+
+    def ready(self, worker: Worker) -> None:
+        """A trainer answers (``Watcher``)."""
+        job_id = worker.spec.worker_id.removeprefix(_PREFIX)
+        if not self.live.belongs(job_id, worker):
+            return
+        self.live.put(job_id, Live("JOB_STATE_RUNNING", worker=worker, is_ready=True))
+        moved = self.rows.update(
+            job_id, only_from=ALIVE, state="JOB_STATE_RUNNING", worker=worker.record()
+        )
+        if moved:
+            logger.info("trainer job %s is running", job_id)
+
+    def failed(self, worker: Worker, report: ExitReport) -> None:
+        """A trainer could not start, or died (``Watcher``)."""
+        job_id = worker.spec.worker_id.removeprefix(_PREFIX)
+        if self.live.belongs(job_id, worker):
+            self._fail(job_id, report)
+
+    def recover(self) -> None:
+        """After a restart: find the trainers that still run, and report the others as failed."""
+        for row in self.rows.all(ALIVE):
+            if row.worker is None:
+                self._start(row.id, TrainerJob.checked(row.body))
+                continue
+            self.live.put(row.id, Live(row.state, is_starting=True))
+            found = self._means.launcher.adopt(row.worker, self)
+            if isinstance(found, ExitReport):
+                self._fail(row.id, found)
+            else:
+                live = self.live.get(row.id)
+                if live is not None and live.is_starting:
+                    self.live.put(row.id, Live(row.state, worker=found))
+
+    def record(self, row: Row) -> TrainerJob:
+        """A row as clients read it."""
+        live = self.live.get(row.id)
+        worker = live.worker if live is not None else None
+        return TrainerJob.checked(row.body).model_copy(
+            update={
+                "name": job_name(row.id),
+                "state": row.state,
+                "status_message": row.message or None,
+                "create_time": timestamp(row.created_s),
+                "update_time": timestamp(row.updated_s),
+                "worker_placement": self._means.launcher.placement,
+                "pid": worker.pid if worker is not None else None,
+            }
+        )
+
+    def _row(self, job_id: str) -> Row:
+        row = self.rows.find(job_id)
+        if row is None:
+            known = [one.id for one in self.rows.all() if one.state != "JOB_STATE_DELETED"]
+            raise NotFoundError(f"trainer job must be one of {known}, got {job_id!r}")
+        return row
+
+    def _same(self, existing: Row, body: TrainerJob) -> TrainerJob:
+        if existing.state == "JOB_STATE_DELETED" or existing.body != body.as_dict():
+            raise ConflictError(
+                f"rlorTrainerJobId must be new, got {existing.id!r}: a job of that id exists "
+                f"({existing.state}) and was asked for otherwise"
+            )
+        return self.record(existing)
+
+    def _resolved(self, job_id: str, asked: TrainerJob) -> TrainerJob:
+        """The job with everything filled in that decides what is started."""
+        config = asked.training_config
+        entry = self._means.catalog.model(config.base_model, promoted_models(self._models))
+        shape = self._means.catalog.shape(asked.training_shape) if asked.training_shape else None
+        if config.lora_rank < 0:
+            raise RequestError(f"loraRank must be >= 0, got {config.lora_rank}")
+        if shape is not None and shape.base_model != config.base_model:
+            raise RequestError(
+                f"trainingShape must be one of {config.base_model!r}, got {shape.name!r}, which is "
+                f"one of {shape.base_model!r}"
+            )
+        is_frozen = asked.forward_only or "--forward-only" in (config.extra_args or [])
+        is_frozen = is_frozen or (shape is not None and shape.trainer_mode == "FORWARD_ONLY")
+        length = config.max_context_length or _shortest(shape, entry)
+        body = asked.model_copy(
+            update={
+                "forward_only": is_frozen,
+                "training_config": config.model_copy(update={"max_context_length": length}),
+                "bucket": bucket_of(job_id, asked),
+            }
+        )
+        self._spec(job_id, body)  # judges the values before anything is written
+        return body
+
+    def _spec(self, job_id: str, body: TrainerJob) -> TrainerSpec:
+        entry = self._means.catalog.model(
+            body.training_config.base_model, promoted_models(self._models)
+        )
+        shape = self._means.catalog.shape(body.training_shape) if body.training_shape else None
+        values = Values(body.extra_values or {}, shape)
+        return TrainerSpec(
+            worker_id=f"{_PREFIX}{job_id}",
+            base_model=entry.name,
+            source=entry.source,
+            bucket=bucket_of(job_id, body),
+            checkpoint_dir=str(self._means.checkpoint_dir(job_id)),
+            forward_only=body.forward_only,
+            dtype=values.choice("dtype", ("float32", "bfloat16"), "float32"),
+            device=values.text("device"),
+            max_seq_len=body.training_config.max_context_length,
+            micro_batch_tokens=values.count("micro_batch_tokens") or 16384,
+            keep_checkpoints=values.count("keep_checkpoints"),
+            threads=values.count("threads") or self._means.trainer_threads,
+            trust_remote_code=entry.trust_remote_code or values.flag("trust_remote_code"),
+        )
+
+    def _start(self, job_id: str, body: TrainerJob) -> None:
+        try:
+            spec = self._spec(job_id, body)
+        except (ConfigError, NotFoundError, RequestError) as error:
+            # A catalog that changed while the platform was down.
+            self._fail(job_id, ExitReport(reason=f"cannot be started: {error}"))
+            return
+        self.live.put(job_id, Live("JOB_STATE_CREATING", is_starting=True))
+        worker = self._means.launcher.start(spec, self)
+        live = self.live.get(job_id)
+        if live is not None and live.is_starting:
+            self.live.put(job_id, Live("JOB_STATE_CREATING", worker=worker))
+            self.rows.update(job_id, only_from=("JOB_STATE_CREATING",), worker=worker.record())
+
+    def _fail(self, job_id: str, report: ExitReport) -> None:
+        message = report.describe()
+        self.live.put(job_id, Live("JOB_STATE_FAILED", message))
+        moved = self.rows.update(
+            job_id, only_from=ALIVE, state="JOB_STATE_FAILED", message=message, worker=None
+        )
+        if moved:
+            logger.warning("trainer job %s failed: %s", job_id, message)
+
+    def _end(self, job_id: str, state: str, message: str, *, only_from: Any) -> None:
+        worker = self.live.take_worker(job_id, Live(state, message))
+        self.rows.update(job_id, only_from=only_from, state=state, message=message, worker=None)
+        if worker is not None:
+            worker.stop()
+
+
+def bucket_of(job_id: str, body: TrainerJob) -> str:
+    """Where a job's snapshots go: its own bucket, or that of the deployment it is tied to."""
+    if body.hot_load_deployment_id:
+        return f"deployment-{check_id(leaf(body.hot_load_deployment_id), 'hotLoadDeploymentId')}"
+    return f"{_PREFIX}{job_id}"
+
+
+def promoted_models(models: Rows) -> dict[str, ModelEntry]:
+    """Models that were promoted here."""
+    return {
+        row.id: ModelEntry(name=row.id, source=row.body["source"])
+        for row in models.all()
+        if row.body.get("kind", "HF_BASE_MODEL") == "HF_BASE_MODEL"
+    }
+
+
+def _shortest(shape: ShapeEntry | None, entry: ModelEntry) -> int | None:
+    lengths = [entry.context_length, shape.context_length if shape is not None else None]
+    return min((one for one in lengths if one is not None), default=None)
+
+
+class Values:
+    """``extraValues`` of a request, checked one by one; a shape's fields are the defaults."""
+
+    def __init__(self, given: Mapping[str, Any], shape: ShapeEntry | None = None) -> None:
+        self._given = given
+        self._shape = shape
+
+    def text(self, name: str) -> str | None:
+        """A text, or None where nothing is given.
+
+        Raises:
+            RequestError: it is something else.
+        """
+        value = self._value(name)
+        if value is not None and not isinstance(value, str):
+            raise RequestError(f"extraValues.{name} must be a text, got {value!r}")
+        return value
+
+    def choice(self, name: str, among: tuple[str, ...], default: str) -> str:
+        """One of a few texts.
+
+        Raises:
+            RequestError: it is another one.
+        """
+        value = self.text(name) or default
+        if value not in among:
+            raise RequestError(f"extraValues.{name} must be one of {list(among)}, got {value!r}")
+        return value
+
+    def count(self, name: str) -> int | None:
+        """A whole number from 1 on, also as a text; None where nothing is given.
+
+        Raises:
+            RequestError: it is something else.
+        """
+        value = self._value(name)
+        if value is None:
+            return None
+        try:
+            number = int(value) if not isinstance(value, bool) else 0
+        except (TypeError, ValueError):
+            number = 0
+        if number < 1:
+            raise RequestError(f"extraValues.{name} must be a whole number >= 1, got {value!r}")
+        return number
+
+    def flag(self, name: str) -> bool:
+        """True for true and ``"true"``."""
+        return str(self._value(name)).lower() == "true"
+
+    def _value(self, name: str) -> Any:
+        value = self._given.get(name)
+        return getattr(self._shape, name, None) if value is None else value

@@ -1,0 +1,75 @@
+"""Resource names: what may stand in a path, and who owns it."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import UTC, datetime
+
+from hearth.errors import NotFoundError, RequestError
+
+ACCOUNT = "me"
+_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_MODEL_NAME = re.compile(rf"accounts/{ACCOUNT}/models/([a-z0-9-]{{1,63}})")
+
+
+def check_id(value: str, field: str) -> str:
+    """``value``, when it can be an id: it becomes part of paths and of file names.
+
+    Raises:
+        RequestError: it has other characters than ``a-z 0-9 -``, begins or ends with ``-``, is
+            empty or longer than 63.
+    """
+    if not _ID.fullmatch(value):
+        raise RequestError(
+            f"{field} must be 1 to 63 of a-z, 0-9 and '-', not at an end, got {value[:80]!r}"
+        )
+    return value
+
+
+def check_account(account: str) -> None:
+    """Refuse other accounts than the one there is.
+
+    Raises:
+        NotFoundError: it is another one.
+    """
+    if account != ACCOUNT:
+        raise NotFoundError(
+            f"account must be {ACCOUNT!r}, the one of this platform, got {account!r}"
+        )
+
+
+def job_name(job_id: str) -> str:
+    """The full name of a trainer job."""
+    return f"accounts/{ACCOUNT}/rlorTrainerJobs/{job_id}"
+
+
+def deployment_name(deployment_id: str) -> str:
+    """The full name of a deployment."""
+    return f"accounts/{ACCOUNT}/deployments/{deployment_id}"
+
+
+def leaf(name: str) -> str:
+    """The id at the end of a name; an id is its own."""
+    return name.rsplit("/", 1)[-1]
+
+
+def promoted_leaf(name: str) -> str:
+    """The id of a model that is to be promoted.
+
+    Raises:
+        RequestError: the name is not ``accounts/me/models/ID`` with an id of at most 63.
+    """
+    found = _MODEL_NAME.fullmatch(name)
+    if found is None:
+        raise RequestError(
+            f"output_model must be accounts/{ACCOUNT}/models/ID with 1 to 63 of a-z, 0-9 and '-', "
+            f"got {name[:120]!r}"
+        )
+    return found.group(1)
+
+
+def timestamp(seconds: float | None = None) -> str:
+    """UTC as clients compare it: microseconds, then ``Z``."""
+    moment = datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ")

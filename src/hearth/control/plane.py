@@ -1,0 +1,82 @@
+"""The control plane as a library: its parts, put together, and found again after a restart."""
+
+from __future__ import annotations
+
+import logging
+
+from hearth.control.catalog import ModelEntry
+from hearth.control.checkpoints import Checkpoints
+from hearth.control.deployments import Deployments
+from hearth.control.jobs import Jobs, Means, promoted_models
+from hearth.control.names import timestamp
+from hearth.control.store import Row, Store
+from hearth.errors import NotFoundError
+from hearth.wire.fireworks import BaseModelDetails, Model
+
+logger = logging.getLogger(__name__)
+
+
+class ControlPlane:
+    """Jobs, deployments, checkpoints and models of one platform. It computes nothing itself."""
+
+    def __init__(self, store: Store, means: Means) -> None:
+        self.store = store
+        self.means = means
+        self.jobs = Jobs(store.jobs, store.models, means)
+        self.deployments = Deployments(store.deployments, store.models, self.jobs, means)
+        self.checkpoints = Checkpoints(store, self.jobs, means)
+
+    def recover(self) -> None:
+        """Find what an earlier control plane with the same store had started."""
+        self.checkpoints.recover()
+        self.jobs.recover()
+        self.deployments.recover()
+
+    def model(self, name: str) -> Model:
+        """A registered or promoted model.
+
+        Raises:
+            NotFoundError: there is none of that name; the message lists the names.
+        """
+        row = self.store.models.find(name)
+        if row is not None and row.state == "READY":
+            return _promoted(row)
+        if name not in self.means.catalog.models:
+            raise NotFoundError(
+                f"model must be one of {sorted(self.means.catalog.models)}, got {name!r}"
+            )
+        return _registered(self.means.catalog.model(name))
+
+    def models(self) -> list[Model]:
+        """All registered and promoted models."""
+        known = self.means.catalog
+        registered = [_registered(known.model(name)) for name in sorted(known.models)]
+        promoted = [_promoted(row) for row in self.store.models.all(("READY",))]
+        return registered + promoted
+
+    def source(self, name: str) -> str:
+        """The folder or hub id behind a model's name.
+
+        Raises:
+            ConfigError: it is not known.
+        """
+        return self.means.catalog.model(name, promoted_models(self.store.models)).source
+
+    def close(self) -> None:
+        """Stop every worker and close the database."""
+        self.means.launcher.close()
+        self.checkpoints.close()
+        self.store.close()
+
+
+def _registered(entry: ModelEntry) -> Model:
+    return Model(
+        name=entry.name, source=entry.source,
+        parameter_count=str(entry.parameters) if entry.parameters is not None else None,
+        base_model_details=BaseModelDetails(moe=entry.moe),
+    )  # fmt: skip
+
+
+def _promoted(row: Row) -> Model:
+    model = Model.checked({**row.body, "name": row.id})
+    return model.model_copy(update={"create_time": timestamp(row.created_s)})

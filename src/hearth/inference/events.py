@@ -1,0 +1,206 @@
+"""Pieces of streamed draws as the events of OpenAI's completions and chat."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from hearth.inference.backend import DrawnToken, SampledSequence, Tokenizer
+from hearth.inference.requests import wants_logprobs
+from hearth.inference.responses import choice_logprobs, perf_metrics, token_rows, usage_of
+from hearth.inference.streaming import Piece
+from hearth.telemetry import new_request_id
+from hearth.wire.chat import (
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatRequest,
+)
+from hearth.wire.completions import (
+    ChoiceLogprobs,
+    ChunkChoice,
+    CompletionCall,
+    CompletionChunk,
+    DrawFields,
+    RawOutput,
+    TokenLogprob,
+)
+
+Chunk = CompletionChunk | ChatChunk
+
+
+class _Events(ABC):
+    """What both kinds have in common. Called with each round of pieces; gives the bodies."""
+
+    def __init__(
+        self, fields: DrawFields, prompts: Sequence[list[int]], *, model_name: str,
+        tokenizer: Tokenizer | None,
+    ) -> None:  # fmt: skip
+        self._fields = fields
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._model = fields.model or model_name
+        self._id = new_request_id()
+        self._created = int(time.time())
+        self._start_s = time.perf_counter()
+        self._ended: list[SampledSequence] = []
+
+    def __call__(self, pieces: Sequence[Piece]) -> Iterator[bytes]:
+        """One event per completion that has something new; the token counts last."""
+        for piece in pieces:
+            if piece.end is not None:
+                self._ended.append(piece.end)
+            if piece.end is not None or self._says_something(piece):
+                yield self._finished(self._chunk(piece), piece.end).dump()
+        options = self._fields.stream_options
+        if self._all_ended() and options is not None and options.include_usage:
+            usage = self._empty()
+            usage.usage = usage_of(self._prompts, self._ended)
+            yield usage.dump()
+
+    @abstractmethod
+    def _empty(self) -> Chunk: ...
+
+    @abstractmethod
+    def _says_something(self, piece: Piece) -> bool: ...
+
+    @abstractmethod
+    def _chunk(self, piece: Piece) -> Chunk: ...
+
+    def _finished(self, chunk: Chunk, end: SampledSequence | None) -> Chunk:
+        if end is None:
+            return chunk
+        chunk.weight_version = end.weight_version
+        chunk.snapshot_identity = end.snapshot_identity
+        if self._all_ended() and self._fields.perf_metrics_in_response:
+            elapsed_s = time.perf_counter() - self._start_s
+            chunk.perf_metrics = perf_metrics(self._prompts, self._ended, elapsed_s)
+        return chunk
+
+    def _all_ended(self) -> bool:
+        return len(self._ended) == self._fields.n * len(self._prompts)
+
+    def _rows(self, tokens: Sequence[DrawnToken]) -> list[TokenLogprob]:
+        return token_rows(
+            [one.token_id for one in tokens],
+            [one.logprob for one in tokens],
+            [one.sampling_logprob for one in tokens],
+            [one.top for one in tokens],
+            self._tokenizer,
+        )
+
+
+class CompletionEvents(_Events):
+    """Events of ``/v1/completions``; with ``echo`` the first of a choice begins with its prompt."""
+
+    def __init__(
+        self, call: CompletionCall, prompts: Sequence[list[int]], *, model_name: str,
+        tokenizer: Tokenizer | None,
+    ) -> None:  # fmt: skip
+        super().__init__(call, prompts, model_name=model_name, tokenizer=tokenizer)
+        self._call = call
+
+    def _empty(self) -> CompletionChunk:
+        return CompletionChunk(
+            id=f"cmpl-{self._id}", created=self._created, model=self._model, choices=[]
+        )
+
+    def _says_something(self, piece: Piece) -> bool:
+        rows = wants_logprobs(self._call) and bool(piece.tokens)
+        return bool(piece.text) or rows or (piece.is_first and self._call.echo)
+
+    def _chunk(self, piece: Piece) -> CompletionChunk:
+        echoes = piece.is_first and self._call.echo
+        text = piece.text
+        if echoes and self._tokenizer is not None:
+            prompt = self._prompts[piece.index // self._call.n]
+            text = self._tokenizer.decode(prompt, skip_special_tokens=True) + text
+        chunk = self._empty()
+        chunk.choices.append(
+            ChunkChoice.model_construct(
+                index=piece.index,
+                text=text,
+                finish_reason=piece.end.finish_reason if piece.end else None,
+                logprobs=self._logprobs(piece, echoes) if wants_logprobs(self._call) else None,
+            )
+        )
+        return chunk
+
+    def _logprobs(self, piece: Piece, echoes: bool) -> ChoiceLogprobs:
+        prompt = self._prompts[piece.index // self._call.n] if echoes else []
+        unknown = [None] * len(prompt)
+        scores = (piece.prompt_logprobs or unknown) if echoes else []
+        rows = token_rows(prompt, scores, unknown, unknown, self._tokenizer)
+        rows += self._rows(piece.tokens)
+        logprobs = [*scores, *(one.logprob for one in piece.tokens)]
+        with_top = any(one.top is not None for one in piece.tokens)
+        return choice_logprobs(rows, logprobs, with_top=with_top)
+
+
+class ChatEvents(_Events):
+    """Events of ``/v1/chat/completions``; the first of an answer tells its role."""
+
+    def __init__(
+        self, request: ChatRequest, prompt: list[int], *, model_name: str,
+        tokenizer: Tokenizer | None,
+    ) -> None:  # fmt: skip
+        super().__init__(request, [prompt], model_name=model_name, tokenizer=tokenizer)
+        self._request = request
+
+    def _empty(self) -> ChatChunk:
+        return ChatChunk(
+            id=f"chatcmpl-{self._id}", created=self._created, model=self._model, choices=[]
+        )
+
+    def _says_something(self, piece: Piece) -> bool:
+        rows = bool(self._request.logprobs and piece.tokens)
+        return bool(piece.text) or rows or piece.is_first
+
+    def _chunk(self, piece: Piece) -> ChatChunk:
+        end = piece.end
+        chunk = self._empty()
+        chunk.choices.append(
+            ChatChunkChoice.model_construct(
+                index=piece.index,
+                delta=ChatDelta.model_construct(
+                    role="assistant" if piece.is_first else None,
+                    content=piece.text if piece.text or piece.is_first else None,
+                ),
+                finish_reason=end.finish_reason if end else None,
+                logprobs=self._logprobs(piece),
+                raw_output=chat_raw_output(self._prompts[0], end)
+                if end and self._request.raw_output
+                else None,
+            )
+        )
+        return chunk
+
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        if not self._request.logprobs:
+            return None
+        return ChatLogprobs.model_construct(content=as_chat(self._rows(piece.tokens)))
+
+
+def chat_raw_output(prompt: list[int], drawn: SampledSequence) -> RawOutput:
+    """The ids behind an answer, those of the rendered conversation included."""
+    return RawOutput.model_construct(
+        completion_token_ids=drawn.token_ids,
+        prompt_token_ids=prompt,
+        versions=[[drawn.weight_version, len(drawn.token_ids)]] if drawn.token_ids else [],
+    )
+
+
+def as_chat(rows: list[TokenLogprob]) -> list[TokenLogprob]:
+    """``rows`` as chat has them: with the bytes of each text, and never without a top list."""
+    for row in rows:
+        row.bytes = _utf8(row.token)
+        row.top_logprobs = row.top_logprobs or []
+        for top in row.top_logprobs:
+            top.bytes = _utf8(top.token)
+    return rows
+
+
+def _utf8(text: str) -> list[int] | None:
+    return None if "\ufffd" in text else list(text.encode())

@@ -1,0 +1,221 @@
+"""Weight syncs of one deployment: from which bucket, what is remembered, and what it says of them.
+
+What is served is kept in ``serving.json``, so that a deployment that is started again serves the
+same weights under the same version number.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from pydantic import Field
+
+from hearth.errors import ConfigError, ConflictError, NotReadyError, RequestError
+from hearth.inference.backend import InferenceBackend, ServingState
+from hearth.wire.base import Record
+from hearth.wire.completions import HotLoadState, LoadedAdapter, LoadingState, ReplicaState
+
+if TYPE_CHECKING:
+    # The service itself needs no torch.
+    from hearth.sync.store import Buckets, Snapshot, SnapshotStore
+
+logger = logging.getLogger(__name__)
+
+SERVING_FILE = "serving.json"
+
+
+class Served(Record):
+    """What a deployment serves, as it stands in ``serving.json``."""
+
+    identity: str = Field(min_length=1)
+    weight_version: int = Field(ge=1)
+    bucket: str = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where snapshots come from: one store, or buckets with a default among them."""
+
+    snapshots: SnapshotStore | Buckets
+    default_bucket: str
+
+    def bucket_of(self, named: str | None) -> str:
+        """The bucket to take from, when a request named ``named`` or nothing.
+
+        Raises:
+            RequestError: it is no valid name, or there is but one store and it is not that.
+        """
+        # It brings torch along, which whoever has snapshots has loaded.
+        from hearth.sync.manifest import check_name
+
+        bucket = check_name(named or self.default_bucket, "x-hearth-snapshot-bucket")
+        if bucket != self.default_bucket and not hasattr(self.snapshots, "bucket"):
+            raise RequestError(
+                f"x-hearth-snapshot-bucket must be {self.default_bucket!r}, got {bucket!r}: this "
+                "deployment has one bucket"
+            )
+        return bucket
+
+    def get(self, bucket: str, identity: str, previous: str | None = None) -> Snapshot:
+        """A snapshot of a bucket; errors as those of the stores.
+
+        Raises:
+            EngineError: it is a delta on another snapshot than ``previous``.
+        """
+        # As above.
+        from hearth.sync.chain import check_previous
+
+        store = self.snapshots
+        if hasattr(store, "bucket"):
+            store = cast("Buckets", store).bucket(bucket)
+        found = cast("SnapshotStore", store).get(identity)
+        if previous is not None:
+            check_previous(found, previous)
+        return found
+
+
+class HotLoads:
+    """The weight syncs of a deployment. Takes up again what it served before it was started.
+
+    Raises:
+        ConfigError: what it served cannot be read from ``state_dir``.
+    """
+
+    def __init__(self, backend: InferenceBackend, sources: Sources, state_dir: Path | None) -> None:
+        self._backend = backend
+        self._sources = sources
+        self._file = None if state_dir is None else state_dir / SERVING_FILE
+        self._lock = threading.Lock()
+        self._underway: dict[str, str] = {}
+        self._served: Served | None = None
+        self.restored: Future[ServingState] | None = self._restore()
+        """The outcome of taking it up again; None when there is nothing to take up."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are drawn with the weights that they should be drawn with."""
+        return self.restored is None or self.restored.done()
+
+    def require_ready(self) -> None:
+        """Pass when ready.
+
+        Raises:
+            NotReadyError: the snapshot of before the start is still being loaded.
+        """
+        if not self.is_ready:
+            target = self._backend.state().target_identity
+            raise NotReadyError(
+                f"deployment must be ready, got one that loads {target!r} again: ask again soon"
+            )
+
+    def load(
+        self, identity: str, named_bucket: str | None, previous: str | None = None
+    ) -> None:  # fmt: skip
+        """Serve a snapshot from now on; one that is served or under way is not loaded again.
+
+        A delta on another snapshot than ``previous`` will not be served.
+
+        Raises:
+            RequestError: the bucket is no valid name.
+            ConflictError: the identity is one of another bucket here.
+            ClosedError: the deployment was shut down.
+        """
+        bucket = self._sources.bucket_of(named_bucket)
+        known = self._underway.get(identity)
+        if self._served is not None and self._served.identity == identity:
+            known = self._served.bucket
+        if known not in (None, bucket):
+            raise ConflictError(
+                f"identity must be new, got {identity!r}: it is one of bucket {known!r} here, not "
+                f"of {bucket!r}; save it under another name"
+            )
+        self._load(identity, bucket, previous=previous)
+
+    def state(self) -> HotLoadState:
+        """What is served and where the last weight sync stands, as the one replica."""
+        state = self._backend.state()
+        adapters: list[LoadedAdapter] = []
+        if state.is_adapter and state.current_identity is not None:
+            adapters.append(LoadedAdapter(identity=state.current_identity, status="loaded"))
+        loading = LoadingState(
+            stage=state.stage,
+            target_snapshot_identity=state.target_identity,
+            error_message=state.error,
+        )
+        replica = ReplicaState(
+            current_snapshot_identity=state.current_identity, readiness=self.is_ready,
+            loading_state=loading, loaded_adapters=adapters, weight_version=state.weight_version,
+        )  # fmt: skip
+        return HotLoadState(replicas=[replica])
+
+    def _restore(self) -> Future[ServingState] | None:
+        if self._file is None or not self._file.exists():
+            return None
+        try:
+            served = Served.parse(self._file.read_bytes())
+            bucket = self._sources.bucket_of(served.bucket)
+        except (OSError, RequestError) as error:
+            raise ConfigError(
+                f"{self._file} must say what is served, got {error}: mend it, or remove it to "
+                "start with the base weights"
+            ) from None
+        logger.info("serving %s of bucket %s again", served.identity, bucket)
+        return self._load(served.identity, bucket, served.weight_version)
+
+    def _load(
+        self, identity: str, bucket: str, weight_version: int | None = None,
+        previous: str | None = None,
+    ) -> Future[ServingState]:  # fmt: skip
+        self._underway[identity] = bucket
+        done = self._backend.hot_load(
+            identity, lambda: self._sources.get(bucket, identity, previous),
+            weight_version=weight_version,
+        )  # fmt: skip
+        done.add_done_callback(lambda future: self._note_end(future, identity, bucket))
+        return done
+
+    def _note_end(self, done: Future[ServingState], identity: str, bucket: str) -> None:
+        """Write down what is served, before those who wait for it are told."""
+        self._underway.pop(identity, None)
+        if done.cancelled() or done.exception() is not None:
+            return
+        state = done.result()
+        if state.current_identity != identity:
+            return
+        served = Served(identity=identity, weight_version=state.weight_version, bucket=bucket)
+        with self._lock:
+            # A late word of an older version must not take the place of a newer one's.
+            if self._served is not None and self._served.weight_version >= served.weight_version:
+                return
+            self._served = served
+            self._write_down(served)
+
+    def _write_down(self, served: Served) -> None:
+        if self._file is None:
+            return
+        try:
+            _write(self._file, served.dump())
+        except OSError:
+            logger.exception("%s could not be written: a restart serves older weights", self._file)
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Replace a file's content; it is the old or the new one however this ends."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_name(f".{file.name}.draft")
+    with draft.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    draft.replace(file)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

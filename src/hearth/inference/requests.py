@@ -1,0 +1,262 @@
+"""Bodies of completion and chat requests as draws: what is asked, and what cannot be had here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from typing_extensions import TypeIs
+
+from hearth.errors import RequestError
+from hearth.inference.backend import SampleRequest, Tokenizer
+from hearth.wire.chat import ChatRequest
+from hearth.wire.completions import CompletionCall, CompletionFields, DrawFields
+
+MOST_COMPLETIONS = 1024
+"""Most completions of one request: ``n`` times its prompts."""
+_MOST_NUMBERED_LOGPROBS = 5
+
+# The SDK's n requests with n=1 and one request with n draw the same completions.
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+
+# Fields of OpenAI's, Fireworks' and vLLM's requests that would change what is drawn or told, and
+# the values at which they do not. Whoever sends another value must hear that it is not heeded.
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "typical_p": (1,),
+    "top_a": (0,),
+    "mirostat_target": (0,),
+    "use_beam_search": (False,),
+    "response_format": ({"type": "text"},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "prompt_truncate_len": (),
+    "echo_last": (0,),
+    "images": ([],),
+    "include_routing_matrix": (False,),
+    "top_sampling_logprobs": (0,),
+    "sampling_mask": (False,),
+}
+_UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    "logprob_format": ("objects",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+_HINTS = {
+    "best_of": "draw n and choose among them",
+    "reasoning_effort": "pass it in chat_template_kwargs, if the model's template knows it",
+    "verbosity": "pass it in chat_template_kwargs, if the model's template knows it",
+    "tool_choice": "answers are not forced into a form; 'auto' shows the tools to the model",
+}
+
+
+def read_completion(body: bytes) -> CompletionCall:
+    """The completion request of a body.
+
+    Raises:
+        RequestError: it is no JSON object, breaks a type, or asks for what is not supported.
+    """
+    content = _content(body)
+    _refuse(content, _UNSUPPORTED)
+    best_of = content.get("best_of")
+    if best_of is not None and best_of != content.get("n", 1):
+        raise _unsupported("best_of", best_of)
+    call = CompletionCall.checked(content)
+    _check_logprobs(call)
+    return call
+
+
+def read_chat(body: bytes) -> ChatRequest:
+    """The chat request of a body.
+
+    Raises:
+        RequestError: it is no JSON object, breaks a type, or asks for what is not supported.
+    """
+    content = _content(body)
+    _refuse(content, _UNSUPPORTED)
+    _refuse(content, _UNSUPPORTED_IN_CHAT)
+    for name in ("reasoning_effort", "verbosity"):
+        if name in content:
+            raise _unsupported(name, content[name])
+    if content.get("tool_choice", "auto") not in ("auto", "none"):
+        raise _unsupported("tool_choice", content["tool_choice"])
+    request = ChatRequest.checked(content)
+    if request.top_logprobs and not request.logprobs:
+        raise RequestError(
+            f"logprobs must be true when top_logprobs is given, got top_logprobs="
+            f"{request.top_logprobs}"
+        )
+    return request
+
+
+def prompt_ids(call: CompletionCall, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Token ids of each prompt of a request, tokenized where it is a text.
+
+    Raises:
+        RequestError: it is a text and the deployment has no tokenizer.
+    """
+    prompt = call.prompt
+    if isinstance(prompt, str):
+        return [_encode(prompt, tokenizer)]
+    if _is_one(prompt):
+        return [prompt]
+    return [_encode(one, tokenizer) if isinstance(one, str) else one for one in prompt]
+
+
+def is_text(call: CompletionCall) -> bool:
+    """Whether the prompts came as texts."""
+    return isinstance(call.prompt, str) or any(isinstance(one, str) for one in call.prompt[:1])
+
+
+def sample_requests(call: CompletionCall, prompts: Sequence[list[int]]) -> list[SampleRequest]:
+    """The draws of a completion request: ``n`` of the first prompt, then of the second.
+
+    Raises:
+        RequestError: there are none, or more than 1024.
+    """
+    wanted = call.echo and wants_logprobs(call)
+    return _draws(
+        call, prompts, max_tokens=call.max_tokens, top=top_logprobs(call), prompt_logprobs=wanted
+    )
+
+
+def chat_requests(
+    request: ChatRequest, prompt: list[int], *, max_seq_len: int
+) -> list[SampleRequest]:
+    """The ``n`` draws of a chat request; without a limit of its own it may fill the context.
+
+    Raises:
+        RequestError: ``n`` is not in 1..1024, or the two names of the limit differ.
+    """
+    limits = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise RequestError(
+            f"max_tokens must be absent or equal to max_completion_tokens, got "
+            f"{request.max_tokens} and {request.max_completion_tokens}"
+        )
+    max_tokens = limits.pop() if limits else None
+    if max_tokens is None:
+        max_tokens = max(1, max_seq_len - len(prompt))
+    return _draws(request, [prompt], max_tokens=max_tokens, top=request.top_logprobs or 0)
+
+
+def wants_logprobs(call: CompletionFields) -> bool:
+    """``0`` asks for the drawn tokens' logprobs, as in OpenAI's API; ``false`` does not."""
+    return call.logprobs is not None and call.logprobs is not False
+
+
+def top_logprobs(call: CompletionFields) -> int:
+    """How many of the most probable tokens are told beside each drawn one; arrays tell none."""
+    if call.logprob_format == "arrays":
+        return 0
+    if call.logprobs is None or isinstance(call.logprobs, bool):
+        return call.top_logprobs or 0
+    return max(call.top_logprobs or 0, call.logprobs)
+
+
+def _draws(
+    fields: DrawFields, prompts: Sequence[list[int]], *, max_tokens: int, top: int,
+    prompt_logprobs: bool = False,
+) -> list[SampleRequest]:  # fmt: skip
+    if not 1 <= fields.n <= MOST_COMPLETIONS:
+        raise RequestError(f"n must be in 1..{MOST_COMPLETIONS}, got {fields.n}")
+    if fields.n * len(prompts) > MOST_COMPLETIONS:
+        raise RequestError(
+            f"prompt must be at most {MOST_COMPLETIONS // fields.n} prompts for n={fields.n}, got "
+            f"{len(prompts)}: one request draws up to {MOST_COMPLETIONS} completions"
+        )
+    stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    return [
+        SampleRequest(
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=fields.temperature,
+            top_p=fields.top_p,
+            top_k=fields.top_k,
+            seed=_seed_of(fields, index),
+            stop_token_ids=fields.stop_token_ids or (),
+            stop=stop,
+            ignore_eos=fields.ignore_eos,
+            prompt_logprobs=prompt_logprobs,
+            top_logprobs=top,
+        )
+        for prompt in prompts
+        for index in range(fields.n)
+    ]
+
+
+def _seed_of(fields: DrawFields, index: int) -> int | None:
+    if fields.seed is None or fields.n == 1:
+        return fields.seed
+    return (fields.seed + (index + 1) * _SEED_STRIDE) % 2**63
+
+
+def _is_one(prompt: list[int] | list[list[int]] | list[str]) -> TypeIs[list[int]]:
+    return not prompt or isinstance(prompt[0], int)
+
+
+def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
+    if tokenizer is None:
+        raise RequestError(
+            f"prompt must be a list of token ids, got the text {text[:40]!r}: this deployment has "
+            "no tokenizer"
+        )
+    return tokenizer.encode(text)
+
+
+def _content(body: bytes) -> dict[str, Any]:
+    """The body's fields; null is absent, as OpenAI's API has it."""
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"body must be JSON, got {bytes(body[:40])!r}: {error}") from None
+    if not isinstance(content, dict):
+        raise RequestError(f"body must be a JSON object, got {str(content)[:80]!r}")
+    return {name: value for name, value in content.items() if value is not None}
+
+
+def _refuse(content: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) -> None:
+    for name in content.keys() & table.keys():
+        if content[name] not in table[name]:
+            raise _unsupported(name, content[name])
+
+
+def _unsupported(name: str, value: Any) -> RequestError:
+    why = _HINTS.get(name, "this deployment does not support it")
+    return RequestError(f"{name} must be absent, got {str(value)[:80]!r}: {why}")
+
+
+def _check_logprobs(call: CompletionCall) -> None:
+    if not 0 <= (call.logprobs or 0) <= _MOST_NUMBERED_LOGPROBS:
+        raise RequestError(
+            f"logprobs must be true, false or in 0..{_MOST_NUMBERED_LOGPROBS}, got "
+            f"{call.logprobs}: use logprobs=true with top_logprobs for more"
+        )
+    if call.top_logprobs and not wants_logprobs(call):
+        raise RequestError(
+            f"logprobs must be true when top_logprobs is given, got top_logprobs="
+            f"{call.top_logprobs}"
+        )
+    if call.top_logprobs and call.logprob_format == "arrays":
+        raise RequestError(
+            f"top_logprobs must be absent with logprob_format='arrays', got {call.top_logprobs}: "
+            "arrays hold one number per token"
+        )

@@ -1,0 +1,52 @@
+"""What a deployment's own process runs: its engine and its app.
+
+Whoever forks such processes imports this module beforehand, and with it all that takes long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from starlette.applications import Starlette
+
+# Imported where they are used as well, at the price of seconds per process.
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - see above
+
+from hearth.inference.engine.engine import InferenceEngine
+from hearth.inference.engine.options import EngineOptions
+from hearth.inference.service import create_app
+from hearth.models.loading import best_device, load_model, load_tokenizer
+from hearth.sync.store import Buckets, buckets_of
+
+OnPhase = Callable[[str], None]
+
+
+def build(
+    *, buckets: str | Buckets, name: str, base_model: str, source: str, bucket: str,
+    state_dir: str | None, tokenizer: str | None, dtype: str, device: str | None,
+    max_seq_len: int | None, max_batch_size: int, trust_remote_code: bool, on_phase: OnPhase,
+) -> tuple[Starlette, Callable[[], None]]:  # fmt: skip
+    """The app of a deployment that serves snapshots of ``buckets``, and what closes it.
+
+    ``on_phase`` is told what it does from now on. ``device`` None takes a GPU where there is one.
+
+    Raises:
+        ConfigError: the model cannot be loaded or served.
+    """
+    on_phase("loading model")
+    loaded = load_model(
+        source, name=base_model, dtype=dtype, device=device or best_device(),
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    engine = InferenceEngine(
+        loaded,
+        tokenizer=load_tokenizer(tokenizer or source, trust_remote_code=trust_remote_code),
+        options=EngineOptions(max_seq_len=max_seq_len, max_rows=max_batch_size),
+    )
+    on_phase("idle")
+    app = create_app(
+        engine, model_name=name, snapshots=buckets_of(buckets),
+        default_bucket=bucket, state_dir=Path(state_dir) if state_dir else None, on_phase=on_phase,
+    )  # fmt: skip
+    return app, engine.close

@@ -1,0 +1,1 @@
+"""Starting, watching and stopping the workers that are trainers and deployments."""

@@ -1,0 +1,35 @@
+"""What a bucket's folder holds, read without torch: manifests only, no weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hearth.launch.spec import SnapshotFacts
+
+_KINDS = ("base", "delta", "lora")
+
+
+def read_bucket(folder: Path) -> list[SnapshotFacts]:
+    """The snapshots of a bucket, oldest first; without a readable manifest a folder is none."""
+    found = [
+        facts
+        for path in folder.glob("*/manifest.json")
+        # Drafts and what is being removed begin with a dot.
+        if not path.parent.name.startswith(".") and (facts := _read(path)) is not None
+    ]
+    return sorted(found, key=lambda one: (one.created_s, one.identity))
+
+
+def _read(manifest: Path) -> SnapshotFacts | None:
+    try:
+        content = json.loads(manifest.read_text(encoding="utf-8"))
+        if content["kind"] not in _KINDS:
+            return None
+        return SnapshotFacts(
+            identity=content["identity"], kind=content["kind"], base_model=content["base_model"],
+            created_s=content.get("created_s") or manifest.stat().st_mtime,
+            num_bytes=sum(path.stat().st_size for path in manifest.parent.iterdir()),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

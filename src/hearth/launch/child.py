@@ -1,0 +1,156 @@
+"""The first and the last that a forked process does: leave its parent behind, build, serve, report.
+
+Runs in a copy of the nursery, which has imported what the work needs and has one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import io
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hearth.errors import HearthError
+from hearth.launch.phase import PhaseFile
+from hearth.launch.records import WorkerFolder, remove_socket, write_json
+from hearth.launch.serving import serve_app
+from hearth.telemetry import setup_logging
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a child is to do. JSON in both directions."""
+
+    worker_id: str
+    entry: str
+    """``module:function``. Called with ``arguments`` and ``on_phase``; of a worker it returns the
+    app and a function that closes it, otherwise it does all there is to do."""
+    arguments: dict[str, Any]
+    health_path: str | None
+    """Where the app says that it is well; None: there is no app."""
+    working_dir: str
+    threads: int | None = None
+    dies_with_parent: bool = False
+    orphan_timeout_s: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain containers."""
+        return asdict(self)
+
+
+def live(
+    task: Task, folder: WorkerFolder, socket: Path, inherited: Sequence[int], parent: int
+) -> NoReturn:
+    """Do a task from the fork on; the process ends here.
+
+    ``inherited`` are the parent's own descriptors, which are closed. SIGTERM is blocked when this
+    is called: at the fork it still has the parent's handler.
+    """
+    code = 1
+    try:
+        _leave_parent(task, folder, inherited, parent)
+        _work(task, folder, socket)
+        code = 0
+    except HearthError as error:
+        logger.error("worker %s ends: %s", task.worker_id, error)
+    except BaseException:  # the boundary: whatever it was, the log has it and the code says so
+        logger.exception("worker %s ends", task.worker_id)
+    finally:
+        with contextlib.suppress(BaseException):
+            remove_socket(socket)
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        # Not sys.exit: that would unwind into the nursery's own frames.
+        os._exit(code)
+
+
+def _leave_parent(task: Task, folder: WorkerFolder, inherited: Sequence[int], parent: int) -> None:
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Until there is a server to stop there is nothing to close or to save.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    if task.dies_with_parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+    for descriptor in inherited:
+        os.close(descriptor)
+    log = os.open(folder.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What was printed before a SIGKILL is in the log, too.
+        sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.enable()
+    os.chdir(task.working_dir)
+
+
+def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    setup_logging()
+    phase = PhaseFile(folder.phase)
+    phase("starting")
+    threads = _budget(task.threads)
+    logger.info("worker %s: process %d, %d threads", task.worker_id, os.getpid(), threads)
+    try:
+        module, _, name = task.entry.partition(":")
+        entry: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        made = entry(**task.arguments, on_phase=phase)
+    except Exception as error:
+        write_json(folder.failure, _failure(error))
+        raise
+    if task.health_path is None:
+        return
+    app, close = made
+
+    def ready() -> None:
+        logger.info("worker %s answers", task.worker_id)
+        folder.ready.touch()
+
+    try:
+        serve_app(
+            app, socket, health_path=task.health_path, orphan_timeout_s=task.orphan_timeout_s,
+            on_ready=ready,
+        )  # fmt: skip
+    finally:
+        logger.info("worker %s closes", task.worker_id)
+        close()
+
+
+def _budget(threads: int | None) -> int:
+    """Set and return how many threads an operation may use."""
+    # The nursery has imported it; a process that only launches workers never does.
+    import torch
+
+    if threads is not None:
+        # For the processes that the worker itself may start.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    text = " ".join(str(error).split())
+    if not isinstance(error, HearthError):
+        text = f"{type(error).__name__}: {text}"
+    code = error.code if isinstance(error, HearthError) else HearthError.code
+    return {"code": code, "message": text, "reason": f"could not start: {text}"}

@@ -1,0 +1,225 @@
+"""What the processes of a worker's life tell each other through its folder. JSON only.
+
+    <folder>/log            what the worker printed and logged; log.1 is what came before
+    <folder>/phase          what it does right now
+    <folder>/process.json   which process it is and where it answers; by the nursery, at the fork
+    <folder>/ready          it answers; by the worker
+    <folder>/failure.json   why it could not start or go on, in its own words; by the worker
+    <folder>/exit.json      how it ended; by the nursery, when it reaps it
+
+Whoever comes later, after any of them has crashed, finds there what was last known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import signal
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hearth.launch.phase import read_phase
+from hearth.launch.spec import ExitReport
+
+LOG_LIMIT_BYTES = 10 * 2**20
+"""A log that is longer is put aside when its worker starts again."""
+
+_EXIT_RECORD_S = 1.5
+_TAIL_BYTES = 8192
+_TAIL_LINES = 20
+_LONGEST_LINE = 300
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """One process, and no other that later gets its number."""
+
+    pid: int
+    started: int
+    """Clock ticks from boot to its start, as the kernel counts them."""
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """The process that has this number now; None where there is none, or only its remains."""
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return None
+        # The name, in brackets, may hold anything; the fields after it are fixed.
+        fields = text.rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else cls(pid, int(fields[19]))
+
+    def is_alive(self) -> bool:
+        """Whether it still runs."""
+        return ProcessId.of(self.pid) == self
+
+    def open(self) -> int | None:
+        """A descriptor that becomes readable when it ends; None when it has ended already."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return None
+        # Between the question and the descriptor the number may have gone to another.
+        if self.is_alive():
+            return descriptor
+        os.close(descriptor)
+        return None
+
+
+class Living:
+    """A process that is watched through a descriptor; it need not be a child of this one.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(self, identity: ProcessId) -> None:
+        self.identity = identity
+        self._descriptor = identity.open()
+        if self._descriptor is not None:
+            # Not sooner: another thread may be waiting on it.
+            weakref.finalize(self, os.close, self._descriptor)
+
+    def wait(self, timeout_s: float | None, *, wake: int | None = None) -> bool:
+        """Whether it has ended, after ``timeout_s`` at most, or once ``wake`` is readable."""
+        if self._descriptor is None:
+            return True
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        if wake is not None:
+            poll.register(wake, select.POLLIN)
+        ready = poll.poll(None if timeout_s is None else max(0, timeout_s) * 1000)
+        return any(descriptor == self._descriptor for descriptor, _ in ready)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal, if it still runs."""
+        if self._descriptor is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, number)
+
+    def kill_group(self) -> None:
+        """End it and all that it started."""
+        if not self.wait(0):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.identity.pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """What ``process.json`` says."""
+
+    process: ProcessId
+    socket: str
+    nursery: ProcessId
+    """Its parent, which writes ``exit.json``."""
+
+
+class WorkerFolder:
+    """One worker's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.log = path / "log"
+        self.phase = path / "phase"
+        self.ready = path / "ready"
+        self.process = path / "process.json"
+        self.failure = path / "failure.json"
+        self.exit = path / "exit.json"
+
+    def prepare(self) -> None:
+        """Make the folder for a new life: what was said of an earlier one is gone, but its log."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path in (self.phase, self.ready, self.process, self.failure, self.exit):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if self.log.stat().st_size > LOG_LIMIT_BYTES:
+                self.log.replace(self.log.with_name("log.1"))
+
+    def write_process(self, facts: ProcessFacts) -> None:
+        """Say which process the worker is."""
+        content = {
+            "pid": facts.process.pid,
+            "started": facts.process.started,
+            "socket": facts.socket,
+            "nursery_pid": facts.nursery.pid,
+            "nursery_started": facts.nursery.started,
+        }
+        write_json(self.process, content)
+
+    def read_process(self) -> ProcessFacts | None:
+        """Which process the worker is or was; None before it has one."""
+        content = read_json(self.process)
+        if content is None:
+            return None
+        return ProcessFacts(
+            ProcessId(content["pid"], content["started"]),
+            content["socket"],
+            ProcessId(content["nursery_pid"], content["nursery_started"]),
+        )
+
+    def wait_for_exit(self, nursery: ProcessId) -> None:
+        """Give a nursery that lives the moment that it takes to write down how its child ended."""
+        end_s = time.monotonic() + _EXIT_RECORD_S
+        while not self.exit.exists() and time.monotonic() < end_s and nursery.is_alive():
+            time.sleep(0.002)
+
+    def report(self, otherwise: str) -> ExitReport:
+        """How the worker ended; ``otherwise`` is the reason where nobody has said."""
+        failure = read_json(self.failure)
+        seen = read_json(self.exit)
+        report = ExitReport(
+            phase=read_phase(self.phase), last_lines=last_lines(self.log),
+            reason=failure["reason"] if failure is not None else None,
+        )  # fmt: skip
+        if seen is None:
+            return replace(report, reason=report.reason or otherwise)
+        return replace(
+            report, code=seen["code"], signal=seen["signal"], peak_rss_mb=seen["peak_rss_mb"]
+        )
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Put ``content`` at ``path``: whole, or not at all."""
+    draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    draft.write_text(json.dumps(content), encoding="utf-8")
+    draft.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The content of a file of ``write_json``; None where there is no such file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def last_lines(path: Path) -> tuple[str, ...]:
+    """The end of a log, some twenty lines; empty lines are left out, long ones cut."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ()
+    # The last line of a crash lists every extension module there is.
+    useful = (line.rstrip() for line in text.splitlines() if not line.startswith("Extension mod"))
+    lines = [line[:_LONGEST_LINE] for line in useful if line]
+    # A crash says what it is first, and then where each thread was.
+    crash = [line for line in lines[:-_TAIL_LINES] if line.startswith("Fatal Python error")]
+    return (*crash[-1:], *lines[-_TAIL_LINES:])
+
+
+def remove_socket(path: Path) -> None:
+    """Delete a socket, and its folder when that was the last one in it."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()

@@ -1,0 +1,235 @@
+"""What a worker is to run, what is known of one that runs, and what is said of one that ended.
+
+A worker is one trainer or one deployment. A launcher starts it inside this process or in one of
+its own; whoever asked for it is told of its life by a ``Watcher``. Specs and reports are plain
+data, so that they can be written down and read again after a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+Placement = Literal["inline", "process"]
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+App = Callable[
+    [Scope, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]],
+    Awaitable[None],
+]
+"""An ASGI app."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSpec:
+    """One trainer job's engine."""
+
+    worker_id: str
+    """``trainer-<job id>``; names the worker's folder, its socket and its log."""
+    base_model: str
+    """The name that clients use, such as ``accounts/fireworks/models/qwen3-8b``."""
+    source: str
+    """The folder or hub id behind it."""
+    bucket: str
+    """Where its snapshots go."""
+    checkpoint_dir: str
+    """The folder of its resumable checkpoints."""
+    forward_only: bool = False
+    dtype: str = "float32"
+    device: str | None = None
+    """None takes the GPU where there is one."""
+    max_seq_len: int | None = None
+    micro_batch_tokens: int = 16384
+    keep_checkpoints: int | None = None
+    """Resumable checkpoints to keep, the newest; None keeps all."""
+    threads: int | None = None
+    """CPU threads of its own process; None leaves torch's choice. Unused inline."""
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentSpec:
+    """One deployment's engine."""
+
+    worker_id: str
+    """``deployment-<deployment id>``."""
+    name: str
+    """The resource name that clients sample from, ``accounts/me/deployments/d``."""
+    base_model: str
+    source: str
+    bucket: str
+    """Where snapshots come from, unless a hot-load request's header names another bucket."""
+    state_dir: str
+    """A folder where it remembers what it serves, to serve that again after a crash."""
+    tokenizer: str | None = None
+    """A folder or hub id; None is the model's own."""
+    dtype: str = "float32"
+    device: str | None = None
+    max_seq_len: int | None = None
+    max_batch_size: int = 64
+    threads: int | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSpec:
+    """One snapshot to be written as a folder that plain ``transformers`` (or PEFT) loads."""
+
+    bucket: str
+    identity: str
+    base_model: str
+    source: str
+    folder: str
+    """Appears complete or not at all."""
+    merge_adapter: bool = False
+    """Write an adapter's snapshot as a whole model with the adapter merged in."""
+    trust_remote_code: bool = False
+
+
+WorkerSpec = TrainerSpec | DeploymentSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitReport:
+    """What is known of a worker that ended."""
+
+    code: int | None = None
+    """Exit status; None where a signal ended it or nobody could see it end."""
+    signal: str | None = None
+    """Such as ``SIGKILL``."""
+    peak_rss_mb: float | None = None
+    phase: str | None = None
+    """What it was doing last, such as ``forward_backward``."""
+    last_lines: Sequence[str] = field(default_factory=tuple)
+    """The end of its log."""
+    reason: str | None = None
+    """Said by who watched: it never started, or was gone when it was looked for."""
+
+    def describe(self) -> str:
+        """One paragraph for a person."""
+        how = self.reason or (
+            f"ended by {self.signal}" if self.signal else f"exited with code {self.code}"
+        )
+        parts = [how]
+        if self.phase:
+            parts.append(f"last phase {self.phase}")
+        if self.peak_rss_mb:
+            parts.append(f"peak memory {self.peak_rss_mb:.0f} MiB")
+        text = ", ".join(parts)
+        if self.last_lines:
+            text += "; its log ends with: " + " | ".join(self.last_lines)
+        return text
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain containers."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a worker answers: in this process (``app``) or at a Unix socket (``socket``)."""
+
+    app: App | None = None
+    socket: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotFacts:
+    """One snapshot in a bucket."""
+
+    identity: str
+    kind: Literal["base", "delta", "lora"]
+    created_s: float
+    """Seconds since the epoch."""
+    base_model: str
+    num_bytes: int
+
+
+class Worker(Protocol):
+    """A trainer or deployment that was started."""
+
+    spec: WorkerSpec
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where it answers once it is ready."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """Its process; None inline."""
+        ...
+
+    def record(self) -> dict[str, Any]:
+        """JSON from which ``Launcher.adopt`` finds it again."""
+        ...
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """End it, and return when it has ended. Its watcher hears nothing of it."""
+        ...
+
+
+class Watcher(Protocol):
+    """Told of a worker's life, from a thread of the launcher's."""
+
+    def ready(self, worker: Worker) -> None:
+        """It answers now."""
+        ...
+
+    def failed(self, worker: Worker, report: ExitReport) -> None:
+        """It could not start, or ended without being asked to."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts workers of one placement."""
+
+    placement: Placement
+
+    def start(self, spec: WorkerSpec, watcher: Watcher) -> Worker:
+        """Begin to start a worker, and return at once."""
+        ...
+
+    def adopt(self, record: dict[str, Any], watcher: Watcher) -> Worker | ExitReport:
+        """The worker that an earlier launcher started, if it still runs; else how it ended."""
+        ...
+
+    def export(self, spec: ExportSpec) -> None:
+        """Write a snapshot as a model folder; blocks.
+
+        Raises:
+            NotFoundError: the bucket has no such snapshot.
+            EngineError: it cannot be read or written.
+        """
+        ...
+
+    def snapshots(self, bucket: str) -> list[SnapshotFacts]:
+        """What a bucket holds, oldest first."""
+        ...
+
+    def drop_bucket(self, bucket: str) -> None:
+        """Delete a bucket and all its snapshots."""
+        ...
+
+    def log_path(self, worker_id: str) -> Path | None:
+        """The file of a worker's log; None inline, where it goes to the process's own."""
+        ...
+
+    def close(self) -> None:
+        """Stop every worker, the newest first."""
+        ...
+
+
+def spec_as_dict(spec: WorkerSpec | ExportSpec) -> dict[str, Any]:
+    """JSON of a spec, with its kind."""
+    return {"kind": type(spec).__name__, **asdict(spec)}
+
+
+def spec_from_dict(content: dict[str, Any]) -> WorkerSpec | ExportSpec:
+    """The spec of ``spec_as_dict``."""
+    kinds = {kind.__name__: kind for kind in (TrainerSpec, DeploymentSpec, ExportSpec)}
+    values = dict(content)
+    return kinds[values.pop("kind")](**values)

@@ -1,0 +1,152 @@
+"""Workers as threads of this process, reached through memory.
+
+Each has its engine, its own thread and its own ASGI app, the very ones that a process of its own
+would run. What they exchange (snapshots) stays in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import hearth.inference.worker as inference_worker
+import hearth.trainer.worker as trainer_worker
+from hearth.errors import HearthError
+from hearth.launch.spec import (
+    App,
+    Endpoint,
+    ExitReport,
+    ExportSpec,
+    Placement,
+    SnapshotFacts,
+    TrainerSpec,
+    Watcher,
+    WorkerSpec,
+)
+from hearth.sync.store import MemoryBuckets
+
+logger = logging.getLogger(__name__)
+
+_NOT_INLINE = ("worker_id", "threads")
+"""What only matters to a process of its own."""
+
+
+class InlineWorker:
+    """One trainer or deployment inside this process (``Worker``)."""
+
+    def __init__(self, spec: WorkerSpec, buckets: MemoryBuckets, watcher: Watcher) -> None:
+        self.spec = spec
+        self.pid = None
+        self._buckets = buckets
+        self._watcher = watcher
+        self.phase = "starting"
+        """What it does now."""
+        self._app: App | None = None
+        self._close: Callable[[], None] | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(
+            target=self._start, name=f"hearth-start-{spec.worker_id}", daemon=True
+        )
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The app, once it is ready."""
+        return Endpoint(app=self._app)
+
+    def begin(self) -> None:
+        """Load the model in a thread of its own, and tell the watcher."""
+        self._thread.start()
+
+    def record(self) -> dict[str, Any]:
+        """Only says which it was: a thread does not outlive its process."""
+        return {"worker_id": self.spec.worker_id, "placement": "inline"}
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """Close the engine, after the operation that it runs."""
+        self._stopping.set()
+        with contextlib.suppress(RuntimeError):  # never begun, or called by itself
+            self._thread.join()
+        if self._close is not None:
+            self._close()
+
+    def _start(self) -> None:
+        try:
+            self._app, self._close = _build(self.spec, self._buckets, self._note)
+        except (HearthError, OSError, RuntimeError, ValueError) as error:
+            logger.debug("worker %s did not start", self.spec.worker_id, exc_info=True)
+            if not self._stopping.is_set():
+                self._watcher.failed(self, ExitReport(reason=f"could not start: {error}"))
+            return
+        if not self._stopping.is_set():
+            self._watcher.ready(self)
+
+    def _note(self, phase: str) -> None:
+        self.phase = phase
+
+
+class InlineLauncher:
+    """Starts workers inside this process (``Launcher``)."""
+
+    placement: Placement = "inline"
+
+    def __init__(self) -> None:
+        self._buckets = MemoryBuckets()
+        self._workers: list[InlineWorker] = []
+
+    def start(self, spec: WorkerSpec, watcher: Watcher) -> InlineWorker:
+        """Begin to load a worker's model."""
+        worker = InlineWorker(spec, self._buckets, watcher)
+        self._workers.append(worker)
+        worker.begin()
+        return worker
+
+    def adopt(self, record: dict[str, Any], watcher: Watcher) -> ExitReport:
+        """An inline worker never outlives the process that it ran in."""
+        return ExitReport(reason="it ran inside a process that has ended")
+
+    def export(self, spec: ExportSpec) -> None:
+        """Write a snapshot as a model folder.
+
+        Raises:
+            NotFoundError: there is no such snapshot any more.
+            EngineError: it cannot be read or written.
+        """
+        trainer_worker.export(**asdict(spec), buckets=self._buckets, on_phase=logger.debug)
+
+    def snapshots(self, bucket: str) -> list[SnapshotFacts]:
+        """What a bucket holds, oldest first."""
+        return [
+            SnapshotFacts(
+                identity=one.identity, kind=one.kind, created_s=one.created_s,
+                base_model=one.base_model, num_bytes=one.num_bytes,
+            )
+            for one in self._buckets.bucket(bucket).facts()
+        ]  # fmt: skip
+
+    def drop_bucket(self, bucket: str) -> None:
+        """Forget a bucket and all its snapshots."""
+        self._buckets.drop(bucket)
+
+    def log_path(self, worker_id: str) -> None:
+        """Inline workers write into the log of their process."""
+
+    def close(self) -> None:
+        """Stop every worker, the newest first."""
+        while self._workers:
+            self._workers.pop().stop()
+
+
+def _build(
+    spec: WorkerSpec, buckets: MemoryBuckets, on_phase: Callable[[str], None]
+) -> tuple[App, Callable[[], None]]:
+    fields = {name: value for name, value in asdict(spec).items() if name not in _NOT_INLINE}
+    if isinstance(spec, TrainerSpec):
+        return trainer_worker.build(**fields, buckets=buckets, on_phase=on_phase)
+    # What a thread served dies with its process, so that there is nothing to remember.
+    return inference_worker.build(
+        **{**fields, "state_dir": None}, buckets=buckets, on_phase=on_phase
+    )

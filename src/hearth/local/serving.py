@@ -1,0 +1,134 @@
+"""A platform on a port: the control plane with its launcher, served until somebody ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from hearth.control.app import create_gateway
+from hearth.control.catalog import read_catalog
+from hearth.control.gateway import Door
+from hearth.control.jobs import Means
+from hearth.control.plane import ControlPlane
+from hearth.control.store import Store
+from hearth.errors import ConfigError
+from hearth.launch.processes import ProcessLauncher
+from hearth.launch.spec import Launcher
+from hearth.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C; ``on_ready`` is told the URL once requests are answered.
+
+    What an earlier platform with the same ``data_dir`` had started is found again first.
+
+    Raises:
+        ConfigError: the address is taken, the folder cannot be used, or another platform uses it.
+    """
+    with contextlib.ExitStack() as stack:
+        data_dir = _prepared(settings.data_dir, stack)
+        listener = stack.enter_context(_listener(settings))
+        url = f"http://{_shown(settings.host)}:{listener.getsockname()[1]}"
+        database = settings.database_url or f"sqlite:///{data_dir / 'control.db'}"
+        plane = ControlPlane(
+            Store(database),
+            Means(
+                launcher=_launcher(settings, data_dir), catalog=read_catalog(settings.catalog),
+                data_dir=data_dir, trainer_threads=settings.trainer_threads,
+                deployment_threads=settings.deployment_threads,
+            ),
+        )  # fmt: skip
+        stack.callback(plane.close)
+        plane.recover()
+        door = Door(api_keys=settings.api_keys(), max_body=settings.max_body_mb * 2**20)
+        server = _Server(
+            uvicorn.Config(
+                create_gateway(plane, door), log_level="warning", access_log=False,
+                timeout_keep_alive=75, timeout_graceful_shutdown=5,
+            ),
+            lambda: on_ready(url),
+        )  # fmt: skip
+        # uvicorn ends, and then raises the signal again: that must not skip what the stack closes.
+        signal.signal(signal.SIGTERM, _exit_on_sigterm)
+        server.run(sockets=[listener])
+
+
+def _exit_on_sigterm(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(143)
+
+
+class _Server(uvicorn.Server):
+    """Says when it answers."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer, then say so."""
+        await super().startup(sockets)
+        self._on_ready()
+
+
+def _launcher(settings: Settings, data_dir: Path) -> Launcher:
+    if settings.placement == "process":
+        launcher = ProcessLauncher(data_dir, orphan_timeout_s=settings.orphan_timeout_s)
+        launcher.warm()
+        return launcher
+    from hearth.local.inline import InlineLauncher  # torch, which a process placement leaves out
+
+    return InlineLauncher()
+
+
+def _prepared(folder: Path, stack: contextlib.ExitStack) -> Path:
+    """The data folder, made if it is missing, and this platform's alone.
+
+    Raises:
+        ConfigError: it cannot be made, or another platform uses it.
+    """
+    import fcntl
+
+    try:
+        folder = folder.expanduser().resolve()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = stack.enter_context((folder / ".lock").open("a+"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"data_dir must belong to one platform, got {str(folder)!r}, which another uses: end "
+            "that one, or choose another folder"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"data_dir must be a folder, got {str(folder)!r}: {error}") from None
+    return folder
+
+
+@contextlib.contextmanager
+def _listener(settings: Settings) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # asyncio does so only for sockets that it made itself; without it an answer takes 40 ms.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            listener.bind((settings.host, settings.port))
+        except OSError as error:
+            raise ConfigError(
+                f"port must be free on {settings.host}, got {settings.port}: {error}; 0 takes a "
+                "free one"
+            ) from None
+        listener.listen(2048)
+        yield listener
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,151 @@
+"""What a deployment is to be, and what the platform says it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hearth.errors import ConfigError
+from hearth.sdk.trainer_config import NAME
+from hearth.wire.fireworks import Deployment
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentConfig:
+    """What a deployment is to be.
+
+    ``hot_load_trainer_job`` is the trainer whose snapshots it serves: a job's id or full name.
+    ``tokenizer_model`` and the fields after it are Hearth's own; ``extra_values`` go beside them.
+    """
+
+    deployment_id: str
+    base_model: str
+    deployment_shape: str | None = None
+    region: str | None = None
+    min_replica_count: int = 1
+    max_replica_count: int = 1
+    hot_load_bucket_type: str = "FW_HOSTED"
+    hot_load_trainer_job: str | None = None
+    hot_load_transition_type: str | None = None
+    accelerator_type: str | None = None
+    disable_speculative_decoding: bool = False
+    skip_shape_validation: bool = False
+    display_name: str | None = None
+    extra_args: list[str] | None = None
+    extra_values: dict[str, Any] | None = None
+    tokenizer_model: str | None = None
+    max_context_length: int | None = None
+    dtype: str | None = None
+    device: str | None = None
+    max_batch_size: int | None = None
+
+    def validate(self) -> None:
+        """Judge the fields without asking the platform.
+
+        Raises:
+            ConfigError: one breaks its rule, or two exclude each other.
+        """
+        if not NAME.fullmatch(self.deployment_id):
+            raise ConfigError(
+                f"deployment_id must be 1 to 63 of a-z, 0-9 and '-', got {self.deployment_id!r}"
+            )
+        if not self.base_model:
+            raise ConfigError("base_model must be a model's name, got ''")
+        if not 0 <= self.min_replica_count <= self.max_replica_count:
+            raise ConfigError(
+                "min_replica_count must be within 0 and max_replica_count, got "
+                f"{self.min_replica_count} and {self.max_replica_count}"
+            )
+        if self.deployment_shape and self.accelerator_type:
+            raise ConfigError(
+                "accelerator_type must be absent where deployment_shape is given, got "
+                f"{self.accelerator_type!r} and {self.deployment_shape!r}: the shape decides it"
+            )
+        if self.hot_load_transition_type not in (None, "ASYNC", "SYNC"):
+            raise ConfigError(
+                "hot_load_transition_type must be 'ASYNC' or 'SYNC', got "
+                f"{self.hot_load_transition_type!r}"
+            )
+
+    def body(self, trainer_job_name: str | None) -> dict[str, Any]:
+        """The request's body."""
+        own = {
+            "tokenizer": self.tokenizer_model,
+            "max_context_length": self.max_context_length,
+            "dtype": self.dtype,
+            "device": self.device,
+            "max_batch_size": self.max_batch_size,
+        }
+        values = {name: value for name, value in own.items() if value is not None}
+        asked = Deployment(
+            base_model=self.base_model,
+            display_name=self.display_name,
+            description="a training run's deployment",
+            min_replica_count=self.min_replica_count,
+            max_replica_count=self.max_replica_count,
+            enable_hot_load=True,
+            for_training=True,
+            hot_load_bucket_type=self.hot_load_bucket_type,
+            hot_load_trainer_job=trainer_job_name,
+            hot_load_transition_type=self.hot_load_transition_type,
+            deployment_shape=self.deployment_shape,
+            accelerator_type=self.accelerator_type,
+            extra_args=self.extra_args,
+            extra_values={**(self.extra_values or {}), **values} or None,
+        ).as_dict()
+        return {**asked, "placement": {"region": self.region}} if self.region else asked
+
+    def params(self) -> dict[str, str]:
+        """The request's query."""
+        switches = {
+            "skipShapeValidation": self.skip_shape_validation,
+            "disableSpeculativeDecoding": self.disable_speculative_decoding,
+        }
+        return {"deploymentId": self.deployment_id} | {
+            name: "true" for name, is_on in switches.items() if is_on
+        }
+
+
+@dataclass(frozen=True)
+class DeploymentInfo:
+    """A deployment as the platform describes it."""
+
+    name: str
+    base_model: str
+    state: str | None = None
+    status_message: str | None = None
+    hot_load_trainer_job: str | None = None
+    hot_load_bucket_url: str | None = None
+    hot_load_transition_type: str | None = None
+    deployment_shape: str | None = None
+    min_replica_count: int = 1
+    max_replica_count: int = 1
+
+    @property
+    def deployment_id(self) -> str:
+        """The last part of its name."""
+        return self.name.rsplit("/", 1)[-1]
+
+    @property
+    def inference_model(self) -> str:
+        """What ``DeploymentSampler`` takes as its model."""
+        return self.name
+
+    @classmethod
+    def of(cls, record: Deployment, name: str) -> DeploymentInfo:
+        """The description in a record; ``name`` where the record has none."""
+        transition = record.hot_load_transition_type
+        return cls(
+            name=record.name or name,
+            base_model=record.base_model,
+            state=record.state,
+            status_message=record.status_message,
+            hot_load_trainer_job=record.hot_load_trainer_job,
+            hot_load_bucket_url=record.hot_load_bucket_url,
+            hot_load_transition_type=(
+                None if transition and transition.endswith("UNSPECIFIED") else transition
+            ),
+            deployment_shape=record.deployment_shape,
+            min_replica_count=record.min_replica_count,
+            max_replica_count=record.max_replica_count,
+        )

@@ -1,0 +1,133 @@
+"""What a trainer job is to be, judged before the platform is asked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from hearth.errors import ConfigError
+from hearth.wire.fireworks import TrainerJob, TrainingConfig
+
+NAME = re.compile(r"[a-z0-9-]{1,63}")
+"""What a job, a deployment or a promoted model may be called."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerJobConfig:
+    """What a trainer job is to be.
+
+    A training shape fixes hardware and image; without one the platform chooses, or the accelerator
+    fields do. ``training_shape_ref`` is another name of ``training_shape_id``. ``--forward-only``
+    in ``extra_args`` means ``forward_only``. The last four fields are Hearth's own.
+    """
+
+    base_model: str
+    training_shape_id: str | None = None
+    training_shape_ref: str | None = None
+    lora_rank: int = 0
+    max_context_length: int | None = None
+    learning_rate: float = 1e-5
+    display_name: str | None = None
+    hot_load_deployment_id: str | None = None
+    forward_only: bool = False
+    extra_args: list[str] | None = None
+    region: str | None = None
+    custom_image_tag: str | None = None
+    accelerator_type: str | None = None
+    accelerator_count: int | None = None
+    node_count: int | None = None
+    trainer_replica_count: int | None = None
+    purpose: str | None = None
+    managed_by: str | None = None
+    skip_validations: bool = False
+    job_id: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    micro_batch_tokens: int | None = None
+    extra_values: dict[str, Any] | None = None
+
+    @property
+    def shape(self) -> str | None:
+        """The training shape under either of its names."""
+        return self.training_shape_id or self.training_shape_ref
+
+    @property
+    def is_forward_only(self) -> bool:
+        """Whether the job only scores."""
+        return self.forward_only or "--forward-only" in (self.extra_args or [])
+
+    def validate(self) -> None:
+        """Judge the fields without asking the platform.
+
+        Raises:
+            ConfigError: one breaks its rule, or two exclude each other.
+        """
+        if not self.base_model:
+            raise ConfigError("base_model must be a model's name, got ''")
+        if self.lora_rank < 0:
+            raise ConfigError(f"lora_rank must be >= 0, got {self.lora_rank}")
+        if not self.learning_rate >= 0:
+            raise ConfigError(f"learning_rate must be >= 0, got {self.learning_rate}")
+        for name in ("max_context_length", "node_count", "accelerator_count", "micro_batch_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be >= 1, got {value}")
+        if self.job_id is not None and not NAME.fullmatch(self.job_id):
+            raise ConfigError(f"job_id must be 1 to 63 of a-z, 0-9 and '-', got {self.job_id!r}")
+        self._refuse_two_owners()
+
+    def _refuse_two_owners(self) -> None:
+        one, other = self.training_shape_id, self.training_shape_ref
+        if one and other and one != other:
+            raise ConfigError(
+                f"training_shape_id must equal training_shape_ref, got {one!r} and {other!r}: "
+                "they are two names of one setting"
+            )
+        owned = ("accelerator_type", "accelerator_count", "node_count", "custom_image_tag")
+        for name in owned:
+            if self.shape and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name} must be absent where training_shape_id is given, got "
+                    f"{getattr(self, name)!r} and {self.shape!r}: the shape decides it"
+                )
+
+    def record(self) -> TrainerJob:
+        """The request's body."""
+        own = {
+            "dtype": self.dtype,
+            "device": self.device,
+            "micro_batch_tokens": self.micro_batch_tokens,
+        }
+        values = {name: value for name, value in own.items() if value is not None}
+        return TrainerJob(
+            training_config=TrainingConfig(
+                base_model=self.base_model,
+                lora_rank=self.lora_rank,
+                learning_rate=self.learning_rate,
+                max_context_length=self.max_context_length,
+                custom_image_tag=self.custom_image_tag,
+                accelerator_type=self.accelerator_type,
+                accelerator_count=self.accelerator_count,
+                region=self.region,
+                extra_args=self.extra_args,
+            ),
+            display_name=self.display_name,
+            forward_only=self.is_forward_only,
+            hot_load_deployment_id=self.hot_load_deployment_id,
+            node_count=self.node_count,
+            trainer_replica_count=self.trainer_replica_count,
+            purpose=self.purpose,
+            managed_by=self.managed_by,
+            extra_values={**(self.extra_values or {}), **values} or None,
+        )
+
+    def params(self, job_id: str) -> dict[str, str]:
+        """The request's query."""
+        wanted = {
+            "rlorTrainerJobId": job_id,
+            "trainingShape": self.shape,
+            "deploymentId": self.hot_load_deployment_id,
+            "skipValidations": "true" if self.skip_validations else None,
+        }
+        return {name: value for name, value in wanted.items() if value}

@@ -1,0 +1,280 @@
+"""Trainer jobs: asking for one, waiting until it answers, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from dataclasses import dataclass
+
+from hearth.errors import ClosedError, ConflictError, NotFoundError
+from hearth.sdk.background import APIFuture, start
+from hearth.sdk.promotion import PROMOTION_TIMEOUT_S, check_output_model, promote
+from hearth.sdk.readiness import (
+    JOBS,
+    RESUMABLE,
+    OnStatus,
+    TrainerEndpoint,
+    TrainerWait,
+    trainer_url,
+)
+from hearth.sdk.resources import ControlPlane, Patience
+from hearth.sdk.shapes import TrainingShapeProfile, resolve_shape, select_shape
+from hearth.sdk.trainer_config import TrainerJobConfig
+from hearth.sdk.transport import Retries
+from hearth.wire.fireworks import (
+    CheckpointRow,
+    CheckpointRows,
+    Model,
+    TrainerJob,
+    TrainerJobs,
+)
+
+logger = logging.getLogger(__name__)
+
+READY_TIMEOUT_S = 900.0
+PENDING_TIMEOUT_S = 48 * 3600.0
+
+
+@dataclass(frozen=True)
+class CreatedJob:
+    """A job that was asked for; it may still be starting."""
+
+    job_id: str
+    job_name: str
+    state: str | None = None
+
+
+class TrainerJobManager:
+    """The trainer jobs of one account.
+
+    ``account_id`` ``""`` or None: the platform is asked on first use. Methods block; those ending
+    in ``_async`` return a future instead (``await`` it, or ``.result()``).
+
+    Raises:
+        ConfigError: no key or no URL, neither here nor in the environment.
+    """
+
+    def __init__(
+        self, api_key: str | None = None, account_id: str | None = None,
+        base_url: str | None = None, *, retries: Retries | None = None,
+        patience: Patience | None = None,
+    ) -> None:  # fmt: skip
+        self._control = ControlPlane(api_key, base_url, account_id, retries, patience)
+        self.base_url = self._control.http.base_url
+
+    @property
+    def account_id(self) -> str:
+        """The account that owns the jobs."""
+        return start(self._control.account_id()).result()
+
+    def trainer_url(self, job_id: str) -> str:
+        """Where the job's trainer answers once it runs."""
+        name = start(self._control.name_of(JOBS, job_id)).result()
+        return trainer_url(self.base_url, name)
+
+    def create(self, config: TrainerJobConfig) -> CreatedJob:
+        """Ask for a job and return at once; a job that has this id already is taken as it is.
+
+        The platform's objection to that, a job asked for otherwise, is logged.
+
+        Raises:
+            ConfigError: the config breaks a rule; nothing was asked for.
+            NotFoundError: the id belonged to a job that was deleted.
+        """
+        config.validate()
+        return start(self._create(config)).result()
+
+    def wait_for_ready(
+        self, job_id: str, timeout_s: float = READY_TIMEOUT_S, on_status: OnStatus | None = None,
+        *, pending_timeout_s: float = PENDING_TIMEOUT_S,
+    ) -> TrainerEndpoint:  # fmt: skip
+        """The job's trainer once it answers. Waiting for room (``PENDING``) has its own time.
+
+        Raises:
+            EngineError: the job failed or ended (with the platform's reason), or the time is over.
+            NotFoundError: there is no such job, or it was deleted.
+        """
+        return self.wait_for_ready_async(
+            job_id, timeout_s, on_status, pending_timeout_s=pending_timeout_s
+        ).result()
+
+    def wait_for_ready_async(
+        self, job_id: str, timeout_s: float = READY_TIMEOUT_S, on_status: OnStatus | None = None,
+        *, pending_timeout_s: float = PENDING_TIMEOUT_S,
+    ) -> APIFuture[TrainerEndpoint]:  # fmt: skip
+        """``wait_for_ready`` as a future."""
+        return start(self._ready(job_id, timeout_s, pending_timeout_s, on_status))
+
+    def create_and_wait(
+        self, config: TrainerJobConfig, timeout_s: float = READY_TIMEOUT_S,
+        on_status: OnStatus | None = None,
+    ) -> TrainerEndpoint:  # fmt: skip
+        """``create``, then ``wait_for_ready``."""
+        return self.create_and_wait_async(config, timeout_s, on_status).result()
+
+    def create_and_wait_async(
+        self, config: TrainerJobConfig, timeout_s: float = READY_TIMEOUT_S,
+        on_status: OnStatus | None = None,
+    ) -> APIFuture[TrainerEndpoint]:  # fmt: skip
+        """``create_and_wait`` as a future."""
+        config.validate()
+
+        async def provide() -> TrainerEndpoint:
+            job = await self._create(config)
+            return await self._ready(job.job_id, timeout_s, PENDING_TIMEOUT_S, on_status)
+
+        return start(provide())
+
+    def wait_for_existing(
+        self, job_id: str, timeout_s: float = READY_TIMEOUT_S, on_status: OnStatus | None = None
+    ) -> TrainerEndpoint:
+        """``wait_for_ready`` for a job that somebody else asked for."""
+        return self.wait_for_ready(job_id, timeout_s, on_status)
+
+    def reconnect_and_wait(
+        self, job_id: str, timeout_s: float = READY_TIMEOUT_S, on_status: OnStatus | None = None
+    ) -> TrainerEndpoint:
+        """The trainer of a job that may have ended: it is resumed first where it has.
+
+        Raises:
+            EngineError, NotFoundError: as ``wait_for_ready``.
+        """
+
+        async def reconnect() -> TrainerEndpoint:
+            name = await self._control.name_of(JOBS, job_id)
+            job = await self._control.get(name, TrainerJob)
+            if job.state in RESUMABLE:
+                await self._control.send("POST", f"{name}:resume")
+            return await self._ready(
+                job_id, timeout_s, PENDING_TIMEOUT_S, on_status, resumed_from=job.state
+            )
+
+        return start(reconnect()).result()
+
+    def resume(self, job_id: str) -> None:
+        """Start an ended job's trainer again, from its base weights; its checkpoints are there."""
+        self._act(job_id, "resume")
+
+    def cancel(self, job_id: str) -> None:
+        """End a job's trainer; its checkpoints stay. A job that has ended is left alone."""
+        with contextlib.suppress(NotFoundError, ConflictError, ClosedError):
+            self._act(job_id, "cancel")
+
+    def delete(self, job_id: str) -> None:
+        """End a job and forget it; its checkpoints stay. A job that is gone is left alone."""
+
+        async def delete() -> None:
+            await self._control.delete(await self._control.name_of(JOBS, job_id))
+
+        start(delete()).result()
+
+    def get(self, job_id: str) -> TrainerJob | None:
+        """A job's record; None where there is none."""
+
+        async def find() -> TrainerJob | None:
+            return await self._control.find(await self._control.name_of(JOBS, job_id), TrainerJob)
+
+        return start(find()).result()
+
+    def list_checkpoints(self, job_id: str) -> list[CheckpointRow]:
+        """A job's checkpoints and snapshots, oldest first; also after the job was deleted."""
+
+        async def rows() -> list[CheckpointRow]:
+            name = await self._control.name_of(JOBS, job_id)
+            return await self._control.pages(
+                f"{name}/checkpoints", CheckpointRows, lambda page: page.checkpoints
+            )
+
+        return start(rows()).result()
+
+    def promote_checkpoint(
+        self, job_id: str, checkpoint_id: str, output_model_id: str, base_model: str,
+        hot_load_deployment_id: str | None = None, timeout: float = PROMOTION_TIMEOUT_S,
+        *, merge_adapter: bool = False,
+    ) -> Model:  # fmt: skip
+        """Make a model of a promotable checkpoint.
+
+        ``merge_adapter`` writes an adapter as a whole model.
+
+        Raises:
+            ConfigError: ``output_model_id`` breaks its rule; nothing was asked for.
+            EngineError: the platform could not, or not within ``timeout`` seconds.
+        """
+        check_output_model(output_model_id)
+
+        async def run() -> Model:
+            job_name = await self._control.name_of(JOBS, job_id)
+            return await promote(
+                self._control, job_name, checkpoint_id, output_model_id, base_model,
+                hot_load_deployment_id=hot_load_deployment_id, timeout_s=timeout,
+                merge_adapter=merge_adapter,
+            )  # fmt: skip
+
+        return start(run()).result()
+
+    def resolve_training_profile(self, shape_id: str) -> TrainingShapeProfile:
+        """What a training shape fixes: its newest validated version, or the one that is named.
+
+        Raises:
+            ConfigError: ``shape_id`` is no name of a shape.
+            NotFoundError: there is none.
+        """
+        return start(resolve_shape(self._control, shape_id)).result()
+
+    def auto_select_training_shape(
+        self, base_model: str, lora_rank: int = 0, forward_only: bool = False
+    ) -> TrainingShapeProfile:
+        """The best shape for such a job.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        return start(select_shape(self._control, base_model, lora_rank, forward_only)).result()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._control.close()
+
+    async def _create(self, config: TrainerJobConfig) -> CreatedJob:
+        job_id = config.job_id or f"training-api-service-{uuid.uuid4().hex[:8]}"
+        name = await self._control.name_of(JOBS, job_id)
+        collection = name.removesuffix(f"/{job_id}")
+        try:
+            answer = await self._control.send(
+                "POST", collection, config.record().as_dict(), params=config.params(job_id)
+            )
+            job = TrainerJob.parse(answer)
+        except ConflictError as error:
+            logger.warning("the existing job %s is used as it is: %s", name, error)
+            job = await self._control.get(name, TrainerJob)
+            if job.state == "JOB_STATE_DELETED":
+                raise NotFoundError(
+                    f"job_id must be new or a living job's, got {job_id!r}: it was deleted"
+                ) from None
+        return CreatedJob(job_id=job_id, job_name=job.name or name, state=job.state)
+
+    async def _ready(
+        self, job_id: str, timeout_s: float, pending_timeout_s: float, on_status: OnStatus | None,
+        *, resumed_from: str | None = None,
+    ) -> TrainerEndpoint:  # fmt: skip
+        name = await self._control.name_of(JOBS, job_id)
+        return await TrainerWait(
+            self._control, name, timeout_s, pending_timeout_s, on_status, resumed_from
+        ).run()
+
+    def _act(self, job_id: str, action: str) -> None:
+        async def act() -> None:
+            name = await self._control.name_of(JOBS, job_id)
+            await self._control.send("POST", f"{name}:{action}")
+
+        start(act()).result()
+
+    def list(self) -> list[TrainerJob]:
+        """All jobs of the account."""
+
+        async def jobs() -> list[TrainerJob]:
+            name = f"accounts/{await self._control.account_id()}/{JOBS}"
+            return await self._control.pages(name, TrainerJobs, lambda page: page.rlor_trainer_jobs)
+
+        return start(jobs()).result()

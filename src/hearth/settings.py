@@ -1,0 +1,118 @@
+"""What a served platform is told: where it listens, keeps its data, and what it may use.
+
+From a TOML file and flags; keys only from the environment or a file of their own.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from hearth.errors import ConfigError
+
+KEYS_VARIABLE = "HEARTH_API_KEYS"
+CATALOG_VARIABLE = "HEARTH_CATALOG"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One served platform.
+
+    Raises:
+        ConfigError: a value breaks its rule, or others could reach the platform without a key.
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Any but a loopback address needs a key."""
+    port: int = 8000
+    """0 takes a free one."""
+    data_dir: Path = field(default_factory=lambda: Path("~/.hearth").expanduser())
+    """State, logs, checkpoints, snapshots and promoted models."""
+    placement: Literal["process", "inline"] = "process"
+    """``process``: each trainer and deployment its own process; ``inline``: threads of this one."""
+    database_url: str = ""
+    """SQLAlchemy URL; empty is SQLite in ``data_dir``."""
+    catalog: Path | None = None
+    """TOML file with models and training shapes beside the documented ones."""
+    api_keys_file: Path | None = None
+    """One key a line; ``HEARTH_API_KEYS`` (separated by commas) adds to them."""
+    trainer_threads: int | None = None
+    """CPU threads of a trainer's process; empty leaves torch's choice, all cores."""
+    deployment_threads: int | None = None
+    """CPU threads of a deployment's process."""
+    max_body_mb: int = 1024
+    """Longest request body to a trainer; others take 1/16 of it."""
+    orphan_timeout_s: float = 900.0
+    """A worker whose platform died ends itself after this time without a request."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port < 2**16, "port", "in 0..65535", self.port)
+        _require(self.max_body_mb >= 1, "max_body_mb", ">= 1", self.max_body_mb)
+        for name in ("trainer_threads", "deployment_threads"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, ">= 1 or unset", value)
+        if not is_loopback(self.host) and not self.api_keys():
+            raise ConfigError(
+                f"host must be a loopback address while there is no API key, got {self.host!r}: "
+                f"export {KEYS_VARIABLE}, or give api_keys_file"
+            )
+
+    def api_keys(self) -> frozenset[str]:
+        """Keys that are let in; none means that any is, on a loopback address.
+
+        Raises:
+            ConfigError: ``api_keys_file`` cannot be read.
+        """
+        listed = os.environ.get(KEYS_VARIABLE, "").split(",")
+        if self.api_keys_file is not None:
+            try:
+                listed += self.api_keys_file.expanduser().read_text(encoding="utf-8").splitlines()
+            except OSError as error:
+                raise ConfigError(
+                    f"api_keys_file must be a readable file, got {str(self.api_keys_file)!r}: "
+                    f"{error}"
+                ) from None
+        return frozenset(key.strip() for key in listed if key.strip())
+
+
+def read_settings(path: Path | None, given: Mapping[str, Any]) -> Settings:
+    """The settings of a TOML file, with ``given`` (flags) over them.
+
+    Raises:
+        ConfigError: the file cannot be read, or a name or value in it breaks its rule.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"settings must be a TOML file, got {str(path)!r}: {error}") from None
+    known = {one.name for one in fields(Settings)}
+    unknown = sorted(values.keys() - known)
+    if unknown:
+        raise ConfigError(f"settings must be among {sorted(known)}, got {unknown}")
+    values |= given
+    for name in ("data_dir", "catalog", "api_keys_file"):
+        if isinstance(values.get(name), str):
+            values[name] = Path(values[name]).expanduser()
+    return Settings(**values)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _require(is_met: bool, name: str, rule: str, value: object) -> None:
+    if not is_met:
+        raise ConfigError(f"{name} must be {rule}, got {value!r}")

@@ -1,0 +1,94 @@
+"""A sampler snapshot as a folder that plain ``transformers`` or PEFT loads. Needs no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hearth.errors import ConfigError, EngineError
+from hearth.models.loading import (
+    DTYPES,
+    LoadedModel,
+    export_pretrained,
+    load_model,
+)
+from hearth.models.lora import (
+    LoraOptions,
+    attach_lora,
+    load_adapter_tensors,
+    merged_tensors,
+    write_adapter,
+)
+from hearth.sync.folders import drafted
+from hearth.sync.store import Snapshot
+
+
+def export_snapshot(
+    snapshot: Snapshot, source: str, base_model: str, folder: Path, merge_adapter: bool = False,
+    *, trust_remote_code: bool = False,
+) -> None:  # fmt: skip
+    """Write a whole snapshot (no delta) to ``folder``, which appears complete or not at all.
+
+    Full weights give a model folder in the snapshot's dtype, with the source's tokenizer. An
+    adapter gives PEFT's two files, or with ``merge_adapter`` a model folder with the adapter merged
+    into the source's weights, in their dtype.
+
+    Raises:
+        EngineError: the snapshot is of another model or does not fit the source, or the source
+            cannot be loaded.
+        RequestError: the folder exists.
+    """
+    if snapshot.base_model != base_model:
+        raise EngineError(
+            f"snapshot {snapshot.identity!r} must be of {base_model!r}, got one of "
+            f"{snapshot.base_model!r}"
+        )
+    is_adapter = snapshot.kind == "lora"
+    dtype = _source_dtype(source, trust_remote_code) if is_adapter else _dtype_of(snapshot.tensors)
+    try:
+        loaded = load_model(
+            source, name=base_model, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+        with drafted(folder.expanduser()) as draft:
+            if not is_adapter:
+                export_pretrained(loaded, snapshot.tensors, draft)
+            else:
+                _write_lora(loaded, snapshot, draft, merge_adapter)
+    except (ConfigError, OSError) as error:
+        raise EngineError(
+            f"snapshot {snapshot.identity!r} could not be exported: {error}"
+        ) from error
+
+
+def _write_lora(loaded: LoadedModel, snapshot: Snapshot, folder: Path, is_merged: bool) -> None:
+    attach_lora(loaded, LoraOptions.from_metadata(snapshot.metadata))
+    load_adapter_tensors(loaded, snapshot.tensors)
+    if is_merged:
+        export_pretrained(loaded, merged_tensors(loaded), folder)
+    else:
+        write_adapter(loaded, folder)
+
+
+def _dtype_of(tensors: Mapping[str, Tensor]) -> str:
+    """Name of the dtype of the first weight that has one that models are loaded in."""
+    found = (str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
+    return next((name for name in found if name in DTYPES), "float32")
+
+
+def _source_dtype(source: str, trust_remote_code: bool) -> str:
+    """Name of the dtype that the source's own config states; float32 where it states none."""
+    # Two seconds to import, paid by whoever exports.
+    import transformers
+
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(
+            source, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError):
+        # Loading it gives the same error with a better message.
+        return "float32"
+    name = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return name if name in DTYPES else "float32"

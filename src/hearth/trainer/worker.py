@@ -1,0 +1,70 @@
+"""What a trainer's own process runs: its engine and its app, and the export of a snapshot.
+
+Whoever forks such processes imports this module beforehand, and with it all that takes long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+# Imported where they are used as well, at the price of seconds per process.
+import peft  # noqa: F401 - see above
+from fastapi import FastAPI
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - see above
+
+from hearth.models.loading import best_device
+from hearth.sync.chain import resolve
+from hearth.sync.store import Buckets, buckets_of
+from hearth.trainer.engine import TrainerEngine, TrainerOptions
+from hearth.trainer.export import export_snapshot
+from hearth.trainer.service import create_app
+
+OnPhase = Callable[[str], None]
+
+
+def build(
+    *, buckets: str | Buckets, base_model: str, source: str, bucket: str, checkpoint_dir: str,
+    forward_only: bool, dtype: str, device: str | None, max_seq_len: int | None,
+    micro_batch_tokens: int, keep_checkpoints: int | None, trust_remote_code: bool,
+    on_phase: OnPhase,
+) -> tuple[FastAPI, Callable[[], None]]:  # fmt: skip
+    """The app of a trainer that publishes to ``bucket``, and what closes it.
+
+    ``buckets`` is their folder, or the buckets themselves where they are in this process.
+    ``on_phase`` is told what it does from now on. ``device`` None takes a GPU where there is one.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or an option breaks its rule.
+    """
+    on_phase("loading model")
+    options = TrainerOptions(
+        dtype=dtype, device=device or best_device(), max_seq_len=max_seq_len,
+        micro_batch_tokens=micro_batch_tokens, forward_only=forward_only,
+        keep_checkpoints=keep_checkpoints, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    engine = TrainerEngine(
+        source, name=base_model, snapshots=buckets_of(buckets).bucket(bucket),
+        checkpoint_dir=Path(checkpoint_dir), options=options,
+    )  # fmt: skip
+    on_phase("idle")
+    return create_app(engine, on_phase=on_phase), engine.close
+
+
+def export(
+    *, buckets: str | Buckets, bucket: str, identity: str, base_model: str, source: str,
+    folder: str, merge_adapter: bool, trust_remote_code: bool, on_phase: OnPhase,
+) -> None:  # fmt: skip
+    """Write a snapshot of ``bucket`` as a model folder.
+
+    Raises:
+        NotFoundError: the bucket has no such snapshot.
+        EngineError: it cannot be read or written.
+    """
+    on_phase("reading snapshot")
+    snapshot = resolve(buckets_of(buckets).bucket(bucket), identity)
+    on_phase("writing model")
+    export_snapshot(
+        snapshot, source, base_model, Path(folder), merge_adapter,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Chat with a deployment, in OpenAI's form: conversations in, answers out."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+
+from hearth.wire.base import Record
+from hearth.wire.completions import DrawFields, FinishReason, RawOutput, TokenLogprob, Usage
+
+
+class ChatRequest(DrawFields):
+    """A conversation, ``n`` answers, rendered with the model's own chat template.
+
+    ``max_tokens`` is the older name of ``max_completion_tokens``; without either an answer may
+    fill the context. ``tools`` and ``chat_template_kwargs`` are handed to the template.
+
+    Example: ``{"model": "accounts/me/deployments/d", "messages": [{"role": "user", "content":
+    "2 + 3 ="}], "max_completion_tokens": 16, "temperature": 0}``
+    """
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+
+
+class ChatMessage(Record):
+    """What the model answered, special tokens left out. Tool calls stand in it as drawn."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatLogprobs(Record):
+    """Per-token logprobs as chat has them."""
+
+    content: list[TokenLogprob]
+
+
+class ChatChoice(Record):
+    """One answer. ``raw_output`` tells the prompt's ids as well."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: FinishReason
+    logprobs: ChatLogprobs | None = None
+    raw_output: RawOutput | None = None
+
+
+class ChatResponse(Record):
+    """All answers of one chat request, and the weight version that drew them."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    weight_version: int
+    snapshot_identity: str | None = None
+    perf_metrics: dict[str, str] | None = None
+
+
+class ChatDelta(Record):
+    """What is new in a streamed answer."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Record):
+    """The next piece of one answer; ``finish_reason`` and ``raw_output`` come with its last."""
+
+    index: int
+    delta: ChatDelta
+    finish_reason: FinishReason | None = None
+    logprobs: ChatLogprobs | None = None
+    raw_output: RawOutput | None = None
+
+    @model_serializer(mode="wrap")
+    def _with_nulls(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {"finish_reason": None} | plain(self)
+
+
+class ChatChunk(Record):
+    """One event of a streamed answer. Those that end a choice tell its weight version."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    weight_version: int | None = None
+    snapshot_identity: str | None = None
+    perf_metrics: dict[str, str] | None = None

@@ -1,0 +1,211 @@
+"""A training client whose calls wait for their result, and that outlives its trainer's restarts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import tinker
+
+from hearth.errors import ClosedError
+from hearth.sdk import (
+    APIFuture,
+    FiretitanServiceClient,
+    FiretitanTrainingClient,
+    SaveResult,
+    TrainerEndpoint,
+    TrainerJobManager,
+)
+
+T = TypeVar("T")
+
+STEP_TIMEOUT_S = 3600.0
+DCP_TIMEOUT_S = 2700.0
+_ENDED_ON_PURPOSE = frozenset(
+    {
+        "JOB_STATE_CANCELLED",
+        "JOB_STATE_CANCELLING",
+        "JOB_STATE_COMPLETED",
+        "JOB_STATE_DELETED",
+        "JOB_STATE_DELETING",
+    }
+)
+
+
+class ReconnectableClient:
+    """Blocking calls on one model; ``inner`` is the SDK's client, whose calls return futures.
+
+    When the trainer is lost, ``inner`` waits until it runs again (resuming a job that failed),
+    loads the last checkpoint and sends again what changed the model since: an operation that was
+    executed is executed once in the history of the weights. A call that waits for its result just
+    waits longer. Jobs that were cancelled or deleted stay so: calls are then ``ClosedError``.
+    """
+
+    def __init__(
+        self, inner: FiretitanTrainingClient, *, endpoint: TrainerEndpoint | None = None,
+        service: FiretitanServiceClient | None = None, timeout_s: float = STEP_TIMEOUT_S,
+        dcp_timeout_s: float = DCP_TIMEOUT_S,
+    ) -> None:  # fmt: skip
+        self.inner = inner
+        self.endpoint = endpoint
+        self._service = service
+        self._timeout_s = timeout_s
+        self._dcp_timeout_s = dcp_timeout_s
+        self._is_closed = False
+
+    @classmethod
+    def connect(
+        cls, trainers: TrainerJobManager, endpoint: TrainerEndpoint, *, api_key: str,
+        base_model: str, lora_rank: int = 0, seed: int | None = None, frozen: bool = False,
+        replace: bool = False, timeout_s: float = STEP_TIMEOUT_S,
+        dcp_timeout_s: float = DCP_TIMEOUT_S,
+    ) -> ReconnectableClient:  # fmt: skip
+        """A client of a new model on a running trainer.
+
+        ``frozen`` makes it the base weights, which only run ``forward``; ``replace`` takes the
+        place of the policy that a client before this one has left there.
+
+        Raises:
+            RequestFailedError: the trainer cannot make that model.
+        """
+        service = FiretitanServiceClient(
+            endpoint.base_url, api_key, revive=lambda: revive(trainers, endpoint.job_id)
+        )
+        try:
+            if frozen:
+                inner = service.create_base_reference(base_model)
+            else:
+                inner = service.create_training_client(
+                    base_model, lora_rank, seed=seed, replace=replace
+                )
+        except BaseException:
+            service.close()
+            raise
+        return cls(
+            inner, endpoint=endpoint, service=service, timeout_s=timeout_s,
+            dcp_timeout_s=dcp_timeout_s,
+        )  # fmt: skip
+
+    def create_base_reference(self) -> ReconnectableClient:
+        """A client of the frozen base weights of the same trainer, on the same session."""
+        assert self._service is not None, "made by connect()"
+        frozen = self._service.create_base_reference(self.inner.base_model)
+        return ReconnectableClient(frozen, endpoint=self.endpoint, timeout_s=self._timeout_s)
+
+    def __enter__(self) -> ReconnectableClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+    @property
+    def job_id(self) -> str | None:
+        """The trainer job that holds the model."""
+        return self.endpoint.job_id if self.endpoint is not None else None
+
+    def forward(
+        self, data: Sequence[tinker.Datum], loss_fn: str = "cross_entropy",
+        loss_fn_config: dict[str, Any] | None = None,
+    ) -> tinker.ForwardBackwardOutput:  # fmt: skip
+        """Logprobs of every datum's targets, no gradient."""
+        return self._wait(lambda: self.inner.forward(data, loss_fn, loss_fn_config))
+
+    def forward_backward(
+        self, data: Sequence[tinker.Datum], loss_fn: str = "cross_entropy",
+        loss_fn_config: dict[str, Any] | None = None,
+    ) -> tinker.ForwardBackwardOutput:  # fmt: skip
+        """Run a built-in objective and add its gradient to what has accumulated."""
+        return self._wait(lambda: self.inner.forward_backward(data, loss_fn, loss_fn_config))
+
+    def forward_backward_custom(
+        self, data: Sequence[tinker.Datum], loss_fn: Any, *, temperature: float = 1.0
+    ) -> tinker.ForwardBackwardOutput:
+        """Run a loss of your own, ``loss_fn(data, logprobs) -> (loss, metrics)``."""
+        return self._wait(
+            lambda: self.inner.forward_backward_custom(data, loss_fn, temperature=temperature)
+        )
+
+    def optim_step(
+        self, adam_params: tinker.AdamParams, grad_accumulation_normalization: Any = None
+    ) -> tinker.OptimStepResponse:
+        """One AdamW step on the accumulated gradient."""
+        return self._wait(
+            lambda: self.inner.optim_step(adam_params, grad_accumulation_normalization)
+        )
+
+    def save_state(
+        self, name: str, *, overwrite: bool = False, metadata: dict[str, Any] | None = None
+    ) -> SaveResult:
+        """Write a resumable checkpoint."""
+        return self._wait(
+            lambda: self.inner.save_state(name, overwrite=overwrite, metadata=metadata),
+            self._dcp_timeout_s,
+        )
+
+    def load_state(self, path: str) -> SaveResult:
+        """Read a checkpoint's weights and start with a fresh optimizer."""
+        return self._wait(lambda: self.inner.load_state(path), self._dcp_timeout_s)
+
+    def load_state_with_optimizer(self, path: str) -> SaveResult:
+        """Read a checkpoint's weights and its optimizer."""
+        return self._wait(lambda: self.inner.load_state_with_optimizer(path), self._dcp_timeout_s)
+
+    def load_adapter(self, adapter_path: str) -> SaveResult:
+        """Start this LoRA model from a PEFT adapter."""
+        return self._wait(lambda: self.inner.load_adapter(adapter_path), self._dcp_timeout_s)
+
+    def save_weights_for_sampler_ext(self, name: str, checkpoint_type: Any = "base") -> SaveResult:
+        """Save a snapshot for a deployment."""
+        return self._wait(
+            lambda: self.inner.save_weights_for_sampler(name, checkpoint_type), self._dcp_timeout_s
+        )
+
+    def list_checkpoints(self) -> list[str]:
+        """Names of the trainer's resumable checkpoints, oldest first."""
+        self._check_open()
+        return self.inner.list_checkpoints()
+
+    def unload(self) -> None:
+        """Free the model on the trainer."""
+        self._check_open()
+        self.inner.unload()
+
+    def close(self) -> None:
+        """Refuse further calls. Clients that share a session close it with its owner."""
+        if not self._is_closed and self._service is not None:
+            with contextlib.suppress(ClosedError):
+                self._service.close()
+        self._is_closed = True
+
+    def _wait(self, call: Callable[[], APIFuture[T]], timeout_s: float | None = None) -> T:
+        self._check_open()
+        return call().result(timeout_s or self._timeout_s)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(
+                f"the client of trainer job {self.job_id!r} must be used before it is closed: keep "
+                "the training loop inside the `with` block that provisioned it"
+            )
+
+
+def revive(trainers: TrainerJobManager, job_id: str) -> None:
+    """Return once the job's trainer runs again; a job that failed is resumed.
+
+    Raises:
+        ClosedError: somebody has ended the job on purpose.
+        HearthError: it cannot be started again.
+    """
+    job = trainers.get(job_id)
+    state = job.state if job is not None else "JOB_STATE_DELETED"
+    if state in _ENDED_ON_PURPOSE:
+        raise ClosedError(
+            f"trainer job {job_id!r} must be running, got {state}: it was ended on purpose; keep "
+            "the training loop inside the `with` block that provisioned it"
+        )
+    trainers.reconnect_and_wait(job_id)

@@ -1,0 +1,301 @@
+"""The platform that a recipe runs on, and everything the recipe needs of it.
+
+``FIREWORKS_BASE_URL`` names a served platform. Without it the platform is embedded: it starts
+inside this process and ends with the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from hearth.errors import ConfigError
+from hearth.local import EmbeddedPlatform, resolve_model
+from hearth.sdk import (
+    DeploymentManager,
+    DeploymentSampler,
+    FixedConcurrencyController,
+    TrainerJobManager,
+    WeightSyncer,
+)
+from training.utils.config import (
+    DeployConfig,
+    InfraConfig,
+    SyncSettings,
+    TrainerConfig,
+    agreed,
+    is_given,
+)
+from training.utils.provisioning import ResourceCleanup
+from training.utils.rl.infra import Infra, setup_infra
+
+logger = logging.getLogger(__name__)
+
+BASE_URL = "FIREWORKS_BASE_URL"
+API_KEY = "FIREWORKS_API_KEY"
+
+
+class ProvisionedConfig(Protocol):
+    """The settings of a recipe that decide what is provisioned."""
+
+    base_model: str
+    trainer: TrainerConfig
+    infra: InfraConfig
+    deployment: DeployConfig
+    max_seq_len: int
+    learning_rate: float
+    lora_rank: int
+    max_concurrent: int
+    seed: int
+    keep_checkpoints: int | None
+    cleanup_on_exit: bool
+
+    @property
+    def sync(self) -> SyncSettings:
+        """Weight sync settings of all spellings together."""
+        ...
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything asks for reference logprobs."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlatformSpec:
+    """What to provision, and where the run keeps its files."""
+
+    base_model: str
+    trainer: TrainerConfig
+    infra: InfraConfig
+    deployment: DeployConfig
+    sync: SyncSettings
+    max_seq_len: int
+    learning_rate: float
+    lora_rank: int
+    needs_reference: bool
+    max_concurrent: int
+    seed: int
+    keep_checkpoints: int | None
+    cleanup_on_exit: bool
+    work_dir: Path
+
+    @classmethod
+    def of(cls, config: ProvisionedConfig, work_dir: Path) -> PlatformSpec:
+        """What a recipe's config asks for."""
+        return cls(
+            base_model=config.base_model, trainer=config.trainer, infra=config.infra,
+            deployment=config.deployment, sync=config.sync, max_seq_len=config.max_seq_len,
+            learning_rate=config.learning_rate, lora_rank=config.lora_rank,
+            needs_reference=config.needs_reference, max_concurrent=config.max_concurrent,
+            seed=config.seed, keep_checkpoints=_kept(config),
+            cleanup_on_exit=config.cleanup_on_exit, work_dir=work_dir,
+        )  # fmt: skip
+
+    def infra_config(self) -> InfraConfig:
+        """Both generations of trainer settings as one.
+
+        Raises:
+            ConfigError: two names of one setting were given different values.
+        """
+        return replace(
+            self.infra,
+            training_shape_id=agreed(
+                ("trainer.training_shape_id", self.trainer.training_shape_id),
+                ("infra.training_shape_id", self.infra.training_shape_id),
+            ),
+            ref_training_shape_id=agreed(
+                ("trainer.reference_training_shape_id", self.trainer.reference_training_shape_id),
+                ("infra.ref_training_shape_id", self.infra.ref_training_shape_id),
+            ),
+            trainer_timeout_s=agreed(
+                ("trainer.timeout_s", self.trainer.timeout_s),
+                ("infra.trainer_timeout_s", self.infra.trainer_timeout_s),
+            ),
+        )
+
+    def values(self) -> dict[str, Any]:
+        """Hearth's own settings of a trainer."""
+        own = {
+            "dtype": self.trainer.dtype, "device": self.trainer.device,
+            "micro_batch_tokens": self.trainer.micro_batch_tokens,
+            "keep_checkpoints": self.keep_checkpoints,
+        }  # fmt: skip
+        return {name: value for name, value in own.items() if value is not None}
+
+    def suffix(self) -> str:
+        """Tells this run's jobs from others': the same folder and model give the same again."""
+        parts = (
+            self.work_dir.resolve(), self.base_model, self.lora_rank, self.max_seq_len,
+            self.learning_rate, self.needs_reference, self.values(), self.infra_config(),
+            self.deployment,
+        )  # fmt: skip
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+
+
+def _kept(config: ProvisionedConfig) -> int | None:
+    """Checkpoints to keep; of those that nobody asked for, two."""
+    is_automatic = not is_given(config.sync.dcp_save_interval)
+    return config.keep_checkpoints or (2 if is_automatic else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfra(Infra):
+    """``Infra`` with what a recipe samples and publishes by."""
+
+    sampler: DeploymentSampler
+    syncer: WeightSyncer
+    tokenizer: Any
+    trainers: TrainerJobManager
+    is_embedded: bool
+    work_dir: Path
+    """The run's folder; an embedded platform keeps its data there."""
+    serves_older_snapshot: bool
+    """The deployment was there before, and serves what an earlier run has left."""
+
+
+def check_platform(spec: PlatformSpec) -> None:
+    """Judge what needs no model to be loaded and no platform to be asked.
+
+    Raises:
+        ConfigError: the platform's key is missing, or a setting breaks its rule.
+    """
+    spec.infra_config()
+    if os.environ.get(BASE_URL):
+        if not os.environ.get(API_KEY):
+            raise ConfigError(
+                f"{API_KEY} must be set where {BASE_URL} is, got none: any text will do for a "
+                "platform on this machine without keys"
+            )
+        return
+    if spec.trainer.job_id or spec.trainer.reference_job_id:
+        raise ConfigError(
+            f"trainer.job_id must name a job of a served platform, got {spec.trainer.job_id!r} and "
+            f"no {BASE_URL}: the embedded platform starts empty"
+        )
+    resolve_model(spec.base_model)
+
+
+@contextlib.contextmanager
+def provision(
+    spec: PlatformSpec, *, on_status: Callable[[str], None] = logger.info
+) -> Iterator[RunInfra]:
+    """Everything a recipe needs, for the body of the ``with``; after it the clients are closed.
+
+    ``on_status`` is told in one line where the platform is.
+
+    Raises:
+        ConfigError: a model or tokenizer cannot be loaded, or another run uses the folder.
+        HearthError: the platform cannot be reached, or refuses.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_only_run(spec.work_dir))
+        base_url, api_key = _platform(spec, stack, on_status)
+        trainers = TrainerJobManager(api_key, base_url=base_url)
+        stack.callback(trainers.close)
+        deployments = DeploymentManager(api_key, base_url=base_url)
+        stack.callback(deployments.close)
+        cleanup = None
+        if spec.cleanup_on_exit or not os.environ.get(BASE_URL):
+            cleanup = stack.enter_context(ResourceCleanup(trainers, deployments))
+        tokenizer = load_tokenizer(spec.deployment)
+        infra = setup_infra(
+            rlor_mgr=trainers, deploy_mgr=deployments, base_model=spec.base_model,
+            infra_cfg=spec.infra_config(), deploy_cfg=spec.deployment, lora_rank=spec.lora_rank,
+            max_seq_len=spec.max_seq_len, learning_rate=spec.learning_rate,
+            dcp_timeout=spec.sync.dcp_timeout_s, policy_job_id=spec.trainer.job_id,
+            reference_job_id=spec.trainer.reference_job_id, needs_reference=spec.needs_reference,
+            needs_inference=True, api_key=api_key, cleanup=cleanup, on_status=logger.debug,
+            seed=spec.seed, extra_values=spec.values(), job_suffix=spec.suffix(),
+        )  # fmt: skip
+        yield _with_sampler(spec, infra, trainers, deployments, tokenizer, api_key, stack)
+
+
+def load_tokenizer(deployment: DeployConfig) -> Any:
+    """The client's tokenizer.
+
+    Raises:
+        ConfigError: there is no tokenizer in that folder or under that hub id.
+    """
+    import transformers  # two seconds to import, and a bad config should answer at once
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            deployment.tokenizer_model,
+            revision=deployment.tokenizer_revision or "main",
+            trust_remote_code=deployment.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"deployment.tokenizer_model must be a tokenizer's folder or hub id, got "
+            f"{deployment.tokenizer_model!r}: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _platform(
+    spec: PlatformSpec, stack: contextlib.ExitStack, on_status: Callable[[str], None]
+) -> tuple[str, str]:
+    """Base URL and key of the platform, which is started here when none is named."""
+    base_url = os.environ.get(BASE_URL)
+    if base_url:
+        on_status(f"the platform is at {base_url} ({BASE_URL}), with {spec.base_model}")
+        return base_url, os.environ[API_KEY]
+    on_status(
+        f"{BASE_URL} is not set: the platform runs inside this process, with {spec.base_model}"
+    )
+    platform = stack.enter_context(EmbeddedPlatform(work_dir=spec.work_dir))
+    return platform.base_url, os.environ.get(API_KEY) or "embedded"
+
+
+def _with_sampler(
+    spec: PlatformSpec, infra: Infra, trainers: TrainerJobManager, deployments: DeploymentManager,
+    tokenizer: Any, api_key: str, stack: contextlib.ExitStack,
+) -> RunInfra:  # fmt: skip
+    assert infra.deployment_id is not None, "asked for with needs_inference"
+    assert infra.inference_model is not None, "asked for with needs_inference"
+    syncer = WeightSyncer(
+        infra.policy.inner, deployments, infra.deployment_id, spec.base_model,
+        hotload_timeout=spec.sync.timeout_s, first_checkpoint_type=spec.sync.first_checkpoint_type,
+    )  # fmt: skip
+    sampler = DeploymentSampler(
+        deployments.inference_url, infra.inference_model, api_key, tokenizer,
+        concurrency_controller=FixedConcurrencyController(spec.max_concurrent),
+        http_timeout_s=spec.deployment.sample_timeout,
+    )  # fmt: skip
+    stack.callback(sampler.close)
+    served = deployments.replica_state(infra.deployment_id, spec.base_model)
+    known = {one.name: getattr(infra, one.name) for one in fields(Infra)}
+    return RunInfra(
+        **known, sampler=sampler, syncer=syncer, tokenizer=tokenizer, trainers=trainers,
+        is_embedded=not os.environ.get(BASE_URL), work_dir=spec.work_dir,
+        serves_older_snapshot=served is not None and served.current_snapshot_identity is not None,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _only_run(folder: Path) -> Iterator[None]:
+    """Hold the folder for one run at a time; the lock ends with the process, however it ends.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    with (folder / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise ConfigError(
+                f"log_path must belong to one run at a time, got {str(folder)!r}, which process "
+                f"{file.read().strip() or 'unknown'} uses: wait for it, or choose another folder"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

@@ -1,0 +1,516 @@
+"""The deployment as the ``openai`` client meets it: over HTTP, with nothing of ours between."""
+
+import asyncio
+import copy
+import socket
+import threading
+import time
+from collections import defaultdict
+from dataclasses import replace
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+
+from hearth.inference.backend import SampleRequest
+from hearth.inference.engine.engine import EngineOptions, InferenceEngine
+from hearth.inference.service import create_app
+from hearth.sync.store import MemorySnapshotStore
+
+NAME = "accounts/me/deployments/d"
+IDS = [17, 10, 18, 28]
+"""The text 2+3= in the test tokenizer."""
+DRAW = {"max_tokens": 12, "seed": 7, "extra_body": {"ignore_eos": True}}
+
+
+class Served:
+    """An engine behind uvicorn on 127.0.0.1, and a client of it."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.app = create_app(engine, model_name=NAME, snapshots=MemorySnapshotStore())
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        config = uvicorn.Config(self.app, log_level="error", lifespan="off", ws="none")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})
+        self._thread.start()
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="key", max_retries=0)
+
+    def close(self):
+        self.openai.close()
+        self._server.should_exit = True
+        self._thread.join()
+
+    def draw(self, prompt=IDS, **options):
+        """What the engine draws for the same request."""
+        options = {"max_tokens": 12, "seed": 7, "ignore_eos": True} | options
+        return self.engine.submit(SampleRequest(prompt=prompt, **options)).result()
+
+
+@pytest.fixture
+def serve(start):
+    made = []
+
+    def run(**options):
+        made.append(Served(start(**options)))
+        return made[-1]
+
+    yield run
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def served(originals, tokenizer):
+    """One for all tests that leave it as it is."""
+    loaded = replace(originals["qwen"], module=copy.deepcopy(originals["qwen"].module))
+    options = EngineOptions(max_seq_len=512)
+    one = Served(InferenceEngine(loaded, tokenizer=tokenizer, options=options))
+    yield one
+    one.close()
+    one.engine.close()
+
+
+def until(condition, timeout_s=20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.002)
+
+
+def joined(chunks) -> dict[int, str]:
+    """The whole text of each choice of a streamed completion."""
+    texts = defaultdict(str)
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    return dict(texts)
+
+
+def test_a_prompt_of_ids_is_completed_as_the_engine_draws_it(served):
+    answer = served.openai.completions.create(model=NAME, prompt=IDS, logprobs=0, **DRAW)
+
+    drawn = served.draw()
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (drawn.text, "length")
+    assert choice.logprobs.token_logprobs == drawn.logprobs
+    assert choice.logprobs.top_logprobs is None
+    assert (answer.model, answer.object) == (NAME, "text_completion")
+    assert answer.usage.total_tokens == 16
+
+
+def test_scoring_a_prompt_gives_one_logprob_per_token_the_first_null(served):
+    fields = {"max_tokens": 1, "echo": True, "logprobs": 1}
+    body = {"model": NAME, "prompt": IDS, "prompt_cache_max_len": 0} | fields
+
+    by_client = served.openai.completions.create(
+        model=NAME, prompt=IDS, extra_body={"prompt_cache_max_len": 0}, **fields
+    )
+    by_hand = httpx.post(f"{served.url}/inference/v1/completions", json=body, timeout=30).json()
+
+    expected = served.draw(max_tokens=1, prompt_logprobs=True).prompt_logprobs
+    for logprobs in (
+        by_client.choices[0].logprobs.token_logprobs,
+        by_hand["choices"][0]["logprobs"]["token_logprobs"],
+    ):
+        assert len(logprobs) == len(IDS) + 1
+        assert logprobs[0] is None
+        assert logprobs[:-1] == expected
+        assert logprobs[-1] < 0
+
+
+def test_max_tokens_0_with_echo_scores_the_prompt_and_draws_nothing(served, tokenizer):
+    answer = served.openai.completions.create(
+        model=NAME, prompt=IDS, max_tokens=0, echo=True, logprobs=1
+    )
+
+    (choice,) = answer.choices
+    assert choice.text == tokenizer.decode(IDS)
+    assert len(choice.logprobs.token_logprobs) == len(IDS)
+    assert answer.usage.completion_tokens == 0
+
+
+def test_several_prompts_are_drawn_as_each_alone_and_numbered_prompt_by_prompt(served, tokenizer):
+    prompts = [IDS, [1, 2], [9] * 5]
+    texts = [tokenizer.decode(one) for one in prompts]
+
+    together = served.openai.completions.create(model=NAME, prompt=prompts, n=2, **DRAW)
+    by_text = served.openai.completions.create(model=NAME, prompt=texts[:1], n=2, **DRAW)
+    alone = [
+        served.openai.completions.create(model=NAME, prompt=one, n=2, **DRAW) for one in prompts
+    ]
+
+    assert [choice.index for choice in together.choices] == [0, 1, 2, 3, 4, 5]
+    expected = [choice.text for answer in alone for choice in answer.choices]
+    assert [choice.text for choice in together.choices] == expected
+    assert [choice.text for choice in by_text.choices] == expected[:2]
+    assert len(set(expected)) == 6
+    assert together.usage.prompt_tokens == 11
+    assert together.usage.completion_tokens == 72
+
+
+def test_numbered_logprobs_are_those_of_the_likeliest_tokens_by_their_text(served, load, tokenizer):
+    answer = served.openai.completions.create(
+        model=NAME, prompt=IDS, logprobs=5, max_tokens=4, seed=1, extra_body={"ignore_eos": True}
+    )
+
+    drawn = served.draw(max_tokens=4, seed=1)
+    logprobs = answer.choices[0].logprobs
+    padded = [*IDS, *drawn.token_ids] + [0] * 24
+    with torch.no_grad():
+        plain = load().module(input_ids=torch.tensor([padded])).logits[0].float().log_softmax(-1)
+    for place, (token, by_text) in enumerate(
+        zip(drawn.token_ids, logprobs.top_logprobs, strict=True)
+    ):
+        best = plain[len(IDS) - 1 + place].topk(5)
+        expected = {}
+        for one, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+            expected.setdefault(tokenizer.decode([one]), value)
+        expected.setdefault(tokenizer.decode([token]), drawn.logprobs[place])
+        assert by_text == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_echoed_prompt_has_no_top_logprobs_and_the_draw_has(served):
+    answer = served.openai.completions.create(
+        model=NAME, prompt=IDS, max_tokens=1, echo=True, logprobs=2
+    )
+
+    top = answer.choices[0].logprobs.top_logprobs
+    assert top[:-1] == [None] * len(IDS)
+    assert 2 <= len(top[-1]) <= 3
+
+
+def test_top_logprobs_of_the_training_protocol_are_lists_of_ids(served):
+    body = {"prompt": IDS, "max_tokens": 3, "logprobs": True, "top_logprobs": 8, "raw_output": True}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body | {"n": 2}, timeout=30).json()
+
+    for choice in answer["choices"]:
+        for row in choice["logprobs"]["content"]:
+            values = [one["logprob"] for one in row["top_logprobs"]]
+            assert len({one["token_id"] for one in row["top_logprobs"]}) == 8
+            assert values == sorted(values, reverse=True)
+            assert row["logprob"] <= values[0]
+
+
+def test_asking_for_top_logprobs_does_not_change_the_draw(served):
+    plain, mixed = served.draw(max_tokens=40), [
+        served.engine.submit(
+            SampleRequest(
+                prompt=IDS, max_tokens=40, seed=7, ignore_eos=True, top_logprobs=count
+            )
+        )
+        for count in (0, 3, 20)
+    ]  # fmt: skip
+
+    for count, future in zip((0, 3, 20), mixed, strict=True):
+        drawn = future.result()
+        assert (drawn.token_ids, drawn.logprobs) == (plain.token_ids, plain.logprobs)
+        assert [len(one) for one in drawn.top_logprobs or []] == ([count] * 40 if count else [])
+
+
+@pytest.mark.parametrize("prefix", ["/v1", "/inference/v1"])
+def test_the_deployment_is_the_one_model(served, prefix):
+    client = served.openai.with_options(base_url=served.url + prefix)
+
+    (listed,) = client.models.list().data
+    one = client.models.retrieve(NAME)
+
+    assert listed == one
+    assert (one.id, one.object, one.owned_by) == (NAME, "model", "hearth")
+    assert abs(one.created - time.time()) < 60
+    with pytest.raises(openai.NotFoundError, match=f"model must be '{NAME}'"):
+        client.models.retrieve("accounts/me/deployments/other")
+
+
+@pytest.mark.parametrize("prefix", ["/v1", "/inference/v1"])
+def test_chat_answers_the_conversation_as_the_template_renders_it(served, tokenizer, prefix):
+    client = served.openai.with_options(base_url=served.url + prefix)
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "2 "}, {"type": "text", "text": "?"}],
+        },
+    ]
+
+    answer = client.chat.completions.create(
+        model=NAME, messages=messages, max_completion_tokens=12, seed=7, n=2,
+        extra_body={"ignore_eos": True, "raw_output": True},
+    )  # fmt: skip
+
+    prompt = tokenizer.encode("<tag>system:be brief<tag>user:2 ?<tag>")
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    alone = served.openai.completions.create(model=NAME, prompt=prompt, n=2, **DRAW)
+    for choice, other in zip(answer.choices, alone.choices, strict=True):
+        assert choice.message.role == "assistant"
+        assert choice.message.content == other.text
+        assert choice.finish_reason == "length"
+        assert choice.raw_output["prompt_token_ids"] == prompt
+    assert answer.object == "chat.completion"
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == 24
+
+
+def test_chat_logprobs_come_with_bytes_and_the_likeliest_tokens(served):
+    answer = served.openai.chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=3,
+        **DRAW,
+    )  # fmt: skip
+
+    rows = answer.choices[0].logprobs.content
+    assert len(rows) == 12
+    for row in rows:
+        assert [one.logprob for one in row.top_logprobs] == sorted(
+            (one.logprob for one in row.top_logprobs), reverse=True
+        )
+        assert len(row.top_logprobs) == 3
+        for one in (row, *row.top_logprobs):
+            assert one.bytes == (None if "\ufffd" in one.token else list(one.token.encode()))
+
+
+def test_tools_and_template_arguments_reach_the_template(served, tokenizer):
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "sub")]
+    call = {"function": {"name": "add", "arguments": '{"a": 5}'}, "id": "1", "type": "function"}
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    body = {"raw_output": True, "chat_template_kwargs": {"style": "dry"}}
+
+    def rendered(**options):
+        answer = served.openai.chat.completions.create(
+            model=NAME, messages=messages, tools=tools, max_tokens=1, extra_body=body, **options
+        )
+        return tokenizer.decode(answer.choices[0].raw_output["prompt_token_ids"])
+
+    conversation = "<tag>user:go<tag>assistant:5[dry]<tag>"
+    assert rendered() == "add,sub|" + conversation
+    assert rendered(tool_choice="none") == conversation
+
+
+def test_an_answer_without_a_limit_may_fill_the_context(serve):
+    served = serve(max_seq_len=64)
+
+    answer = served.openai.chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": "hi"}], extra_body={"ignore_eos": True}
+    )
+
+    assert answer.usage.total_tokens == 64
+    assert answer.choices[0].finish_reason == "length"
+
+
+REFUSED = {
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "presence_penalty": {"presence_penalty": 1},
+    "logit_bias": {"logit_bias": {"5": 1}},
+    "best_of": {"n": 2, "extra_body": {"best_of": 3}},
+    "suffix": {"suffix": "x"},
+    "min_p": {"extra_body": {"min_p": 0.1}},
+    "logprobs": {"logprobs": 6},
+    "top_logprobs": {"logprobs": 1, "extra_body": {"top_logprobs": 21}},
+    "n": {"n": 2000},
+    "prompt 1 of 2: prompt": {"prompt": [[1], [2, 264]]},
+}
+
+
+@pytest.mark.parametrize(("name", "fields"), REFUSED.items(), ids=REFUSED.keys())
+def test_what_would_change_the_draw_and_is_not_supported_is_refused(served, name, fields):
+    with pytest.raises(openai.BadRequestError, match=f"{name} must be") as refused:
+        served.openai.completions.create(**({"model": NAME, "prompt": IDS} | fields))
+
+    assert refused.value.body["type"] == "invalid_argument"
+    assert refused.value.request_id == refused.value.body["request_id"]
+
+
+REFUSED_CHATS = {
+    "response_format": {"response_format": {"type": "json_object"}},
+    "tool_choice": {"tool_choice": "required"},
+    "reasoning_effort": {"reasoning_effort": "low"},
+    "max_tokens": {"max_tokens": 1, "max_completion_tokens": 2},
+    "logprobs": {"top_logprobs": 2},
+    "messages": {"messages": []},
+    "messages.0.content": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    "messages.0.role": {"messages": [{"content": "hi"}]},
+    "no robots": {"messages": [{"role": "robot", "content": "hi"}]},
+}
+
+
+@pytest.mark.parametrize(("name", "fields"), REFUSED_CHATS.items(), ids=REFUSED_CHATS.keys())
+def test_a_chat_that_cannot_be_had_is_refused_by_its_field(served, name, fields):
+    messages = [{"role": "user", "content": "hi"}]
+
+    with pytest.raises(openai.BadRequestError, match=name):
+        served.openai.chat.completions.create(**({"model": NAME, "messages": messages} | fields))
+
+
+def test_values_that_change_nothing_are_taken(served):
+    answer = served.openai.completions.create(
+        model=NAME, prompt=IDS, frequency_penalty=0, presence_penalty=0.0, logit_bias={},
+        best_of=1, stop=None, user="me", **DRAW,
+    )  # fmt: skip
+    chat = served.openai.chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": "hi"}], tool_choice="auto",
+        response_format={"type": "text"}, store=False, metadata={"a": "b"}, max_tokens=1,
+    )  # fmt: skip
+
+    assert answer.choices[0].text == served.draw().text
+    assert chat.usage.completion_tokens == 1
+
+
+def test_a_model_without_a_chat_template_says_so(serve, tokenizer):
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        with pytest.raises(openai.BadRequestError, match="must fit the model's chat template"):
+            serve().openai.chat.completions.create(
+                model=NAME, messages=[{"role": "user", "content": "hi"}]
+            )
+    finally:
+        tokenizer.chat_template = template
+
+
+def test_a_stream_brings_text_while_it_is_drawn(served):
+    chunks = served.openai.completions.create(
+        model=NAME, prompt=IDS, stream=True, seed=7, max_tokens=250,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+
+    first = next(chunks)
+    running = served.engine.stats().running
+    rest = list(chunks)
+
+    assert running == 1
+    assert first.choices[0].finish_reason is None
+    assert len(rest) > 20
+    assert joined([first, *rest]) == {0: served.draw(max_tokens=250).text}
+    assert [one.choices[0].finish_reason for one in rest[:-1]] == [None] * (len(rest) - 1)
+    assert rest[-1].choices[0].finish_reason == "length"
+    assert rest[-1].weight_version == 0
+    assert {one.id for one in rest} == {first.id}
+
+
+def test_n_streams_are_told_apart_by_index_and_counted_at_the_end(served):
+    options = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
+
+    chunks = list(served.openai.completions.create(model=NAME, prompt=IDS, **options, **DRAW))
+
+    whole = served.openai.completions.create(model=NAME, prompt=IDS, n=3, **DRAW)
+    assert joined(chunks) == {choice.index: choice.text for choice in whole.choices}
+    order = [chunk.choices[0].index for chunk in chunks[:-1]]
+    assert order != sorted(order)
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_streamed_logprobs_are_those_of_the_whole_answer(served):
+    fields = {"model": NAME, "prompt": IDS, "echo": True, "logprobs": 2}
+
+    chunks = list(served.openai.completions.create(**fields, stream=True, **DRAW))
+
+    whole = served.openai.completions.create(**fields, **DRAW).choices[0]
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    assert joined(chunks) == {0: whole.text}
+    for name in ("tokens", "token_logprobs"):
+        told = [row for part in parts for row in getattr(part, name)]
+        assert told == getattr(whole.logprobs, name)
+    top = [row for part in parts for row in part.top_logprobs or []]
+    assert top[-12:] == whole.logprobs.top_logprobs[-12:]
+
+
+def test_a_streamed_chat_tells_role_text_and_reason(served):
+    fields = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "n": 2}
+    fields |= {"logprobs": True}
+
+    chunks = list(
+        served.openai.chat.completions.create(
+            **fields, stream=True, stream_options={"include_usage": True}, **DRAW
+        )
+    )
+
+    whole = served.openai.chat.completions.create(**fields, **DRAW)
+    assert chunks[-1].usage == whole.usage
+    for choice in whole.choices:
+        own = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == choice.index]
+        assert [one.delta.role for one in own] == ["assistant"] + [None] * (len(own) - 1)
+        assert "".join(one.delta.content or "" for one in own) == choice.message.content
+        assert [one.finish_reason for one in own] == [None] * (len(own) - 1) + ["length"]
+        assert [row for one in own for row in one.logprobs.content] == choice.logprobs.content
+
+
+def test_a_stream_ends_before_its_stop_string_as_the_whole_answer_does(served):
+    drawn = served.draw(max_tokens=200)
+    stop = next(
+        drawn.text[at : at + 3] for at in range(30, 200) if drawn.text[at : at + 3].isascii()
+    )
+    fields = {"model": NAME, "prompt": IDS, "stop": ["never there", stop], "seed": 7}
+    fields |= {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
+
+    chunks = list(served.openai.completions.create(**fields, stream=True))
+
+    whole = served.openai.completions.create(**fields).choices[0]
+    assert joined(chunks) == {0: whole.text}
+    assert whole.text == drawn.text[: drawn.text.index(stop)]
+    assert chunks[-1].choices[0].finish_reason == whole.finish_reason == "stop"
+
+
+def test_a_client_that_leaves_amid_a_stream_frees_its_rows(serve):
+    served = serve()
+    chunks = served.openai.completions.create(
+        model=NAME, prompt=IDS, n=3, stream=True, max_tokens=500, extra_body={"ignore_eos": True}
+    )
+    next(chunks)
+    assert served.engine.stats().running == 3
+
+    chunks.close()
+
+    until(lambda: served.engine.stats().running == 0)
+    assert served.engine.stats().cancelled == 3
+    assert served.engine.stats().generated_tokens < 3 * 500
+
+
+def test_what_fails_before_the_first_token_has_its_own_status_also_in_a_stream(serve):
+    served = serve()
+    with pytest.raises(openai.BadRequestError, match="temperature must be"):
+        served.openai.completions.create(model=NAME, prompt=IDS, temperature=-1, stream=True)
+    served.engine.close()
+    with pytest.raises(openai.APIStatusError) as closed:
+        served.openai.completions.create(model=NAME, prompt=IDS, stream=True)
+
+    assert closed.value.status_code == 410
+
+
+def test_what_fails_amid_a_stream_ends_it_with_an_error_event(serve):
+    served = serve()
+    chunks = served.openai.completions.create(
+        model=NAME, prompt=IDS, stream=True, max_tokens=500, extra_body={"ignore_eos": True}
+    )
+    next(chunks)
+
+    served.engine.close()
+
+    with pytest.raises(openai.APIError, match="deployment must be open"):
+        list(chunks)
+
+
+def test_the_warm_up_probe_is_answered(served):
+    body = {"model": NAME, "prompt": [1, 2], "max_tokens": 4, "temperature": 0.0}
+
+    answer = httpx.post(f"{served.url}/inference/v1/completions", json=body, timeout=30)
+
+    assert answer.status_code == 200
+
+
+async def test_the_asynchronous_client_streams_many_requests_at_once(served):
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="key") as client:
+
+        async def one(seed):
+            fields = DRAW | {"seed": seed}
+            stream = await client.completions.create(model=NAME, prompt=IDS, stream=True, **fields)
+            return joined([chunk async for chunk in stream])[0]
+
+        texts = await asyncio.gather(*map(one, range(20)))
+
+    assert texts == [served.draw(seed=seed).text for seed in range(20)]

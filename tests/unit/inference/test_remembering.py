@@ -1,0 +1,328 @@
+"""What a deployment serves after a restart, from which bucket, and what it says meanwhile."""
+
+import asyncio
+import itertools
+import threading
+
+import httpx
+import orjson
+import pytest
+import torch
+
+from hearth.errors import ConfigError
+from hearth.inference.backend import SampleRequest
+from hearth.inference.service import create_app
+from hearth.models.loading import base_tensors
+from hearth.sync.store import FolderBuckets, MemoryBuckets, MemorySnapshotStore, Snapshot
+
+HOT_LOAD = "/hot_load/v1/models/hot_load"
+COMPLETIONS = "/inference/v1/completions"
+BODY = {"prompt": [1, 2, 3], "max_tokens": 8, "seed": 7, "ignore_eos": True, "raw_output": True}
+
+
+class Deployment:
+    """An engine with its app; made again on the same folder it is the deployment restarted."""
+
+    def __init__(self, engine, snapshots, state_dir, **options):
+        self.engine = engine
+        self.app = create_app(
+            engine, model_name="d", snapshots=snapshots, state_dir=state_dir, **options
+        )
+
+    async def call(self, method, path, **options) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://d") as client:
+            return await client.request(method, path, timeout=30, **options)
+
+    async def load(self, identity, *, bucket=None):
+        headers = {} if bucket is None else {"x-hearth-snapshot-bucket": bucket}
+        posted = await self.call("POST", HOT_LOAD, json={"identity": identity}, headers=headers)
+        assert posted.status_code == 200, posted.text
+        return await self.replica(wait_for=identity, timeout_s="20")
+
+    async def replica(self, **question):
+        answer = await self.call("GET", HOT_LOAD, params=question)
+        return answer.json()["replicas"][0]
+
+    async def drawn(self):
+        answer = (await self.call("POST", COMPLETIONS, json=BODY)).json()
+        return answer["choices"][0]["raw_output"]["completion_token_ids"], answer["weight_version"]
+
+
+@pytest.fixture
+def snapshot(load):
+    """Weights of their own for each seed."""
+
+    def make(identity, seed=1):
+        tensors = base_tensors(load().module)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for tensor in tensors.values():
+                tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+        return Snapshot.capture(identity, "base", "qwen", tensors)
+
+    return make
+
+
+@pytest.fixture
+def buckets(tmp_path):
+    return FolderBuckets(tmp_path / "buckets")
+
+
+@pytest.fixture
+def deploy(start, buckets, tmp_path):
+    def make(snapshots=None, **options):
+        return Deployment(start(), snapshots or buckets, tmp_path / "state", **options)
+
+    return make
+
+
+def remembered(tmp_path):
+    return orjson.loads((tmp_path / "state" / "serving.json").read_bytes())
+
+
+async def test_a_restarted_deployment_serves_the_same_weights_under_the_same_version(
+    deploy, buckets, snapshot, tmp_path
+):
+    for number in (1, 2, 3):
+        buckets.bucket("default").put(snapshot(f"step-{number}", number))
+    before = deploy()
+    await before.load("step-1")
+    await before.load("step-2")
+    drawn = await before.drawn()
+
+    after = deploy()
+    after.app.state.restored.result(timeout=20)
+
+    assert remembered(tmp_path) == {"identity": "step-2", "weight_version": 2, "bucket": "default"}
+    assert drawn[1] == 2
+    assert await after.drawn() == drawn
+    replica = await after.replica()
+    assert (replica["current_snapshot_identity"], replica["weight_version"]) == ("step-2", 2)
+    assert replica["loading_state"]["stage"] == "done"
+    assert (await after.load("step-3"))["weight_version"] == 3
+
+
+async def test_a_deployment_is_not_ready_before_its_snapshot_is_loaded_again(
+    deploy, buckets, snapshot
+):
+    gate = threading.Event()
+
+    class Slow:
+        def bucket(self, name):
+            gate.wait(20)
+            return buckets.bucket(name)
+
+    buckets.bucket("default").put(snapshot("step-1"))
+    await deploy().load("step-1")
+
+    after = deploy(Slow())
+    early = [await after.call("POST", COMPLETIONS, json=BODY), await after.call("GET", "/healthz")]
+    loading = await after.replica()
+    gate.set()
+    await after.replica(wait_for="step-1", timeout_s="20")
+
+    assert [answer.status_code for answer in early] == [425, 425]
+    assert "loads 'step-1' again" in early[0].json()["error"]["message"]
+    assert loading["readiness"] is False
+    assert loading["loading_state"]["stage"] == "loading"
+    assert (await after.replica())["readiness"] is True
+    assert (await after.call("GET", "/healthz")).json()["weight_version"] == 1
+
+
+async def test_a_snapshot_that_is_gone_leaves_the_base_weights_and_its_version_is_not_used_again(
+    deploy, snapshot, tmp_path
+):
+    kept = MemoryBuckets()
+    kept.bucket("default").put(snapshot("step-1"))
+    base = await deploy(kept).drawn()
+    await deploy(kept).load("step-1")
+
+    after = deploy(MemoryBuckets())
+    after.app.state.restored.result(timeout=20)
+
+    replica = await after.replica()
+    assert replica["readiness"] is True
+    assert replica["current_snapshot_identity"] is None
+    assert replica["loading_state"]["stage"] == "error"
+    assert replica["loading_state"]["target_snapshot_identity"] == "step-1"
+    assert "never saved here" in replica["loading_state"]["error_message"]
+    assert await after.drawn() == base
+    assert remembered(tmp_path)["identity"] == "step-1"
+
+    again = deploy(kept)
+    again.app.state.restored.result(timeout=20)
+    assert (await again.replica())["weight_version"] == 1
+
+
+async def test_after_a_failed_restore_the_next_weight_sync_has_a_new_version(
+    deploy, snapshot, tmp_path
+):
+    kept, fresh = MemoryBuckets(), MemoryBuckets()
+    for number in (1, 2):
+        kept.bucket("default").put(snapshot(f"step-{number}", number))
+        await deploy(kept).load(f"step-{number}")
+    fresh.bucket("default").put(snapshot("step-3", 3))
+    assert remembered(tmp_path)["weight_version"] == 2
+
+    after = deploy(fresh)
+    after.app.state.restored.result(timeout=20)
+
+    assert (await after.replica())["weight_version"] == 0
+    assert (await after.load("step-3"))["weight_version"] == 3
+
+
+async def test_a_failed_weight_sync_is_not_remembered(deploy, buckets, snapshot, tmp_path):
+    buckets.bucket("default").put(snapshot("step-1"))
+    deployment = deploy()
+    await deployment.load("gone")
+    assert not (tmp_path / "state").exists()
+    await deployment.load("step-1")
+
+    failed = await deployment.load("gone")
+
+    assert failed["loading_state"]["stage"] == "error"
+    assert remembered(tmp_path)["identity"] == "step-1"
+
+
+async def test_without_a_state_dir_nothing_is_written(start, snapshot, tmp_path):
+    store = MemorySnapshotStore()
+    store.put(snapshot("step-1"))
+    deployment = Deployment(start(), store, None)
+
+    await deployment.load("step-1")
+
+    assert list(tmp_path.iterdir()) == []
+    assert deployment.app.state.restored is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"identity": "a", "weight_version": 0}'])
+def test_a_damaged_memory_stops_the_start_instead_of_serving_other_weights(
+    deploy, tmp_path, content
+):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "serving.json").write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"serving.json must say what is served"):
+        deploy()
+
+
+async def test_the_header_names_the_bucket_and_the_default_is_the_deployments_own(
+    deploy, buckets, snapshot, tmp_path
+):
+    buckets.bucket("job-a").put(snapshot("step-1", 1))
+    buckets.bucket("job-b").put(snapshot("step-2", 2))
+    deployment = deploy(default_bucket="job-a")
+
+    first = await deployment.load("step-1")
+    second = await deployment.load("step-2", bucket="job-b")
+    missing = await deployment.load("step-3", bucket="job-b")
+
+    assert [one["weight_version"] for one in (first, second)] == [1, 2]
+    assert remembered(tmp_path)["bucket"] == "job-b"
+    assert missing["loading_state"]["stage"] == "error"
+    after = deploy(default_bucket="job-a")
+    after.app.state.restored.result(timeout=20)
+    assert await after.drawn() == await deployment.drawn()
+
+
+async def test_one_identity_in_two_buckets_is_refused_while_it_is_served(deploy, buckets, snapshot):
+    for number, name in enumerate(("a", "b")):
+        buckets.bucket(name).put(snapshot("step-1", number))
+    deployment = deploy(default_bucket="a")
+    await deployment.load("step-1")
+
+    answer = await deployment.call(
+        "POST", HOT_LOAD, json={"identity": "step-1"}, headers={"x-hearth-snapshot-bucket": "b"}
+    )
+
+    assert answer.status_code == 409
+    assert "it is one of bucket 'a'" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("bucket", "message"),
+    [("../x", "x-hearth-snapshot-bucket must be 1 to 128"), ("other", "has one bucket")],
+)
+async def test_a_bucket_that_cannot_be_is_refused(start, bucket, message):
+    deployment = Deployment(start(), MemorySnapshotStore(), None)
+
+    answer = await deployment.call(
+        "POST", HOT_LOAD, json={"identity": "x"}, headers={"x-hearth-snapshot-bucket": bucket}
+    )
+
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+async def test_a_repeated_hot_load_loads_once_and_after_an_error_again(start, snapshot):
+    store, reads, gate = MemorySnapshotStore(), [], threading.Event()
+
+    class Counting:
+        def get(self, identity):
+            reads.append(identity)
+            gate.wait(20)
+            return store.get(identity)
+
+    deployment = Deployment(start(), Counting(), None)
+    for _ in range(3):
+        await deployment.call("POST", HOT_LOAD, json={"identity": "step-1"})
+    gate.set()
+    failed = await deployment.replica(wait_for="step-1", timeout_s="20")
+    assert (reads, failed["loading_state"]["stage"]) == (["step-1"], "error")
+
+    store.put(snapshot("step-1"))
+    for _ in range(3):
+        replica = await deployment.load("step-1")
+
+    assert reads == ["step-1"] * 2
+    assert replica["loading_state"] == {"stage": "done", "target_snapshot_identity": "step-1"}
+    assert replica["weight_version"] == 1
+
+
+async def test_whoever_watches_the_phase_hears_each_change_once(start, snapshot):
+    phases, gate = [], threading.Event()
+    store = MemorySnapshotStore()
+    store.put(snapshot("step-1"))
+
+    class Slow:
+        def get(self, identity):
+            gate.wait(20)
+            return store.get(identity)
+
+    deployment = Deployment(start(), Slow(), None, on_phase=phases.append)
+    await until(lambda: deployment.engine.stats().running == 0)
+
+    await asyncio.gather(*(deployment.drawn() for _ in range(5)))
+    await until(lambda: phases[-1:] == ["idle"])
+    await deployment.call("POST", HOT_LOAD, json={"identity": "step-1"})
+    await until(lambda: phases[-1] == "load_snapshot")
+    gate.set()
+    await deployment.replica(wait_for="step-1", timeout_s="20")
+    await until(lambda: phases[-1] == "idle")
+
+    assert phases[-2:] == ["load_snapshot", "idle"]
+    assert phases[0] == "sampling"
+    assert phases.count("load_snapshot") == 1
+    assert all(one != other for one, other in itertools.pairwise(phases))
+
+
+def test_a_watcher_that_fails_does_not_stop_the_engine(start):
+    engine = start()
+
+    def fail(phase):
+        raise OSError(phase)
+
+    engine.watch_phase(fail)
+
+    drawn = [
+        engine.submit(SampleRequest(prompt=[1], max_tokens=3, ignore_eos=True)).result()
+        for _ in range(2)
+    ]
+    assert [len(one.token_ids) for one in drawn] == [3, 3]
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)

@@ -1,0 +1,140 @@
+"""A tiny model on disk, launchers that leave nothing behind, and a watcher to wait on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hearth.launch.processes import ProcessLauncher
+from hearth.launch.records import read_json
+from hearth.launch.spec import DeploymentSpec, ExitReport, TrainerSpec, Worker
+
+
+class Heard:
+    """A watcher that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.is_ready = threading.Event()
+        self.has_failed = threading.Event()
+        self.report: ExitReport | None = None
+
+    def ready(self, worker: Worker) -> None:
+        self.is_ready.set()
+
+    def failed(self, worker: Worker, report: ExitReport) -> None:
+        self.report = report
+        self.has_failed.set()
+
+    def wait_ready(self) -> None:
+        end_s = time.monotonic() + 60
+        while not self.is_ready.wait(0.02):
+            assert not self.has_failed.is_set(), self.report
+            assert time.monotonic() < end_s, "not ready after 60 s"
+
+    def wait_failed(self, timeout_s: float) -> ExitReport:
+        assert self.has_failed.wait(timeout_s), f"no news of an end after {timeout_s} s"
+        assert self.report is not None
+        return self.report
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
+        tie_word_embeddings=True, eos_token_id=3, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    words = {f"w{number}": number for number in range(64)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w3").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One data folder for a module's tests, so that one nursery serves them all."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def last_launcher(data_dir: Path) -> Iterator[None]:
+    """Ends, after a module's tests, the nursery that their launchers have left to each other."""
+    yield
+    known = read_json(data_dir / "nursery.json")
+    ProcessLauncher(data_dir).close()
+    if known is not None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(known["pid"], 0)
+
+
+@pytest.fixture
+def make_launcher(data_dir: Path, last_launcher: None) -> Iterator[Callable[..., ProcessLauncher]]:
+    """Launchers on the module's folder; their workers end with the test."""
+    made: list[ProcessLauncher] = []
+
+    def make(**options: Any) -> ProcessLauncher:
+        made.append(ProcessLauncher(data_dir, **options))
+        return made[-1]
+
+    yield make
+    for launcher in made:
+        launcher.release()
+    for path in (data_dir / "workers").glob("*/process.json"):
+        content = read_json(path)
+        assert content is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(content["pid"], signal.SIGKILL)
+        path.unlink()
+
+
+@pytest.fixture
+def launcher(make_launcher: Callable[..., ProcessLauncher]) -> ProcessLauncher:
+    return make_launcher()
+
+
+@pytest.fixture
+def trainer_spec(
+    model_folder: Path, data_dir: Path, request: pytest.FixtureRequest
+) -> Callable[..., TrainerSpec]:
+    """A trainer's spec; its id names the test."""
+    test = request.node.name[:80].replace("[", "-").replace("]", "")
+
+    def make(number: int = 0, **options: Any) -> TrainerSpec:
+        values: dict[str, Any] = {
+            "worker_id": f"trainer-{test}-{number}", "base_model": "tiny",
+            "source": str(model_folder), "bucket": f"bucket-{number}", "device": "cpu",
+            "checkpoint_dir": str(data_dir / "checkpoints"), "threads": 1,
+        }  # fmt: skip
+        return TrainerSpec(**values | options)
+
+    return make
+
+
+@pytest.fixture
+def deployment_spec(model_folder: Path, data_dir: Path) -> DeploymentSpec:
+    return DeploymentSpec(
+        worker_id="deployment-d", name="accounts/me/deployments/d", base_model="tiny",
+        source=str(model_folder), bucket="bucket-0", state_dir=str(data_dir / "state"),
+        device="cpu", threads=1,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def heard() -> Callable[[], Heard]:
+    return Heard

@@ -1,0 +1,552 @@
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hearth.errors import ClosedError, ConfigError, NotFoundError
+from hearth.inference import worker as deployment_worker
+from hearth.launch.processes import ProcessLauncher
+from hearth.launch.records import ProcessId, WorkerFolder, read_json, write_json
+from hearth.launch.spec import (
+    DeploymentSpec,
+    Endpoint,
+    ExitReport,
+    ExportSpec,
+    TrainerSpec,
+    spec_as_dict,
+)
+from hearth.models.loading import base_tensors, load_model
+from hearth.sync.chain import Published
+from hearth.sync.store import FolderBuckets, FolderSnapshotStore, Snapshot
+from hearth.trainer import worker as trainer_worker
+
+Specs = Callable[..., TrainerSpec]
+LIMIT_S = 2.0
+"""How soon a death must be known."""
+HOT_LOAD = "/hot_load/v1/models/hot_load"
+
+
+def connect(endpoint: Endpoint) -> httpx.AsyncClient:
+    transport = httpx.AsyncHTTPTransport(uds=endpoint.socket)
+    return httpx.AsyncClient(transport=transport, base_url="http://worker", timeout=30)
+
+
+def started(launcher: ProcessLauncher, spec: Any, heard: Any) -> Any:
+    watcher = heard()
+    worker = launcher.start(spec, watcher)
+    watcher.wait_ready()
+    return worker, watcher
+
+
+async def run(http: httpx.AsyncClient, operation: str, **body: Any) -> Any:
+    """The result of a trainer's operation."""
+    future = (await http.post(f"/api/v1/{operation}", json=body)).json()
+    return (await http.post("/api/v1/retrieve_future", json=future)).json()
+
+
+def is_alive(pid: int) -> bool:
+    return ProcessId.of(pid) is not None
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = LIMIT_S) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, f"not so after {timeout_s} s"
+        time.sleep(0.005)
+
+
+def test_a_start_from_a_warm_nursery_takes_seconds_at_most(
+    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any, record_property: Any
+) -> None:
+    first, _ = started(launcher, trainer_spec(1), heard)
+
+    start_s = time.perf_counter()
+    second, _ = started(launcher, trainer_spec(2), heard)
+    took_s = time.perf_counter() - start_s
+
+    record_property("warm_start_s", took_s)
+    assert took_s < 5
+    assert is_alive(first.pid)
+    assert is_alive(second.pid)
+    assert first.endpoint.socket != second.endpoint.socket
+
+
+async def test_a_trainer_answers_at_its_socket(
+    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+) -> None:
+    worker, _ = started(launcher, trainer_spec(), heard)
+
+    async with connect(worker.endpoint) as http:
+        assert (await http.get("/api/v1/healthz")).status_code == 200
+        model = await run(http, "create_model", base_model="tiny", session_id="s", model_seq_id=0)
+        targets = {"data": [9, 11], "dtype": "int64", "shape": [2]}
+        datum = {
+            "model_input": {"chunks": [{"type": "encoded_text", "tokens": [5, 9]}]},
+            "loss_fn_inputs": {"target_tokens": targets},
+        }
+        result = await run(
+            http, "forward", model_id=model["model_id"], seq_id=1,
+            forward_input={"data": [datum], "loss_fn": "cross_entropy"},
+        )  # fmt: skip
+    assert len(result["loss_fn_outputs"][0]["logprobs"]["data"]) == 2
+    assert WorkerFolder(launcher.log_path(worker.spec.worker_id).parent).report("").phase == "idle"
+
+
+async def test_a_deployment_serves_what_a_trainer_published_also_after_a_crash(
+    launcher: ProcessLauncher, trainer_spec: Specs, deployment_spec: DeploymentSpec, heard: Any
+) -> None:
+    trainer, _ = started(launcher, trainer_spec(bucket=deployment_spec.bucket), heard)
+    worker, watcher = started(launcher, deployment_spec, heard)
+
+    async with connect(trainer.endpoint) as http:
+        model = await run(http, "create_model", base_model="tiny", session_id="s", model_seq_id=0)
+        await run(
+            http, "save_weights_for_sampler", model_id=model["model_id"], seq_id=1, path="v1"
+        )  # fmt: skip
+    async with connect(worker.endpoint) as http:
+        assert (await http.get("/healthz")).json() == {"status": "ok", "weight_version": 0}
+        await http.post(HOT_LOAD, json={"identity": "v1"})
+        state = (await http.get(HOT_LOAD, params={"wait_for": "v1", "timeout_s": 20})).json()
+        assert state["replicas"][0]["current_snapshot_identity"] == "v1"
+        asked = {"model": deployment_spec.name, "prompt": [5, 9], "max_tokens": 3, "seed": 1}
+        answer = await http.post("/inference/v1/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    assert 1 <= answer.json()["usage"]["completion_tokens"] <= 3
+
+    os.kill(worker.pid, signal.SIGKILL)
+    watcher.wait_failed(LIMIT_S)
+    again, _ = started(launcher, deployment_spec, heard)
+    async with connect(again.endpoint) as http:
+        assert (await http.get("/healthz")).json() == {"status": "ok", "weight_version": 1}
+
+
+def test_a_killed_worker_is_reported_within_two_seconds(
+    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any, record_property: Any
+) -> None:
+    worker, watcher = started(launcher, trainer_spec(), heard)
+
+    start_s = time.perf_counter()
+    os.kill(worker.pid, signal.SIGKILL)
+    report = watcher.wait_failed(LIMIT_S)
+
+    record_property("noticed_s", time.perf_counter() - start_s)
+    assert (report.code, report.signal, report.phase) == (None, "SIGKILL", "idle")
+    assert report.peak_rss_mb > 50
+    assert report.last_lines[-1].endswith("answers")
+    assert "ended by SIGKILL, last phase idle, peak memory" in report.describe()
+    assert not Path(worker.endpoint.socket).exists()
+
+
+def test_a_crash_leaves_its_traceback_at_the_end_of_the_log(
+    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+) -> None:
+    worker, watcher = started(launcher, trainer_spec(), heard)
+
+    os.kill(worker.pid, signal.SIGSEGV)
+
+    report = watcher.wait_failed(LIMIT_S)
+    assert report.signal == "SIGSEGV"
+    assert any("Fatal Python error: Segmentation fault" in line for line in report.last_lines)
+
+
+def test_a_worker_that_cannot_load_its_model_says_why(
+    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+) -> None:
+    watcher = heard()
+    launcher.start(trainer_spec(source="/nonexistent/model"), watcher)
+
+    report = watcher.wait_failed(60)
+
+    assert report.code == 1
+    assert report.reason == (
+        "could not start: base_model must be an existing folder or a hub id, got "
+        "'/nonexistent/model'"
+    )
+    assert report.phase == "loading model"
+    assert not watcher.is_ready.is_set()
+
+
+def test_each_worker_has_its_own_thread_budget(
+    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+) -> None:
+    logs = []
+    for threads in (1, 3):
+        spec = trainer_spec(threads, threads=threads)
+        started(launcher, spec, heard)
+        logs.append(launcher.log_path(spec.worker_id).read_text())
+
+    assert "1 threads" in logs[0]
+    assert "3 threads" in logs[1]
+
+
+def test_the_nursery_forks_from_one_thread(
+    launcher: ProcessLauncher, trainer_spec: Specs, data_dir: Path, heard: Any
+) -> None:
+    started(launcher, trainer_spec(), heard)
+
+    assert len(list(Path(f"/proc/{launcher.nursery_pid}/task").iterdir())) == 1
+    assert "threads of its own" not in (data_dir / "nursery.log").read_text()
+
+
+def test_an_end_that_was_asked_for_is_clean_and_no_news(
+    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+) -> None:
+    worker, watcher = started(launcher, trainer_spec(), heard)
+    folder = WorkerFolder(launcher.log_path(worker.spec.worker_id).parent)
+
+    worker.stop()
+
+    assert not is_alive(worker.pid)
+    assert folder.report("").code == 0
+    assert folder.report("").last_lines[-1].endswith("closes")
+    assert not watcher.has_failed.is_set()
+
+
+def test_a_worker_that_does_not_end_in_time_is_killed(
+    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+) -> None:
+    worker, watcher = started(launcher, trainer_spec(), heard)
+    os.kill(worker.pid, signal.SIGSTOP)
+
+    worker.stop(grace_s=0.1)
+
+    assert not is_alive(worker.pid)
+    assert not watcher.has_failed.is_set()
+
+
+def test_a_worker_can_be_stopped_before_it_answers(
+    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+) -> None:
+    watcher = heard()
+    worker = launcher.start(trainer_spec(), watcher)
+
+    worker.stop()
+
+    assert worker.pid is None or not is_alive(worker.pid)
+    assert not watcher.is_ready.is_set()
+    assert not watcher.has_failed.is_set()
+
+
+def test_an_id_that_runs_is_not_started_twice(
+    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+) -> None:
+    worker, _ = started(launcher, trainer_spec(), heard)
+
+    with pytest.raises(ConfigError, match="worker_id must be new"):
+        launcher.start(trainer_spec(), heard())
+    assert is_alive(worker.pid)
+
+
+def test_an_id_that_has_ended_may_start_again_and_keeps_its_log(
+    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+) -> None:
+    worker, watcher = started(launcher, trainer_spec(), heard)
+    os.kill(worker.pid, signal.SIGKILL)
+    watcher.wait_failed(LIMIT_S)
+
+    again, second = started(launcher, trainer_spec(), heard)
+
+    assert again.pid != worker.pid
+    assert not second.has_failed.is_set()
+    assert launcher.log_path(worker.spec.worker_id).read_text().count("answers") == 2
+
+
+@pytest.mark.parametrize("worker_id", ["", "../x", "a/b", ".hidden"])
+def test_an_id_that_is_no_folders_name_is_refused(
+    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any, worker_id: str
+) -> None:
+    with pytest.raises(ConfigError, match="worker_id must be letters"):
+        launcher.start(trainer_spec(worker_id=worker_id), heard())
+
+
+def test_a_later_launcher_adopts_what_still_runs(
+    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, heard: Any
+) -> None:
+    first = make_launcher()
+    worker, _ = started(first, trainer_spec(), heard)
+    record, nursery = worker.record(), first.nursery_pid
+    first.release()
+
+    second, watcher = make_launcher(), heard()
+    adopted = second.adopt(record, watcher)
+
+    assert not isinstance(adopted, ExitReport)
+    watcher.wait_ready()
+    assert (adopted.pid, adopted.endpoint, adopted.spec) == (
+        worker.pid, worker.endpoint, worker.spec,
+    )  # fmt: skip
+    second.warm()
+    assert second.nursery_pid == nursery
+    os.kill(adopted.pid, signal.SIGKILL)
+    assert watcher.wait_failed(LIMIT_S).signal == "SIGKILL"
+
+
+def test_what_ended_while_nobody_watched_is_reported_from_its_folder(
+    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, heard: Any
+) -> None:
+    first = make_launcher()
+    worker, _ = started(first, trainer_spec(), heard)
+    first.release()
+    os.kill(worker.pid, signal.SIGKILL)
+    folder = WorkerFolder(first.log_path(worker.spec.worker_id).parent)
+    wait_until(folder.exit.exists)
+
+    report = make_launcher().adopt(worker.record(), heard())
+
+    assert isinstance(report, ExitReport)
+    assert (report.signal, report.phase) == ("SIGKILL", "idle")
+    assert report.peak_rss_mb > 50
+
+
+def test_a_record_of_nothing_is_honestly_gone(
+    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+) -> None:
+    record = {"worker_id": trainer_spec().worker_id, "spec": spec_as_dict(trainer_spec())}
+
+    report = launcher.adopt(record, heard())
+
+    assert report == ExitReport(reason="was gone when the control plane came back")
+
+
+def test_a_process_that_nobody_adopted_is_ended_when_its_id_starts_again(
+    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, heard: Any
+) -> None:
+    first = make_launcher()
+    stray, _ = started(first, trainer_spec(), heard)
+    first.release()
+
+    worker, _ = started(make_launcher(), trainer_spec(), heard)
+
+    assert not is_alive(stray.pid)
+    assert is_alive(worker.pid)
+
+
+def test_workers_outlive_their_nursery_and_their_ends_are_noticed(
+    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+) -> None:
+    worker, watcher = started(launcher, trainer_spec(1), heard)
+    nursery = launcher.nursery_pid
+    os.kill(nursery, signal.SIGKILL)
+    wait_until(lambda: not is_alive(nursery))
+    assert is_alive(worker.pid)
+
+    os.kill(worker.pid, signal.SIGKILL)
+
+    report = watcher.wait_failed(LIMIT_S)
+    assert report.reason == "ended after its nursery, so that nobody saw how"
+    assert report.phase == "idle"
+    replacement, _ = started(launcher, trainer_spec(2), heard)
+    assert launcher.nursery_pid not in (None, nursery)
+    assert is_alive(replacement.pid)
+
+
+def test_a_worker_whose_launcher_is_gone_ends_itself(
+    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, heard: Any
+) -> None:
+    launcher = make_launcher(orphan_timeout_s=0.5)
+    worker, _ = started(launcher, trainer_spec(), heard)
+
+    launcher.release()
+
+    wait_until(lambda: not is_alive(worker.pid), 10)
+    log = launcher.log_path(worker.spec.worker_id)
+    assert log is not None
+    assert "nobody has asked for 0 s" in log.read_text(encoding="utf-8")
+
+
+def test_an_idle_worker_lives_as_long_as_its_launcher(
+    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, heard: Any
+) -> None:
+    launcher = make_launcher(orphan_timeout_s=0.5)
+    worker, watcher = started(launcher, trainer_spec(), heard)
+
+    assert not watcher.has_failed.wait(2.0)
+    assert is_alive(worker.pid)
+
+
+def test_close_ends_workers_and_nursery_and_leaves_no_socket(
+    tmp_path: Path, trainer_spec: Specs, heard: Any
+) -> None:
+    launcher = ProcessLauncher(tmp_path, preload=())
+    worker = launcher.start(trainer_spec(), heard())
+    wait_until(lambda: worker.pid is not None, 30)
+    nursery, folder = launcher.nursery_pid, Path(worker.endpoint.socket).parent
+
+    launcher.close()
+
+    assert not is_alive(worker.pid)
+    assert not is_alive(nursery)
+    assert not folder.exists()
+    assert not (tmp_path / "nursery.json").exists()
+    with pytest.raises(ClosedError, match="launcher must be open"):
+        launcher.start(trainer_spec(), heard())
+
+
+_PARENT = """
+import sys, time
+from pathlib import Path
+from hearth.launch.processes import ProcessLauncher
+from hearth.launch.spec import spec_from_dict
+import json
+
+class Deaf:
+    def ready(self, worker): ...
+    def failed(self, worker, report): ...
+
+launcher = ProcessLauncher(Path(sys.argv[1]), die_with_parent=True, preload=())
+worker = launcher.start(spec_from_dict(json.loads(sys.argv[2])), Deaf())
+while worker.pid is None:
+    time.sleep(0.01)
+sys.stdout.write(f"{worker.pid} {launcher.nursery_pid}\\n")
+sys.stdout.flush()
+time.sleep(60)
+"""
+
+
+def test_workers_that_die_with_their_parent_are_gone_when_it_is_killed(
+    tmp_path: Path, trainer_spec: Specs
+) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        _PARENT,
+        str(tmp_path),
+        json.dumps(spec_as_dict(trainer_spec())),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert all(is_alive(pid) for pid in pids)
+        parent.kill()
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+@pytest.mark.parametrize(
+    ("spec", "entry"),
+    [
+        (TrainerSpec, trainer_worker.build),
+        (DeploymentSpec, deployment_worker.build),
+        (ExportSpec, trainer_worker.export),
+    ],
+)
+def test_a_worker_takes_exactly_what_its_spec_has(spec: Any, entry: Any) -> None:
+    fields = {one.name for one in dataclasses.fields(spec)}
+
+    taken = set(inspect.signature(entry).parameters)
+
+    assert taken - fields == {"buckets", "on_phase"}
+    assert fields - taken <= {"worker_id", "threads"}
+
+
+def test_a_launchers_process_needs_no_torch() -> None:
+    program = "import sys, hearth.launch.processes; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_launcher_exports_a_delta_from_a_process_of_its_own(
+    launcher: ProcessLauncher, model_folder: Path, data_dir: Path, tmp_path: Path
+) -> None:
+    loaded = load_model(model_folder)
+    store, published = FolderBuckets(data_dir / "buckets").bucket("b"), Published()
+    live = base_tensors(loaded.module)
+    published.publish(store, "v1", "tiny", live, {}, as_delta=False)
+    with torch.no_grad():
+        live["model.norm.weight"].mul_(1.5)
+    published.publish(store, "v2", "tiny", live, {}, as_delta=True)
+
+    def spec(identity: str) -> ExportSpec:
+        return ExportSpec(
+            bucket="b", identity=identity, base_model="tiny", source=str(model_folder),
+            folder=str(tmp_path / identity),
+        )  # fmt: skip
+
+    assert [one.kind for one in launcher.snapshots("b")] == ["base", "delta"]
+    launcher.export(spec("v2"))
+    ids = torch.tensor([[5, 9, 11, 2]])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "v2").eval()
+    torch.testing.assert_close(model(ids).logits, loaded.module(ids).logits, atol=1e-5, rtol=0)
+    with pytest.raises(NotFoundError, match=r"snapshot must be one of \['v1', 'v2'\], got 'v3'"):
+        launcher.export(spec("v3"))
+    assert [path.name for path in tmp_path.iterdir()] == ["v2"]
+    assert list((data_dir / "workers").glob("export*")) == []
+
+
+def test_a_bucket_is_listed_oldest_first_and_dropped_whole(tmp_path: Path) -> None:
+    store = FolderSnapshotStore(tmp_path / "buckets" / "b")
+    for number, name in enumerate(("z", "a")):
+        store.put(Snapshot(name, "base", "tiny", {"w": torch.full((8,), float(number))}))
+    (tmp_path / "buckets" / "b" / "half").mkdir()
+    launcher = ProcessLauncher(tmp_path)
+
+    first, second = launcher.snapshots("b")
+
+    assert (first.identity, second.identity) == ("z", "a")
+    assert (first.kind, first.base_model) == ("base", "tiny")
+    assert first.created_s <= second.created_s <= time.time()
+    files = (tmp_path / "buckets" / "b" / "z").iterdir()
+    assert first.num_bytes == sum(path.stat().st_size for path in files)
+    launcher.drop_bucket("b")
+    launcher.drop_bucket("b")
+    assert launcher.snapshots("b") == []
+    launcher.close()
+
+
+def test_closing_a_launcher_that_started_nothing_starts_nothing(tmp_path: Path) -> None:
+    launcher = ProcessLauncher(tmp_path)
+    launcher.close()
+    launcher.close()
+
+    assert launcher.nursery_pid is None
+    assert read_json(tmp_path / "nursery.json") is None
+
+
+def test_a_nursery_of_older_code_retires_and_its_workers_run_on(
+    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, data_dir: Path, heard: Any
+) -> None:
+    first = make_launcher()
+    worker, _ = started(first, trainer_spec(1), heard)
+    old = first.nursery_pid
+    first.release()
+    known = read_json(data_dir / "nursery.json")
+    assert known is not None
+    write_json(data_dir / "nursery.json", known | {"code": "older"})
+
+    second, watcher = make_launcher(), heard()
+    second.adopt(worker.record(), watcher)
+    second.warm()
+
+    assert second.nursery_pid != old
+    assert is_alive(worker.pid)
+    os.kill(worker.pid, signal.SIGKILL)
+    assert watcher.wait_failed(LIMIT_S).signal == "SIGKILL"
+    wait_until(lambda: not is_alive(old))
+
+
+def test_a_nursery_that_cannot_import_says_so_and_leaves_no_socket(
+    tmp_path: Path, trainer_spec: Specs, heard: Any
+) -> None:
+    launcher, watcher = ProcessLauncher(tmp_path, preload=("no.such_module",)), heard()
+    launcher.start(trainer_spec(), watcher)
+
+    report = watcher.wait_failed(10)
+
+    assert report.reason is not None
+    assert report.reason.startswith("could not start: the nursery must")
+    assert "No module named 'no'" in report.reason
+    launcher.close()
+    assert not (tmp_path / "nursery.json").exists()

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hearth.launch.child import Task
+from hearth.launch.phase import PhaseFile, read_phase
+from hearth.launch.records import (
+    LOG_LIMIT_BYTES,
+    Living,
+    ProcessFacts,
+    ProcessId,
+    WorkerFolder,
+    last_lines,
+    read_json,
+    write_json,
+)
+from hearth.launch.serving import Watched
+from hearth.launch.spec import (
+    DeploymentSpec,
+    ExitReport,
+    ExportSpec,
+    TrainerSpec,
+    spec_as_dict,
+    spec_from_dict,
+)
+
+
+def this_process() -> ProcessId:
+    found = ProcessId.of(os.getpid())
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> WorkerFolder:
+    folder = WorkerFolder(tmp_path / "worker")
+    folder.prepare()
+    return folder
+
+
+def test_the_last_phase_is_read_whole_whatever_was_there_before(tmp_path: Path) -> None:
+    phase = PhaseFile(tmp_path / "phase")
+    for name in ("save_weights_for_sampler", "idle"):
+        phase(name)
+        assert read_phase(tmp_path / "phase") == name
+    phase("x" * 200)
+    assert read_phase(tmp_path / "phase") == "x" * 64
+    phase.close()
+
+
+def test_a_phase_costs_microseconds(tmp_path: Path) -> None:
+    phase = PhaseFile(tmp_path / "phase")
+    start_s = time.perf_counter()
+    for _ in range(1000):
+        phase("forward_backward")
+    assert time.perf_counter() - start_s < 0.1
+    phase.close()
+
+
+def test_no_phase_was_told_where_there_is_no_file(tmp_path: Path) -> None:
+    assert read_phase(tmp_path / "phase") is None
+
+
+def test_a_process_is_known_by_its_start_and_not_only_by_its_number() -> None:
+    process = this_process()
+
+    assert process.is_alive()
+    assert not ProcessId(process.pid, process.started + 1).is_alive()
+
+
+def test_what_remains_of_a_process_until_it_is_reaped_does_not_live() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        process = ProcessId.of(child.pid)
+        assert process is not None
+        living = Living(process)
+        assert not living.wait(0)
+        child.kill()
+        assert living.wait(2)
+        assert not process.is_alive()
+        assert Living(process).wait(0)
+
+
+def test_a_new_life_forgets_the_old_one_but_keeps_its_log(folder: WorkerFolder) -> None:
+    folder.log.write_text("before\n")
+    folder.ready.touch()
+    write_json(folder.exit, {"code": 1, "signal": None, "peak_rss_mb": 1.0})
+    folder.write_process(ProcessFacts(this_process(), "/s", this_process()))
+
+    folder.prepare()
+
+    assert sorted(path.name for path in folder.path.iterdir()) == ["log"]
+    assert folder.read_process() is None
+
+
+def test_a_long_log_is_put_aside_when_its_worker_starts_again(folder: WorkerFolder) -> None:
+    folder.log.write_bytes(b"x" * (LOG_LIMIT_BYTES + 1))
+
+    folder.prepare()
+
+    assert not folder.log.exists()
+    assert (folder.path / "log.1").stat().st_size == LOG_LIMIT_BYTES + 1
+
+
+def test_a_processs_facts_survive_their_file(folder: WorkerFolder) -> None:
+    facts = ProcessFacts(this_process(), "/tmp/s", ProcessId(1, 2))
+
+    folder.write_process(facts)
+
+    assert folder.read_process() == facts
+
+
+def test_a_report_says_what_is_known_and_only_that(folder: WorkerFolder) -> None:
+    assert folder.report("gone") == ExitReport(reason="gone")
+
+    write_json(folder.exit, {"code": None, "signal": "SIGKILL", "peak_rss_mb": 12.0})
+    PhaseFile(folder.phase)("optim_step")
+    folder.log.write_text("one\n\ntwo\n")
+    assert folder.report("gone") == ExitReport(
+        signal="SIGKILL", peak_rss_mb=12.0, phase="optim_step", last_lines=("one", "two")
+    )
+
+    write_json(folder.failure, {"reason": "could not start: no"})
+    assert folder.report("gone").reason == "could not start: no"
+
+
+def test_the_end_of_a_log_is_short_and_says_first_how_it_crashed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    lines = ["Fatal Python error: Aborted", *map(str, range(50)), "y" * 1000, "Extension modules: "]
+    log.write_text("\n".join(["x" * 20000, *lines]))
+
+    found = last_lines(log)
+
+    assert found == ("Fatal Python error: Aborted", *map(str, range(31, 50)), "y" * 300)
+    assert last_lines(tmp_path / "none") == ()
+
+
+def test_what_is_no_json_object_is_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    assert read_json(path) is None
+    for text in ("", "{", "[1]"):
+        path.write_text(text)
+        assert read_json(path) is None
+
+
+SPECS = [
+    TrainerSpec(
+        worker_id="trainer-a", base_model="m", source="/m", bucket="b", checkpoint_dir="/c"
+    ),
+    DeploymentSpec(
+        worker_id="deployment-a", name="n", base_model="m", source="/m", bucket="b", state_dir="/s"
+    ),
+    ExportSpec(bucket="b", identity="i", base_model="m", source="/m", folder="/f"),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
+def test_a_spec_survives_json(spec: TrainerSpec, tmp_path: Path) -> None:
+    write_json(tmp_path / "spec", spec_as_dict(spec))
+    content = read_json(tmp_path / "spec")
+    assert content is not None
+    assert spec_from_dict(content) == spec
+
+
+def test_a_task_survives_json(tmp_path: Path) -> None:
+    task = Task(
+        worker_id="w", entry="m:f", arguments={"a": None}, health_path=None, working_dir="/"
+    )
+    write_json(tmp_path / "task", task.as_dict())
+    content = read_json(tmp_path / "task")
+    assert content is not None
+    assert Task(**content) == task
+
+
+async def test_an_app_is_idle_only_while_it_answers_nobody() -> None:
+    clock = [0.0]
+    seen: list[float] = []
+
+    async def app(scope: object, receive: object, send: object) -> None:
+        clock[0] += 100
+        seen.append(watched.idle_s())
+
+    watched = Watched(app, now=lambda: clock[0])
+    clock[0] = 5
+    assert watched.idle_s() == 5
+    await watched({"type": "http"}, None, None)  # type: ignore[arg-type]
+    assert seen == [0]
+    clock[0] += 7
+    assert watched.idle_s() == 7
+
+
+def test_forked_processes_have_request_ids_of_their_own() -> None:
+    program = (
+        "import os\n"
+        "from hearth.telemetry import new_request_id\n"
+        "pid = os.fork()\n"
+        "os.write(1, (new_request_id() + '\\n').encode())\n"
+        "os.waitpid(pid, 0) if pid else None\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert len(set(out.stdout.split())) == 2

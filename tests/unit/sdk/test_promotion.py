@@ -1,0 +1,64 @@
+import pytest
+
+from hearth.errors import ConfigError, EngineError
+from hearth.sdk import TrainerJobManager
+
+BASE = "accounts/fireworks/models/tiny"
+PROMOTE = "/v1/accounts/me/checkpoints/step-1:promote"
+MODEL = {"name": "accounts/me/models/mine", "kind": "HF_BASE_MODEL"}
+
+
+@pytest.fixture
+def manager(peer, quick) -> TrainerJobManager:
+    return TrainerJobManager(api_key="key", account_id="", base_url=peer.url, **quick)
+
+
+def test_a_promotion_is_one_snake_case_request_and_a_wait_for_its_operation(peer, answer, manager):
+    operation = {"name": "accounts/me/operations/1", "done": False}
+    peer.on("POST", PROMOTE, answer({"operation": operation}))
+    done = {**operation, "done": True, "response": MODEL}
+    peer.on("GET", "/v1/accounts/me/operations/1", answer(operation), answer(done))
+
+    model = manager.promote_checkpoint(
+        "policy", "step-1", "mine", BASE, hot_load_deployment_id="serving"
+    )
+
+    assert model.name == "accounts/me/models/mine"
+    assert peer.requests("POST", PROMOTE)[0].body == {
+        "output_model": "accounts/me/models/mine",
+        "trainer_job_id": "accounts/me/rlorTrainerJobs/policy", "base_model": BASE,
+        "async_promotion": True, "hot_load_deployment_id": "serving", "merge_adapter": False,
+    }  # fmt: skip
+
+
+def test_a_promotion_may_answer_the_model_at_once_and_take_a_checkpoints_full_name(
+    peer, answer, manager
+):
+    peer.on("POST", PROMOTE, answer({"model": MODEL}))
+    full_name = "accounts/me/rlorTrainerJobs/policy/checkpoints/step-1"
+
+    assert manager.promote_checkpoint("policy", full_name, "mine", BASE).name == MODEL["name"]
+
+
+def test_a_failed_promotion_is_an_error_with_its_reason(peer, answer, manager):
+    failed = {"name": "accounts/me/operations/1", "done": True, "error": {"message": "disk full"}}
+    peer.on("POST", PROMOTE, answer({"operation": failed}))
+
+    with pytest.raises(EngineError, match="'step-1' failed: disk full"):
+        manager.promote_checkpoint("policy", "step-1", "mine", BASE)
+
+
+def test_a_promotion_without_end_is_given_up_but_goes_on(peer, answer, manager):
+    running = {"name": "accounts/me/operations/1", "done": False}
+    peer.on("POST", PROMOTE, answer({"operation": running}))
+    peer.on("GET", "/v1/accounts/me/operations/1", answer(running))
+
+    with pytest.raises(EngineError, match="it goes on"):
+        manager.promote_checkpoint("policy", "step-1", "mine", BASE, timeout=0.05)
+
+
+@pytest.mark.parametrize("name", ["", "My-Model", "a_b", "x" * 64])
+def test_a_models_id_is_judged_before_anything_is_asked(peer, manager, name):
+    with pytest.raises(ConfigError, match="output_model_id must be 1 to 63"):
+        manager.promote_checkpoint("policy", "step-1", name, BASE)
+    assert peer.seen == []

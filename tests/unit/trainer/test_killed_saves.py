@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_a_save_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("saver.py")
+    root = tmp_path / "checkpoints"
+
+    ran = subprocess.run(
+        [sys.executable, str(script), str(root), "20"], capture_output=True, text=True, check=False
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    rounds = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(rounds) == 20
+    # What had returned is there, or the one that was being written.
+    assert all(0 <= one["found"] - one["returned"] <= 1 for one in rounds)
+    # Kills did interrupt saves, and the next save has swept what they left.
+    assert sum(bool(one["left"]) for one in rounds) >= 5
+    assert rounds[-1]["found"] > 10
+    assert [path.name for path in root.iterdir()] == ["last"]
