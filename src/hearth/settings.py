@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 from hearth.errors import ConfigError
@@ -45,37 +46,61 @@ class Settings:
     """CPU threads of a trainer's process; empty leaves torch's choice, all cores."""
     deployment_threads: int | None = None
     """CPU threads of a deployment's process."""
+    allow_folders: bool | None = None
+    """Whether requests may name folders of this machine as models, tokenizers and adapters; not
+    given, only on a loopback address."""
+    keep_snapshots: int = 32
+    """Snapshots of each bucket to keep, the newest and what they are made on; 0 keeps all."""
     max_body_mb: int = 1024
     """Longest request body to a trainer; others take 1/16 of it."""
     orphan_timeout_s: float = 900.0
     """A worker whose platform died ends itself after this time without a request."""
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            kinds, said = _KINDS[str(one.type)]
+            value = getattr(self, one.name)
+            # True is a number to Python, and to nobody who writes a setting.
+            fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+            _require(fits, one.name, said, value)
+        is_known = self.placement in ("process", "inline")
+        _require(is_known, "placement", "'process' or 'inline'", self.placement)
         _require(0 <= self.port < 2**16, "port", "in 0..65535", self.port)
+        _require(self.keep_snapshots >= 0, "keep_snapshots", ">= 0", self.keep_snapshots)
         _require(self.max_body_mb >= 1, "max_body_mb", ">= 1", self.max_body_mb)
+        _require(self.orphan_timeout_s > 0, "orphan_timeout_s", "> 0", self.orphan_timeout_s)
         for name in ("trainer_threads", "deployment_threads"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, ">= 1 or unset", value)
-        if not is_loopback(self.host) and not self.api_keys():
+        if not self.api_keys() and not is_loopback(self.host):
             raise ConfigError(
                 f"host must be a loopback address while there is no API key, got {self.host!r}: "
                 f"export {KEYS_VARIABLE}, or give api_keys_file"
             )
 
+    @property
+    def may_name_folders(self) -> bool:
+        """``allow_folders``, or what the address suggests."""
+        return is_loopback(self.host) if self.allow_folders is None else self.allow_folders
+
     def api_keys(self) -> frozenset[str]:
         """Keys that are let in; none means that any is, on a loopback address.
 
         Raises:
-            ConfigError: ``api_keys_file`` cannot be read.
+            ConfigError: ``api_keys_file`` cannot be read, or has no key.
         """
         listed = os.environ.get(KEYS_VARIABLE, "").split(",")
         if self.api_keys_file is not None:
             try:
-                listed += self.api_keys_file.expanduser().read_text(encoding="utf-8").splitlines()
-            except OSError as error:
+                lines = self.api_keys_file.expanduser().read_text(encoding="utf-8").splitlines()
+                # Whoever names a file wants it locked.
+                if not any(line.strip() for line in lines):
+                    raise ValueError("it has no key")
+                listed += lines
+            except (OSError, ValueError) as error:
                 raise ConfigError(
-                    f"api_keys_file must be a readable file, got {str(self.api_keys_file)!r}: "
-                    f"{error}"
+                    "api_keys_file must be a readable file with keys, got "
+                    f"{str(self.api_keys_file)!r}: {error}"
                 ) from None
         return frozenset(key.strip() for key in listed if key.strip())
 
@@ -90,7 +115,7 @@ def read_settings(path: Path | None, given: Mapping[str, Any]) -> Settings:
     if path is not None:
         try:
             values = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"settings must be a TOML file, got {str(path)!r}: {error}") from None
     known = {one.name for one in fields(Settings)}
     unknown = sorted(values.keys() - known)
@@ -101,6 +126,19 @@ def read_settings(path: Path | None, given: Mapping[str, Any]) -> Settings:
         if isinstance(values.get(name), str):
             values[name] = Path(values[name]).expanduser()
     return Settings(**values)
+
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "str": ((str,), "a text"),
+    "int": ((int,), "a whole number"),
+    "int | None": ((int, NoneType), "a whole number"),
+    "float": ((float, int), "a number"),
+    "bool | None": ((bool, NoneType), "true or false"),
+    "Path": ((Path,), "a path"),
+    "Path | None": ((Path, NoneType), "a path"),
+    "Literal['process', 'inline']": ((str,), "a text"),
+}
+"""What a value of each field's type may be: a file says anything."""
 
 
 def is_loopback(host: str) -> bool:

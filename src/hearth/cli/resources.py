@@ -12,9 +12,10 @@ from typing import Annotated, TypeVar
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from hearth.cli.complaint import exit_code
-from hearth.errors import NotFoundError
+from hearth.errors import NotFoundError, TransportError
 from hearth.sdk import DeploymentManager, TrainerJobManager
 from hearth.sdk.background import start
 from hearth.sdk.transport import Http, Retries
@@ -51,7 +52,13 @@ class Platform:
         """A record below the account."""
         http = Http(self.url, self.key, retries=_FEW)
         asked = http.request("GET", f"/v1/accounts/{ACCOUNT}/{path}", params=params)
-        return kind.parse(start(asked).result().content)
+        try:
+            return kind.parse(start(asked).result().content)
+        except TransportError as error:
+            raise TransportError(
+                f"base_url must be a platform that answers, got {self.url}: {error} Start one with "
+                "`hearth serve`, or say where it is with --base-url or FIREWORKS_BASE_URL"
+            ) from None
 
     def jobs(self) -> list[TrainerJob]:
         """Its trainer jobs."""
@@ -88,6 +95,8 @@ class StopFlags(Platform):
     """A trainer job's or a deployment's id."""
 
 
+_COLUMNS = ("ID", "KIND", "STATE", "MODEL", "PID", "MEMORY", "AGE", "NOTE")
+_SHORTEST_NOTE = 20
 _FEW = Retries(attempts=2, base_s=0.2)
 
 
@@ -102,16 +111,18 @@ def ps(arguments: list[str]) -> int:
     flags = tyro.cli(PsFlags, args=arguments, prog="hearth ps")
 
     def run() -> None:
-        table = Table("ID", "KIND", "STATE", "MODEL", "PID", "MEMORY", "AGE", "NOTE", box=None)
+        rows: list[list[str]] = []
         for job in flags.jobs():
             if flags.all or job.state not in _ENDED:
                 kind = "reference" if job.forward_only else "trainer"
                 state = (job.state or "").removeprefix("JOB_STATE_")
-                table.add_row(*_columns(job, kind, state, job.training_config.base_model))
+                rows.append(_columns(job, kind, state, job.training_config.base_model))
         for one in flags.deployments():
-            table.add_row(*_columns(one, "deployment", one.state or "", one.base_model))
-        console = Console()
-        console.print(table if table.row_count else f"nothing runs at {flags.url}")
+            rows.append(_columns(one, "deployment", one.state or "", one.base_model))
+        if rows:
+            _show(rows)
+        else:
+            Console(soft_wrap=True).print(f"nothing runs at {flags.url}", highlight=False)
 
     return exit_code(run)
 
@@ -162,11 +173,25 @@ def _kind(flags: Platform, id: str) -> str:
     raise NotFoundError(f"id must be one of {jobs + deployments}, got {id!r}")
 
 
+def _show(rows: list[list[str]]) -> None:
+    """One line per row. Ids are whole whatever the width: they are what one types next."""
+    columns = zip(_COLUMNS, *rows, strict=True)
+    *widths, _ = [max(map(len, column)) for column in columns]
+    taken = sum(widths) + 2 * len(widths)
+    room = max(_SHORTEST_NOTE, Console().width - taken)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, width in zip(_COLUMNS, [*widths, room], strict=True):
+        table.add_column(name, no_wrap=True, overflow="ellipsis", min_width=width, max_width=width)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console(width=taken + room).print(table, crop=False)
+
+
 def _columns(one: TrainerJob | Deployment, kind: str, state: str, model: str) -> list[str]:
     note = (one.status_message or "").split("; its log")[0]
     return [
         (one.name or "").rsplit("/", 1)[-1], kind, state, _short(model), str(one.pid or ""),
-        _memory(one.pid), _age(one.create_time), note[:80],
+        _memory(one.pid), _age(one.create_time), " ".join(note.split()),
     ]  # fmt: skip
 
 

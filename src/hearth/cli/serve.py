@@ -38,6 +38,10 @@ class ServeFlags:
     """CPU threads of a trainer's process; not given, all cores."""
     deployment_threads: int | None = None
     """CPU threads of a deployment's process; not given, all cores."""
+    allow_folders: bool | None = None
+    """Let requests name folders of this machine as models; not given, only on loopback."""
+    keep_snapshots: int | None = None
+    """Snapshots of each bucket to keep (32); 0 keeps all. Promote what is to stay."""
     max_body_mb: int | None = None
     """Longest request body to a trainer (1024); others take 1/16 of it."""
     orphan_timeout_s: float | None = None
@@ -61,8 +65,7 @@ def serve(arguments: list[str]) -> int:
 
 def _say(url: str, settings: Settings) -> None:
     key = "any text" if not settings.api_keys() else "one of its keys"
-    console = Console()
-    console.print(f"serving at {url}, data in {settings.data_dir}", highlight=False)
-    console.print(
-        f"export FIREWORKS_BASE_URL={url} FIREWORKS_API_KEY=x   # the key is {key}", highlight=False
-    )
+    # Not wrapped, whatever the width: the second line is to be copied.
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(f"serving at {url}, data in {settings.data_dir}")
+    console.print(f"export FIREWORKS_BASE_URL={url} FIREWORKS_API_KEY=x   # the key is {key}")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, TypeVar
 
 import orjson
 from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 
 import hearth
 from hearth.control.gateway import Door, Gateway
-from hearth.control.names import ACCOUNT, check_account
+from hearth.control.names import ACCOUNT, check_account, leaf
 from hearth.control.plane import ControlPlane
-from hearth.control.store import Changes
+from hearth.control.waiting import LONGEST_WAIT_S, once, settled
 from hearth.errors import HearthError, NotFoundError, RequestError
 from hearth.wire.base import Record
 from hearth.wire.faults import fault_body, status_of
@@ -27,15 +28,13 @@ from hearth.wire.fireworks import (
     Deployments,
     Models,
     Promote,
+    Promoted,
     TrainerJob,
     TrainerJobs,
     TrainingShapeVersions,
 )
 
-ResourceT = TypeVar("ResourceT", TrainerJob, Deployment)
-
-LONGEST_WAIT_S = 25.0
-"""How long a question for a state is held; clients' read timeout is 30 s."""
+RecordT = TypeVar("RecordT", bound=Record)
 
 States = Annotated[str, Query(alias="waitForState")]
 Timeout = Annotated[float, Query(alias="timeoutS")]
@@ -61,6 +60,21 @@ def create_gateway(plane: ControlPlane, door: Door | None = None) -> Gateway:
     @app.exception_handler(HearthError)
     async def answer_error(request: Request, error: HearthError) -> Response:
         return _json(fault_body(error, request.headers.get("x-request-id")), status_of(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def answer_bad_query(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        name, value = first["loc"][-1], str(first.get("input"))[:80]
+        return await answer_error(
+            request, RequestError(f"{name} must be valid, got {value!r}: {first['msg']}")
+        )
+
+    @app.exception_handler(HTTPException)
+    async def answer_no_route(request: Request, error: HTTPException) -> Response:
+        named = f"{request.method} {request.url.path[:200]}"
+        fault = NotFoundError(f"path must be one that the platform has, got {named!r}")
+        body = fault_body(fault, request.headers.get("x-request-id"))
+        return _json(body, error.status_code)
 
     return Gateway(plane.jobs, plane.deployments, app, door or Door())
 
@@ -127,9 +141,16 @@ def _jobs(plane: ControlPlane) -> APIRouter:
         deployment_id: DeploymentId = "",
     ) -> Response:  # fmt: skip
         check_account(account)
-        asked = TrainerJob.parse(await request.body())
-        if deployment_id and not asked.hot_load_deployment_id:
-            asked = asked.model_copy(update={"hot_load_deployment_id": deployment_id})
+        asked = await _asked(TrainerJob, request)
+        tied = asked.hot_load_deployment_id
+        if deployment_id and tied and leaf(tied) != leaf(deployment_id):
+            raise RequestError(
+                f"deploymentId must be the body's hotLoadDeploymentId {tied!r}, got "
+                f"{deployment_id!r}: a trainer publishes into one deployment"
+            )
+        if tied or deployment_id:
+            asked = asked.model_copy(update={"hot_load_deployment_id": tied or deployment_id})
+            await asyncio.to_thread(plane.deployments.tie, leaf(tied or deployment_id))
         return _answer(await asyncio.to_thread(jobs.create, job_id, asked, shape or None))
 
     @router.get("")
@@ -142,7 +163,7 @@ def _jobs(plane: ControlPlane) -> APIRouter:
         account: str, job: str, states: States = "", timeout_s: Timeout = LONGEST_WAIT_S
     ) -> Response:
         check_account(account)
-        found = await _settled(lambda: jobs.get(job), jobs.rows.changes, job, states, timeout_s)
+        found = await settled(lambda: jobs.get(job), jobs.rows.changes, job, states, timeout_s)
         return _answer(found)
 
     @router.post("/{job}:resume")
@@ -171,7 +192,7 @@ def _deployments(plane: ControlPlane) -> APIRouter:
     @router.post("")
     async def create(request: Request, account: str, deployment_id: DeploymentId = "") -> Response:
         check_account(account)
-        asked = Deployment.parse(await request.body())
+        asked = await _asked(Deployment, request)
         return _answer(await asyncio.to_thread(deployments.create, deployment_id, asked))
 
     @router.get("")
@@ -184,7 +205,7 @@ def _deployments(plane: ControlPlane) -> APIRouter:
         account: str, deployment: str, states: States = "", timeout_s: Timeout = LONGEST_WAIT_S
     ) -> Response:
         check_account(account)
-        found = await _settled(
+        found = await settled(
             lambda: deployments.get(deployment), deployments.rows.changes, deployment,
             states, timeout_s,
         )  # fmt: skip
@@ -193,7 +214,7 @@ def _deployments(plane: ControlPlane) -> APIRouter:
     @router.patch("/{deployment}")
     async def patch(request: Request, account: str, deployment: str) -> Response:
         check_account(account)
-        change = DeploymentPatch.parse(await request.body())
+        change = await _asked(DeploymentPatch, request)
         return _answer(await asyncio.to_thread(deployments.patch, deployment, change))
 
     @router.delete("/{deployment}")
@@ -212,7 +233,9 @@ def _checkpoints(plane: ControlPlane) -> APIRouter:
     def rows(account: str, job: str, size: PageSize = 200, page: PageToken = "") -> Response:
         check_account(account)
         found = plane.checkpoints.rows(job)
-        start = int(page) if page.isdigit() else 0
+        if page and page not in map(str, range(len(found) + 1)):
+            raise RequestError(f"pageToken must be one that a page ended with, got {page[:80]!r}")
+        start = int(page or 0)
         end = start + max(1, min(size, 1000))
         token = str(end) if end < len(found) else ""
         return _answer(CheckpointRows(checkpoints=found[start:end], next_page_token=token))
@@ -220,8 +243,16 @@ def _checkpoints(plane: ControlPlane) -> APIRouter:
     @router.post("/checkpoints/{checkpoint}:promote")
     async def promote(request: Request, account: str, checkpoint: str) -> Response:
         check_account(account)
-        asked = Promote.parse(await request.body())
-        return _answer(await asyncio.to_thread(plane.checkpoints.promote, checkpoint, asked))
+        asked = await _asked(Promote, request)
+        begun = await asyncio.to_thread(plane.checkpoints.promote, checkpoint, asked)
+        if asked.async_promotion:
+            return _answer(Promoted(operation=begun))
+        changes, id = plane.store.operations.changes, leaf(begun.name)
+        read = partial(plane.checkpoints.operation, id)
+        done = await once(read, changes, id, lambda one: one.done, None)
+        if done.error is not None:
+            raise RequestError(done.error.message)
+        return _answer(Promoted(model=done.response))
 
     @router.get("/operations/{operation}")
     def operation(account: str, operation: str) -> Response:
@@ -237,11 +268,12 @@ def _workers(plane: ControlPlane) -> APIRouter:
     @router.get("/{worker}/log")
     def log(account: str, worker: str, lines: int = 100) -> Response:
         check_account(account)
-        kind, _, leaf = worker.partition("-")
-        if kind == "trainer":
-            plane.jobs.get(leaf)
-        else:
-            plane.deployments.get(leaf)
+        kind, _, id = worker.partition("-")
+        if kind not in ("trainer", "deployment"):
+            raise NotFoundError(
+                f"worker must be trainer-JOB or deployment-DEPLOYMENT, got {worker[:80]!r}"
+            )
+        (plane.jobs if kind == "trainer" else plane.deployments).get(id)
         path = plane.means.launcher.log_path(worker)
         if path is None or not path.exists():
             raise NotFoundError(
@@ -254,29 +286,18 @@ def _workers(plane: ControlPlane) -> APIRouter:
     return router
 
 
-async def _settled(
-    read: Callable[[], ResourceT], changes: Changes, id: str, states: str, timeout_s: float
-) -> ResourceT:
-    """The resource; with ``states`` (a comma list) once it is in one of them, or time is over."""
-    if not states:
-        return await asyncio.to_thread(read)
-    wanted = states.split(",")
-    deadline = time.monotonic() + min(max(timeout_s, 0.0), LONGEST_WAIT_S)
-    while True:
-        changed = asyncio.wrap_future(changes.next(id))
-        found = await asyncio.to_thread(read)
-        left = deadline - time.monotonic()
-        if found.state in wanted or left <= 0:
-            changed.cancel()
-            return found
-        await _within(changed, left)
+async def _asked(kind: type[RecordT], request: Request) -> RecordT:
+    """The record of a request's body.
 
-
-async def _within(event: Awaitable[None], seconds: float) -> None:
+    Raises:
+        RequestError: it is none, or nothing that could be written down.
+    """
+    record = kind.parse(await request.body())
     try:
-        await asyncio.wait_for(event, seconds)
-    except TimeoutError:
-        return
+        record.dump()
+    except TypeError as error:
+        raise RequestError(f"body must be JSON of a usual depth and size, got {error}") from None
+    return record
 
 
 def _served(deployment: Deployment) -> dict[str, object]:

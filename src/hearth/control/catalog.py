@@ -1,8 +1,8 @@
 """Which models and training shapes there are, and what stands behind their names.
 
 Three sources: the documented ids that ship with Hearth, a TOML file of the user's, and models that
-were promoted here. What is none of these but names a folder or a hub id is a model too, and every
-model has an own shape for each mode, so that a shape is always found.
+were promoted here. What is none of these but names a folder or a hub id is a model too. Every model
+of the first two sources has an own shape for each mode, beside the shapes that are registered.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+import orjson
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from hearth.errors import ConfigError, NotFoundError
 from hearth.settings import CATALOG_VARIABLE
+from hearth.wire.base import describe
 from hearth.wire.fireworks import ShapeSnapshot, TrainerMode, TrainingShapeVersion
 
 _BUILT_IN = Path(__file__).with_name("catalog.toml")
@@ -27,6 +31,9 @@ MODES: Mapping[str, TrainerMode] = {
 }
 
 
+_Positive = Annotated[int, Field(ge=1)]
+
+
 @dataclass(frozen=True)
 class ModelEntry:
     """One model."""
@@ -35,8 +42,8 @@ class ModelEntry:
     source: str
     """A folder, or a hub id."""
     moe: bool = False
-    parameters: int | None = None
-    context_length: int | None = None
+    parameters: _Positive | None = None
+    context_length: _Positive | None = None
     """Most tokens; None where nobody says before the model is loaded."""
     trust_remote_code: bool = False
 
@@ -48,11 +55,11 @@ class ShapeEntry:
     name: str
     base_model: str
     trainer_mode: TrainerMode = "POLICY_TRAINER"
-    context_length: int | None = None
-    dtype: str | None = None
+    context_length: _Positive | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
     device: str | None = None
-    micro_batch_tokens: int | None = None
-    threads: int | None = None
+    micro_batch_tokens: _Positive | None = None
+    threads: _Positive | None = None
 
     @property
     def deployment_shape(self) -> str:
@@ -72,12 +79,20 @@ class ShapeEntry:
         )
 
 
+EntryT = TypeVar("EntryT", ModelEntry, ShapeEntry)
+_STRICT = ConfigDict(extra="forbid")
+_MODELS = TypeAdapter(with_config(_STRICT)(ModelEntry))
+_SHAPES = TypeAdapter(with_config(_STRICT)(ShapeEntry))
+
+
 @dataclass(frozen=True)
 class Catalog:
     """Models and shapes by name."""
 
     models: Mapping[str, ModelEntry] = field(default_factory=lambda: {})
     shapes: Mapping[str, ShapeEntry] = field(default_factory=lambda: {})
+    allow_folders: bool = True
+    """Whether a request may name a folder of this machine; where others ask, it may not."""
 
     def model(self, name: str, promoted: Mapping[str, ModelEntry] | None = None) -> ModelEntry:
         """What a name stands for; a folder or a hub id stands for itself.
@@ -94,10 +109,24 @@ class Catalog:
                 f"base_model must be a registered name, a folder or a hub id, got {name!r}: "
                 f"registered are {sorted(known)}; a catalog file ({CATALOG_VARIABLE}) adds more"
             )
-        looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-        if looks_like_a_path and not Path(name).expanduser().is_dir():
-            raise ConfigError(f"base_model must be an existing folder, got {name!r}")
+        self.check_source(name, "base_model")
         return _with_config(ModelEntry(name=name, source=name))
+
+    def check_source(self, name: str, field: str) -> None:
+        """Refuse what is neither a hub id nor a folder that a request may name.
+
+        Raises:
+            ConfigError: it looks like a path and is no folder, or folders may not be named.
+        """
+        looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        is_folder = _is_folder(name)
+        if not self.allow_folders and (looks_like_a_path or is_folder):
+            raise ConfigError(
+                f"{field} must be a registered name or a hub id on this platform, got the folder "
+                f"{name!r}: a catalog file gives folders their names"
+            )
+        if looks_like_a_path and not is_folder:
+            raise ConfigError(f"{field} must be an existing folder, got {name!r}")
 
     def shape(self, name: str) -> ShapeEntry:
         """The shape of a name, with or without its version.
@@ -112,9 +141,10 @@ class Catalog:
             for shape in _own_shapes(model):
                 if shape.name == bare:
                     return shape
+        known = [shape.name for shape in self.all_shapes()]
         raise NotFoundError(
-            f"training_shape_id must be a known shape, got {name!r}: known are "
-            f"{sorted(self.shapes)}; leave it unset to have one chosen"
+            f"training_shape_id must be a known shape, got {name!r}: known are {known}; leave it "
+            "unset to have one chosen"
         )
 
     def all_shapes(self) -> list[ShapeEntry]:
@@ -123,7 +153,7 @@ class Catalog:
         return [*self.shapes.values(), *own]
 
 
-def read_catalog(path: Path | None = None) -> Catalog:
+def read_catalog(path: Path | None = None, *, allow_folders: bool = True) -> Catalog:
     """The documented entries, with those of ``path`` (or of ``HEARTH_CATALOG``) over them.
 
     Raises:
@@ -132,39 +162,50 @@ def read_catalog(path: Path | None = None) -> Catalog:
     catalog = _read(_BUILT_IN)
     variable = os.environ.get(CATALOG_VARIABLE)
     chosen = path or (Path(variable) if variable else None)
-    if chosen is None:
-        return catalog
-    added = _read(chosen.expanduser())
-    return Catalog({**catalog.models, **added.models}, {**catalog.shapes, **added.shapes})
+    added = _read(chosen.expanduser()) if chosen is not None else Catalog()
+    return Catalog(
+        {**catalog.models, **added.models}, {**catalog.shapes, **added.shapes}, allow_folders
+    )
+
+
+def _is_folder(name: str) -> bool:
+    try:
+        return Path(name).expanduser().is_dir()
+    except (OSError, RuntimeError, ValueError):  # no such user's home, too long, or no path at all
+        return False
 
 
 def _read(path: Path) -> Catalog:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"catalog must be a TOML file, got {str(path)!r}: {error}") from None
+    unknown = sorted(content.keys() - {"models", "shapes"})
+    if unknown or not all(isinstance(table, dict) for table in content.values()):
+        raise ConfigError(f"catalog must have the tables models and shapes, got {sorted(content)}")
     models = {
-        name: _entry(ModelEntry, "models", name, values)
+        name: _entry(_MODELS, "models", name, values)
         for name, values in content.get("models", {}).items()
     }
     shapes = {
-        name: _entry(ShapeEntry, "shapes", name, values)
+        name: _entry(_SHAPES, "shapes", name, values)
         for name, values in content.get("shapes", {}).items()
     }
     return Catalog(models, shapes)
 
 
-def _entry(kind: type[Any], table: str, name: str, values: Any) -> Any:
+def _entry(kind: TypeAdapter[EntryT], table: str, name: str, values: Any) -> EntryT:
     parts = name.split("/")
-    if len(parts) != 4 or parts[0] != "accounts" or not all(parts):
-        middle = "trainingShapes" if table == "shapes" else "models"
+    middle = "trainingShapes" if table == "shapes" else "models"
+    if len(parts) != 4 or parts[0] != "accounts" or parts[2] != middle or not all(parts):
         raise ConfigError(
             f"catalog {table} must be named accounts/ACCOUNT/{middle}/NAME, got {name!r}"
         )
     try:
-        return kind(name=name, **values)
-    except TypeError as error:
-        raise ConfigError(f"catalog entry {name!r} must have known fields, got {error}") from None
+        return kind.validate_json(orjson.dumps({**values, "name": name}), strict=True)
+    except (TypeError, ValidationError) as error:
+        shown = describe(error) if isinstance(error, ValidationError) else str(error)
+        raise ConfigError(f"catalog entry {name!r} must have known fields: {shown}") from None
 
 
 def _own_shapes(model: ModelEntry) -> list[ShapeEntry]:
@@ -185,14 +226,17 @@ def _with_config(entry: ModelEntry) -> ModelEntry:
     try:
         path = Path(entry.source).expanduser() / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, RuntimeError, ValueError):
         return entry
+    if not isinstance(config, dict):
+        return entry
+    length = config.get("max_position_embeddings")
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
     return ModelEntry(
         name=entry.name,
         source=entry.source,
         moe=entry.moe or bool(experts or config.get("n_routed_experts")),
         parameters=entry.parameters,
-        context_length=entry.context_length or config.get("max_position_embeddings"),
+        context_length=entry.context_length or (length if isinstance(length, int) else None),
         trust_remote_code=entry.trust_remote_code,
     )

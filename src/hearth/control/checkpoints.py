@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 from hearth.control.jobs import Jobs, Means, promoted_models
 from hearth.control.names import ACCOUNT, job_name, leaf, promoted_leaf, timestamp
 from hearth.control.store import Row, Store
-from hearth.errors import ConflictError, HearthError, NotFoundError, RequestError
+from hearth.errors import (
+    ClosedError,
+    ConflictError,
+    HearthError,
+    NotFoundError,
+    NotReadyError,
+    RequestError,
+)
 from hearth.launch.spec import ExportSpec, SnapshotFacts
+from hearth.sync.folders import put_in_place
 from hearth.wire.fireworks import (
+    UNAVAILABLE,
     BaseModelDetails,
     CheckpointKind,
     CheckpointRow,
@@ -26,7 +37,6 @@ from hearth.wire.fireworks import (
     OperationError,
     PeftDetails,
     Promote,
-    Promoted,
     TrainerJob,
 )
 
@@ -37,6 +47,10 @@ _KINDS: dict[str, CheckpointKind] = {
     "lora": "CHECKPOINT_TYPE_INFERENCE_LORA",
     "delta": "CHECKPOINT_TYPE_INFERENCE_ARC_V2",
 }
+
+
+_MAKING = "making"
+"""In a model's row: the promotion under way, of which nothing shows yet."""
 
 
 class Checkpoints:
@@ -65,30 +79,30 @@ class Checkpoints:
             for row in sorted(found, key=lambda one: one.create_time)
         ]
 
-    def promote(self, checkpoint_id: str, asked: Promote) -> Promoted:
-        """Make a model of a sampler snapshot. Asking again for the same one changes nothing.
+    def promote(self, checkpoint_id: str, asked: Promote) -> Operation:
+        """Begin to make a model of a sampler snapshot; ``operation`` tells how that goes.
+
+        Asking again for the same one changes nothing. The job that made a model may make it anew of
+        another of its snapshots, as a run that is repeated does: the model is the old one until the
+        new one is complete.
 
         Raises:
             NotFoundError: there is no such job or snapshot; the message lists what there is.
             RequestError: the output's name breaks its rule, or the snapshot is a delta.
-            ConflictError: a model of that name was made of something else.
+            ConflictError: a model of that name was made by another job.
+            NotReadyError: it is being made of another snapshot.
+            ClosedError: the platform ends.
         """
         promoted_leaf(asked.output_model)
         job_id = leaf(asked.trainer_job_id)
         snapshot = self._promotable(job_id, checkpoint_id)
-        job = TrainerJob.checked(self._jobs.rows.get(job_id).body)
+        job = self._jobs.asked_for(job_id)
         if asked.base_model and asked.base_model != job.training_config.base_model:
             raise RequestError(
                 f"base_model must be {job.training_config.base_model!r}, which the job trained, "
                 f"got {asked.base_model!r}"
             )
-        operation = self._begin(job_id, snapshot, asked, job)
-        if asked.async_promotion:
-            return Promoted(operation=operation)
-        done = self._wait(leaf(operation.name))
-        if done.error is not None:
-            raise RequestError(done.error.message)
-        return Promoted(model=done.response)
+        return self._begin(job_id, snapshot, asked, job)
 
     def operation(self, operation_id: str) -> Operation:
         """How a promotion stands.
@@ -100,15 +114,27 @@ class Checkpoints:
 
     def recover(self) -> None:
         """After a restart: promotions that were under way have failed."""
+        shutil.rmtree(self._staging, ignore_errors=True)
         for row in self._store.operations.all(("running",)):
-            error = OperationError(message="the platform was restarted: promote again")
+            error = OperationError(
+                code=UNAVAILABLE, message="the platform was restarted: promote again"
+            )
             self._finish(row.id, Operation.checked(row.body), error=error)
-        for row in self._store.models.all(("CREATING",)):
-            self._store.models.delete(row.id)
+        for row in self._store.models.all():
+            self._give_up(row)
+
+    def refuse(self) -> None:
+        """Begin no more promotions; those that wait for their turn stay undone."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
         """Wait for what is being promoted."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def _staging(self) -> Path:
+        """Where models are written before they take their places; a dot is in no model's id."""
+        return self._means.models_dir / ".promoting"
 
     def _resumable(self, job_id: str) -> list[CheckpointRow]:
         rows: list[CheckpointRow] = []
@@ -153,58 +179,105 @@ class Checkpoints:
         origin = {"job": job_id, "identity": snapshot.identity, "merge": asked.merge_adapter}
         with self._lock:
             existing = self._store.models.find(name)
-            if existing is not None:
-                return self._existing(existing, origin)
+            if existing is not None and (same := self._same(existing, origin)) is not None:
+                return same
             operation_id = uuid.uuid4().hex[:12]
             operation = Operation(name=f"accounts/{ACCOUNT}/operations/{operation_id}", done=False)
-            body = {"origin": origin, "operation": operation_id, "kind": "PENDING", "source": ""}
-            self._store.models.insert(name, "CREATING", body)
+            making = {"origin": origin, "operation": operation_id}
             self._store.operations.insert(
                 operation_id, "running", operation.as_dict() | {"model": name}
             )
-        self._pool.submit(self._export, operation_id, operation, snapshot, asked, job, body)
+            if existing is None:
+                self._store.models.insert(name, "CREATING", {"kind": "PENDING", _MAKING: making})
+            else:
+                self._store.models.update(name, body={**existing.body, _MAKING: making})
+            try:
+                self._pool.submit(self._export, operation, making, snapshot, asked, job)
+            except RuntimeError:
+                raise ClosedError(
+                    "platform must be open to promote, got one that ends: promote again once it "
+                    "is back"
+                ) from None
         return operation
 
-    def _existing(self, row: Row, origin: dict[str, Any]) -> Operation:
-        if row.body.get("origin") != origin:
+    def _same(self, row: Row, origin: dict[str, Any]) -> Operation | None:
+        """The operation that makes or made this very model; None when it is to be made anew.
+
+        Raises:
+            ConflictError: it was made by another job.
+            NotReadyError: it is being made of another snapshot.
+        """
+        making = row.body.get(_MAKING)
+        latest = making or row.body
+        if latest["origin"] == origin:
+            return self.operation(latest["operation"])
+        if latest["origin"]["job"] != origin["job"]:
             raise ConflictError(
-                f"output_model must be new, got {row.id!r}: it was made of {row.body.get('origin')}"
+                f"output_model must be new, got {row.id!r}: it was made of {latest['origin']}"
             )
-        return self.operation(row.body["operation"])
+        if making is not None:
+            raise NotReadyError(
+                f"output_model must not be in the making, got {row.id!r}: it is being made of "
+                f"{making['origin']}; promote again when that is done"
+            )
+        return None
 
     def _export(
-        self, operation_id: str, operation: Operation, snapshot: SnapshotFacts, asked: Promote,
-        job: TrainerJob, body: dict[str, Any],
+        self, operation: Operation, making: dict[str, Any], snapshot: SnapshotFacts,
+        asked: Promote, job: TrainerJob,
     ) -> None:  # fmt: skip
         """Write the folder and finish the operation; runs on the pool."""
-        folder = self._means.data_dir / "models" / promoted_leaf(asked.output_model)
-        base = job.training_config.base_model
         try:
-            entry = self._means.catalog.model(base, promoted_models(self._store.models))
+            model = self._written(making["operation"], snapshot, asked, job)
+        except Exception as error:  # the boundary: whoever waits must hear of it
+            if not isinstance(error, HearthError | OSError):
+                logger.exception("promotion of %s", asked.output_model)
+            logger.warning("promotion of %s failed: %s", asked.output_model, error)
+            self._give_up(self._store.models.get(asked.output_model))
+            self._finish(making["operation"], operation, error=OperationError(message=str(error)))
+            return
+        self._store.models.update(
+            asked.output_model, state="READY", body={**making, **model.as_dict()}
+        )
+        self._finish(making["operation"], operation, response=model)
+
+    def _give_up(self, row: Row) -> None:
+        """A model that was being made stays what it was before."""
+        if row.state == "CREATING":
+            self._store.models.delete(row.id)
+        elif _MAKING in row.body:
+            kept = {name: value for name, value in row.body.items() if name != _MAKING}
+            self._store.models.update(row.id, body=kept)
+
+    def _written(
+        self, operation_id: str, snapshot: SnapshotFacts, asked: Promote, job: TrainerJob
+    ) -> Model:
+        """The model, its folder complete and in its place."""
+        folder = self._means.models_dir / promoted_leaf(asked.output_model)
+        draft = self._staging / operation_id
+        base = job.training_config.base_model
+        entry = self._means.catalog.model(base, promoted_models(self._store.models))
+        try:
             self._means.launcher.export(
                 ExportSpec(
                     bucket=self._jobs.bucket(leaf(asked.trainer_job_id)),
                     identity=snapshot.identity, base_model=base, source=entry.source,
-                    folder=str(folder), merge_adapter=asked.merge_adapter,
+                    folder=str(draft), merge_adapter=asked.merge_adapter,
                     trust_remote_code=entry.trust_remote_code,
                 )
             )  # fmt: skip
-        except (HearthError, OSError) as error:
-            logger.warning("promotion of %s failed: %s", asked.output_model, error)
-            self._store.models.delete(asked.output_model)
-            self._finish(operation_id, operation, error=OperationError(message=str(error)))
-            return
+            # Also over a folder without a row: its platform ended just before it wrote that.
+            put_in_place(draft, folder, overwrite=True)
+        finally:
+            # After an exchange the draft is what the model was before.
+            shutil.rmtree(draft, ignore_errors=True)
         is_adapter = snapshot.kind == "lora" and not asked.merge_adapter
-        model = Model(
+        return Model(
             name=asked.output_model, kind="HF_PEFT_ADDON" if is_adapter else "HF_BASE_MODEL",
             source=str(folder), create_time=timestamp(),
             base_model_details=BaseModelDetails(moe=entry.moe),
             peft_details=_peft_details(folder, base) if is_adapter else None,
         )  # fmt: skip
-        self._store.models.update(
-            asked.output_model, state="READY", body={**body, **model.as_dict()}
-        )
-        self._finish(operation_id, operation, response=model)
 
     def _finish(
         self, operation_id: str, operation: Operation, *, response: Model | None = None,
@@ -212,14 +285,6 @@ class Checkpoints:
     ) -> None:  # fmt: skip
         done = operation.model_copy(update={"done": True, "response": response, "error": error})
         self._store.operations.update(operation_id, state="done", body=done.as_dict())
-
-    def _wait(self, operation_id: str) -> Operation:
-        while True:
-            changed = self._store.operations.changes.next(operation_id)
-            operation = self.operation(operation_id)
-            if operation.done:
-                return operation
-            changed.result()
 
 
 def _snapshot_row(facts: SnapshotFacts) -> CheckpointRow:

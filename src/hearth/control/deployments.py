@@ -1,7 +1,8 @@
 """Deployments: asked for, started, kept alive, tied to trainers, scaled to zero and deleted.
 
-A deployment holds no state that cannot be had again, so one that dies is started again by itself
-and loads the snapshot that it served. One that dies again and again is FAILED, with what is known.
+A deployment holds no state that cannot be had again, so one that dies is started again by itself;
+in a process of its own it then loads the snapshot that it served. One that dies again and again is
+FAILED, with what is known, and so is one whose first start fails.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
-from hearth.control.jobs import Jobs, Means, Values, promoted_models
+from hearth.control.jobs import ALIVE as JOB_ALIVE
+from hearth.control.jobs import Jobs, Means, promoted_models
 from hearth.control.names import check_id, deployment_name, leaf, timestamp
 from hearth.control.store import Row, Rows
+from hearth.control.values import Values
 from hearth.control.workers import Live, LiveTable
 from hearth.errors import (
     ClosedError,
@@ -24,7 +28,7 @@ from hearth.errors import (
     RequestError,
 )
 from hearth.launch.spec import DeploymentSpec, Endpoint, ExitReport, Worker
-from hearth.wire.fireworks import Deployment, DeploymentPatch, TrainerJob
+from hearth.wire.fireworks import Deployment, DeploymentPatch
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +36,30 @@ ALIVE = ("CREATING", "READY", "UPDATING")
 MOST_RESTARTS = 3
 """A deployment that dies more often within ``RESTART_WINDOW_S`` is given up."""
 RESTART_WINDOW_S = 600.0
+SCALED_TO_ZERO = "scaled to zero"
 _PREFIX = "deployment-"
+_ANSWERED = (
+    "name", "state", "status_message", "create_time", "update_time", "worker_placement", "pid",
+)  # fmt: skip
+"""What only answers say; a client that sends back what it read is not taken at its word."""
 
 
 class Deployments:
     """The deployments of one platform. Safe to use from several threads."""
 
-    def __init__(self, rows: Rows, models: Rows, jobs: Jobs, means: Means) -> None:
+    def __init__(
+        self, rows: Rows, models: Rows, jobs: Jobs, means: Means,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.rows = rows
         self.live = LiveTable()
         self._models = models
         self._jobs = jobs
         self._means = means
+        self._now = now
         self._deaths: dict[str, deque[float]] = {}
-        self._lock = threading.Lock()
+        # A row and its live entry change together, whoever changes them.
+        self._lock = threading.RLock()
 
     def create(self, deployment_id: str, asked: Deployment) -> Deployment:
         """Start a deployment; it is ``CREATING`` until it answers. Asking again changes nothing.
@@ -56,23 +70,21 @@ class Deployments:
             ConflictError: another deployment has this id.
         """
         check_id(deployment_id, "deploymentId")
+        asked = asked.model_copy(update=dict.fromkeys(_ANSWERED))
         self._spec(deployment_id, asked)
         self._check_replicas(asked.min_replica_count, asked.max_replica_count)
         if asked.hot_load_trainer_job:
             self._check_attachable(deployment_id, asked.hot_load_trainer_job)
-        existing = self.rows.find(deployment_id)
-        if existing is not None:
-            if existing.body != asked.as_dict():
-                raise ConflictError(
-                    f"deploymentId must be new, got {deployment_id!r}: a deployment of that id "
-                    f"exists ({existing.state}) and was asked for otherwise"
-                )
-            return self.record(existing)
-        state = "CREATING" if asked.max_replica_count else "READY"
-        self.rows.insert(deployment_id, state, asked.as_dict())
-        if asked.max_replica_count:
-            self._start(deployment_id, asked, "CREATING")
-        return self.get(deployment_id)
+        with self.live.turn(deployment_id), self._lock:
+            existing = self.rows.find(deployment_id)
+            if existing is not None:
+                return self._same(existing, asked)
+            has_replica = asked.max_replica_count > 0
+            state, message = ("CREATING", "") if has_replica else ("READY", SCALED_TO_ZERO)
+            self.rows.insert(deployment_id, state, asked.as_dict(), message)
+            if has_replica:
+                self._start(deployment_id, asked, "CREATING")
+            return self.get(deployment_id)
 
     def get(self, deployment_id: str) -> Deployment:
         """A deployment as it stands.
@@ -87,41 +99,85 @@ class Deployments:
         return [self.record(row) for row in self.rows.all()]
 
     def patch(self, deployment_id: str, change: DeploymentPatch) -> Deployment:
-        """Scale, or attach to another trainer.
+        """Scale, or attach to another trainer. One that has failed is started again by any change.
+
+        A replica that starts for another trainer than the one before serves the base weights, not
+        what that one had published.
 
         Raises:
             NotFoundError: there is no such deployment or trainer.
             RequestError: a value breaks its rule, or the trainer publishes elsewhere.
         """
-        row = self._row(deployment_id)
+        with self.live.turn(deployment_id):
+            with self._lock:
+                worker = self._patched(self._row(deployment_id), change)
+            # Not under the lock: its last news may be on the way, and wants it.
+            if worker is not None:
+                worker.stop()
+        return self.get(deployment_id)
+
+    def _patched(self, row: Row, change: DeploymentPatch) -> Worker | None:
+        """Write a change and act on it; what comes back is to be stopped."""
         if change.hot_load_trainer_job:
-            self._check_attachable(deployment_id, change.hot_load_trainer_job)
+            self._check_attachable(row.id, change.hot_load_trainer_job)
         before = Deployment.checked(row.body)
         after = before.model_copy(update=change.model_dump(exclude_none=True))
         self._check_replicas(after.min_replica_count, after.max_replica_count)
-        self.rows.update(deployment_id, body=after.as_dict())
+        self.rows.update(row.id, body=after.as_dict())
         if after.max_replica_count == 0:
-            self._stop_replica(deployment_id)
-        elif before.max_replica_count == 0 or row.state == "FAILED":
-            self._deaths.pop(deployment_id, None)
-            self.rows.update(deployment_id, state="UPDATING", message="")
-            self._start(deployment_id, after, "UPDATING")
-        return self.get(deployment_id)
+            self.rows.update(row.id, state="READY", message=SCALED_TO_ZERO, worker=None)
+            return self.live.take_worker(row.id, Live("READY", SCALED_TO_ZERO))
+        if before.max_replica_count == 0 or row.state == "FAILED":
+            self._deaths.pop(row.id, None)
+            if after.hot_load_trainer_job != before.hot_load_trainer_job:
+                self._forget_served(row.id)
+            self.rows.update(row.id, state="UPDATING", message="", worker=None)
+            self._start(row.id, after, "UPDATING")
+        return None
+
+    def tie(self, deployment_id: str) -> None:
+        """Have a deployment read its own bucket: a trainer is about to publish into it.
+
+        It may not be there yet. Its attachment to a trainer that has ended is given up.
+
+        Raises:
+            RequestError: the trainer that it is attached to is alive.
+        """
+        with self.live.turn(deployment_id), self._lock:
+            row = self.rows.find(deployment_id)
+            body = Deployment.checked(row.body) if row is not None else None
+            if body is None or not body.hot_load_trainer_job:
+                return
+            job = self._jobs.rows.find(leaf(body.hot_load_trainer_job))
+            if job is not None and job.state in JOB_ALIVE:
+                raise RequestError(
+                    f"hotLoadDeploymentId must name a deployment with a bucket of its own, got "
+                    f"{deployment_id!r}, which reads that of the running trainer {job.id!r}: end "
+                    "that one, or leave hotLoadDeploymentId out and attach the deployment"
+                )
+            untied = body.model_copy(update={"hot_load_trainer_job": None})
+            self.rows.update(deployment_id, body=untied.as_dict())
+            if body.max_replica_count == 0:
+                self._forget_served(deployment_id)
 
     def delete(self, deployment_id: str) -> None:
-        """End a deployment and forget it, with what it served.
+        """End a deployment and forget it, with what it served; its id is free again.
 
         Raises:
             NotFoundError: there is no such deployment.
         """
-        self._row(deployment_id)
-        worker = self.live.take_worker(deployment_id, Live("DELETED", "deleted by request"))
-        if worker is not None:
-            worker.stop()
-        self.rows.delete(deployment_id)
-        self.live.forget(deployment_id)
-        state = self._means.data_dir / "deployments" / deployment_id / "serving.json"
-        state.unlink(missing_ok=True)
+        with self.live.turn(deployment_id):
+            with self._lock:
+                self._row(deployment_id)
+                self.rows.update(deployment_id, state="DELETING", worker=None)
+                worker = self.live.take_worker(deployment_id, Live("DELETING"))
+            if worker is not None:
+                worker.stop()
+            with self._lock:
+                self.rows.delete(deployment_id)
+                self.live.forget(deployment_id)
+                self._deaths.pop(deployment_id, None)
+            self._forget_served(deployment_id)
 
     def endpoint(self, name: str) -> Endpoint:
         """Where a deployment answers; ``name`` is its full name, its id, or ``MODEL#NAME``.
@@ -138,13 +194,16 @@ class Deployments:
         row = self._row(deployment_id)
         if row.state == "FAILED":
             raise ClosedError(
-                f"deployment {deployment_id!r} must be ready, got FAILED ({row.message}): delete "
-                "and create it anew"
+                f"deployment {deployment_id!r} must be ready, got FAILED ({row.message}): patch "
+                "maxReplicaCount to 1 to start it again, or delete it"
             )
+        if row.state == "DELETING":
+            raise ClosedError(f"deployment {deployment_id!r} must be ready, got DELETING")
         if Deployment.checked(row.body).max_replica_count == 0:
             raise ClosedError(
                 f"deployment {deployment_id!r} must have a replica, got none: it is scaled to "
-                "zero; patch maxReplicaCount to 1"
+                "zero, as a `with ResourceCleanup` block leaves it; use it inside the `with` block "
+                "that provisioned it, or patch maxReplicaCount to 1"
             )
         raise NotReadyError(
             f"deployment {deployment_id!r} must be ready, got {row.state}: ask soon"
@@ -158,39 +217,47 @@ class Deployments:
     def ready(self, worker: Worker) -> None:
         """A replica answers (``Watcher``)."""
         deployment_id = worker.spec.worker_id.removeprefix(_PREFIX)
-        if not self.live.belongs(deployment_id, worker):
-            return
-        self.live.put(deployment_id, Live("READY", worker=worker, is_ready=True))
-        self.rows.update(
-            deployment_id, only_from=ALIVE, state="READY", message="", worker=worker.record()
-        )
+        with self._lock:
+            if not self.live.belongs(deployment_id, worker):
+                return
+            self.live.put(deployment_id, Live("READY", worker=worker, is_ready=True))
+            self.rows.update(
+                deployment_id, only_from=ALIVE, state="READY", message="", worker=worker.record()
+            )
         logger.info("deployment %s is ready", deployment_id)
 
     def failed(self, worker: Worker, report: ExitReport) -> None:
         """A replica could not start, or died (``Watcher``)."""
         deployment_id = worker.spec.worker_id.removeprefix(_PREFIX)
-        if self.live.belongs(deployment_id, worker):
+        with self._lock:
             live = self.live.get(deployment_id)
-            was_ready = live is not None and live.is_ready
-            self._replace(deployment_id, report, may_restart=was_ready or self._has_died(worker))
+            if live is None or not self.live.belongs(deployment_id, worker):
+                return
+            # A first start that fails is not tried again.
+            has_run = live.is_ready or bool(self._deaths.get(deployment_id))
+            self._replace(deployment_id, report, may_restart=has_run)
 
     def recover(self) -> None:
         """After a restart: find the replicas that still run, and start the others again."""
+        # What was being deleted is gone: its worker was asked to end, and nobody adopts it.
+        for row in self.rows.all(("DELETING",)):
+            self.delete(row.id)
         for row in self.rows.all(ALIVE):
             body = Deployment.checked(row.body)
-            if body.max_replica_count == 0:
-                continue
-            if row.worker is None:
-                self._start(row.id, body, row.state)
-                continue
-            self.live.put(row.id, Live(row.state, is_starting=True))
-            found = self._means.launcher.adopt(row.worker, self)
-            if isinstance(found, ExitReport):
-                self._replace(row.id, found, may_restart=True)
-            else:
-                live = self.live.get(row.id)
-                if live is not None and live.is_starting:
-                    self.live.put(row.id, Live(row.state, worker=found))
+            if body.max_replica_count > 0:
+                with self._lock:
+                    self._find_again(row, body)
+
+    def _find_again(self, row: Row, body: Deployment) -> None:
+        if row.worker is None:
+            self._start(row.id, body, row.state)
+            return
+        self.live.put(row.id, Live(row.state, is_starting=True))
+        found = self._means.launcher.adopt(row.worker, self)
+        if isinstance(found, ExitReport):
+            self._replace(row.id, found, may_restart=True)
+        else:
+            self.live.begun(row.id, found)
 
     def record(self, row: Row) -> Deployment:
         """A row as clients read it."""
@@ -207,6 +274,14 @@ class Deployments:
                 "pid": worker.pid if worker is not None else None,
             }
         )
+
+    def _same(self, existing: Row, asked: Deployment) -> Deployment:
+        if existing.state == "DELETING" or existing.body != asked.as_dict():
+            raise ConflictError(
+                f"deploymentId must be new, got {existing.id!r}: a deployment of that id exists "
+                f"({existing.state}) and was asked for otherwise"
+            )
+        return self.record(existing)
 
     def _row(self, deployment_id: str) -> Row:
         row = self.rows.find(deployment_id)
@@ -229,7 +304,7 @@ class Deployments:
             NotFoundError: there is no such trainer.
             RequestError: it is tied to another deployment.
         """
-        tied = TrainerJob.checked(self._jobs.rows.get(leaf(job)).body).hot_load_deployment_id
+        tied = self._jobs.asked_for(leaf(job)).hot_load_deployment_id
         if tied:
             raise RequestError(
                 f"hotLoadTrainerJob must name a trainer with a bucket of its own, got {job!r}, "
@@ -264,13 +339,13 @@ class Deployments:
             source=entry.source,
             bucket=self._bucket(deployment_id, body),
             state_dir=str(self._means.data_dir / "deployments" / deployment_id),
-            tokenizer=values.text("tokenizer"),
+            tokenizer=self._tokenizer(values),
             dtype=values.choice("dtype", ("float32", "bfloat16"), "float32"),
             device=values.text("device"),
             max_seq_len=values.count("max_context_length") or longest,
             max_batch_size=values.count("max_batch_size") or 64,
             threads=values.count("threads") or self._means.deployment_threads,
-            trust_remote_code=entry.trust_remote_code or values.flag("trust_remote_code"),
+            trust_remote_code=entry.trust_remote_code,
         )
 
     def _start(self, deployment_id: str, body: Deployment, state: str) -> None:
@@ -280,31 +355,31 @@ class Deployments:
             self._give_up(deployment_id, f"cannot be started: {error}")
             return
         self.live.put(deployment_id, Live(state, is_starting=True))
-        worker = self._means.launcher.start(spec, self)
-        live = self.live.get(deployment_id)
-        if live is not None and live.is_starting:
-            self.live.put(deployment_id, Live(state, worker=worker))
+        try:
+            worker = self._means.launcher.start(spec, self)
+        except ConfigError as error:
+            self._give_up(deployment_id, f"cannot be started: {error}")
+            return
+        if self.live.begun(deployment_id, worker):
             self.rows.update(deployment_id, only_from=(state,), worker=worker.record())
 
-    def _stop_replica(self, deployment_id: str) -> None:
-        worker = self.live.take_worker(deployment_id, Live("READY", "scaled to zero"))
-        self.rows.update(deployment_id, state="READY", message="scaled to zero", worker=None)
-        if worker is not None:
-            worker.stop()
+    def _forget_served(self, deployment_id: str) -> None:
+        state = self._means.data_dir / "deployments" / deployment_id / "serving.json"
+        state.unlink(missing_ok=True)
 
-    def _has_died(self, worker: Worker) -> bool:
-        """Whether it was running before: a first start that fails is not tried again."""
-        return bool(self._deaths.get(worker.spec.worker_id.removeprefix(_PREFIX)))
+    def _tokenizer(self, values: Values) -> str | None:
+        name = values.text("tokenizer")
+        if name is not None:
+            self._means.catalog.check_source(name, "extraValues.tokenizer")
+        return name
 
     def _replace(self, deployment_id: str, report: ExitReport, *, may_restart: bool) -> None:
-        with self._lock:
-            deaths = self._deaths.setdefault(deployment_id, deque())
-            deaths.append(time.monotonic())
-            while deaths and deaths[0] < time.monotonic() - RESTART_WINDOW_S:
-                deaths.popleft()
-            may_restart = may_restart and len(deaths) <= MOST_RESTARTS
+        deaths = self._deaths.setdefault(deployment_id, deque())
+        deaths.append(self._now())
+        while deaths[0] < self._now() - RESTART_WINDOW_S:
+            deaths.popleft()
         message = report.describe()
-        if not may_restart:
+        if not may_restart or len(deaths) > MOST_RESTARTS:
             self._give_up(deployment_id, message)
             return
         logger.warning("deployment %s is started again: %s", deployment_id, message)

@@ -13,14 +13,24 @@ import hashlib
 import hmac
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import orjson
 
 from hearth.control.deployments import Deployments
 from hearth.control.jobs import Jobs
-from hearth.errors import AuthError, HearthError, NotFoundError, TooLargeError, TransportError
+from hearth.control.names import leaf
+from hearth.errors import (
+    AuthError,
+    HearthError,
+    NotFoundError,
+    RequestError,
+    TooLargeError,
+    TransportError,
+)
 from hearth.launch.spec import App, Endpoint, Message, Scope
 from hearth.settings import is_loopback
 from hearth.wire.faults import fault_body, status_of
@@ -29,9 +39,15 @@ TRAINER_PREFIX = "/training/v1/rlorTrainerJobs/"
 BUCKET_HEADER = b"x-hearth-snapshot-bucket"
 """Names the bucket that a hot-load reads; only the gateway may say it."""
 _SAMPLING_PATHS = ("/inference/", "/hot_load/", "/v1/completions", "/v1/chat/completions")
-_NOT_PASSED_ON = frozenset(
-    {b"host", b"connection", b"transfer-encoding", b"keep-alive", b"authorization", b"x-api-key"}
-)
+_FOR_THE_DOOR = frozenset({b"authorization", b"x-api-key", b"cookie", BUCKET_HEADER})
+"""No worker hears these from a client."""
+_OF_THE_CONNECTION = frozenset(
+    {
+        b"host", b"connection", b"transfer-encoding", b"keep-alive", b"expect", b"te", b"trailer",
+        b"upgrade", b"date", b"server",
+    }
+)  # fmt: skip
+"""Each connection has its own."""
 _SMALLER = 16
 """Only trainers take bodies of the full length; others a fraction of it."""
 
@@ -79,7 +95,9 @@ class Door:
             )
 
     def _check_local(self, name: str, value: bytes) -> None:
-        host = value.decode("latin-1").rpartition("//")[2]
+        host = value.decode("latin-1").lower()
+        if name == "origin":
+            host = host.partition("://")[2] or host
         host = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.split(":")[0]
         if not is_loopback(host):
             raise AuthError(
@@ -105,6 +123,8 @@ class Gateway:
             try:
                 self._door.check(scope)
                 await self._route(scope, receive, send)
+            except _LeftError:
+                return
             except HearthError as error:
                 await _answer(send, error)
 
@@ -120,23 +140,20 @@ class Gateway:
             job_id, inner = _split_trainer_path(path)
             receive = _bounded(scope, receive, self._door.max_body)
             endpoint = await _found(self._jobs.endpoint, job_id, self._jobs.live.get(job_id))
-            await self._forward(endpoint, {**scope, "path": inner}, receive, send)
+            await self._forward(endpoint, _for_worker(scope, inner), receive, send)
             return
         receive = _bounded(scope, receive, self._door.max_body // _SMALLER)
         if path.startswith(_SAMPLING_PATHS):
             name, receive = await _deployment_name(scope, receive)
-            live = self._deployments.live.get(name.rpartition("/")[2])
+            live = self._deployments.live.get(leaf(name.rpartition("#")[2]))
             endpoint = await _found(self._deployments.endpoint, name, live)
+            asked = _for_worker(scope, path)
             if path.startswith("/hot_load/"):
-                scope = await self._with_bucket(scope, name)
-            await self._forward(endpoint, scope, receive, send)
+                bucket = await asyncio.to_thread(self._deployments.bucket, name)
+                asked["headers"].append((BUCKET_HEADER, bucket.encode()))
+            await self._forward(endpoint, asked, receive, send)
             return
         await self._control(scope, receive, send)
-
-    async def _with_bucket(self, scope: Scope, name: str) -> Scope:
-        bucket = await asyncio.to_thread(self._deployments.bucket, name)
-        headers = [pair for pair in scope["headers"] if pair[0] != BUCKET_HEADER]
-        return {**scope, "headers": [*headers, (BUCKET_HEADER, bucket.encode())]}
 
     async def _forward(
         self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
@@ -145,6 +162,7 @@ class Gateway:
             await endpoint.app(scope, receive, send)
             return
         assert endpoint.socket is not None, "an endpoint is an app or a socket"
+        await self._connect(endpoint.socket)
         request = self._request(endpoint.socket, scope, await _body(receive))
         answering = asyncio.create_task(self._pass_on(endpoint.socket, request, send))
         leaving = asyncio.create_task(_disconnected(receive))
@@ -158,26 +176,38 @@ class Gateway:
             with contextlib.suppress(asyncio.CancelledError):
                 await answering
 
+    async def _connect(self, socket: str) -> None:
+        """See that there is a client for a worker; those of workers that have ended go."""
+        if socket in self._sockets:
+            return
+        transport = httpx.AsyncHTTPTransport(
+            uds=socket, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        )
+        self._sockets[socket] = client = httpx.AsyncClient(transport=transport, timeout=None)
+        client.headers.clear()  # nothing is added to what the client said
+        for gone in [one for one in self._sockets if not Path(one).exists() and one != socket]:
+            await self._sockets.pop(gone).aclose()
+
     def _request(self, socket: str, scope: Scope, body: bytes) -> httpx.Request:
-        client = self._sockets.get(socket)
-        if client is None:
-            transport = httpx.AsyncHTTPTransport(
-                uds=socket, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            )
-            client = httpx.AsyncClient(transport=transport, base_url="http://worker", timeout=None)
-            self._sockets[socket] = client
-        headers = [pair for pair in scope["headers"] if pair[0] not in _NOT_PASSED_ON]
-        url = scope["path"]
-        if scope.get("query_string"):
-            url += "?" + scope["query_string"].decode("latin-1")
-        return client.build_request(scope["method"], url, headers=headers, content=body)
+        headers = [pair for pair in scope["headers"] if pair[0] not in _OF_THE_CONNECTION]
+        # As it came in: a path's %3F must not turn into the beginning of a query.
+        path = quote(scope["path"], safe="/:@!$&'()*+,;=~").encode()
+        query = scope.get("query_string", b"")
+        url = httpx.URL("http://worker").copy_with(raw_path=path + (b"?" + query if query else b""))
+        return self._sockets[socket].build_request(
+            scope["method"], url, headers=headers, content=body
+        )
 
     async def _pass_on(self, socket: str, request: httpx.Request, send: Send) -> None:
         begun = False
         try:
             response = await self._sockets[socket].send(request, stream=True)
             try:
-                headers = [pair for pair in response.headers.raw if pair[0] not in _NOT_PASSED_ON]
+                headers = [
+                    (name.lower(), value)
+                    for name, value in response.headers.raw
+                    if name.lower() not in _OF_THE_CONNECTION
+                ]
                 start = {"type": "http.response.start", "status": response.status_code}
                 await send({**start, "headers": headers})
                 begun = True
@@ -205,6 +235,16 @@ class Gateway:
                 return
 
 
+class _LeftError(Exception):
+    """The client is gone before it has said what it wants."""
+
+
+def _for_worker(scope: Scope, path: str) -> dict[str, Any]:
+    """What a worker is asked: the worker's own path, and nothing that was for the door."""
+    headers = [pair for pair in scope["headers"] if pair[0] not in _FOR_THE_DOOR]
+    return {**scope, "path": path, "headers": headers}
+
+
 def _split_trainer_path(path: str) -> tuple[str, str]:
     """The job id and the trainer's own path.
 
@@ -227,15 +267,28 @@ async def _found(find: Callable[[str], Endpoint], name: str, live: Any) -> Endpo
 
 
 async def _deployment_name(scope: Scope, receive: Receive) -> tuple[str, Receive]:
+    """Which deployment is meant, and the body for who reads it next.
+
+    Raises:
+        RequestError: neither a header nor the body says so.
+    """
     for key, value in scope["headers"]:
         if key == b"fireworks-deployment":
             return value.decode("latin-1"), receive
     body = await _body(receive)
-    try:
-        name = orjson.loads(body).get("model", "")
-    except (orjson.JSONDecodeError, AttributeError):
-        name = ""
-    return str(name), _replay(body, receive)
+    content: Any = {}
+    if body:
+        try:
+            content = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise RequestError(f"body must be JSON, got {body[:40]!r}: {error}") from None
+    name = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(name, str):
+        raise RequestError(
+            f"model must name a deployment, got {str(name)[:80]!r}: set it in the body, or send "
+            "the header fireworks-deployment"
+        )
+    return name, _replay(body, receive)
 
 
 def _bounded(scope: Scope, receive: Receive, limit: int) -> Receive:
@@ -271,6 +324,8 @@ async def _body(receive: Receive) -> bytes:
 async def _parts(receive: Receive) -> AsyncIterator[bytes]:
     while True:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _LeftError
         yield message.get("body", b"")
         if not message.get("more_body"):
             return

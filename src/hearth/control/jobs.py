@@ -8,7 +8,7 @@ weights since the last checkpoint are gone with it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 from hearth.control.catalog import Catalog, ModelEntry, ShapeEntry
 from hearth.control.names import check_id, job_name, leaf, timestamp
 from hearth.control.store import Row, Rows
-from hearth.control.workers import Live, LiveTable
+from hearth.control.values import Values
+from hearth.control.workers import Live, LiveTable, ask
 from hearth.errors import (
     ClosedError,
     ConfigError,
@@ -33,6 +34,12 @@ logger = logging.getLogger(__name__)
 ALIVE = ("JOB_STATE_CREATING", "JOB_STATE_RUNNING")
 RESUMABLE = ("JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_PAUSED", "JOB_STATE_COMPLETED")
 _PREFIX = "trainer-"
+_LEARNED = "learnedContextLength"
+"""In a row's body: what the trainer said, where nobody could say before it ran."""
+_ANSWERED = (
+    "name", "state", "status_message", "create_time", "update_time", "worker_placement", "pid",
+)  # fmt: skip
+"""What only answers say; a client that sends back what it read is not taken at its word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +52,13 @@ class Means:
     trainer_threads: int | None = None
     """CPU threads of a process; None leaves torch's choice, all cores."""
     deployment_threads: int | None = None
+    keep_snapshots: int | None = None
+    """Snapshots of a bucket to keep; None keeps all."""
+
+    @property
+    def models_dir(self) -> Path:
+        """The folder of promoted models."""
+        return self.data_dir / "models"
 
     def checkpoint_dir(self, job_id: str) -> Path:
         """The folder of a job's resumable checkpoints; it outlives the job."""
@@ -59,6 +73,8 @@ class Jobs:
         self.live = LiveTable()
         self._models = models
         self._means = means
+        # A row and its live entry change together, whoever changes them.
+        self._lock = threading.RLock()
 
     def create(self, job_id: str, asked: TrainerJob, training_shape: str | None) -> TrainerJob:
         """Start a job; it is ``CREATING`` until its trainer answers. Asking again changes nothing.
@@ -66,17 +82,18 @@ class Jobs:
         Raises:
             RequestError: a field breaks its rule.
             ConfigError, NotFoundError: the model or the shape is unknown.
-            ConflictError: another job has this id.
+            ConflictError: another job has this id, or had it and was deleted.
         """
         check_id(job_id, "rlorTrainerJobId")
         asked = asked.model_copy(update={"training_shape": training_shape or asked.training_shape})
         body = self._resolved(job_id, asked)
-        existing = self.rows.find(job_id)
-        if existing is not None:
-            return self._same(existing, body)
-        row = self.rows.insert(job_id, "JOB_STATE_CREATING", body.as_dict())
-        self._start(job_id, body)
-        return self.record(row)
+        with self.live.turn(job_id), self._lock:
+            existing = self.rows.find(job_id)
+            if existing is not None:
+                return self._same(existing, body)
+            self.rows.insert(job_id, "JOB_STATE_CREATING", body.as_dict())
+            self._start(job_id, body)
+            return self.get(job_id)
 
     def get(self, job_id: str) -> TrainerJob:
         """A job as it stands.
@@ -97,22 +114,23 @@ class Jobs:
             NotFoundError: there is no such job.
             ConflictError: it was deleted.
         """
-        row = self._row(job_id)
-        if row.state in ALIVE:
-            return self.record(row)
-        moved = self.rows.update(
-            job_id, only_from=RESUMABLE, state="JOB_STATE_CREATING", message="", worker=None
-        )
-        if not moved:
-            raise ConflictError(
-                f"job must be in one of {list(RESUMABLE)} to be resumed, got {row.state} of "
-                f"{job_id!r}: create a new one"
+        with self.live.turn(job_id), self._lock:
+            row = self._row(job_id)
+            if row.state in ALIVE:
+                return self.record(row)
+            moved = self.rows.update(
+                job_id, only_from=RESUMABLE, state="JOB_STATE_CREATING", message="", worker=None
             )
-        self._start(job_id, TrainerJob.checked(row.body))
-        return self.get(job_id)
+            if not moved:
+                raise ConflictError(
+                    f"job must be in one of {list(RESUMABLE)} to be resumed, got {row.state} of "
+                    f"{job_id!r}: create a new one"
+                )
+            self._start(job_id, TrainerJob.checked(row.body))
+            return self.get(job_id)
 
     def cancel(self, job_id: str) -> TrainerJob:
-        """Stop a job's trainer; it can be resumed.
+        """Stop a job's trainer; it can be resumed. One that has ended stays as it is.
 
         Raises:
             NotFoundError: there is no such job.
@@ -156,49 +174,68 @@ class Jobs:
         """The bucket into which a job publishes; ``job`` is an id or a full name.
 
         Raises:
-            NotFoundError: there is no such job.
+            NotFoundError: there never was such a job.
         """
-        return bucket_of(leaf(job), TrainerJob.checked(self._row(leaf(job)).body))
+        return bucket_of(leaf(job), self.asked_for(leaf(job)))
+
+    def asked_for(self, job_id: str) -> TrainerJob:
+        """A job as it was asked for, also one that was deleted.
+
+        Raises:
+            NotFoundError: there never was one of that id.
+        """
+        return TrainerJob.checked(self._row(job_id).body)
 
     def ready(self, worker: Worker) -> None:
         """A trainer answers (``Watcher``)."""
         job_id = worker.spec.worker_id.removeprefix(_PREFIX)
-        if not self.live.belongs(job_id, worker):
-            return
-        self.live.put(job_id, Live("JOB_STATE_RUNNING", worker=worker, is_ready=True))
-        moved = self.rows.update(
-            job_id, only_from=ALIVE, state="JOB_STATE_RUNNING", worker=worker.record()
-        )
-        if moved:
-            logger.info("trainer job %s is running", job_id)
+        # Asked before the job is said to run: whoever sees it running sees its length too.
+        learned = self._learned(job_id, worker)
+        with self._lock:
+            row = self.rows.find(job_id)
+            if row is None or not self.live.belongs(job_id, worker):
+                return
+            self.live.put(job_id, Live("JOB_STATE_RUNNING", worker=worker, is_ready=True))
+            self.rows.update(
+                job_id, only_from=ALIVE, state="JOB_STATE_RUNNING", worker=worker.record(),
+                body={**row.body, **learned},
+            )  # fmt: skip
+        logger.info("trainer job %s is running", job_id)
 
     def failed(self, worker: Worker, report: ExitReport) -> None:
         """A trainer could not start, or died (``Watcher``)."""
         job_id = worker.spec.worker_id.removeprefix(_PREFIX)
-        if self.live.belongs(job_id, worker):
-            self._fail(job_id, report)
+        with self._lock:
+            if self.live.belongs(job_id, worker):
+                self._fail(job_id, report)
 
     def recover(self) -> None:
         """After a restart: find the trainers that still run, and report the others as failed."""
         for row in self.rows.all(ALIVE):
-            if row.worker is None:
-                self._start(row.id, TrainerJob.checked(row.body))
-                continue
-            self.live.put(row.id, Live(row.state, is_starting=True))
-            found = self._means.launcher.adopt(row.worker, self)
-            if isinstance(found, ExitReport):
-                self._fail(row.id, found)
-            else:
-                live = self.live.get(row.id)
-                if live is not None and live.is_starting:
-                    self.live.put(row.id, Live(row.state, worker=found))
+            with self._lock:
+                self._find_again(row)
+
+    def _find_again(self, row: Row) -> None:
+        if row.worker is None:
+            self._start(row.id, TrainerJob.checked(row.body))
+            return
+        self.live.put(row.id, Live(row.state, is_starting=True))
+        found = self._means.launcher.adopt(row.worker, self)
+        if isinstance(found, ExitReport):
+            self._fail(row.id, found)
+        else:
+            self.live.begun(row.id, found)
 
     def record(self, row: Row) -> TrainerJob:
         """A row as clients read it."""
         live = self.live.get(row.id)
         worker = live.worker if live is not None else None
-        return TrainerJob.checked(row.body).model_copy(
+        body = TrainerJob.checked(row.body)
+        config = body.training_config
+        length = config.max_context_length or row.body.get(_LEARNED)
+        return body.model_copy(
             update={
+                "training_config": config.model_copy(update={"max_context_length": length}),
                 "name": job_name(row.id),
                 "state": row.state,
                 "status_message": row.message or None,
@@ -217,7 +254,13 @@ class Jobs:
         return row
 
     def _same(self, existing: Row, body: TrainerJob) -> TrainerJob:
-        if existing.state == "JOB_STATE_DELETED" or existing.body != body.as_dict():
+        if existing.state == "JOB_STATE_DELETED":
+            raise ConflictError(
+                f"rlorTrainerJobId must be new, got {existing.id!r}: a job of that id was deleted, "
+                "and its checkpoints are kept under it; choose another"
+            )
+        before = {name: value for name, value in existing.body.items() if name != _LEARNED}
+        if before != body.as_dict():
             raise ConflictError(
                 f"rlorTrainerJobId must be new, got {existing.id!r}: a job of that id exists "
                 f"({existing.state}) and was asked for otherwise"
@@ -231,6 +274,8 @@ class Jobs:
         shape = self._means.catalog.shape(asked.training_shape) if asked.training_shape else None
         if config.lora_rank < 0:
             raise RequestError(f"loraRank must be >= 0, got {config.lora_rank}")
+        if config.max_context_length is not None and config.max_context_length < 1:
+            raise RequestError(f"maxContextLength must be >= 1, got {config.max_context_length}")
         if shape is not None and shape.base_model != config.base_model:
             raise RequestError(
                 f"trainingShape must be one of {config.base_model!r}, got {shape.name!r}, which is "
@@ -241,6 +286,7 @@ class Jobs:
         length = config.max_context_length or _shortest(shape, entry)
         body = asked.model_copy(
             update={
+                **dict.fromkeys(_ANSWERED),
                 "forward_only": is_frozen,
                 "training_config": config.model_copy(update={"max_context_length": length}),
                 "bucket": bucket_of(job_id, asked),
@@ -268,7 +314,10 @@ class Jobs:
             micro_batch_tokens=values.count("micro_batch_tokens") or 16384,
             keep_checkpoints=values.count("keep_checkpoints"),
             threads=values.count("threads") or self._means.trainer_threads,
-            trust_remote_code=entry.trust_remote_code or values.flag("trust_remote_code"),
+            keep_snapshots=self._means.keep_snapshots,
+            models_dir=str(self._means.models_dir),
+            allow_folders=self._means.catalog.allow_folders,
+            trust_remote_code=entry.trust_remote_code,
         )
 
     def _start(self, job_id: str, body: TrainerJob) -> None:
@@ -279,11 +328,25 @@ class Jobs:
             self._fail(job_id, ExitReport(reason=f"cannot be started: {error}"))
             return
         self.live.put(job_id, Live("JOB_STATE_CREATING", is_starting=True))
-        worker = self._means.launcher.start(spec, self)
-        live = self.live.get(job_id)
-        if live is not None and live.is_starting:
-            self.live.put(job_id, Live("JOB_STATE_CREATING", worker=worker))
+        try:
+            worker = self._means.launcher.start(spec, self)
+        except ConfigError as error:
+            self._fail(job_id, ExitReport(reason=f"cannot be started: {error}"))
+            return
+        if self.live.begun(job_id, worker):
             self.rows.update(job_id, only_from=("JOB_STATE_CREATING",), worker=worker.record())
+
+    def _learned(self, job_id: str, worker: Worker) -> dict[str, int]:
+        """The context length that a trainer answers, as a part of its row, where none is known."""
+        row = self.rows.find(job_id)
+        if row is None or TrainerJob.checked(row.body).training_config.max_context_length:
+            return {}
+        answer = ask(worker.endpoint, "/api/v1/get_server_capabilities")
+        try:
+            return {_LEARNED: int(answer["supported_models"][0]["max_context_length"])}
+        except (LookupError, TypeError, ValueError):
+            logger.warning("trainer job %s does not say how long its context is", job_id)
+            return {}
 
     def _fail(self, job_id: str, report: ExitReport) -> None:
         message = report.describe()
@@ -295,10 +358,15 @@ class Jobs:
             logger.warning("trainer job %s failed: %s", job_id, message)
 
     def _end(self, job_id: str, state: str, message: str, *, only_from: Any) -> None:
-        worker = self.live.take_worker(job_id, Live(state, message))
-        self.rows.update(job_id, only_from=only_from, state=state, message=message, worker=None)
-        if worker is not None:
-            worker.stop()
+        with self.live.turn(job_id):
+            with self._lock:
+                moved = self.rows.update(
+                    job_id, only_from=only_from, state=state, message=message, worker=None
+                )
+                worker = self.live.take_worker(job_id, Live(state, message)) if moved else None
+            # Not under the lock: its last news may be on the way, and wants it.
+            if worker is not None:
+                worker.stop()
 
 
 def bucket_of(job_id: str, body: TrainerJob) -> str:
@@ -320,58 +388,3 @@ def promoted_models(models: Rows) -> dict[str, ModelEntry]:
 def _shortest(shape: ShapeEntry | None, entry: ModelEntry) -> int | None:
     lengths = [entry.context_length, shape.context_length if shape is not None else None]
     return min((one for one in lengths if one is not None), default=None)
-
-
-class Values:
-    """``extraValues`` of a request, checked one by one; a shape's fields are the defaults."""
-
-    def __init__(self, given: Mapping[str, Any], shape: ShapeEntry | None = None) -> None:
-        self._given = given
-        self._shape = shape
-
-    def text(self, name: str) -> str | None:
-        """A text, or None where nothing is given.
-
-        Raises:
-            RequestError: it is something else.
-        """
-        value = self._value(name)
-        if value is not None and not isinstance(value, str):
-            raise RequestError(f"extraValues.{name} must be a text, got {value!r}")
-        return value
-
-    def choice(self, name: str, among: tuple[str, ...], default: str) -> str:
-        """One of a few texts.
-
-        Raises:
-            RequestError: it is another one.
-        """
-        value = self.text(name) or default
-        if value not in among:
-            raise RequestError(f"extraValues.{name} must be one of {list(among)}, got {value!r}")
-        return value
-
-    def count(self, name: str) -> int | None:
-        """A whole number from 1 on, also as a text; None where nothing is given.
-
-        Raises:
-            RequestError: it is something else.
-        """
-        value = self._value(name)
-        if value is None:
-            return None
-        try:
-            number = int(value) if not isinstance(value, bool) else 0
-        except (TypeError, ValueError):
-            number = 0
-        if number < 1:
-            raise RequestError(f"extraValues.{name} must be a whole number >= 1, got {value!r}")
-        return number
-
-    def flag(self, name: str) -> bool:
-        """True for true and ``"true"``."""
-        return str(self._value(name)).lower() == "true"
-
-    def _value(self, name: str) -> Any:
-        value = self._given.get(name)
-        return getattr(self._shape, name, None) if value is None else value

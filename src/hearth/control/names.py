@@ -10,6 +10,7 @@ from hearth.errors import NotFoundError, RequestError
 
 ACCOUNT = "me"
 _ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_NAME = re.compile(rf"accounts/{ACCOUNT}/[a-zA-Z]+/([^/]*)")
 _MODEL_NAME = re.compile(rf"accounts/{ACCOUNT}/models/([a-z0-9-]{{1,63}})")
 
 
@@ -50,8 +51,9 @@ def deployment_name(deployment_id: str) -> str:
 
 
 def leaf(name: str) -> str:
-    """The id at the end of a name; an id is its own."""
-    return name.rsplit("/", 1)[-1]
+    """The id of a name ``accounts/me/KIND/ID``; what is no such name is its own."""
+    found = _NAME.fullmatch(name)
+    return found.group(1) if found is not None else name
 
 
 def promoted_leaf(name: str) -> str:

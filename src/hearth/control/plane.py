@@ -7,8 +7,7 @@ import logging
 from hearth.control.catalog import ModelEntry
 from hearth.control.checkpoints import Checkpoints
 from hearth.control.deployments import Deployments
-from hearth.control.jobs import Jobs, Means, promoted_models
-from hearth.control.names import timestamp
+from hearth.control.jobs import Jobs, Means
 from hearth.control.store import Row, Store
 from hearth.errors import NotFoundError
 from hearth.wire.fireworks import BaseModelDetails, Model
@@ -36,34 +35,27 @@ class ControlPlane:
         """A registered or promoted model.
 
         Raises:
-            NotFoundError: there is none of that name; the message lists the names.
+            NotFoundError: there is none of that name; the message lists those that there are.
         """
         row = self.store.models.find(name)
         if row is not None and row.state == "READY":
             return _promoted(row)
         if name not in self.means.catalog.models:
-            raise NotFoundError(
-                f"model must be one of {sorted(self.means.catalog.models)}, got {name!r}"
-            )
+            known = [one.name for one in self.models()]
+            raise NotFoundError(f"model must be one of {known}, got {name!r}")
         return _registered(self.means.catalog.model(name))
 
     def models(self) -> list[Model]:
-        """All registered and promoted models."""
+        """All registered models by name, then the promoted ones, oldest first."""
         known = self.means.catalog
         registered = [_registered(known.model(name)) for name in sorted(known.models)]
         promoted = [_promoted(row) for row in self.store.models.all(("READY",))]
         return registered + promoted
 
-    def source(self, name: str) -> str:
-        """The folder or hub id behind a model's name.
-
-        Raises:
-            ConfigError: it is not known.
-        """
-        return self.means.catalog.model(name, promoted_models(self.store.models)).source
-
     def close(self) -> None:
         """Stop every worker and close the database."""
+        # A promotion that began after the launcher's end would start another nursery.
+        self.checkpoints.refuse()
         self.means.launcher.close()
         self.checkpoints.close()
         self.store.close()
@@ -78,5 +70,4 @@ def _registered(entry: ModelEntry) -> Model:
 
 
 def _promoted(row: Row) -> Model:
-    model = Model.checked({**row.body, "name": row.id})
-    return model.model_copy(update={"create_time": timestamp(row.created_s)})
+    return Model.checked({**row.body, "name": row.id})

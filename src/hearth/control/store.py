@@ -117,6 +117,8 @@ class Rows:
 
     def find(self, id: str) -> Row | None:
         """The row of an id, or None."""
+        if "\0" in id:  # PostgreSQL does not even compare it
+            return None
         with self._lock, self._engine.connect() as connection:
             found = connection.execute(self._table.select().where(self._table.c.id == id)).first()
         return Row(**found._mapping) if found is not None else None
@@ -146,6 +148,8 @@ class Rows:
         change = self._table.update().where(self._table.c.id == id)
         if only_from is not None:
             change = change.where(self._table.c.state.in_(list(only_from)))
+        if "message" in values:
+            values["message"] = values["message"].replace("\0", "")
         with self._lock, self._engine.begin() as connection:
             done = connection.execute(change.values(updated_s=time.time(), **values))
         if done.rowcount:

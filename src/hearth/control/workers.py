@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import httpx
 
 from hearth.launch.spec import Endpoint, Worker
+
+logger = logging.getLogger(__name__)
+
+_ASK_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -17,7 +28,7 @@ class Live:
     worker: Worker | None = None
     is_ready: bool = False
     is_starting: bool = False
-    """A worker was asked for, and its first news may come before it is known."""
+    """A worker is being asked for; what a launcher says of it meanwhile is news of it."""
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -30,7 +41,16 @@ class LiveTable:
 
     def __init__(self) -> None:
         self._live: dict[str, Live] = {}
+        self._turns: dict[str, threading.RLock] = {}
         self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def turn(self, id: str) -> Iterator[None]:
+        """Requests that start or end the worker of one resource, one after the other."""
+        with self._lock:
+            turn = self._turns.setdefault(id, threading.RLock())
+        with turn:
+            yield
 
     def get(self, id: str) -> Live | None:
         """The entry of a resource."""
@@ -40,6 +60,15 @@ class LiveTable:
         """Replace the entry of a resource."""
         with self._lock:
             self._live[id] = live
+
+    def begun(self, id: str, worker: Worker) -> bool:
+        """The worker that was asked for is this one; False when news of it came before."""
+        with self._lock:
+            live = self._live.get(id)
+            if live is None or not live.is_starting:
+                return False
+            self._live[id] = Live(live.state, worker=worker)
+            return True
 
     def take_worker(self, id: str, live: Live) -> Worker | None:
         """Replace the entry and give back the worker that it had, to be stopped."""
@@ -57,6 +86,24 @@ class LiveTable:
         live = self._live.get(id)
         return live is not None and (live.worker is worker or live.is_starting)
 
-    def ids(self) -> list[str]:
-        """Resources that have an entry."""
-        return sorted(self._live)
+
+def ask(endpoint: Endpoint, path: str) -> Any:
+    """A worker's JSON answer to a GET; None where there is none. Not to be called on a loop."""
+    try:
+        if endpoint.app is not None:
+            return asyncio.run(_ask_app(endpoint, path))
+        if endpoint.socket is None:
+            return None
+        transport = httpx.HTTPTransport(uds=endpoint.socket)
+        with httpx.Client(transport=transport, timeout=_ASK_TIMEOUT_S) as client:
+            return client.get(f"http://worker{path}").raise_for_status().json()
+    except (httpx.HTTPError, ValueError) as error:
+        logger.debug("a worker did not answer %s: %s", path, error)
+        return None
+
+
+async def _ask_app(endpoint: Endpoint, path: str) -> Any:
+    assert endpoint.app is not None, "the caller has looked"
+    transport = httpx.ASGITransport(endpoint.app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, timeout=_ASK_TIMEOUT_S) as client:
+        return (await client.get(f"http://worker{path}")).raise_for_status().json()

@@ -45,6 +45,12 @@ class TrainerSpec:
     micro_batch_tokens: int = 16384
     keep_checkpoints: int | None = None
     """Resumable checkpoints to keep, the newest; None keeps all."""
+    keep_snapshots: int | None = None
+    """Snapshots of its bucket to keep, the newest; None keeps all."""
+    models_dir: str | None = None
+    """Where adapters that were promoted here stand, by their names."""
+    allow_folders: bool = True
+    """Whether a request may name another folder of this machine."""
     threads: int | None = None
     """CPU threads of its own process; None leaves torch's choice. Unused inline."""
     trust_remote_code: bool = False

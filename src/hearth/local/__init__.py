@@ -1,5 +1,22 @@
-"""The embedded platform: trainers and deployments inside the process that uses them."""
+"""The embedded platform: trainers and deployments inside the process that uses them.
 
-from hearth.local.platform import EmbeddedPlatform, resolve_model
+Its names are imported when they are first used: ``hearth serve`` shares this package, and its own
+process needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hearth.local.platform import EmbeddedPlatform, resolve_model
 
 __all__ = ["EmbeddedPlatform", "resolve_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hearth.local import platform
+
+    return getattr(platform, name)

@@ -15,7 +15,7 @@ from typing import Any
 
 import hearth.inference.worker as inference_worker
 import hearth.trainer.worker as trainer_worker
-from hearth.errors import HearthError
+from hearth.errors import ClosedError, HearthError
 from hearth.launch.spec import (
     App,
     Endpoint,
@@ -48,6 +48,8 @@ class InlineWorker:
         self._app: App | None = None
         self._close: Callable[[], None] | None = None
         self._stopping = threading.Event()
+        self.has_ended = threading.Event()
+        """Set once it holds no engine any more."""
         self._thread = threading.Thread(
             target=self._start, name=f"hearth-start-{spec.worker_id}", daemon=True
         )
@@ -66,18 +68,23 @@ class InlineWorker:
         return {"worker_id": self.spec.worker_id, "placement": "inline"}
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """Close the engine, after the operation that it runs."""
+        """Close the engine after the operation that it runs, however long that takes."""
         self._stopping.set()
         with contextlib.suppress(RuntimeError):  # never begun, or called by itself
             self._thread.join()
-        if self._close is not None:
-            self._close()
+        # Let go of as well: who still holds the worker must not hold its weights.
+        close, self._close, self._app = self._close, None, None
+        if close is not None:
+            close()
+        self.has_ended.set()
 
     def _start(self) -> None:
         try:
             self._app, self._close = _build(self.spec, self._buckets, self._note)
-        except (HearthError, OSError, RuntimeError, ValueError) as error:
-            logger.debug("worker %s did not start", self.spec.worker_id, exc_info=True)
+        except Exception as error:  # the boundary: its watcher must hear of it
+            if not isinstance(error, HearthError):
+                logger.exception("worker %s did not start", self.spec.worker_id)
+            self.has_ended.set()
             if not self._stopping.is_set():
                 self._watcher.failed(self, ExitReport(reason=f"could not start: {error}"))
             return
@@ -96,11 +103,21 @@ class InlineLauncher:
     def __init__(self) -> None:
         self._buckets = MemoryBuckets()
         self._workers: list[InlineWorker] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def start(self, spec: WorkerSpec, watcher: Watcher) -> InlineWorker:
-        """Begin to load a worker's model."""
+        """Begin to load a worker's model.
+
+        Raises:
+            ClosedError: the launcher was closed.
+        """
         worker = InlineWorker(spec, self._buckets, watcher)
-        self._workers.append(worker)
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("launcher must be open, got a call after close")
+            living = [one for one in self._workers if not one.has_ended.is_set()]
+            self._workers = [*living, worker]
         worker.begin()
         return worker
 
@@ -136,8 +153,11 @@ class InlineLauncher:
 
     def close(self) -> None:
         """Stop every worker, the newest first."""
-        while self._workers:
-            self._workers.pop().stop()
+        with self._lock:
+            self._is_closed = True
+            workers, self._workers = self._workers, []
+        for worker in reversed(workers):
+            worker.stop()
 
 
 def _build(

@@ -16,7 +16,9 @@ from hearth.control.gateway import Door
 from hearth.control.jobs import Means
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
-from hearth.launch.spec import Launcher
+from hearth.errors import ConfigError
+from hearth.launch.processes import ProcessLauncher
+from hearth.launch.spec import Launcher, Placement
 from hearth.local.inline import InlineLauncher
 from hearth.sdk.transport import mount, unmount
 
@@ -28,18 +30,22 @@ _numbers = itertools.count(1)
 class EmbeddedPlatform:
     """One platform inside this process, at a base URL of its own until ``close``.
 
+    Trainers and deployments are threads (``inline``), or processes that end with this one.
+
     Raises:
-        ConfigError: the catalog of models cannot be read.
+        ConfigError: the catalog of models cannot be read, or there is no such placement.
     """
 
     def __init__(
-        self, *, work_dir: Path, launcher: Launcher | None = None, catalog: Path | None = None
+        self, *, work_dir: Path, placement: Placement = "inline", catalog: Path | None = None
     ) -> None:
+        if placement not in ("inline", "process"):
+            raise ConfigError(f"placement must be 'inline' or 'process', got {placement!r}")
+        launcher: Launcher = InlineLauncher()
+        if placement == "process":
+            launcher = ProcessLauncher(work_dir, die_with_parent=True)
         self.base_url = f"http://embedded-{next(_numbers)}.hearth.internal"
-        means = Means(
-            launcher=launcher or InlineLauncher(), catalog=read_catalog(catalog),
-            data_dir=work_dir,
-        )  # fmt: skip
+        means = Means(launcher=launcher, catalog=read_catalog(catalog), data_dir=work_dir)
         self.plane = ControlPlane(Store(), means)
         mount(self.base_url, create_gateway(self.plane, Door(is_local=False)))
         logger.debug("embedded platform at %s", self.base_url)

@@ -32,22 +32,31 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
     What an earlier platform with the same ``data_dir`` had started is found again first.
 
     Raises:
-        ConfigError: the address is taken, the folder cannot be used, or another platform uses it.
+        ConfigError: the address is taken, the folder, the catalog or the database cannot be used,
+            or another platform uses the folder.
     """
+    # From here on the signal closes what was begun. uvicorn takes it while it serves, ends, and
+    # raises it again.
+    signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    catalog = read_catalog(settings.catalog, allow_folders=settings.may_name_folders)
     with contextlib.ExitStack() as stack:
         data_dir = _prepared(settings.data_dir, stack)
         listener = stack.enter_context(_listener(settings))
         url = f"http://{_shown(settings.host)}:{listener.getsockname()[1]}"
         database = settings.database_url or f"sqlite:///{data_dir / 'control.db'}"
+        store = Store(database)
+        stack.callback(store.close)
         plane = ControlPlane(
-            Store(database),
+            store,
             Means(
-                launcher=_launcher(settings, data_dir), catalog=read_catalog(settings.catalog),
-                data_dir=data_dir, trainer_threads=settings.trainer_threads,
+                launcher=_launcher(settings, data_dir, stack), data_dir=data_dir, catalog=catalog,
+                trainer_threads=settings.trainer_threads,
                 deployment_threads=settings.deployment_threads,
+                keep_snapshots=settings.keep_snapshots or None,
             ),
         )  # fmt: skip
         stack.callback(plane.close)
+        stack.callback(_be_undisturbed)
         plane.recover()
         door = Door(api_keys=settings.api_keys(), max_body=settings.max_body_mb * 2**20)
         server = _Server(
@@ -57,13 +66,17 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
             ),
             lambda: on_ready(url),
         )  # fmt: skip
-        # uvicorn ends, and then raises the signal again: that must not skip what the stack closes.
-        signal.signal(signal.SIGTERM, _exit_on_sigterm)
         server.run(sockets=[listener])
 
 
 def _exit_on_sigterm(_number: int, _frame: FrameType | None) -> None:
     raise SystemExit(143)
+
+
+def _be_undisturbed() -> None:
+    """Closing takes seconds; a second signal would leave behind what is not closed yet."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Server(uvicorn.Server):
@@ -79,9 +92,10 @@ class _Server(uvicorn.Server):
         self._on_ready()
 
 
-def _launcher(settings: Settings, data_dir: Path) -> Launcher:
+def _launcher(settings: Settings, data_dir: Path, stack: contextlib.ExitStack) -> Launcher:
     if settings.placement == "process":
         launcher = ProcessLauncher(data_dir, orphan_timeout_s=settings.orphan_timeout_s)
+        stack.callback(launcher.close)
         launcher.warm()
         return launcher
     from hearth.local.inline import InlineLauncher  # torch, which a process placement leaves out

@@ -120,6 +120,7 @@ class DeploymentInfo:
     deployment_shape: str | None = None
     min_replica_count: int = 1
     max_replica_count: int = 1
+    display_name: str | None = None
 
     @property
     def deployment_id(self) -> str:
@@ -148,4 +149,5 @@ class DeploymentInfo:
             deployment_shape=record.deployment_shape,
             min_replica_count=record.min_replica_count,
             max_replica_count=record.max_replica_count,
+            display_name=record.display_name,
         )

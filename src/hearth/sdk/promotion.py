@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-from hearth.errors import ConfigError, EngineError
+from hearth.errors import ConfigError, EngineError, NotReadyError
 from hearth.sdk.resources import ControlPlane
 from hearth.sdk.trainer_config import NAME
-from hearth.wire.fireworks import Model, Operation, Promote, Promoted
+from hearth.wire.fireworks import UNAVAILABLE, Model, Operation, Promote, Promoted
 
 PROMOTION_TIMEOUT_S = 7200.0
 _POST_TIMEOUT_S = 300.0
@@ -46,22 +46,34 @@ async def promote(
         merge_adapter=merge_adapter,
     )
     checkpoint = checkpoint_id.rsplit("/", 1)[-1]
-    answer = await control.send(
-        "POST", f"{account}/checkpoints/{checkpoint}:promote",
-        request.model_dump(exclude_none=True), timeout_s=_POST_TIMEOUT_S,
-    )  # fmt: skip
-    promoted = Promoted.parse(answer)
-    if promoted.model is not None:
-        return promoted.model
-    if promoted.operation is None:
-        raise EngineError(f"promotion of {checkpoint!r} must answer a model or an operation")
-    return await _finished(control, promoted.operation, checkpoint, timeout_s)
+    path = f"{account}/checkpoints/{checkpoint}:promote"
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            answer = await control.send(
+                "POST", path, request.model_dump(exclude_none=True), timeout_s=_POST_TIMEOUT_S
+            )
+        except NotReadyError:
+            # A run that was killed had its own promotion under way; it is done first.
+            if time.monotonic() >= deadline_s:
+                raise
+            await asyncio.sleep(control.patience.first_s)
+            continue
+        promoted = Promoted.parse(answer)
+        if promoted.model is not None:
+            return promoted.model
+        if promoted.operation is None:
+            raise EngineError(f"promotion of {checkpoint!r} must answer a model or an operation")
+        model = await _finished(control, promoted.operation, checkpoint, timeout_s, deadline_s)
+        if model is not None:
+            return model
 
 
 async def _finished(
-    control: ControlPlane, operation: Operation, checkpoint: str, timeout_s: float
-) -> Model:
-    deadline_s = time.monotonic() + timeout_s
+    control: ControlPlane, operation: Operation, checkpoint: str, timeout_s: float,
+    deadline_s: float,
+) -> Model | None:  # fmt: skip
+    """What an operation has made; None when the platform was restarted over it."""
     pause_s = control.patience.first_s
     while not operation.done:
         left_s = deadline_s - time.monotonic()
@@ -73,6 +85,8 @@ async def _finished(
         await asyncio.sleep(min(pause_s, left_s))
         pause_s = min(pause_s * 2, control.patience.longest_s)
         operation = await control.get(operation.name, Operation)
+    if operation.error is not None and operation.error.code == UNAVAILABLE:
+        return None
     if operation.error is not None:
         raise EngineError(f"promotion of {checkpoint!r} failed: {operation.error.message}")
     if operation.response is None:

@@ -2,17 +2,18 @@
 
 A trainer executes a model's operations once each, in the order of their numbers. A connection that
 breaks costs nothing: the same number posted twice is executed once. A trainer that dies takes with
-it what no checkpoint holds, so the stream keeps what has changed the model since the last one: a
-trainer started again loads that checkpoint and is sent the rest once more. What was executed is so
+it what no checkpoint holds, so the stream keeps a journal (``hearth.sdk.journal``): a trainer
+started again loads the last checkpoint and is sent the rest once more. What was executed is so
 executed once in the history of the weights, and on one kind of CPU they have the same bits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
@@ -22,113 +23,60 @@ from hearth.errors import (
     EngineError,
     HearthError,
     NotFoundError,
+    NotReadyError,
     RequestFailedError,
     TransportError,
 )
+from hearth.sdk.journal import Journal, Operation
 from hearth.sdk.transport import Http
 from hearth.wire.base import Record
 from hearth.wire.tinker import FutureRef
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 RecordT = TypeVar("RecordT", bound=Record)
 
-JOURNAL_BYTES = 2**28
-"""Most bytes of operations kept since the last checkpoint."""
 MOST_RESTARTS = 3
 """A trainer that dies more often than this over one operation is given up."""
+MOST_RECONNECTS = 10
+"""So often one operation is tried again on a trainer that is there all the same."""
 
 # The server holds a question for about 25 s; a little more and the answer is lost.
 _POLL_TIMEOUT_S = 45.0
-_CHANGING = frozenset({"forward_backward", "optim_step", "load_weights", "load_adapter"})
-_LOST = (ClosedError, NotFoundError, TransportError)
+LOST = (ClosedError, NotFoundError, NotReadyError, TransportError)
 """What a client sees of a trainer that is gone, or that does not know the model any more."""
 
 
-@dataclass(eq=False)
-class Operation:
-    """One operation that was submitted. ``request_id`` is that of its last submission."""
+@dataclass(frozen=True)
+class Revival:
+    """How a lost model comes back: ``trainer`` returns once the trainer runs again, and ``model``
+    makes the model anew on it and returns its id."""
 
-    name: str
-    body: dict[str, Any]
-    size: int = 0
-    request_id: str | None = None
-    generation: int = 0
-    restarts: int = 0
-
-
-@dataclass
-class Journal:
-    """What must be done again on a trainer that was started anew, in order."""
-
-    limit: int = JOURNAL_BYTES
-    checkpoint: str | None = None
-    """Stands before the first operation; None is the model as it was created."""
-    operations: list[Operation] = field(default_factory=lambda: [])
-    is_complete: bool = True
-    _size: int = 0
-
-    def add(self, operation: Operation) -> None:
-        """Keep an operation that is about to be sent."""
-        self.operations.append(operation)
-        self._size += operation.size
-        if self._size > self.limit:
-            self.is_complete = False
-            changing = [one for one in self.operations if one.request_id is None]
-            self._keep(changing)
-
-    def settle(self, operation: Operation, *, succeeded: bool) -> None:
-        """An operation has its result."""
-        if operation not in self.operations:
-            return
-        if operation.name == "save_weights" and succeeded:
-            self.checkpoint = operation.body["path"]
-            self.is_complete = True
-            self._keep(self._since(operation))
-        elif operation.name == "load_weights" and succeeded:
-            # Nothing before it matters any more.
-            self.checkpoint = None
-            self.is_complete = True
-            self._keep(self.operations[self.operations.index(operation) :])
-        elif operation.name not in _CHANGING:
-            self._keep([one for one in self.operations if one is not operation])
-
-    def _since(self, saved: Operation) -> list[Operation]:
-        """What a checkpoint does not hold: later operations, and a gradient not yet stepped."""
-        place = self.operations.index(saved)
-        pending: list[Operation] = []
-        for one in self.operations[:place]:
-            if one.name == "forward_backward":
-                pending.append(one)
-            elif one.name in _CHANGING:
-                pending.clear()
-        return [*pending, *self.operations[place + 1 :]]
-
-    def _keep(self, operations: list[Operation]) -> None:
-        self.operations = operations
-        self._size = sum(one.size for one in operations)
+    trainer: Callable[[], Awaitable[object]]
+    model: Callable[[], Awaitable[str]]
 
 
 class OperationStream:
     """Submits one model's operations and waits for their results. Lives on the SDK's loop.
 
-    ``reopen`` makes the model anew on a running trainer and returns its id; without it a lost
-    trainer is the caller's error.
+    Without a ``revival`` a lost trainer is the caller's error. Whoever stops waiting (a timeout, a
+    cancelled task) leaves no hole: what was begun is finished behind him.
     """
 
-    def __init__(
-        self, http: Http, model_id: str, *, reopen: Callable[[], Awaitable[str]] | None = None
-    ) -> None:
+    def __init__(self, http: Http, model_id: str, *, revival: Revival | None = None) -> None:
         self.model_id = model_id
         self.turn = asyncio.Lock()
         """Held by whoever submits several operations that belong together."""
-        self.reopen = reopen
         self.restarts = 0
         """How often the model was made anew."""
+        self.journal = Journal()
         self._http = http
+        self._revival = revival
         self._gate = asyncio.Lock()
         self._next_seq = 1
-        self._journal = Journal()
+        self._end: HearthError | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def submit(self, name: str, body: dict[str, Any]) -> Operation:
         """Post one operation; the caller holds the turn. A refused post keeps its number.
@@ -136,19 +84,13 @@ class OperationStream:
         Raises:
             HearthError: the platform refused it, or is gone for good.
         """
-        operation = Operation(name, body)
-        while True:
-            async with self._gate:
-                if operation.request_id is not None:
-                    return operation  # a restarted trainer was sent it already
-                operation.generation = self.restarts
-                try:
-                    await self._post(operation)
-                except _LOST as error:
-                    lost = error
-                else:
-                    return operation
-            await self._recover(operation, lost)
+        operation = Operation(name, orjson.dumps(body))
+        try:
+            await self._finish(self._enter(operation))
+        except asyncio.CancelledError:
+            self._begin(self._fetch(operation, Record))
+            raise
+        return operation
 
     async def result(self, operation: Operation, kind: type[RecordT]) -> RecordT:
         """Wait for an operation's result.
@@ -157,93 +99,201 @@ class OperationStream:
             RequestFailedError: the operation failed; the message is the platform's own.
             HearthError: the trainer is gone for good.
         """
-        while True:
-            assert operation.request_id is not None, "submitted before it is waited for"
-            operation.generation = self.restarts
+        return await self._finish(self._fetch(operation, kind))
+
+    async def unload(self) -> None:
+        """Free the model on its trainer; later operations are ``ClosedError``."""
+        async with self.turn, self._gate:
+            self._refuse_after_end()
+            question = orjson.dumps({"model_id": self.model_id})
             try:
-                found = await retrieve(self._http, operation.request_id, kind)
+                accepted = FutureRef.parse(await self._http.post("/unload_model", question))
+                await retrieve(self._http, accepted.request_id, Record)
+            except (NotFoundError, NotReadyError):
+                logger.debug("model %s went with its trainer", self.model_id)
+            self._end = ClosedError(f"model {self.model_id!r} must be loaded, got it unloaded")
+
+    async def close(self) -> None:
+        """Bring nothing back any more; who still waits gets ``ClosedError``."""
+        self._end = self._end or ClosedError(
+            f"the client of {self._http.base_url} must be used before it is closed: keep the "
+            "training loop inside the `with` block that provisioned it"
+        )
+        tasks = [task for task in self._tasks if not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start work that goes on whoever waits for it."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, so that nobody complains of it when nobody waits any more
+
+    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """The work's result. Half of a post or of a recovery would leave a number in doubt."""
+        task = self._begin(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and self._end is not None:
+                raise self._end from None
+            raise
+
+    def _refuse_after_end(self) -> None:
+        if self._end is not None:
+            raise self._end
+
+    async def _enter(self, operation: Operation) -> None:
+        async with self._gate:
+            while operation.request_id is None:
+                self._refuse_after_end()
+                try:
+                    await self._post(operation)
+                except LOST as error:
+                    # A trainer that was started again is sent it with the rest of the journal.
+                    await self._recover(operation, error)
+
+    async def _fetch(self, operation: Operation, kind: type[RecordT]) -> RecordT:
+        while True:
+            if operation.request_id is None:
+                async with self._gate:
+                    self._refuse_after_end()
+            asked = operation.request_id
+            assert asked is not None, "submitted before it is waited for"
+            try:
+                found = await retrieve(self._http, asked, kind)
             except RequestFailedError:
-                self._journal.settle(operation, succeeded=False)
+                self.journal.settle(operation, succeeded=False)
                 raise
-            except _LOST as error:
-                await self._recover(operation, error)
+            except LOST as error:
+                async with self._gate:
+                    self._refuse_after_end()
+                    # Otherwise somebody has just brought the model back.
+                    if operation.request_id == asked:
+                        await self._recover(operation, error)
             else:
-                self._journal.settle(operation, succeeded=True)
+                self.journal.settle(operation, succeeded=True)
                 return found
 
     async def _post(self, operation: Operation) -> None:
-        numbered = orjson.dumps(
-            {**operation.body, "model_id": self.model_id, "seq_id": self._next_seq}
-        )
-        if self.reopen is not None and operation not in self._journal.operations:
-            operation.size = len(numbered)
-            self._journal.add(operation)
+        if self._revival is not None:
+            self.journal.add(operation)
         try:
-            answer = await self._http.post(f"/{operation.name}", numbered)
-        except _LOST:
+            await self._send(operation)
+        except LOST:
             raise
         except HearthError:
-            self._journal.settle(operation, succeeded=False)
-            if operation in self._journal.operations:
-                self._journal.operations.remove(operation)
+            self.journal.remove(operation)
             raise
+
+    async def _send(self, operation: Operation) -> None:
+        numbered = operation.numbered(self.model_id, self._next_seq)
+        answer = await self._http.post(f"/{operation.name}", numbered)
         self._next_seq += 1
         operation.request_id = FutureRef.parse(answer).request_id
 
     async def _recover(self, operation: Operation, error: HearthError) -> None:
-        """Bring the model back on a restarted trainer, unless somebody just has.
+        """See that the trainer runs and has the model; the caller holds the gate.
 
         Raises:
-            HearthError: ``error`` itself where nothing can be done; EngineError where it could not.
+            HearthError: ``error`` itself where nothing can be done, else why it could not be done;
+                later operations meet the same end.
         """
-        if self.reopen is None or self._http.is_closed:
+        if self._revival is None or self._http.is_closed:
             raise error
-        async with self._gate:
-            if operation.generation != self.restarts:
-                return
+        try:
+            while not await self._is_back(operation, error, self._revival):
+                error = operation.loss or error  # newer than what this began with
+        except HearthError as end:
+            if end is not error:
+                self._end = self._end or end
+            raise
+
+    async def _is_back(self, operation: Operation, error: HearthError, revival: Revival) -> bool:
+        """One attempt to bring the model back; False when the trainer was lost once more.
+
+        Raises:
+            HearthError: it is in vain.
+        """
+        if operation.restarts >= MOST_RESTARTS:
+            raise EngineError(
+                f"{operation.name} must end, got a trainer that was lost {operation.restarts + 1} "
+                f"times over it, the last time so: {error}. Mend what ends it (is its memory too "
+                "small?), then start the same command again: it goes on from the last checkpoint"
+            ) from error
+        logger.warning("the trainer is lost over %s: %s", operation.name, error)
+        operation.loss = error
+        try:
+            await revival.trainer()
+        except EngineError as died:
+            operation.loss = died
             operation.restarts += 1
-            if operation.restarts > MOST_RESTARTS:
-                raise EngineError(
-                    f"{operation.name} must end, got a trainer lost {MOST_RESTARTS} times over it: "
-                    f"{error}"
-                ) from error
-            if not self._journal.is_complete:
-                raise EngineError(
-                    f"the trainer was lost ({error}), and the operations since its last checkpoint "
-                    "are too many to be sent again: start the same command again, it goes on from "
-                    "the checkpoint (dcp_save_interval says how often one is written)"
-                ) from error
-            logger.warning("the trainer is lost and is brought back: %s", error)
-            self.model_id = await self.reopen()
-            self.restarts += 1
-            await self._replay()
+            return False
+        try:
+            is_there = await self._is_there()
+            if not is_there:
+                operation.restarts += 1
+                self._refuse_incomplete(error)
+                self.model_id = await revival.model()
+                self.restarts += 1
+                await self._replay()
+        except LOST as again:
+            operation.loss = again
+            return False
+        if is_there:
+            self._count_reconnect(operation, error)
+        return True
+
+    async def _is_there(self) -> bool:
+        """Whether the trainer still has the model: then only the way to it was broken."""
+        with contextlib.suppress(NotFoundError):
+            await self._http.post("/get_info", orjson.dumps({"model_id": self.model_id}))
+            return True
+        return False
+
+    def _count_reconnect(self, operation: Operation, error: HearthError) -> None:
+        operation.reconnects += 1
+        if operation.reconnects > MOST_RECONNECTS:
+            raise error
+        if isinstance(error, NotFoundError):
+            # Executed, and so long ago that its result was thrown away.
+            self.journal.settle(operation, succeeded=True)
+            raise error
+
+    def _refuse_incomplete(self, error: HearthError) -> None:
+        if not self.journal.is_complete:
+            raise EngineError(
+                f"the trainer was lost ({error}), and the operations since its last checkpoint "
+                "are too many to be sent again: start the same command again, it goes on from "
+                "the checkpoint (dcp_save_interval says how often one is written)"
+            ) from error
 
     async def _replay(self) -> None:
+        """Send the journal to the new model."""
         self._next_seq = 1
-        journal = self._journal
-        for one in journal.operations:
+        for one in self.journal.operations:
             one.request_id = None
-        if journal.checkpoint is not None:
-            body = {"path": journal.checkpoint, "optimizer": True}
-            loading = Operation("load_weights", body)
-            await self._post_again(loading)
-            assert loading.request_id is not None, "it was just posted"
+        if self.journal.checkpoint is not None:
+            body = {"path": self.journal.checkpoint, "optimizer": True}
+            loading = Operation("load_weights", orjson.dumps(body))
+            await self._send(loading)
+            assert loading.request_id is not None, "it was just sent"
             await retrieve(self._http, loading.request_id, Record)
-        for one in journal.operations:
+        for one in self.journal.operations:
             if one.name == "save_weights":
-                one.body["overwrite"] = True  # half of it may have been written
-            await self._post_again(one)
+                one.allow_overwrite()  # half of it may have been written
+            await self._send(one)
         logger.warning(
             "the trainer is back at %s; %d operations were sent again",
-            journal.checkpoint or "its first weights", len(journal.operations),
+            self.journal.checkpoint or "its first weights", len(self.journal.operations),
         )  # fmt: skip
-
-    async def _post_again(self, operation: Operation) -> None:
-        numbered = {**operation.body, "model_id": self.model_id, "seq_id": self._next_seq}
-        answer = await self._http.post(f"/{operation.name}", orjson.dumps(numbered))
-        self._next_seq += 1
-        operation.request_id = FutureRef.parse(answer).request_id
-        operation.generation = self.restarts
 
 
 async def retrieve(http: Http, request_id: str, kind: type[RecordT]) -> RecordT:

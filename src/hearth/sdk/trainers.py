@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from hearth.errors import ClosedError, ConflictError, NotFoundError
@@ -140,17 +141,33 @@ class TrainerJobManager:
         Raises:
             EngineError, NotFoundError: as ``wait_for_ready``.
         """
+        return self.reconnect_and_wait_async(job_id, timeout_s, on_status).result()
+
+    def reconnect_and_wait_async(
+        self, job_id: str, timeout_s: float = READY_TIMEOUT_S, on_status: OnStatus | None = None,
+        *, unless: Collection[str] = (),
+    ) -> APIFuture[TrainerEndpoint]:  # fmt: skip
+        """``reconnect_and_wait`` as a future; a job in one of the states ``unless`` stays so.
+
+        Raises:
+            ClosedError: when awaited: the job is in one of them.
+        """
 
         async def reconnect() -> TrainerEndpoint:
             name = await self._control.name_of(JOBS, job_id)
             job = await self._control.get(name, TrainerJob)
+            if job.state in unless:
+                raise ClosedError(
+                    f"trainer job {job_id!r} must be running, got {job.state}: "
+                    f"{job.status_message or 'the platform gave no reason'}"
+                )
             if job.state in RESUMABLE:
                 await self._control.send("POST", f"{name}:resume")
             return await self._ready(
                 job_id, timeout_s, PENDING_TIMEOUT_S, on_status, resumed_from=job.state
             )
 
-        return start(reconnect()).result()
+        return start(reconnect())
 
     def resume(self, job_id: str) -> None:
         """Start an ended job's trainer again, from its base weights; its checkpoints are there."""

@@ -8,13 +8,13 @@ in which they were called, and a custom loss keeps its turn between its forward 
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import orjson
 import tinker
 import torch
 
@@ -27,7 +27,8 @@ from hearth.sdk.batches import (
     datum_body,
     merge_outputs,
 )
-from hearth.sdk.stream import Operation, OperationStream, retrieve
+from hearth.sdk.journal import Operation
+from hearth.sdk.stream import LOST, MOST_RESTARTS, OperationStream, Revival, retrieve
 from hearth.sdk.transport import Http
 from hearth.wire.base import Record
 from hearth.wire.tinker import (
@@ -45,6 +46,8 @@ from hearth.wire.tinker import (
     PathOutput,
     SessionRef,
 )
+
+logger = logging.getLogger(__name__)
 
 RecordT = TypeVar("RecordT", bound=Record)
 LossFunction = Callable[
@@ -67,7 +70,7 @@ class SaveResult:
 class FiretitanServiceClient:
     """One session on one trainer.
 
-    ``revive``, where it is given, is called when the trainer is lost: it returns once the trainer
+    ``revive``, where it is given, is awaited when the trainer is lost: it returns once the trainer
     runs again, or raises. Clients then bring their models back, to the operation.
 
     Raises:
@@ -76,7 +79,7 @@ class FiretitanServiceClient:
 
     def __init__(
         self, base_url: str, api_key: str, *, max_chunk_datums: int = MAX_CHUNK_DATUMS,
-        revive: Callable[[], None] | None = None,
+        revive: Callable[[], Awaitable[object]] | None = None,
     ) -> None:  # fmt: skip
         self._max_chunk_datums = max_chunk_datums
         self._http = Http(f"{base_url.rstrip('/')}/api/v1", api_key)
@@ -84,6 +87,7 @@ class FiretitanServiceClient:
         self._session_id: str | None = None
         self._models = 0
         self._owner = uuid.uuid4().hex
+        self._streams: list[OperationStream] = []
 
     def create_training_client(
         self, base_model: str, lora_rank: int = 0, *, lora_alpha: float = 32.0,
@@ -112,7 +116,7 @@ class FiretitanServiceClient:
     def _create(
         self, base_model: str, lora: LoraSpec | None, *, base_only: bool, replace: bool
     ) -> FiretitanTrainingClient:
-        made = start(self._create_model(base_model, lora, base_only, replace)).result()
+        made = start(self._first_model(base_model, lora, base_only, replace)).result()
         rank = lora.rank if lora is not None else 0
         client = FiretitanTrainingClient(
             self._http,
@@ -121,10 +125,25 @@ class FiretitanServiceClient:
             lora_rank=rank,
             is_frozen=base_only,
             max_chunk_datums=self._max_chunk_datums,
-            reopen=self._reopen(base_model, lora, base_only) if self._revive else None,
+            revival=self._revival(base_model, lora, base_only),
         )
+        self._streams.append(client.stream)
         client.max_seq_len = made.max_seq_len
         return client
+
+    async def _first_model(
+        self, base_model: str, lora: LoraSpec | None, base_only: bool, replace: bool
+    ) -> ModelRef:
+        for attempts_left in reversed(range(MOST_RESTARTS)):
+            try:
+                return await self._create_model(base_model, lora, base_only, replace)
+            except LOST as error:
+                if self._revive is None or self._http.is_closed or attempts_left == 0:
+                    raise
+                logger.warning("the trainer is lost over create_model: %s", error)
+                await self._revive()
+                self._session_id = None
+        raise AssertionError("the last attempt returns or raises")
 
     async def _create_model(
         self, base_model: str, lora: LoraSpec | None, base_only: bool, replace: bool = False
@@ -140,20 +159,22 @@ class FiretitanServiceClient:
         accepted = FutureRef.parse(await self._http.post("/create_model", request.dump()))
         return await retrieve(self._http, accepted.request_id, ModelRef)
 
-    def _reopen(
-        self, base_model: str, lora: LoraSpec | None, base_only: bool
-    ) -> Callable[[], Awaitable[str]]:
-        async def reopen() -> str:
-            assert self._revive is not None, "checked where this was made"
-            await asyncio.to_thread(self._revive)
+    def _revival(self, base_model: str, lora: LoraSpec | None, base_only: bool) -> Revival | None:
+        async def model() -> str:
+            # A trainer that was started again knows no session of before.
             self._session_id = None
             return (await self._create_model(base_model, lora, base_only)).model_id
 
-        return reopen
+        return None if self._revive is None else Revival(self._revive, model)
 
     def close(self) -> None:
-        """Close the session's connections; its clients refuse further calls."""
-        start(self._http.close()).result()
+        """Close the session's connections; its clients refuse further calls, waiting ones too."""
+
+        async def close() -> None:
+            await asyncio.gather(*(stream.close() for stream in self._streams))
+            await self._http.close()
+
+        start(close()).result()
 
 
 class FiretitanTrainingClient:
@@ -164,8 +185,7 @@ class FiretitanTrainingClient:
 
     def __init__(
         self, http: Http, model_id: str, *, base_model: str, lora_rank: int, is_frozen: bool,
-        max_chunk_datums: int = MAX_CHUNK_DATUMS,
-        reopen: Callable[[], Awaitable[str]] | None = None,
+        max_chunk_datums: int = MAX_CHUNK_DATUMS, revival: Revival | None = None,
     ) -> None:  # fmt: skip
         self.base_model = base_model
         self.lora_rank = lora_rank
@@ -174,18 +194,19 @@ class FiretitanTrainingClient:
         """Most input tokens of a datum, where the trainer said so."""
         self._http = http
         self._max_chunk_datums = max_chunk_datums
-        self._stream = OperationStream(http, model_id, reopen=reopen)
+        self.stream = OperationStream(http, model_id, revival=revival)
+        """The order of its operations."""
         self._suffix = uuid.uuid4().hex[:8]
 
     @property
     def model_id(self) -> str:
         """The model's id on its trainer; another one after the trainer was restarted."""
-        return self._stream.model_id
+        return self.stream.model_id
 
     @property
     def restarts(self) -> int:
         """How often the model was brought back on a restarted trainer."""
-        return self._stream.restarts
+        return self.stream.restarts
 
     def forward(
         self, data: Sequence[tinker.Datum], loss_fn: str = "cross_entropy",
@@ -316,14 +337,8 @@ class FiretitanTrainingClient:
         return start(names()).result()
 
     def unload(self) -> None:
-        """Free the model on the trainer."""
-
-        async def free() -> None:
-            body = orjson.dumps({"model_id": self.model_id})
-            accepted = FutureRef.parse(await self._http.post("/unload_model", body))
-            await retrieve(self._http, accepted.request_id, Record)
-
-        start(free()).result()
+        """Free the model on the trainer; later calls are ``ClosedError``."""
+        start(self.stream.unload()).result()
 
     def _save(self, operation: str, body: dict[str, Any]) -> APIFuture[SaveResult]:
         async def save() -> SaveResult:
@@ -342,14 +357,14 @@ class FiretitanTrainingClient:
     async def _operation(
         self, operation: str, body: dict[str, Any], kind: type[RecordT]
     ) -> RecordT:
-        async with self._stream.turn:
-            accepted = await self._stream.submit(operation, body)
-        return await self._stream.result(accepted, kind)
+        async with self.stream.turn:
+            accepted = await self.stream.submit(operation, body)
+        return await self.stream.result(accepted, kind)
 
     async def _in_turn(
         self, post: Callable[[], Coroutine[Any, Any, list[Operation]]]
     ) -> tinker.ForwardBackwardOutput:
-        async with self._stream.turn:
+        async with self.stream.turn:
             accepted = await post()
         return await self._collect(accepted)
 
@@ -364,13 +379,13 @@ class FiretitanTrainingClient:
             if loss_fn_config:
                 content["loss_fn_config"] = loss_fn_config
             body = {f"{operation}_input": content, "tensor_encoding": TENSOR_ENCODING}
-            accepted.append(await self._stream.submit(operation, body))
+            accepted.append(await self.stream.submit(operation, body))
         return accepted
 
     async def _collect(self, accepted: list[Operation]) -> tinker.ForwardBackwardOutput:
         """All chunks' results as one; each chunk is waited for before an error is raised."""
         parts = await asyncio.gather(
-            *(self._stream.result(one, ForwardOutput) for one in accepted),
+            *(self.stream.result(one, ForwardOutput) for one in accepted),
             return_exceptions=True,
         )
         done: list[ForwardOutput] = []
@@ -385,7 +400,7 @@ class FiretitanTrainingClient:
     ) -> tinker.ForwardBackwardOutput:
         config = {"temperature": temperature} if temperature != 1.0 else None
         bare = [_scoring_datum(datum) for datum in data]
-        async with self._stream.turn:
+        async with self.stream.turn:
             scored = await self._collect(
                 await self._post_data("forward", bare, "cross_entropy", config)
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -180,6 +181,9 @@ class Http:
             transport = None if app is ... else httpx.ASGITransport(app, raise_app_exceptions=False)
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
             self._client = httpx.AsyncClient(transport=transport, limits=limits)
+            # Many programs never close; theirs are closed when nobody can use them any more.
+            loop = asyncio.get_running_loop()
+            weakref.finalize(self, _close_soon, self._client, loop).atexit = False
         return self._client
 
     async def close(self) -> None:
@@ -187,6 +191,11 @@ class Http:
         self._closed = True
         if self._client is not None:
             await self._client.aclose()
+
+
+def _close_soon(client: httpx.AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_closed():
+        asyncio.run_coroutine_threadsafe(client.aclose(), loop)
 
 
 def raise_for_status(response: httpx.Response) -> httpx.Response:

@@ -356,6 +356,6 @@ def _unknown(identity: str, known: list[str]) -> NotFoundError:
     )
 
 
-def buckets_of(given: str | Buckets) -> Buckets:
-    """The buckets under a folder; buckets are themselves."""
-    return FolderBuckets(Path(given)) if isinstance(given, str) else given
+def buckets_of(given: str | Buckets, keep: int | None = None) -> Buckets:
+    """The buckets under a folder, each with its newest ``keep``; buckets are themselves."""
+    return FolderBuckets(Path(given), keep) if isinstance(given, str) else given

@@ -21,6 +21,7 @@ from hearth.losses import BuiltinObjective, builtin_objective
 from hearth.models.loading import LoadedModel, base_tensors, export_pretrained, load_model
 from hearth.models.lora import LoraOptions, merged_tensors, read_adapter
 from hearth.sync.store import Snapshot, SnapshotStore
+from hearth.trainer.adapters import AdapterShelf
 from hearth.trainer.checkpoint import (
     CheckpointFacts,
     CheckpointFolder,
@@ -105,6 +106,7 @@ class TrainerEngine:
         self, source: str | Path, *, name: str | None = None, snapshots: SnapshotStore,
         checkpoint_dir: Path, options: TrainerOptions | None = None,
         other_checkpoints: Callable[[str], Path] | None = None,
+        adapters: AdapterShelf | None = None,
     ) -> None:  # fmt: skip
         self.source = str(source)
         self.name = name or self.source
@@ -114,6 +116,7 @@ class TrainerEngine:
         self._snapshots = snapshots
         self._checkpoints = CheckpointFolder(checkpoint_dir, keep=self.options.keep_checkpoints)
         self._folder_of_job = other_checkpoints or (lambda job: checkpoint_dir.parent / job)
+        self._adapters = adapters or AdapterShelf()
         self._closing: list[Callable[[], None]] = []
         if self.options.micro_batch_tokens < 1:
             raise ConfigError(
@@ -293,7 +296,7 @@ class TrainerEngine:
                 f"load_adapter must run on a LoRA model, got {model_id!r}, which trains all "
                 "parameters"
             )
-        config, tensors = read_adapter(Path(adapter_path).expanduser())
+        config, tensors = read_adapter(self._adapters.folder(adapter_path))
         if float(config.get("lora_alpha", 0)) != model.lora.alpha:
             raise RequestError(
                 f"adapter must have the model's lora_alpha, {model.lora.alpha:g}, got "

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - see
 from hearth.models.loading import best_device
 from hearth.sync.chain import resolve
 from hearth.sync.store import Buckets, buckets_of
+from hearth.trainer.adapters import AdapterShelf
 from hearth.trainer.engine import TrainerEngine, TrainerOptions
 from hearth.trainer.export import export_snapshot
 from hearth.trainer.service import create_app
@@ -26,8 +27,8 @@ OnPhase = Callable[[str], None]
 def build(
     *, buckets: str | Buckets, base_model: str, source: str, bucket: str, checkpoint_dir: str,
     forward_only: bool, dtype: str, device: str | None, max_seq_len: int | None,
-    micro_batch_tokens: int, keep_checkpoints: int | None, trust_remote_code: bool,
-    on_phase: OnPhase,
+    micro_batch_tokens: int, keep_checkpoints: int | None, keep_snapshots: int | None,
+    models_dir: str | None, allow_folders: bool, trust_remote_code: bool, on_phase: OnPhase,
 ) -> tuple[FastAPI, Callable[[], None]]:  # fmt: skip
     """The app of a trainer that publishes to ``bucket``, and what closes it.
 
@@ -43,9 +44,10 @@ def build(
         micro_batch_tokens=micro_batch_tokens, forward_only=forward_only,
         keep_checkpoints=keep_checkpoints, trust_remote_code=trust_remote_code,
     )  # fmt: skip
+    shelf = AdapterShelf(Path(models_dir) if models_dir else None, allow_folders=allow_folders)
     engine = TrainerEngine(
-        source, name=base_model, snapshots=buckets_of(buckets).bucket(bucket),
-        checkpoint_dir=Path(checkpoint_dir), options=options,
+        source, name=base_model, snapshots=buckets_of(buckets, keep_snapshots).bucket(bucket),
+        checkpoint_dir=Path(checkpoint_dir), options=options, adapters=shelf,
     )  # fmt: skip
     on_phase("idle")
     return create_app(engine, on_phase=on_phase), engine.close

@@ -210,6 +210,10 @@ class Promote(Resource):
     """Ours: write an adapter as a whole model."""
 
 
+UNAVAILABLE = 14
+"""The code of what may be tried again as it is; another one is final."""
+
+
 class OperationError(Resource):
     """Why an operation failed."""
 

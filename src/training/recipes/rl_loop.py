@@ -51,6 +51,7 @@ from training.utils.config import (
     merged_sync,
     plain_config,
 )
+from training.utils.log_path import hold_log_path, prepare_log_path, write_config
 from training.utils.metrics import Display, MetricsLog
 from training.utils.rl.advantages import group_advantages, is_uniform, usable_group
 from training.utils.rl.evaluation import RewardFunction
@@ -78,10 +79,9 @@ from training.utils.run import (
     Run,
     RunSummary,
     batch_metrics,
+    check_start,
     merged_metrics,
-    prepare_log_path,
     step_times,
-    write_config,
 )
 from training.utils.validation import validate
 
@@ -205,9 +205,11 @@ class Config:
     warm_start_from_adapter: str | None = None
     """Start a LoRA policy from a PEFT adapter's folder."""
     keep_checkpoints: int | None = None
-    """Resumable checkpoints to keep, the newest; None keeps all that dcp_save_interval asks for."""
+    """Resumable checkpoints to keep, the newest, and two at least; None keeps all that
+    dcp_save_interval asks for."""
     cleanup_on_exit: bool = True
-    """Cancel the trainers and scale the deployment to zero at the end; else they go on running."""
+    """At the end cancel the trainers and scale the deployment to zero, where the run started them;
+    a job or a running deployment that you name goes on running."""
 
     eval_dataset: str | None = None
     """Held-out rows, JSONL path or URL; None evaluates nothing."""
@@ -218,6 +220,8 @@ class Config:
     eval_samples_per_prompt: int = 1
     """Completions per held-out row."""
 
+    placement: Literal["inline", "process"] = "inline"
+    """Embedded platform: trainer and deployment as threads of this process, or as processes."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Where trainers run."""
     deployment: DeployConfig = field(default_factory=DeployConfig)
@@ -278,20 +282,22 @@ def main(
     log_path = prepare_log_path(config.log_path)
     spec = PlatformSpec.of(config, log_path)
     check_platform(spec)
-    checkpoints = read_manifest(log_path)
-    resumed = choose_checkpoint(checkpoints, config.resume.resume_from, config.seed)
-    resumed_step = resumed.step if resumed is not None else None
-    write_config(log_path, plain_config(config))
-
-    with (
-        Display.open(len(rows) * config.epochs) as display,
-        provision(spec, on_status=display.note) as infra,
-        MetricsLog.open(log_path, config.wandb, plain_config(config), resumed_step) as log,
-    ):
-        run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)
-        run.begin(config, infra, resumed)
-        run_until_signal(train(config, infra, run, reward_fn))
-        return run.summary(infra)
+    with hold_log_path(log_path):
+        checkpoints = read_manifest(log_path)
+        resumed = choose_checkpoint(checkpoints, config.resume.resume_from, config.seed)
+        resumed_step = resumed.step if resumed is not None else None
+        if resumed is None:
+            check_start(config)
+        write_config(log_path, plain_config(config))
+        with (
+            Display.open(len(rows) * config.epochs) as display,
+            provision(spec, on_status=display.note) as infra,
+            MetricsLog.open(log_path, config.wandb, plain_config(config), resumed_step) as log,
+        ):
+            run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)
+            run.begin(config, infra, resumed)
+            run_until_signal(train(config, infra, run, reward_fn))
+            return run.summary(infra)
 
 
 async def train(config: Config, infra: RunInfra, run: Run, reward_fn: RewardFunction) -> None:
@@ -552,8 +558,9 @@ async def finish_step(config: Config, infra: RunInfra, run: Run, batch: Batch) -
     if math.isnan(run.first_step_s):
         run.first_step_s = time.perf_counter() - run.started
     run.cursor.finish(group.row.index for group in batch.groups)
-    await run.save_if_due(config, infra)
     report_step(config, run, batch)
+    # After its record: a resumed run drops the records of steps that its checkpoint does not hold.
+    await run.save_if_due(config, infra)
 
 
 async def sync_weights(infra: RunInfra, run: Run) -> None:
@@ -565,8 +572,8 @@ async def sync_weights(infra: RunInfra, run: Run) -> None:
 
 def report_step(config: Config, run: Run, batch: Batch) -> None:
     """Write the step's metrics and start counting for the next one."""
-    metrics: dict[str, float] = {"train/step": float(run.step)}
-    metrics |= {f"train/{name}": value for name, value in merged_metrics(batch.results).items()}
+    metrics = {f"train/{name}": value for name, value in merged_metrics(batch.results).items()}
+    metrics["train/step"] = float(run.step)  # the trainer's own count says nothing of this run
     metrics |= batch_metrics(batch.results, config.completions_per_prompt)
     metrics |= rollout_metrics(run.stats, batch.groups)
     metrics |= version_metrics(batch.groups, run.version)

@@ -59,7 +59,7 @@ class Checkpoint:
     beyond: list[int]
     seed: int
     version: int = 0
-    """Weight syncs published when it was written."""
+    """Weight syncs that the deployment of that time had had."""
     job: str | None = None
     """The trainer job that holds it."""
 
@@ -133,24 +133,58 @@ def checkpoint_reference(wanted: str, infra: CheckpointHolder) -> str:
     Raises:
         ConfigError: it is neither, or a folder and the platform is served.
     """
+    check_reference(wanted, is_embedded=infra.is_embedded)
     folder = Path(wanted).expanduser()
     if folder.is_dir():
-        if not infra.is_embedded:
+        place = infra.work_dir / "checkpoints" / "imported" / folder.name
+        if folder.resolve() != place.resolve():
+            shutil.rmtree(place, ignore_errors=True)  # another one of that name, or half of it
+            shutil.copytree(folder, place, copy_function=_link_or_copy)
+        return f"cross_job://imported/{folder.name}"
+    job, _, name = wanted.partition(":")
+    return f"cross_job://{job}/{name}"
+
+
+def check_reference(wanted: str, *, is_embedded: bool) -> None:
+    """Judge ``init_from_checkpoint`` before anything is provisioned.
+
+    Raises:
+        ConfigError: it is neither a checkpoint's folder nor ``JOB:NAME``, or a folder where the
+            platform is served.
+    """
+    folder = Path(wanted).expanduser()
+    if folder.is_dir():
+        if not is_embedded:
             raise ConfigError(
                 "init_from_checkpoint must be JOB:NAME on a served platform, got the folder "
                 f"{wanted!r}: the platform reads its own data only"
             )
-        place = infra.work_dir / "checkpoints" / "imported" / folder.name
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copytree(folder, place, copy_function=_link_or_copy)
-        return f"cross_job://imported/{folder.name}"
+        if not (folder / "manifest.json").is_file():
+            raise ConfigError(
+                f"init_from_checkpoint must be a checkpoint's folder, got {wanted!r}, which has no "
+                "manifest.json: a run's are log_path/checkpoints/JOB/NAME"
+            )
+        return
     job, separator, name = wanted.partition(":")
     if not (separator and job and name):
         raise ConfigError(
             f"init_from_checkpoint must be a checkpoint's folder or JOB:NAME, got {wanted!r}"
         )
-    return f"cross_job://{job}/{name}"
+
+
+def check_adapter(folder: str, *, is_embedded: bool) -> None:
+    """Judge ``warm_start_from_adapter`` before anything is provisioned.
+
+    A served platform reads it on its own machine, which is not looked at.
+
+    Raises:
+        ConfigError: it is no PEFT adapter's folder.
+    """
+    if is_embedded and not (Path(folder).expanduser() / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"warm_start_from_adapter must be a PEFT adapter's folder, got {folder!r}, which has "
+            "no adapter_config.json"
+        )
 
 
 def _link_or_copy(source: str, target: str) -> None:

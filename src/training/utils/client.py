@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import tinker
 
-from hearth.errors import ClosedError
+from hearth.errors import ClosedError, ConfigError
 from hearth.sdk import (
     APIFuture,
     FiretitanServiceClient,
@@ -71,7 +71,11 @@ class ReconnectableClient:
             RequestFailedError: the trainer cannot make that model.
         """
         service = FiretitanServiceClient(
-            endpoint.base_url, api_key, revive=lambda: revive(trainers, endpoint.job_id)
+            endpoint.base_url,
+            api_key,
+            revive=lambda: trainers.reconnect_and_wait_async(
+                endpoint.job_id, unless=_ENDED_ON_PURPOSE
+            ),
         )
         try:
             if frozen:
@@ -89,10 +93,23 @@ class ReconnectableClient:
         )  # fmt: skip
 
     def create_base_reference(self) -> ReconnectableClient:
-        """A client of the frozen base weights of the same trainer, on the same session."""
-        assert self._service is not None, "made by connect()"
+        """A client of the frozen base weights of the same trainer, on the same session.
+
+        Raises:
+            ClosedError: this client was closed.
+            ConfigError: it shares the session of another, or was not made by ``connect``.
+        """
+        self._check_open()
+        if self._service is None:
+            raise ConfigError(
+                "create_base_reference must be called on the client that connect() has made, got "
+                "one without a session of its own"
+            )
         frozen = self._service.create_base_reference(self.inner.base_model)
-        return ReconnectableClient(frozen, endpoint=self.endpoint, timeout_s=self._timeout_s)
+        return ReconnectableClient(
+            frozen, endpoint=self.endpoint, timeout_s=self._timeout_s,
+            dcp_timeout_s=self._dcp_timeout_s,
+        )  # fmt: skip
 
     def __enter__(self) -> ReconnectableClient:
         return self
@@ -184,7 +201,17 @@ class ReconnectableClient:
 
     def _wait(self, call: Callable[[], APIFuture[T]], timeout_s: float | None = None) -> T:
         self._check_open()
-        return call().result(timeout_s or self._timeout_s)
+        allowed_s = timeout_s or self._timeout_s
+        running = call()
+        try:
+            return running.result(allowed_s)
+        except TimeoutError:
+            if running.done():
+                raise  # the loss function's own
+            raise TimeoutError(
+                f"a call to trainer job {self.job_id!r} must end within {allowed_s:g} s, it still "
+                "runs: raise the step or DCP timeout, or look at the trainer's log"
+            ) from None
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -192,20 +219,3 @@ class ReconnectableClient:
                 f"the client of trainer job {self.job_id!r} must be used before it is closed: keep "
                 "the training loop inside the `with` block that provisioned it"
             )
-
-
-def revive(trainers: TrainerJobManager, job_id: str) -> None:
-    """Return once the job's trainer runs again; a job that failed is resumed.
-
-    Raises:
-        ClosedError: somebody has ended the job on purpose.
-        HearthError: it cannot be started again.
-    """
-    job = trainers.get(job_id)
-    state = job.state if job is not None else "JOB_STATE_DELETED"
-    if state in _ENDED_ON_PURPOSE:
-        raise ClosedError(
-            f"trainer job {job_id!r} must be running, got {state}: it was ended on purpose; keep "
-            "the training loop inside the `with` block that provisioned it"
-        )
-    trainers.reconnect_and_wait(job_id)

@@ -74,6 +74,7 @@ def run_until_signal(work: Coroutine[Any, Any, None]) -> None:
         SystemExit: SIGTERM came; the code is 143.
     """
     terminated = False
+    before = signal.getsignal(signal.SIGTERM)
 
     async def guarded() -> None:
         task = asyncio.ensure_future(work)
@@ -93,3 +94,6 @@ def run_until_signal(work: Coroutine[Any, Any, None]) -> None:
         if not terminated:
             raise
         raise SystemExit(143) from None
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)  # asyncio leaves the default, which kills

@@ -125,7 +125,7 @@ class DeployConfig:
     deployment_region: str | None = None
     """Placement region."""
     hot_load_trainer_job: str | None = None
-    """Trainer whose snapshots it serves, where nothing else says so."""
+    """Trainer whose snapshots it serves, for ``setup_deployment``; recipes attach it themselves."""
     weight_sync_scope: WeightSyncScope = WeightSyncScope.PER_TRAINER
     """Whether snapshots belong to the trainer or to the deployment."""
     deployment_timeout_s: float = 5400.0

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from hearth.errors import ConfigError
+from training.utils.checkpoints import write_atomically
 from training.utils.config import WandBConfig
 
 Metrics = Mapping[str, float]
@@ -48,9 +49,10 @@ class MetricsLog:
         again are left in the older file.
         """
         path = log_path / "metrics.jsonl"
-        older = keep_older(path)
-        if older is not None and resumed_step is not None:
-            path.write_bytes(b"".join(_records_until(older, resumed_step)))
+        _keep_older(path)
+        if path.exists():
+            kept = b"".join(_records_until(path, resumed_step or 0))
+            write_atomically(path, kept if resumed_step is not None else b"")
         log = cls(path, _start_wandb(wandb, config, log_path))
         try:
             yield log
@@ -72,14 +74,18 @@ class MetricsLog:
             self._wandb.finish()
 
 
-def keep_older(path: Path) -> Path | None:
-    """Move an existing file to the first free ``NAME.N.SUFFIX`` beside it; returns where it is."""
+def _keep_older(path: Path) -> Path | None:
+    """Keep what an existing file holds under the first free ``NAME.N.SUFFIX`` beside it too.
+
+    Returns where that is. The file itself stays, for whoever replaces it: it is never missing.
+    """
     if not path.exists():
         return None
     for number in itertools.count(1):
         older = path.with_name(f"{path.stem}.{number}{path.suffix}")
         if not older.exists():
-            return path.rename(older)
+            os.link(path, older)
+            return older
     raise AssertionError("itertools.count() has no end")
 
 

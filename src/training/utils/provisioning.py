@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
+import uuid
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Literal
@@ -19,7 +21,9 @@ from hearth.sdk import (
     TrainerJobConfig,
     TrainerJobManager,
 )
+from hearth.sdk.readiness import GONE
 from training.utils.config import DeployConfig, InfraConfig
+from training.utils.managers import own_deployments, own_trainers
 
 logger = logging.getLogger(__name__)
 
@@ -31,26 +35,29 @@ class ResourceCleanup:
 
     First whatever was given to ``callback``, then the trainers (cancelled), then the deployments
     (scaled to zero or deleted). It does so however the body ends, by SIGTERM and Ctrl-C too; a step
-    that fails is logged, the others still run, and the body's own exception goes on.
+    that fails is logged, the others still run, and the body's own exception goes on. A second
+    Ctrl-C gives up the step that it interrupts, a second SIGTERM waits for the end.
     """
 
     def __init__(
         self, rlor_mgr: TrainerJobManager, deploy_mgr: DeploymentManager | None = None
     ) -> None:
-        self._trainers = rlor_mgr
-        self._deployments = deploy_mgr
+        self._trainers = own_trainers(rlor_mgr)
+        self._deployments = None if deploy_mgr is None else own_deployments(deploy_mgr)
         self._callbacks: list[tuple[str, Callable[[], None]]] = []
         self._jobs: list[str] = []
         self._actions: dict[str, DeploymentAction] = {}
         self._before: Any = None
         self._is_handling = False
+        self._is_ending = False
+        self._is_terminated = False
 
     def __enter__(self) -> ResourceCleanup:
         if threading.current_thread() is threading.main_thread():
             before = signal.getsignal(signal.SIGTERM)
             if before in (signal.SIG_DFL, None):
                 self._before = before
-                signal.signal(signal.SIGTERM, _exit_on_sigterm)
+                signal.signal(signal.SIGTERM, self._on_sigterm)
                 self._is_handling = True
         return self
 
@@ -58,12 +65,18 @@ class ResourceCleanup:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
+        self._is_ending = True
         try:
             self.close()
+        except KeyboardInterrupt:
+            if error is None:
+                raise
         finally:
             if self._is_handling:
                 signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
                 self._is_handling = False
+        if self._is_terminated and error is None:
+            raise SystemExit(143)
 
     def trainer(self, job_id: str) -> None:
         """Cancel this job when the scope ends."""
@@ -93,21 +106,45 @@ class ResourceCleanup:
             self._jobs.remove(job_id)
 
     def close(self) -> None:
-        """Take everything down now; what is taken down once is not again."""
-        while self._callbacks:
-            _attempt(*self._callbacks.pop())
-        while self._jobs:
+        """Take everything down now; what is taken down once is not again.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C came meanwhile; the other steps were still taken.
+        """
+        interrupt: KeyboardInterrupt | None = None
+        while (step := self._next_step()) is not None:
+            name, end = step
+            try:
+                end()
+            except KeyboardInterrupt as error:
+                logger.warning("%s may still run: interrupted", name)
+                interrupt = error
+            except (HearthError, OSError) as error:
+                logger.warning("%s could not be taken down: %s", name, error)
+            except Exception:
+                logger.exception("%s could not be taken down", name)
+        if interrupt is not None:
+            raise interrupt
+
+    def _next_step(self) -> tuple[str, Callable[[], None]] | None:
+        if self._callbacks:
+            return self._callbacks.pop()
+        if self._jobs:
             job_id = self._jobs.pop()
-            _attempt(f"trainer job {job_id}", lambda job_id=job_id: self._trainers.cancel(job_id))
-        while self._actions:
+            return f"trainer job {job_id}", lambda: self._trainers.cancel(job_id)
+        if self._actions:
             deployment_id, action = self._actions.popitem()
             manager = self._deployments
             assert manager is not None, "checked when it was registered"
             end = manager.delete if action == "delete" else manager.scale_to_zero
-            _attempt(
-                f"deployment {deployment_id}",
-                lambda end=end, deployment_id=deployment_id: end(deployment_id),
-            )
+            return f"deployment {deployment_id}", lambda: end(deployment_id)
+        return None
+
+    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        if self._is_ending:
+            self._is_terminated = True
+            return
+        raise SystemExit(143)
 
 
 def request_trainer_job(
@@ -124,6 +161,7 @@ def request_trainer_job(
         ConfigError, HearthError: a setting breaks its rule, or the platform refuses the job.
     """
     is_frozen = forward_only or "--forward-only" in (extra_args or [])
+    job_id = job_id or f"training-api-service-{uuid.uuid4().hex[:8]}"
     shape = training_shape_id
     if shape is None:
         shape = infra.ref_training_shape_id if is_frozen else infra.training_shape_id
@@ -139,12 +177,9 @@ def request_trainer_job(
         skip_validations=infra.skip_validations, extra_values=extra_values,
     )  # fmt: skip
     config.validate()
-    if job_id is not None and cleanup is not None:
-        cleanup.trainer(job_id)  # the request may reach the platform and its answer not us
-    created = rlor_mgr.create(config)
     if cleanup is not None:
-        cleanup.trainer(created.job_id)
-    return created
+        cleanup.trainer(job_id)  # the request may reach the platform and its answer not us
+    return rlor_mgr.create(config)
 
 
 def create_trainer_job(
@@ -158,59 +193,109 @@ def create_trainer_job(
         EngineError: the job failed, with the platform's reason, or was not ready in time.
         ConfigError, HearthError: a setting breaks its rule, or the platform refuses the job.
     """
+    trainers = own_trainers(rlor_mgr)
     created = request_trainer_job(
-        rlor_mgr, base_model=base_model, infra=infra, lora_rank=lora_rank,
+        trainers, base_model=base_model, infra=infra, lora_rank=lora_rank,
         display_name=display_name, hot_load_deployment_id=hot_load_deployment_id,
         extra_args=extra_args, cleanup=cleanup, **options,
     )  # fmt: skip
-    return rlor_mgr.wait_for_ready(created.job_id, infra.trainer_timeout_s)
+    return trainers.wait_for_ready(created.job_id, infra.trainer_timeout_s)
 
 
 def deployment_config(
     deploy_cfg: DeployConfig, base_model: str, *, deployment_id: str | None = None,
     hot_load_trainer_job: str | None = None, max_seq_len: int | None = None,
-    dtype: str | None = None, device: str | None = None,
+    dtype: str | None = None, device: str | None = None, display_name: str | None = None,
 ) -> DeploymentConfig:  # fmt: skip
-    """What to ask the platform for.
+    """What to ask the platform for; without an id one is made up of the model's name and the time.
 
     Raises:
-        ConfigError: ``tokenizer_model`` or the id is missing.
+        ConfigError: ``tokenizer_model`` is missing.
     """
     if not deploy_cfg.tokenizer_model:
         raise ConfigError(
             "deployment.tokenizer_model must be a tokenizer's folder or hub id, got '': prompts "
             "are tokenized on the client"
         )
-    chosen = deployment_id or deploy_cfg.deployment_id
-    if not chosen:
-        raise ConfigError("deployment.deployment_id must be a name, got None")
+    chosen = deployment_id or deploy_cfg.deployment_id or made_up_id(base_model)
     return DeploymentConfig(
         deployment_id=chosen, base_model=base_model, deployment_shape=deploy_cfg.deployment_shape,
         hot_load_trainer_job=hot_load_trainer_job or deploy_cfg.hot_load_trainer_job,
         region=deploy_cfg.deployment_region, max_batch_size=deploy_cfg.max_batch_size,
         tokenizer_model=deploy_cfg.tokenizer_model, max_context_length=max_seq_len, dtype=dtype,
-        device=device,
+        device=device, display_name=display_name,
     )  # fmt: skip
+
+
+def made_up_id(base_model: str, suffix: str = "") -> str:
+    """A deployment's id: the model's last name and ``suffix``, by default the time."""
+    leaf = base_model.rstrip("/").rsplit("/", 1)[-1].lower()
+    plain = "".join(one if one.isascii() and one.isalnum() else "-" for one in leaf)
+    return f"{plain[:40].strip('-') or 'model'}-{suffix or int(time.time())}"
+
+
+def request_deployment(
+    deploy_mgr: DeploymentManager, config: DeploymentConfig, *,
+    cleanup: ResourceCleanup | None = None, is_own_id: bool = False,
+) -> DeploymentInfo:  # fmt: skip
+    """Ask for a deployment and return at once.
+
+    One that exists is taken: scaled up where it has no replica, and attached to the config's
+    trainer. ``cleanup`` scales down what was asked for here: a deployment that is made or scaled
+    up, or that an earlier try of the same run has left (``is_own_id``, or its display name is the
+    config's). One that somebody else runs goes on running.
+
+    Raises:
+        ConfigError: it serves another model.
+        HearthError: the platform refuses.
+    """
+    info = deploy_mgr.get(config.deployment_id)
+    if info is not None and info.state in GONE:
+        info = None
+    if info is not None:
+        check_base_model(info, config.base_model)
+    if cleanup is not None and (info is None or is_own_id or not _is_brought(info, config)):
+        cleanup.deployment(config.deployment_id)
+    if info is None:
+        info = deploy_mgr.create_or_get(config)
+    changes: dict[str, Any] = {}
+    if info.max_replica_count == 0:
+        changes = {"min_replica_count": 1, "max_replica_count": 1}
+    trainer = config.hot_load_trainer_job
+    if trainer is not None and leaf_of(info.hot_load_trainer_job) != leaf_of(trainer):
+        # In one request: a replica that starts for another trainer starts with the base weights.
+        changes["hot_load_trainer_job"] = trainer
+    return deploy_mgr.update(config.deployment_id, **changes) if changes else info
+
+
+def _is_brought(info: DeploymentInfo, config: DeploymentConfig) -> bool:
+    """Whether somebody else runs it: it has a replica, and not this run's label."""
+    is_labelled = config.display_name is not None and info.display_name == config.display_name
+    return info.max_replica_count > 0 and not is_labelled
+
+
+def leaf_of(name: str | None) -> str:
+    """The id in a resource's full name; an id stays as it is, and None is ``""``."""
+    return (name or "").rsplit("/", 1)[-1]
 
 
 def setup_deployment(
     deploy_mgr: DeploymentManager, deploy_cfg: DeployConfig, base_model: str,
     infra: InfraConfig | None = None, *, cleanup: ResourceCleanup | None = None, **options: Any,
-) -> DeploymentInfo | None:  # fmt: skip
-    """A deployment that answers: the one of that id, or a new one (document 003).
+) -> DeploymentInfo:  # fmt: skip
+    """A deployment that answers: the one of that id, scaled up again, or a new one (document 003).
 
-    ``infra`` is taken as the documents pass it; deployments have their own settings.
+    ``infra`` is taken as the documents pass it; deployments have their own settings. ``options``
+    are ``deployment_config``'s.
 
     Raises:
         ConfigError: a setting breaks its rule, or the id names a deployment of another model.
         EngineError: it failed, with the platform's reason, or was not ready in time.
     """
     config = deployment_config(deploy_cfg, base_model, **options)
-    if cleanup is not None:
-        cleanup.deployment(config.deployment_id)
-    info = deploy_mgr.create_or_get(config)
-    check_base_model(info, base_model)
-    return deploy_mgr.wait_for_ready(config.deployment_id, deploy_cfg.deployment_timeout_s)
+    deployments = own_deployments(deploy_mgr)
+    request_deployment(deployments, config, cleanup=cleanup)
+    return deployments.wait_for_ready(config.deployment_id, deploy_cfg.deployment_timeout_s)
 
 
 def check_base_model(info: DeploymentInfo, base_model: str) -> None:
@@ -225,14 +310,3 @@ def check_base_model(info: DeploymentInfo, base_model: str) -> None:
             f"{info.deployment_id!r}, which serves {info.base_model!r}: choose another id, or "
             "delete that deployment"
         )
-
-
-def _attempt(name: str, end: Callable[[], None]) -> None:
-    try:
-        end()
-    except (HearthError, OSError, TimeoutError) as error:
-        logger.warning("%s could not be taken down: %s", name, error)
-
-
-def _exit_on_sigterm(_number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(143)

@@ -4,53 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import orjson
-
-from hearth.errors import ConfigError
+from hearth.errors import HearthError
 from hearth.telemetry import BusyClock, Stopwatch
 from training.utils.checkpoints import (
     Checkpoint,
     Cursor,
+    check_adapter,
+    check_reference,
     checkpoint_reference,
-    write_atomically,
     write_manifest,
 )
 from training.utils.config import ResumeConfig, SyncSettings, is_given, plain_config
 from training.utils.metrics import Display, MetricsLog
 from training.utils.rl.evaluation import EvalResult, RewardFunction, evaluate
-from training.utils.rl.platform import RunInfra
+from training.utils.rl.platform import RunInfra, is_embedded
 from training.utils.rl.rollout import PromptGroup, RolloutStats
 from training.utils.rows import Row
 
 
-def prepare_log_path(log_path: str) -> Path:
-    """The run's folder, made if it is missing.
+def check_start(config: RunConfig) -> None:
+    """Judge what a run without a checkpoint of its own starts from, before anything is provisioned.
 
     Raises:
-        ConfigError: it cannot be made or written to.
+        ConfigError: it is not there, or not of the right kind.
     """
-    folder = Path(log_path).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"log_path must be a folder, got {log_path!r}: {error}") from None
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"log_path must be writable, got {log_path!r}")
-    return folder
-
-
-def write_config(log_path: Path, config: Mapping[str, Any]) -> None:
-    """Write the resolved config to ``log_path/config.json``."""
-    write_atomically(
-        log_path / "config.json", orjson.dumps(config, option=orjson.OPT_INDENT_2, default=str)
-    )
+    if config.init_from_checkpoint is not None:
+        check_reference(config.init_from_checkpoint, is_embedded=is_embedded())
+    if config.warm_start_from_adapter is not None:
+        check_adapter(config.warm_start_from_adapter, is_embedded=is_embedded())
 
 
 AUTOMATIC_SAVE_RATIO = 50.0
@@ -90,7 +77,10 @@ class RunConfig(Protocol):
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a finished run reports. ``evaluations`` are (step, result) in order."""
+    """What a finished run reports. ``evaluations`` are (step, result) in order.
+
+    ``version`` is the deployment's: the weight syncs that it has had, those of before included.
+    """
 
     steps: int
     version: int
@@ -118,11 +108,16 @@ class Run:
     cursor: Cursor = field(default_factory=Cursor)
     step: int = 0
     version: int = 0
+    """Weight syncs that the deployment has had; a deployment made anew counts from 0."""
     failed_in_a_row: int = 0
     first_step_s: float = math.nan
     step_started: float = field(default_factory=time.perf_counter)
-    saved_at: float = field(default_factory=time.perf_counter)
+    now: Callable[[], float] = time.perf_counter
+    """The clock by which automatic checkpoints are due, in seconds."""
+    saved_at: float = 0.0
     save_s: float = 0.0
+    saved: tuple[int, int] = (0, 0)
+    """Step and number of finished rows of the last checkpoint."""
     has_loaded: bool = False
     stats: RolloutStats = field(default_factory=RolloutStats)
     clock: Stopwatch = field(default_factory=Stopwatch)
@@ -164,8 +159,8 @@ class Run:
         self, config: RunConfig, infra: RunInfra, *, is_last: bool = False
     ) -> None:
         """A resumable checkpoint and, only when it is written, the manifest that names it."""
-        unsaved = self.step - (self.checkpoints[-1].step if self.checkpoints else 0)
-        if unsaved == 0 or not self._is_save_due(config, infra, unsaved, is_last=is_last):
+        is_new = self.step > 0 and (self.step, self.cursor.count) != self.saved
+        if not is_new or not self._is_save_due(config, infra, is_last=is_last):
             return
         name = f"step-{self.step:05d}"
         point = Checkpoint(
@@ -174,27 +169,26 @@ class Run:
             job=infra.policy_job_id,
         )  # fmt: skip
         with self.clock.span("perf/dcp_save_time"):
-            started = time.perf_counter()
+            started = self.now()
             saving = infra.policy.inner.save_state(
                 name, overwrite=True, metadata={**asdict(point), "config": plain_config(config)}
             )
             await saving.result_async(config.sync.dcp_timeout_s)
-            self.saved_at = time.perf_counter()
+            self.saved_at = self.now()
             self.save_s = self.saved_at - started
-        self.checkpoints = [one for one in self.checkpoints if one.name != name] + [point]
+        self.saved = (self.step, self.cursor.count)
+        known = [one for one in self.checkpoints if one.name != name] + [point]
+        self.checkpoints = await asyncio.to_thread(_unretired, known, infra)
         write_manifest(self.log_path, self.checkpoints)
 
-    def _is_save_due(
-        self, config: RunConfig, infra: RunInfra, unsaved: int, *, is_last: bool
-    ) -> bool:
+    def _is_save_due(self, config: RunConfig, infra: RunInfra, *, is_last: bool) -> bool:
         interval = config.sync.dcp_save_interval
-        if is_given(interval) or not infra.is_embedded:
-            return interval > 0 and (
-                config.save_final_checkpoint if is_last else unsaved >= interval
-            )
+        is_automatic = not is_given(interval) and infra.is_embedded
         if is_last:
-            return config.save_final_checkpoint
-        return time.perf_counter() - self.saved_at >= AUTOMATIC_SAVE_RATIO * self.save_s
+            return config.save_final_checkpoint and (is_automatic or interval > 0)
+        if is_automatic:
+            return self.now() - self.saved_at >= AUTOMATIC_SAVE_RATIO * self.save_s
+        return 0 < interval <= self.step - self.saved[0]
 
     def begin(self, config: RunConfig, infra: RunInfra, checkpoint: Checkpoint | None) -> None:
         """Load what the run starts from, and say it in one line.
@@ -203,6 +197,10 @@ class Run:
         optimizer, from step 0 and the first row), then ``warm_start_from_adapter``, else the model
         as it is.
         """
+        self.version = infra.served_version
+        self.has_loaded = bool(
+            checkpoint or config.init_from_checkpoint or config.warm_start_from_adapter
+        )
         if checkpoint is not None:
             self._restore(config, infra, checkpoint)
         elif config.init_from_checkpoint is not None:
@@ -222,12 +220,15 @@ class Run:
         if checkpoint.job not in (None, infra.policy_job_id):
             path = infra.policy.inner.resolve_checkpoint_path(checkpoint.name, checkpoint.job)
         infra.policy.load_state_with_optimizer(path)
-        self.has_loaded = True
         self.step = config.resume.step_offset or checkpoint.step
         self.cursor = Cursor(checkpoint.cursor, set(checkpoint.beyond))
+        self.saved = (self.step, self.cursor.count)
+        # What was trained after it is trained anew.
+        self.checkpoints = self.checkpoints[: self.checkpoints.index(checkpoint) + 1]
         self.display.note(
-            f"resuming from {checkpoint.name} of trainer job {infra.policy_job_id}: step "
-            f"{self.step}, {self.cursor.count} of {len(self.rows) * config.epochs} rows done"
+            f"resuming from {checkpoint.name} of trainer job "
+            f"{checkpoint.job or infra.policy_job_id}: step {self.step}, {self.cursor.count} of "
+            f"{len(self.rows) * config.epochs} rows done"
         )
 
     async def export_model(self, config: RunConfig, infra: RunInfra) -> None:
@@ -261,10 +262,19 @@ class Run:
         self.step_started = time.perf_counter()
 
 
+def _unretired(checkpoints: list[Checkpoint], infra: RunInfra) -> list[Checkpoint]:
+    """Those that the trainer still has; of another job's nothing is known, and they stay."""
+    try:
+        kept = infra.policy.list_checkpoints()
+    except HearthError:  # the checkpoint is written; to tidy the manifest can wait
+        return checkpoints
+    return [one for one in checkpoints if one.job != infra.policy_job_id or one.name in kept]
+
+
 def step_times(run: Run, groups: Sequence[PromptGroup]) -> dict[str, float]:
     """``perf/*`` of the step that ends now: seconds by phase, shares of the wall time, rates.
 
-    A weight sync comes after its step's record and so counts in the next one.
+    Weight sync and checkpoint come after their step's record and so count in the next one.
     """
     wall = max(time.perf_counter() - run.step_started, 1e-9)
     times = run.clock.take()

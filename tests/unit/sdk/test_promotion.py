@@ -1,6 +1,6 @@
 import pytest
 
-from hearth.errors import ConfigError, EngineError
+from hearth.errors import ConfigError, EngineError, NotReadyError
 from hearth.sdk import TrainerJobManager
 
 BASE = "accounts/fireworks/models/tiny"
@@ -46,6 +46,30 @@ def test_a_failed_promotion_is_an_error_with_its_reason(peer, answer, manager):
 
     with pytest.raises(EngineError, match="'step-1' failed: disk full"):
         manager.promote_checkpoint("policy", "step-1", "mine", BASE)
+
+
+def test_a_promotion_that_a_restart_of_the_platform_broke_off_is_begun_again(peer, answer, manager):
+    broken = {
+        "name": "accounts/me/operations/1",
+        "done": True,
+        "error": {"code": 14, "message": "restarted"},
+    }
+    done = {"name": "accounts/me/operations/1", "done": True, "response": MODEL}
+    peer.on("POST", PROMOTE, answer({"operation": broken}), answer({"operation": done}))
+
+    assert manager.promote_checkpoint("policy", "step-1", "mine", BASE).name == MODEL["name"]
+    assert len(peer.requests("POST", PROMOTE)) == 2
+
+
+def test_a_promotion_waits_for_the_one_that_a_killed_run_had_under_way(peer, answer, manager):
+    done = {"name": "accounts/me/operations/1", "done": True, "response": MODEL}
+    busy = answer({"error": {"message": "is being made of step-0"}}, status=425)
+    peer.on("POST", PROMOTE, busy, busy, answer({"operation": done}))
+
+    assert manager.promote_checkpoint("policy", "step-1", "mine", BASE).name == MODEL["name"]
+    peer.on("POST", PROMOTE, busy)
+    with pytest.raises(NotReadyError, match="being made of step-0"):
+        manager.promote_checkpoint("policy", "step-1", "mine", BASE, timeout=0.02)
 
 
 def test_a_promotion_without_end_is_given_up_but_goes_on(peer, answer, manager):

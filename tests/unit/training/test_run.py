@@ -12,7 +12,7 @@ from training.utils.checkpoints import (
     write_manifest,
 )
 from training.utils.config import WandBConfig
-from training.utils.metrics import MetricsLog, keep_older
+from training.utils.metrics import MetricsLog
 from training.utils.run import merged_metrics
 
 
@@ -77,14 +77,14 @@ def test_metrics_of_several_calls_are_weighed_by_their_samples():
 
 
 def test_an_older_metrics_file_is_kept(tmp_path):
-    for text in ("first", "second"):
-        keep_older(tmp_path / "metrics.jsonl")
-        (tmp_path / "metrics.jsonl").write_text(text)
-    keep_older(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        with MetricsLog.open(tmp_path, WandBConfig(), {}) as log:
+            log.write("train", step, {})
 
-    assert (tmp_path / "metrics.1.jsonl").read_text() == "first"
-    assert (tmp_path / "metrics.2.jsonl").read_text() == "second"
-    assert not (tmp_path / "metrics.jsonl").exists()
+    names = ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")
+    assert [(tmp_path / name).read_bytes() for name in names] == [
+        b'{"type":"train","step":%d}\n' % step for step in (1, 2, 3)
+    ]
 
 
 def test_a_resumed_log_takes_up_at_its_checkpoint(tmp_path):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hearth.errors import ConfigError, EngineError, HearthError, NotFoundError
 from hearth.sdk import (
+    APIFuture,
     CreatedJob,
     DeploymentInfo,
     DeploymentManager,
@@ -23,14 +23,18 @@ from hearth.sdk import (
     TrainerJobManager,
     TrainingShapeProfile,
 )
+from hearth.sdk.readiness import RESUMABLE
 from training.utils.client import DCP_TIMEOUT_S, STEP_TIMEOUT_S, ReconnectableClient
 from training.utils.config import DeployConfig, InfraConfig, WeightSyncScope
+from training.utils.managers import own_deployments, own_trainers
 from training.utils.provisioning import (
     ResourceCleanup,
-    check_base_model,
     deployment_config,
+    made_up_id,
+    request_deployment,
     request_trainer_job,
 )
+from training.utils.rl.brought import BroughtJob, check_snapshot_place, find_job
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +92,13 @@ class _Order:
     @property
     def is_per_deployment(self) -> bool:
         """Whether snapshots belong to the deployment."""
-        return self.deploy_cfg.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT
+        scope = self.deploy_cfg.weight_sync_scope
+        return self.needs_inference and scope == WeightSyncScope.PER_DEPLOYMENT
+
+    @property
+    def label(self) -> str:
+        """Tells this run's parts from others'; empty where ids do not repeat."""
+        return f"-{self.job_suffix}" if self.job_suffix else ""
 
 
 def setup_infra(
@@ -121,22 +131,27 @@ def setup_infra(
     A full-parameter policy's reference is a trainer of its own, forward-only; a LoRA policy shares
     its frozen base weights, unless a reference shape or job id asks for a trainer. With
     ``PER_TRAINER`` (the default) the deployment reads the policy trainer's snapshots; with
-    ``PER_DEPLOYMENT`` trainers write into the deployment's. ``job_suffix`` makes the ids of jobs
-    and deployment repeat, so that the same run finds them again.
+    ``PER_DEPLOYMENT`` the policy trainer writes into the deployment's. ``job_suffix`` makes the ids
+    of jobs and deployment repeat, so that the same run finds them again.
+
+    ``cleanup`` takes down what was asked for here. Jobs given by id and a deployment that somebody
+    else runs already go on running.
 
     Raises:
-        ConfigError: inference without ``deploy_mgr`` or tokenizer; nothing was asked for.
+        ConfigError: inference without ``deploy_mgr`` or tokenizer, a job that does not fit, or two
+            places for snapshots; nothing was asked for.
         EngineError: parts failed; each is named. Everything asked for is being taken down by
             ``cleanup``, or was if there is none.
     """
+    rlor_mgr = own_trainers(rlor_mgr)
+    deploy_mgr = None if deploy_mgr is None else own_deployments(deploy_mgr)
     infra_cfg, deploy_cfg = infra_cfg or InfraConfig(), deploy_cfg or DeployConfig()
     if needs_inference and deploy_mgr is None:
         raise ConfigError("deploy_mgr must be given where needs_inference is True, got None")
     own_reference = needs_reference and bool(
         lora_rank == 0 or infra_cfg.ref_training_shape_id or reference_job_id
     )
-    leaf = base_model.rstrip("/").rsplit("/", 1)[-1].lower().replace("_", "-").replace(".", "-")
-    own_id = f"{leaf[:40].strip('-') or 'model'}-{job_suffix or int(time.time())}"
+    own_id = made_up_id(base_model, job_suffix)
     order = _Order(
         rlor_mgr=rlor_mgr, deploy_mgr=deploy_mgr, base_model=base_model, infra_cfg=infra_cfg,
         deploy_cfg=deploy_cfg, lora_rank=lora_rank, max_seq_len=max_seq_len,
@@ -179,40 +194,61 @@ class _Ready:
 
 def _provision(order: _Order, on_status: Callable[[str], None]) -> _Ready:
     """Ask for everything in order, then wait for all of it side by side."""
-    shapes = _shapes(order)
+    roles = {"policy": order.policy_job_id}
+    if order.own_reference:
+        roles["reference"] = order.reference_job_id
+    brought = {
+        role: find_job(order.rlor_mgr, role, job_id, order.base_model)
+        for role, job_id in roles.items()
+    }
+    if order.needs_inference:
+        check_snapshot_place(order.deploy_cfg, order.deployment_id, brought["policy"])
+    shapes = _shapes(order, brought)
+    parts = [*roles, "deployment"] if order.needs_inference else [*roles]
+    if order.is_per_deployment:
+        parts = ["deployment", *roles]
     jobs: dict[str, CreatedJob] = {}
     deployment: DeploymentInfo | None = None
-    try:
-        if order.is_per_deployment:
-            deployment = _request_deployment(order, None)
-        jobs["policy"] = _request_trainer(order, "policy", shapes["policy"])
-        if order.own_reference:
-            jobs["reference"] = _request_trainer(order, "reference", shapes["reference"])
-        if not order.is_per_deployment:
-            deployment = _request_deployment(order, jobs["policy"].job_name)
-    except ConfigError:
-        raise  # a mistake in a setting, which says itself what to do
-    except (HearthError, OSError) as error:
-        asked = [*jobs, *(["deployment"] if deployment is not None else [])]
-        raise _failure({"request": error}, asked) from error
+    for part in parts:
+        try:
+            if part == "deployment":
+                policy = jobs.get("policy")  # asked for by now, unless the deployment comes first
+                deployment = _request_deployment(order, policy.job_name if policy else None)
+            else:
+                jobs[part] = _request_trainer(order, part, shapes[part], brought[part])
+        except ConfigError:
+            raise  # a mistake in a setting, which says itself what to do
+        except (HearthError, OSError) as error:
+            name = part if part == "deployment" else f"{part} trainer"
+            raise _failure({name: error}, len(parts)) from error
     asked_ids = ", ".join(one.job_id for one in jobs.values())
     on_status(f"waiting for {asked_ids}" + (f" and {order.deployment_id}" if deployment else ""))
     return _wait(order, jobs, deployment, shapes)
 
 
-def _shapes(order: _Order) -> dict[str, TrainingShapeProfile | None]:
+def _shapes(
+    order: _Order, brought: Mapping[str, BroughtJob | None]
+) -> dict[str, TrainingShapeProfile | None]:
     """The shapes of both trainers: the given ones, else what fits; None where the platform picks.
 
     Raises:
         HearthError: a given shape is unknown.
     """
-    wanted = {"policy": order.infra_cfg.training_shape_id}
-    if order.own_reference:
-        wanted["reference"] = order.infra_cfg.ref_training_shape_id
+    config = order.infra_cfg
+    given = {"policy": config.training_shape_id, "reference": config.ref_training_shape_id}
+    # Whoever chooses hardware has no shape choose it.
+    is_free = (
+        config.accelerator_type, config.accelerator_count, config.node_count,
+        config.custom_image_tag,
+    ) == (None,) * 4  # fmt: skip
     found: dict[str, TrainingShapeProfile | None] = {}
-    for role, shape in wanted.items():
+    for role, job in brought.items():
+        shape = given[role] if job is None else job.training_shape
         if shape:
             found[role] = order.rlor_mgr.resolve_training_profile(shape)
+            continue
+        if job is not None or not is_free:
+            found[role] = None
             continue
         try:
             found[role] = order.rlor_mgr.auto_select_training_shape(
@@ -223,33 +259,26 @@ def _shapes(order: _Order) -> dict[str, TrainingShapeProfile | None]:
     return found
 
 
-def _request_trainer(order: _Order, role: str, profile: TrainingShapeProfile | None) -> CreatedJob:
-    given = order.policy_job_id if role == "policy" else order.reference_job_id
-    if given is not None:
-        # Somebody else's: attached to, and left running.
-        endpoint = order.rlor_mgr.reconnect_and_wait(given, order.infra_cfg.trainer_timeout_s)
-        return CreatedJob(endpoint.job_id, endpoint.job_name)
-    suffix = f"-{order.job_suffix}" if order.job_suffix else ""
+def _request_trainer(
+    order: _Order, role: str, profile: TrainingShapeProfile | None, brought: BroughtJob | None
+) -> CreatedJob:
+    if brought is not None:
+        return brought.job
     name = f"{order.role_prefix}-{role}"
-    created = request_trainer_job(
+    return request_trainer_job(
         order.rlor_mgr, base_model=order.base_model, infra=order.infra_cfg,
         lora_rank=order.lora_rank if role == "policy" else 0, display_name=name,
         hot_load_deployment_id=(
             order.deployment_id if order.is_per_deployment and role == "policy" else None
         ),
         forward_only=role == "reference", max_seq_len=order.max_seq_len,
-        learning_rate=order.learning_rate, job_id=f"{name}{suffix}" if suffix else None,
+        learning_rate=order.learning_rate, job_id=f"{name}{order.label}" if order.label else None,
         training_shape_id=profile.training_shape_version if profile is not None else None,
         cleanup=order.cleanup, extra_values=order.extra_values,
     )  # fmt: skip
-    if created.state not in (None, "JOB_STATE_CREATING", "JOB_STATE_RUNNING", "JOB_STATE_PENDING"):
-        order.rlor_mgr.resume(created.job_id)  # this very run's, from before it was interrupted
-    return created
 
 
-def _request_deployment(order: _Order, trainer_job: str | None) -> DeploymentInfo | None:
-    if not order.needs_inference:
-        return None
+def _request_deployment(order: _Order, trainer_job: str | None) -> DeploymentInfo:
     manager, deployment_id = order.deploy_mgr, order.deployment_id
     assert manager is not None, "checked by setup_infra"
     assert deployment_id is not None, "made by setup_infra"
@@ -258,14 +287,17 @@ def _request_deployment(order: _Order, trainer_job: str | None) -> DeploymentInf
         order.deploy_cfg, order.base_model, deployment_id=deployment_id,
         hot_load_trainer_job=trainer_job, max_seq_len=order.max_seq_len,
         dtype=values.get("dtype"), device=values.get("device"),
+        display_name=f"{order.role_prefix}-deployment{order.label}" if order.label else None,
     )  # fmt: skip
-    order.cleanup.deployment(deployment_id)
-    info = manager.create_or_get(config)
-    check_base_model(info, order.base_model)
-    if info.max_replica_count == 0:
-        manager.update(deployment_id, min_replica_count=1, max_replica_count=1)
-    if trainer_job is not None and info.hot_load_trainer_job != trainer_job:
-        info = manager.update(deployment_id, hot_load_trainer_job=trainer_job)
+    info = request_deployment(
+        manager, config, cleanup=order.cleanup, is_own_id=order.deploy_cfg.deployment_id is None
+    )
+    if order.is_per_deployment and info.hot_load_trainer_job:
+        raise ConfigError(
+            f"deployment.weight_sync_scope must be PER_TRAINER for deployment {deployment_id!r}, "
+            f"got PER_DEPLOYMENT: it reads the snapshots of {info.hot_load_trainer_job!r}; choose "
+            "another deployment_id"
+        )
     return info
 
 
@@ -273,29 +305,33 @@ def _wait(
     order: _Order, jobs: dict[str, CreatedJob], deployment: DeploymentInfo | None,
     shapes: dict[str, TrainingShapeProfile | None],
 ) -> _Ready:  # fmt: skip
-    failures: dict[str, BaseException] = {}
-    with ThreadPoolExecutor(max_workers=3, thread_name_prefix="hearth-wait") as pool:
-        waits: dict[str, Any] = {
-            f"{role} trainer {job.job_id}": pool.submit(
-                order.rlor_mgr.wait_for_ready, job.job_id, order.infra_cfg.trainer_timeout_s
-            )
-            for role, job in jobs.items()
-        }
-        if deployment is not None:
-            assert order.deploy_mgr is not None, "checked by setup_infra"
-            waits[f"deployment {deployment.deployment_id}"] = pool.submit(
-                order.deploy_mgr.wait_for_ready, deployment.deployment_id,
-                order.deploy_cfg.deployment_timeout_s,
-            )  # fmt: skip
-        ready: list[Any] = []
+    waits: dict[str, APIFuture[Any]] = {}
+    for role, job in jobs.items():
+        # A job that has ended was brought, or is this very run's from before it was interrupted.
+        wait_for = order.rlor_mgr.wait_for_ready_async
+        if job.state in RESUMABLE:
+            wait_for = order.rlor_mgr.reconnect_and_wait_async
+        waits[f"{role} trainer {job.job_id}"] = wait_for(
+            job.job_id, order.infra_cfg.trainer_timeout_s
+        )
+    if deployment is not None:
+        assert order.deploy_mgr is not None, "checked by setup_infra"
+        waits[f"deployment {deployment.deployment_id}"] = order.deploy_mgr.wait_for_ready_async(
+            deployment.deployment_id, order.deploy_cfg.deployment_timeout_s
+        )
+    ready: list[Any] = []
+    failures: dict[str, Exception] = {}
+    try:
         for name, wait in waits.items():
-            error = wait.exception()
-            if error is not None:
-                failures[name] = error
-            else:
+            try:
                 ready.append(wait.result())
+            except (HearthError, OSError) as error:
+                failures[name] = error
+    finally:
+        for wait in waits.values():
+            wait.cancel()
     if failures:
-        raise _failure(failures, list(waits))
+        raise _failure(failures, len(waits))
     endpoints = [one for one in ready if isinstance(one, TrainerEndpoint)]
     return _Ready(
         policy=endpoints[0],
@@ -348,9 +384,7 @@ def _wire(
     )
 
 
-def _failure(failures: dict[str, BaseException], asked: list[str]) -> EngineError:
-    """One error that names every part."""
+def _failure(failures: Mapping[str, Exception], parts: int) -> EngineError:
+    """One error that names every part that failed."""
     lines = "".join(f"\n  - {name}: {error}" for name, error in failures.items())
-    return EngineError(
-        f"provisioning failed, {len(failures)} of {max(len(asked), 1)} parts:{lines}"
-    )
+    return EngineError(f"provisioning failed, {len(failures)} of {parts} parts:{lines}")

@@ -7,14 +7,13 @@ inside this process and ends with the run.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from hearth.errors import ConfigError
 from hearth.local import EmbeddedPlatform, resolve_model
@@ -25,6 +24,8 @@ from hearth.sdk import (
     TrainerJobManager,
     WeightSyncer,
 )
+from hearth.sdk.attempts import DrawPatience
+from hearth.sdk.transport import Retries
 from training.utils.config import (
     DeployConfig,
     InfraConfig,
@@ -56,6 +57,7 @@ class ProvisionedConfig(Protocol):
     seed: int
     keep_checkpoints: int | None
     cleanup_on_exit: bool
+    placement: Literal["inline", "process"]
 
     @property
     def sync(self) -> SyncSettings:
@@ -85,6 +87,7 @@ class PlatformSpec:
     seed: int
     keep_checkpoints: int | None
     cleanup_on_exit: bool
+    placement: Literal["inline", "process"]
     work_dir: Path
 
     @classmethod
@@ -96,7 +99,8 @@ class PlatformSpec:
             learning_rate=config.learning_rate, lora_rank=config.lora_rank,
             needs_reference=config.needs_reference, max_concurrent=config.max_concurrent,
             seed=config.seed, keep_checkpoints=_kept(config),
-            cleanup_on_exit=config.cleanup_on_exit, work_dir=work_dir,
+            cleanup_on_exit=config.cleanup_on_exit, placement=config.placement,
+            work_dir=work_dir,
         )  # fmt: skip
 
     def infra_config(self) -> InfraConfig:
@@ -141,9 +145,13 @@ class PlatformSpec:
 
 
 def _kept(config: ProvisionedConfig) -> int | None:
-    """Checkpoints to keep; of those that nobody asked for, two."""
-    is_automatic = not is_given(config.sync.dcp_save_interval)
-    return config.keep_checkpoints or (2 if is_automatic else None)
+    """Checkpoints to keep; of those that nobody asked for, two.
+
+    Never fewer: the trainer drops the older one before the manifest names the newer.
+    """
+    if config.keep_checkpoints is not None:
+        return max(2, config.keep_checkpoints)
+    return None if is_given(config.sync.dcp_save_interval) else 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +167,13 @@ class RunInfra(Infra):
     """The run's folder; an embedded platform keeps its data there."""
     serves_older_snapshot: bool
     """The deployment was there before, and serves what an earlier run has left."""
+    served_version: int
+    """Weight syncs that the deployment has had before this run."""
+
+
+def is_embedded() -> bool:
+    """Whether the platform runs inside this process: no URL names another."""
+    return not os.environ.get(BASE_URL)
 
 
 def check_platform(spec: PlatformSpec) -> None:
@@ -168,7 +183,7 @@ def check_platform(spec: PlatformSpec) -> None:
         ConfigError: the platform's key is missing, or a setting breaks its rule.
     """
     spec.infra_config()
-    if os.environ.get(BASE_URL):
+    if not is_embedded():
         if not os.environ.get(API_KEY):
             raise ConfigError(
                 f"{API_KEY} must be set where {BASE_URL} is, got none: any text will do for a "
@@ -189,21 +204,21 @@ def provision(
 ) -> Iterator[RunInfra]:
     """Everything a recipe needs, for the body of the ``with``; after it the clients are closed.
 
-    ``on_status`` is told in one line where the platform is.
+    ``on_status`` is told in one line where the platform is. With ``cleanup_on_exit`` trainers and
+    deployment that the run asked for are taken down; those that were brought go on running.
 
     Raises:
-        ConfigError: a model or tokenizer cannot be loaded, or another run uses the folder.
+        ConfigError: a model or tokenizer cannot be loaded.
         HearthError: the platform cannot be reached, or refuses.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_only_run(spec.work_dir))
         base_url, api_key = _platform(spec, stack, on_status)
         trainers = TrainerJobManager(api_key, base_url=base_url)
         stack.callback(trainers.close)
         deployments = DeploymentManager(api_key, base_url=base_url)
         stack.callback(deployments.close)
         cleanup = None
-        if spec.cleanup_on_exit or not os.environ.get(BASE_URL):
+        if spec.cleanup_on_exit or is_embedded():
             cleanup = stack.enter_context(ResourceCleanup(trainers, deployments))
         tokenizer = load_tokenizer(spec.deployment)
         infra = setup_infra(
@@ -215,6 +230,7 @@ def provision(
             needs_inference=True, api_key=api_key, cleanup=cleanup, on_status=logger.debug,
             seed=spec.seed, extra_values=spec.values(), job_suffix=spec.suffix(),
         )  # fmt: skip
+        stack.callback(infra.close)
         yield _with_sampler(spec, infra, trainers, deployments, tokenizer, api_key, stack)
 
 
@@ -247,10 +263,11 @@ def _platform(
     if base_url:
         on_status(f"the platform is at {base_url} ({BASE_URL}), with {spec.base_model}")
         return base_url, os.environ[API_KEY]
-    on_status(
-        f"{BASE_URL} is not set: the platform runs inside this process, with {spec.base_model}"
+    where = "inside this process" if spec.placement == "inline" else "in processes of its own"
+    on_status(f"{BASE_URL} is not set: the platform runs {where}, with {spec.base_model}")
+    platform = stack.enter_context(
+        EmbeddedPlatform(work_dir=spec.work_dir, placement=spec.placement)
     )
-    platform = stack.enter_context(EmbeddedPlatform(work_dir=spec.work_dir))
     return platform.base_url, os.environ.get(API_KEY) or "embedded"
 
 
@@ -268,34 +285,21 @@ def _with_sampler(
         deployments.inference_url, infra.inference_model, api_key, tokenizer,
         concurrency_controller=FixedConcurrencyController(spec.max_concurrent),
         http_timeout_s=spec.deployment.sample_timeout,
+        patience=DrawPatience(
+            # A platform that is started again, and a deployment: its model is loaded anew.
+            retries=Retries(attempts=9, base_s=1.0),
+            boot_s=spec.deployment.deployment_timeout_s,
+        ),
     )  # fmt: skip
     stack.callback(sampler.close)
-    served = deployments.replica_state(infra.deployment_id, spec.base_model)
+    # Not just asked for: it may have died since it was ready, and then it comes back.
+    served = deployments.wait_for_replica(
+        infra.deployment_id, spec.base_model, spec.deployment.deployment_timeout_s
+    )
     known = {one.name: getattr(infra, one.name) for one in fields(Infra)}
     return RunInfra(
         **known, sampler=sampler, syncer=syncer, tokenizer=tokenizer, trainers=trainers,
-        is_embedded=not os.environ.get(BASE_URL), work_dir=spec.work_dir,
-        serves_older_snapshot=served is not None and served.current_snapshot_identity is not None,
+        is_embedded=is_embedded(), work_dir=spec.work_dir,
+        serves_older_snapshot=served.current_snapshot_identity is not None,
+        served_version=served.weight_version,
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _only_run(folder: Path) -> Iterator[None]:
-    """Hold the folder for one run at a time; the lock ends with the process, however it ends.
-
-    Raises:
-        ConfigError: another run holds it.
-    """
-    with (folder / ".lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise ConfigError(
-                f"log_path must belong to one run at a time, got {str(folder)!r}, which process "
-                f"{file.read().strip() or 'unknown'} uses: wait for it, or choose another folder"
-            ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield

@@ -1,0 +1,236 @@
+"""The product documents, a served platform whose tiny model bears their names, and what they leave
+to the reader.
+
+The documents stand beside the repository (``../shared/documents``, or the folder that
+``HEARTH_DOCUMENTS`` names); without them their tests are skipped. Nothing of them is copied here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hearth.sdk import DeploymentManager, TrainerJobManager
+from training.quickstart import MODEL, TRAIN_ROWS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = Path(os.environ.get("HEARTH_DOCUMENTS", REPOSITORY.parent / "shared" / "documents"))
+NUM_ROWS = 6
+KEY = "a-key"
+DOCUMENTED_TOKENIZER = '"Qwen/Qwen3-8B"'
+DOCUMENTED_DATASET = '"/path/to/gsm8k.jsonl"'
+
+
+def _load_extraction() -> types.ModuleType:
+    """The module beside this one: in pytest's importlib mode no test file can import another."""
+    path = Path(__file__).with_name("extraction.py")
+    spec = importlib.util.spec_from_file_location("documents_extraction", path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+extraction = _load_extraction()
+
+
+@pytest.fixture(scope="session", name="extraction")
+def extraction_fixture() -> types.ModuleType:
+    """The module that takes snippets out of texts."""
+    return extraction
+
+
+@pytest.fixture(scope="session")
+def document() -> Callable[[str], Any]:
+    """``document("003")``: a product document with its snippets."""
+
+    def read(number: str) -> Any:
+        found = sorted(FOLDER.glob(f"{number}*.txt"))
+        if not found:
+            pytest.skip(f"needs document {number} in {FOLDER}, which is not part of the repository")
+        return extraction.Document.read(found[0])
+
+    return read
+
+
+@dataclass(frozen=True)
+class Served:
+    """A platform in a process of its own."""
+
+    url: str
+    data_dir: Path
+
+    def trainers(self) -> TrainerJobManager:
+        """A manager of its trainer jobs."""
+        return TrainerJobManager(KEY, base_url=self.url)
+
+    def deployments(self) -> DeploymentManager:
+        """A manager of its deployments."""
+        return DeploymentManager(KEY, base_url=self.url)
+
+    def snapshots(self, job_id: str) -> list[str]:
+        """Names of a job's snapshots without the client's suffix, oldest first."""
+        with contextlib.closing(self.trainers()) as trainers:
+            rows = trainers.list_checkpoints(job_id)
+        names = [str(row.name).rsplit("/", 1)[-1] for row in rows]
+        return [name.rsplit("-", 1)[0] for name in names]
+
+    def states(self) -> tuple[list[str | None], list[int]]:
+        """The jobs' states, and how many replicas each deployment has."""
+        with contextlib.closing(self.trainers()) as trainers:
+            jobs = [one.state for one in trainers.list()]
+        with contextlib.closing(self.deployments()) as deployments:
+            return jobs, [one.max_replica_count for one in deployments.list()]
+
+    def clear(self) -> None:
+        """Delete every job and deployment."""
+        with contextlib.closing(self.trainers()) as trainers:
+            for job in trainers.list():
+                trainers.delete(str(job.name).rsplit("/", 1)[-1])
+        with contextlib.closing(self.deployments()) as deployments:
+            for one in deployments.list():
+                deployments.delete(one.deployment_id)
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """``hearth serve`` with a process for each trainer and deployment, until the session ends."""
+    folder = tmp_path_factory.mktemp("served")
+    catalog = folder / "catalog.toml"
+    catalog.write_text(
+        '[models."accounts/fireworks/models/qwen3-8b"]\n'
+        f"source = {json.dumps(str(MODEL))}\ncontext_length = 4096\n"
+    )
+    command = [
+        str(Path(sys.executable).with_name("hearth")), "serve", "--port", "0", "--data-dir",
+        str(folder / "data"), "--catalog", str(catalog), "--trainer-threads", "1",
+        "--deployment-threads", "1",
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name != "HEARTH_API_KEYS"}
+    with (folder / "stderr").open("w") as errors:
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert first.startswith("serving at "), (folder / "stderr").read_text()
+        assert len(_processes_that_mention(str(folder / "data"))) >= 2, "itself and its nursery"
+        yield Served(first.split()[2].rstrip(","), folder / "data")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        process.stdout.close()
+    left = _processes_that_mention(str(folder / "data"))
+    assert left == [], f"left behind: {left}"
+
+
+def _processes_that_mention(text: str) -> list[str]:
+    found: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in found if text in line]
+
+
+@pytest.fixture(scope="module")
+def platform(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The served platform as the environment names it, a new working folder, and no W&B key.
+
+    One for a module: the snippets of a document follow one another. At its end all is deleted.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FIREWORKS_BASE_URL", served.url)
+        patch.setenv("FIREWORKS_API_KEY", KEY)
+        patch.setenv("FIREWORKS_ACCOUNT_ID", "me")
+        for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+            patch.delenv(name, raising=False)
+        patch.setenv("WANDB_SILENT", "true")
+        patch.chdir(tmp_path_factory.mktemp("reader"))
+        yield served
+        served.clear()
+
+
+@pytest.fixture(scope="session")
+def dataset_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few rows."""
+    path = tmp_path_factory.mktemp("dataset") / "rows.jsonl"
+    lines = TRAIN_ROWS.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:NUM_ROWS]))
+    return path
+
+
+@pytest.fixture(scope="session")
+def substituted(dataset_file: Path) -> Callable[[str], str]:
+    """A snippet with the SDK's name, the tokenizer and the data path exchanged, and no more."""
+
+    def substitute(code: str) -> str:
+        code = code.replace("fireworks.training.sdk", "hearth.sdk")
+        code = code.replace(DOCUMENTED_TOKENIZER, json.dumps(str(MODEL)))
+        return code.replace(DOCUMENTED_DATASET, json.dumps(str(dataset_file)))
+
+    return substitute
+
+
+class Dataset:
+    """A reader's rows. ``step`` in the namespace counts them, as document 001 leaves to him.
+
+    ``at_end`` is called behind the last row, where the snippet's clients are still open.
+    """
+
+    def __init__(self, rows: list[dict[str, Any]], namespace: dict[str, Any]) -> None:
+        self.rows = rows
+        self._namespace = namespace
+        self.at_end: Callable[[], None] | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for step, row in enumerate(self.rows, start=1):
+            self._namespace["step"] = step
+            yield row
+        if self.at_end is not None:
+            self.at_end()
+
+
+def spread_score(completion: Any) -> float:
+    """A reward of the drawn token ids, which differ from draw to draw."""
+    return float(sum(completion.full_tokens[completion.prompt_len :]) % 7)
+
+
+@pytest.fixture(scope="module")
+def reader(dataset_file: Path) -> Iterator[Callable[[], dict[str, Any]]]:
+    """A new namespace with the names that the documents' prose leaves to the reader.
+
+    At the module's end the clients are closed that the snippets have left open.
+    """
+    import httpx
+    import tinker
+
+    made: list[dict[str, Any]] = []
+
+    def make() -> dict[str, Any]:
+        rows = [json.loads(line) for line in dataset_file.read_text().splitlines()]
+        names: dict[str, Any] = {"__name__": "reader", "score": spread_score}
+        names |= {"tinker": tinker, "httpx": httpx}
+        names["dataset"] = Dataset(rows[:3], names)
+        made.append(names)
+        return names
+
+    yield make
+    for names in made:
+        for value in names.values():
+            if type(value).__module__.startswith("hearth.sdk") and hasattr(value, "close"):
+                value.close()

@@ -1,0 +1,103 @@
+"""Our own pages: their Python blocks run in order, one namespace a page, on a served platform."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from training.quickstart import MODEL, TRAIN_ROWS
+from training.utils.rows import load_rows
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+EXAMPLE = REPOSITORY / "docs" / "examples" / "own_loop.py"
+STAND_INS = {'"Qwen/Qwen3-0.6B"': json.dumps(str(MODEL)), '"gsm8k.jsonl"': '"rows.jsonl"'}
+
+
+@pytest.fixture(scope="module")
+def run_page(extraction, platform):
+    """Run a page's blocks once, in the working folder, which has a few rows."""
+    rows = load_rows(str(TRAIN_ROWS), 8)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    @functools.cache
+    def run(path: Path) -> dict:
+        names: dict = {"__name__": path.stem}
+        for snippet in extraction.Document.read(path).snippets:
+            code = snippet.text
+            for said, ours in STAND_INS.items():
+                code = code.replace(said, ours)
+            extraction.execute(code, names)
+        return names
+
+    return run
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
+def test_the_python_blocks_of_our_pages_run_and_leave_nothing_running(path, run_page, platform):
+    run_page(path)
+
+    states, replicas = platform.states()
+    assert set(states) <= {"JOB_STATE_CANCELLED"}
+    assert set(replicas) <= {0}
+
+
+def test_the_page_on_weight_sync_publishes_bases_and_deltas(run_page, platform):
+    names = run_page(REPOSITORY / "docs" / "weight_sync.md")
+
+    trainers = platform.trainers()
+    rows = trainers.list_checkpoints(names["infra"].policy_job_id)
+    trainers.close()
+    kinds = {str(row.name).rsplit("/", 1)[-1]: row.checkpoint_type for row in rows}
+    order = [names[name] for name in ("first", "second", "kept", "served", "again")]
+    assert list(kinds) == order
+    base, delta = "CHECKPOINT_TYPE_INFERENCE_BASE", "CHECKPOINT_TYPE_INFERENCE_ARC_V2"
+    assert list(kinds.values()) == [base, delta, base, base, base]
+    assert names["completion"].snapshot_identity == names["second"]
+    assert names["syncer"].version == 4
+    assert f"still serves {names['served']!r}" in names["refusal"]
+
+
+def test_the_page_on_loops_trains_and_promotes(run_page):
+    names = run_page(REPOSITORY / "docs" / "your_own_loop.md")
+
+    assert names["result"].metrics["samples:sum"] == len(names["completions"]) > 0
+    assert names["loaded"].metadata == {"row": 8}
+    assert (Path(names["model"].source) / "model.safetensors").exists()
+
+
+def test_the_example_trains_on_the_served_platform(platform, capsys):
+    spec = importlib.util.spec_from_file_location("own_loop", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    rewards = module.main()
+
+    assert len(rewards) == module.STEPS
+    assert "accounts/me/models/own-loop" in capsys.readouterr().out
+    states, replicas = platform.states()
+    assert set(states) == {"JOB_STATE_CANCELLED"}
+    assert set(replicas) <= {0}
+
+
+def test_the_example_runs_with_nothing_set_up(monkeypatch, tmp_path):
+    for name in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=120
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step ") == 4
+    (model,) = tmp_path.glob("own-loop-*/models/own-loop/model.safetensors")
+    assert model.stat().st_size > 0

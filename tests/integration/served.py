@@ -1,0 +1,312 @@
+"""A platform of its own for tests: `hearth serve` in a process, its workers, and how to end them.
+
+And recipes in processes of their own, forked from one that has imported everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+
+from training.quickstart import MODEL, TRAIN_ROWS
+
+HEARTH = Path(sys.executable).with_name("hearth")
+ACCOUNT = "/v1/accounts/me"
+_NAMES = {
+    "trainer": "trainer-rl-policy-",
+    "reference": "trainer-rl-reference-",
+    "deployment": "deployment-",
+}
+
+
+class Served:
+    """`hearth serve` on a data folder, to be ended and started again."""
+
+    def __init__(self, data_dir: Path, **options: Any) -> None:
+        self.data_dir = data_dir
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Begin to serve; returns once requests are answered."""
+        self.data_dir.mkdir(exist_ok=True)
+        command = [str(HEARTH), "serve", "--port", str(self.port), "--data-dir"]
+        with (self.data_dir / "serve.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, str(self.data_dir), *self._flags],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+        wait_until(self._answers, 60, "the platform to answer")
+
+    def kill(self) -> None:
+        """SIGKILL to the platform's own process, and to no other."""
+        os.kill(self.pid, signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait(10)
+
+    def stop(self) -> None:
+        """SIGTERM, as a person ends it; then nothing of it is left."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.terminate()
+            assert self._process.wait(30) in (0, 143), self.log[-3000:]
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        return (self.data_dir / "serve.log").read_text(encoding="utf-8", errors="replace")
+
+    def come_back(self) -> None:
+        """Start again on the same port and folder after a SIGKILL."""
+        assert self._process is not None
+        self._process.wait(10)
+        self.start()
+
+    def processes(self) -> list[int]:
+        """Every process that works on the data folder: nursery and workers, which are its forks."""
+        found: list[int] = []
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                is_its = str(self.data_dir).encode() in (folder / "cmdline").read_bytes()
+                if folder.name.isdigit() and is_its and int(folder.name) != self.pid:
+                    found.append(int(folder.name))
+        return found
+
+    def workers(self) -> list[int]:
+        """The processes of trainers and deployments that run now."""
+        nursery = _read(self.data_dir / "nursery.json").get("pid")
+        return [pid for pid in self.processes() if pid != nursery]
+
+    def resources(self, kind: str, of: str = "") -> list[dict[str, Any]]:
+        """What `hearth ps -a` reads: ``rlorTrainerJobs`` or ``deployments`` whose id has ``of``."""
+        answer = httpx.get(f"{self.url}{ACCOUNT}/{kind}", headers={"x-api-key": "x"}, timeout=30)
+        return [one for one in answer.json()[kind] if of in one["name"]]
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, self.log[-3000:]
+        try:
+            return httpx.get(f"{self.url}/healthz", timeout=5).is_success
+        except httpx.TransportError:
+            return False
+
+
+class Victims:
+    """The workers of the run that begins next on a platform, and what they do."""
+
+    def __init__(self, served: Served) -> None:
+        self._workers = served.data_dir / "workers"
+        self._before = set(self._workers.glob("*"))
+
+    def folder(self, kind: str) -> Path | None:
+        """The folder of the run's trainer or deployment, once there is one."""
+        found = set(self._workers.glob(f"{_NAMES[kind]}*")) - self._before
+        return min(found, default=None)
+
+    def phase(self, kind: str) -> str:
+        """What a worker does now."""
+        folder = self.folder(kind)
+        if folder is None:
+            return ""
+        try:
+            return (folder / "phase").read_bytes().decode().strip()
+        except OSError:
+            return ""
+
+    def pid(self, kind: str) -> int | None:
+        """A worker's process."""
+        folder = self.folder(kind)
+        return None if folder is None else _read(folder / "process.json").get("pid")
+
+
+class Killer(threading.Thread):
+    """Sends SIGKILL to a victim at the moment in which a worker is in a phase, the n-th time.
+
+    The worker is stopped first and looked at again: who is killed, is killed in that very phase.
+    ``times`` says how often; ``hits`` are the pids. ``then`` is called after each.
+    """
+
+    def __init__(
+        self, victims: Victims, watched: str, phase: str,
+        victim: Callable[[], int | None] | None = None, *, occurrence: int = 3, times: int = 1,
+        then: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(daemon=True)
+        self._victims = victims
+        self._watched = watched
+        self._phase = phase
+        self._victim = victim or (lambda: victims.pid(watched))
+        self._left = occurrence
+        self._times = times
+        self._then = then or (lambda: None)
+        self._is_over = threading.Event()
+        self.hits: list[int] = []
+
+    def __enter__(self) -> Killer:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_over.set()
+        self.join(60)
+
+    def run(self) -> None:
+        was_in_phase = False
+        while not self._is_over.is_set() and len(self.hits) < self._times:
+            is_in_phase = self._victims.phase(self._watched) == self._phase
+            if is_in_phase and not was_in_phase:
+                self._left -= 1
+            if is_in_phase and self._left <= 0:
+                self._strike()
+            was_in_phase = is_in_phase
+            time.sleep(0.0002)
+
+    def _strike(self) -> None:
+        watched, victim = self._victims.pid(self._watched), self._victim()
+        if watched is None or victim is None or victim in self.hits:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(watched, signal.SIGSTOP)
+            if self._victims.phase(self._watched) == self._phase:
+                os.kill(victim, signal.SIGKILL)
+                self.hits.append(victim)
+            os.kill(watched, signal.SIGCONT)
+        if victim in self.hits:
+            self._then()
+
+
+class Recipes:
+    """Starts recipes as processes, forked from one that has imported them: in milliseconds."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        for name in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
+            environment.pop(name, None)
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("recipes.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
+        )  # fmt: skip
+
+    def start(self, url: str | None, folder: Path, *flags: str) -> Recipe:
+        """`python -m training.recipes.rl_loop` on a platform, or with an embedded one."""
+        folder.mkdir(exist_ok=True)
+        variables = {"FIREWORKS_BASE_URL": url, "FIREWORKS_API_KEY": "x"} if url else {}
+        log = folder.with_name(f"{folder.name}.log")
+        pid = self._ask({"fork": command_line(folder, *flags), "env": variables, "log": str(log)})
+        return Recipe(self, int(pid), log)
+
+    def status(self, pid: int) -> int | None:
+        """How a recipe ended: its exit code, or minus the signal; None while it runs."""
+        return self._ask({"status": pid})
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+    def _ask(self, question: dict[str, Any]) -> Any:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(orjson.dumps(question) + b"\n")
+        stdin.flush()
+        return orjson.loads(stdout.readline())
+
+
+@dataclass
+class Recipe:
+    """A recipe that runs."""
+
+    recipes: Recipes
+    pid: int
+    log: Path
+    _code: int | None = None
+
+    def code(self) -> int | None:
+        """How it ended; None while it runs."""
+        if self._code is None:
+            self._code = self.recipes.status(self.pid)
+        return self._code
+
+    def wait(self, timeout_s: float = 60) -> int:
+        """Its exit code, or minus the signal that ended it."""
+        wait_until(lambda: self.code() is not None, timeout_s, f"the end of {self.log.stem}")
+        assert self._code is not None
+        return self._code
+
+    def send(self, number: signal.Signals) -> None:
+        if self.code() is None:
+            os.kill(self.pid, number)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8")
+
+
+def command_line(folder: Path, *flags: str) -> list[str]:
+    """Flags of a run of a few steps on the shipped model."""
+    usual = {
+        "log-path": folder, "base-model": MODEL, "dataset": TRAIN_ROWS, "max-rows": 16,
+        "completions-per-prompt": 4, "prompt-groups-per-step": 2, "max-completion-tokens": 16,
+        "max-seq-len": 128, "max-concurrent": 64, "learning-rate": 1e-3, "kl-beta": 0,
+        "truncated-completions": "score", "deployment.tokenizer-model": MODEL,
+        "output-model-id": folder.name,
+    }  # fmt: skip
+    return [*(f"--{name}={value}" for name, value in usual.items()), *flags]
+
+
+def wait_until(
+    is_so: Callable[[], bool], timeout_s: float, what: str, pause_s: float = 0.01
+) -> None:
+    """Look again and again, with an end."""
+    end_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < end_s, f"waited {timeout_s} s for {what}"
+        time.sleep(pause_s)
+
+
+@contextlib.contextmanager
+def pointed_at(served: Served) -> Iterator[None]:
+    """Inside the ``with`` recipes of this process use the platform."""
+    variables = {"FIREWORKS_BASE_URL": served.url, "FIREWORKS_API_KEY": "x"}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return {}
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]

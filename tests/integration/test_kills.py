@@ -1,0 +1,322 @@
+"""SIGKILL to each part of a run, in each phase: the weights come out the same to the bit."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.integration.conftest import config
+from tests.integration.served import (
+    HEARTH,
+    Killer,
+    Recipes,
+    Served,
+    Victims,
+    pointed_at,
+    wait_until,
+)
+
+from training.recipes.rl_loop import main
+
+PHASES = {
+    "sampling": ("deployment", "sampling"),
+    "forward-backward": ("trainer", "forward_backward"),
+    "optimizer-step": ("trainer", "optim_step"),
+    "save": ("trainer", "save_weights"),
+    "snapshot": ("trainer", "save_weights_for_sampler"),
+    "hot-load": ("deployment", "load_snapshot"),
+}
+SMALL = {"max_rows": 16, "dcp_save_interval": 1}
+SAVING = "--dcp-save-interval=1"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    platform = Served(tmp_path_factory.mktemp("platform"), trainer_threads=1, deployment_threads=1)
+    yield platform
+    platform.stop()
+    assert platform.processes() == []
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    forker = Recipes()
+    yield forker
+    forker.close()
+
+
+class Done:
+    """What a run left behind."""
+
+    def __init__(self, folder, model):
+        self.folder = folder
+        self.weights = load_file(model / "model.safetensors")
+        lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+        self.records = [
+            {name: value for name, value in one.items() if not name.startswith("perf/")}
+            for one in map(orjson.loads, lines)
+            if one["type"] == "train"
+        ]
+        self.last = _checkpoints(folder)[-1]
+
+    def has_weights_of(self, other):
+        assert self.weights.keys() == other.weights.keys()
+        return all(torch.equal(one, other.weights[name]) for name, one in self.weights.items())
+
+
+@pytest.fixture(scope="module")
+def whole(served, tmp_path_factory):
+    """A run that nobody disturbed, on the served platform, in this process."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    with pointed_at(served):
+        main(config(folder, **SMALL, output_model_id="whole"))
+    return Done(folder, served.data_dir / "models" / "whole")
+
+
+def run_here(served, folder):
+    with pointed_at(served):
+        summary = main(config(folder, **SMALL, output_model_id=folder.name))
+    return summary, Done(folder, served.data_dir / "models" / folder.name)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("victim", ["trainer", "deployment"])
+def test_a_worker_that_is_killed_comes_back_and_the_run_ends_as_if_nothing_was(
+    served, whole, tmp_path, victim, phase
+):
+    folder = tmp_path / f"{victim}-{phase}"
+    victims = Victims(served)
+    watched, marker = PHASES[phase]
+
+    with Killer(victims, watched, marker, lambda: victims.pid(victim)) as killer:
+        _, done = run_here(served, folder)
+
+    assert len(killer.hits) == 1
+    assert victims.pid(victim) not in killer.hits
+    assert done.has_weights_of(whole)
+    assert done.records == whole.records
+    assert done.last["cursor"] == whole.last["cursor"] == 16
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_recipe_that_is_killed_goes_on_when_the_same_command_is_given_again(
+    served, whole, recipes, tmp_path, phase
+):
+    folder = tmp_path / f"recipe-{phase}"
+    victims = Victims(served)
+    watched, marker = PHASES[phase]
+
+    first = recipes.start(served.url, folder, SAVING)
+    with Killer(victims, watched, marker, lambda: first.pid) as killer:
+        assert first.wait() == -signal.SIGKILL
+    assert killer.hits == [first.pid]
+    point = _checkpoints(folder)[-1]
+    second = recipes.start(served.url, folder, SAVING)
+    assert second.wait() == 0, second.output
+
+    done = Done(folder, served.data_dir / "models" / folder.name)
+    assert (
+        f"resuming from {point['name']} of trainer job {point['job']}: step {point['step']}, "
+        f"{point['cursor']} of 16 rows done"
+    ) in second.output
+    assert done.has_weights_of(whole)
+    assert _but_for_versions(done.records) == _but_for_versions(whole.records)
+    assert done.last["cursor"] == 16
+    (job,) = served.resources("rlorTrainerJobs", done.last["job"])
+    assert job["state"] == "JOB_STATE_CANCELLED"
+    assert served.workers() == []
+
+
+@pytest.mark.parametrize("phase", ["sampling", "forward-backward", "snapshot", "hot-load"])
+def test_a_platform_that_is_killed_and_started_again_is_bridged(served, whole, tmp_path, phase):
+    folder = tmp_path / f"platform-{phase}"
+    victims = Victims(served)
+    watched, marker = PHASES[phase]
+    workers = []
+
+    def come_back():
+        workers.extend([victims.pid("trainer"), victims.pid("deployment")])
+        served.come_back()
+
+    with Killer(victims, watched, marker, lambda: served.pid, then=come_back) as killer:
+        _, done = run_here(served, folder)
+
+    assert len(killer.hits) == 1
+    assert done.has_weights_of(whole)
+    assert done.records == whole.records
+    # They ran on meanwhile, and were found again.
+    assert [victims.pid("trainer"), victims.pid("deployment")] == workers
+
+
+def test_a_trainer_that_died_together_with_its_platform_is_reported_and_comes_back(
+    served, whole, tmp_path
+):
+    folder = tmp_path / "both"
+    victims = Victims(served)
+    said = []
+
+    def end_trainer_too():
+        os.kill(victims.pid("trainer"), signal.SIGKILL)
+        served.come_back()
+        job_id = victims.folder("trainer").name.removeprefix("trainer-")
+        said.extend(served.resources("rlorTrainerJobs", job_id))
+
+    killer = Killer(victims, *PHASES["sampling"], lambda: served.pid, then=end_trainer_too)
+    with killer:
+        _, done = run_here(served, folder)
+
+    assert len(killer.hits) == 1
+    assert (said[0]["state"], said[0]["statusMessage"][:16]) == (
+        "JOB_STATE_FAILED", "ended by SIGKILL",
+    )  # fmt: skip
+    assert done.has_weights_of(whole)
+    assert done.records == whole.records
+
+
+def test_a_trainer_that_dies_each_time_in_one_phase_ends_the_run_with_what_is_known(
+    served, recipes, tmp_path
+):
+    folder = tmp_path / "again-and-again"
+    victims = Victims(served)
+
+    started = time.monotonic()
+    recipe = recipes.start(served.url, folder)
+    with Killer(victims, "trainer", "forward_backward", times=100):
+        code = recipe.wait(60)
+
+    error = " ".join(recipe.output.split())
+    assert code == 1
+    assert "forward_backward must end, got a trainer that was lost 4 times over it" in error
+    assert "ended by SIGKILL, last phase forward_backward" in error
+    assert "start the same command again" in error
+    assert "Traceback" not in error
+    assert time.monotonic() - started < 60
+    assert served.workers() == []
+
+
+def test_hearth_stop_ends_a_run_and_its_job_stays_stopped(served, recipes, tmp_path):
+    folder = tmp_path / "stopped"
+    victims = Victims(served)
+    recipe = recipes.start(served.url, folder, "--max-rows=512", "--epochs=20")
+    wait_until(lambda: _steps(folder) >= 2, 60, "two steps")
+    job_id = victims.folder("trainer").name.removeprefix("trainer-")
+
+    stop = [str(HEARTH), "stop", job_id, "--base-url", served.url, "--api-key", "x"]
+    subprocess.run(stop, check=True, capture_output=True, timeout=60)
+    code = recipe.wait(30)
+
+    assert code == 2
+    assert "JOB_STATE_CANCELLED" in recipe.output
+    assert "Traceback" not in recipe.output
+    (job,) = served.resources("rlorTrainerJobs", job_id)
+    assert job["state"] == "JOB_STATE_CANCELLED"
+    assert served.workers() == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["sigterm", "ctrl-c"]
+)
+@pytest.mark.parametrize("moment", ["asked", "starting", "sampling", "forward-backward"])
+def test_a_signal_takes_down_what_the_run_had_started(
+    served, recipes, tmp_path, number, code, moment
+):
+    folder = tmp_path / "ended"
+    victims = Victims(served)
+    recipe = recipes.start(served.url, folder, "--max-rows=512", "--epochs=20")
+    if moment == "asked":
+        wait_until(lambda: victims.folder("trainer") is not None, 30, "a trainer's folder", 0.0)
+    elif moment == "starting":
+        wait_until(lambda: victims.phase("trainer") == "loading model", 30, "a start", 0.0)
+    else:
+        watched, marker = PHASES[moment]
+        wait_until(lambda: victims.phase(watched) == marker, 30, moment, 0.0)
+
+    recipe.send(number)
+
+    assert recipe.wait(20) == code
+    assert "Traceback" not in recipe.output
+    wait_until(lambda: served.workers() == [], 10, "the workers' end")
+    suffix = victims.folder("trainer").name.rsplit("-", 1)[-1]
+    jobs = served.resources("rlorTrainerJobs", suffix)
+    assert [one["state"] for one in jobs] == ["JOB_STATE_CANCELLED"]
+    for one in served.resources("deployments", suffix):
+        assert (one["state"], one["maxReplicaCount"]) == ("READY", 0)
+
+
+def test_a_run_that_was_ended_by_a_signal_goes_on_with_the_same_command(
+    served, whole, recipes, tmp_path
+):
+    folder = tmp_path / "signalled"
+    first = recipes.start(served.url, folder, SAVING)
+    wait_until(lambda: _steps(folder) >= 3, 60, "three steps")
+    first.send(signal.SIGTERM)
+    assert first.wait() == 143
+    second = recipes.start(served.url, folder, SAVING)
+    assert second.wait() == 0, second.output
+
+    done = Done(folder, served.data_dir / "models" / folder.name)
+    assert done.has_weights_of(whole)
+    assert len(served.resources("rlorTrainerJobs", done.last["job"])) == 1
+
+
+@pytest.mark.parametrize("flags", [[], [SAVING]], ids=["automatic checkpoints", "every step"])
+def test_an_embedded_run_killed_at_random_moments_goes_on_exactly(whole, recipes, tmp_path, flags):
+    folder = tmp_path / "embedded"
+    chance = random.Random(len(flags))
+    starts, code = 0, None
+    while code != 0:
+        recipe = recipes.start(None, folder, *flags)
+        starts += 1
+        # The last ones are left alone.
+        end_s = time.monotonic() + (chance.uniform(0.2, 0.9) if starts <= 6 else 60)
+        while (code := recipe.code()) is None and time.monotonic() < end_s:
+            time.sleep(0.002)
+        if code is None:
+            recipe.send(signal.SIGKILL)
+            assert recipe.wait() == -signal.SIGKILL
+        assert code in (None, 0), recipe.output
+
+    done = Done(folder, folder / "models" / folder.name)
+    assert starts > 1
+    assert done.has_weights_of(whole)
+    assert done.last["cursor"] == 16
+    assert _but_for_versions(done.records) == _but_for_versions(whole.records)
+
+
+def test_workers_whose_platform_never_comes_back_end_themselves(recipes, tmp_path):
+    platform = Served(tmp_path / "p", trainer_threads=1, deployment_threads=1, orphan_timeout_s=2)
+    try:
+        recipe = recipes.start(platform.url, tmp_path / "run", "--max-rows=512", "--epochs=20")
+        wait_until(lambda: _steps(tmp_path / "run") >= 1, 60, "a step")
+        time.sleep(2.5)
+        assert recipe.code() is None, recipe.output
+        recipe.send(signal.SIGKILL)
+        recipe.wait()
+        platform.kill()
+        assert len(platform.workers()) == 2
+
+        wait_until(lambda: platform.processes() == [], 20, "the orphans' end")
+    finally:
+        platform.stop()
+        for pid in platform.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+def _steps(folder):
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def _checkpoints(folder):
+    return orjson.loads((folder / "run.json").read_bytes())["checkpoints"]
+
+
+def _but_for_versions(records):
+    return [
+        {name: value for name, value in one.items() if "version" not in name} for one in records
+    ]

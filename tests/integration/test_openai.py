@@ -1,0 +1,73 @@
+"""OpenAI's client against a whole platform: the gateway, and a deployment behind it."""
+
+import httpx
+import openai
+import pytest
+
+from hearth.control.app import create_gateway
+from hearth.control.gateway import Door
+from hearth.local import EmbeddedPlatform
+from hearth.sdk import DeploymentConfig, DeploymentManager
+from training.quickstart import MODEL
+
+NAME = "accounts/me/deployments/chat"
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory):
+    with EmbeddedPlatform(work_dir=tmp_path_factory.mktemp("platform")) as one:
+        deployments = DeploymentManager("key", one.base_url)
+        deployments.create_or_get(DeploymentConfig(deployment_id="chat", base_model=str(MODEL)))
+        deployments.wait_for_ready("chat")
+        yield one
+
+
+@pytest.fixture
+async def client(platform):
+    gateway = create_gateway(platform.plane, Door(api_keys={"secret"}))
+    transport = httpx.ASGITransport(gateway)
+    async with httpx.AsyncClient(transport=transport) as http:
+        yield openai.AsyncOpenAI(
+            api_key="secret", base_url="http://platform/v1", http_client=http, max_retries=0
+        )
+
+
+@pytest.mark.parametrize("model", [NAME, "chat"])
+async def test_a_completion_of_token_ids_by_full_name_and_by_id(client, model):
+    drawn = await client.completions.create(
+        model=model, prompt=[5, 17, 40], max_tokens=4, n=2, logprobs=1, seed=3
+    )
+
+    assert [one.index for one in drawn.choices] == [0, 1]
+    counts = [len(one.logprobs.token_logprobs) for one in drawn.choices]
+    assert sum(counts) == drawn.usage.completion_tokens
+    assert all(0 < one <= 4 for one in counts)
+
+
+async def test_a_chat_streams_the_text_that_it_gives_at_once(client):
+    asked = {
+        "model": "chat", "messages": [{"role": "user", "content": "What is 2 + 3?"}],
+        "max_completion_tokens": 8, "seed": 1,
+    }  # fmt: skip
+
+    whole = await client.chat.completions.create(**asked)
+    pieces = [one async for one in await client.chat.completions.create(**asked, stream=True)]
+
+    text = "".join(one.choices[0].delta.content or "" for one in pieces if one.choices)
+    assert text == whole.choices[0].message.content
+    assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+async def test_the_models_are_the_deployments(client):
+    listed = [one.id async for one in client.models.list()]
+    one = await client.models.retrieve(NAME)
+
+    assert listed == [NAME]
+    assert one.id == NAME
+
+
+async def test_a_wrong_key_and_an_unknown_model_are_the_clients_own_errors(client, platform):
+    with pytest.raises(openai.NotFoundError, match=r"must be one of \['chat'\]"):
+        await client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.AuthenticationError, match="must be a key of this platform"):
+        await client.with_options(api_key="guess").models.list()

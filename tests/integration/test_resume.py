@@ -1,0 +1,460 @@
+"""Going on: from a run's own checkpoints and from another's, on its own platform and served."""
+
+import itertools
+import math
+import os
+import shutil
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hearth.errors import ConfigError, RequestFailedError
+from hearth.local import EmbeddedPlatform
+from hearth.sdk import DeploymentConfig, DeploymentManager, TrainerJobConfig, TrainerJobManager
+from training.quickstart import MODEL
+from training.utils import DeployConfig, ResumeConfig, TrainerConfig
+from training.utils.checkpoints import read_manifest
+
+
+def spread(text, row):
+    return sum(map(ord, text)) % 97 / 97
+
+
+def question(row) -> str:
+    return row["messages"][0]["content"]
+
+
+def uniform_for(*questions):
+    """``spread``, but the same reward for every answer to some questions."""
+
+    def reward(text, row):
+        return 1.0 if question(row) in questions else spread(text, row)
+
+    return reward
+
+
+def failing_after(calls: int, end, reward=spread):
+    """``reward``, and from one call on ``end()`` instead."""
+    count = itertools.count(1)
+
+    def scored(text, row):
+        if next(count) > calls:
+            end()
+        return reward(text, row)
+
+    return scored
+
+
+def crash() -> None:
+    raise OSError("the reward's disk is full")
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def same(left, right) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+
+
+@pytest.fixture(autouse=True)
+def no_platform(monkeypatch):
+    for name in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Served:
+    """A platform that a recipe reaches by its URL; it stays while recipes come and go."""
+
+    def __init__(self, folder: Path, monkeypatch) -> None:
+        self.platform = EmbeddedPlatform(work_dir=folder)
+        self.folder = folder
+        monkeypatch.setenv("FIREWORKS_BASE_URL", self.platform.base_url)
+        monkeypatch.setenv("FIREWORKS_API_KEY", "x")
+        self.trainers = TrainerJobManager()
+        self.deployments = DeploymentManager()
+
+    def states(self) -> dict[str, str]:
+        jobs = self.trainers.list()
+        return {(one.name or "").rsplit("/", 1)[-1]: one.state or "" for one in jobs}
+
+    def replicas(self) -> dict[str, int]:
+        return {one.deployment_id: one.max_replica_count for one in self.deployments.list()}
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    one = Served(tmp_path / "platform", monkeypatch)
+    yield one
+    one.platform.close()
+
+
+def serving(deployment_id="serving") -> DeployConfig:
+    return DeployConfig(deployment_id=deployment_id, tokenizer_model=str(MODEL))
+
+
+def test_from_every_step_a_run_goes_on_to_the_same_weights(trial, rows):
+    # Rows 3 and 7 are dropped, the last one after the last step.
+    reward = uniform_for(question(rows[3]), question(rows[7]))
+    common = {"rows": rows[:8], "reward_fn": reward, "dcp_save_interval": 1, "seed": 5}
+    common |= {"folder": "run", "output_model_id": "out"}
+    whole = trial(**common)
+    weights, records = whole.weights(), whole.records()
+    points = read_manifest(whole.folder)
+    assert [one.step for one in points] == [1, 2, 3, 4]
+    assert [one.cursor for one in points] == [2, 4, 6, 8]
+
+    for point in reversed(points):
+        again = trial(**common, resume=ResumeConfig(resume_from=point.name))
+
+        unfinished = [question(row) for row in rows[point.cursor : 8]]
+        assert Counter(again.rewarded) == Counter(unfinished * 4)
+        assert again.records() == records
+        assert same(again.weights(), weights)
+        assert again.summary.steps == 4
+        assert [one.step for one in read_manifest(again.folder)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("interval", [3, 0])
+def test_a_run_that_crashes_inside_a_window_trains_each_row_once(trial, rows, tmp_path, interval):
+    dropped = {question(rows[1]), question(rows[6])}
+    reward = uniform_for(*dropped)
+    common = {
+        "rows": rows[:8], "dcp_save_interval": 1, "weight_sync_interval": interval,
+        "prompt_groups_per_step": 1, "folder": "run", "learning_rate": 1e-6,
+    }  # fmt: skip
+    # The crash comes with the third group that could be trained.
+    trainable: list[str] = []
+
+    def crashing(text, row):
+        if question(row) not in dropped and question(row) not in trainable:
+            trainable.append(question(row))
+        if len(trainable) > 2:
+            crash()
+        return reward(text, row)
+
+    with pytest.raises(OSError, match="disk is full"):
+        trial(**common, reward_fn=crashing)
+    (*_, point) = read_manifest(tmp_path / "run")
+    finished = point.cursor + len(point.beyond)
+    resumed = trial(**common, reward_fn=reward)
+
+    assert 0 < point.step <= 2
+    assert len(resumed.rewarded) == 4 * (8 - finished)
+    trained = sum(one["rollout/valid_prompt_groups"] for one in resumed.records())
+    assert trained == 6
+    assert [one["step"] for one in resumed.records()] == [1, 2, 3, 4, 5, 6]
+    assert resumed.summary.rows == 8
+
+
+def test_a_step_that_lacks_groups_at_the_end_is_trained(trial, rows):
+    run = trial(rows=rows[:5], reward_fn=spread)
+
+    assert [one["rollout/valid_prompt_groups"] for one in run.records()] == [2.0, 2.0, 1.0]
+    assert run.summary.rows == 5
+
+
+def test_with_an_interval_of_0_the_same_command_starts_anew(trial):
+    common = {"reward_fn": spread, "dcp_save_interval": 0, "folder": "run", "max_rows": 4}
+    first = trial(**common)
+
+    again = trial(**common)
+
+    assert not (again.folder / "run.json").exists()
+    assert not (again.folder / "checkpoints").exists()
+    assert again.records() == first.records()
+    assert (again.folder / "metrics.1.jsonl").exists()
+
+
+def test_without_an_interval_the_embedded_platform_saves_now_and_then(trial, capsys):
+    common = {"reward_fn": spread, "folder": "run", "max_rows": 12, "prompt_groups_per_step": 1}
+    first = trial(**common)
+    lines = (first.folder / "metrics.jsonl").read_bytes().splitlines()
+    saves = [one["perf/dcp_save_time"] for one in map(orjson.loads, lines)
+             if "perf/dcp_save_time" in one]  # fmt: skip
+
+    # The first is due at once; the later ones wait fifty times as long as the one before took.
+    assert len(saves) >= 1
+    assert sum(saves[1:]) <= first.summary.wall_s / 50 + max(saves)
+    assert read_manifest(first.folder)[0].step == 1
+    capsys.readouterr()
+    again = trial(**common)
+
+    (job,) = (first.folder / "checkpoints").iterdir()
+    assert f"resuming from step-00012 of trainer job {job.name}: step 12, 12 of 12 rows done" in (
+        capsys.readouterr().out
+    )
+    assert again.rewarded == []
+    assert again.summary.steps == 12
+
+
+def test_the_manifest_names_only_checkpoints_that_are_kept(trial):
+    run = trial(reward_fn=spread, dcp_save_interval=1, keep_checkpoints=2)
+
+    (job,) = (run.folder / "checkpoints").iterdir()
+    named = [one.name for one in read_manifest(run.folder)]
+    assert named == ["step-00003", "step-00004"]
+    assert sorted(one.name for one in job.iterdir() if not one.name.startswith(".")) == named
+
+
+def test_a_damaged_manifest_is_an_error_and_nothing_is_lost(trial):
+    first = trial(reward_fn=spread, dcp_save_interval=1, max_rows=4)
+    kept = (first.folder / "metrics.jsonl").read_bytes()
+    (first.folder / "run.json").write_text("{oops")
+
+    with pytest.raises(ConfigError, match=r"run\.json must be a run's manifest, got a damaged"):
+        trial(reward_fn=spread, folder=first.folder.name, max_rows=4)
+
+    assert (first.folder / "metrics.jsonl").read_bytes() == kept
+    assert not (first.folder / "metrics.1.jsonl").exists()
+
+
+def test_another_seed_or_an_unknown_checkpoint_is_an_error(trial):
+    first = trial(reward_fn=spread, dcp_save_interval=1, max_rows=4, seed=1)
+    common = {"reward_fn": spread, "folder": first.folder.name, "max_rows": 4}
+
+    with pytest.raises(ConfigError, match="seed must be 1 to go on from step-00002, got 2"):
+        trial(**common, seed=2)
+    with pytest.raises(ConfigError, match=r"resume_from must be one of .*'step-00002'.* got 'x'"):
+        trial(**common, seed=1, resume=ResumeConfig(resume_from="x"))
+
+
+def test_a_folder_in_use_is_an_error_that_changes_nothing_in_it(trial):
+    refusals: list[str] = []
+
+    def attempt():
+        try:
+            trial(folder="run", seed=9)
+        except ConfigError as error:
+            refusals.append(str(error))
+
+    def scored(text, row):
+        if not refusals:
+            second = threading.Thread(target=attempt)
+            second.start()
+            second.join()
+        return spread(text, row)
+
+    run = trial(folder="run", reward_fn=scored, max_rows=2)
+
+    (refusal,) = refusals
+    assert f"which process {os.getpid()} uses: wait for it" in refusal
+    assert orjson.loads((run.folder / "config.json").read_bytes())["seed"] == 0
+
+
+def test_a_checkpoint_of_another_run_is_where_a_run_may_start(trial, rows, capsys):
+    first = trial(rows=rows[:4], reward_fn=spread, dcp_save_interval=1)
+    (job,) = (first.folder / "checkpoints").iterdir()
+    capsys.readouterr()
+
+    second = trial(
+        rows=rows[4:8], reward_fn=spread, init_from_checkpoint=str(job / "step-00002"),
+        learning_rate=1e-9,
+    )  # fmt: skip
+
+    assert "starting at step 0 from checkpoint" in capsys.readouterr().out
+    records = second.records()
+    assert [(one["step"], one["train/step"]) for one in records] == [(1, 1.0), (2, 2.0)]
+    # On-policy from the first sample on: the deployment was given the checkpoint's weights.
+    assert all(one["train/inference_diff"] < 1e-5 for one in records)
+    assert second.summary.version == 3
+    moved, base = first.weights(), load_file(MODEL / "model.safetensors")
+    assert max((second.weights()[n] - moved[n]).abs().max() for n in moved) < 1e-6
+    assert max((moved[n] - base[n]).abs().max() for n in moved) > 1e-4
+
+
+def test_a_run_goes_on_from_its_own_checkpoint_before_any_other_start(trial, rows):
+    first = trial(rows=rows[:4], reward_fn=spread, dcp_save_interval=1)
+    (job,) = (first.folder / "checkpoints").iterdir()
+    common = {"rows": rows[4:8], "reward_fn": spread, "folder": "second", "dcp_save_interval": 1}
+    common |= {"init_from_checkpoint": str(job / "step-00002")}
+    with pytest.raises(OSError, match="disk is full"):
+        trial(**(common | {"reward_fn": failing_after(9, crash)}))
+    shutil.rmtree(first.folder)
+
+    resumed = trial(**common)
+
+    assert [one["step"] for one in resumed.records()] == [1, 2]
+    assert len(resumed.rewarded) == 8
+
+
+def test_an_adapter_is_where_a_lora_run_may_start(trial, rows, capsys):
+    common = {"lora_rank": 4, "reward_fn": spread}
+    first = trial(rows=rows[:4], learning_rate=1e-2, **common)
+    assert first.summary.model_path is not None
+    assert (first.summary.model_path / "adapter_config.json").exists()
+
+    second = trial(
+        rows=rows[4:8], warm_start_from_adapter=str(first.summary.model_path), learning_rate=1e-9,
+        **common,
+    )  # fmt: skip
+
+    assert "starting at step 0 from adapter" in capsys.readouterr().out
+    assert all(one["train/inference_diff"] < 1e-5 for one in second.records())
+    assert second.summary.version == 3
+    one, other = (
+        load_file(run.summary.model_path / "adapter_model.safetensors") for run in (first, second)
+    )
+    assert max((other[name] - one[name]).abs().max() for name in one) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"init_from_checkpoint": "j:n", "warm_start_from_adapter": "a", "lora_rank": 4},
+            "must not both be given, got 'j:n' and 'a'",
+        ),
+        (
+            {"init_from_checkpoint": "./nowhere"},
+            "init_from_checkpoint must be a checkpoint's folder",
+        ),
+        ({"warm_start_from_adapter": "./no", "lora_rank": 4}, r"which has no adapter_config\.json"),
+        ({"output_model_id": "a" * 64}, "output_model_id must be 1 to 63 characters"),
+    ],
+    ids=["both", "no checkpoint", "no adapter", "64 characters"],
+)
+def test_a_start_or_an_end_that_cannot_be_is_refused_at_once(trial, monkeypatch, changes, message):
+    """Before a platform is looked for: the one that is named here does not exist."""
+    if "output_model_id" in changes:
+        monkeypatch.setenv("FIREWORKS_BASE_URL", "http://127.0.0.1:9")
+
+    with pytest.raises(ConfigError, match=message):
+        trial(**changes)
+
+
+def test_on_a_served_platform_a_run_is_ended_by_sigterm_and_goes_on(trial, served):
+    common = {"reward_fn": spread, "dcp_save_interval": 1, "seed": 5, "deployment": serving()}
+    whole = trial(**common, output_model_id="whole")
+    with pytest.raises(SystemExit) as ended:
+        trial(
+            **(common | {"reward_fn": failing_after(18, terminate)}), folder="ended",
+            output_model_id="ended",
+        )  # fmt: skip
+    assert ended.value.code == 143
+    assert set(served.states().values()) == {"JOB_STATE_CANCELLED"}
+    assert served.replicas() == {"serving": 0}
+
+    resumed = trial(**common, folder="ended", output_model_id="ended")
+
+    assert resumed.records() == whole.records()
+    one, other = (
+        load_file(run.summary.model_path / "model.safetensors") for run in (whole, resumed)
+    )
+    assert same(one, other)
+    assert set(served.states().values()) == {"JOB_STATE_CANCELLED"}
+    assert len(served.states()) == 2
+    assert served.replicas() == {"serving": 0}
+
+
+def test_the_trained_model_is_promoted_once_after_the_last_save(trial, served):
+    run = trial(reward_fn=spread, max_rows=4, deployment=serving(), dcp_save_interval=1)
+
+    rows = served.trainers.list_checkpoints(run.summary.policy_job_id)
+    names = [one.name.rsplit("/", 1)[-1] for one in rows]
+    assert names[-1].startswith("final-00002-")
+    assert sum(name.startswith("final-") for name in names) == 1
+    assert [one.source for one in served.platform.plane.models() if "/me/" in one.name] == [
+        str(run.summary.model_path)
+    ]
+    assert served.platform.plane.store.operations.all(("running",)) == []
+    assert len(served.platform.plane.store.operations.all()) == 1
+    assert [name.rsplit("-", 1)[0] for name in names if name.count("-") == 2] == [
+        "step-00001", "step-00002", "final-00002",
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_of_another_job_is_where_a_served_run_may_start(trial, served, rows):
+    first = trial(rows=rows[:4], reward_fn=spread, dcp_save_interval=1, output_model_id=None)
+    job = first.summary.policy_job_id
+
+    second = trial(
+        rows=rows[4:8], reward_fn=spread, init_from_checkpoint=f"{job}:step-00002",
+        output_model_id=None, learning_rate=1e-9,
+    )  # fmt: skip
+    with pytest.raises(RequestFailedError, match=r"path must name one of .*'step-00002'"):
+        trial(rows=rows[:2], init_from_checkpoint=f"{job}:step-00009", output_model_id=None)
+
+    assert second.summary.policy_job_id != job
+    assert all(one["train/inference_diff"] < 1e-5 for one in second.records())
+    assert all(one["version/sample_staleness_max"] == 0.0 for one in second.records())
+    metadata = {
+        one.name.rsplit("/", 1)[-1]: one.metadata for one in served.trainers.list_checkpoints(job)
+    }
+    assert metadata["step-00002"] is not None
+    assert metadata["step-00002"]["cursor"] == 4
+    assert metadata["step-00002"]["config"]["dcp_save_interval"] == 1
+
+
+@pytest.mark.parametrize("interval", [1, 0])
+def test_versions_go_on_where_a_running_deployment_stands(trial, served, rows, interval):
+    common = {"reward_fn": spread, "deployment": serving(), "output_model_id": None}
+    first = trial(rows=rows[:4], cleanup_on_exit=False, **common)
+    assert first.summary.version == 2
+    assert set(served.states().values()) == {"JOB_STATE_RUNNING"}
+
+    second = trial(rows=rows[4:8], weight_sync_interval=interval, **common)
+
+    records = second.records()
+    assert [one["version/sample_staleness_max"] for one in records] == [0.0, 0.0]
+    assert [one["version/sample_staleness_mean"] for one in records] == [0.0, 0.0]
+    assert second.summary.version == {1: 2 + 1 + 2, 0: 2}[interval]
+    if interval:
+        assert all(one["train/inference_diff"] < 1e-5 for one in records)
+    assert served.replicas() == {"serving": 1}, "another run's deployment goes on running"
+
+
+def test_versions_of_a_deployment_made_anew_count_its_own_weight_syncs(trial, rows):
+    common = {"rows": rows[:8], "reward_fn": spread, "dcp_save_interval": 1, "folder": "run"}
+    whole = trial(**common)
+    assert whole.summary.version == 4
+    assert [one.version for one in read_manifest(whole.folder)] == [0, 1, 2, 3]
+
+    resumed = trial(**common, resume=ResumeConfig(resume_from="step-00002"))
+
+    # The restored weights, and those of two steps.
+    assert resumed.summary.version == 3
+    assert [one["version/sample_staleness_max"] for one in resumed.records()] == [0.0] * 4
+    assert [one.version for one in read_manifest(resumed.folder)] == [0, 1, 1, 2]
+
+
+def test_what_was_brought_goes_on_running(trial, served):
+    served.trainers.create(
+        TrainerJobConfig(base_model=str(MODEL), job_id="mine", max_context_length=128)
+    )
+    served.deployments.create_or_get(
+        DeploymentConfig(
+            deployment_id="serving", base_model=str(MODEL), max_context_length=128,
+            tokenizer_model=str(MODEL),
+        )
+    )  # fmt: skip
+
+    run = trial(
+        reward_fn=spread, max_rows=4, deployment=serving(), trainer=TrainerConfig(job_id="mine")
+    )
+
+    assert run.summary.policy_job_id == "mine"
+    assert run.summary.steps == 2
+    assert served.states() == {"mine": "JOB_STATE_RUNNING"}
+    assert served.replicas() == {"serving": 1}
+
+
+def test_a_run_that_fails_takes_down_what_it_asked_for(trial, served):
+    with pytest.raises(OSError, match="disk is full"):
+        trial(reward_fn=failing_after(6, crash), kl_beta=0.1)
+
+    assert list(served.states().values()) == ["JOB_STATE_CANCELLED"] * 2
+    assert list(served.replicas().values()) == [0]
+
+
+def test_minibatch_steps_are_numbered_as_the_run_counts_them(trial):
+    run = trial(ppo_n_minibatches=2, reward_fn=spread, max_rows=4)
+
+    assert [(one["step"], one["train/step"]) for one in run.records()] == [(2, 2.0), (4, 4.0)]
+    assert all(math.isfinite(one["train/grad_norm"]) for one in run.records())

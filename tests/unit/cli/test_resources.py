@@ -1,0 +1,219 @@
+"""``hearth ps``, ``logs`` and ``stop`` against a platform that listens in this process."""
+
+import pytest
+from tests.unit.control.conftest import Script
+from tests.unit.control.listening import Listening
+
+from hearth.cli.resources import logs, ps, stop
+from hearth.control.app import create_gateway
+from hearth.control.catalog import read_catalog
+from hearth.control.gateway import Door
+from hearth.control.jobs import Means
+from hearth.control.plane import ControlPlane
+from hearth.control.store import Store
+from hearth.wire.fireworks import Deployment, TrainerJob
+from training.quickstart import MODEL
+
+LONG = "an" + "-long" * 12 + "x"
+"""As long as an id may be, and nothing that a terminal would break at."""
+
+
+class Logged(Script):
+    """Its workers have logs."""
+
+    folder = None
+
+    def log_path(self, worker_id):
+        return self.folder / f"{worker_id}.log"
+
+
+class Platform:
+    """A platform on a port, over a launcher that does as told."""
+
+    def __init__(self, folder):
+        self.script = Logged()
+        self.script.folder = folder
+        means = Means(launcher=self.script, catalog=read_catalog(), data_dir=folder)
+        self.plane = ControlPlane(Store(), means)
+        self.app = create_gateway(self.plane, Door(api_keys=["the-key"]))
+
+    def job(self, id, **more):
+        body = {"trainingConfig": {"baseModel": str(MODEL)}} | more
+        self.plane.jobs.create(id, TrainerJob.checked(body), None)
+        self.script.last(id).starts()
+        return self.script.last(id)
+
+    def deployment(self, id):
+        self.plane.deployments.create(id, Deployment(base_model=str(MODEL)))
+        self.script.last(id).starts()
+        return self.script.last(id)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    platform = Platform(tmp_path_factory.mktemp("platform"))
+    with Listening(platform.app) as listening:
+        platform.url = listening.url
+        yield platform
+    platform.plane.close()
+
+
+@pytest.fixture
+def platform(served, monkeypatch):
+    monkeypatch.setenv("FIREWORKS_BASE_URL", served.url)
+    monkeypatch.setenv("FIREWORKS_API_KEY", "the-key")
+    monkeypatch.setenv("COLUMNS", "80")
+    for row in served.plane.store.jobs.all():
+        served.plane.jobs.cancel(row.id)
+        served.plane.store.jobs.delete(row.id)
+    for row in served.plane.store.deployments.all():
+        served.plane.deployments.delete(row.id)
+    return served
+
+
+def shown(capsys):
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_what_runs_is_shown_one_line_each(platform, capsys):
+    platform.job("policy")
+    platform.job("reference", forwardOnly=True)
+    platform.deployment("rollouts")
+
+    assert ps([]) == 0
+
+    lines = [line.split() for line in shown(capsys)]
+    assert lines[0] == ["ID", "KIND", "STATE", "MODEL", "PID", "MEMORY", "AGE", "NOTE"]
+    assert [line[:3] for line in lines[1:]] == [
+        ["policy", "trainer", "RUNNING"],
+        ["reference", "reference", "RUNNING"],
+        ["rollouts", "deployment", "READY"],
+    ]
+
+
+@pytest.mark.parametrize("width", ["20", "40", "80", "200"])
+def test_ids_and_states_are_whole_whatever_the_width(platform, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", width)
+    platform.job(LONG).dies("a reason " * 40)
+    platform.deployment(LONG)
+
+    assert ps([]) == 0
+
+    lines = shown(capsys)
+    assert len(lines) == 3
+    assert [line.split()[:3] for line in lines[1:]] == [
+        [LONG, "trainer", "FAILED"],
+        [LONG, "deployment", "READY"],
+    ]
+    assert lines[1].endswith("…"), "a long note is cut at its end"
+    assert " a reason a reas" in lines[1]
+
+
+def test_a_note_is_whole_where_it_fits_and_one_line_however_it_was_said(
+    platform, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "300")
+    platform.job("j").dies("ended by [bold]SIGKILL[/bold]\nwith more; its log ends with: noise")
+
+    ps([])
+
+    assert shown(capsys)[1].endswith("ended by [bold]SIGKILL[/bold] with more")
+
+
+def test_ended_jobs_are_shown_when_all_are_asked_for(platform, capsys):
+    platform.job("over")
+    platform.job("there")
+    platform.plane.jobs.cancel("over")
+
+    ps([])
+    assert [line.split()[0] for line in shown(capsys)] == ["ID", "there"]
+    ps(["--all"])
+    assert [line.split()[0] for line in shown(capsys)] == ["ID", "over", "there"]
+
+
+def test_nothing_that_runs_is_said_so(platform, capsys):
+    assert ps([]) == 0
+
+    assert shown(capsys) == [f"nothing runs at {platform.url}"]
+
+
+def test_the_end_of_a_workers_log_is_shown_as_it_is(platform, capsys):
+    platform.job("j")
+    platform.deployment("d")
+    text = "".join(f"line {number} [red]{'x' * 200}\n" for number in range(10))
+    (platform.script.folder / "trainer-j.log").write_text(text)
+    (platform.script.folder / "deployment-d.log").write_text("of d\n")
+
+    assert logs(["j", "-n", "2"]) == 0
+    assert shown(capsys) == text.splitlines()[-2:]
+    assert logs(["d"]) == 0
+    assert shown(capsys) == ["of d"]
+
+
+def test_a_log_that_is_not_there_is_one_line(platform, capsys):
+    platform.job("silent")
+
+    assert logs(["silent"]) == 2
+
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1
+    assert "worker 'trainer-silent' must have a log of its own" in error[0]
+
+
+def test_a_job_is_cancelled_and_a_deployment_scaled_to_zero(platform, capsys):
+    worker, replica = platform.job("j"), platform.deployment("d")
+
+    assert stop(["j"]) == 0
+    assert stop(["d"]) == 0
+
+    assert shown(capsys) == [
+        "trainer job j is cancelled; its checkpoints are kept",
+        "deployment d is scaled to zero",
+    ]
+    assert (worker.stops, replica.stops) == (1, 1)
+    assert platform.plane.jobs.get("j").state == "JOB_STATE_CANCELLED"
+    assert platform.plane.deployments.get("d").max_replica_count == 0
+
+
+@pytest.mark.parametrize("verb", [logs, stop])
+def test_an_unknown_id_lists_the_known_ones(platform, capsys, verb):
+    platform.job("policy")
+    platform.deployment("rollouts")
+
+    assert verb(["other"]) == 2
+
+    assert capsys.readouterr().err == (
+        "error: id must be one of ['policy', 'rollouts'], got 'other'\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [(ps,), (logs, "j"), (stop, "j")], ids=["ps", "logs", "stop"])
+def test_a_platform_that_is_not_there_is_one_line_that_says_how_to_start_one(
+    capsys, monkeypatch, arguments
+):
+    monkeypatch.setenv("FIREWORKS_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("COLUMNS", "40")
+    verb, *rest = arguments
+
+    assert verb([*rest, "--api-key", "k"]) == 1
+
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1
+    assert "got http://127.0.0.1:9: " in error[0]
+    assert "Start one with `hearth serve`" in error[0]
+    assert "--base-url" in error[0]
+
+
+def test_a_wrong_key_is_one_line_that_says_what_to_do(platform, capsys):
+    assert ps(["--api-key", "wrong"]) == 2
+
+    error = capsys.readouterr().err
+    assert "got a wrong one: export FIREWORKS_API_KEY" in error
+    assert error.count("\n") == 1
+
+
+def test_the_flag_stands_over_the_environment(platform, capsys, monkeypatch):
+    monkeypatch.setenv("FIREWORKS_BASE_URL", "http://127.0.0.1:9")
+
+    assert ps(["--base-url", platform.url]) == 0
+    assert shown(capsys) == [f"nothing runs at {platform.url}"]

@@ -1,0 +1,174 @@
+"""Bodies and answers of the control plane's HTTP face."""
+
+import asyncio
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+JOBS = "rlorTrainerJobs?rlorTrainerJobId=j"
+DEPLOYMENTS = "deployments?deploymentId=d"
+PROMOTE = "checkpoints/s:promote"
+BODIES = [("POST", JOBS), ("POST", DEPLOYMENTS), ("PATCH", "deployments/there"), ("POST", PROMOTE)]
+
+
+@pytest.mark.parametrize(("method", "path"), BODIES)
+@pytest.mark.parametrize("body", [b"", b"{", b"nonsense", b'{"a": 1e999}', b'"\xff"', b"\0"])
+async def test_broken_json_is_400_and_shows_what_came(ask, method, path, body):
+    message = await ask.refused(400, method, path, body)
+
+    assert message.startswith(f"body must be JSON, got {body[:40]!r}: ")
+
+
+@pytest.mark.parametrize(("method", "path"), BODIES)
+@pytest.mark.parametrize("body", [b"[]", b"3", b"null", b'"text"'])
+async def test_json_that_is_no_object_is_400(ask, method, path, body):
+    assert (await ask.refused(400, method, path, body)).startswith("body must be valid, got")
+
+
+async def test_the_field_that_breaks_its_type_is_named(ask, job):
+    message = await ask.refused(400, "POST", JOBS, job(loraRank="many"))
+    assert message.startswith("trainingConfig.loraRank must be valid, got 'many'")
+
+    message = await ask.refused(400, "POST", JOBS, {})
+    assert message.startswith("trainingConfig must be valid, got")
+
+
+@pytest.mark.parametrize("nested", ["list", "object"])
+async def test_a_body_that_is_nested_too_deep_is_400(ask, script, base, nested):
+    opening, closing = (b"[", b"]") if nested == "list" else (b'{"a":', b"}")
+    body = b'{"baseModel":"m","trainingConfig":{"baseModel":"%s"},"extraValues":{"x":%s1%s}}' % (
+        base.encode(), opening * 600, closing * 600,
+    )  # fmt: skip
+
+    for path in (JOBS, DEPLOYMENTS):
+        assert "body must be JSON" in await ask.refused(400, "POST", path, body)
+    assert script.started == []
+
+
+async def test_both_spellings_of_a_field_are_read(ask, script, base):
+    body = {"training_config": {"base_model": base, "max_context_length": 9}, "forward_only": True}
+
+    _, content = await ask("POST", JOBS, body)
+
+    assert content["trainingConfig"]["maxContextLength"] == 9
+    assert content["forwardOnly"] is True
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404), ("GET", "/v1", 404), ("GET", "/v1/nothing", 404),
+        ("PUT", "/v1/accounts", 405), ("GET", "/docs", 404), ("GET", "/openapi.json", 404),
+    ],
+)  # fmt: skip
+async def test_an_unknown_path_is_answered_in_the_form_of_all_errors(ask, method, path, status):
+    message = await ask.refused(status, method, path)
+
+    assert message == f"path must be one that the platform has, got '{method} {path}'"
+
+
+async def test_a_query_that_breaks_its_type_is_400_in_that_form(ask, running):
+    await running()
+
+    message = await ask.refused(400, "GET", "rlorTrainerJobs/j/checkpoints?pageSize=many")
+
+    assert message.startswith("pageSize must be valid, got 'many'")
+
+
+async def test_an_error_carries_the_request_id_it_was_asked_under(ask):
+    answer = await ask.http.get("/v1/accounts/me/deployments/d", headers={"x-request-id": "r-1"})
+
+    assert answer.json()["error"]["request_id"] == "r-1"
+
+
+async def test_the_health_of_the_platform_is_answered(ask):
+    status, content = await ask("GET", "/healthz")
+
+    assert (status, content["status"]) == (200, "ok")
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1),
+    st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=12),
+    st.sampled_from(
+        ["accounts/me/rlorTrainerJobs/there", "there", "d", "../x", "/", "~", "~x/y/z", "a\0b",
+         "accounts/me/models/m", "accounts/fireworks/models/qwen3-8b", "BASE",
+         "accounts/fireworks/trainingShapes/qwen3-8b", "1e400"]
+    ),
+)  # fmt: skip
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+FIELDS = [
+    "baseModel", "loraRank", "learningRate", "maxContextLength", "extraArgs", "acceleratorCount",
+    "region", "hotLoadDeploymentId", "trainingShape", "forwardOnly", "nodeCount", "state", "pid",
+    "name", "bucket", "displayName", "minReplicaCount", "maxReplicaCount", "hotLoadTrainerJob",
+    "deploymentShape", "enableHotLoad", "output_model", "trainer_job_id", "base_model",
+    "async_promotion", "merge_adapter", "createTime", "workerPlacement", "customImageTag",
+]  # fmt: skip
+EXTRA = [
+    "dtype", "device", "threads", "micro_batch_tokens", "tokenizer", "max_context_length",
+    "max_batch_size", "trust_remote_code", "keep_checkpoints",
+]  # fmt: skip
+VALUES = st.dictionaries(st.sampled_from(EXTRA), JSON, max_size=4)
+
+
+@st.composite
+def requests(draw):
+    method, path = draw(st.sampled_from(BODIES))
+    body = draw(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5))
+    if draw(st.booleans()):
+        body |= {"baseModel": "BASE", "trainingConfig": {"baseModel": "BASE"}}
+    if draw(st.booleans()):
+        config = draw(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
+        body["trainingConfig"] = {"baseModel": "BASE"} | config
+    if draw(st.booleans()):
+        body["extraValues"] = draw(VALUES | JSON)
+    if draw(st.integers(0, 9)) == 0:
+        body = draw(JSON)
+    return method, path, body
+
+
+def test_no_json_body_makes_the_platform_fail(make_plane, script, make_ask, base):
+    plane = make_plane(script, "sqlite://")
+    script.saves("trainer-there", "s")
+    seen = set()
+
+    @settings(
+        max_examples=200, deadline=None, database=None, derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(requests())
+    def fuzz(request):
+        method, path, body = request
+        sent = orjson.dumps(body).replace(b'"BASE"', orjson.dumps(base))
+        status, content = loop.run_until_complete(ask(method, path, sent))
+        seen.add((path, status))
+        assert status in (200, 400, 404, 409), (body, content)
+        assert status == 200 or content["error"]["message"]
+        # What was made is readable, and out of the next one's way.
+        for id in ("rlorTrainerJobs", "deployments"):
+            assert loop.run_until_complete(ask("GET", id))[0] == 200
+        plane.store.jobs.delete("j")
+        if plane.store.deployments.find("d") is not None:
+            plane.deployments.delete("d")
+
+    loop = asyncio.new_event_loop()
+    try:
+        ask = make_ask(plane)
+        made = {"trainingConfig": {"baseModel": base}}
+        loop.run_until_complete(ask("POST", "rlorTrainerJobs?rlorTrainerJobId=there", made))
+        body = {"baseModel": base}
+        loop.run_until_complete(ask("POST", "deployments?deploymentId=there", body))
+        fuzz()
+    finally:
+        loop.close()
+    assert {status for path, status in seen if path == JOBS} >= {200, 400}
+    assert {status for path, status in seen if path == DEPLOYMENTS} >= {200, 400}
+    assert {status for path, status in seen if path == PROMOTE} >= {400}

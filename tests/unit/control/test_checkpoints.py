@@ -1,0 +1,375 @@
+import asyncio
+import json
+
+import pytest
+
+from hearth.errors import EngineError
+
+JOBS = "rlorTrainerJobs"
+MODEL = "accounts/me/models/tuned"
+
+
+def promotion(base, job="j", **more):
+    return {
+        "output_model": MODEL, "base_model": base, "trainer_job_id": f"accounts/me/{JOBS}/{job}",
+    } | more  # fmt: skip
+
+
+def weights(plane, name="tuned"):
+    return (plane.means.models_dir / name / "weights").read_text(encoding="utf-8")
+
+
+async def finished(ask, content):
+    """The operation of a promotion, once it is done."""
+    for _ in range(200):
+        _, operation = await ask("GET", f"/v1/{content['operation']['name']}")
+        if operation["done"]:
+            return operation
+        await asyncio.sleep(0.01)
+    raise AssertionError("a promotion is not done after 2 s")
+
+
+def resumable(plane, name, job="j", **more):
+    folder = plane.means.checkpoint_dir(job) / name
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"created_s": 1.5} | more))
+
+
+async def test_pages_follow_each_other_and_end(ask, script, running):
+    await running()
+    for number in range(5):
+        script.saves("trainer-j", f"s-{number}")
+
+    names, token = [], ""
+    for expected in (2, 2, 1):
+        path = f"{JOBS}/j/checkpoints?pageSize=2&pageToken={token}"
+        _, page = await ask("GET", path)
+        assert len(page["checkpoints"]) == expected
+        names += [row["name"].rsplit("/", 1)[-1] for row in page["checkpoints"]]
+        token = page["nextPageToken"]
+
+    assert token == ""
+    assert names == [f"s-{number}" for number in range(5)]
+    _, whole = await ask("GET", f"{JOBS}/j/checkpoints")
+    assert (len(whole["checkpoints"]), whole["nextPageToken"]) == (5, "")
+
+
+@pytest.mark.parametrize("token", ["-1", "6", "x", "²", "1" * 5000])
+async def test_a_page_token_that_no_page_ended_with_is_refused(ask, script, running, token):
+    await running()
+
+    message = await ask.refused(400, "GET", f"{JOBS}/j/checkpoints?pageToken={token}")
+
+    assert "pageToken must be one that a page ended with" in message
+
+
+async def test_a_folder_without_a_whole_manifest_is_no_checkpoint(ask, plane, running):
+    await running()
+    resumable(plane, "good", metadata={"step": 3})
+    resumable(plane, ".draft-good-1")
+    for content in ("", "[]", "{"):
+        folder = plane.means.checkpoint_dir("j") / f"bad{len(content)}{content[:1]}"
+        folder.mkdir()
+        (folder / "manifest.json").write_text(content)
+
+    _, page = await ask("GET", f"{JOBS}/j/checkpoints")
+
+    assert page["checkpoints"] == [
+        {
+            "name": f"accounts/me/{JOBS}/j/checkpoints/good",
+            "createTime": "1970-01-01T00:00:01.500000Z",
+            "updateTime": "1970-01-01T00:00:01.500000Z",
+            "checkpointType": "CHECKPOINT_TYPE_TRAINING",
+            "promotable": False,
+            "metadata": {"step": 3},
+        }
+    ]
+
+
+async def test_a_job_that_never_was_has_no_checkpoints(ask, running):
+    await running("known")
+
+    message = await ask.refused(404, "GET", f"{JOBS}/other/checkpoints")
+
+    assert message == "trainer job must be one of ['known'], got 'other'"
+
+
+async def test_a_promotion_answers_the_model_or_the_operation_that_makes_it(
+    ask, script, running, plane, base
+):
+    await running()
+    script.saves("trainer-j", "s")
+
+    status, content = await ask("POST", "checkpoints/s:promote", promotion(base))
+    assert status == 200
+    assert content["model"]["name"] == MODEL
+    assert content["model"]["state"] == "READY"
+    assert weights(plane) == "s"
+
+    other = {"output_model": "accounts/me/models/other", "async_promotion": True}
+    status, content = await ask("POST", "checkpoints/s:promote", promotion(base, **other))
+    assert status == 200
+    done = await finished(ask, content)
+    assert done["response"]["name"] == "accounts/me/models/other"
+    assert weights(plane, "other") == "s"
+
+
+async def test_a_promoted_model_is_listed_and_can_be_a_base_model(
+    ask, script, running, job, plane, base
+):
+    await running()
+    script.saves("trainer-j", "s")
+    await ask("POST", "checkpoints/s:promote", promotion(base))
+
+    status, one = await ask("GET", f"/v1/{MODEL}")
+    assert (status, one["source"]) == (200, str(plane.means.models_dir / "tuned"))
+    assert one["baseModelDetails"]["moe"] is False
+    _, listed = await ask("GET", "/v1/accounts/me/models")
+    assert [model["name"] for model in listed["models"]] == [MODEL]
+
+    status, _ = await ask("POST", f"{JOBS}?rlorTrainerJobId=next", job(baseModel=MODEL))
+    assert status == 200
+    assert script.last("next").spec.source == one["source"]
+    body = job(baseModel="accounts/me/models/other")
+    message = await ask.refused(400, "POST", f"{JOBS}?rlorTrainerJobId=x", body)
+    assert MODEL in message
+
+
+async def test_an_unknown_model_lists_registered_and_promoted_ones(ask, script, running, base):
+    await running()
+    script.saves("trainer-j", "s")
+    await ask("POST", "checkpoints/s:promote", promotion(base))
+
+    message = await ask.refused(404, "GET", "/v1/accounts/me/models/other")
+
+    assert MODEL in message
+    assert "accounts/fireworks/models/qwen3-8b" in message
+
+
+async def test_an_unknown_snapshot_lists_those_that_there_are(ask, script, running, plane, base):
+    await running()
+    script.saves("trainer-j", "s")
+    resumable(plane, "step-1")
+
+    message = await ask.refused(404, "POST", "checkpoints/other:promote", promotion(base))
+    assert "got 'other', which is unknown" in message
+    assert "are ['s']" in message
+    message = await ask.refused(404, "POST", "checkpoints/step-1:promote", promotion(base))
+    assert "which is a resumable checkpoint" in message
+    message = await ask.refused(404, "POST", "checkpoints/s:promote", promotion(base, "other"))
+    assert message == "trainer job must be one of ['j'], got 'other'"
+    assert script.exports == []
+
+
+async def test_a_delta_is_not_promoted(ask, script, running, base):
+    await running()
+    script.saves("trainer-j", "d", "delta")
+
+    message = await ask.refused(400, "POST", "checkpoints/d:promote", promotion(base))
+
+    assert "got 'd', which is a delta: save one with checkpoint_type='base'" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["tuned", "accounts/you/models/m", "accounts/me/models/", "accounts/me/models/A",
+             "accounts/me/models/../m", "accounts/me/models/" + "m" * 64, ""],
+)  # fmt: skip
+async def test_a_model_name_that_breaks_its_rule_is_refused(ask, script, running, base, name):
+    await running()
+    script.saves("trainer-j", "s")
+    body = promotion(base, output_model=name)
+
+    message = await ask.refused(400, "POST", "checkpoints/s:promote", body)
+
+    assert "output_model must be accounts/me/models/ID" in message
+    assert script.exports == []
+
+
+async def test_another_base_model_than_the_jobs_is_refused(ask, script, running, base):
+    await running()
+    script.saves("trainer-j", "s")
+
+    message = await ask.refused(400, "POST", "checkpoints/s:promote", promotion("other"))
+
+    assert f"base_model must be {base!r}, which the job trained, got 'other'" in message
+
+
+async def test_the_same_promotion_twice_is_one_model(ask, script, running, base):
+    await running()
+    script.saves("trainer-j", "s")
+    script.may_export.clear()
+    asked = promotion(base, async_promotion=True)
+
+    _, first = await ask("POST", "checkpoints/s:promote", asked)
+    _, second = await ask("POST", "checkpoints/s:promote", asked)
+    assert first == second
+    script.may_export.set()
+    done = await finished(ask, first)
+    _, third = await ask("POST", "checkpoints/s:promote", asked)
+    _, fourth = await ask("POST", "checkpoints/s:promote", promotion(base))
+
+    assert third["operation"] == done
+    assert fourth["model"] == done["response"]
+    assert len(script.exports) == 1
+
+
+async def test_a_model_that_another_job_made_is_409(ask, script, running, plane, base):
+    await running("j")
+    await running("k")
+    script.saves("trainer-j", "s")
+    script.saves("trainer-k", "s")
+    await ask("POST", "checkpoints/s:promote", promotion(base))
+
+    message = await ask.refused(409, "POST", "checkpoints/s:promote", promotion(base, "k"))
+
+    assert f"output_model must be new, got {MODEL!r}" in message
+    assert "'job': 'j'" in message
+    assert len(script.exports) == 1
+
+
+async def test_the_job_that_made_a_model_makes_it_anew_and_it_is_the_old_one_until_then(
+    ask, script, running, plane, base
+):
+    await running()
+    script.saves("trainer-j", "old")
+    script.saves("trainer-j", "new")
+    await ask("POST", "checkpoints/old:promote", promotion(base))
+    _, before = await ask("GET", f"/v1/{MODEL}")
+
+    script.may_export.clear()
+    asked = promotion(base, async_promotion=True)
+    _, content = await ask("POST", "checkpoints/new:promote", asked)
+    _, again = await ask("POST", "checkpoints/new:promote", asked)
+    assert again == content
+    assert await ask("GET", f"/v1/{MODEL}") == (200, before)
+    assert weights(plane) == "old"
+    message = await ask.refused(425, "POST", "checkpoints/old:promote", asked)
+    assert "it is being made of" in message
+    assert "promote again when that is done" in message
+
+    script.may_export.set()
+    done = await finished(ask, content)
+    _, after = await ask("GET", f"/v1/{MODEL}")
+    assert done["response"] == after
+    assert after["source"] == before["source"]
+    assert after["createTime"] > before["createTime"]
+    assert weights(plane) == "new"
+    assert [one.name for one in plane.means.models_dir.iterdir() if one.name[0] != "."] == ["tuned"]
+
+    await ask("POST", "checkpoints/old:promote", promotion(base))
+    assert weights(plane) == "old"
+
+
+async def test_an_export_that_fails_leaves_the_old_model_as_it_was(
+    ask, script, running, plane, base
+):
+    await running()
+    script.saves("trainer-j", "old")
+    script.saves("trainer-j", "new")
+    await ask("POST", "checkpoints/old:promote", promotion(base))
+    _, before = await ask("GET", f"/v1/{MODEL}")
+    script.export_error = EngineError("no room on the disk")
+
+    message = await ask.refused(400, "POST", "checkpoints/new:promote", promotion(base))
+    assert message == "no room on the disk"
+    assert await ask("GET", f"/v1/{MODEL}") == (200, before)
+    assert weights(plane) == "old"
+
+    script.export_error = None
+    status, _ = await ask("POST", "checkpoints/new:promote", promotion(base))
+    assert (status, weights(plane)) == (200, "new")
+
+
+@pytest.mark.parametrize("error", [EngineError("no room"), ZeroDivisionError("no room")])
+async def test_a_first_export_that_fails_leaves_no_model_and_is_told(
+    ask, script, running, plane, base, error
+):
+    await running()
+    script.saves("trainer-j", "s")
+    script.export_error = error
+
+    _, content = await ask("POST", "checkpoints/s:promote", promotion(base, async_promotion=True))
+    done = await finished(ask, content)
+
+    assert done["error"]["message"] == "no room"
+    assert "response" not in done
+    await ask.refused(404, "GET", f"/v1/{MODEL}")
+    assert not (plane.means.models_dir / "tuned").exists()
+    script.export_error = None
+    status, _ = await ask("POST", "checkpoints/s:promote", promotion(base))
+    assert status == 200
+
+
+async def test_a_deleted_jobs_snapshots_are_listed_and_promoted(ask, script, running, plane, base):
+    await running()
+    script.saves("trainer-j", "s")
+    await ask("DELETE", f"{JOBS}/j")
+
+    _, page = await ask("GET", f"{JOBS}/j/checkpoints")
+    assert [row["promotable"] for row in page["checkpoints"]] == [True]
+    status, _ = await ask("POST", "checkpoints/s:promote", promotion(base))
+
+    assert (status, weights(plane)) == (200, "s")
+
+
+async def test_a_promotion_that_a_restart_interrupts_is_failed_and_can_be_asked_again(
+    make_plane, make_ask, script, job, base
+):
+    first = make_plane(script)
+    ask = make_ask(first)
+    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+    script.saves("trainer-j", "old")
+    script.saves("trainer-j", "new")
+    await ask("POST", "checkpoints/old:promote", promotion(base))
+    script.may_export.clear()
+    _, again = await ask("POST", "checkpoints/new:promote", promotion(base, async_promotion=True))
+    other = {"output_model": "accounts/me/models/other", "async_promotion": True}
+    _, queued = await ask("POST", "checkpoints/new:promote", promotion(base, **other))
+    # What a killed platform leaves: a half-written folder, and rows that say it goes on.
+    left = first.means.models_dir / ".promoting" / "half"
+    left.mkdir(parents=True)
+
+    next_script = type(script)()
+    next_script.adopts = True
+    next_script.buckets = script.buckets
+    second = make_plane(next_script)
+    second.recover()
+    ask = make_ask(second)
+
+    for content in (again, queued):
+        _, operation = await ask("GET", f"/v1/{content['operation']['name']}")
+        assert operation["done"] is True
+        message = operation["error"]["message"]
+        assert message == "the platform was restarted: promote again"
+    assert not left.exists()
+    assert weights(second) == "old"
+    await ask.refused(404, "GET", "/v1/accounts/me/models/other")
+    status, _ = await ask("POST", "checkpoints/new:promote", promotion(base))
+    assert (status, weights(second)) == (200, "new")
+
+
+async def test_a_folder_whose_row_was_never_written_is_made_anew(ask, script, running, plane, base):
+    await running()
+    script.saves("trainer-j", "s")
+    folder = plane.means.models_dir / "tuned"
+    folder.mkdir(parents=True)
+    (folder / "weights").write_text("half of a promotion")
+
+    status, _ = await ask("POST", "checkpoints/s:promote", promotion(base))
+
+    assert (status, weights(plane)) == (200, "s")
+
+
+async def test_a_platform_that_ends_begins_no_promotion(ask, script, running, plane, base):
+    await running()
+    script.saves("trainer-j", "s")
+    plane.checkpoints.refuse()
+
+    message = await ask.refused(410, "POST", "checkpoints/s:promote", promotion(base))
+
+    assert "promote again once it is back" in message
+    assert script.exports == []
+
+
+async def test_an_unknown_operation_is_404(ask):
+    await ask.refused(404, "GET", "/v1/accounts/me/operations/other")

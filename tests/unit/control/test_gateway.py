@@ -1,0 +1,315 @@
+"""The gateway between real sockets: a worker at a Unix socket, clients at a port."""
+
+import asyncio
+import socket
+import threading
+import time
+
+import httpx
+import orjson
+import pytest
+from tests.unit.control.conftest import Script, Told
+from tests.unit.control.listening import Listening
+
+from hearth.control.app import create_gateway
+from hearth.control.catalog import read_catalog
+from hearth.control.gateway import Door
+from hearth.control.jobs import Means
+from hearth.control.plane import ControlPlane
+from hearth.control.store import Store
+from hearth.launch.spec import Endpoint
+from hearth.wire.fireworks import Deployment, TrainerJob
+
+TRAINER = "/training/v1/rlorTrainerJobs/me/j"
+COMPLETIONS = "/inference/v1/completions"
+NAMED = {"fireworks-deployment": "accounts/me/deployments/d"}
+
+
+class Peer:
+    """A worker's app: echoes, streams what it is told to, and notes who leaves."""
+
+    def __init__(self):
+        self.forget()
+
+    def forget(self):
+        self.asked = []
+        self.may_end = threading.Event()
+        self.left = threading.Event()
+        self.streaming = threading.Event()
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "lifespan":
+            return
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        self.asked.append(
+            {
+                "path": scope["path"], "raw_path": scope["raw_path"],
+                "query": scope["query_string"], "method": scope["method"], "body": body,
+                "headers": [(name.decode(), value.decode()) for name, value in scope["headers"]],
+            }
+        )  # fmt: skip
+        if scope["path"].endswith("/stream"):
+            await self._stream(receive, send)
+        elif scope["path"].endswith("/break"):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"half", "more_body": True})
+            raise ConnectionError("the worker dies")
+        else:
+            status = int(dict(self.asked[-1]["headers"]).get("x-status", 200))
+            headers = [(b"x-of-worker", b"yes"), (b"content-type", b"text/plain")]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": b"" if status == 204 else body})
+
+    async def _stream(self, receive, send):
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        self.streaming.set()
+        leaving = asyncio.ensure_future(receive())
+        while not self.may_end.is_set():
+            await asyncio.wait([leaving], timeout=0.01)
+            if leaving.done():
+                self.left.set()
+                return
+        leaving.cancel()
+        await send({"type": "http.response.body", "body": b"data: 2\n\n"})
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, base):
+    """A worker at a Unix socket, and a client of a gateway with two trainers and a deployment.
+
+    At the second trainer's socket nobody answers unless a test does.
+    """
+    folder = tmp_path_factory.mktemp("gateway")
+    sockets = {"trainer-j": "w", "deployment-d": "w", "trainer-brief": "brief"}
+
+    class AtSocket(Told):
+        @property
+        def endpoint(self):
+            return Endpoint(socket=str(folder / sockets[self.spec.worker_id]))
+
+    means = Means(launcher=Script(AtSocket), catalog=read_catalog(), data_dir=folder)
+    plane = ControlPlane(Store(), means)
+    config = {"baseModel": base, "maxContextLength": 9}
+    for id in ("j", "brief"):
+        plane.jobs.create(id, TrainerJob.checked({"trainingConfig": config}), None)
+    plane.deployments.create("d", Deployment(base_model=base))
+    for worker in means.launcher.started:
+        worker.starts()
+    peer = Peer()
+    with (
+        Listening(peer, folder / "w"),
+        Listening(create_gateway(plane, Door(max_body=16000))) as gateway,
+        httpx.Client(base_url=gateway.url) as http,
+    ):
+        yield http, peer, folder
+    plane.close()
+
+
+@pytest.fixture
+def here(served):
+    return served[0]
+
+
+@pytest.fixture
+def peer(served):
+    served[1].forget()
+    return served[1]
+
+
+@pytest.fixture
+def folder(served):
+    return served[2]
+
+
+def test_method_path_query_body_and_status_are_kept(here, peer):
+    answer = here.put(
+        f"{TRAINER}/api/v1/a?b=1&c=%2F&d=", content=b"body", headers={"x-status": "418"}
+    )
+
+    assert (answer.status_code, answer.content) == (418, b"body")
+    assert answer.headers["x-of-worker"] == "yes"
+    asked = peer.asked[-1]
+    assert (asked["method"], asked["path"], asked["body"]) == ("PUT", "/api/v1/a", b"body")
+    assert asked["query"] == b"b=1&c=%2F&d="
+
+
+@pytest.mark.parametrize(
+    ("sent", "path", "query"),
+    [
+        ("/api/v1/a%3Fb=1", "/api/v1/a?b=1", b""),
+        ("/api/v1/a%20b%00c", "/api/v1/a b\0c", b""),
+        ("/api/v1/%C3%BC?x=%C3%BC", "/api/v1/ü", b"x=%C3%BC"),
+        ("//other.host/x", "//other.host/x", b""),
+    ],
+)
+def test_an_encoded_path_is_no_other_path_at_the_worker(here, peer, sent, path, query):
+    assert here.get(f"{TRAINER}{sent}").status_code == 200
+
+    assert (peer.asked[-1]["path"], peer.asked[-1]["query"]) == (path, query)
+
+
+@pytest.mark.parametrize("status", [200, 204, 400, 404, 425, 429, 500, 503])
+def test_status_codes_are_the_workers(here, status):
+    assert here.get(f"{TRAINER}/x", headers={"x-status": str(status)}).status_code == status
+
+
+def test_headers_that_are_the_connections_own_come_once(here):
+    answer = here.post(f"{TRAINER}/x", content=b"body")
+
+    for name in ("date", "server", "content-length"):
+        assert len(answer.headers.get_list(name)) <= 1
+
+
+def test_a_streamed_answer_is_passed_on_as_it_comes(here, peer):
+    with here.stream("POST", f"{TRAINER}/stream", timeout=10) as answer:
+        chunks = answer.iter_raw()
+        assert next(chunks) == b"data: 1\n\n"
+        assert not peer.may_end.is_set(), "the second is not even made"
+        peer.may_end.set()
+        assert b"".join(chunks) == b"data: 2\n\n"
+    assert answer.headers["content-type"] == "text/event-stream"
+
+
+def test_a_client_that_leaves_closes_the_workers_request(here, peer):
+    with here.stream("POST", f"{TRAINER}/stream", timeout=10) as answer:
+        assert next(answer.iter_raw()) == b"data: 1\n\n"
+        assert peer.streaming.wait(5)
+    left_s = time.monotonic()
+
+    assert peer.left.wait(5)
+    assert time.monotonic() - left_s < 1
+
+
+def test_an_answer_that_breaks_off_breaks_off_at_the_client(here):
+    with pytest.raises(httpx.RemoteProtocolError):
+        here.get(f"{TRAINER}/break")
+
+
+def test_a_dead_worker_is_503_with_when_to_ask_again(here, peer, folder):
+    path = "/training/v1/rlorTrainerJobs/me/brief/x"
+    with Listening(peer, folder / "brief"):
+        assert here.get(path).status_code == 200
+
+    for _ in range(2):
+        answer = here.get(path)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        message = answer.json()["error"]["message"]
+        assert message.startswith("worker must answer, got ")
+        assert "the answer will say how" in message
+
+
+def test_a_clients_own_bucket_header_is_not_passed_on(here, peer):
+    forged = NAMED | {"x-hearth-snapshot-bucket": "trainer-of-another"}
+
+    here.post("/hot_load/v1/models/hot_load", content=b"{}", headers=forged)
+    here.post(COMPLETIONS, content=b"{}", headers=forged)
+    here.post(f"{TRAINER}/x", content=b"{}", headers=forged)
+
+    buckets = [
+        [value for name, value in one["headers"] if name == "x-hearth-snapshot-bucket"]
+        for one in peer.asked
+    ]
+    assert buckets == [["deployment-d"], [], []]
+
+
+def test_keys_never_reach_a_worker(here, peer):
+    keys = {"x-api-key": "secret", "authorization": "Bearer secret", "cookie": "secret"}
+
+    here.post(f"{TRAINER}/x", content=b"{}", headers=keys)
+    here.post(COMPLETIONS, content=b"{}", headers=keys | NAMED | {"x-other": "kept"})
+
+    assert "secret" not in str(peer.asked)
+    assert ("x-other", "kept") in peer.asked[-1]["headers"]
+
+
+def test_a_request_id_is_passed_on(here, peer):
+    here.post(COMPLETIONS, content=b"{}", headers=NAMED | {"x-request-id": "r-1"})
+
+    assert ("x-request-id", "r-1") in peer.asked[-1]["headers"]
+
+
+def test_the_body_that_names_the_deployment_reaches_it_whole(here, peer):
+    body = orjson.dumps({"model": "accounts/me/deployments/d", "prompt": "ü" * 100})
+
+    assert here.post(COMPLETIONS, content=body).status_code == 200
+    assert peer.asked[-1]["body"] == body
+
+
+def refused(answer, status):
+    assert answer.status_code == status, answer.text
+    return answer.json()["error"]["message"]
+
+
+def test_a_body_without_json_or_without_a_model_is_400(here, peer):
+    assert "body must be JSON, got b'{\"mod'" in refused(
+        here.post(COMPLETIONS, content=b'{"mod'), 400
+    )
+    for body in (b"", b"[]", b"{}", b'{"model": 3}', b"null"):
+        message = refused(here.post(COMPLETIONS, content=body), 400)
+        assert message.startswith("model must name a deployment, got ")
+        assert "fireworks-deployment" in message
+    assert peer.asked == []
+
+
+def chunks(size, count):
+    for _ in range(count):
+        yield b"x" * size
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "limit"),
+    [
+        ("POST", f"{TRAINER}/x", 16000),
+        ("POST", COMPLETIONS, 1000),
+        ("POST", "/v1/accounts/me/rlorTrainerJobs?rlorTrainerJobId=k", 1000),
+        ("POST", "/v1/accounts/me/deployments?deploymentId=k", 1000),
+        ("PATCH", "/v1/accounts/me/deployments/d", 1000),
+        ("POST", "/v1/accounts/me/checkpoints/s:promote", 1000),
+    ],
+)
+def test_a_body_that_is_too_long_is_413(here, peer, method, path, limit):
+    expected = f"body must be at most {limit} bytes: send fewer datums per request"
+
+    assert refused(here.request(method, path, content=b"x" * (limit + 1)), 413) == expected
+    answer = here.request(method, path, content=chunks(100, limit // 100 + 1))
+    assert refused(answer, 413) == expected
+    assert peer.asked == []
+
+
+def test_a_body_that_says_it_is_too_long_is_413_before_it_is_sent(here):
+    host, port = here.base_url.host, here.base_url.port
+    with socket.create_connection((host, port), timeout=5) as connection:
+        head = (
+            f"POST {TRAINER}/x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n\r\n"
+        )
+        connection.sendall(head.encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_of_the_longest_length_is_taken(here, peer):
+    assert here.post(f"{TRAINER}/x", content=b"x" * 16000).status_code == 200
+    assert here.post(f"{TRAINER}/x", content=chunks(100, 160)).status_code == 200
+    assert [len(one["body"]) for one in peer.asked] == [16000, 16000]
+
+
+def test_a_client_that_leaves_within_its_body_reaches_no_worker(here, peer):
+    with socket.create_connection((here.base_url.host, here.base_url.port)) as connection:
+        head = f"POST {TRAINER}/x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n"
+        connection.sendall(head.encode() + b'{"a":')
+    assert here.get(f"{TRAINER}/after").status_code == 200
+
+    assert [one["path"] for one in peer.asked] == ["/after"]
+
+
+@pytest.mark.parametrize("path", ["", "/", "/me", "/me/", "/me/j"])
+def test_a_trainers_path_without_an_operation_says_what_it_must_be(here, path):
+    message = refused(here.get(f"/training/v1/rlorTrainerJobs{path}"), 404)
+
+    assert message.startswith("path must be ")

@@ -1,0 +1,486 @@
+import asyncio
+import threading
+import time
+
+import pytest
+
+from hearth.control.store import Store
+from hearth.errors import ConflictError
+from hearth.wire.fireworks import TrainerJob
+
+TRAINER = "/training/v1/rlorTrainerJobs/me"
+JOBS = "rlorTrainerJobs"
+MODEL = "accounts/fireworks/models/qwen3-8b"
+SHAPE = "accounts/fireworks/trainingShapes/qwen3-8b"
+
+
+async def state(ask, id="j"):
+    _, content = await ask("GET", f"{JOBS}/{id}")
+    return content["state"].removeprefix("JOB_STATE_"), content.get("statusMessage")
+
+
+async def test_a_job_is_created_runs_is_cancelled_resumed_and_deleted(ask, script, job):
+    status, created = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+    assert (status, created["state"]) == (200, "JOB_STATE_CREATING")
+    assert created["name"] == "accounts/me/rlorTrainerJobs/j"
+    assert created["bucket"] == "trainer-j"
+
+    first = script.last("j")
+    first.starts()
+    assert await state(ask) == ("RUNNING", None)
+
+    status, cancelled = await ask("POST", f"{JOBS}/j:cancel")
+    assert (status, cancelled["state"]) == (200, "JOB_STATE_CANCELLED")
+    assert cancelled["statusMessage"] == "cancelled by request"
+    assert first.stops == 1
+
+    status, resumed = await ask("POST", f"{JOBS}/j:resume")
+    assert (status, resumed["state"]) == (200, "JOB_STATE_CREATING")
+    assert "statusMessage" not in resumed
+    second = script.last("j")
+    assert second is not first
+    assert second.spec == first.spec
+    second.starts()
+    assert await state(ask) == ("RUNNING", None)
+
+    assert await ask("DELETE", f"{JOBS}/j") == (200, {})
+    assert await state(ask) == ("DELETED", "deleted by request")
+    assert (first.stops, second.stops) == (1, 1)
+    _, listed = await ask("GET", JOBS)
+    assert listed["rlorTrainerJobs"] == []
+
+
+async def test_a_running_job_is_reached_at_its_trainers_own_path(ask, running):
+    worker = await running()
+
+    status, content = await ask("POST", f"{TRAINER}/j/api/v1/forward?x=1", {"a": 1})
+
+    assert (status, content["worker"]) == (200, "trainer-j")
+    assert worker.asked[-1]["path"] == "/api/v1/forward"
+    assert worker.asked[-1]["body"] == b'{"a":1}'
+
+
+async def test_a_trainer_that_does_not_run_answers_425_or_410_with_what_to_do(ask, script, job):
+    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+    path = f"{TRAINER}/j/api/v1/healthz"
+    assert "got JOB_STATE_CREATING: ask soon" in await ask.refused(425, "GET", path)
+    script.last("j").starts()
+    await ask("POST", f"{JOBS}/j:cancel")
+    assert "(cancelled by request): resume it" in await ask.refused(410, "GET", path)
+    await ask("DELETE", f"{JOBS}/j")
+    assert "(deleted by request): create a new one" in await ask.refused(410, "GET", path)
+
+    message = await ask.refused(404, "GET", f"{TRAINER}/other/api/v1/healthz")
+    assert message == "trainer job must be one of [], got 'other'"
+
+
+async def test_a_start_that_fails_and_a_death_are_failed_with_what_is_known(ask, script, job):
+    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+    script.last("j").dies("could not start: no memory")
+    assert await state(ask) == ("FAILED", "could not start: no memory")
+
+    await ask("POST", f"{JOBS}/j:resume")
+    script.last("j").starts()
+    script.last("j").dies("ended by SIGKILL")
+
+    assert await state(ask) == ("FAILED", "ended by SIGKILL")
+    message = await ask.refused(410, "GET", f"{TRAINER}/j/api/v1/healthz")
+    assert message.endswith("got JOB_STATE_FAILED (ended by SIGKILL): resume it")
+    assert len(script.started) == 2, "a dead trainer is not started unasked"
+
+
+async def test_late_news_of_an_old_worker_changes_nothing(ask, script, running):
+    first = await running()
+    await ask("POST", f"{JOBS}/j:cancel")
+
+    first.starts()
+    assert await state(ask) == ("CANCELLED", "cancelled by request")
+    first.dies("late")
+    assert await state(ask) == ("CANCELLED", "cancelled by request")
+
+    await ask("POST", f"{JOBS}/j:resume")
+    first.starts()
+    assert (await state(ask))[0] == "CREATING"
+    await ask.refused(425, "GET", f"{TRAINER}/j/api/v1/healthz")
+    first.dies("late")
+    assert (await state(ask))[0] == "CREATING"
+    script.last("j").starts()
+    first.dies("later")
+    assert await state(ask) == ("RUNNING", None)
+
+    await ask("DELETE", f"{JOBS}/j")
+    script.last("j").starts()
+    assert (await state(ask))[0] == "DELETED"
+    await ask.refused(410, "GET", f"{TRAINER}/j/api/v1/healthz")
+
+
+async def test_asking_again_for_the_same_job_starts_nothing(ask, script, job):
+    _, first = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+    status, again = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+
+    assert (status, again) == (200, first)
+    script.last("j").starts()
+    status, again = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+    assert (status, again["state"]) == (200, "JOB_STATE_RUNNING")
+    assert len(script.started) == 1
+
+
+async def test_what_a_client_read_it_may_send_again(ask, script, running, job):
+    await running()
+    _, read = await ask("GET", f"{JOBS}/j")
+
+    status, again = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", read)
+
+    assert (status, again) == (200, read)
+    assert len(script.started) == 1
+
+
+async def test_another_job_under_a_taken_id_is_409(ask, job):
+    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+
+    message = await ask.refused(409, "POST", f"{JOBS}?rlorTrainerJobId=j", job(loraRank=8))
+
+    assert "rlorTrainerJobId must be new, got 'j'" in message
+    assert "was asked for otherwise" in message
+
+
+async def test_the_id_of_a_deleted_job_is_never_given_again(ask, job):
+    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+    await ask("DELETE", f"{JOBS}/j")
+
+    assert "was deleted" in await ask.refused(409, "POST", f"{JOBS}?rlorTrainerJobId=j", job())
+    message = await ask.refused(409, "POST", f"{JOBS}/j:resume")
+    assert "got JOB_STATE_DELETED of 'j': create a new one" in message
+
+
+@pytest.mark.parametrize("action", ["POST :resume", "POST :cancel", "GET ", "DELETE "])
+async def test_an_unknown_job_lists_the_known_ones(ask, running, action):
+    await running("known")
+    method, suffix = action.split(" ")
+
+    message = await ask.refused(404, method, f"{JOBS}/other{suffix}")
+
+    assert message == "trainer job must be one of ['known'], got 'other'"
+
+
+async def test_a_job_that_has_ended_is_not_cancelled(ask, script, running):
+    worker = await running()
+    worker.dies("ended by SIGKILL")
+
+    _, content = await ask("POST", f"{JOBS}/j:cancel")
+
+    assert (content["state"], content["statusMessage"]) == ("JOB_STATE_FAILED", "ended by SIGKILL")
+
+
+async def test_resuming_a_job_that_runs_changes_nothing(ask, script, running):
+    await running()
+
+    status, content = await ask("POST", f"{JOBS}/j:resume")
+
+    assert (status, content["state"], len(script.started)) == (200, "JOB_STATE_RUNNING", 1)
+
+
+async def test_an_unknown_model_lists_the_registered_ones(ask, job):
+    body = job(baseModel="accounts/fireworks/models/nothing")
+
+    message = await ask.refused(400, "POST", f"{JOBS}?rlorTrainerJobId=j", body)
+
+    assert "got 'accounts/fireworks/models/nothing': registered are [" in message
+    assert MODEL in message
+    assert "HEARTH_CATALOG" in message
+    body = job(baseModel="/nowhere/at/all")
+    message = await ask.refused(400, "POST", f"{JOBS}?rlorTrainerJobId=j", body)
+    assert message == "base_model must be an existing folder, got '/nowhere/at/all'"
+    _, listed = await ask("GET", JOBS)
+    assert listed["rlorTrainerJobs"] == []
+
+
+async def test_an_unknown_shape_lists_the_known_ones(ask, job):
+    path = f"{JOBS}?rlorTrainerJobId=j&trainingShape=accounts/x/trainingShapes/none"
+
+    message = await ask.refused(404, "POST", path, job(baseModel=MODEL))
+
+    assert "got 'accounts/x/trainingShapes/none'" in message
+    assert SHAPE in message
+    assert f"{SHAPE}-forward" in message
+
+
+async def test_a_shape_of_another_model_is_refused_with_both_names(ask, job):
+    path = f"{JOBS}?rlorTrainerJobId=j&trainingShape={SHAPE}"
+
+    message = await ask.refused(400, "POST", path, job())
+
+    assert SHAPE in message
+    assert MODEL in message
+
+
+@pytest.mark.parametrize(
+    ("query", "more", "config"),
+    [
+        ("", {"forwardOnly": True}, {}),
+        ("", {}, {"extraArgs": ["--forward-only"]}),
+        (f"&trainingShape={SHAPE}-forward", {}, {"baseModel": MODEL}),
+        (f"&trainingShape={SHAPE}-forward/versions/1", {}, {"baseModel": MODEL}),
+    ],
+    ids=["flag", "extra argument", "shape", "versioned shape"],
+)
+async def test_a_trainer_is_forward_only_when_anything_asks_for_it(
+    ask, script, job, query, more, config
+):
+    _, content = await ask("POST", f"{JOBS}?rlorTrainerJobId=j{query}", job(more, **config))
+
+    assert content["forwardOnly"] is True
+    assert script.last("j").spec.forward_only
+
+
+async def test_a_trainer_is_not_forward_only_unasked(ask, script, job):
+    path = f"{JOBS}?rlorTrainerJobId=j&trainingShape={SHAPE}"
+    _, content = await ask("POST", path, job(baseModel=MODEL, extraArgs=["--other"]))
+
+    assert content["forwardOnly"] is False
+    assert not script.last("j").spec.forward_only
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, 4096),
+        ({"maxContextLength": 64}, 64),
+        ({"baseModel": MODEL}, 40960),
+    ],
+    ids=["the model's own", "as asked", "as registered"],
+)
+async def test_the_longest_context_is_answered_at_once_where_it_is_known(
+    ask, job, config, expected
+):
+    _, content = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job(**config))
+
+    assert content["trainingConfig"]["maxContextLength"] == expected
+
+
+async def test_the_longest_context_of_a_model_nobody_knows_is_the_trainers_own(
+    ask, script, job, make_plane
+):
+    body = job(baseModel="somebody/unheard-of")
+    _, created = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", body)
+    assert "maxContextLength" not in created["trainingConfig"]
+    assert script.last("j").spec.max_seq_len is None
+
+    await asyncio.to_thread(script.last("j").starts)
+
+    _, content = await ask("GET", f"{JOBS}/j")
+    assert content["state"] == "JOB_STATE_RUNNING"
+    assert content["trainingConfig"]["maxContextLength"] == 77
+    status, again = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", body)
+    assert (status, again) == (200, content), "what was learned is no difference"
+    await ask("POST", f"{JOBS}/j:cancel")
+    await ask("POST", f"{JOBS}/j:resume")
+    assert script.last("j").spec.max_seq_len is None
+
+
+@pytest.mark.parametrize("length", [0, -1])
+async def test_a_context_of_no_length_is_refused(ask, job, length):
+    body = job(maxContextLength=length)
+
+    message = await ask.refused(400, "POST", f"{JOBS}?rlorTrainerJobId=j", body)
+
+    assert message == f"maxContextLength must be >= 1, got {length}"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"dtype": "int8"},
+            r"extraValues.dtype must be one of ['float32', 'bfloat16'], got 'int8'",
+        ),
+        ({"device": 3}, "extraValues.device must be a text, got 3"),
+        ({"threads": 0}, "extraValues.threads must be a whole number >= 1, got 0"),
+        ({"threads": True}, "extraValues.threads must be a whole number >= 1, got True"),
+        (
+            {"micro_batch_tokens": "many"},
+            "extraValues.micro_batch_tokens must be a whole number >= 1, got 'many'",
+        ),
+    ],
+)
+async def test_an_extra_value_that_breaks_its_rule_is_named(ask, script, job, more, message):
+    path = f"{JOBS}?rlorTrainerJobId=j"
+
+    assert await ask.refused(400, "POST", path, job({"extraValues": more})) == message
+    assert script.started == []
+
+
+async def test_extra_values_reach_the_trainer(ask, script, job):
+    more = {"dtype": "bfloat16", "device": "cpu", "threads": "2", "micro_batch_tokens": 512}
+
+    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job({"extraValues": more}))
+
+    spec = script.last("j").spec
+    assert (spec.dtype, spec.device) == ("bfloat16", "cpu")
+    assert (spec.threads, spec.micro_batch_tokens) == (2, 512)
+
+
+async def test_a_negative_rank_is_refused(ask, job):
+    message = await ask.refused(400, "POST", f"{JOBS}?rlorTrainerJobId=j", job(loraRank=-1))
+
+    assert message == "loraRank must be >= 0, got -1"
+
+
+async def test_the_deployment_of_the_query_is_the_one_the_trainer_publishes_into(ask, script, job):
+    path = f"{JOBS}?rlorTrainerJobId=j&deploymentId=d"
+    _, content = await ask("POST", path, job())
+    assert content["hotLoadDeploymentId"] == "d"
+    assert content["bucket"] == "deployment-d"
+    assert script.last("j").spec.bucket == "deployment-d"
+
+    status, again = await ask("POST", path, job({"hotLoadDeploymentId": "d"}))
+    assert (status, again) == (200, content)
+    status, again = await ask(
+        "POST", f"{JOBS}?rlorTrainerJobId=j", job({"hotLoadDeploymentId": "d"})
+    )
+    assert (status, again) == (200, content)
+
+    more = {"hotLoadDeploymentId": "accounts/me/deployments/e"}
+    message = await ask.refused(400, "POST", path, job(more))
+    assert "'accounts/me/deployments/e', got 'd'" in message
+
+
+@pytest.mark.parametrize("change", ["ready", "failed", "cancelled", "deleted"])
+async def test_who_waits_for_a_state_hears_of_it_at_the_change(ask, script, job, change):
+    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+    wanted = {"ready": "RUNNING", "failed": "FAILED"}.get(change, change.upper())
+    waiting = asyncio.create_task(
+        ask("GET", f"{JOBS}/j?waitForState=JOB_STATE_ARCHIVED,JOB_STATE_{wanted}&timeoutS=25")
+    )
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+
+    start_s = time.monotonic()
+    if change == "ready":
+        await asyncio.to_thread(script.last("j").starts)
+    elif change == "failed":
+        await asyncio.to_thread(script.last("j").dies)
+    elif change == "cancelled":
+        await ask("POST", f"{JOBS}/j:cancel")
+    else:
+        await ask("DELETE", f"{JOBS}/j")
+    _, content = await waiting
+
+    assert time.monotonic() - start_s < 1
+    assert content["state"] == f"JOB_STATE_{wanted}"
+
+
+async def test_who_waits_is_told_how_it_stands_when_time_is_over(ask, job):
+    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+    start_s = time.monotonic()
+
+    _, content = await ask("GET", f"{JOBS}/j?waitForState=JOB_STATE_RUNNING&timeoutS=0.2")
+
+    assert 0.2 <= time.monotonic() - start_s < 1
+    assert content["state"] == "JOB_STATE_CREATING"
+
+
+async def test_a_state_that_is_there_already_is_answered_at_once(ask, running):
+    await running()
+    start_s = time.monotonic()
+
+    _, content = await ask("GET", f"{JOBS}/j?waitForState=JOB_STATE_RUNNING&timeoutS=25")
+
+    assert time.monotonic() - start_s < 1
+    assert content["state"] == "JOB_STATE_RUNNING"
+
+
+@pytest.mark.parametrize("timeout", ["nan", "soon"])
+async def test_a_time_that_is_no_number_is_refused(ask, running, timeout):
+    await running()
+
+    message = await ask.refused(400, "GET", f"{JOBS}/j?waitForState=X&timeoutS={timeout}")
+
+    assert "timeoutS must be" in message
+
+
+async def test_waiting_for_an_unknown_job_is_404_at_once(ask):
+    await ask.refused(404, "GET", f"{JOBS}/j?waitForState=JOB_STATE_RUNNING&timeoutS=25")
+
+
+def test_of_two_that_create_one_job_at_once_one_starts_it(plane, script, job):
+    made, gate = [], threading.Barrier(4)
+    asked = TrainerJob.checked(job())
+
+    def create():
+        gate.wait()
+        made.append(plane.jobs.create("j", asked, None))
+
+    threads = [threading.Thread(target=create) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(made) == 4
+    assert len({one.create_time for one in made}) == 1
+    assert len(script.started) == 1
+
+
+def test_a_cancel_while_the_worker_is_being_asked_for_stops_it(plane, script, job, monkeypatch):
+    begun, may_return = threading.Event(), threading.Event()
+    start = type(script).start
+
+    class Slow(type(script)):
+        def start(self, spec, watcher):
+            begun.set()
+            assert may_return.wait(5)
+            return start(self, spec, watcher)
+
+    script.__class__ = Slow
+    creating = threading.Thread(
+        target=plane.jobs.create, args=("j", TrainerJob.checked(job()), None)
+    )
+    creating.start()
+    assert begun.wait(5)
+    cancelling = threading.Thread(target=plane.jobs.cancel, args=("j",))
+    cancelling.start()
+    may_return.set()
+    creating.join()
+    cancelling.join()
+
+    assert plane.jobs.get("j").state == "JOB_STATE_CANCELLED"
+    assert script.last("j").stops == 1
+    script.last("j").starts()
+    assert plane.jobs.get("j").state == "JOB_STATE_CANCELLED"
+    assert plane.jobs.live.get("j").endpoint is None
+
+
+def test_news_that_come_before_the_launcher_returns_are_heard(plane, script, job):
+    class Eager(type(script)):
+        def start(self, spec, watcher):
+            worker = super().start(spec, watcher)
+            worker.starts()
+            return worker
+
+    script.__class__ = Eager
+    plane.jobs.create("j", TrainerJob.checked(job()), None)
+
+    assert plane.jobs.get("j").state == "JOB_STATE_RUNNING"
+    assert plane.jobs.endpoint("j").app is not None
+
+
+def test_a_whole_job_life_on_postgresql(make_plane, script, postgres_url, job):
+    plane = make_plane(script, postgres_url)
+    asked = TrainerJob.checked(job())
+
+    plane.jobs.create("j", asked, None)
+    script.last("j").starts()
+    assert plane.jobs.get("j").state == "JOB_STATE_RUNNING"
+    script.last("j").dies("a log line with \0 in it")
+    assert plane.jobs.get("j").status_message == "a log line with  in it"
+    plane.jobs.resume("j")
+    script.last("j").starts()
+    plane.jobs.cancel("j")
+    plane.jobs.delete("j")
+    with pytest.raises(ConflictError):
+        plane.jobs.create("j", asked, None)
+
+    again = Store(postgres_url)
+    assert [(row.id, row.state) for row in again.jobs.all()] == [("j", "JOB_STATE_DELETED")]
+    again.close()

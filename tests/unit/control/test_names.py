@@ -1,0 +1,164 @@
+"""Ids become paths and file names: whatever they hold, nothing beside the data is touched."""
+
+import pytest
+
+from hearth.control.names import check_id, leaf, promoted_leaf
+from hearth.errors import RequestError
+
+ODD = {
+    "parent": "..%2Foutside",
+    "parent, plain": "..",
+    "absolute": "%2Fetc%2Fpasswd",
+    "encoded twice": "..%252Foutside",
+    "backslash": "..%5Coutside",
+    "overlong": "a" * 64,
+    "very long": "a" * 5000,
+    "unicode": "%C3%BC%E6%A8%A1",
+    "no utf-8": "%FF%FE",
+    "nul": "a%00b",
+    "newline": "a%0Ab",
+    "upper case": "Job",
+    "dash at an end": "job-",
+    "space": "a%20b",
+    "hidden": ".lock",
+    "sql": "a'%20OR%201=1--",
+}
+
+
+@pytest.fixture
+def outside(tmp_path, make_plane, script, make_ask):
+    """A platform whose data folder has a neighbour that nobody may see."""
+    data, neighbour = tmp_path / "data", tmp_path / "outside"
+    data.mkdir()
+    neighbour.mkdir()
+    (neighbour / "manifest.json").write_text('{"created_s": 1}')
+    (neighbour / "log").write_text("a secret")
+    ask = make_ask(make_plane(script, "sqlite://", data_dir=data))
+    yield ask
+    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert found == ["data", "outside", "outside/log", "outside/manifest.json"]
+    assert script.started == []
+
+
+@pytest.fixture(params=ODD.values(), ids=ODD.keys())
+def odd(request):
+    return request.param
+
+
+async def refused(ask, method, path, body=None):
+    status, content = await ask(method, path, body)
+    assert status in (400, 404, 405), content
+    assert "secret" not in str(content)
+    return content["error"]["message"]
+
+
+async def test_odd_ids_are_refused_where_resources_are_made(outside, odd, job, base):
+    for path, body in (
+        (f"rlorTrainerJobs?rlorTrainerJobId={odd}", job()),
+        (f"rlorTrainerJobs?rlorTrainerJobId=j&deploymentId={odd}", job()),
+        (f"deployments?deploymentId={odd}", {"baseModel": base}),
+        (f"deployments?deploymentId=d-{odd}", {"baseModel": base}),
+    ):
+        message = await refused(outside, "POST", path, body)
+        assert "must be 1 to 63 of a-z, 0-9 and '-'" in message
+
+
+async def test_odd_ids_are_refused_where_resources_are_asked_for(outside, odd, base):
+    for method, path in (
+        ("GET", f"rlorTrainerJobs/{odd}"),
+        ("GET", f"rlorTrainerJobs/{odd}/checkpoints"),
+        ("POST", f"rlorTrainerJobs/{odd}:resume"),
+        ("POST", f"rlorTrainerJobs/{odd}:cancel"),
+        ("DELETE", f"rlorTrainerJobs/{odd}"),
+        ("GET", f"deployments/{odd}"),
+        ("DELETE", f"deployments/{odd}"),
+        ("GET", f"operations/{odd}"),
+        ("GET", f"models/{odd}"),
+        ("GET", f"/v1/models/{odd}"),
+        ("GET", f"trainingShapes/{odd}/versions"),
+        ("GET", f"workers/{odd}/log"),
+        ("GET", f"workers/trainer-{odd}/log"),
+        ("GET", f"workers/deployment-{odd}/log"),
+        ("GET", f"/training/v1/rlorTrainerJobs/me/{odd}/api/v1/healthz"),
+    ):
+        await refused(outside, method, path)
+    await refused(outside, "PATCH", f"deployments/{odd}", {})
+    body = {"output_model": "accounts/me/models/m", "base_model": base, "trainer_job_id": "j"}
+    await refused(outside, "POST", f"checkpoints/{odd}:promote", body)
+
+
+ODD_TEXTS = ["../outside", "/etc/passwd", "a" * 5000, "ü模", "a\0b", "a\nb", "", ".", "a/../../b"]
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+async def test_odd_names_in_bodies_are_refused(outside, text, job, base):
+    model = {"output_model": f"accounts/me/models/{text}", "base_model": base}
+    await refused(outside, "POST", "checkpoints/s:promote", model | {"trainer_job_id": "j"})
+    known = {"output_model": "accounts/me/models/m", "base_model": base}
+    await refused(outside, "POST", "checkpoints/s:promote", known | {"trainer_job_id": text})
+    attached = {"baseModel": base, "hotLoadTrainerJob": text or "/"}
+    await refused(outside, "POST", "deployments?deploymentId=d", attached)
+    tied = job({"hotLoadDeploymentId": text or "/"})
+    await refused(outside, "POST", "rlorTrainerJobs?rlorTrainerJobId=j", tied)
+    await refused(outside, "POST", "/inference/v1/completions", {"model": text})
+
+
+@pytest.mark.parametrize(
+    "base", ["~nobody-of-this-name/x", "a" * 5000 + "/", "/" + "a" * 300, "a\0/"]
+)
+async def test_odd_base_models_are_refused(outside, base):
+    body = {"trainingConfig": {"baseModel": base + "/x/y"}}
+
+    message = await refused(outside, "POST", "rlorTrainerJobs?rlorTrainerJobId=j", body)
+
+    assert message.startswith("base_model must be an existing folder")
+
+
+async def test_a_known_id_behind_another_kind_of_worker_has_no_log(
+    ask, running, deployed, plane, tmp_path
+):
+    await running("j")
+    await deployed("d")
+    for worker in ("export-j", "export-d", "x-d", "-d", "d", "j"):
+        assert "worker must be trainer-JOB" in await refused(ask, "GET", f"workers/{worker}/log")
+    message = await refused(ask, "GET", "workers/trainer-j/log")
+    assert "it runs inside the platform's process" in message
+
+
+@pytest.mark.parametrize("path", ["rlorTrainerJobs", "deployments", "operations/x"])
+async def test_another_account_than_the_one_there_is_is_404(ask, path):
+    message = await ask.refused(404, "GET", f"/v1/accounts/you/{path}")
+
+    assert message == "account must be 'me', the one of this platform, got 'you'"
+
+
+async def test_the_one_account_is_listed(ask):
+    assert await ask("GET", "/v1/accounts?pageSize=2") == (
+        200,
+        {"accounts": [{"name": "accounts/me"}]},
+    )
+
+
+@pytest.mark.parametrize("id", ["a", "0", "a" * 63, "a-b", "a--b", "1-2-3"])
+def test_ids_of_letters_digits_and_inner_dashes_are_taken(id):
+    assert check_id(id, "id") == id
+
+
+@pytest.mark.parametrize("id", ["", "-", "a-", "-a", "A", "a_b", "a.b", "a/b", "a\n", "a" * 64])
+def test_other_ids_are_refused_with_their_field(id):
+    with pytest.raises(RequestError, match="field must be 1 to 63 of a-z, 0-9 and '-'"):
+        check_id(id, "field")
+
+
+@pytest.mark.parametrize("id", ["a", "-", "a" * 63])
+def test_a_models_name_ends_with_its_id(id):
+    assert promoted_leaf(f"accounts/me/models/{id}") == id
+
+
+def test_an_id_is_its_own_leaf():
+    assert (leaf("j"), leaf("accounts/me/rlorTrainerJobs/j"), leaf("")) == ("j", "j", "")
+
+
+@pytest.mark.parametrize("name", ["a/j", "accounts/you/rlorTrainerJobs/j", "../j", "/j", "j/"])
+def test_what_is_no_name_of_this_account_is_no_id_either(name):
+    assert leaf(name) == name

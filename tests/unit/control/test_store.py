@@ -1,0 +1,202 @@
+import threading
+
+import pytest
+
+from hearth.control.store import Store
+from hearth.errors import ConfigError, ConflictError, NotFoundError
+
+
+@pytest.fixture(params=["sqlite-file", "sqlite-memory", "postgresql"])
+def store(request, tmp_path):
+    urls = {"sqlite-file": f"sqlite:///{tmp_path / 'control.db'}", "sqlite-memory": "sqlite://"}
+    url = urls.get(request.param) or request.getfixturevalue("postgres_url")
+    store = Store(url)
+    yield store
+    store.close()
+
+
+def test_a_row_comes_back_as_it_was_written(store):
+    body = {"text": "ü 模型", "nested": {"list": [1, 2.5, None, True]}}
+
+    written = store.jobs.insert("one", "NEW", body, "why")
+
+    assert store.jobs.find("one") == written
+    assert (written.body, written.message, written.worker) == (body, "why", None)
+    assert written.created_s == written.updated_s
+
+
+def test_an_id_is_taken_among_its_kind_only(store):
+    store.jobs.insert("one", "NEW", {})
+
+    with pytest.raises(ConflictError, match="id must be new among jobs, got 'one'"):
+        store.jobs.insert("one", "NEW", {})
+
+    store.deployments.insert("one", "NEW", {})
+    assert [row.id for row in store.deployments.all()] == ["one"]
+
+
+def test_of_two_that_insert_one_id_at_once_exactly_one_wins(store):
+    outcomes = []
+    gate = threading.Barrier(2)
+
+    def insert(number):
+        gate.wait()
+        for round in range(10):
+            try:
+                store.jobs.insert(f"id-{round}", "NEW", {"by": number})
+                outcomes.append((round, number))
+            except ConflictError:
+                pass
+
+    threads = [threading.Thread(target=insert, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(round for round, _ in outcomes) == list(range(10))
+    assert all(store.jobs.get(f"id-{round}").body == {"by": number} for round, number in outcomes)
+
+
+def test_two_connections_to_one_database_cannot_both_insert_an_id(request, tmp_path):
+    url = f"sqlite:///{tmp_path / 'shared.db'}"
+    one, other = Store(url), Store(url)
+    one.jobs.insert("one", "NEW", {})
+
+    with pytest.raises(ConflictError):
+        other.jobs.insert("one", "NEW", {})
+
+    one.close()
+    other.close()
+
+
+def test_a_row_moves_only_from_the_states_that_are_named(store):
+    row = store.jobs.insert("one", "NEW", {})
+
+    assert not store.jobs.update("one", only_from=("RUNNING",), state="DONE")
+    assert store.jobs.find("one") == row
+    assert store.jobs.update("one", only_from=("NEW", "RUNNING"), state="DONE", worker={"pid": 1})
+
+    moved = store.jobs.get("one")
+    assert (moved.state, moved.worker) == ("DONE", {"pid": 1})
+    assert moved.created_s == row.created_s
+    assert moved.updated_s >= row.updated_s
+
+
+def test_a_worker_that_is_none_is_none_again(store):
+    store.jobs.insert("one", "NEW", {})
+    store.jobs.update("one", worker={"pid": 1})
+
+    store.jobs.update("one", worker=None)
+
+    assert store.jobs.get("one").worker is None
+
+
+def test_rows_are_listed_oldest_first_and_by_state(store):
+    for id, state in (("c", "NEW"), ("a", "DONE"), ("b", "NEW")):
+        store.jobs.insert(id, state, {})
+
+    assert [row.id for row in store.jobs.all()] == ["c", "a", "b"]
+    assert [row.id for row in store.jobs.all(("NEW",))] == ["c", "b"]
+    assert store.jobs.all(()) == []
+
+
+def test_an_unknown_id_lists_the_known_ones(store):
+    store.jobs.insert("one", "NEW", {})
+
+    with pytest.raises(NotFoundError, match=r"got 'two': known are \['one'\]"):
+        store.jobs.get("two")
+
+
+def test_a_deleted_row_is_forgotten_and_its_id_free(store):
+    store.jobs.insert("one", "NEW", {"n": 1})
+
+    store.jobs.delete("one")
+    store.jobs.insert("one", "NEW", {"n": 2})
+
+    assert store.jobs.get("one").body == {"n": 2}
+
+
+def test_a_nul_in_an_id_or_a_message_breaks_no_statement(store):
+    assert store.jobs.find("a\0b") is None
+
+    store.jobs.insert("one", "NEW", {"text": "a\0b"})
+    store.jobs.update("one", message="a log line with \0 in it")
+
+    assert store.jobs.get("one").message == "a log line with  in it"
+    assert store.jobs.get("one").body == {"text": "a\0b"}
+
+
+def test_whoever_waits_is_woken_by_each_change_of_that_row_only(store):
+    store.jobs.insert("one", "NEW", {})
+    store.jobs.insert("two", "NEW", {})
+
+    waiting = [store.jobs.changes.next("one") for _ in range(2)]
+    store.jobs.update("two", state="DONE")
+    assert not any(one.done() for one in waiting)
+    store.jobs.update("one", only_from=("RUNNING",), state="DONE")
+    assert not any(one.done() for one in waiting)
+    store.jobs.update("one", state="DONE")
+    assert all(one.done() for one in waiting)
+
+    gone = store.jobs.changes.next("one")
+    store.jobs.delete("one")
+    assert gone.done()
+
+
+def test_who_stopped_waiting_is_not_woken(store):
+    store.jobs.insert("one", "NEW", {})
+    left = store.jobs.changes.next("one")
+
+    assert left.cancel()
+    store.jobs.update("one", state="DONE")
+
+    assert left.cancelled()
+
+
+def test_closing_wakes_all_who_wait(store):
+    waiting = store.models.changes.next("one")
+
+    store.close()
+
+    assert waiting.done()
+
+
+def test_what_was_written_is_there_when_the_database_is_opened_again(tmp_path):
+    url = f"sqlite:///{tmp_path / 'control.db'}"
+    first = Store(url)
+    row = first.jobs.insert("one", "NEW", {"n": 1})
+    first.close()
+
+    again = Store(url)
+
+    assert again.jobs.all() == [row]
+    again.close()
+
+
+def test_what_was_written_is_there_when_postgresql_is_opened_again(postgres_url):
+    first = Store(postgres_url)
+    row = first.jobs.insert("one", "NEW", {"n": 1})
+    first.close()
+
+    again = Store(postgres_url)
+
+    assert again.jobs.all() == [row]
+    again.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["", "no url", "sqlite:////nowhere/at/all.db", "unknown+driver://x", "mysql://u:p@h/d"]
+)
+def test_a_database_that_does_not_open_is_one_line(url):
+    with pytest.raises(ConfigError, match="database_url must name a database that opens") as failed:
+        Store(url)
+    assert "\n" not in str(failed.value)
+
+
+def test_the_password_of_a_database_is_in_no_message(tmp_path):
+    with pytest.raises(ConfigError) as failed:
+        Store(f"postgresql+psycopg://user:hunter2@/d?host={tmp_path}")
+
+    assert "hunter2" not in str(failed.value)
+    assert "user" in str(failed.value)

@@ -1,0 +1,170 @@
+"""The real inline launcher, with the tiny model that Hearth ships."""
+
+import gc
+import threading
+import weakref
+
+import httpx
+import pytest
+
+from hearth.errors import ClosedError, NotFoundError
+from hearth.launch.spec import DeploymentSpec, ExportSpec, TrainerSpec
+from hearth.local.inline import InlineLauncher
+from training.quickstart import MODEL
+
+
+class Heard:
+    """A watcher that keeps what it is told."""
+
+    def __init__(self):
+        self.news = []
+        self.is_told = threading.Event()
+
+    def ready(self, worker):
+        self.news.append((worker, "ready"))
+        self.is_told.set()
+
+    def failed(self, worker, report):
+        self.news.append((worker, report.describe()))
+        self.is_told.set()
+
+
+@pytest.fixture
+def launcher():
+    launcher = InlineLauncher()
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def spec(tmp_path):
+    def make(id="trainer-j", **more):
+        given = {
+            "worker_id": id, "base_model": "tiny", "source": str(MODEL), "bucket": "b",
+            "checkpoint_dir": str(tmp_path / "checkpoints"), "device": "cpu",
+        }  # fmt: skip
+        return TrainerSpec(**given | more)
+
+    return make
+
+
+def started(launcher, spec):
+    heard = Heard()
+    worker = launcher.start(spec, heard)
+    assert heard.is_told.wait(30)
+    return worker, heard
+
+
+async def get(app, path):
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as http:
+        return (await http.get(f"http://worker{path}")).json()
+
+
+async def test_a_trainer_answers_when_its_watcher_is_told_so(launcher, spec):
+    worker, heard = started(launcher, spec())
+
+    assert heard.news == [(worker, "ready")]
+    assert worker.pid is None
+    answer = await get(worker.endpoint.app, "/api/v1/get_server_capabilities")
+    assert answer["supported_models"][0]["model_name"] == "tiny"
+    assert worker.phase == "idle"
+
+
+async def test_a_deployment_answers_too(launcher, tmp_path):
+    made = DeploymentSpec(
+        worker_id="deployment-d", name="accounts/me/deployments/d", base_model="tiny",
+        source=str(MODEL), bucket="b", state_dir=str(tmp_path / "state"), device="cpu",
+    )  # fmt: skip
+    worker, heard = started(launcher, made)
+
+    assert heard.news == [(worker, "ready")]
+    assert (await get(worker.endpoint.app, "/healthz"))["status"] == "ok"
+    worker.stop()
+    assert not (tmp_path / "state").exists(), "what a thread served dies with its process"
+
+
+@pytest.mark.parametrize(
+    "content", [None, "{}", "[", '{"model_type": "qwen3", "hidden_size": "x"}']
+)
+def test_a_start_that_fails_tells_why(launcher, spec, tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+
+    worker, heard = started(launcher, spec(source=str(tmp_path)))
+
+    assert len(heard.news) == 1
+    assert heard.news[0][1].startswith("could not start: ")
+    assert worker.endpoint.app is None
+    worker.stop()
+    assert len(heard.news) == 1
+
+
+def test_of_a_worker_that_was_stopped_nothing_is_heard(launcher, spec):
+    heard = Heard()
+    worker = launcher.start(spec(), heard)
+
+    worker.stop()
+
+    assert heard.news in ([], [(worker, "ready")]), "ready may have been before"
+    assert worker.has_ended.is_set()
+    before = list(heard.news)
+    worker.stop()
+    assert heard.news == before
+
+
+def test_a_stopped_worker_holds_no_engine(launcher, spec):
+    worker, _ = started(launcher, spec())
+    app = weakref.ref(worker.endpoint.app)
+
+    worker.stop()
+    gc.collect()
+
+    assert app() is None
+
+
+def test_a_watcher_may_stop_the_worker_it_hears_of(launcher, spec):
+    class Stopping(Heard):
+        def ready(self, worker):
+            worker.stop()
+            super().ready(worker)
+
+    heard = Stopping()
+    worker = launcher.start(spec(), heard)
+
+    assert heard.is_told.wait(30)
+    assert worker.has_ended.is_set()
+
+
+def test_no_thread_is_left_when_it_is_closed(spec, tmp_path):
+    before = set(threading.enumerate())
+    launcher = InlineLauncher()
+    for number in range(2):
+        started(launcher, spec(f"trainer-{number}"))
+    loading = launcher.start(spec("trainer-loading"), Heard())
+
+    launcher.close()
+
+    assert loading.has_ended.is_set()
+    assert set(threading.enumerate()) <= before
+    launcher.close()
+    with pytest.raises(ClosedError, match="launcher must be open, got a call after close"):
+        launcher.start(spec(), Heard())
+
+
+def test_what_ran_in_a_process_before_is_not_found_again(launcher, spec):
+    worker, _ = started(launcher, spec())
+
+    report = launcher.adopt(worker.record(), Heard())
+
+    assert report.describe() == "it ran inside a process that has ended"
+
+
+def test_a_bucket_is_listed_exported_and_dropped(launcher, tmp_path):
+    export = {"base_model": "tiny", "source": str(MODEL), "folder": str(tmp_path / "out")}
+
+    assert launcher.snapshots("empty") == []
+    with pytest.raises(NotFoundError):
+        launcher.export(ExportSpec(bucket="empty", identity="none", **export))
+    launcher.drop_bucket("empty")
+    assert launcher.log_path("trainer-j") is None
+    assert not (tmp_path / "out").exists()

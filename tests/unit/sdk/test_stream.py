@@ -1,0 +1,760 @@
+"""A trainer that loses answers, dies and comes back empty, and what a stream makes of it."""
+
+import asyncio
+import itertools
+import uuid
+
+import orjson
+import pytest
+import tinker
+import torch
+
+from hearth.errors import (
+    ClosedError,
+    EngineError,
+    NotFoundError,
+    RequestError,
+    RequestFailedError,
+    TransportError,
+)
+from hearth.sdk import FiretitanServiceClient, journal
+from hearth.sdk.stream import MOST_RESTARTS, OperationStream, Revival
+from hearth.sdk.transport import Http, Retries, mount
+from hearth.wire.tinker import ForwardOutput, OptimStepOutput, PathOutput
+
+_ports = itertools.count(1)
+QUICK = Retries(attempts=3, base_s=0.001, longest_s=0.002)
+ADAM = {"adam_params": {"learning_rate": 0.1}}
+
+
+class Model:
+    """What a trainer remembers of one model: the data of its steps, instead of weights."""
+
+    def __init__(self):
+        self.steps = []
+        self.gradient = []
+        self.seen = {}
+        self.executed = []
+
+
+class Trainer:
+    """A trainer whose weights are the list of what was trained. Checkpoints survive its death."""
+
+    def __init__(self):
+        self.url = f"http://trainer-{next(_ports)}.test"
+        self.checkpoints = {}
+        self.snapshots = {}
+        self.trail = []
+        self.lives = 0
+        self.dies_at = {}
+        """Operation name -> how often it still dies when that one comes in."""
+        self.loses = {}
+        """Operation name -> statuses that take the place of its answer."""
+        self.held = set()
+        """Operations that are accepted and not executed yet."""
+        self.restart()
+        mount(self.url, self)
+
+    def restart(self):
+        self.is_alive = True
+        self.lives += 1
+        self.models = {}
+        self.results = {}
+        self.waiting = []
+
+    def die(self):
+        self.is_alive = False
+
+    def release(self):
+        self.held.clear()
+        waiting, self.waiting = self.waiting, []
+        for run in waiting:
+            run()
+
+    async def __call__(self, scope, receive, send):
+        path = scope["path"].rsplit("/", 1)[-1]
+        content = orjson.loads((await receive()).get("body") or b"{}")
+        await asyncio.sleep(0)
+        status, body = self.answer(path, content)
+        lost = self.loses.get(path)
+        if lost:
+            status, body = lost.pop(0), {"error": {"message": "lost on the way"}}
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": orjson.dumps(body)})
+
+    def answer(self, path, content):
+        if self.is_alive and self.dies_at.get(path, 0) > 0:
+            self.dies_at[path] -= 1
+            self.die()
+        if not self.is_alive:
+            return 410, {"error": {"message": "FAILED (ended by SIGKILL, last phase x)"}}
+        if path == "create_session":
+            return 200, {"session_id": uuid.uuid4().hex}
+        if path == "create_model":
+            model_id = f"model-{uuid.uuid4().hex[:6]}"
+            self.models[model_id] = Model()
+            self.trail.append(("create_model", content.get("base_only", False)))
+            made = {"model_id": model_id, "base_model": "m", "max_seq_len": 9}
+            return 200, {"request_id": self.done(made)}
+        if path == "get_info":
+            known = content["model_id"] in self.models
+            return (200, {}) if known else (404, {"error": {"message": "no model"}})
+        if path == "unload_model":
+            self.models.pop(content["model_id"])
+            return 200, {"request_id": self.done({"model_id": content["model_id"]})}
+        if path == "retrieve_future":
+            if content["request_id"] not in self.results:
+                return 404, {"error": {"message": "no such request"}}
+            return 200, self.results[content["request_id"]]
+        return self.operation(path, content)
+
+    def operation(self, name, content):
+        model = self.models.get(content["model_id"])
+        if model is None:
+            return 404, {"error": {"message": "no such model"}}
+        if content.get("path") == "refused":
+            return 400, {"error": {"message": "path must be nicer"}}
+        number = content["seq_id"]
+        if number in model.seen:
+            return 200, {"request_id": model.seen[number]}
+        assert number == len(model.seen) + 1, "numbers come in order"
+        request_id = model.seen[number] = self.done({"type": "try_again"})
+
+        def run():
+            self.trail.append((name, number))
+            self.results[request_id] = self.execute(model, name, content)
+
+        if name in self.held:
+            self.waiting.append(run)
+        else:
+            run()
+        return 200, {"request_id": request_id}
+
+    def execute(self, model, name, content):
+        model.executed.append(name)
+        if name in ("forward", "forward_backward"):
+            data = content[f"{name}_input"]["data"]
+            if name == "forward_backward":
+                model.gradient.append(data)
+            rows = [_row([-1.0, -2.0]) for _ in data] if data and isinstance(data[0], dict) else []
+            return {"loss_fn_outputs": rows, "metrics": {"loss:sum": 1.0}}
+        if name == "optim_step":
+            if content["adam_params"] == "bad":
+                return {"error": "adam_params must be good", "category": "user"}
+            model.steps.append(model.gradient)
+            model.gradient = []
+            return {"metrics": {"step": len(model.steps)}}
+        if name == "load_weights":
+            if content["path"] not in self.checkpoints:
+                return {"error": "no such checkpoint", "category": "user"}
+            model.steps = list(self.checkpoints[content["path"]])
+            model.gradient = []
+        elif name == "save_weights":
+            if content["path"] in self.checkpoints and not content.get("overwrite"):
+                return {"error": "path is taken", "category": "user"}
+            self.checkpoints[content["path"]] = list(model.steps)
+        elif name == "save_weights_for_sampler":
+            kept = self.snapshots.setdefault(content["path"], list(model.steps))
+            assert kept == model.steps, "an identity is one set of weights for ever"
+        return {"path": content["path"]}
+
+    def done(self, body):
+        request_id = uuid.uuid4().hex
+        self.results[request_id] = body
+        return request_id
+
+    def steps(self, stream):
+        return self.models[stream.model_id].steps
+
+
+def _row(values):
+    return {"logprobs": {"data": values, "dtype": "float32", "shape": [len(values)]}}
+
+
+class Life:
+    """A trainer, its model's stream, and calls on it."""
+
+    def __init__(self, *, can_revive=True):
+        self.trainer = Trainer()
+        self.revived = 0
+        self.trainer.models["first"] = Model()
+        self.http = Http(f"{self.trainer.url}/api/v1", "key", retries=QUICK)
+        revival = Revival(self.revive, self.model) if can_revive else None
+        self.stream = OperationStream(self.http, "first", revival=revival)
+
+    async def revive(self):
+        self.revived += 1
+        await asyncio.sleep(0.002)
+        if not self.trainer.is_alive:
+            self.trainer.restart()
+
+    async def model(self):
+        model_id = f"model-{uuid.uuid4().hex[:6]}"
+        self.trainer.models[model_id] = Model()
+        return model_id
+
+    async def post(self, name, **body):
+        async with self.stream.turn:
+            return await self.stream.submit(name, body)
+
+    async def call(self, name, kind, **body):
+        return await self.stream.result(await self.post(name, **body), kind)
+
+    async def train(self, *data):
+        """A forward and backward for each of ``data``, then a step."""
+        for one in data:
+            await self.add(one)
+        return await self.call("optim_step", OptimStepOutput, **ADAM)
+
+    async def add(self, data):
+        given = {"data": [data], "loss_fn": "cross_entropy"}
+        return await self.call("forward_backward", ForwardOutput, forward_backward_input=given)
+
+    async def save(self, name):
+        return await self.call("save_weights", PathOutput, path=name)
+
+    @property
+    def steps(self):
+        return self.trainer.steps(self.stream)
+
+
+@pytest.fixture
+def life():
+    return Life()
+
+
+# Lost answers
+
+
+@pytest.mark.parametrize("status", [503, 500], ids=["passing", "final"])
+async def test_an_operation_whose_answer_was_lost_is_executed_once(life, status):
+    life.trainer.loses = {"optim_step": [status]}
+
+    await life.train("a")
+    await life.train("b")
+
+    assert life.steps == [[["a"]], [["b"]]]
+    assert life.stream.restarts == 0
+
+
+async def test_a_result_whose_answer_was_lost_is_asked_for_again(life):
+    life.trainer.loses = {"retrieve_future": [500, 410, 425]}
+
+    await life.train("a")
+
+    assert life.steps == [[["a"]]]
+    assert life.stream.restarts == 0
+    assert life.revived == 3
+
+
+async def test_a_result_that_a_living_trainer_has_forgotten_is_an_error_of_its_own_call(life):
+    posted = await life.post("optim_step", **ADAM)
+    life.trainer.results.clear()
+
+    with pytest.raises(NotFoundError, match="no such request"):
+        await life.stream.result(posted, OptimStepOutput)
+    await life.train("a")
+
+    assert life.steps == [[], [["a"]]]
+
+
+async def test_a_trainer_that_never_answers_although_it_is_there_is_given_up(life):
+    life.trainer.loses = {"optim_step": [500] * 1000}
+
+    with pytest.raises(TransportError, match="lost on the way"):
+        await life.train("a")
+
+    assert life.trainer.models["first"].executed == ["forward_backward", "optim_step"]
+
+
+# Deaths
+
+
+async def test_a_dead_trainer_comes_back_at_the_checkpoint_and_is_sent_the_rest_in_order(life):
+    await life.train("a")
+    await life.save("one")
+    await life.train("b", "c")
+    life.trainer.die()
+
+    done = await life.train("d")
+
+    assert life.steps == [[["a"]], [["b"], ["c"]], [["d"]]]
+    assert done.metrics["step"] == 3
+    assert life.trainer.models[life.stream.model_id].executed == [
+        "load_weights", "forward_backward", "forward_backward", "optim_step", "forward_backward",
+        "optim_step",
+    ]  # fmt: skip
+
+
+async def test_without_a_checkpoint_everything_since_the_first_weights_is_sent_again(life):
+    await life.train("a")
+    await life.train("b")
+    life.trainer.die()
+
+    await life.train("c")
+
+    assert life.steps == [[["a"]], [["b"]], [["c"]]]
+
+
+async def test_the_gradient_that_stood_before_a_checkpoint_is_in_the_step_after_it(life):
+    await life.add("a")
+    await life.save("one")
+    await life.add("b")
+    life.trainer.die()
+
+    await life.call("optim_step", OptimStepOutput, **ADAM)
+
+    assert life.steps == [[["a"], ["b"]]]
+
+
+async def test_a_step_that_was_refused_keeps_the_gradient_also_after_a_death(life):
+    await life.add("a")
+    with pytest.raises(RequestFailedError, match="adam_params must be good"):
+        await life.call("optim_step", OptimStepOutput, adam_params="bad")
+    await life.save("one")
+    life.trainer.die()
+
+    await life.call("optim_step", OptimStepOutput, **ADAM)
+
+    assert life.steps == [[["a"]]]
+
+
+async def test_after_a_load_nothing_of_before_is_sent_again(life):
+    life.trainer.checkpoints["other"] = ["kept"]
+    await life.train("a")
+    await life.call("load_weights", PathOutput, path="other", optimizer=True)
+    await life.train("b")
+    life.trainer.die()
+
+    await life.train("c")
+
+    assert life.steps == ["kept", [["b"]], [["c"]]]
+    assert life.trainer.trail.count(("load_weights", 1)) == 1
+
+
+async def test_a_load_that_failed_changes_nothing_also_after_a_death(life):
+    await life.train("a")
+    with pytest.raises(RequestFailedError, match="no such checkpoint"):
+        await life.call("load_weights", PathOutput, path="missing", optimizer=True)
+    life.trainer.die()
+
+    await life.train("b")
+
+    assert life.steps == [[["a"]], [["b"]]]
+
+
+async def test_operations_in_flight_get_their_results_once(life):
+    life.trainer.held = {"forward_backward", "optim_step"}
+    given = {"data": ["a"], "loss_fn": "cross_entropy"}
+    first = await life.post("forward_backward", forward_backward_input=given)
+    second = await life.post("optim_step", **ADAM)
+    waits = asyncio.gather(
+        life.stream.result(first, ForwardOutput), life.stream.result(second, OptimStepOutput)
+    )
+    await asyncio.sleep(0.005)
+
+    life.trainer.die()
+    life.trainer.held = set()
+    _, stepped = await waits
+
+    assert stepped.metrics["step"] == 1
+    assert life.steps == [[["a"]]]
+
+
+async def test_a_forward_in_flight_is_sent_again_and_a_finished_one_is_not(life):
+    given = {"data": [{}], "loss_fn": "cross_entropy"}
+    await life.call("forward", ForwardOutput, forward_input=given)
+    life.trainer.held = {"forward"}
+    posted = await life.post("forward", forward_input=given)
+    waiting = asyncio.ensure_future(life.stream.result(posted, ForwardOutput))
+    await asyncio.sleep(0.005)
+
+    life.trainer.die()
+    life.trainer.held = set()
+
+    assert len((await waiting).loss_fn_outputs) == 1
+    assert life.trainer.models[life.stream.model_id].executed == ["forward"]
+
+
+async def test_a_save_in_flight_is_done_again_over_what_it_had_written(life):
+    await life.train("a")
+    life.trainer.held = {"save_weights"}
+    posted = await life.post("save_weights", path="one", overwrite=False)
+    waiting = asyncio.ensure_future(life.stream.result(posted, PathOutput))
+    await asyncio.sleep(0.005)
+    life.trainer.checkpoints["one"] = ["half"]
+
+    life.trainer.die()
+    life.trainer.held = set()
+
+    assert (await waiting).path == "one"
+    assert life.trainer.checkpoints["one"] == [[["a"]]]
+
+
+async def test_a_sampler_snapshot_in_flight_is_put_again_under_its_identity(life):
+    await life.train("a")
+    posted = await life.post("save_weights_for_sampler", path="s-1")
+    life.trainer.die()
+
+    saved = await life.stream.result(posted, PathOutput)
+
+    assert saved.path == "s-1"
+    assert life.trainer.snapshots == {"s-1": [[["a"]]]}
+
+
+async def test_a_checkpoint_counts_only_once_all_results_of_before_it_are_known(life):
+    given = {"data": ["a"], "loss_fn": "cross_entropy"}
+    early = await life.post("forward_backward", forward_backward_input=given)
+    await life.call("optim_step", OptimStepOutput, **ADAM)
+    await life.save("one")
+    life.trainer.die()
+
+    assert (await life.stream.result(early, ForwardOutput)).metrics == {"loss:sum": 1.0}
+    assert life.steps == [[["a"]]]
+    life.trainer.die()
+    await life.train("b")
+    assert life.steps == [[["a"]], [["b"]]]
+
+
+async def test_many_who_wait_bring_the_model_back_once(life):
+    life.trainer.held = {"forward_backward"}
+    posted = []
+    for name in "abcdef":
+        given = {"data": [name], "loss_fn": "cross_entropy"}
+        posted.append(await life.post("forward_backward", forward_backward_input=given))
+    waits = asyncio.gather(*(life.stream.result(one, ForwardOutput) for one in posted))
+    await asyncio.sleep(0.005)
+
+    life.trainer.die()
+    life.trainer.held = set()
+    await waits
+    await life.call("optim_step", OptimStepOutput, **ADAM)
+
+    assert (life.stream.restarts, life.revived) == (1, 1)
+    assert life.steps == [[[name] for name in "abcdef"]]
+
+
+async def test_a_trainer_that_dies_while_it_is_brought_back_is_brought_back_again(life):
+    await life.train("a")
+    await life.save("one")
+    await life.train("b")
+    life.trainer.die()
+    life.trainer.dies_at = {"load_weights": 1, "forward_backward": 1}
+
+    await life.train("c")
+
+    assert life.steps == [[["a"]], [["b"]], [["c"]]]
+    assert life.trainer.lives == 4
+
+
+async def test_a_trainer_lost_again_and_again_over_one_operation_is_given_up(life):
+    await life.train("a")
+    life.trainer.dies_at = {"optim_step": 1000}
+
+    with pytest.raises(EngineError, match=r"optim_step must end.* SIGKILL.* start the same comm"):
+        await life.train("b")
+    assert life.trainer.lives == MOST_RESTARTS + 1
+    with pytest.raises(EngineError, match="optim_step must end"):
+        await life.train("c")
+    assert life.trainer.lives == MOST_RESTARTS + 1
+
+
+async def test_a_trainer_that_does_not_start_again_is_given_up_with_its_reason():
+    life = Life()
+
+    async def refuse():
+        raise EngineError("job must become ready, got FAILED: no memory")
+
+    life.stream._revival = Revival(refuse, life.model)
+    life.trainer.die()
+
+    with pytest.raises(EngineError, match=r"optim_step must end.*no memory"):
+        await life.train()
+
+
+async def test_a_trainer_that_was_ended_on_purpose_stays_so(life):
+    async def refuse():
+        raise ClosedError("job must be running, got CANCELLED")
+
+    await life.train("a")
+    life.stream._revival = Revival(refuse, life.model)
+    life.trainer.die()
+
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="CANCELLED"):
+            await life.train("b")
+    assert life.trainer.lives == 1
+
+
+async def test_without_a_way_to_revive_it_a_lost_trainer_is_the_error_it_is():
+    life = Life(can_revive=False)
+    await life.train("a")
+    posted = await life.post("optim_step", **ADAM)
+    life.trainer.die()
+
+    with pytest.raises(ClosedError, match="ended by SIGKILL"):
+        await life.stream.result(posted, OptimStepOutput)
+    with pytest.raises(ClosedError, match="ended by SIGKILL"):
+        await life.train("b")
+    assert life.stream.journal.operations == []
+
+
+# The journal's limit
+
+
+async def test_what_is_too_much_to_be_sent_again_is_a_clear_error(life):
+    life.stream.journal.limit = 2000
+    for _ in range(4):
+        await life.train("x" * 900)
+    life.trainer.die()
+
+    with pytest.raises(EngineError, match=r"too many to be sent again: start the same command"):
+        await life.train("y")
+
+
+async def test_a_checkpoint_makes_a_journal_that_was_too_long_whole_again(life):
+    life.stream.journal.limit = 2000
+    for _ in range(4):
+        await life.train("x" * 900)
+    await life.save("one")
+    await life.train("y")
+    life.trainer.die()
+
+    await life.train("z")
+
+    assert life.steps == [[["x" * 900]]] * 4 + [[["y"]], [["z"]]]
+
+
+async def test_a_checkpoint_does_not_hide_that_a_gradient_is_missing(life):
+    life.stream.journal.limit = 2000
+    await life.add("x" * 900)
+    await life.add("x" * 900)
+    await life.add("x" * 900)
+    await life.save("one")
+    life.trainer.die()
+
+    with pytest.raises(EngineError, match="too many to be sent again"):
+        await life.add("y")
+
+
+async def test_a_run_without_checkpoints_keeps_a_journal_of_bounded_length(life):
+    life.stream.journal.limit = 3000
+    for _ in range(50):
+        await life.train("x" * 300)
+
+    assert life.stream.journal.size <= 3000
+    assert len(life.stream.journal.operations) < 25
+
+
+def test_the_limit_leaves_room_for_hours_of_training():
+    assert journal.JOURNAL_BYTES >= 2**28
+
+
+# Those who stop waiting
+
+
+async def test_whoever_stops_waiting_for_a_post_leaves_no_number_in_doubt(life):
+    given = {"data": ["a"], "loss_fn": "cross_entropy"}
+    posting = asyncio.ensure_future(life.post("forward_backward", forward_backward_input=given))
+    await asyncio.sleep(0)
+    posting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await posting
+
+    await life.train("b")
+
+    assert life.steps == [[["a"], ["b"]]]
+
+
+async def test_whoever_stops_waiting_during_a_recovery_does_not_end_it(life):
+    await life.train("a")
+    life.trainer.die()
+    first = asyncio.ensure_future(life.add("b"))
+    await asyncio.sleep(0.001)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+    await life.train("c")
+
+    assert life.steps == [[["a"]], [["b"], ["c"]]]
+    assert life.stream.restarts == 1
+
+
+async def test_a_result_that_nobody_waits_for_does_not_hold_checkpoints_back(life):
+    life.trainer.held = {"forward_backward"}
+    waiting = asyncio.ensure_future(life.add("a"))
+    await asyncio.sleep(0.005)
+    waiting.cancel()
+    life.trainer.release()
+    await life.train("b")
+    await life.save("one")
+    await asyncio.sleep(0.01)
+    await life.train("c")
+
+    assert life.stream.journal.checkpoint == "one"
+    assert [one.name for one in life.stream.journal.operations] == [
+        "forward_backward", "optim_step",
+    ]  # fmt: skip
+
+
+async def test_a_closed_stream_brings_nothing_back_and_says_so_to_those_who_wait(life):
+    began = asyncio.Event()
+
+    async def never():
+        began.set()
+        await asyncio.sleep(3600)
+
+    await life.train("a")
+    life.stream._revival = Revival(never, life.model)
+    life.trainer.die()
+    waiting = asyncio.ensure_future(life.train("b"))
+    await began.wait()
+
+    await life.stream.close()
+
+    with pytest.raises(ClosedError, match="inside the `with` block"):
+        await waiting
+    with pytest.raises(ClosedError, match="inside the `with` block"):
+        await life.train("c")
+    assert life.trainer.lives == 1
+
+
+async def test_an_unloaded_model_is_not_brought_back(life):
+    await life.train("a")
+    await life.stream.unload()
+
+    with pytest.raises(ClosedError, match="got it unloaded"):
+        await life.train("b")
+    assert life.trainer.models == {}
+
+
+async def test_a_refused_post_gives_its_number_to_the_next_one(life):
+    with pytest.raises(RequestError, match="path must be nicer"):
+        await life.call("save_weights", PathOutput, path="refused")
+    await life.train("a")
+    life.trainer.die()
+    await life.train("b")
+
+    assert life.steps == [[["a"]], [["b"]]]
+
+
+# Clients
+
+
+@pytest.fixture
+def served():
+    """A scripted trainer with the SDK's own client on it."""
+    trainer = Trainer()
+
+    async def revive():
+        if not trainer.is_alive:
+            trainer.restart()
+
+    service = FiretitanServiceClient(trainer.url, "key", revive=revive)
+    yield trainer, service
+    service.close()
+
+
+def _datum():
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([1, 2]),
+        loss_fn_inputs={"target_tokens": tinker.TensorData(data=[2, 3], dtype="int64")},
+    )
+
+
+def _sum_of(data, logprobs):
+    return torch.cat(logprobs).sum(), {}
+
+
+def _step(client):
+    adam = tinker.AdamParams(learning_rate=0.1, beta1=0.9, beta2=0.99, eps=1e-8)
+    return client.optim_step(adam).result(10)
+
+
+def test_a_custom_loss_survives_a_death_between_its_two_halves(served):
+    trainer, service = served
+    client = service.create_training_client("m")
+
+    def loss(data, logprobs):
+        trainer.die()
+        return _sum_of(data, logprobs)
+
+    done = client.forward_backward_custom([_datum()], loss).result(10)
+    _step(client)
+
+    assert done.metrics["loss:sum"] == -3.0
+    assert client.restarts == 1
+    (gradient,) = trainer.steps(client.stream)
+    assert len(gradient) == 1
+    assert trainer.models[client.model_id].executed == ["forward_backward", "optim_step"]
+
+
+def test_a_custom_loss_that_raises_during_a_death_leaves_the_next_one_whole(served):
+    trainer, service = served
+    client = service.create_training_client("m")
+
+    def broken(data, logprobs):
+        trainer.die()
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        client.forward_backward_custom([_datum()], broken).result(10)
+    client.forward_backward_custom([_datum()], _sum_of).result(10)
+    _step(client)
+
+    assert len(trainer.steps(client.stream)) == 1
+
+
+def test_a_frozen_reference_comes_back_beside_its_policy(served):
+    trainer, service = served
+    policy = service.create_training_client("m", 4)
+    reference = service.create_base_reference("m")
+    _step(policy)
+    trainer.die()
+
+    scoring = [client.forward([_datum()]) for client in (policy, reference)]
+    rows = [one.result(10).loss_fn_outputs[0]["logprobs"].data for one in scoring]
+
+    assert rows == [[-1.0, -2.0], [-1.0, -2.0]]
+    assert (policy.restarts, reference.restarts) == (1, 1)
+    assert len(trainer.steps(policy.stream)) == 1
+    assert trainer.steps(reference.stream) == []
+    assert sorted(trainer.trail[-6:], key=str)[:2] == [
+        ("create_model", False), ("create_model", True),
+    ]  # fmt: skip
+
+
+def test_a_trainer_that_dies_over_its_first_model_is_asked_for_it_again(served):
+    trainer, service = served
+    trainer.dies_at = {"create_model": 1}
+
+    client = service.create_training_client("m")
+    _step(client)
+
+    assert (trainer.lives, client.restarts) == (2, 0)
+    assert trainer.steps(client.stream) == [[]]
+
+
+def test_chunks_of_one_batch_survive_a_death_together(served):
+    trainer, _ = served
+
+    async def revive():
+        if not trainer.is_alive:
+            trainer.restart()
+
+    service = FiretitanServiceClient(trainer.url, "key", max_chunk_datums=2, revive=revive)
+    client = service.create_training_client("m")
+    trainer.held = {"forward_backward"}
+    future = client.forward_backward([_datum() for _ in range(5)])
+    while len(trainer.waiting) < 3:
+        assert not future.done()
+    trainer.die()
+    trainer.held = set()
+
+    assert len(future.result(10).loss_fn_outputs) == 5
+    _step(client)
+    (gradient,) = trainer.steps(client.stream)
+    assert [len(data) for data in gradient] == [2, 2, 1]
+    assert client.restarts == 1
+    service.close()
