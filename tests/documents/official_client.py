@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import itertools
 import json
 import sys
 import types
@@ -55,7 +56,8 @@ def main(number: str, document: str, model: str, dataset: str) -> None:
     """Run the snippets and say which job was trained."""
     rows = [json.loads(line) for line in Path(dataset).read_text().splitlines()][:2]
     names: dict[str, Any] = {"__name__": "reader", "asyncio": asyncio, "tinker": official_types}
-    names["score"] = lambda one: float(sum(one.full_tokens[one.prompt_len :]) % 7)
+    count = itertools.count()
+    names["score"] = lambda completion: float(next(count) % 2)
     names["dataset"] = rows
     helpers: Any = types.ModuleType("tinker_cookbook.supervised.common")
     helpers.datum_from_tokens_weights = datum_from_tokens_weights
@@ -73,8 +75,9 @@ def main(number: str, document: str, model: str, dataset: str) -> None:
         tree = ast.fix_missing_locations(Modern().visit(ast.parse(said)))
         extraction.execute(tree, names)
     job = names["infra"].policy_job_id if number == "001" else names["policy_ep"].job_id
-    weight_syncer = type(names["tracker"]).__module__
-    sys.stdout.write(json.dumps({"job": job, "syncer": weight_syncer}) + "\n")
+    tracker = names["tracker"]
+    said = {"job": job, "syncer": type(tracker).__module__, "served": tracker.base_identity}
+    sys.stdout.write(json.dumps(said) + "\n")
 
 
 def numbered(rows: list[dict[str, Any]], names: dict[str, Any]) -> Any:

@@ -67,7 +67,9 @@ def test_the_loop_trains_inside_the_block_that_provisioned_it(
 
     infra, steps = names["infra"], names["step"]
     assert seen["policy"] != seen["reference"]
-    assert platform.snapshots(infra.policy_job_id) == [f"step-{n + 1:05d}" for n in range(steps)]
+    assert platform.snapshots(infra.policy_job_id, seen["served"].snapshot_identity) == [
+        f"step-{n + 1:05d}" for n in range(steps)
+    ]
     assert seen["served"].weight_version == steps
     assert seen["served"].snapshot_identity.startswith(f"step-{steps:05d}-")
     assert [one.weight_version for one in names["completions"]] == [steps - 1] * 4

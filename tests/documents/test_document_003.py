@@ -26,6 +26,7 @@ from training.utils import (
 )
 from training.utils.rl import (
     build_grpo_datums,
+    group_advantages,
     make_grpo_loss_fn,
     make_offpolicy_grpo_loss_fn,
 )
@@ -36,21 +37,17 @@ DATA, LOOP = "Step 2: Build training data", "Step 4: On-policy training loop (pr
 OFF_POLICY, RECIPE = "Off-policy variant", "Cookbook recipe entrypoint"
 FIELDS, SUB_CONFIGS = "Config fields reference", "Sub-configs: "
 
-# What the fragment leaves out, as the on-policy closure of the same document has it.
-ADVANTAGES = """
-K = len(rewards)
-rewards_t = torch.tensor(rewards, dtype=torch.float32)
-advantages = ((rewards_t - rewards_t.mean()) / (rewards_t.std() + 1e-8)).tolist()
-ref_tensors = [torch.tensor(one) for one in ref_logprobs_list]
-behavior_tensors = [torch.tensor(one) for one in behavior_logprobs_list]
+# What the fragment leaves to its reader, by the names that it uses.
+OUTER = """
+K, advantages = len(rewards), group_advantages(rewards)
+ref_tensors = list(map(torch.tensor, ref_logprobs_list))
+behavior_tensors = list(map(torch.tensor, behavior_logprobs_list))
 """
 TOTALS = "total_loss, metrics = 0.0, {}"
 SAMPLE = """
-advantage = advantages[i]
-weights = data[i].loss_fn_inputs["weights"].to_torch()
+advantage, weights = advantages[i], data[i].loss_fn_inputs["weights"].to_torch()
 n_response_tokens = weights.sum()
-pi_sum = torch.dot(pi_lp, weights)
-kl_term = torch.dot(pi_lp - ref_lp, weights)
+pi_sum, kl_term = (pi_lp * weights).sum(), ((pi_lp - ref_lp) * weights).sum()
 """
 
 
@@ -158,15 +155,17 @@ def test_the_loop_trains_the_policy_and_publishes_every_step(trained, platform):
     steps = trained["global_step"]
     datums = trained["combined_datums"]
 
-    expected = [f"step-{number:05d}" for number in range(1, steps + 1)]
-    assert steps >= 2
-    assert platform.snapshots(trained["policy_ep"].job_id) == expected
-    assert logprobs(trained["policy_client"], datums) != logprobs(
-        trained["reference_client"], datums
-    )
     (served,) = trained["sampler"].sample_with_tokens(trained["input_messages"], n=1, max_tokens=1)
+    policy, reference = (
+        logprobs(trained[f"{role}_client"], datums) for role in ("policy", "reference")
+    )
+
+    names = platform.snapshots(trained["policy_ep"].job_id, served.snapshot_identity)
+    assert steps == len(trained["dataset"].rows)
+    assert names == [f"step-{number:05d}" for number in range(1, steps + 1)]
+    assert served.snapshot_identity.startswith(f"{names[-1]}-")
     assert served.weight_version == steps
-    assert served.snapshot_identity.startswith(f"{expected[-1]}-")
+    assert policy != reference
     assert {"grpo_loss", "mean_kl"} <= set(trained["result"].metrics)
 
 
@@ -195,7 +194,8 @@ def test_the_off_policy_fragment_completed_is_ours(document, trained, extraction
     loop = next(one for one in closure.body if isinstance(one, ast.For))
     loop.body[3:3] = ast.parse(SAMPLE).body
     closure.body[:0] = ast.parse(TOTALS).body
-    outer.body[:0] = ast.parse(ADVANTAGES).body
+    outer.body[:0] = ast.parse(OUTER).body
+    trained["group_advantages"] = group_advantages
     extraction.execute(tree, trained)
 
     references = [[-0.5, -0.1, -0.9, -0.3], [-1.0, -0.4, -0.6, -0.2], [-0.2, -0.2, -0.8, -0.7]]

@@ -44,4 +44,4 @@ def test_the_documents_loop_trains_with_the_official_client(
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["syncer"].startswith("fireworks.training.sdk")
-    assert platform.snapshots(said["job"]) == ["step-00001", "step-00002"]
+    assert platform.snapshots(said["job"], said["served"]) == ["step-00001", "step-00002"]

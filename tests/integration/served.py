@@ -29,6 +29,7 @@ _NAMES = {
     "trainer": "trainer-rl-policy-",
     "reference": "trainer-rl-reference-",
     "deployment": "deployment-",
+    "export": "export-",
 }
 
 

@@ -78,9 +78,9 @@ def whole(served, tmp_path_factory):
     return Done(folder, served.data_dir / "models" / "whole")
 
 
-def run_here(served, folder):
+def run_here(served, folder, **changes):
     with pointed_at(served):
-        summary = main(config(folder, **SMALL, output_model_id=folder.name))
+        summary = main(config(folder, **SMALL | changes, output_model_id=folder.name))
     return summary, Done(folder, served.data_dir / "models" / folder.name)
 
 
@@ -132,7 +132,7 @@ def test_a_recipe_that_is_killed_goes_on_when_the_same_command_is_given_again(
     assert served.workers() == []
 
 
-@pytest.mark.parametrize("phase", ["sampling", "forward-backward", "snapshot", "hot-load"])
+@pytest.mark.parametrize("phase", ["sampling", "forward-backward", "hot-load"])
 def test_a_platform_that_is_killed_and_started_again_is_bridged(served, whole, tmp_path, phase):
     folder = tmp_path / f"platform-{phase}"
     victims = Victims(served)
@@ -151,6 +151,60 @@ def test_a_platform_that_is_killed_and_started_again_is_bridged(served, whole, t
     assert done.records == whole.records
     # They ran on meanwhile, and were found again.
     assert [victims.pid("trainer"), victims.pid("deployment")] == workers
+
+
+def test_a_platform_that_is_killed_while_it_makes_the_model_makes_it_when_it_is_back(
+    served, whole, tmp_path
+):
+    folder = tmp_path / "promoted"
+    killer = Killer(
+        Victims(served), "export", "writing model", lambda: served.pid, occurrence=1,
+        then=served.come_back,
+    )  # fmt: skip
+
+    with killer:
+        _, done = run_here(served, folder)
+
+    assert len(killer.hits) == 1
+    assert done.has_weights_of(whole)
+
+
+def test_a_recipe_that_is_killed_while_its_model_is_made_has_it_made_again(
+    served, whole, recipes, tmp_path
+):
+    folder = tmp_path / "promoted-again"
+    first = recipes.start(served.url, folder, SAVING)
+    killer = Killer(
+        Victims(served), "export", "writing model", lambda: first.pid, occurrence=1
+    )  # fmt: skip
+    with killer:
+        assert first.wait() == -signal.SIGKILL
+    second = recipes.start(served.url, folder, SAVING)
+    assert second.wait() == 0, second.output
+
+    done = Done(folder, served.data_dir / "models" / folder.name)
+    assert "16 of 16 rows done" in second.output
+    assert done.has_weights_of(whole)
+    assert done.records == whole.records
+
+
+@pytest.mark.parametrize(
+    ("victim", "settings"),
+    [("reference", {}), ("trainer", {"lora_rank": 4, "merge_adapter": True})],
+    ids=["its own trainer", "the policy's trainer"],
+)
+def test_a_frozen_reference_that_is_killed_while_it_scores_comes_back(
+    served, tmp_path, victim, settings
+):
+    settings = {"kl_beta": 0.1, "max_rows": 8} | settings
+    _, undisturbed = run_here(served, tmp_path / f"kl-{victim}", **settings)
+
+    with Killer(Victims(served), victim, "forward", occurrence=2) as killer:
+        _, done = run_here(served, tmp_path / f"kl-{victim}-killed", **settings)
+
+    assert len(killer.hits) == 1
+    assert done.has_weights_of(undisturbed)
+    assert done.records == undisturbed.records
 
 
 def test_a_trainer_that_died_together_with_its_platform_is_reported_and_comes_back(

@@ -458,3 +458,19 @@ def test_minibatch_steps_are_numbered_as_the_run_counts_them(trial):
 
     assert [(one["step"], one["train/step"]) for one in run.records()] == [(2, 2.0), (4, 4.0)]
     assert all(math.isfinite(one["train/grad_norm"]) for one in run.records())
+
+
+def test_a_model_of_another_job_is_not_written_over_and_that_is_said_before_training(
+    trial, tmp_path, monkeypatch, rows
+):
+    with EmbeddedPlatform(work_dir=tmp_path / "platform") as platform:
+        monkeypatch.setenv("FIREWORKS_BASE_URL", platform.base_url)
+        monkeypatch.setenv("FIREWORKS_API_KEY", "x")
+        trial(rows=rows[:2], reward_fn=spread, folder="first")
+
+        with pytest.raises(ConfigError, match=r"output_model_id must be new, got 'out', which"):
+            trial(rows=rows[:2], reward_fn=spread, folder="second")
+        again = trial(rows=rows[:2], reward_fn=spread, folder="first")
+
+    assert again.summary.model_path == tmp_path / "platform" / "models" / "out"
+    assert not (tmp_path / "second" / "metrics.jsonl").read_bytes()

@@ -12,11 +12,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 import hearth
-from hearth.control.gateway import Door, Gateway
+from hearth.control.door import Door
+from hearth.control.gateway import Gateway
 from hearth.control.names import ACCOUNT, check_account, leaf
 from hearth.control.plane import ControlPlane
 from hearth.control.waiting import LONGEST_WAIT_S, once, settled
-from hearth.errors import HearthError, NotFoundError, RequestError
+from hearth.errors import ClosedError, HearthError, NotFoundError, RequestError
 from hearth.wire.base import Record
 from hearth.wire.faults import fault_body, status_of
 from hearth.wire.fireworks import (
@@ -252,6 +253,8 @@ def _checkpoints(plane: ControlPlane) -> APIRouter:
         done = await once(read, changes, id, lambda one: one.done, None)
         if done.error is not None:
             raise RequestError(done.error.message)
+        if not done.done:
+            raise ClosedError("platform must be open to promote, got one that ends: promote again")
         return _answer(Promoted(model=done.response))
 
     @router.get("/operations/{operation}")

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
-from hearth.control.jobs import Jobs, Means, promoted_models
+from hearth.control.jobs import Jobs
+from hearth.control.means import Means, promoted_models
 from hearth.control.names import ACCOUNT, job_name, leaf, promoted_leaf, timestamp
 from hearth.control.store import Row, Store
 from hearth.errors import (
@@ -274,7 +275,7 @@ class Checkpoints:
         is_adapter = snapshot.kind == "lora" and not asked.merge_adapter
         return Model(
             name=asked.output_model, kind="HF_PEFT_ADDON" if is_adapter else "HF_BASE_MODEL",
-            source=str(folder), create_time=timestamp(),
+            source=str(folder), create_time=timestamp(), source_job=asked.trainer_job_id,
             base_model_details=BaseModelDetails(moe=entry.moe),
             peft_details=_peft_details(folder, base) if is_adapter else None,
         )  # fmt: skip

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable
 
 from hearth.control.jobs import ALIVE as JOB_ALIVE
-from hearth.control.jobs import Jobs, Means, promoted_models
+from hearth.control.jobs import Jobs
+from hearth.control.means import Means, promoted_models
 from hearth.control.names import check_id, deployment_name, leaf, timestamp
 from hearth.control.store import Row, Rows
 from hearth.control.values import Values

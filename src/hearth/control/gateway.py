@@ -1,4 +1,4 @@
-"""The one door of a platform: judges who comes in, and sends each request where it belongs.
+"""The one way into a platform: sends each request where it belongs, past the door.
 
 A trainer is named by the path, a deployment by a header or by ``model`` in the body; the rest is
 the control plane's own. A worker in this process is called directly; one in a process of its own is
@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
-from collections.abc import AsyncIterator, Callable, Collection
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,10 +18,10 @@ import httpx
 import orjson
 
 from hearth.control.deployments import Deployments
+from hearth.control.door import Door
 from hearth.control.jobs import Jobs
 from hearth.control.names import leaf
 from hearth.errors import (
-    AuthError,
     HearthError,
     NotFoundError,
     RequestError,
@@ -32,7 +29,6 @@ from hearth.errors import (
     TransportError,
 )
 from hearth.launch.spec import App, Endpoint, Message, Scope
-from hearth.settings import is_loopback
 from hearth.wire.faults import fault_body, status_of
 
 TRAINER_PREFIX = "/training/v1/rlorTrainerJobs/"
@@ -48,61 +44,13 @@ _OF_THE_CONNECTION = frozenset(
     }
 )  # fmt: skip
 """Each connection has its own."""
+_LAST_S = 1.0
+"""How long a platform that ends waits for its workers' answers."""
 _SMALLER = 16
 """Only trainers take bodies of the full length; others a fraction of it."""
 
 Receive = Callable[[], Any]
 Send = Callable[[Message], Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Door:
-    """Who may come in, and with how much."""
-
-    api_keys: Collection[str] = ()
-    """Keys that are let in; with none, anyone on this machine is."""
-    is_local: bool = True
-    """Without keys, refuse names that are not this machine's: a web page may send requests too."""
-    max_body: int = 2**30
-    """Longest body to a trainer, in bytes."""
-
-    def check(self, scope: Scope) -> None:
-        """Let a request in.
-
-        Raises:
-            AuthError: no key, a wrong one, or a host that is not this machine.
-        """
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        if self.api_keys:
-            self._check_key(headers)
-        elif self.is_local:
-            for name in (b"host", b"origin"):
-                self._check_local(name.decode(), headers.get(name, b"localhost"))
-
-    def _check_key(self, headers: dict[bytes, bytes]) -> None:
-        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-        given = headers.get(b"x-api-key") or (bearer if scheme.lower() == b"bearer" else b"")
-        digest = hashlib.sha256(given).digest()
-        # Every key is compared, and in constant time, so that the time tells nothing.
-        matches = [
-            hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest())
-            for key in self.api_keys
-        ]
-        if not any(matches):
-            found = "a wrong one" if given else "none"
-            raise AuthError(
-                f"x-api-key must be a key of this platform, got {found}: export FIREWORKS_API_KEY"
-            )
-
-    def _check_local(self, name: str, value: bytes) -> None:
-        host = value.decode("latin-1").lower()
-        if name == "origin":
-            host = host.partition("://")[2] or host
-        host = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.split(":")[0]
-        if not is_loopback(host):
-            raise AuthError(
-                f"{name} must be this machine while the platform has no API key, got {host!r}"
-            )
 
 
 class Gateway:
@@ -114,6 +62,7 @@ class Gateway:
         self._control = control
         self._door = door
         self._sockets: dict[str, httpx.AsyncClient] = {}
+        self._ending: asyncio.Future[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -127,6 +76,20 @@ class Gateway:
                 return
             except HearthError as error:
                 await _answer(send, error)
+
+    def end(self) -> None:
+        """What workers have not answered a second from now is answered with 503.
+
+        To be called on the loop that the requests run on.
+        """
+        ending = self._ends()
+        if not ending.done():
+            ending.set_result(None)
+
+    def _ends(self) -> asyncio.Future[None]:
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_future()
+        return self._ending
 
     async def close(self) -> None:
         """Close the connections to workers."""
@@ -162,68 +125,40 @@ class Gateway:
             await endpoint.app(scope, receive, send)
             return
         assert endpoint.socket is not None, "an endpoint is an app or a socket"
-        await self._connect(endpoint.socket)
-        request = self._request(endpoint.socket, scope, await _body(receive))
-        answering = asyncio.create_task(self._pass_on(endpoint.socket, request, send))
+        request = _request(scope, await _body(receive))
+        client = await self._client(endpoint.socket)
+        sent = _Sent(send)
+        answering = asyncio.create_task(_pass_on(client, request, sent))
         leaving = asyncio.create_task(_disconnected(receive))
+        ended = self._ends()
         try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            tasks = {answering, leaving}
+            await asyncio.wait({*tasks, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                first = asyncio.FIRST_COMPLETED
+                await asyncio.wait(tasks, timeout=_LAST_S, return_when=first)
         finally:
             # Who has left wants no answer: the worker sees the connection close, and stops.
+            is_late = not leaving.done() and not answering.done()
             leaving.cancel()
-            if not answering.done():
-                answering.cancel()
+            answering.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await answering
+        if is_late and not sent.has_begun:
+            raise TransportError("platform must be open, got a request while it ends: ask again")
 
-    async def _connect(self, socket: str) -> None:
-        """See that there is a client for a worker; those of workers that have ended go."""
-        if socket in self._sockets:
-            return
+    async def _client(self, socket: str) -> httpx.AsyncClient:
+        """The client of a worker; those of workers that have ended go."""
+        known = self._sockets.get(socket)
+        if known is not None:
+            return known
         transport = httpx.AsyncHTTPTransport(
             uds=socket, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
         )
         self._sockets[socket] = client = httpx.AsyncClient(transport=transport, timeout=None)
-        client.headers.clear()  # nothing is added to what the client said
         for gone in [one for one in self._sockets if not Path(one).exists() and one != socket]:
             await self._sockets.pop(gone).aclose()
-
-    def _request(self, socket: str, scope: Scope, body: bytes) -> httpx.Request:
-        headers = [pair for pair in scope["headers"] if pair[0] not in _OF_THE_CONNECTION]
-        # As it came in: a path's %3F must not turn into the beginning of a query.
-        path = quote(scope["path"], safe="/:@!$&'()*+,;=~").encode()
-        query = scope.get("query_string", b"")
-        url = httpx.URL("http://worker").copy_with(raw_path=path + (b"?" + query if query else b""))
-        return self._sockets[socket].build_request(
-            scope["method"], url, headers=headers, content=body
-        )
-
-    async def _pass_on(self, socket: str, request: httpx.Request, send: Send) -> None:
-        begun = False
-        try:
-            response = await self._sockets[socket].send(request, stream=True)
-            try:
-                headers = [
-                    (name.lower(), value)
-                    for name, value in response.headers.raw
-                    if name.lower() not in _OF_THE_CONNECTION
-                ]
-                start = {"type": "http.response.start", "status": response.status_code}
-                await send({**start, "headers": headers})
-                begun = True
-                async for chunk in response.aiter_raw():
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                await send({"type": "http.response.body", "body": b""})
-            finally:
-                await response.aclose()
-        except httpx.TransportError as error:
-            if begun:
-                raise  # half an answer is out: only a broken connection says so
-            gone = TransportError(
-                f"worker must answer, got {type(error).__name__}: it may have died; ask again, and "
-                "the answer will say how"
-            )
-            await _answer(send, gone, headers=[(b"retry-after", b"1")])
+        return client
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
@@ -235,8 +170,63 @@ class Gateway:
                 return
 
 
+class _Sent:
+    """``send`` that knows whether an answer has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = False
+
+    async def __call__(self, message: Message) -> None:
+        await self._send(message)
+        self.has_begun = True
+
+
 class _LeftError(Exception):
     """The client is gone before it has said what it wants."""
+
+
+def _request(scope: Scope, body: bytes) -> httpx.Request:
+    """The request as it came in, and nothing added to it."""
+    headers = [pair for pair in scope["headers"] if pair[0] not in _OF_THE_CONNECTION]
+    # As it came in: a path's %3F must not turn into the beginning of a query.
+    path = quote(scope["path"], safe="/:@!$&'()*+,;=~").encode()
+    query = scope.get("query_string", b"")
+    url = httpx.URL("http://worker").copy_with(raw_path=path + (b"?" + query if query else b""))
+    return httpx.Request(scope["method"], url, headers=headers, content=body)
+
+
+async def _pass_on(client: httpx.AsyncClient, request: httpx.Request, send: _Sent) -> None:
+    """A worker's answer, as it comes.
+
+    Raises:
+        TransportError: there is none.
+        httpx.TransportError: it broke off; only a broken connection says so.
+    """
+    try:
+        response = await client.send(request, stream=True)
+        try:
+            headers = [
+                (name.lower(), value)
+                for name, value in response.headers.raw
+                if name.lower() not in _OF_THE_CONNECTION
+            ]
+            start = {"type": "http.response.start", "status": response.status_code}
+            await send({**start, "headers": headers})
+            async for chunk in response.aiter_raw():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            await response.aclose()
+    except (httpx.TransportError, RuntimeError) as error:
+        # A client refuses with RuntimeError once its worker was seen to have ended.
+        is_gone = isinstance(error, httpx.TransportError) or client.is_closed
+        if send.has_begun or not is_gone:
+            raise
+        raise TransportError(
+            f"worker must answer, got {type(error).__name__}: it may have died; ask again, and "
+            "the answer will say how"
+        ) from None
 
 
 def _for_worker(scope: Scope, path: str) -> dict[str, Any]:
@@ -350,12 +340,10 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _answer(
-    send: Send, error: HearthError, headers: Collection[tuple[bytes, bytes]] = ()
-) -> None:
+async def _answer(send: Send, error: HearthError) -> None:
     body = orjson.dumps(fault_body(error))
-    sent = [(b"content-type", b"application/json"), *headers]
-    if status_of(error) == 425:
+    sent = [(b"content-type", b"application/json")]
+    if status_of(error) in (425, 503):
         sent.append((b"retry-after", b"1"))
     await send({"type": "http.response.start", "status": status_of(error), "headers": sent})
     await send({"type": "http.response.body", "body": body})

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from hearth.control.catalog import Catalog, ModelEntry, ShapeEntry
+from hearth.control.catalog import ModelEntry, ShapeEntry
+from hearth.control.means import Means, promoted_models
 from hearth.control.names import check_id, job_name, leaf, timestamp
 from hearth.control.store import Row, Rows
 from hearth.control.values import Values
@@ -26,7 +25,7 @@ from hearth.errors import (
     NotReadyError,
     RequestError,
 )
-from hearth.launch.spec import Endpoint, ExitReport, Launcher, TrainerSpec, Worker
+from hearth.launch.spec import Endpoint, ExitReport, TrainerSpec, Worker
 from hearth.wire.fireworks import TrainerJob
 
 logger = logging.getLogger(__name__)
@@ -40,29 +39,6 @@ _ANSWERED = (
     "name", "state", "status_message", "create_time", "update_time", "worker_placement", "pid",
 )  # fmt: skip
 """What only answers say; a client that sends back what it read is not taken at its word."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Means:
-    """What jobs and deployments are made with."""
-
-    launcher: Launcher
-    catalog: Catalog
-    data_dir: Path
-    trainer_threads: int | None = None
-    """CPU threads of a process; None leaves torch's choice, all cores."""
-    deployment_threads: int | None = None
-    keep_snapshots: int | None = None
-    """Snapshots of a bucket to keep; None keeps all."""
-
-    @property
-    def models_dir(self) -> Path:
-        """The folder of promoted models."""
-        return self.data_dir / "models"
-
-    def checkpoint_dir(self, job_id: str) -> Path:
-        """The folder of a job's resumable checkpoints; it outlives the job."""
-        return self.data_dir / "checkpoints" / job_id
 
 
 class Jobs:
@@ -374,15 +350,6 @@ def bucket_of(job_id: str, body: TrainerJob) -> str:
     if body.hot_load_deployment_id:
         return f"deployment-{check_id(leaf(body.hot_load_deployment_id), 'hotLoadDeploymentId')}"
     return f"{_PREFIX}{job_id}"
-
-
-def promoted_models(models: Rows) -> dict[str, ModelEntry]:
-    """Models that were promoted here."""
-    return {
-        row.id: ModelEntry(name=row.id, source=row.body["source"])
-        for row in models.all()
-        if row.body.get("kind", "HF_BASE_MODEL") == "HF_BASE_MODEL"
-    }
 
 
 def _shortest(shape: ShapeEntry | None, entry: ModelEntry) -> int | None:

@@ -7,7 +7,8 @@ import logging
 from hearth.control.catalog import ModelEntry
 from hearth.control.checkpoints import Checkpoints
 from hearth.control.deployments import Deployments
-from hearth.control.jobs import Jobs, Means
+from hearth.control.jobs import Jobs
+from hearth.control.means import Means
 from hearth.control.store import Row, Store
 from hearth.errors import NotFoundError
 from hearth.wire.fireworks import BaseModelDetails, Model

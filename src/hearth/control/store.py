@@ -77,10 +77,14 @@ class Store:
         self.models = Rows(self._engine, "models", lock)
         self.operations = Rows(self._engine, "operations", lock)
 
+    def end_waiting(self) -> None:
+        """Wake whoever waits for a change, and let nobody wait any more: the platform ends."""
+        for rows in (self.jobs, self.deployments, self.models, self.operations):
+            rows.changes.end()
+
     def close(self) -> None:
         """Close the connections and wake whoever waits."""
-        for rows in (self.jobs, self.deployments, self.models, self.operations):
-            rows.changes.tell_all()
+        self.end_waiting()
         self._engine.dispose()
 
 
@@ -169,6 +173,8 @@ class Changes:
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _waiting: dict[str, list[Future[None]]] = field(default_factory=lambda: {})
+    is_over: bool = False
+    """Nobody is woken any more: what stands is what is told."""
 
     def next(self, id: str) -> Future[None]:
         """Done when the row changes next. Ask for it before you read the row."""
@@ -186,9 +192,12 @@ class Changes:
             if future.set_running_or_notify_cancel():
                 future.set_result(None)
 
-    def tell_all(self) -> None:
-        """Wake everyone: nothing will change any more."""
-        for id in list(self._waiting):
+    def end(self) -> None:
+        """Wake everyone, for the last time."""
+        self.is_over = True
+        with self._lock:
+            ids = list(self._waiting)
+        for id in ids:
             self.tell(id)
 
 

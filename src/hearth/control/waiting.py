@@ -42,6 +42,8 @@ async def once(
 ) -> T:  # fmt: skip
     """What ``read`` gives as soon as that is as asked for; as it stands when the time is over.
 
+    The time is over for everyone when the platform ends.
+
     It is read again when the row ``id`` changes, not from time to time. None waits for ever.
     """
     deadline = math.inf if wait_s is None else time.monotonic() + wait_s
@@ -51,7 +53,7 @@ async def once(
         try:
             found = await asyncio.to_thread(read)
             left_s = deadline - time.monotonic()
-            if is_met(found) or left_s <= 0:
+            if is_met(found) or left_s <= 0 or changes.is_over:
                 return found
             await asyncio.wait([changed], timeout=None if wait_s is None else left_s)
         finally:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
-from hearth.control.gateway import Door
-from hearth.control.jobs import Means
+from hearth.control.door import Door
+from hearth.control.means import Means
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.errors import ConfigError

@@ -14,8 +14,8 @@ import uvicorn
 
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
-from hearth.control.gateway import Door
-from hearth.control.jobs import Means
+from hearth.control.door import Door
+from hearth.control.means import Means
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.errors import ConfigError
@@ -59,12 +59,18 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
         stack.callback(_be_undisturbed)
         plane.recover()
         door = Door(api_keys=settings.api_keys(), max_body=settings.max_body_mb * 2**20)
+        gateway = create_gateway(plane, door)
+
+        def let_go() -> None:
+            store.end_waiting()
+            gateway.end()
+
         server = _Server(
             uvicorn.Config(
-                create_gateway(plane, door), log_level="warning", access_log=False,
+                gateway, log_level="warning", access_log=False,
                 timeout_keep_alive=75, timeout_graceful_shutdown=5,
             ),
-            lambda: on_ready(url),
+            on_ready=lambda: on_ready(url), on_end=let_go,
         )  # fmt: skip
         server.run(sockets=[listener])
 
@@ -80,16 +86,24 @@ def _be_undisturbed() -> None:
 
 
 class _Server(uvicorn.Server):
-    """Says when it answers."""
+    """Says when it answers, and when it begins to end."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, *, on_ready: Callable[[], None], on_end: Callable[[], None]
+    ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._on_end = on_end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to answer, then say so."""
         await super().startup(sockets)
         self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let go of what is held, so that whoever waits is answered; then end."""
+        self._on_end()
+        await super().shutdown(sockets)
 
 
 def _launcher(settings: Settings, data_dir: Path, stack: contextlib.ExitStack) -> Launcher:

@@ -271,8 +271,9 @@ class OperationStream:
         if not self.journal.is_complete:
             raise EngineError(
                 f"the trainer was lost ({error}), and the operations since its last checkpoint "
-                "are too many to be sent again: start the same command again, it goes on from "
-                "the checkpoint (dcp_save_interval says how often one is written)"
+                f"({self.journal.checkpoint or 'none was written'}) are too many to be sent again: "
+                "start the same command again, it goes on from there (dcp_save_interval says how "
+                "often a checkpoint is written)"
             ) from error
 
     async def _replay(self) -> None:

@@ -205,6 +205,15 @@ class TrainerJobManager:
 
         return start(rows()).result()
 
+    def find_model(self, model_id: str) -> Model | None:
+        """A registered or promoted model by its id or full name; None where there is none."""
+
+        async def find() -> Model | None:
+            name = await self._control.name_of("models", model_id)
+            return await self._control.find(name, Model)
+
+        return start(find()).result()
+
     def promote_checkpoint(
         self, job_id: str, checkpoint_id: str, output_model_id: str, base_model: str,
         hot_load_deployment_id: str | None = None, timeout: float = PROMOTION_TIMEOUT_S,

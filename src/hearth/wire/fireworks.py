@@ -87,6 +87,8 @@ class Model(Resource):
     parameter_count: str | None = None
     base_model_details: BaseModelDetails | None = None
     peft_details: PeftDetails | None = None
+    source_job: str | None = None
+    """Ours: the trainer job that it was promoted from."""
 
 
 class Models(Resource):

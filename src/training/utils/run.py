@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from hearth.errors import HearthError
+from hearth.errors import ConfigError, HearthError
 from hearth.telemetry import BusyClock, Stopwatch
 from training.utils.checkpoints import (
     Checkpoint,
@@ -197,6 +197,7 @@ class Run:
         optimizer, from step 0 and the first row), then ``warm_start_from_adapter``, else the model
         as it is.
         """
+        self._check_output(config, infra)
         self.version = infra.served_version
         self.has_loaded = bool(
             checkpoint or config.init_from_checkpoint or config.warm_start_from_adapter
@@ -210,6 +211,22 @@ class Run:
         elif config.warm_start_from_adapter is not None:
             infra.policy.load_adapter(str(Path(config.warm_start_from_adapter).expanduser()))
             self.display.note(f"starting at step 0 from adapter {config.warm_start_from_adapter}")
+
+    def _check_output(self, config: RunConfig, infra: RunInfra) -> None:
+        """Refuse a name that another job's model has, now rather than after the training.
+
+        Raises:
+            ConfigError: it has one.
+        """
+        if config.output_model_id is None:
+            return
+        model = infra.trainers.find_model(config.output_model_id)
+        own = (infra.policy_job_id, f"accounts/me/rlorTrainerJobs/{infra.policy_job_id}")
+        if model is not None and model.source_job not in own:
+            raise ConfigError(
+                f"output_model_id must be new, got {config.output_model_id!r}, which "
+                f"{model.source_job or 'the catalog'} has made: choose another"
+            )
 
     def must_publish(self, infra: RunInfra) -> bool:
         """Whether the deployment serves other weights than the policy's before the first sample."""

@@ -7,8 +7,8 @@ from tests.unit.control.listening import Listening
 from hearth.cli.resources import logs, ps, stop
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
-from hearth.control.gateway import Door
-from hearth.control.jobs import Means
+from hearth.control.door import Door
+from hearth.control.means import Means
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.wire.fireworks import Deployment, TrainerJob

@@ -14,17 +14,16 @@ BODIES = [("POST", JOBS), ("POST", DEPLOYMENTS), ("PATCH", "deployments/there"),
 
 
 @pytest.mark.parametrize(("method", "path"), BODIES)
-@pytest.mark.parametrize("body", [b"", b"{", b"nonsense", b'{"a": 1e999}', b'"\xff"', b"\0"])
-async def test_broken_json_is_400_and_shows_what_came(ask, method, path, body):
-    message = await ask.refused(400, method, path, body)
-
-    assert message.startswith(f"body must be JSON, got {body[:40]!r}: ")
+async def test_broken_json_is_400_and_shows_what_came(ask, method, path):
+    for body in (b"", b"{", b"nonsense", b'{"a": 1e999}', b'"\xff"', b"\0"):
+        message = await ask.refused(400, method, path, body)
+        assert message.startswith(f"body must be JSON, got {body[:40]!r}: ")
 
 
 @pytest.mark.parametrize(("method", "path"), BODIES)
-@pytest.mark.parametrize("body", [b"[]", b"3", b"null", b'"text"'])
-async def test_json_that_is_no_object_is_400(ask, method, path, body):
-    assert (await ask.refused(400, method, path, body)).startswith("body must be valid, got")
+async def test_json_that_is_no_object_is_400(ask, method, path):
+    for body in (b"[]", b"3", b"null", b'"text"'):
+        assert (await ask.refused(400, method, path, body)).startswith("body must be valid, got")
 
 
 async def test_the_field_that_breaks_its_type_is_named(ask, job):
@@ -56,17 +55,12 @@ async def test_both_spellings_of_a_field_are_read(ask, script, base):
     assert content["forwardOnly"] is True
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/", 404), ("GET", "/v1", 404), ("GET", "/v1/nothing", 404),
-        ("PUT", "/v1/accounts", 405), ("GET", "/docs", 404), ("GET", "/openapi.json", 404),
-    ],
-)  # fmt: skip
-async def test_an_unknown_path_is_answered_in_the_form_of_all_errors(ask, method, path, status):
-    message = await ask.refused(status, method, path)
-
-    assert message == f"path must be one that the platform has, got '{method} {path}'"
+async def test_an_unknown_path_is_answered_in_the_form_of_all_errors(ask):
+    for path in ("/", "/v1", "/v1/nothing", "/docs", "/openapi.json", "/inference"):
+        message = await ask.refused(404, "GET", path)
+        assert message == f"path must be one that the platform has, got 'GET {path}'"
+    message = await ask.refused(405, "PUT", "/v1/accounts", {})
+    assert message == "path must be one that the platform has, got 'PUT /v1/accounts'"
 
 
 async def test_a_query_that_breaks_its_type_is_400_in_that_form(ask, running):
@@ -119,19 +113,28 @@ EXTRA = [
 VALUES = st.dictionaries(st.sampled_from(EXTRA), JSON, max_size=4)
 
 
+VALID = {
+    JOBS: {"trainingConfig": {"baseModel": "BASE"}},
+    DEPLOYMENTS: {"baseModel": "BASE"},
+    "deployments/there": {},
+    PROMOTE: {
+        "output_model": "accounts/me/models/m", "base_model": "BASE", "trainer_job_id": "there",
+    },
+}  # fmt: skip
+
+
 @st.composite
 def requests(draw):
+    """A request that holds, with up to three fields as nobody would set them, or no request."""
     method, path = draw(st.sampled_from(BODIES))
-    body = draw(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5))
-    if draw(st.booleans()):
-        body |= {"baseModel": "BASE", "trainingConfig": {"baseModel": "BASE"}}
-    if draw(st.booleans()):
-        config = draw(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
-        body["trainingConfig"] = {"baseModel": "BASE"} | config
+    if draw(st.integers(0, 9)) == 0:
+        return method, path, draw(JSON)
+    odd = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3)
+    body = VALID[path] | draw(odd)
+    if path == JOBS and isinstance(body["trainingConfig"], dict):
+        body["trainingConfig"] = body["trainingConfig"] | draw(odd)
     if draw(st.booleans()):
         body["extraValues"] = draw(VALUES | JSON)
-    if draw(st.integers(0, 9)) == 0:
-        body = draw(JSON)
     return method, path, body
 
 
@@ -141,7 +144,7 @@ def test_no_json_body_makes_the_platform_fail(make_plane, script, make_ask, base
     seen = set()
 
     @settings(
-        max_examples=200, deadline=None, database=None, derandomize=True,
+        max_examples=100, deadline=None, database=None, derandomize=True,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(requests())
@@ -169,6 +172,5 @@ def test_no_json_body_makes_the_platform_fail(make_plane, script, make_ask, base
         fuzz()
     finally:
         loop.close()
-    assert {status for path, status in seen if path == JOBS} >= {200, 400}
-    assert {status for path, status in seen if path == DEPLOYMENTS} >= {200, 400}
-    assert {status for path, status in seen if path == PROMOTE} >= {400}
+    for _, path in BODIES:
+        assert {status for one, status in seen if one == path} >= {200, 400}, path

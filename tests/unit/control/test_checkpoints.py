@@ -54,13 +54,13 @@ async def test_pages_follow_each_other_and_end(ask, script, running):
     assert (len(whole["checkpoints"]), whole["nextPageToken"]) == (5, "")
 
 
-@pytest.mark.parametrize("token", ["-1", "6", "x", "²", "1" * 5000])
-async def test_a_page_token_that_no_page_ended_with_is_refused(ask, script, running, token):
+async def test_a_page_token_that_no_page_ended_with_is_refused(ask, script, running):
     await running()
 
-    message = await ask.refused(400, "GET", f"{JOBS}/j/checkpoints?pageToken={token}")
-
-    assert "pageToken must be one that a page ended with" in message
+    for token in ("-1", "6", "x", "²", "1" * 5000):
+        path = f"{JOBS}/j/checkpoints?pageToken={token}"
+        message = await ask.refused(400, "GET", path)
+        assert "pageToken must be one that a page ended with" in message
 
 
 async def test_a_folder_without_a_whole_manifest_is_no_checkpoint(ask, plane, running):
@@ -170,18 +170,16 @@ async def test_a_delta_is_not_promoted(ask, script, running, base):
     assert "got 'd', which is a delta: save one with checkpoint_type='base'" in message
 
 
-@pytest.mark.parametrize(
-    "name", ["tuned", "accounts/you/models/m", "accounts/me/models/", "accounts/me/models/A",
-             "accounts/me/models/../m", "accounts/me/models/" + "m" * 64, ""],
-)  # fmt: skip
-async def test_a_model_name_that_breaks_its_rule_is_refused(ask, script, running, base, name):
+async def test_a_model_name_that_breaks_its_rule_is_refused(ask, script, running, base):
     await running()
     script.saves("trainer-j", "s")
-    body = promotion(base, output_model=name)
 
-    message = await ask.refused(400, "POST", "checkpoints/s:promote", body)
-
-    assert "output_model must be accounts/me/models/ID" in message
+    for name in ("tuned", "accounts/you/models/m", "", *(
+        f"accounts/me/models/{id}" for id in ("", "A", "../m", "m" * 64, "m/")
+    )):  # fmt: skip
+        body = promotion(base, output_model=name)
+        message = await ask.refused(400, "POST", "checkpoints/s:promote", body)
+        assert "output_model must be accounts/me/models/ID" in message
     assert script.exports == []
 
 
@@ -369,6 +367,24 @@ async def test_a_platform_that_ends_begins_no_promotion(ask, script, running, pl
 
     assert "promote again once it is back" in message
     assert script.exports == []
+
+
+async def test_who_waits_for_a_promotion_when_the_platform_ends_is_told_so(
+    ask, script, running, plane, base
+):
+    await running()
+    script.saves("trainer-j", "s")
+    script.may_export.clear()
+    waiting = asyncio.create_task(
+        ask.refused(410, "POST", "checkpoints/s:promote", promotion(base))
+    )
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+
+    plane.store.end_waiting()
+
+    message = await asyncio.wait_for(waiting, 1)
+    assert message == "platform must be open to promote, got one that ends: promote again"
 
 
 async def test_an_unknown_operation_is_404(ask):

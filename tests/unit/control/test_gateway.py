@@ -13,8 +13,8 @@ from tests.unit.control.listening import Listening
 
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
-from hearth.control.gateway import Door
-from hearth.control.jobs import Means
+from hearth.control.door import Door
+from hearth.control.means import Means
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.launch.spec import Endpoint
@@ -55,6 +55,10 @@ class Peer:
         )  # fmt: skip
         if scope["path"].endswith("/stream"):
             await self._stream(receive, send)
+        elif scope["path"].endswith("/hold"):
+            self.streaming.set()
+            await receive()
+            self.left.set()
         elif scope["path"].endswith("/break"):
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"half", "more_body": True})
@@ -108,7 +112,7 @@ def served(tmp_path_factory, base):
         Listening(create_gateway(plane, Door(max_body=16000))) as gateway,
         httpx.Client(base_url=gateway.url) as http,
     ):
-        yield http, peer, folder
+        yield http, peer, folder, plane
     plane.close()
 
 
@@ -313,3 +317,21 @@ def test_a_trainers_path_without_an_operation_says_what_it_must_be(here, path):
     message = refused(here.get(f"/training/v1/rlorTrainerJobs{path}"), 404)
 
     assert message.startswith("path must be ")
+
+
+def test_a_platform_that_ends_answers_what_its_workers_hold(served, peer):
+    gateway = create_gateway(served[3])
+    answers = []
+    with Listening(gateway) as listening:
+        asking = threading.Thread(
+            target=lambda: answers.append(httpx.get(f"{listening.url}{TRAINER}/hold", timeout=10))
+        )
+        asking.start()
+        assert peer.streaming.wait(5)
+        listening.loop.call_soon_threadsafe(gateway.end)
+        asking.join()
+
+    assert (answers[0].status_code, answers[0].headers["retry-after"]) == (503, "1")
+    message = answers[0].json()["error"]["message"]
+    assert message == "platform must be open, got a request while it ends: ask again"
+    assert peer.left.wait(5)

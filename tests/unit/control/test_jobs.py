@@ -390,6 +390,20 @@ async def test_a_state_that_is_there_already_is_answered_at_once(ask, running):
     assert content["state"] == "JOB_STATE_RUNNING"
 
 
+async def test_who_waits_when_the_platform_ends_is_told_how_it_stands(ask, job, plane):
+    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+    path = f"{JOBS}/j?waitForState=JOB_STATE_RUNNING&timeoutS=25"
+    waiting = asyncio.create_task(ask("GET", path))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+
+    plane.store.end_waiting()
+
+    for answer in (waiting, ask("GET", path)):
+        _, content = await asyncio.wait_for(answer, 1)
+        assert content["state"] == "JOB_STATE_CREATING"
+
+
 @pytest.mark.parametrize("timeout", ["nan", "soon"])
 async def test_a_time_that_is_no_number_is_refused(ask, running, timeout):
     await running()

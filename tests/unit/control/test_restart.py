@@ -2,7 +2,7 @@
 
 import pytest
 
-from hearth.control.jobs import Means
+from hearth.control.means import Means
 from hearth.local.inline import InlineLauncher
 from hearth.wire.fireworks import Deployment, DeploymentPatch, TrainerJob
 

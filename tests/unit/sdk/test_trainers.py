@@ -2,7 +2,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hearth.errors import ConfigError, NotFoundError
+from hearth.errors import ClosedError, ConfigError, NotFoundError
 from hearth.sdk import TrainerJobConfig, TrainerJobManager
 
 BASE = "accounts/fireworks/models/tiny"
@@ -208,3 +208,11 @@ def test_lists_have_the_rows_of_all_pages(peer, answer, manager):
     pages = [one.query for one in peer.requests("GET", f"{JOB}/checkpoints")]
     assert pages == [{"pageSize": "200"}, {"pageSize": "200", "pageToken": "2"}]
     assert [job.name for job in manager.list()] == ["accounts/me/rlorTrainerJobs/a"]
+
+
+def test_a_job_that_was_ended_on_purpose_is_not_resumed_where_that_is_asked(peer, manager, job):
+    peer.on("GET", JOB, job("CANCELLED", "cancelled by request"))
+
+    with pytest.raises(ClosedError, match="got JOB_STATE_CANCELLED: cancelled by request"):
+        manager.reconnect_and_wait_async("policy", unless=["JOB_STATE_CANCELLED"]).result(10)
+    assert peer.requests("POST", f"{JOB}:resume") == []

@@ -290,6 +290,7 @@ def test_a_recipe_that_leaves_its_trainers_running_closes_its_clients(
     )
 
     with provision(PlatformSpec.of(config, tmp_path)) as infra:
+        assert infra.reference is not None
         assert len(infra.reference.forward(datums(1)).loss_fn_outputs) == 1
 
     assert list(stage.states().values()) == ["JOB_STATE_RUNNING"] * 2

@@ -1,0 +1,62 @@
+"""Who may come into a platform, judged before anything else is looked at."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from hearth.errors import AuthError
+from hearth.launch.spec import Scope
+from hearth.settings import is_loopback
+
+
+@dataclass(frozen=True, kw_only=True)
+class Door:
+    """Who may come in, and with how much."""
+
+    api_keys: Collection[str] = ()
+    """Keys that are let in; with none, anyone on this machine is."""
+    is_local: bool = True
+    """Without keys, refuse names that are not this machine's: a web page may send requests too."""
+    max_body: int = 2**30
+    """Longest body to a trainer, in bytes."""
+
+    def check(self, scope: Scope) -> None:
+        """Let a request in.
+
+        Raises:
+            AuthError: no key, a wrong one, or a host that is not this machine.
+        """
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        if self.api_keys:
+            self._check_key(headers)
+        elif self.is_local:
+            for name in (b"host", b"origin"):
+                self._check_local(name.decode(), headers.get(name, b"localhost"))
+
+    def _check_key(self, headers: dict[bytes, bytes]) -> None:
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = headers.get(b"x-api-key") or (bearer if scheme.lower() == b"bearer" else b"")
+        digest = hashlib.sha256(given).digest()
+        # Every key is compared, and in constant time, so that the time tells nothing.
+        matches = [
+            hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest())
+            for key in self.api_keys
+        ]
+        if not any(matches):
+            found = "a wrong one" if given else "none"
+            raise AuthError(
+                f"x-api-key must be a key of this platform, got {found}: export FIREWORKS_API_KEY"
+            )
+
+    def _check_local(self, name: str, value: bytes) -> None:
+        host = value.decode("latin-1").lower()
+        if name == "origin":
+            host = host.partition("://")[2] or host
+        host = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.split(":")[0]
+        if not is_loopback(host):
+            raise AuthError(
+                f"{name} must be this machine while the platform has no API key, got {host!r}"
+            )

@@ -1,0 +1,42 @@
+"""What jobs and deployments are made with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hearth.control.catalog import Catalog, ModelEntry
+from hearth.control.store import Rows
+from hearth.launch.spec import Launcher
+
+
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """What jobs and deployments are made with."""
+
+    launcher: Launcher
+    catalog: Catalog
+    data_dir: Path
+    trainer_threads: int | None = None
+    """CPU threads of a process; None leaves torch's choice, all cores."""
+    deployment_threads: int | None = None
+    keep_snapshots: int | None = None
+    """Snapshots of a bucket to keep; None keeps all."""
+
+    @property
+    def models_dir(self) -> Path:
+        """The folder of promoted models."""
+        return self.data_dir / "models"
+
+    def checkpoint_dir(self, job_id: str) -> Path:
+        """The folder of a job's resumable checkpoints; it outlives the job."""
+        return self.data_dir / "checkpoints" / job_id
+
+
+def promoted_models(models: Rows) -> dict[str, ModelEntry]:
+    """Models that were promoted here."""
+    return {
+        row.id: ModelEntry(name=row.id, source=row.body["source"])
+        for row in models.all()
+        if row.body.get("kind", "HF_BASE_MODEL") == "HF_BASE_MODEL"
+    }

@@ -1,0 +1,108 @@
+"""A platform in one terminal, a recipe in another: the numbers of a run in one process."""
+
+import os
+import subprocess
+import sys
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.integration.served import HEARTH, Recipes, Served, command_line
+
+SAVING = "--dcp-save-interval=1"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    platform = Served(tmp_path_factory.mktemp("platform"), trainer_threads=1, deployment_threads=1)
+    yield platform
+    platform.stop()
+    assert platform.processes() == []
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    forker = Recipes()
+    yield forker
+    forker.close()
+
+
+def in_a_terminal(url, folder):
+    """The command as a person gives it."""
+    folder.mkdir()
+    environment = {**os.environ, "FIREWORKS_API_KEY": "x", "FIREWORKS_BASE_URL": url}
+    command = [sys.executable, "-m", "training.recipes.rl_loop", *command_line(folder)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def records(folder):
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+    return [
+        {name: value for name, value in one.items() if not name.startswith("perf/")}
+        for one in map(orjson.loads, lines)
+    ]
+
+
+def is_same_model(one, other):
+    left, right = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert left.keys() == right.keys()
+    return all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+def test_a_served_run_has_the_metrics_and_the_weights_of_the_embedded_one(served, tmp_path):
+    embedded, remote = tmp_path / "embedded", tmp_path / "served"
+
+    in_a_terminal("", embedded)
+    said = in_a_terminal(served.url, remote)
+
+    assert f"the platform is at {served.url}" in said
+    assert len(records(remote)) >= 4
+    assert records(remote) == records(embedded)
+    assert is_same_model(served.data_dir / "models" / "served", embedded / "models" / "embedded")
+
+
+def test_a_served_lora_run_with_its_reference_equals_the_embedded_one(served, recipes, tmp_path):
+    embedded, remote = tmp_path / "embedded", tmp_path / "served-lora"
+    flags = ["--lora-rank=4", "--kl-beta=0.1", "--merge-adapter"]
+
+    runs = [recipes.start(None, embedded, *flags), recipes.start(served.url, remote, *flags)]
+    assert [one.wait(120) for one in runs] == [0, 0]
+
+    assert records(remote) == records(embedded)
+    assert is_same_model(served.data_dir / "models" / remote.name, embedded / "models" / "embedded")
+
+
+def test_the_command_of_a_finished_run_trains_nothing_and_makes_the_same_model(
+    served, recipes, tmp_path
+):
+    folder = tmp_path / "twice"
+    assert recipes.start(served.url, folder, SAVING).wait() == 0
+    before = records(folder)
+    model = served.data_dir / "models" / folder.name
+    model.rename(tmp_path / "first")
+
+    again = recipes.start(served.url, folder, SAVING)
+    assert again.wait() == 0, again.output
+
+    steps = before[-1]["step"]
+    assert f"resuming from step-{steps:05d}" in again.output
+    assert f"step {steps}, 16 of 16 rows done" in again.output
+    assert records(folder) == before
+    assert is_same_model(model, tmp_path / "first")
+    point = orjson.loads((folder / "run.json").read_bytes())["checkpoints"][-1]
+    (line,) = [one for one in hearth_ps(served).splitlines() if point["job"] in one]
+    assert "trainer" in line
+    assert "CANCELLED" in line
+
+
+def hearth_ps(served):
+    command = [str(HEARTH), "ps", "--all", "--base-url", served.url, "--api-key", "x"]
+    environment = {**os.environ, "COLUMNS": "250"}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
