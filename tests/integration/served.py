@@ -141,7 +141,7 @@ class Victims:
 
 
 class Killer(threading.Thread):
-    """Sends SIGKILL to a victim at the moment in which a worker is in a phase, the n-th time.
+    """Sends SIGKILL to a victim at a moment in which a worker is in a phase, once ``is_time``.
 
     The worker is stopped first and looked at again: who is killed, is killed in that very phase.
     ``times`` says how often; ``hits`` are the pids. ``then`` is called after each.
@@ -149,17 +149,18 @@ class Killer(threading.Thread):
 
     def __init__(
         self, victims: Victims, watched: str, phase: str,
-        victim: Callable[[], int | None] | None = None, *, occurrence: int = 3, times: int = 1,
-        then: Callable[[], None] | None = None,
+        victim: Callable[[], int | None] | None = None, *,
+        is_time: Callable[[], bool] = lambda: True, times: int = 1,
+        then: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         super().__init__(daemon=True)
         self._victims = victims
         self._watched = watched
         self._phase = phase
         self._victim = victim or (lambda: victims.pid(watched))
-        self._left = occurrence
+        self._is_time = is_time
         self._times = times
-        self._then = then or (lambda: None)
+        self._then = then
         self._is_over = threading.Event()
         self.hits: list[int] = []
 
@@ -172,14 +173,9 @@ class Killer(threading.Thread):
         self.join(60)
 
     def run(self) -> None:
-        was_in_phase = False
         while not self._is_over.is_set() and len(self.hits) < self._times:
-            is_in_phase = self._victims.phase(self._watched) == self._phase
-            if is_in_phase and not was_in_phase:
-                self._left -= 1
-            if is_in_phase and self._left <= 0:
+            if self._victims.phase(self._watched) == self._phase and self._is_time():
                 self._strike()
-            was_in_phase = is_in_phase
             time.sleep(0.0002)
 
     def _strike(self) -> None:

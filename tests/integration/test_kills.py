@@ -93,7 +93,9 @@ def test_a_worker_that_is_killed_comes_back_and_the_run_ends_as_if_nothing_was(
     victims = Victims(served)
     watched, marker = PHASES[phase]
 
-    with Killer(victims, watched, marker, lambda: victims.pid(victim)) as killer:
+    with Killer(
+        victims, watched, marker, lambda: victims.pid(victim), is_time=lambda: _steps(folder) >= 2
+    ) as killer:
         _, done = run_here(served, folder)
 
     assert len(killer.hits) == 1
@@ -112,7 +114,9 @@ def test_a_recipe_that_is_killed_goes_on_when_the_same_command_is_given_again(
     watched, marker = PHASES[phase]
 
     first = recipes.start(served.url, folder, SAVING)
-    with Killer(victims, watched, marker, lambda: first.pid) as killer:
+    with Killer(
+        victims, watched, marker, lambda: first.pid, is_time=lambda: _steps(folder) >= 2
+    ) as killer:
         assert first.wait() == -signal.SIGKILL
     assert killer.hits == [first.pid]
     point = _checkpoints(folder)[-1]
@@ -143,7 +147,10 @@ def test_a_platform_that_is_killed_and_started_again_is_bridged(served, whole, t
         workers.extend([victims.pid("trainer"), victims.pid("deployment")])
         served.come_back()
 
-    with Killer(victims, watched, marker, lambda: served.pid, then=come_back) as killer:
+    with Killer(
+        victims, watched, marker, lambda: served.pid, is_time=lambda: _steps(folder) >= 2,
+        then=come_back,
+    ) as killer:  # fmt: skip
         _, done = run_here(served, folder)
 
     assert len(killer.hits) == 1
@@ -158,7 +165,7 @@ def test_a_platform_that_is_killed_while_it_makes_the_model_makes_it_when_it_is_
 ):
     folder = tmp_path / "promoted"
     killer = Killer(
-        Victims(served), "export", "writing model", lambda: served.pid, occurrence=1,
+        Victims(served), "export", "writing model", lambda: served.pid,
         then=served.come_back,
     )  # fmt: skip
 
@@ -174,10 +181,7 @@ def test_a_recipe_that_is_killed_while_its_model_is_made_has_it_made_again(
 ):
     folder = tmp_path / "promoted-again"
     first = recipes.start(served.url, folder, SAVING)
-    killer = Killer(
-        Victims(served), "export", "writing model", lambda: first.pid, occurrence=1
-    )  # fmt: skip
-    with killer:
+    with Killer(Victims(served), "export", "writing model", lambda: first.pid):
         assert first.wait() == -signal.SIGKILL
     second = recipes.start(served.url, folder, SAVING)
     assert second.wait() == 0, second.output
@@ -199,8 +203,10 @@ def test_a_frozen_reference_that_is_killed_while_it_scores_comes_back(
     settings = {"kl_beta": 0.1, "max_rows": 8} | settings
     _, undisturbed = run_here(served, tmp_path / f"kl-{victim}", **settings)
 
-    with Killer(Victims(served), victim, "forward", occurrence=2) as killer:
-        _, done = run_here(served, tmp_path / f"kl-{victim}-killed", **settings)
+    folder = tmp_path / f"kl-{victim}-killed"
+    killer = Killer(Victims(served), victim, "forward", is_time=lambda: _steps(folder) >= 1)
+    with killer:
+        _, done = run_here(served, folder, **settings)
 
     assert len(killer.hits) == 1
     assert done.has_weights_of(undisturbed)
@@ -220,7 +226,10 @@ def test_a_trainer_that_died_together_with_its_platform_is_reported_and_comes_ba
         job_id = victims.folder("trainer").name.removeprefix("trainer-")
         said.extend(served.resources("rlorTrainerJobs", job_id))
 
-    killer = Killer(victims, *PHASES["sampling"], lambda: served.pid, then=end_trainer_too)
+    killer = Killer(
+        victims, *PHASES["sampling"], lambda: served.pid, is_time=lambda: _steps(folder) >= 2,
+        then=end_trainer_too,
+    )  # fmt: skip
     with killer:
         _, done = run_here(served, folder)
 

@@ -211,7 +211,11 @@ class Deployments:
         )
 
     def bucket(self, name: str) -> str:
-        """Where a deployment's snapshots come from now."""
+        """Where a deployment's snapshots come from now.
+
+        Raises:
+            NotFoundError: there is no such deployment.
+        """
         deployment_id = leaf(name.rpartition("#")[2])
         return self._bucket(deployment_id, Deployment.checked(self._row(deployment_id).body))
 
@@ -240,7 +244,7 @@ class Deployments:
 
     def recover(self) -> None:
         """After a restart: find the replicas that still run, and start the others again."""
-        # What was being deleted is gone: its worker was asked to end, and nobody adopts it.
+        # Its worker, if that was not stopped any more, ends by itself: nobody asks it for anything.
         for row in self.rows.all(("DELETING",)):
             self.delete(row.id)
         for row in self.rows.all(ALIVE):

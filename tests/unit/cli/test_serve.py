@@ -147,15 +147,28 @@ def test_a_platform_is_served_is_one_to_its_folder_survives_a_kill_and_ends_whol
     assert not (third.data_dir / "nursery.json").exists()
 
 
-def test_a_signal_while_it_starts_leaves_no_nursery(serving):
+def processes_of(data_dir):
+    """Living processes that were told of this folder: the platform and its nursery."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(data_dir).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("sign", ["nursery.log", "nursery.json"])
+def test_a_signal_while_it_starts_leaves_no_nursery(serving, sign):
     platform = serving("--port", "0")
-    until(lambda: platform.nursery() is not None or platform.process.poll() is not None, 60)
-    nursery = platform.nursery()
-    assert nursery is not None, platform.err
+    path = platform.data_dir / sign
+    until(lambda: path.exists() or platform.process.poll() is not None, 60)
+    assert platform.process.poll() is None, platform.err
 
-    platform.ends()
+    code, took_s = platform.ends()
 
-    until(lambda: not nursery.is_alive(), 10)
+    assert (code, took_s < 10) == (143, True)
+    assert processes_of(platform.data_dir) == []
+    assert "Traceback" not in platform.err
 
 
 @pytest.mark.parametrize(
