@@ -66,8 +66,10 @@ def test_a_signal_ends_the_run_cleanly_and_keeps_what_was_trained(tmp_path, numb
     metrics = tmp_path / "run" / "metrics.jsonl"
 
     with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Whoever runs the tests in the background has Ctrl-C ignored, and so have the children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:  # fmt: skip
         deadline = time.monotonic() + 90
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
             assert process.poll() is None, process.communicate()
