@@ -146,6 +146,11 @@ class Operations:
     def save_weights_for_sampler(self, content: Content) -> Record:
         """Run ``SaveWeightsForSampler``."""
         request = SaveWeightsForSampler.checked(content)
+        if request.export_precision not in (None, "source"):
+            raise RequestError(
+                f"export_precision must be 'source', got {request.export_precision!r}: snapshots "
+                "hold the weights as they are served"
+            )
         identity = self.engine.save_for_sampler(
             request.model_id, request.path, request.checkpoint_type, request.metadata
         )

@@ -206,12 +206,16 @@ class LoadWeights(Record):
 
 
 class SaveWeightsForSampler(Record):
-    """Exports a snapshot that a deployment can serve."""
+    """Exports a snapshot that a deployment can serve.
+
+    ``export_precision`` other than ``source`` (the weights' own) is refused.
+    """
 
     model_id: str
     path: str
     seq_id: int
     checkpoint_type: CheckpointType = "base"
+    export_precision: str | None = None
     metadata: dict[str, Any] | None = None
 
 

@@ -199,6 +199,20 @@ async def test_checkpoints_and_snapshots_go_by_their_names(
     assert names == {"checkpoints": ["step-1"]}
 
 
+async def test_a_precision_that_a_snapshot_would_not_have_is_refused(client: Client) -> None:
+    model_id = (await client.create_model())["model_id"]
+
+    refused = await client.numbered(
+        "save_weights_for_sampler", model_id, path="a", export_precision="nvfp4"
+    )
+    saved = await client.numbered(
+        "save_weights_for_sampler", model_id, path="b", export_precision="source"
+    )
+
+    assert "export_precision must be 'source', got 'nvfp4'" in refused["error"]
+    assert saved == {"path": "b"}
+
+
 async def test_an_adapter_is_loaded_by_its_folder(
     client: Client, qwen_folder: Path, tmp_path: Path
 ) -> None:
