@@ -7,6 +7,7 @@ import orjson
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.integration.served import Recipes, Served
 
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.rl_loop import Config, main
@@ -83,3 +84,18 @@ def trial(tmp_path: Path) -> Callable[..., Trial]:
 def rows() -> list[dict[str, Any]]:
     """The first shipped rows."""
     return load_rows(str(TRAIN_ROWS), 12)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    platform = Served(tmp_path_factory.mktemp("platform"), trainer_threads=1, deployment_threads=1)
+    yield platform
+    platform.stop()
+    assert platform.processes() == []
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    forker = Recipes()
+    yield forker
+    forker.close()

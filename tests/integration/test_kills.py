@@ -14,7 +14,6 @@ from tests.integration.conftest import config
 from tests.integration.served import (
     HEARTH,
     Killer,
-    Recipes,
     Served,
     Victims,
     pointed_at,
@@ -33,21 +32,6 @@ PHASES = {
 }
 SMALL = {"max_rows": 16, "dcp_save_interval": 1}
 SAVING = "--dcp-save-interval=1"
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    platform = Served(tmp_path_factory.mktemp("platform"), trainer_threads=1, deployment_threads=1)
-    yield platform
-    platform.stop()
-    assert platform.processes() == []
-
-
-@pytest.fixture(scope="module")
-def recipes():
-    forker = Recipes()
-    yield forker
-    forker.close()
 
 
 class Done:

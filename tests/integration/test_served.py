@@ -5,27 +5,11 @@ import subprocess
 import sys
 
 import orjson
-import pytest
 import torch
 from safetensors.torch import load_file
-from tests.integration.served import HEARTH, Recipes, Served, command_line
+from tests.integration.served import HEARTH, command_line
 
 SAVING = "--dcp-save-interval=1"
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    platform = Served(tmp_path_factory.mktemp("platform"), trainer_threads=1, deployment_threads=1)
-    yield platform
-    platform.stop()
-    assert platform.processes() == []
-
-
-@pytest.fixture(scope="module")
-def recipes():
-    forker = Recipes()
-    yield forker
-    forker.close()
 
 
 def in_a_terminal(url, folder):

@@ -5,14 +5,13 @@ The folders are the truth: a listing reads them, so it holds after a crash and a
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hearth.control.jobs import Jobs
 from hearth.control.means import Means, promoted_models
@@ -26,6 +25,7 @@ from hearth.errors import (
     NotReadyError,
     RequestError,
 )
+from hearth.launch.records import read_json
 from hearth.launch.spec import ExportSpec, SnapshotFacts
 from hearth.sync.folders import put_in_place
 from hearth.wire.fireworks import (
@@ -140,7 +140,7 @@ class Checkpoints:
     def _resumable(self, job_id: str) -> list[CheckpointRow]:
         rows: list[CheckpointRow] = []
         for path in self._means.checkpoint_dir(job_id).glob("*/manifest.json"):
-            manifest = _read_json(path)
+            manifest = read_json(path)
             if manifest is None or path.parent.name.startswith("."):
                 continue
             moment = timestamp(float(manifest.get("created_s") or path.stat().st_mtime))
@@ -297,17 +297,9 @@ def _snapshot_row(facts: SnapshotFacts) -> CheckpointRow:
 
 
 def _peft_details(folder: Any, base: str) -> PeftDetails:
-    config = _read_json(folder / "adapter_config.json") or {}
+    config = read_json(folder / "adapter_config.json") or {}
     modules = config.get("target_modules") or []
     return PeftDetails(
         base_model=base, r=int(config.get("r", 0)),
         target_modules=sorted(modules) if isinstance(modules, list) else [str(modules)],
     )  # fmt: skip
-
-
-def _read_json(path: Any) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return cast("dict[str, Any]", content) if isinstance(content, dict) else None

@@ -7,7 +7,6 @@ same weights under the same version number.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pydantic import Field
 
 from hearth.errors import ConfigError, ConflictError, NotReadyError, RequestError
 from hearth.inference.backend import InferenceBackend, ServingState
+from hearth.sync.folders import write_file
 from hearth.wire.base import Record
 from hearth.wire.completions import HotLoadState, LoadedAdapter, LoadingState, ReplicaState
 
@@ -200,22 +200,6 @@ class HotLoads:
         if self._file is None:
             return
         try:
-            _write(self._file, served.dump())
+            write_file(self._file, served.dump())
         except OSError:
             logger.exception("%s could not be written: a restart serves older weights", self._file)
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Replace a file's content; it is the old or the new one however this ends."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f".{file.name}.draft")
-    with draft.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    draft.replace(file)
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

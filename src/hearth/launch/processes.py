@@ -39,7 +39,6 @@ from hearth.launch.spec import (
     spec_from_dict,
 )
 from hearth.launch.workers import ProcessWorker, end, say_hello
-from hearth.sync.folders import remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -162,12 +161,6 @@ class ProcessLauncher:
     def snapshots(self, bucket: str) -> list[SnapshotFacts]:
         """What a bucket holds, oldest first; a folder without a readable manifest is none."""
         return read_bucket(self._bucket(bucket))
-
-    def drop_bucket(self, bucket: str) -> None:
-        """Delete a bucket and all its snapshots; one that is not there is gone already."""
-        folder = self._bucket(bucket)
-        if folder.is_dir():
-            remove_folder(folder)
 
     def log_path(self, worker_id: str) -> Path:
         """The file of a worker's log; it appears when the worker first starts."""

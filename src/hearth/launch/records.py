@@ -192,7 +192,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The content of a file of ``write_json``; None where there is no such file."""
+    """The JSON object in a file; None where there is no such file, or something else in it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

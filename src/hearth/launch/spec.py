@@ -216,10 +216,6 @@ class Launcher(Protocol):
         """What a bucket holds, oldest first."""
         ...
 
-    def drop_bucket(self, bucket: str) -> None:
-        """Delete a bucket and all its snapshots."""
-        ...
-
     def log_path(self, worker_id: str) -> Path | None:
         """The file of a worker's log; None inline, where it goes to the process's own."""
         ...

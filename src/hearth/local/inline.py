@@ -144,10 +144,6 @@ class InlineLauncher:
             for one in self._buckets.bucket(bucket).facts()
         ]  # fmt: skip
 
-    def drop_bucket(self, bucket: str) -> None:
-        """Forget a bucket and all its snapshots."""
-        self._buckets.drop(bucket)
-
     def log_path(self, worker_id: str) -> None:
         """Inline workers write into the log of their process."""
 

@@ -7,7 +7,6 @@ sends its whole adapter). A failed load breaks the chain: the next snapshot is a
 from __future__ import annotations
 
 import logging
-import time
 from typing import Protocol
 
 from hearth.errors import ConfigError
@@ -70,7 +69,6 @@ class WeightSyncer:
         self._served: str | None = None
         self._has_replica = False
         self.version = 0
-        self.last_sync_s = 0.0
 
     def save_and_hotload(self, name: str, checkpoint_type: CheckpointType | None = None) -> str:
         """Publish the current weights; returns the identity that is served now.
@@ -78,10 +76,8 @@ class WeightSyncer:
         Raises:
             EngineError: the deployment did not take the snapshot; the next one is a base again.
         """
-        start_s = time.perf_counter()
         identity = self.save_only(name, checkpoint_type)
         self.hotload(identity)
-        self.last_sync_s = time.perf_counter() - start_s
         return identity
 
     def save_only(self, name: str, checkpoint_type: CheckpointType | None = None) -> str:

@@ -106,6 +106,16 @@ def put_in_place(draft: Path, folder: Path, *, overwrite: bool, can_exchange: bo
     shutil.rmtree(aside, ignore_errors=True)
 
 
+def write_file(file: Path, content: bytes) -> None:
+    """Replace a file's content on the disk; it is the old or the new one however this ends."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_name(f".{file.name}.draft")
+    draft.write_bytes(content)
+    _fsync(draft)
+    draft.replace(file)
+    _fsync(file.parent)
+
+
 def _taken(folder: Path) -> RequestError:
     return RequestError(f"name must be new, got {folder.name!r}: it exists already")
 

@@ -244,14 +244,6 @@ class Buckets(Protocol):
         """
         ...
 
-    def drop(self, bucket_id: str) -> None:
-        """Forget a bucket and all that it keeps; nothing happens when there is none.
-
-        Raises:
-            RequestError: the id is no valid name.
-        """
-        ...
-
 
 class MemoryBuckets:
     """Buckets of this process, the newest ``keep`` snapshots each."""
@@ -268,12 +260,6 @@ class MemoryBuckets:
             if bucket_id not in self._stores:
                 self._stores[bucket_id] = MemorySnapshotStore(self._keep)
             return self._stores[bucket_id]
-
-    def drop(self, bucket_id: str) -> None:
-        """Forget a bucket."""
-        check_name(bucket_id, "bucket_id")
-        with self._lock:
-            self._stores.pop(bucket_id, None)
 
 
 class FolderBuckets:
@@ -292,14 +278,6 @@ class FolderBuckets:
             if bucket_id not in self._stores:
                 self._stores[bucket_id] = FolderSnapshotStore(folder, self._keep)
             return self._stores[bucket_id]
-
-    def drop(self, bucket_id: str) -> None:
-        """Remove a bucket's folder."""
-        folder = self._root / check_name(bucket_id, "bucket_id")
-        with self._lock:
-            self._stores.pop(bucket_id, None)
-            if folder.is_dir():
-                remove_folder(folder)
 
 
 def no_parent(snapshot: Snapshot, known: list[str]) -> EngineError:

@@ -136,9 +136,6 @@ class Script:
     def snapshots(self, bucket: str) -> list[SnapshotFacts]:
         return list(self.buckets.get(bucket, []))
 
-    def drop_bucket(self, bucket: str) -> None:
-        self.buckets.pop(bucket, None)
-
     def log_path(self, worker_id: str) -> Path | None:
         return None
 

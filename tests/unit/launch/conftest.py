@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.tiny import write_qwen
 
 from hearth.launch.processes import ProcessLauncher
 from hearth.launch.records import read_json
@@ -47,23 +48,7 @@ class Heard:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
-        tie_word_embeddings=True, eos_token_id=3, bos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    words = {f"w{number}": number for number in range(64)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w3").save_pretrained(folder)
-    return folder
+    return write_qwen(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
