@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from hearth.wire.completions import FinishReason
+from hearth.wire.completions import FinishReason, RunningRequests
 
 if TYPE_CHECKING:
     from hearth.sync.store import Snapshot
@@ -66,6 +66,8 @@ class SampleRequest:
     prompt_logprobs: bool = False
     top_logprobs: int = 0
     """How many of the most probable tokens are told beside each drawn one."""
+    shown: Sequence[str] = ()
+    """Special tokens that the text is to show."""
     listener: TokenListener | None = None
     """Told of each token as it is drawn; None costs nothing."""
 
@@ -86,10 +88,15 @@ class SampledSequence:
     top_logprobs: list[TopLogprobs] | None = None
     """One list per drawn token; None when nobody asked."""
     text: str
-    """Without special tokens, cut before a stop string; empty without a tokenizer."""
+    """Without special tokens (but for ``shown``), cut before a stop string; empty without a
+    tokenizer."""
     finish_reason: FinishReason
     weight_version: int
+    """The oldest that drew one of the tokens."""
     snapshot_identity: str | None
+    """The snapshot of ``weight_version``."""
+    versions: list[list[int]]
+    """Run lengths ``[weight version, drawn tokens]`` in the order of the tokens."""
     seed: int
     queue_s: float
     """Seconds between submission and admission to the batch."""
@@ -165,12 +172,14 @@ class InferenceBackend(Protocol):
         ...
 
     def hot_load(
-        self, identity: str, fetch: Callable[[], Snapshot], *, weight_version: int | None = None
-    ) -> Future[ServingState]:
+        self, identity: str, fetch: Callable[[], Snapshot], *, weight_version: int | None = None,
+        running_requests: RunningRequests = "drain",
+    ) -> Future[ServingState]:  # fmt: skip
         """Serve the snapshot that ``fetch`` returns, without dropping a request.
 
         A snapshot that is served or under way is not loaded again. ``weight_version`` is the number
-        that these weights had before a restart; None takes the next one.
+        that these weights had before a restart; None takes the next one. ``running_requests`` is
+        that of ``HotLoadRequest``.
         """
         ...
 

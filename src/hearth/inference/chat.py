@@ -12,6 +12,7 @@ from hearth.errors import RequestError
 from hearth.inference.backend import SampledSequence, Tokenizer
 from hearth.inference.events import as_chat, chat_raw_output
 from hearth.inference.responses import token_rows, usage_of
+from hearth.inference.tool_calls import Read, chat_finish_reason, read_tool_calls, tool_call
 from hearth.telemetry import new_request_id
 from hearth.wire.chat import ChatChoice, ChatLogprobs, ChatMessage, ChatRequest, ChatResponse
 
@@ -29,7 +30,7 @@ def chat_prompt(request: ChatRequest, tokenizer: Tokenizer | None) -> list[int]:
             "/v1/completions with token ids"
         )
     messages = [_message(one, place) for place, one in enumerate(request.messages)]
-    tools = None if request.tool_choice == "none" else request.tools
+    tools = request.offered_tools or None
     options = dict(request.chat_template_kwargs or {})
     options |= {"tools": tools, "add_generation_prompt": True}
     options |= {"tokenize": True, "return_dict": False}
@@ -71,13 +72,23 @@ def _choice(
         tops = drawn.top_logprobs or [None] * len(drawn.token_ids)
         rows = token_rows(drawn.token_ids, drawn.logprobs, drawn.sampling_logprobs, tops, tokenizer)
         logprobs = ChatLogprobs.model_construct(content=as_chat(rows))
+    message = _answer(request, prompt, drawn.text, index)
     return ChatChoice.model_construct(
         index=index,
-        message=ChatMessage.model_construct(content=drawn.text),
-        finish_reason=drawn.finish_reason,
+        message=message,
+        finish_reason=chat_finish_reason(drawn.finish_reason, has_calls=bool(message.tool_calls)),
         logprobs=logprobs,
         raw_output=chat_raw_output(prompt, drawn) if request.raw_output else None,
     )
+
+
+def _answer(request: ChatRequest, prompt: list[int], text: str, index: int) -> ChatMessage:
+    """The message of answer ``index``; its calls are read only if tools were offered."""
+    read = read_tool_calls(text) if request.offered_tools else Read(text)
+    if not read.calls:
+        return ChatMessage.model_construct(content=text)
+    calls = [tool_call(one, prompt, index, place) for place, one in enumerate(read.calls)]
+    return ChatMessage.model_construct(content=read.content or None, tool_calls=calls)
 
 
 def _message(message: Mapping[str, Any], place: int) -> dict[str, Any]:

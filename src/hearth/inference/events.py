@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from hearth.inference.backend import DrawnToken, SampledSequence, Tokenizer
 from hearth.inference.requests import wants_logprobs
 from hearth.inference.responses import choice_logprobs, perf_metrics, token_rows, usage_of
 from hearth.inference.streaming import Piece
+from hearth.inference.tool_calls import Read, ToolCallReader, chat_finish_reason, tool_call
 from hearth.telemetry import new_request_id
 from hearth.wire.chat import (
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
+    ChatFinishReason,
     ChatLogprobs,
     ChatRequest,
+    FunctionCall,
+    ToolCallDelta,
 )
 from hearth.wire.completions import (
     ChoiceLogprobs,
@@ -52,8 +57,9 @@ class _Events(ABC):
         for piece in pieces:
             if piece.end is not None:
                 self._ended.append(piece.end)
-            if piece.end is not None or self._says_something(piece):
-                yield self._finished(self._chunk(piece), piece.end).dump()
+            chunk = self._chunk(piece)
+            if chunk is not None:
+                yield self._finished(chunk, piece.end).dump()
         options = self._fields.stream_options
         if self._all_ended() and options is not None and options.include_usage:
             usage = self._empty()
@@ -64,10 +70,8 @@ class _Events(ABC):
     def _empty(self) -> Chunk: ...
 
     @abstractmethod
-    def _says_something(self, piece: Piece) -> bool: ...
-
-    @abstractmethod
-    def _chunk(self, piece: Piece) -> Chunk: ...
+    def _chunk(self, piece: Piece) -> Chunk | None:
+        """The event of a piece; None while it says nothing."""
 
     def _finished(self, chunk: Chunk, end: SampledSequence | None) -> Chunk:
         if end is None:
@@ -107,12 +111,11 @@ class CompletionEvents(_Events):
             id=f"cmpl-{self._id}", created=self._created, model=self._model, choices=[]
         )
 
-    def _says_something(self, piece: Piece) -> bool:
-        rows = wants_logprobs(self._call) and bool(piece.tokens)
-        return bool(piece.text) or rows or (piece.is_first and self._call.echo)
-
-    def _chunk(self, piece: Piece) -> CompletionChunk:
+    def _chunk(self, piece: Piece) -> CompletionChunk | None:
         echoes = piece.is_first and self._call.echo
+        rows = wants_logprobs(self._call) and bool(piece.tokens)
+        if not (piece.end or piece.text or rows or echoes):
+            return None
         text = piece.text
         if echoes and self._tokenizer is not None:
             prompt = self._prompts[piece.index // self._call.n]
@@ -148,27 +151,31 @@ class ChatEvents(_Events):
     ) -> None:  # fmt: skip
         super().__init__(request, [prompt], model_name=model_name, tokenizer=tokenizer)
         self._request = request
+        self._readers: defaultdict[int, ToolCallReader] = defaultdict(ToolCallReader)
+        self._num_calls: Counter[int] = Counter()
 
     def _empty(self) -> ChatChunk:
         return ChatChunk(
             id=f"chatcmpl-{self._id}", created=self._created, model=self._model, choices=[]
         )
 
-    def _says_something(self, piece: Piece) -> bool:
-        rows = bool(self._request.logprobs and piece.tokens)
-        return bool(piece.text) or rows or piece.is_first
-
-    def _chunk(self, piece: Piece) -> ChatChunk:
+    def _chunk(self, piece: Piece) -> ChatChunk | None:
         end = piece.end
+        read = self._read(piece)
+        rows = bool(self._request.logprobs and piece.tokens)
+        if not (end or piece.is_first or read.content or read.calls or rows):
+            return None
+        calls = self._numbered(piece.index, read.calls)
         chunk = self._empty()
         chunk.choices.append(
             ChatChunkChoice.model_construct(
                 index=piece.index,
                 delta=ChatDelta.model_construct(
                     role="assistant" if piece.is_first else None,
-                    content=piece.text if piece.text or piece.is_first else None,
+                    content=read.content if read.content or piece.is_first else None,
+                    tool_calls=calls or None,
                 ),
-                finish_reason=end.finish_reason if end else None,
+                finish_reason=self._reason(piece),
                 logprobs=self._logprobs(piece),
                 raw_output=chat_raw_output(self._prompts[0], end)
                 if end and self._request.raw_output
@@ -176,6 +183,36 @@ class ChatEvents(_Events):
             )
         )
         return chunk
+
+    def _read(self, piece: Piece) -> Read:
+        """The piece's text, and its calls if tools were offered."""
+        if not self._request.offered_tools:
+            return Read(piece.text)
+        reader = self._readers[piece.index]
+        read = reader.push(piece.text)
+        if piece.end is not None:
+            read.content += reader.finish().content
+        return read
+
+    def _numbered(self, choice: int, calls: list[FunctionCall]) -> list[ToolCallDelta]:
+        """The calls with their places among all of the answer's."""
+        first = self._num_calls[choice]
+        self._num_calls[choice] += len(calls)
+        told = [
+            tool_call(one, self._prompts[0], choice, place)
+            for place, one in enumerate(calls, first)
+        ]
+        return [
+            ToolCallDelta.model_construct(index=place, id=one.id, function=one.function)
+            for place, one in enumerate(told, first)
+        ]
+
+    def _reason(self, piece: Piece) -> ChatFinishReason | None:
+        """Why the answer ended, if it has."""
+        if piece.end is None:
+            return None
+        has_calls = self._num_calls[piece.index] > 0
+        return chat_finish_reason(piece.end.finish_reason, has_calls=has_calls)
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if not self._request.logprobs:
@@ -188,7 +225,7 @@ def chat_raw_output(prompt: list[int], drawn: SampledSequence) -> RawOutput:
     return RawOutput.model_construct(
         completion_token_ids=drawn.token_ids,
         prompt_token_ids=prompt,
-        versions=[[drawn.weight_version, len(drawn.token_ids)]] if drawn.token_ids else [],
+        versions=drawn.versions,
     )
 
 

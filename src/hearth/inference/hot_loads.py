@@ -19,7 +19,13 @@ from hearth.errors import ConfigError, ConflictError, NotReadyError, RequestErro
 from hearth.inference.backend import InferenceBackend, ServingState
 from hearth.sync.folders import write_file
 from hearth.wire.base import Record
-from hearth.wire.completions import HotLoadState, LoadedAdapter, LoadingState, ReplicaState
+from hearth.wire.completions import (
+    HotLoadState,
+    LoadedAdapter,
+    LoadingState,
+    ReplicaState,
+    RunningRequests,
+)
 
 if TYPE_CHECKING:
     # The service itself needs no torch.
@@ -115,11 +121,13 @@ class HotLoads:
             )
 
     def load(
-        self, identity: str, named_bucket: str | None, previous: str | None = None
+        self, identity: str, named_bucket: str | None, previous: str | None = None, *,
+        running_requests: RunningRequests = "drain",
     ) -> None:  # fmt: skip
         """Serve a snapshot from now on; one that is served or under way is not loaded again.
 
-        A delta on another snapshot than ``previous`` will not be served.
+        A delta on another snapshot than ``previous`` will not be served. ``running_requests`` is
+        that of ``HotLoadRequest``.
 
         Raises:
             RequestError: the bucket is no valid name.
@@ -135,7 +143,7 @@ class HotLoads:
                 f"identity must be new, got {identity!r}: it is one of bucket {known!r} here, not "
                 f"of {bucket!r}; save it under another name"
             )
-        self._load(identity, bucket, previous=previous)
+        self._load(identity, bucket, previous=previous, running_requests=running_requests)
 
     def state(self) -> HotLoadState:
         """What is served and where the last weight sync stands, as the one replica."""
@@ -170,12 +178,12 @@ class HotLoads:
 
     def _load(
         self, identity: str, bucket: str, weight_version: int | None = None,
-        previous: str | None = None,
+        previous: str | None = None, running_requests: RunningRequests = "drain",
     ) -> Future[ServingState]:  # fmt: skip
         self._underway[identity] = bucket
         done = self._backend.hot_load(
             identity, lambda: self._sources.get(bucket, identity, previous),
-            weight_version=weight_version,
+            weight_version=weight_version, running_requests=running_requests,
         )  # fmt: skip
         done.add_done_callback(lambda future: self._note_end(future, identity, bucket))
         return done

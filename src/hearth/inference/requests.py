@@ -10,6 +10,7 @@ from typing_extensions import TypeIs
 
 from hearth.errors import RequestError
 from hearth.inference.backend import SampleRequest, Tokenizer
+from hearth.inference.tool_calls import TAGS
 from hearth.wire.chat import ChatRequest
 from hearth.wire.completions import CompletionCall, CompletionFields, DrawFields
 
@@ -155,7 +156,9 @@ def chat_requests(
     max_tokens = limits.pop() if limits else None
     if max_tokens is None:
         max_tokens = max(1, max_seq_len - len(prompt))
-    return _draws(request, [prompt], max_tokens=max_tokens, top=request.top_logprobs or 0)
+    shown = TAGS if request.offered_tools else ()
+    top = request.top_logprobs or 0
+    return _draws(request, [prompt], max_tokens=max_tokens, top=top, shown=shown)
 
 
 def wants_logprobs(call: CompletionFields) -> bool:
@@ -174,7 +177,7 @@ def top_logprobs(call: CompletionFields) -> int:
 
 def _draws(
     fields: DrawFields, prompts: Sequence[list[int]], *, max_tokens: int, top: int,
-    prompt_logprobs: bool = False,
+    prompt_logprobs: bool = False, shown: Sequence[str] = (),
 ) -> list[SampleRequest]:  # fmt: skip
     if not 1 <= fields.n <= MOST_COMPLETIONS:
         raise RequestError(f"n must be in 1..{MOST_COMPLETIONS}, got {fields.n}")
@@ -197,6 +200,7 @@ def _draws(
             ignore_eos=fields.ignore_eos,
             prompt_logprobs=prompt_logprobs,
             top_logprobs=top,
+            shown=shown,
         )
         for prompt in prompts
         for index in range(fields.n)

@@ -160,7 +160,7 @@ def _raw(
         prompt_token_ids=prompt if is_text(call) else None,
         logprobs=own if arrays else None,
         sampling_logprobs=sampling if arrays else None,
-        versions=[[drawn.weight_version, len(drawn.token_ids)]] if drawn.token_ids else [],
+        versions=drawn.versions,
     )
 
 

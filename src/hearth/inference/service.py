@@ -154,7 +154,10 @@ class _Deployment:
         wanted = HotLoadRequest.parse(await request.body())
         attached = wanted.incremental_snapshot_metadata
         previous = attached and attached.previous_snapshot_identity
-        self._hot_loads.load(wanted.identity, request.headers.get(BUCKET_HEADER), previous)
+        self._hot_loads.load(
+            wanted.identity, request.headers.get(BUCKET_HEADER), previous,
+            running_requests=wanted.running_requests,
+        )  # fmt: skip
         return _json(self._hot_loads.state().dump())
 
     async def hot_load_state(self, request: Request) -> Response:

@@ -24,6 +24,7 @@ from hearth.inference.backend import (
     SampleRequest,
     Tokenizer,
 )
+from hearth.inference.texts import TextOf, text_decoder
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class TextPieces:
     text that may be the beginning of a stop string.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str]) -> None:
+    def __init__(self, decode: TextOf, stops: Sequence[str]) -> None:
         self._decode = decode
         self._stops = stops
         self._tokens: list[int] = []
@@ -260,10 +261,7 @@ class _Progress:
         self._waiting: list[DrawnToken] = []
         self._texts = None
         if tokenizer is not None:
-            decode = tokenizer.decode
-            self._texts = TextPieces(
-                lambda tokens: decode(tokens, skip_special_tokens=True), request.stop
-            )
+            self._texts = TextPieces(text_decoder(tokenizer, request.shown), request.stop)
 
     def take(self, event: Any, piece: Piece | None) -> Piece | None:
         """``piece``, or a new one, with what the event adds; None while nothing can be told."""

@@ -20,6 +20,7 @@ from hearth.sdk.hotload import (
     ONCE,
     await_replica,
     hot_load_headers,
+    hot_load_request,
     hot_load_state,
     load_and_wait,
     order,
@@ -27,7 +28,13 @@ from hearth.sdk.hotload import (
 from hearth.sdk.readiness import DEPLOYMENT_STATES, GONE, JOBS, await_deployment
 from hearth.sdk.resources import ControlPlane, Patience, Watch
 from hearth.sdk.transport import Retries
-from hearth.wire.completions import CompletionRequest, DeltaMetadata, HotLoadState, ReplicaState
+from hearth.wire.completions import (
+    CompletionRequest,
+    DeltaMetadata,
+    HotLoadState,
+    ReplicaState,
+    RunningRequests,
+)
 from hearth.wire.fireworks import Deployment, DeploymentPatch, Deployments
 
 logger = logging.getLogger(__name__)
@@ -211,41 +218,51 @@ class DeploymentManager:
 
     def hotload(
         self, deployment_id: str, base_model: str, identity: str, *,
-        incremental: DeltaMetadata | None = None,
+        incremental: DeltaMetadata | None = None, running_requests: RunningRequests = "drain",
     ) -> None:  # fmt: skip
-        """Ask for the snapshot ``identity`` to be served, and return at once."""
+        """Ask for the snapshot ``identity`` to be served, and return at once.
+
+        ``running_requests`` is that of ``hotload_and_wait``.
+        """
+        request = hot_load_request(identity, incremental, running_requests)
 
         async def ask() -> None:
             headers = hot_load_headers(await self._name(deployment_id), base_model)
-            await order(self._control, headers, identity, incremental)
+            await order(self._control, headers, request)
 
         start(ask()).result()
 
     def hotload_and_wait(
         self, deployment_id: str, base_model: str, identity: str, *,
         incremental: DeltaMetadata | None = None, timeout_s: float = HOTLOAD_TIMEOUT_S,
+        running_requests: RunningRequests = "drain",
     ) -> ReplicaState:  # fmt: skip
         """Serve the snapshot ``identity``; returns when it is served.
 
-        A deployment that is started anew meanwhile is asked again.
+        Completions that run end on the old weights before that (``drain``), or go on under the new
+        ones (``keep``). A deployment that is started anew meanwhile is asked again.
 
         Raises:
+            ConfigError: ``running_requests`` is neither.
             EngineError: the deployment could not load it, or not within ``timeout_s``.
             NotFoundError: there is no such deployment.
         """
         return self.hotload_and_wait_async(
-            deployment_id, base_model, identity, incremental=incremental, timeout_s=timeout_s
-        ).result()
+            deployment_id, base_model, identity, incremental=incremental, timeout_s=timeout_s,
+            running_requests=running_requests,
+        ).result()  # fmt: skip
 
     def hotload_and_wait_async(
         self, deployment_id: str, base_model: str, identity: str, *,
         incremental: DeltaMetadata | None = None, timeout_s: float = HOTLOAD_TIMEOUT_S,
+        running_requests: RunningRequests = "drain",
     ) -> APIFuture[ReplicaState]:  # fmt: skip
         """``hotload_and_wait`` as a future."""
+        request = hot_load_request(identity, incremental, running_requests)
 
         async def load() -> ReplicaState:
             headers = hot_load_headers(await self._name(deployment_id), base_model)
-            return await load_and_wait(self._control, headers, identity, incremental, timeout_s)
+            return await load_and_wait(self._control, headers, request, timeout_s)
 
         return start(load())
 

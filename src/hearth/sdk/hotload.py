@@ -8,12 +8,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from typing import get_args
 
-from hearth.errors import EngineError, NotFoundError, NotReadyError, TransportError
+from hearth.errors import ConfigError, EngineError, NotFoundError, NotReadyError, TransportError
 from hearth.sdk.readiness import GONE
 from hearth.sdk.resources import ControlPlane
 from hearth.sdk.transport import Retries
-from hearth.wire.completions import DeltaMetadata, HotLoadRequest, HotLoadState, ReplicaState
+from hearth.wire.completions import (
+    DeltaMetadata,
+    HotLoadRequest,
+    HotLoadState,
+    ReplicaState,
+    RunningRequests,
+)
 from hearth.wire.fireworks import Deployment
 
 _HOT_LOAD = "/hot_load/v1/models/hot_load"
@@ -28,13 +35,39 @@ def hot_load_headers(name: str, base_model: str) -> dict[str, str]:
     return {"fireworks-model": base_model, "fireworks-deployment": name}
 
 
+def hot_load_request(
+    identity: str, incremental: DeltaMetadata | None, running_requests: RunningRequests
+) -> HotLoadRequest:
+    """What is asked of a deployment.
+
+    Raises:
+        ConfigError: ``running_requests`` is neither ``drain`` nor ``keep``.
+    """
+    check_running_requests(running_requests)
+    return HotLoadRequest(
+        identity=identity, incremental_snapshot_metadata=incremental,
+        running_requests=running_requests,
+    )  # fmt: skip
+
+
+def check_running_requests(value: RunningRequests) -> None:
+    """Refuse what says nothing about running completions.
+
+    Raises:
+        ConfigError: it is neither ``drain`` nor ``keep``.
+    """
+    if value not in get_args(RunningRequests):
+        raise ConfigError(
+            f"running_requests must be 'drain' or 'keep', got {value!r}: running completions end "
+            "on the old weights ('drain'), or go on under the new ones ('keep')"
+        )
+
+
 async def order(
-    control: ControlPlane, headers: Mapping[str, str], identity: str,
-    incremental: DeltaMetadata | None = None, *, retries: Retries | None = None,
-    timeout_s: float = _POST_TIMEOUT_S,
+    control: ControlPlane, headers: Mapping[str, str], request: HotLoadRequest, *,
+    retries: Retries | None = None, timeout_s: float = _POST_TIMEOUT_S,
 ) -> None:  # fmt: skip
-    """Ask the deployment to serve ``identity``."""
-    request = HotLoadRequest(identity=identity, incremental_snapshot_metadata=incremental)
+    """Ask the deployment to serve a snapshot."""
     await control.http.post(
         _HOT_LOAD, request.dump(), headers=headers, retries=retries, timeout_s=timeout_s
     )
@@ -52,27 +85,26 @@ async def hot_load_state(
 
 
 async def load_and_wait(
-    control: ControlPlane, headers: Mapping[str, str], identity: str,
-    incremental: DeltaMetadata | None, timeout_s: float,
-) -> ReplicaState:  # fmt: skip
-    """The replica's state once it serves ``identity``.
+    control: ControlPlane, headers: Mapping[str, str], request: HotLoadRequest, timeout_s: float
+) -> ReplicaState:
+    """The replica's state once it serves the snapshot that is asked for.
 
     Raises:
         EngineError: it refused the snapshot, failed for good, or took longer than ``timeout_s``.
         NotFoundError: there is no such deployment.
     """
-    return await _Load(control, headers, identity, incremental, timeout_s).run()
+    return await _Load(control, headers, request, timeout_s).run()
 
 
 class _Load:
     def __init__(
-        self, control: ControlPlane, headers: Mapping[str, str], identity: str,
-        incremental: DeltaMetadata | None, timeout_s: float,
+        self, control: ControlPlane, headers: Mapping[str, str], request: HotLoadRequest,
+        timeout_s: float,
     ) -> None:  # fmt: skip
         self._control = control
         self._headers = headers
-        self._identity = identity
-        self._incremental = incremental
+        self._request = request
+        self._identity = request.identity
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
         self._pause_s = control.patience.first_s
@@ -110,7 +142,7 @@ class _Load:
     async def _step(self) -> ReplicaState | None:
         if not self._is_ordered:
             await order(
-                self._control, self._headers, self._identity, self._incremental, retries=ONCE,
+                self._control, self._headers, self._request, retries=ONCE,
                 timeout_s=max(1.0, min(self._left_s, _POST_TIMEOUT_S)),
             )  # fmt: skip
             self._is_ordered = True

@@ -36,7 +36,8 @@ class SampledCompletion:
     ``inference_logprobs`` are those of the distribution that was drawn from, one per completion
     token; with ``logprobs_echoed`` one per token after the first, prompt included (there the
     prompt's are the model's own). ``raw_logprobs`` are the model's before temperature.
-    ``versions`` are run lengths ``[weight version, tokens]``.
+    ``weight_version`` is the oldest that drew one of its tokens. ``versions`` are run lengths
+    ``[weight version, tokens]``, several where a weight sync kept what ran (``running_requests``).
     """
 
     text: str

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from hearth.errors import ConfigError
 from hearth.sdk.deployments import DeploymentManager
-from hearth.wire.completions import DeltaMetadata, ReplicaState
+from hearth.sdk.hotload import check_running_requests
+from hearth.wire.completions import DeltaMetadata, ReplicaState, RunningRequests
 from hearth.wire.tinker import CheckpointType
 
 logger = logging.getLogger(__name__)
@@ -42,27 +43,33 @@ class WeightSyncer:
     """Saves snapshots of a policy and has a deployment serve them.
 
     ``lora_rank`` is for a policy client that does not say its own; with a rank above 0 every
-    snapshot is a base.
+    snapshot is a base. ``running_requests`` says what each weight sync means for completions that
+    run: they end on the old weights, and the weight sync waits for them (``drain``), or they go on
+    under the new ones (``keep``), and name both versions.
 
     Raises:
-        ConfigError: ``first_checkpoint_type`` is neither ``base`` nor ``delta``.
+        ConfigError: ``first_checkpoint_type`` is neither ``base`` nor ``delta``, or
+            ``running_requests`` neither ``drain`` nor ``keep``.
     """
 
     def __init__(
         self, policy_client: SnapshotSaver, deploy_mgr: DeploymentManager, deployment_id: str,
         base_model: str, *, hotload_timeout: float = 600.0,
         first_checkpoint_type: CheckpointType = "base", lora_rank: int | None = None,
+        running_requests: RunningRequests = "drain",
     ) -> None:  # fmt: skip
         if first_checkpoint_type not in ("base", "delta"):
             raise ConfigError(
                 f"first_checkpoint_type must be 'base' or 'delta', got {first_checkpoint_type!r}"
             )
+        check_running_requests(running_requests)
         self.lora_rank = getattr(policy_client, "lora_rank", 0) if lora_rank is None else lora_rank
         self._policy = policy_client
         self._deployments = deploy_mgr
         self._deployment_id = deployment_id
         self._base_model = base_model
         self._timeout_s = hotload_timeout
+        self.running_requests: RunningRequests = running_requests
         # What to save where no chain can go on.
         self._chainless_type: CheckpointType = first_checkpoint_type
         self._saved: tuple[str, CheckpointType] | None = None
@@ -106,7 +113,7 @@ class WeightSyncer:
                 incremental = DeltaMetadata(previous_snapshot_identity=self._served)
             state = self._deployments.hotload_and_wait(
                 self._deployment_id, self._base_model, identity, incremental=incremental,
-                timeout_s=self._timeout_s,
+                timeout_s=self._timeout_s, running_requests=self.running_requests,
             )  # fmt: skip
         except Exception:
             self.reset_delta_chain()

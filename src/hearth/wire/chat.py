@@ -7,14 +7,18 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from hearth.wire.base import Record
-from hearth.wire.completions import DrawFields, FinishReason, RawOutput, TokenLogprob, Usage
+from hearth.wire.completions import DrawFields, RawOutput, TokenLogprob, Usage
+
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
+"""``tool_calls`` is a stop after at least one call."""
 
 
 class ChatRequest(DrawFields):
     """A conversation, ``n`` answers, rendered with the model's own chat template.
 
     ``max_tokens`` is the older name of ``max_completion_tokens``; without either an answer may
-    fill the context. ``tools`` and ``chat_template_kwargs`` are handed to the template.
+    fill the context. ``tools`` and ``chat_template_kwargs`` are handed to the template; with
+    ``tools`` the calls in an answer are told as ``tool_calls``.
 
     Example: ``{"model": "accounts/me/deployments/d", "messages": [{"role": "user", "content":
     "2 + 3 ="}], "max_completion_tokens": 16, "temperature": 0}``
@@ -28,12 +32,37 @@ class ChatRequest(DrawFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
 
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is shown."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+
+class FunctionCall(Record):
+    """A call of one of the tools; ``arguments`` are the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Record):
+    """A function call with the id that its result names."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
 
 class ChatMessage(Record):
-    """What the model answered, special tokens left out. Tool calls stand in it as drawn."""
+    """What the model answered, special tokens left out. ``content`` is null beside calls alone."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @model_serializer(mode="wrap")
+    def _with_nulls(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {"content": None} | plain(self)
 
 
 class ChatLogprobs(Record):
@@ -47,7 +76,7 @@ class ChatChoice(Record):
 
     index: int
     message: ChatMessage
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     logprobs: ChatLogprobs | None = None
     raw_output: RawOutput | None = None
 
@@ -66,11 +95,18 @@ class ChatResponse(Record):
     perf_metrics: dict[str, str] | None = None
 
 
+class ToolCallDelta(ToolCall):
+    """A whole call; ``index`` counts the calls of one answer."""
+
+    index: int
+
+
 class ChatDelta(Record):
     """What is new in a streamed answer."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Record):
@@ -78,7 +114,7 @@ class ChatChunkChoice(Record):
 
     index: int
     delta: ChatDelta
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     logprobs: ChatLogprobs | None = None
     raw_output: RawOutput | None = None
 

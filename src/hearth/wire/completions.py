@@ -13,6 +13,8 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from hearth.wire.base import Record
 
 FinishReason = Literal["stop", "length"]
+RunningRequests = Literal["drain", "keep"]
+"""What new weights mean for requests that run; see ``HotLoadRequest``."""
 
 
 class StreamOptions(Record):
@@ -122,7 +124,8 @@ class RawOutput(Record):
     """What was drawn, as ids. With ``echo`` the lists begin with the prompt.
 
     ``logprobs`` and ``sampling_logprobs`` stand here only in the ``arrays`` format. ``versions``
-    are run lengths ``[weight version, number of drawn tokens]``.
+    are run lengths ``[weight version, number of drawn tokens]`` in the order of the tokens, several
+    where weights were swapped amid the completion.
     """
 
     completion_token_ids: list[int]
@@ -151,7 +154,10 @@ class Usage(Record):
 
 
 class CompletionResponse(Record):
-    """All completions of one request, and the weight version that drew them."""
+    """All completions of one request, and the oldest weight version that drew one of their tokens.
+
+    ``snapshot_identity`` is that version's, absent for the weights of the start.
+    """
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -178,7 +184,7 @@ class ChunkChoice(Record):
 
 
 class CompletionChunk(Record):
-    """One event of a streamed completion. Those that end a choice tell its weight version."""
+    """One event of a streamed completion; those that end a choice tell its oldest version."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -217,11 +223,25 @@ class DeltaMetadata(Record):
 
 
 class HotLoadRequest(Record):
-    """Serve this snapshot from now on. Example: ``{"identity": "step-1-f14b5f3d"}``."""
+    """Serve this snapshot from now on. Example: ``{"identity": "step-1-f14b5f3d"}``.
+
+    ``running_requests`` says what becomes of completions that run when the snapshot is ready:
+    ``drain`` ends them on the old weights while new requests wait; ``keep`` swaps the weights amid
+    them, so that their next tokens are the new version's, drawn on the old one's KV cache. Only a
+    value other than ``drain`` is sent: Fireworks' servers do not know the field.
+    """
 
     identity: str = Field(min_length=1)
     reset_prompt_cache: bool = True
     incremental_snapshot_metadata: DeltaMetadata | None = None
+    running_requests: RunningRequests = "drain"
+
+    @model_serializer(mode="wrap")
+    def _without_default(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = plain(self)
+        if self.running_requests == "drain":
+            fields.pop("running_requests", None)
+        return fields
 
 
 class LoadingState(Record):

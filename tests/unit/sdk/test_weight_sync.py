@@ -222,6 +222,35 @@ def test_a_first_type_other_than_base_or_delta_is_refused(syncer):
         syncer(Policy(), first_checkpoint_type="merged")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, {}),
+        ({"running_requests": "drain"}, {}),
+        ({"running_requests": "keep"}, {"running_requests": "keep"}),
+    ],
+    ids=["unset", "drain", "keep"],
+)
+def test_only_the_wish_to_keep_what_runs_is_sent(serving, syncer, manager, options, said):
+    identity = syncer(Policy(), **options).save_and_hotload("step-1")
+    manager.hotload("d", BASE, "step-2", **options)
+
+    assert serving.orders == [
+        {"identity": one, "reset_prompt_cache": True} | said for one in (identity, "step-2")
+    ]
+
+
+def test_any_other_wish_for_running_requests_is_refused(serving, syncer, manager):
+    rule = "running_requests must be 'drain' or 'keep', got 'freeze'"
+
+    with pytest.raises(ConfigError, match=rule):
+        syncer(Policy(), running_requests="freeze")
+    with pytest.raises(ConfigError, match=rule):
+        manager.hotload_and_wait("d", BASE, "step-1", running_requests="freeze")
+
+    assert serving.orders == []
+
+
 def test_a_restart_in_the_middle_is_survived_by_asking_again(peer, answer, manager):
     old = answer({"replicas": [replica("old")]})
     loading = answer({"replicas": [replica("old", target="new", stage="loading")]})

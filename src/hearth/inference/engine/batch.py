@@ -48,7 +48,7 @@ class EngineStats:
 class Batch:
     """Sequences that run together on one model.
 
-    ``text_of`` decodes a completion; ``serving`` says which version its tokens are stamped with.
+    ``serving`` says which version tokens are stamped with.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class Batch:
         cache: SlotCache,
         prompts: PromptStore,
         *,
-        text_of: Callable[[Sequence[int]], str],
         serving: Callable[[], ServingState],
     ) -> None:
         self.rows = Rows()
@@ -65,7 +64,6 @@ class Batch:
         self.prompts = prompts
         self.stats = EngineStats()
         self._runner = runner
-        self._text_of = text_of
         self._serving = serving
 
     @torch.inference_mode()
@@ -121,9 +119,16 @@ class Batch:
         self._fail(running, error)
 
     def weights_changed(self) -> None:
-        """Forget everything that was computed with the weights before; no sequence may run."""
+        """Forget what the weights before computed, but for the caches of the rows that run.
+
+        To be called before ``serving`` names the new version: what the rows have drawn so far is
+        stamped with the one before.
+        """
         self.prompts.clear()
-        self.cache.clear()
+        if not self.rows:
+            self.cache.clear()
+        for row, sequence in enumerate(self.rows.sequences):
+            sequence.end_run(self._serving(), self.rows.count(row))
 
     def _prefill(
         self, admission: Admission, prompts: Sequence[tuple[int, ...]], *, scored: bool
@@ -194,8 +199,9 @@ class Batch:
         reason: FinishReason,
     ) -> SampledSequence:  # fmt: skip
         tokens, logprobs, sampling_logprobs = drawn
-        state = self._serving()
-        text = self._text_of(tokens)
+        sequence.end_run(self._serving(), len(tokens))
+        oldest = min(sequence.runs, key=lambda run: run.weight_version)
+        text = sequence.text_of(tokens)
         return SampledSequence(
             token_ids=tokens,
             logprobs=logprobs,
@@ -204,8 +210,9 @@ class Batch:
             top_logprobs=sequence.top_logprobs if sequence.request.top_logprobs else None,
             text=sequence.watch.cut(text) if sequence.watch else text,
             finish_reason=reason,
-            weight_version=state.weight_version,
-            snapshot_identity=state.current_identity,
+            weight_version=oldest.weight_version,
+            snapshot_identity=oldest.snapshot_identity,
+            versions=[[run.weight_version, run.tokens] for run in sequence.runs if run.tokens],
             seed=sequence.seed,
             queue_s=sequence.started_s - sequence.arrived_s,
             generation_s=time.perf_counter() - sequence.started_s,

@@ -1,7 +1,8 @@
 """The engine: requests in from any thread, completions out, one thread that runs the model.
 
 Each step admits what fits, prefills its prompts and draws their first tokens, and then draws one
-more token for every row. New weights are taken between steps, when nothing runs on the old ones.
+more token for every row. New weights are taken between steps: once nothing runs on the old ones, or
+amid what runs, as each weight sync asks.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hearth.errors import ClosedError, EngineError
 from hearth.inference.backend import (
@@ -38,8 +39,10 @@ from hearth.inference.engine.sequence import (
 )
 from hearth.inference.engine.serving import Serving, settle
 from hearth.inference.engine.weights import Prepared, ServedWeights
+from hearth.inference.texts import text_decoder
 from hearth.models.loading import LoadedModel
 from hearth.sync.store import Snapshot
+from hearth.wire.completions import RunningRequests
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +84,6 @@ class InferenceEngine:
             runner,
             cache,
             PromptStore(self.options.prompt_cache_mb * _MIB),
-            text_of=self._text_of,
             serving=self._serving.state,
         )
         self._limits = RequestLimits(
@@ -95,7 +97,7 @@ class InferenceEngine:
         self._wake = threading.Condition()
         self._inbox: deque[Running] = deque()
         self._cancelled: deque[Running] = deque()
-        self._loads: deque[Snapshot | Prepared] = deque()
+        self._loads: deque[_Load] = deque()
         self._phase: Phase = "idle"
         self._on_phase = on_phase
         self._nudged = False
@@ -127,13 +129,19 @@ class InferenceEngine:
         return sequence.future
 
     def hot_load(
-        self, identity: str, fetch: Callable[[], Snapshot], *, weight_version: int | None = None
-    ) -> Future[ServingState]:
+        self, identity: str, fetch: Callable[[], Snapshot], *, weight_version: int | None = None,
+        running_requests: RunningRequests = "drain",
+    ) -> Future[ServingState]:  # fmt: skip
         """Serve the snapshot that ``fetch`` returns; it is called on a thread of its own.
 
         Once it is read, running requests end on the old weights while new ones wait, and start
-        on the new. A snapshot that is served or under way is not loaded again. ``weight_version``
-        is the number that these weights had before a restart.
+        on the new. With ``keep`` nobody waits: the next tokens of all are drawn with the new
+        weights, in rows that run on top of their old keys and values (PipelineRL,
+        arXiv:2509.19128), and each logprob is of the distribution that its token was drawn from.
+
+        Snapshots are taken in the order in which they were read, each in its own way. One that is
+        served or under way is not loaded again, whatever is asked for the second time.
+        ``weight_version`` is the number that these weights had before a restart.
 
         Raises:
             ClosedError: the engine was closed.
@@ -143,11 +151,15 @@ class InferenceEngine:
                 raise _closed()
             if self._serving.begin(identity, weight_version):
                 self._nudge()
-                self._fetcher.submit(self._fetch, identity, fetch)
+                self._fetcher.submit(self._fetch, identity, fetch, running_requests)
         return self._serving.settled(identity)
 
-    def load_snapshot(self, snapshot: Snapshot) -> Future[ServingState]:
+    def load_snapshot(
+        self, snapshot: Snapshot, *, running_requests: RunningRequests = "drain"
+    ) -> Future[ServingState]:
         """Serve a snapshot that is at hand: what is submitted from now on is drawn with it.
+
+        ``running_requests`` is that of ``hot_load``.
 
         Raises:
             ClosedError: the engine was closed.
@@ -156,7 +168,7 @@ class InferenceEngine:
             if self._closing:
                 raise _closed()
             if self._serving.begin(snapshot.identity):
-                self._loads.append(snapshot)
+                self._loads.append(_Load(snapshot, running_requests))
                 self._wake.notify()
         return self._serving.settled(snapshot.identity)
 
@@ -171,8 +183,8 @@ class InferenceEngine:
     def watch_phase(self, on_phase: Callable[[Phase], None]) -> None:
         """Call ``on_phase`` at every change, on the engine's thread, instead of the one before.
 
-        ``sampling`` while requests run, else ``load_snapshot`` while one is read or taken, else
-        ``idle``, as at the start.
+        ``load_snapshot`` while one is taken, ``sampling`` while requests run, else
+        ``load_snapshot`` while one is read, else ``idle``, as at the start.
         """
         self._on_phase = on_phase
 
@@ -194,8 +206,9 @@ class InferenceEngine:
             *request.stop_token_ids,
             *(() if request.ignore_eos else self._loaded.eos_token_ids),
         }
-        # A special token never shows in the text, so it is looked for by its id.
+        # Special tokens seldom show in the text, so they are looked for by their ids.
         stop_ids.update(self._special[text] for text in request.stop if text in self._special)
+        text_of = text_decoder(self._tokenizer, request.shown)
         return Running(
             request=request,
             tokens=tuple(request.prompt),
@@ -204,13 +217,9 @@ class InferenceEngine:
             stop_ids=tuple(sorted(stop_ids)),
             limit=total_limit(request, self.max_seq_len),
             arrived_s=time.perf_counter(),
-            watch=StopText(self._text_of, tuple(request.stop)) if request.stop else None,
+            text_of=text_of,
+            watch=StopText(text_of, tuple(request.stop)) if request.stop else None,
         )
-
-    def _text_of(self, tokens: Sequence[int]) -> str:
-        if self._tokenizer is None:
-            return ""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def _note_cancel(self, future: Future[SampledSequence], sequence: Running) -> None:
         if future.cancelled():
@@ -218,7 +227,9 @@ class InferenceEngine:
                 self._cancelled.append(sequence)
                 self._wake.notify()
 
-    def _fetch(self, identity: str, fetch: Callable[[], Snapshot]) -> None:
+    def _fetch(
+        self, identity: str, fetch: Callable[[], Snapshot], running_requests: RunningRequests
+    ) -> None:
         """Read a snapshot while the engine goes on; runs on the fetching thread."""
         try:
             snapshot = replace(fetch(), identity=identity)
@@ -233,7 +244,7 @@ class InferenceEngine:
                 self._nudge()
             return
         with self._wake:
-            self._loads.append(prepared)
+            self._loads.append(_Load(prepared, running_requests))
             self._wake.notify()
 
     def _nudge(self) -> None:
@@ -259,14 +270,15 @@ class InferenceEngine:
         self._serving.close()
 
     def _step(self) -> None:
-        if self._loads and not self._batch.rows:
+        if self._loads and (self._loads[0].running_requests == "keep" or not self._batch.rows):
             self._tell_phase("load_snapshot")
-            self._load(self._loads.popleft())
+            self._take(self._loads.popleft().item)
         # With new weights at the door nobody starts on the old ones.
         if self._scheduler.waiting and not self._loads:
             self._tell_phase("sampling")
             self._batch.start(self._admit())
         if self._batch.rows:
+            self._tell_phase("sampling")
             self._batch.advance()
 
     def _await_work(self) -> bool:
@@ -321,8 +333,8 @@ class InferenceEngine:
         batch = self._batch
         return self._scheduler.admit(batch.rows, batch.cache, batch.prompts)
 
-    def _load(self, item: Snapshot | Prepared) -> None:
-        """Swap the weights; nothing is running."""
+    def _take(self, item: Snapshot | Prepared) -> None:
+        """Swap the weights; one that fails leaves what runs as it is."""
         snapshot = item.snapshot if isinstance(item, Prepared) else item
         try:
             prepared = item if isinstance(item, Prepared) else self._weights.prepare(item)
@@ -333,6 +345,14 @@ class InferenceEngine:
             return
         self._batch.weights_changed()
         self._serving.served(snapshot.identity, is_adapter=snapshot.kind == "lora")
+
+
+@dataclass(frozen=True, eq=False)
+class _Load:
+    """A snapshot that waits to be taken."""
+
+    item: Snapshot | Prepared
+    running_requests: RunningRequests
 
 
 def _special_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:

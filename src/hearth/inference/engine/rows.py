@@ -126,9 +126,13 @@ class Rows:
                 )
             )
 
+    def count(self, row: int) -> int:
+        """The number of tokens of a row's completion."""
+        return int(self.length[row] - self._prompt_length[row])
+
     def drawn(self, row: int) -> tuple[list[int], list[float], list[float]]:
         """Tokens, logprobs and sampling logprobs of a row's completion."""
-        count = int(self.length[row] - self._prompt_length[row])
+        count = self.count(row)
         return (
             self._tokens[row, :count].tolist(),
             self._logprobs[row, :count].tolist(),
@@ -137,8 +141,7 @@ class Rows:
 
     def is_finite(self, row: int) -> bool:
         """Whether the last drawn token of a row came from finite logits."""
-        last = self.length[row] - self._prompt_length[row] - 1
-        return bool(np.isfinite(self._logprobs[row, last]))
+        return bool(np.isfinite(self._logprobs[row, self.count(row) - 1]))
 
     def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
         """Free ``rows``; returns (sources, targets) of the rows that were moved into the holes."""

@@ -9,8 +9,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from hearth.errors import RequestError
-from hearth.inference.backend import DrawnToken, SampledSequence, SampleRequest, TopLogprobs
+from hearth.inference.backend import (
+    DrawnToken,
+    SampledSequence,
+    SampleRequest,
+    ServingState,
+    TopLogprobs,
+)
 from hearth.inference.engine.prompts import Prompt
+from hearth.inference.texts import TextOf
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +38,15 @@ class RequestLimits:
     has_tokenizer: bool
 
 
+@dataclass(frozen=True)
+class VersionRun:
+    """Tokens in a row that one weight version drew."""
+
+    weight_version: int
+    snapshot_identity: str | None
+    tokens: int
+
+
 @dataclass(eq=False)
 class Running:
     """A request with what the engine knows of it."""
@@ -44,6 +60,8 @@ class Running:
     limit: int
     """Total number of tokens, prompt included, at which it ends."""
     arrived_s: float
+    text_of: TextOf
+    """What makes text of its tokens."""
     started_s: float = 0.0
     watch: StopText | None = None
     prompt: Prompt | None = None
@@ -51,6 +69,8 @@ class Running:
     num_concurrent: int = 0
     top_logprobs: list[TopLogprobs] = field(default_factory=lambda: [])
     """Filled when the request asks for them."""
+    runs: list[VersionRun] = field(default_factory=lambda: [])
+    """Of the weight versions that draw no more of it, in the order of its tokens."""
 
     @property
     def draws(self) -> bool:
@@ -75,6 +95,11 @@ class Running:
         except Exception:
             logger.exception("a listener failed; its completion goes on")
 
+    def end_run(self, state: ServingState, drawn: int) -> None:
+        """Note that of ``drawn`` tokens those without a run were drawn with what is served."""
+        tokens = drawn - sum(run.tokens for run in self.runs)
+        self.runs.append(VersionRun(state.weight_version, state.current_identity, tokens))
+
     def prompt_logprobs(self) -> list[float | None] | None:
         """The prompt's own, the first None; None when nobody asked."""
         if not self.request.prompt_logprobs or self.prompt is None or self.prompt.logprobs is None:
@@ -86,7 +111,7 @@ class Running:
 class StopText:
     """Watches a growing text for stop strings, which may begin and end inside tokens."""
 
-    decode: Callable[[Sequence[int]], str]
+    decode: TextOf
     stops: tuple[str, ...]
     _tokens: list[int] = field(default_factory=lambda: [])
     _start: int = 0

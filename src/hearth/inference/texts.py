@@ -1,0 +1,25 @@
+"""Token ids as the text of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from hearth.inference.backend import Tokenizer
+
+TextOf = Callable[[Sequence[int]], str]
+
+
+def text_decoder(tokenizer: Tokenizer | None, shown: Collection[str] = ()) -> TextOf:
+    """What makes text of token ids: special tokens are left out, but for those in ``shown``.
+
+    Without a tokenizer every text is empty.
+    """
+    if tokenizer is None:
+        return lambda _: ""
+    decode = tokenizer.decode
+    added = tokenizer.added_tokens_decoder.items() if shown else ()
+    special = {token_id: str(token) for token_id, token in added if token.special}
+    hidden = {token_id for token_id, text in special.items() if text not in shown}
+    if len(hidden) == len(special):
+        return lambda tokens: decode(list(tokens), skip_special_tokens=True)
+    return lambda tokens: decode([one for one in tokens if one not in hidden])

@@ -1,0 +1,241 @@
+"""Tool calls: read from texts, and told by a deployment whose model recites them."""
+
+import json
+
+import pytest
+from starlette.testclient import TestClient
+
+from hearth.inference.engine.engine import EngineOptions, InferenceEngine
+from hearth.inference.service import create_app
+from hearth.inference.tool_calls import ToolCallReader, read_tool_calls
+from hearth.models.loading import load_model, load_tokenizer
+from hearth.sync.store import MemorySnapshotStore
+from tests.unit.reciter import END, write_reciter
+
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+SUB = '<tool_call>{"arguments": {}, "name": "sub"}</tool_call>'
+ADD_READ = ("add", '{"a": 2, "b": 3}')
+SUB_READ = ("sub", "{}")
+
+
+def read(text):
+    found = read_tool_calls(text)
+    return found.content, [(one.name, one.arguments) for one in found.calls]
+
+
+READ = {
+    "no call": ("plain text", "plain text", []),
+    "empty": ("", "", []),
+    "one call": (ADD, "", [ADD_READ]),
+    "text before": (f"Let me see.\n{ADD}", "Let me see.", [ADD_READ]),
+    "text on the same line": (f"so {SUB}", "so ", [SUB_READ]),
+    "two calls": (f"{ADD}\n{SUB}\n", "", [ADD_READ, SUB_READ]),
+    "text around": (f"a\n\n{ADD}\nb\n{SUB}c", "a\nbc", [ADD_READ, SUB_READ]),
+    "a character beyond ASCII": (
+        '<tool_call>{"name": "say", "arguments": {"text": "größer\\n\\u00e9"}}</tool_call>',
+        "",
+        [("say", '{"text": "größer\\né"}')],
+    ),
+    "a number beyond 64 bits": (
+        '<tool_call>{"name": "f", "arguments": {"x": 123456789012345678901234567890}}</tool_call>',
+        "",
+        [("f", '{"x": 123456789012345678901234567890}')],
+    ),
+    "a call behind a tag that is never closed": (
+        f"<tool_call>never\n{ADD}",
+        "<tool_call>never",
+        [ADD_READ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), READ.values(), ids=READ.keys())
+def test_calls_are_read_and_the_text_outside_is_content(text, content, calls):
+    assert read(text) == (content, calls)
+
+
+MALFORMED = {
+    "no JSON": "<tool_call>add(2, 3)</tool_call>",
+    "a list": "<tool_call>[1]</tool_call>",
+    "no name": '<tool_call>{"arguments": {}}</tool_call>',
+    "an empty name": '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+    "a name that is no text": '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+    "no arguments": '<tool_call>{"name": "add"}</tool_call>',
+    "arguments in a text": '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>',
+    "infinity": '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
+    "not a number": '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+    "half a character": '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>',
+    "deep": '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 100_000 + "</tool_call>",
+    "never closed": '<tool_call>\n{"name": "add", "arguments": {}}\n',
+    "never opened": '{"name": "add", "arguments": {}}</tool_call>',
+    "half a tag": "a <tool_ca",
+}
+
+
+@pytest.mark.parametrize("span", MALFORMED.values(), ids=MALFORMED.keys())
+def test_what_is_no_call_stays_in_the_text_as_drawn(span):
+    assert read(span) == (span, [])
+    assert read(f"a\n{span}\nb") == (f"a\n{span}\nb", [])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("text", [one[0] for one in READ.values()] + [*MALFORMED.values()][:8])
+def test_a_text_in_pieces_is_read_as_the_whole_one(text, size):
+    reader = ToolCallReader()
+    pieces = [reader.push(text[at : at + size]) for at in range(0, len(text), size)]
+    pieces.append(reader.finish())
+
+    content = "".join(one.content for one in pieces)
+    calls = [(call.name, call.arguments) for one in pieces for call in one.calls]
+    assert (content, calls) == read(text)
+
+
+def test_no_part_of_a_tag_is_told_before_it_is_decided():
+    reader = ToolCallReader()
+
+    told = [reader.push(one).content for one in ("a < b", " <", "tool", "s>\n", "<tool_", "call>")]
+
+    assert told == ["a < b", " ", "", "<tools>", "", ""]
+    assert reader.push('{"name": "f", "arguments": {}}</tool_call>').calls[0].name == "f"
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+PIECES = ["Let me", " see.", "\n", "<tool_call>", '\n{"name": "add", ', '"arguments": {"a": 2', ', "b": 3}}\n',
+          "</tool_call>"]  # fmt: skip
+TEMPLATE = (
+    "{% if tools %}[{{ tools | length }}]{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ '\\n<tool_call>\\n' }}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "{{ '\\n</tool_call>' }}{% endfor %}<|end|>{% endfor %}<|assistant|>"
+)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain tags", "special tags"])
+def client(request, tmp_path_factory):
+    """A deployment that always answers with some text and one call."""
+    special = ["<tool_call>", "</tool_call>"] if request.param else []
+    folder = write_reciter(
+        tmp_path_factory.mktemp("reciter"), {"<|assistant|>": PIECES}, chat_template=TEMPLATE,
+        special=special,
+    )  # fmt: skip
+    engine = InferenceEngine(
+        load_model(folder, name="reciter"), tokenizer=load_tokenizer(folder),
+        options=EngineOptions(max_seq_len=256),
+    )  # fmt: skip
+    app = create_app(engine, model_name="reciter", snapshots=MemorySnapshotStore())
+    with TestClient(app) as one:
+        yield one
+    engine.close()
+
+
+def ask(client, messages=None, **fields):
+    messages = messages or [{"role": "user", "content": "2 + 3?"}]
+    body = {"messages": messages, "temperature": 0, "raw_output": True} | fields
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def choice_of(client, **fields):
+    return ask(client, **fields).json()["choices"][0]
+
+
+def chunks_of(client, **fields):
+    lines = ask(client, stream=True, **fields).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
+
+
+def test_an_answer_to_offered_tools_tells_its_calls(client):
+    choice = choice_of(client, tools=TOOLS)
+
+    message = choice["message"]
+    (call,) = message["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert message["content"] == "Let me see."
+    assert call["type"] == "function"
+    assert call["function"] == {"name": "add", "arguments": '{"a": 2, "b": 3}'}
+    assert call["id"].startswith("call_")
+    assert choice == choice_of(client, tools=TOOLS)
+
+
+def test_calls_of_several_answers_have_ids_of_their_own(client):
+    choices = ask(client, tools=TOOLS, n=3).json()["choices"]
+
+    assert len({one["message"]["tool_calls"][0]["id"] for one in choices}) == 3
+
+
+def test_without_offered_tools_the_text_stays_as_drawn(client):
+    plain = choice_of(client)
+    closed = choice_of(client, tools=TOOLS, tool_choice="none")
+
+    for choice in (plain, closed):
+        assert choice["finish_reason"] == "stop"
+        assert "tool_calls" not in choice["message"]
+        assert choice["message"]["content"].startswith("Let me see.\n")
+    assert plain["raw_output"]["prompt_token_ids"] == closed["raw_output"]["prompt_token_ids"]
+
+
+def test_an_answer_that_was_cut_inside_its_call_is_text(client):
+    choice = choice_of(client, tools=TOOLS, max_tokens=len(PIECES) - 1)
+
+    assert choice["finish_reason"] == "length"
+    assert choice["message"] == {"role": "assistant", "content": "".join(PIECES[:-1])}
+
+
+def test_an_answer_that_was_cut_behind_its_call_says_that_it_was_cut(client):
+    choice = choice_of(client, tools=TOOLS, max_tokens=len(PIECES))
+
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "add"
+
+
+def test_a_stop_string_inside_a_call_cuts_the_text_there(client):
+    choice = choice_of(client, tools=TOOLS, stop=["</tool_call>"])
+
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == "".join(PIECES[:-1])
+
+
+def test_a_stream_tells_the_content_outside_its_calls_and_each_call_whole(client):
+    whole = choice_of(client, tools=TOOLS)
+
+    chunks = chunks_of(client, tools=TOOLS)
+
+    deltas = [one["delta"] for one in chunks]
+    content = "".join(one.get("content") or "" for one in deltas)
+    (calls,) = [one["tool_calls"] for one in deltas if "tool_calls" in one]
+    assert content == "Let me see."
+    assert calls == [{"index": 0} | whole["message"]["tool_calls"][0]]
+    assert [one["finish_reason"] for one in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
+    assert chunks[-1]["raw_output"] == whole["raw_output"]
+
+
+def test_a_stream_that_is_cut_inside_its_call_ends_with_the_text_as_drawn(client):
+    chunks = chunks_of(client, tools=TOOLS, max_tokens=len(PIECES) - 1)
+
+    content = "".join(one["delta"].get("content") or "" for one in chunks)
+    assert content == "".join(PIECES[:-1])
+    assert chunks[-1]["finish_reason"] == "length"
+
+
+def test_streamed_logprobs_are_one_per_token_also_while_a_call_is_held(client):
+    chunks = chunks_of(client, tools=TOOLS, logprobs=True)
+
+    rows = [row["token"] for one in chunks for row in one["logprobs"]["content"]]
+    assert rows == [*PIECES, END]
+
+
+def test_a_call_that_is_sent_back_renders_as_it_was_drawn(client):
+    asked = [{"role": "user", "content": "2 + 3?"}]
+    first = choice_of(client, messages=asked, tools=TOOLS)
+    result = {"role": "tool", "content": "5", "tool_call_id": "x"}
+
+    second = choice_of(client, messages=[*asked, first["message"], result], tools=TOOLS)
+
+    prompts = [one["raw_output"]["prompt_token_ids"] for one in (first, second)]
+    drawn = first["raw_output"]["completion_token_ids"]
+    assert prompts[1][: len(prompts[0]) + len(drawn)] == prompts[0] + drawn
+    ids = [one["message"]["tool_calls"][0]["id"] for one in (first, second)]
+    assert ids[0] != ids[1]
