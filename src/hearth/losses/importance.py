@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -33,6 +34,8 @@ def importance_sampling(
 @dataclass(frozen=True, kw_only=True)
 class ImportanceSampling(Objective):
     """Off-policy ratio weighting, with optional clipping of the ratio."""
+
+    has_trust_region: ClassVar[bool] = False
 
     ratio_log_cap: float = RATIO_LOG_CAP
     """Guard on the log ratio's size."""

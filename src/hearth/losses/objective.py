@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,6 +19,9 @@ Metrics = dict[str, Tensor]
 @dataclass(frozen=True)
 class Objective(ABC):
     """A frozen set of options with the loss they describe. Subclasses are frozen dataclasses."""
+
+    has_trust_region: ClassVar[bool] = True
+    """Whether it holds the policy near the old one: by a clip, a bounded weight or a pull."""
 
     @abstractmethod
     def policy_term(self, batch: TokenBatch) -> Tensor:

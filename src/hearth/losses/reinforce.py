@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -29,6 +30,8 @@ class Reinforce(WithReference):
     The ratio to the behavior policy already corrects for the sampler, so TIS on top of it weighs
     the same mismatch twice; it composes nevertheless, as with every objective.
     """
+
+    has_trust_region: ClassVar[bool] = False
 
     ratio_log_cap: float = RATIO_LOG_CAP
     """Guard on the log ratio's size."""

@@ -17,8 +17,12 @@ Row = Mapping[str, Any]
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
-def load_rows(dataset: str, max_rows: int | None = None) -> list[dict[str, Any]]:
+def load_rows(
+    dataset: str, max_rows: int | None = None, *, needs_messages: bool = True
+) -> list[dict[str, Any]]:
     """The first ``max_rows`` rows of a JSONL file or http(s) URL; blank lines do not count.
+
+    Without ``needs_messages`` any JSON object is a row.
 
     Raises:
         ConfigError: the dataset cannot be read, is empty, or a line breaks the row format; the
@@ -29,23 +33,35 @@ def load_rows(dataset: str, max_rows: int | None = None) -> list[dict[str, Any]]
         if max_rows is not None and len(rows) >= max_rows:
             break
         if line.strip():
-            rows.append(parse_row(line, where=f"{dataset}:{number}"))
+            row = parse_row(line, where=f"{dataset}:{number}", needs_messages=needs_messages)
+            rows.append(row)
     if not rows:
         raise ConfigError(f"dataset must hold at least one row, got none in {dataset!r}")
     return rows
 
 
-def parse_row(line: bytes, *, where: str) -> dict[str, Any]:
+def parse_row(line: bytes, *, where: str, needs_messages: bool = True) -> dict[str, Any]:
     """One line as a row.
 
     Raises:
-        ConfigError: the line is no JSON object with usable ``messages``.
+        ConfigError: the line is no JSON object, or has no usable ``messages`` and needs them.
     """
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"{where} must be a JSON object, got {_short(line)}: {error}") from None
-    return check_row(row, where=where)
+    return check_row(row, where=where) if needs_messages else check_object(row, where=where)
+
+
+def check_object(row: Any, *, where: str) -> dict[str, Any]:
+    """The row itself if it is an object.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(row, Mapping):
+        raise ConfigError(f"{where} must be a JSON object, got {_short(row)}")
+    return dict(row)
 
 
 def check_row(row: Any, *, where: str) -> dict[str, Any]:
@@ -55,8 +71,7 @@ def check_row(row: Any, *, where: str) -> dict[str, Any]:
         ConfigError: it is no object, or ``messages`` is missing, empty or malformed, or nothing but
             assistant messages.
     """
-    if not isinstance(row, Mapping):
-        raise ConfigError(f"{where} must be a JSON object, got {_short(row)}")
+    row = check_object(row, where=where)
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ConfigError(
@@ -76,7 +91,7 @@ def check_row(row: Any, *, where: str) -> dict[str, Any]:
             )
     if not prompt_messages(row):
         raise ConfigError(f"{where}: messages must hold more than assistant turns, got only those")
-    return dict(row)
+    return row
 
 
 def prompt_messages(row: Row) -> list[dict[str, str]]:
@@ -86,11 +101,12 @@ def prompt_messages(row: Row) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class IndexedRow:
-    """A row and its place in the run: ``index`` counts over all epochs from 0."""
+    """A row and its place: ``index`` counts over all epochs from 0, ``source`` in the dataset."""
 
     index: int
     epoch: int
     row: Row
+    source: int = 0
 
 
 def epoch_rows(
@@ -112,7 +128,7 @@ def epoch_rows(
         for place, source in enumerate(order):
             index = epoch * len(rows) + place
             if index not in done:
-                yield IndexedRow(index, epoch, rows[source])
+                yield IndexedRow(index, epoch, rows[source], source)
 
 
 def _read(dataset: str) -> bytes:

@@ -23,8 +23,8 @@ from training.utils.checkpoints import (
 from training.utils.config import ResumeConfig, SyncSettings, is_given, plain_config
 from training.utils.metrics import Display, MetricsLog
 from training.utils.rl.evaluation import EvalResult, RewardFunction, evaluate
+from training.utils.rl.groups import PromptGroup, RolloutStats
 from training.utils.rl.platform import RunInfra, is_embedded
-from training.utils.rl.rollout import PromptGroup, RolloutStats
 from training.utils.rows import Row
 
 
@@ -49,6 +49,8 @@ _WHY_DROPPED = {
     "non_finite": "with a reward that is NaN or infinite",
     "overlong_prompt": "whose prompt leaves no room below max_seq_len",
     "failed": "whose sampling failed",
+    "filtered": "that dynamic_filter_fn did not accept",
+    "stale": "that were still being drawn when their last chance was over (late_row_wait_s)",
 }
 
 
@@ -57,10 +59,6 @@ class RunConfig(Protocol):
 
     epochs: int
     seed: int
-    temperature: float
-    max_completion_tokens: int
-    eval_every: int
-    eval_samples_per_prompt: int
     save_final_checkpoint: bool
     output_model_id: str | None
     merge_adapter: bool
@@ -73,6 +71,15 @@ class RunConfig(Protocol):
     def sync(self) -> SyncSettings:
         """Weight sync settings of all spellings together."""
         ...
+
+
+class EvalConfig(RunConfig, Protocol):
+    """The settings of a recipe that evaluates."""
+
+    temperature: float
+    max_completion_tokens: int
+    eval_every: int
+    eval_samples_per_prompt: int
 
 
 @dataclass(frozen=True)
@@ -111,9 +118,11 @@ class Run:
     """Weight syncs that the deployment has had; a deployment made anew counts from 0."""
     failed_in_a_row: int = 0
     first_step_s: float = math.nan
-    step_started: float = field(default_factory=time.perf_counter)
     now: Callable[[], float] = time.perf_counter
-    """The clock by which automatic checkpoints are due, in seconds."""
+    """The clock of steps and automatic checkpoints, in seconds."""
+    step_started: float = field(default_factory=time.perf_counter)
+    on_progress: Callable[[], None] = lambda: None
+    """Called after every step, for whoever watches."""
     saved_at: float = 0.0
     save_s: float = 0.0
     saved: tuple[int, int] = (0, 0)
@@ -138,7 +147,12 @@ class Run:
         )  # fmt: skip
 
     async def evaluate_if_due(
-        self, config: RunConfig, infra: RunInfra, reward_fn: RewardFunction, *, always: bool = False
+        self,
+        config: EvalConfig,
+        infra: RunInfra,
+        reward_fn: RewardFunction,
+        *,
+        always: bool = False,
     ) -> None:
         """Held-out accuracy of what the deployment serves, every ``eval_every`` steps."""
         last = self.evaluations[-1][0] if self.evaluations else 0
@@ -159,8 +173,7 @@ class Run:
         self, config: RunConfig, infra: RunInfra, *, is_last: bool = False
     ) -> None:
         """A resumable checkpoint and, only when it is written, the manifest that names it."""
-        is_new = self.step > 0 and (self.step, self.cursor.count) != self.saved
-        if not is_new or not self._is_save_due(config, infra, is_last=is_last):
+        if not self.is_save_due(config, infra, is_last=is_last):
             return
         name = f"step-{self.step:05d}"
         point = Checkpoint(
@@ -181,7 +194,10 @@ class Run:
         self.checkpoints = await asyncio.to_thread(_unretired, known, infra)
         write_manifest(self.log_path, self.checkpoints)
 
-    def _is_save_due(self, config: RunConfig, infra: RunInfra, *, is_last: bool) -> bool:
+    def is_save_due(self, config: RunConfig, infra: RunInfra, *, is_last: bool = False) -> bool:
+        """Whether ``save_if_due`` would write a checkpoint now."""
+        if self.step == 0 or (self.step, self.cursor.count) == self.saved:
+            return False
         interval = config.sync.dcp_save_interval
         is_automatic = not is_given(interval) and infra.is_embedded
         if is_last:
@@ -276,7 +292,7 @@ class Run:
     def start_step(self) -> None:
         """Begin counting for the next step."""
         self.stats = RolloutStats()
-        self.step_started = time.perf_counter()
+        self.step_started = self.now()
 
 
 def _unretired(checkpoints: list[Checkpoint], infra: RunInfra) -> list[Checkpoint]:
@@ -293,11 +309,11 @@ def step_times(run: Run, groups: Sequence[PromptGroup]) -> dict[str, float]:
 
     Weight sync and checkpoint come after their step's record and so count in the next one.
     """
-    wall = max(time.perf_counter() - run.step_started, 1e-9)
+    wall = max(run.now() - run.step_started, 1e-9)
     times = run.clock.take()
     both, sampling, training = run.busy.take()
-    tokens = sum(len(one.full_tokens) for group in groups for one in group.completions)
-    drawn = sum(one.completion_len for group in groups for one in group.completions)
+    tokens = sum(len(one.drawn.tokens) for group in groups for one in group.flat())
+    drawn = sum(sum(group.completion_lens) for group in groups)
     train = times.get("perf/fwd_bwd_time", 0.0) + times.get("perf/optim_step_time", 0.0)
     metrics = times | {
         "perf/step_wall_time": wall,

@@ -4,70 +4,38 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from typing import Literal, Protocol
+from collections.abc import Iterable, Iterator
 
 from hearth.errors import ConfigError
 from hearth.losses.catalog import POLICY_LOSSES
-from training.utils.config import DeployConfig, SyncSettings, TrainerConfig
-from training.utils.rl.objectives import ObjectiveConfig, objective_options, tis_options
+from training.utils.recipe_config import RecipeConfig
+from training.utils.rl.objectives import objective_options, tis_options
 
 _MODEL_ID = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-_WITHOUT_KERNEL = frozenset({"reinforce"})
 
 
-class RecipeConfig(ObjectiveConfig, Protocol):
-    """The settings that all recipes share."""
-
-    base_model: str
-    loss_path: Literal["client", "builtin"]
-    completions_per_prompt: int
-    prompt_groups_per_step: int
-    max_completion_tokens: int
-    max_seq_len: int
-    max_concurrent: int
-    max_rows: int
-    epochs: int
-    temperature: float
-    learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    grad_clip_norm: float
-    lora_rank: int
-    ppo_n_minibatches: int
-    min_samples_per_fwd_bwd: int | None
-    max_samples_per_fwd_bwd: int
-    eval_every: int
-    eval_rows: int
-    eval_samples_per_prompt: int
-    router_replay: bool
-    output_model_id: str | None
-    init_from_checkpoint: str | None
-    warm_start_from_adapter: str | None
-    keep_checkpoints: int | None
-    trainer: TrainerConfig
-    deployment: DeployConfig
-
-    @property
-    def sync(self) -> SyncSettings:
-        """Weight sync settings of all spellings together."""
-        ...
-
-
-def validate(config: RecipeConfig) -> None:
+def validate(config: RecipeConfig, own: Iterable[str] = ()) -> None:
     """Check everything that can be checked without loading a model.
+
+    ``own`` are the problems of settings that only this recipe has.
 
     Raises:
         ConfigError: one line per problem.
     """
-    problems = list(_problems(config))
+    problems = [*_problems(config), *own]
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
         lines = "".join(f"\n  - {problem}" for problem in problems)
         raise ConfigError(f"the config has {len(problems)} problems:{lines}")
+
+
+def counts_below_one(config: object, *names: str) -> Iterator[str]:
+    """A problem for each field that must be at least 1 and is not."""
+    for name in names:
+        value: int = getattr(config, name)
+        if value < 1:
+            yield f"{name} must be >= 1, got {value}"
 
 
 def _problems(config: RecipeConfig) -> Iterator[str]:
@@ -99,8 +67,6 @@ def _problems(config: RecipeConfig) -> Iterator[str]:
             yield f"lora_rank must be > 0 where {name} is given, got 0"
     if config.keep_checkpoints is not None and config.keep_checkpoints < 1:
         yield f"keep_checkpoints must be >= 1 or None, got {config.keep_checkpoints}"
-    if config.router_replay:
-        yield ("router_replay must be False, got True: this version does not record expert choices")
 
 
 def _group_problems(config: RecipeConfig) -> Iterator[str]:
@@ -109,17 +75,12 @@ def _group_problems(config: RecipeConfig) -> Iterator[str]:
             f"completions_per_prompt must be >= 2, got {config.completions_per_prompt}: GRPO "
             "centers rewards within a group, and one answer has no spread"
         )
-    for name in (
-        "prompt_groups_per_step", "max_completion_tokens", "max_concurrent", "max_rows", "epochs",
-        "ppo_n_minibatches", "eval_rows", "eval_samples_per_prompt",
-    ):  # fmt: skip
-        value: int = getattr(config, name)
-        if value < 1:
-            yield f"{name} must be >= 1, got {value}"
-    for name in ("lora_rank", "eval_every"):
-        value = getattr(config, name)
-        if value < 0:
-            yield f"{name} must be >= 0, got {value}"
+    yield from counts_below_one(
+        config, "prompt_groups_per_step", "max_completion_tokens", "max_rows", "epochs",
+        "ppo_n_minibatches",
+    )  # fmt: skip
+    if config.lora_rank < 0:
+        yield f"lora_rank must be >= 0, got {config.lora_rank}"
     if config.max_seq_len < 2:
         yield f"max_seq_len must be >= 2, got {config.max_seq_len}"
 
@@ -150,19 +111,6 @@ def _loss_problems(config: RecipeConfig) -> Iterator[str]:
             tis_options(config)
         except ConfigError as error:
             yield str(error)
-    if config.loss_path == "builtin":
-        if config.kl_beta > 0:
-            yield (
-                f"kl_beta must be 0 with loss_path='builtin', got {config.kl_beta}: the trainer's "
-                "built-in losses have no KL; set kl_beta=0 or loss_path='client'"
-            )
-        if config.policy_loss in _WITHOUT_KERNEL:
-            yield (
-                f"policy_loss must have a built-in kernel with loss_path='builtin', got "
-                f"{config.policy_loss!r}: use loss_path='client'"
-            )
-        if config.policy_loss == "dro" and config.dro.gated:
-            yield "dro.gated must be False with loss_path='builtin', got True: use 'client'"
 
 
 def _batching_problems(config: RecipeConfig) -> Iterator[str]:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from hearth.losses import POLICY_LOSSES, TIS, builtin_objective
-from hearth.sdk import SampledCompletion
 from training.recipes.rl_loop import Config
 from training.utils import DAPOConfig, TISConfig
 from training.utils.rl.objectives import (
@@ -14,15 +13,24 @@ from training.utils.rl.objectives import (
     tis_options,
 )
 from training.utils.rl.policy_losses import make_policy_loss_fn
-from training.utils.rl.rollout import PromptGroup, entropy_estimate, row_seed
+from training.utils.rl.groups import PromptGroup, entropy_estimate
+from training.utils.rl.rollout import RolloutSample
+from training.utils.rl.seeds import row_seed
 from training.utils.rows import IndexedRow
 
 
 def group() -> PromptGroup:
     rows = ([1, 2, 3, 4, 5], [1, 2, 3, 7], [1, 2, 3, 9, 9, 9])
-    completions = [SampledCompletion("", list(row), 3, "stop") for row in rows]
-    behavior = [[0.0, 0.0, *[-0.5 - 0.1 * i for i in range(len(row) - 3)]] for row in rows]
-    return PromptGroup(IndexedRow(0, 0, {}), completions, [1, 0, 0], [1.2, -0.6, -0.6], behavior)
+    drawn = [
+        RolloutSample(
+            tokens=list(row),
+            logprobs=[0.0, 0.0, 0.0, *[-0.5 - 0.1 * i for i in range(len(row) - 3)]],
+            loss_mask=[0, 0, 0, *[1] * (len(row) - 3)],
+            reward=reward,
+        )
+        for row, reward in zip(rows, (1.0, 0.0, 0.0), strict=True)
+    ]
+    return PromptGroup.of(IndexedRow(0, 0, {}), [[one] for one in drawn])
 
 
 @pytest.mark.parametrize("name", [one for one in POLICY_LOSSES if one != "reinforce"])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hearth.sdk import DeploymentSampler, SampledCompletion
-from training.utils.rl.rollout import row_seed
+from training.utils.rl.seeds import row_seed
 from training.utils.rows import Row, prompt_messages
 
 RewardFunction = Callable[[str, Row], float]

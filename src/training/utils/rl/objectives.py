@@ -19,8 +19,7 @@ from hearth.losses.objective import Objective
 from hearth.losses.reinforce import Reinforce
 from hearth.losses.sequence import GSPO
 from training.utils.config import CISPOConfig, DAPOConfig, DROConfig, GSPOConfig, TISConfig
-from training.utils.rl.datums import completion_datum
-from training.utils.rl.rollout import PromptGroup
+from training.utils.rl.groups import PromptGroup, TrainSample
 
 
 class ObjectiveConfig(Protocol):
@@ -36,23 +35,12 @@ class ObjectiveConfig(Protocol):
     gspo: GSPOConfig
     cispo: CISPOConfig
     dro: DROConfig
-    tis_enabled: bool
     tis: TISConfig
 
-
-@dataclass
-class TrainSample:
-    """One completion on its way through the losses.
-
-    Logprobs are target-aligned rows of N - 1 values for N tokens. ``old_logprobs`` None stands for
-    the policy's own.
-    """
-
-    datum: tinker.Datum
-    advantage: float
-    behavior_logprobs: Sequence[float]
-    old_logprobs: Sequence[float] | None = None
-    ref_logprobs: Sequence[float] | None = None
+    @property
+    def uses_tis(self) -> bool:
+        """Whether truncated importance sampling is on."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -65,14 +53,8 @@ class BuiltinCall:
 
 
 def samples_of(groups: Sequence[PromptGroup]) -> list[TrainSample]:
-    """All completions of some groups, in order."""
-    return [
-        TrainSample(completion_datum(one.full_tokens, one.prompt_len), advantage, behavior)
-        for group in groups
-        for one, advantage, behavior in zip(
-            group.completions, group.advantages, group.behavior_logprobs, strict=True
-        )
-    ]
+    """All samples of some groups, in order."""
+    return [one for group in groups for one in group.flat()]
 
 
 def old_rows(samples: Sequence[TrainSample]) -> list[Sequence[float]] | None:
@@ -122,7 +104,7 @@ def tis_options(config: ObjectiveConfig) -> TIS | None:
     Raises:
         ConfigError: the cap, the level or the threshold breaks its rule.
     """
-    if not config.tis_enabled:
+    if not config.uses_tis:
         return None
     tis = config.tis
     return TIS(

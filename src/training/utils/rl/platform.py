@@ -53,7 +53,6 @@ class ProvisionedConfig(Protocol):
     max_seq_len: int
     learning_rate: float
     lora_rank: int
-    max_concurrent: int
     seed: int
     keep_checkpoints: int | None
     cleanup_on_exit: bool
@@ -67,6 +66,11 @@ class ProvisionedConfig(Protocol):
     @property
     def needs_reference(self) -> bool:
         """Whether anything asks for reference logprobs."""
+        ...
+
+    @property
+    def max_concurrent(self) -> int:
+        """Sampling requests that may be in flight."""
         ...
 
 
@@ -89,6 +93,8 @@ class PlatformSpec:
     cleanup_on_exit: bool
     placement: Literal["inline", "process"]
     work_dir: Path
+    running_requests: Literal["drain", "keep"] = "drain"
+    """What becomes of completions that are being drawn when new weights come."""
 
     @classmethod
     def of(cls, config: ProvisionedConfig, work_dir: Path) -> PlatformSpec:
@@ -158,6 +164,8 @@ def _kept(config: ProvisionedConfig) -> int | None:
 class RunInfra(Infra):
     """``Infra`` with what a recipe samples and publishes by."""
 
+    inference_url: str
+    api_key: str
     sampler: DeploymentSampler
     syncer: WeightSyncer
     tokenizer: Any
@@ -280,6 +288,7 @@ def _with_sampler(
     syncer = WeightSyncer(
         infra.policy.inner, deployments, infra.deployment_id, spec.base_model,
         hotload_timeout=spec.sync.timeout_s, first_checkpoint_type=spec.sync.first_checkpoint_type,
+        running_requests=spec.running_requests,
     )  # fmt: skip
     sampler = DeploymentSampler(
         deployments.inference_url, infra.inference_model, api_key, tokenizer,
@@ -298,7 +307,8 @@ def _with_sampler(
     )
     known = {one.name: getattr(infra, one.name) for one in fields(Infra)}
     return RunInfra(
-        **known, sampler=sampler, syncer=syncer, tokenizer=tokenizer, trainers=trainers,
+        **known, inference_url=deployments.inference_url, api_key=api_key, sampler=sampler,
+        syncer=syncer, tokenizer=tokenizer, trainers=trainers,
         is_embedded=is_embedded(), work_dir=spec.work_dir,
         serves_older_snapshot=served.current_snapshot_identity is not None,
         served_version=served.weight_version,

@@ -1,0 +1,49 @@
+"""The way into a run that all recipes share: judge, lock the folder, provision, load."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+from training.utils.checkpoints import choose_checkpoint, read_manifest
+from training.utils.config import plain_config
+from training.utils.log_path import hold_log_path, prepare_log_path, write_config
+from training.utils.metrics import Display, MetricsLog
+from training.utils.recipe_config import RecipeConfig
+from training.utils.rl.platform import PlatformSpec, RunInfra, check_platform, provision
+from training.utils.rows import Row
+from training.utils.run import Run, check_start
+
+
+@contextlib.contextmanager
+def begin_run(
+    config: RecipeConfig, spec: PlatformSpec, rows: Sequence[Row], eval_rows: Sequence[Row] = ()
+) -> Iterator[tuple[RunInfra, Run]]:
+    """A run on its platform, with what it starts from loaded; after the ``with`` both are closed.
+
+    ``log_path`` belongs to the run meanwhile. What can be judged without the platform is judged
+    before anything is started.
+
+    Raises:
+        ConfigError: the folder, a checkpoint or a setting cannot be used.
+        HearthError: the platform cannot be reached, or refuses.
+    """
+    started = time.perf_counter()
+    log_path = prepare_log_path(config.log_path)
+    check_platform(spec)
+    with hold_log_path(log_path):
+        checkpoints = read_manifest(log_path)
+        resumed = choose_checkpoint(checkpoints, config.resume.resume_from, config.seed)
+        if resumed is None:
+            check_start(config)
+        write_config(log_path, plain_config(config))
+        resumed_step = resumed.step if resumed is not None else None
+        with (
+            Display.open(len(rows) * config.epochs) as display,
+            provision(spec, on_status=display.note) as infra,
+            MetricsLog.open(log_path, config.wandb, plain_config(config), resumed_step) as log,
+        ):
+            run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)
+            run.begin(config, infra, resumed)
+            yield infra, run

@@ -1,0 +1,270 @@
+"""What a failed rollout means: try it again, do without it, or end the run.
+
+``is_recoverable`` is the one judgement; ``with_retries`` and ``CircuitBreaker`` rest on it. What
+becomes of a draw that is given up, and of its group, is the recipe's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+
+import httpx
+
+from hearth.errors import (
+    ConfigError,
+    EngineError,
+    HearthError,
+    NotReadyError,
+    RequestFailedError,
+    TransportError,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RECOVERABLE_STATUSES = frozenset({408, 425, 429})
+"""Beside these, all of 500 to 599."""
+
+# Clients that a rollout may use and that Hearth does not install, by package and class: nobody
+# imports a package to learn that it was never imported.
+_NO_ANSWER = frozenset(
+    {
+        ("openai", "APIConnectionError"),  # APITimeoutError is one
+        ("aiohttp", "ClientConnectionError"),
+        ("aiohttp", "ClientPayloadError"),
+        ("httpx2", "TransportError"),
+        ("requests", "ConnectionError"),
+        ("requests", "Timeout"),
+        ("requests", "ChunkedEncodingError"),
+    }
+)
+_ANSWERED = frozenset(
+    {
+        ("openai", "APIStatusError"),
+        ("aiohttp", "ClientResponseError"),
+        ("httpx2", "HTTPStatusError"),
+        ("requests", "HTTPError"),
+    }
+)
+
+
+class RecoverableRolloutError(HearthError, RuntimeError):
+    """For a user's rollout to raise: this draw may be tried again, and done without after that."""
+
+
+class RolloutsFailingError(HearthError, RuntimeError):
+    """So many rollouts failed that going on would train on what happens to be left."""
+
+
+@runtime_checkable
+class _HasStatusCode(Protocol):
+    status_code: int
+
+
+@runtime_checkable
+class _HasStatus(Protocol):
+    status: int
+
+
+@runtime_checkable
+class _HasResponse(Protocol):
+    response: object
+
+
+def is_recoverable(error: BaseException) -> bool:
+    """Whether the same draw may well work when it is tried again.
+
+    So it is after a time-out; when a connection failed (of Python's own, of httpx, of this SDK, of
+    the openai, aiohttp and requests clients); after an answer with HTTP status 408, 425, 429 or
+    5xx; when a deployment is not ready, the platform failed, or a future failed on the platform's
+    side; and when the rollout says so with ``RecoverableRolloutError``. A group is recoverable when
+    all of its members are.
+
+    All else is fatal, since it will fail the same way each time or nobody knows what it is:
+    failed assertions, wrong types and values, other statuses, cancellation, and exceptions unknown
+    here. Only the error itself is judged: a ``RuntimeError`` raised *from* a time-out is fatal, so
+    that a rollout that wraps errors decides by the class that it wraps them in.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        return all(is_recoverable(member) for member in group.exceptions)
+    if isinstance(error, RequestFailedError):
+        return error.failed_category == "server"
+    if isinstance(error, httpx.UnsupportedProtocol):  # the URL has no scheme; it never will
+        return False
+    status = _http_status(error)
+    if status is not None:
+        return status in RECOVERABLE_STATUSES or 500 <= status < 600
+    return _is_without_answer(error)
+
+
+def _is_without_answer(error: BaseException) -> bool:
+    ours = (RecoverableRolloutError, NotReadyError, EngineError, TransportError)
+    theirs = (TimeoutError, ConnectionError, httpx.TransportError)
+    return isinstance(error, ours + theirs) or _is_one_of(error, _NO_ANSWER)
+
+
+def _http_status(error: BaseException) -> int | None:
+    """The status that a client library's error stands for; None where it stands for none."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code
+    if not _is_one_of(error, _ANSWERED):
+        return None
+    if isinstance(error, _HasStatusCode):
+        return error.status_code
+    if isinstance(error, _HasStatus):
+        return error.status
+    if isinstance(error, _HasResponse) and isinstance(error.response, _HasStatusCode):
+        return error.response.status_code
+    return None
+
+
+def _is_one_of(error: BaseException, names: frozenset[tuple[str, str]]) -> bool:
+    classes = type(error).__mro__
+    return any((one.__module__.partition(".")[0], one.__name__) in names for one in classes)
+
+
+class CircuitBreaker:
+    """Ends a run whose rollouts fail so often that the cause is not in a single one.
+
+    Opens when ``max_in_a_row`` draws failed one after the other, or when among the last ``window``
+    outcomes, of which there must be ``min_observed``, a share of ``max_ratio`` or more failed. It
+    then stays open. A rollout that returned None neither succeeded nor failed: it is not told.
+    """
+
+    def __init__(
+        self, *, max_in_a_row: int = 5, window: int = 20, min_observed: int = 10,
+        max_ratio: float = 0.5,
+    ) -> None:  # fmt: skip
+        self._max_in_a_row = max_in_a_row
+        self._min_observed = min_observed
+        self._max_ratio = max_ratio
+        self._has_failed: deque[bool] = deque(maxlen=window)
+        self._in_a_row = 0
+        self._last: BaseException | None = None
+        self._counts: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``check`` raises."""
+        return self._counts is not None
+
+    def succeeded(self) -> None:
+        """A draw came back with a sample."""
+        self._in_a_row = 0
+        self._has_failed.append(False)
+        self._judge()
+
+    def failed(self, error: BaseException) -> None:
+        """A draw, or one attempt at it, failed with a recoverable error."""
+        self._in_a_row += 1
+        self._last = error
+        self._has_failed.append(True)
+        self._judge()
+
+    def check(self) -> None:
+        """Nothing while rollouts work.
+
+        Raises:
+            RolloutsFailingError: the breaker is open; its cause is the last error.
+        """
+        if self._counts is None:
+            return
+        raise RolloutsFailingError(
+            f"rollouts must mostly succeed, got {self._counts}, last with "
+            f"{type(self._last).__name__}: {self._last}: see that the deployment and whatever else "
+            "the rollout function calls can be reached and keep up"
+        ) from self._last
+
+    def _judge(self) -> None:
+        if self.is_open:
+            return
+        observed, failures = len(self._has_failed), sum(self._has_failed)
+        if self._in_a_row >= self._max_in_a_row:
+            self._counts = f"{self._in_a_row} failures in a row"
+        elif observed >= self._min_observed and failures >= self._max_ratio * observed:
+            self._counts = f"{failures} failures among the last {observed} outcomes"
+
+
+async def with_retries(
+    draw: Callable[[], Awaitable[T]], *, attempts: int, timeout_s: float | None,
+    on_failure: Callable[[BaseException, int], None], backoff_s: float = 0.5,
+    longest_backoff_s: float = 30.0, grace_s: float = 3.0,
+    sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+) -> T:  # fmt: skip
+    """What ``draw()`` returns, tried up to ``attempts`` times.
+
+    Each attempt may take ``timeout_s`` seconds (None: any time). ``on_failure`` is told of every
+    recoverable failure and the number of its attempt, from 1; what it raises ends the trying.
+    Pauses double from ``backoff_s`` to ``longest_backoff_s`` seconds, each jittered by half. An
+    attempt whose time is up, or whose caller was cancelled, is cancelled and waited for ``grace_s``
+    seconds at most; one that goes on regardless is left to itself with a warning.
+
+    Raises:
+        ConfigError: ``attempts`` is below 1.
+        TimeoutError: the last attempt took too long.
+        RuntimeError: the draw was cancelled, though nobody cancelled this call.
+        Exception: the draw's own: a fatal one at once, a recoverable one after the last attempt.
+    """
+    if attempts < 1:
+        raise ConfigError(f"attempts must be >= 1, got {attempts}")
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return await _attempted(draw, timeout_s, grace_s)
+        except Exception as error:
+            if not is_recoverable(error):
+                raise
+            on_failure(error, attempt)
+            if attempt >= attempts:
+                raise
+        pause_s = min(longest_backoff_s, backoff_s * 2 ** (attempt - 1))
+        await sleep(pause_s * random.uniform(0.5, 1.0))
+
+
+async def _attempted(
+    draw: Callable[[], Awaitable[T]], timeout_s: float | None, grace_s: float
+) -> T:
+    # Not asyncio.timeout, which waits without end for a body that swallows its cancellation.
+    work = asyncio.ensure_future(draw())
+    try:
+        await asyncio.wait({work}, timeout=timeout_s)
+        if not work.done():
+            await _end(work, grace_s)
+            raise TimeoutError(
+                f"a rollout must return within rollout_timeout_s={timeout_s} s, got no result: "
+                "raise it, or bound what the rollout waits for"
+            )
+    except asyncio.CancelledError:
+        await _end(work, grace_s)
+        raise
+    if work.cancelled():
+        raise RuntimeError(
+            "a rollout must return or raise, got cancelled by something other than the recipe: "
+            "does it cancel a task that it runs in?"
+        )
+    return work.result()
+
+
+async def _end(work: asyncio.Future[T], grace_s: float) -> None:
+    work.cancel()
+    work.add_done_callback(_retrieve)
+    _, running = await asyncio.wait({work}, timeout=grace_s)
+    if running:
+        logger.warning(
+            "a rollout goes on %g s after it was cancelled and is left to itself: it must let "
+            "asyncio.CancelledError pass", grace_s,
+        )  # fmt: skip
+
+
+def _retrieve(work: asyncio.Future[T]) -> None:
+    """Look at the exception of a draw that nobody waits for, or asyncio complains that none did."""
+    if not work.cancelled():
+        work.exception()

@@ -1,0 +1,119 @@
+"""The deployment's sampler as rollout functions see it: reproducible, and remembered.
+
+A draw has a place: its row and its number within the group. ``current_draw`` says which one the
+running rollout is. A request without a seed of its own gets one that depends on the place alone,
+so a run repeats; and the weight versions of what was drawn are kept for ``RolloutSample``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from hearth.errors import TransportError
+from hearth.sdk import DeploymentSampler, SampledCompletion
+from hearth.sdk.sampling import completion_seed
+from training.utils.rl.rollout import RolloutRun
+from training.utils.rl.seeds import call_seed
+
+current_draw: ContextVar[DrawContext | None] = ContextVar("current_draw", default=None)
+"""The draw that the running rollout function is asked for; None outside of one."""
+
+
+@dataclass
+class DrawContext:
+    """One attempt at one draw: draw number ``sample`` of the row that has ``row_seed``."""
+
+    row_seed: int
+    sample: int
+    weight_version: int
+    """What the deployment served when the row was submitted."""
+    calls: int = 0
+    seen: list[SampledCompletion] = field(default_factory=list[SampledCompletion])
+
+    def next_seed(self, n: int) -> int:
+        """The seed of the next request, for ``n`` completions.
+
+        A first request for one completion draws what ``rl_loop`` draws at this place.
+        """
+        call, self.calls = self.calls, self.calls + 1
+        if call == 0 and n == 1:
+            return completion_seed(self.row_seed, self.sample - 1)
+        return call_seed(self.row_seed, self.sample, call)
+
+    def fill_versions(self, runs: Sequence[RolloutRun]) -> None:
+        """Give samples that do not say which weights drew them what is known of it."""
+        samples = [one for run in runs for one in run.segments if one.versions is None]
+        drawn = [pair for one in self.seen for pair in versions_of(one)]
+        for sample in samples:
+            if len(samples) == 1 and sum(count for _, count in drawn) == sample.completion_len:
+                sample.versions = drawn
+            else:
+                sample.versions = [[self.weight_version, sample.completion_len]]
+
+
+def versions_of(completion: SampledCompletion) -> list[list[int]]:
+    """Run lengths ``[weight version, tokens]`` of what was drawn."""
+    whole = [[completion.weight_version, completion.completion_len]]
+    return completion.versions or whole
+
+
+class RolloutSampler:
+    """Draws completions for rollout functions; ``deployment`` is the sampler underneath."""
+
+    def __init__(self, deployment: DeploymentSampler) -> None:
+        self.deployment = deployment
+
+    async def sample_with_prompt_tokens(
+        self,
+        prompt_token_ids: Sequence[int],
+        n: int = 1,
+        *,
+        seed: int | None = None,
+        **options: Any,
+    ) -> list[SampledCompletion]:
+        """``n`` completions of a prompt, as ``DeploymentSampler.sample_with_prompt_tokens``.
+
+        Raises:
+            TransportError: the deployment sent no logprobs, without which nothing can be trained.
+        """
+        call = self.deployment.sample_with_prompt_tokens(
+            prompt_token_ids, n=n, seed=_seed(seed, n), **options
+        )
+        return _noted(await call)
+
+    async def sample_with_tokens(
+        self, messages: Sequence[Mapping[str, str]], n: int = 1, *, seed: int | None = None,
+        **options: Any,
+    ) -> list[SampledCompletion]:  # fmt: skip
+        """``n`` completions of a conversation, as ``DeploymentSampler.sample_with_tokens``.
+
+        Raises:
+            TransportError: the deployment sent no logprobs, without which nothing can be trained.
+        """
+        call = self.deployment.sample_with_tokens(messages, n=n, seed=_seed(seed, n), **options)
+        return _noted(await call)
+
+    def close(self) -> None:
+        """Refuse further calls and close the connections."""
+        self.deployment.close()
+
+
+def _seed(given: int | None, n: int) -> int | None:
+    draw = current_draw.get()
+    return given if given is not None or draw is None else draw.next_seed(n)
+
+
+def _noted(completions: list[SampledCompletion]) -> list[SampledCompletion]:
+    draw = current_draw.get()
+    for one in completions:
+        if one.inference_logprobs is None:
+            raise TransportError(
+                "a completion must come with logprobs, got none: the deployment does not report "
+                "what it drew with, and without that nothing can be trained"
+            )
+        if draw is not None:
+            draw.seen.append(one)
+    return completions

@@ -1,0 +1,203 @@
+"""From a row to its group: calls of the user's rollout function, judged and put together.
+
+Runs on the event loop of the rollouts, one task per draw. A draw that fails for a reason that may
+pass is tried again and then done without; any other error ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hearth.errors import ConfigError
+from training.utils.rl.failures import CircuitBreaker, is_recoverable, with_retries
+from training.utils.rl.groups import Draw, PromptGroup
+from training.utils.rl.rollout import OPTIONAL_ARGUMENTS, Rollout, RolloutFn, RolloutRun, runs_of
+from training.utils.rl.rollout_sampler import DrawContext, current_draw
+from training.utils.rl.seeds import row_seed
+from training.utils.rows import IndexedRow
+
+logger = logging.getLogger(__name__)
+
+GroupFilter = Callable[[PromptGroup], bool]
+"""Whether a group is worth training on (``dynamic_filter_fn``)."""
+
+
+class RolloutConfig(Protocol):
+    """The settings of a recipe that shape its rollouts."""
+
+    seed: int
+    completions_per_prompt: int
+    min_group_size: int
+    rollout_timeout_s: float | None
+    rollout_retries: int
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A row on its way: the versions at which it was submitted, by the gate's count (weight syncs
+    since the start) and by the deployment's."""
+
+    row: IndexedRow
+    version: int
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What one draw gave: trajectories, or none and perhaps why."""
+
+    runs: list[RolloutRun]
+    row_meta: dict[str, Any] | None = None
+    error: Exception | None = None
+
+
+class Rollouts:
+    """Draws whole rows with a rollout function.
+
+    Raises:
+        ConfigError: the rollout function or the filter cannot be called.
+    """
+
+    def __init__(
+        self, rollout_fn: RolloutFn, config: RolloutConfig, *, num_rows: int,
+        accepts: GroupFilter | None = None, breaker: CircuitBreaker | None = None,
+    ) -> None:  # fmt: skip
+        self._fn = rollout_fn
+        self._declared = declared_arguments(rollout_fn)
+        self._config = config
+        self._num_rows = num_rows
+        self._accepts = accepts
+        self._breaker = breaker or CircuitBreaker()
+        self.lengths: dict[int, list[int]] = {}
+        """Drawn tokens of each finished draw, of each row that is on its way."""
+
+    async def draw(self, submitted: Submission) -> Draw:
+        """All draws of a row, and the group that they make.
+
+        Raises:
+            Exception: what a rollout function raised that no second try mends.
+            RolloutsFailingError: too many draws fail.
+        """
+        index = submitted.row.index
+        self.lengths[index] = []
+        tasks = [
+            asyncio.create_task(self._draw_one(submitted, sample))
+            for sample in range(self._config.completions_per_prompt)
+        ]
+        try:
+            drawn = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.lengths.pop(index, None)
+        return self._outcome(submitted, drawn)
+
+    async def _draw_one(self, submitted: Submission, sample: int) -> _Drawn:
+        where = f"row {submitted.row.index}, draw {sample}"
+        try:
+            drawn = await with_retries(
+                lambda: self._call(submitted, sample, where),
+                attempts=1 + self._config.rollout_retries,
+                timeout_s=self._config.rollout_timeout_s,
+                on_failure=lambda error, attempt: self._note_failure(error, attempt, where),
+            )
+        except Exception as error:
+            if not is_recoverable(error):
+                error.add_note(f"in the rollout of {where}")
+                raise
+            return _Drawn([], error=error)
+        if drawn.runs:
+            self._breaker.succeeded()
+            self.lengths[submitted.row.index].append(_length(drawn.runs))
+        return drawn
+
+    async def _call(self, submitted: Submission, sample: int, where: str) -> _Drawn:
+        row = submitted.row
+        draw = DrawContext(row_seed(self._config.seed, row.index), sample, submitted.weight_version)
+        current_draw.set(draw)
+        # The user may write into its row; the next draw must not read it.
+        pending = self._fn(copy.deepcopy(row.row), **self._arguments(row, sample))
+        if not inspect.isawaitable(pending):
+            raise TypeError(
+                f"rollout_fn must be an async function, got {type(pending).__name__} from its call"
+            )
+        returned = await pending
+        runs = runs_of(returned, where)
+        draw.fill_versions(runs)
+        return _Drawn(runs, returned.row_meta if isinstance(returned, Rollout) else None)
+
+    def _arguments(self, row: IndexedRow, sample: int) -> dict[str, Any]:
+        if not self._declared:
+            return {}
+        known = {
+            "cursor_index": row.index, "row_index": row.source, "epoch": row.epoch,
+            "rollout_idx": sample, "sample_index": sample,
+            "end_of_epoch": (row.index + 1) % self._num_rows == 0,
+        }  # fmt: skip
+        return {name: known[name] for name in self._declared}
+
+    def _note_failure(self, error: BaseException, attempt: int, where: str) -> None:
+        logger.warning("%s, attempt %d failed: %s: %s", where, attempt, type(error).__name__, error)
+        self._breaker.failed(error)
+        self._breaker.check()
+
+    def _outcome(self, submitted: Submission, drawn: list[_Drawn]) -> Draw:
+        runs = [run for one in drawn for run in one.runs]
+        errors = [one.error for one in drawn if one.error is not None]
+        kept = sum(bool(one.runs) for one in drawn)
+        group, reason = None, None
+        if kept < self._config.min_group_size or len(runs) < 2:
+            reason = "failed" if errors else "too_few"
+        else:
+            metas = [one.row_meta for one in drawn if one.row_meta is not None]
+            group = PromptGroup.of(
+                submitted.row, [run.segments for run in runs],
+                metas[0] if metas else None, submitted.version,
+            )  # fmt: skip
+            if self._accepts is not None and not self._accepts(group):
+                group, reason = None, "filtered"
+        return Draw(
+            submitted.row,
+            group=group,
+            dropped=reason,
+            completions=len(runs),
+            truncated=sum(run.segments[-1].finish_reason == "length" for run in runs),
+            rewards=[run.reward for run in runs],
+            error=errors[-1] if errors else None,
+            failed_draws=len(errors),
+            empty_draws=sum(not one.runs and one.error is None for one in drawn),
+        )
+
+
+def declared_arguments(rollout_fn: RolloutFn) -> list[str]:
+    """Those of ``OPTIONAL_ARGUMENTS`` that a rollout function takes.
+
+    Raises:
+        ConfigError: it cannot be called with a row.
+    """
+    if not callable(rollout_fn):
+        raise ConfigError(
+            f"rollout_fn_factory must return an async function, got {rollout_fn!r}: "
+            "make_rollout_fn(setup) ends with `return rollout_fn`"
+        )
+    parameters: Mapping[str, inspect.Parameter] = inspect.signature(rollout_fn).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return list(OPTIONAL_ARGUMENTS)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    # The first parameter is the row, whatever it is called.
+    return [
+        name
+        for name in OPTIONAL_ARGUMENTS
+        if name in list(parameters)[1:] and parameters[name].kind in by_name
+    ]
+
+
+def _length(runs: list[RolloutRun]) -> int:
+    return sum(one.completion_len for run in runs for one in run.segments)

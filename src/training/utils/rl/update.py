@@ -1,0 +1,153 @@
+"""One update of the policy: frozen logprobs, gradients in pieces, optimizer steps.
+
+What every recipe does with the groups of a batch, whichever way it came by them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+import tinker
+
+from hearth.telemetry import Stopwatch
+from training.utils.rl.groups import PromptGroup, TrainSample
+from training.utils.rl.objectives import (
+    ObjectiveConfig,
+    builtin_call,
+    objective_options,
+    old_rows,
+    ref_rows,
+    samples_of,
+    tis_options,
+)
+from training.utils.rl.platform import RunInfra
+from training.utils.rl.policy_losses import make_policy_loss_fn
+
+
+class UpdateConfig(ObjectiveConfig, Protocol):
+    """The settings of a recipe that shape an update."""
+
+    temperature: float
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
+    grad_accumulation_normalization: Literal["num_loss_tokens", "num_sequences", "none"]
+    ppo_n_minibatches: int
+    max_samples_per_fwd_bwd: int
+
+    @property
+    def runs_builtin_loss(self) -> bool:
+        """Whether the loss runs inside the trainer."""
+        ...
+
+
+class PolicyUpdate:
+    """The update of one batch; its groups may come in pieces, while others are still drawn.
+
+    The gradient of several pieces is that of one, but for the order of the sums. With
+    ``ppo_n_minibatches`` above 1 the whole batch is one piece, cut into minibatches with an
+    optimizer step each. Seconds go to ``clock``.
+    """
+
+    def __init__(self, config: UpdateConfig, infra: RunInfra, clock: Stopwatch) -> None:
+        self._config = config
+        self._infra = infra
+        self._clock = clock
+        self.groups: list[PromptGroup] = []
+        """The groups that have gone through forward and backward."""
+        self.optimizer_steps = 0
+        self.results: list[tuple[int, Mapping[str, float]]] = []
+        """(samples, metrics) of each call; 0 samples is an optimizer's."""
+
+    async def add(self, piece: Sequence[PromptGroup]) -> None:
+        """Add the policy loss's gradient of some groups; between minibatches step the optimizer."""
+        samples = samples_of(piece)
+        await self._score_reference(samples)
+        if self._config.ppo_n_minibatches > 1 or self._config.runs_builtin_loss:
+            await self._score_old_policy(samples)
+        minibatches = chunks(samples, math.ceil(len(samples) / self._config.ppo_n_minibatches))
+        for number, minibatch in enumerate(minibatches, start=1):
+            for part in chunks(minibatch, self._config.max_samples_per_fwd_bwd):
+                with self._clock.span("perf/fwd_bwd_time"):
+                    result = await self._policy_gradient(part)
+                self.results.append((len(part), result.metrics))
+            if number < len(minibatches):
+                await self._optimizer_step()
+        self.groups.extend(piece)
+
+    async def finish(self) -> None:
+        """The optimizer step of what has accumulated."""
+        await self._optimizer_step()
+
+    async def _policy_gradient(
+        self, samples: Sequence[TrainSample]
+    ) -> tinker.ForwardBackwardOutput:
+        config, policy = self._config, self._infra.policy.inner
+        objective, tis = objective_options(config), tis_options(config)
+        if config.runs_builtin_loss:
+            call = builtin_call(objective, config.policy_loss, tis, samples)
+            return await policy.forward_backward(
+                call.data, call.loss_fn, call.loss_fn_config | {"temperature": config.temperature}
+            )
+        loss_fn = make_policy_loss_fn(
+            config.policy_loss,
+            advantages=[one.advantage for one in samples],
+            behavior_logprobs=[one.behavior_logprobs for one in samples],
+            old_logprobs=old_rows(samples),
+            ref_logprobs=ref_rows(samples),
+            config=objective,
+            tis=tis,
+        )
+        return await policy.forward_backward_custom(
+            [one.datum for one in samples], loss_fn, temperature=config.temperature
+        )
+
+    async def _score_reference(self, samples: Sequence[TrainSample]) -> None:
+        """Give every sample the frozen reference's logprobs, where there is a reference."""
+        if self._infra.reference is None:
+            return
+        with self._clock.span("perf/ref_forward_time"):
+            scored = await self._infra.reference.inner.forward(
+                [one.datum for one in samples], "cross_entropy",
+                {"temperature": self._config.temperature},
+            )  # fmt: skip
+        for sample, output in zip(samples, scored.loss_fn_outputs, strict=True):
+            sample.ref_logprobs = output["logprobs"].data
+
+    async def _score_old_policy(self, samples: Sequence[TrainSample]) -> None:
+        """Give every sample the policy's logprobs before this batch moves it.
+
+        Without minibatches nothing moves in between: the loss then takes the policy's own logprobs
+        as the old ones, which is the same numbers for one forward less.
+        """
+        with self._clock.span("perf/old_policy_forward_time"):
+            scored = await self._infra.policy.inner.forward(
+                [one.datum for one in samples], "cross_entropy",
+                {"temperature": self._config.temperature},
+            )  # fmt: skip
+        for sample, output in zip(samples, scored.loss_fn_outputs, strict=True):
+            sample.old_logprobs = output["logprobs"].data
+
+    async def _optimizer_step(self) -> None:
+        """One AdamW step on what has accumulated."""
+        config = self._config
+        params = tinker.AdamParams(
+            learning_rate=config.learning_rate, beta1=config.beta1, beta2=config.beta2,
+            eps=config.eps, weight_decay=config.weight_decay, grad_clip_norm=config.grad_clip_norm,
+        )  # fmt: skip
+        with self._clock.span("perf/optim_step_time"):
+            done = await self._infra.policy.inner.optim_step(
+                params, config.grad_accumulation_normalization
+            )
+        self.optimizer_steps += 1
+        self.results.append((0, done.metrics or {}))
+
+
+def chunks(samples: Sequence[TrainSample], size: int) -> list[Sequence[TrainSample]]:
+    """Contiguous slices of at most ``size`` samples."""
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
