@@ -1,0 +1,26 @@
+"""The sampler of rollout functions that ask the deployment themselves (document 004)."""
+
+from __future__ import annotations
+
+from hearth.sdk import DeploymentSampler, FixedConcurrencyController
+from training.utils.rl.rollout import RolloutSetup
+from training.utils.rl.rollout_sampler import RolloutSampler
+
+# The recipe's gate says how many rollouts run; the sampler adds no limit of its own.
+NO_LIMIT = 2**31
+
+
+def build_deployment_sampler(setup: RolloutSetup) -> RolloutSampler:
+    """A sampler on the run's deployment, closed with the run.
+
+    Requests without a seed get one from the draw's place, so a run repeats; completions come with
+    the logprobs they were drawn with. To be made once, in ``make_rollout_fn``.
+    """
+    sampler = RolloutSampler(
+        DeploymentSampler(
+            setup.inference_base_url, setup.model, setup.api_key, setup.tokenizer,
+            concurrency_controller=FixedConcurrencyController(NO_LIMIT),
+        )
+    )  # fmt: skip
+    setup.closing.callback(sampler.close)
+    return sampler

@@ -1,0 +1,470 @@
+"""GRPO and its relatives with rollouts and training side by side, and a staleness bound that holds.
+
+A user writes a rollout function (``training.utils.rl.rollout``); the phases of one step are, as
+``train_step`` runs them:
+
+1. roll out: the queue keeps as many rows in flight as the off-policy gate lets it, all the time;
+2. form the batch: finished groups in the order of their submission, none older than
+   ``max_head_offpolicy_versions`` weight syncs; a late row is waited for;
+3. forward and backward: reference logprobs where KL asks for them, then the policy loss, in pieces
+   while the last groups of the batch are still being drawn;
+4. one optimizer step (``ppo_n_minibatches`` of them);
+5. weight sync: a snapshot is saved, and the next batch begins while the deployment loads it.
+
+With ``max_head_offpolicy_versions=0`` (the default) the next rows wait for the weight sync: the run
+is strictly on-policy and trains, to the bit, what ``rl_loop`` trains on groups with spread.
+``synchronous_training`` drains all rollouts before each step as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from hearth.errors import ConfigError
+from training.utils.begin import begin_run
+from training.utils.command import refuse_inside_event_loop, run_until_signal
+from training.utils.recipe_config import RecipeConfig
+from training.utils.rl.async_metrics import (
+    TRAIN,
+    WAIT,
+    WAIT_FOR_MORE,
+    WEIGHT_UPDATE,
+    overlap_metrics,
+    queue_metrics,
+    staleness_metrics,
+)
+from training.utils.rl.groups import Draw, rollout_metrics, version_metrics
+from training.utils.rl.objectives import objective_options
+from training.utils.rl.platform import PlatformSpec, RunInfra
+from training.utils.rl.publisher import Publisher
+from training.utils.rl.rollout import RolloutFnFactory, RolloutSetup
+from training.utils.rl.rollout_queue import RolloutQueue, TakenGroup, gate_limits
+from training.utils.rl.rollout_thread import RolloutThread
+from training.utils.rl.rollouts import GroupFilter, Rollouts
+from training.utils.rl.update import PolicyUpdate
+from training.utils.rows import Row, check_object, epoch_rows, load_rows
+from training.utils.run import Run, RunSummary, batch_metrics, merged_metrics, step_times
+from training.utils.validation import validate
+from training.utils.watchdog import StalledError, Watchdog
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Config(RecipeConfig):
+    """Settings of ``async_rl_loop`` beside those that all recipes share."""
+
+    log_path: str = "runs/async_rl_loop"
+    """Folder of the run: metrics.jsonl, config.json, checkpoints."""
+    dataset: str = ""
+    """Rows to train on where ``main`` gets none: JSONL path or http(s) URL, an object per line."""
+    shuffle: bool = True
+    """Give each epoch its own order."""
+
+    max_head_offpolicy_versions: int = 0
+    """Weight syncs by which a sample may be late when it is trained; 0 is strictly on-policy."""
+    synchronous_training: bool = False
+    """Drain all rollouts before each step: nothing overlaps."""
+    max_concurrency_rollout_sample: int | None = None
+    """Rollouts in flight, counted one by one; None leaves it to the off-policy gate."""
+    fifo_slack: int | None = None
+    """Unfinished rows that a batch may leave behind for younger ones, 0 to prompt_groups_per_step;
+    0 is strict order, None a quarter of it."""
+    late_row_wait_s: float | None = None
+    """Seconds that a batch waits for rows whose last chance it is; then they are dropped and
+    counted. None waits until their rollouts end."""
+    in_flight_weight_updates: bool = False
+    """Let completions go on under new weights instead of ending them under the old ones first."""
+
+    min_group_size: int = 1
+    """Rollouts of a row that must succeed for its group to be trained."""
+    rollout_timeout_s: float | None = 1800.0
+    """Seconds that one rollout may take; None sets no limit."""
+    rollout_retries: int = 2
+    """Further attempts at a rollout that fails for a reason that may pass."""
+    rollout_extras: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Plain values that the rollout function finds in ``setup.extras``."""
+    stall_timeout_s: float = 3600.0
+    """Seconds without a finished step after which the run says who waits for whom, and ends."""
+
+    tis_enabled: bool | None = None
+    """Truncated importance sampling against the sampler's logprobs, on top of any loss; None: where
+    samples may be off-policy."""
+    allow_uncorrected_off_policy: bool = False
+    """Train off-policy without a trust region or without TIS."""
+
+    @property
+    def max_concurrent(self) -> int:
+        """Sampling requests that may be in flight; the gate holds it below that."""
+        batch = self.prompt_groups_per_step * self.completions_per_prompt
+        return self.max_concurrency_rollout_sample or (1 + self.max_head_offpolicy_versions) * batch
+
+    @property
+    def is_off_policy(self) -> bool:
+        """Whether a sample may have been drawn by other weights than those that it trains."""
+        late = self.max_head_offpolicy_versions > 0 and not self.synchronous_training
+        return late or self.in_flight_weight_updates
+
+    @property
+    def uses_tis(self) -> bool:
+        """Whether samples are weighted by how far the sampler's policy is off."""
+        return self.is_off_policy if self.tis_enabled is None else self.tis_enabled
+
+    def validate(self) -> None:
+        """Check everything that can be checked without loading a model.
+
+        Raises:
+            ConfigError: one line per problem.
+        """
+        validate(self, _own_problems(self))
+
+
+def _own_problems(config: Config) -> Iterator[str]:
+    try:
+        gate_limits(config)
+    except ConfigError as error:
+        yield str(error)
+    group = config.completions_per_prompt
+    if not 1 <= config.min_group_size <= group:
+        yield (
+            f"min_group_size must lie between 1 and completions_per_prompt ({group}), got "
+            f"{config.min_group_size}"
+        )
+    if config.rollout_retries < 0:
+        yield f"rollout_retries must be >= 0, got {config.rollout_retries}"
+    for name in ("rollout_timeout_s", "stall_timeout_s"):
+        seconds: float | None = getattr(config, name)
+        if seconds is not None and not seconds > 0:
+            yield f"{name} must be > 0 seconds, got {seconds}"
+    if config.late_row_wait_s is not None and not config.late_row_wait_s >= 0:
+        yield f"late_row_wait_s must be >= 0 seconds or None, got {config.late_row_wait_s}"
+    with contextlib.suppress(ConfigError):  # of two spellings, which validate() tells of
+        if config.sync.interval != 1:
+            yield (
+                f"weight_sync_interval must be 1, got {config.sync.interval}: versions are counted "
+                "by weight syncs; raise max_head_offpolicy_versions for more overlap"
+            )
+    try:
+        orjson.dumps(config.rollout_extras)
+    except TypeError as error:
+        yield (
+            f"rollout_extras must be plain values, got {config.rollout_extras!r} ({error}): close "
+            "over anything else in your rollout_fn_factory"
+        )
+    yield from _off_policy_problems(config)
+
+
+def _off_policy_problems(config: Config) -> Iterator[str]:
+    """What makes stale samples pull the policy anywhere, unless the user says that it may."""
+    if not config.is_off_policy or config.allow_uncorrected_off_policy:
+        return
+    why = f"max_head_offpolicy_versions={config.max_head_offpolicy_versions}"
+    if config.in_flight_weight_updates:
+        why += " and in_flight_weight_updates"
+    with contextlib.suppress(ConfigError):  # of the options, which validate() tells of
+        if not objective_options(config).has_trust_region:
+            yield (
+                f"policy_loss must have a trust region with {why}, got {config.policy_loss!r}: "
+                "nothing holds its ratio near 1 on stale samples; use grpo, dapo, gspo, cispo or "
+                "dro, or set allow_uncorrected_off_policy"
+            )
+    if not config.uses_tis:
+        yield (
+            f"tis_enabled must be None or True with {why}, got False: clips compare with the "
+            "trainer's own policy of the step, and do not see how old a sample is; or set "
+            "allow_uncorrected_off_policy"
+        )
+
+
+def main(
+    config: Config, *, rollout_fn_factory: RolloutFnFactory, rows: Sequence[Row] | None = None,
+    dynamic_filter_fn: GroupFilter | None = None,
+) -> RunSummary:  # fmt: skip
+    """Train until the rows run out.
+
+    ``rollout_fn_factory(setup)`` is called once and returns the rollout function, which is called
+    ``completions_per_prompt`` times for each row. ``rows`` take the place of ``config.dataset`` and
+    are not cut by ``max_rows``. A group that ``dynamic_filter_fn(group)`` refuses is replaced by
+    the next row's. Ctrl-C and SIGTERM end the run cleanly.
+
+    Raises:
+        ConfigError: a setting or a row breaks its rule; nothing was started.
+        StalledError: no step was finished within ``stall_timeout_s``.
+        RolloutsFailingError: too many rollouts failed.
+        Exception: what a rollout function raised that no second try mends.
+    """
+    refuse_inside_event_loop()
+    config.validate()
+    rows = checked_rows(config, rows)
+    logger.warning(
+        "async_rl_loop is experimental: fields and the rollout protocol may change between "
+        "versions; pin the version that you build on"
+    )
+    spec = replace(
+        PlatformSpec.of(config, Path(config.log_path)),
+        running_requests="keep" if config.in_flight_weight_updates else "drain",
+    )
+    with begin_run(config, spec, rows) as (infra, run):
+        setup = rollout_setup(config, infra)
+        with setup.closing, RolloutThread() as thread:
+            rollout_fn = rollout_fn_factory(setup)
+            rollouts = Rollouts(rollout_fn, config, num_rows=len(rows), accepts=dynamic_filter_fn)
+            run_until_signal(run_loop(config, infra, run, rollouts, thread))
+            return run.summary(infra)
+
+
+def checked_rows(config: Config, rows: Sequence[Row] | None) -> Sequence[Row]:
+    """The rows to train on: given ones, or those of the dataset.
+
+    Raises:
+        ConfigError: there are none, or one is no object.
+    """
+    if rows is None and not config.dataset:
+        raise ConfigError("rows must be given where config.dataset is empty, got neither")
+    if rows is None:
+        return load_rows(config.dataset, config.max_rows, needs_messages=False)
+    if not rows:
+        raise ConfigError("rows must hold at least one row, got []")
+    return [check_object(row, where=f"rows[{place}]") for place, row in enumerate(rows)]
+
+
+def rollout_setup(config: Config, infra: RunInfra) -> RolloutSetup:
+    """What the rollout function's factory is handed."""
+    assert infra.inference_model is not None, "provisioned with inference"
+    return RolloutSetup(
+        tokenizer=infra.tokenizer,
+        tokenizer_id=config.deployment.tokenizer_model,
+        sample_kwargs={
+            "max_tokens": config.max_completion_tokens, "temperature": config.temperature,
+            "top_p": 1.0, "top_k": 0, "max_seq_len": config.max_seq_len,
+            "http_timeout": config.deployment.sample_timeout, "logprobs": True,
+        },
+        inference_base_url=infra.inference_url,
+        api_key=infra.api_key,
+        model=infra.inference_model,
+        completions_per_prompt=config.completions_per_prompt,
+        extras=dict(config.rollout_extras),
+    )  # fmt: skip
+
+
+@dataclass
+class Loop:
+    """What the steps of a run work on."""
+
+    config: Config
+    infra: RunInfra
+    run: Run
+    queue: RolloutQueue
+    publisher: Publisher
+    phase: str = "start"
+    """What the trainer does now, for the watchdog."""
+    publishing: asyncio.Task[None] | None = None
+    """The weight sync that is under way."""
+
+
+async def run_loop(
+    config: Config, infra: RunInfra, run: Run, rollouts: Rollouts, thread: RolloutThread
+) -> None:
+    """The whole run, watched: rollouts on their thread, the trainer's steps here."""
+    rows = epoch_rows(
+        run.rows, epochs=config.epochs, shuffle=config.shuffle, seed=config.seed,
+        done=run.cursor.finished(),
+    )  # fmt: skip
+    queue = RolloutQueue(
+        config, rows,
+        draw=lambda submission: thread.submit(lambda: rollouts.draw(submission)),
+        note=lambda draw: note_draw(run, draw, rollouts),
+        weight_version=lambda: run.version, busy=run.busy, now=run.now,
+        check=lambda: check_responsive(config, thread),
+    )  # fmt: skip
+    loop = Loop(config, infra, run, queue, Publisher(infra.syncer))
+    event_loop = asyncio.get_running_loop()
+    work = asyncio.create_task(train(loop))
+    stall: list[StalledError] = []
+
+    def end(error: StalledError) -> None:
+        stall.append(error)
+        event_loop.call_soon_threadsafe(work.cancel)
+
+    def report() -> str:
+        return "\n".join([describe(loop), *thread.task_stacks(8)])
+
+    with Watchdog(config.stall_timeout_s, report, log_path=run.log_path, on_stall=end) as watchdog:
+        run.on_progress = watchdog.beat
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not stall:
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+                raise
+            raise stall[0] from None
+
+
+async def train(loop: Loop) -> None:
+    """All steps, then what a finished run leaves behind."""
+    config, infra, run = loop.config, loop.infra, loop.run
+    try:
+        if config.sync.before_training or run.must_publish(infra):
+            with run.clock.span(WEIGHT_UPDATE):
+                run.version = await loop.publisher.publish(f"step-{run.step:05d}")
+        run.start_step()
+        while await train_step(loop):
+            run.on_progress()
+        await finish_publishing(loop)
+    finally:
+        await loop.queue.close()
+        if loop.publishing is not None:
+            loop.publishing.cancel()
+    run.mention_untrained_rows()
+    await run.save_if_due(config, infra, is_last=True)
+    await run.export_model(config, infra)
+
+
+async def train_step(loop: Loop) -> bool:
+    """One step on the next batch; False when no rows are left for one."""
+    run = loop.run
+    update = PolicyUpdate(loop.config, loop.infra, run.clock)
+    batch: list[TakenGroup] = []
+    while piece := await next_piece(loop, is_first=not batch):  # 1. and 2.
+        batch.extend(piece)
+        loop.phase = "forward and backward"
+        with run.busy.train(), run.clock.span(TRAIN):
+            await update.add([one.group for one in piece])  # 3.
+    if not batch:
+        return False
+    loop.phase = "optimizer step"
+    with run.busy.train(), run.clock.span(TRAIN):
+        await update.finish()  # 4.
+    run.step += update.optimizer_steps
+    if math.isnan(run.first_step_s):
+        run.first_step_s = time.perf_counter() - run.started
+    trained_version = run.version + loop.queue.gate.step - loop.queue.gate.version
+    await publish(loop, batch)  # 5.
+    report_step(loop, batch, update, trained_version)
+    # After its record: a resumed run drops the records of steps that its checkpoint does not hold.
+    await run.save_if_due(loop.config, loop.infra)
+    return True
+
+
+async def next_piece(loop: Loop, *, is_first: bool) -> list[TakenGroup]:
+    """The groups that are due for forward and backward."""
+    loop.phase = "waiting for rollouts"
+    clock = loop.run.clock
+    more = contextlib.nullcontext() if is_first else clock.span(WAIT_FOR_MORE)
+    with clock.span(WAIT), more:
+        return await loop.queue.piece()
+
+
+async def publish(loop: Loop, batch: Sequence[TakenGroup]) -> None:
+    """Save a snapshot and have the deployment load it; off-policy, the next batch does not wait.
+
+    Before a checkpoint it is waited for: the cursor moves only when the step is published.
+    """
+    config, run = loop.config, loop.run
+    loop.phase = "weight sync"
+    with run.clock.span(WEIGHT_UPDATE):
+        await finish_publishing(loop)
+        loop.queue.gate.end_batch()
+        with run.busy.train():
+            identity = await loop.publisher.save(f"step-{run.step:05d}")
+        loop.publishing = asyncio.create_task(serve(loop, identity, batch))
+        overlaps = config.max_head_offpolicy_versions > 0 and not config.synchronous_training
+        if not overlaps or run.is_save_due(config, loop.infra):
+            await finish_publishing(loop)
+
+
+async def serve(loop: Loop, identity: str, batch: Sequence[TakenGroup]) -> None:
+    """Have a snapshot served; then its rows are done, and there is room for new ones."""
+    try:
+        loop.run.version = await loop.publisher.serve(identity)
+    except Exception as error:
+        loop.queue.fail(error)
+        raise
+    loop.run.cursor.finish(one.group.row.index for one in batch)
+    loop.queue.gate.published()
+    loop.queue.submit()
+
+
+async def finish_publishing(loop: Loop) -> None:
+    """Wait for the weight sync that is under way, if one is."""
+    publishing, loop.publishing = loop.publishing, None
+    if publishing is not None:
+        await publishing
+
+
+def note_draw(run: Run, draw: Draw, rollouts: Rollouts) -> None:
+    """Count a row's outcome; one that gives no group is done."""
+    run.stats.add(draw)
+    if draw.dropped == "stale":
+        run.stats.stale_lengths.extend(rollouts.lengths.get(draw.row.index, []))
+    if draw.group is None:
+        run.cursor.finish([draw.row.index])
+        if draw.dropped != "filtered":
+            logger.warning(
+                "row %d is dropped (%s): %s", draw.row.index, draw.dropped, draw.error or "no error"
+            )
+
+
+def check_responsive(config: Config, thread: RolloutThread) -> None:
+    """Refuse to wait for a rollout function that holds up all others.
+
+    Raises:
+        TimeoutError: nothing else has run on the rollouts' thread for ``rollout_timeout_s``.
+    """
+    blocked = thread.blocked_s()
+    if config.rollout_timeout_s is not None and blocked > config.rollout_timeout_s:
+        raise TimeoutError(
+            f"a rollout function must let others run, got {blocked:.0f} s without an await "
+            f"(rollout_timeout_s={config.rollout_timeout_s}): put what computes or waits into "
+            f"`await asyncio.to_thread(...)`; it is in\n{thread.stack()}"
+        )
+
+
+def report_step(
+    loop: Loop, batch: Sequence[TakenGroup], update: PolicyUpdate, trained_version: int
+) -> None:
+    """Write the step's metrics and start counting for the next one."""
+    config, run = loop.config, loop.run
+    metrics = {f"train/{name}": value for name, value in merged_metrics(update.results).items()}
+    metrics["train/step"] = float(run.step)  # the trainer's own count says nothing of this run
+    metrics["train/num_minibatches"] = float(update.optimizer_steps)
+    metrics |= batch_metrics(update.results, config.completions_per_prompt)
+    metrics |= rollout_metrics(run.stats, update.groups)
+    metrics |= version_metrics(update.groups, trained_version)
+    metrics |= staleness_metrics(batch) | queue_metrics(loop.queue, run)
+    metrics["async/trained_against_version"] = float(trained_version)
+    metrics["async/realized_training_chunks"] = metrics["rollout/fwd_bwd_count"]
+    times = step_times(run, update.groups)
+    metrics |= times | overlap_metrics(times)
+    run.log.write("train", run.step, metrics)
+    run.display.step(run.step, run.cursor.count, metrics)
+    run.start_step()
+
+
+def describe(loop: Loop) -> str:
+    """Who waits for whom, in a few lines."""
+    gate, queue, run = loop.queue.gate, loop.queue, loop.run
+    oldest = queue.oldest()
+    lines = [
+        f"the trainer is in phase {loop.phase!r} of step {run.step + 1}, weight version "
+        f"{run.version}" + (", a weight sync is under way" if loop.publishing else ""),
+        f"{gate.running_rows} rows are being drawn ({gate.running_samples} rollouts), "
+        f"{queue.num_ready} groups wait for their batch, which lacks {gate.places_left()} of "
+        f"{loop.config.prompt_groups_per_step}",
+        f"the gate has room for {gate.rows_to_submit()} rows; late rows: {gate.late_rows()[:8]}",
+    ]
+    if oldest is not None:
+        row, age = oldest
+        lines.append(f"the oldest rollout is of row {row.index}, for {age:.0f} s")
+    return "\n".join(lines)
