@@ -10,7 +10,7 @@ import orjson
 
 from hearth.errors import RequestError
 from hearth.inference.backend import SampledSequence, Tokenizer
-from hearth.inference.events import as_chat, chat_raw_output
+from hearth.inference.events import as_chat, chat_raw_output, wants_chat_rows
 from hearth.inference.responses import token_rows, usage_of
 from hearth.inference.tool_calls import Read, chat_finish_reason, read_tool_calls, tool_call
 from hearth.telemetry import new_request_id
@@ -68,7 +68,7 @@ def _choice(
     tokenizer: Tokenizer | None,
 ) -> ChatChoice:  # fmt: skip
     logprobs = None
-    if request.logprobs:
+    if wants_chat_rows(request):
         tops = drawn.top_logprobs or [None] * len(drawn.token_ids)
         rows = token_rows(drawn.token_ids, drawn.logprobs, drawn.sampling_logprobs, tops, tokenizer)
         logprobs = ChatLogprobs.model_construct(content=as_chat(rows))
@@ -78,7 +78,7 @@ def _choice(
         message=message,
         finish_reason=chat_finish_reason(drawn.finish_reason, has_calls=bool(message.tool_calls)),
         logprobs=logprobs,
-        raw_output=chat_raw_output(prompt, drawn) if request.raw_output else None,
+        raw_output=chat_raw_output(request, prompt, drawn),
     )
 
 

@@ -162,8 +162,8 @@ class ChatEvents(_Events):
     def _chunk(self, piece: Piece) -> ChatChunk | None:
         end = piece.end
         read = self._read(piece)
-        rows = bool(self._request.logprobs and piece.tokens)
-        if not (end or piece.is_first or read.content or read.calls or rows):
+        logprobs = self._logprobs(piece)
+        if not (end or piece.is_first or read.content or read.calls or logprobs):
             return None
         calls = self._numbered(piece.index, read.calls)
         chunk = self._empty()
@@ -176,10 +176,8 @@ class ChatEvents(_Events):
                     tool_calls=calls or None,
                 ),
                 finish_reason=self._reason(piece),
-                logprobs=self._logprobs(piece),
-                raw_output=chat_raw_output(self._prompts[0], end)
-                if end and self._request.raw_output
-                else None,
+                logprobs=logprobs,
+                raw_output=chat_raw_output(self._request, self._prompts[0], end) if end else None,
             )
         )
         return chunk
@@ -215,16 +213,28 @@ class ChatEvents(_Events):
         return chat_finish_reason(piece.end.finish_reason, has_calls=has_calls)
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
-        if not self._request.logprobs:
+        if not wants_chat_rows(self._request) or not (piece.tokens or piece.end):
             return None
         return ChatLogprobs.model_construct(content=as_chat(self._rows(piece.tokens)))
 
 
-def chat_raw_output(prompt: list[int], drawn: SampledSequence) -> RawOutput:
-    """The ids behind an answer, those of the rendered conversation included."""
+def wants_chat_rows(request: ChatRequest) -> bool:
+    """Whether an object per token is to be told."""
+    return bool(request.logprobs) and request.logprob_format == "objects"
+
+
+def chat_raw_output(
+    request: ChatRequest, prompt: list[int], drawn: SampledSequence
+) -> RawOutput | None:
+    """The ids behind an answer, those of the rendered conversation included, if asked for."""
+    arrays = bool(request.logprobs) and request.logprob_format == "arrays"
+    if not (request.raw_output or arrays):
+        return None
     return RawOutput.model_construct(
         completion_token_ids=drawn.token_ids,
         prompt_token_ids=prompt,
+        logprobs=drawn.logprobs if arrays else None,
+        sampling_logprobs=drawn.sampling_logprobs if arrays else None,
         versions=drawn.versions,
     )
 

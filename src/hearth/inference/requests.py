@@ -52,7 +52,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 _UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
-    "logprob_format": ("objects",),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -105,6 +104,7 @@ def read_chat(body: bytes) -> ChatRequest:
             f"logprobs must be true when top_logprobs is given, got top_logprobs="
             f"{request.top_logprobs}"
         )
+    _check_arrays(request.top_logprobs, request.logprob_format)
     return request
 
 
@@ -259,8 +259,12 @@ def _check_logprobs(call: CompletionCall) -> None:
             f"logprobs must be true when top_logprobs is given, got top_logprobs="
             f"{call.top_logprobs}"
         )
-    if call.top_logprobs and call.logprob_format == "arrays":
+    _check_arrays(call.top_logprobs, call.logprob_format)
+
+
+def _check_arrays(top_logprobs: int | None, logprob_format: str) -> None:
+    if top_logprobs and logprob_format == "arrays":
         raise RequestError(
-            f"top_logprobs must be absent with logprob_format='arrays', got {call.top_logprobs}: "
+            f"top_logprobs must be absent with logprob_format='arrays', got {top_logprobs}: "
             "arrays hold one number per token"
         )

@@ -18,7 +18,8 @@ class ChatRequest(DrawFields):
 
     ``max_tokens`` is the older name of ``max_completion_tokens``; without either an answer may
     fill the context. ``tools`` and ``chat_template_kwargs`` are handed to the template; with
-    ``tools`` the calls in an answer are told as ``tool_calls``.
+    ``tools`` the calls in an answer are told as ``tool_calls``. ``logprob_format`` is that of
+    completions.
 
     Example: ``{"model": "accounts/me/deployments/d", "messages": [{"role": "user", "content":
     "2 + 3 ="}], "max_completion_tokens": 16, "temperature": 0}``
@@ -31,6 +32,7 @@ class ChatRequest(DrawFields):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    logprob_format: Literal["objects", "arrays"] = "objects"
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:

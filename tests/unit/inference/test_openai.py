@@ -271,6 +271,24 @@ def test_chat_logprobs_come_with_bytes_and_the_likeliest_tokens(served):
             assert one.bytes == (None if "\ufffd" in one.token else list(one.token.encode()))
 
 
+def test_chat_logprobs_as_arrays_are_those_of_the_objects(served):
+    body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "max_tokens": 12}
+    body |= {"seed": 7, "ignore_eos": True}
+
+    def choice(**fields):
+        answer = httpx.post(f"{served.url}/v1/chat/completions", json=body | fields, timeout=30)
+        return answer.json()["choices"][0]
+
+    objects, arrays = choice(), choice(logprob_format="arrays")
+    rows, raw = objects["logprobs"]["content"], arrays["raw_output"]
+
+    assert raw["logprobs"] == [one["logprob"] for one in rows]
+    assert raw["sampling_logprobs"] == [one["sampling_logprob"] for one in rows]
+    assert raw["completion_token_ids"] == [one["token_id"] for one in rows]
+    assert "logprobs" not in arrays
+    assert "raw_output" not in objects
+
+
 def test_tools_and_template_arguments_reach_the_template(served, tokenizer):
     tools = [{"type": "function", "function": {"name": name}} for name in ("add", "sub")]
     call = {"function": {"name": "add", "arguments": '{"a": 5}'}, "id": "1", "type": "function"}
@@ -331,6 +349,11 @@ REFUSED_CHATS = {
     "reasoning_effort": {"reasoning_effort": "low"},
     "max_tokens": {"max_tokens": 1, "max_completion_tokens": 2},
     "logprobs": {"top_logprobs": 2},
+    "top_logprobs": {
+        "logprobs": True,
+        "top_logprobs": 2,
+        "extra_body": {"logprob_format": "arrays"},
+    },
     "messages": {"messages": []},
     "messages.0.content": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     "messages.0.role": {"messages": [{"content": "hi"}]},

@@ -4,13 +4,13 @@ import json
 
 import pytest
 from starlette.testclient import TestClient
+from tests.unit.reciter import END, write_reciter
 
 from hearth.inference.engine.engine import EngineOptions, InferenceEngine
 from hearth.inference.service import create_app
 from hearth.inference.tool_calls import ToolCallReader, read_tool_calls
 from hearth.models.loading import load_model, load_tokenizer
 from hearth.sync.store import MemorySnapshotStore
-from tests.unit.reciter import END, write_reciter
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 SUB = '<tool_call>{"arguments": {}, "name": "sub"}</tool_call>'
@@ -100,8 +100,10 @@ def test_no_part_of_a_tag_is_told_before_it_is_decided():
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-PIECES = ["Let me", " see.", "\n", "<tool_call>", '\n{"name": "add", ', '"arguments": {"a": 2', ', "b": 3}}\n',
-          "</tool_call>"]  # fmt: skip
+PIECES = [
+    "Let me", " see.", "\n", "<tool_call>", '\n{"name": "add", ', '"arguments": {"a": 2',
+    ', "b": 3}}\n', "</tool_call>",
+]  # fmt: skip
 TEMPLATE = (
     "{% if tools %}[{{ tools | length }}]{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"

@@ -1,0 +1,108 @@
+"""A deployment's answer as a captured turn, and as the client is to see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from hearth.errors import TransportError
+from hearth.sdk.capture.requests import AnswerForm
+from hearth.sdk.capture.turns import CapturedTurn
+from hearth.wire.chat import ChatChoice, ChatResponse
+
+_OWN_FIELDS = ("weight_version", "snapshot_identity")
+_OWN_ROW_FIELDS = ("token_id", "sampling_logprob")
+
+
+def turn_of(answer: ChatResponse) -> CapturedTurn:
+    """What was drawn.
+
+    Raises:
+        TransportError: the answer lacks token ids, or a logprob for each of them.
+    """
+    choice = answer.choices[0]
+    raw = choice.raw_output
+    if raw is None or raw.prompt_token_ids is None:
+        raise TransportError(
+            f"model {answer.model!r} must answer with raw_output token ids, got none: what it "
+            "draws cannot be trained"
+        )
+    tokens = raw.completion_token_ids
+    logprobs = _behavior_logprobs(choice)
+    if len(logprobs) != len(tokens):
+        raise TransportError(
+            f"model {answer.model!r} must answer with a sampling_logprob per token, got "
+            f"{len(logprobs)} for {len(tokens)} tokens: what it draws cannot be trained"
+        )
+    whole_run = [[answer.weight_version, len(tokens)]] if tokens else []
+    return CapturedTurn(
+        prompt_tokens=raw.prompt_token_ids,
+        completion_tokens=tokens,
+        logprobs=logprobs,
+        versions=raw.versions or whole_run,
+        finish_reason=choice.finish_reason,
+        text=choice.message.content or "",
+        snapshot_identity=answer.snapshot_identity,
+    )
+
+
+def _behavior_logprobs(choice: ChatChoice) -> list[float]:
+    """Those that are told, as a list or in an object per token."""
+    told = choice.raw_output.sampling_logprobs if choice.raw_output is not None else None
+    if told is None:
+        rows = choice.logprobs.content if choice.logprobs is not None else []
+        told = [row.sampling_logprob for row in rows]
+    return [one for one in told if one is not None]
+
+
+def answer_body(answer: ChatResponse, form: AnswerForm) -> dict[str, Any]:
+    """The answer without what the client has not asked for; all of it with ``raw_output``."""
+    body = answer.as_dict()
+    (choice,) = body["choices"]
+    if not form.logprobs:
+        choice.pop("logprobs", None)
+    if form.raw_output:
+        return body
+    choice.pop("raw_output", None)
+    for name in _OWN_FIELDS:
+        body.pop(name, None)
+    for row in choice.get("logprobs", {}).get("content", []):
+        for name in _OWN_ROW_FIELDS:
+            row.pop(name, None)
+        for top in row.get("top_logprobs", []):
+            top.pop("token_id", None)
+    return body
+
+
+def answer_events(body: Mapping[str, Any], form: AnswerForm) -> bytes:
+    """The body of an answer as a stream of server-sent events."""
+    events = [orjson.dumps(chunk) for chunk in _chunks(body, form)]
+    return b"".join(b"data: " + event + b"\n\n" for event in [*events, b"[DONE]"])
+
+
+def _chunks(body: Mapping[str, Any], form: AnswerForm) -> Iterator[dict[str, Any]]:
+    """What is said, why it ended and, if the client asked for it, what it has used."""
+    common = {name: value for name, value in body.items() if name not in ("choices", "usage")}
+    common["object"] = "chat.completion.chunk"
+    (choice,) = body["choices"]
+    said: dict[str, Any] = {"index": 0, "delta": _delta(choice["message"]), "finish_reason": None}
+    if "logprobs" in choice:
+        said["logprobs"] = choice["logprobs"]
+    ended: dict[str, Any] = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    if "raw_output" in choice:
+        ended["raw_output"] = choice["raw_output"]
+    yield {**common, "choices": [said]}
+    yield {**common, "choices": [ended]}
+    if form.stream_options.include_usage:
+        yield {**common, "choices": [], "usage": body["usage"]}
+
+
+def _delta(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole message as one delta."""
+    delta: dict[str, Any] = {**message, "content": message["content"] or ""}
+    if "tool_calls" in message:
+        calls = enumerate(message["tool_calls"])
+        delta["tool_calls"] = [{"index": place, **call} for place, call in calls]
+    return delta

@@ -1,0 +1,100 @@
+"""The HTTP server that stands between OpenAI clients and a deployment.
+
+It runs on a thread and an event loop of its own, on a loopback port; what it asks of the deployment
+goes through the SDK's loop like every other request.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import uvicorn
+
+from hearth.errors import ClosedError
+from hearth.sdk.attempts import DrawPatience
+from hearth.sdk.background import start
+from hearth.sdk.capture.app import create_app
+from hearth.sdk.capture.forwarding import Deployment
+from hearth.sdk.capture.policy import SamplingPolicy
+from hearth.sdk.capture.session import CaptureSession
+from hearth.sdk.transport import Http
+
+_LAST_S = 5
+"""How long a server that ends waits for its answers to be sent."""
+
+
+class CaptureServer:
+    """Answers OpenAI's chat completions with a deployment, and keeps what was drawn by session.
+
+    Clients reach it from this machine only, each session with a key of its own. Whatever model
+    they name, they get ``model``. A stream is sent when its answer is whole. ``sampling`` are
+    ``temperature``, ``top_p``, ``top_k`` (by default 1, 1 and 0) and ``max_completion_tokens``:
+    see ``SamplingPolicy``. ``patience`` is for a deployment that boots or dies meanwhile;
+    ``http_timeout_s`` bounds one attempt. A body over ``max_body_bytes`` is refused.
+
+    Raises:
+        ConfigError: a value in ``sampling`` breaks its rule, or there is no URL or key.
+    """
+
+    def __init__(
+        self, inference_url: str, model: str, api_key: str, *,
+        sampling: Mapping[str, Any] | None = None, http_timeout_s: float = 600.0,
+        patience: DrawPatience | None = None, max_body_bytes: int = 2**25,
+    ) -> None:  # fmt: skip
+        policy = SamplingPolicy(sampling)
+        self._http = Http(inference_url, api_key)
+        deployment = Deployment(self._http, model, patience or DrawPatience(), http_timeout_s)
+        self._sessions: dict[str, CaptureSession] = {}
+        self._is_closed = False
+        app = create_app(deployment, policy, self._sessions, max_body_bytes=max_body_bytes)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._origin = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app, log_config=None, log_level="warning", access_log=False, lifespan="off",
+                ws="none", timeout_graceful_shutdown=_LAST_S,
+            )
+        )  # fmt: skip
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listener]}, name="hearth-capture",
+            daemon=True,
+        )  # fmt: skip
+        self._thread.start()
+
+    def __enter__(self) -> CaptureServer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def session(self, *, seed: int | None = None) -> CaptureSession:
+        """A new session; with ``seed`` its request number k is drawn the same every time.
+
+        Raises:
+            ClosedError: the server was closed.
+        """
+        if self._is_closed:
+            raise ClosedError("capture server must be open, got a closed one: open another")
+        name = secrets.token_hex(8)
+        session = CaptureSession(
+            name, f"{self._origin}/sessions/{name}/v1", seed=seed,
+            on_close=lambda: self._forget(name),
+        )  # fmt: skip
+        self._sessions[name] = session
+        return session
+
+    def close(self) -> None:
+        """End all sessions and the server. Not to be called on the SDK's loop."""
+        self._is_closed = True
+        for session in list(self._sessions.values()):
+            session.close()
+        self._server.should_exit = True
+        self._thread.join()
+        start(self._http.close()).result()
+
+    def _forget(self, name: str) -> None:
+        self._sessions.pop(name, None)

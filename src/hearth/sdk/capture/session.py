@@ -1,0 +1,105 @@
+"""One trajectory's share of a capture server: its address, its key, and what was drawn there."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+
+import httpx
+
+from hearth.errors import ClosedError
+from hearth.sdk.background import APIFuture
+from hearth.sdk.capture.policy import request_seed
+from hearth.sdk.capture.turns import CapturedTurn, TurnChain, chains_of
+
+
+class CaptureSession:
+    """``base_url`` and ``api_key`` are for an OpenAI client; ``close`` or ``with`` ends it.
+
+    ``turns`` are the answers in the order in which they were finished, and stay after the end. A
+    request that failed, or whose client did not wait for the answer, leaves none. Usable from any
+    thread.
+    """
+
+    def __init__(
+        self, session_id: str, base_url: str, *, seed: int | None, on_close: Callable[[], None]
+    ) -> None:
+        self.id = session_id
+        self.base_url = base_url
+        self.api_key = secrets.token_urlsafe(24)
+        self.turns: list[CapturedTurn] = []
+        self._seed = seed
+        self._on_close = on_close
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._drawing: set[APIFuture[httpx.Response]] = set()
+        self._is_closed = False
+        self._has_warned = False
+
+    def __enter__(self) -> CaptureSession:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def chains(self) -> list[TurnChain]:
+        """What was captured so far, as sequences to train on: see ``chains_of``."""
+        return chains_of(list(self.turns))
+
+    def close(self) -> None:
+        """Refuse further requests; those on their way end, and are not captured."""
+        with self._lock:
+            self._is_closed = True
+            drawing = list(self._drawing)
+        for one in drawing:
+            one.cancel()
+        self._on_close()
+
+    def next_seed(self) -> int | None:
+        """The seed of the next request, in order of arrival; None for a session without one."""
+        number = next(self._numbers)
+        return None if self._seed is None else request_seed(self._seed, number)
+
+    def warns_now(self) -> bool:
+        """Whether this is the first time that there is something to warn of."""
+        is_first, self._has_warned = not self._has_warned, True
+        return is_first
+
+    @contextlib.contextmanager
+    def drawing(self, answer: APIFuture[httpx.Response]) -> Iterator[None]:
+        """``answer`` is on its way during the body; ``close`` cancels it.
+
+        Raises:
+            ClosedError: the session has ended.
+        """
+        with self._lock:
+            self._drawing.add(answer)
+            is_closed = self._is_closed
+        try:
+            if is_closed:
+                raise self.ended()
+            yield
+        finally:
+            answer.cancel()
+            with self._lock:
+                self._drawing.discard(answer)
+
+    def keep(self, turn: CapturedTurn) -> None:
+        """Add a finished answer.
+
+        Raises:
+            ClosedError: the session has ended.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise self.ended()
+            self.turns.append(turn)
+
+    def ended(self) -> ClosedError:
+        """What a request hears that comes too late."""
+        return ClosedError(
+            f"session {self.id} must be open, got a closed one: its trajectory has ended"
+        )
