@@ -89,9 +89,15 @@ def test_a_deadlock_is_an_error_that_names_the_time_and_who_waits():
 
 
 def test_a_heartbeat_does_not_hide_a_deadlock():
+    tidied_s: list[float] = []
+
     async def heartbeat() -> None:
-        while True:
-            await asyncio.sleep(10)
+        try:
+            while True:
+                await asyncio.sleep(10)
+        finally:
+            await asyncio.sleep(5)
+            tidied_s.append(now())
 
     async def main() -> None:
         beating = asyncio.create_task(heartbeat(), name="heartbeat")
@@ -100,6 +106,7 @@ def test_a_heartbeat_does_not_hide_a_deadlock():
 
     with pytest.raises(DeadlockError, match=r"must not pass 1000 s, got 1010\.0 s: .*heartbeat"):
         run_virtual(main, limit_s=1000)
+    assert tidied_s == [1005.0]
 
 
 def test_an_error_of_the_coroutine_comes_out_as_it_is():
