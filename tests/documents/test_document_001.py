@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
+import asyncio
+from typing import get_type_hints
 
 import orjson
 import pytest
@@ -11,6 +11,8 @@ import pytest
 from hearth.errors import ClosedError
 from training.utils import WeightSyncScope
 from training.utils.rl import build_grpo_datums, make_grpo_loss_fn
+from training.utils.rl.rollout import RolloutSample, runs_of
+from training.utils.rl.rollouts import declared_arguments
 
 RECIPE = "Using the recipe"
 PROVISION = "Provision resources with `setup_infra`"
@@ -98,12 +100,11 @@ def test_as_written_the_clients_say_that_their_block_has_ended(
         names["tracker"].save_and_hotload("late")
 
 
-def test_a_rollout_function_takes_a_row_and_gives_a_sample(document, names, extraction):
-    rollout = importlib.import_module("training.utils.rl.rollout")
-    if not hasattr(rollout, "RolloutSample"):
-        pytest.skip("training.utils.rl.rollout.RolloutSample does not exist yet")
-
-    names["RolloutSample"] = rollout.RolloutSample
+def test_a_rollout_function_takes_a_row_and_may_give_nothing(document, names, extraction):
+    names["RolloutSample"] = RolloutSample
     extraction.execute(document("001").after(ASYNC).text, names)
+    rollout_fn = names["rollout_fn"]
 
-    assert inspect.iscoroutinefunction(names["rollout_fn"])
+    assert get_type_hints(rollout_fn)["return"] == RolloutSample | None
+    assert declared_arguments(rollout_fn) == []
+    assert runs_of(asyncio.run(rollout_fn({})), "row 0") == []

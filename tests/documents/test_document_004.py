@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
+import json
 import sys
 import types
 from dataclasses import MISSING, dataclass, fields
+from typing import get_type_hints
 
 import orjson
 import pytest
 
 from training.quickstart import MODEL
+from training.utils.rl.rollout import RolloutSample
 
 ROLLOUT, TRAIN = "rollout.py — the rollout function", "train.py — config, reward, and loss"
+DOCUMENTED_MODEL = '"accounts/fireworks/models/qwen3-8b"'
+ITS_SHAPE = '"accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"'
 RL_LOOP = "The simpler rl_loop recipe"
-
-
-def needs(*modules: str) -> None:
-    for name in modules:
-        parts = name.split(".")
-        parents = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-        if any(importlib.util.find_spec(one) is None for one in parents):
-            pytest.skip(f"{name} does not exist yet")
-
-
-def rollout_module():
-    module = importlib.import_module("training.utils.rl.rollout")
-    if not hasattr(module, "RolloutSample"):
-        pytest.skip("training.utils.rl.rollout.RolloutSample does not exist yet")
-    return module
 
 
 def test_every_snippet_has_a_test(document):
@@ -54,31 +43,36 @@ def test_rl_loop_takes_the_newest_names(
     assert replicas == [0]
 
 
-def test_a_rollout_sample_has_the_documents_fields(document, reader, extraction):
-    ours = rollout_module().RolloutSample
+def test_a_rollout_sample_begins_with_the_documents_fields(document, reader, extraction):
     names = reader() | {"dataclass": dataclass}
 
     extraction.execute(document("004").after(ROLLOUT, 1).text, names)
 
     def described(kind):
-        return [(one.name, None if one.default is MISSING else one.default) for one in fields(kind)]
+        types = get_type_hints(kind)
+        return [(one.name, types[one.name], one.default) for one in fields(kind)]
 
-    assert described(ours) == described(names["RolloutSample"])
+    theirs, ours = described(names["RolloutSample"]), described(RolloutSample)
+    assert len(theirs) == 6
+    assert ours[: len(theirs)] == theirs
+    assert all(default is not MISSING for _, _, default in ours[len(theirs) :])
 
 
+@pytest.mark.parametrize("place", ["served", "embedded"])
 def test_the_rollout_function_draws_from_a_deployment_and_the_recipe_trains_on_it(
-    document, substituted, platform, reader, tmp_path, monkeypatch, extraction
+    place, document, substituted, platform, reader, tmp_path, monkeypatch, extraction
 ):
-    needs("training.examples.rl.vanilla_sampler", "training.recipes.async_rl_loop")
-    rollout_module()
     monkeypatch.chdir(tmp_path)
+    code = substituted(document("004").after(TRAIN).text)
+    if place == "embedded":
+        monkeypatch.delenv("FIREWORKS_BASE_URL")
+        code = code.replace(DOCUMENTED_MODEL, json.dumps(str(MODEL))).replace(ITS_SHAPE, "None")
     names = reader()
     extraction.execute(substituted(document("004").after(ROLLOUT).text), names)
     assert inspect.isfunction(names["make_rollout_fn"])
     theirs = types.ModuleType("my_rollout")
     theirs.make_rollout_fn = names["make_rollout_fn"]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_rollout", theirs)
-    code = substituted(document("004").after(TRAIN).text)
 
     extraction.execute(
         with_rows(code), names | {"rows_of_mine": prompt_rows(names["dataset"].rows)}
@@ -86,8 +80,12 @@ def test_the_rollout_function_draws_from_a_deployment_and_the_recipe_trains_on_i
 
     lines = (tmp_path / "gsm8k_logs" / "metrics.jsonl").read_bytes().splitlines()
     steps = [one for one in map(orjson.loads, lines) if one["type"] == "train"]
-    assert len(steps) >= 1
+    assert [one["rollout/valid_prompt_groups"] for one in steps] == [8.0, 4.0]
     assert all(one["train/grad_norm"] > 0 for one in steps)
+    assert all(one["async/version_offset_max"] <= 4 for one in steps)
+    states, replicas = platform.states()
+    assert set(states) == {"JOB_STATE_CANCELLED"}
+    assert set(replicas) == {0}
 
 
 def with_rows(code: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hearth.sdk import DeploymentSampler, FixedConcurrencyController
 from training.utils.rl.rollout import RolloutSetup
 from training.utils.rl.rollout_sampler import RolloutSampler
+from training.utils.rl.router_replay import ROUTING_OPTIONS
 
 # The recipe's gate says how many rollouts run; the sampler adds no limit of its own.
 NO_LIMIT = 2**31
@@ -14,13 +15,16 @@ def build_deployment_sampler(setup: RolloutSetup) -> RolloutSampler:
     """A sampler on the run's deployment, closed with the run.
 
     Requests without a seed get one from the draw's place, so a run repeats; completions come with
-    the logprobs they were drawn with. To be made once, in ``make_rollout_fn``.
+    the logprobs they were drawn with, and with ``router_replay`` with the experts. To be made once,
+    in ``make_rollout_fn``.
     """
+    options = setup.sample_kwargs
     sampler = RolloutSampler(
         DeploymentSampler(
             setup.inference_base_url, setup.model, setup.api_key, setup.tokenizer,
             concurrency_controller=FixedConcurrencyController(NO_LIMIT),
-        )
+        ),
+        {name: options[name] for name in ROUTING_OPTIONS if name in options},
     )  # fmt: skip
     setup.closing.callback(sampler.close)
     return sampler
