@@ -1,0 +1,1 @@
+"""An agent with a calculator, written against OpenAI's client and trained as it is."""
