@@ -1,11 +1,18 @@
-"""Document 002: its classes, whose indentation was lost, run once they have it again."""
+"""Document 002: its classes, whose indentation was lost, run once they have it again.
+
+Ours of the same names (``training.grpo``) go through the same tests, and agree with them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
+import random
 
 import pytest
 
+import training.grpo
 from hearth.sdk import DeploymentSampler
 from training.quickstart import MODEL
 from training.utils import DeployConfig, setup_deployment
@@ -14,14 +21,59 @@ USAGE, EXAMPLES, TIPS = "Basic Usage", "Real-World Examples", "Advanced Tips"
 BASE = "accounts/fireworks/models/qwen3-8b"
 
 
+CLASSES = ("GRPOConfig", "GroupSample", "GRPOTrainer", "TrainingMetrics", "GRPOPipeline")
+
+
 @pytest.fixture(scope="module")
-def library(document, extraction):
+def documented(document, extraction):
     """The namespace behind both snippets."""
     text = document("002").text
     names = {"__name__": "library"}
     for first, last in ((USAGE, EXAMPLES), (EXAMPLES, TIPS)):
         extraction.execute(extraction.reindented(extraction.between(text, first, last)), names)
     return names
+
+
+@pytest.fixture(scope="module", params=["documented", "ours"])
+def library(request, documented):
+    """The document's classes, then ours."""
+    return documented if request.param == "documented" else vars(training.grpo)
+
+
+def test_ours_has_every_class_with_the_documents_fields_first(documented):
+    for name in CLASSES:
+        theirs, ours = documented[name], vars(training.grpo)[name]
+        if not dataclasses.is_dataclass(theirs):
+            continue
+        made = [kind("p") if name == "GroupSample" else kind() for kind in (theirs, ours)]
+        expected = list(vars(made[0]).items())
+        assert list(vars(made[1]).items())[: len(expected)] == expected
+
+
+def test_ours_takes_what_the_documents_methods_take(documented):
+    for name in CLASSES[2::2]:
+        for method, function in inspect.getmembers(documented[name], inspect.isfunction):
+            ours = inspect.signature(vars(vars(training.grpo)[name])[method])
+            wanted = list(inspect.signature(function).parameters)
+            assert list(ours.parameters)[: len(wanted)] == wanted
+            ours.bind(*wanted)
+
+
+def test_ours_computes_the_documents_numbers(documented):
+    rng = random.Random(2)
+    theirs, ours = (
+        one["GRPOTrainer"](one["GRPOConfig"](kl_coeff=0.3))
+        for one in (documented, vars(training.grpo))
+    )
+    for size in range(1, 9):
+        rewards = [rng.choice([0.0, 0.3, 1.0]) for _ in range(size)]
+        numbers = [[-3 * rng.random() for _ in range(size)] for _ in range(2)]
+        left = theirs.compute_advantages(documented["GroupSample"]("p", rewards=rewards))
+        right = ours.compute_advantages(training.grpo.GroupSample("p", rewards=rewards))
+        losses = [one.compute_loss(*numbers, left.advantages) for one in (theirs, ours)]
+
+        assert right.advantages == pytest.approx(left.advantages, abs=1e-7)
+        assert losses[1] == pytest.approx(losses[0])
 
 
 def test_the_config_has_the_documents_defaults(library):

@@ -7,9 +7,11 @@ import orjson
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.integration.rollouts import drawing
 from tests.integration.served import Recipes, Served
 
 from training.quickstart import MODEL, TRAIN_ROWS
+from training.recipes import async_rl_loop
 from training.recipes.rl_loop import Config, main
 from training.rewards import answer_reward
 from training.utils import DeployConfig
@@ -76,6 +78,44 @@ def trial(tmp_path: Path) -> Callable[..., Trial]:
             return reward_fn(text, row)
 
         return Trial(path, main(config(path, **changes), rows, reward_fn=spy), seen)
+
+    return run
+
+
+def async_config(folder: Path, **changes: Any) -> async_rl_loop.Config:
+    """A config of ``async_rl_loop`` on the shipped model, likewise."""
+    small: dict[str, Any] = {
+        "log_path": str(folder),
+        "base_model": str(MODEL),
+        "dataset": str(TRAIN_ROWS),
+        "max_rows": 8,
+        "shuffle": False,
+        "completions_per_prompt": 4,
+        "prompt_groups_per_step": 2,
+        "max_completion_tokens": 16,
+        "max_seq_len": 128,
+        "learning_rate": 1e-3,
+        "kl_beta": 0.0,
+        "output_model_id": "out",
+        "deployment": DeployConfig(tokenizer_model=str(MODEL)),
+    }
+    return async_rl_loop.Config(**(small | changes))
+
+
+@pytest.fixture
+def async_trial(tmp_path: Path) -> Callable[..., Trial]:
+    """Run ``async_rl_loop`` in a folder of its own; ``make`` is the rollout function's factory."""
+    count = 0
+
+    def run(*, make=None, accepts=None, folder: str | None = None, rows=None, **changes) -> Trial:
+        nonlocal count
+        count += 1
+        path = tmp_path / (folder or f"async-{count}")
+        summary = async_rl_loop.main(
+            async_config(path, **changes), rollout_fn_factory=make or drawing(), rows=rows,
+            dynamic_filter_fn=accepts,
+        )  # fmt: skip
+        return Trial(path, summary)
 
     return run
 

@@ -12,8 +12,11 @@ import sys
 from typing import Any, NoReturn
 
 import transformers.models.auto.tokenization_auto  # noqa: F401 - what a run imports late
+from tests.integration import rollouts
 
 from training.recipes import rl_loop
+
+COMMANDS = {"rl_loop": rl_loop.command, "async_rl_loop": rollouts.command}
 
 
 def main() -> None:
@@ -46,7 +49,7 @@ def run(asked: dict[str, Any]) -> NoReturn:
         os.dup2(log, descriptor)
     code: Any = 1
     try:
-        code = rl_loop.command(asked["fork"])
+        code = COMMANDS[asked["recipe"]](asked["fork"])
     except SystemExit as exit:
         code = exit.code
     finally:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,17 +200,18 @@ class Recipes:
         for name in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
             environment.pop(name, None)
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("recipes.py"))],
+            [sys.executable, "-m", "tests.integration.recipes"], cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
         )  # fmt: skip
 
     def start(self, url: str | None, folder: Path, *flags: str) -> Recipe:
         """`python -m training.recipes.rl_loop` on a platform, or with an embedded one."""
-        folder.mkdir(exist_ok=True)
-        variables = {"FIREWORKS_BASE_URL": url, "FIREWORKS_API_KEY": "x"} if url else {}
-        log = folder.with_name(f"{folder.name}.log")
-        pid = self._ask({"fork": command_line(folder, *flags), "env": variables, "log": str(log)})
-        return Recipe(self, int(pid), log)
+        return self._start("rl_loop", url, folder, command_line(folder, *flags))
+
+    def start_async(self, url: str | None, folder: Path, *flags: str) -> Recipe:
+        """``async_rl_loop`` with plain rollouts, likewise."""
+        arguments = [*_shared_flags(folder), "--no-shuffle", *flags]
+        return self._start("async_rl_loop", url, folder, arguments)
 
     def status(self, pid: int) -> int | None:
         """How a recipe ended: its exit code, or minus the signal; None while it runs."""
@@ -222,6 +223,15 @@ class Recipes:
         self._process.stdin.close()
         self._process.wait(10)
         self._process.stdout.close()
+
+    def _start(
+        self, recipe: str, url: str | None, folder: Path, arguments: Sequence[str]
+    ) -> Recipe:
+        folder.mkdir(exist_ok=True)
+        variables = {"FIREWORKS_BASE_URL": url, "FIREWORKS_API_KEY": "x"} if url else {}
+        log = folder.with_name(f"{folder.name}.log")
+        asked = {"recipe": recipe, "fork": arguments}
+        return Recipe(self, int(self._ask(asked | {"env": variables, "log": str(log)})), log)
 
     def _ask(self, question: dict[str, Any]) -> Any:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -263,15 +273,19 @@ class Recipe:
 
 
 def command_line(folder: Path, *flags: str) -> list[str]:
-    """Flags of a run of a few steps on the shipped model."""
+    """Flags of a run of ``rl_loop`` of a few steps on the shipped model."""
+    own = ["--max-concurrent=64", "--truncated-completions=score"]
+    return [*_shared_flags(folder), *own, *flags]
+
+
+def _shared_flags(folder: Path) -> list[str]:
     usual = {
         "log-path": folder, "base-model": MODEL, "dataset": TRAIN_ROWS, "max-rows": 16,
         "completions-per-prompt": 4, "prompt-groups-per-step": 2, "max-completion-tokens": 16,
-        "max-seq-len": 128, "max-concurrent": 64, "learning-rate": 1e-3, "kl-beta": 0,
-        "truncated-completions": "score", "deployment.tokenizer-model": MODEL,
-        "output-model-id": folder.name,
+        "max-seq-len": 128, "learning-rate": 1e-3, "kl-beta": 0,
+        "deployment.tokenizer-model": MODEL, "output-model-id": folder.name,
     }  # fmt: skip
-    return [*(f"--{name}={value}" for name, value in usual.items()), *flags]
+    return [f"--{name}={value}" for name, value in usual.items()]
 
 
 def wait_until(

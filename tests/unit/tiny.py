@@ -6,8 +6,7 @@ from pathlib import Path
 def write_qwen(folder: Path) -> Path:
     """A Qwen3 of two layers with a tokenizer of 64 words; the same weights every time."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -16,6 +15,14 @@ def write_qwen(folder: Path) -> Path:
         tie_word_embeddings=True, eos_token_id=3, bos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)
+    return write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """The tokenizer of 64 words ``w0`` to ``w63``, of which ``w3`` ends a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     words = {f"w{number}": number for number in range(64)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hearth.wire.completions import FinishReason, RunningRequests
+from hearth.wire.routing import Choice
 
 if TYPE_CHECKING:
     from hearth.sync.store import Snapshot
@@ -28,6 +29,7 @@ class DrawnToken:
     logprob: float
     sampling_logprob: float
     top: TopLogprobs | None = None
+    routing: Choice | None = None
 
 
 class TokenListener(Protocol):
@@ -66,6 +68,8 @@ class SampleRequest:
     prompt_logprobs: bool = False
     top_logprobs: int = 0
     """How many of the most probable tokens are told beside each drawn one."""
+    routing: bool = False
+    """Record the experts that were chosen; a dense model has none to tell of."""
     shown: Sequence[str] = ()
     """Special tokens that the text is to show."""
     listener: TokenListener | None = None
@@ -87,6 +91,11 @@ class SampledSequence:
     prompt_logprobs: list[float | None] | None
     top_logprobs: list[TopLogprobs] | None = None
     """One list per drawn token; None when nobody asked."""
+    routing: Sequence[Choice] | None = None
+    """Experts that each token was drawn with: those of the position before it. None when nobody
+    asked, or the model is dense."""
+    prompt_routing: Sequence[Choice] | None = None
+    """The same of the prompt's tokens after the first."""
     text: str
     """Without special tokens (but for ``shown``), cut before a stop string; empty without a
     tokenizer."""

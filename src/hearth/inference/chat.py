@@ -15,6 +15,7 @@ from hearth.inference.responses import token_rows, usage_of
 from hearth.inference.tool_calls import Read, chat_finish_reason, read_tool_calls, tool_call
 from hearth.telemetry import new_request_id
 from hearth.wire.chat import ChatChoice, ChatLogprobs, ChatMessage, ChatRequest, ChatResponse
+from hearth.wire.routing import encode_routing
 
 
 def chat_prompt(request: ChatRequest, tokenizer: Tokenizer | None) -> list[int]:
@@ -70,7 +71,10 @@ def _choice(
     logprobs = None
     if wants_chat_rows(request):
         tops = drawn.top_logprobs or [None] * len(drawn.token_ids)
-        rows = token_rows(drawn.token_ids, drawn.logprobs, drawn.sampling_logprobs, tops, tokenizer)
+        rows = token_rows(
+            drawn.token_ids, drawn.logprobs, drawn.sampling_logprobs, tops, tokenizer,
+            encode_routing(drawn.routing) if drawn.routing else None,
+        )  # fmt: skip
         logprobs = ChatLogprobs.model_construct(content=as_chat(rows))
     message = _answer(request, prompt, drawn.text, index)
     return ChatChoice.model_construct(

@@ -32,6 +32,7 @@ from hearth.wire.completions import (
     RawOutput,
     TokenLogprob,
 )
+from hearth.wire.routing import encode_routing
 
 Chunk = CompletionChunk | ChatChunk
 
@@ -93,6 +94,7 @@ class _Events(ABC):
             [one.sampling_logprob for one in tokens],
             [one.top for one in tokens],
             self._tokenizer,
+            ["" if one.routing is None else encode_routing([one.routing])[0] for one in tokens],
         )
 
 
@@ -236,6 +238,7 @@ def chat_raw_output(
         logprobs=drawn.logprobs if arrays else None,
         sampling_logprobs=drawn.sampling_logprobs if arrays else None,
         versions=drawn.versions,
+        routing_matrices=encode_routing(drawn.routing) if arrays and drawn.routing else None,
     )
 
 

@@ -46,12 +46,13 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_truncate_len": (),
     "echo_last": (0,),
     "images": ([],),
-    "include_routing_matrix": (False,),
+    "routing_matrix_format": ("base64_inline",),
     "top_sampling_logprobs": (0,),
     "sampling_mask": (False,),
 }
 _UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
+    "include_prompt_routing": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -81,6 +82,8 @@ def read_completion(body: bytes) -> CompletionCall:
         raise _unsupported("best_of", best_of)
     call = CompletionCall.checked(content)
     _check_logprobs(call)
+    _check_routing(call, wants_logprobs(call))
+    _check_prompt_routing(call)
     return call
 
 
@@ -105,6 +108,7 @@ def read_chat(body: bytes) -> ChatRequest:
             f"{request.top_logprobs}"
         )
     _check_arrays(request.top_logprobs, request.logprob_format)
+    _check_routing(request, bool(request.logprobs))
     return request
 
 
@@ -161,6 +165,14 @@ def chat_requests(
     return _draws(request, [prompt], max_tokens=max_tokens, top=top, shown=shown)
 
 
+def is_whole(call: CompletionFields) -> bool:
+    """Whether one event is to hold the whole answer, even if a stream was asked for.
+
+    The official training client buffers its stream, and needs ids that chunks do not have.
+    """
+    return call.raw_output or call.logprob_format == "arrays"
+
+
 def wants_logprobs(call: CompletionFields) -> bool:
     """``0`` asks for the drawn tokens' logprobs, as in OpenAI's API; ``false`` does not."""
     return call.logprobs is not None and call.logprobs is not False
@@ -200,6 +212,7 @@ def _draws(
             ignore_eos=fields.ignore_eos,
             prompt_logprobs=prompt_logprobs,
             top_logprobs=top,
+            routing=fields.include_routing_matrix,
             shown=shown,
         )
         for prompt in prompts
@@ -260,6 +273,27 @@ def _check_logprobs(call: CompletionCall) -> None:
             f"{call.top_logprobs}"
         )
     _check_arrays(call.top_logprobs, call.logprob_format)
+
+
+def _check_routing(fields: DrawFields, has_logprobs: bool) -> None:
+    if fields.include_routing_matrix and not has_logprobs:
+        raise RequestError(
+            "logprobs must be true when include_routing_matrix is given, got none: the experts of "
+            "a token are told beside its logprob"
+        )
+
+
+def _check_prompt_routing(call: CompletionCall) -> None:
+    if call.include_prompt_routing and not (call.include_routing_matrix and call.raw_output):
+        raise RequestError(
+            "include_prompt_routing must come with include_routing_matrix and raw_output, got it "
+            "alone: it adds to what they tell"
+        )
+    if call.include_routing_matrix and call.echo and call.stream and not is_whole(call):
+        raise RequestError(
+            "echo must be false where experts are streamed, got true: those of the prompt come "
+            "with a whole answer only; set raw_output"
+        )
 
 
 def _check_arrays(top_logprobs: int | None, logprob_format: str) -> None:

@@ -18,6 +18,7 @@ from hearth.wire.completions import (
     TopLogprob,
     Usage,
 )
+from hearth.wire.routing import encode_routing
 
 
 def completion_response(
@@ -78,10 +79,12 @@ def token_rows(
     sampling_logprobs: Sequence[float | None],
     tops: Sequence[TopLogprobs | None],
     tokenizer: Tokenizer | None,
+    routing: Sequence[str] | None = None,
 ) -> list[TokenLogprob]:
     """One object per token."""
     text_of = token_text(tokenizer)
-    rows = zip(token_ids, logprobs, sampling_logprobs, tops, strict=True)
+    experts = routing or [""] * len(token_ids)
+    rows = zip(token_ids, logprobs, sampling_logprobs, tops, experts, strict=True)
     return [
         TokenLogprob.model_construct(
             token=text_of(token),
@@ -90,8 +93,9 @@ def token_rows(
             logprob=0.0 if logprob is None else logprob,
             sampling_logprob=drawn_from,
             top_logprobs=None if top is None else top_rows(top, text_of),
+            routing_matrix=chosen or None,
         )
-        for token, logprob, drawn_from, top in rows
+        for token, logprob, drawn_from, top, chosen in rows
     ]
 
 
@@ -161,6 +165,8 @@ def _raw(
         logprobs=own if arrays else None,
         sampling_logprobs=sampling if arrays else None,
         versions=drawn.versions,
+        routing_matrices=_routing(call, drawn) if arrays else None,
+        prompt_routing_matrices=_prompt_routing(call, drawn),
     )
 
 
@@ -170,7 +176,7 @@ def _objects(
     tokens, own, sampling = _rows(call, prompt, drawn)
     tops = [*([None] * (len(tokens) - len(drawn.token_ids)))]
     tops += drawn.top_logprobs or [None] * len(drawn.token_ids)
-    content = token_rows(tokens, own, sampling, tops, tokenizer)
+    content = token_rows(tokens, own, sampling, tops, tokenizer, _routing(call, drawn))
     return choice_logprobs(content, own, with_top=drawn.top_logprobs is not None)
 
 
@@ -186,3 +192,19 @@ def _rows(
         [*(drawn.prompt_logprobs or unknown), *drawn.logprobs],
         [*unknown, *drawn.sampling_logprobs],
     )
+
+
+def _routing(call: CompletionCall, drawn: SampledSequence) -> list[str] | None:
+    """The experts of the tokens that ``_rows`` gives, as the wire has them."""
+    if drawn.routing is None:
+        return None
+    own = encode_routing(drawn.routing)
+    if not call.echo:
+        return own
+    return ["", *encode_routing(drawn.prompt_routing or []), *own]
+
+
+def _prompt_routing(call: CompletionCall, drawn: SampledSequence) -> list[str] | None:
+    if not call.include_prompt_routing or drawn.prompt_routing is None:
+        return None
+    return encode_routing(drawn.prompt_routing)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from starlette.applications import Starlette
@@ -25,7 +25,13 @@ from hearth.inference.backend import InferenceBackend, Phase, SampledSequence, S
 from hearth.inference.chat import chat_prompt, chat_response
 from hearth.inference.events import ChatEvents, CompletionEvents
 from hearth.inference.hot_loads import HotLoads, Sources
-from hearth.inference.requests import chat_requests, prompt_ids, read_chat, read_completion
+from hearth.inference.requests import (
+    chat_requests,
+    is_whole,
+    prompt_ids,
+    read_chat,
+    read_completion,
+)
 from hearth.inference.requests import sample_requests as completion_requests
 from hearth.inference.responses import completion_response, perf_metrics
 from hearth.inference.streaming import DrawStream, EventResponse, Piece
@@ -106,9 +112,7 @@ class _Deployment:
         tokenizer = self._backend.tokenizer
         prompts = prompt_ids(call, tokenizer)
         wanted = completion_requests(call, prompts)
-        # The official training client buffers its stream, and needs ids that chunks do not have.
-        whole = call.raw_output or call.logprob_format == "arrays"
-        if call.stream and not whole:
+        if call.stream and not is_whole(call):
             events = CompletionEvents(
                 call, prompts, model_name=self._model_name, tokenizer=tokenizer
             )
@@ -256,7 +260,14 @@ async def _unless_gone(request: Request, drawing: asyncio.Future[_T]) -> _T:
         return drawing.result()
     finally:
         drawing.cancel()
+        drawing.add_done_callback(_retrieve)
         leaving.cancel()
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Look at how a future ended that nobody waits for, or asyncio complains that none did."""
+    if not future.cancelled():  # a gathering one that is cancelled ends with an exception
+        future.exception()
 
 
 def _answering(handler: Handler) -> Handler:

@@ -12,6 +12,7 @@ from hearth.sdk.concurrency import (
 from hearth.sdk.deployment_config import DeploymentConfig, DeploymentInfo
 from hearth.sdk.deployments import DeploymentManager
 from hearth.sdk.resources import Patience
+from hearth.sdk.routed_input import RoutedModelInput
 from hearth.sdk.sampling import DeploymentSampler, SampledCompletion
 from hearth.sdk.shapes import TrainingShapeProfile
 from hearth.sdk.trainer_config import TrainerJobConfig
@@ -35,6 +36,7 @@ __all__ = [
     "FixedConcurrencyController",
     "Patience",
     "RequestOutcome",
+    "RoutedModelInput",
     "SampledCompletion",
     "SaveResult",
     "TrainerEndpoint",

@@ -9,11 +9,14 @@ import numpy as np
 import tinker
 
 from hearth.errors import RequestError
+from hearth.sdk.routed_input import RoutedModelInput
 from hearth.wire.tensors import Encoding, TensorRecord, encode
 from hearth.wire.tinker import ForwardOutput
 
 MAX_CHUNK_DATUMS = 1024
 MAX_CHUNK_TOKENS = 500_000
+_ROUTING_PER_TOKEN = 32
+"""Characters of routing that count as a token: about what an id and its loss inputs take."""
 TENSOR_ENCODING: Encoding = "base64"
 
 
@@ -21,6 +24,8 @@ def chunks_of(
     data: Sequence[tinker.Datum], max_datums: int = MAX_CHUNK_DATUMS
 ) -> list[list[tinker.Datum]]:
     """``data`` cut where a request would hold more datums, or more than half a million tokens.
+
+    What goes with the tokens of a ``RoutedModelInput`` counts by its size.
 
     Raises:
         RequestError: ``data`` is empty.
@@ -30,7 +35,7 @@ def chunks_of(
     chunks: list[list[tinker.Datum]] = [[]]
     tokens = 0
     for datum in data:
-        length = datum.model_input.length
+        length = _weight(datum.model_input)
         full = len(chunks[-1]) == max_datums or tokens + length > MAX_CHUNK_TOKENS
         if chunks[-1] and full:
             chunks.append([])
@@ -56,7 +61,10 @@ def datum_body(datum: tinker.Datum) -> dict[str, Any]:
         name: encode(value.to_numpy(), value.dtype, TENSOR_ENCODING).as_dict()
         for name, value in datum.loss_fn_inputs.items()
     }
-    return {"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs}
+    model_input: dict[str, Any] = {"chunks": chunks}
+    if isinstance(datum.model_input, RoutedModelInput):
+        model_input["routing_matrices"] = datum.model_input.routing_matrices
+    return {"model_input": model_input, "loss_fn_inputs": inputs}
 
 
 def merge_outputs(parts: Sequence[ForwardOutput]) -> tinker.ForwardBackwardOutput:
@@ -75,6 +83,13 @@ def merge_outputs(parts: Sequence[ForwardOutput]) -> tinker.ForwardBackwardOutpu
     return tinker.ForwardBackwardOutput(
         loss_fn_output_type=parts[0].loss_fn_output_type, loss_fn_outputs=outputs, metrics=metrics
     )
+
+
+def _weight(model_input: tinker.ModelInput) -> int:
+    """How much of a request an input takes, in tokens."""
+    if not isinstance(model_input, RoutedModelInput):
+        return model_input.length
+    return model_input.length + sum(map(len, model_input.routing_matrices)) // _ROUTING_PER_TOKEN
 
 
 def _reduce(name: str, values: list[float], counts: list[int]) -> float:

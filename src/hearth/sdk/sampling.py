@@ -13,7 +13,13 @@ from hearth.sdk.background import APIFuture, start
 from hearth.sdk.calls import CompletionsCall
 from hearth.sdk.concurrency import AdaptiveConcurrencyController, ConcurrencyController
 from hearth.sdk.transport import Http
-from hearth.wire.completions import Choice, CompletionRequest, CompletionResponse
+from hearth.wire.completions import (
+    Choice,
+    CompletionCall,
+    CompletionRequest,
+    CompletionResponse,
+    RawOutput,
+)
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
@@ -38,6 +44,10 @@ class SampledCompletion:
     prompt's are the model's own). ``raw_logprobs`` are the model's before temperature.
     ``weight_version`` is the oldest that drew one of its tokens. ``versions`` are run lengths
     ``[weight version, tokens]``, several where a weight sync kept what ran (``running_requests``).
+    ``routing_matrices`` are the experts that a mixture-of-experts model took, if
+    ``include_routing_matrix`` asked for them: one text per completion token; with ``echo`` or
+    ``include_prompt_routing`` one per token after the first. They are those of the position that
+    the token was drawn at, the one before its own.
     """
 
     text: str
@@ -51,6 +61,7 @@ class SampledCompletion:
     snapshot_identity: str | None = None
     versions: list[list[int]] = field(default_factory=list)
     perf_metrics: Mapping[str, str] = field(default_factory=dict)
+    routing_matrices: list[str] | None = None
 
     @property
     def completion_len(self) -> int:
@@ -130,6 +141,23 @@ class DeploymentSampler:
             )
         )  # fmt: skip
 
+    def score_token_ids(
+        self, sequences: Sequence[Sequence[int]], *, http_timeout: float | None = None
+    ) -> CompletionsCall[list[float]]:
+        """The model's own logprobs of whole sequences, before temperature; nothing is drawn.
+
+        Rows are target-aligned: N - 1 for a sequence of N tokens. All sequences, 1024 at most, are
+        one request and are prefilled side by side. ``http_timeout`` bounds it, in seconds.
+
+        Raises:
+            TransportError: on use: the deployment answers about other tokens, or without logprobs.
+        """
+        return CompletionsCall(
+            lambda: start(
+                self._score([list(one) for one in sequences], http_timeout or self._timeout_s)
+            )
+        )
+
     def close(self) -> None:
         """Refuse further calls and close the connections."""
         start(self._http.close()).result()
@@ -194,6 +222,39 @@ class DeploymentSampler:
         completing = Completing(self._http, self.concurrency, self.model, self._patience, timeout_s)
         return completion_of(await completing.run(body), request)
 
+    async def _score(self, sequences: list[list[int]], timeout_s: float) -> list[list[float]]:
+        if not sequences:
+            return []
+        call = CompletionCall(
+            model=self.model, prompt=sequences, max_tokens=0, echo=True, logprobs=True,
+            logprob_format="arrays", raw_output=True,
+        )  # fmt: skip
+        completing = Completing(self._http, self.concurrency, self.model, self._patience, timeout_s)
+        response = await completing.run(call.dump())
+        choices = sorted(response.choices, key=lambda choice: choice.index)
+        if len(choices) != len(sequences):
+            raise TransportError(
+                f"a deployment must answer about each of {len(sequences)} sequences, got "
+                f"{len(choices)} answers"
+            )
+        return [scored_rows(*pair) for pair in zip(choices, sequences, strict=True)]
+
+
+def scored_rows(choice: Choice, sequence: Sequence[int]) -> list[float]:
+    """The logprobs of an echoed sequence's tokens after the first.
+
+    Raises:
+        TransportError: the choice is about other tokens, or lacks a logprob.
+    """
+    raw = choice.raw_output
+    rows = None if raw is None else _known(raw.logprobs, skip=1)
+    if raw is None or raw.completion_token_ids != list(sequence) or rows is None:
+        raise TransportError(
+            "a scored sequence must come back with its own tokens and a logprob for each after the "
+            "first, got others: the deployment does not support echo with logprobs"
+        )
+    return rows
+
 
 def completion_seed(seed: int, index: int) -> int:
     """The seed of completion ``index`` of a prompt drawn with ``seed``; below 2**63."""
@@ -204,7 +265,8 @@ def completion_of(response: CompletionResponse, request: CompletionRequest) -> S
     """The first choice of a response, checked against what was asked.
 
     Raises:
-        TransportError: token ids are missing, or with ``echo`` do not begin with the prompt.
+        TransportError: token ids are missing, or with ``echo`` do not begin with the prompt; or
+            experts are told of another number of tokens.
     """
     choice = response.choices[0]
     prompt = request.prompt if isinstance(request.prompt, list) else []
@@ -229,6 +291,7 @@ def completion_of(response: CompletionResponse, request: CompletionRequest) -> S
         weight_version=response.weight_version,
         snapshot_identity=response.snapshot_identity,
         versions=choice.raw_output.versions or [],
+        routing_matrices=_routing(choice.raw_output, skip=int(request.echo)),
         perf_metrics=response.perf_metrics or {},
     )
 
@@ -247,6 +310,19 @@ def _behavior_rows(choice: Choice, echo: bool) -> list[float] | None:
         for drawn, own in zip(raw.sampling_logprobs, model_rows, strict=True)
     ]
     return _known(merged, skip=1)
+
+
+def _routing(raw: RawOutput, *, skip: int) -> list[str] | None:
+    """The experts of the drawn tokens, those of the prompt's before them where they are told."""
+    if raw.routing_matrices is None:
+        return None
+    if len(raw.routing_matrices) != len(raw.completion_token_ids):
+        raise TransportError(
+            f"routing_matrices must be one per token, {len(raw.completion_token_ids)}, got "
+            f"{len(raw.routing_matrices)}: they cannot be replayed"
+        )
+    own = raw.routing_matrices[skip:]
+    return own if skip else [*(raw.prompt_routing_matrices or []), *own]
 
 
 def _known(rows: list[float | None] | None, *, skip: int) -> list[float] | None:

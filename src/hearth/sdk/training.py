@@ -129,6 +129,7 @@ class FiretitanServiceClient:
         )
         self._streams.append(client.stream)
         client.max_seq_len = made.max_seq_len
+        client.supports_router_replay = bool(made.supports_router_replay)
         return client
 
     async def _first_model(
@@ -192,6 +193,8 @@ class FiretitanTrainingClient:
         self.is_frozen = is_frozen
         self.max_seq_len: int | None = None
         """Most input tokens of a datum, where the trainer said so."""
+        self.supports_router_replay = False
+        """Whether the model sends tokens to experts, and to those of a ``RoutedModelInput``."""
         self._http = http
         self._max_chunk_datums = max_chunk_datums
         self.stream = OperationStream(http, model_id, revival=revival)

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -129,6 +129,12 @@ class TrainerEngine:
         self._residents = Residents(
             lambda: first.pop() if first else self._load(), logit_budget=self.options.logit_budget
         )
+        self._has_told_dense = False
+
+    @property
+    def supports_router_replay(self) -> bool:
+        """Whether tokens go to experts, and to given ones where a datum says so."""
+        return self._residents.routing is not None
 
     @property
     def max_seq_len(self) -> int:
@@ -172,6 +178,8 @@ class TrainerEngine:
         """Logprobs and loss without a gradient.
 
         ``config`` holds the options of the loss, and ``temperature``, which divides the logits.
+        Tokens go to the experts of a datum's ``routing_matrices``, but for a frozen model: what a
+        reference says of a token does not hang on who drew it.
 
         Raises:
             RequestError: a datum or the config breaks a rule; the datum is named.
@@ -433,11 +441,26 @@ class TrainerEngine:
         self, model: Resident, data: Sequence[DatumRecord], loss_fn: str, config: LossConfig | None
     ) -> Pass:
         objective, temperature = _objective(loss_fn, config)
+        is_replayed = model.optimizer is not None
+        limits = replace(self._limits, routing=model.scorer.routing if is_replayed else None)
+        self._note_dense(data)
         return Pass(
             scorer=model.scorer, objective=objective,
-            examples=read_datums(data, objective, self._limits), limits=self._limits,
+            examples=read_datums(data, objective, limits), limits=limits,
             token_budget=self.options.micro_batch_tokens, temperature=temperature,
         )  # fmt: skip
+
+    def _note_dense(self, data: Sequence[DatumRecord]) -> None:
+        """Say once that experts are given to a model that has none."""
+        if self.supports_router_replay or self._has_told_dense:
+            return
+        if any(one.model_input.routing_matrices for one in data):
+            self._has_told_dense = True
+            logger.warning(
+                "trainer %s: datums name experts, and the model has none that can be replayed: "
+                "routing_matrices are left out",
+                self.name,
+            )
 
 
 def _objective(loss_fn: str, config: LossConfig | None) -> tuple[BuiltinObjective, float]:

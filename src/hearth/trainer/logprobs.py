@@ -1,11 +1,12 @@
 """Logprobs of given targets, without the logits of all tokens ever standing in memory.
 
 Legend: B rows of a micro-batch, L its padded length, H hidden size, V vocabulary, R tokens that
-are scored, K targets per token.
+are scored, K targets per token; N layers with experts, E experts that a token goes to.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hearth.errors import ConfigError
 from hearth.models.loading import LoadedModel
+from hearth.models.routing import find_routers
 
 DEFAULT_LOGIT_BUDGET = 2**26
 """Most logits at one time: 256 MiB in float32."""
@@ -41,6 +43,18 @@ class TargetScorer:
         self._chunk_rows = max(2 * _MIN_ROWS, logit_budget // loaded.vocab_size)
         self._device = loaded.device
         self._check(loaded)
+        self._routers = find_routers(loaded)
+        self.routing = None if self._routers is None else self._routers.shape
+        """What its routers choose from; None for a dense model."""
+
+    def replaying(self, routing: Tensor | None) -> contextlib.AbstractContextManager[None]:
+        """Send tokens to given experts, backward passes included, inside the ``with``.
+
+        ``routing`` [B * L, N, E] is of the rows that ``hidden`` gets, and of a model with routers.
+        """
+        if routing is None or self._routers is None:
+            return contextlib.nullcontext()
+        return self._routers.replaying(routing)
 
     def hidden(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Last hidden states [R, H] at ``places`` [R] in the flattened rows [B * L].

@@ -1,7 +1,7 @@
 """Datums into checked examples, and examples into padded micro-batches.
 
 Legend: T tokens of a datum, K candidate targets per token, B rows of a micro-batch, L its padded
-length, R its real tokens, datum after datum.
+length, R its real tokens, datum after datum; N layers with experts, E experts that a token goes to.
 
 A datum is shifted already: its ``target_tokens[t]`` follow its input token t.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hearth.errors import ConfigError, RequestError
 from hearth.losses import BuiltinObjective
+from hearth.wire.routing import FREE, RoutingShape, decode_routing
 from hearth.wire.tinker import DatumRecord, ModelInputRecord
 
 PAD_MULTIPLE = 32
@@ -40,6 +41,9 @@ class Example:
     """Shape that the targets came in: [T] or [T, K]."""
     inputs: Mapping[str, Tensor]
     """The other loss inputs, float32 [T * K]."""
+    routing: Tensor | None = None
+    """Experts that the tokens are to go to, int64 [T, N, E], ``FREE`` where the router decides;
+    None where it decides everywhere."""
 
     @property
     def length(self) -> int:
@@ -58,6 +62,9 @@ class MicroBatch:
     """Where the real tokens stand in the flattened [B * L], int64 [R]."""
     targets: Tensor
     """int64 [R, K]; an example with fewer than K candidates repeats token 0."""
+    routing: Tensor | None = None
+    """Experts of the flattened tokens, int64 [B * L, N, E], ``FREE`` in the padding; None where all
+    are free."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,8 @@ class Limits:
     """Most input tokens of a datum."""
     max_position: int
     """Most positions, padding included."""
+    routing: RoutingShape | None = None
+    """What its routers choose from; None for a dense model, which replays nothing."""
 
 
 def read_datums(
@@ -136,6 +145,7 @@ def _read_datum(
         targets=torch.from_numpy(targets.reshape(tokens.size, -1)),
         target_shape=targets.shape,
         inputs=_loss_inputs(where, datum, targets.shape),
+        routing=_routing(where, datum.model_input, tokens.size, limits.routing),
     )
 
 
@@ -152,6 +162,25 @@ def _token_ids(where: str, model_input: ModelInputRecord) -> NDArray[np.int64]:
         return np.array(ids, dtype=np.int64)
     except OverflowError:
         raise RequestError(f"{where}: model_input must hold 64-bit token ids") from None
+
+
+def _routing(
+    where: str, model_input: ModelInputRecord, length: int, shape: RoutingShape | None
+) -> Tensor | None:
+    rows = model_input.routing_matrices
+    if not rows or shape is None:
+        return None
+    if len(rows) != length:
+        raise RequestError(
+            f"{where}: routing_matrices must be one per input token, {length}, got {len(rows)}: N "
+            "tokens have N - 1 inputs; empty texts stand where the router is free"
+        )
+    if not any(rows):
+        return None
+    try:
+        return torch.from_numpy(decode_routing(rows, shape))
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}") from None
 
 
 def _targets(
@@ -209,4 +238,17 @@ def _collate(examples: Sequence[Example], length: int) -> MicroBatch:
         rows.append(torch.arange(example.length) + row * length)
         missing = width - example.targets.shape[1]
         targets.append(torch.nn.functional.pad(example.targets, (0, missing)))
-    return MicroBatch(examples, input_ids, torch.cat(rows), torch.cat(targets))
+    return MicroBatch(
+        examples, input_ids, torch.cat(rows), torch.cat(targets), _joined_routing(examples, length)
+    )
+
+
+def _joined_routing(examples: Sequence[Example], length: int) -> Tensor | None:
+    given = [example.routing for example in examples if example.routing is not None]
+    if not given:
+        return None
+    joined = torch.full((len(examples), length, *given[0].shape[1:]), FREE)
+    for row, example in enumerate(examples):
+        if example.routing is not None:
+            joined[row, : example.length] = example.routing
+    return joined.flatten(0, 1)

@@ -80,7 +80,8 @@ class Pass:
         found: Rows = {}
         counts = GradientCounts()
         for batch in micro_batches(trained, self.token_budget, self.limits):
-            rows, added = self._train(batch)
+            with self.scorer.replaying(batch.routing):
+                rows, added = self._train(batch)
             found |= rows
             counts += added
         with torch.no_grad():
@@ -107,7 +108,8 @@ class Pass:
     def _score(self, examples: Sequence[Example]) -> Rows:
         found: Rows = {}
         for batch in micro_batches(examples, self.token_budget, self.limits):
-            hidden = self.scorer.hidden(batch.input_ids, batch.rows)
+            with self.scorer.replaying(batch.routing):
+                hidden = self.scorer.hidden(batch.input_ids, batch.rows)
             logprobs = self.scorer.logprobs(hidden, batch.targets, self.temperature)
             found |= _split(batch, logprobs.cpu())
         _check_finite(found)

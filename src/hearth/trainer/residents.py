@@ -90,7 +90,8 @@ class Residents:
         self._process = secrets.token_hex(4)
         self._base: LoadedModel | None = load()
         # A model that cannot be trained or scored is refused when the trainer starts.
-        TargetScorer(self._base, logit_budget=logit_budget)
+        self.routing = TargetScorer(self._base, logit_budget=logit_budget).routing
+        """What the model's routers choose from; None for a dense model."""
 
     def get(self, model_id: str) -> Resident:
         """The model of an id.

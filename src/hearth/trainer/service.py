@@ -97,6 +97,7 @@ class Operations:
             model_id=model_id, base_model=self.engine.name,
             lora_rank=self.engine.facts(model_id).lora_rank,
             max_seq_len=self.engine.max_seq_len, tensor_encodings=["list", "base64"],
+            supports_router_replay=self.engine.supports_router_replay,
         )  # fmt: skip
 
     def forward(self, content: Content) -> Record:

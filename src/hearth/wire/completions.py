@@ -27,8 +27,10 @@ class DrawFields(Record):
     """How to draw: what completions and chat have in common.
 
     ``top_k`` 0 and ``top_p`` 1 switch truncation off. ``top_logprobs`` tells the most probable
-    tokens beside each drawn one. ``stream`` sends text as it is drawn; with ``raw_output`` one
-    event holds everything.
+    tokens beside each drawn one. ``include_routing_matrix`` tells which experts a
+    mixture-of-experts model took for each drawn token (``hearth.wire.routing``), where logprobs
+    are told; a dense model leaves it out. ``stream`` sends text as it is drawn; with ``raw_output``
+    one event holds everything.
     """
 
     model: str = ""
@@ -41,6 +43,7 @@ class DrawFields(Record):
     ignore_eos: bool = False
     seed: int | None = None
     top_logprobs: int | None = None
+    include_routing_matrix: bool = False
     raw_output: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -54,6 +57,8 @@ class CompletionFields(DrawFields):
     many of the most probable tokens. ``logprob_format="arrays"`` puts logprobs into ``raw_output``
     as plain lists and leaves the per-token objects out. ``prompt_cache_max_len`` is taken and
     changes nothing: a prompt from the cache has the numbers of a fresh one.
+    ``include_prompt_routing`` adds the experts of the prompt's own tokens to ``raw_output``, which
+    ``echo`` would do at the price of the prompt's ids and text.
     """
 
     max_tokens: int = 16
@@ -61,6 +66,7 @@ class CompletionFields(DrawFields):
     logprobs: bool | int | None = None
     logprob_format: Literal["objects", "arrays"] = "objects"
     prompt_cache_max_len: int | None = None
+    include_prompt_routing: bool = False
 
 
 class CompletionRequest(CompletionFields):
@@ -96,7 +102,8 @@ class TokenLogprob(Record):
 
     The very first token of an echoed prompt has no probability either: its ``logprob`` is 0 here,
     where Fireworks' client insists on a number, and null in the lists. ``bytes`` are UTF-8, and
-    absent where the token is only part of a character.
+    absent where the token is only part of a character. ``routing_matrix`` are the experts of the
+    position that the token was predicted at, the one before its own.
     """
 
     token: str
@@ -105,6 +112,7 @@ class TokenLogprob(Record):
     sampling_logprob: float | None = None
     top_logprobs: list[TopLogprob] | None = None
     bytes: list[int] | None = None
+    routing_matrix: str | None = None
 
 
 class ChoiceLogprobs(Record):
@@ -123,9 +131,11 @@ class ChoiceLogprobs(Record):
 class RawOutput(Record):
     """What was drawn, as ids. With ``echo`` the lists begin with the prompt.
 
-    ``logprobs`` and ``sampling_logprobs`` stand here only in the ``arrays`` format. ``versions``
-    are run lengths ``[weight version, number of drawn tokens]`` in the order of the tokens, several
-    where weights were swapped amid the completion.
+    ``logprobs``, ``sampling_logprobs`` and ``routing_matrices`` (one text per id, empty for the
+    first of a prompt) stand here only in the ``arrays`` format. ``prompt_routing_matrices`` are
+    those of the prompt's ids after the first. ``versions`` are run lengths ``[weight version,
+    number of drawn tokens]`` in the order of the tokens, several where weights were swapped amid
+    the completion.
     """
 
     completion_token_ids: list[int]
@@ -133,6 +143,8 @@ class RawOutput(Record):
     logprobs: list[float | None] | None = None
     sampling_logprobs: list[float | None] | None = None
     versions: list[list[int]] | None = None
+    routing_matrices: list[str] | None = None
+    prompt_routing_matrices: list[str] | None = None
 
 
 class Choice(Record):

@@ -75,7 +75,10 @@ class CreateModel(Record):
 
 
 class ModelRef(Record):
-    """Names a model that exists. The capability flags tell a client what it may send."""
+    """Names a model that exists. The capability flags tell a client what it may send.
+
+    ``supports_router_replay`` is False for a dense model.
+    """
 
     model_id: str
     base_model: str | None = None
@@ -83,6 +86,7 @@ class ModelRef(Record):
     max_seq_len: int | None = None
     tensor_encodings: list[Encoding] | None = None
     comms: Literal["v1", "v2"] | None = None
+    supports_router_replay: bool | None = None
 
 
 class GetInfo(Record):
@@ -117,9 +121,15 @@ class ChunkRecord(Record):
 
 
 class ModelInputRecord(Record):
-    """A token sequence in chunks."""
+    """A token sequence in chunks.
+
+    ``routing_matrices`` are the experts that a mixture-of-experts model is to send each token to
+    (``hearth.wire.routing``), one text per token; empty ones leave it to the model's router. An
+    empty list, and any list for a dense model, is the same as none.
+    """
 
     chunks: list[ChunkRecord]
+    routing_matrices: list[str] | None = None
 
 
 class DatumRecord(Record):

@@ -23,14 +23,14 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from hearth.errors import ConfigError
+from hearth.errors import ConfigError, HearthError
 from training.utils.begin import begin_run
 from training.utils.command import refuse_inside_event_loop, run_until_signal
 from training.utils.recipe_config import RecipeConfig
@@ -44,13 +44,15 @@ from training.utils.rl.async_metrics import (
     staleness_metrics,
 )
 from training.utils.rl.groups import Draw, rollout_metrics, version_metrics
+from training.utils.rl.information_gain import credit_metrics
 from training.utils.rl.objectives import objective_options
 from training.utils.rl.platform import PlatformSpec, RunInfra
 from training.utils.rl.publisher import Publisher
 from training.utils.rl.rollout import RolloutFnFactory, RolloutSetup
 from training.utils.rl.rollout_queue import RolloutQueue, TakenGroup, gate_limits
 from training.utils.rl.rollout_thread import RolloutThread
-from training.utils.rl.rollouts import GroupFilter, Rollouts
+from training.utils.rl.rollouts import GroupCredit, GroupFilter, Rollouts
+from training.utils.rl.router_replay import routing_options
 from training.utils.rl.update import PolicyUpdate
 from training.utils.rows import Row, check_object, epoch_rows, load_rows
 from training.utils.run import Run, RunSummary, batch_metrics, merged_metrics, step_times
@@ -58,6 +60,12 @@ from training.utils.validation import validate
 from training.utils.watchdog import StalledError, Watchdog
 
 logger = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 5.0
+"""Seconds of waiting after which the trainer looks whether the rollouts' thread still runs."""
+
+CreditFactory = Callable[[RolloutSetup, RunInfra], GroupCredit]
+"""Makes what gives a run's groups their advantages, where these are not of the rewards alone."""
 
 
 @dataclass(kw_only=True)
@@ -126,16 +134,18 @@ class Config(RecipeConfig):
         Raises:
             ConfigError: one line per problem.
         """
-        validate(self, _own_problems(self))
+        validate(self, own_problems(self))
 
 
-def _own_problems(config: Config) -> Iterator[str]:
-    try:
-        gate_limits(config)
-    except ConfigError as error:
-        yield str(error)
+def own_problems(config: Config) -> Iterator[str]:
+    """What is wrong with the settings that not all recipes share."""
     group = config.completions_per_prompt
-    if not 1 <= config.min_group_size <= group:
+    if min(group, config.prompt_groups_per_step) >= 1:  # else validate() tells
+        try:
+            gate_limits(config)
+        except ConfigError as error:
+            yield str(error)
+    if group >= 1 and not 1 <= config.min_group_size <= group:
         yield (
             f"min_group_size must lie between 1 and completions_per_prompt ({group}), got "
             f"{config.min_group_size}"
@@ -210,6 +220,14 @@ def main(
         "async_rl_loop is experimental: fields and the rollout protocol may change between "
         "versions; pin the version that you build on"
     )
+    return run_rows(config, rows, rollout_fn_factory, dynamic_filter_fn)
+
+
+def run_rows(
+    config: Config, rows: Sequence[Row], rollout_fn_factory: RolloutFnFactory,
+    dynamic_filter_fn: GroupFilter | None, credit: CreditFactory | None = None,
+) -> RunSummary:  # fmt: skip
+    """Provision, train on the rows, take down."""
     spec = replace(
         PlatformSpec.of(config, Path(config.log_path)),
         running_requests="keep" if config.in_flight_weight_updates else "drain",
@@ -218,7 +236,10 @@ def main(
         setup = rollout_setup(config, infra)
         with setup.closing, RolloutThread() as thread:
             rollout_fn = rollout_fn_factory(setup)
-            rollouts = Rollouts(rollout_fn, config, num_rows=len(rows), accepts=dynamic_filter_fn)
+            rollouts = Rollouts(
+                rollout_fn, config, num_rows=len(rows), accepts=dynamic_filter_fn,
+                credit=credit(setup, infra) if credit is not None else None,
+            )  # fmt: skip
             run_until_signal(run_loop(config, infra, run, rollouts, thread))
             return run.summary(infra)
 
@@ -248,6 +269,7 @@ def rollout_setup(config: Config, infra: RunInfra) -> RolloutSetup:
             "max_tokens": config.max_completion_tokens, "temperature": config.temperature,
             "top_p": 1.0, "top_k": 0, "max_seq_len": config.max_seq_len,
             "http_timeout": config.deployment.sample_timeout, "logprobs": True,
+            **routing_options(config.replay, has_experts=infra.has_experts),
         },
         inference_base_url=infra.inference_url,
         api_key=infra.api_key,
@@ -286,6 +308,7 @@ async def run_loop(
         note=lambda draw: note_draw(run, draw, rollouts),
         weight_version=lambda: run.version, busy=run.busy, now=run.now,
         check=lambda: check_responsive(config, thread),
+        check_every_s=min(CHECK_EVERY_S, config.rollout_timeout_s or CHECK_EVERY_S),
     )  # fmt: skip
     loop = Loop(config, infra, run, queue, Publisher(infra.syncer))
     event_loop = asyncio.get_running_loop()
@@ -297,7 +320,7 @@ async def run_loop(
         event_loop.call_soon_threadsafe(work.cancel)
 
     def report() -> str:
-        return "\n".join([describe(loop), *thread.task_stacks(8)])
+        return "\n".join([describe(loop), *rollouts.places(8)])
 
     with Watchdog(config.stall_timeout_s, report, log_path=run.log_path, on_stall=end) as watchdog:
         run.on_progress = watchdog.beat
@@ -315,17 +338,22 @@ async def train(loop: Loop) -> None:
     """All steps, then what a finished run leaves behind."""
     config, infra, run = loop.config, loop.infra, loop.run
     try:
+        run.start_step()
         if config.sync.before_training or run.must_publish(infra):
             with run.clock.span(WEIGHT_UPDATE):
                 run.version = await loop.publisher.publish(f"step-{run.step:05d}")
-        run.start_step()
         while await train_step(loop):
             run.on_progress()
         await finish_publishing(loop)
+    except Exception:
+        with contextlib.suppress(HearthError):
+            await finish_publishing(loop)  # what is trained already is published
+        raise
     finally:
         await loop.queue.close()
         if loop.publishing is not None:
             loop.publishing.cancel()
+            await asyncio.gather(loop.publishing, return_exceptions=True)
     run.mention_untrained_rows()
     await run.save_if_due(config, infra, is_last=True)
     await run.export_model(config, infra)
@@ -334,7 +362,7 @@ async def train(loop: Loop) -> None:
 async def train_step(loop: Loop) -> bool:
     """One step on the next batch; False when no rows are left for one."""
     run = loop.run
-    update = PolicyUpdate(loop.config, loop.infra, run.clock)
+    update = PolicyUpdate(loop.config, loop.infra, run.clock, run.kl)
     batch: list[TakenGroup] = []
     while piece := await next_piece(loop, is_first=not batch):  # 1. and 2.
         batch.extend(piece)
@@ -352,8 +380,9 @@ async def train_step(loop: Loop) -> bool:
     trained_version = run.version + loop.queue.gate.step - loop.queue.gate.version
     await publish(loop, batch)  # 5.
     report_step(loop, batch, update, trained_version)
-    # After its record: a resumed run drops the records of steps that its checkpoint does not hold.
-    await run.save_if_due(loop.config, loop.infra)
+    if loop.publishing is None:  # else it became due just now, and the cursor lacks this step
+        # After its record: a resumed run drops the records of steps that its checkpoint lacks.
+        await run.save_if_due(loop.config, loop.infra)
     return True
 
 
@@ -447,6 +476,7 @@ def report_step(
     metrics["async/realized_training_chunks"] = metrics["rollout/fwd_bwd_count"]
     times = step_times(run, update.groups)
     metrics |= times | overlap_metrics(times)
+    metrics |= credit_metrics(update.groups, times["perf/step_wall_time"])
     run.log.write("train", run.step, metrics)
     run.display.step(run.step, run.cursor.count, metrics)
     run.start_step()

@@ -27,13 +27,22 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from hearth.errors import NotFoundError, RequestError, TransportError
-from training.rewards import answer_reward
+from hearth.errors import ConfigError, NotFoundError, RequestError, TransportError
+from hearth.sdk import SampledCompletion
+from training.rewards import (
+    AnyReward,
+    GuardedReward,
+    Score,
+    Unscored,
+    answer_reward,
+    disagreements,
+    guarded,
+    scored,
+)
 from training.utils.begin import begin_run
 from training.utils.command import refuse_inside_event_loop, run_command, run_until_signal
 from training.utils.recipe_config import RecipeConfig
 from training.utils.rl.advantages import is_uniform, usable_group
-from training.utils.rl.evaluation import RewardFunction
 from training.utils.rl.groups import (
     Draw,
     PromptGroup,
@@ -42,6 +51,7 @@ from training.utils.rl.groups import (
     version_metrics,
 )
 from training.utils.rl.platform import PlatformSpec, RunInfra
+from training.utils.rl.router_replay import routing_options
 from training.utils.rl.seeds import row_seed
 from training.utils.rl.update import PolicyUpdate
 from training.utils.rows import IndexedRow, Row, epoch_rows, load_rows, prompt_messages
@@ -76,10 +86,12 @@ class Config(RecipeConfig):
 
     tis_enabled: bool = False
     """Truncated importance sampling against the sampler's logprobs, on top of any loss."""
+    reward_timeout_s: float | None = None
+    """Seconds that the reward of one completion may take, off the event loop; None: no limit."""
+    reward_errors: Literal["raise", "drop"] = "raise"
+    """What a reward function that fails or is late does: end the run, or drop the completion."""
     loss_path: Literal["client", "builtin"] = "client"
     """Where the loss runs: in this file's process, or inside the trainer (no KL there)."""
-    router_replay: bool = False
-    """Replay the sampler's expert choices in the trainer (MoE)."""
 
     eval_dataset: str | None = None
     """Held-out rows, JSONL path or URL; None evaluates nothing."""
@@ -111,10 +123,12 @@ class Config(RecipeConfig):
 
 def _own_problems(config: Config) -> Iterator[str]:
     yield from counts_below_one(config, "max_concurrent", "eval_rows", "eval_samples_per_prompt")
+    if config.reward_timeout_s is not None and not config.reward_timeout_s > 0:
+        yield f"reward_timeout_s must be > 0 seconds or None, got {config.reward_timeout_s}"
+    if config.reward_errors not in ("raise", "drop"):
+        yield f"reward_errors must be 'raise' or 'drop', got {config.reward_errors!r}"
     if config.eval_every < 0:
         yield f"eval_every must be >= 0, got {config.eval_every}"
-    if config.router_replay:
-        yield "router_replay must be False, got True: this version does not record expert choices"
     if config.loss_path == "client":
         return
     if config.kl_beta > 0:
@@ -132,19 +146,20 @@ def _own_problems(config: Config) -> Iterator[str]:
 
 
 def main(
-    config: Config, rows: Sequence[Row] | None = None, *, reward_fn: RewardFunction = answer_reward
+    config: Config, rows: Sequence[Row] | None = None, *, reward_fn: AnyReward = answer_reward
 ) -> RunSummary:
     """Train until the rows run out.
 
     ``rows`` take the place of ``config.dataset`` and are not cut by ``max_rows``.
-    ``reward_fn(text, row)`` scores one completion. Ctrl-C and SIGTERM end the run cleanly: what was
-    trained is in ``log_path``, and the platform is taken down.
+    ``reward_fn(text, row)`` scores one completion; it may be async, or guarded. Ctrl-C and SIGTERM
+    end the run cleanly: what was trained is in ``log_path``, and the platform is taken down.
 
     Raises:
         ConfigError: a setting or a row breaks its rule; nothing was started.
     """
     refuse_inside_event_loop()
     config.validate()
+    reward_fn = guarded_reward(config, reward_fn)
     if rows is None:
         rows = load_rows(config.dataset, config.max_rows)
     eval_rows = load_rows(config.eval_dataset, config.eval_rows) if config.eval_dataset else []
@@ -154,7 +169,23 @@ def main(
         return run.summary(infra)
 
 
-async def train(config: Config, infra: RunInfra, run: Run, reward_fn: RewardFunction) -> None:
+def guarded_reward(config: Config, reward_fn: AnyReward) -> AnyReward:
+    """The reward function, guarded where the config asks for it.
+
+    Raises:
+        ConfigError: it asks, and the function is guarded already.
+    """
+    if config.reward_timeout_s is None and config.reward_errors == "raise":
+        return reward_fn
+    if isinstance(reward_fn, GuardedReward):
+        raise ConfigError(
+            "reward_timeout_s and reward_errors must not be given with a guarded reward_fn, got "
+            f"{config.reward_timeout_s} and {config.reward_errors!r}: it has its own"
+        )
+    return guarded(reward_fn, timeout_s=config.reward_timeout_s, on_error=config.reward_errors)
+
+
+async def train(config: Config, infra: RunInfra, run: Run, reward_fn: AnyReward) -> None:
     """All windows, with weights published between them."""
     is_synced = config.sync.interval > 0
     if config.sync.before_training or (is_synced and run.must_publish(infra)):
@@ -175,10 +206,10 @@ async def train(config: Config, infra: RunInfra, run: Run, reward_fn: RewardFunc
 
 
 async def train_window(
-    config: Config, infra: RunInfra, run: Run, window: list[IndexedRow], reward_fn: RewardFunction
+    config: Config, infra: RunInfra, run: Run, window: list[IndexedRow], reward_fn: AnyReward
 ) -> None:
     """Sample all rows of a window together and train their groups as they come, to the last."""
-    batch = Batch(PolicyUpdate(config, infra, run.clock))
+    batch = Batch(PolicyUpdate(config, infra, run.clock, run.kl))
     run.step_started = run.now()
     async with aclosing(sample_window(config, infra, run, window, reward_fn)) as draws:
         async for draw in draws:  # 1. and 2.
@@ -190,7 +221,7 @@ async def train_window(
                     await batch.update.add(piece)  # 3.
             if batch.is_full(config):
                 await finish_step(config, infra, run, batch)  # 4.
-                batch = Batch(PolicyUpdate(config, infra, run.clock))
+                batch = Batch(PolicyUpdate(config, infra, run.clock, run.kl))
     if batch.num_groups():
         await finish_step(config, infra, run, batch)
 
@@ -207,7 +238,7 @@ def windows(config: Config, run: Run) -> Iterator[list[IndexedRow]]:
 
 
 async def sample_window(
-    config: Config, infra: RunInfra, run: Run, window: list[IndexedRow], reward_fn: RewardFunction
+    config: Config, infra: RunInfra, run: Run, window: list[IndexedRow], reward_fn: AnyReward
 ) -> AsyncGenerator[Draw]:
     """Outcomes of a window's rows, all sampled at once.
 
@@ -228,7 +259,7 @@ async def sample_window(
 
 
 async def draw_row(
-    config: Config, infra: RunInfra, run: Run, row: IndexedRow, reward_fn: RewardFunction
+    config: Config, infra: RunInfra, run: Run, row: IndexedRow, reward_fn: AnyReward
 ) -> Draw:
     """Completions, rewards and advantages of one row, or the reason why it is dropped."""
     try:
@@ -237,25 +268,42 @@ async def draw_row(
                 prompt_messages(row.row), n=config.completions_per_prompt,
                 max_tokens=config.max_completion_tokens, temperature=config.temperature,
                 max_seq_len=config.max_seq_len, seed=row_seed(config.seed, row.index),
+                **routing_options(config.replay, has_experts=infra.has_experts),
             )  # fmt: skip
     except RECOVERABLE as error:
         return Draw(row, dropped="failed", error=error)
     if not completions:
         return Draw(row, dropped="overlong_prompt")
+    return await scored_draw(config, row, completions, reward_fn)
+
+
+async def scored_draw(
+    config: Config, row: IndexedRow, completions: Sequence[SampledCompletion], reward_fn: AnyReward
+) -> Draw:
+    """The group of a row's completions; one whose reward failed is left out."""
+    judged = [one for one in completions if is_scored(config, one.finish_reason)]
+    outcomes = await scored(reward_fn, [one.text for one in judged], row.row)
+    pairs = zip(judged, outcomes, strict=True)
     kept = [
-        completion_sample(one, float(reward_fn(one.text, row.row)))
-        for one in completions
-        if is_scored(config, one.finish_reason)
+        completion_sample(one, score.reward) for one, score in pairs if isinstance(score, Score)
     ]
+    errors = [one.error for one in outcomes if isinstance(one, Unscored)]
     rewards = [one.reward for one in kept]
     reason = usable_group(rewards) or ("uniform" if is_uniform(rewards) else None)
+    if reason == "too_few" and errors:
+        reason = "failed"
     return Draw(
         row,
-        group=None if reason else PromptGroup.of(row, [[one] for one in kept]),
+        group=None
+        if reason
+        else PromptGroup.of(row, [[one] for one in kept], replay=config.replay),
         dropped=reason,
         completions=len(completions),
         truncated=sum(one.finish_reason == "length" for one in completions),
         rewards=rewards,
+        error=errors[-1] if reason == "failed" else None,
+        failed_rewards=len(errors),
+        disagreements=disagreements(outcomes),
     )
 
 

@@ -12,6 +12,7 @@ from training.utils.log_path import hold_log_path, prepare_log_path, write_confi
 from training.utils.metrics import Display, MetricsLog
 from training.utils.recipe_config import RecipeConfig
 from training.utils.rl.platform import PlatformSpec, RunInfra, check_platform, provision
+from training.utils.rl.router_replay import mention_dense_policy
 from training.utils.rows import Row
 from training.utils.run import Run, check_start
 
@@ -46,4 +47,5 @@ def begin_run(
         ):
             run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)
             run.begin(config, infra, resumed)
+            mention_dense_policy(config.replay, config.base_model, has_experts=infra.has_experts)
             yield infra, run

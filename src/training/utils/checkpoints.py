@@ -62,6 +62,8 @@ class Checkpoint:
     """Weight syncs that the deployment of that time had had."""
     job: str | None = None
     """The trainer job that holds it."""
+    kl_beta: float | None = None
+    """The KL coefficient in force, where it follows the KL (``kl_target``)."""
 
 
 def write_manifest(log_path: Path, checkpoints: list[Checkpoint]) -> None:

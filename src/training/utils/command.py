@@ -14,6 +14,7 @@ from rich.console import Console
 
 from hearth.errors import ConfigError, HearthError
 from hearth.telemetry import setup_logging
+from training.utils.daemon_threads import DaemonThreads
 
 ConfigT = TypeVar("ConfigT")
 
@@ -77,6 +78,8 @@ def run_until_signal(work: Coroutine[Any, Any, None]) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     async def guarded() -> None:
+        # asyncio would wait at its end for what a thread still does, as for a hot-load.
+        asyncio.get_running_loop().set_default_executor(DaemonThreads("hearth-recipe"))
         task = asyncio.ensure_future(work)
 
         def terminate() -> None:

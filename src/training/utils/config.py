@@ -14,6 +14,8 @@ from typing import Any, Literal
 from hearth.errors import ConfigError
 
 CheckpointType = Literal["base", "delta"]
+Replay = Literal["none", "completion", "all"]
+"""Whose experts are replayed: nobody's, those of drawn tokens, or those of prompts as well."""
 
 
 class DefaultInt(int):

@@ -164,8 +164,9 @@ class Display:
 
 
 def _shown(metrics: Metrics) -> list[str]:
+    drawn, trained = "rollout/raw_reward", "rollout/reward"
     wanted = (
-        ("reward", "rollout/raw_reward", ".3f"),
+        ("reward", drawn if drawn in metrics else trained, ".3f"),
         ("groups", "rollout/valid_prompt_groups", ".0f"),
         ("kl", "train/mean_kl", ".4f"),
         ("grad", "train/grad_norm", ".3f"),

@@ -15,6 +15,7 @@ from training.utils.config import (
     GSPOConfig,
     HotloadConfig,
     InfraConfig,
+    Replay,
     ResumeConfig,
     SyncSettings,
     TISConfig,
@@ -62,6 +63,9 @@ class RecipeConfig:
     """grpo, importance_sampling, reinforce, dapo, dro, gspo or cispo."""
     kl_beta: float = 0.001
     """Weight of the KL to the frozen reference (grpo and reinforce); 0 needs no reference."""
+    kl_target: float | None = None
+    """KL to the reference (nats per token) that the KL's weight is adapted to hold, starting from
+    kl_beta; None keeps kl_beta."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL."""
     eps_clip: float = 0.2
@@ -100,6 +104,10 @@ class RecipeConfig:
     """Optimizer steps per batch."""
     lora_rank: int = 0
     """0 trains all parameters, above 0 a LoRA adapter of that rank."""
+    router_replay: bool = False
+    """Send tokens to the experts that the sampler sent them to (R3); for mixtures of experts."""
+    router_replay_completion_only: bool = True
+    """Replay the experts of drawn tokens alone; False replays those of prompts too."""
     min_samples_per_fwd_bwd: int | None = None
     """Samples that start a forward and backward pass while others are drawn; None is the cap."""
     max_samples_per_fwd_bwd: int = 256
@@ -164,6 +172,13 @@ class RecipeConfig:
         """Whether anything asks for reference logprobs."""
         shape = self.trainer.reference_training_shape_id or self.infra.ref_training_shape_id
         return bool(self.kl_beta > 0 or shape or self.trainer.reference_job_id)
+
+    @property
+    def replay(self) -> Replay:
+        """Whose experts are replayed."""
+        if not self.router_replay:
+            return "none"
+        return "completion" if self.router_replay_completion_only else "all"
 
     @property
     def uses_tis(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from hearth.errors import ConfigError, HearthError
 from hearth.telemetry import BusyClock, Stopwatch
+from training.rewards.scoring import AnyReward
 from training.utils.checkpoints import (
     Checkpoint,
     Cursor,
@@ -22,8 +23,9 @@ from training.utils.checkpoints import (
 )
 from training.utils.config import ResumeConfig, SyncSettings, is_given, plain_config
 from training.utils.metrics import Display, MetricsLog
-from training.utils.rl.evaluation import EvalResult, RewardFunction, evaluate
+from training.utils.rl.evaluation import EvalResult, evaluate
 from training.utils.rl.groups import PromptGroup, RolloutStats
+from training.utils.rl.kl_control import AdaptiveKL, KLConfig, kl_control
 from training.utils.rl.platform import RunInfra, is_embedded
 from training.utils.rows import Row
 
@@ -54,7 +56,7 @@ _WHY_DROPPED = {
 }
 
 
-class RunConfig(Protocol):
+class RunConfig(KLConfig, Protocol):
     """The settings of a recipe that a run looks at."""
 
     epochs: int
@@ -128,6 +130,8 @@ class Run:
     saved: tuple[int, int] = (0, 0)
     """Step and number of finished rows of the last checkpoint."""
     has_loaded: bool = False
+    kl: AdaptiveKL | None = None
+    """What adapts the weight of the KL; None where it is fixed."""
     stats: RolloutStats = field(default_factory=RolloutStats)
     clock: Stopwatch = field(default_factory=Stopwatch)
     busy: BusyClock = field(default_factory=BusyClock)
@@ -150,7 +154,7 @@ class Run:
         self,
         config: EvalConfig,
         infra: RunInfra,
-        reward_fn: RewardFunction,
+        reward_fn: AnyReward,
         *,
         always: bool = False,
     ) -> None:
@@ -179,7 +183,7 @@ class Run:
         point = Checkpoint(
             name=name, step=self.step, cursor=self.cursor.start,
             beyond=sorted(self.cursor.beyond), seed=config.seed, version=self.version,
-            job=infra.policy_job_id,
+            job=infra.policy_job_id, kl_beta=self.kl.coefficient if self.kl else None,
         )  # fmt: skip
         with self.clock.span("perf/dcp_save_time"):
             started = self.now()
@@ -215,6 +219,7 @@ class Run:
         """
         self._check_output(config, infra)
         self.version = infra.served_version
+        self.kl = kl_control(config)
         self.has_loaded = bool(
             checkpoint or config.init_from_checkpoint or config.warm_start_from_adapter
         )
@@ -256,6 +261,8 @@ class Run:
         self.step = config.resume.step_offset or checkpoint.step
         self.cursor = Cursor(checkpoint.cursor, set(checkpoint.beyond))
         self.saved = (self.step, self.cursor.count)
+        if self.kl is not None and checkpoint.kl_beta is not None:
+            self.kl.coefficient = checkpoint.kl_beta
         # What was trained after it is trained anew.
         self.checkpoints = self.checkpoints[: self.checkpoints.index(checkpoint) + 1]
         self.display.note(

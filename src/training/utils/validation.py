@@ -49,6 +49,7 @@ def _problems(config: RecipeConfig) -> Iterator[str]:
     yield from _group_problems(config)
     yield from _number_problems(config)
     yield from _loss_problems(config)
+    yield from _kl_target_problems(config)
     yield from _batching_problems(config)
     yield from _sync_problems(config)
     if config.output_model_id is not None and not _MODEL_ID.fullmatch(config.output_model_id):
@@ -111,6 +112,22 @@ def _loss_problems(config: RecipeConfig) -> Iterator[str]:
             tis_options(config)
         except ConfigError as error:
             yield str(error)
+
+
+def _kl_target_problems(config: RecipeConfig) -> Iterator[str]:
+    target, loss = config.kl_target, POLICY_LOSSES.get(config.policy_loss)
+    if target is None:
+        return
+    if not (math.isfinite(target) and target > 0):
+        yield f"kl_target must be > 0 or None, got {target}"
+    if loss is not None and not loss.has_kl:
+        able = [name for name, one in POLICY_LOSSES.items() if one.has_kl]
+        yield (
+            f"policy_loss must be one of {able} with kl_target, got {loss.name!r}: it has no KL "
+            "whose weight could be adapted"
+        )
+    if config.kl_beta == 0:
+        yield "kl_beta must be > 0 with kl_target, got 0: it is what the weight starts from"
 
 
 def _batching_problems(config: RecipeConfig) -> Iterator[str]:

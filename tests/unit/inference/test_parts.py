@@ -5,7 +5,7 @@ from hearth.errors import ConfigError, RequestError
 from hearth.inference.backend import SampleRequest
 from hearth.inference.engine.cache import CacheShape, SlotCache, key_span
 from hearth.inference.engine.engine import EngineOptions
-from hearth.inference.engine.prompts import Prompt, PromptStore
+from hearth.inference.engine.prompts import Extras, Prompt, PromptStore
 from hearth.inference.engine.sequence import RequestLimits, StopText, check_request
 from hearth.inference.engine.serving import Serving
 
@@ -75,10 +75,10 @@ def test_the_prompt_store_drops_the_least_recently_used_beyond_its_budget():
     for token in (1, 2, 3):
         store.put(prompt(token))
 
-    store.get((1,), scored=False)
+    store.get((1,), Extras())
     store.put(prompt(4))
 
-    assert [token for token in (1, 2, 3, 4) if store.get((token,), scored=False)] == [1, 3, 4]
+    assert [token for token in (1, 2, 3, 4) if store.get((token,), Extras())] == [1, 3, 4]
 
 
 def test_the_prompt_store_keeps_nothing_larger_than_itself_and_one_of_each_prompt():
@@ -90,9 +90,9 @@ def test_the_prompt_store_keeps_nothing_larger_than_itself_and_one_of_each_promp
     store.put(prompt(2))
 
     assert len(store) == 2
-    assert store.get((1,), scored=True) is not None
-    assert store.get((2,), scored=True) is None
-    assert store.get((2,), scored=False) is not None
+    assert store.get((1,), Extras(scored=True)) is not None
+    assert store.get((2,), Extras(scored=True)) is None
+    assert store.get((2,), Extras()) is not None
 
 
 def watched(tokenizer, text: str, *stops: str) -> int | None:

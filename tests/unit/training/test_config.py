@@ -123,7 +123,6 @@ PROBLEMS = [
     ({"output_model_id": "A" * 64}, "output_model_id must be 1 to 63 characters"),
     ({"policy_loss": "dapo", "dapo": DAPOConfig(eps_clip_c=0.5)}, "eps_clip_c"),
     ({"tis_enabled": True, "tis": TISConfig(cap=-1.0)}, "cap"),
-    ({"router_replay": True}, "router_replay must be False"),
     ({"epochs": 0}, "epochs must be >= 1"),
     ({"base_model": ""}, "base_model must be"),
 ]

@@ -6,6 +6,7 @@ import torch
 from hearth.losses import POLICY_LOSSES, TIS, builtin_objective
 from training.recipes.rl_loop import Config
 from training.utils import DAPOConfig, TISConfig
+from training.utils.rl.groups import PromptGroup, entropy_estimate
 from training.utils.rl.objectives import (
     builtin_call,
     objective_options,
@@ -13,7 +14,6 @@ from training.utils.rl.objectives import (
     tis_options,
 )
 from training.utils.rl.policy_losses import make_policy_loss_fn
-from training.utils.rl.groups import PromptGroup, entropy_estimate
 from training.utils.rl.rollout import RolloutSample
 from training.utils.rl.seeds import row_seed
 from training.utils.rows import IndexedRow

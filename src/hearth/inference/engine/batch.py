@@ -14,7 +14,7 @@ import torch
 from hearth.errors import EngineError
 from hearth.inference.backend import SampledSequence, ServingState
 from hearth.inference.engine.cache import SlotCache
-from hearth.inference.engine.prompts import Prompt, PromptStore
+from hearth.inference.engine.prompts import Extras, Prompt, PromptStore
 from hearth.inference.engine.rows import Rows
 from hearth.inference.engine.runner import ModelRunner, padded_length
 from hearth.inference.engine.sampler import sample
@@ -73,9 +73,9 @@ class Batch:
         for sequence in admission.sequences:
             sequence.started_s = now_s
             self.stats.cached_prompt_tokens += sequence.cached_prompt_tokens
-        for scored, prompts in admission.batches():
+        for extras, prompts in admission.batches():
             try:
-                self._prefill(admission, prompts, scored=scored)
+                self._prefill(admission, prompts, extras)
             except Exception as error:
                 logger.exception("prefill of %d prompts failed", len(prompts))
                 group = set(prompts)
@@ -99,8 +99,10 @@ class Batch:
         count = len(self.rows)
         try:
             tokens, positions = self.rows.inputs()
-            logits = self._runner.decode(tokens, positions, self.cache)
+            with self._runner.recording(self.rows.are_routed) as record:
+                logits = self._runner.decode(tokens, positions, self.cache)
             self.stats.steps += 1
+            self.rows.take_routing(record.choices())
             self._draw(slice(0, count), logits[:count])
         except Exception as error:
             logger.exception("decoding step of %d rows failed", count)
@@ -131,10 +133,10 @@ class Batch:
             sequence.end_run(self._serving(), self.rows.count(row))
 
     def _prefill(
-        self, admission: Admission, prompts: Sequence[tuple[int, ...]], *, scored: bool
+        self, admission: Admission, prompts: Sequence[tuple[int, ...]], extras: Extras
     ) -> None:
         self.stats.prefill_tokens += len(prompts) * padded_length(len(prompts[0]))
-        done = {prompt.tokens: prompt for prompt in self._runner.prefill(prompts, scored=scored)}
+        done = {prompt.tokens: prompt for prompt in self._runner.prefill(prompts, extras)}
         for prompt in done.values():
             self.prompts.put(prompt)
         for sequence in admission.sequences:
@@ -154,6 +156,8 @@ class Batch:
             assert sequence.prompt is not None
             sequence.num_concurrent = len(self.rows)
             sequence.prefilled()
+            if sequence.request.routing and sequence.prompt.routing is not None:
+                sequence.routing.append(sequence.prompt.routing[-1])
             places.setdefault(id(sequence.prompt), (sequence.prompt, []))[1].append(row)
         for prompt, targets in places.values():
             self.cache.fill(targets, prompt.keys, prompt.values)
@@ -208,6 +212,8 @@ class Batch:
             sampling_logprobs=sampling_logprobs,
             prompt_logprobs=sequence.prompt_logprobs(),
             top_logprobs=sequence.top_logprobs if sequence.request.top_logprobs else None,
+            routing=sequence.routing if sequence.request.routing else None,
+            prompt_routing=sequence.prompt_routing(),
             text=sequence.watch.cut(text) if sequence.watch else text,
             finish_reason=reason,
             weight_version=oldest.weight_version,

@@ -86,6 +86,8 @@ class InferenceEngine:
             PromptStore(self.options.prompt_cache_mb * _MIB),
             serving=self._serving.state,
         )
+        self._is_routed = runner.routers is not None
+        self._has_told_dense = False
         self._limits = RequestLimits(
             vocab_size=loaded.vocab_size,
             max_seq_len=self.max_seq_len,
@@ -119,7 +121,7 @@ class InferenceEngine:
             ClosedError: the engine was closed.
         """
         check_request(request, self._limits)
-        sequence = self._sequence(request)
+        sequence = self._sequence(self._recordable(request))
         with self._wake:
             if self._closing:
                 raise _closed()
@@ -200,6 +202,20 @@ class InferenceEngine:
             self._wake.notify()
         self._thread.join()
         self._fetcher.shutdown(wait=False, cancel_futures=True)
+
+    def _recordable(self, request: SampleRequest) -> SampleRequest:
+        """The request, without asking for experts where there are none."""
+        if not request.routing or self._is_routed:
+            return request
+        with self._wake:
+            is_first, self._has_told_dense = not self._has_told_dense, True
+        if is_first:
+            logger.warning(
+                "requests ask for the experts of %s, which has none that can be recorded: they "
+                "get answers without",
+                self._loaded.name,
+            )
+        return replace(request, routing=False)
 
     def _sequence(self, request: SampleRequest) -> Running:
         stop_ids = {

@@ -1,6 +1,7 @@
 """Prefilled prompts, kept for whoever asks for the same prompt next (a group's completions).
 
-Legend: N layers, H kv heads, T prompt tokens, D head size, V vocabulary.
+Legend: N layers, H kv heads, T prompt tokens, D head size, V vocabulary; M layers with experts, K
+experts per token.
 """
 
 from __future__ import annotations
@@ -8,14 +9,28 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What is wanted of a prompt beside its cache: its logprobs, the experts it went to."""
+
+    scored: bool = False
+    routed: bool = False
+
+    def __or__(self, other: Extras) -> Extras:
+        return Extras(self.scored or other.scored, self.routed or other.routed)
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
     """A prompt after its prefill: ``keys`` and ``values`` [N, H, T, D], last ``logits`` [V].
 
-    ``logprobs`` are the model's own, one per token after the first; None when nobody asked.
+    ``logprobs`` are the model's own, one per token after the first; ``routing`` [T, M, K] are the
+    experts that each token went to. Both are None when nobody asked.
     """
 
     tokens: tuple[int, ...]
@@ -23,12 +38,19 @@ class Prompt:
     values: Tensor
     logits: Tensor
     logprobs: list[float] | None = None
+    routing: NDArray[np.unsignedinteger] | None = None
 
     @property
     def size_bytes(self) -> int:
         """Memory that it holds."""
         tensors = (self.keys, self.values, self.logits)
-        return sum(tensor.nbytes for tensor in tensors) + 40 * len(self.tokens)
+        routing = 0 if self.routing is None else self.routing.nbytes
+        return sum(tensor.nbytes for tensor in tensors) + routing + 40 * len(self.tokens)
+
+    def has(self, extras: Extras) -> bool:
+        """Whether it holds what is wanted."""
+        lacks_scores = extras.scored and self.logprobs is None
+        return not (lacks_scores or (extras.routed and self.routing is None))
 
 
 class PromptStore:
@@ -42,10 +64,10 @@ class PromptStore:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def get(self, tokens: tuple[int, ...], *, scored: bool) -> Prompt | None:
-        """The prefilled prompt; None when it is not here, or ``scored`` and has no logprobs."""
+    def get(self, tokens: tuple[int, ...], extras: Extras) -> Prompt | None:
+        """The prefilled prompt; None when it is not here, or lacks one of the ``extras``."""
         found = self._prompts.get(tokens)
-        if found is None or (scored and found.logprobs is None):
+        if found is None or not found.has(extras):
             return None
         self._prompts.move_to_end(tokens)
         return found

@@ -35,6 +35,7 @@ class Rows:
         self._top_k = np.zeros(0, np.int64)
         self._watched = np.zeros(0, np.bool_)
         self._heard = np.zeros(0, np.bool_)
+        self._routed = np.zeros(0, np.bool_)
         self._top_logprobs = np.zeros(0, np.int64)
         self._stop_ids = np.full((0, 1), _NO_TOKEN, np.int64)
         self._tokens = np.zeros((0, 0), np.int64)
@@ -54,6 +55,11 @@ class Rows:
         """The most tokens that any active row has."""
         return int(self.length[: len(self)].max(initial=0))
 
+    @property
+    def are_routed(self) -> bool:
+        """Whether any active row is to tell its experts."""
+        return bool(self._routed[: len(self)].any())
+
     def add(self, sequences: Sequence[Running]) -> slice:
         """Give each sequence a row; returns the new rows."""
         start, stop = len(self), len(self) + len(sequences)
@@ -70,6 +76,7 @@ class Rows:
         self._top_k[rows] = [request.top_k for request in requests]
         self._watched[rows] = [sequence.watch is not None for sequence in sequences]
         self._heard[rows] = [request.listener is not None for request in requests]
+        self._routed[rows] = [request.routing for request in requests]
         self._top_logprobs[rows] = [request.top_logprobs for request in requests]
         self._stop_ids[rows] = _NO_TOKEN
         for row, sequence in enumerate(sequences, start):
@@ -89,6 +96,13 @@ class Rows:
             top if top.any() else None,
         )  # fmt: skip
         return values, self._seed[rows], self.length[rows]
+
+    def take_routing(self, choices: NDArray[np.unsignedinteger] | None) -> None:
+        """Note the experts [B, M, K] that every row's next token is drawn with."""
+        if choices is None:
+            return
+        for row in np.flatnonzero(self._routed[: len(self)]):
+            self.sequences[row].routing.append(choices[row])
 
     def take(self, rows: slice, draw: Draw) -> list[tuple[int, FinishReason]]:
         """Append one drawn token to each of ``rows``; returns (row, reason) of those that end."""
@@ -123,6 +137,7 @@ class Rows:
                     float(draw.logprobs[row]),
                     float(draw.sampling_logprobs[row]),
                     sequence.top_logprobs[-1] if sequence.top_logprobs else None,
+                    sequence.routing[-1] if sequence.routing else None,
                 )
             )
 

@@ -11,6 +11,7 @@ between batches at any length): prompts of one padded length run together, decod
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from hearth.errors import ConfigError, EngineError
 from hearth.inference.engine.cache import MIN_ROWS, CacheShape, SlotCache, key_span
-from hearth.inference.engine.prompts import Prompt
+from hearth.inference.engine.prompts import Extras, Prompt
 from hearth.models.loading import LoadedModel
+from hearth.models.routing import Recording, find_routers
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -56,11 +58,23 @@ class ModelRunner:
         attention.install(loaded.module)
         self._selects_rows = True
         self.cache_shape = self._probe()
+        self.routers = find_routers(loaded)
+        """None for a dense model."""
+
+    def recording(self, wanted: bool) -> contextlib.AbstractContextManager[Recording]:
+        """Record the experts of what is computed inside the ``with``, if that is wanted."""
+        if wanted and self.routers is not None:
+            return self.routers.recording()
+        return contextlib.nullcontext(Recording())
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[tuple[int, ...]], *, scored: bool) -> list[Prompt]:
-        """Prefilled prompts; all must have one padded length. ``scored`` adds their logprobs."""
-        keys, values, logits, logprobs = self._run_prompts(prompts, scored=scored)
+    def prefill(self, prompts: Sequence[tuple[int, ...]], extras: Extras) -> list[Prompt]:
+        """Prefilled prompts with what ``extras`` want; all must have one padded length."""
+        scored = extras.scored
+        with self.recording(extras.routed) as record:
+            keys, values, logits, logprobs = self._run_prompts(prompts, scored=scored)
+        choices = record.choices()
+        width = padded_length(len(prompts[0]))
         done: list[Prompt] = []
         for index, tokens in enumerate(prompts):
             length = len(tokens)
@@ -71,6 +85,7 @@ class ModelRunner:
                     values=values[:, index, :, :length].clone(),
                     logits=logits[index].clone(),
                     logprobs=logprobs[index] if scored else None,
+                    routing=None if choices is None else choices[index * width :][:length].copy(),
                 )
             )
         return done

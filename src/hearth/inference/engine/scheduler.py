@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hearth.inference.engine.cache import SlotCache
-from hearth.inference.engine.prompts import PromptStore
+from hearth.inference.engine.prompts import Extras, PromptStore
 from hearth.inference.engine.rows import Rows
 from hearth.inference.engine.runner import padded_length
 from hearth.inference.engine.sequence import Running
@@ -15,17 +15,17 @@ from hearth.inference.engine.sequence import Running
 
 @dataclass
 class Admission:
-    """Requests that join in this step, and the prompts (scored or not) to be prefilled for them."""
+    """Requests that join in this step, and the prompts to be prefilled for them."""
 
     sequences: list[Running] = field(default_factory=lambda: [])
-    prompts: dict[tuple[int, ...], bool] = field(default_factory=lambda: {})
+    prompts: dict[tuple[int, ...], Extras] = field(default_factory=lambda: {})
 
-    def batches(self) -> list[tuple[bool, list[tuple[int, ...]]]]:
-        """(scored, prompts) of each forward: prompts of one padded length run together."""
-        groups: dict[tuple[bool, int], list[tuple[int, ...]]] = {}
-        for prompt, scored in self.prompts.items():
-            groups.setdefault((scored, padded_length(len(prompt))), []).append(prompt)
-        return [(scored, prompts) for (scored, _), prompts in groups.items()]
+    def batches(self) -> list[tuple[Extras, list[tuple[int, ...]]]]:
+        """(extras, prompts) of each forward: prompts of one padded length run together."""
+        groups: dict[tuple[Extras, int], list[tuple[int, ...]]] = {}
+        for prompt, extras in self.prompts.items():
+            groups.setdefault((extras, padded_length(len(prompt))), []).append(prompt)
+        return [(extras, prompts) for (extras, _), prompts in groups.items()]
 
 
 class Scheduler:
@@ -61,7 +61,7 @@ class Scheduler:
 
     def _prompt_cost(self, sequence: Running, admission: Admission, store: PromptStore) -> int:
         tokens = sequence.tokens
-        sequence.prompt = store.get(tokens, scored=sequence.request.prompt_logprobs)
+        sequence.prompt = store.get(tokens, sequence.extras)
         if sequence.prompt is not None or tokens in admission.prompts:
             return 0
         return padded_length(len(tokens))
@@ -73,5 +73,5 @@ class Scheduler:
         if not fresh:
             sequence.cached_prompt_tokens = len(tokens)
         if sequence.prompt is None:
-            scored = admission.prompts.get(tokens, False) or sequence.request.prompt_logprobs
-            admission.prompts[tokens] = scored
+            others = admission.prompts.get(tokens, Extras())
+            admission.prompts[tokens] = others | sequence.extras

@@ -16,8 +16,9 @@ from hearth.inference.backend import (
     ServingState,
     TopLogprobs,
 )
-from hearth.inference.engine.prompts import Prompt
+from hearth.inference.engine.prompts import Extras, Prompt
 from hearth.inference.texts import TextOf
+from hearth.wire.routing import Choice
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class Running:
     num_concurrent: int = 0
     top_logprobs: list[TopLogprobs] = field(default_factory=lambda: [])
     """Filled when the request asks for them."""
+    routing: list[Choice] = field(default_factory=lambda: [])
+    """Likewise."""
     runs: list[VersionRun] = field(default_factory=lambda: [])
     """Of the weight versions that draw no more of it, in the order of its tokens."""
 
@@ -76,6 +79,11 @@ class Running:
     def draws(self) -> bool:
         """Whether it takes a row: a request for prompt logprobs alone does not."""
         return self.limit > len(self.tokens)
+
+    @property
+    def extras(self) -> Extras:
+        """What its request wants of the prompt."""
+        return Extras(scored=self.request.prompt_logprobs, routed=self.request.routing)
 
     def prefilled(self) -> None:
         """Tell the listener, if there is one, that tokens come now."""
@@ -105,6 +113,12 @@ class Running:
         if not self.request.prompt_logprobs or self.prompt is None or self.prompt.logprobs is None:
             return None
         return [None, *self.prompt.logprobs]
+
+    def prompt_routing(self) -> Sequence[Choice] | None:
+        """Experts of the prompt's positions but the last; None when nobody asked."""
+        if not self.request.routing or self.prompt is None or self.prompt.routing is None:
+            return None
+        return list(self.prompt.routing[:-1])
 
 
 @dataclass

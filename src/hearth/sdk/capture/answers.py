@@ -13,7 +13,7 @@ from hearth.sdk.capture.turns import CapturedTurn
 from hearth.wire.chat import ChatChoice, ChatResponse
 
 _OWN_FIELDS = ("weight_version", "snapshot_identity")
-_OWN_ROW_FIELDS = ("token_id", "sampling_logprob")
+_OWN_ROW_FIELDS = ("token_id", "sampling_logprob", "routing_matrix")
 
 
 def turn_of(answer: ChatResponse) -> CapturedTurn:
@@ -45,6 +45,7 @@ def turn_of(answer: ChatResponse) -> CapturedTurn:
         finish_reason=choice.finish_reason,
         text=choice.message.content or "",
         snapshot_identity=answer.snapshot_identity,
+        routing_matrices=_routing(choice),
     )
 
 
@@ -55,6 +56,15 @@ def _behavior_logprobs(choice: ChatChoice) -> list[float]:
         rows = choice.logprobs.content if choice.logprobs is not None else []
         told = [row.sampling_logprob for row in rows]
     return [one for one in told if one is not None]
+
+
+def _routing(choice: ChatChoice) -> list[str] | None:
+    """The experts of each token, told likewise; None where they are not."""
+    told = choice.raw_output.routing_matrices if choice.raw_output is not None else None
+    if told is None:
+        rows = choice.logprobs.content if choice.logprobs is not None else []
+        told = [row.routing_matrix or "" for row in rows]
+    return told if any(told) else None
 
 
 def answer_body(answer: ChatResponse, form: AnswerForm) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class SamplingPolicy:
 
     The first three hold for every request, and are 1, 1 and 0 where the recipe does not name
     them: the trainer scores under the distribution that the recipe knows of. The last is a limit
-    that a client may only lower.
+    that a client may only lower. With ``include_routing_matrix`` turns come with their experts.
 
     Raises:
         ConfigError: there is another name in ``sampling``, or a value breaks its rule.
@@ -74,6 +74,7 @@ _RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "top_p": ("a number in (0, 1]", lambda value: _is_number(value) and 0 < value <= 1),
     "top_k": ("a whole number >= 0", lambda value: _is_whole(value) and value >= 0),
     _LIMIT: ("a whole number >= 1", lambda value: _is_whole(value) and value >= 1),
+    "include_routing_matrix": ("true or false", lambda value: isinstance(value, bool)),
 }
 
 

@@ -11,7 +11,8 @@ class CapturedTurn:
     """One answer as it was drawn. ``logprobs`` are one per completion token.
 
     They are those of the distribution that was drawn from. ``versions`` are run lengths
-    ``[weight version, tokens]`` over the completion.
+    ``[weight version, tokens]`` over the completion. ``routing_matrices`` are the experts of each
+    completion token, where they were asked for.
     """
 
     prompt_tokens: list[int]
@@ -24,6 +25,7 @@ class CapturedTurn:
     text: str
     """The answer's content; tool calls are not in it."""
     snapshot_identity: str | None = None
+    routing_matrices: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class TurnChain:
     text: str
     """Of the last turn."""
     turns: int
+    routing_matrices: list[str] | None = None
+    """The experts of each drawn token, empty elsewhere; None where no turn has any."""
 
 
 def chains_of(turns: Iterable[CapturedTurn]) -> list[TurnChain]:
@@ -91,7 +95,17 @@ def _joined(chain: TurnChain, turn: CapturedTurn) -> TurnChain:
         finish_reason=turn.finish_reason,
         text=turn.text,
         turns=chain.turns + 1,
+        routing_matrices=_joined_routing(chain, turn),
     )
+
+
+def _joined_routing(chain: TurnChain, turn: CapturedTurn) -> list[str] | None:
+    before, own = chain.routing_matrices, turn.routing_matrices
+    if before is None and own is None:
+        return None
+    known = before or [""] * len(chain.tokens)
+    between = [""] * (len(turn.prompt_tokens) - len(chain.tokens))
+    return known + between + (own or [""] * len(turn.completion_tokens))
 
 
 def _joined_runs(first: list[list[int]], second: list[list[int]]) -> list[list[int]]:

@@ -1,12 +1,12 @@
 """Agents that only know OpenAI's API as rollouts: what they draw is captured, token by token.
 
-    agents = build_agent_server(setup)              # once, in make_rollout_fn
+agents = build_agent_server(setup)              # once, in make_rollout_fn
 
-    async def rollout_fn(row):
-        with agents.session() as session:
-            client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
-            answer = await my_agent(client, row)    # any number of turns
-        return session.run(reward=score(answer, row))
+async def rollout_fn(row):
+    with agents.session() as session:
+        client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+        answer = await my_agent(client, row)    # any number of turns
+    return session.run(reward=score(answer, row))
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class AgentSession:
                 finish_reason=chain.finish_reason,
                 text=chain.text,
                 versions=chain.versions,
+                routing_matrices=chain.routing_matrices and chain.routing_matrices[1:],
             )
             for chain in self._captured.chains()
         ]
@@ -86,6 +87,7 @@ def build_agent_server(setup: RolloutSetup) -> AgentServer:
         sampling={
             "temperature": options["temperature"], "top_p": options["top_p"],
             "top_k": options["top_k"], "max_completion_tokens": options["max_tokens"],
+            **{name: options[name] for name in ["include_routing_matrix"] if name in options},
         },
         http_timeout_s=options["http_timeout"],
     )  # fmt: skip

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from training.utils.rl.rollout_queue import RolloutQueue, TakenGroup
 from training.utils.run import Run
 
-# Phases of the trainer's loop. They follow each other, so their seconds add up to a step's at most.
+# Phases of the trainer's loop. They follow each other, so their seconds add up to a step's at most;
+# WAIT_FOR_MORE is the part of WAIT that comes after a batch's first piece.
 TRAIN, WAIT, WAIT_FOR_MORE, WEIGHT_UPDATE = (
     "perf/train_time", "perf/train_wait_time", "perf/train_chunk_wait_time",
     "perf/weight_update_time",
@@ -66,6 +67,7 @@ def overlap_metrics(times: dict[str, float]) -> dict[str, float]:
     return phases | {
         "perf/step_time": wall,
         "perf/wait_time_ratio": phases[WAIT] / wall,
+        "perf/weight_sync_ratio": phases[WEIGHT_UPDATE] / wall,
         "perf/trainer_idle_ratio": max(0.0, 1.0 - trained / wall),
         "perf/sampler_idle_ratio": max(0.0, 1.0 - sampled / wall),
     }

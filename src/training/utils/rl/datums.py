@@ -12,6 +12,7 @@ import tinker
 import torch
 
 from hearth.errors import ConfigError
+from hearth.sdk import RoutedModelInput
 
 DEFAULT_MAX_SEQ_LEN = 8192
 
@@ -34,11 +35,13 @@ def datum_from_tokens_weights(
     tokens: Sequence[int] | torch.Tensor,
     weights: Sequence[float] | torch.Tensor,
     max_length: int | None = None,
+    routing: Sequence[str] | None = None,
 ) -> tinker.Datum:
     """A datum over the first ``max_length`` tokens, shifted by one.
 
     The input is ``tokens[:-1]``; ``target_tokens`` and ``weights`` are those of ``tokens[1:]``.
-    Weights are never rescaled, and a datum without any is kept.
+    Weights are never rescaled, and a datum without any is kept. ``routing`` has one text per token
+    of ``tokens[:-1]``, as ``align_routing`` gives it.
 
     Raises:
         ConfigError: the lists differ in length, or fewer than 2 tokens remain.
@@ -49,13 +52,22 @@ def datum_from_tokens_weights(
         raise ConfigError(
             f"weights must have one entry per token, got {len(values)} for {len(ids)}"
         )
+    if routing is not None and len(routing) != len(ids) - 1:
+        raise ConfigError(
+            f"routing must have one entry per input token, got {len(routing)} for {len(ids) - 1}"
+        )
     if max_length is not None:
         ids, values = ids[:max_length], values[:max_length]
     if len(ids) < 2:
         raise ConfigError(f"tokens must hold at least 2 ids, got {len(ids)}: no target is left")
     rows = len(ids) - 1
+    model_input = tinker.ModelInput.from_ints(ids[:-1])
+    if routing is not None:
+        model_input = RoutedModelInput(
+            chunks=model_input.chunks, routing_matrices=list(routing[:rows])
+        )
     return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(ids[:-1]),
+        model_input=model_input,
         loss_fn_inputs={
             "target_tokens": tinker.TensorData(data=ids[1:], dtype="int64", shape=[rows]),
             "weights": tinker.TensorData(data=values[1:], dtype="float32", shape=[rows]),
@@ -140,6 +152,31 @@ def align_behavior_logprobs(
                 f"{position + 1} of {num_tokens}"
             )
     return [0.0 if value is None else float(value) for value in rows]
+
+
+def align_routing(
+    routing: Sequence[str], *, num_tokens: int, prompt_len: int, with_prompt: bool = False
+) -> list[str]:
+    """The sampler's experts of a sequence of N tokens as N - 1 texts, one per input token.
+
+    Understood are: N - 1 texts, and one per token from the first drawn one on, N - ``prompt_len``
+    of them, as a sampler gives them. The prompt's own (the first ``prompt_len`` - 1) are left empty
+    unless ``with_prompt``: there the trainer's router decides.
+
+    Raises:
+        ConfigError: the length fits neither form.
+    """
+    rows = list(routing)
+    blank = [""] * (prompt_len - 1)
+    if len(rows) != num_tokens - 1:
+        if len(rows) != num_tokens - prompt_len:
+            raise ConfigError(
+                f"routing_matrices must be {num_tokens - 1}, one per token but the last, or "
+                f"{num_tokens - prompt_len}, one per drawn token, got {len(rows)}: they would be "
+                "replayed at other tokens"
+            )
+        rows = blank + rows
+    return rows if with_prompt else blank + rows[len(blank) :]
 
 
 def _listed(values: Sequence[float] | torch.Tensor) -> Sequence[float]:

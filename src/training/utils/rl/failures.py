@@ -229,11 +229,28 @@ async def with_retries(
         await sleep(pause_s * random.uniform(0.5, 1.0))
 
 
+async def contained(work: Callable[[], Awaitable[T]]) -> T:
+    """What ``work()`` returns; what it raises, as far as that leaves the event loop running.
+
+    Raises:
+        RuntimeError: it raised what is no ``Exception``, as ``sys.exit()`` does. In a task that
+            ends the whole loop, or passes everybody who handles errors.
+    """
+    try:
+        return await work()
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise RuntimeError(
+            f"a rollout must return or raise an Exception, got {error!r}: it cannot end the process"
+        ) from error
+
+
 async def _attempted(
     draw: Callable[[], Awaitable[T]], timeout_s: float | None, grace_s: float
 ) -> T:
     # Not asyncio.timeout, which waits without end for a body that swallows its cancellation.
-    work = asyncio.ensure_future(draw())
+    work = asyncio.ensure_future(contained(draw))
     try:
         await asyncio.wait({work}, timeout=timeout_s)
         if not work.done():

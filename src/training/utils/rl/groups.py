@@ -11,9 +11,16 @@ from typing import Any
 
 import tinker
 
-from hearth.sdk import SampledCompletion
+from hearth.sdk import RoutedModelInput, SampledCompletion
+from training.utils.config import Replay
 from training.utils.rl.advantages import group_advantages
-from training.utils.rl.datums import align_behavior_logprobs, datum_from_tokens_weights
+from training.utils.rl.datums import (
+    align_behavior_logprobs,
+    align_routing,
+    datum_from_tokens_weights,
+)
+from training.utils.rl.igpo import TurnCredit
+from training.utils.rl.reward_metrics import disagreement_metrics, group_reward_metrics
 from training.utils.rl.rollout import RolloutSample
 from training.utils.rows import IndexedRow
 
@@ -27,22 +34,41 @@ class TrainSample:
     """
 
     datum: tinker.Datum
-    advantage: float
+    advantage: float | Sequence[float]
+    """What every drawn token earned, or target-aligned rows of what each did."""
     behavior_logprobs: Sequence[float]
     drawn: RolloutSample
     old_logprobs: Sequence[float] | None = None
     ref_logprobs: Sequence[float] | None = None
 
     @classmethod
-    def of(cls, drawn: RolloutSample, advantage: float) -> TrainSample:
-        """A sample's datum, and the sampler's logprobs where it drew."""
+    def of(cls, drawn: RolloutSample, advantage: float, replay: Replay = "none") -> TrainSample:
+        """A sample's datum, and the sampler's logprobs where it drew.
+
+        Raises:
+            ConfigError: the experts that are to be replayed are not one per token.
+        """
         rows = zip(drawn.logprobs[1:], drawn.loss_mask[1:], strict=True)
+        routing = None
+        if replay != "none" and drawn.routing_matrices is not None:
+            routing = align_routing(
+                drawn.routing_matrices, num_tokens=len(drawn.tokens),
+                prompt_len=drawn.prompt_len, with_prompt=replay == "all",
+            )  # fmt: skip
         return cls(
-            datum=datum_from_tokens_weights(drawn.tokens, drawn.loss_mask),
+            datum=datum_from_tokens_weights(drawn.tokens, drawn.loss_mask, routing=routing),
             advantage=advantage,
             behavior_logprobs=[value if live else 0.0 for value, live in rows],
             drawn=drawn,
         )
+
+    @property
+    def reference_datum(self) -> tinker.Datum:
+        """The datum for a reference: its router goes its own ways."""
+        routed = self.datum.model_input
+        if not isinstance(routed, RoutedModelInput):
+            return self.datum
+        return tinker.Datum(model_input=routed.unrouted(), loss_fn_inputs=self.datum.loss_fn_inputs)
 
 
 @dataclass(frozen=True)
@@ -60,21 +86,25 @@ class PromptGroup:
     row_meta: dict[str, Any] | None = None
     submit_version: int = 0
     """Weight syncs that had been published when the row was submitted."""
+    credit: TurnCredit | None = None
+    """What each turn is worth, where samples have an advantage per token."""
 
     @classmethod
     def of(
         cls, row: IndexedRow, trajectories: Sequence[Sequence[RolloutSample]],
-        row_meta: dict[str, Any] | None = None, submit_version: int = 0,
+        row_meta: dict[str, Any] | None = None, submit_version: int = 0, *,
+        replay: Replay = "none",
     ) -> PromptGroup:  # fmt: skip
         """A group with its advantages; the samples of one trajectory have one reward.
 
         Raises:
-            ConfigError: fewer than two trajectories, or a reward that is not finite.
+            ConfigError: fewer than two trajectories, a reward that is not finite, or experts to
+                replay that are not one per token.
         """
         rewards = [float(samples[0].reward) for samples in trajectories]
         advantages = group_advantages(rewards)
         trained = [
-            [TrainSample.of(one, advantage) for one in samples]
+            [TrainSample.of(one, advantage, replay) for one in samples]
             for samples, advantage in zip(trajectories, advantages, strict=True)
         ]
         return cls(row, rewards, advantages, trained, row_meta, submit_version)
@@ -133,6 +163,10 @@ class Draw:
     """Draws that were given up after their last attempt."""
     empty_draws: int = 0
     """Draws whose rollout returned None, or drew nothing."""
+    failed_rewards: int = 0
+    """Completions that have no reward, since their reward function failed."""
+    disagreements: Sequence[float] = ()
+    """A reward ensemble's, of each reward."""
 
 
 @dataclass
@@ -144,7 +178,11 @@ class RolloutStats:
     truncated: int = 0
     failed_draws: int = 0
     empty_draws: int = 0
+    failed_rewards: int = 0
     rewards: list[float] = field(default_factory=list[float])
+    group_rewards: list[Sequence[float]] = field(default_factory=list[Sequence[float]])
+    """The rewards of each row that has any."""
+    disagreements: list[float] = field(default_factory=list[float])
     dropped: Counter[str] = field(default_factory=Counter[str])
     stale_lengths: list[int] = field(default_factory=list[int])
     """Tokens of the draws that had ended in rows that were given up as too late."""
@@ -156,7 +194,11 @@ class RolloutStats:
         self.truncated += draw.truncated
         self.failed_draws += draw.failed_draws
         self.empty_draws += draw.empty_draws
+        self.failed_rewards += draw.failed_rewards
         self.rewards.extend(draw.rewards)
+        self.disagreements.extend(draw.disagreements)
+        if draw.rewards:
+            self.group_rewards.append(draw.rewards)
         if draw.dropped is not None:
             self.dropped[draw.dropped] += 1
 
@@ -180,6 +222,7 @@ def completion_sample(completion: SampledCompletion, reward: float) -> RolloutSa
         finish_reason=completion.finish_reason,
         text=completion.text,
         versions=completion.versions or [[completion.weight_version, completion.completion_len]],
+        routing_matrices=completion.routing_matrices,
     )
 
 
@@ -188,20 +231,26 @@ def rollout_metrics(stats: RolloutStats, groups: Sequence[PromptGroup]) -> dict[
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [length for group in groups for length in group.completion_lens]
     metrics = {
-        "rollout/raw_reward": _mean(stats.rewards),
-        "rollout/accuracy": _mean([float(reward > 0.5) for reward in stats.rewards]),
         "rollout/reward": _mean(rewards),
         "rollout/samples_completed": float(stats.samples),
         "rollout/valid_prompt_groups": float(len(groups)),
         "rollout/total_sampled": float(stats.rows),
-        "rollout/filter_reject_ratio": stats.dropped["uniform"] / max(1, stats.rows),
+        "rollout/filter_reject_ratio": _rejected(stats) / max(1, stats.rows),
         "rollout/sample_fail_count": float(stats.dropped["failed"]),
+        "rollout/reward_fail_count": float(stats.failed_rewards),
         "rollout/truncated_ratio": stats.truncated / max(1, stats.samples),
         "rollout/entropy": entropy_estimate(groups),
     }
-    if stats.rewards:
+    if stats.rewards:  # off-policy a step may train without that a row ended meanwhile
+        metrics["rollout/raw_reward"] = _mean(stats.rewards)
+        metrics["rollout/accuracy"] = _mean([float(reward > 0.5) for reward in stats.rewards])
         metrics["rollout/reward_min"] = min(stats.rewards)
         metrics["rollout/reward_max"] = max(stats.rewards)
+    metrics |= group_reward_metrics(stats.group_rewards)
+    metrics |= disagreement_metrics(stats.disagreements)
+    routed = [one.drawn.routing_matrices is not None for group in groups for one in group.flat()]
+    if any(routed):
+        metrics["rollout/router_replay_ratio"] = _mean(routed)
     for reason, count in sorted(stats.dropped.items()):
         metrics[f"rollout/dropped/{reason}"] = float(count)
     if lengths:
@@ -212,6 +261,11 @@ def rollout_metrics(stats: RolloutStats, groups: Sequence[PromptGroup]) -> dict[
             "rollout/response_len/min": float(min(lengths)),
         }
     return metrics
+
+
+def _rejected(stats: RolloutStats) -> int:
+    """Rows whose group was whole and taught nothing: ``rl_loop``'s own filter, or the user's."""
+    return stats.dropped["uniform"] + stats.dropped["filtered"]
 
 
 def entropy_estimate(groups: Iterable[PromptGroup]) -> float:

@@ -61,6 +61,11 @@ class Infra:
     boot_metrics: dict[str, float] = field(default_factory=dict)
     closeables: list[Callable[[], None]] = field(default_factory=list)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether the policy is a mixture of experts that router replay can act on."""
+        return self.policy.inner.supports_router_replay
+
     def close(self) -> None:
         """Close the clients; the resources are ``ResourceCleanup``'s."""
         for close in reversed(self.closeables):

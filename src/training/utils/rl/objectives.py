@@ -125,7 +125,7 @@ def builtin_call(
     for sample, weight in zip(samples, weights, strict=True):
         assert sample.old_logprobs is not None, "the built-in losses need old logprobs"
         mask = sample.datum.loss_fn_inputs["weights"]
-        advantages = sample.advantage * weight * mask.to_torch()
+        advantages = torch.as_tensor(sample.advantage) * weight * mask.to_torch()
         inputs = {
             "target_tokens": sample.datum.loss_fn_inputs["target_tokens"],
             "logprobs": tinker.TensorData(data=list(sample.old_logprobs), dtype="float32"),

@@ -43,6 +43,10 @@ class RolloutSample:
     versions: list[list[int]] | None = None
     """Run lengths ``[weight version, tokens]`` over the drawn tokens; None takes what the sampler
     of ``build_deployment_sampler`` has seen, else the version at submission."""
+    routing_matrices: list[str] | None = None
+    """Experts that a mixture-of-experts model took, for ``router_replay``: one text per token but
+    the last, empty where unknown, or one per token from the first drawn one on, as
+    ``SampledCompletion`` has them; None takes what the same sampler has seen."""
 
     @property
     def prompt_len(self) -> int:
@@ -183,8 +187,8 @@ def judged_sample(sample: object, where: str) -> RolloutSample:
         TypeError: it is no ``RolloutSample``.
         ConfigError: lengths differ, fewer than 2 tokens, a token that is no id, a mask that is not
             0 or 1 or is 1 on the first token, a NaN, infinite or positive logprob, a reward that is
-            not finite, versions that do not add up. The message begins with ``where`` and names
-            field and values.
+            not finite, versions or routing matrices that do not add up. The message begins with
+            ``where`` and names field and values.
     """
     if not isinstance(sample, RolloutSample):
         raise TypeError(f"{where}: segments must hold RolloutSample, got {type(sample).__name__}")
@@ -208,6 +212,7 @@ def judged_sample(sample: object, where: str) -> RolloutSample:
             f"{where}: reward must be a finite number, got {reward!r}: return None to drop the draw"
         )
     versions = _judged_versions(sample.versions, sum(mask), where)
+    _check_routing(sample, len(tokens), where)
     return replace(
         sample, tokens=tokens, logprobs=[float(one) for one in logprobs],
         loss_mask=[int(one) for one in mask], reward=float(reward), versions=versions,
@@ -224,7 +229,10 @@ class _Array(Protocol):
 
 
 def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, _Array) else value
+    # Numbers first: to ask for a protocol costs 20 microseconds, and there are many tokens.
+    return (
+        value if isinstance(value, int | float) or not isinstance(value, _Array) else value.tolist()
+    )
 
 
 def _listed(name: str, values: object, where: str) -> list[Any]:
@@ -269,18 +277,39 @@ def _check_logprobs(logprobs: Sequence[Any], where: str) -> None:
 
 
 def _judged_versions(
-    versions: Sequence[Sequence[int]] | None, num_drawn: int, where: str
+    versions: list[list[int]] | None, num_drawn: int, where: str
 ) -> list[list[int]] | None:
     if versions is None:
         return None
-    runs = [list(one) for one in versions]
-    covered = sum(one[-1] for one in runs)
-    if covered != num_drawn or any(len(one) != 2 or min(one) < 0 for one in runs):
+    pairs = _listed("versions", versions, where)
+    if not all(map(_is_pair, pairs)) or sum(count for _, count in pairs) != num_drawn:
         raise ConfigError(
             f"{where}: versions must be pairs [weight version, tokens] that cover the {num_drawn} "
-            f"drawn tokens, got {versions}, which cover {covered}"
+            f"drawn tokens, got {versions}"
         )
-    return runs
+    return [list(pair) for pair in pairs]
+
+
+def _check_routing(sample: RolloutSample, num_tokens: int, where: str) -> None:
+    matrices = sample.routing_matrices
+    if matrices is None:
+        return
+    from_first_drawn = num_tokens - sample.prompt_len
+    if len(matrices) not in (num_tokens - 1, from_first_drawn):
+        raise ConfigError(
+            f"{where}: routing_matrices must be {num_tokens - 1}, one per token but the last, or "
+            f"{from_first_drawn}, one per token from the first drawn one on, got {len(matrices)}"
+        )
+    wrong = {place: one for place, one in enumerate(matrices) if not isinstance(one, str)}
+    if wrong:
+        raise ConfigError(f"{where}: routing_matrices must be texts, got {_first(wrong)}")
+
+
+def _is_pair(value: Any) -> bool:
+    if not isinstance(value, list | tuple):
+        return False
+    numbers = cast("Sequence[Any]", value)
+    return len(numbers) == 2 and all(isinstance(one, int) and one >= 0 for one in numbers)
 
 
 def _is_finite(value: object) -> bool:

@@ -41,12 +41,11 @@ def gate_limits(config: QueueConfig) -> GateLimits:
     Raises:
         ConfigError: a limit breaks its rule.
     """
+    late = config.max_head_offpolicy_versions
     return GateLimits(
         prompt_groups_per_step=config.prompt_groups_per_step,
         completions_per_prompt=config.completions_per_prompt,
-        max_head_offpolicy_versions=(
-            0 if config.synchronous_training else config.max_head_offpolicy_versions
-        ),
+        max_head_offpolicy_versions=min(0, late) if config.synchronous_training else late,
         max_concurrency_rollout_sample=config.max_concurrency_rollout_sample,
         fifo_slack=config.fifo_slack,
     )
@@ -92,6 +91,7 @@ class RolloutQueue:
         self._check = check
         self._check_every_s = check_every_s
         self._running: dict[int, _Running] = {}
+        self._given_up: set[asyncio.Future[None]] = set()
         self._groups: dict[int, PromptGroup] = {}
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
@@ -108,6 +108,7 @@ class RolloutQueue:
         while True:
             self.submit()
             if count := self._due():
+                self._late_since = None
                 return [TakenGroup(self._groups.pop(one.row), one) for one in self.gate.take(count)]
             if self.gate.places_left() == 0:
                 return []
@@ -128,11 +129,12 @@ class RolloutQueue:
             self._running[row.index] = _Running(submission, task, self._now())
 
     async def close(self) -> None:
-        """Cancel what runs, and wait for its end."""
+        """Submit no more rows, cancel what runs, and wait for its end."""
+        self._rows = iter(())  # a weight sync that ends meanwhile makes room
         tasks = [one.task for one in self._running.values()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._given_up, return_exceptions=True)
 
     @property
     def num_ready(self) -> int:
@@ -196,7 +198,9 @@ class RolloutQueue:
             return
         timeout = self._check_every_s if patience is None else min(patience, self._check_every_s)
         try:
-            await asyncio.wait_for(self._changed.wait(), timeout)
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes with the event.
+            async with asyncio.timeout(timeout):
+                await self._changed.wait()
         except TimeoutError:
             self._check()
 
@@ -219,5 +223,7 @@ class RolloutQueue:
         for index in self.gate.late_rows():
             running = self._running.pop(index)
             running.task.cancel()
+            self._given_up.add(running.task)
+            running.task.add_done_callback(self._given_up.discard)
             self.gate.drop(index)
             self._note(Draw(running.submission.row, dropped="stale"))

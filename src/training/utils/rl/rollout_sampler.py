@@ -2,7 +2,8 @@
 
 A draw has a place: its row and its number within the group. ``current_draw`` says which one the
 running rollout is. A request without a seed of its own gets one that depends on the place alone,
-so a run repeats; and the weight versions of what was drawn are kept for ``RolloutSample``.
+so a run repeats; and the weight versions and experts of what was drawn are kept for
+``RolloutSample``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hearth.errors import TransportError
 from hearth.sdk import DeploymentSampler, SampledCompletion
 from hearth.sdk.sampling import completion_seed
 from training.utils.rl.rollout import RolloutRun
+from training.utils.rl.router_replay import seen_routing
 from training.utils.rl.seeds import call_seed
 
 current_draw: ContextVar[DrawContext | None] = ContextVar("current_draw", default=None)
@@ -46,12 +48,18 @@ class DrawContext:
     def fill_versions(self, runs: Sequence[RolloutRun]) -> None:
         """Give samples that do not say which weights drew them what is known of it."""
         samples = [one for run in runs for one in run.segments if one.versions is None]
-        drawn = [pair for one in self.seen for pair in versions_of(one)]
+        drawn = [pair for one in self.seen for pair in versions_of(one) if pair[1]]
         for sample in samples:
             if len(samples) == 1 and sum(count for _, count in drawn) == sample.completion_len:
                 sample.versions = drawn
             else:
                 sample.versions = [[self.weight_version, sample.completion_len]]
+
+    def fill_routing(self, runs: Sequence[RolloutRun]) -> None:
+        """Give samples that do not say which experts drew them what is known of it."""
+        for sample in (one for run in runs for one in run.segments):
+            if sample.routing_matrices is None:
+                sample.routing_matrices = seen_routing(sample.tokens, sample.loss_mask, self.seen)
 
 
 def versions_of(completion: SampledCompletion) -> list[list[int]]:
@@ -61,10 +69,16 @@ def versions_of(completion: SampledCompletion) -> list[list[int]]:
 
 
 class RolloutSampler:
-    """Draws completions for rollout functions; ``deployment`` is the sampler underneath."""
+    """Draws completions for rollout functions; ``deployment`` is the sampler underneath.
 
-    def __init__(self, deployment: DeploymentSampler) -> None:
+    ``options`` hold for every request that does not name them.
+    """
+
+    def __init__(
+        self, deployment: DeploymentSampler, options: Mapping[str, Any] | None = None
+    ) -> None:
         self.deployment = deployment
+        self._options = dict(options or {})
 
     async def sample_with_prompt_tokens(
         self,
@@ -80,7 +94,7 @@ class RolloutSampler:
             TransportError: the deployment sent no logprobs, without which nothing can be trained.
         """
         call = self.deployment.sample_with_prompt_tokens(
-            prompt_token_ids, n=n, seed=_seed(seed, n), **options
+            prompt_token_ids, n=n, seed=_seed(seed, n), **{**self._options, **options}
         )
         return _noted(await call)
 
@@ -93,7 +107,9 @@ class RolloutSampler:
         Raises:
             TransportError: the deployment sent no logprobs, without which nothing can be trained.
         """
-        call = self.deployment.sample_with_tokens(messages, n=n, seed=_seed(seed, n), **options)
+        call = self.deployment.sample_with_tokens(
+            messages, n=n, seed=_seed(seed, n), **{**self._options, **options}
+        )
         return _noted(await call)
 
     def close(self) -> None:

@@ -19,6 +19,8 @@ from types import CoroutineType, FrameType, GeneratorType, TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 from hearth.errors import ClosedError
+from training.utils.daemon_threads import DaemonThreads
+from training.utils.rl.failures import contained
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class RolloutThread:
     def __init__(self, *, grace_s: float = 3.0) -> None:
         self._grace_s = grace_s
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(DaemonThreads(f"{_NAME}-blocking"))
         self._lock = threading.Lock()
         # Guarded by the lock: the draws on their way, oldest first, and what the loop will not do.
         self._draws: dict[_Draw[Any], None] = {}
@@ -100,7 +103,8 @@ class RolloutThread:
         if frame is None:
             return f"  thread {_NAME} has ended\n"
         frames = traceback.extract_stack(frame)
-        own = [index for index, one in enumerate(frames) if one.filename == __file__]
+        leading = (__file__, contained.__code__.co_filename)
+        own = [index for index, one in enumerate(frames) if one.filename in leading]
         return "".join(traceback.format_list(frames[own[-1] + 1 if own else 0 :]))
 
     def task_stacks(self, limit: int) -> list[str]:
@@ -131,7 +135,10 @@ class RolloutThread:
 
     def _main(self) -> None:
         self._beat()
-        self._loop.run_forever()
+        try:
+            self._loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:  # of a task that a rollout has started
+            logger.error("a task of a rollout has ended the rollouts' event loop with %r", error)
         with self._lock:
             self._has_ended = True
         try:
@@ -161,7 +168,7 @@ class RolloutThread:
             if draw.future.cancelled():
                 del self._draws[draw]
             elif not self._has_ended:
-                draw.task = self._loop.create_task(_called(draw.fn))
+                draw.task = self._loop.create_task(contained(draw.fn))
                 draw.task.add_done_callback(lambda task: self._finish(draw, task))
 
     def _give_up(self, draw: _Draw[T], future: asyncio.Future[T]) -> None:
@@ -189,7 +196,7 @@ class RolloutThread:
             )
         return ClosedError(
             "the event loop that rollouts share must run on, got stopped by one of them: a rollout "
-            "may not call loop.stop()"
+            "may not call loop.stop(), nor sys.exit() in a task that it starts"
         )
 
 
@@ -213,7 +220,7 @@ class _Draw(Generic[T]):
     def line(self) -> str:
         """Its age and where it is, as far as one line goes."""
         state = "cancelled, " if self.future.cancelled() else ""
-        return f"{time.monotonic() - self._asked_at:.1f} s: {state}{self._place()}"
+        return f"{time.monotonic() - self._asked_at:.1f} s: {state}{place_of(self.task)}"
 
     def _settle(self, error: BaseException | None) -> None:
         if self.future.done():
@@ -225,26 +232,18 @@ class _Draw(Generic[T]):
         else:
             self.future.set_result(self.task.result())
 
-    def _place(self) -> str:
-        coroutine = None if self.task is None else self.task.get_coro()
-        if not isinstance(coroutine, CoroutineType):
-            return "has not begun"
-        if coroutine.cr_running:
-            return "computes"
-        places = [_place_of(frame) for frame in _frames(coroutine)][1:]
-        if len(places) > _MOST_PLACES:
-            places = [*places[: _MOST_PLACES - 1], "...", places[-1]]
-        return ", ".join(places) or "is about to begin or to end"
 
-
-async def _called(fn: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    try:
-        return await fn()
-    except (SystemExit, KeyboardInterrupt) as error:
-        # asyncio would end the loop with these, and every other rollout.
-        raise RuntimeError(
-            f"a rollout must return or raise an Exception, got {error!r}: it cannot end the process"
-        ) from error
+def place_of(task: asyncio.Task[Any] | None) -> str:
+    """Where a task of ``contained`` work is: the frames of what it awaits, the outermost first."""
+    coroutine = None if task is None else task.get_coro()
+    if not isinstance(coroutine, CoroutineType):
+        return "has not begun"
+    if coroutine.cr_running:
+        return "computes"
+    places = [_place_of(frame) for frame in _frames(coroutine)][1:]
+    if len(places) > _MOST_PLACES:
+        places = [*places[: _MOST_PLACES - 1], "...", places[-1]]
+    return ", ".join(places) or "is about to begin or to end"
 
 
 def _frames(awaited: object) -> Iterator[FrameType]:

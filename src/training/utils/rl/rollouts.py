@@ -7,18 +7,21 @@ pass is tried again and then done without; any other error ends the run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hearth.errors import ConfigError
+from training.utils.config import Replay
 from training.utils.rl.failures import CircuitBreaker, is_recoverable, with_retries
 from training.utils.rl.groups import Draw, PromptGroup
 from training.utils.rl.rollout import OPTIONAL_ARGUMENTS, Rollout, RolloutFn, RolloutRun, runs_of
 from training.utils.rl.rollout_sampler import DrawContext, current_draw
+from training.utils.rl.rollout_thread import place_of
 from training.utils.rl.seeds import row_seed
 from training.utils.rows import IndexedRow
 
@@ -26,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 GroupFilter = Callable[[PromptGroup], bool]
 """Whether a group is worth training on (``dynamic_filter_fn``)."""
+GroupCredit = Callable[[PromptGroup], Awaitable[PromptGroup]]
+"""A group with other advantages than those of its rewards alone, such as one per turn."""
 
 
 class RolloutConfig(Protocol):
@@ -36,6 +41,11 @@ class RolloutConfig(Protocol):
     min_group_size: int
     rollout_timeout_s: float | None
     rollout_retries: int
+
+    @property
+    def replay(self) -> Replay:
+        """Whose experts are replayed."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -67,15 +77,19 @@ class Rollouts:
     def __init__(
         self, rollout_fn: RolloutFn, config: RolloutConfig, *, num_rows: int,
         accepts: GroupFilter | None = None, breaker: CircuitBreaker | None = None,
+        credit: GroupCredit | None = None,
     ) -> None:  # fmt: skip
+        _check_filter(accepts)
         self._fn = rollout_fn
         self._declared = declared_arguments(rollout_fn)
         self._config = config
         self._num_rows = num_rows
         self._accepts = accepts
+        self._credit = credit
         self._breaker = breaker or CircuitBreaker()
         self.lengths: dict[int, list[int]] = {}
         """Drawn tokens of each finished draw, of each row that is on its way."""
+        self._calls: dict[asyncio.Task[Any], str] = {}
 
     async def draw(self, submitted: Submission) -> Draw:
         """All draws of a row, and the group that they make.
@@ -97,7 +111,15 @@ class Rollouts:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.lengths.pop(index, None)
-        return self._outcome(submitted, drawn)
+        return await self._outcome(submitted, drawn)
+
+    def places(self, limit: int) -> list[str]:
+        """One line for each of the ``limit`` oldest calls under way; from any thread.
+
+        Example: ``row 7, draw 3: rollout.py:41 in rollout_fn, tasks.py:639 in sleep``
+        """
+        calls = list(self._calls.items())[: max(0, limit)]
+        return [f"{where}: {place_of(task)}" for task, where in calls]
 
     async def _draw_one(self, submitted: Submission, sample: int) -> _Drawn:
         where = f"row {submitted.row.index}, draw {sample}"
@@ -118,6 +140,16 @@ class Rollouts:
             self.lengths[submitted.row.index].append(_length(drawn.runs))
         return drawn
 
+    @contextlib.contextmanager
+    def _noted(self, where: str) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls[task] = where
+        try:
+            yield
+        finally:
+            del self._calls[task]
+
     async def _call(self, submitted: Submission, sample: int, where: str) -> _Drawn:
         row = submitted.row
         draw = DrawContext(row_seed(self._config.seed, row.index), sample, submitted.weight_version)
@@ -128,9 +160,11 @@ class Rollouts:
             raise TypeError(
                 f"rollout_fn must be an async function, got {type(pending).__name__} from its call"
             )
-        returned = await pending
+        with self._noted(where):
+            returned = await pending
         runs = runs_of(returned, where)
         draw.fill_versions(runs)
+        draw.fill_routing(runs)
         return _Drawn(runs, returned.row_meta if isinstance(returned, Rollout) else None)
 
     def _arguments(self, row: IndexedRow, sample: int) -> dict[str, Any]:
@@ -148,7 +182,7 @@ class Rollouts:
         self._breaker.failed(error)
         self._breaker.check()
 
-    def _outcome(self, submitted: Submission, drawn: list[_Drawn]) -> Draw:
+    async def _outcome(self, submitted: Submission, drawn: list[_Drawn]) -> Draw:
         runs = [run for one in drawn for run in one.runs]
         errors = [one.error for one in drawn if one.error is not None]
         kept = sum(bool(one.runs) for one in drawn)
@@ -159,10 +193,9 @@ class Rollouts:
             metas = [one.row_meta for one in drawn if one.row_meta is not None]
             group = PromptGroup.of(
                 submitted.row, [run.segments for run in runs],
-                metas[0] if metas else None, submitted.version,
+                metas[0] if metas else None, submitted.version, replay=self._config.replay,
             )  # fmt: skip
-            if self._accepts is not None and not self._accepts(group):
-                group, reason = None, "filtered"
+            group, reason = await self._judged(group, errors)
         return Draw(
             submitted.row,
             group=group,
@@ -171,8 +204,52 @@ class Rollouts:
             truncated=sum(run.segments[-1].finish_reason == "length" for run in runs),
             rewards=[run.reward for run in runs],
             error=errors[-1] if errors else None,
-            failed_draws=len(errors),
+            failed_draws=sum(one.error is not None for one in drawn),
             empty_draws=sum(not one.runs and one.error is None for one in drawn),
+        )
+
+    async def _judged(
+        self, group: PromptGroup, errors: list[Exception]
+    ) -> tuple[PromptGroup | None, str | None]:
+        """The group with its credit, or why it is dropped; what failed is added to ``errors``."""
+        where = f"row {group.row.index}, credit"
+        try:
+            group = await self._credited(group, where)
+        except Exception as error:
+            if not is_recoverable(error):
+                error.add_note(f"in the {where}")
+                raise
+            errors.append(error)
+            return None, "failed"
+        return (group, None) if self._is_accepted(group) else (None, "filtered")
+
+    async def _credited(self, group: PromptGroup, where: str) -> PromptGroup:
+        credit = self._credit
+        if credit is None:
+            return group
+        with self._noted(where):
+            return await with_retries(
+                lambda: credit(group),
+                attempts=1 + self._config.rollout_retries,
+                timeout_s=self._config.rollout_timeout_s,
+                on_failure=lambda error, attempt: self._note_failure(error, attempt, where),
+            )
+
+    def _is_accepted(self, group: PromptGroup) -> bool:
+        if self._accepts is None:
+            return True
+        try:
+            return bool(self._accepts(group))
+        except Exception as error:
+            error.add_note(f"in dynamic_filter_fn, with the group of row {group.row.index}")
+            raise
+
+
+def _check_filter(accepts: GroupFilter | None) -> None:
+    if accepts is not None and (not callable(accepts) or inspect.iscoroutinefunction(accepts)):
+        raise ConfigError(
+            f"dynamic_filter_fn must be a plain function of a group, got {accepts!r}: what it must "
+            "wait for belongs into the rollout function"
         )
 
 
@@ -187,16 +264,23 @@ def declared_arguments(rollout_fn: RolloutFn) -> list[str]:
             f"rollout_fn_factory must return an async function, got {rollout_fn!r}: "
             "make_rollout_fn(setup) ends with `return rollout_fn`"
         )
-    parameters: Mapping[str, inspect.Parameter] = inspect.signature(rollout_fn).parameters
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
-        return list(OPTIONAL_ARGUMENTS)
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    signature = inspect.signature(rollout_fn)
     # The first parameter is the row, whatever it is called.
-    return [
-        name
-        for name in OPTIONAL_ARGUMENTS
-        if name in list(parameters)[1:] and parameters[name].kind in by_name
+    first, rest = list(signature.parameters)[:1], list(signature.parameters.values())[1:]
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = [one.name for one in rest if one.kind in by_name]
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in rest)
+    declared = [
+        name for name in OPTIONAL_ARGUMENTS if name in named or (takes_any and name not in first)
     ]
+    try:
+        signature.bind({}, **dict.fromkeys(declared))
+    except TypeError as error:
+        raise ConfigError(
+            f"rollout_fn must be callable with a row alone, got rollout_fn{signature} ({error}): "
+            f"beside the row it may declare {', '.join(OPTIONAL_ARGUMENTS)}"
+        ) from None
+    return declared
 
 
 def _length(runs: list[RolloutRun]) -> int:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import tinker
 
+from hearth.losses.corrections import WithReference
+from hearth.losses.objective import Objective
 from hearth.telemetry import Stopwatch
 from training.utils.rl.groups import PromptGroup, TrainSample
+from training.utils.rl.kl_control import AdaptiveKL
 from training.utils.rl.objectives import (
     ObjectiveConfig,
     builtin_call,
@@ -51,13 +55,17 @@ class PolicyUpdate:
 
     The gradient of several pieces is that of one, but for the order of the sums. With
     ``ppo_n_minibatches`` above 1 the whole batch is one piece, cut into minibatches with an
-    optimizer step each. Seconds go to ``clock``.
+    optimizer step each. Seconds go to ``clock``. ``kl`` gives the weight of the KL, the same all
+    through the batch, and sees what the batch's KL was; without it that is ``config.kl_beta``.
     """
 
-    def __init__(self, config: UpdateConfig, infra: RunInfra, clock: Stopwatch) -> None:
+    def __init__(
+        self, config: UpdateConfig, infra: RunInfra, clock: Stopwatch, kl: AdaptiveKL | None = None
+    ) -> None:
         self._config = config
         self._infra = infra
         self._clock = clock
+        self._kl = kl
         self.groups: list[PromptGroup] = []
         """The groups that have gone through forward and backward."""
         self.optimizer_steps = 0
@@ -83,12 +91,27 @@ class PolicyUpdate:
     async def finish(self) -> None:
         """The optimizer step of what has accumulated."""
         await self._optimizer_step()
+        if self._kl is not None:
+            # Beside the optimizer's own, since every entry of 0 samples counts as one step of it.
+            self.results[-1] = (0, {**self.results[-1][1], "kl_beta": self._kl.coefficient})
+            self._kl.observe(self._mean_kl())
+
+    def _mean_kl(self) -> float:
+        """The batch's k3 estimate of the KL to the reference, in nats per token."""
+        calls = [(count, metrics["ref_kl"]) for count, metrics in self.results if count]
+        return math.fsum(count * kl for count, kl in calls) / sum(count for count, _ in calls)
+
+    def _objective(self) -> Objective:
+        objective = objective_options(self._config)
+        if self._kl is None or not isinstance(objective, WithReference):
+            return objective
+        return replace(objective, kl_beta=self._kl.coefficient)
 
     async def _policy_gradient(
         self, samples: Sequence[TrainSample]
     ) -> tinker.ForwardBackwardOutput:
         config, policy = self._config, self._infra.policy.inner
-        objective, tis = objective_options(config), tis_options(config)
+        objective, tis = self._objective(), tis_options(config)
         if config.runs_builtin_loss:
             call = builtin_call(objective, config.policy_loss, tis, samples)
             return await policy.forward_backward(
@@ -113,7 +136,7 @@ class PolicyUpdate:
             return
         with self._clock.span("perf/ref_forward_time"):
             scored = await self._infra.reference.inner.forward(
-                [one.datum for one in samples], "cross_entropy",
+                [one.reference_datum for one in samples], "cross_entropy",
                 {"temperature": self._config.temperature},
             )  # fmt: skip
         for sample, output in zip(samples, scored.loss_fn_outputs, strict=True):

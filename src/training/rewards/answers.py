@@ -1,4 +1,4 @@
-"""Reward functions: what a completion is worth, from its text and its row."""
+"""Answers that are the same number or the same text: no parsing of expressions."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def answer_reward(completion: str, row: Mapping[str, Any]) -> float:
         return 0.0
     truth = str(row["ground_truth"])
     return float(same_answer(answer, marked_answer(truth) or truth))
+
+
+def exact_match(completion: str, row: Mapping[str, Any]) -> float:
+    """1.0 when the whole completion is the row's ``ground_truth``, white space around it aside."""
+    return float(completion.strip() == str(row["ground_truth"]).strip())
 
 
 def marked_answer(text: str) -> str | None:

@@ -1,0 +1,1 @@
+"""Questions of several hops over a small text collection, answered with a search tool (IGPO)."""

@@ -1,0 +1,181 @@
+"""The example's own small model, made at first use: it can search and read, and is careless.
+
+It learns from demonstrations in worlds that are drawn anew for each one, so it cannot know the
+answers of the world that it is trained on later, only how to look for them. Much of what it sees
+is careless: searches for the wrong thing, and guesses. That is what is left to mend.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from training.examples.rl.multihop_qa.corpus import (
+    CITIES,
+    COMPANIES,
+    COUNTRIES,
+    LANGUAGES,
+    PEOPLE,
+    Question,
+    World,
+    vocabulary,
+)
+from training.examples.rl.multihop_qa.reward import ANSWER
+from training.examples.rl.multihop_qa.rollout import MAX_TURNS, SEARCH
+from training.examples.rl.multihop_qa.search import SearchIndex
+
+PAD, END, TOOL, USER, ASSISTANT = "<pad>", "<end>", "<tool>", "<user>", "<assistant>"
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<' + message['role'] + '> ' + message['content'] + ' <end> ' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<assistant>' }}{%- endif %}"
+)
+
+STEPS, BATCH = 400, 32
+ASTRAY_FROM, CARELESS_FROM = 0.25, 0.85
+"""Shares of the steps after which pupils go astray, which is read over, and is learned as well."""
+RIGHT, STRAY = 0.5, 0.4
+"""Shares of right turns and of searches for something else; the rest are guesses."""
+_NAMES = (*PEOPLE, *COMPANIES, *CITIES, *COUNTRIES)
+
+
+def ensure_model(folder: Path, *, steps: int = STEPS) -> Path:
+    """The folder of the model, which is made there if it is not there yet."""
+    if not (folder / "model.safetensors").is_file():
+        tokenizer = make_tokenizer()
+        model = make_model(tokenizer)
+        warm_up(model, tokenizer, steps)
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+    return folder
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token per word; words and special tokens are separated by spaces."""
+    special = [PAD, END, TOOL, USER, ASSISTANT]
+    words = [*special, SEARCH, ANSWER, "nothing", "found", *vocabulary()]
+    places = {word: place for place, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(places, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, unk_token=PAD,
+        additional_special_tokens=[TOOL, USER, ASSISTANT], chat_template=CHAT_TEMPLATE,
+        model_max_length=512, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A Qwen3 of a quarter of a million parameters with fresh weights."""
+    torch.manual_seed(0)
+    pad, end = tokenizer.encode(f"{PAD} {END}")
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=96, intermediate_size=192, num_hidden_layers=3,
+        num_attention_heads=3, num_key_value_heads=3, head_dim=32, tie_word_embeddings=True,
+        max_position_embeddings=512, eos_token_id=end, pad_token_id=pad, dtype="float32",
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int) -> float:
+    """Train on ``steps`` batches of demonstrations; returns the last loss."""
+    named = list(model.named_parameters())
+    matrices = [one for name, one in named if one.ndim == 2 and "embed" not in name]
+    rest = [one for name, one in named if one.ndim != 2 or "embed" in name]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.98)),
+    ]
+    rates = [one.param_groups[0]["lr"] for one in optimizers]
+    rng = random.Random(0)
+    loss = torch.zeros(())
+    for step in range(steps):
+        warmth = min(1.0, (step + 1) / (0.05 * steps + 1)) * (1 - step / steps)
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * warmth
+            optimizer.zero_grad()
+        pupil = Pupil(step >= ASTRAY_FROM * steps, step >= CARELESS_FROM * steps)
+        loss = turn_loss(model, tokenizer, [pupil.demonstration(rng) for _ in range(BATCH)])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+    return float(loss.detach())
+
+
+@dataclass(frozen=True)
+class Pupil:
+    """Who answers questions for the model to learn from."""
+
+    goes_astray: bool
+    """Searches for something else now and then, which the model does not learn to say."""
+    is_careless: bool
+    """Guesses as well; and the model learns to say all of it."""
+
+    def demonstration(self, rng: random.Random) -> list[tuple[str, bool]]:
+        """One trajectory in a world of its own: texts, and whether the model learns to say them."""
+        world = World.drawn(rng)
+        question = rng.choice(world.questions(rng.choice(PEOPLE)))
+        index = SearchIndex(world.documents())
+        told = [(f"{USER} {question.text} {END} {ASSISTANT}", False)]
+        for turn, is_right in self._turns(question, rng):
+            told.append((f"{turn} {END}", is_right or self.is_careless))
+            if turn.startswith(SEARCH):
+                found = index.search(turn.removeprefix(SEARCH))
+                told.append((f"{TOOL} {found} {END} {ASSISTANT}", False))
+        return told
+
+    def _turns(self, question: Question, rng: random.Random) -> Iterator[tuple[str, bool]]:
+        """What is said, and whether it is right: each search of the path, then the answer."""
+        path = list(question.path)
+        for _ in range(MAX_TURNS):
+            draw = rng.random()
+            if self.is_careless and draw >= RIGHT + STRAY:
+                yield f"{ANSWER} {rng.choice(_alike(question.answer))}", False
+                return
+            if self.goes_astray and RIGHT <= draw < RIGHT + STRAY:
+                yield f"{SEARCH} {rng.choice(_NAMES)}", False
+            elif path:
+                yield f"{SEARCH} {path.pop(0)}", True
+            else:
+                yield f"{ANSWER} {question.answer}", True
+                return
+
+
+def _alike(answer: str) -> tuple[str, ...]:
+    """The names of the answer's kind."""
+    return next(names for names in (CITIES, COUNTRIES, LANGUAGES) if answer in names)
+
+
+def turn_loss(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
+    demonstrations: list[list[tuple[str, bool]]],
+) -> torch.Tensor:  # fmt: skip
+    """Mean cross-entropy of the tokens that the policy says."""
+    told = [
+        [(ids, is_said) for ids, (_, is_said) in zip(_ids(tokenizer, one), one, strict=True)]
+        for one in demonstrations
+    ]
+    width = max(sum(len(ids) for ids, _ in one) for one in told)
+    # Padding stands on the right, where causal attention keeps it from what counts.
+    tokens = torch.zeros((len(told), width), dtype=torch.long)
+    counted = torch.zeros((len(told), width), dtype=torch.bool)
+    for row, one in enumerate(told):
+        place = 0
+        for ids, is_said in one:
+            tokens[row, place : place + len(ids)] = torch.tensor(ids)
+            counted[row, place : place + len(ids)] = is_said
+            place += len(ids)
+    hidden = model.model(tokens[:, :-1], use_cache=False).last_hidden_state[counted[:, 1:]]
+    return functional.cross_entropy(model.lm_head(hidden), tokens[:, 1:][counted[:, 1:]])
+
+
+def _ids(tokenizer: PreTrainedTokenizerFast, told: list[tuple[str, bool]]) -> list[list[int]]:
+    return tokenizer([text for text, _ in told], add_special_tokens=False).input_ids

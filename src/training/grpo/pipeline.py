@@ -1,0 +1,101 @@
+"""The loop of the small GRPO library: draw groups, score them, update, remember."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+
+from hearth.errors import ConfigError
+from training.grpo.config import GRPOConfig
+from training.grpo.metrics import GroupRewards, TrainingMetrics
+from training.grpo.policy import TorchPolicy
+from training.grpo.sample import GroupSample
+from training.grpo.trainer import GRPOTrainer, mean_difference
+
+logger = logging.getLogger(__name__)
+
+PromptReward = Callable[[str, str], float]
+"""``(prompt, completion)`` to what the completion is worth."""
+GenerateFn = Callable[[str], str]
+"""A prompt to one completion of it, another one at every call."""
+LogProbFn = Callable[[str, str], float]
+"""``(prompt, completion)`` to the completion's logprob."""
+
+
+class GRPOPipeline:
+    """Draws groups with a function of the caller's, and trains where there is something to train.
+
+    With ``policy`` every step updates it (``GRPOTrainer.update``). With ``log_prob_fn`` and
+    ``ref_log_prob_fn`` instead, somebody else trains, and a step only computes loss and KL. With
+    neither it draws, scores and counts.
+
+    Raises:
+        ConfigError: as ``GRPOTrainer``; or one of the two functions without the other, or beside a
+            policy.
+    """
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        reward_fn: PromptReward,
+        *,
+        policy: TorchPolicy | None = None,
+        reference: TorchPolicy | None = None,
+        log_prob_fn: LogProbFn | None = None,
+        ref_log_prob_fn: LogProbFn | None = None,
+    ) -> None:
+        if (log_prob_fn is None) != (ref_log_prob_fn is None):
+            raise ConfigError("log_prob_fn and ref_log_prob_fn must be given both, got one of them")
+        if policy is not None and log_prob_fn is not None:
+            raise ConfigError("log_prob_fn must be None with a policy, which has its own logprobs")
+        self.config = config
+        self.reward_fn = reward_fn
+        self.trainer = GRPOTrainer(config, policy, reference)
+        self.metrics = TrainingMetrics()
+        self._log_prob_fns = (log_prob_fn, ref_log_prob_fn)
+
+    def generate_group(self, prompt: str, generate_fn: GenerateFn) -> GroupSample:
+        """``group_size`` completions of a prompt with rewards and advantages."""
+        completions = [generate_fn(prompt) for _ in range(self.config.group_size)]
+        rewards = [float(self.reward_fn(prompt, one)) for one in completions]
+        sample = GroupSample(prompt=prompt, completions=completions, rewards=rewards)
+        return self.trainer.compute_advantages(sample)
+
+    def train_step(self, prompts: Sequence[str], generate_fn: GenerateFn, step: int) -> float:
+        """Draw a group of every prompt and train on them; the mean of the groups' mean rewards.
+
+        Raises:
+            ConfigError: there are no prompts, or a reward is not finite.
+            NumericsError: as ``GRPOTrainer.update``.
+        """
+        if not prompts:
+            raise ConfigError("prompts must hold at least one prompt, got none")
+        groups = [self.generate_group(prompt, generate_fn) for prompt in prompts]
+        measured = self._loss_and_kl(groups)
+        records = [GroupRewards(step, one.prompt, tuple(one.rewards)) for one in groups]
+        reward = statistics.fmean(one.mean for one in records)
+        self.metrics.steps.append(step)
+        self.metrics.rewards.append(reward)
+        self.metrics.groups.extend(records)
+        if measured is not None:
+            self.metrics.losses.append(measured[0])
+            self.metrics.kl_values.append(measured[1])
+        spread = sum(one.std > 0 for one in records)
+        logger.info("step %d: reward %.4f, %d of %d groups with spread", step, reward, spread,
+                    len(records))  # fmt: skip
+        return reward
+
+    def _loss_and_kl(self, groups: Sequence[GroupSample]) -> tuple[float, float] | None:
+        if self.trainer.policy is not None:
+            result = self.trainer.update(groups)
+            return result.loss, result.kl
+        log_prob_fn, ref_log_prob_fn = self._log_prob_fns
+        if log_prob_fn is None or ref_log_prob_fn is None:
+            return None
+        drawn = [(group.prompt, one) for group in groups for one in group.completions]
+        advantages = [advantage for group in groups for advantage in group.advantages]
+        log_probs = [float(log_prob_fn(*one)) for one in drawn]
+        references = [float(ref_log_prob_fn(*one)) for one in drawn]
+        loss = self.trainer.compute_loss(log_probs, references, advantages)
+        return loss, mean_difference(log_probs, references)

@@ -1,0 +1,15 @@
+"""A prompt with what was drawn for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class GroupSample:
+    """The completions of one prompt. Lists are parallel."""
+
+    prompt: str
+    completions: list[str] = field(default_factory=list[str])
+    rewards: list[float] = field(default_factory=list[float])
+    advantages: list[float] = field(default_factory=list[float])

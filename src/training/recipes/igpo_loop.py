@@ -1,0 +1,151 @@
+"""IGPO: turns are rewarded for what they add to the policy's belief in the right answer.
+
+``async_rl_loop`` with another credit assignment (arXiv:2510.14967), for trajectories of several
+turns. One reward at the end says little about the turns before it, and nothing where all
+trajectories of a row earn the same. Between steps 1 and 2 of that recipe a group therefore gets:
+
+1. beliefs: the logprob of the row's right answer after the prompt and after each turn, scored on
+   token ids without gradient, all prefixes of the group in one batch, while other rows are drawn;
+2. gains: the differences; the last turn, which answers, has the outcome instead;
+3. advantages: gains and outcomes, each normalized over the group, summed backward over the turns
+   and given to every token of its turn (``training.utils.rl.igpo``).
+
+A turn is a stretch of 1s in ``loss_mask``; the segments of a run follow each other. Groups with
+equal outcomes stay, as their gains differ. ``ig_weight=0`` is ``async_rl_loop``, to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hearth.errors import ConfigError
+from training.recipes import async_rl_loop
+from training.recipes.async_rl_loop import checked_rows, run_rows
+from training.utils.command import refuse_inside_event_loop
+from training.utils.rl.igpo import Form, Normalization
+from training.utils.rl.information_gain import (
+    AnswerFn,
+    InformationGain,
+    Scorer,
+    deployment_scorer,
+    ground_truth_tokens,
+    trainer_scorer,
+)
+from training.utils.rl.platform import RunInfra
+from training.utils.rl.rollout import RolloutFnFactory, RolloutSetup
+from training.utils.rl.rollouts import GroupCredit, GroupFilter
+from training.utils.rows import Row
+from training.utils.run import RunSummary
+from training.utils.validation import validate
+
+MOST_SCORED = 1024
+"""Sequences that a deployment takes in one request."""
+
+ScorerName = Literal["deployment", "trainer"]
+
+
+@dataclass(kw_only=True)
+class Config(async_rl_loop.Config):
+    """Settings of ``igpo_loop`` beside those of ``async_rl_loop``."""
+
+    log_path: str = "runs/igpo_loop"
+    """Folder of the run: metrics.jsonl, config.json, checkpoints."""
+
+    ig_weight: float = 1.0
+    """Weight of normalized information gain against the normalized outcome; 0 is plain GRPO."""
+    ig_gamma: float = 0.99
+    """Discount per turn of what comes after a turn."""
+    ig_normalization: Normalization = "separate"
+    """separate compares gains over turns and outcomes over trajectories; pooled is the cookbook's,
+    both over all turns."""
+    ig_form: Form = "logprob"
+    """What a gain is a difference of: mean logprob of the answer's tokens, or its exponential."""
+    ig_scorer: ScorerName = "deployment"
+    """Who scores the answer: the deployment, with the weights that draw, or the trainer."""
+    ig_answer_prefix: str = ""
+    """Text that leads to an answer, such as <answer>; stands before it, and is not scored."""
+    scoring_batch: int = 256
+    """Prefixes per scoring call, 1024 at most; a group has one call where they fit."""
+
+    def validate(self) -> None:
+        """Check everything that can be checked without loading a model.
+
+        Raises:
+            ConfigError: one line per problem.
+        """
+        validate(self, [*async_rl_loop.own_problems(self), *_own_problems(self)])
+
+
+def _own_problems(config: Config) -> Iterator[str]:
+    if not (math.isfinite(config.ig_weight) and config.ig_weight >= 0):
+        yield f"ig_weight must be >= 0, got {config.ig_weight}: 0 is plain GRPO"
+    if not 0 <= config.ig_gamma <= 1:
+        yield f"ig_gamma must lie in [0, 1], got {config.ig_gamma}"
+    if not 1 <= config.scoring_batch <= MOST_SCORED:
+        yield f"scoring_batch must lie in [1, {MOST_SCORED}], got {config.scoring_batch}"
+    for name, value, known in (
+        ("ig_normalization", config.ig_normalization, Normalization),
+        ("ig_form", config.ig_form, Form),
+        ("ig_scorer", config.ig_scorer, ScorerName),
+    ):
+        if value not in get_args(known):
+            yield f"{name} must be one of {list(get_args(known))}, got {value!r}"
+
+
+def main(
+    config: Config, *, rollout_fn_factory: RolloutFnFactory, rows: Sequence[Row] | None = None,
+    dynamic_filter_fn: GroupFilter | None = None, answer_fn: AnswerFn | None = None,
+) -> RunSummary:  # fmt: skip
+    """Train until the rows run out, as ``async_rl_loop.main``.
+
+    ``answer_fn(row)`` gives the token ids of the row's right answer, in the form in which the
+    policy would write it; without it they are those of the text ``row["ground_truth"]``. The filter
+    sees a group with its ``credit``, which has each turn's gain and advantage.
+
+    Raises:
+        ConfigError: a setting or a row breaks its rule; nothing was started. Or, later, a right
+            answer has no token.
+        StalledError: no step was finished within ``stall_timeout_s``.
+        RolloutsFailingError: too many rollouts failed.
+        Exception: what a rollout function raised that no second try mends.
+    """
+    refuse_inside_event_loop()
+    config.validate()
+    rows = checked_rows(config, rows)
+    if config.ig_weight == 0:
+        return run_rows(config, rows, rollout_fn_factory, dynamic_filter_fn)
+    if answer_fn is None:
+        _check_answers(rows)
+
+    def credit(setup: RolloutSetup, infra: RunInfra) -> GroupCredit:
+        return information_gain(config, setup, infra, answer_fn)
+
+    return run_rows(config, rows, rollout_fn_factory, dynamic_filter_fn, credit)
+
+
+def information_gain(
+    config: Config, setup: RolloutSetup, infra: RunInfra, answer_fn: AnswerFn | None
+) -> InformationGain:
+    """What gives a group's turns their credit, on the run's own platform."""
+    opening: list[int] = setup.tokenizer.encode(config.ig_answer_prefix, add_special_tokens=False)
+    answer_of = answer_fn or ground_truth_tokens(setup.tokenizer)
+    return InformationGain(config, scorer(config.ig_scorer, infra), answer_of, opening)
+
+
+def scorer(name: ScorerName, infra: RunInfra) -> Scorer:
+    """Who scores the right answer."""
+    return (
+        deployment_scorer(infra.sampler) if name == "deployment" else trainer_scorer(infra.policy)
+    )
+
+
+def _check_answers(rows: Sequence[Row]) -> None:
+    for place, row in enumerate(rows):
+        if row.get("ground_truth") in (None, ""):
+            raise ConfigError(
+                f"rows[{place}] must have a ground_truth, got {row.get('ground_truth')!r}: it is "
+                "what turns gain information about; or give main an answer_fn"
+            )

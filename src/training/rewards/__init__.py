@@ -1,0 +1,38 @@
+"""Reward functions: what a completion is worth, from its text and its row.
+
+A reward function is ``(completion, row) -> float``, plain or async. ``guarded`` and
+``RewardEnsemble`` are made of other reward functions; ``scored`` is how a recipe calls any of them.
+"""
+
+from training.rewards.answers import answer_reward, exact_match, marked_answer, same_answer
+from training.rewards.ensemble import RewardEnsemble
+from training.rewards.errors import RewardDiedError, RewardTimeoutError, StuckRewardsError
+from training.rewards.form import pattern_reward, tags_reward
+from training.rewards.guard import GuardedReward, guarded
+from training.rewards.length import soft_overlong_reward
+from training.rewards.mathematics import math_reward
+from training.rewards.score import RewardFunction, Score, Unscored
+from training.rewards.scoring import AnyReward, disagreements, scored
+
+__all__ = [
+    "AnyReward",
+    "GuardedReward",
+    "RewardDiedError",
+    "RewardEnsemble",
+    "RewardFunction",
+    "RewardTimeoutError",
+    "Score",
+    "StuckRewardsError",
+    "Unscored",
+    "answer_reward",
+    "disagreements",
+    "exact_match",
+    "guarded",
+    "marked_answer",
+    "math_reward",
+    "pattern_reward",
+    "same_answer",
+    "scored",
+    "soft_overlong_reward",
+    "tags_reward",
+]

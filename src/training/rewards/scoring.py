@@ -1,0 +1,58 @@
+"""How a recipe calls a reward function, of whichever kind."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from training.rewards.ensemble import RewardEnsemble
+from training.rewards.guard import GuardedReward
+from training.rewards.score import RewardFunction, Score, Unscored, as_score
+
+AnyReward = RewardFunction | GuardedReward
+"""A reward function, plain, async or guarded."""
+
+
+async def scored(
+    reward_fn: AnyReward, completions: Sequence[str], row: Mapping[str, Any]
+) -> list[Score | Unscored]:
+    """What each completion of a row earned, or why it earned nothing.
+
+    A plain function is called for one after the other, here and now; calls that must be awaited
+    are under way together.
+
+    Raises:
+        Exception: what an unguarded function raised.
+    """
+    outcomes = [_called(reward_fn, one, row) for one in completions]
+    waiting = [place for place, one in enumerate(outcomes) if inspect.isawaitable(one)]
+    if waiting:
+        results = await _together([outcomes[place] for place in waiting])
+        for place, result in zip(waiting, results, strict=True):
+            outcomes[place] = result
+    return [one if isinstance(one, Unscored) else as_score(one) for one in outcomes]
+
+
+def disagreements(outcomes: Sequence[Score | Unscored]) -> list[float]:
+    """What an ensemble's members disagreed by, of each reward; empty where none judged."""
+    scores = [one for one in outcomes if isinstance(one, Score)]
+    return [one.disagreement for one in scores if one.disagreement is not None]
+
+
+def _called(reward_fn: AnyReward, completion: str, row: Mapping[str, Any]) -> Any:
+    if isinstance(reward_fn, GuardedReward | RewardEnsemble):
+        return reward_fn.score(completion, row)
+    return reward_fn(completion, row)
+
+
+async def _together(outcomes: Sequence[Any]) -> list[Any]:
+    """All results in order; the first error ends the calls that are still under way."""
+    tasks = [asyncio.ensure_future(one) for one in outcomes]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,166 @@
+"""SIGKILL to each part of an asynchronous run: nothing is lost, and on-policy nothing changes."""
+
+import os
+import signal
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.integration.conftest import async_config
+from tests.integration.rollouts import drawing
+from tests.integration.served import Killer, Victims, pointed_at, wait_until
+
+from training.recipes import async_rl_loop
+from training.utils.checkpoints import read_manifest
+
+ROWS = 12
+STEPS = 6
+SMALL = {"max_rows": ROWS, "dcp_save_interval": 1}
+# Between the optimizer step and the end of its weight sync.
+UNPUBLISHED = {
+    "snapshot": ("trainer", "save_weights_for_sampler"),
+    "hot-load": ("deployment", "load_snapshot"),
+}
+PHASES = {
+    "sampling": ("deployment", "sampling"),
+    "forward-backward": ("trainer", "forward_backward"),
+    **UNPUBLISHED,
+}
+
+
+class Done:
+    """What a run left behind."""
+
+    def __init__(self, folder, model):
+        self.weights = load_file(model / "model.safetensors")
+        self.records = [
+            {name: value for name, value in one.items() if not name.startswith("perf/")}
+            for one in map(orjson.loads, (folder / "metrics.jsonl").read_bytes().splitlines())
+        ]
+        self.last = read_manifest(folder)[-1]
+
+    def has_weights_of(self, other):
+        assert self.weights.keys() == other.weights.keys()
+        return all(torch.equal(one, other.weights[name]) for name, one in self.weights.items())
+
+    def is_complete(self):
+        """Each step once, each row in one of them: the steps hold as many as there are."""
+        assert [one["step"] for one in self.records] == list(range(1, STEPS + 1))
+        assert [one["rollout/valid_prompt_groups"] for one in self.records] == [2.0] * STEPS
+        return (self.last.step, self.last.cursor, self.last.beyond) == (STEPS, ROWS, [])
+
+
+def run_here(served, folder, **changes):
+    asked = async_config(folder, **SMALL | changes, output_model_id=folder.name)
+    with pointed_at(served):
+        async_rl_loop.main(asked, rollout_fn_factory=drawing())
+    return Done(folder, served.data_dir / "models" / folder.name)
+
+
+@pytest.fixture(scope="module")
+def whole(served, tmp_path_factory):
+    """An on-policy run that nobody disturbed, on the served platform."""
+    return run_here(served, tmp_path_factory.mktemp("runs") / "async-whole")
+
+
+def steps(folder):
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def test_a_served_run_has_the_metrics_and_the_weights_of_the_embedded_one(whole, tmp_path):
+    folder = tmp_path / "async-embedded"
+    asked = async_config(folder, **SMALL)
+
+    async_rl_loop.main(asked, rollout_fn_factory=drawing())
+
+    embedded = Done(folder, folder / "models" / "out")
+    assert embedded.has_weights_of(whole)
+    assert embedded.records == whole.records
+    assert whole.is_complete()
+
+
+@pytest.mark.parametrize("phase", UNPUBLISHED)
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_recipe_that_is_killed_before_it_has_published_a_step_takes_it_again(
+    served, whole, recipes, tmp_path, phase, late
+):
+    folder = tmp_path / f"async-{phase}-{late}"
+    # Off-policy a step that saves no checkpoint does not wait for its weight sync.
+    flags = [f"--max-rows={ROWS}", f"--dcp-save-interval={1 + late}"]
+    flags += [f"--max-head-offpolicy-versions={late}"]
+    victims = Victims(served)
+
+    first = recipes.start_async(served.url, folder, *flags)
+    with Killer(
+        victims, *UNPUBLISHED[phase], lambda: first.pid, is_time=lambda: steps(folder) >= 2
+    ) as killer:
+        assert first.wait() == -signal.SIGKILL
+    assert killer.hits == [first.pid]
+    point = read_manifest(folder)[-1]
+    second = recipes.start_async(served.url, folder, *flags)
+    assert second.wait() == 0, second.output
+
+    assert point.cursor + len(point.beyond) == 2 * point.step
+    assert (
+        f"resuming from {point.name} of trainer job {point.job}: step {point.step}, "
+        f"{2 * point.step} of {ROWS} rows done"
+    ) in second.output
+    done = Done(folder, served.data_dir / "models" / folder.name)
+    assert done.is_complete()
+    assert done.has_weights_of(whole) == (late == 0)
+    assert served.workers() == []
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("victim", ["trainer", "deployment"])
+def test_a_worker_that_is_killed_amid_rollouts_comes_back(served, tmp_path, victim, phase):
+    folder = tmp_path / f"async-{victim}-{phase}"
+    victims = Victims(served)
+
+    with Killer(
+        victims, *PHASES[phase], lambda: victims.pid(victim), is_time=lambda: steps(folder) >= 2
+    ) as killer:
+        done = run_here(served, folder, max_head_offpolicy_versions=1)
+
+    assert len(killer.hits) == 1
+    assert victims.pid(victim) not in killer.hits
+    assert done.is_complete()
+    assert all(one["version/sample_staleness_max"] <= 1 for one in done.records)
+    assert max(one["async/version_offset_max"] for one in done.records) == 1
+
+
+@pytest.mark.parametrize("victim", ["trainer", "deployment"])
+def test_on_policy_a_killed_worker_changes_nothing(served, whole, tmp_path, victim):
+    folder = tmp_path / f"async-on-policy-{victim}"
+    victims = Victims(served)
+
+    with Killer(
+        victims,
+        *PHASES["sampling"],
+        lambda: victims.pid(victim),
+        is_time=lambda: steps(folder) >= 2,
+    ) as killer:
+        done = run_here(served, folder)
+
+    assert len(killer.hits) == 1
+    assert done.has_weights_of(whole)
+    assert done.records == whole.records
+
+
+def test_a_run_ends_although_its_deployment_hangs_in_a_weight_sync(served, recipes, tmp_path):
+    folder = tmp_path / "async-hung"
+    victims = Victims(served)
+    recipe = recipes.start_async(served.url, folder, "--max-rows=512", "--epochs=20")
+    wait_until(lambda: steps(folder) >= 1, 60, "a step")
+    wait_until(lambda: victims.phase("deployment") == "load_snapshot", 30, "a hot-load", 0.0)
+    hung = victims.pid("deployment")
+    assert hung is not None
+    os.kill(hung, signal.SIGSTOP)
+
+    recipe.send(signal.SIGTERM)
+
+    assert recipe.wait(30) == 143
+    assert "Traceback" not in recipe.output
+    wait_until(lambda: served.workers() == [], 20, "the workers' end")

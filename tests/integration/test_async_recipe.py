@@ -1,0 +1,842 @@
+"""``async_rl_loop`` on the embedded platform: what it trains, what it says of it, how it ends."""
+
+import asyncio
+import contextlib
+import itertools
+import math
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.integration.rollouts import drawing, spread
+from tests.integration.served import wait_until
+
+from hearth.errors import ClosedError, ConfigError
+from hearth.local import EmbeddedPlatform
+from hearth.losses.catalog import POLICY_LOSSES
+from hearth.sdk import DeploymentManager, TrainerJobManager
+from training.examples.rl.vanilla_sampler import build_deployment_sampler
+from training.quickstart import MODEL
+from training.utils import DeployConfig, TISConfig, WandBConfig
+from training.utils.checkpoints import read_manifest
+from training.utils.rl.failures import RolloutsFailingError
+from training.utils.rl.groups import completion_sample
+from training.utils.rl.rollout import Rollout, RolloutRun, RolloutSample
+from training.utils.watchdog import StalledError
+
+GROUP = 4
+UNCORRECTED = {"allow_uncorrected_off_policy": True}
+# The weights then differ by one gradient: AdamW would hide its size.
+PLAIN_STEP = {
+    "eps": 1e3, "learning_rate": 1.0, "weight_decay": 0.0, "grad_clip_norm": 0.0, "max_rows": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_platform(monkeypatch):
+    for name in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def same(one, other) -> bool:
+    left, right = one.weights(), other.weights()
+    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+
+
+def difference(one, other) -> float:
+    """Largest difference of two runs' weights, relative to what the first run changed."""
+    left, right, base = one.weights(), other.weights(), load_file(MODEL / "model.safetensors")
+    moved = max(float((left[name] - base[name]).abs().max()) for name in left)
+    assert moved > 0, "the run did not train"
+    return max(float((left[name] - right[name]).abs().max()) for name in left) / moved
+
+
+def total(run, name: str) -> float:
+    return sum(one.get(name, 0.0) for one in run.records())
+
+
+def timed_records(run):
+    return [orjson.loads(one) for one in (run.folder / "metrics.jsonl").read_bytes().splitlines()]
+
+
+def delays(seed: int, longest_s: float = 0.2):
+    """Before each draw a pause of random length; now and then one is very long."""
+    chance = random.Random(seed)
+
+    async def before(row: int, draw: int) -> None:
+        await asyncio.sleep(longest_s * chance.random() ** 3 * (5 if row % 5 == 0 else 1))
+
+    return before
+
+
+class Drawn:
+    """Before each draw: writes down which one it is."""
+
+    def __init__(self) -> None:
+        self.draws: list[tuple[int, int]] = []
+
+    async def __call__(self, row: int, draw: int) -> None:
+        self.draws.append((row, draw))
+
+    @property
+    def rows(self) -> list[int]:
+        return sorted({row for row, _ in self.draws})
+
+
+# What is trained
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
+def test_every_policy_loss_trains_on_policy_and_off(async_trial, policy_loss, late):
+    run = async_trial(
+        policy_loss=policy_loss, max_head_offpolicy_versions=late, max_rows=6, **UNCORRECTED
+    )
+
+    records = run.records()
+    assert run.summary.steps == len(records) == 3
+    assert all(
+        math.isfinite(value) for one in records for value in one.values() if value != "train"
+    )
+    assert all(one["train/grad_norm"] > 0 for one in records)
+    assert ("train/tis/weight_mean" in records[0]) == (late > 0)
+    base = load_file(MODEL / "model.safetensors")
+    assert any(not torch.equal(one, base[name]) for name, one in run.weights().items())
+
+
+def test_kl_minibatches_and_tis_go_together_off_policy(async_trial):
+    run = async_trial(
+        kl_beta=0.1, ppo_n_minibatches=2, max_head_offpolicy_versions=2, max_rows=9,
+        learning_rate=5e-3,
+    )  # fmt: skip
+
+    records = run.records()
+    assert run.summary.reference_job_id is not None
+    assert [one["step"] for one in records] == [2, 4, 6, 8, 10]
+    assert [one["rollout/valid_prompt_groups"] for one in records] == [2.0, 2.0, 2.0, 2.0, 1.0]
+    assert {one["train/num_minibatches"] for one in records} == {2.0}
+    assert records[-1]["train/ref_kl"] > 1e-4
+    # The second minibatch is compared with the policy before the first.
+    assert all(abs(one["train/ppo_ratio_mean"] - 1) > 1e-6 for one in records)
+    assert all("perf/old_policy_forward_time" in one for one in timed_records(run))
+    assert all(0 < one["train/tis/weight_mean"] <= 2.0 for one in records)
+    assert max(one["async/version_offset_max"] for one in records) <= 2
+
+
+def test_tis_weighs_each_token_by_its_own_logprob(async_trial):
+    """On-policy all weights are 1, but for tokens whose logprob says that they were less likely."""
+    shifted = 0
+
+    def make_rollout_fn(setup):
+        sampler = build_deployment_sampler(setup)
+
+        async def rollout_fn(row):
+            nonlocal shifted
+            (drawn,) = await sampler.sample_with_tokens(row["messages"], n=1, **setup.sample_kwargs)
+            sample = completion_sample(drawn, spread(drawn.text, row))
+            sample.logprobs[drawn.prompt_len] -= math.log(1.5)
+            shifted += 1
+            return sample
+
+        return rollout_fn
+
+    run = async_trial(make=make_rollout_fn, tis_enabled=True, tis=TISConfig(cap=5.0), max_rows=2)
+
+    (record,) = run.records()
+    expected = 1 + 0.5 * shifted / record["train/active_tokens"]
+    assert record["train/tis/weight_mean"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_lora_policy_trains_off_policy_and_exports_a_merged_model(async_trial):
+    run = async_trial(
+        lora_rank=4, kl_beta=0.01, max_head_offpolicy_versions=1, learning_rate=1e-2,
+        merge_adapter=True, make=drawing(delays(1, 0.05)),
+    )  # fmt: skip
+
+    base = load_file(MODEL / "model.safetensors")
+    changed = {name for name, one in run.weights().items() if not torch.equal(one, base[name])}
+    assert run.summary.reference_job_id is None
+    assert any("q_proj" in name for name in changed)
+    assert not any("norm" in name for name in changed)
+    assert run.records()[0]["train/inference_diff"] < 1e-5
+
+
+def in_segments(setup):
+    """Trajectories cut in the middle: each half trains its own tokens."""
+    sampler = build_deployment_sampler(setup)
+
+    async def rollout_fn(row):
+        (drawn,) = await sampler.sample_with_tokens(row["messages"], n=1, **setup.sample_kwargs)
+        whole = completion_sample(drawn, spread(drawn.text, row))
+        cut = drawn.prompt_len + max(1, drawn.completion_len // 2)
+        first = RolloutSample(
+            whole.tokens[:cut], whole.logprobs[:cut], whole.loss_mask[:cut], whole.reward
+        )
+        second = RolloutSample(
+            whole.tokens, [0.0] * cut + whole.logprobs[cut:], [0] * cut + whole.loss_mask[cut:],
+            whole.reward,
+        )  # fmt: skip
+        return RolloutRun([first, second] if drawn.completion_len > 1 else [first])
+
+    return rollout_fn
+
+
+def test_a_run_in_two_segments_has_the_gradient_of_its_tokens_in_one_sample(async_trial):
+    one = async_trial(**PLAIN_STEP)
+    two = async_trial(make=in_segments, **PLAIN_STEP)
+
+    (whole,), (halves,) = one.records(), two.records()
+    assert halves["train/num_sequences"] > whole["train/num_sequences"] == 2 * GROUP
+    assert halves["train/active_tokens"] == whole["train/active_tokens"]
+    assert halves["rollout/reward"] == whole["rollout/reward"]
+    assert halves["rollout/response_len/mean"] == whole["rollout/response_len/mean"]
+    assert difference(one, two) < 1e-4
+
+
+def seeded(per_draw: int):
+    """Draws ``per_draw`` runs at once; a row's seeds are the same however many that are."""
+
+    def make_rollout_fn(setup):
+        sampler = build_deployment_sampler(setup)
+
+        async def one_run(row, seed):
+            (drawn,) = await sampler.sample_with_tokens(
+                row["messages"], n=1, seed=seed, **setup.sample_kwargs
+            )
+            return RolloutRun([completion_sample(drawn, spread(drawn.text, row))], f"run {seed}")
+
+        async def rollout_fn(row, sample_index):
+            seeds = range(sample_index * per_draw, (sample_index + 1) * per_draw)
+            runs = [await one_run(row, seed) for seed in seeds]
+            return Rollout(runs, row_meta={"draws": per_draw})
+
+        return rollout_fn
+
+    return make_rollout_fn
+
+
+def test_runs_of_one_rollout_are_trajectories_of_their_group_like_any_other(async_trial):
+    groups = []
+
+    def note(group) -> bool:
+        groups.append(group)
+        return True
+
+    four = async_trial(make=seeded(1), completions_per_prompt=4)
+    two = async_trial(make=seeded(2), completions_per_prompt=2, accepts=note)
+
+    assert same(four, two)
+    assert [one["rollout/samples_completed"] for one in two.records()] == [8.0] * 4
+    assert [len(one.rewards) for one in groups] == [4] * 8
+    assert all(one.row_meta == {"draws": 2} for one in groups)
+
+
+# Which rows are trained
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_refused_group_is_replaced_by_the_next_rows(async_trial, late):
+    run = async_trial(
+        accepts=lambda group: group.row.index % 3 != 1,
+        max_rows=11,
+        max_head_offpolicy_versions=late,
+    )
+
+    records = run.records()
+    assert [one["rollout/valid_prompt_groups"] for one in records] == [2.0, 2.0, 2.0, 1.0]
+    refused = 4
+    assert run.summary.rows == 11
+    assert total(run, "rollout/valid_prompt_groups") + refused == 11
+    if late == 0:  # else some are refused after the last step
+        assert total(run, "async/filter_drops") == total(run, "rollout/dropped/filtered") >= 3
+
+
+def test_when_every_group_is_refused_nothing_is_trained_and_that_is_said(async_trial, capsys):
+    run = async_trial(accepts=lambda group: False, max_rows=5)
+
+    assert run.summary.steps == 0
+    assert run.summary.rows == 5
+    assert (
+        "5 rows were dropped and no optimizer step was taken: 5 that dynamic_filter_fn did not "
+        "accept" in capsys.readouterr().out
+    )
+
+
+def test_a_group_is_trained_if_enough_of_its_rollouts_succeed(async_trial):
+    async def before(row: int, draw: int) -> bool:
+        if row == 5 and draw == 3:
+            raise ConnectionError("the tool's host is down")
+        return not ((row == 1 and draw == 0) or (row == 2 and draw < 2))
+
+    sizes = {}
+
+    def note(group) -> bool:
+        sizes[group.row.index] = len(group.rewards)
+        return True
+
+    run = async_trial(
+        make=drawing(before), accepts=note, min_group_size=3, rollout_retries=0, max_rows=8
+    )
+
+    assert sizes == {0: 4, 1: 3, 3: 4, 4: 4, 5: 3, 6: 4, 7: 4}
+    assert [one["rollout/valid_prompt_groups"] for one in run.records()] == [2.0, 2.0, 2.0, 1.0]
+    assert total(run, "async/empty_samples") == 3
+    assert total(run, "async/sample_fails") == 1
+    assert total(run, "rollout/dropped/too_few") == 1
+    assert run.summary.rows == 8
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_each_epoch_has_every_row_in_an_order_of_its_own(async_trial, rows, late):
+    seen = []
+
+    def make_rollout_fn(setup):
+        draw = drawing()(setup)
+
+        async def rollout_fn(row, **where):
+            seen.append((where, row["messages"][0]["content"]))
+            return await draw(
+                row, cursor_index=where["cursor_index"], sample_index=where["sample_index"]
+            )
+
+        return rollout_fn
+
+    run = async_trial(
+        make=make_rollout_fn, rows=rows[:5], epochs=2, shuffle=True, seed=1,
+        max_head_offpolicy_versions=late,
+    )  # fmt: skip
+
+    assert [one["rollout/valid_prompt_groups"] for one in run.records()] == [2.0] * 5
+    places = {where["cursor_index"]: where for where, _ in seen}
+    assert sorted(places) == list(range(10))
+    assert len(seen) == 10 * GROUP
+    orders = [[places[index + 5 * epoch]["row_index"] for index in range(5)] for epoch in range(2)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(5))
+    assert orders[0] != orders[1]
+    for where, question in seen:
+        assert question == rows[where["row_index"]]["messages"][0]["content"]
+        assert where["epoch"] == where["cursor_index"] // 5
+        assert where["end_of_epoch"] == (where["cursor_index"] in (4, 9))
+        assert where["rollout_idx"] == where["sample_index"]
+
+
+def test_rows_of_a_file_need_no_messages(async_trial, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\n".join(orjson.dumps({"terms": [one, 2]}) for one in range(9)))
+
+    def make_rollout_fn(setup):
+        sampler = build_deployment_sampler(setup)
+
+        async def rollout_fn(row):
+            messages = [{"role": "user", "content": "What is {} + {}?".format(*row["terms"])}]
+            (drawn,) = await sampler.sample_with_tokens(messages, n=1, **setup.sample_kwargs)
+            return completion_sample(drawn, spread(drawn.text, row))
+
+        return rollout_fn
+
+    run = async_trial(make=make_rollout_fn, dataset=str(file), max_rows=4)
+
+    assert (run.summary.steps, run.summary.rows) == (2, 4)
+
+
+# What is said of it
+
+PROMISED = {
+    "async/version_offset_mean", "async/version_offset_max", "async/version_offset_min",
+    "async/in_flight", "async/sample_fails", "async/filter_drops", "async/stale_drops",
+    "async/running_samples", "async/accepted_samples", "async/staleness_capacity_at_step",
+    "async/concurrency_capacity_at_step", "async/realized_training_chunks",
+    "async/trained_against_version", "train/step", "train/num_minibatches",
+    "version/sample_staleness_mean", "version/sample_staleness_max",
+    "perf/step_time", "perf/train_time", "perf/train_wait_time", "perf/train_chunk_wait_time",
+    "perf/wait_time_ratio", "perf/weight_update_time", "perf/overlap_ratio",
+    "perf/trainer_idle_ratio", "perf/sampler_idle_ratio",
+}  # fmt: skip
+
+
+def phases_s(record) -> float:
+    """Seconds of a step's phases together; waiting for more groups is part of waiting."""
+    names = ("perf/train_time", "perf/train_wait_time", "perf/weight_update_time")
+    return sum(record[name] for name in names)
+
+
+def test_no_sample_is_later_than_allowed_whatever_rollouts_take(async_trial):
+    run = async_trial(make=drawing(delays(3)), max_head_offpolicy_versions=2, max_rows=24)
+
+    records = timed_records(run)
+    assert len(records) == 12
+    for number, one in enumerate(records):
+        assert one.keys() >= PROMISED
+        assert one["async/trained_against_version"] == number
+        assert one["async/version_offset_max"] <= 2
+        # By what the deployment says of each token; it may be younger than its row.
+        assert one["version/sample_staleness_max"] <= one["async/version_offset_max"]
+        assert phases_s(one) <= one["perf/step_time"]
+        assert one["perf/train_chunk_wait_time"] <= one["perf/train_wait_time"]
+    assert max(one["version/sample_staleness_max"] for one in records) >= 1
+    assert max(one["perf/overlap_ratio"] for one in records) > 0
+    assert run.summary.rows == 24
+
+
+def test_a_late_row_is_given_up_when_its_time_is_over(async_trial):
+    ended = []
+
+    async def before(row: int, draw: int) -> None:
+        if row == 2 and draw != 3:
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                ended.append(draw)
+
+    run = async_trial(
+        make=drawing(before), max_head_offpolicy_versions=1, late_row_wait_s=1.0, max_rows=9
+    )
+
+    records = run.records()
+    assert sorted(ended) == [0, 1, 2]
+    assert [one["rollout/valid_prompt_groups"] for one in records] == [2.0] * 4
+    assert total(run, "async/stale_drops") == records[-1]["async/total_stale_drops"] == 1
+    # Of the draw that had ended.
+    assert 0 < total(run, "async/stale_drop_response_len_mean") <= 16
+    assert run.summary.rows == 9
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, 3 * 2 * GROUP), (9, 2 * GROUP)])
+def test_rollouts_in_flight_stay_below_their_limit(async_trial, limit, most):
+    flying, seen = set(), []
+
+    def make_rollout_fn(setup):
+        draw = drawing()(setup)
+
+        async def rollout_fn(row, **where):
+            place = (where["cursor_index"], where["sample_index"])
+            flying.add(place)
+            seen.append(len(flying))
+            await asyncio.sleep(0.02)
+            try:
+                return await draw(row, cursor_index=place[0], sample_index=place[1])
+            finally:
+                flying.remove(place)
+
+        return rollout_fn
+
+    run = async_trial(
+        make=make_rollout_fn, max_head_offpolicy_versions=2, max_concurrency_rollout_sample=limit
+    )
+
+    assert max(seen) == most
+    room = {one["async/concurrency_capacity_at_step"] for one in run.records()}
+    assert room == {-1.0} if limit is None else room <= {1.0, 5.0, 9.0}
+
+
+def test_versions_go_on_where_a_running_deployment_stands(async_trial, tmp_path, monkeypatch):
+    with EmbeddedPlatform(work_dir=tmp_path / "platform") as platform:
+        monkeypatch.setenv("FIREWORKS_BASE_URL", platform.base_url)
+        monkeypatch.setenv("FIREWORKS_API_KEY", "x")
+        common = {
+            "deployment": DeployConfig(deployment_id="serving", tokenizer_model=str(MODEL)),
+            "max_head_offpolicy_versions": 1, "output_model_id": None, "max_rows": 6,
+        }  # fmt: skip
+        first = async_trial(**common, cleanup_on_exit=False)
+        second = async_trial(**common)
+
+    assert (first.summary.version, second.summary.version) == (3, 3 + 1 + 3)
+    records = second.records()
+    assert [one["async/trained_against_version"] for one in records] == [4.0, 5.0, 6.0]
+    assert [one["version/sample_staleness_max"] for one in records] == [0.0, 1.0, 1.0]
+    assert records[0]["train/inference_diff"] < 1e-5 < records[1]["train/inference_diff"]
+    # The first step begins with the weight sync that its samples need.
+    assert all(phases_s(one) <= one["perf/step_time"] for one in timed_records(second))
+
+
+def test_a_batch_is_trained_in_pieces_while_its_last_row_is_drawn(async_trial):
+    async def before(row: int, draw: int) -> None:
+        await asyncio.sleep(1.0 if row == 3 else 0.0)
+
+    run = async_trial(
+        make=drawing(before), max_head_offpolicy_versions=2, fifo_slack=0, max_rows=16,
+        prompt_groups_per_step=4, min_samples_per_fwd_bwd=GROUP, max_samples_per_fwd_bwd=2 * GROUP,
+    )  # fmt: skip
+
+    records = timed_records(run)
+    assert [one["rollout/valid_prompt_groups"] for one in records] == [4.0] * 4
+    assert all(2 <= one["async/realized_training_chunks"] <= 4 for one in records)
+    assert all(one["async/version_offset_max"] <= 2 for one in records)
+    assert 0.3 < records[0]["perf/train_chunk_wait_time"] <= records[0]["perf/train_wait_time"]
+
+
+def test_synchronous_training_has_nothing_in_flight_while_it_trains(async_trial):
+    run = async_trial(
+        make=drawing(delays(4, 0.05)), synchronous_training=True, max_head_offpolicy_versions=2
+    )
+
+    for one in timed_records(run):
+        assert one["async/version_offset_max"] == one["version/sample_staleness_max"] == 0
+        assert one["async/in_flight"] in (0, 2)  # none, or those of the next batch
+        assert one["perf/overlap_ratio"] < 0.05
+
+
+def test_completions_go_on_under_new_weights_and_their_oldest_token_counts(async_trial):
+    spans, behavior = [], {}
+
+    def make_rollout_fn(setup):
+        sampler = build_deployment_sampler(setup)
+
+        async def rollout_fn(row, cursor_index):
+            asked = setup.sample_kwargs | {"max_tokens": 20 if cursor_index % 2 else 200}
+            (drawn,) = await sampler.sample_with_tokens(
+                row["messages"], n=1, ignore_eos=True, **asked
+            )
+            spans.append(drawn.versions)
+            behavior[tuple(drawn.full_tokens)] = drawn.inference_logprobs
+            return completion_sample(drawn, spread(drawn.text, row))
+
+        return rollout_fn
+
+    taken = []
+
+    def note(group) -> bool:
+        taken.extend(group.flat())
+        return True
+
+    run = async_trial(
+        make=make_rollout_fn, accepts=note, in_flight_weight_updates=True, fifo_slack=2,
+        max_head_offpolicy_versions=3, max_rows=12, max_seq_len=256, max_completion_tokens=200,
+        learning_rate=3e-4,
+    )  # fmt: skip
+
+    assert any(len(one) > 1 for one in spans), "no completion spans a weight sync"
+    records = run.records()
+    assert all(math.isfinite(one["train/grad_norm"]) for one in records)
+    assert 1 <= max(one["version/sample_staleness_max"] for one in records) <= 3
+    assert max(one["train/inference_diff"] for one in records) > 1e-4
+    for sample in taken:
+        drawn = [value for value in sample.behavior_logprobs if value != 0.0]
+        expected = [one for one in behavior[tuple(sample.drawn.tokens)] if one != 0.0]
+        assert drawn == expected
+
+
+def test_metrics_go_to_wandb_too(async_trial):
+    run = async_trial(max_rows=2, wandb=WandBConfig(entity="team", project="async"))
+
+    assert len(list(run.folder.glob("wandb/offline-run-*"))) == 1
+    assert len(run.records()) == 1
+
+
+# How rollouts fail
+
+
+def failing(at: tuple[int, int], *errors: Exception):
+    """Before one draw: its first attempts raise these errors."""
+    left = list(errors)
+    attempts = []
+
+    async def before(row: int, draw: int) -> None:
+        if (row, draw) == at:
+            attempts.append(time.monotonic())
+            if left:
+                raise left.pop(0)
+
+    return before, attempts
+
+
+def test_a_rollout_that_times_out_once_is_tried_again(async_trial):
+    before, attempts = failing((1, 2), TimeoutError("the judge did not answer"))
+
+    run = async_trial(make=drawing(before), max_rows=4)
+    undisturbed = async_trial(max_rows=4)
+
+    assert len(attempts) == 2
+    assert total(run, "async/sample_fails") == 0
+    assert total(run, "rollout/valid_prompt_groups") == 4
+    assert same(run, undisturbed)
+
+
+def test_a_rollout_that_takes_too_long_is_given_up_and_tried_again(async_trial):
+    slow = itertools.chain([3600.0], itertools.repeat(0.0))
+
+    async def before(row: int, draw: int) -> None:
+        if (row, draw) == (1, 2):
+            await asyncio.sleep(next(slow))
+
+    run = async_trial(make=drawing(before), max_rows=4, rollout_timeout_s=2.0)
+
+    assert total(run, "rollout/valid_prompt_groups") == 4
+    assert same(run, async_trial(max_rows=4))
+
+
+def states(platform):
+    """States of the trainers and replicas of the deployments that a served platform has."""
+    trainers = TrainerJobManager("x", base_url=platform.base_url)
+    deployments = DeploymentManager("x", base_url=platform.base_url)
+    with contextlib.closing(trainers), contextlib.closing(deployments):
+        jobs = [one.state for one in trainers.list()]
+        return jobs, [one.max_replica_count for one in deployments.list()]
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rollouts_own_error_ends_the_run_as_it_is(async_trial, tmp_path, monkeypatch, late):
+    error = ValueError("ground_truth must be a number, got 'x'")
+    before, attempts = failing((5, 1), error)
+
+    with EmbeddedPlatform(work_dir=tmp_path / "platform") as platform:
+        monkeypatch.setenv("FIREWORKS_BASE_URL", platform.base_url)
+        monkeypatch.setenv("FIREWORKS_API_KEY", "x")
+        with pytest.raises(ValueError, match="must be a number") as caught:
+            async_trial(
+                make=drawing(before), folder="failed", max_head_offpolicy_versions=late, kl_beta=0.1
+            )
+        left = states(platform)
+
+    assert caught.value is error
+    assert "in the rollout of row 5, draw 1" in error.__notes__
+    assert len(attempts) == 1
+    assert left == (["JOB_STATE_CANCELLED"] * 2, [0])
+    lines = (tmp_path / "failed" / "metrics.jsonl").read_bytes().splitlines()
+    assert [orjson.loads(one)["step"] for one in lines] == [1, 2][: len(lines)]
+    assert len(lines) == 2 or late > 0
+    assert "hearth-rollouts" not in {one.name for one in threading.enumerate()}
+
+
+def test_rollouts_that_keep_failing_end_the_run(async_trial):
+    async def before(row: int, draw: int) -> None:
+        if row > 1:
+            raise ConnectionError("the tool's host is down")
+
+    with pytest.raises(RolloutsFailingError, match="failures in a row, last with ConnectionError"):
+        async_trial(make=drawing(before))
+
+
+class OddError(BaseException):
+    """What is no ``Exception``, as pytest's own outcomes are."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), OddError()], ids=repr)
+def test_a_rollout_that_would_end_the_process_ends_the_run_with_its_place(async_trial, error):
+    before, _ = failing((3, 1), error)
+
+    with pytest.raises(RuntimeError, match="must return or raise an Exception, got") as caught:
+        async_trial(make=drawing(before), stall_timeout_s=20.0)
+
+    assert caught.value.__cause__ is error
+    assert "in the rollout of row 3, draw 1" in caught.value.__notes__
+
+
+def test_a_rollout_whose_own_task_ends_the_event_loop_ends_the_run(async_trial):
+    async def leave() -> None:
+        sys.exit(3)
+
+    async def before(row: int, draw: int) -> None:
+        if row == 3:
+            await asyncio.create_task(leave())
+
+    with pytest.raises(ClosedError, match=r"nor sys\.exit\(\) in a task that it starts"):
+        async_trial(make=drawing(before), stall_timeout_s=20.0)
+
+
+def test_a_factory_that_fails_takes_everything_down(async_trial):
+    def make_rollout_fn(setup):
+        raise OSError("no judge at all")
+
+    with pytest.raises(OSError, match="no judge at all"):
+        async_trial(make=make_rollout_fn, folder="run")
+
+    assert async_trial(folder="run", max_rows=2).summary.steps == 1
+
+
+def test_a_rollout_that_blocks_its_thread_is_named_with_its_line(async_trial):
+    async def before(row: int, draw: int) -> None:
+        while row == 3:
+            time.sleep(0.1)  # the line that blocks
+            if is_over.is_set():
+                raise ValueError("the test is over")
+
+    is_over = threading.Event()
+    started = time.monotonic()
+    try:
+        with pytest.raises(TimeoutError, match="a rollout function must let others run") as caught:
+            async_trial(make=drawing(before), rollout_timeout_s=1.0)
+    finally:
+        is_over.set()
+
+    assert "# the line that blocks" in str(caught.value)
+    assert "asyncio.to_thread" in str(caught.value)
+    assert time.monotonic() - started < 20
+
+
+# How a run ends that no longer gets anywhere
+
+
+def test_a_run_that_stalls_says_who_waits_for_whom(async_trial, tmp_path):
+    async def before(row: int, draw: int) -> None:
+        if row == 3:
+            await asyncio.Event().wait()
+
+    with pytest.raises(StalledError, match="phase 'waiting for rollouts' of step 2"):
+        async_trial(
+            make=drawing(before), folder="stalled", stall_timeout_s=3.0, rollout_timeout_s=None
+        )
+
+    report = (tmp_path / "stalled" / "stall.txt").read_text(encoding="utf-8")
+    assert "weight version 1" in report
+    assert "1 rows are being drawn (4 rollouts), 1 groups wait for their batch" in report
+    assert "late rows: [3]" in report
+    assert "the oldest rollout is of row 3" in report
+    assert "row 3, draw 0: " in report
+    assert " in before, " in report.split("row 3, draw 0: ")[1].splitlines()[0]
+    assert "Thread MainThread:" in report
+    assert "Thread hearth-rollouts:" in report
+
+
+STALLING = """
+import asyncio, sys, time
+from pathlib import Path
+from tests.integration.conftest import async_config
+from tests.integration.rollouts import drawing
+from training.recipes import async_rl_loop
+
+async def before(row, draw):
+    await asyncio.to_thread(time.sleep, 3600)
+
+config = async_config(Path(sys.argv[1]), stall_timeout_s=1.0, rollout_timeout_s=None)
+async_rl_loop.main(config, rollout_fn_factory=drawing(before))
+"""
+
+
+def test_a_script_that_stalls_in_a_thread_of_its_rollouts_exits_with_1(tmp_path, request):
+    command = [sys.executable, "-c", STALLING, str(tmp_path / "run")]
+
+    done = subprocess.run(
+        command,
+        cwd=request.config.rootpath,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 1
+    assert "StalledError: " in done.stderr.splitlines()[-1]
+    assert (tmp_path / "run" / "stall.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["sigterm", "ctrl-c"]
+)
+def test_a_signal_during_rollouts_ends_the_run_cleanly(recipes, tmp_path, number, code):
+    folder = tmp_path / "run"
+    long = ["--max-completion-tokens=400", "--max-seq-len=512", "--temperature=5"]
+    off_policy = ["--max-head-offpolicy-versions=2", "--in-flight-weight-updates"]
+    recipe = recipes.start_async(None, folder, "--max-rows=512", "--epochs=20", *long, *off_policy)
+    metrics = folder / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 60, "a step")
+
+    recipe.send(number)
+
+    assert recipe.wait(20) == code
+    assert "Traceback" not in recipe.output
+    assert "never retrieved" not in recipe.output
+
+
+# How a run goes on
+
+
+@pytest.mark.parametrize(
+    "passes", [{"max_rows": 12}, {"max_rows": 6, "epochs": 2, "shuffle": True}], ids=["one", "two"]
+)
+def test_a_crashed_run_goes_on_to_the_weights_of_one_that_did_not(async_trial, tmp_path, passes):
+    async def dropping(row: int, draw: int) -> bool:
+        return row not in (2, 7)
+
+    async def crashing(row: int, draw: int) -> bool:
+        if row == 8:
+            raise ValueError("a crash")
+        return await dropping(row, draw)
+
+    common = {"dcp_save_interval": 1, "seed": 5, "folder": "run"} | passes
+    whole = async_trial(**common | {"folder": "whole", "make": drawing(dropping)})
+    with pytest.raises(ValueError, match="a crash"):
+        async_trial(**common, make=drawing(crashing))
+    point = read_manifest(tmp_path / "run")[-1]
+    again = Drawn()
+
+    async def recorded(row: int, draw: int) -> bool:
+        await again(row, draw)
+        return await dropping(row, draw)
+
+    resumed = async_trial(**common, make=drawing(recorded))
+
+    # Rows 0 1 3 4 5 6 were trained, 2 and 7 gave no groups.
+    assert (point.step, point.cursor, point.beyond) == (3, 7, [])
+    assert again.rows == [7, 8, 9, 10, 11]
+    assert but_for_versions(resumed.records()) == but_for_versions(whole.records())
+    assert [one["step"] for one in resumed.records()] == [1, 2, 3, 4, 5]
+    assert same(resumed, whole)
+    assert resumed.summary.rows == 12
+
+
+def but_for_versions(records):
+    """A deployment made anew counts from 0, and so does the gate."""
+    return [
+        {name: value for name, value in one.items() if not name.startswith(("version/", "async/"))}
+        for one in records
+    ]
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_off_policy_no_row_is_lost_or_trained_twice_over_a_crash(async_trial, tmp_path, interval):
+    async def crashing(row: int, draw: int) -> None:
+        await delays(row)(row, draw)
+        if row == 13:
+            raise ValueError("a crash")
+
+    common = {
+        "max_rows": 18, "dcp_save_interval": interval, "max_head_offpolicy_versions": 2,
+        "folder": "run", "fifo_slack": 2,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="a crash"):
+        async_trial(**common, make=drawing(crashing))
+    point = read_manifest(tmp_path / "run")[-1]
+    unfinished = sorted(set(range(18)) - set(range(point.cursor)) - set(point.beyond))
+    again = Drawn()
+    resumed = async_trial(**common, make=drawing(again))
+
+    assert point.cursor + len(point.beyond) == 2 * point.step
+    assert Counter(row for row, _ in again.draws) == Counter(unfinished * GROUP)
+    assert [one["step"] for one in resumed.records()] == list(range(1, 10))
+    assert total(resumed, "rollout/valid_prompt_groups") == 18
+    assert max(one["version/sample_staleness_max"] for one in resumed.records()) <= 2
+    last = read_manifest(resumed.folder)[-1]
+    assert (last.step, last.cursor, last.beyond) == (9, 18, [])
+
+
+def test_a_finished_run_trains_nothing_more_and_promotes_the_same_model(async_trial):
+    common = {"folder": "run", "dcp_save_interval": 3, "max_head_offpolicy_versions": 1}
+    first = async_trial(**common)
+    weights = first.weights()
+    drawn = Drawn()
+
+    second = async_trial(**common, make=drawing(drawn))
+
+    assert [one.step for one in read_manifest(first.folder)] == [3, 4]
+    assert drawn.draws == []
+    assert second.summary.steps == 4
+    assert second.summary.model_path == second.folder / "models" / "out"
+    assert all(torch.equal(one, second.weights()[name]) for name, one in weights.items())
+
+
+def test_a_config_that_cannot_be_is_refused_before_anything_is_started(async_trial, tmp_path):
+    with pytest.raises(ConfigError, match="tis_enabled must be None or True"):
+        async_trial(folder="run", max_head_offpolicy_versions=1, tis_enabled=False)
+    with pytest.raises(ConfigError, match=r"rows must be given where config\.dataset is empty"):
+        async_trial(folder="run", dataset="")
+
+    assert not (tmp_path / "run").exists()

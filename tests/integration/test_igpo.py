@@ -1,0 +1,249 @@
+"""``igpo_loop`` on the embedded platform: turns get credit, by either scorer and for every loss."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import tinker
+import torch
+from tests.integration.conftest import Trial, async_config
+from tests.integration.rollouts import spread
+
+from hearth.losses.catalog import POLICY_LOSSES
+from training.examples.rl.multihop_qa import rollout as multihop
+from training.examples.rl.multihop_qa import train as multihop_train
+from training.examples.rl.multihop_qa.corpus import question_rows
+from training.examples.rl.multihop_qa.policy import ensure_model
+from training.examples.rl.vanilla_sampler import build_deployment_sampler
+from training.recipes import async_rl_loop, igpo_loop
+from training.utils import DeployConfig
+from training.utils.rl.groups import PromptGroup
+from training.utils.rl.information_gain import (
+    AnswerFn,
+    Scorer,
+    deployment_scorer,
+    trainer_scorer,
+)
+from training.utils.rl.platform import PlatformSpec, RunInfra, provision
+from training.utils.rl.rollout import RolloutFn, RolloutFnFactory, RolloutSample, RolloutSetup
+
+TOOL = [40, 41, 9]
+"""What the tool says after each turn but the last."""
+
+
+def two_turns(reward: float | None = None) -> RolloutFnFactory:
+    """A factory of agents that draw, hear the tool, and draw again."""
+
+    def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
+        sampler = build_deployment_sampler(setup)
+        asked = setup.sample_kwargs | {"max_tokens": 4, "ignore_eos": True}
+
+        async def rollout_fn(row: dict[str, Any]) -> RolloutSample:
+            prompt = setup.tokenizer.apply_chat_template(
+                row["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
+            )
+            (one,) = await sampler.sample_with_prompt_tokens(prompt, n=1, **asked)
+            (two,) = await sampler.sample_with_prompt_tokens([*one.full_tokens, *TOOL], **asked)
+            assert one.inference_logprobs is not None
+            assert two.inference_logprobs is not None
+            rows = [one.inference_logprobs, [0.0] * len(TOOL), two.inference_logprobs]
+            return RolloutSample(
+                tokens=two.full_tokens,
+                logprobs=[0.0] * len(prompt) + [value for part in rows for value in part],
+                loss_mask=[0] * len(prompt) + [1] * 4 + [0] * len(TOOL) + [1] * 4,
+                reward=spread(one.text + two.text, row) if reward is None else reward,
+            )
+
+        return rollout_fn
+
+    return make_rollout_fn
+
+
+class Run:
+    """A finished run of ``igpo_loop``: what it left behind, and the groups that it trained."""
+
+    def __init__(
+        self, folder: Path, make: RolloutFnFactory, *, answer_fn: AnswerFn | None = None,
+        **changes: Any,
+    ) -> None:  # fmt: skip
+        self.groups: list[PromptGroup] = []
+        asked = vars(async_config(folder, max_rows=4)) | changes
+        summary = igpo_loop.main(
+            igpo_loop.Config(**asked), rollout_fn_factory=make, dynamic_filter_fn=self._keep,
+            answer_fn=answer_fn,
+        )  # fmt: skip
+        self.trial = Trial(folder, summary)
+
+    def _keep(self, group: PromptGroup) -> bool:
+        self.groups.append(group)
+        return True
+
+    def gains(self) -> list[list[float]]:
+        """Of the groups in the order of their rows, one list per trajectory."""
+        ordered = sorted(self.groups, key=lambda group: group.row.index)
+        credits = [group.credit for group in ordered if group.credit is not None]
+        return [one for credit in credits for one in credit.gains]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    return Run(tmp_path_factory.mktemp("igpo"), two_turns())
+
+
+# The loop.
+
+
+def test_t165_steps_are_taken_with_an_advantage_for_every_turn(run):
+    records = run.trial.records()
+
+    assert [one["step"] for one in records] == [1, 2]
+    assert all(one["train/grad_norm"] > 0 for one in records)
+    assert len(run.groups) == 4
+    for group in run.groups:
+        assert group.credit is not None
+        for samples, turns in zip(group.samples, group.credit.advantages, strict=True):
+            (rows,) = [one.advantage for one in samples]
+            assert isinstance(rows, list)
+            first, second = turns
+            prompt = len(rows) + 1 - 11
+            assert rows == [0.0] * (prompt - 1) + [first] * 4 + [0.0] * 3 + [second] * 4
+
+
+def test_a_step_says_how_many_turns_there_were_and_what_they_gained(run):
+    for record in run.trial.records():
+        assert record["igpo/avg_turns"] == 2.0
+        assert record["igpo/baseline_logp"] < 0
+        assert record["igpo/scoring_time"] > 0
+        assert 0 < record["igpo/scoring_ratio"] < 1
+    gains = [one for many in run.gains() for one in many]
+    means = [record["igpo/mean_ig"] for record in run.trial.records()]
+    assert sum(means) / 2 == pytest.approx(sum(gains) / len(gains))
+
+
+def test_a_run_repeats_to_the_bit(run, tmp_path):
+    again = Run(tmp_path / "again", two_turns())
+
+    timed = ("igpo/scoring_time", "igpo/scoring_ratio")
+    for one, other in zip(run.trial.records(), again.trial.records(), strict=True):
+        assert {k: v for k, v in one.items() if k not in timed} == {
+            k: v for k, v in other.items() if k not in timed
+        }
+
+
+@pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
+def test_t168_every_policy_loss_takes_advantages_per_token(tmp_path, policy_loss):
+    done = Run(tmp_path, two_turns(), prompt_groups_per_step=4, policy_loss=policy_loss)
+
+    (record,) = done.trial.records()
+    assert record["train/grad_norm"] > 0
+    assert all(math.isfinite(one) for one in record.values() if isinstance(one, float))
+
+
+def test_minibatches_and_staleness_take_them_too(tmp_path):
+    done = Run(
+        tmp_path, two_turns(), max_head_offpolicy_versions=1, ppo_n_minibatches=2,
+        max_samples_per_fwd_bwd=4,
+    )  # fmt: skip
+
+    assert all(record["train/grad_norm"] > 0 for record in done.trial.records())
+
+
+# Against plain GRPO.
+
+
+def test_t167_without_weight_it_trains_what_async_rl_loop_trains_to_the_bit(tmp_path):
+    ours = Run(tmp_path / "igpo", two_turns(), ig_weight=0.0)
+
+    config = async_config(tmp_path / "async", max_rows=4)
+    theirs = Trial(tmp_path / "async", async_rl_loop.main(config, rollout_fn_factory=two_turns()))
+
+    assert ours.trial.records() == theirs.records()
+    left, right = ours.trial.weights(), theirs.weights()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert all(group.credit is None for group in ours.groups)
+
+
+def test_groups_with_equal_outcomes_are_kept_and_teach(tmp_path):
+    ours = Run(tmp_path / "igpo", two_turns(reward=0.0))
+    plain = Run(tmp_path / "plain", two_turns(reward=0.0), ig_weight=0.0)
+
+    assert [one["rollout/valid_prompt_groups"] for one in ours.trial.records()] == [2, 2]
+    assert all(one["train/grad_norm"] > 0 for one in ours.trial.records())
+    assert all(one["train/grad_norm"] == 0 for one in plain.trial.records())
+
+
+# Scorers.
+
+
+def test_deployment_and_trainer_see_the_same_gains(run, tmp_path):
+    by_trainer = Run(tmp_path / "trainer", two_turns(), ig_scorer="trainer")
+
+    count = 2 * 4  # of the first step, which both draw from the same weights
+    for one, other in zip(run.gains()[:count], by_trainer.gains()[:count], strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_answers_of_a_function_of_ones_own_are_scored(run, tmp_path):
+    other = Run(tmp_path, two_turns(), answer_fn=lambda _row: [7, 8])
+
+    assert other.gains()[0] != run.gains()[0]
+    assert other.groups[0].rewards == run.groups[0].rewards
+
+
+@pytest.fixture(scope="module")
+def infra(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("platform")
+    with provision(PlatformSpec.of(async_config(folder), folder)) as made:
+        yield made
+
+
+SEQUENCES = [[5, 17, 40, 41, 9, 12], [5, 17, 40], [7, 7, 30, 31, 32, 33, 34, 35]]
+
+
+def scored(score: Scorer) -> list[list[float]]:
+    async def ask() -> list[list[float]]:
+        return [list(one) for one in await score(SEQUENCES)]
+
+    return asyncio.run(ask())
+
+
+def test_t170_both_scorers_take_token_ids_and_agree(infra: RunInfra):
+    served, trained = (
+        scored(score) for score in (deployment_scorer(infra.sampler), trainer_scorer(infra.policy))
+    )
+
+    assert [len(one) for one in served] == [5, 2, 7]
+    for one, other in zip(served, trained, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_t170_scoring_leaves_no_gradient(infra: RunInfra):
+    scored(trainer_scorer(infra.policy))
+    scored(deployment_scorer(infra.sampler))
+
+    step = infra.policy.inner.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
+    assert (step.metrics or {})["grad_norm"] == 0.0
+
+
+# The example.
+
+
+def test_scoring_takes_less_than_a_quarter_of_the_examples_step(tmp_path):
+    """With a model that has learned nothing: what it answers has no part in the cost."""
+    model = ensure_model(tmp_path / "model", steps=1)
+    rows, _ = question_rows()
+    config = replace(
+        multihop_train.CONFIG, base_model=str(model), log_path=str(tmp_path / "run"),
+        deployment=DeployConfig(tokenizer_model=str(model), max_batch_size=64),
+    )  # fmt: skip
+
+    igpo_loop.main(config, rollout_fn_factory=multihop.make_rollout_fn, rows=rows[:32])
+
+    lines = (tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines()
+    assert min(orjson.loads(line)["igpo/scoring_ratio"] for line in lines) < 0.25

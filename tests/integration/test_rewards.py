@@ -1,0 +1,178 @@
+"""Reward functions and the adaptive KL in whole runs of ``rl_loop``."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import orjson
+import pytest
+import torch
+from tests.integration.conftest import Trial, config
+
+from hearth.errors import ConfigError
+from training.quickstart import HELDOUT_ROWS
+from training.recipes.rl_loop import main
+from training.rewards import RewardEnsemble, RewardTimeoutError, guarded
+
+
+def spread(text, row):
+    return sum(map(ord, text)) % 97 / 97
+
+
+async def spread_later(text, row):
+    await asyncio.sleep(0)
+    return spread(text, row)
+
+
+@pytest.fixture
+def unspied(tmp_path):
+    """A run whose reward function is handed on as it is."""
+
+    def run(reward_fn, **changes) -> Trial:
+        folder = tmp_path / "unspied"
+        return Trial(folder, main(config(folder, **changes), reward_fn=reward_fn))
+
+    return run
+
+
+def test_however_a_reward_is_called_the_run_has_the_same_numbers(trial):
+    common = {"max_rows": 4, "eval_dataset": str(HELDOUT_ROWS), "eval_rows": 4}
+    plain = trial(reward_fn=spread, **common)
+    others = [
+        trial(reward_fn=spread, reward_timeout_s=60.0, reward_errors="drop", **common),
+        trial(reward_fn=spread_later, **common),
+        trial(reward_fn=spread_later, reward_timeout_s=60.0, **common),
+    ]
+
+    assert len(plain.records()) == 2
+    for other in others:
+        assert other.records() == plain.records()
+        assert other.records("eval") == plain.records("eval")
+        assert all(torch.equal(one, other.weights()[name]) for name, one in plain.weights().items())
+
+
+def test_a_completion_whose_reward_is_late_is_dropped_and_its_group_trains(trial):
+    is_over = threading.Event()
+    calls = 0
+
+    def reward(text, row):
+        nonlocal calls
+        calls += 1
+        if calls in (2, 3):
+            is_over.wait(60)
+        return spread(text, row)
+
+    run = trial(reward_fn=reward, max_rows=4, reward_timeout_s=0.5, reward_errors="drop")
+    is_over.set()
+
+    first, second = run.records()
+    assert (first["rollout/reward_fail_count"], second["rollout/reward_fail_count"]) == (2.0, 0.0)
+    assert first["rollout/valid_prompt_groups"] == second["rollout/valid_prompt_groups"] == 2.0
+    assert run.summary.steps == 2
+
+
+def test_by_default_a_reward_that_is_late_ends_the_run(trial):
+    is_over = threading.Event()
+
+    with pytest.raises(RewardTimeoutError, match=r"within 0\.2 s.*reward_timeout_s"):
+        trial(reward_fn=lambda text, row: float(is_over.wait(60)), reward_timeout_s=0.2)
+    is_over.set()
+
+
+def test_rows_that_all_lose_their_rewards_end_the_run_with_the_error(trial):
+    def reward(text, row):
+        raise OSError("no judge")
+
+    with pytest.raises(OSError, match="no judge"):
+        trial(reward_fn=reward, reward_errors="drop")
+
+
+def test_a_guard_of_the_callers_own_is_kept_and_not_doubled(unspied):
+    def some(text, row):
+        if len(text) % 3 == 0:
+            raise OSError("no judge")
+        return spread(text, row)
+
+    with pytest.raises(ConfigError, match="must not be given with a guarded reward_fn"):
+        unspied(guarded(some), reward_errors="drop")
+    run = unspied(guarded(some, on_error="drop"), max_rows=4)
+
+    assert sum(record["rollout/reward_fail_count"] for record in run.records()) > 0
+
+
+def test_an_ensemble_logs_how_far_its_members_disagree(unspied):
+    ensemble = RewardEnsemble([spread, lambda text, row: 1.0 - spread(text, row), spread])
+
+    run = unspied(ensemble, max_rows=2)
+
+    (record,) = run.records()
+    assert (
+        0 < record["rollout/reward_disagreement/mean"] < record["rollout/reward_disagreement/max"]
+    )
+
+
+def test_the_kl_coefficient_follows_the_kl_and_survives_a_resume(trial):
+    common = {
+        "max_rows": 10, "dcp_save_interval": 2, "kl_beta": 0.1, "kl_target": 1e-4,
+        "learning_rate": 3e-3,
+    }  # fmt: skip
+    whole = trial(reward_fn=spread, **common)
+    calls = 0
+
+    def failing(text, row):
+        nonlocal calls
+        calls += 1
+        if calls > 30:
+            raise OSError("the reward's disk is full")
+        return spread(text, row)
+
+    with pytest.raises(OSError, match="disk is full"):
+        trial(reward_fn=failing, folder="crashed", **common)
+    manifest = orjson.loads((whole.folder.parent / "crashed" / "run.json").read_bytes())
+    resumed = trial(reward_fn=spread, folder="crashed", **common)
+
+    records = whole.records()
+    coefficients = [record["train/kl_beta"] for record in records]
+    # The first step's KL is 0, later ones are far above the target.
+    assert coefficients[0] == 0.1
+    assert coefficients[1] == pytest.approx(0.098)
+    assert coefficients[-1] > coefficients[1]
+    assert all(
+        record["train/mean_kl_penalty"]
+        == pytest.approx(record["train/kl_beta"] * record["train/ref_kl"], rel=1e-4, abs=1e-9)
+        for record in records
+    )
+    assert manifest["checkpoints"][-1]["kl_beta"] == coefficients[2]
+    assert resumed.records() == records
+    assert all(torch.equal(one, whole.weights()[name]) for name, one in resumed.weights().items())
+
+
+def test_the_kl_coefficient_follows_in_the_async_recipe_too(async_trial):
+    run = async_trial(kl_beta=0.1, kl_target=1e-4, max_rows=4)
+
+    assert [record["train/kl_beta"] for record in run.records()] == [0.1, pytest.approx(0.098)]
+
+
+def test_a_fixed_coefficient_is_not_logged_as_an_adapted_one(trial):
+    run = trial(reward_fn=spread, kl_beta=0.1, max_rows=2)
+
+    assert "train/kl_beta" not in run.records()[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kl_target": 0.0, "kl_beta": 0.1}, "kl_target must be > 0 or None, got 0"),
+        ({"kl_target": 0.1, "kl_beta": 0.0}, "kl_beta must be > 0 with kl_target"),
+        (
+            {"kl_target": 0.1, "kl_beta": 0.1, "policy_loss": "dapo"},
+            r"policy_loss must be one of \['grpo', 'reinforce'\] with kl_target, got 'dapo'",
+        ),
+        ({"reward_timeout_s": 0.0}, "reward_timeout_s must be > 0 seconds or None, got 0"),
+        ({"reward_errors": "zero"}, "reward_errors must be 'raise' or 'drop', got 'zero'"),
+    ],
+)
+def test_settings_that_break_their_rule_are_named(trial, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        trial(**changes)

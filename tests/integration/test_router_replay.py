@@ -1,0 +1,227 @@
+"""Router replay (T171) through whole runs: on a mixture of experts, and on a dense model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import transformers
+from openai import AsyncOpenAI
+from safetensors import safe_open
+from tests.integration.rollouts import drawing, spread
+from tests.unit.moe import moe_config
+
+from hearth.control.app import create_gateway
+from hearth.control.door import Door
+from hearth.local import EmbeddedPlatform
+from hearth.sdk.transport import mount, unmount
+from hearth.wire.routing import RoutingShape, decode_routing
+from hearth.wire.tinker import DatumRecord, ForwardInput
+from training.examples.rl.vanilla_sampler import build_deployment_sampler
+from training.quickstart import MODEL
+from training.utils import DeployConfig
+from training.utils.rl.agents import build_agent_server
+from training.utils.rl.rollout import RolloutFn, RolloutRun, RolloutSample, RolloutSetup
+from training.utils.rows import prompt_messages
+
+SHAPE = RoutingShape(layers=2, experts=8, top_k=2)
+URL = "http://recorded.hearth.internal"
+
+Sent = list[tuple[bool, DatumRecord]]
+"""Datums that reached a trainer, and whether they went to a frozen model."""
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random mixture of experts with the shipped model's tokenizer."""
+    folder = tmp_path_factory.mktemp("moe")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    transformers.set_seed(0)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = moe_config(vocab_size=len(tokenizer), **ids)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
+    """What reaches the trainers of a platform that runs behind an app which writes it down."""
+    seen: Sent = []
+    with EmbeddedPlatform(work_dir=tmp_path / "platform") as platform:
+        mount(URL, writing_down(create_gateway(platform.plane, Door(is_local=False)), seen))
+        monkeypatch.setenv("FIREWORKS_BASE_URL", URL)
+        monkeypatch.setenv("FIREWORKS_API_KEY", "x")
+        yield seen
+        unmount(URL)
+
+
+def writing_down(app: Any, seen: Sent) -> Any:
+    async def record(scope: Any, receive: Any, send: Any) -> None:
+        body = bytearray()
+
+        async def heard() -> Any:
+            message = await receive()
+            body.extend(message.get("body", b""))
+            return message
+
+        await app(scope, heard, send)
+        operation = scope["path"].rpartition("/")[2]
+        if operation in ("forward", "forward_backward"):
+            content = orjson.loads(body)
+            given = ForwardInput.checked(content[f"{operation}_input"])
+            seen.extend((content["model_id"].startswith("frozen"), one) for one in given.data)
+
+    return record
+
+
+def on_moe(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Two steps of two groups on the mixture of experts."""
+    usual: dict[str, Any] = {
+        "base_model": str(folder), "deployment": DeployConfig(tokenizer_model=str(folder)),
+        "max_rows": 4, "router_replay": True, "kl_beta": 0.001, "output_model_id": None,
+    }  # fmt: skip
+    return usual | changes
+
+
+def tokens_of(datum: DatumRecord) -> tuple[int, ...]:
+    return tuple(token for chunk in datum.model_input.chunks for token in chunk.tokens or [])
+
+
+def blanks_of(datum: DatumRecord) -> list[bool]:
+    """At which input tokens the router is free; the others name experts that are there."""
+    rows = datum.model_input.routing_matrices
+    assert rows is not None
+    assert len(rows) == len(tokens_of(datum))
+    decode_routing(rows, SHAPE)
+    return [not row for row in rows]
+
+
+def check_sent(sent: Sent) -> None:
+    """The policy gets the experts of drawn tokens, N - 1 rows with the prompt blank (T171)."""
+    policy = [datum for is_frozen, datum in sent if not is_frozen]
+    reference = [datum for is_frozen, datum in sent if is_frozen]
+    # Of the policy a forward pass and a backward pass.
+    assert len(policy) == 2 * len(reference) > 0
+    assert all(one.model_input.routing_matrices is None for one in reference)
+    weights = {
+        tokens_of(one): one.loss_fn_inputs["weights"].to_numpy().tolist() for one in reference
+    }
+    for one in policy:
+        assert blanks_of(one) == [weight == 0.0 for weight in weights[tokens_of(one)]]
+
+
+def test_rl_loop_replays_what_was_drawn_in_policy_passes_alone(moe, trial, sent):
+    run = trial(reward_fn=spread, **on_moe(moe))
+
+    first, second = run.records()
+    assert (run.summary.steps, run.summary.version) == (2, 2)
+    assert [one["rollout/router_replay_ratio"] for one in (first, second)] == [1.0, 1.0]
+    assert first["train/mean_kl"] != second["train/mean_kl"]
+    check_sent(sent)
+
+
+def test_async_rl_loop_replays_what_a_rollout_function_of_the_documents_form_has_drawn(
+    moe, async_trial, sent
+):
+    def make(setup: RolloutSetup) -> RolloutFn:
+        """As the documents have it: nothing is said of experts."""
+        sampler = build_deployment_sampler(setup)
+
+        async def rollout_fn(row: dict[str, Any]) -> RolloutSample:
+            (one,) = await sampler.sample_with_tokens(
+                prompt_messages(row), n=1, max_tokens=12, temperature=1.0
+            )
+            assert one.inference_logprobs is not None
+            return RolloutSample(
+                tokens=one.full_tokens,
+                logprobs=[0.0] * one.prompt_len + one.inference_logprobs,
+                loss_mask=[0] * one.prompt_len + [1] * one.completion_len,
+                reward=spread(one.text, row),
+            )
+
+        return rollout_fn
+
+    run = async_trial(make=make, **on_moe(moe))
+
+    assert run.summary.steps == 2
+    assert [one["rollout/router_replay_ratio"] for one in run.records()] == [1.0, 1.0]
+    check_sent(sent)
+
+
+def test_what_an_agent_draws_through_openais_api_is_replayed(moe, async_trial, sent):
+    def make(setup: RolloutSetup) -> RolloutFn:
+        agents = build_agent_server(setup)
+
+        async def rollout_fn(row: dict[str, Any]) -> RolloutRun | None:
+            with agents.session() as session:
+                client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+                asked: list[Any] = prompt_messages(row)
+                answer = await client.chat.completions.create(
+                    model="policy", messages=asked, logprobs=True
+                )
+                await client.close()
+            text = answer.choices[0].message.content or ""
+            assert "routing_matrix" not in answer.model_dump_json()
+            return session.run(reward=spread(text, row))
+
+        return rollout_fn
+
+    run = async_trial(make=make, **on_moe(moe, max_rows=2))
+
+    assert run.records()[0]["rollout/router_replay_ratio"] == 1.0
+    check_sent(sent)
+
+
+def test_prompts_are_replayed_too_where_that_is_asked_for(moe, async_trial, trial, sent):
+    settings = on_moe(moe, router_replay_completion_only=False, max_rows=2, kl_beta=0.0)
+
+    trial(reward_fn=spread, **settings)
+    async_trial(make=drawing(), **settings)
+
+    # Two recipes, a forward and a backward pass, two groups of four.
+    assert len(sent) == 2 * 2 * 8
+    assert not any(any(blanks_of(one)) for _, one in sent)
+
+
+def test_the_built_in_losses_replay_as_well(moe, trial, sent):
+    trial(reward_fn=spread, **on_moe(moe, loss_path="builtin", kl_beta=0.0, max_rows=2))
+
+    # Old logprobs are the policy's, and go by the same experts.
+    assert len(sent) == 2 * 8
+    assert all(any(blanks_of(one)) and not all(blanks_of(one)) for _, one in sent)
+
+
+def test_without_router_replay_nothing_is_asked_for_or_sent(moe, trial, sent):
+    run = trial(reward_fn=spread, **on_moe(moe, router_replay=False, max_rows=2))
+
+    assert all(one.model_input.routing_matrices is None for _, one in sent)
+    assert "rollout/router_replay_ratio" not in run.records()[0]
+
+
+def test_a_trained_mixture_of_experts_is_exported_as_it_was_found(moe, trial):
+    run = trial(reward_fn=spread, **on_moe(moe, max_rows=2, output_model_id="out"))
+
+    found, made = (tensors_in(one) for one in (moe, run.folder / "models" / "out"))
+    assert any("experts" in name for name in found)
+    assert made == found
+
+
+def tensors_in(folder: Path) -> dict[str, list[int]]:
+    """Names and shapes."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no dict
+
+
+def test_a_dense_model_trains_as_ever_and_one_line_says_so(trial, caplog):
+    with caplog.at_level(logging.WARNING):
+        replayed = trial(reward_fn=spread, max_rows=4, router_replay=True)
+    told = [one.getMessage() for one in caplog.records if "experts" in one.getMessage()]
+    plain = trial(reward_fn=spread, max_rows=4)
+
+    assert [one.partition(":")[0] for one in told] == ["router_replay does nothing"]
+    assert replayed.records() == plain.records()

@@ -1,0 +1,96 @@
+"""Experts on their way from the SDK to a trainer, and from captured turns."""
+
+import pytest
+import tinker
+
+from hearth.errors import TransportError
+from hearth.sdk import RoutedModelInput
+from hearth.sdk.batches import MAX_CHUNK_TOKENS, chunks_of, datum_body
+from hearth.sdk.capture.answers import answer_body, turn_of
+from hearth.sdk.capture.policy import SamplingPolicy
+from hearth.sdk.capture.requests import AnswerForm
+from hearth.sdk.capture.turns import CapturedTurn, chains_of
+from hearth.sdk.sampling import completion_of
+from hearth.wire.chat import ChatResponse
+from hearth.wire.completions import CompletionRequest, CompletionResponse
+from hearth.wire.tinker import DatumRecord
+
+
+def datum_of(tokens, routing=None) -> tinker.Datum:
+    model_input = tinker.ModelInput.from_ints(tokens)
+    if routing is not None:
+        model_input = RoutedModelInput(chunks=model_input.chunks, routing_matrices=routing)
+    return tinker.Datum(model_input=model_input, loss_fn_inputs={})
+
+
+def test_a_routed_input_crosses_the_wire_and_a_plain_one_says_nothing():
+    routed = DatumRecord.model_validate(datum_body(datum_of([1, 2], ["", "AAE="])))
+
+    assert routed.model_input.routing_matrices == ["", "AAE="]
+    assert "routing_matrices" not in datum_body(datum_of([1, 2]))["model_input"]
+
+
+def test_experts_count_where_a_batch_is_cut():
+    tokens, row = [1] * (MAX_CHUNK_TOKENS // 4), "A" * 32
+
+    assert [len(one) for one in chunks_of([datum_of(tokens)] * 4)] == [4]
+    routed = [datum_of(tokens, [row] * len(tokens))] * 4
+    assert [len(one) for one in chunks_of(routed)] == [2, 2]
+
+
+@pytest.mark.parametrize("rows", [["a"], ["a", "b", "c"]])
+def test_a_deployment_that_tells_experts_of_another_number_of_tokens_is_not_believed(rows):
+    raw = {"completion_token_ids": [3, 4], "routing_matrices": rows}
+    choice = {"index": 0, "text": "", "finish_reason": "stop", "raw_output": raw}
+    answer = {
+        "id": "x", "created": 0, "model": "d", "choices": [choice], "weight_version": 0,
+        "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
+    }  # fmt: skip
+
+    with pytest.raises(TransportError, match=f"must be one per token, 2, got {len(rows)}"):
+        completion_of(CompletionResponse.checked(answer), CompletionRequest(prompt=[1]))
+
+
+def turn(prompt, drawn, routing) -> CapturedTurn:
+    return CapturedTurn(
+        prompt_tokens=prompt, completion_tokens=drawn, logprobs=[-0.1] * len(drawn),
+        versions=[[0, len(drawn)]], finish_reason="stop", text="", routing_matrices=routing,
+    )  # fmt: skip
+
+
+def test_a_chain_of_turns_has_the_experts_of_each_drawn_token():
+    (chain,) = chains_of([turn([1, 2], [3], ["c"]), turn([1, 2, 3, 4], [5, 6], ["e", "f"])])
+    assert chain.tokens == [1, 2, 3, 4, 5, 6]
+    assert chain.routing_matrices == ["", "", "c", "", "e", "f"]
+
+    (late,) = chains_of([turn([1, 2], [3], None), turn([1, 2, 3], [5], ["e"])])
+    assert late.routing_matrices == ["", "", "", "e"]
+    assert chains_of([turn([1], [2], None)])[0].routing_matrices is None
+
+
+def chat_answer(raw, rows=None) -> ChatResponse:
+    choice = {
+        "index": 0, "message": {"content": "x"}, "finish_reason": "stop",
+        "raw_output": {"completion_token_ids": [3], "prompt_token_ids": [1], **raw},
+        "logprobs": None if rows is None else {"content": rows},
+    }  # fmt: skip
+    return ChatResponse.checked(
+        {"id": "x", "created": 0, "model": "d", "choices": [choice], "weight_version": 0,
+         "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}}
+    )  # fmt: skip
+
+
+def test_a_turn_is_captured_with_its_experts_in_both_forms_and_clients_do_not_see_them():
+    arrays = chat_answer({"sampling_logprobs": [-0.1], "routing_matrices": ["c"]})
+    row = {"token": "x", "token_id": 3, "logprob": -0.1, "sampling_logprob": -0.1}
+    objects = chat_answer({}, [row | {"routing_matrix": "c"}])
+
+    assert turn_of(arrays).routing_matrices == turn_of(objects).routing_matrices == ["c"]
+    assert turn_of(chat_answer({}, [row])).routing_matrices is None
+    shown = answer_body(objects, AnswerForm(logprobs=True))
+    assert set(shown["choices"][0]["logprobs"]["content"][0]) == {"token", "logprob"}
+
+
+def test_the_recipe_asks_for_experts_in_every_request_of_an_agent():
+    policy = SamplingPolicy({"include_routing_matrix": True})
+    assert policy.applied({"include_routing_matrix": False})["include_routing_matrix"] is True

@@ -1,0 +1,69 @@
+"""Scoring whole sequences: one request that echoes its prompts and draws nothing."""
+
+import asyncio
+
+import pytest
+
+from hearth.errors import TransportError
+from hearth.sdk import DeploymentSampler, DrawPatience
+from hearth.sdk.transport import Retries
+
+MODEL = "accounts/me/deployments/d"
+COMPLETIONS = ("POST", "/inference/v1/completions")
+ONCE = DrawPatience(retries=Retries(attempts=1))
+
+
+def choice(index, tokens, logprobs):
+    raw = {"completion_token_ids": tokens, "logprobs": logprobs}
+    return {"index": index, "text": "", "finish_reason": "length", "raw_output": raw}
+
+
+def body(*choices):
+    usage = {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+    return {
+        "id": "x",
+        "created": 1,
+        "model": MODEL,
+        "choices": list(choices),
+        "usage": usage,
+        "weight_version": 0,
+    }
+
+
+def scoring(peer, sequences):
+    sampler = DeploymentSampler(peer.url, MODEL, "key", patience=ONCE)
+    return asyncio.run(sampler.score_token_ids(sequences))
+
+
+def test_sequences_are_one_request_of_token_ids_and_come_back_in_their_order(peer, answer):
+    choices = [choice(1, [3, 4], [None, -3.0]), choice(0, [5, 6, 7], [None, -1.0, -2.0])]
+    peer.on(*COMPLETIONS, answer(body(*choices)))
+
+    rows = scoring(peer, [(5, 6, 7), (3, 4)])
+
+    assert rows == [[-1.0, -2.0], [-3.0]]
+    (sent,) = peer.requests(*COMPLETIONS)
+    assert sent.body["prompt"] == [[5, 6, 7], [3, 4]]
+    assert (sent.body["max_tokens"], sent.body["echo"], sent.body["logprobs"]) == (0, True, True)
+
+
+def test_nothing_to_score_asks_nothing(peer):
+    assert scoring(peer, []) == []
+    assert peer.requests(*COMPLETIONS) == []
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        [choice(0, [5, 6], [None, -1.0])],
+        [choice(0, [5, 6], [None, -1.0]), choice(1, [9, 9], [None, -1.0])],
+        [choice(0, [5, 6], [None, -1.0]), choice(1, [3, 4], [None, None])],
+        [choice(0, [5, 6], [None, -1.0]), choice(1, [3, 4], None)],
+    ],
+    ids=["too few", "other tokens", "no logprob", "no logprobs"],
+)
+def test_an_answer_that_is_not_about_each_sequence_is_refused(peer, answer, choices):
+    peer.on(*COMPLETIONS, answer(body(*choices)))
+
+    with pytest.raises(TransportError, match=r"must (answer about each|come back with its own)"):
+        scoring(peer, [[5, 6], [3, 4]])

@@ -1,0 +1,73 @@
+"""Samples, groups and rows by hand, for the tests of what ``async_rl_loop`` does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tests.unit.virtual_time import run_virtual
+
+from training.recipes.async_rl_loop import Config
+from training.utils import DeployConfig
+from training.utils.rl.groups import Draw, PromptGroup
+from training.utils.rl.rollout import RolloutFn, RolloutSample
+from training.utils.rl.rollout_sampler import current_draw
+from training.utils.rl.rollouts import Rollouts, Submission
+from training.utils.rows import IndexedRow
+
+
+def sample_of(reward: float = 1.0, *, length: int = 2, **changes: Any) -> RolloutSample:
+    """Two prompt tokens, then ``length`` drawn ones."""
+    usual: dict[str, Any] = {
+        "tokens": [5, 6, *range(7, 7 + length)],
+        "logprobs": [0.0, 0.0, *[-0.5] * length],
+        "loss_mask": [0, 0, *[1] * length],
+        "reward": reward,
+    }
+    return RolloutSample(**(usual | changes))
+
+
+def row_of(index: int, **changes: Any) -> IndexedRow:
+    """Row ``index`` of the only epoch."""
+    return IndexedRow(index, **({"epoch": 0, "row": {"number": index}, "source": index} | changes))
+
+
+def group_of(
+    index: int = 0, rewards: Sequence[float] = (1.0, 0.0), *, submit_version: int = 0
+) -> PromptGroup:
+    """A group of one-turn trajectories that earned ``rewards``."""
+    return PromptGroup.of(
+        row_of(index), [[sample_of(reward)] for reward in rewards], None, submit_version
+    )
+
+
+def config_of(**changes: Any) -> Config:
+    """A valid config with groups of two and steps of two, without a reference."""
+    usual: dict[str, Any] = {
+        "deployment": DeployConfig(tokenizer_model="Qwen/Qwen3-8B"),
+        "completions_per_prompt": 2,
+        "prompt_groups_per_step": 2,
+        "kl_beta": 0.0,
+    }
+    return Config(**(usual | changes))
+
+
+def rollouts_of(fn: RolloutFn, *, num_rows: int = 10, **options: Any) -> Rollouts:
+    """Rollouts with ``fn``; ``options`` are the config's fields, ``accepts`` and ``breaker``."""
+    own = {name: options.pop(name, None) for name in ("accepts", "breaker")}
+    return Rollouts(fn, config_of(**options), num_rows=num_rows, **own)
+
+
+def draw_row(fn: RolloutFn, row: IndexedRow, **options: Any) -> Draw:
+    """The outcome of one row, submitted at version 2 while the deployment served version 5."""
+    rollouts = rollouts_of(fn, **options)
+    done = run_virtual(lambda: rollouts.draw(Submission(row, version=2, weight_version=5)))
+    assert rollouts.lengths == {}
+    return done
+
+
+def number_of_draw() -> int:
+    """Which draw of its group the running rollout is."""
+    context = current_draw.get()
+    assert context is not None
+    return context.sample

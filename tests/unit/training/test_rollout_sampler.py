@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+from tests.unit.training.drawn import draw_row, number_of_draw, row_of, sample_of
+
+from hearth.errors import TransportError
+from hearth.sdk import DeploymentSampler, SampledCompletion
+from hearth.sdk.sampling import completion_seed
+from training.utils.rl.rollout import RolloutResult, RolloutRun
+from training.utils.rl.rollout_sampler import DrawContext, RolloutSampler
+from training.utils.rl.seeds import row_seed
+
+ROW = row_of(13)
+
+
+class Deployment:
+    """Answers with completions that a test scripts; ``asked`` are the seeds of its requests."""
+
+    def __init__(self, *answers: SampledCompletion) -> None:
+        self.asked: list[int | None] = []
+        self._answers = answers
+
+    def sample_with_prompt_tokens(
+        self, _ids: Any, *, n: int, seed: int | None, **_options: Any
+    ) -> Awaitable[list[SampledCompletion]]:
+        self.asked.append(seed)
+        return self._answer(n)
+
+    def sample_with_tokens(
+        self, _messages: Any, *, n: int, seed: int | None, **_options: Any
+    ) -> Awaitable[list[SampledCompletion]]:
+        self.asked.append(seed)
+        return self._answer(n)
+
+    async def _answer(self, n: int) -> list[SampledCompletion]:
+        answers = self._answers or (completion(),)
+        return [answers[(len(self.asked) - 1 + i) % len(answers)] for i in range(n)]
+
+    def sampler(self) -> RolloutSampler:
+        return RolloutSampler(cast("DeploymentSampler", self))
+
+
+def completion(drawn: int = 2, **changes: Any) -> SampledCompletion:
+    usual: dict[str, Any] = {
+        "text": "", "full_tokens": [5, 6, *range(7, 7 + drawn)], "prompt_len": 2,
+        "finish_reason": "stop", "inference_logprobs": [-0.5] * drawn, "weight_version": 7,
+    }  # fmt: skip
+    return SampledCompletion(**(usual | changes))
+
+
+async def test_outside_of_a_rollout_nothing_is_seeded():
+    deployment = Deployment()
+
+    await deployment.sampler().sample_with_prompt_tokens([1, 2], n=2)
+    await deployment.sampler().sample_with_tokens([{"role": "user", "content": "?"}], seed=3)
+
+    assert deployment.asked == [None, 3]
+
+
+def test_a_first_request_draws_what_rl_loop_draws_at_its_place():
+    deployment = Deployment()
+    sampler = deployment.sampler()
+
+    async def rollout_fn(_row: Any) -> None:
+        await sampler.sample_with_prompt_tokens([1, 2], n=1)
+
+    draw_row(rollout_fn, ROW, completions_per_prompt=4, seed=11)
+
+    # The deployment's sampler draws completion 0 of each request.
+    drawn = [completion_seed(seed, 0) for seed in deployment.asked if seed is not None]
+    assert drawn == [completion_seed(row_seed(11, 13), i) for i in range(4)]
+
+
+def test_a_seed_of_ones_own_is_kept_and_counts_for_nothing():
+    deployment = Deployment()
+    sampler = deployment.sampler()
+
+    async def rollout_fn(_row: Any) -> None:
+        await sampler.sample_with_prompt_tokens([1, 2], seed=77)
+        await sampler.sample_with_tokens([{"role": "user", "content": "?"}])
+
+    draw_row(rollout_fn, ROW)
+
+    first = [DrawContext(row_seed(0, 13), i, 0).next_seed(1) for i in range(2)]
+    assert sorted(map(str, deployment.asked)) == sorted(map(str, [77, 77, *first]))
+
+
+@pytest.mark.parametrize("calls", [(1, 1, 1), (2, 1), (4,)], ids=str)
+def test_no_two_of_thousands_of_places_draw_with_one_seed(calls):
+    drawn: list[int] = []
+    for row in range(400):
+        for sample in range(4):
+            context = DrawContext(row_seed(0, row), sample, 0)
+            for n in calls:
+                seed = context.next_seed(n)
+                drawn.extend(completion_seed(seed, i) for i in range(n))
+
+    assert len(drawn) == 1600 * sum(calls)
+    assert len(set(drawn)) == len(drawn)
+    assert all(0 <= seed < 2**63 for seed in drawn)
+
+
+def test_another_attempt_draws_with_the_same_seeds():
+    deployment = Deployment()
+    sampler = deployment.sampler()
+
+    async def rollout_fn(_row: Any) -> None:
+        attempts.append(number_of_draw())
+        await sampler.sample_with_prompt_tokens([1, 2])
+        await sampler.sample_with_prompt_tokens([1, 2], n=3)
+        if len(attempts) == 1:
+            raise TimeoutError
+
+    attempts: list[int] = []
+    draw_row(rollout_fn, ROW)
+
+    # Draw 0 fails at the end of its first attempt, and asks again after draw 1 has asked.
+    assert attempts == [0, 1, 0]
+    assert deployment.asked[4:] == [one for one in deployment.asked[:4] if one in of_draw(0)]
+    assert len(set(deployment.asked)) == 4
+
+
+def of_draw(sample: int) -> list[int]:
+    context = DrawContext(row_seed(0, 13), sample, 0)
+    return [context.next_seed(1), context.next_seed(3)]
+
+
+def test_a_completion_without_logprobs_is_refused():
+    sampler = Deployment(completion(inference_logprobs=None)).sampler()
+
+    async def rollout_fn(_row: Any) -> None:
+        await sampler.sample_with_prompt_tokens([1, 2])
+
+    done = draw_row(rollout_fn, ROW, rollout_retries=0)
+
+    assert isinstance(done.error, TransportError)
+    assert "a completion must come with logprobs, got none" in str(done.error)
+
+
+Play = Callable[[RolloutSampler], Awaitable[RolloutResult]]
+
+
+async def one_turn(sampler: RolloutSampler) -> RolloutResult:
+    await sampler.sample_with_prompt_tokens([5, 6])
+    return sample_of(float(number_of_draw()), length=2)
+
+
+async def two_turns(sampler: RolloutSampler) -> RolloutResult:
+    await sampler.sample_with_prompt_tokens([5, 6])
+    await sampler.sample_with_tokens([])
+    return sample_of(float(number_of_draw()), length=4)
+
+
+async def cut(sampler: RolloutSampler) -> RolloutResult:
+    await sampler.sample_with_prompt_tokens([5, 6])
+    return sample_of(float(number_of_draw()), length=1)
+
+
+async def best_of_two(sampler: RolloutSampler) -> RolloutResult:
+    await sampler.sample_with_prompt_tokens([5, 6], n=2)
+    return sample_of(float(number_of_draw()), length=2)
+
+
+async def two_segments(sampler: RolloutSampler) -> RolloutResult:
+    await sampler.sample_with_prompt_tokens([5, 6])
+    mine = float(number_of_draw())
+    return RolloutRun([sample_of(mine, length=2), sample_of(mine, length=2)])
+
+
+async def told(sampler: RolloutSampler) -> RolloutResult:
+    await sampler.sample_with_prompt_tokens([5, 6])
+    return sample_of(float(number_of_draw()), length=2, versions=[[1, 1], [2, 1]])
+
+
+async def unseen(_sampler: RolloutSampler) -> RolloutResult:
+    return sample_of(float(number_of_draw()), length=2)
+
+
+VERSIONS = [
+    (one_turn, [completion()], [[7, 2]]),
+    (one_turn, [completion(versions=[[7, 1], [8, 1]])], [[7, 1], [8, 1]]),
+    (two_turns, [completion(), completion(versions=[[8, 2]])], [[7, 2], [8, 2]]),
+    (two_turns, [completion(4), completion(0)], [[7, 4]]),
+    (cut, [completion()], [[5, 1]]),
+    (best_of_two, [completion()], [[5, 2]]),
+    (two_segments, [completion()], [[5, 2]]),
+    (told, [completion()], [[1, 1], [2, 1]]),
+    (unseen, [], [[5, 2]]),
+]
+
+
+@pytest.mark.parametrize(
+    ("play", "answers", "versions"), VERSIONS,
+    ids=[f"{play.__name__} {versions}" for play, _, versions in VERSIONS],
+)  # fmt: skip
+def test_a_sample_has_the_versions_that_were_seen_or_that_of_its_submission(
+    play: Play, answers: list[SampledCompletion], versions: list[list[int]]
+):
+    async def rollout_fn(_row: Any) -> RolloutResult:
+        return await play(Deployment(*answers).sampler())
+
+    group = draw_row(rollout_fn, ROW).group
+
+    assert group is not None
+    assert [one.drawn.versions for one in group.flat()][:2] == [versions] * 2
