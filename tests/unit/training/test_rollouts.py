@@ -495,6 +495,21 @@ def test_the_breaker_ends_a_run_in_which_nothing_works():
         draw(rollout_fn, completions_per_prompt=8)
 
 
+def test_an_outage_that_the_retries_outlast_ends_no_run():
+    failed: set[int] = set()
+
+    async def rollout_fn(_row: Any) -> RolloutSample:
+        number = number_of_draw()
+        if number not in failed:
+            failed.add(number)
+            raise ConnectionError("the judge is being restarted")
+        return sample_of(float(number))
+
+    done = draw(rollout_fn, completions_per_prompt=64)
+
+    assert (len(failed), done.failed_draws, len(done.rewards)) == (64, 0, 64)
+
+
 def test_the_breaker_is_told_of_successes_and_not_of_none():
     breaker = CircuitBreaker(max_in_a_row=3)
     script: list[object] = [

@@ -162,7 +162,7 @@ class CircuitBreaker:
         self._judge()
 
     def failed(self, error: BaseException) -> None:
-        """A draw, or one attempt at it, failed with a recoverable error."""
+        """A draw was given up after its last attempt."""
         self._in_a_row += 1
         self._last = error
         self._has_failed.append(True)

@@ -13,7 +13,7 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from hearth.errors import ConfigError
 from training.utils.config import Replay
@@ -26,6 +26,8 @@ from training.utils.rl.seeds import row_seed
 from training.utils.rows import IndexedRow
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 GroupFilter = Callable[[PromptGroup], bool]
 """Whether a group is worth training on (``dynamic_filter_fn``)."""
@@ -124,15 +126,9 @@ class Rollouts:
     async def _draw_one(self, submitted: Submission, sample: int) -> _Drawn:
         where = f"row {submitted.row.index}, draw {sample}"
         try:
-            drawn = await with_retries(
-                lambda: self._call(submitted, sample, where),
-                attempts=1 + self._config.rollout_retries,
-                timeout_s=self._config.rollout_timeout_s,
-                on_failure=lambda error, attempt: self._note_failure(error, attempt, where),
-            )
+            drawn = await self._tried(lambda: self._call(submitted, sample, where), where)
         except Exception as error:
             if not is_recoverable(error):
-                error.add_note(f"in the rollout of {where}")
                 raise
             return _Drawn([], error=error)
         if drawn.runs:
@@ -177,10 +173,32 @@ class Rollouts:
         }  # fmt: skip
         return {name: known[name] for name in self._declared}
 
-    def _note_failure(self, error: BaseException, attempt: int, where: str) -> None:
-        logger.warning("%s, attempt %d failed: %s: %s", where, attempt, type(error).__name__, error)
-        self._breaker.failed(error)
-        self._breaker.check()
+    async def _tried(self, call: Callable[[], Awaitable[T]], where: str) -> T:
+        """What ``call()`` gives, tried again as often as the config says.
+
+        The breaker hears of what is given up for good: an outage that a pause outlasts ends no run,
+        however many draws are on their way.
+
+        Raises:
+            Exception: a fatal error, with a note of where; or the last attempt's.
+            RolloutsFailingError: too much was given up.
+        """
+        try:
+            return await with_retries(
+                call,
+                attempts=1 + self._config.rollout_retries,
+                timeout_s=self._config.rollout_timeout_s,
+                on_failure=lambda error, attempt: logger.warning(
+                    "%s, attempt %d failed: %s: %s", where, attempt, type(error).__name__, error
+                ),
+            )
+        except Exception as error:
+            if not is_recoverable(error):
+                error.add_note(f"in the rollout of {where}")
+                raise
+            self._breaker.failed(error)
+            self._breaker.check()
+            raise
 
     async def _outcome(self, submitted: Submission, drawn: list[_Drawn]) -> Draw:
         runs = [run for one in drawn for run in one.runs]
@@ -217,7 +235,6 @@ class Rollouts:
             group = await self._credited(group, where)
         except Exception as error:
             if not is_recoverable(error):
-                error.add_note(f"in the {where}")
                 raise
             errors.append(error)
             return None, "failed"
@@ -228,12 +245,7 @@ class Rollouts:
         if credit is None:
             return group
         with self._noted(where):
-            return await with_retries(
-                lambda: credit(group),
-                attempts=1 + self._config.rollout_retries,
-                timeout_s=self._config.rollout_timeout_s,
-                on_failure=lambda error, attempt: self._note_failure(error, attempt, where),
-            )
+            return await self._tried(lambda: credit(group), where)
 
     def _is_accepted(self, group: PromptGroup) -> bool:
         if self._accepts is None:
