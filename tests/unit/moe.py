@@ -53,7 +53,7 @@ def write_tied_moe(folder: Path, *, noise: float) -> Path:
     from transformers import Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    module = Qwen3MoeForCausalLM(moe_config(num_experts=6))
+    module: Any = Qwen3MoeForCausalLM(moe_config(num_experts=6))
     fresh = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for layer in module.model.layers:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Literal
 
 from hearth.errors import ConfigError, NotFoundError, RequestError, TransportError
-from hearth.sdk import SampledCompletion
+from hearth.sdk import SampledCompletion, TrainingShapeProfile
 from training.rewards import (
     AnyReward,
     GuardedReward,
@@ -155,7 +155,8 @@ def main(
     end the run cleanly: what was trained is in ``log_path``, and the platform is taken down.
 
     Raises:
-        ConfigError: a setting or a row breaks its rule; nothing was started.
+        ConfigError: a setting or a row breaks its rule; nothing was started, or the shape that the
+            platform chose does not fit, and what was started is taken down.
     """
     refuse_inside_event_loop()
     config.validate()
@@ -165,8 +166,22 @@ def main(
     eval_rows = load_rows(config.eval_dataset, config.eval_rows) if config.eval_dataset else []
     spec = PlatformSpec.of(config, Path(config.log_path))
     with begin_run(config, spec, rows, eval_rows) as (infra, run):
+        refuse_pipelined_trainer(config, infra.policy_profile)
         run_until_signal(train(config, infra, run, reward_fn))
         return run.summary(infra)
+
+
+def refuse_pipelined_trainer(config: Config, shape: TrainingShapeProfile | None) -> None:
+    """Judge the policy trainer's shape, which is known only once the platform has named it.
+
+    Raises:
+        ConfigError: the loss is to run inside a trainer that cuts its model into stages.
+    """
+    if config.runs_builtin_loss and shape is not None and shape.pipeline_parallelism > 1:
+        raise ConfigError(
+            f"loss_path must be 'client' on {shape.training_shape_version}, got 'builtin': the "
+            f"built-in losses need the whole model in one stage, not {shape.pipeline_parallelism}"
+        )
 
 
 def guarded_reward(config: Config, reward_fn: AnyReward) -> AnyReward:

@@ -230,7 +230,7 @@ async def test_the_sdk_has_one_text_per_drawn_token_or_per_token_after_the_first
     request = CompletionRequest.checked(fields)
     answer = CompletionResponse.parse((await call(**fields)).encode())
 
-    assert len(completion_of(answer, request).routing_matrices) == count
+    assert len(completion_of(answer, request).routing_matrices or []) == count
 
 
 REFUSED = {

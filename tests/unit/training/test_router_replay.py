@@ -117,12 +117,12 @@ def test_experts_that_fit_no_form_are_an_error_that_names_the_draw(given, messag
         judged_sample(sample_of(routing_matrices=given), "row 7, draw 1")
 
 
-def completion(prompt, drawn, routing="own", **changes) -> SampledCompletion:
-    """A completion whose experts are its tokens as texts, or ``routing``."""
-    matrices = [f"{token}" for token in drawn] if routing == "own" else routing
+def completion(prompt, drawn, *routing: str, is_dense=False) -> SampledCompletion:
+    """A completion whose experts are its tokens as texts, or ``routing``; or that has none."""
+    matrices = list(routing) or [f"{token}" for token in drawn]
     return SampledCompletion(
         text="", full_tokens=[*prompt, *drawn], prompt_len=len(prompt), finish_reason="stop",
-        inference_logprobs=[-0.5] * len(drawn), routing_matrices=matrices, **changes,
+        inference_logprobs=[-0.5] * len(drawn), routing_matrices=None if is_dense else matrices,
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ SEEN = {
         [1, 2, 7, 8], [0, 0, 1, 1], [ONE, completion([1, 2], [7, 8])], ["", "7", "8"]
     ),
     "with a prompt of its own": (
-        [1, 2, 3, 4], [0, 0, 1, 1], [completion([1, 2], [3, 4], ["p", "3", "4"])],
+        [1, 2, 3, 4], [0, 0, 1, 1], [completion([1, 2], [3, 4], "p", "3", "4")],
         ["p", "3", "4"],
     ),
     "another prompt": ([9, 2, 3, 4], [0, 0, 1, 1], [ONE], None),
@@ -156,7 +156,9 @@ SEEN = {
     "one turn that nobody saw": (
         [1, 2, 3, 4, 9, 5], [0, 0, 1, 1, 0, 1], [ONE], ["", "3", "4", "", ""]
     ),
-    "a dense model": ([1, 2, 3, 4], [0, 0, 1, 1], [completion([1, 2], [3, 4], None)], None),
+    "a dense model": (
+        [1, 2, 3, 4], [0, 0, 1, 1], [completion([1, 2], [3, 4], is_dense=True)], None
+    ),
     "nothing drawn": ([1, 2, 3], [0, 0, 1], [completion([1, 2], [])], None),
     "nothing seen": ([1, 2, 3, 4], [0, 0, 1, 1], [], None),
 }  # fmt: skip

@@ -1,7 +1,7 @@
-"""A made-up world, the text collection that describes it, and questions of two or three hops.
+"""A made-up world, the text collection that describes it, and questions of two to four hops.
 
-Everything follows from a seed. A question names a person; the answer stands in the document of
-something that only other documents connect with that person, so nobody finds it in one search.
+Everything follows from a seed. A question names a person; each part of the answer stands in the
+document of what the part before names, so nobody finds all of it in one search.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ HELD_OUT_PEOPLE = 12
 
 @dataclass(frozen=True)
 class Question:
-    """A question with the names that lead to its answer: what to search for, in order."""
+    """A question, what to search for in order, and the names that the searches find in order."""
 
     text: str
     path: tuple[str, ...]
-    answer: str
+    answer: tuple[str, ...]
 
     @property
     def row(self) -> dict[str, Any]:
         """The question as a row to train on."""
         return {
             "messages": [{"role": "user", "content": self.text}],
-            "ground_truth": self.answer,
+            "ground_truth": " ".join(self.answer),
             "hops": len(self.path),
         }
 
@@ -86,20 +86,19 @@ class World:
         return people | companies | cities | countries
 
     def questions(self, person: str) -> list[Question]:
-        """All questions about a person, the shorter ways first."""
+        """All questions about a person."""
         born, firm = self.born_in[person], self.works_at[person]
         seat = self.seat[firm]
-        home = self.country[born]
-        by_birth, by_work = (person, born), (person, firm, seat)
-        return [
-            Question(f"in which country was {person} born ?", by_birth, home),
-            Question(f"in which city does {person} work ?", by_work[:2], seat),
-            Question(
-                f"which language is spoken where {person} was born ?", (*by_birth, home),
-                self.language[home],
+        home, place = self.country[born], self.country[seat]
+        asked = {
+            f"where was {person} born ?": (born, home),
+            f"where was {person} born and what is spoken there ?": (born, home, self.language[home]),
+            f"where does {person} work ?": (firm, seat, place),
+            f"where does {person} work and what is spoken there ?": (
+                firm, seat, place, self.language[place],
             ),
-            Question(f"in which country does {person} work ?", by_work, self.country[seat]),
-        ]  # fmt: skip
+        }  # fmt: skip
+        return [Question(text, (person, *found[:-1]), found) for text, found in asked.items()]
 
 
 def the_world() -> World:

@@ -42,9 +42,10 @@ CHAT_TEMPLATE = (
 STEPS, BATCH = 400, 32
 ASTRAY_FROM, CARELESS_FROM = 0.25, 0.85
 """Shares of the steps after which pupils go astray, which is read over, and is learned as well."""
-RIGHT, STRAY = 0.5, 0.4
+RIGHT, STRAY = 0.35, 0.5
 """Shares of right turns and of searches for something else; the rest are guesses."""
 _NAMES = (*PEOPLE, *COMPANIES, *CITIES, *COUNTRIES)
+_KINDS = (COMPANIES, CITIES, COUNTRIES, LANGUAGES)
 
 
 def ensure_model(folder: Path, *, steps: int = STEPS) -> Path:
@@ -138,20 +139,22 @@ class Pupil:
         for _ in range(MAX_TURNS):
             draw = rng.random()
             if self.is_careless and draw >= RIGHT + STRAY:
-                yield f"{ANSWER} {rng.choice(_alike(question.answer))}", False
+                yield _guess(question, len(question.path) - len(path), rng), False
                 return
             if self.goes_astray and RIGHT <= draw < RIGHT + STRAY:
                 yield f"{SEARCH} {rng.choice(_NAMES)}", False
             elif path:
                 yield f"{SEARCH} {path.pop(0)}", True
             else:
-                yield f"{ANSWER} {question.answer}", True
+                yield " ".join([ANSWER, *question.answer]), True
                 return
 
 
-def _alike(answer: str) -> tuple[str, ...]:
-    """The names of the answer's kind."""
-    return next(names for names in (CITIES, COUNTRIES, LANGUAGES) if answer in names)
+def _guess(question: Question, num_known: int, rng: random.Random) -> str:
+    """An answer whose first names are known, and the others anything of their kind."""
+    known, unknown = question.answer[:num_known], question.answer[num_known:]
+    made_up = [rng.choice(next(names for names in _KINDS if one in names)) for one in unknown]
+    return " ".join([ANSWER, *known, *made_up])
 
 
 def turn_loss(

@@ -13,7 +13,7 @@ ANSWER = "answer"
 
 def answer_is_right(turn: str, row: Mapping[str, Any]) -> bool:
     """Whether a turn answers, and with the row's ``ground_truth``."""
-    return turn.split() == [ANSWER, row["ground_truth"]]
+    return turn.split() == [ANSWER, *row["ground_truth"].split()]
 
 
 def credit_text(group: PromptGroup, trajectory: int) -> str:

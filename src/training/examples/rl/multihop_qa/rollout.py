@@ -1,6 +1,6 @@
 """One trajectory: search, read, search again, answer.
 
-A turn of the policy is ``search WORDS`` or ``answer WORD``. What the tool finds is appended as
+A turn of the policy is ``search WORDS`` or ``answer WORDS``. What the tool finds is appended as
 token ids of its own, so that the policy's tokens stay as they were drawn.
 """
 
@@ -15,8 +15,8 @@ from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.utils.rl.rollout import RolloutFn, RolloutSample, RolloutSetup
 from training.utils.rows import prompt_messages
 
-MAX_TURNS = 5
-"""Three searches, an answer, and one turn to spare."""
+MAX_TURNS = 6
+"""Four searches, an answer, and one turn to spare."""
 SEARCH = "search"
 """The word that a turn begins with when it asks the tool."""
 

@@ -1,0 +1,313 @@
+"""``rl_loop`` as its platform sees it: what it asks for, in which order, and how much at a time."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hearth.errors import ConfigError
+from hearth.sdk.transport import mount
+from training.quickstart import MODEL, TRAIN_ROWS
+from training.recipes.rl_loop import Config, main
+from training.utils.rows import load_rows
+from training.utils.run import RunSummary
+
+DRAW = "POST /inference/v1/completions"
+SAVE = "POST .*/save_weights_for_sampler"
+LOAD = "POST /hot_load/"
+TRAIN = "POST .*/forward_backward$"
+STEP = "POST .*/optim_step$"
+PHASES = {"draw": DRAW, "score": "POST .*/forward$", "train": TRAIN, "step": STEP, "save": SAVE,
+          "load": LOAD}  # fmt: skip
+GROUP = 4
+SLOW_S = 1.0
+# The weights then differ by one gradient: AdamW would hide its size.
+PLAIN_STEP = {"eps": 1e3, "learning_rate": 100.0, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+
+
+def spread(text: str, row: Any) -> float:
+    """Hardly ever the same twice, so that no group is uniform."""
+    return sum((place + 1) * ord(letter) for place, letter in enumerate(text)) % 1009 / 1009
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A finished run, and what came over the wire for it."""
+
+    stage: Any
+    folder: Path
+    summary: RunSummary
+
+    def records(self) -> list[dict[str, Any]]:
+        """The metrics, every record of every type."""
+        lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
+        return [orjson.loads(line) for line in lines]
+
+    def phases(self) -> list[str]:
+        """What the run did, one name for requests of one kind that follow one another."""
+        found = [
+            name
+            for one in self.stage.wire.seen
+            for name, pattern in PHASES.items()
+            if re.match(pattern, one.line)
+        ]
+        return [name for name, _ in itertools.groupby(found)]
+
+    def bodies(self, pattern: str) -> list[Any]:
+        """What was asked."""
+        return [one.body for one in self.stage.wire.requests(pattern)]
+
+    def drawing_at(self, pattern: str) -> list[int]:
+        """How many completions were under way whenever such a request came."""
+        now, counts = 0, []
+        for kind, line in self.stage.wire.events:
+            if re.match(DRAW, line):
+                now += 1 if kind == "begin" else -1
+            elif kind == "begin" and re.match(pattern, line):
+                counts.append(now)
+        return counts
+
+    def trained(self) -> list[list[list[int]]]:
+        """Of every forward and backward call the sequences."""
+        data = [one["forward_backward_input"]["data"] for one in self.bodies(TRAIN)]
+        return [[one["model_input"]["chunks"][0]["tokens"] for one in call] for call in data]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The exported model."""
+        assert self.summary.model_path is not None
+        return load_file(self.summary.model_path / "model.safetensors")
+
+
+@pytest.fixture
+def run(stage, tmp_path, monkeypatch) -> Callable[..., Seen]:
+    """Run the recipe on some of the shipped rows, groups of four and steps of two."""
+    monkeypatch.setenv("FIREWORKS_BASE_URL", stage.url)
+    monkeypatch.setenv("FIREWORKS_API_KEY", "key")
+    count = itertools.count()
+
+    def play(rows: int, *, reward_fn: Any = spread, **changes: Any) -> Seen:
+        folder = tmp_path / f"run-{next(count)}"
+        usual: dict[str, Any] = {
+            "log_path": str(folder), "base_model": str(MODEL), "completions_per_prompt": GROUP,
+            "prompt_groups_per_step": 2, "max_completion_tokens": 8, "max_seq_len": 128,
+            "max_concurrent": 64, "learning_rate": 1e-3, "kl_beta": 0.0,
+            "truncated_completions": "score", "deployment": stage.serving(),
+        }  # fmt: skip
+        given = load_rows(str(TRAIN_ROWS), rows)
+        return Seen(stage, folder, main(Config(**(usual | changes)), given, reward_fn=reward_fn))
+
+    return play
+
+
+def make_first_row_slow(stage: Any) -> None:
+    """Its completions are the first that are asked for."""
+    stage.wire.rule(DRAW, delay_s=SLOW_S, times=GROUP)
+
+
+def first_prompt(seen: Seen) -> list[int]:
+    """The prompt of the row that is asked for first, of all its completions."""
+    prompts = [one["prompt"] for one in seen.bodies(DRAW)[:GROUP]]
+    assert prompts == [prompts[0]] * GROUP
+    return prompts[0]
+
+
+def holds(call: list[list[int]], prompt: list[int]) -> bool:
+    """Whether a call trains a completion of a prompt."""
+    return any(tokens[: len(prompt)] == prompt for tokens in call)
+
+
+# A step.
+
+
+def test_a_step_is_sampled_scored_trained_and_published_before_the_next_one(run):
+    seen = run(4, kl_beta=0.01)
+
+    assert seen.phases() == ["draw", "score", "train", "step", "save", "load"] * 2
+    assert seen.drawing_at("POST .*/(forward|forward_backward|optim_step)$") == [0] * 8
+    assert seen.drawing_at(SAVE) == seen.drawing_at(LOAD) == [0, 0]
+    saved = [one["path"] for one in seen.bodies(SAVE)]
+    assert [name.rsplit("-", 1)[0] for name in saved] == ["step-00001", "step-00002"]
+    assert [one["identity"] for one in seen.bodies(LOAD)] == saved
+
+
+def test_every_step_has_one_record_with_its_rewards_and_its_kl(run):
+    records = run(4, kl_beta=0.01).records()
+
+    assert [(one["type"], one["step"]) for one in records] == [("train", 1), ("train", 2)]
+    for one in records:
+        assert one["rollout/reward_min"] < one["rollout/reward"] < one["rollout/reward_max"]
+    assert records[0]["train/mean_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert abs(records[1]["train/mean_kl"]) > 1e-6
+
+
+def test_settings_reach_every_request(run):
+    seen = run(2, temperature=0.7, max_completion_tokens=5, beta2=0.95, eps=1e-6)
+
+    draws = seen.bodies(DRAW)
+    assert len(draws) == 2 * GROUP
+    for one in draws:
+        assert (one["n"], one["temperature"], one["max_tokens"]) == (1, 0.7, 5)
+        assert all(type(token) is int for token in one["prompt"])
+    (step,) = seen.bodies(STEP)
+    assert step["adam_params"] == {
+        "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.01,
+        "grad_clip_norm": 1.0,
+    }  # fmt: skip
+    prompts = {tuple(one["prompt"]) for one in draws}
+    (call,) = seen.trained()
+    assert len(call) == len(draws)
+    assert all(any(holds([tokens], list(one)) for one in prompts) for tokens in call)
+
+
+def test_groups_without_spread_reach_no_trainer_and_the_run_goes_on(run):
+    dull = load_rows(str(TRAIN_ROWS), 2)
+
+    seen = run(4, reward_fn=lambda text, row: 1.0 if row in dull else spread(text, row))
+
+    assert seen.phases() == ["draw", "score", "train", "step", "save", "load"]
+    assert (seen.summary.steps, seen.summary.version, seen.summary.rows) == (1, 1, 4)
+
+
+# How much at a time.
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_as_many_groups_as_asked_make_a_step(run, groups):
+    seen = run(6, prompt_groups_per_step=groups)
+
+    assert len(seen.bodies(STEP)) == 6 // groups
+    assert [len(call) for call in seen.trained()] == [GROUP * groups] * (6 // groups)
+
+
+def test_requests_in_flight_are_counted_one_by_one_up_to_their_limit(run, stage):
+    stage.wire.rule(DRAW, delay_s=0.02)
+
+    seen = run(3, max_concurrent=3, prompt_groups_per_step=3)
+
+    assert len(seen.bodies(DRAW)) == 3 * GROUP
+    assert stage.wire.most_in_flight(DRAW) == 3
+
+
+CUTS: list[tuple[dict[str, Any], list[int]]] = [
+    ({}, [16]),
+    ({"max_samples_per_fwd_bwd": 8}, [8, 8]),
+    ({"max_samples_per_fwd_bwd": 8, "min_samples_per_fwd_bwd": 8}, [8, 8]),
+    ({"max_samples_per_fwd_bwd": 12}, [12, 4]),
+    ({"max_samples_per_fwd_bwd": 4, "min_samples_per_fwd_bwd": 4}, [4, 4, 4, 4]),
+]
+
+
+@pytest.mark.parametrize(("options", "sizes"), CUTS, ids=[str(one) for one, _ in CUTS])
+def test_a_call_has_no_more_samples_than_allowed_and_waits_for_as_many_if_not_told(
+    run, options, sizes
+):
+    assert [len(call) for call in run(4, prompt_groups_per_step=4, **options).trained()] == sizes
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["even", "slow row"])
+def test_neither_pieces_nor_the_order_of_arrival_change_a_step(run, stage, slow):
+    common = {"prompt_groups_per_step": 4, **PLAIN_STEP}
+    whole = run(4, output_model_id="whole", **common).weights()
+    base = load_file(MODEL / "model.safetensors")
+    moved = max(float((whole[name] - base[name]).abs().max()) for name in whole)
+    assert moved > 0
+
+    for least in (4, 8, 16):
+        if slow:
+            make_first_row_slow(stage)
+        seen = run(4, min_samples_per_fwd_bwd=least, output_model_id=f"at-{least}", **common)
+        gap = max(
+            float((value - whole[name]).abs().max()) for name, value in seen.weights().items()
+        )
+        assert gap < 1e-4 * moved
+
+
+# What overlaps.
+
+
+def test_training_begins_as_soon_as_enough_samples_are_there(run, stage):
+    make_first_row_slow(stage)
+
+    seen = run(4, prompt_groups_per_step=4, min_samples_per_fwd_bwd=GROUP)
+
+    assert seen.drawing_at(TRAIN)[0] >= GROUP
+    assert seen.drawing_at(STEP) == [0]
+    assert [holds(call, first_prompt(seen)) for call in seen.trained()][-1]
+
+
+def test_a_window_samples_together_trains_what_arrives_and_drains_before_its_weight_sync(
+    run, stage
+):
+    make_first_row_slow(stage)
+
+    seen = run(8, weight_sync_interval=3)
+
+    assert stage.wire.most_in_flight(DRAW) == 3 * 2 * GROUP
+    # Of the first window's steps two are trained while its slow row is drawn, the third with it.
+    assert seen.drawing_at(STEP) == [GROUP, GROUP, 0, 0]
+    late = [holds(call, first_prompt(seen)) for call in seen.trained()]
+    assert late == [False, False, True, False]
+    trained, published = ["score", "train", "step"], ["save", "load"]
+    assert seen.phases() == ["draw", *trained * 3, *published, "draw", *trained, *published]
+    assert seen.drawing_at(SAVE) == seen.drawing_at(LOAD) == [0, 0]
+    assert [one["version/sample_staleness_max"] for one in seen.records()] == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("interval", "names"),
+    [(0, []), (2, ["step-00002", "step-00004", "step-00005"])],
+)
+def test_weights_are_published_every_n_steps_and_at_the_end_or_never(run, interval, names):
+    seen = run(5, weight_sync_interval=interval, prompt_groups_per_step=1)
+
+    assert len(seen.bodies(STEP)) == 5
+    assert [one["path"].rsplit("-", 1)[0] for one in seen.bodies(SAVE)] == names
+    assert len(seen.bodies(LOAD)) == len(names)
+
+
+# The trainer's shape.
+
+
+TINY = "accounts/me/models/tiny"
+
+
+@pytest.fixture
+def named(tmp_path, monkeypatch):
+    """A catalog in which the shipped model has a name, and so training shapes."""
+    path = tmp_path / "catalog.toml"
+    path.write_text(f'[models."{TINY}"]\nsource = {str(MODEL)!r}\n')
+    monkeypatch.setenv("HEARTH_CATALOG", str(path))
+
+
+def in_two_stages(app: Any) -> Any:
+    """The app before it, whose shapes cut a model into two stages."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if not scope["path"].endswith("/trainingShapes/-/versions"):
+            return await app(scope, receive, send)
+        snapshot = {"baseModel": TINY, "trainerShardingScheme": {"pipelineParallelism": 2}}
+        version = {"name": "accounts/me/trainingShapes/tiny/versions/1", "snapshot": snapshot}
+        body = orjson.dumps({"trainingShapeVersions": [version]})
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        return await send({"type": "http.response.body", "body": body})
+
+    return answer
+
+
+def test_the_built_in_losses_refuse_a_trainer_that_cuts_its_model_into_stages(named, stage, run):
+    mount(stage.url, in_two_stages(stage.wire))
+
+    with pytest.raises(ConfigError, match=r"loss_path must be 'client' on .*/tiny/versions/1, got"):
+        run(2, base_model=TINY, loss_path="builtin")
+    assert stage.wire.requests(DRAW) == []
+    assert set(stage.states().values()) == {"JOB_STATE_CANCELLED"}
+    assert run(2, base_model=TINY).summary.steps == 1
