@@ -1,15 +1,15 @@
 """What overlapping rollouts with training is worth: ``async_rl_loop`` against its synchronous self.
 
-Each rollout is an agent of two turns on the embedded platform: a short draw from the deployment, a
-tool that takes a scripted, long-tailed time (log-normal, the same for a draw in every setting) and
-answers with some text, and a second short draw. Training is real. The same rows go through
-``synchronous_training=True`` and O = 1, 2, 4, in turn.
+Each rollout is an agent that calls one tool: a short draw from the deployment of the embedded
+platform, then a tool that takes a scripted, long-tailed time (log-normal, the same for a draw in
+every setting) and answers with some text, which is trained as context. Training is real. The same
+rows go through ``synchronous_training=True`` and O = 1, 2, 4, in turn.
 
 The ideal of a step is max(rollout time, training time), both taken from the synchronous run: what
 it waits for rollouts, and what forward, backward, optimizer and weight sync take. The tool's times
 are scaled so that the two are about equal, where overlap can win the most.
 
-    python benchmarks/async_overlap.py [--steps 16] [--rounds 1] [--sigma 1.0]
+    python benchmarks/async_overlap.py [--steps 16] [--rounds 1] [--placement process]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 import torch
@@ -38,9 +38,10 @@ from training.utils import DeployConfig
 from training.utils.rl.rollout import RolloutFn, RolloutSample, RolloutSetup
 from training.utils.rows import load_rows
 
+Placement = Literal["inline", "process"]
 PROMPTS, GROUP = 8, 8
 TURN_TOKENS = 8
-TOOL_TOKENS = 96
+TOOL_TOKENS = 160
 WARM_UP = 2
 """Steps left out at the start: caches and kernels are cold."""
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -84,35 +85,31 @@ def rollouts(scale_s: float, sigma: float) -> Callable[[RolloutSetup], RolloutFn
             prompt = setup.tokenizer.apply_chat_template(
                 row["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
             )
-            (first,) = await sampler.sample_with_prompt_tokens(prompt, n=1, **options)
+            (call,) = await sampler.sample_with_prompt_tokens(prompt, n=1, **options)
             await asyncio.sleep(scale_s * tool_seconds(row_index, rollout_idx, sigma))
-            (last,) = await sampler.sample_with_prompt_tokens(
-                [*first.full_tokens, *tool], n=1, **options
-            )
-            first_logprobs, last_logprobs = first.inference_logprobs, last.inference_logprobs
-            assert first_logprobs is not None
-            assert last_logprobs is not None
-            drawn = len(first_logprobs)
+            logprobs = call.inference_logprobs
+            assert logprobs is not None
             return RolloutSample(
-                tokens=last.full_tokens,
-                logprobs=[0.0] * len(prompt) + first_logprobs + [0.0] * len(tool) + last_logprobs,
-                loss_mask=[0] * len(prompt) + [1] * drawn + [0] * len(tool)
-                + [1] * len(last_logprobs),
-                reward=sum(last.full_tokens) % 101 / 101,
-            )  # fmt: skip
+                tokens=call.full_tokens + tool,
+                logprobs=[0.0] * len(prompt) + logprobs + [0.0] * len(tool),
+                loss_mask=[0] * len(prompt) + [1] * len(logprobs) + [0] * len(tool),
+                reward=sum(call.full_tokens) % 101 / 101,
+            )
 
         return rollout_fn
 
     return make_rollout_fn
 
 
-def measure(scale_s: float, sigma: float, steps: int, settings: Mapping[str, Any]) -> Result:
+def measure(
+    scale_s: float, sigma: float, steps: int, placement: Placement, settings: Mapping[str, Any]
+) -> Result:
     """One run of ``steps`` steps."""
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
             log_path=folder, base_model=str(MODEL), shuffle=False, completions_per_prompt=GROUP,
             prompt_groups_per_step=PROMPTS, max_completion_tokens=TURN_TOKENS, max_seq_len=256,
-            learning_rate=1e-5, kl_beta=0.0, dcp_save_interval=0,
+            learning_rate=1e-5, kl_beta=0.0, dcp_save_interval=0, placement=placement,
             deployment=DeployConfig(tokenizer_model=str(MODEL)), **settings,
         )  # fmt: skip
         rows = load_rows(str(TRAIN_ROWS), steps * PROMPTS)
@@ -134,9 +131,9 @@ def measure(scale_s: float, sigma: float, steps: int, settings: Mapping[str, Any
     )
 
 
-def calibrated_scale(sigma: float, steps: int) -> float:
+def calibrated_scale(sigma: float, steps: int, placement: Placement) -> float:
     """The tool's scale at which the slowest of a batch takes as long as its training."""
-    trained = measure(0.0, sigma, steps, SETTINGS["synchronous_training"])
+    trained = measure(0.0, sigma, steps, placement, SETTINGS["synchronous_training"])
     slowest = [
         max(
             tool_seconds(row, sample, sigma)
@@ -183,20 +180,22 @@ def command() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--sigma", type=float, default=1.0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--placement", choices=["inline", "process"], default="process")
     asked = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(asked.threads)
-    scale_s = calibrated_scale(asked.sigma, 6)
+    scale_s = calibrated_scale(asked.sigma, 6, asked.placement)
     sys.stdout.write(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch "
-        f"{torch.__version__}, {asked.threads} threads, load {os.getloadavg()[0]:.1f}; the median "
-        f"tool takes {scale_s:.3f} s\n"
+        f"{torch.__version__}, {asked.threads} threads, placement {asked.placement}, load "
+        f"{os.getloadavg()[0]:.1f}; the median tool takes {scale_s:.3f} s\n"
     )
     sys.stdout.flush()
     results: dict[str, list[Result]] = {name: [] for name in SETTINGS}
     for _ in range(asked.rounds):
         for name, settings in SETTINGS.items():
-            results[name].append(measure(scale_s, asked.sigma, asked.steps, settings))
+            done = measure(scale_s, asked.sigma, asked.steps, asked.placement, settings)
+            results[name].append(done)
     sys.stdout.write(f"{table(results)}\n")
 
 

@@ -642,6 +642,28 @@ def test_a_rollout_whose_own_task_ends_the_event_loop_ends_the_run(async_trial):
         async_trial(make=drawing(before), stall_timeout_s=20.0)
 
 
+def test_the_factory_is_called_once_with_what_rollouts_need(async_trial):
+    setups = []
+
+    def make_rollout_fn(setup):
+        setups.append(setup)
+        return drawing()(setup)
+
+    run = async_trial(make=make_rollout_fn, max_rows=4, epochs=2, rollout_extras={"tool": "x"})
+
+    assert run.summary.steps == 4
+    (setup,) = setups
+    assert (setup.tokenizer_id, setup.completions_per_prompt) == (str(MODEL), GROUP)
+    assert setup.sample_kwargs["max_tokens"] == 16
+    assert setup.sample_kwargs["max_seq_len"] == 128
+    assert setup.sample_kwargs["logprobs"] is True
+    assert setup.extras == {"tool": "x"}
+    assert setup.tokenizer.decode(setup.tokenizer.encode("20 + 22")) == "20 + 22"
+    assert "/deployments/" in setup.model
+    assert setup.inference_base_url
+    assert setup.api_key
+
+
 def test_a_factory_that_fails_takes_everything_down(async_trial):
     def make_rollout_fn(setup):
         raise OSError("no judge at all")

@@ -151,12 +151,6 @@ def test_temperature_scales_policy_and_sampler_alike(trial):
     assert run.records()[0]["train/inference_diff"] < 1e-5
 
 
-def test_requests_in_flight_stay_below_their_cap(trial):
-    run = trial(max_concurrent=3, reward_fn=spread, max_rows=4)
-
-    assert run.summary.steps == 2
-
-
 def test_a_crashed_run_goes_on_as_if_it_had_not_crashed(trial):
     common = {"reward_fn": spread, "max_rows": 10, "dcp_save_interval": 1, "seed": 5}
     whole = trial(**common)

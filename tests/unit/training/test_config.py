@@ -7,8 +7,11 @@ import pytest
 from hearth.errors import ConfigError
 from training.recipes.rl_loop import Config
 from training.utils import (
+    CISPOConfig,
     DAPOConfig,
     DeployConfig,
+    DROConfig,
+    GSPOConfig,
     HotloadConfig,
     InfraConfig,
     ISConfig,
@@ -68,6 +71,9 @@ def test_defaults_are_the_documents(name, value):
         ("resume", ResumeConfig),
         ("tis", TISConfig),
         ("dapo", DAPOConfig),
+        ("gspo", GSPOConfig),
+        ("cispo", CISPOConfig),
+        ("dro", DROConfig),
         ("trainer", TrainerConfig),
     ],
 )
@@ -109,6 +115,7 @@ PROBLEMS = [
     ({"completions_per_prompt": 1}, "completions_per_prompt must be >= 2, got 1"),
     ({"deployment": DeployConfig()}, "deployment.tokenizer_model must be"),
     ({"learning_rate": 0.0}, "learning_rate must be > 0"),
+    ({"learning_rate": -1.0}, "learning_rate must be > 0"),
     ({"learning_rate": math.nan}, "learning_rate must be > 0"),
     ({"temperature": 0.0}, "temperature must be > 0"),
     ({"kl_beta": -1.0}, "kl_beta must be >= 0"),

@@ -222,6 +222,21 @@ def test_a_reference_shape_gives_a_lora_policy_a_reference_trainer(named, stage,
         assert len(infra.reference.forward(datums(1), "cross_entropy").loss_fn_outputs) == 1
 
 
+@pytest.mark.parametrize(("is_given", "searches"), [(True, 0), (False, 1)])
+def test_a_shape_is_looked_for_only_where_none_is_given(named, stage, is_given, searches):
+    shape = "accounts/me/trainingShapes/tiny-lora"
+    with stage.cleanup() as cleanup:
+        infra = stage.setup(
+            base_model=TINY, lora_rank=4, cleanup=cleanup,
+            infra_cfg=InfraConfig(training_shape_id=shape if is_given else None),
+        )  # fmt: skip
+
+    assert len(stage.wire.requests("GET .*/trainingShapes/-/versions")) == searches
+    assert infra.training_shape_id == shape
+    (asked,) = stage.wire.requests(f"POST {JOBS}$")
+    assert asked.query["trainingShape"].startswith(f"{shape}/versions/")
+
+
 def test_whoever_chooses_the_hardware_has_no_shape_chosen(named, stage):
     with stage.cleanup() as cleanup:
         infra = stage.setup(
@@ -347,7 +362,14 @@ BROUGHT = [
         {"reference_job_id": "nope", "needs_reference": True},
         "reference_job_id must name a trainer job of this platform",
     ),
-]
+    (
+        {
+            "reference_job_id": "mine", "base_model": "accounts/fireworks/models/qwen3-8b",
+            "needs_reference": True,
+        },
+        "reference_job_id must name a job of 'accounts/fireworks/models/qwen3-8b', got 'mine'",
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "message"), BROUGHT, ids=[str(one) for one, _ in BROUGHT])

@@ -70,6 +70,14 @@ def test_options_come_from_their_own_part_of_the_config():
     assert on == TIS(cap=3.0, level="sequence")
 
 
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_kl_beta_changes_the_losses_that_have_a_kl_and_no_other(name):
+    none, some = (objective_options(Config(policy_loss=name, kl_beta=beta)) for beta in (0.0, 0.5))
+
+    assert (none != some) is POLICY_LOSSES[name].has_kl
+    assert POLICY_LOSSES[name].has_kl is (name in ("grpo", "reinforce"))
+
+
 def test_entropy_is_estimated_over_drawn_tokens_only():
     drawn = [-0.5, -0.6, -0.5, -0.5, -0.6, -0.7]
 

@@ -1,4 +1,6 @@
 import itertools
+import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
@@ -16,7 +18,7 @@ from training.utils import (
     setup_deployment,
 )
 from training.utils.provisioning import made_up_id, request_deployment, request_trainer_job
-from training.utils.rl.platform import PlatformSpec, check_platform
+from training.utils.rl.platform import PlatformSpec, check_platform, load_tokenizer
 
 BASE = str(MODEL)
 JOBS = "/v1/accounts/me/rlorTrainerJobs"
@@ -85,6 +87,44 @@ def test_a_tokenizer_must_be_named_before_a_deployment_is_asked_for(stage):
     with pytest.raises(ConfigError, match=r"deployment\.tokenizer_model must be"):
         setup_deployment(stage.deployments, DeployConfig(deployment_id="d"), BASE)
     assert stage.wire.seen == []
+
+
+OWN_TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def own_tokenizer(tmp_path, monkeypatch):
+    """A folder whose tokenizer comes with code of its own."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((MODEL / "tokenizer.json").read_bytes())
+    (folder / "tokenization_own.py").write_text(OWN_TOKENIZER)
+    settings = {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return str(folder)
+
+
+def test_a_tokenizers_own_code_runs_only_where_it_is_trusted(own_tokenizer):
+    with pytest.raises(ConfigError, match=r"deployment\.tokenizer_model must be .*custom code"):
+        load_tokenizer(DeployConfig(tokenizer_model=own_tokenizer))
+
+    tokenizer = load_tokenizer(DeployConfig(tokenizer_model=own_tokenizer, trust_remote_code=True))
+
+    assert type(tokenizer).__name__ == "OwnTokenizer"
+    assert tokenizer.decode(tokenizer.encode("20 + 22")) == "20 + 22"
 
 
 def test_a_deployment_at_zero_answers_again_after_setup(stage):

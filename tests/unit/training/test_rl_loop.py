@@ -29,7 +29,7 @@ STEP = "POST .*/optim_step$"
 PHASES = {"draw": DRAW, "score": "POST .*/forward$", "train": TRAIN, "step": STEP, "save": SAVE,
           "load": LOAD}  # fmt: skip
 GROUP = 4
-SLOW_S = 1.0
+SLOW_S = 0.6
 # The weights then differ by one gradient: AdamW would hide its size.
 PLAIN_STEP = {"eps": 1e3, "learning_rate": 100.0, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 
