@@ -257,9 +257,11 @@ def load_tokenizer(deployment: DeployConfig) -> Any:
             trust_remote_code=deployment.trust_remote_code,
         )
     except (OSError, ValueError) as error:
+        asks = "trust_remote_code" in str(error) and not deployment.trust_remote_code
+        trust = "; if you trust that code, set deployment.trust_remote_code=True" if asks else ""
         raise ConfigError(
             f"deployment.tokenizer_model must be a tokenizer's folder or hub id, got "
-            f"{deployment.tokenizer_model!r}: {str(error).splitlines()[0]}"
+            f"{deployment.tokenizer_model!r}: {str(error).splitlines()[0]}{trust}"
         ) from None
 
 
