@@ -118,7 +118,8 @@ def own_tokenizer(tmp_path, monkeypatch):
 
 
 def test_a_tokenizers_own_code_runs_only_where_it_is_trusted(own_tokenizer):
-    with pytest.raises(ConfigError, match=r"deployment\.tokenizer_model must be .*custom code.*set deployment\.trust_remote_code=True"):
+    refused = r"tokenizer_model must be .*custom code.*set deployment\.trust_remote_code=True"
+    with pytest.raises(ConfigError, match=refused):
         load_tokenizer(DeployConfig(tokenizer_model=own_tokenizer))
 
     tokenizer = load_tokenizer(DeployConfig(tokenizer_model=own_tokenizer, trust_remote_code=True))
