@@ -278,7 +278,7 @@ def test_scoring_that_no_second_try_mends_ends_the_run_and_names_the_row():
     with pytest.raises(ZeroDivisionError) as caught:
         drawn_with(InformationGain(gain_config(), wrong, lambda _row: ANSWER))
 
-    assert caught.value.__notes__ == ["in the row 3, credit"]
+    assert caught.value.__notes__ == ["in the rollout of row 3, credit"]
 
 
 def test_scoring_that_hangs_is_given_up():

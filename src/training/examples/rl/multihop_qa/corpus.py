@@ -92,7 +92,9 @@ class World:
         home, place = self.country[born], self.country[seat]
         asked = {
             f"where was {person} born ?": (born, home),
-            f"where was {person} born and what is spoken there ?": (born, home, self.language[home]),
+            f"where was {person} born and what is spoken there ?": (
+                born, home, self.language[home],
+            ),
             f"where does {person} work ?": (firm, seat, place),
             f"where does {person} work and what is spoken there ?": (
                 firm, seat, place, self.language[place],

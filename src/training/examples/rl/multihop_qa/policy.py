@@ -2,13 +2,12 @@
 
 It learns from demonstrations in worlds that are drawn anew for each one, so it cannot know the
 answers of the world that it is trained on later, only how to look for them. Much of what it sees
-is careless: searches for the wrong thing, and guesses. That is what is left to mend.
+is careless: searches for anything, and guesses. That is what is left to mend.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from training.examples.rl.multihop_qa.corpus import (
     vocabulary,
 )
 from training.examples.rl.multihop_qa.reward import ANSWER
-from training.examples.rl.multihop_qa.rollout import MAX_TURNS, SEARCH
+from training.examples.rl.multihop_qa.rollout import SEARCH, SEARCHES
 from training.examples.rl.multihop_qa.search import SearchIndex
 
 PAD, END, TOOL, USER, ASSISTANT = "<pad>", "<end>", "<tool>", "<user>", "<assistant>"
@@ -42,8 +41,8 @@ CHAT_TEMPLATE = (
 STEPS, BATCH = 400, 32
 ASTRAY_FROM, CARELESS_FROM = 0.25, 0.85
 """Shares of the steps after which pupils go astray, which is read over, and is learned as well."""
-RIGHT, STRAY = 0.35, 0.5
-"""Shares of right turns and of searches for something else; the rest are guesses."""
+RIGHT = 0.35
+"""Share of searches that are right; the others are for anything."""
 _NAMES = (*PEOPLE, *COMPANIES, *CITIES, *COUNTRIES)
 _KINDS = (COMPANIES, CITIES, COUNTRIES, LANGUAGES)
 
@@ -116,9 +115,9 @@ class Pupil:
     """Who answers questions for the model to learn from."""
 
     goes_astray: bool
-    """Searches for something else now and then, which the model does not learn to say."""
+    """Searches for anything now and then, which the model does not learn to say."""
     is_careless: bool
-    """Guesses as well; and the model learns to say all of it."""
+    """The model learns to say that as well."""
 
     def demonstration(self, rng: random.Random) -> list[tuple[str, bool]]:
         """One trajectory in a world of its own: texts, and whether the model learns to say them."""
@@ -126,35 +125,24 @@ class Pupil:
         question = rng.choice(world.questions(rng.choice(PEOPLE)))
         index = SearchIndex(world.documents())
         told = [(f"{USER} {question.text} {END} {ASSISTANT}", False)]
-        for turn, is_right in self._turns(question, rng):
-            told.append((f"{turn} {END}", is_right or self.is_careless))
-            if turn.startswith(SEARCH):
-                found = index.search(turn.removeprefix(SEARCH))
-                told.append((f"{TOOL} {found} {END} {ASSISTANT}", False))
-        return told
-
-    def _turns(self, question: Question, rng: random.Random) -> Iterator[tuple[str, bool]]:
-        """What is said, and whether it is right: each search of the path, then the answer."""
         path = list(question.path)
-        for _ in range(MAX_TURNS):
-            draw = rng.random()
-            if self.is_careless and draw >= RIGHT + STRAY:
-                yield _guess(question, len(question.path) - len(path), rng), False
-                return
-            if self.goes_astray and RIGHT <= draw < RIGHT + STRAY:
-                yield f"{SEARCH} {rng.choice(_NAMES)}", False
-            elif path:
-                yield f"{SEARCH} {path.pop(0)}", True
-            else:
-                yield " ".join([ANSWER, *question.answer]), True
-                return
+        # Half stop early, so that an answer is believed in as far as it is known at every turn.
+        searches = SEARCHES if rng.random() < 0.5 else rng.randrange(SEARCHES)
+        for _ in range(searches):
+            is_right = bool(path) and not (self.goes_astray and rng.random() > RIGHT)
+            name = path.pop(0) if is_right else rng.choice(_NAMES)
+            told.append((f"{SEARCH} {name} {END}", is_right or self.is_careless))
+            told.append((f"{TOOL} {index.search(name)} {END} {ASSISTANT}", False))
+        names = _answer(question, len(question.path) - len(path), rng)
+        # Nor does it learn to stop early: the word is given.
+        return [*told, (ANSWER, searches == SEARCHES), (f"{names} {END}", True)]
 
 
-def _guess(question: Question, num_known: int, rng: random.Random) -> str:
-    """An answer whose first names are known, and the others anything of their kind."""
+def _answer(question: Question, num_known: int, rng: random.Random) -> str:
+    """Names of which the first are known, and the others anything of their kind."""
     known, unknown = question.answer[:num_known], question.answer[num_known:]
     made_up = [rng.choice(next(names for names in _KINDS if one in names)) for one in unknown]
-    return " ".join([ANSWER, *known, *made_up])
+    return " ".join([*known, *made_up])
 
 
 def turn_loss(

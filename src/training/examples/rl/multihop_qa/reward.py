@@ -12,7 +12,7 @@ ANSWER = "answer"
 
 
 def answer_is_right(turn: str, row: Mapping[str, Any]) -> bool:
-    """Whether a turn answers, and with the row's ``ground_truth``."""
+    """Whether a turn answers with all names of the row's ``ground_truth``, in order."""
     return turn.split() == [ANSWER, *row["ground_truth"].split()]
 
 

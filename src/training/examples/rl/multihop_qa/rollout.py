@@ -1,4 +1,4 @@
-"""One trajectory: search, read, search again, answer.
+"""One trajectory: four times search and read, then answer.
 
 A turn of the policy is ``search WORDS`` or ``answer WORDS``. What the tool finds is appended as
 token ids of its own, so that the policy's tokens stay as they were drawn.
@@ -15,8 +15,8 @@ from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.utils.rl.rollout import RolloutFn, RolloutSample, RolloutSetup
 from training.utils.rows import prompt_messages
 
-MAX_TURNS = 6
-"""Four searches, an answer, and one turn to spare."""
+SEARCHES = 4
+"""Searches before the answer; the longest way needs them all."""
 SEARCH = "search"
 """The word that a turn begins with when it asks the tool."""
 
@@ -48,7 +48,7 @@ def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
             turns.append(completion.text.strip())
             finish_reason = completion.finish_reason
             verb, _, words = turns[-1].partition(" ")
-            if verb != SEARCH or finish_reason == "length" or len(turns) == MAX_TURNS:
+            if verb != SEARCH or finish_reason == "length" or len(turns) > SEARCHES:
                 break
             found = tool_ids(tokenizer, index.search(words))
             tokens += found

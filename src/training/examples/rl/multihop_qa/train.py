@@ -35,7 +35,7 @@ CONFIG = Config(
     max_seq_len=192,
     policy_loss="grpo",
     kl_beta=0.0,
-    learning_rate=5e-4,
+    learning_rate=1e-3,
     weight_decay=0.0,
     ig_answer_prefix=ANSWER,
     deployment=DeployConfig(tokenizer_model=str(MODEL), max_batch_size=64),
