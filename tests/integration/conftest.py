@@ -107,13 +107,15 @@ def async_trial(tmp_path: Path) -> Callable[..., Trial]:
     """Run ``async_rl_loop`` in a folder of its own; ``make`` is the rollout function's factory."""
     count = 0
 
-    def run(*, make=None, accepts=None, folder: str | None = None, rows=None, **changes) -> Trial:
+    def run(
+        *, make=None, accepts=None, folder: str | None = None, rows=None, held_out=None, **changes
+    ) -> Trial:
         nonlocal count
         count += 1
         path = tmp_path / (folder or f"async-{count}")
         summary = async_rl_loop.main(
             async_config(path, **changes), rollout_fn_factory=make or drawing(), rows=rows,
-            dynamic_filter_fn=accepts,
+            dynamic_filter_fn=accepts, eval_rows=held_out,
         )  # fmt: skip
         return Trial(path, summary)
 

@@ -116,7 +116,7 @@ def _write_rollouts(path: Path, result: EvalResult) -> None:
 def _readable(sample: EvalSample) -> str:
     question = " / ".join(str(message["content"]) for message in sample.row["messages"])
     verdict = "right" if sample.reward > 0.5 else f"wrong, it is {sample.row['ground_truth']}"
-    return f"question: {question}\nanswer:   {sample.completion.text}\n          {verdict}\n"
+    return f"question: {question}\nanswer:   {sample.text}\n          {verdict}\n"
 
 
 def _print_table(
@@ -150,4 +150,4 @@ def _question(samples: Sequence[EvalSample]) -> str:
 
 
 def _first(result: EvalResult) -> str:
-    return result.samples[0].completion.text
+    return result.samples[0].text

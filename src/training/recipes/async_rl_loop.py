@@ -14,6 +14,9 @@ A user writes a rollout function (``training.utils.rl.rollout``); the phases of 
 With ``max_head_offpolicy_versions=0`` (the default) the next rows wait for the weight sync: the run
 is strictly on-policy and trains, to the bit, what ``rl_loop`` trains on groups with spread.
 ``synchronous_training`` drains all rollouts before each step as well.
+
+Held-out rows (``eval_dataset``) go through the same rollout function beside all this
+(``training.utils.rl.background_evaluation``); only the last evaluation is waited for.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from training.utils.rl.async_metrics import (
     queue_metrics,
     staleness_metrics,
 )
+from training.utils.rl.background_evaluation import BackgroundEvaluation
 from training.utils.rl.groups import Draw, rollout_metrics, version_metrics
 from training.utils.rl.information_gain import credit_metrics
 from training.utils.rl.objectives import objective_options
@@ -53,6 +57,7 @@ from training.utils.rl.rollout_queue import RolloutQueue, TakenGroup, gate_limit
 from training.utils.rl.rollout_thread import RolloutThread
 from training.utils.rl.rollouts import GroupCredit, GroupFilter, Rollouts
 from training.utils.rl.router_replay import routing_options
+from training.utils.rl.signal import signal_metrics
 from training.utils.rl.update import PolicyUpdate
 from training.utils.rows import Row, check_object, epoch_rows, load_rows
 from training.utils.run import Run, RunSummary, batch_metrics, merged_metrics, step_times
@@ -198,41 +203,46 @@ def _off_policy_problems(config: Config) -> Iterator[str]:
 
 def main(
     config: Config, *, rollout_fn_factory: RolloutFnFactory, rows: Sequence[Row] | None = None,
-    dynamic_filter_fn: GroupFilter | None = None,
+    eval_rows: Sequence[Row] | None = None, dynamic_filter_fn: GroupFilter | None = None,
 ) -> RunSummary:  # fmt: skip
     """Train until the rows run out.
 
     ``rollout_fn_factory(setup)`` is called once and returns the rollout function, which is called
     ``completions_per_prompt`` times for each row. ``rows`` take the place of ``config.dataset`` and
-    are not cut by ``max_rows``. A group that ``dynamic_filter_fn(group)`` refuses is replaced by
-    the next row's. Ctrl-C and SIGTERM end the run cleanly.
+    ``eval_rows`` that of ``config.eval_dataset``; neither is cut to the config's number of rows. A
+    group that ``dynamic_filter_fn(group)`` refuses is replaced by the next row's. Ctrl-C and
+    SIGTERM end the run cleanly.
 
     Raises:
         ConfigError: a setting or a row breaks its rule; nothing was started.
         StalledError: no step was finished within ``stall_timeout_s``.
         RolloutsFailingError: too many rollouts failed.
+        NoSignalError: for ``no_signal_patience`` steps no row had anything to learn from.
+        ParityError: sampler and trainer disagree, and ``parity_stops`` is on.
         Exception: what a rollout function raised that no second try mends.
     """
     refuse_inside_event_loop()
     config.validate()
     rows = checked_rows(config, rows)
+    eval_rows = checked_eval_rows(config, eval_rows)
     logger.warning(
         "async_rl_loop is experimental: fields and the rollout protocol may change between "
         "versions; pin the version that you build on"
     )
-    return run_rows(config, rows, rollout_fn_factory, dynamic_filter_fn)
+    return run_rows(config, rows, rollout_fn_factory, dynamic_filter_fn, eval_rows=eval_rows)
 
 
 def run_rows(
     config: Config, rows: Sequence[Row], rollout_fn_factory: RolloutFnFactory,
-    dynamic_filter_fn: GroupFilter | None, credit: CreditFactory | None = None,
+    dynamic_filter_fn: GroupFilter | None, credit: CreditFactory | None = None, *,
+    eval_rows: Sequence[Row] = (),
 ) -> RunSummary:  # fmt: skip
     """Provision, train on the rows, take down."""
     spec = replace(
         PlatformSpec.of(config, Path(config.log_path)),
         running_requests="keep" if config.in_flight_weight_updates else "drain",
     )
-    with begin_run(config, spec, rows) as (infra, run):
+    with begin_run(config, spec, rows, eval_rows) as (infra, run):
         setup = rollout_setup(config, infra)
         with setup.closing, RolloutThread() as thread:
             rollout_fn = rollout_fn_factory(setup)
@@ -240,7 +250,8 @@ def run_rows(
                 rollout_fn, config, num_rows=len(rows), accepts=dynamic_filter_fn,
                 credit=credit(setup, infra) if credit is not None else None,
             )  # fmt: skip
-            run_until_signal(run_loop(config, infra, run, rollouts, thread))
+            evaluation = BackgroundEvaluation(config, run, rollout_fn, thread.submit)
+            run_until_signal(run_loop(config, infra, run, rollouts, thread, evaluation))
             return run.summary(infra)
 
 
@@ -257,6 +268,19 @@ def checked_rows(config: Config, rows: Sequence[Row] | None) -> Sequence[Row]:
     if not rows:
         raise ConfigError("rows must hold at least one row, got []")
     return [check_object(row, where=f"rows[{place}]") for place, row in enumerate(rows)]
+
+
+def checked_eval_rows(config: Config, rows: Sequence[Row] | None) -> Sequence[Row]:
+    """The held-out rows: given ones, or those of ``eval_dataset``; none where there is neither.
+
+    Raises:
+        ConfigError: one is no object, or the dataset cannot be read.
+    """
+    if rows is not None:
+        return [check_object(row, where=f"eval_rows[{place}]") for place, row in enumerate(rows)]
+    if config.eval_dataset is None:
+        return []
+    return load_rows(config.eval_dataset, config.eval_rows, needs_messages=False)
 
 
 def rollout_setup(config: Config, infra: RunInfra) -> RolloutSetup:
@@ -292,11 +316,14 @@ class Loop:
     """What the trainer does now, for the watchdog."""
     publishing: asyncio.Task[None] | None = None
     """The weight sync that is under way."""
+    evaluation: BackgroundEvaluation | None = None
+    """What evaluates meanwhile."""
 
 
 async def run_loop(
-    config: Config, infra: RunInfra, run: Run, rollouts: Rollouts, thread: RolloutThread
-) -> None:
+    config: Config, infra: RunInfra, run: Run, rollouts: Rollouts, thread: RolloutThread,
+    evaluation: BackgroundEvaluation,
+) -> None:  # fmt: skip
     """The whole run, watched: rollouts on their thread, the trainer's steps here."""
     rows = epoch_rows(
         run.rows, epochs=config.epochs, shuffle=config.shuffle, seed=config.seed,
@@ -310,7 +337,7 @@ async def run_loop(
         check=lambda: check_responsive(config, thread),
         check_every_s=min(CHECK_EVERY_S, config.rollout_timeout_s or CHECK_EVERY_S),
     )  # fmt: skip
-    loop = Loop(config, infra, run, queue, Publisher(infra.syncer))
+    loop = Loop(config, infra, run, queue, Publisher(infra.syncer), evaluation=evaluation)
     event_loop = asyncio.get_running_loop()
     work = asyncio.create_task(train(loop))
     stall: list[StalledError] = []
@@ -320,7 +347,7 @@ async def run_loop(
         event_loop.call_soon_threadsafe(work.cancel)
 
     def report() -> str:
-        return "\n".join([describe(loop), *rollouts.places(8)])
+        return "\n".join([describe(loop), *rollouts.places(8), *evaluation.places(2)])
 
     with Watchdog(config.stall_timeout_s, report, log_path=run.log_path, on_stall=end) as watchdog:
         run.on_progress = watchdog.beat
@@ -335,13 +362,31 @@ async def run_loop(
 
 
 async def train(loop: Loop) -> None:
-    """All steps, then what a finished run leaves behind."""
+    """All steps, then what a finished run leaves behind, and the last evaluation."""
+    config, infra, run = loop.config, loop.infra, loop.run
+    try:
+        await train_steps(loop)
+        run.mention_untrained_rows()
+        await run.save_if_due(config, infra, is_last=True)
+        await run.export_model(config, infra)
+        if loop.evaluation is not None:
+            loop.phase = "last evaluation"
+            await loop.evaluation.finish(run.step)
+    finally:
+        if loop.evaluation is not None:
+            await loop.evaluation.close()
+
+
+async def train_steps(loop: Loop) -> None:
+    """All steps, the last one published."""
     config, infra, run = loop.config, loop.infra, loop.run
     try:
         run.start_step()
         if config.sync.before_training or run.must_publish(infra):
             with run.clock.span(WEIGHT_UPDATE):
                 run.version = await loop.publisher.publish(f"step-{run.step:05d}")
+        if loop.evaluation is not None:
+            loop.evaluation.begin_if_due(run.step, always=True)
         while await train_step(loop):
             run.on_progress()
         await finish_publishing(loop)
@@ -354,15 +399,12 @@ async def train(loop: Loop) -> None:
         if loop.publishing is not None:
             loop.publishing.cancel()
             await asyncio.gather(loop.publishing, return_exceptions=True)
-    run.mention_untrained_rows()
-    await run.save_if_due(config, infra, is_last=True)
-    await run.export_model(config, infra)
 
 
 async def train_step(loop: Loop) -> bool:
     """One step on the next batch; False when no rows are left for one."""
     run = loop.run
-    update = PolicyUpdate(loop.config, loop.infra, run.clock, run.kl)
+    update = PolicyUpdate(loop.config, loop.infra, run.clock, run.kl, trained_version(loop))
     batch: list[TakenGroup] = []
     while piece := await next_piece(loop, is_first=not batch):  # 1. and 2.
         batch.extend(piece)
@@ -377,13 +419,19 @@ async def train_step(loop: Loop) -> bool:
     run.step += update.optimizer_steps
     if math.isnan(run.first_step_s):
         run.first_step_s = time.perf_counter() - run.started
-    trained_version = run.version + loop.queue.gate.step - loop.queue.gate.version
+    version = trained_version(loop)
     await publish(loop, batch)  # 5.
-    report_step(loop, batch, update, trained_version)
+    report_step(loop, batch, update, version)
     if loop.publishing is None:  # else it became due just now, and the cursor lacks this step
         # After its record: a resumed run drops the records of steps that its checkpoint lacks.
         await run.save_if_due(loop.config, loop.infra)
     return True
+
+
+def trained_version(loop: Loop) -> int:
+    """The weight version that the trainer's weights are served as, now or soon."""
+    gate = loop.queue.gate
+    return loop.run.version + gate.step - gate.version
 
 
 async def next_piece(loop: Loop, *, is_first: bool) -> list[TakenGroup]:
@@ -407,14 +455,14 @@ async def publish(loop: Loop, batch: Sequence[TakenGroup]) -> None:
         loop.queue.gate.end_batch()
         with run.busy.train():
             identity = await loop.publisher.save(f"step-{run.step:05d}")
-        loop.publishing = asyncio.create_task(serve(loop, identity, batch))
+        loop.publishing = asyncio.create_task(serve(loop, identity, batch, run.step))
         overlaps = config.max_head_offpolicy_versions > 0 and not config.synchronous_training
         if not overlaps or run.is_save_due(config, loop.infra):
             await finish_publishing(loop)
 
 
-async def serve(loop: Loop, identity: str, batch: Sequence[TakenGroup]) -> None:
-    """Have a snapshot served; then its rows are done, and there is room for new ones."""
+async def serve(loop: Loop, identity: str, batch: Sequence[TakenGroup], step: int) -> None:
+    """Have a step's snapshot served; then its rows are done, and there is room for new ones."""
     try:
         loop.run.version = await loop.publisher.serve(identity)
     except Exception as error:
@@ -423,6 +471,8 @@ async def serve(loop: Loop, identity: str, batch: Sequence[TakenGroup]) -> None:
     loop.run.cursor.finish(one.group.row.index for one in batch)
     loop.queue.gate.published()
     loop.queue.submit()
+    if loop.evaluation is not None:
+        loop.evaluation.begin_if_due(step)
 
 
 async def finish_publishing(loop: Loop) -> None:
@@ -433,7 +483,11 @@ async def finish_publishing(loop: Loop) -> None:
 
 
 def note_draw(run: Run, draw: Draw, rollouts: Rollouts) -> None:
-    """Count a row's outcome; one that gives no group is done."""
+    """Count a row's outcome; one that gives no group is done.
+
+    Raises:
+        NoSignalError: for ``no_signal_patience`` steps no row had anything to learn from.
+    """
     run.stats.add(draw)
     if draw.dropped == "stale":
         run.stats.stale_lengths.extend(rollouts.lengths.get(draw.row.index, []))
@@ -443,6 +497,7 @@ def note_draw(run: Run, draw: Draw, rollouts: Rollouts) -> None:
             logger.warning(
                 "row %d is dropped (%s): %s", draw.row.index, draw.dropped, draw.error or "no error"
             )
+    run.signal.see_row(draw)
 
 
 def check_responsive(config: Config, thread: RolloutThread) -> None:
@@ -461,7 +516,7 @@ def check_responsive(config: Config, thread: RolloutThread) -> None:
 
 
 def report_step(
-    loop: Loop, batch: Sequence[TakenGroup], update: PolicyUpdate, trained_version: int
+    loop: Loop, batch: Sequence[TakenGroup], update: PolicyUpdate, version: int
 ) -> None:
     """Write the step's metrics and start counting for the next one."""
     config, run = loop.config, loop.run
@@ -470,15 +525,17 @@ def report_step(
     metrics["train/num_minibatches"] = float(update.optimizer_steps)
     metrics |= batch_metrics(update.results, config.completions_per_prompt)
     metrics |= rollout_metrics(run.stats, update.groups)
-    metrics |= version_metrics(update.groups, trained_version)
+    metrics |= signal_metrics(update.groups) | update.parity()
+    metrics |= version_metrics(update.groups, version)
     metrics |= staleness_metrics(batch) | queue_metrics(loop.queue, run)
-    metrics["async/trained_against_version"] = float(trained_version)
+    metrics["async/trained_against_version"] = float(version)
     metrics["async/realized_training_chunks"] = metrics["rollout/fwd_bwd_count"]
     times = step_times(run, update.groups)
     metrics |= times | overlap_metrics(times)
     metrics |= credit_metrics(update.groups, times["perf/step_wall_time"])
     run.log.write("train", run.step, metrics)
     run.display.step(run.step, run.cursor.count, metrics)
+    run.see_step(config, metrics)
     run.start_step()
 
 

@@ -23,7 +23,7 @@ from typing import Literal, get_args
 
 from hearth.errors import ConfigError
 from training.recipes import async_rl_loop
-from training.recipes.async_rl_loop import checked_rows, run_rows
+from training.recipes.async_rl_loop import checked_eval_rows, checked_rows, run_rows
 from training.utils.command import refuse_inside_event_loop
 from training.utils.rl.igpo import Form, Normalization
 from training.utils.rl.information_gain import (
@@ -97,7 +97,8 @@ def _own_problems(config: Config) -> Iterator[str]:
 
 def main(
     config: Config, *, rollout_fn_factory: RolloutFnFactory, rows: Sequence[Row] | None = None,
-    dynamic_filter_fn: GroupFilter | None = None, answer_fn: AnswerFn | None = None,
+    eval_rows: Sequence[Row] | None = None, dynamic_filter_fn: GroupFilter | None = None,
+    answer_fn: AnswerFn | None = None,
 ) -> RunSummary:  # fmt: skip
     """Train until the rows run out, as ``async_rl_loop.main``.
 
@@ -110,20 +111,25 @@ def main(
             answer has no token.
         StalledError: no step was finished within ``stall_timeout_s``.
         RolloutsFailingError: too many rollouts failed.
+        NoSignalError: for ``no_signal_patience`` steps no row had anything to learn from.
+        ParityError: sampler and trainer disagree, and ``parity_stops`` is on.
         Exception: what a rollout function raised that no second try mends.
     """
     refuse_inside_event_loop()
     config.validate()
     rows = checked_rows(config, rows)
+    eval_rows = checked_eval_rows(config, eval_rows)
     if config.ig_weight == 0:
-        return run_rows(config, rows, rollout_fn_factory, dynamic_filter_fn)
+        return run_rows(config, rows, rollout_fn_factory, dynamic_filter_fn, eval_rows=eval_rows)
     if answer_fn is None:
         _check_answers(rows)
 
     def credit(setup: RolloutSetup, infra: RunInfra) -> GroupCredit:
         return information_gain(config, setup, infra, answer_fn)
 
-    return run_rows(config, rows, rollout_fn_factory, dynamic_filter_fn, credit)
+    return run_rows(
+        config, rows, rollout_fn_factory, dynamic_filter_fn, credit, eval_rows=eval_rows
+    )
 
 
 def information_gain(

@@ -45,14 +45,17 @@ from training.utils.recipe_config import RecipeConfig
 from training.utils.rl.advantages import is_uniform, usable_group
 from training.utils.rl.groups import (
     Draw,
+    Example,
     PromptGroup,
     completion_sample,
     rollout_metrics,
     version_metrics,
 )
 from training.utils.rl.platform import PlatformSpec, RunInfra
+from training.utils.rl.rollout import RolloutSample
 from training.utils.rl.router_replay import routing_options
 from training.utils.rl.seeds import row_seed
+from training.utils.rl.signal import signal_metrics
 from training.utils.rl.update import PolicyUpdate
 from training.utils.rows import IndexedRow, Row, epoch_rows, load_rows, prompt_messages
 from training.utils.run import (
@@ -93,15 +96,6 @@ class Config(RecipeConfig):
     loss_path: Literal["client", "builtin"] = "client"
     """Where the loss runs: in this file's process, or inside the trainer (no KL there)."""
 
-    eval_dataset: str | None = None
-    """Held-out rows, JSONL path or URL; None evaluates nothing."""
-    eval_every: int = 0
-    """Optimizer steps per evaluation; 0 evaluates at the start and the end only."""
-    eval_rows: int = 256
-    """Number of held-out rows to use."""
-    eval_samples_per_prompt: int = 1
-    """Completions per held-out row."""
-
     @property
     def uses_tis(self) -> bool:
         """Whether samples are weighted by how far the sampler's policy is off."""
@@ -122,13 +116,11 @@ class Config(RecipeConfig):
 
 
 def _own_problems(config: Config) -> Iterator[str]:
-    yield from counts_below_one(config, "max_concurrent", "eval_rows", "eval_samples_per_prompt")
+    yield from counts_below_one(config, "max_concurrent")
     if config.reward_timeout_s is not None and not config.reward_timeout_s > 0:
         yield f"reward_timeout_s must be > 0 seconds or None, got {config.reward_timeout_s}"
     if config.reward_errors not in ("raise", "drop"):
         yield f"reward_errors must be 'raise' or 'drop', got {config.reward_errors!r}"
-    if config.eval_every < 0:
-        yield f"eval_every must be >= 0, got {config.eval_every}"
     if config.loss_path == "client":
         return
     if config.kl_beta > 0:
@@ -146,24 +138,29 @@ def _own_problems(config: Config) -> Iterator[str]:
 
 
 def main(
-    config: Config, rows: Sequence[Row] | None = None, *, reward_fn: AnyReward = answer_reward
-) -> RunSummary:
+    config: Config, rows: Sequence[Row] | None = None, *, reward_fn: AnyReward = answer_reward,
+    eval_rows: Sequence[Row] | None = None,
+) -> RunSummary:  # fmt: skip
     """Train until the rows run out.
 
-    ``rows`` take the place of ``config.dataset`` and are not cut by ``max_rows``.
+    ``rows`` take the place of ``config.dataset`` and ``eval_rows`` that of ``config.eval_dataset``;
+    neither is cut to the config's number of rows.
     ``reward_fn(text, row)`` scores one completion; it may be async, or guarded. Ctrl-C and SIGTERM
     end the run cleanly: what was trained is in ``log_path``, and the platform is taken down.
 
     Raises:
         ConfigError: a setting or a row breaks its rule; nothing was started, or the shape that the
             platform chose does not fit, and what was started is taken down.
+        NoSignalError: for ``no_signal_patience`` steps no row had anything to learn from.
+        ParityError: sampler and trainer disagree, and ``parity_stops`` is on.
     """
     refuse_inside_event_loop()
     config.validate()
     reward_fn = guarded_reward(config, reward_fn)
     if rows is None:
         rows = load_rows(config.dataset, config.max_rows)
-    eval_rows = load_rows(config.eval_dataset, config.eval_rows) if config.eval_dataset else []
+    if eval_rows is None:
+        eval_rows = load_rows(config.eval_dataset, config.eval_rows) if config.eval_dataset else []
     spec = PlatformSpec.of(config, Path(config.log_path))
     with begin_run(config, spec, rows, eval_rows) as (infra, run):
         refuse_pipelined_trainer(config, infra.policy_profile)
@@ -224,7 +221,7 @@ async def train_window(
     config: Config, infra: RunInfra, run: Run, window: list[IndexedRow], reward_fn: AnyReward
 ) -> None:
     """Sample all rows of a window together and train their groups as they come, to the last."""
-    batch = Batch(PolicyUpdate(config, infra, run.clock, run.kl))
+    batch = next_batch(config, infra, run)
     run.step_started = run.now()
     async with aclosing(sample_window(config, infra, run, window, reward_fn)) as draws:
         async for draw in draws:  # 1. and 2.
@@ -236,7 +233,7 @@ async def train_window(
                     await batch.update.add(piece)  # 3.
             if batch.is_full(config):
                 await finish_step(config, infra, run, batch)  # 4.
-                batch = Batch(PolicyUpdate(config, infra, run.clock, run.kl))
+                batch = next_batch(config, infra, run)
     if batch.num_groups():
         await finish_step(config, infra, run, batch)
 
@@ -319,7 +316,17 @@ async def scored_draw(
         error=errors[-1] if reason == "failed" else None,
         failed_rewards=len(errors),
         disagreements=disagreements(outcomes),
+        example=example_of(completions[0], kept),
     )
+
+
+def example_of(completion: SampledCompletion, kept: Sequence[RolloutSample]) -> Example:
+    """A rewarded answer where there is one, else the first, which has no reward."""
+    if kept:
+        one = kept[0]
+        return Example(one.text, one.tokens[one.prompt_len :], one.reward, one.finish_reason)
+    drawn = completion.full_tokens[completion.prompt_len :]
+    return Example(completion.text, drawn, None, completion.finish_reason)
 
 
 def is_scored(config: Config, finish_reason: str) -> bool:
@@ -332,8 +339,10 @@ def note_draw(run: Run, draw: Draw) -> None:
 
     Raises:
         HearthError: several rows failed one after the other; the last one's error.
+        NoSignalError: for ``no_signal_patience`` steps no row had anything to learn from.
     """
     run.stats.add(draw)
+    run.signal.see_row(draw)
     if draw.group is None:
         run.cursor.finish([draw.row.index])
     if draw.error is None:
@@ -377,6 +386,11 @@ class Batch:
         return piece
 
 
+def next_batch(config: Config, infra: RunInfra, run: Run) -> Batch:
+    """The batch of the step that begins."""
+    return Batch(PolicyUpdate(config, infra, run.clock, run.kl, run.comparable_version))
+
+
 async def finish_step(config: Config, infra: RunInfra, run: Run, batch: Batch) -> None:
     """Train what still waits, step the optimizer, and report."""
     with run.busy.train():
@@ -397,6 +411,7 @@ async def sync_weights(infra: RunInfra, run: Run) -> None:
     with run.clock.span("perf/weight_sync_time"):
         await asyncio.to_thread(infra.syncer.save_and_hotload, f"step-{run.step:05d}")
     run.version = infra.syncer.version
+    run.synced_step = run.step
 
 
 def report_step(config: Config, run: Run, update: PolicyUpdate) -> None:
@@ -405,10 +420,12 @@ def report_step(config: Config, run: Run, update: PolicyUpdate) -> None:
     metrics["train/step"] = float(run.step)  # the trainer's own count says nothing of this run
     metrics |= batch_metrics(update.results, config.completions_per_prompt)
     metrics |= rollout_metrics(run.stats, update.groups)
+    metrics |= signal_metrics(update.groups) | update.parity()
     metrics |= version_metrics(update.groups, run.version)
     metrics |= step_times(run, update.groups)
     run.log.write("train", run.step, metrics)
     run.display.step(run.step, run.cursor.count, metrics)
+    run.see_step(config, metrics)
     run.start_step()
 
 

@@ -141,6 +141,26 @@ class RecipeConfig:
     """At the end cancel the trainers and scale the deployment to zero, where the run started them;
     a job or a running deployment that you name goes on running."""
 
+    eval_dataset: str | None = None
+    """Held-out rows, JSONL path or URL; None evaluates nothing."""
+    eval_every: int = 0
+    """Optimizer steps per evaluation; 0 evaluates at the start and the end only."""
+    eval_rows: int = 256
+    """Number of held-out rows to use."""
+    eval_samples_per_prompt: int = 1
+    """Completions per held-out row."""
+
+    no_signal_patience: int | None = 50
+    """Steps' worth of rows in a row that may teach nothing before the run ends and says why, unless
+    most answers are right; None never ends it. 50 are more than chance explains where a step has
+    some groups; take more for one group per step on rows that are hardly ever solved."""
+
+    parity_threshold: float = 0.2
+    """Nats by which sampler and trainer may differ on 95 % of the tokens of samples that the
+    trainer's own weights drew; beyond that it is said. 0.2 is how far PPO's usual clip reaches."""
+    parity_stops: bool = False
+    """End the run there."""
+
     placement: Literal["inline", "process"] = "inline"
     """Embedded platform: trainer and deployment as threads of this process, or as processes."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

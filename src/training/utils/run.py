@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +27,12 @@ from training.utils.metrics import Display, MetricsLog
 from training.utils.rl.evaluation import EvalResult, evaluate
 from training.utils.rl.groups import PromptGroup, RolloutStats
 from training.utils.rl.kl_control import AdaptiveKL, KLConfig, kl_control
+from training.utils.rl.parity import ParityError, parity_problem
 from training.utils.rl.platform import RunInfra, is_embedded
+from training.utils.rl.signal import Finding, SignalWatch
 from training.utils.rows import Row
+
+logger = logging.getLogger(__name__)
 
 
 def check_start(config: RunConfig) -> None:
@@ -61,6 +66,8 @@ class RunConfig(KLConfig, Protocol):
 
     epochs: int
     seed: int
+    prompt_groups_per_step: int
+    no_signal_patience: int | None
     save_final_checkpoint: bool
     output_model_id: str | None
     merge_adapter: bool
@@ -75,12 +82,25 @@ class RunConfig(KLConfig, Protocol):
         ...
 
 
-class EvalConfig(RunConfig, Protocol):
-    """The settings of a recipe that evaluates."""
+class ParityConfig(Protocol):
+    """The settings of a recipe that judge how far sampler and trainer are apart."""
 
+    parity_threshold: float
+    parity_stops: bool
+
+
+class EvalSchedule(Protocol):
+    """The setting of a recipe that says when it evaluates."""
+
+    eval_every: int
+
+
+class EvalConfig(EvalSchedule, Protocol):
+    """The settings of a recipe that evaluates between its windows."""
+
+    seed: int
     temperature: float
     max_completion_tokens: int
-    eval_every: int
     eval_samples_per_prompt: int
 
 
@@ -118,6 +138,8 @@ class Run:
     step: int = 0
     version: int = 0
     """Weight syncs that the deployment has had; a deployment made anew counts from 0."""
+    synced_step: int | None = None
+    """The step whose weights the deployment serves; None where that is not known."""
     failed_in_a_row: int = 0
     first_step_s: float = math.nan
     now: Callable[[], float] = time.perf_counter
@@ -132,11 +154,15 @@ class Run:
     has_loaded: bool = False
     kl: AdaptiveKL | None = None
     """What adapts the weight of the KL; None where it is fixed."""
+    signal: SignalWatch = field(default_factory=SignalWatch)
+    """Says when there is nothing to learn from."""
     stats: RolloutStats = field(default_factory=RolloutStats)
     clock: Stopwatch = field(default_factory=Stopwatch)
     busy: BusyClock = field(default_factory=BusyClock)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     evaluations: list[tuple[int, EvalResult]] = field(default_factory=list)
+    eval_begun: int | None = None
+    """Step at which the last evaluation began, whatever became of it."""
     model_path: Path | None = None
 
     def summary(self, infra: RunInfra) -> RunSummary:
@@ -159,19 +185,41 @@ class Run:
         always: bool = False,
     ) -> None:
         """Held-out accuracy of what the deployment serves, every ``eval_every`` steps."""
-        last = self.evaluations[-1][0] if self.evaluations else 0
-        is_due = always or 0 < config.eval_every <= self.step - last
-        if not self.eval_rows or not is_due or (self.evaluations and last == self.step):
+        if not self.is_eval_due(config, self.step, always=always):
             return
+        self.eval_begun = self.step
         with self.clock.span("perf/eval_time"):
-            result = await evaluate(
-                infra.sampler, self.eval_rows, reward_fn, temperature=config.temperature,
-                samples_per_prompt=config.eval_samples_per_prompt,
-                max_tokens=config.max_completion_tokens, seed=config.seed,
-            )  # fmt: skip
-        self.evaluations.append((self.step, result))
-        self.log.write("eval", self.step, result.metrics())
-        self.display.note(f"step {self.step:>4}  held-out accuracy {result.accuracy:.3f}")
+            try:
+                result = await evaluate(
+                    infra.sampler, self.eval_rows, reward_fn, temperature=config.temperature,
+                    samples_per_prompt=config.eval_samples_per_prompt,
+                    max_tokens=config.max_completion_tokens, seed=config.seed,
+                )  # fmt: skip
+            except Exception as error:  # noqa: BLE001 - whatever a reward function raises
+                self.note_failed_evaluation(self.step, error)
+                return
+        self.note_evaluation(self.step, result)
+
+    def is_eval_due(self, config: EvalSchedule, step: int, *, always: bool = False) -> bool:
+        """Whether the weights of ``step`` are to be evaluated, and have not been."""
+        if not self.eval_rows or self.eval_begun == step:
+            return False
+        return always or 0 < config.eval_every <= step - (self.eval_begun or 0)
+
+    def note_evaluation(
+        self, step: int, result: EvalResult, times: Mapping[str, float] | None = None
+    ) -> None:
+        """Keep, write and show the result of an evaluation that began at ``step``."""
+        self.evaluations.append((step, result))
+        self.log.write("eval", step, {**result.metrics(), **(times or {})})
+        self.display.note(f"step {step:>4}  held-out accuracy {result.accuracy:.3f}")
+
+    def note_failed_evaluation(self, step: int, error: Exception) -> None:
+        """Say that an evaluation has no record; the run goes on."""
+        logger.warning(
+            "the evaluation of step %d failed and has no record: %s: %s",
+            step, type(error).__name__, error,
+        )  # fmt: skip
 
     async def save_if_due(
         self, config: RunConfig, infra: RunInfra, *, is_last: bool = False
@@ -220,6 +268,10 @@ class Run:
         self._check_output(config, infra)
         self.version = infra.served_version
         self.kl = kl_control(config)
+        self.signal = SignalWatch(
+            config.no_signal_patience, config.prompt_groups_per_step, self.display.note,
+            infra.tokenizer.decode,
+        )  # fmt: skip
         self.has_loaded = bool(
             checkpoint or config.init_from_checkpoint or config.warm_start_from_adapter
         )
@@ -232,6 +284,7 @@ class Run:
         elif config.warm_start_from_adapter is not None:
             infra.policy.load_adapter(str(Path(config.warm_start_from_adapter).expanduser()))
             self.display.note(f"starting at step 0 from adapter {config.warm_start_from_adapter}")
+        self.synced_step = None if self.must_publish(infra) else self.step
 
     def _check_output(self, config: RunConfig, infra: RunInfra) -> None:
         """Refuse a name that another job's model has, now rather than after the training.
@@ -295,6 +348,25 @@ class Run:
         )
         since = f"after step {self.step}" if self.step else "and no optimizer step was taken"
         self.display.note(f"{self.stats.dropped.total()} rows were dropped {since}: {reasons}")
+
+    @property
+    def comparable_version(self) -> int | None:
+        """The weight version that the trainer's weights are served as; None where they are not."""
+        return self.version if self.synced_step == self.step else None
+
+    def see_step(self, config: ParityConfig, metrics: Mapping[str, float]) -> None:
+        """Say what is wrong with a step that is written down.
+
+        Raises:
+            ParityError: sampler and trainer disagree, and ``parity_stops`` is on.
+        """
+        self.signal.see_step(self.step, metrics)
+        problem = parity_problem(metrics, config.parity_threshold)
+        if problem is None:
+            return
+        if config.parity_stops:
+            raise ParityError(f"step {self.step}: {problem}")
+        self.signal.say(self.step, Finding("parity", problem))
 
     def start_step(self) -> None:
         """Begin counting for the next step."""

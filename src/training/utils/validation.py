@@ -78,8 +78,12 @@ def _group_problems(config: RecipeConfig) -> Iterator[str]:
         )
     yield from counts_below_one(
         config, "prompt_groups_per_step", "max_completion_tokens", "max_rows", "epochs",
-        "ppo_n_minibatches",
+        "ppo_n_minibatches", "eval_rows", "eval_samples_per_prompt",
     )  # fmt: skip
+    if config.eval_every < 0:
+        yield f"eval_every must be >= 0, got {config.eval_every}"
+    if config.no_signal_patience is not None and config.no_signal_patience < 1:
+        yield f"no_signal_patience must be >= 1 or None, got {config.no_signal_patience}"
     if config.lora_rank < 0:
         yield f"lora_rank must be >= 0, got {config.lora_rank}"
     if config.max_seq_len < 2:
@@ -87,7 +91,7 @@ def _group_problems(config: RecipeConfig) -> Iterator[str]:
 
 
 def _number_problems(config: RecipeConfig) -> Iterator[str]:
-    for name in ("learning_rate", "temperature", "eps"):
+    for name in ("learning_rate", "temperature", "eps", "parity_threshold"):
         value: float = getattr(config, name)
         if not (math.isfinite(value) and value > 0):
             yield f"{name} must be > 0, got {value}"

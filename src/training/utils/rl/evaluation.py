@@ -3,59 +3,107 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from hearth.sdk import DeploymentSampler, SampledCompletion
 from training.rewards.score import Score
 from training.rewards.scoring import AnyReward, scored
+from training.utils.rl.failures import with_retries
+from training.utils.rl.pass_at_k import pass_rates
+from training.utils.rl.reward_metrics import CORRECT
+from training.utils.rl.rollout_sampler import versions_of
 from training.utils.rl.seeds import row_seed
 from training.utils.rows import Row, prompt_messages
 
-# Evaluation draws with seeds of their own, so that it never repeats a training draw.
-_SEED_OFFSET = 0x5EED
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+EVAL_SEED_OFFSET = 0x5EED
+"""Evaluation draws with seeds of its own, so that it never repeats a training draw."""
+ATTEMPTS = 3
+"""How often the completions of a held-out row are asked for, where the failure may pass."""
 
 
 @dataclass(frozen=True)
 class EvalSample:
-    """One held-out completion and what it earned."""
+    """One held-out answer and what it earned."""
 
     row: Row
-    completion: SampledCompletion
+    place: int
+    """The row's place among the held-out rows."""
     reward: float
+    text: str
+    length: int
+    """Drawn tokens."""
+    is_truncated: bool
+    versions: Sequence[Sequence[int]] = ()
+    """Run lengths ``[weight version, tokens]`` over the drawn tokens."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the reward is above 0.5."""
+        return self.reward > CORRECT
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """All completions of one evaluation that have a reward; every one weighs the same."""
+    """All answers of one evaluation that have a reward; every one weighs the same."""
 
     samples: list[EvalSample]
     failed_rewards: int = 0
-    """Completions left out, since their reward function failed."""
+    """Answers left out, since their reward function failed."""
+    failed_draws: int = 0
+    """Draws left out, since they failed or gave nothing."""
 
     @property
     def accuracy(self) -> float:
-        """Share of completions whose reward is above 0.5; NaN where none has a reward."""
+        """Share of answers whose reward is above 0.5; NaN where none has a reward."""
         if not self.samples:
             return math.nan
-        return sum(one.reward > 0.5 for one in self.samples) / len(self.samples)
+        return sum(one.is_right for one in self.samples) / len(self.samples)
+
+    @property
+    def pass_rates(self) -> dict[int, float]:
+        """pass@k for k = 1, 2, 4, ... up to the number of answers per row."""
+        counts: dict[int, list[int]] = {}
+        for one in self.samples:
+            count = counts.setdefault(one.place, [0, 0])
+            count[0] += 1
+            count[1] += one.is_right
+        return pass_rates([(n, c) for n, c in counts.values()])
 
     def metrics(self) -> dict[str, float]:
         """``eval/*``."""
-        drawn = [one.completion for one in self.samples]
+        samples = self.samples
         counts = {
-            "eval/samples": float(len(drawn)),
+            "eval/samples": float(len(samples)),
             "eval/reward_fail_count": float(self.failed_rewards),
+            "eval/sample_fail_count": float(self.failed_draws),
         }
-        if not drawn:
+        if not samples:
             return counts
-        return counts | {
+        rates = {f"eval/pass@{k}": rate for k, rate in self.pass_rates.items()}
+        return counts | rates | self._version_metrics() | {
             "eval/accuracy": self.accuracy,
-            "eval/reward": sum(one.reward for one in self.samples) / len(drawn),
-            "eval/response_len/mean": sum(one.completion_len for one in drawn) / len(drawn),
-            "eval/truncated_ratio": sum(one.finish_reason == "length" for one in drawn)
-            / len(drawn),
+            "eval/reward": sum(one.reward for one in samples) / len(samples),
+            "eval/response_len/mean": sum(one.length for one in samples) / len(samples),
+            "eval/truncated_ratio": sum(one.is_truncated for one in samples) / len(samples),
+        }  # fmt: skip
+
+    def _version_metrics(self) -> dict[str, float]:
+        """Which weights drew: the mean is over tokens."""
+        drawn = [(by, count) for one in self.samples for by, count in one.versions if count]
+        if not drawn:
+            return {}
+        return {
+            "eval/weight_version_mean": sum(by * n for by, n in drawn) / sum(n for _, n in drawn),
+            "eval/weight_version_min": float(min(by for by, _ in drawn)),
+            "eval/weight_version_max": float(max(by for by, _ in drawn)),
         }
 
 
@@ -66,20 +114,53 @@ async def evaluate(
     """Draw ``samples_per_prompt`` completions of each row at ``temperature`` and score them.
 
     The seeds depend on ``seed`` and the row's place only, so that evaluations compare.
+
+    Raises:
+        Exception: what sampling or scoring raised, a recoverable one after the last attempt.
     """
 
-    async def one(index: int, row: Row) -> list[EvalSample | None]:
-        drawn = await sampler.sample_with_tokens(
-            prompt_messages(row), n=samples_per_prompt, max_tokens=max_tokens,
-            temperature=temperature, seed=row_seed(seed + _SEED_OFFSET, index),
+    async def draw(place: int, row: Row) -> list[SampledCompletion]:
+        return await with_retries(
+            lambda: sampler.sample_with_tokens(
+                prompt_messages(row), n=samples_per_prompt, max_tokens=max_tokens,
+                temperature=temperature, seed=row_seed(seed + EVAL_SEED_OFFSET, place),
+            ),
+            attempts=ATTEMPTS, timeout_s=None,
+            on_failure=lambda error, attempt: logger.warning(
+                "held-out row %d, attempt %d failed: %s", place, attempt, error
+            ),
         )  # fmt: skip
+
+    async def one(place: int, row: Row) -> list[EvalSample | None]:
+        drawn = await draw(place, row)
         outcomes = await scored(reward_fn, [each.text for each in drawn], row)
         return [
-            EvalSample(row, each, score.reward) if isinstance(score, Score) else None
+            completion_judged(row, place, each, score.reward) if isinstance(score, Score) else None
             for each, score in zip(drawn, outcomes, strict=True)
         ]
 
-    parts = await asyncio.gather(*(one(index, row) for index, row in enumerate(rows)))
+    parts = await all_of([one(place, row) for place, row in enumerate(rows)])
     judged = [sample for part in parts for sample in part]
     samples = [sample for sample in judged if sample is not None]
     return EvalResult(samples, failed_rewards=len(judged) - len(samples))
+
+
+def completion_judged(
+    row: Row, place: int, completion: SampledCompletion, reward: float
+) -> EvalSample:
+    """A completion of one turn as a held-out answer."""
+    return EvalSample(
+        row, place, reward, completion.text, completion.completion_len,
+        completion.finish_reason == "length", versions_of(completion),
+    )  # fmt: skip
+
+
+async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all coroutines return, in order; the first failure cancels and awaits the others."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -63,6 +63,11 @@ class TrainSample:
         )
 
     @property
+    def is_effective(self) -> bool:
+        """Whether it teaches anything: its advantage is not 0 everywhere."""
+        return any(self.advantage) if isinstance(self.advantage, Sequence) else self.advantage != 0
+
+    @property
     def reference_datum(self) -> tinker.Datum:
         """The datum for a reference: its router goes its own ways."""
         routed = self.datum.model_input
@@ -114,6 +119,11 @@ class PromptGroup:
         return [one for samples in self.samples for one in samples]
 
     @property
+    def effective_samples(self) -> int:
+        """Samples that teach anything."""
+        return sum(one.is_effective for one in self.flat())
+
+    @property
     def prompt_lens(self) -> list[int]:
         """Tokens before the first drawn one, of each sample."""
         return [one.drawn.prompt_len for one in self.flat()]
@@ -145,6 +155,17 @@ class PromptGroup:
 
 
 @dataclass(frozen=True)
+class Example:
+    """One of a row's answers, to be shown."""
+
+    text: str
+    tokens: Sequence[int]
+    """The drawn tokens."""
+    reward: float | None
+    finish_reason: str
+
+
+@dataclass(frozen=True)
 class Draw:
     """The outcome of one row: a group to train on, or the reason why there is none.
 
@@ -167,6 +188,8 @@ class Draw:
     """Completions that have no reward, since their reward function failed."""
     disagreements: Sequence[float] = ()
     """A reward ensemble's, of each reward."""
+    example: Example | None = None
+    """One of the answers, trained or not."""
 
 
 @dataclass
@@ -174,6 +197,8 @@ class RolloutStats:
     """Counts over the draws since the last step."""
 
     rows: int = 0
+    useful_rows: int = 0
+    """Rows whose group has an advantage that is not 0."""
     samples: int = 0
     truncated: int = 0
     failed_draws: int = 0
@@ -190,6 +215,7 @@ class RolloutStats:
     def add(self, draw: Draw) -> None:
         """Count one row's outcome."""
         self.rows += 1
+        self.useful_rows += draw.group is not None and draw.group.effective_samples > 0
         self.samples += draw.completions
         self.truncated += draw.truncated
         self.failed_draws += draw.failed_draws
@@ -246,6 +272,8 @@ def rollout_metrics(stats: RolloutStats, groups: Sequence[PromptGroup]) -> dict[
         metrics["rollout/accuracy"] = _mean([float(reward > 0.5) for reward in stats.rewards])
         metrics["rollout/reward_min"] = min(stats.rewards)
         metrics["rollout/reward_max"] = max(stats.rewards)
+    if stats.rows:
+        metrics["signal/useful_row_ratio"] = stats.useful_rows / stats.rows
     metrics |= group_reward_metrics(stats.group_rewards)
     metrics |= disagreement_metrics(stats.disagreements)
     routed = [one.drawn.routing_matrices is not None for group in groups for one in group.flat()]

@@ -70,7 +70,8 @@ class RolloutQueue:
     """Rows in, groups out, at most as stale as the config allows.
 
     ``draw`` starts a row's rollouts and returns their future; ``note`` is told of every row's
-    outcome; ``check`` is called while the trainer waits and raises when waiting is in vain.
+    outcome, and what it raises ends the rollouts; ``check`` is called while the trainer waits and
+    raises when waiting is in vain.
     ``weight_version`` tells what the deployment serves now, ``now`` the time in seconds.
     """
 
@@ -158,12 +159,12 @@ class RolloutQueue:
         try:
             with self._busy.draw():
                 draw = await self._draw(submission)
+            self._note(draw)
         except Exception as error:  # noqa: BLE001 - whatever a rollout function raises
             self.fail(error)
             return
         finally:
             self._running.pop(index, None)
-        self._note(draw)
         if draw.group is None:
             self.gate.reject(index)
         else:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from hearth.errors import ConfigError
 from training.utils.config import Replay
 from training.utils.rl.failures import CircuitBreaker, is_recoverable, with_retries
-from training.utils.rl.groups import Draw, PromptGroup
+from training.utils.rl.groups import Draw, Example, PromptGroup
 from training.utils.rl.rollout import OPTIONAL_ARGUMENTS, Rollout, RolloutFn, RolloutRun, runs_of
 from training.utils.rl.rollout_sampler import DrawContext, current_draw
 from training.utils.rl.rollout_thread import place_of
@@ -61,6 +61,15 @@ class Submission:
 
 
 @dataclass(frozen=True)
+class RowTrajectories:
+    """What a row's draws gave, without a group being made of it."""
+
+    runs: list[RolloutRun]
+    failed: int
+    """Draws that failed or gave nothing."""
+
+
+@dataclass(frozen=True)
 class _Drawn:
     """What one draw gave: trajectories, or none and perhaps why."""
 
@@ -100,20 +109,14 @@ class Rollouts:
             Exception: what a rollout function raised that no second try mends.
             RolloutsFailingError: too many draws fail.
         """
-        index = submitted.row.index
-        self.lengths[index] = []
-        tasks = [
-            asyncio.create_task(self._draw_one(submitted, sample))
-            for sample in range(self._config.completions_per_prompt)
-        ]
-        try:
-            drawn = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self.lengths.pop(index, None)
-        return await self._outcome(submitted, drawn)
+        return await self._outcome(submitted, await self._draw_all(submitted))
+
+    async def trajectories(self, submitted: Submission) -> RowTrajectories:
+        """All draws of a row as they are, for who only looks at them; raises as ``draw``."""
+        drawn = await self._draw_all(submitted)
+        return RowTrajectories(
+            [run for one in drawn for run in one.runs], failed=sum(not one.runs for one in drawn)
+        )
 
     def places(self, limit: int) -> list[str]:
         """One line for each of the ``limit`` oldest calls under way; from any thread.
@@ -122,6 +125,21 @@ class Rollouts:
         """
         calls = list(self._calls.items())[: max(0, limit)]
         return [f"{where}: {place_of(task)}" for task, where in calls]
+
+    async def _draw_all(self, submitted: Submission) -> list[_Drawn]:
+        index = submitted.row.index
+        self.lengths[index] = []
+        tasks = [
+            asyncio.create_task(self._draw_one(submitted, sample))
+            for sample in range(self._config.completions_per_prompt)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.lengths.pop(index, None)
 
     async def _draw_one(self, submitted: Submission, sample: int) -> _Drawn:
         where = f"row {submitted.row.index}, draw {sample}"
@@ -224,6 +242,7 @@ class Rollouts:
             error=errors[-1] if errors else None,
             failed_draws=sum(one.error is not None for one in drawn),
             empty_draws=sum(not one.runs and one.error is None for one in drawn),
+            example=_example(runs[0]) if runs else None,
         )
 
     async def _judged(
@@ -293,6 +312,12 @@ def declared_arguments(rollout_fn: RolloutFn) -> list[str]:
             f"beside the row it may declare {', '.join(OPTIONAL_ARGUMENTS)}"
         ) from None
     return declared
+
+
+def _example(run: RolloutRun) -> Example:
+    last = run.segments[-1]
+    drawn = [token for token, live in zip(last.tokens, last.loss_mask, strict=True) if live]
+    return Example(last.text, drawn, run.reward, last.finish_reason)
 
 
 def _length(runs: list[RolloutRun]) -> int:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Literal, Protocol
 
 import tinker
+from torch import Tensor
 
 from hearth.losses.corrections import WithReference
 from hearth.losses.objective import Objective
@@ -26,8 +27,9 @@ from training.utils.rl.objectives import (
     samples_of,
     tis_options,
 )
+from training.utils.rl.parity import logprob_gaps, parity_metrics
 from training.utils.rl.platform import RunInfra
-from training.utils.rl.policy_losses import make_policy_loss_fn
+from training.utils.rl.policy_losses import LossFunction, make_policy_loss_fn
 
 
 class UpdateConfig(ObjectiveConfig, Protocol):
@@ -57,15 +59,20 @@ class PolicyUpdate:
     ``ppo_n_minibatches`` above 1 the whole batch is one piece, cut into minibatches with an
     optimizer step each. Seconds go to ``clock``. ``kl`` gives the weight of the KL, the same all
     through the batch, and sees what the batch's KL was; without it that is ``config.kl_beta``.
+    ``version`` is the weight version that the trainer's weights are served as: of samples that it
+    drew, trainer's and sampler's logprobs are compared (``parity``). None compares nothing.
     """
 
     def __init__(
-        self, config: UpdateConfig, infra: RunInfra, clock: Stopwatch, kl: AdaptiveKL | None = None
-    ) -> None:
+        self, config: UpdateConfig, infra: RunInfra, clock: Stopwatch,
+        kl: AdaptiveKL | None = None, version: int | None = None,
+    ) -> None:  # fmt: skip
         self._config = config
         self._infra = infra
         self._clock = clock
         self._kl = kl
+        self._version = version
+        self._gaps: list[Tensor] = []
         self.groups: list[PromptGroup] = []
         """The groups that have gone through forward and backward."""
         self.optimizer_steps = 0
@@ -95,6 +102,19 @@ class PolicyUpdate:
             # Beside the optimizer's own, since every entry of 0 samples counts as one step of it.
             self.results[-1] = (0, {**self.results[-1][1], "kl_beta": self._kl.coefficient})
             self._kl.observe(self._mean_kl())
+
+    def parity(self) -> dict[str, float]:
+        """``parity/*`` of the batch so far."""
+        return parity_metrics(self._gaps)
+
+    def _compare(
+        self, samples: Sequence[TrainSample], policy: Sequence[Sequence[float] | Tensor]
+    ) -> None:
+        """Note how far the policy, before the batch moves it, is from what the samples say."""
+        if self._version is None:
+            return
+        for sample, rows in zip(samples, policy, strict=True):
+            self._gaps.append(logprob_gaps(sample, rows, self._version))
 
     def _mean_kl(self) -> float:
         """The batch's k3 estimate of the KL to the reference, in nats per token."""
@@ -126,9 +146,13 @@ class PolicyUpdate:
             config=objective,
             tis=tis,
         )
-        return await policy.forward_backward_custom(
-            [one.datum for one in samples], loss_fn, temperature=config.temperature
+        seen: list[Tensor] = []
+        result = await policy.forward_backward_custom(
+            [one.datum for one in samples], noting(loss_fn, seen), temperature=config.temperature
         )
+        if config.ppo_n_minibatches == 1:  # else the policy before the batch was asked
+            self._compare(samples, seen)
+        return result
 
     async def _score_reference(self, samples: Sequence[TrainSample]) -> None:
         """Give every sample the frozen reference's logprobs, where there is a reference."""
@@ -153,8 +177,10 @@ class PolicyUpdate:
                 [one.datum for one in samples], "cross_entropy",
                 {"temperature": self._config.temperature},
             )  # fmt: skip
-        for sample, output in zip(samples, scored.loss_fn_outputs, strict=True):
-            sample.old_logprobs = output["logprobs"].data
+        rows = [output["logprobs"].data for output in scored.loss_fn_outputs]
+        for sample, row in zip(samples, rows, strict=True):
+            sample.old_logprobs = row
+        self._compare(samples, rows)
 
     async def _optimizer_step(self) -> None:
         """One AdamW step on what has accumulated."""
@@ -169,6 +195,18 @@ class PolicyUpdate:
             )
         self.optimizer_steps += 1
         self.results.append((0, done.metrics or {}))
+
+
+def noting(loss_fn: LossFunction, seen: list[Tensor]) -> LossFunction:
+    """The same loss function, which writes down the logprobs that it is called with."""
+
+    def noting_fn(
+        data: list[tinker.Datum], logprobs: list[Tensor]
+    ) -> tuple[Tensor, dict[str, float]]:
+        seen.extend(one.detach() for one in logprobs)
+        return loss_fn(data, logprobs)
+
+    return noting_fn
 
 
 def chunks(samples: Sequence[TrainSample], size: int) -> list[Sequence[TrainSample]]:

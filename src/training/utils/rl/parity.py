@@ -1,0 +1,66 @@
+"""Whether sampler and trainer compute the same policy: logprobs of the same tokens by both.
+
+Compared are samples whose weights the trainer still has when it scores them, before its update
+moves them, so that staleness is no difference. The step's own forward knows them: it costs nothing.
+A deployment that quantizes, another attention kernel, a wrong temperature or truncated sampling
+(``top_p``, ``top_k``) in a rollout function show here, and before that nowhere but in the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hearth.errors import HearthError
+from training.utils.rl.groups import TrainSample
+
+
+class ParityError(HearthError, RuntimeError):
+    """Sampler and trainer are further apart than ``parity_threshold``, and that is to end runs."""
+
+
+def logprob_gaps(sample: TrainSample, policy: Sequence[float] | Tensor, version: int) -> Tensor:
+    """|trainer's logprob - sampler's logprob| of a sample's drawn tokens, flat and float64.
+
+    ``policy`` is target-aligned, N - 1 rows for N tokens. A sample that weight version ``version``
+    has not drawn from first to last has no gaps: a token that went on from older ones stands on
+    their keys and values.
+    """
+    drawn = sample.drawn
+    if {by for by, count in drawn.versions or [] if count} != {version}:
+        return torch.zeros(0, dtype=torch.float64)
+    behavior = torch.tensor(sample.behavior_logprobs, dtype=torch.float64)
+    gaps = (torch.as_tensor(policy, dtype=torch.float64) - behavior).abs()
+    return gaps[torch.tensor(drawn.loss_mask[1:], dtype=torch.bool)]
+
+
+def parity_metrics(gaps: Sequence[Tensor]) -> dict[str, float]:
+    """``parity/*`` of some gaps, in nats: percentiles, largest, mean of exp(gap), and how many.
+
+    None without any token.
+    """
+    every = torch.cat([torch.zeros(0, dtype=torch.float64), *gaps])
+    if not every.numel():
+        return {}
+    return {
+        "parity/p50": float(every.quantile(0.5)),
+        "parity/p95": float(every.quantile(0.95)),
+        "parity/max": float(every.max()),
+        "parity/mean_exp": float(every.exp().mean()),
+        "parity/tokens": float(every.numel()),
+    }
+
+
+def parity_problem(metrics: Mapping[str, float], threshold: float) -> str | None:
+    """What is wrong with a step's ``parity/*``; None where nothing is, or nothing was compared."""
+    p95 = metrics.get("parity/p95")
+    if p95 is None or p95 <= threshold:
+        return None
+    return (
+        f"sampler and trainer must agree within parity_threshold={threshold:g} nats on 95% of the "
+        f"tokens, got {p95:.3g} (largest {metrics['parity/max']:.3g}): does the rollout function "
+        "sample with another temperature, top_p or top_k, does the deployment quantize, does a "
+        "mixture of experts need router_replay?"
+    )

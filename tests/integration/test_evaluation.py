@@ -1,0 +1,181 @@
+"""Held-out evaluation on the embedded platform: beside the training, without changing it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import orjson
+import pytest
+import torch
+from tests.integration.conftest import async_config, config
+from tests.integration.rollouts import drawing, spread
+
+from training.examples.rl.vanilla_sampler import build_deployment_sampler
+from training.quickstart import HELDOUT_ROWS
+from training.recipes import igpo_loop, rl_loop
+from training.utils.rl.groups import completion_sample
+from training.utils.rows import load_rows
+
+HELD_OUT = {"eval_dataset": str(HELDOUT_ROWS), "eval_rows": 4, "eval_samples_per_prompt": 2}
+
+
+def all_records(run):
+    return [orjson.loads(one) for one in (run.folder / "metrics.jsonl").read_bytes().splitlines()]
+
+
+def same_training(one, other) -> bool:
+    left, right = one.weights(), other.weights()
+    return one.records() == other.records() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def test_evaluation_beside_the_training_changes_nothing_that_is_trained(async_trial):
+    plain = async_trial()
+    evaluated = async_trial(eval_every=2, **HELD_OUT)
+
+    assert same_training(plain, evaluated)
+    assert plain.records("eval") == []
+    records = evaluated.records("eval")
+    assert records[0]["step"] == 0
+    assert records[-1]["step"] == evaluated.summary.steps == 4
+    assert all_records(evaluated)[-1]["type"] == "eval"
+    for one in records:
+        assert one["eval/samples"] == 8
+        assert one["eval/pass@1"] == pytest.approx(one["eval/accuracy"])
+        assert one["eval/pass@1"] <= one["eval/pass@2"]
+        assert one["eval/weight_version_min"] >= 0
+        assert one["eval/weight_version_max"] <= 4
+    # Nothing is trained any more: the last weights draw all of it.
+    assert records[-1]["eval/weight_version_min"] == records[-1]["eval/weight_version_max"] == 4
+    assert [step for step, _ in evaluated.summary.evaluations] == [one["step"] for one in records]
+
+
+def test_it_goes_on_while_steps_are_trained_off_policy(async_trial):
+    run = async_trial(
+        max_rows=16, max_head_offpolicy_versions=2, eval_dataset=str(HELDOUT_ROWS), eval_rows=64
+    )
+
+    kinds = [one["type"] for one in all_records(run)]
+    assert kinds.count("train") == 8
+    # The first one began before the first step and ended amid the others; the last one is awaited.
+    assert "train" in kinds[: kinds.index("eval")]
+    assert [one["step"] for one in run.records("eval")] == [0, 8]
+    assert max(one["async/version_offset_max"] for one in run.records()) <= 2
+
+
+def test_given_rows_need_no_messages_and_a_failing_evaluation_is_only_a_warning(
+    async_trial, caplog
+):
+    calls = []
+
+    def make_rollout_fn(setup):
+        sampler = build_deployment_sampler(setup)
+
+        async def rollout_fn(row):
+            calls.append(row)
+            if "question" in row:
+                raise ValueError("no such tool")
+            (drawn,) = await sampler.sample_with_tokens(row["messages"], n=1, **setup.sample_kwargs)
+            return completion_sample(drawn, spread(drawn.text, row))
+
+        return rollout_fn
+
+    with caplog.at_level(logging.WARNING):
+        run = async_trial(make=make_rollout_fn, held_out=[{"question": "6 * 7"}])
+
+    assert run.summary.steps == 4
+    assert run.summary.evaluations == []
+    assert run.records("eval") == []
+    assert {"question": "6 * 7"} in calls
+    assert "no such tool" in caplog.text
+
+
+def test_rl_loop_retries_and_goes_on_without_a_failed_evaluation(trial, caplog):
+    def reward(text, row):
+        if row in held_out:
+            raise ValueError("the judge is away")
+        return spread(text, row)
+
+    held_out = load_rows(str(HELDOUT_ROWS), 4)
+    with caplog.at_level(logging.WARNING):
+        run = trial(reward_fn=reward, max_rows=4, eval_every=1, **HELD_OUT)
+
+    assert run.summary.steps == len(run.records()) == 2
+    assert run.records("eval") == run.summary.evaluations == []
+    assert caplog.text.count("has no record: ValueError: the judge is away") == 3
+
+
+def after_the_first_evaluation(held_out):
+    """A factory whose training rollouts wait until each held-out row was drawn twice."""
+    left = 2 * len(held_out)
+    is_over = asyncio.Event()
+
+    def make_rollout_fn(setup):
+        inner = drawing()(setup)
+
+        async def rollout_fn(row, *, cursor_index, sample_index):
+            nonlocal left
+            if row not in held_out:
+                await is_over.wait()
+            drawn = await inner(row, cursor_index=cursor_index, sample_index=sample_index)
+            left -= row in held_out
+            if left == 0:
+                is_over.set()
+            return drawn
+
+        return rollout_fn
+
+    return make_rollout_fn
+
+
+def test_both_recipes_draw_the_same_held_out_answers_from_the_same_weights(trial, async_trial):
+    (first, _) = trial(reward_fn=spread, max_rows=2, **HELD_OUT).records("eval")
+    make = after_the_first_evaluation(load_rows(str(HELDOUT_ROWS), 4))
+    (before, after) = async_trial(max_rows=2, make=make, **HELD_OUT).records("eval")
+
+    shared = {name: value for name, value in before.items() if name in first}
+    assert shared == first
+    assert after["eval/weight_version_min"] == 1
+
+
+def test_a_run_that_fails_does_not_wait_for_its_evaluation(async_trial):
+    held_out = load_rows(str(HELDOUT_ROWS), 4)
+    cancelled = []
+
+    def make_rollout_fn(setup):
+        inner = drawing()(setup)
+
+        async def rollout_fn(row, *, cursor_index, sample_index):
+            if row in held_out:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    cancelled.append(sample_index)
+            if cursor_index == 3:
+                raise ValueError("a bug in the rollout")
+            return await inner(row, cursor_index=cursor_index, sample_index=sample_index)
+
+        return rollout_fn
+
+    with pytest.raises(ValueError, match="a bug in the rollout"):
+        async_trial(make=make_rollout_fn, rollout_timeout_s=None, **HELD_OUT)
+
+    assert sorted(cancelled) == [0] * 4 + [1] * 4
+
+
+def test_held_out_rows_may_be_given_to_every_recipe(tmp_path):
+    held_out = load_rows(str(HELDOUT_ROWS), 3)
+
+    runs = [
+        rl_loop.main(config(tmp_path / "sync", max_rows=2), reward_fn=spread, eval_rows=held_out),
+        igpo_loop.main(
+            igpo_loop.Config(**vars(async_config(tmp_path / "igpo", max_rows=2))),
+            rollout_fn_factory=drawing(), eval_rows=held_out,
+        ),
+    ]  # fmt: skip
+
+    for run in runs:
+        assert [step for step, _ in run.evaluations] == [0, 1]
+        assert [len(result.samples) for _, result in run.evaluations] == [3, 3]

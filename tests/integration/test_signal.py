@@ -1,0 +1,60 @@
+"""A run that has nothing to learn from says so, and ends, in every recipe."""
+
+from __future__ import annotations
+
+import pytest
+from tests.integration.rollouts import drawing
+
+from training.examples.rl.vanilla_sampler import build_deployment_sampler
+from training.utils.rl.groups import completion_sample
+from training.utils.rl.signal import NoSignalError
+
+
+def constant(reward: float):
+    def make_rollout_fn(setup):
+        sampler = build_deployment_sampler(setup)
+
+        async def rollout_fn(row):
+            (drawn,) = await sampler.sample_with_tokens(row["messages"], n=1, **setup.sample_kwargs)
+            return completion_sample(drawn, reward)
+
+        return rollout_fn
+
+    return make_rollout_fn
+
+
+def test_rl_loop_ends_on_windows_without_a_step(trial):
+    with pytest.raises(NoSignalError, match="none in 4 rows in a row") as caught:
+        trial(reward_fn=lambda _text, _row: 0.0, no_signal_patience=2)
+
+    assert "every answer earned 0" in str(caught.value)
+    assert "one of the last answers (reward 0," in str(caught.value)
+
+
+def test_rl_loop_ends_where_every_answer_is_cut(trial):
+    with pytest.raises(NoSignalError, match="100% of the answers were cut: raise max_completion"):
+        trial(max_completion_tokens=1, truncated_completions="drop", no_signal_patience=2)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_async_rl_loop_ends_on_steps_that_trained_nothing(async_trial, late):
+    with pytest.raises(NoSignalError, match=r"every answer earned 0\.25"):
+        async_trial(
+            make=constant(0.25), no_signal_patience=2, max_head_offpolicy_versions=late, max_rows=12
+        )
+
+
+def test_async_rl_loop_ends_where_a_filter_leaves_no_step(async_trial):
+    with pytest.raises(NoSignalError, match="dynamic_filter_fn refuses the groups"):
+        async_trial(make=drawing(), accepts=lambda _group: False, no_signal_patience=2)
+
+
+def test_rows_that_are_solved_end_nothing_and_what_is_wrong_is_said(async_trial, capsys):
+    run = async_trial(make=constant(1.0), no_signal_patience=2)
+
+    assert run.summary.steps == 4
+    assert [one["signal/effective_samples"] for one in run.records()] == [0.0] * 4
+    assert [one["signal/useful_row_ratio"] for one in run.records()] == [0.0] * 4
+    shown = capsys.readouterr().out
+    assert shown.count("100% of the rows taught nothing") == 1
+    assert "the last 4 rows taught nothing, and most of their answers are right" in shown
