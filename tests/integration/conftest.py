@@ -1,4 +1,5 @@
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,18 @@ def config(folder: Path, **changes: Any) -> Config:
         "deployment": DeployConfig(tokenizer_model=str(MODEL)),
     }
     return Config(**(small | changes))
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A recipe's command sets up logging for its process, which here is everybody's."""
+    loggers = [logging.getLogger(name) for name in ("hearth", "training")]
+    before = [(one.level, one.propagate, list(one.handlers)) for one in loggers]
+    yield
+    for one, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        one.setLevel(level)
+        one.propagate = propagate
+        one.handlers[:] = handlers
 
 
 @pytest.fixture
