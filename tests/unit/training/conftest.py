@@ -25,6 +25,8 @@ from training.utils.rl import Infra, setup_infra
 
 JOBS = "/v1/accounts/me/rlorTrainerJobs"
 DEPLOYMENTS = "/v1/accounts/me/deployments"
+# What a rule waits for comes within so many seconds, or its test fails.
+HAPPENS_S = 60.0
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -62,6 +64,8 @@ class Rule:
     times: int = 10**9
     after: bool = False
     """Refuse only the answer: the platform has done what was asked."""
+    until: tuple[str, str, int] | None = None
+    """Wait until so many requests by another pattern have begun, or ended: (which, pattern, n)."""
 
 
 class Wire:
@@ -128,6 +132,8 @@ class Wire:
         if rule is not None:
             rule.times -= 1
             await asyncio.sleep(rule.delay_s)
+            if rule.until is not None:
+                await self._happened(*rule.until)
         if rule is None or rule.status is None:
             return await self._app(scope, given, send)
         if rule.after:
@@ -136,6 +142,14 @@ class Wire:
         await send({"type": "http.response.start", "status": rule.status, "headers": []})
         await send({"type": "http.response.body", "body": body})
         return None
+
+    async def _happened(self, kind: str, pattern: str, count: int) -> None:
+        async with asyncio.timeout(HAPPENS_S):
+            while (
+                sum(one == kind and bool(re.search(pattern, line)) for one, line in self.events)
+                < count
+            ):
+                await asyncio.sleep(0.002)
 
 
 class Stage:
