@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,10 @@ from training.examples.rl.multihop_qa import train as multihop_train
 from training.examples.rl.multihop_qa.corpus import question_rows
 from training.examples.rl.multihop_qa.policy import ensure_model
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
+from training.quickstart import HELDOUT_ROWS
 from training.recipes import async_rl_loop, igpo_loop
 from training.utils import DeployConfig
-from training.utils.rl.groups import PromptGroup
+from training.utils.rl.groups import PromptGroup, completion_sample
 from training.utils.rl.information_gain import (
     AnswerFn,
     Scorer,
@@ -31,7 +33,16 @@ from training.utils.rl.information_gain import (
     trainer_scorer,
 )
 from training.utils.rl.platform import PlatformSpec, RunInfra, provision
-from training.utils.rl.rollout import RolloutFn, RolloutFnFactory, RolloutSample, RolloutSetup
+from training.utils.rl.rollout import (
+    Rollout,
+    RolloutFn,
+    RolloutFnFactory,
+    RolloutResult,
+    RolloutRun,
+    RolloutSample,
+    RolloutSetup,
+)
+from training.utils.rows import load_rows
 
 TOOL = [40, 41, 9]
 """What the tool says after each turn but the last."""
@@ -58,6 +69,7 @@ def two_turns(reward: float | None = None) -> RolloutFnFactory:
                 logprobs=[0.0] * len(prompt) + [value for part in rows for value in part],
                 loss_mask=[0] * len(prompt) + [1] * 4 + [0] * len(TOOL) + [1] * 4,
                 reward=spread(one.text + two.text, row) if reward is None else reward,
+                finish_reason=two.finish_reason,
             )
 
         return rollout_fn
@@ -154,6 +166,103 @@ def test_minibatches_and_staleness_take_them_too(tmp_path):
     assert all(record["train/grad_norm"] > 0 for record in done.trial.records())
 
 
+# Held-out evaluation.
+
+
+def test_held_out_rows_are_evaluated_turn_by_turn_and_earn_no_credit(run, tmp_path):
+    evaluated = Run(
+        tmp_path, two_turns(), eval_dataset=str(HELDOUT_ROWS), eval_rows=3, eval_every=1,
+        eval_samples_per_prompt=2,
+    )  # fmt: skip
+
+    records = evaluated.trial.records("eval")
+    assert (records[0]["step"], records[-1]["step"]) == (0, 2)
+    for one in records:
+        assert (one["eval/samples"], one["eval/sample_fail_count"]) == (6, 0)
+        assert 0 <= one["eval/pass@1"] == one["eval/accuracy"] <= one["eval/pass@2"] <= 1
+        assert one["eval/response_len/mean"] == 8.0  # two turns of four tokens
+        assert one["eval/truncated_ratio"] == 1.0  # which ignore the end
+        assert not any(name.startswith("igpo/") for name in one)
+    # The last one draws from the last weights, whatever the others met on their way.
+    assert records[0]["eval/weight_version_min"] == 0
+    assert records[-1]["eval/weight_version_min"] == records[-1]["eval/weight_version_max"] == 2
+    # Held-out groups are neither filtered nor credited, and what is trained is the same to the bit.
+    assert len(evaluated.groups) == 4
+    assert evaluated.gains() == run.gains()
+    left, right = evaluated.trial.weights(), run.trial.weights()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_an_evaluation_that_fails_is_said_with_its_row_and_the_turns_go_on(tmp_path, caplog):
+    def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
+        inner = two_turns()(setup)
+
+        async def rollout_fn(row: dict[str, Any]) -> Any:
+            if row in held_out:
+                raise ValueError("no such tool")
+            return await inner(row)
+
+        return rollout_fn
+
+    held_out = load_rows(str(HELDOUT_ROWS), 2)
+    with caplog.at_level(logging.WARNING):
+        done = Run(tmp_path, make_rollout_fn, eval_dataset=str(HELDOUT_ROWS), eval_rows=2)
+
+    assert len(done.trial.records()) == 2
+    assert done.trial.records("eval") == done.trial.summary.evaluations == []
+    said = "failed and has no record: ValueError: no such tool, in the rollout of held-out row"
+    assert caplog.text.count(said) == 2
+
+
+def any_shape() -> RolloutFnFactory:
+    """A factory of draws of a turn, of several segments or of two agents; each turn is cut."""
+
+    def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
+        sampler = build_deployment_sampler(setup)
+        asked = setup.sample_kwargs | {"max_tokens": 4, "ignore_eos": True}
+
+        async def segment(prompt: list[int], reward: float) -> RolloutSample:
+            (drawn,) = await sampler.sample_with_prompt_tokens(prompt, n=1, **asked)
+            return completion_sample(drawn, reward)
+
+        async def rollout_fn(row: dict[str, Any], *, sample_index: int) -> RolloutResult:
+            start = setup.tokenizer.apply_chat_template(
+                row["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
+            )
+            match sample_index:
+                case 0:
+                    return await segment(start, 0.0)
+                case 1:
+                    return RolloutRun([await segment([*start, *some], 1.0) for some in ([], TOOL)])
+                case 2:
+                    parts = ([], TOOL, [9, 9])
+                    return RolloutRun([await segment([*start, *some], 0.5) for some in parts])
+                case _:
+                    runs = [RolloutRun([await segment(start, one)]) for one in (0.25, 0.75)]
+                    return Rollout(runs)
+
+        return rollout_fn
+
+    return make_rollout_fn
+
+
+@pytest.mark.parametrize("normalization", ["separate", "pooled"])
+def test_trajectories_of_any_shape_are_credited_and_trained_together(tmp_path, normalization):
+    done = Run(tmp_path, any_shape(), ig_normalization=normalization)
+
+    assert [one["train/grad_norm"] > 0 for one in done.trial.records()] == [True, True]
+    for group in done.groups:
+        assert group.credit is not None
+        turns = [len(one) for one in group.credit.advantages]
+        assert turns == [1, 2, 3, 1, 1] == [len(samples) for samples in group.samples]
+        assert group.truncated == [True] * 5
+        for samples, advantages in zip(group.samples, group.credit.advantages, strict=True):
+            for sample, one in zip(samples, advantages, strict=True):
+                assert isinstance(sample.advantage, list)
+                assert sample.advantage[-4:] == [one] * 4
+                assert not any(sample.advantage[:-4])
+
+
 # Against plain GRPO.
 
 
@@ -189,6 +298,15 @@ def test_deployment_and_trainer_see_the_same_gains(run, tmp_path):
         assert one == pytest.approx(other, abs=1e-4)
 
 
+@pytest.mark.parametrize("scorer", ["deployment", "trainer"])
+def test_beliefs_are_the_models_own_whatever_temperature_is_drawn_at(run, tmp_path, scorer):
+    sharp = Run(tmp_path, two_turns(), ig_scorer=scorer, temperature=0.3)
+
+    before = [one.trial.records()[0] for one in (run, sharp)]
+    assert before[1]["igpo/baseline_logp"] == pytest.approx(before[0]["igpo/baseline_logp"])
+    assert before[1]["rollout/entropy"] < before[0]["rollout/entropy"]
+
+
 def test_answers_of_a_function_of_ones_own_are_scored(run, tmp_path):
     other = Run(tmp_path, two_turns(), answer_fn=lambda _row: [7, 8])
 
@@ -208,7 +326,7 @@ SEQUENCES = [[5, 17, 40, 41, 9, 12], [5, 17, 40], [7, 7, 30, 31, 32, 33, 34, 35]
 
 def scored(score: Scorer) -> list[list[float]]:
     async def ask() -> list[list[float]]:
-        return [list(one) for one in await score(SEQUENCES)]
+        return [list(one) for one in await score(SEQUENCES, 2)]
 
     return asyncio.run(ask())
 
@@ -218,7 +336,7 @@ def test_t170_both_scorers_take_token_ids_and_agree(infra: RunInfra):
         scored(score) for score in (deployment_scorer(infra.sampler), trainer_scorer(infra.policy))
     )
 
-    assert [len(one) for one in served] == [5, 2, 7]
+    assert [len(one) for one in served] == [2, 2, 2]
     for one, other in zip(served, trained, strict=True):
         assert one == pytest.approx(other, abs=1e-4)
 
@@ -232,6 +350,30 @@ def test_t170_scoring_leaves_no_gradient(infra: RunInfra):
 
 
 # The example.
+
+
+def test_the_example_runs_as_a_program_and_shows_what_each_turn_was_worth(tmp_path, capsys):
+    model = ensure_model(tmp_path / "model", steps=1)
+    capsys.readouterr()
+
+    code = multihop_train.command(
+        [
+            f"--base-model={model}", f"--deployment.tokenizer-model={model}",
+            f"--log-path={tmp_path / 'run'}", "--prompt-groups-per-step=96",
+            "--completions-per-prompt=2", "--max-completion-tokens=2",
+        ]
+    )  # fmt: skip
+
+    assert code == 0
+    shown = capsys.readouterr().out.splitlines()
+    heads = [line for line in shown if line.startswith("row ")]
+    assert [line.partition(",")[0] for line in heads] == ["row 1 of 192", "row 192 of 192"]
+    for head in heads:
+        question, names, turn = shown[shown.index(head) + 1 :][:3]
+        assert question.startswith("where ")
+        assert names == "    gain  advantage  turn"
+        assert len(turn.split()) >= 2
+    assert shown[-1].startswith("mean reward: 0.000 in the first quarter of 2 steps")
 
 
 def test_scoring_takes_less_than_a_quarter_of_the_examples_step(tmp_path):

@@ -12,8 +12,9 @@ import pytest
 import transformers
 from openai import AsyncOpenAI
 from safetensors import safe_open
+from tests.integration.conftest import Trial, async_config
 from tests.integration.rollouts import drawing, spread
-from tests.unit.moe import moe_config
+from tests.unit.moe import moe_config, tie_routers
 
 from hearth.control.app import create_gateway
 from hearth.control.door import Door
@@ -23,6 +24,7 @@ from hearth.wire.routing import RoutingShape, decode_routing
 from hearth.wire.tinker import DatumRecord, ForwardInput
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.quickstart import MODEL
+from training.recipes import igpo_loop
 from training.utils import DeployConfig
 from training.utils.rl.agents import build_agent_server
 from training.utils.rl.rollout import RolloutFn, RolloutRun, RolloutSample, RolloutSetup
@@ -38,29 +40,50 @@ Sent = list[tuple[bool, DatumRecord]]
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random mixture of experts with the shipped model's tokenizer."""
-    folder = tmp_path_factory.mktemp("moe")
+    return write_model(tmp_path_factory.mktemp("moe"))
+
+
+@pytest.fixture(scope="module")
+def undecided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose routers hardly tell its experts apart: what rounding decides, they follow."""
+    return write_model(tmp_path_factory.mktemp("undecided"), tied=True)
+
+
+def write_model(folder: Path, *, tied: bool = False) -> Path:
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     transformers.set_seed(0)
+    sizes = {"vocab_size": len(tokenizer), "num_experts": 6 if tied else 8}
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = moe_config(vocab_size=len(tokenizer), **ids)
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    module = transformers.Qwen3MoeForCausalLM(moe_config(**sizes, **ids))
+    if tied:
+        tie_routers(module)
+    module.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
-def sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
+def draws() -> list[dict[str, Any]]:
+    """What the deployment of ``sent`` is asked for."""
+    return []
+
+
+@pytest.fixture
+def sent(
+    draws: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Sent]:
     """What reaches the trainers of a platform that runs behind an app which writes it down."""
     seen: Sent = []
     with EmbeddedPlatform(work_dir=tmp_path / "platform") as platform:
-        mount(URL, writing_down(create_gateway(platform.plane, Door(is_local=False)), seen))
+        gateway = create_gateway(platform.plane, Door(is_local=False))
+        mount(URL, writing_down(gateway, seen, draws))
         monkeypatch.setenv("FIREWORKS_BASE_URL", URL)
         monkeypatch.setenv("FIREWORKS_API_KEY", "x")
         yield seen
         unmount(URL)
 
 
-def writing_down(app: Any, seen: Sent) -> Any:
+def writing_down(app: Any, seen: Sent, draws: list[dict[str, Any]]) -> Any:
     async def record(scope: Any, receive: Any, send: Any) -> None:
         body = bytearray()
 
@@ -71,6 +94,8 @@ def writing_down(app: Any, seen: Sent) -> Any:
 
         await app(scope, heard, send)
         operation = scope["path"].rpartition("/")[2]
+        if operation == "completions":
+            draws.append(orjson.loads(body))
         if operation in ("forward", "forward_backward"):
             content = orjson.loads(body)
             given = ForwardInput.checked(content[f"{operation}_input"])
@@ -115,13 +140,14 @@ def check_sent(sent: Sent) -> None:
         assert blanks_of(one) == [weight == 0.0 for weight in weights[tokens_of(one)]]
 
 
-def test_rl_loop_replays_what_was_drawn_in_policy_passes_alone(moe, trial, sent):
+def test_rl_loop_replays_what_was_drawn_in_policy_passes_alone(moe, trial, sent, draws):
     run = trial(reward_fn=spread, **on_moe(moe))
 
     first, second = run.records()
     assert (run.summary.steps, run.summary.version) == (2, 2)
     assert [one["rollout/router_replay_ratio"] for one in (first, second)] == [1.0, 1.0]
     assert first["train/mean_kl"] != second["train/mean_kl"]
+    assert all(one["include_routing_matrix"] for one in draws)
     check_sent(sent)
 
 
@@ -196,11 +222,124 @@ def test_the_built_in_losses_replay_as_well(moe, trial, sent):
     assert all(any(blanks_of(one)) and not all(blanks_of(one)) for _, one in sent)
 
 
-def test_without_router_replay_nothing_is_asked_for_or_sent(moe, trial, sent):
+def test_without_router_replay_nothing_is_asked_for_or_sent(moe, trial, sent, draws):
     run = trial(reward_fn=spread, **on_moe(moe, router_replay=False, max_rows=2))
 
+    assert len(draws) == 2 * 4
+    assert not any(one["include_routing_matrix"] for one in draws)
     assert all(one.model_input.routing_matrices is None for _, one in sent)
     assert "rollout/router_replay_ratio" not in run.records()[0]
+
+
+# Adapters leave the routers as undecided as they were.
+CLOSED = {
+    "async": {},
+    "off-policy": {"max_head_offpolicy_versions": 1},
+    "in flight": {"max_head_offpolicy_versions": 1, "in_flight_weight_updates": True},
+    "minibatches": {"ppo_n_minibatches": 2},
+    "prompts too": {"router_replay_completion_only": False},
+    "all parameters": {"lora_rank": 0},
+}
+
+
+@pytest.mark.parametrize("changes", CLOSED.values(), ids=CLOSED.keys())
+def test_a_run_with_replay_has_the_samplers_logprobs_where_one_without_has_others(
+    undecided, async_trial, changes
+):
+    asked = on_moe(undecided, kl_beta=0.0, max_rows=8, **{"lora_rank": 4, **changes})
+
+    replayed, free = (
+        async_trial(make=drawing(), **asked | {"router_replay": on}).records()
+        for on in (True, False)
+    )
+
+    assert free[0]["parity/max"] > 0.1
+    assert "parity/max" in replayed[0]
+    assert all(one["parity/max"] <= 1e-5 for one in replayed if "parity/max" in one)
+
+
+@pytest.mark.parametrize("loss_path", ["client", "builtin"])
+def test_both_loss_paths_close_the_gap_in_rl_loop(undecided, trial, loss_path):
+    asked = on_moe(undecided, kl_beta=0.0, lora_rank=4, loss_path=loss_path)
+
+    replayed, free = (
+        trial(reward_fn=spread, **asked | {"router_replay": on}).records() for on in (True, False)
+    )
+
+    assert free[0]["parity/max"] > 0.1
+    assert all(one["parity/max"] <= 1e-5 for one in replayed)
+
+
+def two_turns(setup: RolloutSetup) -> RolloutFn:
+    """An agent that draws, hears three tokens, and draws again."""
+    sampler = build_deployment_sampler(setup)
+
+    async def rollout_fn(row: dict[str, Any]) -> RolloutSample:
+        asked = setup.sample_kwargs | {"max_tokens": 5, "ignore_eos": True}
+        (one,) = await sampler.sample_with_tokens(prompt_messages(row), n=1, **asked)
+        (two,) = await sampler.sample_with_prompt_tokens([*one.full_tokens, 40, 41, 9], **asked)
+        assert one.inference_logprobs is not None
+        assert two.inference_logprobs is not None
+        start = [0] * one.prompt_len
+        return RolloutSample(
+            tokens=two.full_tokens,
+            logprobs=[0.0 * at for at in start]
+            + [*one.inference_logprobs, 0.0, 0.0, 0.0, *two.inference_logprobs],
+            loss_mask=[*start, *[1] * 5, 0, 0, 0, *[1] * 5],
+            reward=spread(one.text + two.text, row),
+        )
+
+    return rollout_fn
+
+
+def test_every_turn_is_replayed_and_what_the_tool_said_is_not(moe, async_trial, sent):
+    async_trial(make=two_turns, **on_moe(moe, max_rows=2))
+
+    check_sent(sent)
+
+
+def test_with_prompts_what_the_tool_said_is_replayed_too(moe, async_trial, sent):
+    settings = on_moe(moe, router_replay_completion_only=False, max_rows=2, kl_beta=0.0)
+
+    async_trial(make=two_turns, **settings)
+
+    assert len(sent) == 2 * 8
+    assert not any(any(blanks_of(one)) for _, one in sent)
+
+
+def test_igpo_replays_what_it_trains_and_not_what_it_scores(moe, tmp_path, sent):
+    asked = on_moe(moe, max_rows=2, kl_beta=0.0)
+
+    igpo_loop.main(
+        igpo_loop.Config(**vars(async_config(tmp_path / "igpo", **asked)), ig_scorer="trainer"),
+        rollout_fn_factory=two_turns,
+    )
+
+    trained = [one for _, one in sent if one.model_input.routing_matrices is not None]
+    scored = [one for _, one in sent if one.model_input.routing_matrices is None]
+    assert len(trained) == 2 * 8
+    assert not any(all(blanks_of(one)) for one in trained)
+    longest = min(len(tokens_of(one)) for one in trained)
+    assert scored
+    assert all(len(tokens_of(one)) < longest + 5 for one in scored)
+
+
+def test_experts_and_scores_cross_a_served_platform(undecided, served, tmp_path, monkeypatch):
+    monkeypatch.setenv("FIREWORKS_BASE_URL", served.url)
+    monkeypatch.setenv("FIREWORKS_API_KEY", "x")
+    asked = on_moe(undecided, kl_beta=0.0, lora_rank=4)
+
+    done = igpo_loop.main(
+        igpo_loop.Config(**vars(async_config(tmp_path / "igpo", **asked))),
+        rollout_fn_factory=drawing(),
+    )
+
+    records = Trial(tmp_path / "igpo", done).records()
+    assert [one["step"] for one in records] == [1, 2]
+    for one in records:
+        assert one["rollout/router_replay_ratio"] == 1.0
+        assert one["parity/max"] <= 1e-5
+        assert one["igpo/baseline_logp"] < 0
 
 
 def test_a_trained_mixture_of_experts_is_exported_as_it_was_found(moe, trial):

@@ -54,15 +54,20 @@ def write_tied_moe(folder: Path, *, noise: float) -> Path:
 
     torch.manual_seed(0)
     module: Any = Qwen3MoeForCausalLM(moe_config(num_experts=6))
-    fresh = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for layer in module.model.layers:
-            router = layer.mlp.gate.weight
-            close = 5e-8 * torch.randn(router.shape, generator=fresh)
-            router.copy_(router[:2].repeat_interleave(3, dim=0) + close)
-            router.add_(noise * torch.randn(router.shape, generator=fresh))
+    tie_routers(module, noise=noise)
     module.save_pretrained(folder)
     return write_tokenizer(folder)
+
+
+@torch.no_grad()
+def tie_routers(module: Any, *, noise: float = 0.0) -> None:
+    """Make routers of six experts hardly tell three of them from each other, and the others."""
+    fresh = torch.Generator().manual_seed(1)
+    for layer in module.model.layers:
+        router = layer.mlp.gate.weight
+        close = 5e-8 * torch.randn(router.shape, generator=fresh)
+        router.copy_(router[:2].repeat_interleave(3, dim=0) + close)
+        router.add_(noise * torch.randn(router.shape, generator=fresh))
 
 
 def plain_logprobs(

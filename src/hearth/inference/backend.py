@@ -66,6 +66,8 @@ class SampleRequest:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     prompt_logprobs: bool = False
+    prompt_logprobs_last: int | None = None
+    """Of how many of the prompt's last tokens; None of all."""
     top_logprobs: int = 0
     """How many of the most probable tokens are told beside each drawn one."""
     routing: bool = False
@@ -82,7 +84,8 @@ class SampledSequence:
 
     ``logprobs`` are the model's own (log-softmax of its logits, float32). ``sampling_logprobs`` are
     those of the distribution that was drawn from: after temperature, top_k and top_p, renormalized;
-    a greedy draw has 0. ``prompt_logprobs`` are the model's, one per prompt token, the first None.
+    a greedy draw has 0. ``prompt_logprobs`` are the model's, one per prompt token that was asked
+    for, the prompt's first None.
     """
 
     token_ids: list[int]

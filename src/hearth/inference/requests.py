@@ -44,7 +44,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "prompt_truncate_len": (),
-    "echo_last": (0,),
     "images": ([],),
     "routing_matrix_format": ("base64_inline",),
     "top_sampling_logprobs": (0,),
@@ -52,6 +51,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 _UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
+    "echo_last": (0,),
     "include_prompt_routing": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -82,6 +82,7 @@ def read_completion(body: bytes) -> CompletionCall:
         raise _unsupported("best_of", best_of)
     call = CompletionCall.checked(content)
     _check_logprobs(call)
+    _check_echo_last(call)
     _check_routing(call, wants_logprobs(call))
     _check_prompt_routing(call)
     return call
@@ -137,10 +138,18 @@ def sample_requests(call: CompletionCall, prompts: Sequence[list[int]]) -> list[
     Raises:
         RequestError: there are none, or more than 1024.
     """
-    wanted = call.echo and wants_logprobs(call)
+    wanted = (call.echo or bool(call.echo_last)) and wants_logprobs(call)
     return _draws(
-        call, prompts, max_tokens=call.max_tokens, top=top_logprobs(call), prompt_logprobs=wanted
-    )
+        call, prompts, max_tokens=call.max_tokens, top=top_logprobs(call), prompt_logprobs=wanted,
+        prompt_logprobs_last=call.echo_last or None,
+    )  # fmt: skip
+
+
+def echoed_tokens(call: CompletionCall, prompt: list[int]) -> list[int]:
+    """What of a prompt stands before the drawn tokens."""
+    if call.echo:
+        return prompt
+    return prompt[-call.echo_last :] if call.echo_last else []
 
 
 def chat_requests(
@@ -189,7 +198,8 @@ def top_logprobs(call: CompletionFields) -> int:
 
 def _draws(
     fields: DrawFields, prompts: Sequence[list[int]], *, max_tokens: int, top: int,
-    prompt_logprobs: bool = False, shown: Sequence[str] = (),
+    prompt_logprobs: bool = False, prompt_logprobs_last: int | None = None,
+    shown: Sequence[str] = (),
 ) -> list[SampleRequest]:  # fmt: skip
     if not 1 <= fields.n <= MOST_COMPLETIONS:
         raise RequestError(f"n must be in 1..{MOST_COMPLETIONS}, got {fields.n}")
@@ -211,6 +221,7 @@ def _draws(
             stop=stop,
             ignore_eos=fields.ignore_eos,
             prompt_logprobs=prompt_logprobs,
+            prompt_logprobs_last=prompt_logprobs_last,
             top_logprobs=top,
             routing=fields.include_routing_matrix,
             shown=shown,
@@ -281,6 +292,19 @@ def _check_routing(fields: DrawFields, has_logprobs: bool) -> None:
             "logprobs must be true when include_routing_matrix is given, got none: the experts of "
             "a token are told beside its logprob"
         )
+
+
+def _check_echo_last(call: CompletionCall) -> None:
+    if not call.echo_last:
+        return
+    if call.echo_last < 0:
+        raise RequestError(f"echo_last must be >= 0, got {call.echo_last}")
+    if call.echo:
+        raise RequestError(
+            "echo must be false with echo_last, got true: it echoes the whole prompt"
+        )
+    if call.stream and not is_whole(call):
+        raise RequestError("stream must be false with echo_last, got true: ask without it")
 
 
 def _check_prompt_routing(call: CompletionCall) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from hearth.inference.backend import SampledSequence, Tokenizer, TopLogprobs
-from hearth.inference.requests import is_text, wants_logprobs
+from hearth.inference.requests import echoed_tokens, is_text, wants_logprobs
 from hearth.telemetry import new_request_id
 from hearth.wire.completions import (
     Choice,
@@ -144,8 +144,9 @@ def _choice(
     arrays = call.logprob_format == "arrays" and wants_logprobs(call)
     objects = call.logprob_format == "objects" and wants_logprobs(call)
     text = drawn.text
-    if call.echo and tokenizer is not None:
-        text = tokenizer.decode(prompt, skip_special_tokens=True) + text
+    echoed = echoed_tokens(call, prompt)
+    if echoed and tokenizer is not None:
+        text = tokenizer.decode(echoed, skip_special_tokens=True) + text
     return Choice.model_construct(
         index=index,
         text=text,
@@ -165,7 +166,7 @@ def _raw(
         logprobs=own if arrays else None,
         sampling_logprobs=sampling if arrays else None,
         versions=drawn.versions,
-        routing_matrices=_routing(call, drawn) if arrays else None,
+        routing_matrices=_routing(call, prompt, drawn) if arrays else None,
         prompt_routing_matrices=_prompt_routing(call, drawn),
     )
 
@@ -176,32 +177,34 @@ def _objects(
     tokens, own, sampling = _rows(call, prompt, drawn)
     tops = [*([None] * (len(tokens) - len(drawn.token_ids)))]
     tops += drawn.top_logprobs or [None] * len(drawn.token_ids)
-    content = token_rows(tokens, own, sampling, tops, tokenizer, _routing(call, drawn))
+    content = token_rows(tokens, own, sampling, tops, tokenizer, _routing(call, prompt, drawn))
     return choice_logprobs(content, own, with_top=drawn.top_logprobs is not None)
 
 
 def _rows(
     call: CompletionCall, prompt: list[int], drawn: SampledSequence
 ) -> tuple[list[int], list[float | None], list[float | None]]:
-    """Tokens, logprobs and sampling logprobs, with ``echo`` those of the prompt first."""
-    if not call.echo:
+    """Tokens, logprobs and sampling logprobs, those of the echoed prompt first."""
+    echoed = echoed_tokens(call, prompt)
+    if not echoed:
         return drawn.token_ids, [*drawn.logprobs], [*drawn.sampling_logprobs]
-    unknown: list[float | None] = [None] * len(prompt)
+    unknown: list[float | None] = [None] * len(echoed)
     return (
-        prompt + drawn.token_ids,
+        echoed + drawn.token_ids,
         [*(drawn.prompt_logprobs or unknown), *drawn.logprobs],
         [*unknown, *drawn.sampling_logprobs],
     )
 
 
-def _routing(call: CompletionCall, drawn: SampledSequence) -> list[str] | None:
+def _routing(call: CompletionCall, prompt: list[int], drawn: SampledSequence) -> list[str] | None:
     """The experts of the tokens that ``_rows`` gives, as the wire has them."""
     if drawn.routing is None:
         return None
     own = encode_routing(drawn.routing)
-    if not call.echo:
+    count = len(echoed_tokens(call, prompt))
+    if not count:
         return own
-    return ["", *encode_routing(drawn.prompt_routing or []), *own]
+    return [*["", *encode_routing(drawn.prompt_routing or [])][-count:], *own]
 
 
 def _prompt_routing(call: CompletionCall, drawn: SampledSequence) -> list[str] | None:

@@ -142,20 +142,24 @@ class DeploymentSampler:
         )  # fmt: skip
 
     def score_token_ids(
-        self, sequences: Sequence[Sequence[int]], *, http_timeout: float | None = None
-    ) -> CompletionsCall[list[float]]:
+        self, sequences: Sequence[Sequence[int]], *, last: int | None = None,
+        http_timeout: float | None = None,
+    ) -> CompletionsCall[list[float]]:  # fmt: skip
         """The model's own logprobs of whole sequences, before temperature; nothing is drawn.
 
-        Rows are target-aligned: N - 1 for a sequence of N tokens. All sequences, 1024 at most, are
-        one request and are prefilled side by side. ``http_timeout`` bounds it, in seconds.
+        Rows are target-aligned: N - 1 for a sequence of N tokens, or with ``last`` those of so many
+        tokens at its end, which costs less. All sequences, 1024 at most, are one request and are
+        prefilled side by side. ``http_timeout`` bounds it, in seconds.
 
         Raises:
+            ConfigError: ``last`` is below 1.
             TransportError: on use: the deployment answers about other tokens, or without logprobs.
         """
+        if last is not None and last < 1:
+            raise ConfigError(f"last must be >= 1 or None, got {last}")
+        asked = [list(one) for one in sequences]
         return CompletionsCall(
-            lambda: start(
-                self._score([list(one) for one in sequences], http_timeout or self._timeout_s)
-            )
+            lambda: start(self._score(asked, last, http_timeout or self._timeout_s))
         )
 
     def close(self) -> None:
@@ -222,12 +226,14 @@ class DeploymentSampler:
         completing = Completing(self._http, self.concurrency, self.model, self._patience, timeout_s)
         return completion_of(await completing.run(body), request)
 
-    async def _score(self, sequences: list[list[int]], timeout_s: float) -> list[list[float]]:
+    async def _score(
+        self, sequences: list[list[int]], last: int | None, timeout_s: float
+    ) -> list[list[float]]:
         if not sequences:
             return []
         call = CompletionCall(
-            model=self.model, prompt=sequences, max_tokens=0, echo=True, logprobs=True,
-            logprob_format="arrays", raw_output=True,
+            model=self.model, prompt=sequences, max_tokens=0, echo=last is None, echo_last=last,
+            logprobs=True, logprob_format="arrays", raw_output=True,
         )  # fmt: skip
         completing = Completing(self._http, self.concurrency, self.model, self._patience, timeout_s)
         response = await completing.run(call.dump())
@@ -237,18 +243,20 @@ class DeploymentSampler:
                 f"a deployment must answer about each of {len(sequences)} sequences, got "
                 f"{len(choices)} answers"
             )
-        return [scored_rows(*pair) for pair in zip(choices, sequences, strict=True)]
+        return [scored_rows(*pair, last) for pair in zip(choices, sequences, strict=True)]
 
 
-def scored_rows(choice: Choice, sequence: Sequence[int]) -> list[float]:
-    """The logprobs of an echoed sequence's tokens after the first.
+def scored_rows(choice: Choice, sequence: Sequence[int], last: int | None = None) -> list[float]:
+    """The logprobs of an echoed sequence's tokens after the first, or of its ``last`` ones.
 
     Raises:
         TransportError: the choice is about other tokens, or lacks a logprob.
     """
     raw = choice.raw_output
-    rows = None if raw is None else _known(raw.logprobs, skip=1)
-    if raw is None or raw.completion_token_ids != list(sequence) or rows is None:
+    echoed = list(sequence) if last is None else list(sequence[-last:])
+    # Nothing stands before a sequence's first token, which so has no probability.
+    rows = None if raw is None else _known(raw.logprobs, skip=int(len(echoed) == len(sequence)))
+    if raw is None or raw.completion_token_ids != echoed or rows is None:
         raise TransportError(
             "a scored sequence must come back with its own tokens and a logprob for each after the "
             "first, got others: the deployment does not support echo with logprobs"

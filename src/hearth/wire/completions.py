@@ -83,9 +83,12 @@ class CompletionCall(CompletionFields):
     """A completion request as a deployment takes it: one prompt or several, ``n`` of each.
 
     Choices are numbered prompt by prompt: the ``n`` of the first, then those of the second.
+    ``echo_last`` echoes so many of a prompt's last tokens alone, and only those are scored: with a
+    large vocabulary most of a scoring's work is in the tokens that nobody asks about.
     """
 
     prompt: list[int] | str | list[list[int]] | list[str]
+    echo_last: int | None = None
 
 
 class TopLogprob(Record):

@@ -32,6 +32,9 @@ class GRPOConfig:
     whose gradient does not pull toward the reference; ``compute_loss`` is k1 always."""
     updates_per_batch: int = 1
     """Optimizer steps on the groups of one step."""
+    kl_target: float | None = None
+    """KL to the reference in nats per token that the weight of the KL is to lead to, from
+    ``kl_coeff`` on (``AdaptiveKL``); per completion where somebody else trains. None keeps it."""
 
     def validate(self) -> None:
         """Refuse what cannot be trained with, and warn of what should not be.
@@ -64,3 +67,8 @@ class GRPOConfig:
         ):  # fmt: skip
             if not (math.isfinite(value) and value >= 0):
                 yield f"{name} must be finite and >= 0, got {value}"
+        if self.kl_target is not None:
+            if not (math.isfinite(self.kl_target) and self.kl_target > 0):
+                yield f"kl_target must be finite and > 0 or None, got {self.kl_target}"
+            if self.kl_coeff == 0:
+                yield "kl_coeff must be > 0 with a kl_target, got 0: nothing multiplies it up"

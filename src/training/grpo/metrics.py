@@ -13,6 +13,8 @@ class GroupRewards:
     step: int
     prompt: str
     rewards: tuple[float, ...]
+    disagreements: tuple[float, ...] = ()
+    """Of each reward how far the members of an ensemble lie apart; empty where none judged."""
 
     @property
     def mean(self) -> float:

@@ -12,11 +12,14 @@ from training.grpo.metrics import GroupRewards, TrainingMetrics
 from training.grpo.policy import TorchPolicy
 from training.grpo.sample import GroupSample
 from training.grpo.trainer import GRPOTrainer, mean_difference
+from training.rewards.score import Score, as_score
+from training.rewards.scoring import disagreements
 
 logger = logging.getLogger(__name__)
 
-PromptReward = Callable[[str, str], float]
-"""``(prompt, completion)`` to what the completion is worth."""
+PromptReward = Callable[[str, str], float | Score]
+"""``(prompt, completion)`` to what the completion is worth; a ``Score`` tells an ensemble's
+disagreement too, as in ``lambda prompt, text: ensemble.score(text, rows[prompt])``."""
 GenerateFn = Callable[[str], str]
 """A prompt to one completion of it, another one at every call."""
 LogProbFn = Callable[[str, str], float]
@@ -58,8 +61,11 @@ class GRPOPipeline:
     def generate_group(self, prompt: str, generate_fn: GenerateFn) -> GroupSample:
         """``group_size`` completions of a prompt with rewards and advantages."""
         completions = [generate_fn(prompt) for _ in range(self.config.group_size)]
-        rewards = [float(self.reward_fn(prompt, one)) for one in completions]
-        sample = GroupSample(prompt=prompt, completions=completions, rewards=rewards)
+        scores = [as_score(self.reward_fn(prompt, one)) for one in completions]
+        sample = GroupSample(
+            prompt, completions, rewards=[one.reward for one in scores],
+            disagreements=disagreements(scores),
+        )  # fmt: skip
         return self.trainer.compute_advantages(sample)
 
     def train_step(self, prompts: Sequence[str], generate_fn: GenerateFn, step: int) -> float:
@@ -73,7 +79,10 @@ class GRPOPipeline:
             raise ConfigError("prompts must hold at least one prompt, got none")
         groups = [self.generate_group(prompt, generate_fn) for prompt in prompts]
         measured = self._loss_and_kl(groups)
-        records = [GroupRewards(step, one.prompt, tuple(one.rewards)) for one in groups]
+        records = [
+            GroupRewards(step, one.prompt, tuple(one.rewards), tuple(one.disagreements))
+            for one in groups
+        ]
         reward = statistics.fmean(one.mean for one in records)
         self.metrics.steps.append(step)
         self.metrics.rewards.append(reward)
@@ -82,8 +91,10 @@ class GRPOPipeline:
             self.metrics.losses.append(measured[0])
             self.metrics.kl_values.append(measured[1])
         spread = sum(one.std > 0 for one in records)
-        logger.info("step %d: reward %.4f, %d of %d groups with spread", step, reward, spread,
-                    len(records))  # fmt: skip
+        logger.info(
+            "step %d: reward %.4f, %d of %d groups with spread, KL weight %.4g",
+            step, reward, spread, len(records), self.trainer.kl_coeff,
+        )  # fmt: skip
         return reward
 
     def _loss_and_kl(self, groups: Sequence[GroupSample]) -> tuple[float, float] | None:
@@ -98,4 +109,6 @@ class GRPOPipeline:
         log_probs = [float(log_prob_fn(*one)) for one in drawn]
         references = [float(ref_log_prob_fn(*one)) for one in drawn]
         loss = self.trainer.compute_loss(log_probs, references, advantages)
-        return loss, mean_difference(log_probs, references)
+        kl = mean_difference(log_probs, references)
+        self.trainer.observe_kl(kl)
+        return loss, kl

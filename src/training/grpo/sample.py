@@ -13,3 +13,5 @@ class GroupSample:
     completions: list[str] = field(default_factory=list[str])
     rewards: list[float] = field(default_factory=list[float])
     advantages: list[float] = field(default_factory=list[float])
+    disagreements: list[float] = field(default_factory=list[float])
+    """Of each reward how far the members of an ensemble lie apart; empty where none judged."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from training.grpo.config import GRPOConfig
 from training.grpo.policy import TorchPolicy
 from training.grpo.sample import GroupSample
 from training.utils.rl.advantages import group_advantages
+from training.utils.rl.kl_control import AdaptiveKL
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class UpdateResult:
     kl: float
     """Mean of policy minus reference logprob over each completion's tokens, then over completions
     (k1); 0 without a reference."""
+    ref_kl: float
+    """The k3 estimate of the same, a mean over all tokens: never negative, so that a target can be
+    compared with it."""
     grad_norm: float
     """Before clipping."""
     clip_fraction: float
@@ -63,6 +67,9 @@ class GRPOTrainer:
         self.config = config
         self.policy = policy
         self.reference = reference
+        self._kl = None
+        if config.kl_target is not None:
+            self._kl = AdaptiveKL(config.kl_target, config.kl_coeff)
         self._optimizer: torch.optim.Optimizer | None = None
         if policy is None:
             if reference is not None:
@@ -73,6 +80,20 @@ class GRPOTrainer:
         if reference is None and config.kl_coeff > 0:
             self.reference = policy.frozen()
         self._optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=0.0)
+
+    @property
+    def kl_coeff(self) -> float:
+        """The weight of the KL in force: ``config.kl_coeff``, or what ``kl_target`` made of it."""
+        return self.config.kl_coeff if self._kl is None else self._kl.coefficient
+
+    def observe_kl(self, kl: float) -> None:
+        """Have the weight of the KL follow ``kl_target``, where there is one; ``update`` does so.
+
+        Raises:
+            NumericsError: the KL is not finite.
+        """
+        if self._kl is not None:
+            self._kl.observe(kl)
 
     def compute_advantages(self, sample: GroupSample) -> GroupSample:
         """The same sample, with ``(reward - mean) / max(population deviation, 1e-8)`` filled in.
@@ -101,7 +122,7 @@ class GRPOTrainer:
         ref_log_probs: Sequence[float],
         advantages: Sequence[float],
     ) -> float:
-        """Mean of ``-advantage * log_prob`` plus ``kl_coeff`` times the mean of ``log_prob - ref``.
+        """Mean of ``-advantage * log_prob`` plus the KL's weight times that of ``log_prob - ref``.
 
         Raises:
             ConfigError: the sequences are empty, or differ in length.
@@ -115,7 +136,7 @@ class GRPOTrainer:
         policy = statistics.fmean(
             -advantage * logprob for advantage, logprob in zip(advantages, log_probs, strict=True)
         )
-        return policy + self.config.kl_coeff * mean_difference(log_probs, ref_log_probs)
+        return policy + self.kl_coeff * mean_difference(log_probs, ref_log_probs)
 
     def update(self, groups: Sequence[GroupSample]) -> UpdateResult:
         """Train the policy on some groups: ``updates_per_batch`` optimizer steps.
@@ -136,7 +157,8 @@ class GRPOTrainer:
         first = last = self._optimizer_step(self.policy, self._optimizer, scored)
         for _ in range(self.config.updates_per_batch - 1):
             last = self._optimizer_step(self.policy, self._optimizer, scored)
-        return UpdateResult(first.loss, first.kl, first.grad_norm, last.clip_fraction)
+        self.observe_kl(first.ref_kl)
+        return replace(first, clip_fraction=last.clip_fraction)
 
     @torch.no_grad()
     def _score(self, policy: TorchPolicy, group: GroupSample) -> _Scored:
@@ -153,7 +175,7 @@ class GRPOTrainer:
         """One step on all groups, whose gradients add up one by one to bound the memory."""
         optimizer.zero_grad()
         total = sum(len(one.sample.completions) for one in scored)
-        loss = kl = clipped = tokens = 0.0
+        loss = kl = ref_kl = clipped = tokens = 0.0
         for one in scored:
             batch, output = self._loss_per_token(policy, one)
             share = len(one.sample.completions) / total
@@ -164,6 +186,7 @@ class GRPOTrainer:
             tokens += count
             loss += float(group_loss.detach())
             kl += share * _kl(batch)
+            ref_kl += count * float(output.metrics.get("ref_kl", 0.0))
             clipped += count * float(output.metrics["ppo_clip_frac"])
         norm = self._clip_gradient(policy)
         if not math.isfinite(norm):
@@ -173,7 +196,8 @@ class GRPOTrainer:
                 "learning_rate, or look at the rewards of this batch"
             )
         optimizer.step()
-        return UpdateResult(loss, kl, norm, clipped / max(1.0, tokens))
+        tokens = max(1.0, tokens)
+        return UpdateResult(loss, kl, ref_kl / tokens, norm, clipped / tokens)
 
     def _loss_per_token(
         self, policy: TorchPolicy, scored: _Scored
@@ -185,7 +209,7 @@ class GRPOTrainer:
             old_logprobs=scored.old, ref_logprobs=scored.reference,
         )  # fmt: skip
         objective = GRPO(
-            kl_beta=config.kl_coeff, kl_estimator=config.kl_estimator, eps_clip=config.clip_range
+            kl_beta=self.kl_coeff, kl_estimator=config.kl_estimator, eps_clip=config.clip_range
         )
         return batch, policy_loss_per_token("grpo", batch, objective)
 

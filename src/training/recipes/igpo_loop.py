@@ -5,13 +5,15 @@ turns. One reward at the end says little about the turns before it, and nothing 
 trajectories of a row earn the same. Between steps 1 and 2 of that recipe a group therefore gets:
 
 1. beliefs: the logprob of the row's right answer after the prompt and after each turn, scored on
-   token ids without gradient, all prefixes of the group in one batch, while other rows are drawn;
+   token ids without gradient, all prefixes of the group in one batch, while other rows are drawn
+   (the model's own logprobs, at whatever temperature the run draws);
 2. gains: the differences; the last turn, which answers, has the outcome instead;
 3. advantages: gains and outcomes, each normalized over the group, summed backward over the turns
    and given to every token of its turn (``training.utils.rl.igpo``).
 
-A turn is a stretch of 1s in ``loss_mask``; the segments of a run follow each other. Groups with
-equal outcomes stay, as their gains differ. ``ig_weight=0`` is ``async_rl_loop``, to the bit.
+A turn is a stretch of 1s in ``loss_mask``; the segments of a run follow each other, and what stands
+after the last turn of one is the beginning of the next. Groups with equal outcomes stay, as their
+gains differ. ``ig_weight=0`` is ``async_rl_loop``, to the bit.
 """
 
 from __future__ import annotations
@@ -112,6 +114,7 @@ def main(
         StalledError: no step was finished within ``stall_timeout_s``.
         RolloutsFailingError: too many rollouts failed.
         NoSignalError: for ``no_signal_patience`` steps no row had anything to learn from.
+        NumericsError: a right answer's logprob is not finite.
         ParityError: sampler and trainer disagree, and ``parity_stops`` is on.
         Exception: what a rollout function raised that no second try mends.
     """
@@ -150,8 +153,10 @@ def scorer(name: ScorerName, infra: RunInfra) -> Scorer:
 
 def _check_answers(rows: Sequence[Row]) -> None:
     for place, row in enumerate(rows):
-        if row.get("ground_truth") in (None, ""):
+        truth = row.get("ground_truth")
+        # The text of a list or of a mapping is nothing that a policy would write.
+        if not isinstance(truth, str | int | float) or truth == "":
             raise ConfigError(
-                f"rows[{place}] must have a ground_truth, got {row.get('ground_truth')!r}: it is "
+                f"rows[{place}] must have a ground_truth, a text or a number, got {truth!r}: it is "
                 "what turns gain information about; or give main an answer_fn"
             )

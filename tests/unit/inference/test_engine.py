@@ -252,6 +252,36 @@ def test_max_tokens_0_scores_the_prompt_and_takes_no_row(start, load, plain_logp
     assert engine.stats().most_rows == 0
 
 
+@pytest.mark.parametrize("last", [1, 7, 49, 50, 80])
+def test_of_a_prompts_last_tokens_alone_the_scores_are_those_of_all(start, last):
+    engine, prompt = start(), list(range(50, 100))
+
+    part = engine.submit(
+        ask(prompt, max_tokens=0, prompt_logprobs=True, prompt_logprobs_last=last)
+    ).result()
+    whole = engine.submit(ask(prompt, max_tokens=0, prompt_logprobs=True)).result()
+
+    expected = whole.prompt_logprobs[-last:]
+    assert len(part.prompt_logprobs) == min(last, 50)
+    assert (part.prompt_logprobs[0] is None) == (last >= 50)
+    known = [one for one in part.prompt_logprobs if one is not None]
+    assert_same(known, [one for one in expected if one is not None])
+
+
+def test_scores_of_more_tokens_than_were_kept_are_computed_once_more_and_fewer_are_not(start):
+    engine, prompt = start(), list(range(50, 100))
+
+    def scored(last):
+        asked = ask(prompt, prompt_logprobs=True, prompt_logprobs_last=last)
+        return engine.submit(asked).result()
+
+    some, more, fewer = scored(5), scored(9), scored(3)
+
+    assert [one.cached_prompt_tokens for one in (some, more, fewer)] == [0, 0, 50]
+    assert_same(more.prompt_logprobs[-5:], some.prompt_logprobs)
+    assert fewer.prompt_logprobs == more.prompt_logprobs[-3:]
+
+
 def test_a_prompt_prefilled_without_scores_is_scored_when_asked(start):
     engine = start()
 

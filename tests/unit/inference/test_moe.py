@@ -7,7 +7,9 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from tests.unit.inference.test_in_flight_updates import Acting
 from tests.unit.moe import LAYERS, TOP_K, plain_logprobs, write_moe
+from transformers import DynamicCache
 
 from hearth.errors import RequestError
 from hearth.inference.backend import SampleRequest
@@ -15,6 +17,7 @@ from hearth.inference.engine.prompts import Extras, Prompt
 from hearth.inference.requests import read_chat, read_completion
 from hearth.inference.service import create_app
 from hearth.models.loading import base_tensors, load_model
+from hearth.models.routing import find_routers
 from hearth.sdk.sampling import completion_of
 from hearth.sync.store import MemorySnapshotStore, Snapshot
 from hearth.wire.completions import CompletionRequest, CompletionResponse
@@ -132,6 +135,29 @@ def test_after_a_weight_sync_the_experts_are_those_of_the_new_weights(start, moe
     assert torch.equal(7 - first_layer[0], first_layer[1])
 
 
+def test_each_token_has_the_experts_of_the_weights_that_it_was_drawn_with(start, moe, folder):
+    old, new = load_model(folder), load_model(folder)
+    for layer in new.module.model.layers:
+        with torch.no_grad():
+            layer.mlp.gate.weight.copy_(layer.mlp.gate.weight.flip(0))
+    snapshot = Snapshot.capture("flipped", "base", "moe", base_tensors(new.module))
+    engine = start(moe)
+    swap = Acting({5: lambda: engine.load_snapshot(snapshot, running_requests="keep")})
+
+    drawn = engine.submit(ask(PROMPTS[0], listener=swap)).result()
+
+    assert drawn.versions == [[0, 5], [1, 7]]
+    # The first of the new weights reads the last token of the old ones.
+    tokens, cache, experts = [*PROMPTS[0], *drawn.token_ids], DynamicCache(), []
+    for model, part in ((old, tokens[:7]), (new, tokens[7:-1])):
+        routers = find_routers(model)
+        assert routers is not None
+        with torch.no_grad(), routers.recording() as record:
+            model.module(input_ids=torch.tensor([part]), past_key_values=cache, use_cache=True)
+        experts.append(stacked(record.choices()))
+    assert torch.equal(stacked(drawn.routing), torch.cat(experts)[2:])
+
+
 def test_a_dense_model_answers_without_experts_and_says_so_once(start, caplog):
     engine = start("qwen")
     with caplog.at_level(logging.WARNING):
@@ -214,6 +240,9 @@ async def test_echo_and_the_prompts_own_option_tell_the_same(call):
     assert echoed["routing_matrices"][3:] == own == added["routing_matrices"]
     assert echoed["routing_matrices"][1:3] == added["prompt_routing_matrices"]
     assert "prompt_routing_matrices" not in plain
+
+    last = json.loads(await call(**arrays, echo_last=2))["choices"][0]["raw_output"]
+    assert last["routing_matrices"] == echoed["routing_matrices"][1:]
 
     objects = json.loads(await call(**COMPLETIONS, echo=True))["choices"]
     told = [row.get("routing_matrix", "") for row in content_rows(objects)]

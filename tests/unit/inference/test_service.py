@@ -146,6 +146,24 @@ async def test_max_tokens_0_with_echo_scores_the_prompt(site, drawn):
     assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 0)
 
 
+async def test_echo_last_echoes_and_scores_the_end_of_the_prompt_alone(site, drawn, tokenizer):
+    arrays = {"logprobs": True, "logprob_format": "arrays"}
+
+    (choice,) = (await site.complete(echo_last=2, **arrays))["choices"]
+    (scored,) = (await site.complete(echo_last=2, max_tokens=0, **arrays))["choices"]
+    (whole,) = (await site.complete(echo_last=9, max_tokens=0, **arrays))["choices"]
+
+    raw = choice["raw_output"]
+    assert raw["completion_token_ids"] == [2, 3, *drawn.token_ids]
+    assert raw["logprobs"] == pytest.approx([*drawn.prompt_logprobs[1:], *drawn.logprobs], abs=1e-5)
+    assert raw["sampling_logprobs"] == [None, None, *drawn.sampling_logprobs]
+    assert choice["text"] == tokenizer.decode([2, 3]) + drawn.text
+    assert scored["raw_output"]["completion_token_ids"] == [2, 3]
+    assert scored["raw_output"]["logprobs"] == raw["logprobs"][:2]
+    assert whole["raw_output"]["completion_token_ids"] == [1, 2, 3]
+    assert whole["raw_output"]["logprobs"][0] is None
+
+
 async def test_a_text_prompt_is_tokenized_and_its_ids_are_told(site, tokenizer):
     by_text = await site.complete(prompt="2 + 3 =", raw_output=True, echo=True)
     by_ids = await site.complete(prompt=tokenizer.encode("2 + 3 ="), raw_output=True)
@@ -209,6 +227,12 @@ async def test_perf_metrics_are_headers_and_on_demand_in_the_body(site):
 
 
 REFUSED = {
+    "echo_last": ({"echo_last": -1}, "echo_last must be >= 0, got -1"),
+    "echo both": ({"echo_last": 1, "echo": True}, "echo must be false with echo_last, got true"),
+    "echo_last stream": (
+        {"echo_last": 1, "stream": True},
+        "stream must be false with echo_last, got true",
+    ),
     "prompt": ({"prompt": []}, "prompt must be at least 1 token"),
     "ids": ({"prompt": [1, 9999]}, "prompt must be token ids in 0..263, got 9999"),
     "long": ({"prompt": [1] * 600}, "prompt must be <= 511 tokens, got 600"),

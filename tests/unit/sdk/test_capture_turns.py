@@ -102,9 +102,21 @@ def test_of_several_chains_the_longest_is_extended():
 
 
 def test_of_equal_chains_the_first_is_extended():
-    chains = chains_of([turn([1], [2]), turn([1], [2]), turn([1, 2], [3])])
+    chains = chains_of(
+        [turn([1], [2], text="first"), turn([1], [2], text="second"), turn([1, 2], [3])]
+    )
 
-    assert tokens_of(chains) == [[1, 2, 3], [1, 2]]
+    assert tokens_of(chains) == [[1, 2], [1, 2, 3]]
+    assert chains[0].text == "second"
+
+
+def test_a_conversation_that_goes_on_after_another_one_stands_behind_it():
+    question, answer = turn([1], [2]), turn([1, 2, 3], [4])
+    aside = turn([7], [8])
+
+    chains = chains_of([question, aside, answer])
+
+    assert tokens_of(chains) == [[7, 8], [1, 2, 3, 4]]
 
 
 def test_turns_in_which_nothing_was_drawn_are_left_out():

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hearth.errors import TransportError
+from hearth.errors import ConfigError, TransportError
 from hearth.sdk import DeploymentSampler, DrawPatience
 from hearth.sdk.transport import Retries
 
@@ -30,9 +30,9 @@ def body(*choices):
     }
 
 
-def scoring(peer, sequences):
+def scoring(peer, sequences, **options):
     sampler = DeploymentSampler(peer.url, MODEL, "key", patience=ONCE)
-    return asyncio.run(sampler.score_token_ids(sequences))
+    return asyncio.run(sampler.score_token_ids(sequences, **options))
 
 
 def test_sequences_are_one_request_of_token_ids_and_come_back_in_their_order(peer, answer):
@@ -45,6 +45,22 @@ def test_sequences_are_one_request_of_token_ids_and_come_back_in_their_order(pee
     (sent,) = peer.requests(*COMPLETIONS)
     assert sent.body["prompt"] == [[5, 6, 7], [3, 4]]
     assert (sent.body["max_tokens"], sent.body["echo"], sent.body["logprobs"]) == (0, True, True)
+
+
+def test_the_ends_of_sequences_are_scored_alone(peer, answer):
+    choices = [choice(0, [6, 7], [-1.0, -2.0]), choice(1, [3, 4], [None, -3.0])]
+    peer.on(*COMPLETIONS, answer(body(*choices)))
+
+    rows = scoring(peer, [[5, 6, 7], [3, 4]], last=2)
+
+    assert rows == [[-1.0, -2.0], [-3.0]]
+    (sent,) = peer.requests(*COMPLETIONS)
+    assert (sent.body["echo"], sent.body["echo_last"]) == (False, 2)
+
+
+def test_of_no_token_there_is_no_score(peer):
+    with pytest.raises(ConfigError, match="last must be >= 1 or None, got 0"):
+        scoring(peer, [[5, 6]], last=0)
 
 
 def test_nothing_to_score_asks_nothing(peer):
@@ -67,3 +83,10 @@ def test_an_answer_that_is_not_about_each_sequence_is_refused(peer, answer, choi
 
     with pytest.raises(TransportError, match=r"must (answer about each|come back with its own)"):
         scoring(peer, [[5, 6], [3, 4]])
+
+
+def test_a_draw_does_not_take_what_only_scoring_understands():
+    sampler = DeploymentSampler("http://nowhere", MODEL, "key", patience=ONCE)
+
+    with pytest.raises(ConfigError, match=r"must be request fields, got \['echo_last'\]"):
+        asyncio.run(sampler.sample_with_prompt_tokens([5, 6], echo_last=1))

@@ -23,6 +23,7 @@ from training.grpo import (
     causal_lm_logprobs,
 )
 from training.quickstart import MODEL
+from training.rewards import RewardEnsemble
 
 LETTERS = "abcd"
 
@@ -239,6 +240,21 @@ def test_t198_the_rewards_of_every_group_are_kept():
     assert [(one.mean, one.std) for one in made.metrics.groups] == [(0.5, 0.5), (2.0, 0.0)]
 
 
+def test_t198_what_an_ensembles_members_disagree_by_is_kept_beside_the_rewards():
+    rows = {"p": {"ground_truth": "aa"}}
+    ensemble = RewardEnsemble(
+        [lambda text, row: float(text == row["ground_truth"]), lambda text, row: len(text) / 2]
+    )
+    made = GRPOPipeline(
+        GRPOConfig(group_size=2), lambda prompt, text: ensemble.score(text, rows[prompt])
+    )
+    texts = iter(["aa", "bb"])
+
+    made.train_step(["p"], lambda _: next(texts), 1)
+
+    assert made.metrics.groups == [GroupRewards(1, "p", (1.0, 0.5), (0.0, 0.5))]
+
+
 @pytest.mark.parametrize(("prompts", "size"), [(1, 2), (3, 4), (2, 16)])
 def test_t199_generation_calls_are_prompts_times_group_size(prompts, size):
     calls = []
@@ -437,6 +453,53 @@ def test_t197_a_reference_that_would_move_along_is_refused():
         trainer(policy, policy)
     with pytest.raises(ConfigError, match="requires a gradient, got none"):
         trainer(policy.frozen())
+
+
+# A target for the KL.
+
+
+def drift(kl_target: float | None) -> tuple[float, float]:
+    """Of a policy that is drawn to one letter: how likely that became, and the weight of the KL."""
+    policy = letter_policy()
+    made = trainer(policy, learning_rate=0.05, kl_coeff=0.01, kl_target=kl_target)
+    for _ in range(60):
+        made.update([group("a", "b")])
+    return probabilities(policy)[0], made.kl_coeff
+
+
+def test_a_kl_above_its_target_raises_the_weight_of_the_kl_and_holds_the_policy_back():
+    free, fixed = drift(None)
+    held, raised = drift(0.05)
+
+    assert fixed == 0.01 < 0.02 < raised
+    assert 0.25 < held < free
+
+
+def test_a_kl_below_its_target_lowers_the_weight_of_the_kl_where_others_train_too():
+    made = GRPOPipeline(
+        GRPOConfig(group_size=2, kl_target=0.1), lambda prompt, text: float(text == "a"),
+        log_prob_fn=lambda prompt, text: -1.5, ref_log_prob_fn=lambda prompt, text: -1.5,
+    )  # fmt: skip
+    texts = itertools.cycle("ab")
+
+    losses = [made.train_step(["p"], lambda _: next(texts), step) for step in range(2)]
+
+    assert losses == [0.5, 0.5]
+    assert made.trainer.kl_coeff == pytest.approx(0.1 * 0.98**2)
+    assert made.trainer.compute_loss([-1.0], [-2.0], [0.0]) == pytest.approx(0.1 * 0.98**2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kl_target": 0.0}, "kl_target must be finite and > 0 or None, got 0.0"),
+        ({"kl_target": math.nan}, "kl_target must be finite and > 0 or None, got nan"),
+        ({"kl_target": 1.0, "kl_coeff": 0.0}, "kl_coeff must be > 0 with a kl_target"),
+    ],
+)
+def test_a_target_that_nothing_can_follow_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(**changes)
 
 
 # A causal language model.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from tests.unit.training.drawn import config_of, draw_row, number_of_draw, row_of, sample_of
 from tests.unit.virtual_time import run_virtual
 
-from hearth.errors import ConfigError, TransportError
+from hearth.errors import ConfigError, NumericsError, TransportError
 from hearth.losses import POLICY_LOSSES
 from training.recipes import igpo_loop
 from training.utils import DeployConfig
@@ -48,9 +49,9 @@ class Scored:
 
     calls: list[list[list[int]]] = field(default_factory=list)
 
-    async def __call__(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def __call__(self, sequences: Sequence[Sequence[int]], last: int) -> list[list[float]]:
         self.calls.append([list(one) for one in sequences])
-        return [self.rows(list(one)) for one in sequences]
+        return [self.rows(list(one))[-last:] for one in sequences]
 
     @staticmethod
     def rows(tokens: list[int]) -> list[float]:
@@ -122,6 +123,30 @@ def test_the_turns_of_several_segments_follow_each_other():
     assert turn_prefixes([first, second], with_whole=True)[-1] == (5, 9, 70, 71)
 
 
+def test_a_branch_is_credited_against_what_it_goes_on_from():
+    """The second segment begins where the first one did, before its only turn."""
+    first, second = two_turns(1.0, 30), two_turns(1.0, 50)
+    group = credit([[first, second], [two_turns(0.0, 40)]], ig_gamma=0.0)
+
+    assert group.credit is not None
+    # -0.6, then -3.0 after the tool; back to -0.6; -5.0; and the last turn has the outcome.
+    assert group.credit.gains[0] == [pytest.approx(one) for one in (-2.4, 2.4, -4.4)]
+    assert math.fsum(group.credit.gains[0]) == pytest.approx(-5.0 - -0.6)
+    assert [len(one) for one in group.credit.advantages] == [4, 2]
+    assert group.credit.advantages[0][-1] == pytest.approx(1.0)
+
+
+def test_trajectories_that_were_cut_or_have_one_turn_stand_beside_longer_ones():
+    cut = replace(two_turns(0.0, 30), finish_reason="length")
+    group = credit([[cut], [two_turns(1.0, 40)], [sample_of(0.5)]])
+
+    assert group.credit is not None
+    assert [len(one) for one in group.credit.gains] == [1, 1, 0]
+    last = [turns[-1] for turns in group.credit.advantages]
+    assert last == pytest.approx([-math.sqrt(1.5), math.sqrt(1.5), 0.0])
+    assert group.truncated == [True, False, False]
+
+
 def test_a_prefix_without_room_for_the_answer_is_not_scored_and_its_turn_gains_nothing():
     scorer = Scored()
 
@@ -130,6 +155,49 @@ def test_a_prefix_without_room_for_the_answer_is_not_scored_and_its_turn_gains_n
     assert scorer.calls == [[[5, 6, *ANSWER]]]
     assert group.credit is not None
     assert group.credit.gains == [[0.0], [0.0]]
+    assert group.credit.baseline == pytest.approx(-0.6)
+    assert credit_metrics([group], 1.0)["igpo/unscored_ratio"] == 1.0
+
+
+def test_without_room_for_any_prefix_outcomes_alone_count():
+    scorer = Scored()
+
+    group = credit(
+        [[two_turns(1.0, 30)], [two_turns(0.0, 40)]], scorer, max_seq_len=3, ig_gamma=1.0
+    )
+
+    assert scorer.calls == []
+    assert group.credit is not None
+    assert group.credit.baseline is None
+    assert group.credit.advantages == [pytest.approx([1.0, 1.0]), pytest.approx([-1.0, -1.0])]
+    assert "igpo/baseline_logp" not in credit_metrics([group], 1.0)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_an_answer_without_a_finite_logprob_ends_the_run_and_says_what_to_do(value):
+    async def broken(sequences: Sequence[Sequence[int]], last: int) -> list[list[float]]:
+        return [[-1.0] * (last - 1) + [value] for _ in sequences]
+
+    gain = InformationGain(gain_config(), broken, lambda _row: ANSWER)
+
+    with pytest.raises(
+        NumericsError, match=r"must be finite, got \[-1.0, .*\] after 2 tokens.*start"
+    ):
+        drawn_with(gain)
+
+
+def test_a_longer_answer_weighs_no_more_than_a_short_one():
+    async def even(sequences: Sequence[Sequence[int]], last: int) -> list[list[float]]:
+        # Every token is half as likely after the tool has spoken as before.
+        return [[-1.0 - math.log(2) * (30 in one)] * last for one in sequences]
+
+    drawn = [[two_turns(1.0, 30)], [two_turns(0.0, 40)]]
+    short, long = (credit(drawn, even, answer=[90] * length) for length in (1, 7))
+
+    assert short.credit is not None
+    assert long.credit is not None
+    assert short.credit.gains == [[pytest.approx(-math.log(2))], [0.0]]
+    assert long.credit.gains == [[pytest.approx(-math.log(2))], [0.0]]
 
 
 def test_a_row_without_an_answer_is_named():
@@ -246,12 +314,12 @@ def test_a_drawn_group_has_its_credit_and_the_filter_sees_it():
 def test_scoring_that_fails_for_a_while_is_tried_again():
     failures = 2
 
-    async def unsteady(sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def unsteady(sequences: Sequence[Sequence[int]], last: int) -> list[list[float]]:
         nonlocal failures
         failures -= 1
         if failures >= 0:
             raise TransportError("the deployment restarts")
-        return await Scored()(sequences)
+        return await Scored()(sequences, last)
 
     done = drawn_with(InformationGain(gain_config(), unsteady, lambda _row: ANSWER))
 
@@ -261,7 +329,7 @@ def test_scoring_that_fails_for_a_while_is_tried_again():
 
 
 def test_a_group_that_cannot_be_scored_is_dropped_as_failed():
-    async def broken(_sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def broken(_sequences: Sequence[Sequence[int]], _last: int) -> list[list[float]]:
         raise TransportError("no deployment")
 
     gain = InformationGain(gain_config(), broken, lambda _row: ANSWER)
@@ -272,7 +340,7 @@ def test_a_group_that_cannot_be_scored_is_dropped_as_failed():
 
 
 def test_scoring_that_no_second_try_mends_ends_the_run_and_names_the_row():
-    async def wrong(_sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def wrong(_sequences: Sequence[Sequence[int]], _last: int) -> list[list[float]]:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError) as caught:
@@ -282,7 +350,7 @@ def test_scoring_that_no_second_try_mends_ends_the_run_and_names_the_row():
 
 
 def test_scoring_that_hangs_is_given_up():
-    async def hanging(_sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def hanging(_sequences: Sequence[Sequence[int]], _last: int) -> list[list[float]]:
         await asyncio.sleep(1e5)
         raise AssertionError
 
@@ -318,6 +386,7 @@ def test_metrics_count_turns_and_mean_gains_without_outcomes():
     assert metrics["igpo/avg_turns"] == 1.5
     assert metrics["igpo/mean_ig"] == pytest.approx(-2.4)
     assert metrics["igpo/baseline_logp"] == pytest.approx(-0.6)
+    assert metrics["igpo/unscored_ratio"] == 0.0
     assert metrics["igpo/scoring_ratio"] == metrics["igpo/scoring_time"] / 2.0
 
 
@@ -354,13 +423,15 @@ def test_each_setting_has_its_rule(changes, message):
         gain_config(**changes).validate()
 
 
-def test_a_row_without_ground_truth_is_refused_before_anything_is_started(tmp_path):
+@pytest.mark.parametrize("row", [{"question": "?"}, {"ground_truth": ""}, {"ground_truth": ["a"]}])
+def test_a_row_without_ground_truth_is_refused_before_anything_is_started(tmp_path, row):
     config = gain_config(log_path=str(tmp_path / "run"))
 
-    with pytest.raises(ConfigError, match=r"rows\[1\] must have a ground_truth, got None"):
+    message = r"rows\[1\] must have a ground_truth, a text or a number, got "
+    with pytest.raises(ConfigError, match=message):
         igpo_loop.main(
             config, rollout_fn_factory=lambda _: pytest.fail("started"),
-            rows=[{"ground_truth": 0}, {"question": "?"}],
+            rows=[{"ground_truth": 0}, row],
         )  # fmt: skip
 
     assert not (tmp_path / "run").exists()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 
+from hearth.errors import ConfigError
+from hearth.models.loading import load_model
 from training.examples.rl.multihop_qa.corpus import (
     HELD_OUT_PEOPLE,
     PEOPLE,
@@ -14,10 +18,11 @@ from training.examples.rl.multihop_qa.corpus import (
     the_world,
     vocabulary,
 )
-from training.examples.rl.multihop_qa.policy import Pupil, make_tokenizer
+from training.examples.rl.multihop_qa.policy import Pupil, ensure_model, make_tokenizer
 from training.examples.rl.multihop_qa.reward import answer_is_right, credit_text
 from training.examples.rl.multihop_qa.rollout import SEARCHES, tool_ids
-from training.examples.rl.multihop_qa.search import NOTHING_FOUND, SearchIndex
+from training.examples.rl.multihop_qa.search import NOTHING_FOUND, TITLE_WEIGHT, SearchIndex
+from training.examples.rl.multihop_qa.train import CONFIG, Examples, train
 from training.utils.rl.groups import PromptGroup
 from training.utils.rl.igpo import TurnCredit
 from training.utils.rl.rollout import RolloutSample
@@ -44,6 +49,34 @@ def test_the_tool_prefers_a_title_and_says_when_it_finds_nothing():
     assert index.search("who knows Cleo") == "Cleo left ."
     assert index.search("Dora") == NOTHING_FOUND
     assert index.search("") == NOTHING_FOUND
+
+
+def naive_search(documents: dict[str, str], query: str) -> str:
+    """The same by comparing the query with every document."""
+    held = {title: set(text.split()) for title, text in documents.items()}
+
+    def rarity(word: str) -> float:
+        return math.log(len(documents) / sum(word in words for words in held.values()))
+
+    scores = {
+        title: sum(
+            rarity(word) * (1 + TITLE_WEIGHT * (word == title))
+            for word in sorted(set(query.split()) & words)
+        )
+        for title, words in held.items()
+    }
+    best = max(scores, key=lambda title: scores[title])
+    return documents[best] if scores[best] > 0 else NOTHING_FOUND
+
+
+def test_the_tool_finds_what_a_comparison_with_every_document_finds():
+    rng = random.Random(5)
+    documents = World.drawn(rng).documents()
+    index, words = SearchIndex(documents), [*vocabulary(), "unheard-of"]
+
+    for length in (1, 1, 2, 2, 3, 6) * 10:
+        query = " ".join(rng.choices(words, k=length))
+        assert index.search(query) == naive_search(documents, query)
 
 
 def test_nobody_is_asked_about_in_training_and_held_out():
@@ -102,20 +135,81 @@ def test_of_a_careless_pupil_every_search_is_learned():
     assert all(learned for one in told for text, learned in one if text.startswith("search"))
 
 
-def test_a_trajectorys_credit_reads_turn_by_turn():
+def group_at(index: int, text: str = "search Ada\nanswer Bob", reward: float = 0.0) -> PromptGroup:
+    """Two equal trajectories of two turns, with a credit made up."""
     sample = RolloutSample(
-        tokens=[1, 2, 3, 4], logprobs=[0, 0, 0, 0], loss_mask=[0, 1, 0, 1], reward=1.0,
-        text="search Ada\nanswer Bob",
-    )  # fmt: skip
-    row = IndexedRow(0, 0, {"messages": [{"role": "user", "content": "who ?"}]})
-    plain = PromptGroup.of(row, [[sample], [sample]])
-    credit = TurnCredit([[0.5], [0.5]], [[1.25, 2.0], [1.25, 2.0]], -3.0)
-
-    text = credit_text(
-        PromptGroup(row, plain.rewards, plain.advantages, plain.samples, credit=credit), 0
+        tokens=[1, 2, 3, 4], logprobs=[0, 0, 0, 0], loss_mask=[0, 1, 0, 1], reward=reward, text=text
     )
+    asked = {"messages": [{"role": "user", "content": "who ?"}], "ground_truth": "Bob"}
+    plain = PromptGroup.of(IndexedRow(index, 0, asked), [[sample], [sample]])
+    return replace(plain, credit=TurnCredit([[0.5], [0.5]], [[1.25, 2.0], [1.25, 2.0]], -3.0))
 
-    assert text.splitlines()[2:] == [
-        "  +0.500     +1.250  search Ada",
-        "       1     +2.000  answer Bob",
-    ]
+
+@pytest.mark.parametrize(
+    ("text", "reward", "lines"),
+    [
+        ("search Ada\nanswer Bob", 1.0, [
+            "  +0.500     +1.250  search Ada -> Ada knows Bob .",
+            "       1     +2.000  answer Bob",
+        ]),
+        ("search Ada\nanswer Cleo", 0.0, [
+            "  +0.500     +1.250  search Ada -> Ada knows Bob .",
+            "       0     +2.000  answer Cleo (right: Bob)",
+        ]),
+    ],
+    ids=["right", "wrong"],
+)  # fmt: skip
+def test_a_trajectorys_credit_reads_turn_by_turn(text, reward, lines):
+    search = SearchIndex({"Ada": "Ada knows Bob .", "Bob": "Bob left ."}).search
+
+    told = credit_text(group_at(0, text, reward), 0, search)
+
+    assert told.splitlines() == ["who ?", "    gain  advantage  turn", *lines]
+
+
+def test_the_groups_that_are_shown_are_those_of_the_first_and_last_row_whenever_they_were_drawn():
+    examples = Examples()
+
+    assert all(examples(group_at(index)) for index in (4, 9, 2, 7))
+
+    assert examples.first is not None
+    assert examples.last is not None
+    assert (examples.first.row.index, examples.last.row.index) == (2, 9)
+
+
+# The model that is made at first use.
+
+
+def test_the_model_is_made_once_and_its_making_is_told(tmp_path, capsys):
+    folder = tmp_path / "model"
+
+    assert ensure_model(folder, steps=1) == folder
+    first = capsys.readouterr()
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    ensure_model(folder, steps=1)
+
+    assert first.out == ""
+    assert f"making the example's model in {folder}" in first.err
+    assert capsys.readouterr() == ("", "")
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    assert [one.name for one in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_model_whose_making_was_interrupted_is_made_anew(tmp_path):
+    folder, unfinished = tmp_path / "model", tmp_path / "model.unfinished"
+    unfinished.mkdir()
+    (unfinished / "model.safetensors").write_bytes(b"half of it")
+
+    ensure_model(folder, steps=1)
+
+    assert load_model(folder).vocab_size == len(make_tokenizer())
+    assert not unfinished.exists()
+
+
+def test_a_wrong_setting_is_told_before_the_model_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(ConfigError, match=r"ig_gamma must lie in \[0, 1\], got 2"):
+        train(replace(CONFIG, ig_gamma=2.0))
+
+    assert list(tmp_path.iterdir()) == []

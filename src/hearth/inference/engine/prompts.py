@@ -13,24 +13,29 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+EVERY = 2**62
+"""More tokens than any prompt has."""
+
 
 @dataclass(frozen=True)
 class Extras:
     """What is wanted of a prompt beside its cache: its logprobs, the experts it went to."""
 
-    scored: bool = False
+    scored: int = 0
+    """Of how many of its last tokens logprobs are wanted."""
     routed: bool = False
 
     def __or__(self, other: Extras) -> Extras:
-        return Extras(self.scored or other.scored, self.routed or other.routed)
+        return Extras(max(self.scored, other.scored), self.routed or other.routed)
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
     """A prompt after its prefill: ``keys`` and ``values`` [N, H, T, D], last ``logits`` [V].
 
-    ``logprobs`` are the model's own, one per token after the first; ``routing`` [T, M, K] are the
-    experts that each token went to. Both are None when nobody asked.
+    ``logprobs`` are the model's own, those of the last tokens that were asked for, of all after the
+    first at most; ``routing`` [T, M, K] are the experts that each token went to. Both are None when
+    nobody asked.
     """
 
     tokens: tuple[int, ...]
@@ -49,7 +54,8 @@ class Prompt:
 
     def has(self, extras: Extras) -> bool:
         """Whether it holds what is wanted."""
-        lacks_scores = extras.scored and self.logprobs is None
+        known = -1 if self.logprobs is None else len(self.logprobs)
+        lacks_scores = extras.scored > 0 and min(extras.scored, len(self.tokens) - 1) > known
         return not (lacks_scores or (extras.routed and self.routing is None))
 
 

@@ -110,9 +110,10 @@ class ModelRunner:
         return output.logits[:, -1].float()
 
     def _run_prompts(
-        self, prompts: Sequence[tuple[int, ...]], *, scored: bool
+        self, prompts: Sequence[tuple[int, ...]], *, scored: int
     ) -> tuple[Tensor, Tensor, Tensor, list[list[float]]]:
-        """Keys and values [N, P, H, L, D], last logits [P, V], and logprobs per prompt."""
+        """Keys and values [N, P, H, L, D], last logits [P, V], and logprobs of each prompt's last
+        ``scored`` tokens."""
         tokens = np.zeros((len(prompts), padded_length(len(prompts[0]))), np.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
@@ -120,7 +121,8 @@ class ModelRunner:
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         width = input_ids.shape[1]
         ends = torch.arange(len(prompts), device=self.device) * width + lengths - 1
-        counted = torch.arange(width, device=self.device) < (lengths - 1)[:, None] * int(scored)
+        at, before = torch.arange(width, device=self.device), (lengths - 1)[:, None]
+        counted = (at < before) & (at >= before - scored)
         places = torch.cat([ends, counted.flatten().nonzero().squeeze(1)])
         targets = input_ids.roll(-1, dims=1).flatten()
         filled = self._attention.PrefillCache()
@@ -137,7 +139,7 @@ class ModelRunner:
         keys = torch.stack([filled.keys[layer] for layer in layers])
         values = torch.stack([filled.values[layer] for layer in layers])
         flat = torch.cat(parts)[len(prompts) :] if scored else torch.zeros(0)
-        scores = flat.split([(len(prompt) - 1) * int(scored) for prompt in prompts])
+        scores = flat.split([min(scored, len(prompt) - 1) for prompt in prompts])
         return keys, values, first[: len(prompts)], [part.tolist() for part in scores]
 
     def _forward(self, input_ids: Tensor, places: Tensor, cache: Any) -> Tensor:
@@ -162,7 +164,7 @@ class ModelRunner:
         try:
             plain = self._plain(prompt)
             self._selects_rows = self._can_select(prompt)
-            keys, values, last, _ = self._run_prompts([prompt[:-1]], scored=False)
+            keys, values, last, _ = self._run_prompts([prompt[:-1]], scored=0)
             shape = CacheShape(
                 layers=keys.shape[0], heads=keys.shape[2], key_dim=keys.shape[4],
                 value_dim=values.shape[4], dtype=keys.dtype, device=self.device,

@@ -16,7 +16,7 @@ from hearth.inference.backend import (
     ServingState,
     TopLogprobs,
 )
-from hearth.inference.engine.prompts import Extras, Prompt
+from hearth.inference.engine.prompts import EVERY, Extras, Prompt
 from hearth.inference.texts import TextOf
 from hearth.wire.routing import Choice
 
@@ -83,7 +83,9 @@ class Running:
     @property
     def extras(self) -> Extras:
         """What its request wants of the prompt."""
-        return Extras(scored=self.request.prompt_logprobs, routed=self.request.routing)
+        last = self.request.prompt_logprobs_last
+        scored = EVERY if last is None else last
+        return Extras(scored * self.request.prompt_logprobs, self.request.routing)
 
     def prefilled(self) -> None:
         """Tell the listener, if there is one, that tokens come now."""
@@ -109,10 +111,12 @@ class Running:
         self.runs.append(VersionRun(state.weight_version, state.current_identity, tokens))
 
     def prompt_logprobs(self) -> list[float | None] | None:
-        """The prompt's own, the first None; None when nobody asked."""
-        if not self.request.prompt_logprobs or self.prompt is None or self.prompt.logprobs is None:
+        """The prompt's own that were asked for, its first None; None when nobody asked."""
+        if not self.request.prompt_logprobs or self.prompt is None:
             return None
-        return [None, *self.prompt.logprobs]
+        known, length = self.prompt.logprobs or [], len(self.prompt.tokens)
+        every = [*[None] * (length - len(known)), *known]
+        return every[max(0, length - self.extras.scored) :]
 
     def prompt_routing(self) -> Sequence[Choice] | None:
         """Experts of the prompt's positions but the last; None when nobody asked."""

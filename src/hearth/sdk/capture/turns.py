@@ -53,7 +53,7 @@ class TurnChain:
 
 
 def chains_of(turns: Iterable[CapturedTurn]) -> list[TurnChain]:
-    """The turns as chains, in the order in which the chains began.
+    """The turns as chains, in the order in which these ended: the last turn is in the last one.
 
     A turn extends a chain whose tokens its prompt begins with, all of them: the longest such
     chain. Every other turn begins a chain of its own, so a history that was rendered differently,
@@ -65,10 +65,7 @@ def chains_of(turns: Iterable[CapturedTurn]) -> list[TurnChain]:
         if not turn.completion_tokens:
             continue
         place = _extended(chains, turn.prompt_tokens)
-        if place is None:
-            chains.append(_joined(_EMPTY, turn))
-        else:
-            chains[place] = _joined(chains[place], turn)
+        chains.append(_joined(_EMPTY if place is None else chains.pop(place), turn))
     return chains
 
 

@@ -37,6 +37,8 @@ class TurnCredit:
     """Advantage of each turn, which its tokens share."""
     baseline: float | None
     """Mean logprob of the right answer's tokens after the prompt alone; None where too long."""
+    unscored: int = 0
+    """Gains that count as 0 because what stood before was too long to be scored."""
     scored_from_s: float = 0.0
     """When scoring began, by ``time.perf_counter``."""
     scored_until_s: float = 0.0

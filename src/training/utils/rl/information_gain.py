@@ -2,7 +2,8 @@
 
 The right answer is scored as token ids after each prefix of a trajectory, without gradient: after
 the prompt, and after each turn with all that came before the next one, a tool's answer included.
-All prefixes of a group are one batch, and equal ones are scored once.
+All prefixes of a group are one batch, and equal ones are scored once. Scores are the model's own,
+those of temperature 1, whatever temperature a run draws at.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from hearth.errors import ConfigError
+from hearth.errors import ConfigError, NumericsError
 from hearth.sdk import DeploymentSampler
 from training.utils.client import ReconnectableClient
 from training.utils.rl.datums import datum_from_tokens_weights
@@ -31,8 +32,8 @@ from training.utils.rl.igpo import (
 from training.utils.rl.rollout import RolloutSample
 from training.utils.rows import Row
 
-Scorer = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Sequence[float]]]]
-"""Token sequences to their logprobs under the model, N - 1 target-aligned rows for N tokens."""
+Scorer = Callable[[Sequence[Sequence[int]], int], Awaitable[Sequence[Sequence[float]]]]
+"""``(sequences of token ids, last)`` to the model's own logprobs of each one's ``last`` tokens."""
 AnswerFn = Callable[[Row], Sequence[int]]
 """A row's right answer as token ids (``answer_fn``)."""
 
@@ -49,10 +50,10 @@ class GainConfig(Protocol):
 
 
 def deployment_scorer(sampler: DeploymentSampler) -> Scorer:
-    """Scores by what the deployment serves: a request that echoes its prompts and draws nothing."""
+    """Scores by what the deployment serves: a request that echoes answers and draws nothing."""
 
-    async def score(sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
-        return await sampler.score_token_ids(sequences)
+    async def score(sequences: Sequence[Sequence[int]], last: int) -> Sequence[Sequence[float]]:
+        return await sampler.score_token_ids(sequences, last=last)
 
     return score
 
@@ -60,10 +61,10 @@ def deployment_scorer(sampler: DeploymentSampler) -> Scorer:
 def trainer_scorer(policy: ReconnectableClient) -> Scorer:
     """Scores by the weights in training: the trainer's forward, in its turn among other work."""
 
-    async def score(sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
+    async def score(sequences: Sequence[Sequence[int]], last: int) -> Sequence[Sequence[float]]:
         data = [datum_from_tokens_weights(one, [1.0] * len(one)) for one in sequences]
         scored = await policy.inner.forward(data, "cross_entropy")
-        return [output["logprobs"].data for output in scored.loss_fn_outputs]
+        return [output["logprobs"].data[-last:] for output in scored.loss_fn_outputs]
 
     return score
 
@@ -93,6 +94,7 @@ class InformationGain:
 
         Raises:
             ConfigError: the row's right answer has no token.
+            NumericsError: a logprob of the right answer is not finite.
         """
         started = time.perf_counter()
         answer = list(self._answer_of(group.row.row))
@@ -108,18 +110,18 @@ class InformationGain:
             for samples in group.samples
         ]
         logprobs = await self._mean_logprobs({one for many in prefixes for one in many}, answer)
-        gains = [
-            information_gains([self._belief(logprobs.get(one)) for one in many])
-            for many in prefixes
-        ]
+        beliefs = [[self._belief(logprobs.get(one)) for one in many] for many in prefixes]
+        gains = [information_gains(many) for many in beliefs]
         advantages = turn_advantages(
             gains if ends_too else [[*turns, 0.0] for turns in gains], group.rewards,
             ig_weight=self._config.ig_weight, gamma=self._config.ig_gamma,
             normalization=self._config.ig_normalization,
         )  # fmt: skip
         credit = TurnCredit(
-            gains, advantages, logprobs.get(prefixes[0][0]), started, time.perf_counter()
-        )
+            gains, advantages, logprobs.get(prefixes[0][0]),
+            unscored=sum(many[1:].count(None) for many in beliefs),
+            scored_from_s=started, scored_until_s=time.perf_counter(),
+        )  # fmt: skip
         samples = [credited(*one) for one in zip(group.samples, advantages, strict=True)]
         return replace(group, samples=samples, credit=credit)
 
@@ -137,10 +139,27 @@ class InformationGain:
         found: dict[tuple[int, ...], float] = {}
         size = self._config.scoring_batch
         for batch in (fitting[start : start + size] for start in range(0, len(fitting), size)):
-            scored = await self._score([[*prefix, *asked] for prefix in batch])
+            scored = await self._score([[*prefix, *asked] for prefix in batch], len(answer))
             for prefix, rows in zip(batch, scored, strict=True):
-                found[prefix] = math.fsum(rows[-len(answer) :]) / len(answer)
+                found[prefix] = mean_logprob(rows, num_before=len(prefix))
         return found
+
+
+def mean_logprob(logprobs: Sequence[float], *, num_before: int) -> float:
+    """The mean logprob of an answer's tokens, which stand after ``num_before`` others.
+
+    A mean and not a sum, so that gains of long and short answers are of one size.
+
+    Raises:
+        NumericsError: one is not finite.
+    """
+    if not all(map(math.isfinite, logprobs)):
+        raise NumericsError(
+            f"logprobs of the right answer must be finite, got {list(logprobs)} after {num_before} "
+            "tokens: the weights that score hold NaN or infinity, or can never draw such a token; "
+            "start again from an earlier checkpoint with a lower learning_rate"
+        )
+    return math.fsum(logprobs) / len(logprobs)
 
 
 def turn_prefixes(
@@ -171,9 +190,10 @@ def credited(samples: Sequence[TrainSample], per_turn: Sequence[float]) -> list[
 def credit_metrics(groups: Sequence[PromptGroup], step_s: float) -> dict[str, float]:
     """``igpo/*`` of one step of ``step_s`` seconds; {} where no group has turn-level credit.
 
-    ``igpo/mean_ig`` leaves outcomes out. ``igpo/scoring_time`` is the seconds in which the right
-    answer of some group was being scored, whatever else went on meanwhile, and
-    ``igpo/scoring_ratio`` its share of the step.
+    ``igpo/mean_ig`` leaves outcomes out. ``igpo/unscored_ratio`` is the share of gains that count
+    as 0 because ``max_seq_len`` left no room for the right answer. ``igpo/scoring_time`` is the
+    seconds in which the right answer of some group was being scored, whatever else went on
+    meanwhile, and ``igpo/scoring_ratio`` its share of the step.
     """
     credits = [one.credit for one in groups if one.credit is not None]
     if not credits:
@@ -185,6 +205,7 @@ def credit_metrics(groups: Sequence[PromptGroup], step_s: float) -> dict[str, fl
     metrics = {
         "igpo/avg_turns": sum(turns) / len(turns),
         "igpo/mean_ig": math.fsum(gains) / len(gains) if gains else 0.0,
+        "igpo/unscored_ratio": sum(one.unscored for one in credits) / max(1, len(gains)),
         "igpo/scoring_time": seconds,
         "igpo/scoring_ratio": seconds / step_s,
     }

@@ -38,12 +38,16 @@ def seen_routing(
 
     One text per input token (N - 1 for N tokens), empty where nothing is known. A stretch of drawn
     tokens has those of a completion that begins with it and had all tokens before it as its prompt:
-    the same tokens after another prompt went elsewhere.
+    the same tokens after another prompt went elsewhere. What was drawn and then stood in the prompt
+    of a later turn may have gone elsewhere the second time; it has the experts it was drawn with.
     """
+    routed = [one for one in seen if one.routing_matrices is not None]
+    if not routed:
+        return None
     rows = [""] * (len(tokens) - 1)
     place = 1
     while place < len(tokens):
-        one = _drawn_at(place, tokens, loss_mask, seen) if loss_mask[place] else None
+        one = _drawn_at(place, tokens, loss_mask, routed) if loss_mask[place] else None
         place += 1 if one is None else _fill(rows, one, place, loss_mask)
     return rows if any(rows) else None
 
@@ -53,7 +57,7 @@ def _drawn_at(
 ) -> SampledCompletion | None:
     """The completion that was drawn at ``place`` of a sample."""
     for one in seen:
-        if one.routing_matrices is None or one.prompt_len != place or not one.completion_len:
+        if one.prompt_len != place or not one.completion_len:
             continue
         stop = place + _overlap(one, place, loss_mask)
         if one.full_tokens[:stop] == list(tokens[:stop]):

@@ -7,14 +7,20 @@ is careless: searches for anything, and guesses. That is what is left to mend.
 
 from __future__ import annotations
 
+import contextlib
 import random
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from training.examples.rl.multihop_qa.corpus import (
     CITIES,
@@ -26,8 +32,8 @@ from training.examples.rl.multihop_qa.corpus import (
     World,
     vocabulary,
 )
-from training.examples.rl.multihop_qa.reward import ANSWER
-from training.examples.rl.multihop_qa.rollout import SEARCH, SEARCHES
+from training.examples.rl.multihop_qa.reward import ANSWER, SEARCH
+from training.examples.rl.multihop_qa.rollout import SEARCHES
 from training.examples.rl.multihop_qa.search import SearchIndex
 
 PAD, END, TOOL, USER, ASSISTANT = "<pad>", "<end>", "<tool>", "<user>", "<assistant>"
@@ -48,14 +54,43 @@ _KINDS = (COMPANIES, CITIES, COUNTRIES, LANGUAGES)
 
 
 def ensure_model(folder: Path, *, steps: int = STEPS) -> Path:
-    """The folder of the model, which is made there if it is not there yet."""
-    if not (folder / "model.safetensors").is_file():
-        tokenizer = make_tokenizer()
-        model = make_model(tokenizer)
-        warm_up(model, tokenizer, steps)
-        tokenizer.save_pretrained(folder)
-        model.save_pretrained(folder)
+    """The folder of the model, made at first use; it appears whole or not at all.
+
+    What happens is said on stderr. The same machine makes the same weights.
+    """
+    if not folder.exists():
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.print(
+            f"making the example's model in {folder}: {steps} batches, about a minute on two CPU "
+            "cores; later runs find it there"
+        )
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        write_model(unfinished, steps, console)
+        unfinished.rename(folder)
     return folder
+
+
+def write_model(folder: Path, steps: int, console: Console) -> None:
+    """Warm a fresh model up and write it with its tokenizer; ``console`` shows how far it is."""
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    with _one_thread():
+        warm_up(model, tokenizer, steps, console)
+    transformers_logging.disable_progress_bar()
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Faster for so small a model than two threads, and the weights do not depend on the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -84,8 +119,10 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int) -> float:
-    """Train on ``steps`` batches of demonstrations; returns the last loss."""
+def warm_up(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, console: Console
+) -> None:
+    """Train on ``steps`` batches of demonstrations."""
     named = list(model.named_parameters())
     matrices = [one for name, one in named if one.ndim == 2 and "embed" not in name]
     rest = [one for name, one in named if one.ndim != 2 or "embed" in name]
@@ -95,19 +132,17 @@ def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: 
     ]
     rates = [one.param_groups[0]["lr"] for one in optimizers]
     rng = random.Random(0)
-    loss = torch.zeros(())
-    for step in range(steps):
+    for step in track(range(steps), "making the model", console=console):
         warmth = min(1.0, (step + 1) / (0.05 * steps + 1)) * (1 - step / steps)
         for optimizer, rate in zip(optimizers, rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * warmth
             optimizer.zero_grad()
         pupil = Pupil(step >= ASTRAY_FROM * steps, step >= CARELESS_FROM * steps)
-        loss = turn_loss(model, tokenizer, [pupil.demonstration(rng) for _ in range(BATCH)])
-        loss.backward()
+        demonstrations = [pupil.demonstration(rng) for _ in range(BATCH)]
+        turn_loss(model, tokenizer, demonstrations).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-    return float(loss.detach())
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from training.examples.rl.multihop_qa.corpus import the_world
-from training.examples.rl.multihop_qa.reward import answer_is_right
+from training.examples.rl.multihop_qa.reward import ANSWER, SEARCH, answer_is_right
 from training.examples.rl.multihop_qa.search import SearchIndex
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.utils.rl.rollout import RolloutFn, RolloutSample, RolloutSetup
@@ -17,8 +17,6 @@ from training.utils.rows import prompt_messages
 
 SEARCHES = 4
 """Searches before the answer; the longest way needs them all."""
-SEARCH = "search"
-"""The word that a turn begins with when it asks the tool."""
 
 
 def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
@@ -63,6 +61,7 @@ def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
             reward=float(answer_is_right(turns[-1], sample_prompt)),
             finish_reason=finish_reason,
             text="\n".join(turns),
+            parsed=turns[-1].split()[:1] == [ANSWER],
         )
 
     return rollout_fn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 
 NOTHING_FOUND = "nothing found ."
@@ -19,17 +19,20 @@ class SearchIndex:
 
     def __init__(self, documents: Mapping[str, str]) -> None:
         self._documents = dict(documents)
-        self._words = {title: frozenset(text.split()) for title, text in documents.items()}
-        counts = Counter(word for words in self._words.values() for word in words)
-        self._rarity = {word: math.log(len(documents) / count) for word, count in counts.items()}
+        self._places = {title: place for place, title in enumerate(self._documents)}
+        self._titles: defaultdict[str, list[str]] = defaultdict(list)
+        for title, text in self._documents.items():
+            for word in dict.fromkeys(text.split()):
+                self._titles[word].append(title)
 
     def search(self, query: str) -> str:
         """The text of the best document, the first of equal ones; ``NOTHING_FOUND`` without any."""
-        words = set(query.split())
-        scores = {title: self._score(title, words) for title in self._documents}
-        best = max(scores, key=lambda title: scores[title])
-        return self._documents[best] if scores[best] > 0 else NOTHING_FOUND
-
-    def _score(self, title: str, words: set[str]) -> float:
-        shared = sum(self._rarity[word] for word in words & self._words[title])
-        return shared + (TITLE_WEIGHT * self._rarity[title] if title in words else 0.0)
+        scores: defaultdict[str, float] = defaultdict(float)
+        # In order: a set's own differs from process to process, and sums round by their order.
+        for word in sorted(set(query.split()) & self._titles.keys()):
+            titles = self._titles[word]
+            rarity = math.log(len(self._documents) / len(titles))
+            for title in titles:
+                scores[title] += rarity * (1 + TITLE_WEIGHT * (title == word))
+        best = min(scores, key=lambda title: (-scores[title], self._places[title]), default=None)
+        return self._documents[best] if best is not None and scores[best] > 0 else NOTHING_FOUND

@@ -1,7 +1,7 @@
 """Train a small model to answer questions of several hops, with credit for each turn.
 
 ``python -m training.examples.rl.multihop_qa.train``; every field of the recipe's config is a flag.
-The first run makes the model (see ``policy``), which takes a minute or two.
+The first run makes the model (see ``policy``), which takes about a minute.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from training.examples.rl.multihop_qa.corpus import question_rows
+from training.examples.rl.multihop_qa.corpus import question_rows, the_world
 from training.examples.rl.multihop_qa.policy import ensure_model
 from training.examples.rl.multihop_qa.reward import ANSWER, credit_text
 from training.examples.rl.multihop_qa.rollout import make_rollout_fn
+from training.examples.rl.multihop_qa.search import SearchIndex
 from training.examples.rl.trend import reward_trend
 from training.recipes.igpo_loop import Config, main
 from training.utils import DeployConfig
 from training.utils.command import exit_code
 from training.utils.rl.groups import PromptGroup
 
+DESCRIPTION = "Train a small model to answer questions of several hops, with credit for each turn."
 MODEL = Path("runs/multihop_qa_model")
 """Where the example's own model is made."""
 
@@ -43,7 +45,10 @@ CONFIG = Config(
 
 
 class Examples:
-    """The first and the last group of a run, kept to be shown; a group filter that refuses none."""
+    """The first and the last row's group of a run, to be shown; a group filter that refuses none.
+
+    The place among the rows counts, and not the time: which row is drawn first is up to chance.
+    """
 
     def __init__(self) -> None:
         self.first: PromptGroup | None = None
@@ -51,29 +56,40 @@ class Examples:
 
     def __call__(self, group: PromptGroup) -> bool:
         """Keep the group, and have it trained."""
-        self.first = self.first or group
-        self.last = group
+        if self.first is None or group.row.index < self.first.row.index:
+            self.first = group
+        if self.last is None or group.row.index > self.last.row.index:
+            self.last = group
         return True
 
 
 def train(config: Config) -> None:
-    """Make the model if need be, train, print how the reward went and what turns were worth."""
+    """Make the model if need be, train, print how the reward went and what turns were worth.
+
+    Raises:
+        ConfigError: a setting breaks its rule; nothing was made.
+    """
+    config.validate()
     if config.base_model == str(MODEL):
         ensure_model(MODEL)
     examples = Examples()
     rows, _ = question_rows()
     done = main(config, rollout_fn_factory=make_rollout_fn, rows=rows, dynamic_filter_fn=examples)
     console = Console(soft_wrap=True, markup=False, highlight=False)
-    for when, group in (("at the start", examples.first), ("at the end", examples.last)):
+    search = SearchIndex(the_world().documents()).search
+    for group in (examples.first, examples.last):
         if group is not None and group.credit is not None:
-            console.print(f"\n{when}:\n{credit_text(group, 0)}")
+            where = f"row {group.row.index + 1} of {len(rows) * config.epochs}"
+            rewards = " ".join(f"{reward:g}" for reward in group.rewards)
+            console.print(f"\n{where}, outcomes {rewards}; the first trajectory:")
+            console.print(credit_text(group, 0, search))
     console.print(f"\n{reward_trend(done.log_path)}")
 
 
 def command(arguments: Sequence[str] | None = None) -> int:
     """Train as the flags say."""
     config = tyro.cli(
-        Config, default=CONFIG, args=arguments,
+        Config, default=CONFIG, args=arguments, description=DESCRIPTION,
         prog="python -m training.examples.rl.multihop_qa.train",
     )  # fmt: skip
     return exit_code(lambda: train(config))
