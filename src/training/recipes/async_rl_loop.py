@@ -16,7 +16,8 @@ is strictly on-policy and trains, to the bit, what ``rl_loop`` trains on groups 
 ``synchronous_training`` drains all rollouts before each step as well.
 
 Held-out rows (``eval_dataset``) go through the same rollout function beside all this
-(``training.utils.rl.background_evaluation``); only the last evaluation is waited for.
+(``training.utils.rl.background_evaluation``); only the last evaluation is waited for. Off-policy a
+few tokens are drawn and scored again after each weight sync (``training.utils.rl.parity_probe``).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from training.utils.rl.background_evaluation import BackgroundEvaluation
 from training.utils.rl.groups import Draw, rollout_metrics, version_metrics
 from training.utils.rl.information_gain import credit_metrics
 from training.utils.rl.objectives import objective_options
+from training.utils.rl.parity_probe import ParityProbe
 from training.utils.rl.platform import PlatformSpec, RunInfra
 from training.utils.rl.publisher import Publisher
 from training.utils.rl.rollout import RolloutFnFactory, RolloutSetup
@@ -116,6 +118,10 @@ class Config(RecipeConfig):
     allow_uncorrected_off_policy: bool = False
     """Train off-policy without a trust region or without TIS."""
 
+    parity_probe_tokens: int = 64
+    """Tokens that are drawn and scored again after each weight sync, to compare sampler and trainer
+    where samples may be stale; 0 probes nothing."""
+
     @property
     def max_concurrent(self) -> int:
         """Sampling requests that may be in flight; the gate holds it below that."""
@@ -123,10 +129,14 @@ class Config(RecipeConfig):
         return self.max_concurrency_rollout_sample or (1 + self.max_head_offpolicy_versions) * batch
 
     @property
+    def overlaps(self) -> bool:
+        """Whether training goes on while weights are synced."""
+        return self.max_head_offpolicy_versions > 0 and not self.synchronous_training
+
+    @property
     def is_off_policy(self) -> bool:
         """Whether a sample may have been drawn by other weights than those that it trains."""
-        late = self.max_head_offpolicy_versions > 0 and not self.synchronous_training
-        return late or self.in_flight_weight_updates
+        return self.overlaps or self.in_flight_weight_updates
 
     @property
     def uses_tis(self) -> bool:
@@ -157,6 +167,8 @@ def own_problems(config: Config) -> Iterator[str]:
         )
     if config.rollout_retries < 0:
         yield f"rollout_retries must be >= 0, got {config.rollout_retries}"
+    if config.parity_probe_tokens < 0:
+        yield f"parity_probe_tokens must be >= 0, got {config.parity_probe_tokens}: 0 is no probe"
     for name in ("rollout_timeout_s", "stall_timeout_s"):
         seconds: float | None = getattr(config, name)
         if seconds is not None and not seconds > 0:
@@ -318,6 +330,11 @@ class Loop:
     """The weight sync that is under way."""
     evaluation: BackgroundEvaluation | None = None
     """What evaluates meanwhile."""
+    probe: ParityProbe = field(init=False)
+    """What compares sampler and trainer after each weight sync."""
+
+    def __post_init__(self) -> None:
+        self.probe = ParityProbe(self.config, self.infra, self.run.step)
 
 
 async def run_loop(
@@ -399,12 +416,15 @@ async def train_steps(loop: Loop) -> None:
         if loop.publishing is not None:
             loop.publishing.cancel()
             await asyncio.gather(loop.publishing, return_exceptions=True)
+        await loop.probe.close()
 
 
 async def train_step(loop: Loop) -> bool:
     """One step on the next batch; False when no rows are left for one."""
     run = loop.run
-    update = PolicyUpdate(loop.config, loop.infra, run.clock, run.kl, trained_version(loop))
+    update = PolicyUpdate(
+        loop.config, loop.infra, run.clock, run.kl, trained_version(loop), loop.probe.before_step
+    )
     batch: list[TakenGroup] = []
     while piece := await next_piece(loop, is_first=not batch):  # 1. and 2.
         batch.extend(piece)
@@ -456,8 +476,8 @@ async def publish(loop: Loop, batch: Sequence[TakenGroup]) -> None:
         with run.busy.train():
             identity = await loop.publisher.save(f"step-{run.step:05d}")
         loop.publishing = asyncio.create_task(serve(loop, identity, batch, run.step))
-        overlaps = config.max_head_offpolicy_versions > 0 and not config.synchronous_training
-        if not overlaps or run.is_save_due(config, loop.infra):
+        loop.probe.expect(run.step, loop.publishing)
+        if not config.overlaps or run.is_save_due(config, loop.infra):
             await finish_publishing(loop)
 
 
@@ -468,6 +488,7 @@ async def serve(loop: Loop, identity: str, batch: Sequence[TakenGroup], step: in
     except Exception as error:
         loop.queue.fail(error)
         raise
+    loop.probe.begin(loop.run.version, [one.group for one in batch])
     loop.run.cursor.finish(one.group.row.index for one in batch)
     loop.queue.gate.published()
     loop.queue.submit()
@@ -525,7 +546,7 @@ def report_step(
     metrics["train/num_minibatches"] = float(update.optimizer_steps)
     metrics |= batch_metrics(update.results, config.completions_per_prompt)
     metrics |= rollout_metrics(run.stats, update.groups)
-    metrics |= signal_metrics(update.groups) | update.parity()
+    metrics |= signal_metrics(update.groups) | loop.probe.take() | update.parity()
     metrics |= version_metrics(update.groups, version)
     metrics |= staleness_metrics(batch) | queue_metrics(loop.queue, run)
     metrics["async/trained_against_version"] = float(version)

@@ -1,4 +1,7 @@
-"""A platform that takes scripted seconds: trainer, snapshots and deployment of an async run."""
+"""A platform that takes scripted seconds: trainer, snapshots and deployment of an async run.
+
+The policy that is trained says -0.5 for every token, and ``drift`` less for each optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any, cast
 import tinker
 import torch
 
+from hearth.sdk import SampledCompletion
 from training.utils.rl.platform import RunInfra
 from training.utils.rl.policy_losses import LossFunction
 from training.utils.rl.publisher import Publisher
@@ -25,17 +29,28 @@ class Seconds:
     optim_step: float = 1.0
     save: float = 2.0
     serve: float = 3.0
+    draw: float = 0.0
+    """Of a completion that the recipe itself asks for."""
 
 
 @dataclass
 class ScriptedTrainer:
-    """The policy's trainer: losses are computed on the sampler's own logprobs, nothing is moved."""
+    """The policy's trainer: losses are computed on its logprobs, operations run one by one."""
 
     seconds: Seconds
     now: Callable[[], float]
     running: Callable[[], int]
     """How many rollouts are under way."""
     base_model: str = "model"
+    supports_router_replay: bool = False
+    drift: float = 0.0
+    """Nats by which an optimizer step makes every token less likely."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    steps: int = 0
+    scored: list[tuple[int, list[tinker.Datum]]] = field(
+        default_factory=list[tuple[int, list[tinker.Datum]]]
+    )
+    """What was only to be scored, and how many steps the weights had then."""
     calls: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
     running_at_training: list[int] = field(default_factory=list[int])
     saved: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -49,25 +64,30 @@ class ScriptedTrainer:
     ) -> tinker.ForwardBackwardOutput:
         self.calls.append(("forward_backward", self.now()))
         self.running_at_training.append(self.running())
-        await asyncio.sleep(self.seconds.fwd_bwd * len(data))
-        loss, metrics = loss_fn(
-            data, [torch.tensor(one, requires_grad=True) for one in _rows(data)]
-        )
-        loss.backward()
+        async with self.turn:
+            await asyncio.sleep(self.seconds.fwd_bwd * len(data))
+            loss, metrics = loss_fn(
+                data, [torch.tensor(one, requires_grad=True) for one in self._rows(data)]
+            )
+            loss.backward()
         return tinker.ForwardBackwardOutput("custom", [], metrics)
 
     async def forward(
         self, data: list[tinker.Datum], _loss: str, _config: dict[str, float]
     ) -> tinker.ForwardBackwardOutput:
         self.calls.append(("forward", self.now()))
-        outputs = [
-            {"logprobs": tinker.TensorData(data=row, dtype="float32", shape=[len(row)])}
-            for row in _rows(data)
-        ]
+        async with self.turn:
+            self.scored.append((self.steps, data))
+            outputs = [
+                {"logprobs": tinker.TensorData(data=row, dtype="float32", shape=[len(row)])}
+                for row in self._rows(data)
+            ]
         return tinker.ForwardBackwardOutput("cross_entropy", outputs, {})
 
     async def optim_step(self, _params: Any, _normalization: str) -> tinker.OptimStepResponse:
-        await asyncio.sleep(self.seconds.optim_step)
+        async with self.turn:
+            await asyncio.sleep(self.seconds.optim_step)
+            self.steps += 1
         self.calls.append(("optim_step", self.now()))
         return tinker.OptimStepResponse(metrics={"grad_norm": 1.0})
 
@@ -84,9 +104,9 @@ class ScriptedTrainer:
     def list_checkpoints(self) -> list[str]:
         return [one["name"] for one in self.saved]
 
-
-def _rows(data: Sequence[tinker.Datum]) -> list[list[float]]:
-    return [[-0.5] * len(one.loss_fn_inputs["target_tokens"].data) for one in data]
+    def _rows(self, data: Sequence[tinker.Datum]) -> list[list[float]]:
+        logprob = -0.5 - self.drift * self.steps
+        return [[logprob] * len(one.loss_fn_inputs["target_tokens"].data) for one in data]
 
 
 class ScriptedPublisher(Publisher):
@@ -110,6 +130,38 @@ class ScriptedPublisher(Publisher):
             raise ConnectionError("the deployment is gone")
         self.served.append((identity, self._now()))
         return len(self.served)
+
+
+@dataclass
+class ScriptedSampler:
+    """The recipe's own sampler: draws from what the deployment serves when it is asked."""
+
+    publisher: ScriptedPublisher
+    seconds: Seconds
+    drift: float = 0.0
+    steps: Callable[[int], int] = lambda version: version
+    """The optimizer steps that a version has behind it."""
+    error: Exception | None = None
+    """What every draw fails with."""
+    asked: list[tuple[float, Sequence[int], dict[str, Any]]] = field(
+        default_factory=list[tuple[float, Sequence[int], dict[str, Any]]]
+    )
+    """Time, prompt and options of every call."""
+
+    async def sample_with_prompt_tokens(
+        self, prompt: Sequence[int], *, max_tokens: int, **options: Any
+    ) -> list[SampledCompletion]:
+        at = asyncio.get_running_loop().time()
+        self.asked.append((at, prompt, {"max_tokens": max_tokens, **options}))
+        version = len(self.publisher.served)
+        await asyncio.sleep(self.seconds.draw)
+        if self.error is not None:
+            raise self.error
+        tokens = [*prompt, *range(100, 100 + max_tokens)]
+        logprobs = [-0.5 - self.drift * self.steps(version)] * max_tokens
+        return [
+            SampledCompletion("", tokens, len(prompt), "length", logprobs, weight_version=version)
+        ]
 
 
 def infra_of(trainer: ScriptedTrainer, folder: Path, **changes: Any) -> RunInfra:

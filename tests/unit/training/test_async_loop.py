@@ -21,6 +21,7 @@ from rich.console import Console
 from tests.unit.training.drawn import config_of, number_of_draw, sample_of
 from tests.unit.training.platform_script import (
     ScriptedPublisher,
+    ScriptedSampler,
     ScriptedTrainer,
     Seconds,
     infra_of,
@@ -56,6 +57,10 @@ class Scene:
     publication_fails: int = 0
     accepts: Callable[[PromptGroup], bool] | None = None
     infra: dict[str, Any] = field(default_factory=dict[str, Any])
+    drift: float = 0.0
+    """Nats by which a step makes every token less likely."""
+    sampling: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Of the sampler that the recipe itself asks."""
     clock: Callable[[], float] = now
     fn: RolloutFn | None = None
     """Another rollout function than the scripted one."""
@@ -77,10 +82,16 @@ class Scene:
     async def play(self, folder: Path) -> None:
         """The whole run; what it leaves is in the attributes below."""
         self.folder = folder
-        self.trainer = ScriptedTrainer(self.seconds, self.clock, lambda: self.running)
+        self.trainer = ScriptedTrainer(
+            self.seconds, self.clock, lambda: self.running, drift=self.drift
+        )
         self.publisher = ScriptedPublisher(self.seconds, self.clock, fails=self.publication_fails)
+        self.sampler = ScriptedSampler(
+            self.publisher, self.seconds, drift=self.drift, **self.sampling
+        )
+        parts = {"sampler": self.sampler} | self.infra
         with self._run() as self.run:
-            self.loop = self._loop(infra_of(self.trainer, folder, **self.infra))
+            self.loop = self._loop(infra_of(self.trainer, folder, **parts))
             await train(self.loop)
 
     @contextmanager
@@ -331,7 +342,9 @@ def test_rows_that_come_too_late_are_counted_with_what_they_had_drawn(play):
 
 
 def test_t153_the_recipe_owns_kl_tis_and_the_minibatch_loop(play):
-    scene = scene_of(max_head_offpolicy_versions=1, ppo_n_minibatches=2, kl_beta=0.1)
+    scene = scene_of(
+        max_head_offpolicy_versions=1, ppo_n_minibatches=2, kl_beta=0.1, parity_probe_tokens=0
+    )
     reference = ScriptedTrainer(Seconds(), now, lambda: 0)
     scene.infra = {"reference": reference}
 

@@ -6,7 +6,7 @@ What every recipe does with the groups of a batch, whichever way it came by them
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -61,17 +61,20 @@ class PolicyUpdate:
     through the batch, and sees what the batch's KL was; without it that is ``config.kl_beta``.
     ``version`` is the weight version that the trainer's weights are served as: of samples that it
     drew, trainer's and sampler's logprobs are compared (``parity``). None compares nothing.
+    ``before_step`` is awaited right before each optimizer step is asked for.
     """
 
     def __init__(
         self, config: UpdateConfig, infra: RunInfra, clock: Stopwatch,
         kl: AdaptiveKL | None = None, version: int | None = None,
+        before_step: Callable[[], Awaitable[None]] | None = None,
     ) -> None:  # fmt: skip
         self._config = config
         self._infra = infra
         self._clock = clock
         self._kl = kl
         self._version = version
+        self._before_step = before_step
         self._gaps: list[Tensor] = []
         self.groups: list[PromptGroup] = []
         """The groups that have gone through forward and backward."""
@@ -189,6 +192,8 @@ class PolicyUpdate:
             learning_rate=config.learning_rate, beta1=config.beta1, beta2=config.beta2,
             eps=config.eps, weight_decay=config.weight_decay, grad_clip_norm=config.grad_clip_norm,
         )  # fmt: skip
+        if self._before_step is not None:
+            await self._before_step()
         with self._clock.span("perf/optim_step_time"):
             done = await self._infra.policy.inner.optim_step(
                 params, config.grad_accumulation_normalization
