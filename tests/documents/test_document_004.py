@@ -83,6 +83,10 @@ def test_the_rollout_function_draws_from_a_deployment_and_the_recipe_trains_on_i
     assert [one["rollout/valid_prompt_groups"] for one in steps] == [8.0, 4.0]
     assert all(one["train/grad_norm"] > 0 for one in steps)
     assert all(one["async/version_offset_max"] <= 4 for one in steps)
+    saved = orjson.loads((tmp_path / "gsm8k_logs" / "config.json").read_bytes())
+    names = ("learning_rate", "completions_per_prompt", "prompt_groups_per_step",
+             "max_head_offpolicy_versions")  # fmt: skip
+    assert [saved[name] for name in names] == [1.7e-5, 8, 8, 4]
     states, replicas = platform.states()
     assert set(states) == {"JOB_STATE_CANCELLED"}
     assert set(replicas) == {0}

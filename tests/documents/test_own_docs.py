@@ -72,6 +72,12 @@ def test_the_page_on_loops_trains_and_promotes(run_page):
     assert (Path(names["model"].source) / "model.safetensors").exists()
 
 
+def test_the_async_page_says_to_pin_the_version():
+    text = " ".join((REPOSITORY / "docs" / "async_rl.md").read_text().split())
+
+    assert "It is experimental: pin the version that you build on." in text
+
+
 def test_the_example_trains_on_the_served_platform(platform, capsys):
     spec = importlib.util.spec_from_file_location("own_loop", EXAMPLE)
     assert spec is not None

@@ -17,6 +17,7 @@ from hearth.inference.engine.engine import InferenceEngine
 from hearth.inference.engine.options import EngineOptions
 from hearth.inference.service import create_app
 from hearth.models.loading import best_device, load_model, load_tokenizer
+from hearth.models.vocabulary import check_tokenizer
 from hearth.sync.store import Buckets, buckets_of
 
 OnPhase = Callable[[str], None]
@@ -32,16 +33,18 @@ def build(
     ``on_phase`` is told what it does from now on. ``device`` None takes a GPU where there is one.
 
     Raises:
-        ConfigError: the model cannot be loaded or served.
+        ConfigError: the model cannot be loaded or served, or the tokenizer is another model's.
     """
     on_phase("loading model")
     loaded = load_model(
         source, name=base_model, dtype=dtype, device=device or best_device(),
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
+    spoken = load_tokenizer(tokenizer or source, trust_remote_code=trust_remote_code)
+    check_tokenizer(spoken, tokenizer or source, source, trust_remote_code=trust_remote_code)
     engine = InferenceEngine(
         loaded,
-        tokenizer=load_tokenizer(tokenizer or source, trust_remote_code=trust_remote_code),
+        tokenizer=spoken,
         options=EngineOptions(max_seq_len=max_seq_len, max_rows=max_batch_size),
     )
     on_phase("idle")

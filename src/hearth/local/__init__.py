@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hearth.local.platform import EmbeddedPlatform, resolve_model
+    from hearth.local.platform import EmbeddedPlatform, check_tokenizer, resolve_model
 
-__all__ = ["EmbeddedPlatform", "resolve_model"]
+__all__ = ["EmbeddedPlatform", "check_tokenizer", "resolve_model"]
 
 
 def __getattr__(name: str) -> Any:

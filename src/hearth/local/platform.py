@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from pathlib import Path
+from typing import Any
 
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
@@ -70,3 +71,18 @@ def resolve_model(name: str) -> str:
             and is no folder.
     """
     return read_catalog().model(name).source
+
+
+def check_tokenizer(tokenizer: Any, tokenizer_model: str, base_model: str) -> None:
+    """Refuse a client's tokenizer that is not the one of the model that an embedded platform loads.
+
+    Raises:
+        ConfigError: ``deployment.tokenizer_model`` names one whose ids mean other tokens.
+    """
+    # With torch behind it, which a process that only serves does without.
+    from hearth.models import vocabulary
+
+    source = resolve_model(base_model)
+    vocabulary.check_tokenizer(
+        tokenizer, tokenizer_model, source, field="deployment.tokenizer_model"
+    )

@@ -117,7 +117,8 @@ class DeployConfig:
     deployment_id: str | None = None
     """Name of the deployment; None makes one up."""
     tokenizer_model: str = ""
-    """Folder or hub id of the tokenizer. Required: prompts are tokenized on the client."""
+    """Folder or hub id of the base model's tokenizer. Required: prompts are tokenized on the
+    client."""
     tokenizer_revision: str | None = None
     """Revision of the tokenizer on its hub."""
     trust_remote_code: bool = False

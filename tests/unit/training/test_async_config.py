@@ -86,7 +86,15 @@ def test_the_documents_example_is_valid():
     config.validate()
     assert config.max_concurrent == 5 * 64
     content = orjson.loads(orjson.dumps(plain_config(config)))
-    assert content["max_head_offpolicy_versions"] == 4
+    given = {
+        "log_path": "./gsm8k_logs", "base_model": "accounts/fireworks/models/qwen3-8b",
+        "learning_rate": 1.7e-5, "completions_per_prompt": 8, "prompt_groups_per_step": 8,
+        "policy_loss": "grpo", "max_head_offpolicy_versions": 4,
+    }  # fmt: skip
+    assert {name: content[name] for name in given} == given
+    assert content["trainer"]["training_shape_id"].endswith("/qwen3-8b-128k-h200")
+    assert content["deployment"]["tokenizer_model"] == "Qwen/Qwen3-8B"
+    assert (content["wandb"]["entity"], content["wandb"]["project"]) == ("my-team", "gsm8k-rl")
 
 
 @pytest.mark.parametrize("late", range(5))

@@ -104,7 +104,8 @@ def test_a_sample_without_response_tokens_adds_nothing():
     loss, metrics = loss_fn([datum_of([0.0, 1.0]), datum_of([0.0, 0.0])], rows)
     gradients = torch.autograd.grad(loss, rows)
 
-    assert math.isfinite(loss.item())
+    # The other sample's alone: half of rho times its advantage times its response's -2.
+    assert loss.item() == pytest.approx(math.exp(0.5) / math.sqrt(2), rel=1e-6)
     assert gradients[1].tolist() == [0.0, 0.0]
     assert metrics["mean_rho"] == pytest.approx(math.exp(0.5))
 

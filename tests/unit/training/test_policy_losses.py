@@ -66,6 +66,21 @@ def datums_of(rollout):
     return [datum_of(len(mask), weights=mask) for mask in rollout["mask"]]
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"), [("cispo", [-1.28, -1.0, -0.8]), ("cispo_mask", [0.0, -1.0, -0.6065307])]
+)
+def test_cispo_keeps_the_gradient_that_its_older_form_masks(name, expected):
+    row = torch.tensor([-0.5, -1.0, -1.5], requires_grad=True)
+    old = [[-1.0] * 3]
+    loss_fn = make_policy_loss_fn(name, advantages=[1.0], behavior_logprobs=old, old_logprobs=old)
+
+    loss, _ = loss_fn([datum_of(3, weights=[1.0] * 3)], [row])
+    loss.backward()
+
+    assert row.grad is not None
+    assert row.grad.tolist() == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("tis", [None, TIS(), TIS(level="sequence")], ids=["off", "token", "seq"])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_client_closure_and_kernel_agree_on_loss_and_gradient(name, tis):

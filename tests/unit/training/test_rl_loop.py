@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
+from array import array
+from base64 import b64decode
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,8 @@ from hearth.errors import ConfigError
 from hearth.sdk.transport import mount
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.rl_loop import Config, main
+from training.utils import DeployConfig, InfraConfig
+from training.utils.rl.platform import load_tokenizer
 from training.utils.rows import load_rows
 from training.utils.run import RunSummary
 
@@ -29,6 +34,7 @@ STEP = "POST .*/optim_step$"
 PHASES = {"draw": DRAW, "score": "POST .*/forward$", "train": TRAIN, "step": STEP, "save": SAVE,
           "load": LOAD}  # fmt: skip
 GROUP = 4
+TOKENIZER = load_tokenizer(DeployConfig(tokenizer_model=str(MODEL)))
 # The weights then differ by one gradient: AdamW would hide its size.
 PLAIN_STEP = {"eps": 1e3, "learning_rate": 100.0, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 
@@ -75,10 +81,35 @@ class Seen:
                 counts.append(now)
         return counts
 
+    def begun_during(self, long: str, pattern: str) -> list[int]:
+        """How many requests came while each one of another kind was under way, one at a time."""
+        counts: list[int] = []
+        is_under_way = False
+        for kind, line in self.stage.wire.events:
+            if re.match(long, line):
+                is_under_way = kind == "begin"
+                counts += [0] * is_under_way
+            elif is_under_way and kind == "begin" and re.match(pattern, line):
+                counts[-1] += 1
+        return counts
+
     def trained(self) -> list[list[list[int]]]:
         """Of every forward and backward call the sequences."""
         data = [one["forward_backward_input"]["data"] for one in self.bodies(TRAIN)]
         return [[one["model_input"]["chunks"][0]["tokens"] for one in call] for call in data]
+
+    def completions(self) -> list[list[int]]:
+        """What was drawn of every sample that was trained, from its first token to its last."""
+        prompts = {tuple(one["prompt"]) for one in self.bodies(DRAW)}
+        data = [one["forward_backward_input"]["data"] for one in self.bodies(TRAIN)]
+        found: list[list[int]] = []
+        for sample in (sample for call in data for sample in call):
+            tokens = sample["model_input"]["chunks"][0]["tokens"]
+            targets = array("q", b64decode(sample["loss_fn_inputs"]["target_tokens"]["data"]))
+            whole = [*tokens, targets[-1]]
+            (prompt,) = (one for one in prompts if tuple(whole[: len(one)]) == one)
+            found.append(whole[len(prompt) :])
+        return found
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The exported model."""
@@ -124,6 +155,23 @@ def holds(call: list[list[int]], prompt: list[int]) -> bool:
     return any(tokens[: len(prompt)] == prompt for tokens in call)
 
 
+def telling(app: Any, versions: list[int]) -> Any:
+    """The app before another that notes which weights each completion was drawn by."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        body = bytearray()
+
+        async def noted(message: Any) -> None:
+            body.extend(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, noted)
+        if re.match(DRAW, f"{scope['method']} {scope['path']}"):
+            versions.append(orjson.loads(body)["weight_version"])
+
+    return answer
+
+
 # A step.
 
 
@@ -165,6 +213,30 @@ def test_settings_reach_every_request(run):
     (call,) = seen.trained()
     assert len(call) == len(draws)
     assert all(any(holds([tokens], list(one)) for one in prompts) for tokens in call)
+
+
+def test_every_completion_that_is_drawn_is_scored_once_and_trained(run):
+    scored: list[str] = []
+
+    def noting(text: str, row: Any) -> float:
+        scored.append(text)
+        return spread(text, row)
+
+    seen = run(2, reward_fn=noting)
+
+    assert len(scored) == len(seen.bodies(DRAW)) == 2 * GROUP
+    texts = [TOKENIZER.decode(one, skip_special_tokens=True) for one in seen.completions()]
+    assert sorted(texts) == sorted(scored)
+
+
+def test_tokens_are_trained_as_they_were_drawn_where_no_tokenizer_would_write_them_so(run):
+    seen = run(2, temperature=4.0)
+
+    drawn = seen.completions()
+    again = [TOKENIZER.encode(TOKENIZER.decode(one)) for one in drawn]
+    assert sum(one != other for one, other in zip(drawn, again, strict=True)) > GROUP
+    # The trainer scores these very tokens as the deployment did when it drew them.
+    assert seen.records()[0]["train/inference_diff"] < 1e-5
 
 
 def test_groups_without_spread_reach_no_trainer_and_the_run_goes_on(run):
@@ -263,6 +335,30 @@ def test_a_window_samples_together_trains_what_arrives_and_drains_before_its_wei
     assert [one["version/sample_staleness_max"] for one in seen.records()] == [0.0] * 4
 
 
+def test_a_windows_rows_are_trained_in_the_order_in_which_they_arrive(run, stage):
+    # Of four rows each waits until all that were asked for after it are trained.
+    for later in (3, 2, 1):
+        stage.wire.rule(DRAW, until=("end", STEP, later), times=GROUP)
+
+    seen = run(4, weight_sync_interval=4, prompt_groups_per_step=1)
+
+    prompts = [one["prompt"] for one in seen.bodies(DRAW)[::GROUP]]
+    trained = [[holds(call, prompt) for prompt in prompts].index(True) for call in seen.trained()]
+    assert trained == [3, 2, 1, 0]
+
+
+def test_a_window_is_drawn_under_the_version_that_the_one_before_it_has_published(run, stage):
+    stage.wire.rule(LOAD, delay_s=0.05)
+    versions: list[int] = []
+    mount(stage.url, telling(stage.wire, versions))
+
+    seen = run(5, weight_sync_interval=2, prompt_groups_per_step=1)
+
+    assert versions == [0] * 2 * GROUP + [1] * 2 * GROUP + [2] * GROUP
+    assert [one["version/sample_staleness_max"] for one in seen.records()] == [0.0] * 5
+    assert seen.begun_during(LOAD, DRAW) == [0] * 3
+
+
 @pytest.mark.parametrize(
     ("interval", "names"),
     [(0, []), (2, ["step-00002", "step-00004", "step-00005"])],
@@ -273,6 +369,54 @@ def test_weights_are_published_every_n_steps_and_at_the_end_or_never(run, interv
     assert len(seen.bodies(STEP)) == 5
     assert [one["path"].rsplit("-", 1)[0] for one in seen.bodies(SAVE)] == names
     assert len(seen.bodies(LOAD)) == len(names)
+
+
+# The parts.
+
+
+REFERENCE_SHAPE = "accounts/me/trainingShapes/tiny-forward"
+PARTS: list[tuple[dict[str, Any], bool]] = [
+    ({"kl_beta": 0.0}, False),
+    ({"kl_beta": 0.001}, True),
+    ({"kl_beta": 0.0, "infra": InfraConfig(ref_training_shape_id=REFERENCE_SHAPE)}, True),
+]
+
+
+@pytest.mark.parametrize(("options", "has_reference"), PARTS, ids=["no kl", "kl", "shape"])
+def test_there_are_a_policy_a_deployment_and_a_reference_where_kl_or_a_shape_asks_for_one(
+    named, run, stage, options, has_reference
+):
+    seen = run(4, base_model=TINY, **options)
+
+    policy, *reference, deployment = stage.creates()
+    assert (policy, reference) == ("rl-policy", ["rl-reference"] * has_reference)
+    assert deployment.startswith("rl-deployment-")
+    frozen = [one.body["forwardOnly"] for one in stage.wire.requests("POST .*/rlorTrainerJobs$")]
+    assert frozen == [False, True][: 1 + has_reference]
+    assert (seen.summary.reference_job_id is not None) is has_reference
+
+
+def test_the_policys_job_is_asked_for_with_the_lora_rank_and_a_reference_without(named, run, stage):
+    infra = InfraConfig(ref_training_shape_id=REFERENCE_SHAPE)
+
+    run(2, base_model=TINY, lora_rank=4, infra=infra)
+
+    jobs = stage.wire.requests("POST .*/rlorTrainerJobs$")
+    assert [one.body["trainingConfig"]["loraRank"] for one in jobs] == [4, 0]
+
+
+def test_a_step_asks_a_reference_for_logprobs_and_never_to_train(run, stage):
+    seen = run(4, kl_beta=0.001)
+
+    calls = "(forward|forward_backward|optim_step|save_weights_for_sampler)$"
+    asked = Counter(
+        (seen.summary.reference_job_id in one.path, one.path.rsplit("/", 1)[1])
+        for one in stage.wire.requests(f"POST /training/.*/{calls}")
+    )
+    assert asked == {
+        (True, "forward"): 2, (False, "forward"): 2, (False, "forward_backward"): 2,
+        (False, "optim_step"): 2, (False, "save_weights_for_sampler"): 2,
+    }  # fmt: skip
 
 
 # The trainer's shape.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hearth.errors import ConfigError
-from hearth.local import EmbeddedPlatform, resolve_model
+from hearth.local import EmbeddedPlatform, check_tokenizer, resolve_model
 from hearth.sdk import (
     DeploymentManager,
     DeploymentSampler,
@@ -216,7 +216,7 @@ def provision(
     deployment that the run asked for are taken down; those that were brought go on running.
 
     Raises:
-        ConfigError: a model or tokenizer cannot be loaded.
+        ConfigError: a model or tokenizer cannot be loaded, or they do not belong together.
         HearthError: the platform cannot be reached, or refuses.
     """
     with contextlib.ExitStack() as stack:
@@ -229,6 +229,8 @@ def provision(
         if spec.cleanup_on_exit or is_embedded():
             cleanup = stack.enter_context(ResourceCleanup(trainers, deployments))
         tokenizer = load_tokenizer(spec.deployment)
+        if is_embedded():
+            check_tokenizer(tokenizer, spec.deployment.tokenizer_model, spec.base_model)
         infra = setup_infra(
             rlor_mgr=trainers, deploy_mgr=deployments, base_model=spec.base_model,
             infra_cfg=spec.infra_config(), deploy_cfg=spec.deployment, lora_rank=spec.lora_rank,
