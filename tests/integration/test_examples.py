@@ -168,30 +168,36 @@ def test_a_single_turn_is_the_rows_tokens_and_what_was_drawn(play):
         loss_mask=[0] * len(PROMPT) + [1] * len(drawn),
         reward=1.0,
         text=RIGHT,
+        parsed=True,
     )
 
 
+def test_a_single_turn_without_a_marked_answer_says_so(play):
+    assert play(single_turn, Answer("7")).sample.parsed is False
+
+
 CONVERSATIONS = [
-    ([Answer(RIGHT)], 1, 1.0),
-    ([Answer(WRONG), Answer(RIGHT)], 2, TURN_DISCOUNT),
-    ([Answer(WRONG), Answer(WRONG)], 2, 0.0),
-    ([Answer("7"), Answer(RIGHT)], 2, TURN_DISCOUNT),
-    ([Answer("Let me", [40, 41], "length")], 1, 0.0),
+    ([Answer(RIGHT)], 1, 1.0, True),
+    ([Answer(WRONG), Answer(RIGHT)], 2, TURN_DISCOUNT, True),
+    ([Answer(WRONG), Answer(WRONG)], 2, 0.0, True),
+    ([Answer("7"), Answer(RIGHT)], 2, TURN_DISCOUNT, True),
+    ([Answer("Let me", [40, 41], "length")], 1, 0.0, False),
 ]
 
 
 @pytest.mark.parametrize(
-    ("answers", "turns", "reward"), CONVERSATIONS,
+    ("answers", "turns", "reward", "parsed"), CONVERSATIONS,
     ids=["right", "wrong right", "wrong wrong", "unmarked right", "cut"],
 )  # fmt: skip
 def test_a_second_attempt_follows_a_wrong_first_and_the_last_turn_earns_the_reward(
-    play, answers, turns, reward
+    play, answers, turns, reward, parsed
 ):
     played = play(multi_turn, *answers)
 
     assert len(played.prompts) == turns
     assert num_turns(played.sample) == turns
     assert played.sample.reward == reward
+    assert played.sample.parsed is parsed
     assert played.sample.finish_reason == answers[-1].finish_reason
     assert played.sample.text == "\n".join(one.text for one in answers)
 

@@ -9,11 +9,13 @@ import orjson
 import pytest
 import torch
 from tests.integration.conftest import Trial, config
+from tests.integration.rollouts import drawing
 
 from hearth.errors import ConfigError
 from training.quickstart import HELDOUT_ROWS
 from training.recipes.rl_loop import main
-from training.rewards import RewardEnsemble, RewardTimeoutError, guarded
+from training.rewards import RewardEnsemble, RewardTimeoutError, Score, guarded
+from training.utils.checkpoints import read_manifest
 
 
 def spread(text, row):
@@ -112,6 +114,25 @@ def test_an_ensemble_logs_how_far_its_members_disagree(unspied):
     )
 
 
+def test_answers_that_the_reward_did_not_find_are_a_share_of_all(unspied):
+    found: list[bool] = []
+
+    def reward(text, row):
+        found.append(len(text) % 2 == 0)
+        return Score(spread(text, row), parsed=found[-1])
+
+    rows = {"max_rows": 2, "eval_dataset": str(HELDOUT_ROWS), "eval_rows": 6}
+    run = unspied(RewardEnsemble([spread, reward]), reward_timeout_s=60.0, **rows)
+
+    (record,) = run.records()
+    first, last = (found[:6], found[-6:])
+    assert record["rollout/parse_fail_ratio"] == found[6:-6].count(False) / 8
+    assert [one["eval/parse_fail_ratio"] for one in run.records("eval")] == [
+        pytest.approx(part.count(False) / 6) for part in (first, last)
+    ]
+    assert 0 < found.count(False) < len(found)
+
+
 def test_the_kl_coefficient_follows_the_kl_and_survives_a_resume(trial):
     common = {
         "max_rows": 10, "dcp_save_interval": 2, "kl_beta": 0.1, "kl_target": 1e-4,
@@ -148,10 +169,40 @@ def test_the_kl_coefficient_follows_the_kl_and_survives_a_resume(trial):
     assert all(torch.equal(one, whole.weights()[name]) for name, one in resumed.weights().items())
 
 
-def test_the_kl_coefficient_follows_in_the_async_recipe_too(async_trial):
-    run = async_trial(kl_beta=0.1, kl_target=1e-4, max_rows=4)
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_kl_coefficient_survives_a_resume_in_the_async_recipe_too(async_trial, late):
+    common = {
+        "max_rows": 12, "dcp_save_interval": 2, "kl_beta": 0.1, "kl_target": 1e-4,
+        "learning_rate": 3e-3, "max_head_offpolicy_versions": late,
+    }  # fmt: skip
+    whole = async_trial(make=drawing(), **common)
 
-    assert [record["train/kl_beta"] for record in run.records()] == [0.1, pytest.approx(0.098)]
+    async def fail_at_row_7(row: int, _draw: int) -> None:
+        if row == 7:
+            raise ValueError("the tool's disk is full")
+
+    with pytest.raises(ValueError, match="disk is full"):
+        async_trial(make=drawing(before=fail_at_row_7), folder="crashed", **common)
+    (point,) = read_manifest(whole.folder.parent / "crashed")
+    resumed = async_trial(make=drawing(), folder="crashed", **common)
+
+    before, after = whole.records(), resumed.records()
+    coefficients = [record["train/kl_beta"] for record in after]
+    assert len(before) == len(after) == 6
+    assert coefficients[:2] == [0.1, pytest.approx(0.098)]
+    assert coefficients[2] > coefficients[1]
+    # The checkpoint has what the next step takes, and that is where the resumed run goes on.
+    assert (point.step, point.kl_beta) == (2, coefficients[2])
+    if late == 0:
+        assert [learned(one) for one in after] == [learned(one) for one in before]
+        left, right = resumed.weights(), whole.weights()
+        assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def learned(record):
+    """A record without what counts from the start of its process and its deployment."""
+    own = ("async/accepted_samples", "async/trained_against_version")
+    return {name: value for name, value in record.items() if name not in own}
 
 
 def test_a_fixed_coefficient_is_not_logged_as_an_adapted_one(trial):

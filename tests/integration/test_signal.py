@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.integration.conftest import config
 from tests.integration.rollouts import drawing
 
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
+from training.recipes.rl_loop import main
+from training.rewards import tags_reward
 from training.utils.rl.groups import completion_sample
 from training.utils.rl.signal import NoSignalError
 
@@ -34,6 +37,13 @@ def test_rl_loop_ends_on_windows_without_a_step(trial):
 def test_rl_loop_ends_where_every_answer_is_cut(trial):
     with pytest.raises(NoSignalError, match="100% of the answers were cut: raise max_completion"):
         trial(max_completion_tokens=1, truncated_completions="drop", no_signal_patience=2)
+
+
+def test_rl_loop_ends_where_the_reward_finds_no_answer(tmp_path):
+    with pytest.raises(NoSignalError, match="no answer was found in 100% of the comp") as caught:
+        main(config(tmp_path, no_signal_patience=2), reward_fn=tags_reward("thought"))
+
+    assert "one of the last answers (reward 0, no answer found, finish" in str(caught.value)
 
 
 @pytest.mark.parametrize("late", [0, 2])

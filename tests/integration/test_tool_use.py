@@ -136,6 +136,7 @@ async def test_a_template_that_keeps_history_gives_one_sample(play, text):
 
     (sample,) = run.segments
     assert sample.reward == 1.0
+    assert sample.parsed is True
     assert text("keeps", sample) == (
         "<|user|>2 + 3?<|end|><|assistant|>" + "".join(RIGHT) + "<|end|><|tool|>5<|end|><|again|>"
         "<answer>5</answer><|end|>"
@@ -204,7 +205,7 @@ async def test_a_malformed_call_is_a_wrong_answer(play, text):
     run = await play("malformed")
 
     (sample,) = run.segments
-    assert sample.reward == 0.0
+    assert (sample.reward, sample.parsed) == (0.0, False)
     assert sample.finish_reason == "stop"
     assert text("malformed", sample).endswith("\n</tool_call><|end|>")
 

@@ -297,7 +297,9 @@ async def scored_draw(
     outcomes = await scored(reward_fn, [one.text for one in judged], row.row)
     pairs = zip(judged, outcomes, strict=True)
     kept = [
-        completion_sample(one, score.reward) for one, score in pairs if isinstance(score, Score)
+        completion_sample(one, score.reward, parsed=score.parsed)
+        for one, score in pairs
+        if isinstance(score, Score)
     ]
     errors = [one.error for one in outcomes if isinstance(one, Unscored)]
     rewards = [one.reward for one in kept]
@@ -317,14 +319,16 @@ async def scored_draw(
         failed_rewards=len(errors),
         disagreements=disagreements(outcomes),
         example=example_of(completions[0], kept),
+        parsed=[one.parsed for one in kept if one.parsed is not None],
     )
 
 
 def example_of(completion: SampledCompletion, kept: Sequence[RolloutSample]) -> Example:
     """A rewarded answer where there is one, else the first, which has no reward."""
     if kept:
-        one = kept[0]
-        return Example(one.text, one.tokens[one.prompt_len :], one.reward, one.finish_reason)
+        one = min(kept, key=lambda one: one.parsed is not False)  # one without an answer, if any
+        drawn = one.tokens[one.prompt_len :]
+        return Example(one.text, drawn, one.reward, one.finish_reason, one.parsed)
     drawn = completion.full_tokens[completion.prompt_len :]
     return Example(completion.text, drawn, None, completion.finish_reason)
 

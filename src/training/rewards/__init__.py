@@ -1,7 +1,8 @@
 """Reward functions: what a completion is worth, from its text and its row.
 
-A reward function is ``(completion, row) -> float``, plain or async. ``guarded`` and
-``RewardEnsemble`` are made of other reward functions; ``scored`` is how a recipe calls any of them.
+A reward function is ``(completion, row) -> float``, plain or async; one that knows more, such as
+that it found no answer, returns a ``Score``. ``guarded`` and ``RewardEnsemble`` are made of other
+reward functions; ``scored`` is how a recipe calls any of them.
 """
 
 from training.rewards.answers import answer_reward, exact_match, marked_answer, same_answer
@@ -11,7 +12,7 @@ from training.rewards.form import pattern_reward, tags_reward
 from training.rewards.guard import GuardedReward, guarded
 from training.rewards.length import soft_overlong_reward
 from training.rewards.mathematics import math_reward
-from training.rewards.score import RewardFunction, Score, Unscored
+from training.rewards.score import RewardFunction, Score, ScoringReward, Unscored
 from training.rewards.scoring import AnyReward, disagreements, scored
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "RewardFunction",
     "RewardTimeoutError",
     "Score",
+    "ScoringReward",
     "StuckRewardsError",
     "Unscored",
     "answer_reward",

@@ -7,22 +7,33 @@ from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from training.rewards.score import Score, ScoringReward
+
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _HASHES = re.compile(r"####\s*(.+)")
 
 
-def answer_reward(completion: str, row: Mapping[str, Any]) -> float:
+class _AnswerReward(ScoringReward):
     """1.0 when the last marked answer equals the row's ``ground_truth``, else 0.0.
 
     An answer is marked by ``<answer>...</answer>``, ``\\boxed{...}`` or ``#### ...``; an unmarked
     completion is wrong. Numbers compare as numbers (``1,200`` equals ``1200.0``), the rest as text.
     """
-    answer = marked_answer(completion)
-    if answer is None:
-        return 0.0
-    truth = str(row["ground_truth"])
-    return float(same_answer(answer, marked_answer(truth) or truth))
+
+    def score(self, completion: str, row: Mapping[str, Any]) -> Score:
+        """The reward, and whether an answer is marked."""
+        answer = marked_answer(completion)
+        if answer is None:
+            return Score(0.0, parsed=False)
+        truth = str(row["ground_truth"])
+        is_right = same_answer(answer, marked_answer(truth) or truth)
+        return Score(float(is_right), parsed=True)
+
+
+answer_reward = _AnswerReward()
+"""``answer_reward(completion, row)`` is 1.0 when the last marked answer equals the row's
+``ground_truth``, else 0.0; its ``score`` says whether an answer is marked as well."""
 
 
 def exact_match(completion: str, row: Mapping[str, Any]) -> float:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from hearth.errors import ConfigError
-from training.rewards.score import Score
+from training.rewards.score import Score, ScoringReward, as_score
 from training.rewards.spread import population_std
 
 Combine = Literal["mean", "median", "minimum"]
-PlainReward = Callable[[str, Mapping[str, Any]], float]
+PlainReward = Callable[[str, Mapping[str, Any]], float | Score]
 
 _COMBINED: dict[Combine, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
@@ -21,7 +21,7 @@ _COMBINED: dict[Combine, Callable[[Sequence[float]], float]] = {
 }
 
 
-class RewardEnsemble:
+class RewardEnsemble(ScoringReward):
     """A reward function made of others: their mean, median or minimum.
 
     A mean takes noise out, a median outliers, and a minimum trusts no member that alone is pleased
@@ -47,14 +47,21 @@ class RewardEnsemble:
         self.members = tuple(members)
         self.combine: Combine = combine
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> float:
-        """The members' rewards, combined."""
-        return self.score(completion, row).reward
-
     def score(self, completion: str, row: Mapping[str, Any]) -> Score:
         """The combined reward and the disagreement: the members' population deviation.
 
-        A deviation and not a range, so that it does not grow with the number of members.
+        A deviation and not a range, so that it does not grow with the number of members. It is
+        parsed where all members that say so found what they look for.
         """
-        rewards = [float(member(completion, row)) for member in self.members]
-        return Score(_COMBINED[self.combine](rewards), population_std(rewards))
+        scores = [_judged(member, completion, row) for member in self.members]
+        rewards = [one.reward for one in scores]
+        said = [one.parsed for one in scores if one.parsed is not None]
+        return Score(
+            _COMBINED[self.combine](rewards), population_std(rewards), all(said) if said else None
+        )
+
+
+def _judged(member: PlainReward, completion: str, row: Mapping[str, Any]) -> Score:
+    if isinstance(member, ScoringReward):
+        return member.score(completion, row)
+    return as_score(member(completion, row))

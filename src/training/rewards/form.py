@@ -8,25 +8,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from hearth.errors import ConfigError
+from training.rewards.score import Score, ScoringReward
 
 
 @dataclass(frozen=True)
-class _Pattern:
+class _Pattern(ScoringReward):
     """1.0 when all of the completion matches. A class, so that it can go to another process."""
 
     pattern: re.Pattern[str]
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> float:
-        return float(self.pattern.fullmatch(completion.strip()) is not None)
+    def score(self, completion: str, row: Mapping[str, Any]) -> Score:
+        is_match = self.pattern.fullmatch(completion.strip()) is not None
+        return Score(float(is_match), parsed=is_match)
 
 
 @dataclass(frozen=True)
-class _Tags:
+class _Tags(ScoringReward):
     """Share of ``names`` whose tags stand once each, in this order, one behind the other."""
 
     names: tuple[str, ...]
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> float:
+    def score(self, completion: str, row: Mapping[str, Any]) -> Score:
         found, behind = 0, 0
         for name in self.names:
             opening, closing = f"<{name}>", f"</{name}>"
@@ -35,7 +37,7 @@ class _Tags:
             if is_once and behind <= start < end:
                 found += 1
                 behind = end + len(closing)
-        return found / len(self.names)
+        return Score(found / len(self.names), parsed=found == len(self.names))
 
 
 def pattern_reward(pattern: str | re.Pattern[str]) -> _Pattern:

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from hearth.errors import ConfigError
-from training.rewards.ensemble import RewardEnsemble
 from training.rewards.errors import RewardTimeoutError, StuckRewardsError
 from training.rewards.processes import RewardProcesses
-from training.rewards.score import RewardFunction, Score, Unscored, as_score
+from training.rewards.score import RewardFunction, Score, ScoringReward, Unscored, as_score
 from training.rewards.timed_calls import TimedCalls
 
 logger = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ class GuardedReward:
         isolation: Isolation, max_concurrent: int, max_stuck: int,
     ) -> None:  # fmt: skip
         self._fn = reward_fn
-        self._call = reward_fn.score if isinstance(reward_fn, RewardEnsemble) else reward_fn
+        self._call = reward_fn.score if isinstance(reward_fn, ScoringReward) else reward_fn
         self._timeout_s = timeout_s
         self._on_error: OnError = on_error
         self._is_async = _is_async(reward_fn)
@@ -45,7 +44,7 @@ class GuardedReward:
         return outcome.reward if isinstance(outcome, Score) else None
 
     async def score(self, completion: str, row: Mapping[str, Any]) -> Score | Unscored:
-        """The reward with an ensemble's disagreement, or the failure that is to be dropped.
+        """The reward with what else is known, or the failure that is to be dropped.
 
         Raises:
             RewardTimeoutError: with ``on_error="raise"``, the function took too long.

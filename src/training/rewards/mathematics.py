@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from hearth.errors import ConfigError
+from training.rewards.score import Score, ScoringReward
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\s*\{")
 
 
-def math_reward(completion: str, row: Mapping[str, Any]) -> float:
+class _MathReward(ScoringReward):
     r"""1.0 when math-verify finds the completion's answer equal to the row's ``ground_truth``.
 
     The last ``<answer>...</answer>`` is the answer; without one it is what math-verify finds: a
@@ -23,30 +24,39 @@ def math_reward(completion: str, row: Mapping[str, Any]) -> float:
     It works in any thread, and so without math-verify's own time limits, which are signals of the
     main thread. An expression may take very long (``100000000!``): use it as ``guarded(math_reward,
     timeout_s=5, isolation="process")`` where completions are not yours.
-
-    Raises:
-        ConfigError: math-verify is not installed, or cannot read the ``ground_truth``.
     """
-    try:
-        # The optional dependency of hearth[math].
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise ConfigError(
-            f"math-verify must be installed for math_reward, got {error}: "
-            "pip install 'hearth[math]'"
-        ) from None
-    # It warns once that its time limits are off, and names arguments that nobody here gave.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    truth = parse(_as_latex(str(row["ground_truth"])), parsing_timeout=0)
-    if not truth:
-        raise ConfigError(
-            f"ground_truth must be an expression that math-verify reads, got "
-            f"{row['ground_truth']!r}: use another reward function for such rows"
-        )
-    marked = _ANSWER.findall(completion)
-    answer = _as_latex(marked[-1]) if marked else completion
-    found = parse(answer, parsing_timeout=0)
-    return float(verify(truth, found, timeout_seconds=0))
+
+    def score(self, completion: str, row: Mapping[str, Any]) -> Score:
+        """The reward, and whether any expression was found.
+
+        Raises:
+            ConfigError: math-verify is not installed, or cannot read the ``ground_truth``.
+        """
+        try:
+            # The optional dependency of hearth[math].
+            from math_verify import parse, verify
+        except ImportError as error:
+            raise ConfigError(
+                f"math-verify must be installed for math_reward, got {error}: "
+                "pip install 'hearth[math]'"
+            ) from None
+        # It warns once that its time limits are off, and names arguments that nobody here gave.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        truth = parse(_as_latex(str(row["ground_truth"])), parsing_timeout=0)
+        if not truth:
+            raise ConfigError(
+                f"ground_truth must be an expression that math-verify reads, got "
+                f"{row['ground_truth']!r}: use another reward function for such rows"
+            )
+        marked = _ANSWER.findall(completion)
+        answer = _as_latex(marked[-1]) if marked else completion
+        found = parse(answer, parsing_timeout=0)
+        return Score(float(verify(truth, found, timeout_seconds=0)), parsed=bool(found))
+
+
+math_reward = _MathReward()
+"""``math_reward(completion, row)`` is 1.0 when math-verify finds the completion's answer equal to
+the row's ``ground_truth``, else 0.0; its ``score`` says whether there is an expression as well."""
 
 
 def _as_latex(text: str) -> str:

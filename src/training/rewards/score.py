@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-RewardFunction = Callable[[str, Mapping[str, Any]], float | Awaitable[float]]
-"""``(completion, row)`` to what the completion is worth; plain or async."""
-
 
 @dataclass(frozen=True)
 class Score:
-    """What a completion earned."""
+    """What a completion earned.
+
+    Example: ``Score(0.0, parsed=False)`` for a completion without an answer.
+    """
 
     reward: float
     disagreement: float | None = None
     """How far the members of an ensemble lie apart; None where one function alone judged."""
+    parsed: bool | None = None
+    """Whether the reward found what it looks for, such as a marked answer; None where it does not
+    say."""
+
+
+RewardFunction = Callable[[str, Mapping[str, Any]], float | Score | Awaitable[float | Score]]
+"""``(completion, row)`` to what the completion is worth; plain or async."""
+
+
+class ScoringReward(ABC):
+    """A reward function that knows more than the reward: called it gives that alone."""
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> float:
+        """The reward."""
+        return self.score(completion, row).reward
+
+    @abstractmethod
+    def score(self, completion: str, row: Mapping[str, Any]) -> Score:
+        """The reward with what else is known."""
 
 
 @dataclass(frozen=True)

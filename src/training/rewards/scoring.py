@@ -7,9 +7,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from training.rewards.ensemble import RewardEnsemble
 from training.rewards.guard import GuardedReward
-from training.rewards.score import RewardFunction, Score, Unscored, as_score
+from training.rewards.score import RewardFunction, Score, ScoringReward, Unscored, as_score
 
 AnyReward = RewardFunction | GuardedReward
 """A reward function, plain, async or guarded."""
@@ -42,7 +41,7 @@ def disagreements(outcomes: Sequence[Score | Unscored]) -> list[float]:
 
 
 def _called(reward_fn: AnyReward, completion: str, row: Mapping[str, Any]) -> Any:
-    if isinstance(reward_fn, GuardedReward | RewardEnsemble):
+    if isinstance(reward_fn, GuardedReward | ScoringReward):
         return reward_fn.score(completion, row)
     return reward_fn(completion, row)
 

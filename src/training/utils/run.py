@@ -215,10 +215,11 @@ class Run:
         self.display.note(f"step {step:>4}  held-out accuracy {result.accuracy:.3f}")
 
     def note_failed_evaluation(self, step: int, error: Exception) -> None:
-        """Say that an evaluation has no record; the run goes on."""
+        """Say that an evaluation has no record, with its traceback; the run goes on."""
+        notes = "".join(f", {note}" for note in getattr(error, "__notes__", []))
         logger.warning(
-            "the evaluation of step %d failed and has no record: %s: %s",
-            step, type(error).__name__, error,
+            "the evaluation of step %d failed and has no record: %s: %s%s",
+            step, type(error).__name__, error, notes, exc_info=error,
         )  # fmt: skip
 
     async def save_if_due(

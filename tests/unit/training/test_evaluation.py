@@ -90,6 +90,13 @@ def test_a_result_says_how_often_answers_are_right_and_what_they_are_like():
     }
 
 
+def test_the_share_without_an_answer_is_over_those_whose_reward_says_so():
+    said = [None, True, False, False]
+    result = EvalResult([answer(0, parsed=one) for one in said])
+
+    assert result.metrics()["eval/parse_fail_ratio"] == pytest.approx(2 / 3)
+
+
 def test_without_any_answer_there_are_only_counts():
     empty = EvalResult([], failed_draws=3)
 
@@ -229,7 +236,12 @@ def test_what_may_pass_is_retried_and_a_failure_is_a_warning_without_a_record(tm
     first, last = bench.records()
     assert (first["step"], first["eval/samples"], first["eval/sample_fail_count"]) == (0, 4, 0)
     assert last["step"] == 2
-    assert "the evaluation of step 1 failed and has no record: ValueError: a bug" in caplog.text
+    said = (
+        "the evaluation of step 1 failed and has no record: ValueError: a bug, in the rollout of "
+    )
+    (warning,) = [one for one in caplog.records if said in one.getMessage()]
+    assert warning.getMessage().removeprefix(said) == "held-out row 0, draw 0"
+    assert "raise error" in caplog.text  # the line, in its traceback
     assert [step for step, _ in bench.run.evaluations] == [0, 2]
 
 

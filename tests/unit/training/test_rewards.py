@@ -9,6 +9,7 @@ import pytest
 
 from hearth.errors import ConfigError
 from training.rewards import (
+    Score,
     answer_reward,
     exact_match,
     pattern_reward,
@@ -38,6 +39,23 @@ from training.rewards import (
 )
 def test_an_answer_is_worth_one_when_marked_and_equal(completion, truth, reward):
     assert answer_reward(completion, {"ground_truth": truth}) == reward
+
+
+@pytest.mark.parametrize(
+    ("reward", "completion", "score"),
+    [
+        (answer_reward, "<answer>18</answer>", Score(1.0, parsed=True)),
+        (answer_reward, r"\boxed{19}", Score(0.0, parsed=True)),
+        (answer_reward, "18", Score(0.0, parsed=False)),
+        (pattern_reward("<b>.*</b>"), "<b>18</b>", Score(1.0, parsed=True)),
+        (pattern_reward("<b>.*</b>"), "18", Score(0.0, parsed=False)),
+        (tags_reward("a", "b"), "<a>1</a><b>2</b>", Score(1.0, parsed=True)),
+        (tags_reward("a", "b"), "<a>1</a>", Score(0.5, parsed=False)),
+    ],
+)
+def test_a_reward_that_looks_for_something_says_whether_it_was_there(reward, completion, score):
+    assert reward.score(completion, {"ground_truth": "18"}) == score
+    assert reward(completion, {"ground_truth": "18"}) == score.reward
 
 
 @pytest.mark.parametrize(

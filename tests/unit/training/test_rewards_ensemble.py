@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from hearth.errors import ConfigError
-from training.rewards import RewardEnsemble, Score
+from training.rewards import RewardEnsemble, Score, answer_reward, tags_reward
 
 
 def giving(*rewards: float) -> list:
@@ -74,3 +74,19 @@ async def _awaited(completion, row):
 def test_what_makes_no_ensemble_is_refused(members, combine, message):
     with pytest.raises(ConfigError, match=message):
         RewardEnsemble(members, combine)
+
+
+@pytest.mark.parametrize(
+    ("members", "parsed"),
+    [
+        ([*giving(1.0), answer_reward], True),
+        ([tags_reward("answer"), answer_reward], True),
+        ([tags_reward("think"), answer_reward], False),
+        ([lambda *_: Score(0.0, parsed=False), *giving(1.0)], False),
+        (giving(1.0, 0.0), None),
+    ],
+)
+def test_an_ensemble_is_parsed_where_all_members_that_say_so_are(members, parsed):
+    score = RewardEnsemble(members).score("<answer>18</answer>", {"ground_truth": "18"})
+
+    assert score.parsed is parsed

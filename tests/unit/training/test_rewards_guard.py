@@ -82,6 +82,19 @@ async def test_an_ensemble_keeps_its_disagreement_behind_a_guard():
         assert await one.score("", {}) == Score(0.5, 0.5)
 
 
+async def test_whether_an_answer_was_found_is_kept_behind_a_guard():
+    def own(completion: str, row: object) -> Score:
+        return Score(0.5, parsed=bool(completion))
+
+    for options in ({"timeout_s": 5}, {}):
+        marked, unmarked = await scored(
+            guarded(answer_reward, **options), ["<answer>4</answer>", "4"], {"ground_truth": 4}
+        )
+        assert (marked, unmarked) == (Score(1.0, parsed=True), Score(0.0, parsed=False))
+        assert await guarded(own, **options).score("", {}) == Score(0.5, parsed=False)
+        assert await guarded(own, **options)("", {}) == 0.5
+
+
 async def test_calls_run_side_by_side_up_to_their_limit():
     running, most = 0, 0
     lock = threading.Lock()
@@ -340,6 +353,12 @@ async def test_a_process_that_computes_on_is_killed(isolated):
     with pytest.raises(ProcessLookupError):
         os.kill(before, 0)
     assert await one("pid", {}) != before
+
+
+async def test_what_a_process_finds_arrives_too(isolated):
+    one = isolated(answer_reward)
+
+    assert await one.score("42", {"ground_truth": "42"}) == Score(0.0, parsed=False)
 
 
 async def test_errors_of_a_process_arrive_with_their_traceback(isolated):

@@ -36,6 +36,14 @@ def test_answers_are_equal_when_they_are_so_mathematically(completion, truth, re
     assert math_reward(completion, {"ground_truth": truth}) == reward
 
 
+@pytest.mark.parametrize(
+    ("completion", "parsed"),
+    [("The answer is 18", True), (r"\boxed{7}", True), ("I do not know", False), ("", False)],
+)
+def test_it_says_whether_there_is_an_expression(completion, parsed):
+    assert math_reward.score(completion, {"ground_truth": "18"}).parsed is parsed
+
+
 def test_it_works_in_any_thread():
     found: list[list[float]] = []
 

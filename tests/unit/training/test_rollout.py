@@ -349,3 +349,25 @@ def test_versions_that_do_not_add_up_are_refused(wrong):
         runs_of(sample(versions=wrong), WHERE)
 
     assert str(failure.value).endswith(f"got {wrong}")
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"),
+    [(None, None), (True, True), (np.False_, False), (torch.tensor(True), True)],
+)
+def test_whether_an_answer_was_found_is_a_truth_value_or_unknown(given, parsed):
+    assert only(sample(parsed=given)).parsed is parsed
+
+
+@pytest.mark.parametrize("wrong", [0, 1.0, "no", np.array([True])], ids=repr)
+def test_what_is_no_truth_value_is_refused(wrong):
+    with pytest.raises(ConfigError, match="row 7, draw 2: parsed must be True, False or None, got"):
+        runs_of(sample(parsed=wrong), WHERE)
+
+
+@pytest.mark.parametrize(
+    ("segments", "parsed"),
+    [([None, None], None), ([False, None], False), ([False, True], True), ([True, False], True)],
+)
+def test_a_run_is_parsed_where_one_of_its_segments_is(segments, parsed):
+    assert RolloutRun([sample(parsed=one) for one in segments]).parsed is parsed

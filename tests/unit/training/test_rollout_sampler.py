@@ -4,43 +4,55 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import pytest
-from tests.unit.training.drawn import draw_row, number_of_draw, row_of, sample_of
+from tests.unit.training.drawn import (
+    draw_row,
+    number_of_draw,
+    rollouts_of,
+    row_of,
+    sample_of,
+)
+from tests.unit.virtual_time import run_virtual
 
-from hearth.errors import TransportError
+from hearth.errors import ConfigError, TransportError
 from hearth.sdk import DeploymentSampler, SampledCompletion
 from hearth.sdk.sampling import completion_seed
 from training.utils.rl.rollout import RolloutResult, RolloutRun
 from training.utils.rl.rollout_sampler import DrawContext, RolloutSampler
+from training.utils.rl.rollouts import Submission
 from training.utils.rl.seeds import row_seed
 
 ROW = row_of(13)
 
 
 class Deployment:
-    """Answers with completions that a test scripts; ``asked`` are the seeds of its requests."""
+    """Answers with completions that a test scripts; ``asked`` are the seeds of its requests, and
+    ``options`` what they name beside the prompt."""
 
     def __init__(self, *answers: SampledCompletion) -> None:
         self.asked: list[int | None] = []
+        self.options: list[dict[str, Any]] = []
         self._answers = answers
 
     def sample_with_prompt_tokens(
-        self, _ids: Any, *, n: int, seed: int | None, **_options: Any
+        self, _ids: Any, *, n: int, seed: int | None, **options: Any
     ) -> Awaitable[list[SampledCompletion]]:
         self.asked.append(seed)
+        self.options.append(options)
         return self._answer(n)
 
     def sample_with_tokens(
-        self, _messages: Any, *, n: int, seed: int | None, **_options: Any
+        self, _messages: Any, *, n: int, seed: int | None, **options: Any
     ) -> Awaitable[list[SampledCompletion]]:
         self.asked.append(seed)
+        self.options.append(options)
         return self._answer(n)
 
     async def _answer(self, n: int) -> list[SampledCompletion]:
         answers = self._answers or (completion(),)
         return [answers[(len(self.asked) - 1 + i) % len(answers)] for i in range(n)]
 
-    def sampler(self) -> RolloutSampler:
-        return RolloutSampler(cast("DeploymentSampler", self))
+    def sampler(self, **options: Any) -> RolloutSampler:
+        return RolloutSampler(cast("DeploymentSampler", self), **options)
 
 
 def completion(drawn: int = 2, **changes: Any) -> SampledCompletion:
@@ -206,3 +218,69 @@ def test_a_sample_has_the_versions_that_were_seen_or_that_of_its_submission(
 
     assert group is not None
     assert [one.drawn.versions for one in group.flat()][:2] == [versions] * 2
+
+
+# The distribution that is drawn from
+
+
+def rollout_with(sampler: RolloutSampler, **options: Any) -> Callable[..., Awaitable[Any]]:
+    """A rollout function that asks in both ways, the second time with ``options``."""
+
+    async def rollout_fn(_row: Any) -> RolloutResult:
+        await sampler.sample_with_tokens([])
+        await sampler.sample_with_prompt_tokens([5, 6], **options)
+        return sample_of(float(number_of_draw()))
+
+    return rollout_fn
+
+
+OTHER = [
+    ({"top_p": 0.9}, r"top_p must be 1 where what is drawn is trained, got 0\.9: 1 is off, and"),
+    ({"top_k": 50}, "top_k must be 0 where what is drawn is trained, got 50: 0 is off, and"),
+    ({"temperature": 0.0}, r"temperature must be 0\.7 where what is drawn is trained, got 0\.0"),
+    ({"temperature": 1.0}, r"temperature must be 0\.7 where .* the run's \(config\.temperature\)"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), OTHER, ids=[str(one) for one, _ in OTHER])
+def test_what_is_trained_is_drawn_from_what_the_trainer_scores_or_the_run_ends(options, message):
+    deployment = Deployment()
+    rollout_fn = rollout_with(deployment.sampler(temperature=0.7), **options)
+
+    with pytest.raises(ConfigError, match=message):
+        draw_row(rollout_fn, ROW, rollout_retries=5)
+
+    # At once: each of the row's two draws has had its first request at most, and no second attempt.
+    assert 1 <= len(deployment.asked) <= 2
+
+
+def test_options_that_hold_for_every_request_are_judged_likewise():
+    rollout_fn = rollout_with(Deployment().sampler(options={"top_k": 20}))
+
+    with pytest.raises(ConfigError, match="top_k must be 0"):
+        draw_row(rollout_fn, ROW)
+
+
+def test_a_request_that_names_no_temperature_is_drawn_at_the_runs():
+    deployment = Deployment()
+    sampler = deployment.sampler(temperature=0.7)
+    recipes = {"temperature": 0.7, "top_p": 1.0, "top_k": 0}
+
+    done = draw_row(rollout_with(sampler, **recipes), ROW)
+
+    assert done.group is not None
+    assert [one["temperature"] for one in deployment.options] == [0.7] * 4
+
+
+def test_what_is_not_trained_may_be_drawn_from_anything():
+    deployment = Deployment()
+    sampler = deployment.sampler(temperature=0.7)
+    greedy = {"temperature": 0.0, "top_p": 0.5, "top_k": 3}
+    rollouts = rollouts_of(rollout_with(sampler, **greedy))
+
+    held_out = Submission(ROW, version=2, weight_version=5, is_trained=False)
+    done = run_virtual(lambda: rollouts.trajectories(held_out))
+    run_virtual(lambda: sampler.sample_with_prompt_tokens([1, 2], **greedy))  # by no rollout at all
+
+    assert (len(done.runs), done.failed) == (2, 0)
+    assert sum(one == greedy for one in deployment.options) == 3

@@ -16,6 +16,7 @@ from training.utils.rl.signal import NoSignalError, SignalWatch, findings, signa
 
 WELL: dict[str, float] = {
     "rollout/truncated_ratio": 0.1,
+    "rollout/parse_fail_ratio": 0.1,
     "rollout/samples_completed": 16.0,
     "rollout/reward_fail_count": 0.0,
     "rollout/entropy": 1.0,
@@ -37,6 +38,7 @@ def test_of_a_step_that_is_well_nothing_is_said():
 
 ILL = [
     ({"rollout/truncated_ratio": 0.5}, "truncated", "50% of the answers were cut"),
+    ({"rollout/parse_fail_ratio": 0.5}, "parser", "no answer was found in 50% of the completions"),
     ({"rollout/reward_fail_count": 4.0}, "rewards", "the reward of 25% of the answers failed"),
     ({"signal/useful_row_ratio": 0.25}, "rows", "75% of the rows taught nothing"),
     ({"signal/effective_ratio": 0.25}, "effective", "25% of the trained samples have an advantage"),
@@ -60,6 +62,7 @@ def test_what_is_wrong_is_said_with_its_number(changes, kind, line):
 
 WELL_ENOUGH = [
     {"rollout/truncated_ratio": 0.49},
+    {"rollout/parse_fail_ratio": 0.49},
     {"rollout/reward_fail_count": 3.0},
     {"signal/useful_row_ratio": 0.26},
     {"signal/effective_ratio": 0.26},
@@ -116,6 +119,17 @@ def test_rows_that_taught_something_are_a_share_of_all():
 
     assert rollout_metrics(stats, [])["signal/useful_row_ratio"] == pytest.approx(1 / 3)
     assert "signal/useful_row_ratio" not in rollout_metrics(RolloutStats(), [])
+
+
+def test_the_share_of_parse_failures_is_over_the_answers_whose_reward_says_so():
+    stats = RolloutStats()
+    stats.add(uniform(0, 0.0))
+    assert "rollout/parse_fail_ratio" not in rollout_metrics(stats, [])
+
+    stats.add(uniform(1, 0.0, parsed=(False, False)))
+    stats.add(uniform(2, 1.0, parsed=(True,)))
+
+    assert rollout_metrics(stats, [])["rollout/parse_fail_ratio"] == pytest.approx(2 / 3)
 
 
 # What is said, and how often
@@ -221,6 +235,9 @@ def test_rows_that_are_solved_are_said_and_do_not_end_the_run():
 
 CAUSES = [
     ([dropped(0, "too_few", truncated=2)] * 3, "100% of the answers were cut"),
+    ([uniform(0, 0.0, parsed=(False, True))] * 3, "no answer was found in 50% of the completions"),
+    ([dropped(0, "filtered", parsed=(False, False))] * 3, "no answer was found in 100%"),
+    ([uniform(0, 0.0, parsed=(False, True, True))] * 3, "every answer earned 0"),
     ([dropped(0, "overlong_prompt")] * 3, "no room below max_seq_len"),
     ([dropped(0, "non_finite", rewards=(math.nan, 0.0))] * 3, "rewards are NaN or infinite"),
     ([dropped(0, "filtered", rewards=(0.0, 1.0))] * 3, "dynamic_filter_fn refuses"),
@@ -244,6 +261,10 @@ def test_the_error_shows_one_of_the_last_answers():
         "one of the last answers (reward 0, finish reason 'stop'):\nThe answer is 42."
     )
 
+    unmarked = Example("It is 42.", [1, 2], 0.0, "stop", parsed=False)
+    with pytest.raises(NoSignalError, match=r"\(reward 0, no answer found, finish reason 'stop'\)"):
+        SignalWatch(1).see_row(uniform(0, 0.0, example=unmarked))
+
     silent = Example("", [7, 8], None, "length")
     watch = SignalWatch(1, decode=lambda tokens: " ".join(f"<{one}>" for one in tokens))
     with pytest.raises(NoSignalError, match=r"\(no reward, finish reason 'length'\):\n<7> <8>"):
@@ -260,6 +281,19 @@ def test_a_row_of_rollouts_has_an_example_with_its_drawn_tokens():
         return sample_of(0.5, text="seen", finish_reason="length")
 
     assert draw_row(rollout_fn, row_of(0)).example == Example("seen", [7, 8], 0.5, "length")
+
+
+def test_a_row_of_rollouts_counts_what_was_parsed_and_shows_an_answer_that_was_not():
+    said = [True, None, False, True]
+
+    async def rollout_fn(_row: dict[str, Any], sample_index: int) -> Any:
+        text = f"answer {sample_index}"
+        return sample_of(float(sample_index), text=text, parsed=said[sample_index])
+
+    draw = draw_row(rollout_fn, row_of(0), completions_per_prompt=4)
+
+    assert draw.parsed == [True, False, True]
+    assert draw.example == Example("answer 2", [7, 8], 2.0, "stop", parsed=False)
 
 
 def test_patience_below_one_step_is_refused():

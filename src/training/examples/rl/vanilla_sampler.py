@@ -15,8 +15,9 @@ def build_deployment_sampler(setup: RolloutSetup) -> RolloutSampler:
     """A sampler on the run's deployment, closed with the run.
 
     Requests without a seed get one from the draw's place, so a run repeats; completions come with
-    the logprobs they were drawn with, and with ``router_replay`` with the experts. To be made once,
-    in ``make_rollout_fn``.
+    the logprobs they were drawn with, and with ``router_replay`` with the experts. What is trained
+    is drawn at the run's temperature and never truncated: another ``temperature``, ``top_p`` or
+    ``top_k`` ends the run. To be made once, in ``make_rollout_fn``.
     """
     options = setup.sample_kwargs
     sampler = RolloutSampler(
@@ -25,6 +26,7 @@ def build_deployment_sampler(setup: RolloutSetup) -> RolloutSampler:
             concurrency_controller=FixedConcurrencyController(NO_LIMIT),
         ),
         {name: options[name] for name in ROUTING_OPTIONS if name in options},
+        temperature=options.get("temperature", 1.0),
     )  # fmt: skip
     setup.closing.callback(sampler.close)
     return sampler

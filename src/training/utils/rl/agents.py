@@ -15,7 +15,7 @@ from types import TracebackType
 
 from hearth.sdk.capture import CaptureServer, CaptureSession
 from training.utils.rl.rollout import RolloutRun, RolloutSample, RolloutSetup
-from training.utils.rl.rollout_sampler import current_draw
+from training.utils.rl.rollout_sampler import current_draw, refuse_other_distribution
 
 
 class AgentSession:
@@ -40,8 +40,10 @@ class AgentSession:
         """Answers that the deployment has given."""
         return len(self._captured.turns)
 
-    def run(self, reward: float) -> RolloutRun | None:
+    def run(self, reward: float, *, parsed: bool | None = None) -> RolloutRun | None:
         """The trajectory with its reward; None when nothing was drawn.
+
+        ``parsed`` says whether the reward found the answer that it looks for (``Score.parsed``).
 
         Turns that extend each other token by token are one sample. A turn whose conversation was
         rendered differently (a template that drops earlier reasoning, a history that the agent
@@ -57,6 +59,7 @@ class AgentSession:
                 text=chain.text,
                 versions=chain.versions,
                 routing_matrices=chain.routing_matrices and chain.routing_matrices[1:],
+                parsed=parsed,
             )
             for chain in self._captured.chains()
         ]
@@ -80,8 +83,12 @@ def build_agent_server(setup: RolloutSetup) -> AgentServer:
 
     Temperature, ``top_p``, ``top_k`` and the longest completion are the recipe's, whatever a client
     asks for: the trainer scores under the distribution that it knows of.
+
+    Raises:
+        ConfigError: ``setup.sample_kwargs`` was changed so that it truncates.
     """
     options = setup.sample_kwargs
+    refuse_other_distribution(options, options["temperature"])
     server = CaptureServer(
         setup.inference_base_url, setup.model, setup.api_key,
         sampling={

@@ -101,7 +101,7 @@ class BackgroundEvaluation:
 
     def places(self, limit: int) -> list[str]:
         """One line for each of the ``limit`` oldest calls under way; from any thread."""
-        return [f"held-out {place}" for place in self._rollouts.places(limit)]
+        return self._rollouts.places(limit)
 
     async def close(self) -> None:
         """End what runs; it leaves no record."""
@@ -131,7 +131,7 @@ class BackgroundEvaluation:
             async with room:
                 version = self._run.version
                 where = IndexedRow(place, epoch=0, row=row, source=place)
-                submission = Submission(where, version, version)
+                submission = Submission(where, version, version, is_trained=False)
                 drawn = await self._submit(lambda: rollouts.trajectories(submission))
             if self._is_last:
                 self._run.on_progress()
@@ -153,5 +153,5 @@ def trajectory_judged(row: Row, place: int, run: RolloutRun) -> EvalSample:
     return EvalSample(
         row, place, run.reward, last.text, sum(one.completion_len for one in run.segments),
         last.finish_reason == "length",
-        [pair for one in run.segments for pair in one.versions or []],
+        [pair for one in run.segments for pair in one.versions or []], run.parsed,
     )  # fmt: skip

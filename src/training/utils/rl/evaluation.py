@@ -14,7 +14,7 @@ from training.rewards.score import Score
 from training.rewards.scoring import AnyReward, scored
 from training.utils.rl.failures import with_retries
 from training.utils.rl.pass_at_k import pass_rates
-from training.utils.rl.reward_metrics import CORRECT
+from training.utils.rl.reward_metrics import CORRECT, parse_metrics
 from training.utils.rl.rollout_sampler import versions_of
 from training.utils.rl.seeds import row_seed
 from training.utils.rows import Row, prompt_messages
@@ -43,6 +43,8 @@ class EvalSample:
     is_truncated: bool
     versions: Sequence[Sequence[int]] = ()
     """Run lengths ``[weight version, tokens]`` over the drawn tokens."""
+    parsed: bool | None = None
+    """Whether the reward found the answer that it looks for; None where it does not say."""
 
     @property
     def is_right(self) -> bool:
@@ -88,7 +90,8 @@ class EvalResult:
         if not samples:
             return counts
         rates = {f"eval/pass@{k}": rate for k, rate in self.pass_rates.items()}
-        return counts | rates | self._version_metrics() | {
+        parsed = parse_metrics([one.parsed for one in samples if one.parsed is not None], "eval")
+        return counts | rates | parsed | self._version_metrics() | {
             "eval/accuracy": self.accuracy,
             "eval/reward": sum(one.reward for one in samples) / len(samples),
             "eval/response_len/mean": sum(one.length for one in samples) / len(samples),
@@ -131,13 +134,20 @@ async def evaluate(
             ),
         )  # fmt: skip
 
-    async def one(place: int, row: Row) -> list[EvalSample | None]:
+    async def judge(place: int, row: Row) -> list[EvalSample | None]:
         drawn = await draw(place, row)
         outcomes = await scored(reward_fn, [each.text for each in drawn], row)
         return [
-            completion_judged(row, place, each, score.reward) if isinstance(score, Score) else None
+            completion_judged(row, place, each, score) if isinstance(score, Score) else None
             for each, score in zip(drawn, outcomes, strict=True)
         ]
+
+    async def one(place: int, row: Row) -> list[EvalSample | None]:
+        try:
+            return await judge(place, row)
+        except Exception as error:
+            error.add_note(f"in the evaluation of held-out row {place}")
+            raise
 
     parts = await all_of([one(place, row) for place, row in enumerate(rows)])
     judged = [sample for part in parts for sample in part]
@@ -146,12 +156,12 @@ async def evaluate(
 
 
 def completion_judged(
-    row: Row, place: int, completion: SampledCompletion, reward: float
+    row: Row, place: int, completion: SampledCompletion, score: Score
 ) -> EvalSample:
     """A completion of one turn as a held-out answer."""
     return EvalSample(
-        row, place, reward, completion.text, completion.completion_len,
-        completion.finish_reason == "length", versions_of(completion),
+        row, place, score.reward, completion.text, completion.completion_len,
+        completion.finish_reason == "length", versions_of(completion), score.parsed,
     )  # fmt: skip
 
 

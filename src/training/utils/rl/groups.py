@@ -20,7 +20,11 @@ from training.utils.rl.datums import (
     datum_from_tokens_weights,
 )
 from training.utils.rl.igpo import TurnCredit
-from training.utils.rl.reward_metrics import disagreement_metrics, group_reward_metrics
+from training.utils.rl.reward_metrics import (
+    disagreement_metrics,
+    group_reward_metrics,
+    parse_metrics,
+)
 from training.utils.rl.rollout import RolloutSample
 from training.utils.rows import IndexedRow
 
@@ -163,6 +167,8 @@ class Example:
     """The drawn tokens."""
     reward: float | None
     finish_reason: str
+    parsed: bool | None = None
+    """Whether the reward found the answer that it looks for; None where it does not say."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,8 @@ class Draw:
     """Completions that have no reward, since their reward function failed."""
     disagreements: Sequence[float] = ()
     """A reward ensemble's, of each reward."""
+    parsed: Sequence[bool] = ()
+    """Whether the reward found the answer that it looks for, of each completion where it says."""
     example: Example | None = None
     """One of the answers, trained or not."""
 
@@ -208,6 +216,7 @@ class RolloutStats:
     group_rewards: list[Sequence[float]] = field(default_factory=list[Sequence[float]])
     """The rewards of each row that has any."""
     disagreements: list[float] = field(default_factory=list[float])
+    parsed: list[bool] = field(default_factory=list[bool])
     dropped: Counter[str] = field(default_factory=Counter[str])
     stale_lengths: list[int] = field(default_factory=list[int])
     """Tokens of the draws that had ended in rows that were given up as too late."""
@@ -223,14 +232,17 @@ class RolloutStats:
         self.failed_rewards += draw.failed_rewards
         self.rewards.extend(draw.rewards)
         self.disagreements.extend(draw.disagreements)
+        self.parsed.extend(draw.parsed)
         if draw.rewards:
             self.group_rewards.append(draw.rewards)
         if draw.dropped is not None:
             self.dropped[draw.dropped] += 1
 
 
-def completion_sample(completion: SampledCompletion, reward: float) -> RolloutSample:
-    """A completion of one turn with what it earned.
+def completion_sample(
+    completion: SampledCompletion, reward: float, *, parsed: bool | None = None
+) -> RolloutSample:
+    """A completion of one turn with what it earned, and whether an answer was found in it.
 
     Raises:
         ConfigError: the deployment sent no logprobs, or not one per drawn token.
@@ -249,6 +261,7 @@ def completion_sample(completion: SampledCompletion, reward: float) -> RolloutSa
         text=completion.text,
         versions=completion.versions or [[completion.weight_version, completion.completion_len]],
         routing_matrices=completion.routing_matrices,
+        parsed=parsed,
     )
 
 
@@ -276,6 +289,7 @@ def rollout_metrics(stats: RolloutStats, groups: Sequence[PromptGroup]) -> dict[
         metrics["signal/useful_row_ratio"] = stats.useful_rows / stats.rows
     metrics |= group_reward_metrics(stats.group_rewards)
     metrics |= disagreement_metrics(stats.disagreements)
+    metrics |= parse_metrics(stats.parsed, "rollout")
     routed = [one.drawn.routing_matrices is not None for group in groups for one in group.flat()]
     if any(routed):
         metrics["rollout/router_replay_ratio"] = _mean(routed)

@@ -39,6 +39,16 @@ def group_reward_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
     }
 
 
+def parse_metrics(parsed: Sequence[bool], family: str) -> dict[str, float]:
+    """``<family>/parse_fail_ratio``: the share of completions in which no answer was found.
+
+    It is over those whose reward says so; none of these, no metric.
+    """
+    if not parsed:
+        return {}
+    return {f"{family}/parse_fail_ratio": parsed.count(False) / len(parsed)}
+
+
 def disagreement_metrics(disagreements: Sequence[float]) -> dict[str, float]:
     """``rollout/reward_disagreement/*`` of a reward ensemble over a step's completions."""
     if not disagreements:

@@ -47,6 +47,8 @@ class RolloutSample:
     """Experts that a mixture-of-experts model took, for ``router_replay``: one text per token but
     the last, empty where unknown, or one per token from the first drawn one on, as
     ``SampledCompletion`` has them; None takes what the same sampler has seen."""
+    parsed: bool | None = None
+    """Whether the reward found the answer that it looks for, as ``Score.parsed``; None: unknown."""
 
     @property
     def prompt_len(self) -> int:
@@ -74,6 +76,12 @@ class RolloutRun:
         """The reward of every segment."""
         return self.segments[0].reward
 
+    @property
+    def parsed(self) -> bool | None:
+        """Whether an answer was found in any segment; None where none says."""
+        said = [one.parsed for one in self.segments if one.parsed is not None]
+        return any(said) if said else None
+
 
 @dataclass
 class Rollout:
@@ -99,7 +107,8 @@ class RolloutSetup:
     """Folder or hub id it was loaded from."""
     sample_kwargs: dict[str, Any]
     """Keyword arguments of the sampler: ``max_tokens``, ``temperature``, ``top_p``, ``top_k``,
-    ``max_seq_len``, ``http_timeout`` (seconds) and ``logprobs``."""
+    ``max_seq_len``, ``http_timeout`` (seconds) and ``logprobs``. The distribution is the trainer's,
+    and is to be left as it is."""
     inference_base_url: str
     """Where the deployment answers; an address in memory while the platform is embedded."""
     api_key: str
@@ -187,8 +196,8 @@ def judged_sample(sample: object, where: str) -> RolloutSample:
         TypeError: it is no ``RolloutSample``.
         ConfigError: lengths differ, fewer than 2 tokens, a token that is no id, a mask that is not
             0 or 1 or is 1 on the first token, a NaN, infinite or positive logprob, a reward that is
-            not finite, versions or routing matrices that do not add up. The message begins with
-            ``where`` and names field and values.
+            not finite, versions or routing matrices that do not add up, a ``parsed`` that is no
+            truth value. The message begins with ``where`` and names field and values.
     """
     if not isinstance(sample, RolloutSample):
         raise TypeError(f"{where}: segments must hold RolloutSample, got {type(sample).__name__}")
@@ -213,9 +222,13 @@ def judged_sample(sample: object, where: str) -> RolloutSample:
         )
     versions = _judged_versions(sample.versions, sum(mask), where)
     _check_routing(sample, len(tokens), where)
+    parsed = _plain(sample.parsed)
+    if not isinstance(parsed, bool | None):
+        raise ConfigError(f"{where}: parsed must be True, False or None, got {parsed!r}")
     return replace(
         sample, tokens=tokens, logprobs=[float(one) for one in logprobs],
         loss_mask=[int(one) for one in mask], reward=float(reward), versions=versions,
+        parsed=parsed,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 A draw has a place: its row and its number within the group. ``current_draw`` says which one the
 running rollout is. A request without a seed of its own gets one that depends on the place alone,
 so a run repeats; and the weight versions and experts of what was drawn are kept for
-``RolloutSample``.
+``RolloutSample``. What is to be trained is drawn from the distribution that the trainer scores.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from hearth.errors import TransportError
+from hearth.errors import ConfigError, TransportError
 from hearth.sdk import DeploymentSampler, SampledCompletion
 from hearth.sdk.sampling import completion_seed
 from training.utils.rl.rollout import RolloutRun
@@ -24,6 +24,9 @@ current_draw: ContextVar[DrawContext | None] = ContextVar("current_draw", defaul
 """The draw that the running rollout function is asked for; None outside of one."""
 
 
+_CUT = "and a token that is cut off is never drawn, so that no importance ratio corrects for it"
+
+
 @dataclass
 class DrawContext:
     """One attempt at one draw: draw number ``sample`` of the row that has ``row_seed``."""
@@ -32,6 +35,8 @@ class DrawContext:
     sample: int
     weight_version: int
     """What the deployment served when the row was submitted."""
+    is_trained: bool = True
+    """False for held-out rows."""
     calls: int = 0
     seen: list[SampledCompletion] = field(default_factory=list[SampledCompletion])
 
@@ -71,14 +76,17 @@ def versions_of(completion: SampledCompletion) -> list[list[int]]:
 class RolloutSampler:
     """Draws completions for rollout functions; ``deployment`` is the sampler underneath.
 
-    ``options`` hold for every request that does not name them.
+    ``options`` hold for every request that does not name them. ``temperature`` is the run's: a
+    request at another one, or with ``top_p`` or ``top_k``, is refused in a rollout that is trained.
     """
 
     def __init__(
-        self, deployment: DeploymentSampler, options: Mapping[str, Any] | None = None
-    ) -> None:
+        self, deployment: DeploymentSampler, options: Mapping[str, Any] | None = None, *,
+        temperature: float = 1.0,
+    ) -> None:  # fmt: skip
         self.deployment = deployment
-        self._options = dict(options or {})
+        self._temperature = temperature
+        self._options = {"temperature": temperature, **(options or {})}
 
     async def sample_with_prompt_tokens(
         self,
@@ -91,10 +99,12 @@ class RolloutSampler:
         """``n`` completions of a prompt, as ``DeploymentSampler.sample_with_prompt_tokens``.
 
         Raises:
+            ConfigError: what is trained is to be drawn from another distribution than it is scored.
             TransportError: the deployment sent no logprobs, without which nothing can be trained.
         """
+        asked = self._asked(options)
         call = self.deployment.sample_with_prompt_tokens(
-            prompt_token_ids, n=n, seed=_seed(seed, n), **{**self._options, **options}
+            prompt_token_ids, n=n, seed=_seed(seed, n), **asked
         )
         return _noted(await call)
 
@@ -105,16 +115,45 @@ class RolloutSampler:
         """``n`` completions of a conversation, as ``DeploymentSampler.sample_with_tokens``.
 
         Raises:
+            ConfigError: what is trained is to be drawn from another distribution than it is scored.
             TransportError: the deployment sent no logprobs, without which nothing can be trained.
         """
-        call = self.deployment.sample_with_tokens(
-            messages, n=n, seed=_seed(seed, n), **{**self._options, **options}
-        )
+        asked = self._asked(options)
+        call = self.deployment.sample_with_tokens(messages, n=n, seed=_seed(seed, n), **asked)
         return _noted(await call)
 
     def close(self) -> None:
         """Refuse further calls and close the connections."""
         self.deployment.close()
+
+    def _asked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        draw = current_draw.get()
+        asked = {**self._options, **options}
+        if draw is not None and draw.is_trained:
+            refuse_other_distribution(asked, self._temperature)
+        return asked
+
+
+def refuse_other_distribution(options: Mapping[str, Any], temperature: float) -> None:
+    """Judge how tokens that are to be trained are drawn, in a run at ``temperature``.
+
+    The trainer's logprobs are of the whole distribution at that temperature, and so must be the
+    sampler's. A token that truncation cuts off is never drawn, which no importance ratio mends.
+
+    Raises:
+        ConfigError: ``top_p``, ``top_k`` or ``temperature`` asks for another distribution.
+    """
+    for name, whole, why in (
+        ("top_p", 1, f"off, {_CUT}"),
+        ("top_k", 0, f"off, {_CUT}"),
+        ("temperature", temperature, "the run's (config.temperature), at which the trainer scores"),
+    ):
+        asked = options.get(name, whole)
+        if asked != whole:
+            raise ConfigError(
+                f"{name} must be {whole} where what is drawn is trained, got {asked!r}: {whole} is "
+                f"{why}; draw what is not trained with sampler.deployment"
+            )
 
 
 def _seed(given: int | None, n: int) -> int | None:

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -58,6 +58,13 @@ class Submission:
     row: IndexedRow
     version: int
     weight_version: int
+    is_trained: bool = True
+    """False for held-out rows."""
+
+    @property
+    def place(self) -> str:
+        """Which row it is, in logs and errors."""
+        return f"row {self.row.index}" if self.is_trained else f"held-out row {self.row.index}"
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,7 @@ class Rollouts:
             self.lengths.pop(index, None)
 
     async def _draw_one(self, submitted: Submission, sample: int) -> _Drawn:
-        where = f"row {submitted.row.index}, draw {sample}"
+        where = f"{submitted.place}, draw {sample}"
         try:
             drawn = await self._tried(lambda: self._call(submitted, sample, where), where)
         except Exception as error:
@@ -166,7 +173,10 @@ class Rollouts:
 
     async def _call(self, submitted: Submission, sample: int, where: str) -> _Drawn:
         row = submitted.row
-        draw = DrawContext(row_seed(self._config.seed, row.index), sample, submitted.weight_version)
+        draw = DrawContext(
+            row_seed(self._config.seed, row.index), sample, submitted.weight_version,
+            submitted.is_trained,
+        )  # fmt: skip
         current_draw.set(draw)
         # The user may write into its row; the next draw must not read it.
         pending = self._fn(copy.deepcopy(row.row), **self._arguments(row, sample))
@@ -242,7 +252,8 @@ class Rollouts:
             error=errors[-1] if errors else None,
             failed_draws=sum(one.error is not None for one in drawn),
             empty_draws=sum(not one.runs and one.error is None for one in drawn),
-            example=_example(runs[0]) if runs else None,
+            example=_example(runs) if runs else None,
+            parsed=[run.parsed for run in runs if run.parsed is not None],
         )
 
     async def _judged(
@@ -314,10 +325,11 @@ def declared_arguments(rollout_fn: RolloutFn) -> list[str]:
     return declared
 
 
-def _example(run: RolloutRun) -> Example:
+def _example(runs: Sequence[RolloutRun]) -> Example:
+    run = min(runs, key=lambda one: one.parsed is not False)  # one without an answer, if any
     last = run.segments[-1]
     drawn = [token for token, live in zip(last.tokens, last.loss_mask, strict=True) if live]
-    return Example(last.text, drawn, run.reward, last.finish_reason)
+    return Example(last.text, drawn, run.reward, last.finish_reason, run.parsed)
 
 
 def _length(runs: list[RolloutRun]) -> int:

@@ -23,6 +23,8 @@ TRUNCATED = 0.5
 """Share of cut answers from which on it is said."""
 USELESS_ROWS = 0.75
 """Share of rows that teach nothing, likewise."""
+UNPARSED = 0.5
+"""Share of answers in which the reward does not find what it looks for, likewise."""
 FAILED_REWARDS = 0.25
 """Share of answers whose reward failed, likewise."""
 EFFECTIVE = 0.25
@@ -103,6 +105,13 @@ def _rows(metrics: Metrics) -> Iterator[Finding]:
             f"{truncated:.0%} of the answers were cut at a length limit: raise "
             "max_completion_tokens, or ask for shorter answers",
         )
+    unparsed = metrics.get("rollout/parse_fail_ratio", 0.0)
+    if unparsed >= UNPARSED:
+        yield Finding(
+            "parser",
+            f"no answer was found in {unparsed:.0%} of the completions: ask for the form that the "
+            "reward function looks for, or change its parser",
+        )
     drawn = metrics.get("rollout/samples_completed", 0.0)
     failed = metrics.get("rollout/reward_fail_count", 0.0)
     if drawn and failed / drawn >= FAILED_REWARDS:
@@ -155,6 +164,7 @@ class Stretch:
     completions: int = 0
     truncated: int = 0
     rewards: list[float] = field(default_factory=list[float])
+    parsed: list[bool] = field(default_factory=list[bool])
     dropped: Counter[str] = field(default_factory=Counter[str])
     example: Example | None = None
 
@@ -164,6 +174,7 @@ class Stretch:
         self.completions += draw.completions
         self.truncated += draw.truncated
         self.rewards.extend(draw.rewards)
+        self.parsed.extend(draw.parsed)
         if draw.dropped is not None:
             self.dropped[draw.dropped] += 1
         self.example = draw.example or self.example
@@ -178,6 +189,12 @@ class Stretch:
         if self.completions and self.truncated / self.completions >= TRUNCATED:
             share = self.truncated / self.completions
             return f"{share:.0%} of the answers were cut: raise max_completion_tokens"
+        if self.parsed and self.parsed.count(False) / len(self.parsed) >= UNPARSED:
+            share = self.parsed.count(False) / len(self.parsed)
+            return (
+                f"no answer was found in {share:.0%} of the completions: does the prompt ask for "
+                "the form that the reward function looks for?"
+            )
         for reason, why in (
             ("overlong_prompt", "the prompts leave no room below max_seq_len: raise it"),
             ("non_finite", "rewards are NaN or infinite: look at the reward function"),
@@ -278,5 +295,7 @@ class SignalWatch:
         text = (one.text or self._decode(one.tokens)).strip()
         if len(text) > MOST_CHARACTERS:
             text = text[:MOST_CHARACTERS] + " ..."
-        earned = "no reward" if one.reward is None else f"reward {one.reward:g}"
-        return f"\none of the last answers ({earned}, finish reason {one.finish_reason!r}):\n{text}"
+        facts = ["no reward" if one.reward is None else f"reward {one.reward:g}"]
+        facts += ["no answer found"] if one.parsed is False else []
+        facts += [f"finish reason {one.finish_reason!r}"]
+        return f"\none of the last answers ({', '.join(facts)}):\n{text}"

@@ -14,6 +14,7 @@ from hearth.errors import ConfigError
 from hearth.sdk import SampledCompletion
 from training.examples.rl.multi_turn_message_in.reward import conversation_reward, is_right
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
+from training.rewards import marked_answer
 from training.utils.rl.rollout import RolloutFn, RolloutSample, RolloutSetup
 from training.utils.rows import prompt_messages
 
@@ -85,6 +86,7 @@ def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
             reward=conversation_reward(is_right(last.text, sample_prompt), turns=len(answers)),
             finish_reason=last.finish_reason,
             text="\n".join(one.text for one in answers),
+            parsed=marked_answer(last.text) is not None,
         )
 
     return rollout_fn

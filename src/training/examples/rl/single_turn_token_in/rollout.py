@@ -22,13 +22,15 @@ def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
             return None
         c = completions[0]
         output = list(c.full_tokens)[c.prompt_len :]
+        score = answer_reward.score(c.text, sample_prompt)
         return RolloutSample(
             tokens=list(c.full_tokens),
             logprobs=[0.0] * c.prompt_len + list(c.inference_logprobs or []),
             loss_mask=[0] * c.prompt_len + [1] * len(output),
-            reward=answer_reward(c.text, sample_prompt),
+            reward=score.reward,
             finish_reason=c.finish_reason,
             text=c.text,
+            parsed=score.parsed,
         )
 
     return rollout_fn

@@ -10,6 +10,7 @@ from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 from training.examples.rl.tool_use.agent import Outcome, Tool, solve
 from training.examples.rl.tool_use.calculator import SCHEMA, calculator
 from training.examples.rl.tool_use.reward import tool_use_reward
+from training.rewards import marked_answer
 from training.utils.rl.agents import AgentSession, build_agent_server
 from training.utils.rl.rollout import RolloutFn, RolloutRun, RolloutSetup
 from training.utils.rows import prompt_messages
@@ -28,19 +29,20 @@ def make_rollout_fn(
 
     async def rollout_fn(sample_prompt: dict[str, Any]) -> RolloutRun | None:
         messages = prompt_messages(sample_prompt)
-        reward = 0.0
+        reward, parsed = 0.0, None
         with agents.session() as session:
             try:
                 async with openai_client(session) as client:
                     outcome = await solve(client, messages, TOOLS)
                 on_outcome(outcome)
                 reward = tool_use_reward(outcome.answer, outcome.failed_calls, sample_prompt)
+                parsed = marked_answer(outcome.answer) is not None
             except BadRequestError:
                 # A conversation that has outgrown max_seq_len earns nothing; a first request that
                 # is refused is none, but a mistake in the set-up.
                 if session.num_turns == 0:
                     raise
-        return session.run(reward=reward)
+        return session.run(reward=reward, parsed=parsed)
 
     return rollout_fn
 

@@ -1,0 +1,62 @@
+"""What is trained is drawn from the distribution that the trainer scores, or the run ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.integration.rollouts import drawing, spread
+
+from hearth.errors import ConfigError
+from training.examples.rl.vanilla_sampler import build_deployment_sampler
+from training.quickstart import HELDOUT_ROWS
+from training.utils.rl.agents import build_agent_server
+from training.utils.rl.groups import completion_sample
+from training.utils.rows import load_rows
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 50}, {"temperature": 0.0}], ids=str)
+def test_a_rollout_that_truncates_ends_the_run_before_anything_is_trained(
+    async_trial, tmp_path, options
+):
+    (name,) = options
+
+    with pytest.raises(ConfigError, match=f"{name} must be .* where what is drawn is") as caught:
+        async_trial(make=drawing(**options), folder="run", rollout_retries=5)
+
+    assert any(note.startswith("in the rollout of row ") for note in caught.value.__notes__)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b""
+
+
+def test_held_out_rows_may_be_drawn_greedily_beside_a_training_that_is_not(async_trial):
+    held_out = load_rows(str(HELDOUT_ROWS), 3)
+
+    def make_rollout_fn(setup):
+        sampler = build_deployment_sampler(setup)
+
+        async def rollout_fn(row):
+            changes = {"temperature": 0.0} if row in held_out else {}
+            asked = setup.sample_kwargs | changes
+            (drawn,) = await sampler.sample_with_tokens(row["messages"], n=1, **asked)
+            return completion_sample(drawn, spread(drawn.text, row))
+
+        return rollout_fn
+
+    run = async_trial(
+        make=make_rollout_fn, held_out=held_out, eval_samples_per_prompt=2, max_rows=4
+    )
+
+    assert run.summary.steps == 2
+    assert [len(result.samples) for _, result in run.summary.evaluations] == [6, 6]
+    for _, result in run.summary.evaluations:
+        texts = [one.text for one in result.samples]
+        assert texts[::2] == texts[1::2]  # both answers to a row are its likeliest
+
+
+def test_agents_are_refused_where_the_setup_was_changed_to_truncate(async_trial):
+    def make_rollout_fn(setup):
+        build_agent_server(replace(setup, sample_kwargs=setup.sample_kwargs | {"top_p": 0.9}))
+        raise AssertionError("it was let through")
+
+    with pytest.raises(ConfigError, match="top_p must be 1 where what is drawn is trained"):
+        async_trial(make=make_rollout_fn)
