@@ -126,6 +126,7 @@ class Batch:
         To be called before ``serving`` names the new version: what the rows have drawn so far is
         stamped with the one before.
         """
+        self._runner.weights_changed()
         self.prompts.clear()
         if not self.rows:
             self.cache.clear()

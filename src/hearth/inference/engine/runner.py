@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hearth.errors import ConfigError, EngineError
 from hearth.inference.engine.cache import MIN_ROWS, CacheShape, SlotCache, key_span
+from hearth.inference.engine.fused import FusedDecoder
 from hearth.inference.engine.prompts import Extras, Prompt
 from hearth.models.loading import LoadedModel
 from hearth.models.routing import Recording, find_routers
@@ -57,9 +58,15 @@ class ModelRunner:
         _check_attention_span(loaded, max_seq_len)
         attention.install(loaded.module)
         self._selects_rows = True
+        self._fused = FusedDecoder.of(loaded, positions=max_seq_len)
         self.cache_shape = self._probe()
         self.routers = find_routers(loaded)
         """None for a dense model."""
+
+    def weights_changed(self) -> None:
+        """Compute with the weights that the module has now."""
+        if self._fused is not None:
+            self._fused.refresh()
 
     def recording(self, wanted: bool) -> contextlib.AbstractContextManager[Recording]:
         """Record the experts of what is computed inside the ``with``, if that is wanted."""
@@ -95,6 +102,8 @@ class ModelRunner:
         self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cache: SlotCache
     ) -> Tensor:
         """Logits [B, V] (float32) after ``tokens`` at ``positions`` [B], which enter the cache."""
+        if self._fused is not None:
+            return self._fused.decode(tokens, positions, cache)
         span = key_span(int(positions.max()) + 1)
         at = torch.from_numpy(positions).to(self.device)
         seen = torch.arange(span, device=self.device) <= at[:, None]

@@ -6,12 +6,14 @@ completion does not depend on what shared its batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from hearth.kernels.ops import kernels
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -27,6 +29,15 @@ class SamplingValues:
     top_k: NDArray[np.int64]
     top_logprobs: NDArray[np.int64] | None = None
     """None when no row asks for them."""
+
+    @property
+    def are_simple(self) -> NDArray[np.bool_]:
+        """Which rows draw from all tokens, at some temperature."""
+        return (self.temperature > 0) & (self.top_p >= 1) & (self.top_k <= 0)
+
+    def of(self, rows: NDArray[np.int64]) -> SamplingValues:
+        """Those of some rows, without what is told beside a draw."""
+        return SamplingValues(self.temperature[rows], self.top_p[rows], self.top_k[rows])
 
 
 @dataclass(frozen=True)
@@ -67,22 +78,43 @@ def sample(
     ``positions`` are those of the tokens to be drawn. Inverse of the cumulative distribution, in
     float64 and in vocabulary order.
     """
+    fractions = torch.from_numpy(uniforms(seeds, positions))
+    top = None if values.top_logprobs is None else _top(logits, values.top_logprobs)
+    loops = kernels() if logits.device.type == "cpu" else None
+    if loops is None:
+        return replace(_sample(logits, values, fractions), top=top)
+    # Which way a row goes hangs on its own values alone.
+    simple = values.are_simple
+    temperatures = np.where(simple, values.temperature, 1.0).astype(np.float32)
+    drawn = loops.draw(logits.contiguous(), torch.from_numpy(temperatures), fractions)
+    tokens, logprobs, sampling_logprobs = (one.numpy() for one in drawn)
+    odd = np.flatnonzero(~simple)
+    if odd.size:
+        index = torch.from_numpy(odd)
+        other = _sample(logits[index], values.of(odd), fractions[index])
+        tokens[odd], sampling_logprobs[odd] = other.tokens, other.sampling_logprobs
+        logprobs[odd] = other.logprobs
+    return Draw(tokens, logprobs, sampling_logprobs, top)
+
+
+def _sample(logits: Tensor, values: SamplingValues, fractions: Tensor) -> Draw:
+    """The same in torch, for any values."""
     raw = torch.log_softmax(logits, dim=-1)
     drawn_from = _drawn_from(logits, raw, values)
-    tokens = _invert(drawn_from, torch.from_numpy(uniforms(seeds, positions)).to(logits.device))
+    tokens = _invert(drawn_from, fractions.to(logits.device))
     picked = tokens.unsqueeze(1)
     own = raw.gather(1, picked).squeeze(1).cpu().numpy()
-    top = None if values.top_logprobs is None else _top(raw, values.top_logprobs)
     if drawn_from is raw:
-        return Draw(tokens.cpu().numpy(), own, own, top)
+        return Draw(tokens.cpu().numpy(), own, own)
     drawn = drawn_from.gather(1, picked).squeeze(1).cpu().numpy()
-    return Draw(tokens.cpu().numpy(), own, drawn, top)
+    return Draw(tokens.cpu().numpy(), own, drawn)
 
 
-def _top(raw: Tensor, wanted: NDArray[np.int64]) -> TopDraw:
+def _top(logits: Tensor, wanted: NDArray[np.int64]) -> TopDraw:
     rows = np.flatnonzero(wanted)
-    most = min(int(wanted.max()), raw.shape[1])
-    found = raw[_index(wanted > 0, raw)].topk(most, dim=1)
+    most = min(int(wanted.max()), logits.shape[1])
+    raw = torch.log_softmax(logits[_index(wanted > 0, logits)], dim=-1)
+    found = raw.topk(most, dim=1)
     return TopDraw(rows, found.indices.cpu().numpy(), found.values.cpu().numpy())
 
 

@@ -1,0 +1,194 @@
+"""One GRPO step of ``rl_loop``, whole: rollouts over the SDK, rewards, training, weight sync.
+
+The recipe runs as it is, on the embedded platform, with the rows and the reward of ``workload``.
+Figures are means over the fastest half of the steps after the warm-up (work of others on the
+machine only ever adds time), as other systems' scripts take them.
+
+    python benchmarks/grpo_step.py --model 3m --fixed-len [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# Idle OpenMP threads that spin take the cores from whoever works.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import orjson
+import torch
+from workload import SIZES, digit_share, make_model, make_rows, sgemm_gflops
+
+from training.recipes.rl_loop import Config, main
+from training.utils import DeployConfig, TrainerConfig
+
+ROWS = 512
+"""Different rows; a longer run takes them again."""
+PHASES = {
+    "generate_s": "perf/sample_wait_time", "fwd_bwd_s": "perf/fwd_bwd_time",
+    "ref_forward_s": "perf/ref_forward_time", "optim_s": "perf/optim_step_time",
+    "weight_sync_s": "perf/weight_sync_time",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """Means of the measured steps; seconds per step."""
+
+    model: str
+    params: int
+    vocab: int
+    batch: int
+    max_new: int
+    threads: int
+    samples_per_s: float
+    gen_tokens_per_s: float
+    train_tokens_per_s: float
+    """Drawn tokens over the seconds of forward and backward."""
+    mean_len: float
+    step_s: float
+    step_s_all: float
+    """Over all steps after the warm-up."""
+    generate_s: float
+    fwd_bwd_s: float
+    ref_forward_s: float
+    optim_s: float
+    weight_sync_s: float
+    other_s: float
+    reward_first: float
+    reward_last: float
+    first_step_s: float
+    peak_rss_mib: int
+    sgemm_gflops_before_after: tuple[float, float]
+
+
+def measure(asked: argparse.Namespace, folder: Path) -> Result:
+    """Run the recipe and read what it wrote."""
+    before = sgemm_gflops()
+    model = model_folder(asked, folder)
+    started = time.perf_counter()
+    rows = make_rows(ROWS, seed=asked.seed, prompt_pad=asked.prompt_pad)
+    count = asked.prompts * asked.steps
+    config = Config(
+        log_path=str(folder / "run"), base_model=str(model), policy_loss="grpo",
+        completions_per_prompt=asked.group, prompt_groups_per_step=asked.prompts,
+        max_completion_tokens=asked.max_new, max_seq_len=asked.prompt_pad + 32 + asked.max_new,
+        max_concurrent=asked.prompts * asked.group, learning_rate=asked.lr, kl_beta=asked.beta,
+        truncated_completions="score", no_signal_patience=None, dcp_save_interval=0,
+        loss_path=asked.loss_path, seed=asked.seed,
+        trainer=TrainerConfig(), deployment=DeployConfig(tokenizer_model=str(model)),
+    )  # fmt: skip
+    summary = main(config, (rows * (1 + count // ROWS))[:count], reward_fn=digit_share)
+    lines = (folder / "run" / "metrics.jsonl").read_bytes().splitlines()
+    records = [one for one in map(orjson.loads, lines) if one["type"] == "train"]
+    return Result(
+        model=asked.model,
+        **facts(model),
+        **step_figures(records, asked),
+        threads=torch.get_num_threads(),
+        first_step_s=round(summary.first_step_s or time.perf_counter() - started, 2),
+        peak_rss_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        sgemm_gflops_before_after=(round(before, 1), round(sgemm_gflops(), 1)),
+    )
+
+
+def model_folder(asked: argparse.Namespace, folder: Path) -> Path:
+    """The folder that ``--model`` names, or one made for the size that it names."""
+    if asked.model not in SIZES:
+        return Path(asked.model)
+    return make_model(
+        folder / "model", asked.model, vocab=asked.vocab, fixed_length=asked.fixed_len,
+        seed=asked.seed,
+    )  # fmt: skip
+
+
+def facts(model: Path) -> dict[str, int]:
+    """Parameters and vocabulary of a model's folder."""
+    from safetensors import safe_open
+
+    params = 0
+    for file in model.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names = tensors.keys()
+            shapes = [tensors.get_slice(name).get_shape() for name in names]
+        params += sum(torch.Size(shape).numel() for shape in shapes)
+    return {
+        "params": params,
+        "vocab": orjson.loads((model / "config.json").read_bytes())["vocab_size"],
+    }
+
+
+def step_figures(records: list[dict[str, Any]], asked: argparse.Namespace) -> dict[str, Any]:
+    """What the steps' records come to."""
+    batch = asked.prompts * asked.group
+    measured = records[asked.warmup :]
+    tokens = {id(one): one["rollout/response_len/mean"] * batch for one in measured}
+    quick = sorted(measured, key=lambda one: one["perf/step_wall_time"] / tokens[id(one)])
+    used = quick[: max(1, len(measured) // 2)]
+
+    def mean(name: str, of: list[dict[str, Any]] = used) -> float:
+        return statistics.fmean(one.get(name, 0.0) for one in of)
+
+    drawn = statistics.fmean(tokens[id(one)] for one in used)
+    seconds = {name: mean(metric) for name, metric in PHASES.items()}
+    step_s = mean("perf/step_wall_time")
+    return {
+        "batch": batch, "max_new": asked.max_new, "mean_len": round(drawn / batch, 1),
+        "samples_per_s": round(batch / step_s, 2),
+        "gen_tokens_per_s": round(drawn / seconds["generate_s"], 1),
+        "train_tokens_per_s": round(drawn / seconds["fwd_bwd_s"], 1),
+        "step_s": round(step_s, 4),
+        "step_s_all": round(mean("perf/step_wall_time", measured), 4),
+        "other_s": round(step_s - sum(seconds.values()), 4),
+        "reward_first": round(records[0]["rollout/reward"], 4),
+        "reward_last": round(records[-1]["rollout/reward"], 4),
+    } | {name: round(value, 4) for name, value in seconds.items()}  # fmt: skip
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="3m", help="1m, 3m, 10m, or a model's folder")
+    parser.add_argument("--vocab", type=int, default=0, help="pad the vocabulary to this many")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts per step")
+    parser.add_argument("--group", type=int, default=8, help="completions per prompt")
+    parser.add_argument("--max-new", type=int, default=64, help="most tokens of a completion")
+    parser.add_argument("--fixed-len", action="store_true", help="completions of all their tokens")
+    parser.add_argument("--prompt-pad", type=int, default=0, help="characters before each prompt")
+    parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL to a reference")
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--loss-path", choices=["client", "builtin"], default="client")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=2, help="steps left out at the start")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="one JSON object, nothing else")
+    return parser.parse_args()
+
+
+def command() -> None:
+    """Measure and print."""
+    asked = arguments()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(asked.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        result = asdict(measure(asked, Path(folder)))
+    if asked.json:
+        sys.stdout.write(orjson.dumps({"system": "hearth"} | result).decode() + "\n")
+        return
+    for name, value in result.items():
+        sys.stdout.write(f"{name:>28}  {value}\n")
+
+
+if __name__ == "__main__":
+    command()

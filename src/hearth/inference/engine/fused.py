@@ -1,0 +1,158 @@
+"""A decoding step in few calls, for plain decoders in float32 on the CPU.
+
+Between the matrix products everything is one of the compiled loops of ``hearth.kernels``; the three
+attention projections are one product, and the MLP's first two. The fused weights are copies of the
+module's: ``refresh`` makes them anew after every change.
+
+Legend: B rows, V vocabulary, H hidden size, F size of the MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hearth.inference.engine.cache import SlotCache
+from hearth.kernels.ops import AttentionShape, Kernels, kernels
+from hearth.models.decoder import Decoder, DecoderLayer, plain_bias, plain_weight, read_decoder
+from hearth.models.loading import LoadedModel
+
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    """One layer's; matrices are transposed for ``x @ w``, and views where that needs no copy."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    bias: Tensor | None
+    norms: tuple[Tensor, Tensor] | None
+    o: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class FusedDecoder:
+    """Decodes for a ``ModelRunner``. Used by one thread at a time."""
+
+    def __init__(
+        self, loaded: LoadedModel, decoder: Decoder, loops: Kernels, *, positions: int
+    ) -> None:
+        self._loaded = loaded
+        self._decoder = decoder
+        self._loops = loops
+        self._turns = decoder.turns(positions)
+        self._layers: list[_Weights] = []
+        self._head: tuple[Tensor, Tensor | None] | None = None
+        self._buffers: dict[int, _Buffers] = {}
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, *, positions: int) -> FusedDecoder | None:
+        """The fused form of a model for sequences up to ``positions``; None where there is none."""
+        loops = kernels()
+        is_plain = loaded.dtype == torch.float32 and torch.device(loaded.device).type == "cpu"
+        decoder = read_decoder(loaded) if loops is not None and is_plain else None
+        if decoder is None or loops is None:
+            return None
+        return cls(loaded, decoder, loops, positions=positions)
+
+    def refresh(self) -> None:
+        """Forget the weights; the next step takes those that the module has then."""
+        self._layers, self._head = [], None
+
+    @torch.inference_mode()
+    def decode(
+        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cache: SlotCache
+    ) -> Tensor:
+        """Logits [B, V] after ``tokens`` at ``positions`` [B], which enter the cache."""
+        head = self._head or self._fuse()
+        rows = len(tokens)
+        work = self._buffers.get(rows) or self._make_buffers(rows)
+        shape = self._attention_shape(rows, cache)
+        at = torch.from_numpy(positions)
+        backbone, eps, loops = self._decoder.backbone, self._decoder.eps, self._loops
+        x = torch.nn.functional.embedding(torch.from_numpy(tokens), backbone.embed_tokens.weight)
+        added: Tensor | None = None
+        for number, layer in enumerate(self._layers):
+            if added is None:
+                loops.rms_norm(x, layer.input_norm, eps, work.normed)
+            else:
+                loops.add_rms_norm(x, added, layer.input_norm, eps, work.normed)
+            torch.mm(work.normed, layer.qkv, out=work.qkv)
+            loops.decode_attention(
+                work.qkv, layer.bias, layer.norms, self._turns, at,
+                (cache.keys[number], cache.values[number]), work.heads, shape,
+            )  # fmt: skip
+            torch.mm(work.heads, layer.o, out=work.added)
+            loops.add_rms_norm(x, work.added, layer.post_norm, eps, work.normed)
+            torch.mm(work.normed, layer.gate_up, out=work.gate_up)
+            loops.silu_mul(work.gate_up, work.inner)
+            added = torch.mm(work.inner, layer.down, out=work.added)
+        assert added is not None, "a decoder has layers"
+        loops.add_rms_norm(x, added, backbone.norm.weight, eps, work.normed)
+        return torch.nn.functional.linear(work.normed, *head)
+
+    def _fuse(self) -> tuple[Tensor, Tensor | None]:
+        """Take the module's weights, whose linear layers an adapter may have replaced; the head."""
+        decoder = read_decoder(self._loaded)
+        assert decoder is not None, "an adapter makes no other model of it"
+        self._decoder = decoder
+        self._layers = [_fused(one) for one in decoder.layers]
+        head: Any = decoder.module.get_output_embeddings()
+        self._head = (plain_weight(head), plain_bias(head))
+        return self._head
+
+    def _attention_shape(self, rows: int, cache: SlotCache) -> AttentionShape:
+        decoder, keys = self._decoder, cache.keys
+        return AttentionShape(
+            rows, decoder.heads, decoder.kv_heads, decoder.dim, keys.stride(1), keys.stride(2),
+            torch.get_num_threads(), decoder.eps, decoder.scale,
+        )  # fmt: skip
+
+    def _make_buffers(self, rows: int) -> _Buffers:
+        """Room for one step of so many rows; of other numbers of rows it is given back."""
+        decoder, layer = self._decoder, self._layers[0]
+        hidden = layer.qkv.shape[0]
+        made = _Buffers(
+            normed=torch.empty(rows, hidden), qkv=torch.empty(rows, layer.qkv.shape[1]),
+            heads=torch.empty(rows, decoder.heads * decoder.dim), added=torch.empty(rows, hidden),
+            gate_up=torch.empty(rows, layer.gate_up.shape[1]),
+            inner=torch.empty(rows, layer.gate_up.shape[1] // 2),
+        )  # fmt: skip
+        self._buffers = {rows: made}
+        return made
+
+
+@dataclass(frozen=True, eq=False)
+class _Buffers:
+    normed: Tensor
+    qkv: Tensor
+    heads: Tensor
+    added: Tensor
+    gate_up: Tensor
+    inner: Tensor
+
+
+@torch.no_grad()
+def _fused(layer: DecoderLayer) -> _Weights:
+    attention = (layer.q_proj, layer.k_proj, layer.v_proj)
+    biases = [plain_bias(one) for one in attention]
+    norms = None
+    if layer.q_norm is not None and layer.k_norm is not None:
+        norms = (layer.q_norm.weight, layer.k_norm.weight)
+    return _Weights(
+        input_norm=layer.input_norm.weight,
+        qkv=torch.cat([plain_weight(one) for one in attention]).t().contiguous(),
+        bias=torch.cat([one for one in biases if one is not None]) if None not in biases else None,
+        norms=norms,
+        o=plain_weight(layer.o_proj).t(),
+        post_norm=layer.post_norm.weight,
+        gate_up=torch.cat([plain_weight(layer.gate_proj), plain_weight(layer.up_proj)])
+        .t()
+        .contiguous(),
+        down=plain_weight(layer.down_proj).t(),
+    )

@@ -1,0 +1,93 @@
+"""Compiles ``cpu.c`` for this machine once, and keeps the result in the user's cache.
+
+No compiler, or one that fails, is no error: whoever asks is told None and takes torch's own way.
+``HEARTH_KERNELS=0`` says the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch  # loads the OpenMP runtime that the compiled loops share with it
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "HEARTH_KERNELS"
+SOURCE = Path(__file__).with_name("cpu.c")
+COMPILERS = ("cc", "gcc", "clang")
+# Sums in any order, so that they vectorize; NaN and infinity stay what they are.
+FLAGS = (
+    "-O3", "-march=native", "-std=c11", "-shared", "-fPIC", "-fno-math-errno",
+    "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
+)  # fmt: skip
+# Where the processor has them; compilers prefer half of that by themselves.
+WIDE = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()
+TIMEOUT_S = 120.0
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled loops; None where they are switched off or cannot be compiled."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        logger.info("no C compiler (%s): torch's own loops are used", ", ".join(COMPILERS))
+        return None
+    try:
+        return ctypes.CDLL(str(_compiled(compiler, cache_folder())))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("the loops in C cannot be compiled, torch's own are used: %s", error)
+        return None
+
+
+def cache_folder() -> Path:
+    """Where compiled loops are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "hearth" / "kernels"
+
+
+def _compiled(compiler: str, folder: Path) -> Path:
+    """The shared library for this source, compiler, torch and processor; compiled where missing."""
+    parts = (SOURCE.read_text(), compiler, torch.__version__, " ".join(FLAGS), _processor())
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    target = folder / f"cpu-{key}.so"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / "cpu.so"
+        _compile(compiler, made)
+        os.replace(made, target)  # another process may have been first, with the same
+    return target
+
+
+def _compile(compiler: str, made: Path) -> None:
+    command = [compiler, *FLAGS, *WIDE, str(SOURCE), "-o", str(made), "-lm"]
+    try:
+        _run([*command, "-fopenmp"])
+    except subprocess.CalledProcessError as error:
+        logger.info("without OpenMP: %s", error.stderr.strip().splitlines()[:1])
+        _run(command)
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def _processor() -> str:
+    """What ``-march=native`` hangs on: a home folder may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return os.uname().machine
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

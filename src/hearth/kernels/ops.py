@@ -1,0 +1,126 @@
+"""What the compiled loops compute, as calls on tensors. Legend: R rows, H columns, V vocabulary.
+
+All tensors are float32, contiguous and on the CPU; nothing is checked here, since every call is
+made thousands of times a second. ``Kernels`` exists where the loops could be compiled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hearth.kernels.build import library
+
+_LITTLE = 2**17
+_POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+
+class AttentionShape(ctypes.Structure):
+    """What ``decode_attention`` needs to know beside its tensors; ``*_stride`` in elements."""
+
+    _fields_: Sequence[tuple[str, type]] = [
+        ("rows", _INT64), ("heads", _INT64), ("kv_heads", _INT64), ("dim", _INT64),
+        ("row_stride", _INT64), ("head_stride", _INT64), ("threads", _INT64),
+        ("eps", _FLOAT), ("scale", _FLOAT),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The compiled loops; torch's number of threads is theirs."""
+
+    library: ctypes.CDLL
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """``out`` = x / sqrt(mean(x^2) + eps) * weight, of [R, H]."""
+        rows, size = x.shape
+        self.library.hearth_rms_norm(
+            x.data_ptr(), weight.data_ptr(), eps, rows, size, out.data_ptr(),
+            _threads(rows * size),
+        )  # fmt: skip
+
+    def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """Add y to x in place, and normalize the sum into ``out``, all [R, H]."""
+        rows, size = x.shape
+        self.library.hearth_add_rms_norm(
+            x.data_ptr(), y.data_ptr(), weight.data_ptr(), eps, rows, size, out.data_ptr(),
+            _threads(rows * size),
+        )  # fmt: skip
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """``out`` [R, H] = silu(gate) * up, of [R, 2 H] with the gate first."""
+        rows, size = out.shape
+        self.library.hearth_silu_mul(
+            gate_up.data_ptr(), rows, size, out.data_ptr(), _threads(8 * rows * size)
+        )
+
+    def decode_attention(
+        self, qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor] | None,
+        turns: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[Tensor, Tensor],
+        out: Tensor, shape: AttentionShape,
+    ) -> None:  # fmt: skip
+        """Attention of one token per row, from projections to heads' outputs.
+
+        ``qkv`` [R, (heads + 2 kv_heads) D] gets ``bias``, queries and keys the RMS ``norms`` of
+        their heads (both may be None) and the rotation of their ``positions`` [R] (int64) from the
+        tables ``turns`` (cosines and sines [C, D]). Keys and values go into ``cache``, and every
+        query looks at the keys up to its own.
+        """
+        q_norm, k_norm = norms or (None, None)
+        self.library.hearth_decode_attention(
+            qkv.data_ptr(), _address(bias), _address(q_norm), _address(k_norm),
+            turns[0].data_ptr(), turns[1].data_ptr(), positions.data_ptr(),
+            cache[0].data_ptr(), cache[1].data_ptr(), out.data_ptr(), ctypes.byref(shape),
+        )  # fmt: skip
+
+    def draw(
+        self, logits: Tensor, temperatures: Tensor, fractions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [R] (int64), and their logprobs [R] before and after the temperature.
+
+        A token is the first whose cumulative probability under ``softmax(logits / temperature)``
+        [R, V], in vocabulary order and float64, is above its fraction [R] (float64, in [0, 1)) of
+        the whole. ``temperatures`` [R] are float32 and above 0.
+        """
+        rows, vocab = logits.shape
+        tokens = torch.empty(rows, dtype=torch.int64)
+        logprobs, drawn_logprobs = torch.empty(2, rows)
+        self.library.hearth_draw(
+            logits.data_ptr(), temperatures.data_ptr(), fractions.data_ptr(), rows, vocab,
+            tokens.data_ptr(), logprobs.data_ptr(), drawn_logprobs.data_ptr(),
+            _threads(rows * vocab),
+        )  # fmt: skip
+        return tokens, logprobs, drawn_logprobs
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """The compiled loops; None where there are none."""
+    found = library()
+    if found is None:
+        return None
+    p, n, f, i = _POINTER, _INT64, _FLOAT, _INT
+    for name, types in {
+        "rms_norm": (p, p, f, n, n, p, i),
+        "add_rms_norm": (p, p, p, f, n, n, p, i),
+        "silu_mul": (p, n, n, p, i),
+        "decode_attention": (*(p,) * 10, ctypes.POINTER(AttentionShape)),
+        "draw": (p, p, p, n, n, p, p, p, i),
+    }.items():
+        function = getattr(found, f"hearth_{name}")
+        function.argtypes, function.restype = types, None
+    return Kernels(found)
+
+
+def _threads(work: int) -> int:
+    """Threads for so many multiplications: a second one is not woken for little."""
+    return torch.get_num_threads() if work > _LITTLE else 1
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

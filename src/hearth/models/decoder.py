@@ -1,0 +1,136 @@
+"""The parts of a plain pre-norm decoder (Llama, Mistral, Qwen2, Qwen3), for those who fuse them.
+
+Families that do anything else (experts, sliding windows that bind, capped logits, partial
+rotation) are not read; their own module runs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hearth.models.loading import LoadedModel
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+# Rotations that depend on the position alone, whatever a sequence's length.
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayer:
+    """The modules of one layer; linear ones may carry an adapter."""
+
+    input_norm: Any
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    q_norm: Any | None
+    """The RMS norm of a query's head; None where the family has none."""
+    k_norm: Any | None
+    o_proj: Any
+    post_norm: Any
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
+
+    @property
+    def linears(self) -> tuple[Any, ...]:
+        """All linear modules."""
+        return (
+            self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.gate_proj, self.up_proj,
+            self.down_proj,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Decoder:
+    """A whole decoder, read from its module."""
+
+    module: Any
+    layers: list[DecoderLayer]
+    heads: int
+    kv_heads: int
+    dim: int
+    """Size of a head."""
+    eps: float
+    """Of the RMS norms."""
+    scale: float
+    """What attention's dot products are multiplied by."""
+
+    @property
+    def backbone(self) -> Any:
+        """The module without its head."""
+        return self.module.base_model
+
+    @torch.no_grad()
+    def turns(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [C, D] (float32) of the first positions."""
+        at = torch.arange(positions, device=self.backbone.embed_tokens.weight.device)[None]
+        like = torch.zeros(1, dtype=torch.float32, device=at.device)
+        cosines, sines = self.backbone.rotary_emb(like, at)
+        return cosines[0].contiguous(), sines[0].contiguous()
+
+
+def read_decoder(loaded: LoadedModel) -> Decoder | None:
+    """The parts of a model; None for a model that is no plain decoder."""
+    config = loaded.config
+    if config.model_type not in FAMILIES or not _is_plain(config):
+        return None
+    module: Any = loaded.module
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = [_layer(one) for one in module.base_model.layers]
+    if any(_has_bias(one.o_proj, one.gate_proj, one.up_proj, one.down_proj) for one in layers):
+        return None
+    if module.base_model.rotary_emb.inv_freq.shape[0] * 2 != dim:
+        return None
+    return Decoder(
+        module=module, layers=layers, heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads, dim=dim, eps=float(config.rms_norm_eps),
+        scale=float(module.base_model.layers[0].self_attn.scaling),
+    )  # fmt: skip
+
+
+def plain_weight(linear: nn.Module) -> Tensor:
+    """The weight that a linear module computes with; an adapter's update is added to it."""
+    base = getattr(linear, "base_layer", None)
+    if base is None:
+        return linear.get_parameter("weight")
+    layer: Any = linear
+    with torch.no_grad():
+        delta = sum(layer.get_delta_weight(name) for name in layer.active_adapters)
+        return base.weight + delta
+
+
+def plain_bias(linear: nn.Module) -> Tensor | None:
+    """The bias of a linear module; None where it has none."""
+    inner: Any = getattr(linear, "base_layer", linear)
+    return inner.bias
+
+
+def _is_plain(config: Any) -> bool:
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    return (
+        config.hidden_act == "silu"
+        and rope.get("rope_type", "default") in _STATIC_ROPE
+        and kinds == {"full_attention"}
+        and not getattr(config, "sliding_window", None)
+    )
+
+
+def _layer(module: Any) -> DecoderLayer:
+    attention, mlp = module.self_attn, module.mlp
+    return DecoderLayer(
+        input_norm=module.input_layernorm, q_proj=attention.q_proj, k_proj=attention.k_proj,
+        v_proj=attention.v_proj, q_norm=getattr(attention, "q_norm", None),
+        k_norm=getattr(attention, "k_norm", None), o_proj=attention.o_proj,
+        post_norm=module.post_attention_layernorm, gate_proj=mlp.gate_proj, up_proj=mlp.up_proj,
+        down_proj=mlp.down_proj,
+    )  # fmt: skip
+
+
+def _has_bias(*linears: nn.Module) -> bool:
+    return any(plain_bias(one) is not None for one in linears)
