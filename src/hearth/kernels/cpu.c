@@ -224,3 +224,401 @@ void hearth_draw(const float *logits, const float *temperatures, const double *f
         free(mass);
     }
 }
+
+/* From here on: training. Forward passes keep what their backward passes need. */
+
+void hearth_norm_forward(const float *x, const float *added, const float *weight, float eps,
+                         int64_t rows, int64_t n, float *sum, float *out, float *scales,
+                         int threads) {
+    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = x + row * n;
+        if (added) {
+            const float *more = added + row * n;
+            float *to = sum + row * n;
+            #pragma omp simd
+            for (int64_t i = 0; i < n; i++) to[i] = from[i] + more[i];
+            from = to;
+        }
+        const float scale = 1.0f / sqrtf(mean_square(from, n) + eps);
+        float *to = out + row * n;
+        scales[row] = scale;
+        #pragma omp simd
+        for (int64_t i = 0; i < n; i++) to[i] = from[i] * scale * weight[i];
+    }
+}
+
+/* Gradient of one normalized row: into `to`, and into the weight's. `to` may be `grad`. */
+static inline void norm_row_backward(const float *x, const float *weight, float scale,
+                                     const float *grad, const float *more, int64_t n,
+                                     float *to, float *weight_grad) {
+    float dot = 0.0f;
+    #pragma omp simd reduction(+ : dot)
+    for (int64_t i = 0; i < n; i++) dot += grad[i] * weight[i] * x[i];
+    const float pull = dot * scale * scale / (float)n;
+    if (weight_grad) {
+        #pragma omp simd
+        for (int64_t i = 0; i < n; i++) weight_grad[i] += grad[i] * x[i] * scale;
+    }
+    if (more) {
+        #pragma omp simd
+        for (int64_t i = 0; i < n; i++)
+            to[i] = more[i] + scale * (grad[i] * weight[i] - x[i] * pull);
+    } else {
+        #pragma omp simd
+        for (int64_t i = 0; i < n; i++) to[i] = scale * (grad[i] * weight[i] - x[i] * pull);
+    }
+}
+
+/* `weight_grads` has a row of zeros for each thread; NULL wants none. */
+void hearth_norm_backward(const float *x, const float *weight, const float *scales,
+                          const float *grad, const float *more, int64_t rows, int64_t n,
+                          float *x_grad, float *weight_grads, int threads) {
+    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t part = 0; part < threads; part++) {
+        const int64_t stop = rows * (part + 1) / threads;
+        float *own = weight_grads ? weight_grads + part * n : NULL;
+        for (int64_t row = rows * part / threads; row < stop; row++)
+            norm_row_backward(x + row * n, weight, scales[row], grad + row * n,
+                              more ? more + row * n : NULL, n, x_grad + row * n, own);
+    }
+}
+
+void hearth_silu_forward(const float *gate, const float *up, int64_t count, float *out,
+                         int threads) {
+    #pragma omp parallel for simd num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < count; i++) out[i] = gate[i] / (1.0f + exp_fast(-gate[i])) * up[i];
+}
+
+void hearth_silu_backward(const float *gate, const float *up, const float *grad, int64_t count,
+                          float *gate_grad, float *up_grad, int threads) {
+    #pragma omp parallel for simd num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < count; i++) {
+        const float share = 1.0f / (1.0f + exp_fast(-gate[i]));
+        const float given = grad[i];
+        up_grad[i] = given * gate[i] * share;
+        gate_grad[i] = given * up[i] * share * (1.0f + gate[i] * (1.0f - share));
+    }
+}
+
+typedef struct {
+    int64_t rows, heads, dim;
+    float eps;
+    int32_t threads;
+} TurnShape;
+
+/* Heads of every row: normalized where `norm` is given, and rotated to their row's position. */
+void hearth_turn_forward(const float *x, const float *norm, const float *cosine,
+                         const float *sine, const int64_t *positions, float *out, float *scales,
+                         const TurnShape *shape) {
+    const int64_t dim = shape->dim, heads = shape->heads, rows = shape->rows, half = dim / 2;
+    const float eps = shape->eps;
+    const int threads = shape->threads;
+    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *turn_cos = cosine + positions[row] * dim, *turn_sin = sine + positions[row] * dim;
+        for (int64_t head = 0; head < heads; head++) {
+            const int64_t at = (row * heads + head) * dim;
+            const float *from = x + at;
+            float *to = out + at;
+            if (norm) {
+                const float scale = 1.0f / sqrtf(mean_square(from, dim) + eps);
+                scales[row * heads + head] = scale;
+                #pragma omp simd
+                for (int64_t i = 0; i < dim; i++) to[i] = from[i] * scale * norm[i];
+                from = to;
+            }
+            #pragma omp simd
+            for (int64_t i = 0; i < half; i++) {
+                const float low = from[i], high = from[i + half];
+                to[i] = low * turn_cos[i] - high * turn_sin[i];
+                to[i + half] = high * turn_cos[i + half] + low * turn_sin[i + half];
+            }
+        }
+    }
+}
+
+void hearth_turn_backward(const float *x, const float *norm, const float *scales,
+                          const float *cosine, const float *sine, const int64_t *positions,
+                          const float *grad, float *x_grad, float *norm_grads,
+                          const TurnShape *shape) {
+    const int64_t dim = shape->dim, heads = shape->heads, rows = shape->rows, half = dim / 2;
+    const int threads = shape->threads;
+    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t part = 0; part < threads; part++) {
+        const int64_t stop = rows * (part + 1) / threads;
+        float *own = norm_grads ? norm_grads + part * dim : NULL;
+        for (int64_t row = rows * part / threads; row < stop; row++) {
+            const float *turn_cos = cosine + positions[row] * dim;
+            const float *turn_sin = sine + positions[row] * dim;
+            for (int64_t head = 0; head < heads; head++) {
+                const int64_t at = (row * heads + head) * dim;
+                const float *from = grad + at;
+                float *to = x_grad + at;
+                #pragma omp simd
+                for (int64_t i = 0; i < half; i++) {
+                    const float low = from[i], high = from[i + half];
+                    to[i] = low * turn_cos[i] + high * turn_sin[i + half];
+                    to[i + half] = high * turn_cos[i + half] - low * turn_sin[i];
+                }
+                if (norm)
+                    norm_row_backward(x + at, norm, scales[row * heads + head], to, NULL, dim, to,
+                                      own);
+            }
+        }
+    }
+}
+
+typedef struct {
+    int64_t clusters, heads, kv_heads, dim, most_keys;
+    float scale;
+    int32_t threads;
+} TreeShape;
+
+/* scores[k] = query . key k for `count` keys, which stand transposed: [dim][stride]. */
+static inline __attribute__((always_inline)) void dots(const float *query, const float *turned,
+                                                       int64_t stride, int64_t count,
+                                                       float *scores, const int64_t dim) {
+    for (int64_t k = 0; k < count; k++) scores[k] = 0.0f;
+    for (int64_t i = 0; i < dim; i += 4) {
+        const float a = query[i], b = query[i + 1], c = query[i + 2], d = query[i + 3];
+        const float *first = turned + i * stride, *second = first + stride;
+        const float *third = second + stride, *fourth = third + stride;
+        #pragma omp simd
+        for (int64_t k = 0; k < count; k++)
+            scores[k] += a * first[k] + b * second[k] + c * third[k] + d * fourth[k];
+    }
+}
+
+/* out += sum over k of weights[k] * rows[k], in local sums. */
+static inline __attribute__((always_inline)) void mix(const float *weights, const float *rows,
+                                                      int64_t count, float *out,
+                                                      const int64_t dim) {
+    float sum[dim];
+    for (int64_t i = 0; i < dim; i++) sum[i] = 0.0f;
+    for (int64_t k = 0; k < count; k++) {
+        const float part = weights[k], *row = rows + k * dim;
+        #pragma omp simd
+        for (int64_t i = 0; i < dim; i++) sum[i] += part * row[i];
+    }
+    for (int64_t i = 0; i < dim; i++) out[i] += sum[i];
+}
+
+/* One head's keys or values of some rows, as they are and transposed, behind `before` others. */
+static inline void gather(const float *from, int64_t row_stride, int64_t start, int64_t count,
+                          int64_t before, int64_t stride, int64_t dim, float *plain,
+                          float *turned) {
+    for (int64_t k = 0; k < count; k++) {
+        const float *row = from + (start + k) * row_stride;
+        if (plain) memcpy(plain + (before + k) * dim, row, sizeof(float) * (size_t)dim);
+        if (turned)
+            for (int64_t i = 0; i < dim; i++) turned[i * stride + before + k] = row[i];
+    }
+}
+
+static inline __attribute__((always_inline)) void tree_rows_forward(
+    const float *q, const float *turned_keys, const float *values, int64_t start, int64_t rows,
+    int64_t before, int64_t first_head, int64_t group, const TreeShape *shape, float *weights,
+    float *out, float *totals, const int64_t dim) {
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t count = before + r + 1;
+        for (int64_t one = 0; one < group; one++) {
+            const int64_t at = (start + r) * shape->heads + first_head + one;
+            dots(q + at * dim, turned_keys, shape->most_keys, count, weights, dim);
+            float most = weights[0];
+            for (int64_t k = 1; k < count; k++) most = weights[k] > most ? weights[k] : most;
+            float sum = 0.0f;
+            #pragma omp simd reduction(+ : sum)
+            for (int64_t k = 0; k < count; k++) {
+                weights[k] = exp_fast((weights[k] - most) * shape->scale);
+                sum += weights[k];
+            }
+            const float share = 1.0f / sum;
+            float *to = out + at * dim;
+            memset(to, 0, sizeof(float) * (size_t)dim);
+            mix(weights, values, count, to, dim);
+            for (int64_t i = 0; i < dim; i++) to[i] *= share;
+            totals[at] = most * shape->scale + logf(sum);
+        }
+    }
+}
+
+static inline __attribute__((always_inline)) void tree_task_forward(
+    const float *q, const float *k, const float *v, const int64_t *cluster,
+    const int64_t *sequences, int64_t head, const TreeShape *shape, float *scratch, float *out,
+    float *totals, const int64_t dim) {
+    const int64_t most = shape->most_keys, group = shape->heads / shape->kv_heads;
+    const int64_t stride = shape->kv_heads * dim, prefix = cluster[1];
+    float *turned = scratch, *values = turned + most * dim, *weights = values + most * dim;
+    k += head * dim, v += head * dim;
+    gather(k, stride, cluster[0], prefix, 0, most, dim, NULL, turned);
+    gather(v, stride, cluster[0], prefix, 0, most, dim, values, NULL);
+    tree_rows_forward(q, turned, values, cluster[0], prefix, 0, head * group, group, shape,
+                      weights, out, totals, dim);
+    for (int64_t s = cluster[2]; s < cluster[3]; s++) {
+        const int64_t start = sequences[2 * s], rows = sequences[2 * s + 1];
+        gather(k, stride, start, rows, prefix, most, dim, NULL, turned);
+        gather(v, stride, start, rows, prefix, most, dim, values, NULL);
+        tree_rows_forward(q, turned, values, start, rows, prefix, head * group, group, shape,
+                          weights, out, totals, dim);
+    }
+}
+
+#define BY_SIZE(CALL) \
+    switch (dim) { \
+        case 32: CALL(32); break; \
+        case 64: CALL(64); break; \
+        case 128: CALL(128); break; \
+        default: CALL(dim); \
+    }
+
+/* clusters: [n][4] of (first row, rows of the shared prefix, first sequence, end of sequences);
+   sequences: [m][2] of (first row, rows). A row sees its prefix, and its sequence up to itself. */
+void hearth_tree_forward(const float *q, const float *k, const float *v, const int64_t *clusters,
+                         const int64_t *sequences, float *out, float *totals,
+                         const TreeShape *shape) {
+    const int64_t dim = shape->dim, tasks = shape->clusters * shape->kv_heads;
+    const int threads = shape->threads;
+    #pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *scratch = malloc(sizeof(float) * (size_t)(shape->most_keys * (2 * dim + 1)));
+        #pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < tasks; task++) {
+            const int64_t *cluster = clusters + 4 * (task / shape->kv_heads);
+            #define FORWARD(size) tree_task_forward(q, k, v, cluster, sequences, \
+                task % shape->kv_heads, shape, scratch, out, totals, size)
+            BY_SIZE(FORWARD)
+            #undef FORWARD
+        }
+        free(scratch);
+    }
+}
+
+typedef struct {
+    float *turned_keys, *keys, *turned_values, *key_grads, *value_grads, *weights, *pulls;
+} TreeScratch;
+
+static inline __attribute__((always_inline)) void tree_rows_backward(
+    const float *q, const float *out, const float *totals, const float *grad, int64_t start,
+    int64_t rows, int64_t before, int64_t first_head, int64_t group, const TreeShape *shape,
+    const TreeScratch *s, float *q_grad, const int64_t dim) {
+    const float scale = shape->scale;
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t count = before + r + 1;
+        for (int64_t one = 0; one < group; one++) {
+            const int64_t at = (start + r) * shape->heads + first_head + one;
+            const float *query = q + at * dim, *given = grad + at * dim, *mean = out + at * dim;
+            float level = 0.0f;
+            #pragma omp simd reduction(+ : level)
+            for (int64_t i = 0; i < dim; i++) level += given[i] * mean[i];
+            dots(query, s->turned_keys, shape->most_keys, count, s->weights, dim);
+            dots(given, s->turned_values, shape->most_keys, count, s->pulls, dim);
+            const float total = totals[at];
+            #pragma omp simd
+            for (int64_t k = 0; k < count; k++) {
+                s->weights[k] = exp_fast(s->weights[k] * scale - total);
+                s->pulls[k] = s->weights[k] * (s->pulls[k] - level) * scale;
+            }
+            float *to = q_grad + at * dim;
+            memset(to, 0, sizeof(float) * (size_t)dim);
+            mix(s->pulls, s->keys, count, to, dim);
+            for (int64_t k = 0; k < count; k++) {
+                const float weight = s->weights[k], pull = s->pulls[k];
+                float *key = s->key_grads + k * dim, *value = s->value_grads + k * dim;
+                #pragma omp simd
+                for (int64_t i = 0; i < dim; i++) {
+                    key[i] += pull * query[i];
+                    value[i] += weight * given[i];
+                }
+            }
+        }
+    }
+}
+
+static inline void put(const float *from, int64_t before, int64_t start, int64_t count,
+                       int64_t row_stride, int64_t dim, float *to) {
+    for (int64_t k = 0; k < count; k++)
+        memcpy(to + (start + k) * row_stride, from + (before + k) * dim,
+               sizeof(float) * (size_t)dim);
+}
+
+static inline __attribute__((always_inline)) void tree_task_backward(
+    const float *q, const float *k, const float *v, const float *out, const float *totals,
+    const float *grad, const int64_t *cluster, const int64_t *sequences, int64_t head,
+    const TreeShape *shape, float *scratch, float *q_grad, float *k_grad, float *v_grad,
+    const int64_t dim) {
+    const int64_t most = shape->most_keys, group = shape->heads / shape->kv_heads;
+    const int64_t stride = shape->kv_heads * dim, prefix = cluster[1], size = most * dim;
+    TreeScratch s = {scratch, scratch + size, scratch + 2 * size, scratch + 3 * size,
+                     scratch + 4 * size, scratch + 5 * size, scratch + 5 * size + most};
+    k += head * dim, v += head * dim, k_grad += head * dim, v_grad += head * dim;
+    memset(s.key_grads, 0, sizeof(float) * (size_t)(2 * size));
+    gather(k, stride, cluster[0], prefix, 0, most, dim, s.keys, s.turned_keys);
+    gather(v, stride, cluster[0], prefix, 0, most, dim, NULL, s.turned_values);
+    tree_rows_backward(q, out, totals, grad, cluster[0], prefix, 0, head * group, group, shape,
+                       &s, q_grad, dim);
+    for (int64_t one = cluster[2]; one < cluster[3]; one++) {
+        const int64_t start = sequences[2 * one], rows = sequences[2 * one + 1];
+        gather(k, stride, start, rows, prefix, most, dim, s.keys, s.turned_keys);
+        gather(v, stride, start, rows, prefix, most, dim, NULL, s.turned_values);
+        memset(s.key_grads + prefix * dim, 0, sizeof(float) * (size_t)(rows * dim));
+        memset(s.value_grads + prefix * dim, 0, sizeof(float) * (size_t)(rows * dim));
+        tree_rows_backward(q, out, totals, grad, start, rows, prefix, head * group, group, shape,
+                           &s, q_grad, dim);
+        put(s.key_grads, prefix, start, rows, stride, dim, k_grad);
+        put(s.value_grads, prefix, start, rows, stride, dim, v_grad);
+    }
+    put(s.key_grads, 0, cluster[0], prefix, stride, dim, k_grad);
+    put(s.value_grads, 0, cluster[0], prefix, stride, dim, v_grad);
+}
+
+void hearth_tree_backward(const float *q, const float *k, const float *v, const float *out,
+                          const float *totals, const float *grad, const int64_t *clusters,
+                          const int64_t *sequences, float *q_grad, float *k_grad, float *v_grad,
+                          const TreeShape *shape) {
+    const int64_t dim = shape->dim, tasks = shape->clusters * shape->kv_heads;
+    const int threads = shape->threads;
+    #pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *scratch = malloc(sizeof(float) * (size_t)(shape->most_keys * (5 * dim + 2)));
+        #pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < tasks; task++) {
+            const int64_t *cluster = clusters + 4 * (task / shape->kv_heads);
+            #define BACKWARD(size) tree_task_backward(q, k, v, out, totals, grad, cluster, \
+                sequences, task % shape->kv_heads, shape, scratch, q_grad, k_grad, v_grad, size)
+            BY_SIZE(BACKWARD)
+            #undef BACKWARD
+        }
+        free(scratch);
+    }
+}
+
+/* Logprobs of targets under softmax(logits * factor), and what the backward pass needs: totals. */
+void hearth_score_forward(const float *logits, const int64_t *targets, float factor, int64_t rows,
+                          int64_t vocab, float *logprobs, float *totals, int threads) {
+    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *own = logits + row * vocab;
+        float most = own[0], sum = 0.0f;
+        #pragma omp simd reduction(max : most)
+        for (int64_t i = 0; i < vocab; i++) most = own[i] > most ? own[i] : most;
+        #pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < vocab; i++) sum += exp_fast((own[i] - most) * factor);
+        totals[row] = most * factor + logf(sum);
+        logprobs[row] = own[targets[row]] * factor - totals[row];
+    }
+}
+
+/* The logits become their own gradient. */
+void hearth_score_backward(float *logits, const int64_t *targets, float factor,
+                           const float *totals, const float *grad, int64_t rows, int64_t vocab,
+                           int threads) {
+    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        float *own = logits + row * vocab;
+        const float total = totals[row], given = grad[row] * factor;
+        #pragma omp simd
+        for (int64_t i = 0; i < vocab; i++) own[i] = -given * exp_fast(own[i] * factor - total);
+        own[targets[row]] += given;
+    }
+}

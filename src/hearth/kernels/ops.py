@@ -30,6 +30,24 @@ class AttentionShape(ctypes.Structure):
     ]  # fmt: skip
 
 
+class TurnShape(ctypes.Structure):
+    """What ``turn_*`` needs to know beside its tensors."""
+
+    _fields_: Sequence[tuple[str, type]] = [
+        ("rows", _INT64), ("heads", _INT64), ("dim", _INT64), ("eps", _FLOAT),
+        ("threads", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class TreeShape(ctypes.Structure):
+    """What ``tree_*`` needs to know beside its tensors."""
+
+    _fields_: Sequence[tuple[str, type]] = [
+        ("clusters", _INT64), ("heads", _INT64), ("kv_heads", _INT64), ("dim", _INT64),
+        ("most_keys", _INT64), ("scale", _FLOAT), ("threads", ctypes.c_int32),
+    ]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The compiled loops; torch's number of threads is theirs."""
@@ -110,6 +128,16 @@ def kernels() -> Kernels | None:
         "add_rms_norm": (p, p, p, f, n, n, p, i),
         "silu_mul": (p, n, n, p, i),
         "decode_attention": (*(p,) * 10, ctypes.POINTER(AttentionShape)),
+        "norm_forward": (p, p, p, f, n, n, p, p, p, i),
+        "norm_backward": (p, p, p, p, p, n, n, p, p, i),
+        "silu_forward": (p, p, n, p, i),
+        "silu_backward": (p, p, p, n, p, p, i),
+        "turn_forward": (*(p,) * 7, ctypes.POINTER(TurnShape)),
+        "turn_backward": (*(p,) * 9, ctypes.POINTER(TurnShape)),
+        "tree_forward": (*(p,) * 7, ctypes.POINTER(TreeShape)),
+        "tree_backward": (*(p,) * 11, ctypes.POINTER(TreeShape)),
+        "score_forward": (p, p, f, n, n, p, p, i),
+        "score_backward": (p, p, f, p, p, n, n, i),
         "draw": (p, p, p, n, n, p, p, p, i),
     }.items():
         function = getattr(found, f"hearth_{name}")

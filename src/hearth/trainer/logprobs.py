@@ -7,7 +7,7 @@ are scored, K targets per token; N layers with experts, E experts that a token g
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,18 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hearth.errors import ConfigError
+from hearth.kernels.training import score
 from hearth.models.loading import LoadedModel
 from hearth.models.routing import find_routers
+from hearth.trainer.packed import PackedDecoder
+from hearth.trainer.packing import (
+    Example,
+    Limits,
+    MicroBatch,
+    PackedBatch,
+    micro_batches,
+    packed_batches,
+)
 
 DEFAULT_LOGIT_BUDGET = 2**26
 """Most logits at one time: 256 MiB in float32."""
@@ -44,6 +54,7 @@ class TargetScorer:
         self._device = loaded.device
         self._check(loaded)
         self._routers = find_routers(loaded)
+        self._packed = PackedDecoder.of(loaded)
         self.routing = None if self._routers is None else self._routers.shape
         """What its routers choose from; None for a dense model."""
 
@@ -56,14 +67,33 @@ class TargetScorer:
             return contextlib.nullcontext()
         return self._routers.replaying(routing)
 
-    def hidden(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """Last hidden states [R, H] at ``places`` [R] in the flattened rows [B * L].
+    def batches(
+        self, examples: Sequence[Example], token_budget: int, limits: Limits
+    ) -> Sequence[MicroBatch | PackedBatch]:
+        """Examples in batches of at most ``token_budget`` tokens, padding included.
 
-        Rows are padded on the right and need no mask: attention is causal, so a token never sees
-        the padding behind it.
+        Raises:
+            ConfigError: the budget is below 1.
         """
+        is_single = all(one.targets.shape[1] == 1 for one in examples)
+        if self._packed is not None and is_single:
+            return packed_batches(examples, token_budget)
+        return micro_batches(examples, token_budget, limits)
+
+    def states(self, batch: MicroBatch | PackedBatch) -> Tensor:
+        """Last hidden states of a batch, flat; its examples' tokens are at ``batch.rows``.
+
+        Padded rows are padded on the right and need no mask: attention is causal, so a token never
+        sees the padding behind it.
+        """
+        if isinstance(batch, PackedBatch):
+            assert self._packed is not None, "nobody else packs"
+            return self._packed.states(batch.tokens, batch.positions, batch.tree)
+        return self._padded_states(batch.input_ids)
+
+    def _padded_states(self, input_ids: Tensor) -> Tensor:
         output = self._backbone(input_ids=input_ids.to(self._device), use_cache=False)
-        return output.last_hidden_state.flatten(0, 1)[places.to(self._device)]
+        return output.last_hidden_state.flatten(0, 1)
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
         """Logprobs [R, K] (float32) of ``targets`` [R, K] after ``hidden`` [R, H].
@@ -89,6 +119,8 @@ class TargetScorer:
 
     def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
         logits = self._logits(hidden)
+        if self._packed is not None and targets.shape[1] == 1:
+            return score(logits, targets[:, 0].contiguous(), temperature)[:, None]
         if temperature != 1.0:
             logits = logits / temperature
         return torch.log_softmax(logits, dim=-1).gather(1, targets.to(logits.device))
@@ -103,7 +135,7 @@ class TargetScorer:
         """Compare with the model's own logits once; a silent difference would train on nonsense."""
         ids = torch.arange(_MIN_ROWS, device=self._device)[None] % loaded.vocab_size
         try:
-            own = self._logits(self.hidden(ids, torch.arange(_MIN_ROWS)))
+            own = self._logits(self._padded_states(ids))
         except (AttributeError, TypeError) as error:
             raise ConfigError(
                 f"base_model must have hidden states and an output head, got {loaded.name!r} "

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hearth.errors import ConfigError, RequestError
+from hearth.kernels.tree import Tree
 from hearth.losses import BuiltinObjective
+from hearth.trainer.prefixes import Cluster, clusters
 from hearth.wire.routing import FREE, RoutingShape, decode_routing
 from hearth.wire.tinker import DatumRecord, ModelInputRecord
 
@@ -67,6 +69,24 @@ class MicroBatch:
     are free."""
 
 
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """Examples that share one forward pass without padding, each common prefix once."""
+
+    examples: Sequence[Example]
+    tokens: Tensor
+    """int64 [S], row after row."""
+    positions: Tensor
+    """int64 [S]."""
+    tree: Tree
+    """Which rows see which."""
+    rows: Tensor
+    """Where the examples' tokens stand, int64 [R]; a shared row stands there for each."""
+    targets: Tensor
+    """int64 [R, 1]."""
+    routing: None = None
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a model can take."""
@@ -113,6 +133,88 @@ def micro_batches(
         batches.append(_collate(waiting[:count], length))
         waiting = waiting[count:]
     return batches
+
+
+def packed_batches(examples: Sequence[Example], token_budget: int) -> list[PackedBatch]:
+    """Examples in batches of at most ``token_budget`` rows, those with a common prefix together.
+
+    One target per token. An example above the budget gets a batch of its own; a cluster above it
+    is cut, and its prefix computed once per batch.
+
+    Raises:
+        ConfigError: the budget is below 1.
+    """
+    if token_budget < 1:
+        raise ConfigError(f"micro_batch_tokens must be >= 1, got {token_budget}")
+    batches: list[PackedBatch] = []
+    waiting: list[Cluster] = []
+    room = token_budget
+    lengths = [one.length for one in examples]
+    for cluster in clusters([one.tokens for one in examples]):
+        for part in _fitting(cluster, lengths, token_budget):
+            cost = part.tokens(lengths)
+            if waiting and cost > room:
+                batches.append(_pack(examples, waiting))
+                waiting, room = [], token_budget
+            waiting.append(part)
+            room -= cost
+    if waiting:
+        batches.append(_pack(examples, waiting))
+    return batches
+
+
+def _fitting(cluster: Cluster, lengths: Sequence[int], token_budget: int) -> list[Cluster]:
+    """The cluster in parts of at most the budget, its prefix in each."""
+    parts: list[Cluster] = []
+    members: list[int] = []
+    room = token_budget - cluster.prefix
+    for one in cluster.members:
+        own = lengths[one] - cluster.prefix
+        if members and own > room:
+            parts.append(Cluster(tuple(members), cluster.prefix))
+            members, room = [], token_budget - cluster.prefix
+        members.append(one)
+        room -= own
+    return [*parts, Cluster(tuple(members), cluster.prefix)]
+
+
+def _pack(examples: Sequence[Example], packed: Sequence[Cluster]) -> PackedBatch:
+    tokens: list[Tensor] = []
+    positions: list[Tensor] = []
+    places: list[Tensor] = []
+    heads: list[tuple[int, int, int, int]] = []
+    sequences: list[tuple[int, int]] = []
+    row = most = 0
+    for cluster in packed:
+        start, prefix, first = row, cluster.prefix, len(sequences)
+        tokens.append(examples[cluster.members[0]].tokens[:prefix])
+        positions.append(torch.arange(prefix))
+        row += prefix
+        for one in cluster.members:
+            own = examples[one].length - prefix
+            places += [torch.arange(start, start + prefix), torch.arange(row, row + own)]
+            most = max(most, prefix + own)
+            if own:
+                tokens.append(examples[one].tokens[prefix:])
+                positions.append(torch.arange(prefix, prefix + own))
+                sequences.append((row, own))
+                row += own
+        heads.append((start, prefix, first, len(sequences)))
+    if missing := -row % PAD_MULTIPLE:
+        heads.append((row, missing, 0, 0))
+        tokens.append(torch.zeros(missing, dtype=torch.int64))
+        positions.append(torch.arange(missing))
+    chosen = [examples[one] for cluster in packed for one in cluster.members]
+    return PackedBatch(
+        examples=chosen,
+        tokens=torch.cat(tokens),
+        positions=torch.cat(positions),
+        tree=Tree(
+            torch.tensor(heads), torch.tensor(sequences or [(0, 0)]), max(most, PAD_MULTIPLE)
+        ),
+        rows=torch.cat(places),
+        targets=torch.cat([one.targets for one in chosen]),
+    )
 
 
 def padded_length(length: int, limits: Limits) -> int:

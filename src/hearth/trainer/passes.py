@@ -21,8 +21,9 @@ from torch import Tensor
 from hearth.errors import NumericsError
 from hearth.losses import BuiltinObjective, GradientCounts, TokenBatch, gradient_counts
 from hearth.trainer.logprobs import TargetScorer
-from hearth.trainer.packing import Example, Limits, MicroBatch, micro_batches
+from hearth.trainer.packing import Example, Limits, MicroBatch, PackedBatch
 
+Batch = MicroBatch | PackedBatch
 Rows = dict[int, Tensor]
 """Datum index to its values, flat [T * K]."""
 
@@ -79,7 +80,7 @@ class Pass:
         trained = [one for one in self.examples if bool(self._active[one.index].any())]
         found: Rows = {}
         counts = GradientCounts()
-        for batch in micro_batches(trained, self.token_budget, self.limits):
+        for batch in self.scorer.batches(trained, self.token_budget, self.limits):
             with self.scorer.replaying(batch.routing):
                 rows, added = self._train(batch)
             found |= rows
@@ -107,24 +108,24 @@ class Pass:
 
     def _score(self, examples: Sequence[Example]) -> Rows:
         found: Rows = {}
-        for batch in micro_batches(examples, self.token_budget, self.limits):
+        for batch in self.scorer.batches(examples, self.token_budget, self.limits):
             with self.scorer.replaying(batch.routing):
-                hidden = self.scorer.hidden(batch.input_ids, batch.rows)
-            logprobs = self.scorer.logprobs(hidden, batch.targets, self.temperature)
-            found |= _split(batch, logprobs.cpu())
+                states = self.scorer.states(batch)
+            every = torch.arange(batch.targets.shape[0])
+            found |= _split(batch, self._score_places(states, batch, every).cpu())
         _check_finite(found)
         return found
 
-    def _train(self, batch: MicroBatch) -> tuple[Rows, GradientCounts]:
+    def _train(self, batch: Batch) -> tuple[Rows, GradientCounts]:
         """Add one micro-batch's gradient; its logprobs, and what the gradient counts as."""
         is_live = _join(batch, self._active).any(dim=1)
         live, rest = is_live.nonzero().squeeze(1), (~is_live).nonzero().squeeze(1)
-        hidden = self.scorer.hidden(batch.input_ids, batch.rows)
-        scored = self._score_places(hidden, batch, live)
+        states = self.scorer.states(batch)
+        scored = self._score_places(states, batch, live)
         logprobs = torch.zeros(batch.targets.shape)
         logprobs[live] = scored.detach().cpu()
         with torch.no_grad():
-            logprobs[rest] = self._score_places(hidden, batch, rest).cpu()
+            logprobs[rest] = self._score_places(states, batch, rest).cpu()
         rows = _split(batch, logprobs)
         _check_finite(rows)
         gradient = _join(batch, self._loss_gradient(batch.examples, rows))
@@ -133,8 +134,8 @@ class Pass:
             scored.backward(gradient[live].to(scored.device))
         return rows, counts
 
-    def _score_places(self, hidden: Tensor, batch: MicroBatch, places: Tensor) -> Tensor:
-        chosen = hidden[places.to(hidden.device)]
+    def _score_places(self, states: Tensor, batch: Batch, places: Tensor) -> Tensor:
+        chosen = states.index_select(0, batch.rows[places].to(states.device))
         return self.scorer.logprobs(chosen, batch.targets[places], self.temperature)
 
     def _loss_gradient(self, examples: Sequence[Example], rows: Rows) -> Rows:
@@ -160,7 +161,7 @@ def _by_datum(examples: Sequence[Example], flat: Tensor) -> Rows:
     return {one.index: part for one, part in zip(examples, parts, strict=True)}
 
 
-def _split(batch: MicroBatch, values: Tensor) -> Rows:
+def _split(batch: Batch, values: Tensor) -> Rows:
     """Values [R, K] of a micro-batch by datum."""
     parts = values.split([one.length for one in batch.examples])
     return {
@@ -169,7 +170,7 @@ def _split(batch: MicroBatch, values: Tensor) -> Rows:
     }
 
 
-def _join(batch: MicroBatch, rows: Mapping[int, Tensor]) -> Tensor:
+def _join(batch: Batch, rows: Mapping[int, Tensor]) -> Tensor:
     """The reverse of ``_split``, with 0 for candidates that a datum does not have."""
     width = batch.targets.shape[1]
     parts: list[Tensor] = []
@@ -179,7 +180,7 @@ def _join(batch: MicroBatch, rows: Mapping[int, Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def _counts(batch: MicroBatch, gradient: Tensor) -> GradientCounts:
+def _counts(batch: Batch, gradient: Tensor) -> GradientCounts:
     """Tokens and samples with a gradient [R, K]; a token's candidates count once."""
     lengths = torch.tensor([one.length for one in batch.examples])
     segments = torch.repeat_interleave(torch.arange(len(batch.examples)), lengths)

@@ -13,11 +13,17 @@ from hearth.errors import ConfigError
 from hearth.models.loading import load_model
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora
 from hearth.trainer.logprobs import TargetScorer
+from hearth.trainer.packing import MicroBatch
 
 IDS = torch.randint(0, 96, (3, 40), generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randint(0, 96, (120, 1), generator=torch.Generator().manual_seed(2))
-EVERYWHERE = torch.arange(120)
 FAMILIES = ["qwen", "gemma", "granite", "cohere", "phi", "gpt2"]
+
+
+def hidden_states(scorer: TargetScorer) -> torch.Tensor:
+    """Of all of ``IDS``, padded as any model takes them."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return scorer.states(MicroBatch([], IDS, nothing, nothing))
 
 
 class LargestTensor(TorchDispatchMode):
@@ -43,7 +49,7 @@ def test_logprobs_equal_the_models_own_log_softmax(
     scorer = TargetScorer(loaded)
     with torch.no_grad():
         logits = loaded.module(IDS).logits.flatten(0, 1).double() / temperature
-        found = scorer.logprobs(scorer.hidden(IDS, EVERYWHERE), TARGETS, temperature)
+        found = scorer.logprobs(hidden_states(scorer), TARGETS, temperature)
 
     expected = logits.log_softmax(-1).gather(1, TARGETS)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-6)
@@ -63,7 +69,7 @@ def test_chunks_change_neither_logprobs_nor_gradient(
 
     def run(budget: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         scorer = TargetScorer(loaded, logit_budget=budget)
-        found = scorer.logprobs(scorer.hidden(IDS, EVERYWHERE), TARGETS)
+        found = scorer.logprobs(hidden_states(scorer), TARGETS)
         return found.detach(), list(torch.autograd.grad((found**2).sum(), adapter))
 
     whole, in_chunks = run(2**20), run(1)
@@ -107,7 +113,7 @@ def test_what_stays_for_the_backward_pass_is_not_the_logits(qwen_folder: Path) -
 def test_few_rows_score_as_in_a_crowd(qwen_folder: Path) -> None:
     scorer = TargetScorer(load_model(qwen_folder))
     with torch.no_grad():
-        hidden = scorer.hidden(IDS, EVERYWHERE)
+        hidden = hidden_states(scorer)
         crowd = scorer.logprobs(hidden, TARGETS)
         alone = scorer.logprobs(hidden[77:78], TARGETS[77:78])
 
@@ -124,11 +130,12 @@ def test_several_targets_share_a_token(qwen_folder: Path) -> None:
     scorer = TargetScorer(load_model(qwen_folder))
     every = torch.arange(96).expand(120, 96)
     with torch.no_grad():
-        hidden = scorer.hidden(IDS, EVERYWHERE)
+        hidden = hidden_states(scorer)
         found = scorer.logprobs(hidden, every)
 
     torch.testing.assert_close(found.exp().sum(1), torch.ones(120), rtol=0, atol=1e-5)
-    assert torch.equal(found.gather(1, TARGETS), scorer.logprobs(hidden, TARGETS))
+    one = scorer.logprobs(hidden, TARGETS)
+    torch.testing.assert_close(found.gather(1, TARGETS), one, rtol=0, atol=1e-5)
 
 
 def test_a_head_that_does_more_than_its_config_says_is_refused(qwen_folder: Path) -> None:

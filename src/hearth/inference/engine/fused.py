@@ -22,6 +22,7 @@ from hearth.kernels.ops import AttentionShape, Kernels, kernels
 from hearth.models.decoder import Decoder, DecoderLayer, plain_bias, plain_weight, read_decoder
 from hearth.models.loading import LoadedModel
 
+
 @dataclass(frozen=True, eq=False)
 class _Weights:
     """One layer's; matrices are transposed for ``x @ w``, and views where that needs no copy."""

@@ -1,0 +1,102 @@
+"""Which examples share a beginning, and which of those are worth computing it once for.
+
+Completions of one prompt share it; prompts may share a system text. Every example belongs to one
+cluster, whose common prefix is computed once (one level: no prefixes of prefixes).
+
+Legend: T tokens of an example, P tokens of a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Examples by their places in what was given, and how many first tokens they share."""
+
+    members: tuple[int, ...]
+    prefix: int
+
+    def tokens(self, lengths: Sequence[int]) -> int:
+        """Tokens to compute: the prefix once, and the rest of every member."""
+        return self.prefix + sum(lengths[one] - self.prefix for one in self.members)
+
+
+def clusters(sequences: Sequence[Tensor]) -> list[Cluster]:
+    """A partition of token sequences (int64 [T] each) that saves many tokens.
+
+    Clusters are neighbours in the sequences' order, and of all that nest in each other those that
+    save the most. O(n log n) comparisons for n sequences, plus one pass over the tokens.
+    """
+    arrays = [one.numpy() for one in sequences]
+    # Big-endian bytes of non-negative numbers sort as the numbers do.
+    keys = [one.astype(">i8").tobytes() for one in arrays]
+    order = sorted(range(len(arrays)), key=keys.__getitem__)
+    shared = [
+        _common(arrays[left], arrays[right]) for left, right in zip(order, order[1:], strict=False)
+    ]
+    found: list[Cluster] = []
+    for start, stop, prefix in _best_cuts(shared, len(order)):
+        is_alone = stop - start == 1
+        members = tuple(sorted(order[start:stop]))
+        found.append(Cluster(members, arrays[members[0]].size if is_alone else prefix))
+    return sorted(found, key=lambda one: one.members)
+
+
+def _common(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
+    """The length of the common prefix."""
+    size = min(left.size, right.size)
+    differs = np.flatnonzero(left[:size] != right[:size])
+    return int(differs[0]) if differs.size else size
+
+
+def _best_cuts(shared: Sequence[int], count: int) -> list[tuple[int, int, int]]:
+    """(start, stop, prefix) of the ranges of sorted sequences that save the most together.
+
+    A range saves its shortest neighbouring overlap once per member but one, or what the ranges
+    that it falls into at that overlap save. They nest, so one pass with a stack finds them.
+    """
+    if not count:
+        return []
+    stack: list[_Range] = []
+    for place, overlap in enumerate([*shared, -1]):
+        current = _Range(place, place + 1, overlap, 0, [(place, place + 1, 0)])
+        while stack and stack[-1].overlap > overlap:
+            current = _closed(stack.pop(), current)
+        if stack and stack[-1].overlap == overlap:
+            current = stack.pop().with_next(current)
+        current.overlap = overlap
+        stack.append(current)
+    return [cut for one in stack for cut in one.cuts]
+
+
+@dataclass
+class _Range:
+    """Sequences start..stop, the best cuts of them, and the overlap with what comes next."""
+
+    start: int
+    stop: int
+    overlap: int
+    saved: int
+    cuts: list[tuple[int, int, int]]
+
+    def with_next(self, other: _Range) -> _Range:
+        """Both, side by side; the first is used up."""
+        self.cuts.extend(other.cuts)
+        return _Range(self.start, other.stop, self.overlap, self.saved + other.saved, self.cuts)
+
+
+def _closed(left: _Range, right: _Range) -> _Range:
+    """Two neighbours that overlap in ``left.overlap``, as one cluster where that saves more."""
+    both = left.with_next(right)
+    saved = (both.stop - both.start - 1) * left.overlap
+    if saved > both.saved:
+        cut = (both.start, both.stop, left.overlap)
+        return _Range(both.start, both.stop, left.overlap, saved, [cut])
+    return both
