@@ -130,6 +130,7 @@ class FiretitanServiceClient:
         self._streams.append(client.stream)
         client.max_seq_len = made.max_seq_len
         client.supports_router_replay = bool(made.supports_router_replay)
+        client.keeps_graphs = bool(made.keeps_graphs)
         return client
 
     async def _first_model(
@@ -195,6 +196,8 @@ class FiretitanTrainingClient:
         """Most input tokens of a datum, where the trainer said so."""
         self.supports_router_replay = False
         """Whether the model sends tokens to experts, and to those of a ``RoutedModelInput``."""
+        self.keeps_graphs = False
+        """Whether the trainer keeps a forward pass for the backward pass of a custom loss."""
         self._http = http
         self._max_chunk_datums = max_chunk_datums
         self.stream = OperationStream(http, model_id, revival=revival)
@@ -373,15 +376,19 @@ class FiretitanTrainingClient:
 
     async def _post_data(
         self, operation: str, data: Sequence[tinker.Datum], loss_fn: str,
-        loss_fn_config: dict[str, Any] | None,
+        loss_fn_config: dict[str, Any] | None, *, graph: str | None = None,
     ) -> list[Operation]:  # fmt: skip
         accepted: list[Operation] = []
-        for chunk in chunks_of(data, self._max_chunk_datums):
+        for number, chunk in enumerate(chunks_of(data, self._max_chunk_datums)):
             content: dict[str, Any] = {"data": [datum_body(one) for one in chunk]}
             content["loss_fn"] = loss_fn
             if loss_fn_config:
                 content["loss_fn_config"] = loss_fn_config
-            body = {f"{operation}_input": content, "tensor_encoding": TENSOR_ENCODING}
+            body: dict[str, Any] = {
+                f"{operation}_input": content, "tensor_encoding": TENSOR_ENCODING,
+            }  # fmt: skip
+            if graph is not None:
+                body["graph"] = f"{graph}-{number}"
             accepted.append(await self.stream.submit(operation, body))
         return accepted
 
@@ -403,9 +410,10 @@ class FiretitanTrainingClient:
     ) -> tinker.ForwardBackwardOutput:
         config = {"temperature": temperature} if temperature != 1.0 else None
         bare = [_scoring_datum(datum) for datum in data]
+        graph = uuid.uuid4().hex[:12] if self.keeps_graphs else None
         async with self.stream.turn:
             scored = await self._collect(
-                await self._post_data("forward", bare, "cross_entropy", config)
+                await self._post_data("forward", bare, "cross_entropy", config, graph=graph)
             )
             rows = [_tensor(one["logprobs"]) for one in scored.loss_fn_outputs]
             loss, metrics, weights = await asyncio.to_thread(_loss_gradient, data, rows, loss_fn)
@@ -416,7 +424,9 @@ class FiretitanTrainingClient:
                 )
                 for datum, row in zip(bare, weights, strict=True)
             ]
-            accepted = await self._post_data("forward_backward", weighted, "cross_entropy", config)
+            accepted = await self._post_data(
+                "forward_backward", weighted, "cross_entropy", config, graph=graph
+            )
         surrogate = await self._collect(accepted)
         own = {**metrics, "loss:sum": loss}
         own["surrogate_loss:sum"] = surrogate.metrics.get("loss:sum", 0.0)

@@ -33,7 +33,7 @@ from hearth.trainer.checkpoint import (
 )
 from hearth.trainer.logprobs import DEFAULT_LOGIT_BUDGET
 from hearth.trainer.packing import Limits, read_datums
-from hearth.trainer.passes import Pass, PassResult
+from hearth.trainer.passes import KeptGraph, Pass, PassResult
 from hearth.trainer.residents import Resident, Residents, require_trainable
 from hearth.wire.tinker import AdamParams, CheckpointType, DatumRecord, Normalization
 
@@ -130,6 +130,7 @@ class TrainerEngine:
             lambda: first.pop() if first else self._load(), logit_budget=self.options.logit_budget
         )
         self._has_told_dense = False
+        self._graphs: dict[str, tuple[str, KeptGraph]] = {}
 
     @property
     def supports_router_replay(self) -> bool:
@@ -157,6 +158,7 @@ class TrainerEngine:
             ForwardOnlyError: an adapter was asked of a forward-only trainer.
             RequestError: there is a policy already.
         """
+        self._graphs.clear()
         if self.options.forward_only and lora is not None and not is_frozen:
             raise ForwardOnlyError(
                 "lora_config must be absent on a forward-only trainer, got an adapter: it has "
@@ -173,9 +175,13 @@ class TrainerEngine:
     @_exclusive
     def forward(
         self, model_id: str, data: Sequence[DatumRecord], loss_fn: str = "cross_entropy",
-        config: LossConfig | None = None,
+        config: LossConfig | None = None, *, graph: str | None = None,
     ) -> PassResult:  # fmt: skip
         """Logprobs and loss without a gradient.
+
+        The graph of the pass is kept under the name ``graph``, as far as it has room, until the
+        weights or another pass of that kind come: ``forward_backward`` on the same data that
+        names it costs no second forward pass.
 
         ``config`` holds the options of the loss, and ``temperature``, which divides the logits.
         Tokens go to the experts of a datum's ``routing_matrices``, but for a frozen model: what a
@@ -189,12 +195,17 @@ class TrainerEngine:
         model = self._residents.get(model_id)
         work = self._pass(model, data, loss_fn, config)
         with model.weights():
-            return work.forward()
+            if graph is None or model.optimizer is None:
+                return work.forward()
+            self._graphs.clear()
+            result, kept = work.forward_keeping()
+        self._graphs[graph] = (model_id, kept)
+        return result
 
     @_exclusive
     def forward_backward(
         self, model_id: str, data: Sequence[DatumRecord], loss_fn: str = "cross_entropy",
-        config: LossConfig | None = None,
+        config: LossConfig | None = None, *, graph: str | None = None,
     ) -> PassResult:  # fmt: skip
         """Logprobs and loss, and the gradient of the raw loss sum added to what has accumulated.
 
@@ -207,8 +218,9 @@ class TrainerEngine:
         model = self._residents.get(model_id)
         optimizer = require_trainable(model, "forward_backward")
         work = self._pass(model, data, loss_fn, config)
+        kept = self._kept_graph(graph, model_id, work)
         try:
-            result, counts = work.forward_backward()
+            result, counts = work.forward_backward(kept)
         except BaseException:
             # Half of a request's gradient cannot be told from the whole of another.
             optimizer.clear_gradient()
@@ -226,6 +238,7 @@ class TrainerEngine:
             ForwardOnlyError: the model is frozen.
             NumericsError: the gradient is not finite; it is dropped, nothing else changes.
         """
+        self._graphs.clear()
         model = self._residents.get(model_id)
         optimizer = require_trainable(model, "optim_step")
         metrics = optimizer.step(adam, normalization or "none")
@@ -275,6 +288,7 @@ class TrainerEngine:
             RequestError: it is a sampler snapshot, or of another model or adapter.
             EngineError: it is damaged; the file is named.
         """
+        self._graphs.clear()
         model = self._residents.get(model_id)
         optimizer = require_trainable(model, "load_weights")
         folder, own_name = self._find_checkpoint(name)
@@ -297,6 +311,7 @@ class TrainerEngine:
             RequestError: the model has no adapter, or the folder's does not fit it.
             ConfigError: the folder holds no adapter.
         """
+        self._graphs.clear()
         model = self._residents.get(model_id)
         optimizer = require_trainable(model, "load_adapter")
         if model.lora is None:
@@ -370,6 +385,7 @@ class TrainerEngine:
         Raises:
             NotFoundError: there is none of that id.
         """
+        self._graphs.clear()
         self._residents.remove(model_id)
 
     def list_checkpoints(self) -> list[str]:
@@ -405,6 +421,7 @@ class TrainerEngine:
             self._closing.pop()()
         with self.lock:
             self.is_closed = True
+            self._graphs.clear()
             self._residents.clear()
 
     def _make_room(self, owner: str | None, *, replace: bool) -> None:
@@ -449,6 +466,12 @@ class TrainerEngine:
             examples=read_datums(data, objective, limits), limits=limits,
             token_budget=self.options.micro_batch_tokens, temperature=temperature,
         )  # fmt: skip
+
+    def _kept_graph(self, name: str | None, model_id: str, work: Pass) -> KeptGraph | None:
+        """The graph that an earlier pass has left for this one; anything else is forgotten."""
+        owner, kept = self._graphs.pop(name, (None, None)) if name is not None else (None, None)
+        is_of_this = owner == model_id and kept is not None
+        return kept if is_of_this and kept.fits(work.examples, work.temperature) else None
 
     def _note_dense(self, data: Sequence[DatumRecord]) -> None:
         """Say once that experts are given to a model that has none."""

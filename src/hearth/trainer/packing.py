@@ -52,6 +52,15 @@ class Example:
         """T."""
         return self.tokens.numel()
 
+    def is_same_text(self, other: Example) -> bool:
+        """Whether both score the same targets after the same tokens and experts."""
+        if (self.routing is None) != (other.routing is None):
+            return False
+        same = torch.equal(self.tokens, other.tokens) and torch.equal(self.targets, other.targets)
+        if self.routing is None or other.routing is None:
+            return same
+        return same and torch.equal(self.routing, other.routing)
+
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
@@ -67,6 +76,11 @@ class MicroBatch:
     routing: Tensor | None = None
     """Experts of the flattened tokens, int64 [B * L, N, E], ``FREE`` in the padding; None where all
     are free."""
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens to compute, padding included."""
+        return self.input_ids.numel()
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +99,11 @@ class PackedBatch:
     targets: Tensor
     """int64 [R, 1]."""
     routing: None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens to compute, padding included."""
+        return self.tokens.numel()
 
 
 @dataclass(frozen=True)

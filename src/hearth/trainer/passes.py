@@ -10,7 +10,7 @@ Legend: T tokens of a datum, K targets per token, R real tokens of a micro-batch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -36,6 +36,23 @@ class PassResult:
     """Per datum, in the shape of its targets."""
     metrics: dict[str, float]
     """``name:reduction``, always with ``loss:sum``; ``:mean`` is over the trained tokens."""
+
+
+@dataclass(frozen=True)
+class KeptGraph:
+    """What a forward pass leaves for the backward pass of the same data: batches and logprobs."""
+
+    parts: Sequence[tuple[Batch, Tensor]]
+    """Each batch with its logprobs [R, K], still in their graph."""
+    temperature: float
+
+    def fits(self, examples: Sequence[Example], temperature: float) -> bool:
+        """Whether it is of these data, in this order."""
+        own = {one.index: one for batch, _ in self.parts for one in batch.examples}
+        return temperature == self.temperature and all(
+            index < len(examples) and one.is_same_text(examples[index])
+            for index, one in own.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -68,18 +85,49 @@ class Pass:
         """
         return self._result(self._score(self.examples))
 
-    def forward_backward(self) -> tuple[PassResult, GradientCounts]:
+    def forward_keeping(self) -> tuple[PassResult, KeptGraph]:
+        """The same, with the graph for a backward pass, of one micro-batch's tokens at most.
+
+        Raises:
+            NumericsError: a logprob is not finite.
+        """
+        room = self.token_budget
+        found: Rows = {}
+        parts: list[tuple[Batch, Tensor]] = []
+        for batch in self.scorer.batches(self.examples, self.token_budget, self.limits):
+            room -= batch.num_rows
+            with self.scorer.replaying(batch.routing), torch.set_grad_enabled(room >= 0):
+                logprobs = self._score_batch(batch)
+            found |= _split(batch, logprobs.detach().cpu())
+            if room >= 0:
+                parts.append((batch, logprobs))
+        _check_finite(found)
+        with torch.no_grad():
+            return self._result(found), KeptGraph(parts, self.temperature)
+
+    def forward_backward(self, kept: KeptGraph | None = None) -> tuple[PassResult, GradientCounts]:
         """The same, with the loss's gradient added to the parameters', and what it counts as.
 
         Only trained tokens are in the graph, and samples without any run without one. A
-        micro-batch whose gradient is zero skips its backward pass.
+        micro-batch whose gradient is zero skips its backward pass. What ``kept`` holds of these
+        data is not computed again, and is used up.
 
         Raises:
             NumericsError: a logprob is not finite; earlier micro-batches' gradients stay.
         """
-        trained = [one for one in self.examples if bool(self._active[one.index].any())]
         found: Rows = {}
         counts = GradientCounts()
+        for scored, logprobs in kept.parts if kept is not None else ():
+            # The same text, with the loss inputs of now.
+            batch = replace(scored, examples=[self.examples[one.index] for one in scored.examples])
+            rows = _split(batch, logprobs.detach().cpu())
+            counts += self._backward(batch, rows, logprobs)
+            found |= rows
+        trained = [
+            one
+            for one in self.examples
+            if one.index not in found and bool(self._active[one.index].any())
+        ]
         for batch in self.scorer.batches(trained, self.token_budget, self.limits):
             with self.scorer.replaying(batch.routing):
                 rows, added = self._train(batch)
@@ -110,9 +158,8 @@ class Pass:
         found: Rows = {}
         for batch in self.scorer.batches(examples, self.token_budget, self.limits):
             with self.scorer.replaying(batch.routing):
-                states = self.scorer.states(batch)
-            every = torch.arange(batch.targets.shape[0])
-            found |= _split(batch, self._score_places(states, batch, every).cpu())
+                logprobs = self._score_batch(batch)
+            found |= _split(batch, logprobs.cpu())
         _check_finite(found)
         return found
 
@@ -128,15 +175,38 @@ class Pass:
             logprobs[rest] = self._score_places(states, batch, rest).cpu()
         rows = _split(batch, logprobs)
         _check_finite(rows)
+        return rows, self._backward(batch, rows, scored, live)
+
+    def _backward(
+        self, batch: Batch, rows: Rows, scored: Tensor, places: Tensor | None = None
+    ) -> GradientCounts:
+        """Add the gradient by way of the ``scored`` logprobs, those at ``places`` or all."""
         gradient = _join(batch, self._loss_gradient(batch.examples, rows))
         counts = _counts(batch, gradient)
         if counts.tokens:
-            scored.backward(gradient[live].to(scored.device))
-        return rows, counts
+            chosen = gradient if places is None else gradient[places]
+            scored.backward(chosen.to(scored.device))
+        return counts
+
+    def _score_batch(self, batch: Batch) -> Tensor:
+        """Logprobs [R, K] of all targets."""
+        every = torch.arange(batch.targets.shape[0])
+        return self._score_places(self.scorer.states(batch), batch, every)
 
     def _score_places(self, states: Tensor, batch: Batch, places: Tensor) -> Tensor:
-        chosen = states.index_select(0, batch.rows[places].to(states.device))
-        return self.scorer.logprobs(chosen, batch.targets[places], self.temperature)
+        """Logprobs [len(places), K]; a token that several examples share is scored once."""
+        rows, targets = batch.rows[places], batch.targets[places]
+        if isinstance(batch, PackedBatch):
+            pairs = rows * self.limits.vocab_size + targets[:, 0]
+            pairs, copies = pairs.unique(return_inverse=True)
+            rows, targets = pairs // self.limits.vocab_size, pairs % self.limits.vocab_size
+            scored = self._score_rows(states, rows, targets[:, None])
+            return scored.index_select(0, copies)
+        return self._score_rows(states, rows, targets)
+
+    def _score_rows(self, states: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
+        chosen = states.index_select(0, rows.to(states.device))
+        return self.scorer.logprobs(chosen, targets, self.temperature)
 
     def _loss_gradient(self, examples: Sequence[Example], rows: Rows) -> Rows:
         """Gradient of the raw loss sum in each logprob."""

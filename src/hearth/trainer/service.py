@@ -97,7 +97,7 @@ class Operations:
             model_id=model_id, base_model=self.engine.name,
             lora_rank=self.engine.facts(model_id).lora_rank,
             max_seq_len=self.engine.max_seq_len, tensor_encodings=["list", "base64"],
-            supports_router_replay=self.engine.supports_router_replay,
+            supports_router_replay=self.engine.supports_router_replay, keeps_graphs=True,
         )  # fmt: skip
 
     def forward(self, content: Content) -> Record:
@@ -105,7 +105,7 @@ class Operations:
         request = Forward.checked(content)
         given = request.forward_input
         result = self.engine.forward(
-            request.model_id, given.data, given.loss_fn, given.loss_fn_config
+            request.model_id, given.data, given.loss_fn, given.loss_fn_config, graph=request.graph
         )
         return _forward_output(result, request.tensor_encoding)
 
@@ -114,7 +114,7 @@ class Operations:
         request = ForwardBackward.checked(content)
         given = request.forward_backward_input
         result = self.engine.forward_backward(
-            request.model_id, given.data, given.loss_fn, given.loss_fn_config
+            request.model_id, given.data, given.loss_fn, given.loss_fn_config, graph=request.graph
         )
         return _forward_output(result, request.tensor_encoding)
 

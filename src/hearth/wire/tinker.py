@@ -77,7 +77,7 @@ class CreateModel(Record):
 class ModelRef(Record):
     """Names a model that exists. The capability flags tell a client what it may send.
 
-    ``supports_router_replay`` is False for a dense model.
+    ``supports_router_replay`` is False for a dense model; ``keeps_graphs`` is that of ``Forward``.
     """
 
     model_id: str
@@ -87,6 +87,7 @@ class ModelRef(Record):
     tensor_encodings: list[Encoding] | None = None
     comms: Literal["v1", "v2"] | None = None
     supports_router_replay: bool | None = None
+    keeps_graphs: bool | None = None
 
 
 class GetInfo(Record):
@@ -152,21 +153,29 @@ class ForwardInput(Record):
 
 
 class Forward(Record):
-    """Logprobs of the targets, without a gradient."""
+    """Logprobs of the targets, without a gradient.
+
+    The trainer keeps its pass under the name ``graph``, for a ``ForwardBackward`` on the same data.
+    """
 
     forward_input: ForwardInput
     model_id: str
     seq_id: int
     tensor_encoding: Encoding = "list"
+    graph: str | None = None
 
 
 class ForwardBackward(Record):
-    """Forward, loss and gradient. Gradients add up until ``OptimStep``."""
+    """Forward, loss and gradient. Gradients add up until ``OptimStep``.
+
+    Where the pass named ``graph`` is still there, the forward is not computed again.
+    """
 
     forward_backward_input: ForwardInput
     model_id: str
     seq_id: int
     tensor_encoding: Encoding = "list"
+    graph: str | None = None
 
 
 class AdamParams(Record):
