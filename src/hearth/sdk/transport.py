@@ -29,6 +29,7 @@ from hearth.errors import (
     TooLargeError,
     TransportError,
 )
+from hearth.sdk.in_process import call_app
 
 _mounted: dict[str, Any] = {}
 
@@ -134,10 +135,7 @@ class Http:
         for attempt in range(policy.attempts):
             last = None
             try:
-                last = await self._live_client().request(
-                    method, self.base_url + path, content=body, params=params, headers=sent,
-                    timeout=timeout_s,
-                )  # fmt: skip
+                last = await self._send(method, path, sent, body, timeout_s, params)
             except httpx.TransportError as error:
                 failure = f"{type(error).__name__}: {error}"
             if last is not None and last.status_code not in policy.statuses:
@@ -162,25 +160,33 @@ class Http:
             ClosedError: the platform is gone.
         """
         sent = {**self._headers, "content-type": "application/json", **(headers or {})}
-        return await self._live_client().request(
-            method, self.base_url + path, content=body, headers=sent, timeout=timeout_s
-        )
+        return await self._send(method, path, sent, body, timeout_s)
 
     async def post(self, path: str, record: bytes, **options: Any) -> bytes:
         """POST a JSON body and return the answer's body."""
         return (await self.request("POST", path, body=record, **options)).content
 
-    def _live_client(self) -> httpx.AsyncClient:
+    async def _send(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None,
+        timeout_s: float, params: Mapping[str, str] | None = None,
+    ) -> httpx.Response:  # fmt: skip
         app = _mounted.get(self._origin, ...)
         if self._closed or app is None:
             raise ClosedError(
                 f"the client of {self.base_url} must be used before it is closed: keep the "
                 "training loop inside the `with` block that provisioned it"
             )
+        url = self.base_url + path
+        if app is not ...:
+            return await call_app(app, method, url, headers=headers, body=body, params=params)
+        return await self._live_client().request(
+            method, url, content=body, params=params, headers=headers, timeout=timeout_s
+        )
+
+    def _live_client(self) -> httpx.AsyncClient:
         if self._client is None:
-            transport = None if app is ... else httpx.ASGITransport(app, raise_app_exceptions=False)
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            self._client = httpx.AsyncClient(transport=transport, limits=limits)
+            self._client = httpx.AsyncClient(limits=limits)
             # Many programs never close; theirs are closed when nobody can use them any more.
             loop = asyncio.get_running_loop()
             weakref.finalize(self, _close_soon, self._client, loop).atexit = False

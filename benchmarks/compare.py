@@ -1,0 +1,154 @@
+"""Hearth against what its users would pick instead, in turn, on the same workloads.
+
+Contenders are scripts that take the options of ``grpo_step.py`` and print one JSON object last:
+TRL's ``GRPOTrainer`` (in an environment of its own), a hand-written plain-PyTorch loop (the floor)
+and Hearth's recipe. They run one after the other, round after round; every figure is the median of
+its rounds. One whose script or environment is missing is left out, and said.
+
+    python benchmarks/compare.py --bench FOLDER [--trl-python PYTHON] [--rounds 5] [--only NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from workload import processor
+
+HERE = Path(__file__).parent
+WORKLOADS: dict[str, tuple[str, ...]] = {
+    "3m fixed 64": ("--model", "3m", "--fixed-len"),
+    "3m ragged to 256": ("--model", "3m", "--max-new", "256"),
+    "1m ragged 64": ("--model", "1m"),
+    "3m vocabulary 4096": ("--model", "3m", "--fixed-len", "--vocab", "4096"),
+    "3m prompt of 222": ("--model", "3m", "--fixed-len", "--prompt-pad", "200"),
+}
+SHARES_PREFIX = ("3m prompt of 222",)
+"""Where the floor is faster with each prompt computed once."""
+TIMEOUT_S = 900.0
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A system, and how its script is called."""
+
+    name: str
+    python: str
+    script: Path
+
+    def missing(self) -> str | None:
+        """What it lacks to run."""
+        for path in (Path(self.python), self.script):
+            if not path.exists():
+                return f"{path} is not there"
+        return None
+
+    def run(self, workload: str, steps: int) -> Result:
+        """One run in a process of its own.
+
+        Raises:
+            subprocess.CalledProcessError: it failed; its error output is shown.
+        """
+        extra = ("--share-prefix",) if self.name == "floor" and workload in SHARES_PREFIX else ()
+        extra += ("--json",) if self.name == "hearth" else ()
+        command = [
+            self.python, str(self.script), *WORKLOADS[workload], "--steps", str(steps), *extra,
+        ]  # fmt: skip
+        quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, env=os.environ | quiet,
+            check=False,
+        )  # fmt: skip
+        if done.returncode:
+            sys.stderr.write(done.stderr[-4000:])
+            done.check_returncode()
+        return orjson.loads(done.stdout.strip().splitlines()[-1])
+
+
+def contenders(asked: argparse.Namespace) -> Iterator[Contender]:
+    """Those that can run here."""
+    bench = Path(asked.bench)
+    every = (
+        Contender("trl", asked.trl_python, bench / "trl_cpu_bench.py"),
+        Contender("floor", sys.executable, bench / "floor_cpu_bench.py"),
+        Contender("hearth", sys.executable, HERE / "grpo_step.py"),
+    )
+    for one in every:
+        reason = one.missing()
+        if reason is None:
+            yield one
+        else:
+            sys.stdout.write(f"without {one.name}: {reason}\n")
+
+
+def measure(asked: argparse.Namespace) -> dict[str, dict[str, list[Result]]]:
+    """Results by workload and contender, in rounds: A B C A B C."""
+    able = list(contenders(asked))
+    found: dict[str, dict[str, list[Result]]] = {}
+    for workload in asked.only or WORKLOADS:
+        found[workload] = {one.name: [] for one in able}
+        for number in range(asked.rounds):
+            for one in able:
+                started = time.perf_counter()
+                result = one.run(workload, asked.steps)
+                found[workload][one.name].append(result)
+                sys.stderr.write(
+                    f"{workload}, round {number + 1}, {one.name}: {result['samples_per_s']} "
+                    f"samples/s, sgemm {result['sgemm_gflops_before_after']}, "
+                    f"{time.perf_counter() - started:.0f} s\n"
+                )
+    return found
+
+
+def table(found: Mapping[str, Mapping[str, list[Result]]]) -> str:
+    """Medians, and Hearth's ratios to the others: the median of the rounds' ratios."""
+    lines = [
+        "| workload | system | samples/s | x of it | generated tokens/s | generate s "
+        "| forward and backward s | step s | tokens a sample | MiB |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for workload, systems in found.items():
+        for name, results in systems.items():
+            pairs = zip(systems.get("hearth", []), results, strict=True)
+            ratio = statistics.median(
+                ours["samples_per_s"] / theirs["samples_per_s"] for ours, theirs in pairs
+            )
+
+            def median(key: str, results: list[Result] = results) -> float:
+                return statistics.median(one[key] for one in results)
+
+            lines.append(
+                f"| {workload} | {name} | {median('samples_per_s'):.1f} | {ratio:.2f} "
+                f"| {median('gen_tokens_per_s'):,.0f} | {median('generate_s'):.3f} "
+                f"| {median('fwd_bwd_s'):.3f} | {median('step_s'):.3f} "
+                f"| {median('mean_len'):.1f} | {median('peak_rss_mib'):,.0f} |"
+            )
+    return "\n".join(lines)
+
+
+def command() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bench", default="../shared/bench", help="the other systems' scripts")
+    parser.add_argument("--trl-python", default=".venv-trl/bin/python")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--only", nargs="*", choices=list(WORKLOADS))
+    asked = parser.parse_args()
+    sys.stdout.write(f"{processor()}, load {os.getloadavg()[0]:.1f} at the start\n")
+    sys.stdout.write(f"{table(measure(asked))}\n")
+
+
+if __name__ == "__main__":
+    command()
