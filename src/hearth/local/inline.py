@@ -27,20 +27,26 @@ from hearth.launch.spec import (
     Watcher,
     WorkerSpec,
 )
+from hearth.local.threads import ThreadBudget
 from hearth.sync.store import MemoryBuckets
 
 logger = logging.getLogger(__name__)
 
 _NOT_INLINE = ("worker_id", "threads")
 """What only matters to a process of its own."""
+IDLE = "idle"
+"""The phase of a worker that computes nothing."""
 
 
 class InlineWorker:
     """One trainer or deployment inside this process (``Worker``)."""
 
-    def __init__(self, spec: WorkerSpec, buckets: MemoryBuckets, watcher: Watcher) -> None:
+    def __init__(
+        self, spec: WorkerSpec, buckets: MemoryBuckets, watcher: Watcher, budget: ThreadBudget
+    ) -> None:
         self.spec = spec
         self.pid = None
+        self._budget = budget
         self._buckets = buckets
         self._watcher = watcher
         self.phase = "starting"
@@ -76,6 +82,7 @@ class InlineWorker:
         close, self._close, self._app = self._close, None, None
         if close is not None:
             close()
+        self._budget.note(self.spec.worker_id, is_busy=False)
         self.has_ended.set()
 
     def _start(self) -> None:
@@ -93,6 +100,7 @@ class InlineWorker:
 
     def _note(self, phase: str) -> None:
         self.phase = phase
+        self._budget.note(self.spec.worker_id, is_busy=phase != IDLE)
 
 
 class InlineLauncher:
@@ -102,6 +110,7 @@ class InlineLauncher:
 
     def __init__(self) -> None:
         self._buckets = MemoryBuckets()
+        self._budget = ThreadBudget()
         self._workers: list[InlineWorker] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -112,7 +121,7 @@ class InlineLauncher:
         Raises:
             ClosedError: the launcher was closed.
         """
-        worker = InlineWorker(spec, self._buckets, watcher)
+        worker = InlineWorker(spec, self._buckets, watcher, self._budget)
         with self._lock:
             if self._is_closed:
                 raise ClosedError("launcher must be open, got a call after close")
