@@ -24,10 +24,11 @@ logger = logging.getLogger(__name__)
 SWITCH = "HEARTH_KERNELS"
 SOURCE = Path(__file__).with_name("cpu.c")
 COMPILERS = ("cc", "gcc", "clang")
-# Sums in any order, so that they vectorize; NaN and infinity stay what they are.
+# Only sums that the source says so (omp simd) are taken in any order: elsewhere the order is what
+# makes them exact. NaN and infinity stay what they are.
 FLAGS = (
-    "-O3", "-march=native", "-std=c11", "-shared", "-fPIC", "-fno-math-errno",
-    "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
+    "-O3", "-march=native", "-std=c11", "-shared", "-fPIC", "-fopenmp-simd", "-fno-math-errno",
+    "-fno-trapping-math", "-fno-signed-zeros",
 )  # fmt: skip
 # Where the processor has them; compilers prefer half of that by themselves.
 WIDE = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()
@@ -45,13 +46,17 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(_compiled(compiler, cache_folder())))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.warning("the loops in C cannot be compiled, torch's own are used: %s", error)
         return None
 
 
 def cache_folder() -> Path:
-    """Where compiled loops are kept."""
+    """Where compiled loops are kept.
+
+    Raises:
+        RuntimeError: nothing says where the user's home is.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "hearth" / "kernels"
 
@@ -67,7 +72,7 @@ def _compiled(compiler: str, folder: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / "cpu.so"
         _compile(compiler, made)
-        os.replace(made, target)  # another process may have been first, with the same
+        made.replace(target)  # another process may have been first, with the same
     return target
 
 

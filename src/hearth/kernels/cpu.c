@@ -2,8 +2,10 @@
 
    Every row is computed by itself, in an order of its own, so that its bits do not hang on what
    else is in the batch or on the number of threads. NaN stays NaN. All arrays are C-contiguous
-   unless strides are given. Each function says in Python what it computes: see ops.py. */
+   unless strides are given. Each function says in Python what it computes: see ops.py. Those that
+   return an int return 1 where memory has run out, and their results are then incomplete. */
 
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -23,8 +25,8 @@ static inline float exp_fast(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    union { int32_t i; float f; } scale;
-    scale.i = ((int32_t)n + 127) << 23;
+    union { uint32_t i; float f; } scale;
+    scale.i = ((uint32_t)(int32_t)n + 127u) << 23;
     return p * scale.f;
 }
 
@@ -128,10 +130,10 @@ static inline __attribute__((always_inline)) void attend(
 }
 
 /* One token per row: its keys and values enter the cache, and attention looks at all up to it. */
-void hearth_decode_attention(const float *qkv, const float *bias, const float *q_norm,
-                             const float *k_norm, const float *cosine, const float *sine,
-                             const int64_t *positions, float *keys, float *values, float *out,
-                             const AttentionShape *shape) {
+int hearth_decode_attention(const float *qkv, const float *bias, const float *q_norm,
+                            const float *k_norm, const float *cosine, const float *sine,
+                            const int64_t *positions, float *keys, float *values, float *out,
+                            const AttentionShape *shape) {
     const int64_t dim = shape->dim, heads = shape->heads, kv_heads = shape->kv_heads;
     const int64_t group = heads / kv_heads, width = (heads + 2 * kv_heads) * dim;
     const float eps = shape->eps, scale = shape->scale;
@@ -140,12 +142,15 @@ void hearth_decode_attention(const float *qkv, const float *bias, const float *q
     for (int64_t row = 0; row < shape->rows; row++)
         longest = positions[row] >= longest ? positions[row] + 1 : longest;
 
-    #pragma omp parallel num_threads(threads) if (threads > 1)
+    int failed = 0;
+    #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
     {
-        float *weights = malloc(sizeof(float) * (size_t)(group * longest + group * dim));
-        float *queries = weights + group * longest;
+        float *weights = malloc(sizeof(float) * (size_t)(group * (longest + dim)));
+        float *queries = weights ? weights + group * longest : NULL;
+        failed |= !weights;
         #pragma omp for schedule(dynamic, 4)
         for (int64_t row = 0; row < shape->rows; row++) {
+            if (!weights) continue;
             const int64_t at = positions[row];
             const float *own = qkv + row * width;
             const float *turn_cos = cosine + at * dim, *turn_sin = sine + at * dim;
@@ -176,36 +181,42 @@ void hearth_decode_attention(const float *qkv, const float *bias, const float *q
         }
         free(weights);
     }
+    return failed;
 }
 
-/* log(sum(exp((x - most) / temperature))), and each term in `mass`; what underflows counts as 0. */
-static inline double masses(const float *x, float most, float temperature, int64_t n, float *mass) {
-    const float scale = 1.0f / temperature;
+/* sum(exp((x - most) * scale)), and each term in `mass`; what underflows counts as 0. */
+static inline double masses(const float *x, float most, float scale, int64_t n, float *mass) {
     #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
         const float power = (x[i] - most) * scale, part = exp_fast(power);
         mass[i] = power < -87.0f ? 0.0f : part;
     }
     double total = 0.0;
+    #pragma omp simd reduction(+ : total)
     for (int64_t i = 0; i < n; i++) total += mass[i];
     return total;
 }
 
 /* A token per row: the first whose cumulative probability is above fraction times the whole. */
-void hearth_draw(const float *logits, const float *temperatures, const double *fractions,
-                 int64_t rows, int64_t vocab, int64_t *tokens, float *logprobs,
-                 float *drawn_logprobs, int threads) {
-    #pragma omp parallel num_threads(threads) if (threads > 1)
+int hearth_draw(const float *logits, const float *temperatures, const double *fractions,
+                int64_t rows, int64_t vocab, int64_t *tokens, float *logprobs,
+                float *drawn_logprobs, int threads) {
+    int failed = 0;
+    #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
     {
         float *mass = malloc(sizeof(float) * (size_t)vocab);
+        failed |= !mass;
         #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++) {
-            const float *own = logits + row * vocab, temperature = temperatures[row];
+            if (!mass) continue;
+            const float *own = logits + row * vocab;
+            /* Finite, since the largest logit's 0 times infinity would be NaN. */
+            const float scale = fminf(1.0f / temperatures[row], FLT_MAX);
             float most = own[0];
             for (int64_t i = 1; i < vocab; i++) most = own[i] > most ? own[i] : most;
             const double whole = masses(own, most, 1.0f, vocab, mass);
             double total = whole;
-            if (temperature != 1.0f) total = masses(own, most, temperature, vocab, mass);
+            if (scale != 1.0f) total = masses(own, most, scale, vocab, mass);
             const double wanted = fractions[row] * total;
             double sum = 0.0;
             int64_t found = -1, last = 0;
@@ -219,10 +230,11 @@ void hearth_draw(const float *logits, const float *temperatures, const double *f
             const float above = own[found] - most;
             tokens[row] = found;
             logprobs[row] = total == total ? above - (float)log(whole) : NAN;
-            drawn_logprobs[row] = total == total ? above / temperature - (float)log(total) : NAN;
+            drawn_logprobs[row] = total == total ? above * scale - (float)log(total) : NAN;
         }
         free(mass);
     }
+    return failed;
 }
 
 /* From here on: training. Forward passes keep what their backward passes need. */
@@ -284,20 +296,31 @@ void hearth_norm_backward(const float *x, const float *weight, const float *scal
     }
 }
 
+#define BLOCK 2048
+
 void hearth_silu_forward(const float *gate, const float *up, int64_t count, float *out,
                          int threads) {
-    #pragma omp parallel for simd num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t i = 0; i < count; i++) out[i] = gate[i] / (1.0f + exp_fast(-gate[i])) * up[i];
+    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        const int64_t stop = start + BLOCK < count ? start + BLOCK : count;
+        #pragma omp simd
+        for (int64_t i = start; i < stop; i++)
+            out[i] = gate[i] / (1.0f + exp_fast(-gate[i])) * up[i];
+    }
 }
 
 void hearth_silu_backward(const float *gate, const float *up, const float *grad, int64_t count,
                           float *gate_grad, float *up_grad, int threads) {
-    #pragma omp parallel for simd num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t i = 0; i < count; i++) {
-        const float share = 1.0f / (1.0f + exp_fast(-gate[i]));
-        const float given = grad[i];
-        up_grad[i] = given * gate[i] * share;
-        gate_grad[i] = given * up[i] * share * (1.0f + gate[i] * (1.0f - share));
+    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        const int64_t stop = start + BLOCK < count ? start + BLOCK : count;
+        #pragma omp simd
+        for (int64_t i = start; i < stop; i++) {
+            const float share = 1.0f / (1.0f + exp_fast(-gate[i]));
+            const float given = grad[i];
+            up_grad[i] = given * gate[i] * share;
+            gate_grad[i] = given * up[i] * share * (1.0f + gate[i] * (1.0f - share));
+        }
     }
 }
 
@@ -379,14 +402,20 @@ typedef struct {
 static inline __attribute__((always_inline)) void dots(const float *query, const float *turned,
                                                        int64_t stride, int64_t count,
                                                        float *scores, const int64_t dim) {
+    const int64_t even = dim - dim % 4;
     for (int64_t k = 0; k < count; k++) scores[k] = 0.0f;
-    for (int64_t i = 0; i < dim; i += 4) {
+    for (int64_t i = 0; i < even; i += 4) {
         const float a = query[i], b = query[i + 1], c = query[i + 2], d = query[i + 3];
         const float *first = turned + i * stride, *second = first + stride;
         const float *third = second + stride, *fourth = third + stride;
         #pragma omp simd
         for (int64_t k = 0; k < count; k++)
             scores[k] += a * first[k] + b * second[k] + c * third[k] + d * fourth[k];
+    }
+    for (int64_t i = even; i < dim; i++) {
+        const float one = query[i], *row = turned + i * stride;
+        #pragma omp simd
+        for (int64_t k = 0; k < count; k++) scores[k] += one * row[k];
     }
 }
 
@@ -474,16 +503,19 @@ static inline __attribute__((always_inline)) void tree_task_forward(
 
 /* clusters: [n][4] of (first row, rows of the shared prefix, first sequence, end of sequences);
    sequences: [m][2] of (first row, rows). A row sees its prefix, and its sequence up to itself. */
-void hearth_tree_forward(const float *q, const float *k, const float *v, const int64_t *clusters,
-                         const int64_t *sequences, float *out, float *totals,
-                         const TreeShape *shape) {
+int hearth_tree_forward(const float *q, const float *k, const float *v, const int64_t *clusters,
+                        const int64_t *sequences, float *out, float *totals,
+                        const TreeShape *shape) {
     const int64_t dim = shape->dim, tasks = shape->clusters * shape->kv_heads;
     const int threads = shape->threads;
-    #pragma omp parallel num_threads(threads) if (threads > 1)
+    int failed = 0;
+    #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
     {
         float *scratch = malloc(sizeof(float) * (size_t)(shape->most_keys * (2 * dim + 1)));
+        failed |= !scratch;
         #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < tasks; task++) {
+            if (!scratch) continue;
             const int64_t *cluster = clusters + 4 * (task / shape->kv_heads);
             #define FORWARD(size) tree_task_forward(q, k, v, cluster, sequences, \
                 task % shape->kv_heads, shape, scratch, out, totals, size)
@@ -492,6 +524,7 @@ void hearth_tree_forward(const float *q, const float *k, const float *v, const i
         }
         free(scratch);
     }
+    return failed;
 }
 
 typedef struct {
@@ -572,17 +605,20 @@ static inline __attribute__((always_inline)) void tree_task_backward(
     put(s.value_grads, 0, cluster[0], prefix, stride, dim, v_grad);
 }
 
-void hearth_tree_backward(const float *q, const float *k, const float *v, const float *out,
-                          const float *totals, const float *grad, const int64_t *clusters,
-                          const int64_t *sequences, float *q_grad, float *k_grad, float *v_grad,
-                          const TreeShape *shape) {
+int hearth_tree_backward(const float *q, const float *k, const float *v, const float *out,
+                         const float *totals, const float *grad, const int64_t *clusters,
+                         const int64_t *sequences, float *q_grad, float *k_grad, float *v_grad,
+                         const TreeShape *shape) {
     const int64_t dim = shape->dim, tasks = shape->clusters * shape->kv_heads;
     const int threads = shape->threads;
-    #pragma omp parallel num_threads(threads) if (threads > 1)
+    int failed = 0;
+    #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
     {
         float *scratch = malloc(sizeof(float) * (size_t)(shape->most_keys * (5 * dim + 2)));
+        failed |= !scratch;
         #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < tasks; task++) {
+            if (!scratch) continue;
             const int64_t *cluster = clusters + 4 * (task / shape->kv_heads);
             #define BACKWARD(size) tree_task_backward(q, k, v, out, totals, grad, cluster, \
                 sequences, task % shape->kv_heads, shape, scratch, q_grad, k_grad, v_grad, size)
@@ -591,11 +627,15 @@ void hearth_tree_backward(const float *q, const float *k, const float *v, const 
         }
         free(scratch);
     }
+    return failed;
 }
 
-/* Logprobs of targets under softmax(logits * factor), and what the backward pass needs: totals. */
+/* Logprobs of targets under softmax(logits * factor), and what the backward pass needs: each row's
+   largest logit, and the log of the sum of exponentials relative to it, apart from each other since
+   their sum would round away what logits of a large common offset differ in. */
 void hearth_score_forward(const float *logits, const int64_t *targets, float factor, int64_t rows,
-                          int64_t vocab, float *logprobs, float *totals, int threads) {
+                          int64_t vocab, float *logprobs, float *largest, float *log_sums,
+                          int threads) {
     #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const float *own = logits + row * vocab;
@@ -604,21 +644,23 @@ void hearth_score_forward(const float *logits, const int64_t *targets, float fac
         for (int64_t i = 0; i < vocab; i++) most = own[i] > most ? own[i] : most;
         #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < vocab; i++) sum += exp_fast((own[i] - most) * factor);
-        totals[row] = most * factor + logf(sum);
-        logprobs[row] = own[targets[row]] * factor - totals[row];
+        largest[row] = most;
+        log_sums[row] = logf(sum);
+        logprobs[row] = (own[targets[row]] - most) * factor - log_sums[row];
     }
 }
 
 /* The logits become their own gradient. */
 void hearth_score_backward(float *logits, const int64_t *targets, float factor,
-                           const float *totals, const float *grad, int64_t rows, int64_t vocab,
-                           int threads) {
+                           const float *largest, const float *log_sums, const float *grad,
+                           int64_t rows, int64_t vocab, int threads) {
     #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         float *own = logits + row * vocab;
-        const float total = totals[row], given = grad[row] * factor;
+        const float most = largest[row], log_sum = log_sums[row], given = grad[row] * factor;
         #pragma omp simd
-        for (int64_t i = 0; i < vocab; i++) own[i] = -given * exp_fast(own[i] * factor - total);
+        for (int64_t i = 0; i < vocab; i++)
+            own[i] = -given * exp_fast((own[i] - most) * factor - log_sum);
         own[targets[row]] += given;
     }
 }

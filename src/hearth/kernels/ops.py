@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,35 +17,36 @@ from torch import Tensor
 from hearth.kernels.build import library
 
 _LITTLE = 2**17
+_TAKE_MEMORY = ("decode_attention", "draw", "tree_forward", "tree_backward")
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
 class AttentionShape(ctypes.Structure):
     """What ``decode_attention`` needs to know beside its tensors; ``*_stride`` in elements."""
 
-    _fields_: Sequence[tuple[str, type]] = [
+    _fields_ = (
         ("rows", _INT64), ("heads", _INT64), ("kv_heads", _INT64), ("dim", _INT64),
         ("row_stride", _INT64), ("head_stride", _INT64), ("threads", _INT64),
         ("eps", _FLOAT), ("scale", _FLOAT),
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 class TurnShape(ctypes.Structure):
     """What ``turn_*`` needs to know beside its tensors."""
 
-    _fields_: Sequence[tuple[str, type]] = [
+    _fields_ = (
         ("rows", _INT64), ("heads", _INT64), ("dim", _INT64), ("eps", _FLOAT),
         ("threads", ctypes.c_int32),
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 class TreeShape(ctypes.Structure):
     """What ``tree_*`` needs to know beside its tensors."""
 
-    _fields_: Sequence[tuple[str, type]] = [
+    _fields_ = (
         ("clusters", _INT64), ("heads", _INT64), ("kv_heads", _INT64), ("dim", _INT64),
         ("most_keys", _INT64), ("scale", _FLOAT), ("threads", ctypes.c_int32),
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,20 @@ def kernels() -> Kernels | None:
         "turn_backward": (*(p,) * 9, ctypes.POINTER(TurnShape)),
         "tree_forward": (*(p,) * 7, ctypes.POINTER(TreeShape)),
         "tree_backward": (*(p,) * 11, ctypes.POINTER(TreeShape)),
-        "score_forward": (p, p, f, n, n, p, p, i),
-        "score_backward": (p, p, f, p, p, n, n, i),
+        "score_forward": (p, p, f, n, n, p, p, p, i),
+        "score_backward": (p, p, f, p, p, p, n, n, i),
         "draw": (p, p, p, n, n, p, p, p, i),
     }.items():
         function = getattr(found, f"hearth_{name}")
         function.argtypes, function.restype = types, None
+        if name in _TAKE_MEMORY:
+            function.restype, function.errcheck = i, _check_memory
     return Kernels(found)
+
+
+def _check_memory(failed: int, function: Any, _arguments: Any) -> None:
+    if failed:
+        raise MemoryError(f"{function.__name__} has no room for its work arrays")
 
 
 def _threads(work: int) -> int:

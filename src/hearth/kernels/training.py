@@ -4,6 +4,9 @@ Legend: R rows, H hidden size, A heads, G key heads, D size of a head, V vocabul
 contiguous. ``library`` must be there (``hearth.kernels.ops.kernels``).
 """
 
+# An autograd function's arguments are its own.
+# pyright: reportIncompatibleMethodOverride=false
+
 from __future__ import annotations
 
 import ctypes
@@ -202,23 +205,23 @@ class _Score(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, factor: float) -> Tensor:
         rows, vocab = logits.shape
-        logprobs, totals = logits.new_empty(2, rows)
+        logprobs, largest, log_sums = logits.new_empty(3, rows)
         _loops().hearth_score_forward(
             logits.data_ptr(), targets.data_ptr(), factor, rows, vocab, logprobs.data_ptr(),
-            totals.data_ptr(), torch.get_num_threads(),
+            largest.data_ptr(), log_sums.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        ctx.save_for_backward(logits, targets, totals)
+        ctx.save_for_backward(logits, targets, largest, log_sums)
         ctx.factor = factor
         return logprobs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        logits, targets, totals = ctx.saved_tensors
+        logits, targets, largest, log_sums = ctx.saved_tensors
         grad = grad.contiguous()
         _loops().hearth_score_backward(
-            logits.data_ptr(), targets.data_ptr(), ctx.factor, totals.data_ptr(), grad.data_ptr(),
-            *logits.shape, torch.get_num_threads(),
+            logits.data_ptr(), targets.data_ptr(), ctx.factor, largest.data_ptr(),
+            log_sums.data_ptr(), grad.data_ptr(), *logits.shape, torch.get_num_threads(),
         )  # fmt: skip
         return logits, None, None
 

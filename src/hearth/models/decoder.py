@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from hearth.models.loading import LoadedModel
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+# Heads stand on the stack while they are computed.
+_LARGEST_DIM = 1024
 # Rotations that depend on the position alone, whatever a sequence's length.
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 
@@ -84,7 +86,7 @@ def read_decoder(loaded: LoadedModel) -> Decoder | None:
     layers = [_layer(one) for one in module.base_model.layers]
     if any(_has_bias(one.o_proj, one.gate_proj, one.up_proj, one.down_proj) for one in layers):
         return None
-    if module.base_model.rotary_emb.inv_freq.shape[0] * 2 != dim:
+    if module.base_model.rotary_emb.inv_freq.shape[0] * 2 != dim or dim > _LARGEST_DIM:
         return None
     return Decoder(
         module=module, layers=layers, heads=config.num_attention_heads,

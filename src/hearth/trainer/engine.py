@@ -470,8 +470,9 @@ class TrainerEngine:
     def _kept_graph(self, name: str | None, model_id: str, work: Pass) -> KeptGraph | None:
         """The graph that an earlier pass has left for this one; anything else is forgotten."""
         owner, kept = self._graphs.pop(name, (None, None)) if name is not None else (None, None)
-        is_of_this = owner == model_id and kept is not None
-        return kept if is_of_this and kept.fits(work.examples, work.temperature) else None
+        if kept is None or owner != model_id:
+            return None
+        return kept if kept.fits(work.examples, work.temperature) else None
 
     def _note_dense(self, data: Sequence[DatumRecord]) -> None:
         """Say once that experts are given to a model that has none."""

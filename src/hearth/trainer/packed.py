@@ -15,6 +15,7 @@ from hearth.kernels.training import add_rms_norm, rms_norm, silu_mul, tree_atten
 from hearth.kernels.tree import Tree
 from hearth.models.decoder import Decoder, DecoderLayer, read_decoder
 from hearth.models.loading import LoadedModel
+from hearth.trainer.packing import PAD_MULTIPLE
 
 
 class PackedDecoder:
@@ -22,7 +23,7 @@ class PackedDecoder:
 
     def __init__(self, loaded: LoadedModel, decoder: Decoder) -> None:
         self._loaded = loaded
-        self._turns = decoder.turns(min(loaded.max_position, _FIRST_POSITIONS))
+        self._turns = decoder.turns(self._room(_FIRST_POSITIONS))
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> PackedDecoder | None:
@@ -51,8 +52,12 @@ class PackedDecoder:
 
     def _turns_for(self, decoder: Decoder, positions: int) -> tuple[Tensor, Tensor]:
         if positions > self._turns[0].shape[0]:
-            self._turns = decoder.turns(min(self._loaded.max_position, 2 * positions))
+            self._turns = decoder.turns(self._room(2 * positions))
         return self._turns
+
+    def _room(self, positions: int) -> int:
+        """As many positions, as far as the model has them; those of the padding in any case."""
+        return max(PAD_MULTIPLE, min(self._loaded.max_position, positions))
 
 
 _FIRST_POSITIONS = 4096

@@ -158,13 +158,15 @@ def packed_batches(examples: Sequence[Example], token_budget: int) -> list[Packe
     """Examples in batches of at most ``token_budget`` rows, those with a common prefix together.
 
     One target per token. An example above the budget gets a batch of its own; a cluster above it
-    is cut, and its prefix computed once per batch.
+    is cut, and its prefix computed once per batch. Batches have whole multiples of 32 rows.
 
     Raises:
         ConfigError: the budget is below 1.
     """
     if token_budget < 1:
         raise ConfigError(f"micro_batch_tokens must be >= 1, got {token_budget}")
+    # A batch is padded to that multiple.
+    token_budget -= token_budget % PAD_MULTIPLE if token_budget > PAD_MULTIPLE else 0
     batches: list[PackedBatch] = []
     waiting: list[Cluster] = []
     room = token_budget

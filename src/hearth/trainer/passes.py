@@ -121,7 +121,8 @@ class Pass:
             # The same text, with the loss inputs of now.
             batch = replace(scored, examples=[self.examples[one.index] for one in scored.examples])
             rows = _split(batch, logprobs.detach().cpu())
-            counts += self._backward(batch, rows, logprobs)
+            with self.scorer.replaying(batch.routing):
+                counts += self._backward(batch, rows, logprobs)
             found |= rows
         trained = [
             one

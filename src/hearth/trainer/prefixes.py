@@ -8,6 +8,7 @@ Legend: T tokens of an example, P tokens of a prefix.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,9 +39,7 @@ def clusters(sequences: Sequence[Tensor]) -> list[Cluster]:
     # Big-endian bytes of non-negative numbers sort as the numbers do.
     keys = [one.astype(">i8").tobytes() for one in arrays]
     order = sorted(range(len(arrays)), key=keys.__getitem__)
-    shared = [
-        _common(arrays[left], arrays[right]) for left, right in zip(order, order[1:], strict=False)
-    ]
+    shared = [_common(arrays[left], arrays[right]) for left, right in itertools.pairwise(order)]
     found: list[Cluster] = []
     for start, stop, prefix in _best_cuts(shared, len(order)):
         is_alone = stop - start == 1

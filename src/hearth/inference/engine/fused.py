@@ -22,6 +22,9 @@ from hearth.kernels.ops import AttentionShape, Kernels, kernels
 from hearth.models.decoder import Decoder, DecoderLayer, plain_bias, plain_weight, read_decoder
 from hearth.models.loading import LoadedModel
 
+_LEAST_POSITIONS = 64
+"""Whoever tries the decoder out does so with more tokens than the shortest sequences have."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Weights:
@@ -46,7 +49,7 @@ class FusedDecoder:
         self._loaded = loaded
         self._decoder = decoder
         self._loops = loops
-        self._turns = decoder.turns(positions)
+        self._turns = decoder.turns(max(positions, _LEAST_POSITIONS))
         self._layers: list[_Weights] = []
         self._head: tuple[Tensor, Tensor | None] | None = None
         self._buffers: dict[int, _Buffers] = {}

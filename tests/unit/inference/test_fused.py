@@ -1,0 +1,336 @@
+"""Decoding in fused loops against the module's own forward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from hearth.inference.backend import SampleRequest
+from hearth.inference.engine import sampler
+from hearth.inference.engine.cache import SlotCache
+from hearth.inference.engine.fused import FusedDecoder
+from hearth.inference.engine.prompts import Extras
+from hearth.inference.engine.runner import ModelRunner
+from hearth.inference.engine.sampler import Draw, SamplingValues, sample
+from hearth.kernels.ops import kernels
+from hearth.models.loading import LoadedModel, base_tensors
+from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, detach_lora
+from hearth.sync.store import Snapshot
+
+BODY: dict[str, Any] = {
+    "vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+    "initializer_range": 0.1, "eos_token_id": 257, "pad_token_id": 256, "bos_token_id": None,
+}  # fmt: skip
+PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "llama with one key head, tied": (
+        "LlamaConfig", {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "llama 3's rotation": (
+        "LlamaConfig",
+        {"rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        }},
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 80}),
+    "qwen3 with heads of its own": ("Qwen3Config", {"head_dim": 6, "num_key_value_heads": 4}),
+}  # fmt: skip
+OTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma2Config", {"head_dim": 16, "sliding_window": 512}),
+    "a sliding window": ("MistralConfig", {"sliding_window": 512}),
+    "partial rotation": ("PhiConfig", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
+    "biases where no family has them": ("LlamaConfig", {"attention_bias": True}),
+    "experts": (
+        "Qwen3MoeConfig",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+}  # fmt: skip
+ROWS = 16
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler")
+
+
+def build(kind: str) -> LoadedModel:
+    name, options = (PLAIN | OTHER)[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**BODY | options)
+    module = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            # As initialized norms are all one and biases all zero.
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return LoadedModel(module, kind, kind, torch.float32, torch.device("cpu"), (257,), 264, 1024)
+
+
+def change(loaded: LoadedModel, seed: int) -> None:
+    """Train a little: the adapter where there is one, or all weights."""
+    tensors = adapter_tensors(loaded) if loaded.lora else base_tensors(loaded.module)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModelRunner]:
+    """A model's runner, decoding in fused loops or through the module."""
+
+    def make(loaded: LoadedModel, *, fused: bool, max_seq_len: int = 600) -> ModelRunner:
+        with monkeypatch.context() as patch:
+            if not fused:
+                patch.setattr(FusedDecoder, "of", lambda *_, **__: None)
+            made = ModelRunner(loaded, max_seq_len=max_seq_len)
+        assert (made._fused is not None) == fused
+        return made
+
+    return make
+
+
+def prompts_of(*lengths: int, seed: int = 0) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.integers(0, 250, length).tolist()) for length in lengths]
+
+
+def decoded(
+    runner: ModelRunner, prompts: Sequence[tuple[int, ...]], steps: int = 6, rows: int = ROWS
+) -> Tensor:
+    """Logprobs [steps, P, V] after the prompts and the same tokens for all, one by one."""
+    cache = SlotCache(runner.cache_shape, budget_bytes=2**30, max_rows=rows)
+    cache.reserve(rows, max(map(len, prompts)) + steps, active=0)
+    positions = np.zeros(rows, np.int64)
+    for row, prompt in enumerate(prompts):
+        (filled,) = runner.prefill([prompt], Extras())
+        cache.fill([row], filled.keys, filled.values)
+        positions[row] = len(prompt)
+    tokens = np.zeros(rows, np.int64)
+    found: list[Tensor] = []
+    for step in range(steps):
+        tokens[: len(prompts)] = 11 * step + 5
+        logits = runner.decode(tokens, positions, cache)
+        found.append(logits[: len(prompts)].log_softmax(-1).clone())
+        positions[: len(prompts)] += 1
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_logprobs_are_the_modules_own(runner: Any, kind: str) -> None:
+    prompts = prompts_of(1, 2, 31, 64, 65, 200, 500)
+
+    found = decoded(runner(build(kind), fused=True), prompts)
+
+    expected = decoded(runner(build(kind), fused=False), prompts)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert float(expected.std()) > 0.3
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_rows_bits_do_not_depend_on_its_batch_or_on_threads(runner: Any, kind: str) -> None:
+    one = runner(build(kind), fused=True)
+    prompts = prompts_of(5, 70, 200)
+    alone = decoded(one, prompts)
+
+    crowd = decoded(one, [*prompts, *prompts_of(*range(1, 38), seed=2)], rows=64)
+    torch.set_num_threads(2)
+    threaded = decoded(one, prompts)
+    torch.set_num_threads(1)
+
+    assert torch.equal(crowd[:, :3], alone)
+    assert torch.equal(threaded, alone)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_changed_weights_are_taken_whatever_carries_them(runner: Any, kind: str) -> None:
+    model, other = build(kind), build(kind)
+    fused, plain = runner(model, fused=True), runner(other, fused=False)
+    prompts = prompts_of(3, 40)
+    seen = [decoded(fused, prompts)]
+
+    def retrain(seed: int) -> Callable[[LoadedModel], None]:
+        return lambda loaded: change(loaded, seed)
+
+    def adapt(options: LoraOptions, seed: int) -> Callable[[LoadedModel], None]:
+        def attach(loaded: LoadedModel) -> None:
+            if loaded.lora is not None:
+                detach_lora(loaded)
+            attach_lora(loaded, options)
+            change(loaded, seed)
+
+        return attach
+
+    for apply in (
+        retrain(1),
+        adapt(LoraOptions(rank=4, alpha=8.0), 2),
+        retrain(3),
+        adapt(LoraOptions(rank=2, alpha=4.0, train_unembed=True, train_attn=False), 4),
+        detach_lora,
+        retrain(5),
+    ):
+        apply(model)
+        apply(other)
+        fused.weights_changed()
+        found = decoded(fused, prompts)
+        torch.testing.assert_close(found, decoded(plain, prompts), rtol=0, atol=2e-5)
+        assert float((found - seen[-1]).abs().max()) > 0.01
+        seen.append(found)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_after_a_weight_sync_the_engine_draws_from_the_new_weights(
+    start: Any, plain_logprobs: Any, kind: str
+) -> None:
+    served, trained = build(kind), build(kind)
+    engine = start(served, max_seq_len=600)
+    request = SampleRequest(prompt=list(range(200)), max_tokens=20, seed=1, ignore_eos=True)
+
+    for number in range(3):
+        change(trained, number)
+        tensors = base_tensors(trained.module)
+        snapshot = Snapshot.capture(f"step-{number}", "base", kind, tensors, {})
+        assert engine.load_snapshot(snapshot).result().stage == "done"
+        drawn = engine.submit(request).result()
+        expected = plain_logprobs(trained, [*request.prompt, *drawn.token_ids])[199:]
+        np.testing.assert_allclose(drawn.logprobs, expected, rtol=0, atol=1e-5)
+
+
+def test_both_ways_draw_the_same_completions(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [
+        SampleRequest(prompt=list(prompt), max_tokens=30, seed=seed, ignore_eos=True)
+        for seed, prompt in enumerate(prompts_of(1, 5, 80, 300))
+    ]
+    fused = [start(build("qwen2"), max_seq_len=400).submit(one) for one in requests]
+    monkeypatch.setattr(FusedDecoder, "of", lambda *_, **__: None)
+    monkeypatch.setattr(sampler, "kernels", lambda: None)
+    plain = [start(build("qwen2"), max_seq_len=400).submit(one) for one in requests]
+
+    for one, other in zip(fused, plain, strict=True):
+        assert one.result().token_ids == other.result().token_ids
+        np.testing.assert_allclose(one.result().logprobs, other.result().logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_a_model_that_is_no_plain_decoder_decodes_through_its_module(
+    runner: Any, kind: str
+) -> None:
+    loaded = build(kind)
+
+    assert FusedDecoder.of(loaded, positions=64) is None
+    runner(loaded, fused=False, max_seq_len=64)
+
+
+def test_bfloat16_decodes_through_its_module(runner: Any) -> None:
+    loaded = build("qwen3")
+    half = replace(loaded, module=loaded.module.to(torch.bfloat16), dtype=torch.bfloat16)
+
+    assert FusedDecoder.of(half, positions=64) is None
+
+
+@pytest.mark.parametrize("max_seq_len", [1, 3])
+def test_the_shortest_sequences_leave_room_to_try_the_decoder(
+    runner: Any, max_seq_len: int
+) -> None:
+    made = runner(build("llama"), fused=True, max_seq_len=max_seq_len)
+
+    # Which is done at the fifth token.
+    assert made._fused._turns[0].shape[0] >= 5
+
+
+def values(count: int, **given: Any) -> SamplingValues:
+    """Full distributions at temperature 1, but for what is given."""
+    plain: dict[str, Any] = {
+        "temperature": np.ones(count),
+        "top_p": np.ones(count),
+        "top_k": np.zeros(count, np.int64),
+    }
+    return SamplingValues(**plain | given)
+
+
+def draw(logits: Tensor, given: SamplingValues) -> Draw:
+    rows = len(logits)
+    return sample(logits, given, np.arange(rows, dtype=np.uint64), np.arange(rows))
+
+
+def mixed(rows: int) -> SamplingValues:
+    """Rows in turn: plain, tempered, greedy, top_k, top_p."""
+    turn = np.arange(rows) % 5
+    return values(
+        rows,
+        temperature=np.select([turn == 1, turn == 2], [0.7, 0.0], 1.0),
+        top_k=np.where(turn == 3, 5, 0),
+        top_p=np.where(turn == 4, 0.8, 1.0),
+    )
+
+
+def test_draws_in_loops_are_those_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(200, 264, generator=torch.Generator().manual_seed(0)) * 3
+
+    found = draw(logits, mixed(200))
+    monkeypatch.setattr(sampler, "kernels", lambda: None)
+    expected = draw(logits, mixed(200))
+
+    assert np.array_equal(found.tokens, expected.tokens)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        found.sampling_logprobs, expected.sampling_logprobs, rtol=0, atol=1e-5
+    )
+
+
+def test_a_draw_does_not_depend_on_what_is_drawn_beside_it() -> None:
+    logits = torch.randn(40, 264, generator=torch.Generator().manual_seed(0)) * 3
+    given, seeds, positions = mixed(40), np.arange(40, dtype=np.uint64), np.arange(40)
+
+    together = sample(logits, given, seeds, positions)
+
+    for row in range(40):
+        own = np.array([row])
+        alone = sample(logits[own], given.of(own), seeds[own], positions[own])
+        assert alone.tokens[0] == together.tokens[row]
+        assert alone.logprobs[0] == together.logprobs[row]
+        assert alone.sampling_logprobs[0] == together.sampling_logprobs[row]
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6])
+def test_the_smallest_temperatures_take_the_most_probable_token(
+    monkeypatch: pytest.MonkeyPatch, is_fused: bool, temperature: float
+) -> None:
+    logits = torch.randn(20, 264, generator=torch.Generator().manual_seed(0)) * 3
+    if not is_fused:
+        monkeypatch.setattr(sampler, "kernels", lambda: None)
+
+    drawn = draw(logits, values(20, temperature=np.full(20, temperature)))
+
+    assert np.array_equal(drawn.tokens, logits.argmax(1).numpy())
+    assert np.abs(drawn.sampling_logprobs).max() == 0
+    expected = logits.double().log_softmax(-1).amax(1)
+    np.testing.assert_allclose(drawn.logprobs, expected.numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_have_nan_for_logprobs(
+    monkeypatch: pytest.MonkeyPatch, is_fused: bool, bad: float
+) -> None:
+    logits = torch.randn(10, 264, generator=torch.Generator().manual_seed(0))
+    logits[:5, 100] = bad
+    if not is_fused:
+        monkeypatch.setattr(sampler, "kernels", lambda: None)
+
+    drawn = draw(logits, mixed(10))
+
+    # Greedy rows aside, which are drawn from one token.
+    rows = [0, 1, 3, 4]
+    assert np.isnan(drawn.logprobs[rows]).all()
+    assert np.isfinite(drawn.logprobs[5:]).all()

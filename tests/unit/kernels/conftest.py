@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from hearth.kernels.ops import Kernels, kernels
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[Callable[[int], None]]:
+    """Set torch's number of threads, which is one unless a test says otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def loops() -> Kernels:
+    found = kernels()
+    if found is None:
+        pytest.skip("needs a C compiler")
+    return found

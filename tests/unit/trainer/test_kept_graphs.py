@@ -1,0 +1,523 @@
+"""A forward pass that is kept for the backward pass of a custom loss."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+
+from hearth.errors import ForwardOnlyError, NumericsError
+from hearth.local import EmbeddedPlatform
+from hearth.models.lora import LoraOptions
+from hearth.sdk import FiretitanServiceClient, TrainerJobConfig, TrainerJobManager
+from hearth.trainer.engine import TrainerEngine
+from hearth.trainer.logprobs import TargetScorer
+from hearth.trainer.packing import MicroBatch, PackedBatch
+from hearth.trainer.passes import KeptGraph
+from hearth.wire.tensors import encode
+from hearth.wire.tinker import AdamParams, DatumRecord
+from training.quickstart import MODEL
+
+Gradient = dict[str, torch.Tensor]
+ReadGradient = Callable[[TrainerEngine, str], Gradient]
+Data = list[DatumRecord]
+LORA = LoraOptions(rank=4, alpha=8.0, seed=1)
+STEP = AdamParams(learning_rate=1e-2)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The data, by their indices, of every forward pass through the layers."""
+    seen: list[tuple[int, ...]] = []
+    states = TargetScorer.states
+
+    def watched(self: TargetScorer, batch: MicroBatch | PackedBatch) -> torch.Tensor:
+        seen.append(tuple(sorted(one.index for one in batch.examples)))
+        return states(self, batch)
+
+    monkeypatch.setattr(TargetScorer, "states", watched)
+    return seen
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[KeptGraph]]:
+    """Every graph that was kept, for as long as it lives."""
+    made: list[weakref.ref[KeptGraph]] = []
+    init = KeptGraph.__init__
+
+    def watched(self: KeptGraph, *args: Any) -> None:
+        init(self, *args)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(KeptGraph, "__init__", watched)
+    return made
+
+
+def are_free(graphs: list[weakref.ref[KeptGraph]]) -> bool:
+    gc.collect()
+    return bool(graphs) and all(one() is None for one in graphs)
+
+
+def bare(data: Data) -> Data:
+    """As a client scores them: with targets alone."""
+    return [
+        DatumRecord(
+            model_input=one.model_input,
+            loss_fn_inputs={"target_tokens": one.loss_fn_inputs["target_tokens"]},
+        )
+        for one in data
+    ]
+
+
+def assert_same(found: Gradient, expected: Gradient, tolerance: float = 1e-6) -> None:
+    largest = max(float(one.abs().max()) for one in expected.values())
+    assert largest > 0
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        assert float((found[name] - one).abs().max()) <= tolerance * largest, name
+
+
+def trained(engine: TrainerEngine, model: str, data: Data, **options: Any) -> Any:
+    return engine.forward_backward(model, data, "cross_entropy", **options)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("config", [None, {"temperature": 0.7}], ids=["plain", "tempered"])
+def test_the_gradient_of_two_calls_costs_one_forward_pass(
+    engine: TrainerEngine, random_data: Any, gradient: ReadGradient, passes: Any, graphs: Any,
+    lora: LoraOptions | None, config: Any,
+) -> None:  # fmt: skip
+    data = random_data()
+    model = engine.create_model(lora)
+    expected_result = trained(engine, model, data, config=config)
+    expected = gradient(engine, model)
+    passes.clear()
+
+    scored = engine.forward(model, bare(data), config=config, graph="a")
+    assert passes == [tuple(range(len(data)))]
+    result = trained(engine, model, data, config=config, graph="a")
+
+    assert len(passes) == 1
+    assert_same(gradient(engine, model), expected)
+    assert result.metrics == pytest.approx(expected_result.metrics, rel=1e-6)
+    for one, other in zip(result.logprobs, scored.logprobs, strict=True):
+        assert np.array_equal(one, other)
+    assert are_free(graphs)
+
+
+@pytest.mark.parametrize("family", ["gemma", "gpt2"])
+def test_padded_rows_are_kept_as_well(
+    make_engine: Any, model_of: Any, random_data: Any, gradient: ReadGradient, passes: Any,
+    family: str,
+) -> None:  # fmt: skip
+    engine, data = make_engine(model_of(family)), random_data()
+    model = engine.create_model()
+    trained(engine, model, data)
+    expected = gradient(engine, model)
+    engine.forward(model, bare(data), graph="a")
+    passes.clear()
+
+    trained(engine, model, data, graph="a")
+
+    assert passes == []
+    assert_same(gradient(engine, model), expected)
+
+
+def test_a_graph_is_used_up(
+    engine: TrainerEngine, random_data: Any, gradient: ReadGradient, passes: Any
+) -> None:
+    data = random_data()
+    model = engine.create_model()
+    engine.forward(model, bare(data), graph="a")
+    trained(engine, model, data, graph="a")
+    once = gradient(engine, model)
+    engine.forward(model, bare(data), graph="a")
+    passes.clear()
+
+    trained(engine, model, data, graph="a")
+    trained(engine, model, data, graph="a")
+
+    assert len(passes) == 1
+    assert_same(gradient(engine, model), {name: 2 * one for name, one in once.items()})
+
+
+def test_gradients_of_kept_and_computed_passes_add_up(
+    engine: TrainerEngine, random_data: Any, gradient: ReadGradient
+) -> None:
+    first, second = random_data(seed=1), random_data(seed=2)
+    model = engine.create_model()
+    trained(engine, model, first)
+    trained(engine, model, second)
+    expected = gradient(engine, model)
+
+    engine.forward(model, bare(first), graph="a")
+    trained(engine, model, second)
+    trained(engine, model, first, graph="a")
+
+    assert_same(gradient(engine, model), expected)
+
+
+def step(engine: TrainerEngine, model: str) -> None:
+    engine.optim_step(model, STEP)
+
+
+def load(engine: TrainerEngine, model: str) -> None:
+    engine.load_state(model, "start", with_optimizer=True)
+
+
+def create(engine: TrainerEngine, model: str) -> None:
+    engine.create_model(is_frozen=True)
+
+
+def unload(engine: TrainerEngine, model: str) -> None:
+    engine.unload(engine.create_model(is_frozen=True))
+
+
+@pytest.mark.parametrize("between", [step, load, create, unload])
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_what_may_change_the_weights_forgets_the_graph(
+    engine: TrainerEngine, random_data: Any, gradient: ReadGradient, passes: Any, graphs: Any,
+    between: Callable[[TrainerEngine, str], None], lora: LoraOptions | None,
+) -> None:  # fmt: skip
+    data, other = random_data(seed=1), random_data(seed=2)
+    model = engine.create_model(lora)
+    trained(engine, model, other)
+    step(engine, model)
+    engine.save_state(model, "start")
+    trained(engine, model, other)
+
+    engine.forward(model, bare(data), graph="a")
+    between(engine, model)
+    assert are_free(graphs)
+    passes.clear()
+    trained(engine, model, data, graph="a")
+    assert passes != []
+
+    # With the weights of now.
+    found = engine.forward(model, data)
+    computed = trained(engine, model, data)
+    for one, expected in zip(computed.logprobs, found.logprobs, strict=True):
+        np.testing.assert_allclose(one, expected, rtol=0, atol=1e-6)
+    assert sum(float(one.abs().sum()) for one in gradient(engine, model).values()) > 0
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_a_reference_pass_and_a_snapshot_in_between_leave_the_graph(
+    engine: TrainerEngine, random_data: Any, gradient: ReadGradient, passes: Any,
+    lora: LoraOptions | None,
+) -> None:  # fmt: skip
+    data = random_data()
+    model = engine.create_model(lora)
+    frozen = engine.create_model(is_frozen=True)
+    trained(engine, model, data)
+    expected = gradient(engine, model)
+
+    engine.forward(model, bare(data), graph="a")
+    # A frozen model keeps none, whatever it is asked for.
+    engine.forward(frozen, bare(data), graph="b")
+    engine.save_for_sampler(model, "snapshot")
+    engine.save_state(model, "kept")
+    passes.clear()
+    trained(engine, model, data, graph="a")
+
+    assert passes == []
+    assert_same(gradient(engine, model), expected)
+
+
+def shifted(data: Data) -> Data:
+    changed = [one.model_copy(deep=True) for one in data]
+    tokens = changed[3].model_input.chunks[0].tokens
+    assert tokens is not None
+    tokens[0] = (tokens[0] + 1) % 96
+    return changed
+
+
+def retargeted(data: Data) -> Data:
+    changed = [one.model_copy(deep=True) for one in data]
+    targets = np.array(changed[3].loss_fn_inputs["target_tokens"].to_numpy())
+    targets[-1] = (targets[-1] + 1) % 96
+    changed[3].loss_fn_inputs["target_tokens"] = encode(targets, "int64")
+    return changed
+
+
+def turned(data: Data) -> Data:
+    return data[::-1]
+
+
+def fewer(data: Data) -> Data:
+    return data[:-1]
+
+
+def the_same(data: Data) -> Data:
+    return data
+
+
+@pytest.mark.parametrize(
+    ("other", "options"),
+    [
+        (shifted, {}),
+        (retargeted, {}),
+        (turned, {}),
+        (fewer, {}),
+        (the_same, {"config": {"temperature": 0.7}}),
+        (the_same, {"graph": "b"}),
+        (the_same, {"graph": None}),
+    ],
+    ids=["a token", "a target", "the order", "one less", "the temperature", "the name", "no name"],
+)
+def test_a_graph_of_something_else_is_not_taken(
+    engine: TrainerEngine, random_data: Any, gradient: ReadGradient, passes: Any,
+    other: Callable[[Data], Data], options: dict[str, Any],
+) -> None:  # fmt: skip
+    data = random_data()
+    model = engine.create_model()
+    plain = {name: value for name, value in options.items() if name != "graph"}
+    trained(engine, model, other(data), **plain)
+    expected = gradient(engine, model)
+
+    engine.forward(model, bare(data), graph="a")
+    passes.clear()
+    trained(engine, model, other(data), **{"graph": "a"} | options)
+
+    assert len(passes) == 1
+    assert_same(gradient(engine, model), expected)
+
+
+def test_data_that_came_to_a_kept_pass_are_computed_beside_it(
+    engine: TrainerEngine, random_data: Any, gradient: ReadGradient, passes: Any
+) -> None:
+    data = random_data()
+    model = engine.create_model()
+    trained(engine, model, data)
+    expected = gradient(engine, model)
+
+    engine.forward(model, bare(data[:-2]), graph="a")
+    passes.clear()
+    trained(engine, model, data, graph="a")
+
+    assert passes == [(len(data) - 2, len(data) - 1)]
+    assert_same(gradient(engine, model), expected)
+
+
+def test_another_models_graph_is_not_taken(
+    engine: TrainerEngine, random_data: Any, passes: Any
+) -> None:
+    data = random_data()
+    first = engine.create_model(owner="me")
+    engine.forward(first, bare(data), graph="a")
+    second = engine.create_model(owner="me")
+    passes.clear()
+
+    trained(engine, second, data, graph="a")
+
+    assert len(passes) == 1
+
+
+def test_of_a_pass_beyond_the_budget_a_part_is_kept(
+    make_engine: Any, random_data: Any, gradient: ReadGradient, passes: Any
+) -> None:
+    data = random_data(count=20)
+    whole = make_engine()
+    model = whole.create_model()
+    trained(whole, model, data)
+    expected = gradient(whole, model)
+    engine = make_engine(micro_batch_tokens=160)
+    model = engine.create_model()
+    passes.clear()
+
+    engine.forward(model, bare(data), graph="a")
+    forward, passes[:] = list(passes), []
+    trained(engine, model, data, graph="a")
+
+    assert len(forward) > 3
+    # One micro-batch's tokens, and the rest once more.
+    computed = {index for batch in passes for index in batch}
+    assert computed == set(range(20)) - set(forward[0])
+    assert_same(gradient(engine, model), expected, tolerance=1e-5)
+
+
+def test_what_is_not_kept_is_scored_without_a_graph(
+    make_engine: Any, random_data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[bool] = []
+    states = TargetScorer.states
+
+    def watched(self: TargetScorer, batch: MicroBatch | PackedBatch) -> torch.Tensor:
+        modes.append(torch.is_grad_enabled())
+        return states(self, batch)
+
+    monkeypatch.setattr(TargetScorer, "states", watched)
+    engine = make_engine(micro_batch_tokens=160)
+
+    engine.forward(engine.create_model(), bare(random_data(count=20)), graph="a")
+
+    assert modes == [True] + [False] * (len(modes) - 1)
+    assert len(modes) > 3
+
+
+def test_a_pass_above_the_budget_is_not_kept_and_trains_all_the_same(
+    make_engine: Any, random_data: Any, gradient: ReadGradient, passes: Any
+) -> None:
+    data = random_data(count=3)
+    engine = make_engine(micro_batch_tokens=1)
+    model = engine.create_model()
+    trained(engine, model, data)
+    expected = gradient(engine, model)
+    engine.forward(model, bare(data), graph="a")
+    passes.clear()
+
+    trained(engine, model, data, graph="a")
+
+    assert sorted(passes) == [(0,), (1,), (2,)]
+    assert_same(gradient(engine, model), expected)
+
+
+def test_only_the_last_pass_is_kept(
+    engine: TrainerEngine, random_data: Any, passes: Any, graphs: Any
+) -> None:
+    data = random_data()
+    model = engine.create_model()
+    engine.forward(model, bare(data), graph="a")
+    engine.forward(model, bare(data), graph="b")
+
+    gc.collect()
+    assert [one() is None for one in graphs] == [True, False]
+    passes.clear()
+    trained(engine, model, data, graph="b")
+    assert passes == []
+
+
+def test_diverged_weights_are_found_and_leave_no_graph(
+    engine: TrainerEngine, random_data: Any, graphs: Any
+) -> None:
+    data = random_data()
+    model = engine.create_model()
+    weights: Any = engine._residents.get(model).loaded.module
+    with torch.no_grad():
+        before = weights.model.norm.weight.clone()
+        weights.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(NumericsError, match="logprob of target 0 must be finite"):
+        engine.forward(model, bare(data), graph="a")
+    with pytest.raises(NumericsError, match="must be finite"):
+        trained(engine, model, data, graph="a")
+    gc.collect()
+    assert all(one() is None for one in graphs)
+
+    with torch.no_grad():
+        weights.model.norm.weight.copy_(before)
+    engine.forward(model, bare(data), graph="a")
+    assert trained(engine, model, data, graph="a").metrics["loss:sum"] != 0
+
+
+def test_a_bad_loss_input_leaves_the_graph_for_the_next_call(
+    engine: TrainerEngine, random_data: Any, gradient: ReadGradient, passes: Any
+) -> None:
+    data = random_data()
+    model = engine.create_model()
+    trained(engine, model, data)
+    expected = gradient(engine, model)
+    engine.forward(model, bare(data), graph="a")
+    broken = [one.model_copy(deep=True) for one in data]
+    length = broken[0].loss_fn_inputs["weights"].to_numpy().size
+    broken[0].loss_fn_inputs["weights"] = encode(np.full(length, np.nan), "float32")
+    passes.clear()
+
+    with pytest.raises(NumericsError):
+        trained(engine, model, broken, graph="a")
+    trained(engine, model, data, graph="a")
+
+    assert passes == []
+    assert_same(gradient(engine, model), expected)
+
+
+def test_models_that_are_not_trained_keep_nothing(
+    make_engine: Any, random_data: Any, graphs: Any
+) -> None:
+    engine, data = make_engine(forward_only=True), random_data()
+    model = engine.create_model()
+
+    named = engine.forward(model, bare(data), graph="a")
+
+    assert graphs == []
+    for one, other in zip(named.logprobs, engine.forward(model, bare(data)).logprobs, strict=True):
+        assert np.array_equal(one, other)
+    with pytest.raises(ForwardOnlyError):
+        trained(engine, model, data, graph="a")
+
+
+def test_a_closed_trainer_holds_no_graph(make_engine: Any, random_data: Any, graphs: Any) -> None:
+    engine = make_engine()
+    engine.forward(engine.create_model(), bare(random_data()), graph="a")
+
+    engine.close()
+
+    assert are_free(graphs)
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Iterator[Any]:
+    """A training client of the shipped model on an embedded platform."""
+    platform = EmbeddedPlatform(work_dir=tmp_path)
+    trainers = TrainerJobManager("key", base_url=platform.base_url)
+    trainers.create(
+        TrainerJobConfig(base_model=str(MODEL), job_id="policy", max_context_length=128)
+    )
+    endpoint = trainers.wait_for_ready("policy")
+    service = FiretitanServiceClient(endpoint.base_url, "key", max_chunk_datums=4)
+    yield service.create_training_client(str(MODEL))
+    service.close()
+    trainers.close()
+    platform.close()
+
+
+def sampled(count: int) -> list[tinker.Datum]:
+    rng = np.random.default_rng(0)
+    data: list[tinker.Datum] = []
+    for _ in range(count):
+        tokens = [5, 17, 40, *rng.integers(4, 60, int(rng.integers(2, 20))).tolist()]
+        targets = tinker.TensorData(data=tokens[1:], dtype="int64", shape=[len(tokens) - 1])
+        data.append(
+            tinker.Datum(
+                model_input=tinker.ModelInput.from_ints(tokens[:-1]),
+                loss_fn_inputs={"target_tokens": targets},
+            )
+        )
+    return data
+
+
+def squares(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    """Nothing that a trainer has built in."""
+    loss = torch.stack([one.square().sum() for one in logprobs]).sum()
+    return loss, {"mine": 1.0}
+
+
+# Only of the last part of a request there is a graph.
+@pytest.mark.parametrize(("count", "expected"), [(4, 1), (7, 3)])
+def test_a_custom_loss_of_the_sdk_costs_one_forward_pass(
+    policy: Any, passes: Any, count: int, expected: int
+) -> None:
+    data = sampled(count)
+    adam = tinker.AdamParams(learning_rate=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+
+    def measured() -> tuple[dict[str, float], float]:
+        metrics = policy.forward_backward_custom(data, squares).result().metrics
+        return metrics, policy.optim_step(adam).result().metrics["grad_norm"]
+
+    assert policy.keeps_graphs
+    kept = measured()
+    assert len(passes) == expected
+    policy.keeps_graphs = False
+    passes.clear()
+    plain = measured()
+
+    assert len(passes) == (2 if count == 4 else 4)
+    assert kept[0] == pytest.approx(plain[0], rel=1e-6)
+    assert kept[1] == pytest.approx(plain[1], rel=1e-6)
+    assert kept[1] > 0

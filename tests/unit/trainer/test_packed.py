@@ -1,0 +1,412 @@
+"""Packed rows against the padded rows that any model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from hearth.kernels.ops import kernels
+from hearth.losses import builtin_objective
+from hearth.models.loading import LoadedModel, load_model
+from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, base_only
+from hearth.trainer.logprobs import TargetScorer
+from hearth.trainer.packed import PackedDecoder
+from hearth.trainer.packing import Limits, MicroBatch, PackedBatch, packed_batches, read_datums
+from hearth.trainer.passes import Pass, PassResult
+from hearth.wire.tinker import DatumRecord
+
+VOCAB_SIZE = 96
+LIMITS = Limits(VOCAB_SIZE, 256, 256)
+OBJECTIVE = builtin_objective("cross_entropy")
+BODY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "bos_token_id": None, "eos_token_id": 3, "pad_token_id": 7, "initializer_range": 0.15,
+}  # fmt: skip
+PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True, "head_dim": 8}),
+    "llama 3's rotation": (
+        "LlamaConfig",
+        {"rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+        }},
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": None, "num_key_value_heads": 1}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2, tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3, tied": ("Qwen3Config", {"head_dim": 6, "tie_word_embeddings": True}),
+}  # fmt: skip
+OTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma2Config", {"head_dim": 16}),
+    "experts": (
+        "Qwen3MoeConfig",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "a sliding window": ("MistralConfig", {"sliding_window": 16}),
+    "some layers with a window": (
+        "Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+    "biases where no family has them": ("LlamaConfig", {"mlp_bias": True}),
+    "another activation": ("LlamaConfig", {"hidden_act": "gelu"}),
+    "a rotation that depends on the length": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+}  # fmt: skip
+LORA = LoraOptions(rank=4, alpha=8.0, seed=1)
+
+ReadModel = Callable[..., LoadedModel]
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a random model of a kind."""
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            name, options = (PLAIN | OTHER)[kind]
+            made[kind] = tmp_path_factory.mktemp("model")
+            config = getattr(transformers, name)(**BODY | options)
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    # As initialized norms are all one and biases all zero.
+                    if parameter.ndim == 1:
+                        parameter += 0.3 * torch.randn_like(parameter)
+            model.save_pretrained(made[kind])
+        return made[kind]
+
+    return folder
+
+
+@pytest.fixture
+def read(folder_of: Callable[[str], Path]) -> ReadModel:
+    """A model of a kind, with a trained adapter where options for one are given."""
+
+    def make(kind: str, lora: LoraOptions | None = None) -> LoadedModel:
+        loaded = load_model(folder_of(kind))
+        if lora is not None:
+            attach_lora(loaded, lora)
+            generator = torch.Generator().manual_seed(3)
+            with torch.no_grad():
+                for one in adapter_tensors(loaded).values():
+                    one += 0.05 * torch.randn(one.shape, generator=generator)
+        return loaded
+
+    return make
+
+
+@pytest.fixture
+def scorers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[TargetScorer, TargetScorer]]:
+    """A model's scorer in packed rows, and the one in padded rows."""
+
+    def make(loaded: LoadedModel, **options: Any) -> tuple[TargetScorer, TargetScorer]:
+        packed = TargetScorer(loaded, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(PackedDecoder, "of", lambda _: None)
+            return packed, TargetScorer(loaded, **options)
+
+    return make
+
+
+@pytest.fixture
+def data(datum: Callable[..., DatumRecord]) -> list[DatumRecord]:
+    """Ragged datums: prompts that begin alike, completions of them, copies, strangers."""
+    rng = np.random.default_rng(0)
+
+    def tokens(count: int) -> list[int]:
+        return rng.integers(0, VOCAB_SIZE, count).tolist()
+
+    system = tokens(9)
+    texts: list[list[int]] = []
+    for length in (1, 20):
+        prompt = [*system, *tokens(length)]
+        texts += [[*prompt, *tokens(count)] for count in (2, 15, 40, 3)]
+    texts += [texts[2], texts[2], texts[2][:-9], tokens(2), tokens(33), system]
+    # Also with the padding token, as any other.
+    texts.append([7, 7, *tokens(4), 7])
+    order = rng.permutation(len(texts))
+    return [datum(texts[one], weights=rng.normal(size=len(texts[one]) - 1)) for one in order]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one pass gave."""
+
+    result: PassResult
+    gradient: dict[str, torch.Tensor]
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        return np.concatenate([one.ravel() for one in self.result.logprobs])
+
+
+def train(
+    loaded: LoadedModel, scorer: TargetScorer, data: Sequence[DatumRecord], *,
+    budget: int = 4096, temperature: float = 1.0,
+) -> Trained:  # fmt: skip
+    work = Pass(
+        scorer, OBJECTIVE, read_datums(data, OBJECTIVE, LIMITS), LIMITS, budget, temperature
+    )
+    named = {name: one for name, one in loaded.module.named_parameters() if one.requires_grad}
+    for one in named.values():
+        one.grad = None
+    result, _ = work.forward_backward()
+    zeros = {name: torch.zeros_like(one) for name, one in named.items()}
+    gradient = {name: zeros[name] if one.grad is None else one.grad for name, one in named.items()}
+    return Trained(result, gradient)
+
+
+def assert_same(found: Trained, expected: Trained, tolerance: float = 1e-5) -> None:
+    """Logprobs, and the gradient of every parameter within a part of its own largest."""
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=tolerance)
+    assert float(expected.logprobs.std()) > 0.3
+    # Biases of keys move all scores of a query alike, and their gradient is noise about zero.
+    noise = 1e-5 * max(float(one.abs().max()) for one in expected.gradient.values())
+    assert found.gradient.keys() == expected.gradient.keys()
+    for name, one in expected.gradient.items():
+        allowed = max(noise, tolerance * float(one.abs().max()))
+        assert float((found.gradient[name] - one).abs().max()) <= allowed, name
+
+
+def batches(scorer: TargetScorer, data: Sequence[DatumRecord], budget: int = 4096) -> Any:
+    return scorer.batches(read_datums(data, OBJECTIVE, LIMITS), budget, LIMITS)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_all_parameters_get_the_plain_gradient(
+    read: ReadModel, scorers: Any, data: list[DatumRecord], kind: str
+) -> None:
+    loaded = read(kind)
+    packed, padded = scorers(loaded)
+
+    assert {type(one) for one in batches(packed, data)} == {PackedBatch}
+    assert {type(one) for one in batches(padded, data)} == {MicroBatch}
+    assert_same(train(loaded, packed, data), train(loaded, padded, data))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3, tied", "mistral"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        LORA,
+        LoraOptions(rank=2, alpha=4.0, train_unembed=True),
+        LoraOptions(rank=3, train_attn=False, train_mlp=False, train_unembed=True),
+    ],
+    ids=["layers", "layers and head", "head"],
+)
+def test_an_adapter_gets_the_plain_gradient(
+    read: ReadModel, scorers: Any, data: list[DatumRecord], kind: str, lora: LoraOptions
+) -> None:
+    loaded = read(kind, lora)
+    packed, padded = scorers(loaded)
+
+    assert_same(train(loaded, packed, data), train(loaded, padded, data))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_a_temperature_divides_the_logits_and_the_gradient(
+    read: ReadModel, scorers: Any, data: list[DatumRecord], temperature: float
+) -> None:
+    loaded = read("qwen3")
+    packed, padded = scorers(loaded)
+
+    found = train(loaded, packed, data, temperature=temperature)
+
+    assert_same(found, train(loaded, padded, data, temperature=temperature))
+    assert np.abs(found.logprobs - train(loaded, packed, data).logprobs).max() > 0.1
+
+
+def test_logits_in_chunks_give_the_same(
+    read: ReadModel, scorers: Any, data: list[DatumRecord]
+) -> None:
+    loaded = read("qwen3, tied")
+    chunked, _ = scorers(loaded, logit_budget=1)
+    whole, _ = scorers(loaded)
+
+    found, expected = train(loaded, chunked, data), train(loaded, whole, data)
+
+    assert np.array_equal(found.logprobs, expected.logprobs)
+    assert_same(found, expected)
+
+
+# 30 cuts every cluster, 64 and 100 some.
+@pytest.mark.parametrize("budget", [1, 30, 64, 100, 200])
+def test_results_do_not_depend_on_the_budget(
+    read: ReadModel, scorers: Any, data: list[DatumRecord], budget: int
+) -> None:
+    loaded = read("qwen3")
+    packed, _ = scorers(loaded)
+
+    assert len(batches(packed, data, budget)) > 1
+    assert_same(train(loaded, packed, data, budget=budget), train(loaded, packed, data))
+
+
+def test_logprobs_do_not_depend_on_the_order_of_the_data_by_a_bit(
+    read: ReadModel, scorers: Any, data: list[DatumRecord]
+) -> None:
+    loaded = read("qwen3")
+    packed, _ = scorers(loaded)
+    order = np.random.default_rng(1).permutation(len(data))
+
+    expected = train(loaded, packed, data, budget=100)
+    found = train(loaded, packed, [data[one] for one in order], budget=100)
+
+    for place, one in enumerate(order):
+        assert np.array_equal(found.result.logprobs[place], expected.result.logprobs[one])
+    largest = max(float(one.abs().max()) for one in expected.gradient.values())
+    for name, one in expected.gradient.items():
+        assert float((found.gradient[name] - one).abs().max()) <= 1e-5 * largest
+
+
+def test_a_packed_text_scores_as_alone_by_a_bit(
+    read: ReadModel, scorers: Any, data: list[DatumRecord]
+) -> None:
+    loaded = read("llama")
+    packed, _ = scorers(loaded)
+
+    together = train(loaded, packed, data).result.logprobs
+
+    for one, expected in zip(data, together, strict=True):
+        assert np.array_equal(train(loaded, packed, [one]).result.logprobs[0], expected)
+
+
+def test_the_frozen_reference_is_the_base_without_its_adapter(
+    read: ReadModel, scorers: Any, data: list[DatumRecord]
+) -> None:
+    base, adapted = read("qwen2"), read("qwen2", LORA)
+    packed, _ = scorers(adapted)
+    work = Pass(packed, OBJECTIVE, read_datums(data, OBJECTIVE, LIMITS), LIMITS, 4096)
+
+    with base_only(adapted):
+        reference = work.forward().logprobs
+    policy = work.forward().logprobs
+
+    expected = train(base, scorers(base)[1], data).result.logprobs
+    for one, other in zip(reference, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+    assert max(np.abs(one - two).max() for one, two in zip(policy, reference, strict=True)) > 0.1
+
+
+def test_the_padding_tokens_embedding_gets_no_gradient(
+    read: ReadModel, scorers: Any, data: list[DatumRecord]
+) -> None:
+    loaded = read("llama")
+    packed, padded = scorers(loaded)
+
+    found, expected = train(loaded, packed, data), train(loaded, padded, data)
+
+    name = "model.embed_tokens.weight"
+    assert any(7 in (one.model_input.chunks[0].tokens or ()) for one in data)
+    assert float(expected.gradient[name][7].abs().max()) == 0
+    assert float(found.gradient[name][7].abs().max()) == 0
+    assert_same(found, expected)
+
+
+def test_several_targets_per_token_take_padded_rows(
+    read: ReadModel, scorers: Any, datum: Any, data: list[DatumRecord]
+) -> None:
+    loaded = read("qwen3")
+    packed, padded = scorers(loaded)
+    several = datum([5, 6, 7], [[6, 8], [7, 9]], weights=[[0.5, 0.5], [1.0, 0.0]])
+    mixed = [several, *data]
+
+    assert {type(one) for one in batches(packed, mixed)} == {MicroBatch}
+    assert_same(train(loaded, packed, mixed), train(loaded, padded, mixed))
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_a_model_that_is_no_plain_decoder_takes_padded_rows(
+    read: ReadModel, scorers: Any, data: list[DatumRecord], kind: str
+) -> None:
+    loaded = read(kind)
+    scorer, padded = scorers(loaded)
+
+    assert {type(one) for one in batches(scorer, data)} == {MicroBatch}
+    assert_same(train(loaded, scorer, data), train(loaded, padded, data))
+
+
+def test_bfloat16_takes_padded_rows(
+    folder_of: Callable[[str], Path], data: list[DatumRecord]
+) -> None:
+    scorer = TargetScorer(load_model(folder_of("qwen3"), dtype="bfloat16"))
+
+    assert {type(one) for one in batches(scorer, data)} == {MicroBatch}
+
+
+def test_a_model_of_few_positions_fills_rows_up_all_the_same(
+    tmp_path: Path, scorers: Any, datum: Any
+) -> None:
+    body: dict[str, Any] = BODY | {"max_position_embeddings": 12}
+    config = transformers.LlamaConfig(**body)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    packed, padded = scorers(loaded)
+    short = [datum([1, 2, 3, 4], weights=[1.0, 2.0, 3.0]), datum([1, 5], weights=[1.0])]
+
+    decoder = PackedDecoder.of(loaded)
+
+    assert decoder is not None
+    (batch,) = batches(packed, short)
+    assert batch.num_rows == 32
+    # Every row that is computed has a rotation.
+    assert decoder._turns[0].shape[0] > int(batch.positions.max())
+    found, expected = train(loaded, packed, short), train(loaded, padded, short)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+
+
+def test_rows_beyond_the_first_rotations_are_computed_too(
+    read: ReadModel, scorers: Any, datum: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hearth.trainer.packed._FIRST_POSITIONS", 32)
+    loaded = read("qwen3")
+    packed, padded = scorers(loaded)
+    tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 257).tolist()
+    long = [datum(tokens[: length + 1], weights=[1.0] * length) for length in (20, 100, 256)]
+
+    assert_same(train(loaded, packed, long), train(loaded, padded, long))
+
+
+def test_a_shared_prefix_is_computed_once(data: list[DatumRecord], datum: Any) -> None:
+    prompt = list(range(1, 41))
+    group = [datum([*prompt, 50 + one, *range(60, 80)]) for one in range(8)]
+
+    (batch,) = packed_batches(read_datums(group, OBJECTIVE, LIMITS), 4096)
+
+    # 40 rows of the prompt and 20 of each completion, filled up to a multiple of 32.
+    assert batch.num_rows == 224
+    assert batch.rows.numel() == 8 * 60
+    assert batch.rows.unique().numel() == 40 + 8 * 20
+
+
+@pytest.mark.parametrize("budget", [1, 32, 33, 50, 64, 100, 129, 4096])
+def test_packed_rows_are_the_texts_within_the_budget(data: list[DatumRecord], budget: int) -> None:
+    examples = read_datums(data, OBJECTIVE, LIMITS)
+
+    found = packed_batches(examples, budget)
+
+    assert sorted(one.index for batch in found for one in batch.examples) == list(range(len(data)))
+    for batch in found:
+        longest = max(one.length for one in batch.examples)
+        assert batch.num_rows % 32 == 0
+        assert batch.num_rows <= max(budget, -(-longest // 32) * 32)
+        lengths = [one.length for one in batch.examples]
+        for one, rows in zip(batch.examples, batch.rows.split(lengths), strict=True):
+            assert torch.equal(batch.tokens[rows], one.tokens)
+            assert torch.equal(batch.positions[rows], torch.arange(one.length))
+        assert torch.equal(batch.targets, torch.cat([one.targets for one in batch.examples]))
