@@ -28,7 +28,7 @@ COMPILERS = ("cc", "gcc", "clang")
 # makes them exact. NaN and infinity stay what they are.
 FLAGS = (
     "-O3", "-march=native", "-std=c11", "-shared", "-fPIC", "-fopenmp-simd", "-fno-math-errno",
-    "-fno-trapping-math", "-fno-signed-zeros",
+    "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=fast",
 )  # fmt: skip
 # Where the processor has them; compilers prefer half of that by themselves.
 WIDE = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()
