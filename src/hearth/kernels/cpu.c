@@ -129,57 +129,175 @@ static inline __attribute__((always_inline)) void attend(
     }
 }
 
-/* One token per row: its keys and values enter the cache, and attention looks at all up to it. */
+typedef struct {
+    const float *bias, *q_norm, *k_norm;
+    float *keys, *values;
+} LayerAttention;
+
+typedef struct {
+    const float *cosine, *sine;
+    int64_t longest;
+} Reach;
+
+/* One token: its keys and values enter row `row` of the cache, and attention looks at all up to it.
+   `scratch` holds heads / kv_heads * (longest + dim) values. */
+static void attend_token(const float *qkv, int64_t row, int64_t at, const LayerAttention *layer,
+                         const Reach *reach, const AttentionShape *shape, float *scratch,
+                         float *out) {
+    const int64_t dim = shape->dim, heads = shape->heads, kv_heads = shape->kv_heads;
+    const int64_t group = heads / kv_heads, longest = reach->longest;
+    const float *cosine = reach->cosine + at * dim, *sine = reach->sine + at * dim;
+    const float *bias = layer->bias, eps = shape->eps, scale = shape->scale;
+    float *queries = scratch + group * longest;
+    for (int64_t head = 0; head < kv_heads; head++) {
+        const int64_t place = row * shape->row_stride + head * shape->head_stride;
+        float *key = layer->keys + place, *value = layer->values + place;
+        const int64_t k_at = (heads + head) * dim, v_at = k_at + kv_heads * dim;
+        turn_head(qkv + k_at, bias ? bias + k_at : NULL, layer->k_norm, eps, cosine, sine, dim,
+                  key + at * dim);
+        for (int64_t i = 0; i < dim; i++)
+            value[at * dim + i] = qkv[v_at + i] + (bias ? bias[v_at + i] : 0.0f);
+        for (int64_t one = 0; one < group; one++) {
+            const int64_t q_at = (head * group + one) * dim;
+            turn_head(qkv + q_at, bias ? bias + q_at : NULL, layer->q_norm, eps, cosine, sine, dim,
+                      queries + one * dim);
+        }
+        float *to = out + head * group * dim;
+        #define ATTEND(size) \
+            attend(queries, key, value, scratch, group, at + 1, longest, scale, to, size)
+        switch (dim) {
+            case 32: ATTEND(32); break;
+            case 64: ATTEND(64); break;
+            case 128: ATTEND(128); break;
+            default: ATTEND(dim);
+        }
+        #undef ATTEND
+    }
+}
+
+static int64_t longest_of(const int64_t *positions, int64_t rows) {
+    int64_t longest = 0;
+    for (int64_t row = 0; row < rows; row++)
+        longest = positions[row] >= longest ? positions[row] + 1 : longest;
+    return longest;
+}
+
+/* One token per row. */
 int hearth_decode_attention(const float *qkv, const float *bias, const float *q_norm,
                             const float *k_norm, const float *cosine, const float *sine,
                             const int64_t *positions, float *keys, float *values, float *out,
                             const AttentionShape *shape) {
-    const int64_t dim = shape->dim, heads = shape->heads, kv_heads = shape->kv_heads;
-    const int64_t group = heads / kv_heads, width = (heads + 2 * kv_heads) * dim;
-    const float eps = shape->eps, scale = shape->scale;
+    const int64_t width = (shape->heads + 2 * shape->kv_heads) * shape->dim;
+    const int64_t group = shape->heads / shape->kv_heads;
+    const Reach reach = {cosine, sine, longest_of(positions, shape->rows)};
+    const LayerAttention layer = {bias, q_norm, k_norm, keys, values};
     const int threads = (int)shape->threads;
-    int64_t longest = 0;
-    for (int64_t row = 0; row < shape->rows; row++)
-        longest = positions[row] >= longest ? positions[row] + 1 : longest;
-
     int failed = 0;
     #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
     {
-        float *weights = malloc(sizeof(float) * (size_t)(group * (longest + dim)));
-        float *queries = weights ? weights + group * longest : NULL;
-        failed |= !weights;
+        float *scratch = malloc(sizeof(float) * (size_t)(group * (reach.longest + shape->dim)));
+        failed |= !scratch;
         #pragma omp for schedule(dynamic, 4)
-        for (int64_t row = 0; row < shape->rows; row++) {
-            if (!weights) continue;
-            const int64_t at = positions[row];
-            const float *own = qkv + row * width;
-            const float *turn_cos = cosine + at * dim, *turn_sin = sine + at * dim;
-            for (int64_t head = 0; head < kv_heads; head++) {
-                const int64_t place = row * shape->row_stride + head * shape->head_stride;
-                float *key = keys + place, *value = values + place;
-                const int64_t k_at = (heads + head) * dim, v_at = k_at + kv_heads * dim;
-                turn_head(own + k_at, bias ? bias + k_at : NULL, k_norm, eps, turn_cos, turn_sin,
-                          dim, key + at * dim);
-                for (int64_t i = 0; i < dim; i++)
-                    value[at * dim + i] = own[v_at + i] + (bias ? bias[v_at + i] : 0.0f);
-                for (int64_t one = 0; one < group; one++) {
-                    const int64_t q_at = (head * group + one) * dim;
-                    turn_head(own + q_at, bias ? bias + q_at : NULL, q_norm, eps, turn_cos,
-                              turn_sin, dim, queries + one * dim);
-                }
-                float *to = out + (row * heads + head * group) * dim;
-                #define ATTEND(size) \
-                    attend(queries, key, value, weights, group, at + 1, longest, scale, to, size)
-                switch (dim) {
-                    case 32: ATTEND(32); break;
-                    case 64: ATTEND(64); break;
-                    case 128: ATTEND(128); break;
-                    default: ATTEND(dim);
-                }
-                #undef ATTEND
-            }
-        }
-        free(weights);
+        for (int64_t row = 0; row < shape->rows; row++)
+            if (scratch)
+                attend_token(qkv + row * width, row, positions[row], &layer, &reach, shape,
+                             scratch, out + row * shape->heads * shape->dim);
+        free(scratch);
+    }
+    return failed;
+}
+
+/* BLAS, as Fortran has it. */
+typedef void (*Sgemm)(const char *, const char *, const int *, const int *, const int *,
+                      const float *, const float *, const int *, const float *, const int *,
+                      const float *, float *, const int *);
+
+/* out [rows][n] = x [rows][k] times weight, which is [k][n], or [n][k] where it is `turned`. */
+static void product(Sgemm sgemm, const float *x, int64_t rows, int64_t k, const float *weight,
+                    int64_t n, int turned, float *out) {
+    const int m = (int)n, count = (int)rows, depth = (int)k;
+    const float one = 1.0f, zero = 0.0f;
+    sgemm(turned ? "T" : "N", "N", &m, &count, &depth, &one, weight, turned ? &depth : &m, x,
+          &depth, &zero, out, &m);
+}
+
+typedef struct {
+    const float *input_norm, *qkv, *bias, *q_norm, *k_norm, *o, *post_norm, *gate_up, *down;
+} StepLayer;
+
+typedef struct {
+    Sgemm sgemm;
+    int (*own_threads)(int); /* how many threads a product takes that this thread asks for */
+    const StepLayer *layers;
+    const float *embedding, *final_norm, *head, *head_bias, *cosine, *sine;
+    int64_t num_layers, hidden, inner, vocab, layer_stride;
+} StepModel;
+
+/* Rows start..stop of a decoding step, through all layers. */
+static int step_rows(const StepModel *model, const AttentionShape *shape, const int64_t *tokens,
+                     const int64_t *positions, int64_t start, int64_t stop, int64_t longest,
+                     float *keys, float *values, float *logits) {
+    const int64_t rows = stop - start, hidden = model->hidden, inner = model->inner;
+    const int64_t width = (shape->heads + 2 * shape->kv_heads) * shape->dim;
+    const int64_t mixed = shape->heads * shape->dim, group = shape->heads / shape->kv_heads;
+    const Reach reach = {model->cosine, model->sine, longest};
+    float *x = malloc(sizeof(float) * (size_t)(rows * (3 * hidden + width + mixed + 3 * inner) +
+                                               group * (longest + shape->dim)));
+    if (!x) return 1;
+    float *normed = x + rows * hidden, *added = normed + rows * hidden;
+    float *qkv = added + rows * hidden, *heads = qkv + rows * width, *gates = heads + rows * mixed;
+    float *gated = gates + rows * 2 * inner, *scratch = gated + rows * inner;
+    for (int64_t row = 0; row < rows; row++) {
+        memcpy(x + row * hidden, model->embedding + tokens[start + row] * hidden,
+               sizeof(float) * (size_t)hidden);
+        if (model->num_layers)
+            norm_row(x + row * hidden, model->layers[0].input_norm, shape->eps, hidden,
+                     normed + row * hidden);
+    }
+    for (int64_t number = 0; number < model->num_layers; number++) {
+        const StepLayer *layer = model->layers + number;
+        const LayerAttention attention = {
+            layer->bias, layer->q_norm, layer->k_norm, keys + number * model->layer_stride,
+            values + number * model->layer_stride};
+        product(model->sgemm, normed, rows, hidden, layer->qkv, width, 0, qkv);
+        for (int64_t row = 0; row < rows; row++)
+            attend_token(qkv + row * width, start + row, positions[start + row], &attention,
+                         &reach, shape, scratch, heads + row * mixed);
+        product(model->sgemm, heads, rows, mixed, layer->o, hidden, 1, added);
+        hearth_add_rms_norm(x, added, layer->post_norm, shape->eps, rows, hidden, normed, 1);
+        product(model->sgemm, normed, rows, hidden, layer->gate_up, 2 * inner, 0, gates);
+        hearth_silu_mul(gates, rows, inner, gated, 1);
+        product(model->sgemm, gated, rows, inner, layer->down, hidden, 1, added);
+        const float *next = number + 1 < model->num_layers ? layer[1].input_norm
+                                                           : model->final_norm;
+        hearth_add_rms_norm(x, added, next, shape->eps, rows, hidden, normed, 1);
+    }
+    float *own = logits + start * model->vocab;
+    product(model->sgemm, normed, rows, hidden, model->head, model->vocab, 1, own);
+    if (model->head_bias)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t i = 0; i < model->vocab; i++)
+                own[row * model->vocab + i] += model->head_bias[i];
+    free(x);
+    return 0;
+}
+
+/* A decoding step of all rows: each thread takes some of them through the whole model, so that
+   threads meet once. A share has `least` rows at least: below, products round otherwise. */
+int hearth_decode_step(const StepModel *model, const AttentionShape *shape, const int64_t *tokens,
+                       const int64_t *positions, int64_t least, float *keys, float *values,
+                       float *logits) {
+    const int64_t longest = longest_of(positions, shape->rows), most = shape->rows / least;
+    const int64_t wanted = shape->threads < most ? shape->threads : most;
+    const int parts = wanted > 1 ? (int)wanted : 1;
+    int failed = 0;
+    #pragma omp parallel for num_threads(parts) if (parts > 1) schedule(static, 1) \
+        reduction(| : failed)
+    for (int part = 0; part < parts; part++) {
+        const int before = parts > 1 && model->own_threads ? model->own_threads(1) : 0;
+        failed |= step_rows(model, shape, tokens, positions, shape->rows * part / parts,
+                            shape->rows * (part + 1) / parts, longest, keys, values, logits);
+        if (parts > 1 && model->own_threads) model->own_threads(before);
     }
     return failed;
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 from hearth.kernels.build import library
 
 _LITTLE = 2**17
-_TAKE_MEMORY = ("decode_attention", "draw", "tree_forward", "tree_backward")
+_TAKE_MEMORY = ("decode_attention", "decode_step", "draw", "tree_forward", "tree_backward")
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
@@ -28,6 +28,29 @@ class AttentionShape(ctypes.Structure):
         ("rows", _INT64), ("heads", _INT64), ("kv_heads", _INT64), ("dim", _INT64),
         ("row_stride", _INT64), ("head_stride", _INT64), ("threads", _INT64),
         ("eps", _FLOAT), ("scale", _FLOAT),
+    )  # fmt: skip
+
+
+class StepLayer(ctypes.Structure):
+    """The addresses of one layer's weights; ``qkv`` and ``gate_up`` are transposed."""
+
+    _fields_ = tuple(
+        (name, _POINTER)
+        for name in (
+            "input_norm", "qkv", "bias", "q_norm", "k_norm", "o", "post_norm", "gate_up", "down",
+        )
+    )  # fmt: skip
+
+
+class StepModel(ctypes.Structure):
+    """What ``decode_step`` needs to know of a model; ``layer_stride`` is the cache's."""
+
+    _fields_ = (
+        ("sgemm", _POINTER), ("own_threads", _POINTER), ("layers", ctypes.POINTER(StepLayer)),
+        ("embedding", _POINTER),
+        ("final_norm", _POINTER), ("head", _POINTER), ("head_bias", _POINTER),
+        ("cosine", _POINTER), ("sine", _POINTER), ("num_layers", _INT64), ("hidden", _INT64),
+        ("inner", _INT64), ("vocab", _INT64), ("layer_stride", _INT64),
     )  # fmt: skip
 
 
@@ -97,6 +120,19 @@ class Kernels:
             cache[0].data_ptr(), cache[1].data_ptr(), out.data_ptr(), ctypes.byref(shape),
         )  # fmt: skip
 
+    def decode_step(
+        self, model: StepModel, shape: AttentionShape, tokens: Tensor, positions: Tensor,
+        cache: tuple[Tensor, Tensor], logits: Tensor, *, least_rows: int,
+    ) -> None:  # fmt: skip
+        """A whole decoding step: ``logits`` [R, V] after ``tokens`` at ``positions`` [R] (int64).
+
+        Each thread takes some of the rows, ``least_rows`` at least, through all layers.
+        """
+        self.library.hearth_decode_step(
+            ctypes.byref(model), ctypes.byref(shape), tokens.data_ptr(), positions.data_ptr(),
+            least_rows, cache[0].data_ptr(), cache[1].data_ptr(), logits.data_ptr(),
+        )  # fmt: skip
+
     def draw(
         self, logits: Tensor, temperatures: Tensor, fractions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,6 +165,16 @@ def kernels() -> Kernels | None:
         "add_rms_norm": (p, p, p, f, n, n, p, i),
         "silu_mul": (p, n, n, p, i),
         "decode_attention": (*(p,) * 10, ctypes.POINTER(AttentionShape)),
+        "decode_step": (
+            ctypes.POINTER(StepModel),
+            ctypes.POINTER(AttentionShape),
+            p,
+            p,
+            n,
+            p,
+            p,
+            p,
+        ),
         "norm_forward": (p, p, p, f, n, n, p, p, p, i),
         "norm_backward": (p, p, p, p, p, n, n, p, p, i),
         "silu_forward": (p, p, n, p, i),

@@ -20,6 +20,7 @@ from hearth.inference.engine.fused import FusedDecoder
 from hearth.inference.engine.prompts import Extras
 from hearth.inference.engine.runner import ModelRunner
 from hearth.inference.engine.sampler import Draw, SamplingValues, sample
+from hearth.kernels.build import torch_symbol
 from hearth.kernels.ops import kernels
 from hearth.models.loading import LoadedModel, base_tensors
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, detach_lora
@@ -84,9 +85,15 @@ def change(loaded: LoadedModel, seed: int) -> None:
             tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
 
 
-@pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModelRunner]:
-    """A model's runner, decoding in fused loops or through the module."""
+@pytest.fixture(params=["at once", "loop by loop"])
+def runner(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., ModelRunner]:
+    """A model's runner, decoding in fused loops (in both their ways) or through the module."""
+    if request.param == "loop by loop":
+        monkeypatch.setattr("hearth.inference.engine.fused.torch_symbol", lambda _name: None)
+    elif torch_symbol("sgemm_") is None:
+        pytest.skip("torch does not show its matrix product")
 
     def make(loaded: LoadedModel, *, fused: bool, max_seq_len: int = 600) -> ModelRunner:
         with monkeypatch.context() as patch:
@@ -145,10 +152,12 @@ def test_a_rows_bits_do_not_depend_on_its_batch_or_on_threads(runner: Any, kind:
     crowd = decoded(one, [*prompts, *prompts_of(*range(1, 38), seed=2)], rows=64)
     torch.set_num_threads(2)
     threaded = decoded(one, prompts)
+    shared = decoded(one, [*prompts, *prompts_of(*range(1, 38), seed=2)], rows=64)
     torch.set_num_threads(1)
 
     assert torch.equal(crowd[:, :3], alone)
     assert torch.equal(threaded, alone)
+    assert torch.equal(shared, crowd)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])

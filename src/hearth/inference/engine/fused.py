@@ -1,8 +1,10 @@
-"""A decoding step in few calls, for plain decoders in float32 on the CPU.
+"""A decoding step in one call, for plain decoders in float32 on the CPU.
 
-Between the matrix products everything is one of the compiled loops of ``hearth.kernels``; the three
-attention projections are one product, and the MLP's first two. The fused weights are copies of the
-module's: ``refresh`` makes them anew after every change.
+The call is a loop in C (``hearth.kernels``) that takes rows through all layers, with torch's own
+matrix products inside; each thread has rows of its own, so that threads wait for each other once a
+step. Where torch does not show its product, the loops between products are called one by one. The
+three attention projections are one product, and the MLP's first two. The fused weights are copies
+of the module's: ``refresh`` makes them anew after every change.
 
 Legend: B rows, V vocabulary, H hidden size, F size of the MLP.
 """
@@ -17,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hearth.inference.engine.cache import SlotCache
-from hearth.kernels.ops import AttentionShape, Kernels, kernels
+from hearth.inference.engine.cache import MIN_ROWS, SlotCache
+from hearth.kernels.build import torch_symbol
+from hearth.kernels.ops import AttentionShape, Kernels, StepLayer, StepModel, kernels
 from hearth.models.decoder import Decoder, DecoderLayer, plain_bias, plain_weight, read_decoder
 from hearth.models.loading import LoadedModel
 
@@ -39,6 +42,16 @@ class _Weights:
     gate_up: Tensor
     down: Tensor
 
+    def addresses(self) -> StepLayer:
+        """Where they are; valid as long as they live."""
+        q_norm, k_norm = self.norms or (None, None)
+        known = {
+            "input_norm": self.input_norm, "qkv": self.qkv, "bias": self.bias, "q_norm": q_norm,
+            "k_norm": k_norm, "o": self.o, "post_norm": self.post_norm, "gate_up": self.gate_up,
+            "down": self.down,
+        }  # fmt: skip
+        return StepLayer(**{name: one.data_ptr() for name, one in known.items() if one is not None})
+
 
 class FusedDecoder:
     """Decodes for a ``ModelRunner``. Used by one thread at a time."""
@@ -53,6 +66,8 @@ class FusedDecoder:
         self._layers: list[_Weights] = []
         self._head: tuple[Tensor, Tensor | None] | None = None
         self._buffers: dict[int, _Buffers] = {}
+        self._step: StepModel | None = None
+        """The weights for ``decode_step``; None where it cannot be."""
 
     @classmethod
     def of(cls, loaded: LoadedModel, *, positions: int) -> FusedDecoder | None:
@@ -74,6 +89,8 @@ class FusedDecoder:
     ) -> Tensor:
         """Logits [B, V] after ``tokens`` at ``positions`` [B], which enter the cache."""
         head = self._head or self._fuse()
+        if self._step is not None:
+            return self._decode_at_once(self._step, tokens, positions, cache)
         rows = len(tokens)
         work = self._buffers.get(rows) or self._make_buffers(rows)
         shape = self._attention_shape(rows, cache)
@@ -108,7 +125,35 @@ class FusedDecoder:
         self._layers = [_fused(one) for one in decoder.layers]
         head: Any = decoder.module.get_output_embeddings()
         self._head = (plain_weight(head), plain_bias(head))
+        self._step = self._step_model(*self._head)
         return self._head
+
+    def _step_model(self, head: Tensor, head_bias: Tensor | None) -> StepModel | None:
+        product, own_threads = torch_symbol("sgemm_"), torch_symbol("MKL_Set_Num_Threads_Local")
+        if product is None:
+            return None
+        backbone, layers = self._decoder.backbone, self._layers
+        addresses = (StepLayer * len(layers))(*(one.addresses() for one in layers))
+        return StepModel(
+            product, own_threads, addresses,
+            backbone.embed_tokens.weight.data_ptr(), backbone.norm.weight.data_ptr(),
+            head.data_ptr(), None if head_bias is None else head_bias.data_ptr(),
+            self._turns[0].data_ptr(), self._turns[1].data_ptr(), len(layers), head.shape[1],
+            layers[0].gate_up.shape[1] // 2, head.shape[0],
+        )  # fmt: skip
+
+    def _decode_at_once(
+        self, step: StepModel, tokens: NDArray[np.int64], positions: NDArray[np.int64],
+        cache: SlotCache,
+    ) -> Tensor:  # fmt: skip
+        rows = len(tokens)
+        logits = torch.empty(rows, step.vocab)
+        step.layer_stride = cache.keys.stride(0)
+        self._loops.decode_step(
+            step, self._attention_shape(rows, cache), torch.from_numpy(tokens),
+            torch.from_numpy(positions), (cache.keys, cache.values), logits, least_rows=MIN_ROWS,
+        )  # fmt: skip
+        return logits
 
     def _attention_shape(self, rows: int, cache: SlotCache) -> AttentionShape:
         decoder, keys = self._decoder, cache.keys
