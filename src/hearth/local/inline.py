@@ -27,26 +27,20 @@ from hearth.launch.spec import (
     Watcher,
     WorkerSpec,
 )
-from hearth.local.threads import ThreadBudget
 from hearth.sync.store import MemoryBuckets
 
 logger = logging.getLogger(__name__)
 
 _NOT_INLINE = ("worker_id", "threads")
 """What only matters to a process of its own."""
-IDLE = "idle"
-"""The phase of a worker that computes nothing."""
 
 
 class InlineWorker:
     """One trainer or deployment inside this process (``Worker``)."""
 
-    def __init__(
-        self, spec: WorkerSpec, buckets: MemoryBuckets, watcher: Watcher, budget: ThreadBudget
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, buckets: MemoryBuckets, watcher: Watcher) -> None:
         self.spec = spec
         self.pid = None
-        self._budget = budget
         self._buckets = buckets
         self._watcher = watcher
         self.phase = "starting"
@@ -82,7 +76,6 @@ class InlineWorker:
         close, self._close, self._app = self._close, None, None
         if close is not None:
             close()
-        self._budget.note(self.spec.worker_id, is_busy=False)
         self.has_ended.set()
 
     def _start(self) -> None:
@@ -100,7 +93,6 @@ class InlineWorker:
 
     def _note(self, phase: str) -> None:
         self.phase = phase
-        self._budget.note(self.spec.worker_id, is_busy=phase != IDLE)
 
 
 class InlineLauncher:
@@ -110,7 +102,6 @@ class InlineLauncher:
 
     def __init__(self) -> None:
         self._buckets = MemoryBuckets()
-        self._budget = ThreadBudget()
         self._workers: list[InlineWorker] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -121,7 +112,7 @@ class InlineLauncher:
         Raises:
             ClosedError: the launcher was closed.
         """
-        worker = InlineWorker(spec, self._buckets, watcher, self._budget)
+        worker = InlineWorker(spec, self._buckets, watcher)
         with self._lock:
             if self._is_closed:
                 raise ClosedError("launcher must be open, got a call after close")
