@@ -400,15 +400,19 @@ static inline void norm_row_backward(const float *x, const float *weight, float 
     }
 }
 
-/* `weight_grads` has a row of zeros for each thread; NULL wants none. */
+/* Rows whose gradients add up in one of a weight's PARTS sums: as many on any number of threads, so
+   that a weight's gradient has the same bits. */
+#define PARTS 16
+
+/* `weight_grads` has PARTS rows of zeros; NULL wants none. */
 void hearth_norm_backward(const float *x, const float *weight, const float *scales,
                           const float *grad, const float *more, int64_t rows, int64_t n,
                           float *x_grad, float *weight_grads, int threads) {
     #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t part = 0; part < threads; part++) {
-        const int64_t stop = rows * (part + 1) / threads;
+    for (int64_t part = 0; part < PARTS; part++) {
+        const int64_t stop = rows * (part + 1) / PARTS;
         float *own = weight_grads ? weight_grads + part * n : NULL;
-        for (int64_t row = rows * part / threads; row < stop; row++)
+        for (int64_t row = rows * part / PARTS; row < stop; row++)
             norm_row_backward(x + row * n, weight, scales[row], grad + row * n,
                               more ? more + row * n : NULL, n, x_grad + row * n, own);
     }
@@ -486,10 +490,10 @@ void hearth_turn_backward(const float *x, const float *norm, const float *scales
     const int64_t dim = shape->dim, heads = shape->heads, rows = shape->rows, half = dim / 2;
     const int threads = shape->threads;
     #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t part = 0; part < threads; part++) {
-        const int64_t stop = rows * (part + 1) / threads;
+    for (int64_t part = 0; part < PARTS; part++) {
+        const int64_t stop = rows * (part + 1) / PARTS;
         float *own = norm_grads ? norm_grads + part * dim : NULL;
-        for (int64_t row = rows * part / threads; row < stop; row++) {
+        for (int64_t row = rows * part / PARTS; row < stop; row++) {
             const float *turn_cos = cosine + positions[row] * dim;
             const float *turn_sin = sine + positions[row] * dim;
             for (int64_t head = 0; head < heads; head++) {

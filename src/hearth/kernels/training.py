@@ -20,6 +20,9 @@ from torch.autograd.function import once_differentiable
 from hearth.kernels.ops import TreeShape, TurnShape, kernels
 from hearth.kernels.tree import Tree
 
+_PARTS = 16
+"""Sums that a norm's gradient comes in (``PARTS`` in cpu.c)."""
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, of rows [R, H] (arXiv:1910.07467)."""
@@ -103,13 +106,12 @@ class _AddNorm(Function):
 
 def _norm_backward(ctx: Any, grad: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor | None]:
     x, weight, scales = ctx.saved_tensors
-    threads = torch.get_num_threads()
     wants_weight = weight.requires_grad
-    partial = weight.new_zeros(threads, x.shape[1]) if wants_weight else None
+    partial = weight.new_zeros(_PARTS, x.shape[1]) if wants_weight else None
     x_grad, grad = torch.empty_like(x), grad.contiguous()
     _loops().hearth_norm_backward(
         x.data_ptr(), weight.data_ptr(), scales.data_ptr(), grad.data_ptr(), _address(more),
-        *x.shape, x_grad.data_ptr(), _address(partial), threads,
+        *x.shape, x_grad.data_ptr(), _address(partial), torch.get_num_threads(),
     )  # fmt: skip
     return x_grad, None if partial is None else partial.sum(0)
 
@@ -160,7 +162,7 @@ class _Turn(Function):
         grad = grad.contiguous()
         x_grad, partial = torch.empty_like(grad), None
         if norm is not None and norm.requires_grad:
-            partial = norm.new_zeros(ctx.shape.threads, norm.shape[0])
+            partial = norm.new_zeros(_PARTS, norm.shape[0])
         _loops().hearth_turn_backward(
             _address(x), _address(norm), scales.data_ptr(), cosines.data_ptr(), sines.data_ptr(),
             positions.data_ptr(), grad.data_ptr(), x_grad.data_ptr(), _address(partial),

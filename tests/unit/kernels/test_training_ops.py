@@ -365,3 +365,24 @@ def test_no_room_for_work_arrays_is_an_error_and_no_crash() -> None:
 
     with pytest.raises(MemoryError, match="hearth_tree_forward has no room"):
         tree_attention(q, k, v, endless, 1.0)
+
+
+def test_a_norms_gradient_has_the_same_bits_on_any_number_of_threads() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(1003, 4, 32, generator=generator)
+    weight, turns = torch.randn(32, generator=generator), torch.randn(2, 1003, 32)
+    grad = torch.randn(1003, 4, 32, generator=generator)
+    positions = torch.arange(1003)
+
+    def gradients(threads: int) -> list[torch.Tensor]:
+        torch.set_num_threads(threads)
+        one, other = (weight.clone().requires_grad_() for _ in range(2))
+        turn(x, one, EPS, (turns[0], turns[1]), positions).backward(grad)
+        rms_norm(x.flatten(0, 1), other, EPS).backward(grad.flatten(0, 1))
+        torch.set_num_threads(1)
+        return [value for value in (one.grad, other.grad) if value is not None]
+
+    alone, together = gradients(1), gradients(2)
+
+    assert len(alone) == 2
+    assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
