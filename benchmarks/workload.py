@@ -108,11 +108,6 @@ def sgemm_gflops(size: int = 1024, rounds: int = 12) -> float:
     return 2 * size**3 / best / 1e9
 
 
-def set_threads(threads: int) -> None:
-    """Threads of torch in this process."""
-    torch.set_num_threads(threads)
-
-
 def processor() -> str:
     """The processor's name and the number of cores, for a table's heading."""
     names = [

@@ -19,19 +19,22 @@ async def call_app(
     app: Any, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None = None,
     params: Mapping[str, str] | None = None,
 ) -> httpx.Response:  # fmt: skip
-    """The whole answer of an ASGI app; an exception that it lets out is its 500.
+    """The whole answer of an ASGI app; an exception before it has begun to answer is its 500.
 
     Whoever is cancelled here cancels the app's work. No time-out is kept.
+
+    Raises:
+        httpx.RemoteProtocolError: the app broke off amid its answer.
     """
     exchange = _Exchange(body or b"")
     try:
         await app(
             _scope(method, url, headers, exchange.body, params), exchange.receive, exchange.send
         )
-    except Exception:
+    except Exception as error:
         logger.exception("%s %s failed", method, url)
-        if exchange.status is None:
-            exchange.status = 500
+        if exchange.status is not None and not exchange.ended.is_set():
+            raise httpx.RemoteProtocolError(f"the answer broke off: {error}") from error
     finally:
         exchange.ended.set()
     response = httpx.Response(

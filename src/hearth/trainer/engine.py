@@ -130,7 +130,8 @@ class TrainerEngine:
             lambda: first.pop() if first else self._load(), logit_budget=self.options.logit_budget
         )
         self._has_told_dense = False
-        self._graphs: dict[str, tuple[str, KeptGraph]] = {}
+        self._graph: tuple[str, KeptGraph] | None = None
+        """The pass that waits for its backward pass, by its name."""
 
     @property
     def supports_router_replay(self) -> bool:
@@ -158,7 +159,7 @@ class TrainerEngine:
             ForwardOnlyError: an adapter was asked of a forward-only trainer.
             RequestError: there is a policy already.
         """
-        self._graphs.clear()
+        self._graph = None
         if self.options.forward_only and lora is not None and not is_frozen:
             raise ForwardOnlyError(
                 "lora_config must be absent on a forward-only trainer, got an adapter: it has "
@@ -197,9 +198,9 @@ class TrainerEngine:
         with model.weights():
             if graph is None or model.optimizer is None:
                 return work.forward()
-            self._graphs.clear()
+            self._graph = None
             result, kept = work.forward_keeping()
-        self._graphs[graph] = (model_id, kept)
+        self._graph = (graph, kept)
         return result
 
     @_exclusive
@@ -218,7 +219,7 @@ class TrainerEngine:
         model = self._residents.get(model_id)
         optimizer = require_trainable(model, "forward_backward")
         work = self._pass(model, data, loss_fn, config)
-        kept = self._kept_graph(graph, model_id, work)
+        kept = self._kept_graph(graph, work)
         try:
             result, counts = work.forward_backward(kept)
         except BaseException:
@@ -238,7 +239,7 @@ class TrainerEngine:
             ForwardOnlyError: the model is frozen.
             NumericsError: the gradient is not finite; it is dropped, nothing else changes.
         """
-        self._graphs.clear()
+        self._graph = None
         model = self._residents.get(model_id)
         optimizer = require_trainable(model, "optim_step")
         metrics = optimizer.step(adam, normalization or "none")
@@ -288,7 +289,7 @@ class TrainerEngine:
             RequestError: it is a sampler snapshot, or of another model or adapter.
             EngineError: it is damaged; the file is named.
         """
-        self._graphs.clear()
+        self._graph = None
         model = self._residents.get(model_id)
         optimizer = require_trainable(model, "load_weights")
         folder, own_name = self._find_checkpoint(name)
@@ -311,7 +312,7 @@ class TrainerEngine:
             RequestError: the model has no adapter, or the folder's does not fit it.
             ConfigError: the folder holds no adapter.
         """
-        self._graphs.clear()
+        self._graph = None
         model = self._residents.get(model_id)
         optimizer = require_trainable(model, "load_adapter")
         if model.lora is None:
@@ -385,7 +386,7 @@ class TrainerEngine:
         Raises:
             NotFoundError: there is none of that id.
         """
-        self._graphs.clear()
+        self._graph = None
         self._residents.remove(model_id)
 
     def list_checkpoints(self) -> list[str]:
@@ -421,7 +422,7 @@ class TrainerEngine:
             self._closing.pop()()
         with self.lock:
             self.is_closed = True
-            self._graphs.clear()
+            self._graph = None
             self._residents.clear()
 
     def _make_room(self, owner: str | None, *, replace: bool) -> None:
@@ -467,11 +468,12 @@ class TrainerEngine:
             token_budget=self.options.micro_batch_tokens, temperature=temperature,
         )  # fmt: skip
 
-    def _kept_graph(self, name: str | None, model_id: str, work: Pass) -> KeptGraph | None:
-        """The graph that an earlier pass has left for this one; anything else is forgotten."""
-        owner, kept = self._graphs.pop(name, (None, None)) if name is not None else (None, None)
-        if kept is None or owner != model_id:
+    def _kept_graph(self, name: str | None, work: Pass) -> KeptGraph | None:
+        """The graph that an earlier pass has left for this one; it is used up."""
+        known, kept = self._graph or (None, None)
+        if kept is None or name != known:
             return None
+        self._graph = None
         return kept if kept.fits(work.examples, work.temperature) else None
 
     def _note_dense(self, data: Sequence[DatumRecord]) -> None:

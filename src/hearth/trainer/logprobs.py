@@ -61,7 +61,7 @@ class TargetScorer:
     def replaying(self, routing: Tensor | None) -> contextlib.AbstractContextManager[None]:
         """Send tokens to given experts, backward passes included, inside the ``with``.
 
-        ``routing`` [B * L, N, E] is of the rows that ``hidden`` gets, and of a model with routers.
+        ``routing`` [B * L, N, E] is of the rows that ``states`` gets, and of a model with routers.
         """
         if routing is None or self._routers is None:
             return contextlib.nullcontext()

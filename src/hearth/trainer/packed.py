@@ -17,6 +17,8 @@ from hearth.models.decoder import Decoder, DecoderLayer, read_decoder
 from hearth.models.loading import LoadedModel
 from hearth.trainer.packing import PAD_MULTIPLE
 
+_FIRST_POSITIONS = 4096
+
 
 class PackedDecoder:
     """Runs rows without padding; made by ``of`` where model and machine allow it."""
@@ -58,9 +60,6 @@ class PackedDecoder:
     def _room(self, positions: int) -> int:
         """As many positions, as far as the model has them; those of the padding in any case."""
         return max(PAD_MULTIPLE, min(self._loaded.max_position, positions))
-
-
-_FIRST_POSITIONS = 4096
 
 
 def _attend(

@@ -36,8 +36,8 @@ def clusters(sequences: Sequence[Tensor]) -> list[Cluster]:
     save the most. O(n log n) comparisons for n sequences, plus one pass over the tokens.
     """
     arrays = [one.numpy() for one in sequences]
-    # Big-endian bytes of non-negative numbers sort as the numbers do.
-    keys = [one.astype(">i8").tobytes() for one in arrays]
+    # Whatever order bytes have, sequences with one beginning stand together.
+    keys = [one.tobytes() for one in arrays]
     order = sorted(range(len(arrays)), key=keys.__getitem__)
     shared = [_common(arrays[left], arrays[right]) for left, right in itertools.pairwise(order)]
     found: list[Cluster] = []

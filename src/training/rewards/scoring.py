@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from training.rewards.guard import GuardedReward
 from training.rewards.score import RewardFunction, Score, ScoringReward, Unscored, as_score
+from training.together import all_of
 
 AnyReward = RewardFunction | GuardedReward
 """A reward function, plain, async or guarded."""
@@ -28,7 +28,7 @@ async def scored(
     outcomes = [_called(reward_fn, one, row) for one in completions]
     waiting = [place for place, one in enumerate(outcomes) if inspect.isawaitable(one)]
     if waiting:
-        results = await _together([outcomes[place] for place in waiting])
+        results = await all_of([outcomes[place] for place in waiting])
         for place, result in zip(waiting, results, strict=True):
             outcomes[place] = result
     return [one if isinstance(one, Unscored) else as_score(one) for one in outcomes]
@@ -44,14 +44,3 @@ def _called(reward_fn: AnyReward, completion: str, row: Mapping[str, Any]) -> An
     if isinstance(reward_fn, GuardedReward | ScoringReward):
         return reward_fn.score(completion, row)
     return reward_fn(completion, row)
-
-
-async def _together(outcomes: Sequence[Any]) -> list[Any]:
-    """All results in order; the first error ends the calls that are still under way."""
-    tasks = [asyncio.ensure_future(one) for one in outcomes]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

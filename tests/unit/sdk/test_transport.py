@@ -110,3 +110,38 @@ def test_the_limit_counts_requests():
     start(many()).result()
     assert controller.high_water == 3
     assert controller.in_flight == 0
+
+
+class Failing(Scripted):
+    """A peer that raises the first time: before it answers, amid its answer or after it."""
+
+    def __init__(self, moment: str) -> None:
+        super().__init__(200)
+        self.moment = moment
+
+    async def __call__(self, scope, receive, send) -> None:
+        moment, self.moment = self.moment, ""
+        if moment == "before":
+            raise RuntimeError("boom")
+        if moment == "amid":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b'{"o', "more_body": True})
+            raise RuntimeError("boom")
+        await super().__call__(scope, receive, send)
+        if moment == "after":
+            raise RuntimeError("boom")
+
+
+def test_an_app_that_raises_before_its_answer_has_answered_500():
+    with pytest.raises(TransportError, match="HTTP 500"):
+        start(Http(Failing("before").url, "key", retries=FAST).post("/x", b"{}")).result()
+
+
+@pytest.mark.parametrize("moment", ["amid", "after"])
+def test_an_answer_that_breaks_off_is_asked_for_again_and_a_whole_one_counts(moment):
+    peer = Failing(moment)
+
+    found = start(Http(peer.url, "key", retries=FAST).post("/x", b"{}")).result()
+
+    assert found == b'{"ok": true}'
+    assert len(peer.seen) == 1

@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from training.together import all_of
 from training.utils.config import Replay
-from training.utils.rl.evaluation import EVAL_SEED_OFFSET, EvalResult, EvalSample, all_of
+from training.utils.rl.evaluation import EVAL_SEED_OFFSET, EvalResult, EvalSample
 from training.utils.rl.rollout import RolloutFn, RolloutRun
 from training.utils.rl.rollouts import Rollouts, RowTrajectories, Submission
 from training.utils.rows import IndexedRow, Row

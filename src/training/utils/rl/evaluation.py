@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hearth.sdk import DeploymentSampler, SampledCompletion
 from training.rewards.score import Score
 from training.rewards.scoring import AnyReward, scored
+from training.together import all_of
 from training.utils.rl.failures import with_retries
 from training.utils.rl.pass_at_k import pass_rates
 from training.utils.rl.reward_metrics import CORRECT, parse_metrics
@@ -163,14 +163,3 @@ def completion_judged(
         row, place, score.reward, completion.text, completion.completion_len,
         completion.finish_reason == "length", versions_of(completion), score.parsed,
     )  # fmt: skip
-
-
-async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all coroutines return, in order; the first failure cancels and awaits the others."""
-    tasks = [asyncio.create_task(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

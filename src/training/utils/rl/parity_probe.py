@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from training.together import all_of
 from training.utils.config import Replay
-from training.utils.rl.evaluation import all_of
 from training.utils.rl.groups import PromptGroup, TrainSample, completion_sample
 from training.utils.rl.parity import logprob_gaps, parity_metrics
 from training.utils.rl.platform import RunInfra

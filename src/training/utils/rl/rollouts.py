@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from hearth.errors import ConfigError
+from training.together import all_of
 from training.utils.config import Replay
 from training.utils.rl.failures import CircuitBreaker, is_recoverable, with_retries
 from training.utils.rl.groups import Draw, Example, PromptGroup
@@ -136,16 +137,10 @@ class Rollouts:
     async def _draw_all(self, submitted: Submission) -> list[_Drawn]:
         index = submitted.row.index
         self.lengths[index] = []
-        tasks = [
-            asyncio.create_task(self._draw_one(submitted, sample))
-            for sample in range(self._config.completions_per_prompt)
-        ]
+        samples = range(self._config.completions_per_prompt)
         try:
-            return await asyncio.gather(*tasks)
+            return await all_of([self._draw_one(submitted, sample) for sample in samples])
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             self.lengths.pop(index, None)
 
     async def _draw_one(self, submitted: Submission, sample: int) -> _Drawn:
