@@ -43,7 +43,7 @@ class Settings:
     api_keys_file: Path | None = None
     """One key a line; ``HEARTH_API_KEYS`` (separated by commas) adds to them."""
     trainer_threads: int | None = None
-    """CPU threads of a trainer's process; empty leaves torch's choice, all cores."""
+    """CPU threads of a trainer's process; empty: its share of all cores."""
     deployment_threads: int | None = None
     """CPU threads of a deployment's process."""
     allow_folders: bool | None = None

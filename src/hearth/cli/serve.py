@@ -35,9 +35,9 @@ class ServeFlags:
     api_keys_file: Path | None = None
     """One key a line; HEARTH_API_KEYS (separated by commas) adds to them."""
     trainer_threads: int | None = None
-    """CPU threads of a trainer's process; not given, all cores."""
+    """CPU threads of a trainer's process; not given, its share of all cores."""
     deployment_threads: int | None = None
-    """CPU threads of a deployment's process; not given, all cores."""
+    """CPU threads of a deployment's process; not given, its share of all cores."""
     allow_folders: bool | None = None
     """Let requests name folders of this machine as models; not given, only on loopback."""
     keep_snapshots: int | None = None

@@ -18,7 +18,7 @@ class Means:
     catalog: Catalog
     data_dir: Path
     trainer_threads: int | None = None
-    """CPU threads of a process; None leaves torch's choice, all cores."""
+    """CPU threads of a process, always; None: its share of all cores."""
     deployment_threads: int | None = None
     keep_snapshots: int | None = None
     """Snapshots of a bucket to keep; None keeps all."""

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from hearth.kernels.ops import TreeShape, TurnShape, kernels
 from hearth.kernels.tree import Tree
+from hearth.threads import refresh
 
 _PARTS = 16
 """Sums that a norm's gradient comes in (``PARTS`` in cpu.c)."""
@@ -159,6 +160,7 @@ class _Turn(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, norm, scales, cosines, sines, positions = ctx.saved_tensors
+        ctx.shape.threads = torch.get_num_threads()
         grad = grad.contiguous()
         x_grad, partial = torch.empty_like(grad), None
         if norm is not None and norm.requires_grad:
@@ -175,6 +177,7 @@ class _Turn(Function):
 class _TreeAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tree: Tree, scale: float) -> Tensor:
+        refresh()
         rows, heads, dim = q.shape
         ctx.tree = tree
         ctx.shape = TreeShape(
@@ -192,7 +195,9 @@ class _TreeAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
+        refresh()
         q, k, v, out, totals = ctx.saved_tensors
+        ctx.shape.threads = torch.get_num_threads()
         grad = grad.contiguous()
         q_grad, k_grad, v_grad = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         _loops().hearth_tree_backward(

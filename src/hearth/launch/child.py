@@ -24,6 +24,7 @@ from hearth.launch.phase import PhaseFile
 from hearth.launch.records import WorkerFolder, remove_socket, write_json
 from hearth.launch.serving import serve_app
 from hearth.telemetry import setup_logging
+from hearth.threads import ThreadBudget
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ class Task:
     """Where the app says that it is well; None: there is no app."""
     working_dir: str
     threads: int | None = None
+    """CPU threads, always; None: a share of all, by the ``thread_board``."""
+    thread_board: str | None = None
     dies_with_parent: bool = False
     orphan_timeout_s: float | None = None
 
@@ -109,12 +112,16 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
     setup_logging()
     phase = PhaseFile(folder.phase)
     phase("starting")
-    threads = _budget(task.threads)
-    logger.info("worker %s: process %d, %d threads", task.worker_id, os.getpid(), threads)
+    note = _budget(task)
+
+    def on_phase(name: str) -> None:
+        phase(name)
+        note(name)
+
     try:
         module, _, name = task.entry.partition(":")
         entry: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        made = entry(**task.arguments, on_phase=phase)
+        made = entry(**task.arguments, on_phase=on_phase)
     except Exception as error:
         write_json(folder.failure, _failure(error))
         raise
@@ -136,16 +143,22 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
         close()
 
 
-def _budget(threads: int | None) -> int:
-    """Set and return how many threads an operation may use."""
+def _budget(task: Task) -> Callable[[str], None]:
+    """Set how many threads an operation may use; returns who wants to be told of each phase."""
     # The nursery has imported it; a process that only launches workers never does.
     import torch
 
-    if threads is not None:
+    name, pid = task.worker_id, os.getpid()
+    if task.threads is None and task.thread_board is not None:
+        budget = ThreadBudget(board=Path(task.thread_board))
+        logger.info("worker %s: process %d, its share of %d threads", name, pid, budget.total)
+        return budget.member().note
+    if task.threads is not None:
         # For the processes that the worker itself may start.
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
-    return torch.get_num_threads()
+        os.environ["OMP_NUM_THREADS"] = str(task.threads)
+        torch.set_num_threads(task.threads)
+    logger.info("worker %s: process %d, %d threads", name, pid, torch.get_num_threads())
+    return lambda name: None
 
 
 def _failure(error: Exception) -> dict[str, Any]:

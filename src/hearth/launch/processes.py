@@ -79,6 +79,7 @@ class ProcessLauncher:
         root = data_dir.expanduser().resolve()
         self._workers_dir = root / "workers"
         self._bucket_root = root / "buckets"
+        self._thread_board = root / "threads"
         self._die_with_parent = die_with_parent
         self._orphan_timeout_s = None if die_with_parent else orphan_timeout_s
         self._nursing = Nursing(
@@ -291,6 +292,7 @@ class ProcessLauncher:
         return Task(
             worker_id=worker_id, entry=entry, health_path=health_path,
             arguments={**arguments, "buckets": str(self._bucket_root)}, threads=threads,
+            thread_board=None if isinstance(spec, ExportSpec) else str(self._thread_board),
             working_dir=str(Path.cwd()), dies_with_parent=self._die_with_parent,
             orphan_timeout_s=self._orphan_timeout_s,
         )  # fmt: skip

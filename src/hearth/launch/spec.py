@@ -52,7 +52,7 @@ class TrainerSpec:
     allow_folders: bool = True
     """Whether a request may name another folder of this machine."""
     threads: int | None = None
-    """CPU threads of its own process; None leaves torch's choice. Unused inline."""
+    """CPU threads of its own process, always; None: its share of all cores. Unused inline."""
     trust_remote_code: bool = False
 
 

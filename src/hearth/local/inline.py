@@ -28,6 +28,7 @@ from hearth.launch.spec import (
     WorkerSpec,
 )
 from hearth.sync.store import MemoryBuckets
+from hearth.threads import ThreadBudget
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +39,12 @@ _NOT_INLINE = ("worker_id", "threads")
 class InlineWorker:
     """One trainer or deployment inside this process (``Worker``)."""
 
-    def __init__(self, spec: WorkerSpec, buckets: MemoryBuckets, watcher: Watcher) -> None:
+    def __init__(
+        self, spec: WorkerSpec, buckets: MemoryBuckets, watcher: Watcher, budget: ThreadBudget
+    ) -> None:
         self.spec = spec
         self.pid = None
+        self._threads = budget.member()
         self._buckets = buckets
         self._watcher = watcher
         self.phase = "starting"
@@ -76,6 +80,7 @@ class InlineWorker:
         close, self._close, self._app = self._close, None, None
         if close is not None:
             close()
+        self._threads.leave()
         self.has_ended.set()
 
     def _start(self) -> None:
@@ -84,6 +89,7 @@ class InlineWorker:
         except Exception as error:  # the boundary: its watcher must hear of it
             if not isinstance(error, HearthError):
                 logger.exception("worker %s did not start", self.spec.worker_id)
+            self._threads.leave()
             self.has_ended.set()
             if not self._stopping.is_set():
                 self._watcher.failed(self, ExitReport(reason=f"could not start: {error}"))
@@ -93,6 +99,7 @@ class InlineWorker:
 
     def _note(self, phase: str) -> None:
         self.phase = phase
+        self._threads.note(phase)
 
 
 class InlineLauncher:
@@ -102,6 +109,7 @@ class InlineLauncher:
 
     def __init__(self) -> None:
         self._buckets = MemoryBuckets()
+        self._budget = ThreadBudget()
         self._workers: list[InlineWorker] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -112,7 +120,7 @@ class InlineLauncher:
         Raises:
             ClosedError: the launcher was closed.
         """
-        worker = InlineWorker(spec, self._buckets, watcher)
+        worker = InlineWorker(spec, self._buckets, watcher, self._budget)
         with self._lock:
             if self._is_closed:
                 raise ClosedError("launcher must be open, got a call after close")

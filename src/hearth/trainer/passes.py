@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hearth.errors import NumericsError
 from hearth.losses import BuiltinObjective, GradientCounts, TokenBatch, gradient_counts
+from hearth.threads import refresh
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.packing import Example, Limits, MicroBatch, PackedBatch
 
@@ -168,6 +169,7 @@ class Pass:
         """Add one micro-batch's gradient; its logprobs, and what the gradient counts as."""
         is_live = _join(batch, self._active).any(dim=1)
         live, rest = is_live.nonzero().squeeze(1), (~is_live).nonzero().squeeze(1)
+        refresh()
         states = self.scorer.states(batch)
         scored = self._score_places(states, batch, live)
         logprobs = torch.zeros(batch.targets.shape)
@@ -191,6 +193,7 @@ class Pass:
 
     def _score_batch(self, batch: Batch) -> Tensor:
         """Logprobs [R, K] of all targets."""
+        refresh()
         every = torch.arange(batch.targets.shape[0])
         return self._score_places(self.scorer.states(batch), batch, every)
 

@@ -322,6 +322,26 @@ def test_a_watcher_that_fails_does_not_stop_the_engine(start):
     assert [len(one.token_ids) for one in drawn] == [3, 3]
 
 
+def test_the_engine_rests_before_its_last_answer_is_told(start):
+    """Whoever gets it may compute next, and then has all threads."""
+    engine = start()
+    phases = ["idle"]
+    engine.watch_phase(phases.append)
+    at_answers = []
+
+    def ask(max_tokens):
+        future = engine.submit(SampleRequest(prompt=[1], max_tokens=max_tokens, ignore_eos=True))
+        future.add_done_callback(lambda future: at_answers.append(phases[-1]))
+        return future
+
+    asked = [ask(200), ask(3)]
+    for future in asked:
+        future.result()
+    ask(1).result()
+
+    assert at_answers == ["sampling", "idle", "idle"]
+
+
 async def until(condition) -> None:
     async with asyncio.timeout(20):
         while not condition():

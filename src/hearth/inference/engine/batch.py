@@ -1,5 +1,6 @@
 """The running batch: prompts are prefilled into it, every step draws one token per row, and rows
-leave as they end. Owns rows, cache and prefilled prompts. One thread uses it.
+leave as they end. Owns rows, cache and prefilled prompts. One thread uses it, and says when futures
+are settled (``deliver``).
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Batch:
         self.stats = EngineStats()
         self._runner = runner
         self._serving = serving
+        self._ended: list[tuple[Running, SampledSequence | Exception]] = []
 
     @torch.inference_mode()
     def start(self, admission: Admission) -> None:
@@ -90,8 +92,7 @@ class Batch:
             self._fail(ready, error)
         for sequence in ready:
             if not sequence.draws:
-                settle(sequence.future, result=self._result(sequence, ([], [], []), "length"))
-                self.stats.finished += 1
+                self._finish(sequence, self._result(sequence, ([], [], []), "length"))
 
     @torch.inference_mode()
     def advance(self) -> None:
@@ -119,6 +120,20 @@ class Batch:
         self._free(range(len(running)))
         self.cache.clear()
         self._fail(running, error)
+
+    @property
+    def has_outcomes(self) -> bool:
+        """Whether something has ended that nobody was told of."""
+        return bool(self._ended)
+
+    def deliver(self) -> None:
+        """Settle the futures of what has ended."""
+        ended, self._ended = self._ended, []
+        for sequence, outcome in ended:
+            if isinstance(outcome, Exception):
+                settle(sequence.future, error=outcome)
+            else:
+                settle(sequence.future, result=outcome)
 
     def weights_changed(self) -> None:
         """Forget what the weights before computed, but for the caches of the rows that run.
@@ -179,8 +194,7 @@ class Batch:
             if isinstance(outcome, EngineError):
                 self._fail([sequence], outcome)
             else:
-                self.stats.finished += 1
-                settle(sequence.future, result=outcome)
+                self._finish(sequence, outcome)
 
     def _free(self, rows: Sequence[int]) -> None:
         if not rows:
@@ -227,7 +241,11 @@ class Batch:
             num_concurrent=max(1, sequence.num_concurrent),
         )
 
+    def _finish(self, sequence: Running, result: SampledSequence) -> None:
+        self.stats.finished += 1
+        self._ended.append((sequence, result))
+
     def _fail(self, sequences: Iterable[Running], error: Exception) -> None:
         for sequence in sequences:
             self.stats.failed += 1
-            settle(sequence.future, error=error)
+            self._ended.append((sequence, error))

@@ -42,6 +42,7 @@ from hearth.inference.engine.weights import Prepared, ServedWeights
 from hearth.inference.texts import text_decoder
 from hearth.models.loading import LoadedModel
 from hearth.sync.store import Snapshot
+from hearth.threads import refresh
 from hearth.wire.completions import RunningRequests
 
 logger = logging.getLogger(__name__)
@@ -281,11 +282,13 @@ class InferenceEngine:
             self._closing = True
             left = [*self._scheduler.waiting, *self._inbox]
         self._batch.fail_all(end)
+        self._batch.deliver()
         for sequence in left:
             settle(sequence.future, error=end)
         self._serving.close()
 
     def _step(self) -> None:
+        refresh()
         if self._loads and (self._loads[0].running_requests == "keep" or not self._batch.rows):
             self._tell_phase("load_snapshot")
             self._take(self._loads.popleft().item)
@@ -296,12 +299,14 @@ class InferenceEngine:
         if self._batch.rows:
             self._tell_phase("sampling")
             self._batch.advance()
+        if self._batch.has_outcomes:
+            # Whoever gets the last one may be the next to compute.
+            self._tell_rest()
+            self._batch.deliver()
 
     def _await_work(self) -> bool:
         """Wait until there is something to do and take in what came; False once closing."""
-        if not (self._batch.rows or self._scheduler.waiting or self._inbox):
-            is_loading = self._serving.state().stage == "loading"
-            self._tell_phase("load_snapshot" if is_loading else "idle")
+        self._tell_rest()
         with self._wake:
             if not self._has_work():
                 self._wake.wait_for(lambda: self._closing or self._has_work())
@@ -333,6 +338,12 @@ class InferenceEngine:
         while len(self._inbox) > seen and not self._closing and time.perf_counter() < end_s:
             seen = len(self._inbox)
             self._wake.wait(self.options.gather_s)
+
+    def _tell_rest(self) -> None:
+        """Say that nothing is computed, if that is so."""
+        if not (self._batch.rows or self._scheduler.waiting or self._inbox):
+            is_loading = self._serving.state().stage == "loading"
+            self._tell_phase("load_snapshot" if is_loading else "idle")
 
     def _tell_phase(self, phase: Phase) -> None:
         if phase == self._phase:

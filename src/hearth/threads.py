@@ -1,0 +1,153 @@
+"""One budget of CPU threads for all workers of a platform.
+
+Two workers that compute at once, each with a thread on every core, wait for each other's cores in
+every parallel loop, and are slower than one after the other. So who computes alone has all threads,
+and who computes beside others has a share. Shares are looked up when an operation begins and amid
+it (``refresh``): in every decoding step, in every layer of a forward or backward pass.
+
+Who computes stands on a board: one record per worker, in memory where the workers are threads of
+one process, in a file where they are processes. A worker that died does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+RESTING = frozenset({"idle", "load_snapshot"})
+"""Phases that need no threads: nothing is computed, or one thread copies."""
+_RECORDS = 64
+_PID, _COMPUTES = 0, 1
+
+_this = threading.local()
+
+
+class ThreadBudget:
+    """``total`` threads (by default torch's own number), split among those who compute.
+
+    ``board`` is a file that all processes of the budget name; None keeps the board in memory.
+    """
+
+    def __init__(self, total: int | None = None, board: Path | None = None) -> None:
+        import torch  # here, so that a process that only launches workers does without
+
+        self.total = total or torch.get_num_threads()
+        self._set, self._get = torch.set_num_threads, torch.get_num_threads
+        self._lock = threading.Lock()
+        self._descriptor = _open_board(board) if board is not None else None
+        size = _RECORDS * 2 * np.dtype(np.int32).itemsize
+        memory = mmap.mmap(-1 if self._descriptor is None else self._descriptor, size)
+        self._records = np.frombuffer(memory, np.int32).reshape(_RECORDS, 2)
+
+    def member(self) -> Member:
+        """A record on the board, until ``Member.leave`` or the process's end."""
+        with self._locked():
+            for number, (pid, _) in enumerate(self._records):
+                if pid == 0 or not _is_alive(int(pid)):
+                    self._records[number] = os.getpid(), 0
+                    return Member(self, number)
+        logger.warning("more than %d workers: one more is not in the budget of threads", _RECORDS)
+        return Member(self, None)
+
+    def note(self, number: int, *, computes: bool) -> None:
+        """Write down whether a member computes."""
+        self._records[number, _COMPUTES] = computes
+
+    def free(self, number: int) -> None:
+        """Give a member's record to whoever comes next."""
+        self._records[number] = 0, 0
+
+    def share(self, number: int | None) -> int:
+        """The threads of a member that computes: at least one, and all if nobody else does."""
+        if number is None:
+            return self.total
+        own = os.getpid()
+        busy = [
+            int(one)
+            for one in self._records[:, _COMPUTES].nonzero()[0]
+            if self._records[one, _PID] == own or _is_alive(int(self._records[one, _PID]))
+        ]
+        if number not in busy:
+            return self.total
+        each, left = divmod(self.total, len(busy))
+        return max(1, each + (busy.index(number) < left))
+
+    def use(self, threads: int) -> None:
+        """Have this thread's operations use so many threads from now on."""
+        if self._get() != threads:
+            self._set(threads)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            if self._descriptor is None:
+                yield
+                return
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+
+class Member:
+    """One worker's place in a budget."""
+
+    def __init__(self, budget: ThreadBudget, number: int | None) -> None:
+        self._budget = budget
+        self.number = number
+        """Of its record on the board; None when it has none."""
+
+    def note(self, phase: str) -> None:
+        """``phase`` begins; to be called on the thread that computes, and before anyone is told
+        that an operation has ended: whoever is told may be the next to compute."""
+        computes = phase not in RESTING
+        _this.member = self if computes else None
+        if self.number is not None:
+            self._budget.note(self.number, computes=computes)
+        self.take_share()
+
+    def take_share(self) -> None:
+        """Use what is this member's share now."""
+        self._budget.use(self._budget.share(self.number))
+
+    def leave(self) -> None:
+        """Be no longer on the board."""
+        number, self.number = self.number, None
+        if number is not None:
+            self._budget.free(number)
+
+
+def refresh() -> None:
+    """Use this thread's share as it is now; nothing outside a budget's members."""
+    member: Member | None = getattr(_this, "member", None)
+    if member is not None:
+        member.take_share()
+
+
+def _open_board(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    size = _RECORDS * 2 * np.dtype(np.int32).itemsize
+    if os.fstat(descriptor).st_size < size:
+        os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

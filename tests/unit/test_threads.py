@@ -1,0 +1,166 @@
+"""The budget of CPU threads: shares by who computes now, in one process and across processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hearth.threads import Member, ThreadBudget, refresh
+
+
+@pytest.fixture(autouse=True)
+def unchanged() -> Iterator[None]:
+    """Other tests have the threads that they had."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Worker:
+    """A thread that is told its phases, as an engine's own thread is; daemon, joined by ``end``."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self._asked: list[tuple[str, threading.Event]] = []
+        self._wake = threading.Condition()
+        self.threads = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def note(self, phase: str) -> int:
+        """Enter a phase, or with "" only look again; the threads that it has then."""
+        done = threading.Event()
+        with self._wake:
+            self._asked.append((phase, done))
+            self._wake.notify()
+        assert done.wait(30)
+        return self.threads
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: bool(self._asked))
+                phase, done = self._asked.pop(0)
+            if phase:
+                self.member.note(phase)
+            else:
+                refresh()
+            self.threads = torch.get_num_threads()
+            done.set()
+
+
+@pytest.mark.parametrize(("total", "shares"), [(8, (4, 4)), (3, (2, 1)), (2, (1, 1)), (1, (1, 1))])
+def test_who_is_alone_has_all_threads_and_who_is_not_a_share(
+    total: int, shares: tuple[int, int]
+) -> None:
+    budget = ThreadBudget(total)
+    trainer, sampler = Worker(budget.member()), Worker(budget.member())
+
+    assert trainer.note("forward_backward") == total
+    assert sampler.note("sampling") == shares[1]
+    assert trainer.note("") == shares[0]
+    trainer.note("idle")
+    assert sampler.note("") == total
+
+
+def test_loading_a_snapshot_takes_no_share() -> None:
+    budget = ThreadBudget(2)
+    trainer, sampler = Worker(budget.member()), Worker(budget.member())
+
+    sampler.note("load_snapshot")
+
+    assert trainer.note("forward_backward") == 2
+
+
+def test_more_workers_than_threads_have_one_each() -> None:
+    budget = ThreadBudget(2)
+    workers = [Worker(budget.member()) for _ in range(5)]
+    for worker in workers:
+        worker.note("sampling")
+
+    assert [worker.note("") for worker in workers] == [1] * 5
+
+
+def test_who_has_left_counts_no_longer() -> None:
+    budget = ThreadBudget(2)
+    trainer, sampler = Worker(budget.member()), Worker(budget.member())
+    trainer.note("forward_backward")
+    sampler.note("sampling")
+
+    trainer.member.leave()
+
+    assert sampler.note("") == 2
+
+
+def test_whoever_rests_leaves_the_process_its_threads() -> None:
+    """Threads that are made later take torch's number of then."""
+    budget = ThreadBudget(4)
+    trainer, sampler = Worker(budget.member()), Worker(budget.member())
+    trainer.note("forward_backward")
+    assert sampler.note("sampling") == 2
+
+    assert sampler.note("idle") == 4
+    assert trainer.note("idle") == 4
+
+
+def test_a_thread_outside_a_budget_keeps_its_number() -> None:
+    torch.set_num_threads(3)
+
+    refresh()
+
+    assert torch.get_num_threads() == 3
+
+
+def test_a_full_board_takes_no_part(caplog: pytest.LogCaptureFixture) -> None:
+    budget = ThreadBudget(2)
+    for _ in range(64):
+        budget.member().note("sampling")
+
+    budget.member().note("sampling")
+
+    assert "not in the budget" in caplog.text
+    assert torch.get_num_threads() == 2
+
+
+OTHER = """
+import sys
+from pathlib import Path
+from hearth.threads import ThreadBudget
+import torch
+member = ThreadBudget(2, Path(sys.argv[1])).member()
+for line in sys.stdin:
+    member.note(line.strip())
+    print(torch.get_num_threads(), flush=True)
+"""
+
+
+def test_processes_share_by_a_file_and_a_dead_one_does_not_count(tmp_path: Path) -> None:
+    board = tmp_path / "threads"
+    own = ThreadBudget(2, board).member()
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(board)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, bufsize=1, env=os.environ | {"OMP_NUM_THREADS": "2"},
+    ) as other:  # fmt: skip
+        assert other.stdin is not None
+        assert other.stdout is not None
+
+        other.stdin.write("sampling\n")
+        assert other.stdout.readline() == "2\n"
+        own.note("forward_backward")
+        assert torch.get_num_threads() == 1
+        other.stdin.write("sampling\n")
+        assert other.stdout.readline() == "1\n"
+
+        other.kill()
+        other.wait()
+
+    refresh()
+    assert torch.get_num_threads() == 2
+    assert ThreadBudget(2, board).member().number == 1, "the dead process's record is free again"

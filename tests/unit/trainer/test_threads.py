@@ -1,0 +1,87 @@
+"""The number of threads is a matter of speed: an update has the same bits whatever it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hearth.threads import ThreadBudget
+from hearth.trainer.engine import TrainerEngine
+from hearth.wire.tinker import AdamParams, DatumRecord
+
+RandomData = Callable[..., list[DatumRecord]]
+MakeEngine = Callable[..., TrainerEngine]
+
+
+@pytest.fixture(autouse=True)
+def unchanged() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def large(random_data: RandomData) -> Sequence[DatumRecord]:
+    """Enough tokens for every loop to be cut among threads."""
+    return random_data(count=60, longest=90)
+
+
+def updated(make_engine: MakeEngine, data: Sequence[DatumRecord], folder: Path) -> dict[str, bytes]:
+    """The weights and moments after two updates, bit by bit."""
+    engine = make_engine()
+    model = engine.create_model(None)
+    for _ in range(2):
+        engine.forward_backward(model, data, "cross_entropy", {})
+        engine.optim_step(model, AdamParams(learning_rate=1e-2, grad_clip_norm=1.0))
+    engine.save_state(model, "after", overwrite=True)
+    files = sorted((folder / "checkpoints" / "after" / "data").glob("*.safetensors"))
+    tensors = {name: one for file in files for name, one in load_file(file).items()}
+    return {name: one.numpy().tobytes() for name, one in tensors.items()}
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_an_update_has_the_same_bits_on_any_number_of_threads(
+    make_engine: MakeEngine, random_data: RandomData, tmp_path: Path, threads: int
+) -> None:
+    data = large(random_data)
+    torch.set_num_threads(1)
+    alone = updated(make_engine, data, tmp_path)
+    torch.set_num_threads(threads)
+
+    assert updated(make_engine, data, tmp_path) == alone
+
+
+def test_an_update_has_the_same_bits_while_its_share_of_threads_changes(
+    make_engine: MakeEngine, random_data: RandomData, tmp_path: Path
+) -> None:
+    data = large(random_data)
+    torch.set_num_threads(1)
+    alone = updated(make_engine, data, tmp_path)
+    budget = ThreadBudget(2)
+    trainer, sampler = budget.member(), budget.member()
+    assert sampler.number is not None
+    stop = threading.Event()
+    seen: set[int] = set()
+
+    def come_and_go() -> None:
+        while not stop.wait(1e-4):
+            for computes in (True, False):
+                budget.note(sampler.number or 0, computes=computes)
+                seen.add(budget.share(trainer.number))
+
+    other = threading.Thread(target=come_and_go, daemon=True)
+    other.start()
+    try:
+        trainer.note("forward_backward")
+        found = updated(make_engine, data, tmp_path)
+    finally:
+        stop.set()
+        other.join()
+        trainer.note("idle")
+
+    assert seen == {1, 2}
+    assert found == alone
