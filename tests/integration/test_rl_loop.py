@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from hearth.errors import ConfigError
 from hearth.losses.catalog import POLICY_LOSSES
+from hearth.trainer.logprobs import TargetScorer
 from training.quickstart import MODEL
 from training.utils import DeployConfig, TISConfig, TrainerConfig
 
@@ -111,6 +112,21 @@ def test_the_trainers_own_loss_and_the_clients_closure_take_the_same_step(trial,
     builtin = trial(loss_path="builtin", **common)
 
     assert difference(client.weights(), builtin.weights()) < 1e-3
+
+
+def test_the_trainers_own_loss_goes_backward_through_the_pass_that_scored_the_policy(
+    trial, monkeypatch
+):
+    passes = []
+    states = TargetScorer.states
+    monkeypatch.setattr(
+        TargetScorer, "states", lambda self, batch: passes.append(batch) or states(self, batch)
+    )
+
+    run = trial(loss_path="builtin", reward_fn=spread, max_rows=4)
+
+    assert run.summary.steps == 2
+    assert len(passes) == 2
 
 
 def test_training_in_pieces_takes_the_same_step_as_in_one(trial):

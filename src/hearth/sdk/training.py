@@ -197,7 +197,7 @@ class FiretitanTrainingClient:
         self.supports_router_replay = False
         """Whether the model sends tokens to experts, and to those of a ``RoutedModelInput``."""
         self.keeps_graphs = False
-        """Whether the trainer keeps a forward pass for the backward pass of a custom loss."""
+        """Whether the trainer keeps a forward pass for a later backward pass."""
         self._http = http
         self._max_chunk_datums = max_chunk_datums
         self.stream = OperationStream(http, model_id, revival=revival)
@@ -216,22 +216,34 @@ class FiretitanTrainingClient:
 
     def forward(
         self, data: Sequence[tinker.Datum], loss_fn: str = "cross_entropy",
-        loss_fn_config: dict[str, Any] | None = None,
+        loss_fn_config: dict[str, Any] | None = None, *, graph: str | None = None,
     ) -> APIFuture[tinker.ForwardBackwardOutput]:  # fmt: skip
-        """Logprobs of every datum's targets (``loss_fn_outputs[i]["logprobs"]``), no gradient."""
+        """Logprobs of every datum's targets (``loss_fn_outputs[i]["logprobs"]``), no gradient.
+
+        The trainer keeps the pass under the name ``graph``, if it can, as far as one micro-batch
+        goes: a ``forward_backward`` on the same texts that names it, before the weights change,
+        computes no second forward pass.
+        """
         return start(
-            self._in_turn(lambda: self._post_data("forward", data, loss_fn, loss_fn_config))
+            self._in_turn(
+                lambda: self._post_data("forward", data, loss_fn, loss_fn_config, graph=graph)
+            )
         )
 
     def forward_backward(
         self, data: Sequence[tinker.Datum], loss_fn: str = "cross_entropy",
-        loss_fn_config: dict[str, Any] | None = None,
+        loss_fn_config: dict[str, Any] | None = None, *, graph: str | None = None,
     ) -> APIFuture[tinker.ForwardBackwardOutput]:  # fmt: skip
-        """Run a built-in objective on the trainer and add its gradient to what has accumulated."""
+        """Run a built-in objective on the trainer and add its gradient to what has accumulated.
+
+        ``graph`` is that of ``forward``; where it is gone, everything is computed.
+        """
         self._refuse_when_frozen("forward_backward")
         return start(
             self._in_turn(
-                lambda: self._post_data("forward_backward", data, loss_fn, loss_fn_config)
+                lambda: self._post_data(
+                    "forward_backward", data, loss_fn, loss_fn_config, graph=graph
+                )
             )
         )
 
@@ -387,7 +399,7 @@ class FiretitanTrainingClient:
             body: dict[str, Any] = {
                 f"{operation}_input": content, "tensor_encoding": TENSOR_ENCODING,
             }  # fmt: skip
-            if graph is not None:
+            if graph is not None and self.keeps_graphs:
                 body["graph"] = f"{graph}-{number}"
             accepted.append(await self.stream.submit(operation, body))
         return accepted
@@ -410,7 +422,7 @@ class FiretitanTrainingClient:
     ) -> tinker.ForwardBackwardOutput:
         config = {"temperature": temperature} if temperature != 1.0 else None
         bare = [_scoring_datum(datum) for datum in data]
-        graph = uuid.uuid4().hex[:12] if self.keeps_graphs else None
+        graph = uuid.uuid4().hex[:12]
         async with self.stream.turn:
             scored = await self._collect(
                 await self._post_data("forward", bare, "cross_entropy", config, graph=graph)

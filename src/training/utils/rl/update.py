@@ -31,6 +31,9 @@ from training.utils.rl.parity import logprob_gaps, parity_metrics
 from training.utils.rl.platform import RunInfra
 from training.utils.rl.policy_losses import LossFunction, make_policy_loss_fn
 
+OLD_POLICY = "old-policy"
+"""Under which the trainer keeps the pass that scored the policy before a batch."""
+
 
 class UpdateConfig(ObjectiveConfig, Protocol):
     """The settings of a recipe that shape an update."""
@@ -86,11 +89,13 @@ class PolicyUpdate:
         """Add the policy loss's gradient of some groups; between minibatches step the optimizer."""
         samples = samples_of(piece)
         await self._score_reference(samples)
-        if self._config.ppo_n_minibatches > 1 or self._config.runs_builtin_loss:
+        if self._config.ppo_n_minibatches > 1:
             await self._score_old_policy(samples)
         minibatches = chunks(samples, math.ceil(len(samples) / self._config.ppo_n_minibatches))
         for number, minibatch in enumerate(minibatches, start=1):
             for part in chunks(minibatch, self._config.max_samples_per_fwd_bwd):
+                if self._config.runs_builtin_loss and self._config.ppo_n_minibatches == 1:
+                    await self._score_old_policy(part)
                 with self._clock.span("perf/fwd_bwd_time"):
                     result = await self._policy_gradient(part)
                 self.results.append((len(part), result.metrics))
@@ -138,8 +143,9 @@ class PolicyUpdate:
         if config.runs_builtin_loss:
             call = builtin_call(objective, config.policy_loss, tis, samples)
             return await policy.forward_backward(
-                call.data, call.loss_fn, call.loss_fn_config | {"temperature": config.temperature}
-            )
+                call.data, call.loss_fn, call.loss_fn_config | {"temperature": config.temperature},
+                graph=OLD_POLICY,
+            )  # fmt: skip
         loss_fn = make_policy_loss_fn(
             config.policy_loss,
             advantages=[one.advantage for one in samples],
@@ -172,14 +178,16 @@ class PolicyUpdate:
     async def _score_old_policy(self, samples: Sequence[TrainSample]) -> None:
         """Give every sample the policy's logprobs before this batch moves it.
 
-        Without minibatches nothing moves in between: the loss then takes the policy's own logprobs
-        as the old ones, which is the same numbers for one forward less.
+        Without minibatches nothing moves in between. A loss of ours then takes the policy's own
+        logprobs as the old ones, and one inside the trainer goes backward through this very pass.
         """
         with self._clock.span("perf/old_policy_forward_time"):
             scored = await self._infra.policy.inner.forward(
-                [one.datum for one in samples], "cross_entropy",
+                [one.datum for one in samples],
+                "cross_entropy",
                 {"temperature": self._config.temperature},
-            )  # fmt: skip
+                graph=OLD_POLICY if self._config.ppo_n_minibatches == 1 else None,
+            )
         rows = [output["logprobs"].data for output in scored.loss_fn_outputs]
         for sample, row in zip(samples, rows, strict=True):
             sample.old_logprobs = row
