@@ -4,8 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 LOG_PATH ?= runs/quickstart
+TRL := .venv-trl
+# The folder with the other systems' scripts.
+BENCH ?= ../shared/bench
 
-.PHONY: demo test check format clean
+.PHONY: demo test check bench format clean
 
 demo: $(VENV)/.runtime  ## Train the shipped model with GRPO and show it before and after.
 	$(BIN)/hearth quickstart --log-path $(LOG_PATH)
@@ -24,8 +27,11 @@ format: $(VENV)/.dev  ## Rewrite the files as ruff wants them.
 	$(BIN)/ruff check --fix src tests tools benchmarks
 	$(BIN)/ruff format src tests tools benchmarks
 
+bench: $(VENV)/.dev $(TRL)/.installed  ## Compare one GRPO step with TRL's and a hand-written loop's.
+	$(BIN)/python benchmarks/compare.py --bench $(BENCH) --trl-python $(TRL)/bin/python
+
 clean:  ## Remove what the other targets made, runs excepted.
-	rm -rf $(VENV) build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRL) build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and pinned: with it in place nothing pulls another build of it.
 $(VENV)/.runtime: pyproject.toml constraints.txt
@@ -37,4 +43,11 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.runtime
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	touch $@
+
+# In an environment of its own, so that what TRL wants changes nothing of ours.
+$(TRL)/.installed: benchmarks/trl.txt constraints.txt
+	$(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/pip --disable-pip-version-check --quiet install -c constraints.txt torch
+	$(TRL)/bin/pip --disable-pip-version-check --quiet install -c constraints.txt -r benchmarks/trl.txt
 	touch $@

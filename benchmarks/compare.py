@@ -5,6 +5,7 @@ TRL's ``GRPOTrainer`` (in an environment of its own), a hand-written plain-PyTor
 and Hearth's recipe. They run one after the other, round after round; every figure is the median of
 its rounds. One whose script or environment is missing is left out, and said.
 
+    make bench
     python benchmarks/compare.py --bench FOLDER [--trl-python PYTHON] [--rounds 5] [--only NAME ...]
 """
 
@@ -18,13 +19,27 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import orjson
-from workload import processor
+from workload import processor, sgemm_gflops
 
 HERE = Path(__file__).parent
+HEADING = """\
+## One GRPO step against TRL and a hand-written loop
+
+    make bench
+
+The same model, prompts, reward and numbers of samples for all: 8 prompts of 8 completions a step,
+float32, 2 threads, AdamW; models of 0.8 M (1m) and 3.2 M (3m) parameters. The *floor* is a plain
+PyTorch loop without platform, recipe or checks; with prompts of 222 tokens it computes each prompt
+once. Each run is a process of its own, in turn, A B C A B C; of a run's steps after the warm-up the
+faster half counts, and every figure is the median of the rounds. *x of it* is Hearth's samples/s
+over the system's, the median of the rounds' ratios; *least* is the smallest of them. *x in tokens*
+is the same in drawn tokens/s, where policies that learn differently draw different lengths.
+"""
 WORKLOADS: dict[str, tuple[str, ...]] = {
     "3m fixed 64": ("--model", "3m", "--fixed-len"),
     "3m ragged to 256": ("--model", "3m", "--max-new", "256"),
@@ -32,6 +47,9 @@ WORKLOADS: dict[str, tuple[str, ...]] = {
     "3m vocabulary 4096": ("--model", "3m", "--fixed-len", "--vocab", "4096"),
     "3m prompt of 222": ("--model", "3m", "--fixed-len", "--prompt-pad", "200"),
 }
+STEPS = {"3m ragged to 256": 4, "1m ragged 64": 12}
+"""Where a step is much longer or shorter than elsewhere."""
+USUAL_STEPS = 6
 SHARES_PREFIX = ("3m prompt of 222",)
 """Where the floor is faster with each prompt computed once."""
 TIMEOUT_S = 900.0
@@ -54,7 +72,7 @@ class Contender:
                 return f"{path} is not there"
         return None
 
-    def run(self, workload: str, steps: int) -> Result:
+    def run(self, workload: str, steps: int | None) -> Result:
         """One run in a process of its own.
 
         Raises:
@@ -62,6 +80,7 @@ class Contender:
         """
         extra = ("--share-prefix",) if self.name == "floor" and workload in SHARES_PREFIX else ()
         extra += ("--json",) if self.name == "hearth" else ()
+        steps = steps or STEPS.get(workload, USUAL_STEPS)
         command = [
             self.python, str(self.script), *WORKLOADS[workload], "--steps", str(steps), *extra,
         ]  # fmt: skip
@@ -114,27 +133,43 @@ def measure(asked: argparse.Namespace) -> dict[str, dict[str, list[Result]]]:
 def table(found: Mapping[str, Mapping[str, list[Result]]]) -> str:
     """Medians, and Hearth's ratios to the others: the median of the rounds' ratios."""
     lines = [
-        "| workload | system | samples/s | x of it | generated tokens/s | generate s "
-        "| forward and backward s | step s | tokens a sample | MiB |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| workload | system | samples/s | x of it | least | x in tokens | generated tokens/s "
+        "| generate s | forward and backward s | step s | tokens a sample | MiB |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for workload, systems in found.items():
         for name, results in systems.items():
-            pairs = zip(systems.get("hearth", []), results, strict=True)
-            ratio = statistics.median(
-                ours["samples_per_s"] / theirs["samples_per_s"] for ours, theirs in pairs
-            )
+            pairs = list(zip(systems.get("hearth", results), results, strict=True))
+            ratios = [ours["samples_per_s"] / theirs["samples_per_s"] for ours, theirs in pairs]
+            in_tokens = statistics.median(_tokens_per_s(a) / _tokens_per_s(b) for a, b in pairs)
 
             def median(key: str, results: list[Result] = results) -> float:
                 return statistics.median(one[key] for one in results)
 
             lines.append(
-                f"| {workload} | {name} | {median('samples_per_s'):.1f} | {ratio:.2f} "
+                f"| {workload} | {name} | {median('samples_per_s'):.1f} "
+                f"| {statistics.median(ratios):.2f} | {min(ratios):.2f} | {in_tokens:.2f} "
                 f"| {median('gen_tokens_per_s'):,.0f} | {median('generate_s'):.3f} "
                 f"| {median('fwd_bwd_s'):.3f} | {median('step_s'):.3f} "
                 f"| {median('mean_len'):.1f} | {median('peak_rss_mib'):,.0f} |"
             )
     return "\n".join(lines)
+
+
+def _tokens_per_s(result: Result) -> float:
+    """Drawn tokens over the whole step."""
+    return result["samples_per_s"] * result["mean_len"]
+
+
+def versions(python: str) -> str:
+    """What the environments have installed."""
+    names = ("torch", "transformers")
+    found = [f"{name} {metadata.version(name)}" for name in names]
+    asked = [python, "-c", "from importlib import metadata; print(metadata.version('trl'))"]
+    if Path(python).exists():
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+        found.append(f"TRL {done.stdout.strip() or 'not installed'}")
+    return ", ".join(found)
 
 
 def command() -> None:
@@ -143,11 +178,18 @@ def command() -> None:
     parser.add_argument("--bench", default="../shared/bench", help="the other systems' scripts")
     parser.add_argument("--trl-python", default=".venv-trl/bin/python")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, help="of each run; by default 4 to 12")
     parser.add_argument("--only", nargs="*", choices=list(WORKLOADS))
     asked = parser.parse_args()
-    sys.stdout.write(f"{processor()}, load {os.getloadavg()[0]:.1f} at the start\n")
-    sys.stdout.write(f"{table(measure(asked))}\n")
+    began = time.perf_counter()
+    load, sgemm = os.getloadavg()[0], sgemm_gflops()
+    found = measure(asked)
+    sys.stdout.write(
+        f"{HEADING}\n{processor()}, {sgemm:.0f} GFLOP/s of sgemm before and {sgemm_gflops():.0f} "
+        f"after; {versions(asked.trl_python)}; load average {load:.1f} at the start. "
+        f"{asked.rounds} rounds, {(time.perf_counter() - began) / 60:.0f} minutes.\n\n"
+        f"{table(found)}\n"
+    )
 
 
 if __name__ == "__main__":
