@@ -59,6 +59,7 @@ class ShapeEntry:
     dtype: Literal["float32", "bfloat16"] | None = None
     device: str | None = None
     micro_batch_tokens: _Positive | None = None
+    recompute_above: _Positive | None = None
     threads: _Positive | None = None
 
     @property

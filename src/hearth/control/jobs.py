@@ -288,6 +288,7 @@ class Jobs:
             device=values.text("device"),
             max_seq_len=body.training_config.max_context_length,
             micro_batch_tokens=values.count("micro_batch_tokens") or 16384,
+            recompute_above=values.count("recompute_above"),
             keep_checkpoints=values.count("keep_checkpoints"),
             threads=values.count("threads") or self._means.trainer_threads,
             keep_snapshots=self._means.keep_snapshots,

@@ -43,6 +43,8 @@ class TrainerSpec:
     """None takes the GPU where there is one."""
     max_seq_len: int | None = None
     micro_batch_tokens: int = 16384
+    recompute_above: int | None = None
+    """Passes of more tokens than this compute activations again; None never does."""
     keep_checkpoints: int | None = None
     """Resumable checkpoints to keep, the newest; None keeps all."""
     keep_snapshots: int | None = None

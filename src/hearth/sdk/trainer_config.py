@@ -45,6 +45,7 @@ class TrainerJobConfig:
     dtype: str | None = None
     device: str | None = None
     micro_batch_tokens: int | None = None
+    recompute_above: int | None = None
     extra_values: dict[str, Any] | None = None
 
     @property
@@ -69,7 +70,10 @@ class TrainerJobConfig:
             raise ConfigError(f"lora_rank must be >= 0, got {self.lora_rank}")
         if not self.learning_rate >= 0:
             raise ConfigError(f"learning_rate must be >= 0, got {self.learning_rate}")
-        for name in ("max_context_length", "node_count", "accelerator_count", "micro_batch_tokens"):
+        for name in (
+            "max_context_length", "node_count", "accelerator_count", "micro_batch_tokens",
+            "recompute_above",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be >= 1, got {value}")
@@ -98,6 +102,7 @@ class TrainerJobConfig:
             "dtype": self.dtype,
             "device": self.device,
             "micro_batch_tokens": self.micro_batch_tokens,
+            "recompute_above": self.recompute_above,
         }
         values = {name: value for name, value in own.items() if value is not None}
         return TrainerJob(

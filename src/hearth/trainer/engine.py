@@ -57,6 +57,10 @@ class TrainerOptions:
     """Most padded tokens of one forward pass; a longer datum gets a pass of its own."""
     logit_budget: int = DEFAULT_LOGIT_BUDGET
     """Most logits (tokens times vocabulary) in memory at one time."""
+    recompute_above: int | None = None
+    """Forward passes of more tokens than this keep only what enters each layer, and the backward
+    pass computes the rest again (activation checkpointing): a third more arithmetic for a fraction
+    of the memory. None never does."""
     forward_only: bool = False
     """Refuse every operation that trains."""
     attn_implementation: str | None = None
@@ -96,7 +100,8 @@ class TrainerEngine:
     """Trains at most one policy; frozen models beside it only run ``forward``.
 
     The base weights are loaded at once, so that a bad model fails here. ``other_checkpoints`` gives
-    the checkpoint folder of another job's id; by default folders of jobs are siblings.
+    the checkpoint folder of another job's id; by default folders of jobs are siblings. ``load``
+    makes the base weights, a new copy at each call; None reads them from ``source``.
 
     Raises:
         ConfigError: the model cannot be loaded or trained, or an option breaks its rule.
@@ -106,7 +111,7 @@ class TrainerEngine:
         self, source: str | Path, *, name: str | None = None, snapshots: SnapshotStore,
         checkpoint_dir: Path, options: TrainerOptions | None = None,
         other_checkpoints: Callable[[str], Path] | None = None,
-        adapters: AdapterShelf | None = None,
+        adapters: AdapterShelf | None = None, load: Callable[[], LoadedModel] | None = None,
     ) -> None:  # fmt: skip
         self.source = str(source)
         self.name = name or self.source
@@ -118,16 +123,19 @@ class TrainerEngine:
         self._folder_of_job = other_checkpoints or (lambda job: checkpoint_dir.parent / job)
         self._adapters = adapters or AdapterShelf()
         self._closing: list[Callable[[], None]] = []
-        if self.options.micro_batch_tokens < 1:
-            raise ConfigError(
-                f"micro_batch_tokens must be >= 1, got {self.options.micro_batch_tokens}"
-            )
+        self._load = load or self._load_source
+        for name in ("micro_batch_tokens", "recompute_above"):
+            value = getattr(self.options, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be >= 1, got {value}")
         base = self._load()
         self.architecture = str(base.config.model_type)
         self._limits = _limits(base, self.options.max_seq_len)
         first = [base]
         self._residents = Residents(
-            lambda: first.pop() if first else self._load(), logit_budget=self.options.logit_budget
+            lambda: first.pop() if first else self._load(),
+            logit_budget=self.options.logit_budget,
+            recompute_above=self.options.recompute_above,
         )
         self._has_told_dense = False
         self._graph: tuple[str, KeptGraph] | None = None
@@ -434,7 +442,7 @@ class TrainerEngine:
             logger.warning("trainer %s: model %s makes room for another", self.name, model_id)
             self._residents.remove(model_id)
 
-    def _load(self) -> LoadedModel:
+    def _load_source(self) -> LoadedModel:
         options = self.options
         return load_model(
             self.source, name=self.name, dtype=options.dtype, device=options.device,

@@ -17,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from hearth.errors import ConfigError
 from hearth.kernels.training import score
 from hearth.models.loading import LoadedModel
+from hearth.models.packed import PackedDecoder
+from hearth.models.recompute import recomputing
 from hearth.models.routing import find_routers
-from hearth.trainer.packed import PackedDecoder
+from hearth.trainer.packed_module import PackedModule
 from hearth.trainer.packing import (
     Example,
     Limits,
@@ -27,6 +29,7 @@ from hearth.trainer.packing import (
     micro_batches,
     packed_batches,
 )
+from hearth.trainer.segments import Kernel
 
 DEFAULT_LOGIT_BUDGET = 2**26
 """Most logits at one time: 256 MiB in float32."""
@@ -39,22 +42,27 @@ class TargetScorer:
     """Scores targets under a model, in chunks of at most ``logit_budget`` logits.
 
     Works for any head (tied, biased, adapted by LoRA) and the known ways of shaping logits after
-    it; a head that does more is found out and refused.
+    it; a head that does more is found out and refused. Batches of more rows than
+    ``recompute_above`` forget within layers (``recomputing``); ``kernel`` is ``PackedModule``'s.
 
     Raises:
         ConfigError: the model's logits are not its head on its last hidden states, or the budget
             is too small for 32 rows of the vocabulary.
     """
 
-    def __init__(self, loaded: LoadedModel, *, logit_budget: int = DEFAULT_LOGIT_BUDGET) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, logit_budget: int = DEFAULT_LOGIT_BUDGET,
+        recompute_above: int | None = None, kernel: Kernel | None = None,
+    ) -> None:  # fmt: skip
         self._module: Any = loaded.module
+        self._recompute_above = recompute_above
         self._backbone: Any = self._module.base_model
         self._shape = _logit_shape(loaded.config.get_text_config())
         self._chunk_rows = max(2 * _MIN_ROWS, logit_budget // loaded.vocab_size)
         self._device = loaded.device
         self._check(loaded)
         self._routers = find_routers(loaded)
-        self._packed = PackedDecoder.of(loaded)
+        self._packed = PackedDecoder.of(loaded) or PackedModule.of(loaded, kernel)
         self.routing = None if self._routers is None else self._routers.shape
         """What its routers choose from; None for a dense model."""
 
@@ -86,10 +94,15 @@ class TargetScorer:
         Padded rows are padded on the right and need no mask: attention is causal, so a token never
         sees the padding behind it.
         """
+        limit = self._recompute_above
+        recompute = limit is not None and batch.num_rows > limit
         if isinstance(batch, PackedBatch):
             assert self._packed is not None, "nobody else packs"
-            return self._packed.states(batch.tokens, batch.positions, batch.tree)
-        return self._padded_states(batch.input_ids)
+            return self._packed.states(
+                batch.tokens, batch.positions, batch.tree, recompute=recompute
+            )
+        with recomputing(self._module) if recompute else contextlib.nullcontext():
+            return self._padded_states(batch.input_ids)
 
     def _padded_states(self, input_ids: Tensor) -> Tensor:
         output = self._backbone(input_ids=input_ids.to(self._device), use_cache=False)
@@ -119,7 +132,7 @@ class TargetScorer:
 
     def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
         logits = self._logits(hidden)
-        if self._packed is not None and targets.shape[1] == 1:
+        if isinstance(self._packed, PackedDecoder) and targets.shape[1] == 1:
             return score(logits, targets[:, 0].contiguous(), temperature)[:, None]
         if temperature != 1.0:
             logits = logits / temperature

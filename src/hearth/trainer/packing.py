@@ -19,12 +19,10 @@ from torch import Tensor
 from hearth.errors import ConfigError, RequestError
 from hearth.kernels.tree import Tree
 from hearth.losses import BuiltinObjective
-from hearth.trainer.prefixes import Cluster, clusters
+from hearth.models.packed import PAD_MULTIPLE, pack
+from hearth.models.prefixes import Cluster, clusters
 from hearth.wire.routing import FREE, RoutingShape, decode_routing
 from hearth.wire.tinker import DatumRecord, ModelInputRecord
-
-PAD_MULTIPLE = 32
-"""Lengths are padded to it: on the CPU in float32 a row then has the same bits in any batch."""
 
 _MULTI_TARGET_LOSS = "cross_entropy"
 
@@ -200,40 +198,14 @@ def _fitting(cluster: Cluster, lengths: Sequence[int], token_budget: int) -> lis
 
 
 def _pack(examples: Sequence[Example], packed: Sequence[Cluster]) -> PackedBatch:
-    tokens: list[Tensor] = []
-    positions: list[Tensor] = []
-    places: list[Tensor] = []
-    heads: list[tuple[int, int, int, int]] = []
-    sequences: list[tuple[int, int]] = []
-    row = most = 0
-    for cluster in packed:
-        start, prefix, first = row, cluster.prefix, len(sequences)
-        tokens.append(examples[cluster.members[0]].tokens[:prefix])
-        positions.append(torch.arange(prefix))
-        row += prefix
-        for one in cluster.members:
-            own = examples[one].length - prefix
-            places += [torch.arange(start, start + prefix), torch.arange(row, row + own)]
-            most = max(most, prefix + own)
-            if own:
-                tokens.append(examples[one].tokens[prefix:])
-                positions.append(torch.arange(prefix, prefix + own))
-                sequences.append((row, own))
-                row += own
-        heads.append((start, prefix, first, len(sequences)))
-    if missing := -row % PAD_MULTIPLE:
-        heads.append((row, missing, 0, 0))
-        tokens.append(torch.zeros(missing, dtype=torch.int64))
-        positions.append(torch.arange(missing))
     chosen = [examples[one] for cluster in packed for one in cluster.members]
+    rows = pack([one.tokens for one in examples], packed)
     return PackedBatch(
         examples=chosen,
-        tokens=torch.cat(tokens),
-        positions=torch.cat(positions),
-        tree=Tree(
-            torch.tensor(heads), torch.tensor(sequences or [(0, 0)]), max(most, PAD_MULTIPLE)
-        ),
-        rows=torch.cat(places),
+        tokens=rows.tokens,
+        positions=rows.positions,
+        tree=rows.tree,
+        rows=torch.cat(rows.places),
         targets=torch.cat([one.targets for one in chosen]),
     )
 

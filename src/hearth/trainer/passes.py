@@ -205,7 +205,7 @@ class Pass:
             pairs, copies = pairs.unique(return_inverse=True)
             rows, targets = pairs // self.limits.vocab_size, pairs % self.limits.vocab_size
             scored = self._score_rows(states, rows, targets[:, None])
-            return scored.index_select(0, copies)
+            return scored.index_select(0, copies.to(scored.device))
         return self._score_rows(states, rows, targets)
 
     def _score_rows(self, states: Tensor, rows: Tensor, targets: Tensor) -> Tensor:

@@ -81,9 +81,13 @@ class Residents:
     trains all parameters has its own.
     """
 
-    def __init__(self, load: Callable[[], LoadedModel], *, logit_budget: int) -> None:
+    def __init__(
+        self, load: Callable[[], LoadedModel], *, logit_budget: int,
+        recompute_above: int | None = None,
+    ) -> None:  # fmt: skip
         self._load = load
         self._logit_budget = logit_budget
+        self._recompute_above = recompute_above
         self._models: dict[str, Resident] = {}
         self._numbers = itertools.count(1)
         # After a restart an id of before must not name another model.
@@ -161,7 +165,9 @@ class Residents:
         self, role: str, loaded: LoadedModel, optimizer: Optimizer | None, owner: str | None
     ) -> Resident:
         model_id = f"{role}-{next(self._numbers)}-{self._process}"
-        scorer = TargetScorer(loaded, logit_budget=self._logit_budget)
+        scorer = TargetScorer(
+            loaded, logit_budget=self._logit_budget, recompute_above=self._recompute_above
+        )
         model = Resident(model_id, loaded, scorer, optimizer, owner=owner)
         self._models[model_id] = model
         return model

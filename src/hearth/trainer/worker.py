@@ -27,8 +27,9 @@ OnPhase = Callable[[str], None]
 def build(
     *, buckets: str | Buckets, base_model: str, source: str, bucket: str, checkpoint_dir: str,
     forward_only: bool, dtype: str, device: str | None, max_seq_len: int | None,
-    micro_batch_tokens: int, keep_checkpoints: int | None, keep_snapshots: int | None,
-    models_dir: str | None, allow_folders: bool, trust_remote_code: bool, on_phase: OnPhase,
+    micro_batch_tokens: int, recompute_above: int | None, keep_checkpoints: int | None,
+    keep_snapshots: int | None, models_dir: str | None, allow_folders: bool,
+    trust_remote_code: bool, on_phase: OnPhase,
 ) -> tuple[FastAPI, Callable[[], None]]:  # fmt: skip
     """The app of a trainer that publishes to ``bucket``, and what closes it.
 
@@ -41,7 +42,8 @@ def build(
     on_phase("loading model")
     options = TrainerOptions(
         dtype=dtype, device=device or best_device(), max_seq_len=max_seq_len,
-        micro_batch_tokens=micro_batch_tokens, forward_only=forward_only,
+        micro_batch_tokens=micro_batch_tokens, recompute_above=recompute_above,
+        forward_only=forward_only,
         keep_checkpoints=keep_checkpoints, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     shelf = AdapterShelf(Path(models_dir) if models_dir else None, allow_folders=allow_folders)

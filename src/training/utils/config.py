@@ -108,6 +108,9 @@ class TrainerConfig:
     """``cpu`` or ``cuda``; None takes a GPU where there is one."""
     micro_batch_tokens: int = 16384
     """Padded tokens of one forward and backward pass."""
+    recompute_above: int | None = None
+    """Passes of more tokens than this compute activations again in their backward pass instead of
+    keeping them (activation checkpointing): slower, in less memory. None never does."""
 
 
 @dataclass(kw_only=True)

@@ -108,7 +108,7 @@ FIELDS = [
 ]  # fmt: skip
 EXTRA = [
     "dtype", "device", "threads", "micro_batch_tokens", "tokenizer", "max_context_length",
-    "max_batch_size", "trust_remote_code", "keep_checkpoints",
+    "max_batch_size", "trust_remote_code", "keep_checkpoints", "recompute_above",
 ]  # fmt: skip
 VALUES = st.dictionaries(st.sampled_from(EXTRA), JSON, max_size=4)
 

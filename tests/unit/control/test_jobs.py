@@ -312,12 +312,13 @@ async def test_an_extra_value_that_breaks_its_rule_is_named(ask, script, job, mo
 
 async def test_extra_values_reach_the_trainer(ask, script, job):
     more = {"dtype": "bfloat16", "device": "cpu", "threads": "2", "micro_batch_tokens": 512}
+    more |= {"recompute_above": 4096}
 
     await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job({"extraValues": more}))
 
     spec = script.last("j").spec
     assert (spec.dtype, spec.device) == ("bfloat16", "cpu")
-    assert (spec.threads, spec.micro_batch_tokens) == (2, 512)
+    assert (spec.threads, spec.micro_batch_tokens, spec.recompute_above) == (2, 512, 4096)
 
 
 async def test_a_negative_rank_is_refused(ask, job):

@@ -1,4 +1,4 @@
-"""Decoding in fused loops against the module's own forward."""
+"""Packed prefill and decoding in fused loops against the module's own forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from hearth.inference.backend import SampleRequest
 from hearth.inference.engine import sampler
 from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.fused import FusedDecoder
-from hearth.inference.engine.prompts import Extras
+from hearth.inference.engine.prefill import PackedPrefill
+from hearth.inference.engine.prompts import EVERY, Extras
 from hearth.inference.engine.runner import ModelRunner
 from hearth.inference.engine.sampler import Draw, SamplingValues, sample
 from hearth.kernels.build import torch_symbol
@@ -99,6 +100,7 @@ def runner(
         with monkeypatch.context() as patch:
             if not fused:
                 patch.setattr(FusedDecoder, "of", lambda *_, **__: None)
+                patch.setattr(PackedPrefill, "of", lambda _: None)
             made = ModelRunner(loaded, max_seq_len=max_seq_len)
         assert (made._fused is not None) == fused
         return made
@@ -119,7 +121,7 @@ def decoded(
     cache.reserve(rows, max(map(len, prompts)) + steps, active=0)
     positions = np.zeros(rows, np.int64)
     for row, prompt in enumerate(prompts):
-        (filled,) = runner.prefill([prompt], Extras())
+        (filled,), _ = runner.prefill([prompt], Extras())
         cache.fill([row], filled.keys, filled.values)
         positions[row] = len(prompt)
     tokens = np.zeros(rows, np.int64)
@@ -158,6 +160,74 @@ def test_a_rows_bits_do_not_depend_on_its_batch_or_on_threads(runner: Any, kind:
     assert torch.equal(crowd[:, :3], alone)
     assert torch.equal(threaded, alone)
     assert torch.equal(shared, crowd)
+
+
+SHARED = (*range(7, 107), 3)
+"""A beginning that some prompts share."""
+
+
+def family() -> list[tuple[int, ...]]:
+    """Prompts that share beginnings: of a text, of each other, one that is another's beginning."""
+    return [
+        (*SHARED, 1, 2, 3), SHARED, (*SHARED, 1, 2, 9, 9), (5,), *prompts_of(40, 2, 300),
+        SHARED[:60],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("scored", [0, 4, EVERY])
+@pytest.mark.parametrize("kind", PLAIN)
+def test_packed_prompts_have_the_modules_numbers(runner: Any, kind: str, scored: int) -> None:
+    extras = Extras(scored=scored)
+    packed, plain = runner(build(kind), fused=True), runner(build(kind), fused=False)
+
+    together, computed = packed.prefill(family(), extras)
+
+    lengths = [len(prompt) for prompt in family()]
+    assert computed < sum(lengths) - len(SHARED)
+    for found, prompt in zip(together, family(), strict=True):
+        ((expected,), _) = plain.prefill([prompt], extras)
+        assert found.tokens == expected.tokens == prompt
+        for name in ("keys", "values", "logits"):
+            torch.testing.assert_close(
+                getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-5
+            )
+        if not scored:
+            assert found.logprobs is expected.logprobs is None
+            continue
+        assert len(found.logprobs) == min(scored, len(prompt) - 1)
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_prompts_bits_do_not_depend_on_what_it_shares_a_forward_with(
+    runner: Any, kind: str
+) -> None:
+    extras = Extras(scored=EVERY)
+    one = runner(build(kind), fused=True)
+    together, _ = one.prefill(family(), extras)
+    torch.set_num_threads(2)
+    threaded, _ = one.prefill(family(), extras)
+    torch.set_num_threads(1)
+
+    for index, prompt in enumerate(family()):
+        ((alone,), _) = one.prefill([prompt], extras)
+        for other in (together[index], threaded[index]):
+            assert torch.equal(other.keys, alone.keys)
+            assert torch.equal(other.values, alone.values)
+            assert torch.equal(other.logits, alone.logits)
+            assert other.logprobs == alone.logprobs
+
+
+def test_scores_of_a_large_vocabulary_come_in_chunks(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extras = Extras(scored=EVERY)
+    ((whole,), _) = runner(build("llama"), fused=True).prefill([SHARED], extras)
+    monkeypatch.setattr("hearth.inference.engine.prefill._MAX_LOGITS", 264 * 40)
+
+    ((cut,), _) = runner(build("llama"), fused=True).prefill([SHARED], extras)
+
+    assert cut.logprobs == whole.logprobs
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -221,6 +291,7 @@ def test_both_ways_draw_the_same_completions(start: Any, monkeypatch: pytest.Mon
     ]
     fused = [start(build("qwen2"), max_seq_len=400).submit(one) for one in requests]
     monkeypatch.setattr(FusedDecoder, "of", lambda *_, **__: None)
+    monkeypatch.setattr(PackedPrefill, "of", lambda _: None)
     monkeypatch.setattr(sampler, "kernels", lambda: None)
     plain = [start(build("qwen2"), max_seq_len=400).submit(one) for one in requests]
 

@@ -136,6 +136,17 @@ def test_a_text_is_cut_before_its_first_stop_string(tokenizer):
     assert watch.cut("none") == "none"
 
 
+def test_budgets_that_are_left_open_are_a_cpus() -> None:
+    cpu = torch.device("cpu")
+
+    found = EngineOptions().budgets(cpu)
+    given = EngineOptions(cache_mb=7, prompt_cache_mb=3, prefill_tokens=64).budgets(cpu)
+
+    assert (found.cache_mb, found.prompt_cache_mb, found.prefill_tokens) == (1024, 256, 4096)
+    assert (given.cache_mb, given.prompt_cache_mb, given.prefill_tokens) == (7, 3, 64)
+    assert EngineOptions(cache_mb=7).budgets(cpu).prompt_cache_mb == 256
+
+
 @pytest.mark.parametrize(
     "options", [{"max_rows": 0}, {"cache_mb": 0}, {"max_seq_len": 0}, {"gather_s": -1.0}]
 )

@@ -291,7 +291,7 @@ async def test_a_failing_engine_is_answered_500_with_its_message(start, load):
     def fail(*_):
         raise RuntimeError("out of luck")
 
-    loaded.module.register_forward_pre_hook(fail)
+    loaded.module.get_input_embeddings().register_forward_pre_hook(fail)
     answer = await site.call("POST", PATH, json={"prompt": [1]})
 
     assert answer.status_code == 500

@@ -70,7 +70,7 @@ def test_a_job_is_asked_for_under_an_id_of_the_clients_own(peer, manager, job):
     config = TrainerJobConfig(
         base_model=BASE, training_shape_id=SHAPE, lora_rank=8, display_name="grpo-policy",
         hot_load_deployment_id="serving", max_context_length=512, dtype="float32",
-        micro_batch_tokens=4096, skip_validations=True,
+        micro_batch_tokens=4096, recompute_above=2048, skip_validations=True,
     )  # fmt: skip
 
     created = manager.create(config)
@@ -87,7 +87,9 @@ def test_a_job_is_asked_for_under_an_id_of_the_clients_own(peer, manager, job):
     }  # fmt: skip
     assert sent.body["displayName"] == "grpo-policy"
     assert sent.body["hotLoadDeploymentId"] == "serving"
-    assert sent.body["extraValues"] == {"dtype": "float32", "micro_batch_tokens": 4096}
+    assert sent.body["extraValues"] == {
+        "dtype": "float32", "micro_batch_tokens": 4096, "recompute_above": 2048,
+    }  # fmt: skip
     assert sent.body["forwardOnly"] is False
 
 

@@ -536,6 +536,7 @@ def test_an_export_is_the_trained_model(
         ({"max_seq_len": 257}, r"max_seq_len must be in \[1, 256\]"),
         ({"max_seq_len": 0}, r"max_seq_len must be in \[1, 256\]"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens must be >= 1, got 0"),
+        ({"recompute_above": 0}, "recompute_above must be >= 1, got 0"),
         ({"dtype": "int8"}, "dtype must be one of"),
     ],
 )

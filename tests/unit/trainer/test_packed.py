@@ -16,8 +16,8 @@ from hearth.kernels.ops import kernels
 from hearth.losses import builtin_objective
 from hearth.models.loading import LoadedModel, load_model
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, base_only
+from hearth.models.packed import PackedDecoder
 from hearth.trainer.logprobs import TargetScorer
-from hearth.trainer.packed import PackedDecoder
 from hearth.trainer.packing import Limits, MicroBatch, PackedBatch, packed_batches, read_datums
 from hearth.trainer.passes import Pass, PassResult
 from hearth.wire.tinker import DatumRecord
@@ -373,7 +373,7 @@ def test_a_model_of_few_positions_fills_rows_up_all_the_same(
 def test_rows_beyond_the_first_rotations_are_computed_too(
     read: ReadModel, scorers: Any, datum: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hearth.trainer.packed._FIRST_POSITIONS", 32)
+    monkeypatch.setattr("hearth.models.packed._FIRST_POSITIONS", 32)
     loaded = read("qwen3")
     packed, padded = scorers(loaded)
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 257).tolist()

@@ -242,3 +242,16 @@ def test_the_same_run_gets_the_same_ids_and_another_run_others(tmp_path):
     others = [suffix("b"), suffix(lora_rank=4), suffix(max_seq_len=64), suffix(learning_rate=1.0)]
     assert suffix() == suffix(epochs=3)
     assert len({suffix(), *others}) == 5
+
+
+def test_a_trainers_own_settings_are_asked_for_where_they_are_given(tmp_path):
+    config = Config(
+        base_model=BASE, deployment=DeployConfig(tokenizer_model=BASE),
+        trainer=TrainerConfig(dtype="bfloat16", recompute_above=4096),
+    )  # fmt: skip
+
+    values = PlatformSpec.of(config, tmp_path).values()
+
+    assert values["dtype"] == "bfloat16"
+    assert values["recompute_above"] == 4096
+    assert "device" not in values

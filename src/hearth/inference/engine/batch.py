@@ -17,7 +17,7 @@ from hearth.inference.backend import SampledSequence, ServingState
 from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.prompts import Extras, Prompt, PromptStore
 from hearth.inference.engine.rows import Rows
-from hearth.inference.engine.runner import ModelRunner, padded_length
+from hearth.inference.engine.runner import ModelRunner
 from hearth.inference.engine.sampler import sample
 from hearth.inference.engine.scheduler import Admission
 from hearth.inference.engine.sequence import Running
@@ -75,14 +75,12 @@ class Batch:
         for sequence in admission.sequences:
             sequence.started_s = now_s
             self.stats.cached_prompt_tokens += sequence.cached_prompt_tokens
-        for extras, prompts in admission.batches():
+        for extras, prompts in admission.batches(packs=self._runner.packs):
             try:
                 self._prefill(admission, prompts, extras)
-            except Exception as error:
+            except Exception:
                 logger.exception("prefill of %d prompts failed", len(prompts))
-                group = set(prompts)
-                hit = [one for one in admission.sequences if one.tokens in group]
-                self._fail(hit, error)
+                self._prefill_each(admission, prompts, extras)
         ready = [one for one in admission.sequences if one.prompt is not None]
         try:
             self._enter([one for one in ready if one.draws])
@@ -151,12 +149,24 @@ class Batch:
     def _prefill(
         self, admission: Admission, prompts: Sequence[tuple[int, ...]], extras: Extras
     ) -> None:
-        self.stats.prefill_tokens += len(prompts) * padded_length(len(prompts[0]))
-        done = {prompt.tokens: prompt for prompt in self._runner.prefill(prompts, extras)}
+        prefilled, computed = self._runner.prefill(prompts, extras)
+        self.stats.prefill_tokens += computed
+        done = {prompt.tokens: prompt for prompt in prefilled}
         for prompt in done.values():
             self.prompts.put(prompt)
         for sequence in admission.sequences:
             sequence.prompt = sequence.prompt or done.get(sequence.tokens)
+
+    def _prefill_each(
+        self, admission: Admission, prompts: Sequence[tuple[int, ...]], extras: Extras
+    ) -> None:
+        """Prefill prompts one by one, which together have failed."""
+        for prompt in prompts:
+            try:
+                self._prefill(admission, [prompt], extras)
+            except Exception as error:
+                logger.exception("prefill of a prompt of %d tokens failed", len(prompt))
+                self._fail([one for one in admission.sequences if one.tokens == prompt], error)
 
     def _enter(self, sequences: Sequence[Running]) -> None:
         """Give each sequence a row with its prompt in the cache, and draw its first token."""

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+import torch
+
 from hearth.errors import ClosedError, EngineError
 from hearth.inference.backend import (
     Phase,
@@ -26,6 +28,7 @@ from hearth.inference.backend import (
 )
 from hearth.inference.engine.batch import Batch, EngineStats
 from hearth.inference.engine.cache import SlotCache
+from hearth.inference.engine.graphs import Recorder, recorder_for
 from hearth.inference.engine.options import EngineOptions
 from hearth.inference.engine.prompts import PromptStore
 from hearth.inference.engine.runner import ModelRunner
@@ -56,6 +59,8 @@ _MOST_GATHERED = 20
 class InferenceEngine:
     """Draws completions with one model; an ``InferenceBackend``. Takes the module for itself.
 
+    ``recorder`` records decoding steps; None takes what the model's device has.
+
     Raises:
         ConfigError: the model is of a kind that the engine cannot run.
     """
@@ -67,16 +72,21 @@ class InferenceEngine:
         tokenizer: Tokenizer | None = None,
         options: EngineOptions | None = None,
         on_phase: Callable[[Phase], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.options = options or EngineOptions()
         self.max_seq_len = self.options.max_seq_len or min(loaded.max_position, _LONGEST_DEFAULT)
         self._loaded = loaded
         self._tokenizer = tokenizer
         self._special = _special_tokens(tokenizer)
-        runner = ModelRunner(loaded, max_seq_len=self.max_seq_len)
+        device = torch.device(loaded.device)
+        if recorder is None and self.options.cuda_graphs:
+            recorder = recorder_for(device)
+        runner = ModelRunner(loaded, max_seq_len=self.max_seq_len, recorder=recorder)
+        budgets = self.options.budgets(device)
         cache = SlotCache(
             runner.cache_shape,
-            budget_bytes=self.options.cache_mb * _MIB,
+            budget_bytes=budgets.cache_mb * _MIB,
             max_rows=self.options.max_rows,
         )
         self._serving = Serving()
@@ -84,7 +94,7 @@ class InferenceEngine:
         self._batch = Batch(
             runner,
             cache,
-            PromptStore(self.options.prompt_cache_mb * _MIB),
+            PromptStore(budgets.prompt_cache_mb * _MIB),
             serving=self._serving.state,
         )
         self._is_routed = runner.routers is not None
@@ -93,10 +103,10 @@ class InferenceEngine:
             vocab_size=loaded.vocab_size,
             max_seq_len=self.max_seq_len,
             fits=lambda tokens: cache.fits(1, tokens),
-            cache_size=f"{self.options.cache_mb} MiB",
+            cache_size=f"{budgets.cache_mb} MiB",
             has_tokenizer=tokenizer is not None,
         )
-        self._scheduler = Scheduler(prefill_tokens=self.options.prefill_tokens)
+        self._scheduler = Scheduler(prefill_tokens=budgets.prefill_tokens)
         self._wake = threading.Condition()
         self._inbox: deque[Running] = deque()
         self._cancelled: deque[Running] = deque()

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from hearth.errors import ConfigError
+
+_MIB = 2**20
+_CACHE_MB = 1024
+_PROMPT_CACHE_MB = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,14 +25,19 @@ class EngineOptions:
     """Longest sequence, prompt included; None takes the model's own, up to 32768."""
     max_rows: int = 256
     """Most completions that are drawn at the same time."""
-    cache_mb: int = 1024
-    """Budget of the KV cache in MiB; it grows as far as it is needed."""
-    prompt_cache_mb: int = 256
-    """Budget of prefilled prompts kept for later requests, in MiB."""
-    prefill_tokens: int = 4096
-    """Most prompt tokens that are prefilled between two decoding steps."""
+    cache_mb: int | None = None
+    """Budget of the KV cache in MiB; it grows as far as it is needed. None: 1024, or a third of
+    what a GPU has free when the engine starts."""
+    prompt_cache_mb: int | None = None
+    """Budget of prefilled prompts kept for later requests, in MiB. None: 256, or on a GPU a
+    sixteenth of the above where that is more."""
+    prefill_tokens: int | None = None
+    """Most prompt tokens that are prefilled between two decoding steps. None: 4096, or 16384 on a
+    GPU."""
     gather_s: float = 0.001
     """How long an idle engine waits for one more request after each that comes."""
+    cuda_graphs: bool = True
+    """Record decoding steps on a GPU and replay them; False launches every kernel anew."""
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "max_rows", "cache_mb", "prompt_cache_mb", "prefill_tokens"):
@@ -35,3 +46,27 @@ class EngineOptions:
                 raise ConfigError(f"{name} must be >= 1, got {value}")
         if not self.gather_s >= 0:
             raise ConfigError(f"gather_s must be >= 0, got {self.gather_s}")
+
+    def budgets(self, device: torch.device) -> Budgets:
+        """How much an engine on ``device`` may take, where the options leave it open."""
+        is_on_gpu = device.type == "cuda"
+        cache_mb = self.cache_mb
+        if cache_mb is None:
+            # The rest is for prefills, for recorded steps, and for a trainer on the same GPU.
+            free = torch.cuda.mem_get_info(device)[0] if is_on_gpu else 0
+            cache_mb = max(_CACHE_MB, free // (3 * _MIB))
+        return Budgets(
+            cache_mb=cache_mb,
+            prompt_cache_mb=self.prompt_cache_mb
+            or (max(_PROMPT_CACHE_MB, cache_mb // 16) if is_on_gpu else _PROMPT_CACHE_MB),
+            prefill_tokens=self.prefill_tokens or (16384 if is_on_gpu else 4096),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """``EngineOptions`` with nothing left open."""
+
+    cache_mb: int
+    prompt_cache_mb: int
+    prefill_tokens: int

@@ -12,6 +12,7 @@ between batches at any length): prompts of one padded length run together, decod
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,17 @@ from torch import Tensor
 from hearth.errors import ConfigError, EngineError
 from hearth.inference.engine.cache import MIN_ROWS, CacheShape, SlotCache, key_span
 from hearth.inference.engine.fused import FusedDecoder
+from hearth.inference.engine.graphs import DecodeGraphs, Recorder
+from hearth.inference.engine.plain_step import PlainStep
+from hearth.inference.engine.prefill import PackedPrefill
 from hearth.inference.engine.prompts import Extras, Prompt
 from hearth.models.loading import LoadedModel
 from hearth.models.routing import Recording, find_routers
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+logger = logging.getLogger(__name__)
 
 _PROMPT_STEP = 32
 _MAX_LOGITS = 2**27
@@ -43,12 +49,17 @@ def padded_length(tokens: int) -> int:
 class ModelRunner:
     """Runs one causal LM for the engine. Used by one thread at a time.
 
+    With a ``recorder`` decoding steps of a dense model are recorded and replayed, and a plain
+    decoder's are those of ``PlainStep``; so they are on any GPU.
+
     Raises:
         ConfigError: the model's cache is not plain keys and values, or its attention looks back
             less far than ``max_seq_len``.
     """
 
-    def __init__(self, loaded: LoadedModel, *, max_seq_len: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, max_seq_len: int, recorder: Recorder | None = None
+    ) -> None:
         # Importing transformers takes seconds, and whoever loaded a model has paid them.
         from hearth.inference.engine import attention
 
@@ -59,14 +70,33 @@ class ModelRunner:
         attention.install(loaded.module)
         self._selects_rows = True
         self._fused = FusedDecoder.of(loaded, positions=max_seq_len)
-        self.cache_shape = self._probe()
+        self._packed = PackedPrefill.of(loaded)
+        self._graphs: DecodeGraphs | None = None
         self.routers = find_routers(loaded)
         """None for a dense model."""
+        self._plain: PlainStep | None = None
+        self.cache_shape = self._probe()
+        if self._fused is None and (recorder is not None or self.device.type == "cuda"):
+            self._plain = PlainStep.of(loaded, positions=max_seq_len)
+            if self._plain is not None and not self._is_sound():
+                self._plain = None
+        # Experts wait for the device to tell how many tokens each of them gets.
+        if recorder is not None and self.routers is None and self._fused is None:
+            self._graphs = DecodeGraphs(loaded, self._step, recorder)
+
+    @property
+    def packs(self) -> bool:
+        """Whether prompts of any lengths are prefilled together."""
+        return self._packed is not None
 
     def weights_changed(self) -> None:
         """Compute with the weights that the module has now."""
         if self._fused is not None:
             self._fused.refresh()
+        if self._plain is not None:
+            self._plain.weights_changed()
+        if self._graphs is not None:
+            self._graphs.weights_changed()
 
     def recording(self, wanted: bool) -> contextlib.AbstractContextManager[Recording]:
         """Record the experts of what is computed inside the ``with``, if that is wanted."""
@@ -75,9 +105,16 @@ class ModelRunner:
         return contextlib.nullcontext(Recording())
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[tuple[int, ...]], extras: Extras) -> list[Prompt]:
-        """Prefilled prompts with what ``extras`` want; all must have one padded length."""
+    def prefill(
+        self, prompts: Sequence[tuple[int, ...]], extras: Extras
+    ) -> tuple[list[Prompt], int]:
+        """Prefilled prompts with what ``extras`` want, and how many tokens were computed.
+
+        All must have one padded length, unless the runner ``packs``.
+        """
         scored = extras.scored
+        if self._packed is not None:
+            return self._packed.run(prompts, scored=scored)
         with self.recording(extras.routed) as record:
             keys, values, logits, logprobs = self._run_prompts(prompts, scored=scored)
         choices = record.choices()
@@ -95,28 +132,39 @@ class ModelRunner:
                     routing=None if choices is None else choices[index * width :][:length].copy(),
                 )
             )
-        return done
+        return done, len(prompts) * width
 
     @torch.inference_mode()
     def decode(
         self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cache: SlotCache
     ) -> Tensor:
-        """Logits [B, V] (float32) after ``tokens`` at ``positions`` [B], which enter the cache."""
+        """Logits [B, V] (float32) after ``tokens`` at ``positions`` [B], which enter the cache.
+
+        Where steps are recorded they stand in a buffer that the next step writes to.
+        """
         if self._fused is not None:
             return self._fused.decode(tokens, positions, cache)
+        if self._graphs is not None:
+            return self._graphs.decode(tokens, positions, cache)
         span = key_span(int(positions.max()) + 1)
         at = torch.from_numpy(positions).to(self.device)
+        return self._step(torch.from_numpy(tokens).to(self.device), at, span, cache).float()
+
+    def _step(self, tokens: Tensor, at: Tensor, span: int, cache: SlotCache) -> Tensor:
+        """Logits [B, V] after ``tokens`` at positions ``at`` [B]; attention sees ``span`` keys."""
+        if self._plain is not None:
+            return self._plain(tokens, at, span, cache)
         seen = torch.arange(span, device=self.device) <= at[:, None]
         mask = torch.zeros(seen.shape, dtype=cache.shape.dtype, device=self.device)
         mask.masked_fill_(~seen, -torch.inf)
         output = self.loaded.module(
-            input_ids=torch.from_numpy(tokens).to(self.device)[:, None],
+            input_ids=tokens[:, None],
             position_ids=at[:, None],
             attention_mask=mask[:, None, None],
             past_key_values=self._attention.DecodeCache(cache, at, span),
             use_cache=True,
         )
-        return output.logits[:, -1].float()
+        return output.logits[:, -1]
 
     def _run_prompts(
         self, prompts: Sequence[tuple[int, ...]], *, scored: int
@@ -171,14 +219,15 @@ class ModelRunner:
         """Try prefill and decoding against a plain forward; returns what a cached token holds."""
         prompt = tuple(token % self.loaded.vocab_size for token in (1, 2, 0, 1, 2))
         try:
-            plain = self._plain(prompt)
+            plain = self._whole(prompt)
             self._selects_rows = self._can_select(prompt)
-            keys, values, last, _ = self._run_prompts([prompt[:-1]], scored=0)
+            (prefilled,), _ = self.prefill([prompt[:-1]], Extras())
+            keys, values = prefilled.keys, prefilled.values
             shape = CacheShape(
-                layers=keys.shape[0], heads=keys.shape[2], key_dim=keys.shape[4],
-                value_dim=values.shape[4], dtype=keys.dtype, device=self.device,
+                layers=keys.shape[0], heads=keys.shape[1], key_dim=keys.shape[3],
+                value_dim=values.shape[3], dtype=keys.dtype, device=self.device,
             )  # fmt: skip
-            decoded = self._decode_once(prompt, shape, keys, values)
+            decoded = self._decode_once(prompt, shape, prefilled)
         except EngineError:
             raise
         except Exception as error:
@@ -186,7 +235,7 @@ class ModelRunner:
                 f"model must run with the engine's KV cache, got {self.loaded.name!r} "
                 f"({type(self.loaded.module).__name__}): {error}"
             ) from error
-        got, wanted = torch.stack([last[0], decoded]), plain[-2:]
+        got, wanted = torch.stack([prefilled.logits, decoded]), plain[-2:]
         tolerance = (1e-4 if shape.dtype == torch.float32 else 0.1) * (1 + wanted.abs().max())
         if not bool((got - wanted).abs().max() <= tolerance):
             raise ConfigError(
@@ -195,7 +244,16 @@ class ModelRunner:
             )
         return shape
 
-    def _plain(self, prompt: tuple[int, ...]) -> Tensor:
+    def _is_sound(self) -> bool:
+        """Whether decoding is right with what has come since the first probe."""
+        try:
+            self._probe()
+        except ConfigError as error:
+            logger.warning("decoding goes through the whole module: %s", error)
+            return False
+        return True
+
+    def _whole(self, prompt: tuple[int, ...]) -> Tensor:
         input_ids = torch.tensor([prompt], device=self.device)
         return self.loaded.module(input_ids=input_ids, use_cache=False).logits[0].float()
 
@@ -212,14 +270,12 @@ class ModelRunner:
             return False
         return logits.shape[:-1] == (len(prompt) - 1,)
 
-    def _decode_once(
-        self, prompt: tuple[int, ...], shape: CacheShape, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """Logits [V] after the last token of ``prompt``, the others being cached."""
+    def _decode_once(self, prompt: tuple[int, ...], shape: CacheShape, prefilled: Prompt) -> Tensor:
+        """Logits [V] after the last token of ``prompt``, the others being ``prefilled``."""
         cache = SlotCache(shape, budget_bytes=2**62, max_rows=MIN_ROWS)
         cache.reserve(MIN_ROWS, len(prompt), active=0)
         before = len(prompt) - 1
-        cache.fill([0], keys[:, 0, :, :before], values[:, 0, :, :before])
+        cache.fill([0], prefilled.keys, prefilled.values)
         tokens = np.zeros(MIN_ROWS, np.int64)
         positions = np.zeros(MIN_ROWS, np.int64)
         tokens[0], positions[0] = prompt[-1], before

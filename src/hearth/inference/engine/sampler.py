@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hearth.inference.engine.drawing import draw_rows
 from hearth.kernels.ops import kernels
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -78,23 +79,42 @@ def sample(
     ``positions`` are those of the tokens to be drawn. Inverse of the cumulative distribution, in
     float64 and in vocabulary order.
     """
-    fractions = torch.from_numpy(uniforms(seeds, positions))
+    numbers = uniforms(seeds, positions)
     top = None if values.top_logprobs is None else _top(logits, values.top_logprobs)
+    fast = _fast_draws(logits, values, numbers)
+    fractions = torch.from_numpy(numbers)
+    if fast is None:
+        return replace(_sample(logits, values, fractions), top=top)
+    found, others = fast
+    if others.size:
+        index = torch.from_numpy(others)
+        other = _sample(logits[index], values.of(others), fractions[index])
+        found.tokens[others], found.logprobs[others] = other.tokens, other.logprobs
+        found.sampling_logprobs[others] = other.sampling_logprobs
+    return replace(found, top=top)
+
+
+def _fast_draws(
+    logits: Tensor, values: SamplingValues, fractions: NDArray[np.float64]
+) -> tuple[Draw, NDArray[np.int64]] | None:
+    """Draws of the rows that draw from all tokens, and the other rows; None without a fast way.
+
+    Which way a row goes hangs on its own values alone.
+    """
+    simple = values.are_simple
+    if logits.device.type == "cuda":
+        simple |= values.temperature == 0
+        temperatures = np.where(simple, values.temperature, 1.0)
+        return Draw(*draw_rows(logits, temperatures, fractions)), np.flatnonzero(~simple)
     loops = kernels() if logits.device.type == "cpu" else None
     if loops is None:
-        return replace(_sample(logits, values, fractions), top=top)
-    # Which way a row goes hangs on its own values alone.
-    simple = values.are_simple
+        return None
     temperatures = np.where(simple, values.temperature, 1.0).astype(np.float32)
-    drawn = loops.draw(logits.contiguous(), torch.from_numpy(temperatures), fractions)
-    tokens, logprobs, sampling_logprobs = (one.numpy() for one in drawn)
-    odd = np.flatnonzero(~simple)
-    if odd.size:
-        index = torch.from_numpy(odd)
-        other = _sample(logits[index], values.of(odd), fractions[index])
-        tokens[odd], sampling_logprobs[odd] = other.tokens, other.sampling_logprobs
-        logprobs[odd] = other.logprobs
-    return Draw(tokens, logprobs, sampling_logprobs, top)
+    tokens, logprobs, drawn_logprobs = loops.draw(
+        logits.contiguous(), torch.from_numpy(temperatures), torch.from_numpy(fractions)
+    )
+    draw = Draw(tokens.numpy(), logprobs.numpy(), drawn_logprobs.numpy())
+    return draw, np.flatnonzero(~simple)
 
 
 def _sample(logits: Tensor, values: SamplingValues, fractions: Tensor) -> Draw:

@@ -20,11 +20,12 @@ class Admission:
     sequences: list[Running] = field(default_factory=lambda: [])
     prompts: dict[tuple[int, ...], Extras] = field(default_factory=lambda: {})
 
-    def batches(self) -> list[tuple[Extras, list[tuple[int, ...]]]]:
-        """(extras, prompts) of each forward: prompts of one padded length run together."""
+    def batches(self, *, packs: bool) -> list[tuple[Extras, list[tuple[int, ...]]]]:
+        """(extras, prompts) of each forward: what is not packed must have one padded length."""
         groups: dict[tuple[Extras, int], list[tuple[int, ...]]] = {}
         for prompt, extras in self.prompts.items():
-            groups.setdefault((extras, padded_length(len(prompt))), []).append(prompt)
+            length = 0 if packs else padded_length(len(prompt))
+            groups.setdefault((extras, length), []).append(prompt)
         return [(extras, prompts) for (extras, _), prompts in groups.items()]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from hearth.errors import EngineError
@@ -33,10 +34,16 @@ class Prepared:
 
 
 class ServedWeights:
-    """A module and the snapshot that it computes with. One thread takes, others may prepare."""
+    """A module and the snapshot that it computes with. One thread takes, others may prepare.
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    ``in_place`` copies new weights to where the old ones stand, which recorded steps read; None
+    does so on a GPU. Otherwise the module takes the given tensors themselves.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, in_place: bool | None = None) -> None:
         self._loaded = loaded
+        is_on_gpu = torch.device(loaded.device).type == "cuda"
+        self._in_place = is_on_gpu if in_place is None else in_place
         self._identity: str | None = None
         self._entries: Mapping[str, TensorEntry] | None = None
 
@@ -82,11 +89,11 @@ class ServedWeights:
         if prepared.on is not None and prepared.on != self._identity:
             raise _wrong_parent(snapshot, self._identity)
         if snapshot.kind == "lora":
-            _adopt_adapter(self._loaded, snapshot)
+            _adopt_adapter(self._loaded, snapshot, in_place=self._in_place)
         else:
             if self._loaded.lora is not None:
                 detach_lora(self._loaded)
-            _put(base_tensors(self._loaded.module), prepared.values)
+            _put(base_tensors(self._loaded.module), prepared.values, in_place=self._in_place)
         self._identity = snapshot.identity
         self._entries = snapshot.entries
 
@@ -120,14 +127,14 @@ def _wrong_parent(snapshot: Snapshot, served: str | None) -> EngineError:
     )
 
 
-def _adopt_adapter(loaded: LoadedModel, snapshot: Snapshot) -> None:
+def _adopt_adapter(loaded: LoadedModel, snapshot: Snapshot, *, in_place: bool) -> None:
     # The seed says where training started; it is no part of what the adapter computes.
     options = replace(LoraOptions.from_metadata(snapshot.metadata), seed=0)
     before = loaded.lora
     if before == options:
         own = adapter_tensors(loaded)
         _check(own, snapshot.tensors, snapshot.identity)
-        _put(own, _fitted(own, snapshot.tensors))
+        _put(own, _fitted(own, snapshot.tensors), in_place=in_place)
         return
     old = dict(_values(adapter_tensors(loaded))) if before is not None else {}
     try:
@@ -138,9 +145,9 @@ def _adopt_adapter(loaded: LoadedModel, snapshot: Snapshot) -> None:
     except Exception:
         _replace_adapter(loaded, before)
         if before is not None:
-            _put(adapter_tensors(loaded), old)
+            _put(adapter_tensors(loaded), old, in_place=in_place)
         raise
-    _put(own, values)
+    _put(own, values, in_place=in_place)
 
 
 def _replace_adapter(loaded: LoadedModel, options: LoraOptions | None) -> None:
@@ -174,9 +181,12 @@ def _fitted(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str,
     return fitted
 
 
-def _put(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+def _put(own: Mapping[str, Tensor], values: Mapping[str, Tensor], *, in_place: bool) -> None:
     for name, value in values.items():
-        own[name].data = value
+        if in_place:
+            own[name].data.copy_(value)
+        else:
+            own[name].data = value
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -136,6 +136,7 @@ class PlatformSpec:
         own = {
             "dtype": self.trainer.dtype, "device": self.trainer.device,
             "micro_batch_tokens": self.trainer.micro_batch_tokens,
+            "recompute_above": self.trainer.recompute_above,
             "keep_checkpoints": self.keep_checkpoints,
         }  # fmt: skip
         return {name: value for name, value in own.items() if value is not None}

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.trainer import prefixes
-from hearth.trainer.prefixes import Cluster, clusters
+from hearth.models import prefixes
+from hearth.models.prefixes import Cluster, clusters
 
 # Few tokens and short sequences: they share beginnings, contain each other, and repeat.
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=24)

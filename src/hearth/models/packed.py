@@ -1,0 +1,153 @@
+"""Packed rows, and their forward pass through a plain decoder in fused loops and plain products.
+
+Legend: S rows, T tokens of a sequence, H hidden size, A heads, G key heads, D size of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hearth.kernels.ops import kernels
+from hearth.kernels.training import add_rms_norm, rms_norm, silu_mul, tree_attention, turn
+from hearth.kernels.tree import Tree
+from hearth.models.decoder import Decoder, DecoderLayer, read_decoder
+from hearth.models.loading import LoadedModel
+from hearth.models.prefixes import Cluster
+
+PAD_MULTIPLE = 32
+"""Lengths are padded to it: on the CPU in float32 a row then has the same bits in any batch."""
+_FIRST_POSITIONS = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Token sequences that share one forward pass without padding, each common prefix once."""
+
+    tokens: Tensor
+    """int64 [S], row after row; S is a multiple of 32."""
+    positions: Tensor
+    """int64 [S]."""
+    tree: Tree
+    """Which rows see which."""
+    places: list[Tensor]
+    """The rows of each sequence's tokens, int64 [T], in the clusters' order; a shared row stands
+    there for each."""
+
+
+def pack(sequences: Sequence[Tensor], packed: Sequence[Cluster]) -> PackedRows:
+    """The members of some clusters as rows; ``sequences`` are int64 [T]."""
+    tokens: list[Tensor] = []
+    positions: list[Tensor] = []
+    places: list[Tensor] = []
+    heads: list[tuple[int, int, int, int]] = []
+    tails: list[tuple[int, int]] = []
+    row = most = 0
+    for cluster in packed:
+        start, prefix, first = row, cluster.prefix, len(tails)
+        tokens.append(sequences[cluster.members[0]][:prefix])
+        positions.append(torch.arange(prefix))
+        row += prefix
+        for one in cluster.members:
+            own = sequences[one].numel() - prefix
+            shared = torch.arange(start, start + prefix)
+            places.append(torch.cat([shared, torch.arange(row, row + own)]))
+            most = max(most, prefix + own)
+            if own:
+                tokens.append(sequences[one][prefix:])
+                positions.append(torch.arange(prefix, prefix + own))
+                tails.append((row, own))
+                row += own
+        heads.append((start, prefix, first, len(tails)))
+    if missing := -row % PAD_MULTIPLE:
+        heads.append((row, missing, 0, 0))
+        tokens.append(torch.zeros(missing, dtype=torch.int64))
+        positions.append(torch.arange(missing))
+    tree = Tree(torch.tensor(heads), torch.tensor(tails or [(0, 0)]), max(most, PAD_MULTIPLE))
+    return PackedRows(torch.cat(tokens), torch.cat(positions), tree, places)
+
+
+class PackedDecoder:
+    """Runs rows without padding; made by ``of`` where model and machine allow it."""
+
+    def __init__(self, loaded: LoadedModel, decoder: Decoder) -> None:
+        self._loaded = loaded
+        self._turns = decoder.turns(self._room(_FIRST_POSITIONS))
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> PackedDecoder | None:
+        """The packed form of a model; None for another than a plain decoder in float32 on a CPU."""
+        is_plain = loaded.dtype == torch.float32 and torch.device(loaded.device).type == "cpu"
+        decoder = read_decoder(loaded) if is_plain and kernels() is not None else None
+        return None if decoder is None else cls(loaded, decoder)
+
+    def states(
+        self, tokens: Tensor, positions: Tensor, tree: Tree, *, recompute: bool = False,
+        cache: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Last hidden states [S, H] of rows with these tokens and positions [S].
+
+        With ``recompute`` layers keep what enters them, and compute the rest again on the way back.
+        Each layer's keys and values [S, G, D] are added to ``cache``.
+        """
+        # Read anew: an adapter replaces linear layers.
+        decoder = read_decoder(self._loaded)
+        assert decoder is not None, "an adapter makes no other model of it"
+        turns = self._turns_for(decoder, tree.most_keys)
+        x = decoder.backbone.embed_tokens(tokens)
+        normed = rms_norm(x, decoder.layers[0].input_norm.weight, decoder.eps)
+        followers = [*(one.input_norm for one in decoder.layers[1:]), decoder.backbone.norm]
+
+        def run(layer: DecoderLayer, following: Any, x: Tensor, normed: Tensor) -> Any:
+            q, k, v = _heads(decoder, layer, normed, turns, positions)
+            if cache is not None:
+                cache.append((k, v))
+            mixed = tree_attention(q, k, v, tree, decoder.scale)
+            attended = _linear(layer.o_proj, mixed.view(mixed.shape[0], -1))
+            x, normed = add_rms_norm(x, attended, layer.post_norm.weight, decoder.eps)
+            inner = silu_mul(_linear(layer.gate_proj, normed), _linear(layer.up_proj, normed))
+            return add_rms_norm(x, _linear(layer.down_proj, inner), following.weight, decoder.eps)
+
+        if recompute:
+            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+        for layer, following in zip(decoder.layers, followers, strict=True):
+            x, normed = run(layer, following, x, normed)
+        return normed
+
+    def _turns_for(self, decoder: Decoder, positions: int) -> tuple[Tensor, Tensor]:
+        if positions > self._turns[0].shape[0]:
+            self._turns = decoder.turns(self._room(2 * positions))
+        return self._turns
+
+    def _room(self, positions: int) -> int:
+        """As many positions, as far as the model has them; those of the padding in any case."""
+        return max(PAD_MULTIPLE, min(self._loaded.max_position, positions))
+
+
+def _heads(
+    decoder: Decoder, layer: DecoderLayer, normed: Tensor, turns: tuple[Tensor, Tensor],
+    positions: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Queries [S, A, D], keys and values [S, G, D] of one layer."""
+    rows, dim = normed.shape[0], decoder.dim
+
+    def heads(linear: Any, norm: Any | None) -> Tensor:
+        projected = _linear(linear, normed).view(rows, -1, dim)
+        weight = None if norm is None else norm.weight
+        return turn(projected, weight, decoder.eps, turns, positions)
+
+    q, k = heads(layer.q_proj, layer.q_norm), heads(layer.k_proj, layer.k_norm)
+    return q, k, _linear(layer.v_proj, normed).view(rows, -1, dim)
+
+
+def _linear(linear: Any, x: Tensor) -> Tensor:
+    """A plain layer's product without the module's overhead; an adapter's as it does it."""
+    if type(linear) is nn.Linear:
+        return nn.functional.linear(x, linear.weight, linear.bias)
+    return linear(x).contiguous()

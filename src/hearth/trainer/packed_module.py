@@ -1,0 +1,88 @@
+"""Packed rows through a plain decoder's own module, with variable-length attention on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import torch
+from torch import Tensor
+
+from hearth.kernels.tree import Tree
+from hearth.models.decoder import Decoder, read_decoder
+from hearth.models.loading import LoadedModel
+from hearth.models.recompute import recomputing
+from hearth.trainer.segments import LARGEST_DIM, Kernel, check_kernel, segments_of, torch_kernel
+
+logger = logging.getLogger(__name__)
+
+PACKED_ATTENTION = "hearth_packed"
+"""As transformers names it from then on."""
+
+
+class PackedModule:
+    """Runs rows without padding and a common prefix once; made by ``of`` where that can be.
+
+    No mask of rows by rows is ever made, however long the texts are.
+    """
+
+    def __init__(self, loaded: LoadedModel, kernel: Kernel) -> None:
+        # Importing transformers takes seconds, and whoever loaded a model has paid them.
+        from hearth.trainer import packed_attention
+
+        packed_attention.install(loaded.module, PACKED_ATTENTION)
+        self._loaded = loaded
+        self._kernel = kernel
+        self._states = packed_attention.packed_states
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, kernel: Kernel | None = None) -> PackedModule | None:
+        """The packed form of a plain decoder; None where there is none, or the kernel is unsound.
+
+        ``kernel`` computes the attention; None takes torch's, for bfloat16 on a GPU.
+        """
+        decoder = read_decoder(loaded)
+        if decoder is None or not _is_sdpa(loaded):
+            return None
+        if kernel is None:
+            kernel = _kernel_for(loaded, decoder)
+        if kernel is None:
+            return None
+        try:
+            check_kernel(
+                kernel, heads=decoder.heads, kv_heads=decoder.kv_heads, dim=decoder.dim,
+                dtype=loaded.dtype, device=torch.device(loaded.device),
+            )  # fmt: skip
+        except Exception as error:
+            logger.warning(
+                "training of %s pads its rows and computes common prefixes anew: %s: %s",
+                loaded.name, type(error).__name__, error, exc_info=True,
+            )  # fmt: skip
+            return None
+        return cls(loaded, kernel)
+
+    def states(
+        self, tokens: Tensor, positions: Tensor, tree: Tree, *, recompute: bool = False
+    ) -> Tensor:
+        """Last hidden states [S, H] of rows with these tokens and positions [S].
+
+        With ``recompute`` layers keep what enters them, and compute the rest again on the way back.
+        """
+        device = torch.device(self._loaded.device)
+        module = self._loaded.module
+        with recomputing(module) if recompute else contextlib.nullcontext():
+            return self._states(
+                module.base_model, tokens.to(device), positions.to(device),
+                segments_of(tree, device), self._kernel,
+            )  # fmt: skip
+
+
+def _is_sdpa(loaded: LoadedModel) -> bool:
+    # A policy and the frozen model beside it may be one module.
+    return loaded.config._attn_implementation in ("sdpa", PACKED_ATTENTION)
+
+
+def _kernel_for(loaded: LoadedModel, decoder: Decoder) -> Kernel | None:
+    is_on_gpu = torch.device(loaded.device).type == "cuda"
+    fits = decoder.dim <= LARGEST_DIM and decoder.dim % 8 == 0
+    return torch_kernel() if is_on_gpu and loaded.dtype == torch.bfloat16 and fits else None

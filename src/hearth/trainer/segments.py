@@ -1,0 +1,204 @@
+"""Packed rows as segments, which torch's variable-length attention takes without any mask.
+
+A segment is rows that follow each other and see, beside some rows before them, each other up to
+themselves: a prefix, a sequence behind its prefix, or a text alone. The keys of a shared prefix are
+gathered for every sequence behind it, since the kernel wants a segment's keys in one piece.
+
+Legend: S rows, n segments, E keys of all segments, A heads, G key heads, D size of a head.
+"""
+
+# An autograd function's arguments are its own.
+# pyright: reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from hearth.errors import EngineError
+from hearth.kernels.tree import Tree
+
+LARGEST_DIM = 256
+"""Heads that torch's flash attention takes; multiples of 8 up to this."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Where each segment's queries and keys begin and end."""
+
+    query_starts: Tensor
+    """int32 [n + 1], in rows: segment i has the rows from the i-th to the next."""
+    key_starts: Tensor
+    """int32 [n + 1], in keys. A segment's last row sees its last key, the row before not, ..."""
+    most_queries: int
+    most_keys: int
+    keys: Tensor | None
+    """Row of each key, int64 [E]; None where they are the rows as they stand."""
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
+"""Queries [S, A, D], keys and values [E, G, D], segments, scale to [S, A, D]; differentiable."""
+
+
+def segments_of(tree: Tree, device: torch.device) -> Segments:
+    """The segments of a packed batch's rows, from the first row to the last."""
+    queries: list[int] = []
+    keys: list[Tensor] = []
+    is_shared = False
+    sequences = tree.sequences.tolist()
+    for start, prefix, first, end in tree.clusters.tolist():
+        shared = torch.arange(start, start + prefix)
+        if prefix:
+            queries.append(prefix)
+            keys.append(shared)
+        for row, length in sequences[first:end]:
+            is_shared |= prefix > 0
+            queries.append(length)
+            keys.append(torch.cat([shared, torch.arange(row, row + length)]))
+    counts = [one.numel() for one in keys]
+    return Segments(
+        query_starts=_starts(queries, device),
+        key_starts=_starts(counts, device),
+        most_queries=max(queries),
+        most_keys=max(counts),
+        keys=torch.cat(keys).to(device) if is_shared else None,
+    )
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, kernel: Kernel
+) -> Tensor:
+    """Attention [S, A, D] of queries [S, A, D] to keys and values [S, G, D] within segments.
+
+    Gathered keys are as many as all sequences have with their prefixes. They are not kept for the
+    backward pass but gathered again, and their gradients add up in float32.
+    """
+    if segments.keys is None:
+        return kernel(q, k, v, segments, scale)
+    if not torch.is_grad_enabled():
+        return _attend_gathered(q, k, v, segments, scale, kernel)
+    mixed = checkpoint(
+        _attend_gathered, q, k, v, segments, scale, kernel, use_reentrant=False,
+        preserve_rng_state=False,
+    )  # fmt: skip
+    assert isinstance(mixed, Tensor)
+    return mixed
+
+
+def torch_kernel() -> Kernel | None:
+    """torch's variable-length attention, for bfloat16 on a GPU; None where torch has none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    # Older ones have other arguments.
+    known = inspect.signature(varlen_attn).parameters
+    if not known.keys() >= {"scale", "window_size", "enable_gqa"}:
+        return None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        mixed = varlen_attn(
+            q, k, v, segments.query_starts, segments.key_starts, segments.most_queries,
+            segments.most_keys, scale=scale, window_size=(-1, 0),
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        assert isinstance(mixed, Tensor)
+        return mixed
+
+    return run
+
+
+def check_kernel(
+    kernel: Kernel, *, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Compare a kernel with attention under a dense mask once, gradients included.
+
+    Raises:
+        EngineError: it differs; what it raises itself is passed on.
+    """
+    # A prefix of 5 rows with 3 and 7 behind it, and 6 rows alone.
+    tree = Tree(torch.tensor([[0, 5, 0, 2], [15, 6, 2, 2]]), torch.tensor([[5, 3], [8, 7]]), 12)
+    segments = segments_of(tree, device)
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(21, count, dim, generator=generator) for count in (heads, *[kv_heads] * 2)]
+    weights = torch.randn(21, heads, dim, generator=generator).to(device, dtype)
+    scale = dim**-0.5
+    q, k, v = (one.to(device, dtype).requires_grad_() for one in made)
+    found = attend(q, k, v, segments, scale, kernel)
+    expected = _dense(q.float(), k.float(), v.float(), visible(tree).to(device), scale)
+    for name, one, other in (
+        ("output", found.detach(), expected.detach()),
+        *zip(
+            ("gradient of q", "gradient of k", "gradient of v"),
+            torch.autograd.grad((found * weights).sum(), (q, k, v)),
+            torch.autograd.grad((expected * weights.float()).sum(), (q, k, v)),
+            strict=True,
+        ),
+    ):
+        tolerance = (1e-4 if dtype == torch.float32 else 0.05) * float(other.abs().max())
+        difference = float((one.float() - other.float()).abs().max())
+        if not difference <= tolerance:
+            raise EngineError(
+                f"variable-length attention must equal attention under a mask, got a difference "
+                f"of {difference:.2g} in its {name}"
+            )
+
+
+def visible(tree: Tree) -> Tensor:
+    """Which row sees which as a dense mask, bool [S, S]; for comparisons."""
+    rows = int(max(int((one[0] + one[1]).max()) for one in (tree.clusters.T, tree.sequences.T)))
+    seen = torch.zeros(rows, rows, dtype=torch.bool)
+    sequences = tree.sequences.tolist()
+    for start, prefix, first, end in tree.clusters.tolist():
+        for row, length in [(start, prefix), *sequences[first:end]]:
+            own = torch.arange(row, row + length)
+            seen[row : row + length, start : start + prefix] = True
+            seen[row : row + length, row : row + length] = own[:, None] >= own
+    return seen
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    mixed = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=seen,
+        scale=scale, enable_gqa=True,
+    )  # fmt: skip
+    return mixed[0].transpose(0, 1)
+
+
+def _attend_gathered(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, kernel: Kernel
+) -> Tensor:
+    keys: Any = _Gather.apply(k, segments.keys)
+    values: Any = _Gather.apply(v, segments.keys)
+    return kernel(q, keys, values, segments, scale)
+
+
+class _Gather(Function):
+    """Rows [S, G, D] at an index [E]; a row's gradients add up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape = rows.shape
+        return rows.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (index,) = ctx.saved_tensors
+        total = grad.new_zeros(ctx.shape, dtype=torch.float32)
+        return total.index_add_(0, index, grad.float()).to(grad.dtype), None
+
+
+def _starts(counts: list[int], device: torch.device) -> Tensor:
+    """0, and the sums up to each count."""
+    sums = torch.tensor([0, *counts]).cumsum(0)
+    return sums.to(device, torch.int32)

@@ -1,0 +1,357 @@
+"""Packed rows through the module, as on a GPU, against the padded rows that any model takes.
+
+torch's variable-length kernel runs on GPUs alone and is outside of us. What stands in for it here
+computes segment by segment what its documentation says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hearth.errors import EngineError
+from hearth.kernels.tree import Tree
+from hearth.losses import builtin_objective
+from hearth.models.loading import LoadedModel, load_model
+from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, base_only
+from hearth.models.packed import PackedDecoder
+from hearth.trainer.logprobs import TargetScorer
+from hearth.trainer.packed_module import PackedModule
+from hearth.trainer.packing import Limits, MicroBatch, PackedBatch, packed_batches, read_datums
+from hearth.trainer.passes import Pass
+from hearth.trainer.segments import Segments, attend, check_kernel, segments_of, visible
+from hearth.wire.tinker import DatumRecord
+
+VOCAB_SIZE = 96
+LIMITS = Limits(VOCAB_SIZE, 256, 256)
+OBJECTIVE = builtin_objective("cross_entropy")
+BODY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "bos_token_id": None, "eos_token_id": 3, "pad_token_id": 7, "initializer_range": 0.15,
+}  # fmt: skip
+PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "mistral": ("MistralConfig", {"sliding_window": None, "num_key_value_heads": 1}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+}
+OTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma2Config", {"head_dim": 16}),
+    "a sliding window": ("MistralConfig", {"sliding_window": 16}),
+}
+LORA = LoraOptions(rank=4, alpha=8.0, seed=1)
+CPU = torch.device("cpu")
+
+Trained = tuple[list[Any], dict[str, Tensor]]
+
+
+def kernel(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, lower_right: bool = True
+) -> Tensor:
+    """Each segment by itself; its last row sees its last key."""
+    queries, keys = segments.query_starts.tolist(), segments.key_starts.tolist()
+    parts: list[Tensor] = []
+    for (start, end), (first, last) in zip(pairwise(queries), pairwise(keys), strict=True):
+        assert end - start <= segments.most_queries
+        assert last - first <= segments.most_keys
+        offset = (last - first) - (end - start) if lower_right else 0
+        seen = torch.ones(end - start, last - first, dtype=torch.bool).tril(offset)
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            q[start:end].transpose(0, 1), k[first:last].transpose(0, 1),
+            v[first:last].transpose(0, 1), attn_mask=seen, scale=scale, enable_gqa=True,
+        )  # fmt: skip
+        parts.append(mixed.transpose(0, 1))
+    return torch.cat(parts)
+
+
+def upper_left(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+    """As a kernel would be wrong that aligns segments at their first keys."""
+    return kernel(q, k, v, segments, scale, lower_right=False)
+
+
+def without_gradient_of_v(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    return kernel(q, k, v.detach() + 0 * v, *rest)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            name, options = (PLAIN | OTHER)[kind]
+            made[kind] = tmp_path_factory.mktemp("model")
+            torch.manual_seed(0)
+            config = getattr(transformers, name)(**BODY | options)
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made[kind])
+        return made[kind]
+
+    return folder
+
+
+@pytest.fixture
+def read(folder_of: Callable[[str], Path]) -> Callable[..., LoadedModel]:
+    def make(kind: str, lora: LoraOptions | None = None, dtype: str = "float32") -> LoadedModel:
+        loaded = load_model(folder_of(kind), dtype=dtype)
+        if lora is not None:
+            attach_lora(loaded, lora)
+            generator = torch.Generator().manual_seed(3)
+            with torch.no_grad():
+                for one in adapter_tensors(loaded).values():
+                    one += 0.05 * torch.randn(one.shape, generator=generator)
+        return loaded
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def through_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: no loops in C."""
+    monkeypatch.setattr(PackedDecoder, "of", lambda _: None)
+
+
+@pytest.fixture
+def data(datum: Callable[..., DatumRecord]) -> list[DatumRecord]:
+    """Prompts that begin alike, completions of them, a copy, a part, strangers."""
+    rng = np.random.default_rng(0)
+
+    def tokens(count: int) -> list[int]:
+        return rng.integers(0, VOCAB_SIZE, count).tolist()
+
+    texts: list[list[int]] = []
+    for length in (10, 30):
+        prompt = tokens(length)
+        texts += [[*prompt, *tokens(count)] for count in (2, 15, 40)]
+    texts += [texts[2], texts[2][:-9], tokens(2), tokens(33)]
+    return [datum(one, weights=rng.normal(size=len(one) - 1)) for one in texts]
+
+
+def train(
+    loaded: LoadedModel, scorer: TargetScorer, data: list[DatumRecord], budget: int = 4096
+) -> Trained:
+    """Logprobs and every parameter's gradient."""
+    loaded.module.zero_grad()
+    work = Pass(scorer, OBJECTIVE, read_datums(data, OBJECTIVE, LIMITS), LIMITS, budget)
+    result, _ = work.forward_backward()
+    named = {name: one for name, one in loaded.module.named_parameters() if one.requires_grad}
+    return result.logprobs, {name: one.grad.clone() for name, one in named.items()}  # type: ignore[union-attr]
+
+
+def assert_same(found: Trained, expected: Trained, tolerance: float = 1e-5) -> None:
+    for one, other in zip(found[0], expected[0], strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
+    largest = max(float(one.abs().max()) for one in expected[1].values())
+    assert found[1].keys() == expected[1].keys()
+    for name, one in expected[1].items():
+        assert float((found[1][name] - one).abs().max()) <= tolerance * largest, name
+
+
+def kinds(scorer: TargetScorer, data: list[DatumRecord]) -> set[type]:
+    return {type(one) for one in scorer.batches(read_datums(data, OBJECTIVE, LIMITS), 4096, LIMITS)}
+
+
+def test_segments_are_prefixes_and_what_stands_behind_them() -> None:
+    # Two rows that two sequences share, three rows alone, three rows that nobody shares.
+    tree = Tree(torch.tensor([[0, 2, 0, 2], [6, 3, 2, 2], [9, 0, 2, 3]]),
+                torch.tensor([[2, 1], [3, 3], [9, 3]]), 5)  # fmt: skip
+
+    found = segments_of(tree, CPU)
+
+    assert found.query_starts.tolist() == [0, 2, 3, 6, 9, 12]
+    assert found.key_starts.tolist() == [0, 2, 5, 10, 13, 16]
+    assert (found.most_queries, found.most_keys) == (3, 5)
+    assert found.keys is not None
+    assert found.keys.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert found.query_starts.dtype == found.key_starts.dtype == torch.int32
+
+
+def test_nothing_is_gathered_where_nothing_is_shared() -> None:
+    tree = Tree(torch.tensor([[0, 4, 0, 0], [4, 0, 0, 1]]), torch.tensor([[4, 2]]), 4)
+
+    found = segments_of(tree, CPU)
+
+    assert found.keys is None
+    assert found.key_starts.tolist() == found.query_starts.tolist() == [0, 4, 6]
+
+
+@pytest.mark.parametrize("budget", [33, 100, 4096])
+def test_attention_within_segments_is_that_under_the_dense_mask(
+    data: list[DatumRecord], budget: int
+) -> None:
+    for batch in packed_batches(read_datums(data, OBJECTIVE, LIMITS), budget):
+        rows = batch.num_rows
+        made = [torch.randn(rows, count, 8, dtype=torch.float64) for count in (4, 2, 2)]
+        q, k, v = (one.requires_grad_() for one in made)
+        weights = torch.randn(rows, 4, 8, dtype=torch.float64)
+
+        mixed = attend(q, k, v, segments_of(batch.tree, CPU), 0.3, kernel)
+        dense = torch.nn.functional.scaled_dot_product_attention(
+            *(one.transpose(0, 1) for one in (q, k, v)), attn_mask=visible(batch.tree), scale=0.3,
+            enable_gqa=True,
+        ).transpose(0, 1)  # fmt: skip
+
+        assert mixed.shape == dense.shape
+        assert float((mixed - dense).detach().abs().max()) <= 1e-12
+        # Gradients of gathered rows add up in float32.
+        for one, other in zip(
+            torch.autograd.grad((mixed * weights).sum(), (q, k, v)),
+            torch.autograd.grad((dense * weights).sum(), (q, k, v)),
+            strict=True,
+        ):
+            assert float((one - other).abs().max()) <= 1e-6 * float(other.abs().max())
+
+
+def test_visible_is_what_each_text_sees_of_itself(data: list[DatumRecord]) -> None:
+    examples = read_datums(data, OBJECTIVE, LIMITS)
+
+    for batch in packed_batches(examples, 100):
+        seen = visible(batch.tree)
+        lengths = [one.length for one in batch.examples]
+        for rows in batch.rows.split(lengths):
+            count = len(rows)
+            assert torch.equal(seen[rows][:, rows], torch.ones(count, count).tril().bool())
+            assert seen[rows[-1]].sum() == count
+
+
+def test_gathered_keys_are_not_kept_for_the_backward_pass(datum: Any) -> None:
+    prompt = list(range(1, 41))
+    group = [datum([*prompt, 50 + one, *range(60, 80)]) for one in range(8)]
+    (batch,) = packed_batches(read_datums(group, OBJECTIVE, LIMITS), 4096)
+    segments = segments_of(batch.tree, CPU)
+    q, k, v = (torch.randn(batch.num_rows, 2, 8, requires_grad=True) for _ in range(3))
+    saved: list[int] = []
+
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda one: (saved.append(len(one)), one)[1], lambda one: one
+    ):
+        attend(q, k, v, segments, 0.3, kernel)
+
+    # 40 of the prompt and eight times 60, and the padding.
+    assert segments.keys is not None
+    assert len(segments.keys) == 40 + 8 * 60 + batch.num_rows - 200
+    assert max(saved, default=0) <= batch.num_rows
+
+
+def test_a_sound_kernel_passes_the_check() -> None:
+    for kv_heads in (1, 2, 4):
+        check_kernel(kernel, heads=4, kv_heads=kv_heads, dim=16, dtype=torch.bfloat16, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("unsound", "part"), [(upper_left, "output"), (without_gradient_of_v, "gradient of v")]
+)
+def test_an_unsound_kernel_is_found_out(unsound: Any, part: str) -> None:
+    with pytest.raises(EngineError, match=f"in its {part}"):
+        check_kernel(unsound, heads=4, kv_heads=2, dim=16, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("lora", [None, LORA], ids=["all parameters", "adapter"])
+def test_packed_rows_give_the_padded_gradient(
+    read: Any, data: list[DatumRecord], kind: str, lora: LoraOptions | None
+) -> None:
+    loaded, other = read(kind, lora), read(kind, lora)
+    packed, padded = TargetScorer(loaded, kernel=kernel), TargetScorer(other)
+
+    assert kinds(packed, data) == {PackedBatch}
+    assert kinds(padded, data) == {MicroBatch}
+    expected = train(other, padded, data)
+    assert float(np.concatenate(expected[0]).std()) > 0.3
+    assert_same(train(loaded, packed, data), expected)
+    assert_same(train(loaded, packed, data, budget=64), expected)
+
+
+def test_bfloat16_is_trained_on_in_packed_rows(read: Any, data: list[DatumRecord]) -> None:
+    loaded, exact = read("qwen3", dtype="bfloat16"), read("qwen3")
+
+    found = train(loaded, TargetScorer(loaded, kernel=kernel), data)
+
+    assert_same(found, train(exact, TargetScorer(exact), data), tolerance=0.1)
+
+
+def test_several_scorers_of_one_module_all_pack(read: Any, data: list[DatumRecord]) -> None:
+    loaded = read("qwen3", LORA)
+    first, second = TargetScorer(loaded, kernel=kernel), TargetScorer(loaded, kernel=kernel)
+    base = read("qwen3")
+
+    assert kinds(first, data) == kinds(second, data) == {PackedBatch}
+    work = Pass(second, OBJECTIVE, read_datums(data, OBJECTIVE, LIMITS), LIMITS, 4096)
+    with base_only(loaded):
+        found = work.forward().logprobs
+    for one, other in zip(found, train(base, TargetScorer(base), data)[0], strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_several_targets_per_token_take_padded_rows(
+    read: Any, datum: Any, data: list[DatumRecord]
+) -> None:
+    loaded, other = read("llama"), read("llama")
+    mixed = [datum([5, 6, 7], [[6, 8], [7, 9]], weights=[[0.5, 0.5], [1.0, 0.0]]), *data]
+    packed = TargetScorer(loaded, kernel=kernel)
+
+    assert kinds(packed, mixed) == {MicroBatch}
+    assert_same(train(loaded, packed, mixed), train(other, TargetScorer(other), mixed))
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_a_model_that_is_no_plain_decoder_takes_padded_rows(
+    read: Any, data: list[DatumRecord], kind: str
+) -> None:
+    assert kinds(TargetScorer(read(kind), kernel=kernel), data) == {MicroBatch}
+
+
+def test_an_unsound_kernel_means_padded_rows_and_one_warning(
+    read: Any, data: list[DatumRecord], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "hearth.trainer.packed_module"):
+        scorer = TargetScorer(read("qwen3"), kernel=upper_left)
+
+    (record,) = caplog.records
+    assert "pads its rows" in record.getMessage()
+    assert kinds(scorer, data) == {MicroBatch}
+
+
+def test_torchs_own_kernel_is_for_gpus(read: Any) -> None:
+    assert PackedModule.of(read("qwen3", dtype="bfloat16")) is None
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple) else (made,):
+            if isinstance(one, Tensor):
+                self.elements = max(self.elements, one.numel())
+        return made
+
+
+def test_no_mask_of_rows_by_rows_is_made(read: Any) -> None:
+    loaded = read("qwen3")
+    packed = PackedModule.of(loaded, kernel)
+    assert packed is not None
+    count, length = 48, 32
+    heads = torch.tensor([[one * length, length, 0, 0] for one in range(count)])
+    tree = Tree(heads, torch.tensor([[0, 0]]), length)
+    positions = torch.arange(length).repeat(count)
+
+    with Largest() as made, torch.no_grad():
+        states = packed.states(torch.zeros(count * length, dtype=torch.int64), positions, tree)
+
+    assert states.shape == (count * length, 64)
+    # The MLP's rows are the largest.
+    assert made.elements == count * length * 128
+    assert made.elements < (count * length) ** 2
