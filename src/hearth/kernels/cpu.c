@@ -1,9 +1,9 @@
 /* Fused float32 loops between matrix products, for the CPU.
 
-   Every row is computed by itself, in an order of its own, so that its bits do not hang on what
-   else is in the batch or on the number of threads. NaN stays NaN. All arrays are C-contiguous
-   unless strides are given. Each function says in Python what it computes: see ops.py. Those that
-   return an int return 1 where memory has run out, and their results are then incomplete. */
+   Every row's sums are taken in an order of its own, so that its bits do not hang on what else is
+   in the batch or on the number of threads. NaN stays NaN. All arrays are C-contiguous unless
+   strides are given. Each function says in Python what it computes: see ops.py. Those that return
+   an int return 1 where memory has run out, and their results are then incomplete. */
 
 #include <float.h>
 #include <math.h>
@@ -520,234 +520,341 @@ typedef struct {
     int32_t threads;
 } TreeShape;
 
-/* scores[k] = query . key k for `count` keys, which stand transposed: [dim][stride]. */
-static inline __attribute__((always_inline)) void dots(const float *query, const float *turned,
-                                                       int64_t stride, int64_t count,
-                                                       float *scores, const int64_t dim) {
-    const int64_t even = dim - dim % 4;
-    for (int64_t k = 0; k < count; k++) scores[k] = 0.0f;
-    for (int64_t i = 0; i < even; i += 4) {
-        const float a = query[i], b = query[i + 1], c = query[i + 2], d = query[i + 3];
-        const float *first = turned + i * stride, *second = first + stride;
-        const float *third = second + stride, *fourth = third + stride;
-        #pragma omp simd
-        for (int64_t k = 0; k < count; k++)
-            scores[k] += a * first[k] + b * second[k] + c * third[k] + d * fourth[k];
+/* As many floats as a register holds. */
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+static inline int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+
+#define CACHE_LINE 64
+/* Rows of a block of a product, whose sums registers hold. */
+#define HEIGHT 4
+
+static inline __attribute__((always_inline)) void multiply_block(
+    const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_step, int64_t depth,
+    float *out, int64_t out_row, int adds, const int rows, const int width) {
+    Lanes sum[HEIGHT][4];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < width; c++)
+            sum[r][c] = adds ? *(const Lanes *)(out + r * out_row + c * LANES) : (Lanes){0};
+    for (int64_t i = 0; i < depth; i++) {
+        Lanes right[4];
+        for (int c = 0; c < width; c++) right[c] = *(const Lanes *)(b + i * b_step + c * LANES);
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < width; c++) sum[r][c] += a[r * a_row + i * a_step] * right[c];
     }
-    for (int64_t i = even; i < dim; i++) {
-        const float one = query[i], *row = turned + i * stride;
-        #pragma omp simd
-        for (int64_t k = 0; k < count; k++) scores[k] += one * row[k];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < width; c++) *(Lanes *)(out + r * out_row + c * LANES) = sum[r][c];
+}
+
+/* out[r][c] = sum over i of a[r * a_row + i * a_step] * b[i * b_step + c], on top of what is there
+   where it `adds`. `columns` is a multiple of LANES. A sum is taken in the order of i, so that its
+   bits do not hang on what else is computed. */
+static void multiply(const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_step,
+                     int64_t depth, int64_t rows, int64_t columns, float *out, int64_t out_row,
+                     int adds) {
+    #define BLOCK_OF(height, width) \
+        multiply_block(a + r * a_row, a_row, a_step, b + c, b_step, depth, out + r * out_row + c, \
+                       out_row, adds, height, width)
+    #define COLUMNS_OF(width) \
+        for (; r + HEIGHT <= rows; r += HEIGHT) BLOCK_OF(HEIGHT, width); \
+        for (; r < rows; r++) BLOCK_OF(1, width);
+    int64_t c = 0;
+    while (c < columns) {
+        const int64_t left = (columns - c) / LANES;
+        int64_t r = 0;
+        if (left >= 4) {
+            COLUMNS_OF(4)
+            c += 4 * LANES;
+        } else if (left >= 2) {
+            COLUMNS_OF(2)
+            c += 2 * LANES;
+        } else {
+            COLUMNS_OF(1)
+            c += LANES;
+        }
+    }
+    #undef COLUMNS_OF
+    #undef BLOCK_OF
+}
+
+/* Queries that are computed together: rows of one sequence, and the heads that share their keys.
+   Each has a column of scores, so that softmax goes down all of them at once. */
+#define TILE 32
+
+typedef struct {
+    int64_t columns; /* of what is filled up with zeros: a head's size as a multiple of LANES */
+    float *keys, *values, *key_grads, *value_grads; /* [most_keys][columns] */
+    float *weights, *pulls;                         /* [most_keys][TILE] */
+    float *queries, *given, *mixed;                 /* [TILE][columns] */
+    float *turned_queries, *turned_given;           /* [columns][TILE] */
+    int64_t places[TILE];                           /* of the queries, counted in heads */
+    int32_t seen[TILE];                             /* keys that each of them sees */
+} TreeScratch;
+
+/* Work arrays of one thread, in one piece of memory that starts with `keys`; 1 where it lacks. */
+static int tree_scratch(const TreeShape *shape, int is_backward, TreeScratch *s) {
+    const int64_t columns = padded(shape->dim), size = shape->most_keys * columns;
+    const int64_t wide = shape->most_keys * TILE, tile = TILE * columns;
+    const int64_t count = is_backward ? 4 * size + 2 * wide + 5 * tile : 2 * size + wide + 2 * tile;
+    const size_t bytes = sizeof(float) * (size_t)count;
+    float *next = aligned_alloc(CACHE_LINE, (bytes + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE);
+    if (!next) return 1;
+    memset(next, 0, bytes);
+    s->columns = columns;
+    #define TAKE(name, floats) (s->name = next, next += (floats))
+    TAKE(keys, size);
+    TAKE(values, size);
+    TAKE(weights, wide);
+    TAKE(turned_queries, tile);
+    TAKE(mixed, tile);
+    if (is_backward) {
+        TAKE(key_grads, size);
+        TAKE(value_grads, size);
+        TAKE(pulls, wide);
+        TAKE(turned_given, tile);
+        TAKE(queries, tile);
+        TAKE(given, tile);
+    }
+    #undef TAKE
+    return 0;
+}
+
+/* Rows of one sequence: `before` keys of its prefix stand before theirs. */
+typedef struct {
+    int64_t start, rows, before;
+} Stretch;
+
+/* Stretch `one` of a cluster: -1 is its prefix, others its sequences. */
+static inline Stretch stretch_of(const int64_t *cluster, const int64_t *sequences, int64_t one) {
+    if (one < 0) return (Stretch){cluster[0], cluster[1], 0};
+    const int64_t *sequence = sequences + 2 * (cluster[2] + one);
+    return (Stretch){sequence[0], sequence[1], cluster[1]};
+}
+
+/* One head's keys or values of a stretch, behind those of its prefix. */
+static inline void gather(const float *from, int64_t row_stride, const Stretch *stretch,
+                          int64_t dim, int64_t columns, float *to) {
+    for (int64_t k = 0; k < stretch->rows; k++)
+        memcpy(to + (stretch->before + k) * columns, from + (stretch->start + k) * row_stride,
+               sizeof(float) * (size_t)dim);
+}
+
+/* The tile of a stretch's queries from `first` on; how many they are. */
+static inline int64_t take_tile(const Stretch *stretch, int64_t first, int64_t head,
+                                const TreeShape *shape, TreeScratch *s) {
+    const int64_t group = shape->heads / shape->kv_heads, left = stretch->rows * group - first;
+    const int64_t count = left < TILE ? left : TILE;
+    for (int64_t j = 0; j < TILE; j++) {
+        const int64_t one = first + (j < count ? j : count - 1), row = one / group;
+        s->places[j] = (stretch->start + row) * shape->heads + head * group + one % group;
+        s->seen[j] = (int32_t)(stretch->before + row + 1);
+    }
+    return count;
+}
+
+/* The tile's heads in `turned` [dim][TILE], and in `plain` [TILE][columns] where it is given. */
+static inline void take_heads(const float *from, const int64_t *places, int64_t count, int64_t dim,
+                              int64_t columns, float *turned, float *plain) {
+    for (int64_t j = 0; j < count; j++) {
+        const float *head = from + places[j] * dim;
+        for (int64_t i = 0; i < dim; i++) turned[i * TILE + j] = head[i];
+        if (plain) memcpy(plain + j * columns, head, sizeof(float) * (size_t)dim);
     }
 }
 
-/* out += sum over k of weights[k] * rows[k], in local sums. */
-static inline __attribute__((always_inline)) void mix(const float *weights, const float *rows,
-                                                      int64_t count, float *out,
-                                                      const int64_t dim) {
-    float sum[dim];
-    for (int64_t i = 0; i < dim; i++) sum[i] = 0.0f;
+/* LANES columns of scores as exp((score - largest) * scale), and their sums. What a query does not
+   see counts as next to nothing. */
+static inline void soften(float *weights, const int32_t *seen, int64_t count, float scale,
+                          float *largest, float *sums) {
+    float most[LANES], sum[LANES];
+    for (int64_t k = seen[0]; k < count; k++)
+        for (int j = 0; j < LANES; j++)
+            if (k >= seen[j]) weights[k * TILE + j] = -INFINITY;
+    for (int j = 0; j < LANES; j++) most[j] = weights[j], sum[j] = 0.0f;
+    for (int64_t k = 1; k < count; k++) {
+        const float *row = weights + k * TILE;
+        #pragma omp simd
+        for (int j = 0; j < LANES; j++) most[j] = row[j] > most[j] ? row[j] : most[j];
+    }
     for (int64_t k = 0; k < count; k++) {
-        const float part = weights[k], *row = rows + k * dim;
+        float *row = weights + k * TILE;
         #pragma omp simd
-        for (int64_t i = 0; i < dim; i++) sum[i] += part * row[i];
+        for (int j = 0; j < LANES; j++) {
+            row[j] = exp_fast((row[j] - most[j]) * scale);
+            sum[j] += row[j];
+        }
     }
-    for (int64_t i = 0; i < dim; i++) out[i] += sum[i];
+    memcpy(largest, most, sizeof(most));
+    memcpy(sums, sum, sizeof(sum));
 }
 
-/* One head's keys or values of some rows, as they are and transposed, behind `before` others. */
-static inline void gather(const float *from, int64_t row_stride, int64_t start, int64_t count,
-                          int64_t before, int64_t stride, int64_t dim, float *plain,
-                          float *turned) {
-    for (int64_t k = 0; k < count; k++) {
-        const float *row = from + (start + k) * row_stride;
-        if (plain) memcpy(plain + (before + k) * dim, row, sizeof(float) * (size_t)dim);
-        if (turned)
-            for (int64_t i = 0; i < dim; i++) turned[i * stride + before + k] = row[i];
-    }
-}
-
-static inline __attribute__((always_inline)) void tree_rows_forward(
-    const float *q, const float *turned_keys, const float *values, int64_t start, int64_t rows,
-    int64_t before, int64_t first_head, int64_t group, const TreeShape *shape, float *weights,
-    float *out, float *totals, const int64_t dim) {
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t count = before + r + 1;
-        for (int64_t one = 0; one < group; one++) {
-            const int64_t at = (start + r) * shape->heads + first_head + one;
-            dots(q + at * dim, turned_keys, shape->most_keys, count, weights, dim);
-            float most = weights[0];
-            for (int64_t k = 1; k < count; k++) most = weights[k] > most ? weights[k] : most;
-            float sum = 0.0f;
-            #pragma omp simd reduction(+ : sum)
-            for (int64_t k = 0; k < count; k++) {
-                weights[k] = exp_fast((weights[k] - most) * shape->scale);
-                sum += weights[k];
-            }
-            const float share = 1.0f / sum;
-            float *to = out + at * dim;
-            memset(to, 0, sizeof(float) * (size_t)dim);
-            mix(weights, values, count, to, dim);
-            for (int64_t i = 0; i < dim; i++) to[i] *= share;
-            totals[at] = most * shape->scale + logf(sum);
+static void tree_stretch_forward(const float *q, const Stretch *stretch, int64_t head,
+                                 const TreeShape *shape, TreeScratch *s, float *out,
+                                 float *totals) {
+    const int64_t dim = shape->dim, columns = s->columns, group = shape->heads / shape->kv_heads;
+    for (int64_t first = 0; first < stretch->rows * group; first += TILE) {
+        const int64_t count = take_tile(stretch, first, head, shape, s), wide = padded(count);
+        const int64_t most = s->seen[TILE - 1];
+        float largest[TILE], sums[TILE];
+        take_heads(q, s->places, count, dim, columns, s->turned_queries, NULL);
+        multiply(s->keys, columns, 1, s->turned_queries, TILE, dim, most, wide, s->weights, TILE,
+                 0);
+        for (int64_t c = 0; c < wide; c += LANES)
+            soften(s->weights + c, s->seen + c, most, shape->scale, largest + c, sums + c);
+        for (int64_t j = 0; j < count; j += HEIGHT) {
+            const int64_t rows = count - j < HEIGHT ? count - j : HEIGHT, common = s->seen[j];
+            multiply(s->weights + j, 1, TILE, s->values, columns, common, rows, columns,
+                     s->mixed + j * columns, columns, 0);
+            /* A query never touches what it does not see: it may be no number. */
+            for (int64_t one = j + 1; one < j + rows; one++)
+                multiply(s->weights + common * TILE + one, 1, TILE, s->values + common * columns,
+                         columns, s->seen[one] - common, 1, columns, s->mixed + one * columns,
+                         columns, 1);
+        }
+        for (int64_t j = 0; j < count; j++) {
+            const float share = 1.0f / sums[j], *from = s->mixed + j * columns;
+            float *to = out + s->places[j] * dim;
+            for (int64_t i = 0; i < dim; i++) to[i] = from[i] * share;
+            totals[s->places[j]] = largest[j] * shape->scale + logf(sums[j]);
         }
     }
 }
-
-static inline __attribute__((always_inline)) void tree_task_forward(
-    const float *q, const float *k, const float *v, const int64_t *cluster,
-    const int64_t *sequences, int64_t head, const TreeShape *shape, float *scratch, float *out,
-    float *totals, const int64_t dim) {
-    const int64_t most = shape->most_keys, group = shape->heads / shape->kv_heads;
-    const int64_t stride = shape->kv_heads * dim, prefix = cluster[1];
-    float *turned = scratch, *values = turned + most * dim, *weights = values + most * dim;
-    k += head * dim, v += head * dim;
-    gather(k, stride, cluster[0], prefix, 0, most, dim, NULL, turned);
-    gather(v, stride, cluster[0], prefix, 0, most, dim, values, NULL);
-    tree_rows_forward(q, turned, values, cluster[0], prefix, 0, head * group, group, shape,
-                      weights, out, totals, dim);
-    for (int64_t s = cluster[2]; s < cluster[3]; s++) {
-        const int64_t start = sequences[2 * s], rows = sequences[2 * s + 1];
-        gather(k, stride, start, rows, prefix, most, dim, NULL, turned);
-        gather(v, stride, start, rows, prefix, most, dim, values, NULL);
-        tree_rows_forward(q, turned, values, start, rows, prefix, head * group, group, shape,
-                          weights, out, totals, dim);
-    }
-}
-
-#define BY_SIZE(CALL) \
-    switch (dim) { \
-        case 32: CALL(32); break; \
-        case 64: CALL(64); break; \
-        case 128: CALL(128); break; \
-        default: CALL(dim); \
-    }
 
 /* clusters: [n][4] of (first row, rows of the shared prefix, first sequence, end of sequences);
    sequences: [m][2] of (first row, rows). A row sees its prefix, and its sequence up to itself. */
 int hearth_tree_forward(const float *q, const float *k, const float *v, const int64_t *clusters,
                         const int64_t *sequences, float *out, float *totals,
                         const TreeShape *shape) {
-    const int64_t dim = shape->dim, tasks = shape->clusters * shape->kv_heads;
+    const int64_t dim = shape->dim, kv_heads = shape->kv_heads, stride = kv_heads * dim;
     const int threads = shape->threads;
     int failed = 0;
     #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
     {
-        float *scratch = malloc(sizeof(float) * (size_t)(shape->most_keys * (2 * dim + 1)));
-        failed |= !scratch;
+        TreeScratch s;
+        const int lacks = tree_scratch(shape, 0, &s);
+        failed |= lacks;
         #pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < tasks; task++) {
-            if (!scratch) continue;
-            const int64_t *cluster = clusters + 4 * (task / shape->kv_heads);
-            #define FORWARD(size) tree_task_forward(q, k, v, cluster, sequences, \
-                task % shape->kv_heads, shape, scratch, out, totals, size)
-            BY_SIZE(FORWARD)
-            #undef FORWARD
+        for (int64_t task = 0; task < shape->clusters * kv_heads; task++) {
+            const int64_t *cluster = clusters + 4 * (task / kv_heads), head = task % kv_heads;
+            for (int64_t one = -1; one < cluster[3] - cluster[2] && !lacks; one++) {
+                const Stretch stretch = stretch_of(cluster, sequences, one);
+                gather(k + head * dim, stride, &stretch, dim, s.columns, s.keys);
+                gather(v + head * dim, stride, &stretch, dim, s.columns, s.values);
+                tree_stretch_forward(q, &stretch, head, shape, &s, out, totals);
+            }
         }
-        free(scratch);
+        if (!lacks) free(s.keys);
     }
     return failed;
 }
 
-typedef struct {
-    float *turned_keys, *keys, *turned_values, *key_grads, *value_grads, *weights, *pulls;
-} TreeScratch;
+/* Dot products of LANES columns, summed up as `multiply` does: what should cancel does so. */
+static inline void dot_columns(const float *a, const float *b, int64_t dim, float *dots) {
+    float sum[LANES] = {0};
+    for (int64_t i = 0; i < dim; i++) {
+        #pragma omp simd
+        for (int j = 0; j < LANES; j++) sum[j] += a[i * TILE + j] * b[i * TILE + j];
+    }
+    memcpy(dots, sum, sizeof(sum));
+}
 
-static inline __attribute__((always_inline)) void tree_rows_backward(
-    const float *q, const float *out, const float *totals, const float *grad, int64_t start,
-    int64_t rows, int64_t before, int64_t first_head, int64_t group, const TreeShape *shape,
-    const TreeScratch *s, float *q_grad, const int64_t dim) {
-    const float scale = shape->scale;
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t count = before + r + 1;
-        for (int64_t one = 0; one < group; one++) {
-            const int64_t at = (start + r) * shape->heads + first_head + one;
-            const float *query = q + at * dim, *given = grad + at * dim, *mean = out + at * dim;
-            float level = 0.0f;
-            #pragma omp simd reduction(+ : level)
-            for (int64_t i = 0; i < dim; i++) level += given[i] * mean[i];
-            dots(query, s->turned_keys, shape->most_keys, count, s->weights, dim);
-            dots(given, s->turned_values, shape->most_keys, count, s->pulls, dim);
-            const float total = totals[at];
-            #pragma omp simd
-            for (int64_t k = 0; k < count; k++) {
-                s->weights[k] = exp_fast(s->weights[k] * scale - total);
-                s->pulls[k] = s->weights[k] * (s->pulls[k] - level) * scale;
-            }
-            float *to = q_grad + at * dim;
-            memset(to, 0, sizeof(float) * (size_t)dim);
-            mix(s->pulls, s->keys, count, to, dim);
-            for (int64_t k = 0; k < count; k++) {
-                const float weight = s->weights[k], pull = s->pulls[k];
-                float *key = s->key_grads + k * dim, *value = s->value_grads + k * dim;
-                #pragma omp simd
-                for (int64_t i = 0; i < dim; i++) {
-                    key[i] += pull * query[i];
-                    value[i] += weight * given[i];
-                }
-            }
+/* LANES columns of scores and of the gradients of weights become weights and gradients of scores;
+   0 where a query does not see. */
+static inline void soften_backward(float *weights, float *pulls, const int32_t *seen,
+                                   int64_t count, float scale, const float *totals,
+                                   const float *levels) {
+    for (int64_t k = 0; k < count; k++) {
+        float *weight = weights + k * TILE, *pull = pulls + k * TILE;
+        const int32_t at = (int32_t)k;
+        #pragma omp simd
+        for (int j = 0; j < LANES; j++) {
+            const float part = exp_fast(weight[j] * scale - totals[j]);
+            const float drawn = part * (pull[j] - levels[j]) * scale;
+            weight[j] = at < seen[j] ? part : 0.0f;
+            pull[j] = at < seen[j] ? drawn : 0.0f;
         }
     }
 }
 
-static inline void put(const float *from, int64_t before, int64_t start, int64_t count,
-                       int64_t row_stride, int64_t dim, float *to) {
-    for (int64_t k = 0; k < count; k++)
-        memcpy(to + (start + k) * row_stride, from + (before + k) * dim,
-               sizeof(float) * (size_t)dim);
+static void tree_stretch_backward(const float *q, const float *out, const float *totals,
+                                  const float *grad, const Stretch *stretch, int64_t head,
+                                  const TreeShape *shape, TreeScratch *s, float *q_grad) {
+    const int64_t dim = shape->dim, columns = s->columns, group = shape->heads / shape->kv_heads;
+    for (int64_t first = 0; first < stretch->rows * group; first += TILE) {
+        const int64_t count = take_tile(stretch, first, head, shape, s), wide = padded(count);
+        const int64_t most = s->seen[TILE - 1];
+        float levels[TILE], logs[TILE] = {0};
+        take_heads(grad, s->places, count, dim, columns, s->turned_given, s->given);
+        take_heads(out, s->places, count, dim, columns, s->turned_queries, NULL);
+        for (int64_t c = 0; c < wide; c += LANES)
+            dot_columns(s->turned_given + c, s->turned_queries + c, dim, levels + c);
+        take_heads(q, s->places, count, dim, columns, s->turned_queries, s->queries);
+        for (int64_t j = 0; j < count; j++) logs[j] = totals[s->places[j]];
+        multiply(s->keys, columns, 1, s->turned_queries, TILE, dim, most, wide, s->weights, TILE,
+                 0);
+        multiply(s->values, columns, 1, s->turned_given, TILE, dim, most, wide, s->pulls, TILE, 0);
+        for (int64_t c = 0; c < wide; c += LANES)
+            soften_backward(s->weights + c, s->pulls + c, s->seen + c, most, shape->scale, logs + c,
+                            levels + c);
+        multiply(s->pulls, 1, TILE, s->keys, columns, most, count, columns, s->mixed, columns, 0);
+        for (int64_t j = 0; j < count; j++)
+            memcpy(q_grad + s->places[j] * dim, s->mixed + j * columns,
+                   sizeof(float) * (size_t)dim);
+        multiply(s->pulls, TILE, 1, s->queries, columns, count, most, columns, s->key_grads,
+                 columns, 1);
+        multiply(s->weights, TILE, 1, s->given, columns, count, most, columns, s->value_grads,
+                 columns, 1);
+    }
 }
 
-static inline __attribute__((always_inline)) void tree_task_backward(
-    const float *q, const float *k, const float *v, const float *out, const float *totals,
-    const float *grad, const int64_t *cluster, const int64_t *sequences, int64_t head,
-    const TreeShape *shape, float *scratch, float *q_grad, float *k_grad, float *v_grad,
-    const int64_t dim) {
-    const int64_t most = shape->most_keys, group = shape->heads / shape->kv_heads;
-    const int64_t stride = shape->kv_heads * dim, prefix = cluster[1], size = most * dim;
-    TreeScratch s = {scratch, scratch + size, scratch + 2 * size, scratch + 3 * size,
-                     scratch + 4 * size, scratch + 5 * size, scratch + 5 * size + most};
-    k += head * dim, v += head * dim, k_grad += head * dim, v_grad += head * dim;
-    memset(s.key_grads, 0, sizeof(float) * (size_t)(2 * size));
-    gather(k, stride, cluster[0], prefix, 0, most, dim, s.keys, s.turned_keys);
-    gather(v, stride, cluster[0], prefix, 0, most, dim, NULL, s.turned_values);
-    tree_rows_backward(q, out, totals, grad, cluster[0], prefix, 0, head * group, group, shape,
-                       &s, q_grad, dim);
-    for (int64_t one = cluster[2]; one < cluster[3]; one++) {
-        const int64_t start = sequences[2 * one], rows = sequences[2 * one + 1];
-        gather(k, stride, start, rows, prefix, most, dim, s.keys, s.turned_keys);
-        gather(v, stride, start, rows, prefix, most, dim, NULL, s.turned_values);
-        memset(s.key_grads + prefix * dim, 0, sizeof(float) * (size_t)(rows * dim));
-        memset(s.value_grads + prefix * dim, 0, sizeof(float) * (size_t)(rows * dim));
-        tree_rows_backward(q, out, totals, grad, start, rows, prefix, head * group, group, shape,
-                           &s, q_grad, dim);
-        put(s.key_grads, prefix, start, rows, stride, dim, k_grad);
-        put(s.value_grads, prefix, start, rows, stride, dim, v_grad);
+/* The gradients of a stretch's own keys or values, which start again from 0. */
+static inline void put(float *from, const Stretch *stretch, int64_t row_stride, int64_t dim,
+                       int64_t columns, float *to) {
+    for (int64_t k = 0; k < stretch->rows; k++) {
+        float *row = from + (stretch->before + k) * columns;
+        memcpy(to + (stretch->start + k) * row_stride, row, sizeof(float) * (size_t)dim);
+        memset(row, 0, sizeof(float) * (size_t)columns);
     }
-    put(s.key_grads, 0, cluster[0], prefix, stride, dim, k_grad);
-    put(s.value_grads, 0, cluster[0], prefix, stride, dim, v_grad);
 }
 
 int hearth_tree_backward(const float *q, const float *k, const float *v, const float *out,
                          const float *totals, const float *grad, const int64_t *clusters,
                          const int64_t *sequences, float *q_grad, float *k_grad, float *v_grad,
                          const TreeShape *shape) {
-    const int64_t dim = shape->dim, tasks = shape->clusters * shape->kv_heads;
+    const int64_t dim = shape->dim, kv_heads = shape->kv_heads, stride = kv_heads * dim;
     const int threads = shape->threads;
     int failed = 0;
     #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
     {
-        float *scratch = malloc(sizeof(float) * (size_t)(shape->most_keys * (5 * dim + 2)));
-        failed |= !scratch;
+        TreeScratch s;
+        const int lacks = tree_scratch(shape, 1, &s);
+        failed |= lacks;
         #pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < tasks; task++) {
-            if (!scratch) continue;
-            const int64_t *cluster = clusters + 4 * (task / shape->kv_heads);
-            #define BACKWARD(size) tree_task_backward(q, k, v, out, totals, grad, cluster, \
-                sequences, task % shape->kv_heads, shape, scratch, q_grad, k_grad, v_grad, size)
-            BY_SIZE(BACKWARD)
-            #undef BACKWARD
+        for (int64_t task = 0; task < shape->clusters * kv_heads; task++) {
+            const int64_t *cluster = clusters + 4 * (task / kv_heads), head = task % kv_heads;
+            const Stretch prefix = stretch_of(cluster, sequences, -1);
+            float *k_to = k_grad + head * dim, *v_to = v_grad + head * dim;
+            for (int64_t one = -1; one < cluster[3] - cluster[2] && !lacks; one++) {
+                const Stretch stretch = stretch_of(cluster, sequences, one);
+                gather(k + head * dim, stride, &stretch, dim, s.columns, s.keys);
+                gather(v + head * dim, stride, &stretch, dim, s.columns, s.values);
+                tree_stretch_backward(q, out, totals, grad, &stretch, head, shape, &s, q_grad);
+                if (one < 0) continue; /* all that follow add to the prefix */
+                put(s.key_grads, &stretch, stride, dim, s.columns, k_to);
+                put(s.value_grads, &stretch, stride, dim, s.columns, v_to);
+            }
+            if (lacks) continue;
+            put(s.key_grads, &prefix, stride, dim, s.columns, k_to);
+            put(s.value_grads, &prefix, stride, dim, s.columns, v_to);
         }
-        free(scratch);
+        if (!lacks) free(s.keys);
     }
     return failed;
 }

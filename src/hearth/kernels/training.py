@@ -55,6 +55,14 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: Tree, scale: float) ->
     return _TreeAttention.apply(q, k, v, tree, scale)  # pyright: ignore[reportReturnType]
 
 
+def products(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """x [R, H] times each of ``weights`` [O, H], transposed: [R, O] each.
+
+    The gradients in x are added up inside the products, where separate ones would be summed after.
+    """
+    return _Products.apply(x, *weights)  # pyright: ignore[reportReturnType]
+
+
 def score(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
     """Logprobs [R] of ``targets`` [R] under softmax(logits / temperature) [R, V].
 
@@ -206,6 +214,26 @@ class _TreeAttention(Function):
             q_grad.data_ptr(), k_grad.data_ptr(), v_grad.data_ptr(), ctypes.byref(ctx.shape),
         )  # fmt: skip
         return q_grad, k_grad, v_grad, None, None
+
+
+class _Products(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Any:
+        ctx.save_for_backward(x, *weights)
+        return tuple(x @ one.t() for one in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        wants_x, *wanted = ctx.needs_input_grad
+        x_grad = None
+        if wants_x:
+            x_grad = grads[0] @ weights[0]
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                x_grad.addmm_(grad, weight)
+        pairs = zip(grads, wanted, strict=True)
+        return x_grad, *(grad.t() @ x if is_wanted else None for grad, is_wanted in pairs)
 
 
 class _Score(Function):

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hearth.kernels.ops import kernels
-from hearth.kernels.training import add_rms_norm, rms_norm, silu_mul, tree_attention, turn
+from hearth.kernels.training import (
+    add_rms_norm,
+    products,
+    rms_norm,
+    silu_mul,
+    tree_attention,
+    turn,
+)
 from hearth.kernels.tree import Tree
 from hearth.models.decoder import Decoder, DecoderLayer, read_decoder
 from hearth.models.loading import LoadedModel
@@ -111,7 +118,7 @@ class PackedDecoder:
             mixed = tree_attention(q, k, v, tree, decoder.scale)
             attended = _linear(layer.o_proj, mixed.view(mixed.shape[0], -1))
             x, normed = add_rms_norm(x, attended, layer.post_norm.weight, decoder.eps)
-            inner = silu_mul(_linear(layer.gate_proj, normed), _linear(layer.up_proj, normed))
+            inner = silu_mul(*_linears((layer.gate_proj, layer.up_proj), normed))
             return add_rms_norm(x, _linear(layer.down_proj, inner), following.weight, decoder.eps)
 
         if recompute:
@@ -137,13 +144,21 @@ def _heads(
     """Queries [S, A, D], keys and values [S, G, D] of one layer."""
     rows, dim = normed.shape[0], decoder.dim
 
-    def heads(linear: Any, norm: Any | None) -> Tensor:
-        projected = _linear(linear, normed).view(rows, -1, dim)
-        weight = None if norm is None else norm.weight
-        return turn(projected, weight, decoder.eps, turns, positions)
+    projections = _linears((layer.q_proj, layer.k_proj, layer.v_proj), normed)
+    q, k, v = (one.view(rows, -1, dim) for one in projections)
 
-    q, k = heads(layer.q_proj, layer.q_norm), heads(layer.k_proj, layer.k_norm)
-    return q, k, _linear(layer.v_proj, normed).view(rows, -1, dim)
+    def turned(heads: Tensor, norm: Any | None) -> Tensor:
+        weight = None if norm is None else norm.weight
+        return turn(heads, weight, decoder.eps, turns, positions)
+
+    return turned(q, layer.q_norm), turned(k, layer.k_norm), v
+
+
+def _linears(linears: Sequence[Any], x: Tensor) -> tuple[Tensor, ...]:
+    """The products of several layers with the same rows."""
+    if all(type(one) is nn.Linear and one.bias is None for one in linears):
+        return products(x, *(one.weight for one in linears))
+    return tuple(_linear(one, x) for one in linears)
 
 
 def _linear(linear: Any, x: Tensor) -> Tensor:

@@ -13,25 +13,28 @@ from concurrent.futures import Future
 
 from hearth.errors import NotFoundError
 
-MAX_DELIVERED_BYTES = 64 * 2**20
-MAX_WAITING = 4096
+MAX_DELIVERED_BYTES = 8 * 2**20
+"""Three times the longest answer of our client, that to half a million tokens."""
+MAX_RESULTS = 4096
 
 
 class FutureStore:
     """Hands out request ids and keeps their results. Safe to use from several threads.
 
     A delivered result stays until newer ones fill ``delivered_bytes`` (a lost answer is asked for
-    again); one that nobody has asked for stays until ``waiting`` newer ones are finished.
+    again), one that nobody has asked for until newer ones are finished; in either case until there
+    are ``results`` of them.
     """
 
     def __init__(
-        self, *, delivered_bytes: int = MAX_DELIVERED_BYTES, waiting: int = MAX_WAITING
+        self, *, delivered_bytes: int = MAX_DELIVERED_BYTES, results: int = MAX_RESULTS
     ) -> None:
         self._max_bytes = delivered_bytes
-        self._max_waiting = waiting
+        self._max_results = results
         self._futures: dict[str, Future[bytes]] = {}
         self._waiting: OrderedDict[str, None] = OrderedDict()
         self._delivered: OrderedDict[str, int] = OrderedDict()
+        self._delivered_bytes = 0
         self._lock = threading.Lock()
 
     def create(self) -> str:
@@ -48,7 +51,7 @@ class FutureStore:
             if future is None or future.done():
                 return
             self._waiting[request_id] = None
-            if len(self._waiting) > self._max_waiting:
+            if len(self._waiting) > self._max_results:
                 oldest, _ = self._waiting.popitem(last=False)
                 del self._futures[oldest]
         future.set_result(body)
@@ -76,8 +79,12 @@ class FutureStore:
     def _mark_delivered(self, request_id: str, size: int) -> None:
         with self._lock:
             self._waiting.pop(request_id, None)
+            self._delivered_bytes += size - self._delivered.pop(request_id, 0)
             self._delivered[request_id] = size
-            self._delivered.move_to_end(request_id)
-            while len(self._delivered) > 1 and sum(self._delivered.values()) > self._max_bytes:
-                oldest, _ = self._delivered.popitem(last=False)
+            while len(self._delivered) > 1 and self._has_too_many_delivered():
+                oldest, freed = self._delivered.popitem(last=False)
+                self._delivered_bytes -= freed
                 self._futures.pop(oldest, None)
+
+    def _has_too_many_delivered(self) -> bool:
+        return self._delivered_bytes > self._max_bytes or len(self._delivered) > self._max_results

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hearth.kernels.training import (
     add_rms_norm,
+    products,
     rms_norm,
     score,
     silu_mul,
@@ -113,6 +114,31 @@ def test_the_gated_product_has_the_plain_values_and_gradients(
     assert_same(silu_mul, lambda gate, up: torch.nn.functional.silu(gate) * up, inputs)
 
 
+@pytest.mark.parametrize("sizes", [(5,), (8, 3), (64, 32, 32)])
+def test_products_with_the_same_rows_have_the_plain_values_and_gradients(
+    sizes: Sequence[int],
+) -> None:
+    weights = [random(size, 48, seed=size) for size in sizes]
+
+    assert_same(
+        lambda x, *ws: products(x, *ws),
+        lambda x, *ws: tuple(x @ one.T for one in ws),
+        [random(37, 48), *weights],
+    )
+
+
+def test_products_give_gradients_to_those_that_want_them() -> None:
+    x, first, second = random(5, 8), random(3, 8).requires_grad_(), random(4, 8)
+
+    one, other = products(x, first, second)
+    (one.sum() + other.sum()).backward()
+
+    assert first.grad is not None
+    torch.testing.assert_close(first.grad, x.sum(0).expand(3, 8))
+    assert x.grad is None
+    assert second.grad is None
+
+
 def plain_turn(x: Tensor, turns: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
     cosines, sines = (one.to(x)[positions][:, None] for one in turns)
     low, high = x.chunk(2, dim=-1)
@@ -165,6 +191,7 @@ TREES = {
     "a prefix alone": [(6, [])],
     "one row": [(0, [1])],
     "clusters of all kinds": [(9, [4, 1, 7]), (0, [5]), (1, [1, 1]), (17, []), (3, [20])],
+    "more queries than a tile holds": [(45, [70, 33, 1]), (0, [40])],
 }
 
 
@@ -223,13 +250,14 @@ def test_attention_in_a_tree_is_masked_attention(
 
 
 @pytest.mark.parametrize("kind", TREES)
-def test_attention_takes_any_tree(kind: str) -> None:
+@pytest.mark.parametrize("heads", [2, 6])
+def test_attention_takes_any_tree(kind: str, heads: int) -> None:
     tree = tree_of(TREES[kind])
 
     assert_same(
         lambda q, k, v: tree_attention(q, k, v, tree, 0.3),
         lambda q, k, v: plain_attention(q, k, v, tree, 0.3),
-        attention_inputs(tree, 4, 2, 32),
+        attention_inputs(tree, heads, 2, 32),
     )
 
 
@@ -261,6 +289,34 @@ def test_a_rows_attention_has_the_same_bits_whatever_it_is_packed_with(
         assert torch.equal(found, together[own])
     threads(2)
     assert torch.equal(tree_attention(q, k, v, tree, scale), together)
+
+
+def test_attentions_gradient_has_the_same_bits_on_any_number_of_threads(
+    threads: SetThreads,
+) -> None:
+    tree = tree_of(TREES["more queries than a tile holds"])
+    inputs = attention_inputs(tree, 6, 2, 32)
+
+    def gradients(count: int) -> list[Tensor]:
+        threads(count)
+        return run(lambda q, k, v: tree_attention(q, k, v, tree, 0.3), inputs)[1]
+
+    for one, other in zip(gradients(1), gradients(2), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("place", [3, 35])
+def test_no_row_is_harmed_by_a_later_one(place: int) -> None:
+    tree = tree_of([(0, [40])])
+    q, k, v = attention_inputs(tree, 1, 1, 32)
+    sound = tree_attention(q, k, v, tree, 0.3)
+    for one in (q, k, v):
+        one[place] = math.nan
+
+    found = tree_attention(q, k, v, tree, 0.3)
+
+    assert torch.equal(found[:place], sound[:place])
+    assert found[place].isnan().all()
 
 
 def test_other_loops_give_a_row_the_same_bits_in_any_batch_on_any_threads(

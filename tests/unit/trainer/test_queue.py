@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import time
 from collections.abc import Iterator
 
 import orjson
@@ -187,14 +189,22 @@ async def test_closing_ends_the_running_one_and_fails_the_others(futures: Future
 
     def slow() -> PathOutput:
         started.set()
-        assert go.wait(5)
+        assert go.wait(60)
         return done("slow")
 
     running = operations.submit_numbered("m", 1, slow)
     waiting = operations.submit_numbered("m", 2, lambda: done("never"))
     held = operations.submit_numbered("m", 4, lambda: done("never"))
     assert started.wait(5)
-    threading.Timer(0.05, go.set).start()
+
+    def release_once_closing() -> None:
+        with contextlib.suppress(ClosedError):
+            while True:  # a number that is known runs nothing
+                operations.submit_numbered("m", 2, lambda: done("never"))
+                time.sleep(0.001)
+        go.set()
+
+    threading.Thread(target=release_once_closing, daemon=True).start()
     await asyncio.to_thread(operations.close)
 
     assert await result(futures, running) == {"path": "slow"}
@@ -241,11 +251,14 @@ async def test_delivered_results_are_bounded_by_their_bytes() -> None:
     assert len(await futures.wait(ids[2], 1.0) or b"") == 100
 
 
-async def test_results_that_nobody_fetches_are_bounded() -> None:
-    futures = FutureStore(waiting=2)
+@pytest.mark.parametrize("is_fetched", [False, True])
+async def test_results_are_bounded_by_their_number(is_fetched: bool) -> None:
+    futures = FutureStore(results=2)
     ids = [futures.create() for _ in range(3)]
     for request_id in ids:
         futures.resolve(request_id, b"{}")
+        if is_fetched:
+            await futures.wait(request_id, 1.0)
 
     with pytest.raises(NotFoundError):
         await futures.wait(ids[0], 1.0)
