@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import math
 from collections import Counter
 
@@ -75,6 +76,26 @@ def test_a_reward_that_is_not_finite_drops_its_group_and_is_counted(trial, rows)
 
     assert [one["rollout/valid_prompt_groups"] for one in run.records()] == [1.0, 2.0]
     assert run.records()[0]["rollout/dropped/non_finite"] == 1.0
+
+
+@pytest.mark.parametrize("first", [700, 20_000, 0], ids=["usual", "rarer", "off"])
+def test_the_collector_looks_at_less_during_a_run_and_at_everything_after_it(trial, first):
+    usual, frozen = gc.get_threshold(), []
+
+    def reward(text, row):
+        frozen.append((gc.get_freeze_count(), gc.get_threshold()[0]))
+        return spread(text, row)
+
+    gc.set_threshold(first)
+    try:
+        trial(reward_fn=reward, max_rows=2)
+        after = gc.get_threshold()[0]
+    finally:
+        gc.set_threshold(*usual)
+
+    assert all(count > 100_000 for count, _ in frozen)
+    assert {threshold for _, threshold in frozen} == {5_000 if first == 700 else first}
+    assert (gc.get_freeze_count(), after) == (0, first)
 
 
 def test_the_first_step_is_on_policy(trial):

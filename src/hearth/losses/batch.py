@@ -204,7 +204,7 @@ class TokenBatch:
 
 
 def _spread(value: Tensor | float, row: Tensor) -> Tensor:
-    return torch.ones_like(row) * value
+    return torch.full_like(row, float(value))
 
 
 def _join(

@@ -58,17 +58,19 @@ class BuiltinObjective:
             ConfigError: a field is missing, unknown, or not as long as the datum's targets.
         """
         names = list(range(len(inputs))) if datum_ids is None else list(datum_ids)
-        rows = [row.reshape(-1) for row in policy_logprobs]
+        rows = [_flat(row) for row in policy_logprobs]
         fields = [self._checked(*one) for one in zip(names, rows, inputs, strict=True)]
         logprobs = [one["logprobs"] for one in fields if "logprobs" in one]
         if logprobs and len(logprobs) < len(fields):
             lacking = next(d for d, one in zip(names, fields, strict=True) if "logprobs" not in one)
             raise ConfigError(f"datum {lacking}: logprobs must be given in all datums or in none")
         is_behavior = isinstance(self.objective, Reinforce)
+        advantages = [one["advantages"] for one in fields]
+        earning = _nonzero(advantages)
         return TokenBatch.concat(
             rows,
-            advantages=[one["advantages"] for one in fields],
-            mask=[one["mask"] for one in fields],
+            advantages=advantages,
+            mask=[one.get("mask", own) for one, own in zip(fields, earning, strict=True)],
             old_logprobs=None if is_behavior else logprobs or None,
             behavior_logprobs=(logprobs or None) if is_behavior else None,
             datum_ids=names,
@@ -79,12 +81,13 @@ class BuiltinObjective:
         return evaluate(self.objective, batch)
 
     def _checked(self, datum: int, row: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        given = {name: one.reshape(-1) for name, one in inputs.items() if name != "target_tokens"}
-        known = (*self.required_inputs, *self.optional_inputs)
-        if set(given) - set(known) or set(self.required_inputs) - set(given):
+        """``advantages``, and of a policy loss ``mask`` and ``logprobs`` where they are given."""
+        given = {name: _flat(one) for name, one in inputs.items() if name != "target_tokens"}
+        required, known = self.required_inputs, self.required_inputs + self.optional_inputs
+        if not (given.keys() <= set(known) and given.keys() >= set(required)):
             raise ConfigError(
                 f"datum {datum}: loss_fn_inputs of {self.name} must hold "
-                f"{list(self.required_inputs)} and may hold {list(self.optional_inputs)}, "
+                f"{list(required)} and may hold {list(self.optional_inputs)}, "
                 f"got {sorted(given)}"
             )
         for name, value in given.items():
@@ -95,10 +98,21 @@ class BuiltinObjective:
                 )
         mask = next((given[name] for name in _MASK_INPUTS if name in given), None)
         if isinstance(self.objective, CrossEntropy):
-            weights = torch.zeros_like(row) if mask is None else mask
-            return {"advantages": weights, "mask": (weights != 0).float()}
-        given["mask"] = (given["advantages"] != 0).float() if mask is None else mask
-        return given
+            return {"advantages": torch.zeros_like(row) if mask is None else mask}
+        return given if mask is None else given | {"mask": mask}
+
+
+def _nonzero(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    """1 where a row is not 0."""
+    if not rows:
+        return []
+    nonzero = torch.cat(list(rows)).ne(0).float()
+    return torch.split_with_sizes(nonzero, [row.numel() for row in rows])
+
+
+def _flat(values: Tensor) -> Tensor:
+    # Mostly it is so already, and there are several of each datum.
+    return values if values.dim() == 1 else values.reshape(-1)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from hearth.errors import HearthError, NotFoundError, TransportError
+from hearth.sdk.answer import Answer
 from hearth.sdk.concurrency import ConcurrencyController, RequestOutcome
 from hearth.sdk.transport import TRANSIENT_STATUSES, Http, Retries, raise_for_status
 from hearth.telemetry import new_request_id
@@ -66,11 +67,11 @@ class Completing:
             answer = await self._attempt_once(body)
             if isinstance(answer, CompletionResponse):
                 return answer
-            if isinstance(answer, httpx.Response) and answer.status_code in _BOOTING:
+            if isinstance(answer, Answer) and answer.status_code in _BOOTING:
                 await self._wait_for_boot(answer)
                 continue
             self._booting_since_s = None
-            response = answer if isinstance(answer, httpx.Response) else None
+            response = answer if isinstance(answer, Answer) else None
             if self._attempt >= self._patience.retries.attempts:
                 raise self._given_up(answer)
             await asyncio.sleep(self._patience.retries.delay_s(self._attempt - 1, response))
@@ -78,7 +79,7 @@ class Completing:
 
     async def _attempt_once(
         self, body: bytes
-    ) -> CompletionResponse | httpx.Response | httpx.TransportError:
+    ) -> CompletionResponse | Answer | httpx.TransportError:
         """The completion, or why there is none yet."""
         outcome: RequestOutcome | None = None
         await self._controller.acquire()
@@ -108,7 +109,7 @@ class Completing:
         finally:
             self._controller.release(outcome)
 
-    async def _wait_for_boot(self, refusal: httpx.Response) -> None:
+    async def _wait_for_boot(self, refusal: Answer) -> None:
         """A pause.
 
         Raises:
@@ -137,9 +138,9 @@ class Completing:
             return True
         return True
 
-    def _given_up(self, last: httpx.Response | httpx.TransportError) -> TransportError:
+    def _given_up(self, last: Answer | httpx.TransportError) -> TransportError:
         reason = f"{type(last).__name__}: {last}"
-        if isinstance(last, httpx.Response):
+        if isinstance(last, Answer):
             try:
                 raise_for_status(last)
             except HearthError as error:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tinker
+from numpy.typing import NDArray
 
 from hearth.errors import RequestError
 from hearth.sdk.routed_input import RoutedModelInput
-from hearth.wire.tensors import Encoding, TensorRecord, encode
+from hearth.wire.tensors import Encoding, TensorRecord, encoded
 from hearth.wire.tinker import ForwardOutput
 
 MAX_CHUNK_DATUMS = 1024
@@ -45,8 +46,8 @@ def chunks_of(
     return chunks
 
 
-def datum_body(datum: tinker.Datum) -> dict[str, Any]:
-    """A datum as the wire has it.
+def datum_body(datum: tinker.Datum, only: Collection[str] | None = None) -> dict[str, Any]:
+    """A datum as the wire has it, with all its loss inputs or ``only`` some.
 
     Raises:
         RequestError: the input is not made of token ids.
@@ -58,13 +59,20 @@ def datum_body(datum: tinker.Datum) -> dict[str, Any]:
             raise RequestError(f"model_input must hold token ids, got a {chunk.type!r} chunk")
         chunks.append({"tokens": list(tokens), "type": "encoded_text"})
     inputs = {
-        name: encode(value.to_numpy(), value.dtype, TENSOR_ENCODING).as_dict()
+        name: encoded(value.to_numpy(), value.dtype, TENSOR_ENCODING)
         for name, value in datum.loss_fn_inputs.items()
+        if only is None or name in only
     }
     model_input: dict[str, Any] = {"chunks": chunks}
     if isinstance(datum.model_input, RoutedModelInput):
         model_input["routing_matrices"] = datum.model_input.routing_matrices
     return {"model_input": model_input, "loss_fn_inputs": inputs}
+
+
+def weighted_body(body: Mapping[str, Any], weights: NDArray[np.float32]) -> dict[str, Any]:
+    """The same datum with these ``weights`` of its targets."""
+    added = {"weights": encoded(weights, "float32", TENSOR_ENCODING)}
+    return {**body, "loss_fn_inputs": body["loss_fn_inputs"] | added}
 
 
 def merge_outputs(parts: Sequence[ForwardOutput]) -> tinker.ForwardBackwardOutput:

@@ -10,6 +10,8 @@ from urllib.parse import unquote, urlencode, urlsplit
 
 import httpx
 
+from hearth.sdk.answer import Answer
+
 logger = logging.getLogger(__name__)
 
 _CLIENT = ("127.0.0.1", 0)
@@ -18,7 +20,7 @@ _CLIENT = ("127.0.0.1", 0)
 async def call_app(
     app: Any, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None = None,
     params: Mapping[str, str] | None = None,
-) -> httpx.Response:  # fmt: skip
+) -> Answer:  # fmt: skip
     """The whole answer of an ASGI app; an exception before it has begun to answer is its 500.
 
     Whoever is cancelled here cancels the app's work. No time-out is kept.
@@ -37,12 +39,8 @@ async def call_app(
             raise httpx.RemoteProtocolError(f"the answer broke off: {error}") from error
     finally:
         exchange.ended.set()
-    response = httpx.Response(
-        exchange.status or 500, headers=exchange.headers, content=b"".join(exchange.parts)
-    )
-    if not response.is_success:
-        response.request = httpx.Request(method, url)  # for the error's message
-    return response
+    names = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers}
+    return Answer(exchange.status or 500, names, b"".join(exchange.parts), method, url)
 
 
 class _Exchange:

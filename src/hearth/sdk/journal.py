@@ -6,7 +6,9 @@ result nobody has seen yet.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 
 import orjson
 
@@ -17,6 +19,7 @@ JOURNAL_BYTES = 2**28
 
 _CHANGING = frozenset({"forward_backward", "optim_step", "load_weights", "load_adapter"})
 _LARGE = frozenset({"forward", "forward_backward"})
+_TURNS = frozenset({"save_weights", "load_weights"})
 
 
 @dataclass(eq=False)
@@ -37,6 +40,11 @@ class Operation:
     loss: HearthError | None = None
     """How the trainer was lost last."""
 
+    @property
+    def is_turn(self) -> bool:
+        """Whether a journal can begin with it: a checkpoint was written or loaded."""
+        return bool(self.has_succeeded) and self.name in _TURNS
+
     def numbered(self, model_id: str, seq_id: int) -> bytes:
         """The body of its request."""
         assert self.content is not None, "an operation that is sent is whole"
@@ -49,68 +57,84 @@ class Operation:
         self.content = orjson.dumps({**orjson.loads(self.content), "overwrite": True})
 
 
-@dataclass
 class Journal:
-    """The operations to be sent again, after ``checkpoint`` was loaded."""
+    """The operations to be sent again, after ``checkpoint`` was loaded.
 
-    limit: int = JOURNAL_BYTES
-    checkpoint: str | None = None
-    """None is the model as it was created."""
-    operations: list[Operation] = field(default_factory=lambda: [])
+    To note an operation takes as long in a long journal as in a short one.
+    """
+
+    def __init__(self, limit: int = JOURNAL_BYTES) -> None:
+        self.limit = limit
+        self.checkpoint: str | None = None
+        """None is the model as it was created."""
+        self.size = 0
+        """Bytes that are kept."""
+        self._kept: dict[Operation, int] = {}
+        """Bytes by operation, in the order in which they were sent."""
+        self._may_rebase = False
+        """Whether a checkpoint stands behind other operations."""
+
+    @property
+    def operations(self) -> list[Operation]:
+        """What is to be sent again, in order."""
+        return list(self._kept)
 
     @property
     def is_complete(self) -> bool:
         """Whether sending it again gives the same weights."""
-        return all(one.content is not None for one in self.operations)
-
-    @property
-    def size(self) -> int:
-        """Bytes that are kept."""
-        return sum(len(one.content) for one in self.operations if one.content is not None)
+        return all(one.content is not None for one in self._kept)
 
     def add(self, operation: Operation) -> None:
         """Keep an operation that is about to be sent, if it is not kept already."""
-        if operation in self.operations:
+        if operation in self._kept:
             return
-        self.operations.append(operation)
+        self._keep(operation)
         if self.size > self.limit:
             self._shrink()
 
     def remove(self, operation: Operation) -> None:
         """Drop an operation that was refused."""
-        if operation in self.operations:
-            self.operations.remove(operation)
+        self.size -= self._kept.pop(operation, 0)
 
     def settle(self, operation: Operation, *, succeeded: bool) -> None:
         """An operation has its result."""
         operation.has_succeeded = succeeded
-        if operation in self.operations:
+        if operation not in self._kept:
+            return
+        if operation.is_turn:  # a save stays until its predecessors' results are known
+            self._may_rebase = True
+        elif operation.name not in _CHANGING:
+            self.remove(operation)
+        if self._may_rebase:
             self._rebase()
-            self.operations = [
-                one
-                for one in self.operations
-                if one.name in _CHANGING or one.has_succeeded is None
-                # A save whose predecessors' results are still on their way.
-                or (one.name == "save_weights" and one.has_succeeded)
-            ]  # fmt: skip
+
+    def _keep(self, operation: Operation) -> None:
+        size = len(operation.content or b"")
+        self._kept[operation] = size
+        self.size += size
+
+    def _replace(self, operations: Sequence[Operation]) -> None:
+        self._kept, self.size = {}, 0
+        for one in operations:
+            self._keep(one)
 
     def _rebase(self) -> None:
         """Start from the newest checkpoint before which every result is known."""
-        settled = 0
-        while settled < len(self.operations) and self.operations[settled].has_succeeded is not None:
-            settled += 1
-        for place in reversed(range(settled)):
-            one = self.operations[place]
-            if not one.has_succeeded:
-                continue
-            if one.name == "save_weights" and one.content is not None:
-                self.checkpoint = orjson.loads(one.content)["path"]
-                self.operations = [*self._gradient(place), *self.operations[place + 1 :]]
-                return
-            if one.name == "load_weights":
-                self.checkpoint = None
-                self.operations = self.operations[place:]
-                return
+        operations = self.operations
+        settled = list(takewhile(lambda one: one.has_succeeded is not None, operations))
+        turns = [place for place, one in enumerate(settled) if one.is_turn]
+        if not turns:
+            return
+        place = turns[-1]
+        turn, later = operations[place], operations[place + 1 :]
+        if turn.name == "save_weights":
+            assert turn.content is not None, "only what is large is dropped"
+            self.checkpoint = orjson.loads(turn.content)["path"]
+            self._replace([*self._gradient(place), *later])
+        else:
+            self.checkpoint = None
+            self._replace([turn, *later])
+        self._may_rebase = any(one.is_turn for one in later)
 
     def _gradient(self, end: int) -> list[Operation]:
         """What has accumulated up to a save, which does not hold it."""
@@ -124,17 +148,19 @@ class Journal:
 
     def _shrink(self) -> None:
         """Drop all data but the newest's; what is left of it says that something is missing."""
-        for one in self.operations[:-1]:
+        operations = self.operations
+        for one in operations[:-1]:
             if one.name in _LARGE:
                 one.content = None
         ends = [
             place
-            for place, one in enumerate(self.operations)
+            for place, one in enumerate(operations)
             if one.has_succeeded and one.name in _CHANGING and one.name not in _LARGE
         ]
         if ends:
             last = ends[-1]
             # Nothing before it is in the gradient any more, so that one says it for all of them.
-            self.operations[last].content = None
-            kept = [one for one in self.operations[:last] if one.has_succeeded is None]
-            self.operations = [*kept, *self.operations[last:]]
+            operations[last].content = None
+            kept = [one for one in operations[:last] if one.has_succeeded is None]
+            operations = [*kept, *operations[last:]]
+        self._replace(operations)

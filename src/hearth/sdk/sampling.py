@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+import orjson
 
 from hearth.errors import ConfigError, TransportError
 from hearth.sdk.attempts import Completing, DrawPatience
@@ -207,8 +209,12 @@ class DeploymentSampler:
         self, request: CompletionRequest, n: int, seed: int | None, timeout_s: float,
         max_seq_len: int | None,
     ) -> list[SampledCompletion]:  # fmt: skip
-        seeds = [None if seed is None else completion_seed(seed, index) for index in range(n)]
-        tasks = [asyncio.ensure_future(self._draw_one(request, one, timeout_s)) for one in seeds]
+        fields = request.as_dict()
+        asked = [
+            fields if seed is None else fields | {"seed": completion_seed(seed, index)}
+            for index in range(n)
+        ]
+        tasks = [asyncio.ensure_future(self._draw_one(request, one, timeout_s)) for one in asked]
         try:
             drawn = await asyncio.gather(*tasks)
         except BaseException:
@@ -220,11 +226,10 @@ class DeploymentSampler:
         return [one for one in drawn if len(one.full_tokens) <= limit]
 
     async def _draw_one(
-        self, request: CompletionRequest, seed: int | None, timeout_s: float
+        self, request: CompletionRequest, fields: Mapping[str, Any], timeout_s: float
     ) -> SampledCompletion:
-        body = request.model_copy(update={"seed": seed}).dump()
         completing = Completing(self._http, self.concurrency, self.model, self._patience, timeout_s)
-        return completion_of(await completing.run(body), request)
+        return completion_of(await completing.run(orjson.dumps(fields)), request)
 
     async def _score(
         self, sequences: list[list[int]], last: int | None, timeout_s: float
@@ -334,6 +339,5 @@ def _routing(raw: RawOutput, *, skip: int) -> list[str] | None:
 
 
 def _known(rows: list[float | None] | None, *, skip: int) -> list[float] | None:
-    if rows is None or any(row is None for row in rows[skip:]):
-        return None
-    return [row for row in rows[skip:] if row is not None]
+    known = None if rows is None else rows[skip:]
+    return None if known is None or None in known else cast("list[float]", known)

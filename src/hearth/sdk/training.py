@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 import tinker
 import torch
+from numpy.typing import NDArray
 
 from hearth.errors import ConfigError, ForwardOnlyError, RequestError
 from hearth.sdk.background import APIFuture, start
@@ -26,6 +28,7 @@ from hearth.sdk.batches import (
     chunks_of,
     datum_body,
     merge_outputs,
+    weighted_body,
 )
 from hearth.sdk.journal import Operation
 from hearth.sdk.stream import LOST, MOST_RESTARTS, OperationStream, Revival, retrieve
@@ -43,6 +46,7 @@ from hearth.wire.tinker import (
     ModelRef,
     Normalization,
     OptimStepOutput,
+    PassMetrics,
     PathOutput,
     SessionRef,
 )
@@ -390,10 +394,17 @@ class FiretitanTrainingClient:
         self, operation: str, data: Sequence[tinker.Datum], loss_fn: str,
         loss_fn_config: dict[str, Any] | None, *, graph: str | None = None,
     ) -> list[Operation]:  # fmt: skip
+        chunks = chunks_of(data, self._max_chunk_datums)
+        bodies = ([datum_body(one) for one in chunk] for chunk in chunks)
+        return await self._post_bodies(operation, bodies, loss_fn, loss_fn_config, graph=graph)
+
+    async def _post_bodies(
+        self, operation: str, chunks: Iterable[list[dict[str, Any]]], loss_fn: str,
+        loss_fn_config: dict[str, Any] | None, *, graph: str | None = None,
+    ) -> list[Operation]:  # fmt: skip
         accepted: list[Operation] = []
-        for number, chunk in enumerate(chunks_of(data, self._max_chunk_datums)):
-            content: dict[str, Any] = {"data": [datum_body(one) for one in chunk]}
-            content["loss_fn"] = loss_fn
+        for number, chunk in enumerate(chunks):
+            content: dict[str, Any] = {"data": chunk, "loss_fn": loss_fn}
             if loss_fn_config:
                 content["loss_fn_config"] = loss_fn_config
             body: dict[str, Any] = {
@@ -405,43 +416,48 @@ class FiretitanTrainingClient:
         return accepted
 
     async def _collect(self, accepted: list[Operation]) -> tinker.ForwardBackwardOutput:
-        """All chunks' results as one; each chunk is waited for before an error is raised."""
+        """All chunks' results as one."""
+        return merge_outputs(await self._results(accepted, ForwardOutput))
+
+    async def _results(self, accepted: list[Operation], kind: type[RecordT]) -> list[RecordT]:
+        """Each chunk's result; each is waited for before an error is raised."""
         parts = await asyncio.gather(
-            *(self.stream.result(one, ForwardOutput) for one in accepted),
-            return_exceptions=True,
+            *(self.stream.result(one, kind) for one in accepted), return_exceptions=True
         )
-        done: list[ForwardOutput] = []
+        done: list[RecordT] = []
         for part in parts:
             if isinstance(part, BaseException):
                 raise part
             done.append(part)
-        return merge_outputs(done)
+        return done
 
     async def _custom(
         self, data: list[tinker.Datum], loss_fn: LossFunction, temperature: float
     ) -> tinker.ForwardBackwardOutput:
         config = {"temperature": temperature} if temperature != 1.0 else None
-        bare = [_scoring_datum(datum) for datum in data]
+        # Only what the trainer needs to score the targets; the rest stays with the loss function.
+        chunks = [
+            [_scoring_body(one) for one in chunk]
+            for chunk in chunks_of(data, self._max_chunk_datums)
+        ]
         graph = uuid.uuid4().hex[:12]
         async with self.stream.turn:
             scored = await self._collect(
-                await self._post_data("forward", bare, "cross_entropy", config, graph=graph)
+                await self._post_bodies("forward", chunks, "cross_entropy", config, graph=graph)
             )
             rows = [_tensor(one["logprobs"]) for one in scored.loss_fn_outputs]
             loss, metrics, weights = await asyncio.to_thread(_loss_gradient, data, rows, loss_fn)
-            weighted = [
-                tinker.Datum(
-                    model_input=datum.model_input,
-                    loss_fn_inputs={**datum.loss_fn_inputs, "weights": _data(row)},
-                )
-                for datum, row in zip(bare, weights, strict=True)
-            ]
-            accepted = await self._post_data(
+            rest = iter(weights)
+            weighted = (
+                [weighted_body(*one) for one in zip(chunk, islice(rest, len(chunk)), strict=True)]
+                for chunk in chunks
+            )
+            accepted = await self._post_bodies(
                 "forward_backward", weighted, "cross_entropy", config, graph=graph
             )
-        surrogate = await self._collect(accepted)
+        surrogates = await self._results(accepted, PassMetrics)
         own = {**metrics, "loss:sum": loss}
-        own["surrogate_loss:sum"] = surrogate.metrics.get("loss:sum", 0.0)
+        own["surrogate_loss:sum"] = sum(one.metrics.get("loss:sum", 0.0) for one in surrogates)
         return tinker.ForwardBackwardOutput(
             loss_fn_output_type=scored.loss_fn_output_type,
             loss_fn_outputs=scored.loss_fn_outputs,
@@ -453,21 +469,15 @@ def _tensor(data: tinker.TensorData) -> torch.Tensor:
     return torch.from_numpy(np.array(data.to_numpy(), dtype=np.float32))
 
 
-def _data(values: torch.Tensor) -> tinker.TensorData:
-    return tinker.TensorData.from_numpy(values.detach().float().contiguous().numpy())
-
-
-def _scoring_datum(datum: tinker.Datum) -> tinker.Datum:
-    """Only what the trainer needs to score the targets; the rest stays with the loss function."""
+def _scoring_body(datum: tinker.Datum) -> dict[str, Any]:
     if "target_tokens" not in datum.loss_fn_inputs:
         raise RequestError("loss_fn_inputs must hold 'target_tokens', got none")
-    targets = datum.loss_fn_inputs["target_tokens"]
-    return tinker.Datum(model_input=datum.model_input, loss_fn_inputs={"target_tokens": targets})
+    return datum_body(datum, only=("target_tokens",))
 
 
 def _loss_gradient(
     data: list[tinker.Datum], rows: list[torch.Tensor], loss_fn: LossFunction
-) -> tuple[float, dict[str, float], list[torch.Tensor]]:
+) -> tuple[float, dict[str, float], list[NDArray[np.float32]]]:
     """Value, metrics, and minus the gradient per logprob: the weights of the linear surrogate."""
     leaves = [row.requires_grad_(True) for row in rows]
     loss, metrics = loss_fn(data, leaves)
@@ -475,7 +485,7 @@ def _loss_gradient(
         raise RequestError(f"the loss must be finite, got {float(loss.detach())}: {metrics}")
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     weights = [
-        torch.zeros_like(leaf) if gradient is None else -gradient
+        (torch.zeros_like(leaf) if gradient is None else -gradient).detach().numpy()
         for leaf, gradient in zip(leaves, gradients, strict=True)
     ]
     return float(loss.detach()), dict(metrics), weights

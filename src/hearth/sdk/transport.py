@@ -29,6 +29,7 @@ from hearth.errors import (
     TooLargeError,
     TransportError,
 )
+from hearth.sdk.answer import Answer
 from hearth.sdk.in_process import call_app
 
 _mounted: dict[str, Any] = {}
@@ -82,7 +83,7 @@ class Retries:
     longest_s: float = 30.0
     statuses: frozenset[int] = TRANSIENT_STATUSES
 
-    def delay_s(self, attempt: int, response: httpx.Response | None) -> float:
+    def delay_s(self, attempt: int, response: Answer | None) -> float:
         """Seconds to wait after the failed attempt number ``attempt`` (from 0)."""
         delay = min(self.longest_s, self.base_s * 2**attempt) * random.uniform(0.5, 1.0)
         floor = response.headers.get("retry-after", "") if response is not None else ""
@@ -120,7 +121,7 @@ class Http:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
         retries: Retries | None = None,
-    ) -> httpx.Response:
+    ) -> Answer:
         """Send until there is an answer that is not transient.
 
         Raises:
@@ -130,7 +131,7 @@ class Http:
         sent = {**self._headers, **(headers or {})}
         if body is not None:
             sent["content-type"] = "application/json"
-        last: httpx.Response | None = None
+        last: Answer | None = None
         failure = ""
         for attempt in range(policy.attempts):
             last = None
@@ -152,7 +153,7 @@ class Http:
     async def send_once(
         self, method: str, path: str, *, body: bytes | None = None,
         headers: Mapping[str, str] | None = None, timeout_s: float = 60.0,
-    ) -> httpx.Response:  # fmt: skip
+    ) -> Answer:  # fmt: skip
         """One attempt; whatever its status, the answer is returned.
 
         Raises:
@@ -169,7 +170,7 @@ class Http:
     async def _send(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None,
         timeout_s: float, params: Mapping[str, str] | None = None,
-    ) -> httpx.Response:  # fmt: skip
+    ) -> Answer:  # fmt: skip
         app = _mounted.get(self._origin, ...)
         if self._closed or app is None:
             raise ClosedError(
@@ -179,9 +180,10 @@ class Http:
         url = self.base_url + path
         if app is not ...:
             return await call_app(app, method, url, headers=headers, body=body, params=params)
-        return await self._live_client().request(
+        response = await self._live_client().request(
             method, url, content=body, params=params, headers=headers, timeout=timeout_s
         )
+        return Answer(response.status_code, response.headers, response.content, method, url)
 
     def _live_client(self) -> httpx.AsyncClient:
         if self._client is None:
@@ -204,20 +206,20 @@ def _close_soon(client: httpx.AsyncClient, loop: asyncio.AbstractEventLoop) -> N
         asyncio.run_coroutine_threadsafe(client.aclose(), loop)
 
 
-def raise_for_status(response: httpx.Response) -> httpx.Response:
-    """The response itself, or the error that its status and body describe."""
-    if response.is_success:
-        return response
-    kind = _ERROR_OF_STATUS.get(response.status_code, TransportError)
-    raise kind(_message_of(response))
+def raise_for_status(answer: Answer) -> Answer:
+    """The answer itself, or the error that its status and body describe."""
+    if answer.is_success:
+        return answer
+    kind = _ERROR_OF_STATUS.get(answer.status_code, TransportError)
+    raise kind(_message_of(answer))
 
 
-def _message_of(response: httpx.Response) -> str:
-    where = f"{response.request.method} {response.request.url.path}: HTTP {response.status_code}"
+def _message_of(answer: Answer) -> str:
+    where = f"{answer.method} {urlsplit(answer.url).path}: HTTP {answer.status_code}"
     try:
-        body = orjson.loads(response.content)
+        body = orjson.loads(answer.content)
         fault = body.get("error", body)
         message = fault.get("message") if isinstance(fault, dict) else str(fault)
     except (orjson.JSONDecodeError, AttributeError):
-        message = response.text[:200]
+        message = answer.content.decode("utf-8", "replace")[:200]
     return f"{message} ({where})"

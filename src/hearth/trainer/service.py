@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from hearth.errors import HearthError, NumericsError, RequestError
 from hearth.models.lora import LoraOptions
@@ -24,7 +27,7 @@ from hearth.trainer.passes import PassResult
 from hearth.trainer.queue import OperationQueue
 from hearth.wire.base import Record
 from hearth.wire.faults import fault_body, status_of
-from hearth.wire.tensors import Encoding, encode
+from hearth.wire.tensors import Encoding, encoded
 from hearth.wire.tinker import (
     CheckpointNames,
     CreateModel,
@@ -54,6 +57,7 @@ from hearth.wire.tinker import (
 )
 
 Content = dict[str, Any]
+Handler = Callable[[Request], Awaitable[Response]]
 
 POLL_S = 25.0
 """How long a question for a result is held; clients give up at 45 s."""
@@ -173,7 +177,7 @@ class Operations:
 
 def create_app(
     engine: TrainerEngine, *, poll_s: float = POLL_S, on_phase: Callable[[str], None] | None = None
-) -> FastAPI:
+) -> Starlette:
     """The ASGI app of one trainer, under ``/api/v1``. Its thread ends with ``engine.close()``.
 
     ``on_phase`` hears the name of each operation that begins, and ``idle`` when it ends.
@@ -182,52 +186,52 @@ def create_app(
     queue = OperationQueue(futures, name=engine.name, on_phase=on_phase)
     engine.call_on_close(queue.close)
     operations = Operations(engine, queue)
-    app = FastAPI(title=f"Hearth trainer of {engine.name}", openapi_url=None)
-    app.include_router(_session_routes(), prefix="/api/v1")
-    app.include_router(_model_routes(operations), prefix="/api/v1")
-    app.include_router(_operation_routes(operations), prefix="/api/v1")
-    app.include_router(_future_routes(futures, poll_s), prefix="/api/v1")
-
-    @app.exception_handler(HearthError)
-    async def answer_error(request: Request, error: HearthError) -> Response:
-        body = fault_body(error, request.headers.get("x-request-id"))
-        return _json(orjson.dumps(body), status_of(error))
-
-    return app
+    routes = [
+        *_future_routes(futures, poll_s), *_operation_routes(operations),
+        *_model_routes(operations), *_session_routes(),
+    ]  # fmt: skip
+    return Starlette(routes=routes, exception_handlers={HearthError: _answer_error})
 
 
-def _session_routes() -> APIRouter:
-    router = APIRouter()
+async def _answer_error(request: Request, error: Exception) -> Response:
+    body = fault_body(error, request.headers.get("x-request-id"))
+    return _json(orjson.dumps(body), status_of(error))
 
-    @router.get("/healthz")
-    async def healthz() -> Response:
+
+def _post(handler: Handler, name: str | None = None) -> Route:
+    return Route(f"/api/v1/{name or handler.__name__}", handler, methods=["POST"])
+
+
+def _get(handler: Handler) -> Route:
+    return Route(f"/api/v1/{handler.__name__}", handler, methods=["GET"])
+
+
+def _session_routes() -> list[Route]:
+    async def healthz(_: Request) -> Response:
         return _json(b'{"status":"ok"}')
 
-    @router.post("/client/config")
-    async def client_config() -> Response:
+    async def client_config(_: Request) -> Response:
         flags = {"parallel_fwdbwd_chunks": True, "proto_write_fwdbwd": False}
         return _json(orjson.dumps(flags | {"proto_compress_fwdbwd": False}))
 
-    @router.post("/create_session")
-    async def create_session() -> Response:
+    async def create_session(_: Request) -> Response:
         return _answer(SessionRef(session_id=f"session-{uuid.uuid4().hex[:12]}"))
 
-    @router.post("/session_heartbeat")
-    async def session_heartbeat() -> Response:
+    async def session_heartbeat(_: Request) -> Response:
         return _json(b"{}")
 
-    @router.post("/telemetry")
-    async def telemetry() -> Response:
+    async def telemetry(_: Request) -> Response:
         return _json(b'{"status":"accepted"}')
 
-    return router
+    return [
+        _get(healthz), _post(client_config, "client/config"), _post(create_session),
+        _post(session_heartbeat), _post(telemetry),
+    ]  # fmt: skip
 
 
-def _model_routes(operations: Operations) -> APIRouter:
-    router = APIRouter()
+def _model_routes(operations: Operations) -> list[Route]:
     engine, queue = operations.engine, operations.queue
 
-    @router.post("/create_model")
     async def create_model(request: Request) -> Response:
         content = await _content(request)
         # The session's own count makes a repeated request the same one.
@@ -238,13 +242,11 @@ def _model_routes(operations: Operations) -> APIRouter:
         )
         return _answer(FutureRef(request_id=request_id))
 
-    @router.post("/unload_model")
     async def unload_model(request: Request) -> Response:
         content = await _content(request)
         request_id = queue.submit(lambda: operations.unload_model(content), phase="unload_model")
         return _answer(FutureRef(request_id=request_id))
 
-    @router.post("/get_info")
     async def get_info(request: Request) -> Response:
         facts = engine.facts(GetInfo.checked(await _content(request)).model_id)
         data = ModelData(arch=facts.arch, model_name=engine.name, tokenizer_id=engine.source)
@@ -254,12 +256,10 @@ def _model_routes(operations: Operations) -> APIRouter:
         )  # fmt: skip
         return _answer(info)
 
-    @router.get("/get_server_capabilities")
-    async def capabilities() -> Response:
+    async def get_server_capabilities(_: Request) -> Response:
         model = {"model_name": engine.name, "max_context_length": engine.max_seq_len}
         return _json(orjson.dumps({"supported_models": [model]}))
 
-    @router.post("/weights_info")
     async def weights_info(request: Request) -> Response:
         asked = WeightsInfo.checked(await _content(request))
         facts = engine.checkpoint_facts(asked.tinker_path)
@@ -272,19 +272,19 @@ def _model_routes(operations: Operations) -> APIRouter:
         )  # fmt: skip
         return _answer(info)
 
-    @router.get("/list_checkpoints")
-    async def list_checkpoints() -> Response:
+    async def list_checkpoints(_: Request) -> Response:
         return _answer(CheckpointNames(checkpoints=engine.list_checkpoints()))
 
-    return router
+    return [
+        _post(create_model), _post(unload_model), _post(get_info),
+        _get(get_server_capabilities), _post(weights_info), _get(list_checkpoints),
+    ]  # fmt: skip
 
 
-def _operation_routes(operations: Operations) -> APIRouter:
+def _operation_routes(operations: Operations) -> list[Route]:
     """The numbered operations; each is a route of its own name."""
-    router = APIRouter()
 
-    def route(run: Callable[[Content], Record]) -> None:
-        @router.post(f"/{run.__name__}", name=run.__name__)
+    def route(run: Callable[[Content], Record]) -> Route:
         async def submit(request: Request) -> Response:
             content = await _content(request)
             model_id, seq_id = _address(content)
@@ -293,26 +293,23 @@ def _operation_routes(operations: Operations) -> APIRouter:
             )
             return _answer(FutureRef(request_id=request_id, model_id=model_id))
 
-    route(operations.forward)
-    route(operations.forward_backward)
-    route(operations.optim_step)
-    route(operations.save_weights)
-    route(operations.load_weights)
-    route(operations.save_weights_for_sampler)
-    route(operations.load_adapter)
-    return router
+        return _post(submit, run.__name__)
+
+    return [
+        route(operations.forward), route(operations.forward_backward),
+        route(operations.optim_step), route(operations.save_weights),
+        route(operations.load_weights), route(operations.save_weights_for_sampler),
+        route(operations.load_adapter),
+    ]  # fmt: skip
 
 
-def _future_routes(futures: FutureStore, poll_s: float) -> APIRouter:
-    router = APIRouter()
-
-    @router.post("/retrieve_future")
+def _future_routes(futures: FutureStore, poll_s: float) -> list[Route]:
     async def retrieve_future(request: Request) -> Response:
         asked = RetrieveFuture.checked(await _content(request))
         body = await futures.wait(asked.request_id, poll_s)
         return _json(body) if body else _answer(TryAgain(request_id=asked.request_id))
 
-    return router
+    return [_post(retrieve_future)]
 
 
 async def _content(request: Request) -> Content:
@@ -376,8 +373,8 @@ def _forward_output(result: PassResult, encoding: Encoding) -> ForwardOutput:
             f"metrics must be finite, got {odd}: the loss has overflowed, and a gradient that has "
             "too is refused by optim_step"
         )
-    outputs = [{"logprobs": encode(row, "float32", encoding)} for row in result.logprobs]
-    return ForwardOutput(loss_fn_outputs=outputs, metrics=result.metrics)
+    outputs = [{"logprobs": encoded(row, "float32", encoding)} for row in result.logprobs]
+    return ForwardOutput.checked({"loss_fn_outputs": outputs, "metrics": result.metrics})
 
 
 def _answer(record: Record) -> Response:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 # Imported where they are used as well, at the price of seconds per process.
 import peft  # noqa: F401 - see above
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - see above
 
 from hearth.models.loading import best_device
@@ -30,7 +30,7 @@ def build(
     micro_batch_tokens: int, recompute_above: int | None, keep_checkpoints: int | None,
     keep_snapshots: int | None, models_dir: str | None, allow_folders: bool,
     trust_remote_code: bool, on_phase: OnPhase,
-) -> tuple[FastAPI, Callable[[], None]]:  # fmt: skip
+) -> tuple[Starlette, Callable[[], None]]:  # fmt: skip
     """The app of a trainer that publishes to ``bucket``, and what closes it.
 
     ``buckets`` is their folder, or the buckets themselves where they are in this process.

@@ -4,8 +4,9 @@ which our own SDK uses since they are exact and cost no per-number work."""
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +45,7 @@ class TensorRecord(Record):
             return self._densify(values)
         if self.shape is None:
             return values
-        if int(np.prod(self.shape)) != values.size:
+        if math.prod(self.shape) != values.size:
             raise RequestError(
                 f"shape must fit the data, got shape {self.shape} for {values.size} values"
             )
@@ -91,10 +92,19 @@ def encode(
     encoding: Encoding = "list",
 ) -> TensorRecord:
     """A record of ``values`` as ``dtype``, in their own shape."""
+    return TensorRecord.model_construct(**encoded(values, dtype, encoding))
+
+
+def encoded(
+    values: NDArray[np.generic] | Sequence[float] | Sequence[int],
+    dtype: DType,
+    encoding: Encoding = "list",
+) -> dict[str, Any]:
+    """The same as plain containers, for who sends it at once."""
     array = np.ascontiguousarray(values, dtype=_NUMPY[dtype])
     data = (
         base64.b64encode(array.tobytes()).decode("ascii")
         if encoding == "base64"
         else array.ravel().tolist()
     )
-    return TensorRecord.model_construct(data=data, dtype=dtype, shape=list(array.shape))
+    return {"data": data, "dtype": dtype, "shape": list(array.shape)}

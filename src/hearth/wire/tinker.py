@@ -285,6 +285,12 @@ class ForwardOutput(Record):
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
+class PassMetrics(Record):
+    """A ``ForwardOutput`` for who looks at its metrics alone."""
+
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
 class OptimStepOutput(Record):
     """Result of ``OptimStep``; names are free."""
 

@@ -73,8 +73,9 @@ class ScriptedTrainer:
         return tinker.ForwardBackwardOutput("custom", [], metrics)
 
     async def forward(
-        self, data: list[tinker.Datum], _loss: str, _config: dict[str, float]
-    ) -> tinker.ForwardBackwardOutput:
+        self, data: list[tinker.Datum], _loss: str, _config: dict[str, float], *,
+        graph: str | None = None,
+    ) -> tinker.ForwardBackwardOutput:  # fmt: skip
         self.calls.append(("forward", self.now()))
         async with self.turn:
             self.scored.append((self.steps, data))

@@ -39,23 +39,24 @@ def drawn_by(*versions: list[int], logprobs: list[float], mask: list[int]) -> Tr
 def test_drawn_tokens_are_compared_and_nothing_else():
     sample = drawn_by([3, 3], logprobs=[0.0, -1.0, 0.0, -0.5, -2.0], mask=[0, 1, 0, 1, 1])
 
-    gaps = logprob_gaps(sample, [-1.25, -9.0, -0.5, -1.0], version=3)
+    gaps = logprob_gaps([sample], [[-1.25, -9.0, -0.5, -1.0]], version=3)
 
     assert gaps.tolist() == [0.25, 0.0, 1.0]
-    assert logprob_gaps(sample, torch.tensor([-1.0, 0.0, -1.0, -2.0]), 3).tolist() == [0, 0.5, 0]
+    scored = torch.tensor([-1.0, 0.0, -1.0, -2.0])
+    assert logprob_gaps([sample, sample], [scored] * 2, 3).tolist() == 2 * [0, 0.5, 0]
 
 
 @pytest.mark.parametrize("versions", [[[2, 2]], [[2, 1], [3, 1]], []])
 def test_a_sample_that_other_weights_drew_in_part_or_nobody_knows_which_is_not_compared(versions):
     sample = drawn_by(*versions, logprobs=[0.0, -1.0, -1.0], mask=[0, 1, 1])
 
-    assert logprob_gaps(sample, [-5.0, -5.0], version=3).numel() == 0
+    assert logprob_gaps([sample], [[-5.0, -5.0]], version=3).numel() == 0
 
 
 def test_a_version_that_drew_nothing_of_a_sample_does_not_count():
     sample = drawn_by([2, 0], [3, 2], logprobs=[0.0, -1.0, -1.0], mask=[0, 1, 1])
 
-    assert logprob_gaps(sample, [-1.0, -1.5], version=3).tolist() == [0.0, 0.5]
+    assert logprob_gaps([sample], [[-1.0, -1.5]], version=3).tolist() == [0.0, 0.5]
 
 
 # What it amounts to

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-import httpx
 import orjson
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -16,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from hearth.errors import AuthError, HearthError, NotFoundError, TooLargeError
+from hearth.sdk.answer import Answer
 from hearth.sdk.background import APIFuture, start
 from hearth.sdk.capture.answers import answer_body, answer_events, turn_of
 from hearth.sdk.capture.forwarding import Deployment, Forwarding
@@ -84,9 +84,7 @@ class _Capture:
             return Response(answer_events(told, asked.form), media_type="text/event-stream")
         return _json(orjson.dumps(told))
 
-    async def _drawn(
-        self, request: Request, session: CaptureSession, body: bytes
-    ) -> httpx.Response:
+    async def _drawn(self, request: Request, session: CaptureSession, body: bytes) -> Answer:
         """The deployment's answer.
 
         Raises:
@@ -136,7 +134,7 @@ class _CancelledDrawError(Exception):
     """The answer was given up while it was drawn."""
 
 
-async def _unless_gone(request: Request, drawing: APIFuture[httpx.Response]) -> httpx.Response:
+async def _unless_gone(request: Request, drawing: APIFuture[Answer]) -> Answer:
     """What is drawn.
 
     Raises:
@@ -188,7 +186,7 @@ def _fault(error: Exception, request_id: str) -> Response:
     return _final(_json(orjson.dumps(fault_body(error, request_id)), status=status_of(error)))
 
 
-def _passed_on(refusal: httpx.Response) -> Response:
+def _passed_on(refusal: Answer) -> Response:
     """The deployment's own refusal."""
     media_type = refusal.headers.get("content-type", "application/json")
     return _final(Response(refusal.content, refusal.status_code, media_type=media_type))

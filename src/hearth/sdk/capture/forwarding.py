@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import httpx
 
 from hearth.errors import TransportError
+from hearth.sdk.answer import Answer
 from hearth.sdk.attempts import DrawPatience
 from hearth.sdk.transport import TRANSIENT_STATUSES, Http
 from hearth.telemetry import new_request_id
@@ -42,7 +43,7 @@ class Forwarding:
         self._booting_since_s: float | None = None
         self._asked_whether_it_exists = False
 
-    async def run(self, body: bytes) -> httpx.Response:
+    async def run(self, body: bytes) -> Answer:
         """The deployment's last word: the answer, or the refusal that outlasted all patience.
 
         Raises:
@@ -51,7 +52,7 @@ class Forwarding:
         """
         while True:
             answer = await self._attempt_once(body)
-            response = answer if isinstance(answer, httpx.Response) else None
+            response = answer if isinstance(answer, Answer) else None
             if response is not None and response.status_code in _BOOTING:
                 if await self._has_booted_in_vain(response):
                     return response
@@ -65,7 +66,7 @@ class Forwarding:
             await asyncio.sleep(self._patience.retries.delay_s(self._attempt - 1, response))
             self._attempt += 1
 
-    async def _attempt_once(self, body: bytes) -> httpx.Response | httpx.TransportError:
+    async def _attempt_once(self, body: bytes) -> Answer | httpx.TransportError:
         """What the deployment answers, or why it did not."""
         headers = {"x-request-id": self._request_id, "fireworks-deployment": self._model}
         try:
@@ -80,7 +81,7 @@ class Forwarding:
         except httpx.TransportError as error:
             return error
 
-    async def _has_booted_in_vain(self, refusal: httpx.Response) -> bool:
+    async def _has_booted_in_vain(self, refusal: Answer) -> bool:
         """Whether there is no such deployment, or it has not come in time."""
         if self._booting_since_s is None:
             self._booting_since_s = time.monotonic()
@@ -99,8 +100,8 @@ class Forwarding:
             return True
         return known.status_code != 404
 
-    def _last(self, answer: httpx.Response | httpx.TransportError) -> httpx.Response:
-        if isinstance(answer, httpx.Response):
+    def _last(self, answer: Answer | httpx.TransportError) -> Answer:
+        if isinstance(answer, Answer):
             return answer
         raise TransportError(
             f"deployment {self._model} must answer, got {type(answer).__name__}: {answer} after "

@@ -8,9 +8,8 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 
-import httpx
-
 from hearth.errors import ClosedError
+from hearth.sdk.answer import Answer
 from hearth.sdk.background import APIFuture
 from hearth.sdk.capture.policy import request_seed
 from hearth.sdk.capture.turns import CapturedTurn, TurnChain, chains_of
@@ -35,7 +34,7 @@ class CaptureSession:
         self._on_close = on_close
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._drawing: set[APIFuture[httpx.Response]] = set()
+        self._drawing: set[APIFuture[Answer]] = set()
         self._is_closed = False
         self._has_warned = False
 
@@ -69,7 +68,7 @@ class CaptureSession:
         return is_first
 
     @contextlib.contextmanager
-    def drawing(self, answer: APIFuture[httpx.Response]) -> Iterator[None]:
+    def drawing(self, answer: APIFuture[Answer]) -> Iterator[None]:
         """``answer`` is on its way during the body; ``close`` cancels it.
 
         Raises:

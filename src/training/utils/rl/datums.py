@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import tinker
 import torch
 
@@ -46,8 +47,8 @@ def datum_from_tokens_weights(
     Raises:
         ConfigError: the lists differ in length, or fewer than 2 tokens remain.
     """
-    ids = [int(token) for token in _listed(tokens)]
-    values = [float(weight) for weight in _listed(weights)]
+    ids = np.asarray(_listed(tokens), dtype=np.int64)
+    values = np.asarray(_listed(weights), dtype=np.float32)
     if len(ids) != len(values):
         raise ConfigError(
             f"weights must have one entry per token, got {len(values)} for {len(ids)}"
@@ -61,7 +62,7 @@ def datum_from_tokens_weights(
     if len(ids) < 2:
         raise ConfigError(f"tokens must hold at least 2 ids, got {len(ids)}: no target is left")
     rows = len(ids) - 1
-    model_input = tinker.ModelInput.from_ints(ids[:-1])
+    model_input = tinker.ModelInput.from_ints(ids[:-1].tolist())
     if routing is not None:
         model_input = RoutedModelInput(
             chunks=model_input.chunks, routing_matrices=list(routing[:rows])

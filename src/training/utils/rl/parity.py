@@ -16,25 +16,34 @@ from torch import Tensor
 
 from hearth.errors import HearthError
 from training.utils.rl.groups import TrainSample
+from training.utils.rl.rollout import RolloutSample
 
 
 class ParityError(HearthError, RuntimeError):
     """Sampler and trainer are further apart than ``parity_threshold``, and that is to end runs."""
 
 
-def logprob_gaps(sample: TrainSample, policy: Sequence[float] | Tensor, version: int) -> Tensor:
-    """|trainer's logprob - sampler's logprob| of a sample's drawn tokens, flat and float64.
+def logprob_gaps(
+    samples: Sequence[TrainSample], policy: Sequence[Sequence[float] | Tensor], version: int
+) -> Tensor:
+    """|trainer's logprob - sampler's logprob| of the samples' drawn tokens, flat and float64.
 
-    ``policy`` is target-aligned, N - 1 rows for N tokens. A sample that weight version ``version``
-    has not drawn from first to last has no gaps: a token that went on from older ones stands on
-    their keys and values.
+    ``policy`` is target-aligned, N - 1 rows for a sample of N tokens. A sample that weight version
+    ``version`` has not drawn from first to last has no gaps: a token that went on from older ones
+    stands on their keys and values.
     """
-    drawn = sample.drawn
-    if {by for by, count in drawn.versions or [] if count} != {version}:
-        return torch.zeros(0, dtype=torch.float64)
-    behavior = torch.tensor(sample.behavior_logprobs, dtype=torch.float64)
-    gaps = (torch.as_tensor(policy, dtype=torch.float64) - behavior).abs()
-    return gaps[torch.tensor(drawn.loss_mask[1:], dtype=torch.bool)]
+    pairs = zip(samples, policy, strict=True)
+    compared = [(one, rows) for one, rows in pairs if _has_drawn(version, one.drawn)]
+    behavior = [value for one, _ in compared for value in one.behavior_logprobs]
+    is_drawn = [bool(live) for one, _ in compared for live in one.drawn.loss_mask[1:]]
+    scored = [torch.as_tensor(rows, dtype=torch.float64) for _, rows in compared]
+    gaps = torch.cat([torch.zeros(0, dtype=torch.float64), *scored])
+    gaps -= torch.tensor(behavior, dtype=torch.float64)
+    return gaps.abs()[torch.tensor(is_drawn, dtype=torch.bool)]
+
+
+def _has_drawn(version: int, sample: RolloutSample) -> bool:
+    return {by for by, count in sample.versions or [] if count} == {version}
 
 
 def parity_metrics(gaps: Sequence[Tensor]) -> dict[str, float]:

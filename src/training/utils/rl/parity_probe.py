@@ -236,7 +236,7 @@ class ParityProbe:
         is_settled.set()
         scored = await scoring
         rows = [output["logprobs"].data for output in scored.loss_fn_outputs]
-        return [logprob_gaps(*one, version) for one in zip(samples, rows, strict=True)]
+        return [logprob_gaps(samples, rows, version)]
 
     def _note_failure(self, version: int, error: Exception) -> None:
         if not self._has_failed:

@@ -7,6 +7,7 @@ functions of document 003, which divide by the number of samples, are in ``docum
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import tinker
@@ -56,7 +57,10 @@ def make_policy_loss_fn(
     behavior = _constants("behavior_logprobs", behavior_logprobs, count)
     old = _constants("old_logprobs", old_logprobs, count)
     reference = _constants("ref_logprobs", ref_logprobs, count)
-    earned = [torch.as_tensor(one, dtype=torch.float64) for one in advantages]
+    earned = [
+        one if isinstance(one, int | float) else torch.as_tensor(one, dtype=torch.float64)
+        for one in advantages
+    ]
     starts = _response_starts(prompt_lens, count)
     # An objective without samples: says now what would fail at the first step.
     _empty_metrics(name, objective, tis, behavior, reference)
@@ -114,11 +118,11 @@ def _numbers(field: str, index: int, rows: Rows) -> Tensor:
     """Rows as float64; a None inside becomes NaN, which is refused where the token is active."""
     if isinstance(rows, Tensor):
         return rows.detach().double()
+    values = [math.nan if value is None else value for value in rows] if None in rows else rows
     try:
-        values = [float("nan") if value is None else float(value) for value in rows]
+        return torch.tensor(values, dtype=torch.float64)
     except (TypeError, ValueError):
         raise ConfigError(f"datum {index}: {field} must be numbers, got {rows!r}") from None
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def _response_starts(prompt_lens: int | Sequence[int] | None, count: int) -> list[int | None]:
@@ -175,11 +179,11 @@ def _response_metrics(masks: Sequence[Tensor], starts: Sequence[int | None]) -> 
     """
     total, active = 0, 0
     for mask, start in zip(masks, starts, strict=True):
-        rows = (mask != 0).nonzero()
-        active += len(rows)
+        is_active: list[bool] = mask.bool().tolist()
+        active += sum(is_active)
         if start is None:
-            start = int(rows[0]) if len(rows) else mask.numel()
-        total += max(0, mask.numel() - start)
+            start = is_active.index(True) if True in is_active else len(is_active)
+        total += max(0, len(is_active) - start)
     return {"total_resp_tokens": float(total), "mask_ratio": active / max(1, total)}
 
 

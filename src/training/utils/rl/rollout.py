@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 from hearth.errors import ConfigError
 from hearth.losses.batch import LOGPROB_TOLERANCE
@@ -163,13 +163,11 @@ def runs_of(returned: object, where: str) -> list[RolloutRun]:
         _judged_run(run, where if len(runs) == 1 else f"{where}, run {number}")
         for number, run in enumerate(runs)
     ]
-    drawn = [
-        replace(run, segments=[one for one in run.segments if one.completion_len]) for run in judged
-    ]
-    return [run for run in drawn if run.segments]
+    return [run for run in judged if run.segments]
 
 
 def _judged_run(run: object, where: str) -> RolloutRun:
+    """The run with those of its samples, judged, that have a drawn token."""
     if not isinstance(run, RolloutRun):
         raise TypeError(f"{where}: runs must hold RolloutRun, got {type(run).__name__}")
     if not run.segments:
@@ -186,7 +184,7 @@ def _judged_run(run: object, where: str) -> RolloutRun:
             f"{where}: reward must be the same in all segments of a run, got {rewards}: give each "
             "part with a reward of its own a RolloutRun"
         )
-    return replace(run, segments=samples)
+    return replace(run, segments=[one for one in samples if one.completion_len])
 
 
 def judged_sample(sample: object, where: str) -> RolloutSample:
@@ -226,36 +224,33 @@ def judged_sample(sample: object, where: str) -> RolloutSample:
     if not isinstance(parsed, bool | None):
         raise ConfigError(f"{where}: parsed must be True, False or None, got {parsed!r}")
     return replace(
-        sample, tokens=tokens, logprobs=[float(one) for one in logprobs],
-        loss_mask=[int(one) for one in mask], reward=float(reward), versions=versions,
-        parsed=parsed,
+        sample, tokens=tokens, logprobs=list(map(float, logprobs)),
+        loss_mask=list(map(int, mask)), reward=float(reward), versions=versions, parsed=parsed,
     )  # fmt: skip
 
 
-@runtime_checkable
-class _Array(Protocol):
-    """An array, a tensor or one of their scalars."""
-
-    def tolist(self) -> Any:
-        """The same as plain lists, or as a plain number."""
-        ...
-
-
 def _plain(value: Any) -> Any:
-    # Numbers first: to ask for a protocol costs 20 microseconds, and there are many tokens.
-    return (
-        value if isinstance(value, int | float) or not isinstance(value, _Array) else value.tolist()
-    )
+    """Arrays, tensors and their scalars as plain lists and numbers, all else as it is."""
+    tolist = getattr(value, "tolist", None)
+    return value if tolist is None else tolist()
 
 
 def _listed(name: str, values: object, where: str) -> list[Any]:
     listed = _plain(values)
     if not isinstance(listed, list | tuple):
         raise ConfigError(f"{where}: {name} must be a list, got {str(values)[:80]}")
-    return [_plain(one) for one in cast("Sequence[Any]", listed)]
+    items = cast("Sequence[Any]", listed)
+    return list(items) if _are_numbers(items) else [_plain(one) for one in items]
 
 
-def _check_tokens(tokens: Sequence[object], where: str) -> None:
+def _are_numbers(values: Sequence[object]) -> bool:
+    """Whether all are plain numbers. A set's own loop: there are many of them."""
+    return {bool, int, float}.issuperset(map(type, values))
+
+
+def _check_tokens(tokens: Sequence[Any], where: str) -> None:
+    if {int}.issuperset(map(type, tokens)) and min(tokens) >= 0:
+        return
     wrong = {
         place: value
         for place, value in enumerate(tokens)
@@ -266,8 +261,8 @@ def _check_tokens(tokens: Sequence[object], where: str) -> None:
 
 
 def _check_mask(mask: Sequence[object], where: str) -> None:
-    wrong = {place: value for place, value in enumerate(mask) if value not in (0, 1)}
-    if wrong:
+    if not (_are_numbers(mask) and {0, 1}.issuperset(mask)):
+        wrong = {place: value for place, value in enumerate(mask) if value not in (0, 1)}
         raise ConfigError(f"{where}: loss_mask must be 0 or 1 everywhere, got {_first(wrong)}")
     if mask[0] == 1:
         raise ConfigError(
@@ -277,6 +272,9 @@ def _check_mask(mask: Sequence[object], where: str) -> None:
 
 
 def _check_logprobs(logprobs: Sequence[Any], where: str) -> None:
+    are_finite = _are_numbers(logprobs) and all(map(math.isfinite, logprobs))
+    if are_finite and max(logprobs) <= LOGPROB_TOLERANCE:
+        return
     wrong = {
         place: value
         for place, value in enumerate(logprobs)

@@ -119,10 +119,8 @@ class PolicyUpdate:
         self, samples: Sequence[TrainSample], policy: Sequence[Sequence[float] | Tensor]
     ) -> None:
         """Note how far the policy, before the batch moves it, is from what the samples say."""
-        if self._version is None:
-            return
-        for sample, rows in zip(samples, policy, strict=True):
-            self._gaps.append(logprob_gaps(sample, rows, self._version))
+        if self._version is not None:
+            self._gaps.append(logprob_gaps(samples, policy, self._version))
 
     def _mean_kl(self) -> float:
         """The batch's k3 estimate of the KL to the reference, in nats per token."""
