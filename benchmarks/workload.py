@@ -19,6 +19,10 @@ CHARACTERS = "0123456789+-*=() abcdefghijklmnopqrstuvwxyz.,?:"
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 CONTEXT = "you are given a sum. reply with digits only. "
 SIZES: dict[str, dict[str, int]] = {
+    "nano": {
+        "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1,
+        "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 4,
+    },
     "1m": {
         "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 384,
@@ -32,7 +36,7 @@ SIZES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1152,
     },
 }  # fmt: skip
-"""Shapes of the models, by roughly their number of parameters."""
+"""Shapes of the models, by roughly their number of parameters; of the smallest, 340."""
 
 
 def make_model(
