@@ -47,9 +47,10 @@ WORKLOADS: dict[str, tuple[str, ...]] = {
     "3m vocabulary 4096": ("--model", "3m", "--fixed-len", "--vocab", "4096"),
     "3m prompt of 222": ("--model", "3m", "--fixed-len", "--prompt-pad", "200"),
 }
-STEPS = {"3m ragged to 256": 4, "1m ragged 64": 12}
-"""Where a step is much longer or shorter than elsewhere."""
-USUAL_STEPS = 6
+STEPS = {"3m fixed 64": 5, "3m ragged to 256": 2, "1m ragged 64": 7}
+"""Where a step is shorter or longer than elsewhere."""
+USUAL_STEPS = 3
+WARM_UP = 1
 SHARES_PREFIX = ("3m prompt of 222",)
 """Where the floor is faster with each prompt computed once."""
 TIMEOUT_S = 900.0
@@ -82,7 +83,8 @@ class Contender:
         extra += ("--json",) if self.name == "hearth" else ()
         steps = steps or STEPS.get(workload, USUAL_STEPS)
         command = [
-            self.python, str(self.script), *WORKLOADS[workload], "--steps", str(steps), *extra,
+            self.python, str(self.script), *WORKLOADS[workload], "--steps", str(steps),
+            "--warmup", str(WARM_UP), *extra,
         ]  # fmt: skip
         quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(
@@ -178,7 +180,7 @@ def command() -> None:
     parser.add_argument("--bench", default="../shared/bench", help="the other systems' scripts")
     parser.add_argument("--trl-python", default=".venv-trl/bin/python")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="of each run; by default 4 to 12")
+    parser.add_argument("--steps", type=int, help="of each run; by default 2 to 7")
     parser.add_argument("--only", nargs="*", choices=list(WORKLOADS))
     asked = parser.parse_args()
     began = time.perf_counter()

@@ -84,6 +84,7 @@ def measure(asked: argparse.Namespace, folder: Path) -> Result:
         max_concurrent=asked.prompts * asked.group, learning_rate=asked.lr, kl_beta=asked.beta,
         truncated_completions="score", no_signal_patience=None, dcp_save_interval=0,
         loss_path=asked.loss_path, seed=asked.seed, max_samples_per_fwd_bwd=asked.call,
+        min_samples_per_fwd_bwd=asked.stream,
         deployment=DeployConfig(tokenizer_model=str(model), max_batch_size=asked.rows),
     )  # fmt: skip
     summary = main(config, (rows * (1 + count // ROWS))[:count], reward_fn=digit_share)
@@ -161,6 +162,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="prompts per step")
     parser.add_argument("--group", type=int, default=8, help="completions per prompt")
     parser.add_argument("--call", type=int, default=256, help="most samples of a training call")
+    parser.add_argument(
+        "--stream", type=int, help="train as soon as this many samples are drawn; off by default"
+    )
     parser.add_argument("--rows", type=int, default=64, help="completions decoded together")
     parser.add_argument("--max-new", type=int, default=64, help="most tokens of a completion")
     parser.add_argument("--fixed-len", action="store_true", help="completions of all their tokens")
