@@ -163,6 +163,7 @@ def measure(asked: argparse.Namespace, rows: int) -> Result:
             max_completion_tokens=DRAWN_TOKENS, max_seq_len=PROMPT_TOKENS + DRAWN_TOKENS,
             max_head_offpolicy_versions=asked.late, learning_rate=1e-6, kl_beta=0.0,
             no_signal_patience=None, deployment=DeployConfig(tokenizer_model=str(model)),
+            placement=asked.placement,
         )  # fmt: skip
         main(config, rollout_fn_factory=canned_rollouts(watch), rows=make_rows(rows))
         watch.end()
@@ -195,7 +196,7 @@ def run(asked: argparse.Namespace, rows: int) -> Result:
     """
     command = [
         sys.executable, __file__, "--run", str(rows), "--prompts", str(asked.prompts), "--late",
-        str(asked.late), "--threads", str(asked.threads),
+        str(asked.late), "--threads", str(asked.threads), "--placement", asked.placement,
     ]  # fmt: skip
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return Result(**orjson.loads(done.stdout.splitlines()[-1]))
@@ -229,6 +230,7 @@ def command() -> None:
     parser.add_argument("--prompts", type=int, default=128, help="rows per step")
     parser.add_argument("--late", type=int, default=1, help="max_head_offpolicy_versions")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--placement", choices=["inline", "process"], default="inline")
     parser.add_argument("--json", action="store_true", help="one JSON object a run, nothing else")
     parser.add_argument("--run", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()

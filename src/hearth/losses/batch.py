@@ -7,7 +7,7 @@ sample is about its token t + 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -121,6 +121,42 @@ class TokenBatch:
             ref_logprobs=join("ref_logprobs", ref_logprobs),
             datum_ids=datum_ids,
         )
+
+    def of_samples(self, samples: Sequence[int], policy_logprobs: Tensor) -> TokenBatch:
+        """The batch of some samples, in that order, under other logprobs, those of their tokens.
+
+        Made for ``concat``'s batches, where each sample's tokens stand together.
+
+        Raises:
+            ConfigError: there are more or fewer logprobs than tokens.
+        """
+        if list(samples) == list(range(self.num_samples)):
+            return replace(self, policy_logprobs=policy_logprobs)
+        chosen = torch.tensor(samples, dtype=torch.int64)
+        lengths = self._lengths.index_select(0, chosen)
+        skipped = self._starts.index_select(0, chosen) - (lengths.cumsum(0) - lengths)
+        places = skipped.repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
+
+        def take(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values.index_select(0, places.to(values.device))
+
+        names = range(self.num_samples) if self.datum_ids is None else self.datum_ids
+        return replace(
+            self, policy_logprobs=policy_logprobs, num_samples=len(samples),
+            segment_ids=torch.arange(len(samples)).repeat_interleave(lengths),
+            datum_ids=[names[one] for one in samples],
+            **{name: take(getattr(self, name)) for name in _CONSTANTS},
+        )  # fmt: skip
+
+    @cached_property
+    def _lengths(self) -> Tensor:
+        """Tokens of each sample, int64 [N]."""
+        return self.segment_ids.cpu().bincount(minlength=self.num_samples)
+
+    @cached_property
+    def _starts(self) -> Tensor:
+        """Each sample's first token, int64 [N]."""
+        return self._lengths.cumsum(0) - self._lengths
 
     @cached_property
     def active(self) -> Tensor:

@@ -31,8 +31,9 @@ from hearth.trainer.checkpoint import (
     restore_rng,
     rng_state,
 )
+from hearth.trainer.datums import read_datums
 from hearth.trainer.logprobs import DEFAULT_LOGIT_BUDGET
-from hearth.trainer.packing import Limits, read_datums
+from hearth.trainer.packing import Limits
 from hearth.trainer.passes import KeptGraph, Pass, PassResult
 from hearth.trainer.residents import Resident, Residents, require_trainable
 from hearth.wire.tinker import AdamParams, CheckpointType, DatumRecord, Normalization

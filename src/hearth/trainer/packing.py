@@ -1,9 +1,7 @@
-"""Datums into checked examples, and examples into padded micro-batches.
+"""Checked examples into micro-batches, padded or packed.
 
 Legend: T tokens of a datum, K candidate targets per token, B rows of a micro-batch, L its padded
 length, R its real tokens, datum after datum; N layers with experts, E experts that a token goes to.
-
-A datum is shifted already: its ``target_tokens[t]`` follow its input token t.
 """
 
 from __future__ import annotations
@@ -11,20 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from hearth.errors import ConfigError, RequestError
+from hearth.errors import ConfigError
 from hearth.kernels.tree import Tree
-from hearth.losses import BuiltinObjective
 from hearth.models.packed import PAD_MULTIPLE, pack
 from hearth.models.prefixes import Cluster, clusters
-from hearth.wire.routing import FREE, RoutingShape, decode_routing
-from hearth.wire.tinker import DatumRecord, ModelInputRecord
-
-_MULTI_TARGET_LOSS = "cross_entropy"
+from hearth.wire.routing import FREE, RoutingShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,19 +109,6 @@ class Limits:
     """What its routers choose from; None for a dense model, which replays nothing."""
 
 
-def read_datums(
-    data: Sequence[DatumRecord], objective: BuiltinObjective, limits: Limits
-) -> list[Example]:
-    """Check every datum before anything is computed.
-
-    Raises:
-        RequestError: there is no datum, or one breaks a rule; the message names its index.
-    """
-    if not data:
-        raise RequestError("data must hold at least one datum, got none")
-    return [_read_datum(index, datum, objective, limits) for index, datum in enumerate(data)]
-
-
 def micro_batches(
     examples: Sequence[Example], token_budget: int, limits: Limits
 ) -> list[MicroBatch]:
@@ -213,114 +192,6 @@ def _pack(examples: Sequence[Example], packed: Sequence[Cluster]) -> PackedBatch
 def padded_length(length: int, limits: Limits) -> int:
     """The next multiple of 32, as far as the model has positions."""
     return max(length, min(-(-length // PAD_MULTIPLE) * PAD_MULTIPLE, limits.max_position))
-
-
-def _read_datum(
-    index: int, datum: DatumRecord, objective: BuiltinObjective, limits: Limits
-) -> Example:
-    where = f"datum {index}"
-    tokens = _token_ids(where, datum.model_input)
-    if not 0 < tokens.size <= limits.max_seq_len:
-        raise RequestError(
-            f"{where}: model_input must have 1 to {limits.max_seq_len} tokens, got {tokens.size}: "
-            "cut or drop longer sequences, or create the trainer with a larger max_seq_len"
-        )
-    targets = _targets(where, datum, tokens.size, objective)
-    for name, values in (("model_input", tokens), ("target_tokens", targets)):
-        _check_vocabulary(where, name, values, limits.vocab_size)
-    known = {"target_tokens", *objective.required_inputs, *objective.optional_inputs}
-    if unknown := sorted(datum.loss_fn_inputs.keys() - known):
-        raise RequestError(
-            f"{where}: loss_fn_inputs of {objective.name} must be among {sorted(known)}, "
-            f"got {unknown}"
-        )
-    return Example(
-        index=index,
-        tokens=torch.from_numpy(tokens),
-        targets=torch.from_numpy(targets.reshape(tokens.size, -1)),
-        target_shape=targets.shape,
-        inputs=_loss_inputs(where, datum, targets.shape),
-        routing=_routing(where, datum.model_input, tokens.size, limits.routing),
-    )
-
-
-def _token_ids(where: str, model_input: ModelInputRecord) -> NDArray[np.int64]:
-    ids: list[int] = []
-    for chunk in model_input.chunks:
-        if chunk.type != "encoded_text" or chunk.tokens is None:
-            raise RequestError(
-                f"{where}: model_input must be made of encoded_text chunks, got a {chunk.type!r} "
-                "chunk: this trainer takes token ids only"
-            )
-        ids += chunk.tokens
-    try:
-        return np.array(ids, dtype=np.int64)
-    except OverflowError:
-        raise RequestError(f"{where}: model_input must hold 64-bit token ids") from None
-
-
-def _routing(
-    where: str, model_input: ModelInputRecord, length: int, shape: RoutingShape | None
-) -> Tensor | None:
-    rows = model_input.routing_matrices
-    if not rows or shape is None:
-        return None
-    if len(rows) != length:
-        raise RequestError(
-            f"{where}: routing_matrices must be one per input token, {length}, got {len(rows)}: N "
-            "tokens have N - 1 inputs; empty texts stand where the router is free"
-        )
-    if not any(rows):
-        return None
-    try:
-        return torch.from_numpy(decode_routing(rows, shape))
-    except RequestError as error:
-        raise RequestError(f"{where}: {error}") from None
-
-
-def _targets(
-    where: str, datum: DatumRecord, length: int, objective: BuiltinObjective
-) -> NDArray[np.int64]:
-    if "target_tokens" not in datum.loss_fn_inputs:
-        raise RequestError(f"{where}: loss_fn_inputs must hold target_tokens, got none")
-    record = datum.loss_fn_inputs["target_tokens"]
-    if record.dtype != "int64":
-        raise RequestError(f"{where}: target_tokens must be int64, got {record.dtype}")
-    targets = np.array(record.to_numpy(), dtype=np.int64)
-    dimensions = (1, 2) if objective.name == _MULTI_TARGET_LOSS else (1,)
-    is_shaped = targets.ndim in dimensions and targets.size > 0
-    if not is_shaped or targets.shape[0] != length:
-        shape = f"[{length}] or [{length}, K]" if 2 in dimensions else f"[{length}]"
-        raise RequestError(
-            f"{where}: target_tokens of {objective.name} must have shape {shape} as model_input, "
-            f"got {list(targets.shape)}"
-        )
-    return targets
-
-
-def _check_vocabulary(where: str, name: str, ids: NDArray[np.int64], vocab_size: int) -> None:
-    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if bad.size:
-        raise RequestError(
-            f"{where}: {name} must be token ids in [0, {vocab_size}), got {ids.flat[bad[0]]} at "
-            f"position {bad[0]}: was the text encoded with this model's tokenizer?"
-        )
-
-
-def _loss_inputs(where: str, datum: DatumRecord, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    inputs: dict[str, Tensor] = {}
-    for name, record in datum.loss_fn_inputs.items():
-        if name == "target_tokens":
-            continue
-        # Clients send masks as int64 too; the name says what it is, not the dtype.
-        values = np.array(record.to_numpy(), dtype=np.float32)
-        if values.shape != shape:
-            raise RequestError(
-                f"{where}: {name} must have the shape of target_tokens, {list(shape)}, got "
-                f"{list(values.shape)}"
-            )
-        inputs[name] = torch.from_numpy(values.reshape(-1))
-    return inputs
 
 
 def _collate(examples: Sequence[Example], length: int) -> MicroBatch:

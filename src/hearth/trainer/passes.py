@@ -141,8 +141,18 @@ class Pass:
 
     @cached_property
     def _unscored(self) -> TokenBatch:
-        blank = {one.index: torch.zeros(one.targets.numel()) for one in self.examples}
-        return self._batch(self.examples, blank)
+        """The loss's batch of all data, with logprobs of 0."""
+        sizes = [one.targets.numel() for one in self.examples]
+        return self.objective.batch(
+            torch.zeros(sum(sizes)).split(sizes),
+            [one.inputs for one in self.examples],
+            [one.index for one in self.examples],
+        )
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """Where each datum stands among the examples."""
+        return {one.index: place for place, one in enumerate(self.examples)}
 
     @cached_property
     def _active(self) -> Rows:
@@ -150,11 +160,10 @@ class Pass:
         return _by_datum(self.examples, self._unscored.active)
 
     def _batch(self, examples: Sequence[Example], rows: Mapping[int, Tensor]) -> TokenBatch:
-        return self.objective.batch(
-            [rows[one.index] for one in examples],
-            [one.inputs for one in examples],
-            [one.index for one in examples],
-        )
+        """The loss's batch of some data, with their logprobs."""
+        parts = [rows[one.index] for one in examples]
+        logprobs = torch.cat(parts) if parts else torch.zeros(0)
+        return self._unscored.of_samples([self._places[one.index] for one in examples], logprobs)
 
     def _score(self, examples: Sequence[Example]) -> Rows:
         found: Rows = {}
@@ -215,7 +224,8 @@ class Pass:
     def _loss_gradient(self, examples: Sequence[Example], rows: Rows) -> Rows:
         """Gradient of the raw loss sum in each logprob."""
         leaf = torch.cat([rows[one.index] for one in examples]).requires_grad_()
-        batch = self._batch(examples, _by_datum(examples, leaf))
+        places = [self._places[one.index] for one in examples]
+        batch = self._unscored.of_samples(places, leaf)
         loss = self.objective.per_token(batch).per_token.sum()
         (gradient,) = torch.autograd.grad(loss, leaf)
         return _by_datum(examples, gradient)

@@ -17,7 +17,8 @@ from hearth.wire.base import Record
 DType = Literal["int64", "float32"]
 Encoding = Literal["list", "base64"]
 
-_NUMPY: dict[DType, str] = {"int64": "<i8", "float32": "<f4"}
+NUMPY_DTYPES: dict[DType, str] = {"int64": "<i8", "float32": "<f4"}
+ITEM_BYTES: dict[DType, int] = {"int64": 8, "float32": 4}
 
 
 class TensorRecord(Record):
@@ -52,7 +53,7 @@ class TensorRecord(Record):
         return values.reshape(self.shape)
 
     def _flat(self) -> NDArray[np.int64] | NDArray[np.float32]:
-        dtype = np.dtype(_NUMPY[self.dtype])
+        dtype = np.dtype(NUMPY_DTYPES[self.dtype])
         if isinstance(self.data, str):
             try:
                 raw = base64.b64decode(self.data, validate=True)
@@ -101,7 +102,7 @@ def encoded(
     encoding: Encoding = "list",
 ) -> dict[str, Any]:
     """The same as plain containers, for who sends it at once."""
-    array = np.ascontiguousarray(values, dtype=_NUMPY[dtype])
+    array = np.ascontiguousarray(values, dtype=NUMPY_DTYPES[dtype])
     data = (
         base64.b64encode(array.tobytes()).decode("ascii")
         if encoding == "base64"

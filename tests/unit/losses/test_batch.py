@@ -152,3 +152,40 @@ def test_half_precision_logprobs_are_computed_in_float32():
 
     assert per_token.dtype == torch.float32
     assert per_token.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("samples", [[0, 1, 2, 3], [2, 0], [3, 1, 2], [1]])
+def test_some_samples_of_a_batch_are_the_batch_of_those_samples(samples):
+    lengths = [3, 0, 4, 2]
+    generator = torch.Generator().manual_seed(1)
+
+    def rows():
+        return [torch.randn(length, generator=generator) for length in lengths]
+
+    fields = {name: rows() for name in ("advantages", "old_logprobs")}
+    fields["mask"] = [(row > 0).float() for row in rows()]
+    scored = rows()
+    names = [10, 11, 12, 13]
+
+    def concat(policy, chosen):
+        return TokenBatch.concat(
+            policy,
+            **{name: [given[one] for one in chosen] for name, given in fields.items()},
+            datum_ids=[names[one] for one in chosen],
+        )
+
+    blank = concat([torch.zeros(length) for length in lengths], range(4))
+    logprobs = torch.cat([scored[one] for one in samples])
+    found = blank.of_samples(samples, logprobs)
+
+    wanted = concat([scored[one] for one in samples], samples)
+    assert found.num_samples == wanted.num_samples
+    assert list(found.datum_ids) == list(wanted.datum_ids)
+    for name in ("policy_logprobs", "mask", "segment_ids", *fields):
+        torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=0, atol=0)
+
+
+def test_logprobs_of_other_samples_are_refused():
+    blank = TokenBatch.concat([torch.zeros(3)], advantages=[1.0], mask=[torch.ones(3)])
+    with pytest.raises(ConfigError, match="must have shape"):
+        blank.of_samples([0], torch.zeros(2))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hearth.errors import ConfigError, RequestError
 from hearth.losses import builtin_objective
-from hearth.trainer.packing import Limits, MicroBatch, micro_batches, read_datums
+from hearth.trainer.datums import read_datums
+from hearth.trainer.packing import Limits, MicroBatch, micro_batches
 from hearth.wire.tensors import encode
 from hearth.wire.tinker import DatumRecord
 

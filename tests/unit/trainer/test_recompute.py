@@ -14,8 +14,9 @@ from hearth.models.loading import LoadedModel, load_model
 from hearth.models.lora import LoraOptions, attach_lora
 from hearth.models.packed import PackedDecoder
 from hearth.models.recompute import recomputing
+from hearth.trainer.datums import read_datums
 from hearth.trainer.logprobs import TargetScorer
-from hearth.trainer.packing import Limits, read_datums
+from hearth.trainer.packing import Limits
 
 VOCAB_SIZE = 96
 LIMITS = Limits(VOCAB_SIZE, 256, 256)

@@ -1,0 +1,147 @@
+"""Datums read all at once, as our own SDK sends them, and one by one: the same, errors included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.errors import RequestError
+from hearth.losses import builtin_objective
+from hearth.trainer.datums import read_datums
+from hearth.trainer.packing import Example, Limits
+from hearth.wire.tensors import Encoding, encode
+from hearth.wire.tinker import DatumRecord
+
+LIMITS = Limits(vocab_size=96, max_seq_len=40, max_position=40)
+PPO = builtin_objective("ppo")
+
+
+def content(length: int, encoding: Encoding, *, seed: int = 0) -> dict[str, Any]:
+    numbers = np.random.default_rng((seed, length))
+    fields = {
+        "target_tokens": encode(numbers.integers(0, 96, length), "int64", encoding),
+        "logprobs": encode(-numbers.random(length), "float32", encoding),
+        "advantages": encode(numbers.normal(size=length), "float32", encoding),
+        "loss_mask": encode(numbers.integers(0, 2, length), "int64", encoding),
+    }
+    tokens = numbers.integers(0, 96, length).tolist()
+    return {
+        "model_input": {"chunks": [{"tokens": tokens, "type": "encoded_text"}]},
+        "loss_fn_inputs": {name: record.as_dict() for name, record in fields.items()},
+    }
+
+
+def records(contents: list[dict[str, Any]]) -> list[DatumRecord]:
+    return [DatumRecord.model_validate(one) for one in contents]
+
+
+def assert_same(first: Example, second: Example) -> None:
+    assert (first.index, first.target_shape) == (second.index, second.target_shape)
+    assert first.is_same_text(second)
+    assert first.inputs.keys() == second.inputs.keys()
+    for name, values in first.inputs.items():
+        torch.testing.assert_close(values, second.inputs[name], rtol=0, atol=0)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_bytes_and_lists_give_the_same_examples(lengths: list[int]) -> None:
+    as_bytes, as_lists = (
+        records([content(length, encoding, seed=place) for place, length in enumerate(lengths)])
+        for encoding in ("base64", "list")
+    )
+
+    for first, second in zip(
+        read_datums(as_bytes, PPO, LIMITS), read_datums(as_lists, PPO, LIMITS), strict=True
+    ):
+        assert_same(first, second)
+
+
+def test_forms_may_differ_from_datum_to_datum() -> None:
+    mixed = [content(5, "base64"), content(7, "list"), content(9, "base64")]
+    del mixed[2]["loss_fn_inputs"]["loss_mask"]
+    mixed[0]["model_input"]["chunks"] = [
+        {"tokens": mixed[0]["model_input"]["chunks"][0]["tokens"][:2], "type": "encoded_text"},
+        {"tokens": mixed[0]["model_input"]["chunks"][0]["tokens"][2:], "type": "encoded_text"},
+    ]
+
+    examples = read_datums(records(mixed), PPO, LIMITS)
+
+    assert [one.length for one in examples] == [5, 7, 9]
+    assert [sorted(one.inputs) for one in examples] == [
+        ["advantages", "logprobs", "loss_mask"],
+        ["advantages", "logprobs", "loss_mask"],
+        ["advantages", "logprobs"],
+    ]
+
+
+def shorter_target(one: dict[str, Any]) -> None:
+    one["loss_fn_inputs"]["target_tokens"] = encode(np.arange(3), "int64", "base64").as_dict()
+
+
+def foreign_target(one: dict[str, Any]) -> None:
+    one["loss_fn_inputs"]["target_tokens"] = encode([1, 96, 3, 4], "int64", "base64").as_dict()
+
+
+def foreign_token(one: dict[str, Any]) -> None:
+    one["model_input"]["chunks"][0]["tokens"][2] = -1
+
+
+def large_token(one: dict[str, Any]) -> None:
+    one["model_input"]["chunks"][0]["tokens"][2] = 2**70
+
+
+def float_target(one: dict[str, Any]) -> None:
+    one["loss_fn_inputs"]["target_tokens"]["dtype"] = "float32"
+
+
+def no_target(one: dict[str, Any]) -> None:
+    del one["loss_fn_inputs"]["target_tokens"]
+
+
+def unknown_input(one: dict[str, Any]) -> None:
+    one["loss_fn_inputs"]["rewards"] = one["loss_fn_inputs"]["advantages"]
+
+
+def no_base64(one: dict[str, Any]) -> None:
+    one["loss_fn_inputs"]["advantages"]["data"] = "no base64!"
+
+
+def few_bytes(one: dict[str, Any]) -> None:
+    one["loss_fn_inputs"]["advantages"]["data"] = "AAAAAA=="
+
+
+def no_tokens(one: dict[str, Any]) -> None:
+    one["model_input"]["chunks"] = []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (shorter_target, r"datum 1: target_tokens of ppo must have shape \[4\]"),
+        (foreign_target, r"datum 1: target_tokens must be token ids .* got 96 at position 1"),
+        (foreign_token, r"datum 1: model_input must be token ids .* got -1 at position 2"),
+        (large_token, "datum 1: model_input must hold 64-bit token ids"),
+        (float_target, "datum 1: target_tokens must be int64"),
+        (no_target, "datum 1: loss_fn_inputs must hold target_tokens"),
+        (unknown_input, r"datum 1: loss_fn_inputs of ppo .* got \['rewards'\]"),
+        (no_base64, "data must be base64"),
+        (few_bytes, "shape must fit the data"),
+        (no_tokens, "datum 1: model_input must have 1 to 40 tokens, got 0"),
+    ],
+)
+def test_what_breaks_a_rule_is_named_as_ever(change: Any, said: str) -> None:
+    contents = [content(4, "base64", seed=place) for place in range(3)]
+    change(contents[1])
+
+    with pytest.raises(RequestError, match=said):
+        read_datums(records(contents), PPO, LIMITS)
+
+
+def test_a_datum_longer_than_the_model_is_named() -> None:
+    with pytest.raises(RequestError, match="datum 1: model_input must have 1 to 40 tokens, got 41"):
+        read_datums(records([content(4, "base64"), content(41, "base64")]), PPO, LIMITS)
