@@ -10,12 +10,14 @@ machine only ever adds time), as other systems' scripts take them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import resource
 import statistics
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ import orjson
 import torch
 from workload import SIZES, digit_share, make_model, make_rows, sgemm_gflops
 
+from hearth.local.inline import InlineWorker
 from training.recipes.rl_loop import Config, main
 from training.utils import DeployConfig
 
@@ -38,6 +41,10 @@ PHASES = {
     "ref_forward_s": "perf/ref_forward_time", "optim_s": "perf/optim_step_time",
     "weight_sync_s": "perf/weight_sync_time",
 }  # fmt: skip
+
+
+COMPUTING = frozenset({"sampling", "forward", "forward_backward", "optim_step"})
+"""What engines say that they do when they compute for the step."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,9 @@ class Result:
     optim_s: float
     weight_sync_s: float
     other_s: float
+    overhead_share: float
+    """Of the steps' time, that in which the engines neither drew tokens nor ran a forward or
+    backward pass nor the optimizer; requests, JSON, rewards and weight syncs are in it."""
     reward_first: float
     reward_last: float
     first_step_s: float
@@ -74,6 +84,7 @@ class Result:
 def measure(asked: argparse.Namespace, folder: Path) -> Result:
     """Run the recipe and read what it wrote."""
     before = sgemm_gflops()
+    watch = PhaseWatch()
     model = model_folder(asked, folder)
     rows = make_rows(ROWS, seed=asked.seed, prompt_pad=asked.prompt_pad)
     count = asked.prompts * asked.steps
@@ -94,11 +105,39 @@ def measure(asked: argparse.Namespace, folder: Path) -> Result:
         model=asked.model,
         **facts(model),
         **step_figures(records, asked),
+        overhead_share=round(watch.overhead(records[asked.warmup :]), 4),
         threads=torch.get_num_threads(),
         first_step_s=round(summary.first_step_s, 2),
         peak_rss_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         sgemm_gflops_before_after=(round(before, 1), round(sgemm_gflops(), 1)),
     )
+
+
+class PhaseWatch:
+    """Hears what the embedded platform's engines do, and when."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[float, int, str]] = []
+        """Time, engine, and what it does from then on."""
+        note = InlineWorker._note
+
+        def noted(worker: InlineWorker, phase: str) -> None:
+            self._events.append((time.perf_counter(), id(worker), phase))
+            note(worker, phase)
+
+        InlineWorker._note = noted
+
+    def overhead(self, records: list[dict[str, Any]]) -> float:
+        """The share of the last steps, one after the other, in which no engine computed."""
+        end_s = max(at for at, _, phase in self._events if phase in COMPUTING or phase == "idle")
+        total_s = sum(one["perf/step_wall_time"] for one in records)
+        start_s, idle_s = end_s - total_s, 0.0
+        computing: set[int] = set()
+        for (at, worker, phase), (until, *_) in itertools.pairwise(self._events):
+            (computing.add if phase in COMPUTING else computing.discard)(worker)
+            if not computing:
+                idle_s += max(0.0, min(until, end_s) - max(at, start_s))
+        return idle_s / total_s
 
 
 def model_folder(asked: argparse.Namespace, folder: Path) -> Path:
