@@ -19,6 +19,7 @@ import orjson
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from hearth.errors import ConfigError, NotFoundError
+from hearth.launch.spec import Engine
 from hearth.settings import CATALOG_VARIABLE
 from hearth.wire.base import describe
 from hearth.wire.fireworks import ShapeSnapshot, TrainerMode, TrainingShapeVersion
@@ -61,6 +62,10 @@ class ShapeEntry:
     micro_batch_tokens: _Positive | None = None
     recompute_above: _Positive | None = None
     threads: _Positive | None = None
+    ranks: _Positive | None = None
+    """Processes that share a trainer's weights."""
+    engine: Engine | None = None
+    """What draws the tokens of a deployment."""
 
     @property
     def deployment_shape(self) -> str:

@@ -345,6 +345,8 @@ class Deployments:
             bucket=self._bucket(deployment_id, body),
             state_dir=str(self._means.data_dir / "deployments" / deployment_id),
             tokenizer=self._tokenizer(values),
+            engine=values.choice("engine", ("embedded", "vllm"), "embedded"),
+            replicas=max(1, body.max_replica_count),
             dtype=values.choice("dtype", ("float32", "bfloat16"), "float32"),
             device=values.text("device"),
             max_seq_len=values.count("max_context_length") or longest,

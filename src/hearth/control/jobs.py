@@ -284,6 +284,7 @@ class Jobs:
             bucket=bucket_of(job_id, body),
             checkpoint_dir=str(self._means.checkpoint_dir(job_id)),
             forward_only=body.forward_only,
+            ranks=values.count("ranks") or 1,
             dtype=values.choice("dtype", ("float32", "bfloat16"), "float32"),
             device=values.text("device"),
             max_seq_len=body.training_config.max_context_length,

@@ -5,14 +5,17 @@ Whoever forks such processes imports this module beforehand, and with it all tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 
 # Imported where they are used as well, at the price of seconds per process.
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - see above
 
+from hearth.companions import Companions
+from hearth.errors import ConfigError
 from hearth.inference.engine.engine import InferenceEngine
 from hearth.inference.engine.options import EngineOptions
 from hearth.inference.service import create_app
@@ -25,8 +28,9 @@ OnPhase = Callable[[str], None]
 
 def build(
     *, buckets: str | Buckets, name: str, base_model: str, source: str, bucket: str,
-    state_dir: str | None, tokenizer: str | None, dtype: str, device: str | None,
-    max_seq_len: int | None, max_batch_size: int, trust_remote_code: bool, on_phase: OnPhase,
+    state_dir: str | None, tokenizer: str | None, engine: str, replicas: int,
+    engine_options: Mapping[str, Any], dtype: str, device: str | None, max_seq_len: int | None,
+    max_batch_size: int, trust_remote_code: bool, companions: Companions, on_phase: OnPhase,
 ) -> tuple[Starlette, Callable[[], None]]:  # fmt: skip
     """The app of a deployment that serves snapshots of ``buckets``, and what closes it.
 
@@ -35,6 +39,8 @@ def build(
     Raises:
         ConfigError: the model cannot be loaded or served, or the tokenizer is another model's.
     """
+    if engine != "embedded" or replicas > 1:
+        raise ConfigError(f"engine must be 'embedded' with one replica, got {engine!r}, {replicas}")
     on_phase("loading model")
     loaded = load_model(
         source, name=base_model, dtype=dtype, device=device or best_device(),
@@ -42,14 +48,14 @@ def build(
     )  # fmt: skip
     spoken = load_tokenizer(tokenizer or source, trust_remote_code=trust_remote_code)
     check_tokenizer(spoken, tokenizer or source, source, trust_remote_code=trust_remote_code)
-    engine = InferenceEngine(
+    drawing = InferenceEngine(
         loaded,
         tokenizer=spoken,
         options=EngineOptions(max_seq_len=max_seq_len, max_rows=max_batch_size),
     )
     on_phase("idle")
     app = create_app(
-        engine, model_name=name, snapshots=buckets_of(buckets),
+        drawing, model_name=name, snapshots=buckets_of(buckets),
         default_bucket=bucket, state_dir=Path(state_dir) if state_dir else None, on_phase=on_phase,
     )  # fmt: skip
-    return app, engine.close
+    return app, drawing.close

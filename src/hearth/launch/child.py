@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hearth.errors import HearthError
+from hearth.launch.companions import LocalCompanions
 from hearth.launch.phase import PhaseFile
 from hearth.launch.records import WorkerFolder, remove_socket, write_json
 from hearth.launch.serving import serve_app
@@ -37,8 +38,9 @@ class Task:
 
     worker_id: str
     entry: str
-    """``module:function``. Called with ``arguments`` and ``on_phase``; of a worker it returns the
-    app and a function that closes it, otherwise it does all there is to do."""
+    """``module:function``. Called with ``arguments`` and ``on_phase``; of a worker also with its
+    ``companions``, and it returns the app and a function that closes it. Otherwise it does all
+    there is to do."""
     arguments: dict[str, Any]
     health_path: str | None
     """Where the app says that it is well; None: there is no app."""
@@ -118,11 +120,14 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
         phase(name)
         note(name)
 
+    companions = LocalCompanions(folder.path / "companions")
+    also = {} if task.health_path is None else {"companions": companions}
     try:
         module, _, name = task.entry.partition(":")
         entry: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        made = entry(**task.arguments, on_phase=on_phase)
+        made = entry(**task.arguments, on_phase=on_phase, **also)
     except Exception as error:
+        companions.close()
         write_json(folder.failure, _failure(error))
         raise
     if task.health_path is None:
@@ -141,6 +146,7 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
     finally:
         logger.info("worker %s closes", task.worker_id)
         close()
+        companions.close()
 
 
 def _budget(task: Task) -> Callable[[str], None]:

@@ -7,12 +7,15 @@ data, so that they can be written down and read again after a restart.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from hearth.companions import ExitReport
+
 Placement = Literal["inline", "process"]
+Engine = Literal["embedded", "vllm"]
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -38,6 +41,8 @@ class TrainerSpec:
     checkpoint_dir: str
     """The folder of its resumable checkpoints."""
     forward_only: bool = False
+    ranks: int = 1
+    """Processes that share its weights (FSDP2)."""
     dtype: str = "float32"
     device: str | None = None
     """None takes the GPU where there is one."""
@@ -74,6 +79,12 @@ class DeploymentSpec:
     """A folder where it remembers what it serves, to serve that again after a crash."""
     tokenizer: str | None = None
     """A folder or hub id; None is the model's own."""
+    engine: Engine = "embedded"
+    """What draws tokens: Hearth's own engine, or vLLM's server."""
+    replicas: int = 1
+    """Servers that answer side by side."""
+    engine_options: Mapping[str, Any] = field(default_factory=lambda: {})
+    """What the engine is told beyond that; JSON values."""
     dtype: str = "float32"
     device: str | None = None
     max_seq_len: int | None = None
@@ -100,48 +111,13 @@ class ExportSpec:
 WorkerSpec = TrainerSpec | DeploymentSpec
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExitReport:
-    """What is known of a worker that ended."""
-
-    code: int | None = None
-    """Exit status; None where a signal ended it or nobody could see it end."""
-    signal: str | None = None
-    """Such as ``SIGKILL``."""
-    peak_rss_mb: float | None = None
-    phase: str | None = None
-    """What it was doing last, such as ``forward_backward``."""
-    last_lines: Sequence[str] = field(default_factory=tuple)
-    """The end of its log."""
-    reason: str | None = None
-    """Said by who watched: it never started, or was gone when it was looked for."""
-
-    def describe(self) -> str:
-        """One paragraph for a person."""
-        how = self.reason or (
-            f"ended by {self.signal}" if self.signal else f"exited with code {self.code}"
-        )
-        parts = [how]
-        if self.phase:
-            parts.append(f"last phase {self.phase}")
-        if self.peak_rss_mb:
-            parts.append(f"peak memory {self.peak_rss_mb:.0f} MiB")
-        text = ", ".join(parts)
-        if self.last_lines:
-            text += "; its log ends with: " + " | ".join(self.last_lines)
-        return text
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain containers."""
-        return asdict(self)
-
-
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a worker answers: in this process (``app``) or at a Unix socket (``socket``)."""
+    """Where a worker answers: in this process, at a Unix socket, or at another machine's URL."""
 
     app: App | None = None
     socket: str | None = None
+    url: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

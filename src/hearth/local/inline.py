@@ -11,11 +11,13 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import hearth.inference.worker as inference_worker
 import hearth.trainer.worker as trainer_worker
 from hearth.errors import ClosedError, HearthError
+from hearth.launch.companions import LocalCompanions
 from hearth.launch.spec import (
     App,
     Endpoint,
@@ -40,11 +42,13 @@ class InlineWorker:
     """One trainer or deployment inside this process (``Worker``)."""
 
     def __init__(
-        self, spec: WorkerSpec, buckets: MemoryBuckets, watcher: Watcher, budget: ThreadBudget
-    ) -> None:
+        self, spec: WorkerSpec, buckets: MemoryBuckets, watcher: Watcher, budget: ThreadBudget,
+        companions: LocalCompanions,
+    ) -> None:  # fmt: skip
         self.spec = spec
         self.pid = None
         self._threads = budget.member()
+        self._companions = companions
         self._buckets = buckets
         self._watcher = watcher
         self.phase = "starting"
@@ -80,15 +84,17 @@ class InlineWorker:
         close, self._close, self._app = self._close, None, None
         if close is not None:
             close()
+        self._companions.close()
         self._threads.leave()
         self.has_ended.set()
 
     def _start(self) -> None:
         try:
-            self._app, self._close = _build(self.spec, self._buckets, self._note)
+            self._app, self._close = _build(self.spec, self._buckets, self._companions, self._note)
         except Exception as error:  # the boundary: its watcher must hear of it
             if not isinstance(error, HearthError):
                 logger.exception("worker %s did not start", self.spec.worker_id)
+            self._companions.close()
             self._threads.leave()
             self.has_ended.set()
             if not self._stopping.is_set():
@@ -103,11 +109,15 @@ class InlineWorker:
 
 
 class InlineLauncher:
-    """Starts workers inside this process (``Launcher``)."""
+    """Starts workers inside this process (``Launcher``).
+
+    What they start themselves writes its logs under ``data_dir``.
+    """
 
     placement: Placement = "inline"
 
-    def __init__(self) -> None:
+    def __init__(self, data_dir: Path) -> None:
+        self._workers_dir = data_dir / "workers"
         self._buckets = MemoryBuckets()
         self._budget = ThreadBudget()
         self._workers: list[InlineWorker] = []
@@ -120,7 +130,8 @@ class InlineLauncher:
         Raises:
             ClosedError: the launcher was closed.
         """
-        worker = InlineWorker(spec, self._buckets, watcher, self._budget)
+        companions = LocalCompanions(self._workers_dir / spec.worker_id / "companions")
+        worker = InlineWorker(spec, self._buckets, watcher, self._budget, companions)
         with self._lock:
             if self._is_closed:
                 raise ClosedError("launcher must be open, got a call after close")
@@ -165,12 +176,16 @@ class InlineLauncher:
 
 
 def _build(
-    spec: WorkerSpec, buckets: MemoryBuckets, on_phase: Callable[[str], None]
-) -> tuple[App, Callable[[], None]]:
+    spec: WorkerSpec, buckets: MemoryBuckets, companions: LocalCompanions,
+    on_phase: Callable[[str], None],
+) -> tuple[App, Callable[[], None]]:  # fmt: skip
     fields = {name: value for name, value in asdict(spec).items() if name not in _NOT_INLINE}
     if isinstance(spec, TrainerSpec):
-        return trainer_worker.build(**fields, buckets=buckets, on_phase=on_phase)
+        return trainer_worker.build(
+            **fields, buckets=buckets, companions=companions, on_phase=on_phase
+        )
     # What a thread served dies with its process, so that there is nothing to remember.
     return inference_worker.build(
-        **{**fields, "state_dir": None}, buckets=buckets, on_phase=on_phase
-    )
+        **{**fields, "state_dir": None}, buckets=buckets, companions=companions,
+        on_phase=on_phase,
+    )  # fmt: skip

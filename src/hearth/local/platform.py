@@ -42,7 +42,7 @@ class EmbeddedPlatform:
     ) -> None:
         if placement not in ("inline", "process"):
             raise ConfigError(f"placement must be 'inline' or 'process', got {placement!r}")
-        launcher: Launcher = InlineLauncher()
+        launcher: Launcher = InlineLauncher(work_dir)
         if placement == "process":
             launcher = ProcessLauncher(work_dir, die_with_parent=True)
         self.base_url = f"http://embedded-{next(_numbers)}.hearth.internal"

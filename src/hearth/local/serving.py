@@ -130,7 +130,7 @@ def _launcher(settings: Settings, data_dir: Path, stack: contextlib.ExitStack) -
         return launcher
     from hearth.local.inline import InlineLauncher  # torch, which a process placement leaves out
 
-    return InlineLauncher()
+    return InlineLauncher(data_dir)
 
 
 def _prepared(folder: Path, stack: contextlib.ExitStack) -> Path:

@@ -13,6 +13,8 @@ import peft  # noqa: F401 - see above
 from starlette.applications import Starlette
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - see above
 
+from hearth.companions import Companions
+from hearth.errors import ConfigError
 from hearth.models.loading import best_device
 from hearth.sync.chain import resolve
 from hearth.sync.store import Buckets, buckets_of
@@ -26,10 +28,10 @@ OnPhase = Callable[[str], None]
 
 def build(
     *, buckets: str | Buckets, base_model: str, source: str, bucket: str, checkpoint_dir: str,
-    forward_only: bool, dtype: str, device: str | None, max_seq_len: int | None,
+    forward_only: bool, ranks: int, dtype: str, device: str | None, max_seq_len: int | None,
     micro_batch_tokens: int, recompute_above: int | None, keep_checkpoints: int | None,
     keep_snapshots: int | None, models_dir: str | None, allow_folders: bool,
-    trust_remote_code: bool, on_phase: OnPhase,
+    trust_remote_code: bool, companions: Companions, on_phase: OnPhase,
 ) -> tuple[Starlette, Callable[[], None]]:  # fmt: skip
     """The app of a trainer that publishes to ``bucket``, and what closes it.
 
@@ -39,6 +41,8 @@ def build(
     Raises:
         ConfigError: the model cannot be loaded, or an option breaks its rule.
     """
+    if ranks > 1:
+        raise ConfigError(f"ranks must be 1, got {ranks}")
     on_phase("loading model")
     options = TrainerOptions(
         dtype=dtype, device=device or best_device(), max_seq_len=max_seq_len,

@@ -144,15 +144,17 @@ def test_a_deployment_that_was_being_deleted_is_gone(make_plane, again, script, 
     assert found.started == []
 
 
-def test_after_a_restart_inline_jobs_are_failed_and_deployments_serve_again(make_plane, base):
-    first = make_plane(InlineLauncher())
+def test_after_a_restart_inline_jobs_are_failed_and_deployments_serve_again(
+    make_plane, base, tmp_path
+):
+    first = make_plane(InlineLauncher(tmp_path))
     first.jobs.create("j", asked(base), None)
     first.deployments.create("d", Deployment(base_model=base))
     await_state(first.store.jobs, "j", "JOB_STATE_RUNNING")
     await_state(first.store.deployments, "d", "READY")
     first.means.launcher.close()
 
-    second = make_plane(InlineLauncher())
+    second = make_plane(InlineLauncher(tmp_path))
     assert isinstance(second.means, Means)
     second.recover()
 

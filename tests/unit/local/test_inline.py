@@ -30,8 +30,8 @@ class Heard:
 
 
 @pytest.fixture
-def launcher():
-    launcher = InlineLauncher()
+def launcher(tmp_path):
+    launcher = InlineLauncher(tmp_path)
     yield launcher
     launcher.close()
 
@@ -137,7 +137,7 @@ def test_a_watcher_may_stop_the_worker_it_hears_of(launcher, spec):
 
 def test_no_thread_is_left_when_it_is_closed(spec, tmp_path):
     before = set(threading.enumerate())
-    launcher = InlineLauncher()
+    launcher = InlineLauncher(tmp_path)
     for number in range(2):
         started(launcher, spec(f"trainer-{number}"))
     loading = launcher.start(spec("trainer-loading"), Heard())

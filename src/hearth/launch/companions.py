@@ -1,0 +1,146 @@
+"""A worker's companions on this machine.
+
+Each is a process under a guard (``hearth.launch.guard``), so that nothing of it outlives the
+worker, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hearth.companions import GRACE_S, Command, Companion, ExitReport
+from hearth.errors import ClosedError, EngineError
+from hearth.launch.records import LOG_LIMIT_BYTES, last_lines, read_json
+
+_GUARD = Path(__file__).with_name("guard.py")
+_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,80}")
+
+
+class LocalCompanion:
+    """A process on this machine (``Companion``)."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, command: Command, folder: Path) -> None:
+        self._name = command.name
+        self._log = folder / "log"
+        self._exit = folder / "exit.json"
+        self.port = free_port()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._exit.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if self._log.stat().st_size > LOG_LIMIT_BYTES:
+                self._log.replace(self._log.with_name("log.1"))
+        argv = filled(command.argv, self.host, self.port)
+        guard = [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), str(self._exit)]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*guard, *argv], env={**os.environ, **command.env}, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        """Its guard's process, which leads the group of all that it started."""
+        return self._process.pid
+
+    def poll(self) -> ExitReport | None:
+        """How it ended; None while it runs."""
+        if self._process.poll() is None:
+            return None
+        seen = read_json(self._exit) or {}
+        reason = None if seen else "was killed together with its guard"
+        return ExitReport(
+            code=seen.get("code"), signal=seen.get("signal"), peak_rss_mb=seen.get("peak_rss_mb"),
+            reason=seen.get("reason") or reason, last_lines=self.last_lines(),
+        )  # fmt: skip
+
+    def last_lines(self) -> Sequence[str]:
+        """The end of what it has printed."""
+        return last_lines(self._log)
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """SIGTERM, and SIGKILL to all that it started when that takes longer than ``grace_s``."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+class LocalCompanions:
+    """Companions on this machine, with their logs under ``folder`` (``Companions``)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: dict[str, LocalCompanion] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def start(self, command: Command) -> LocalCompanion:
+        """Start a process, and return when there is one.
+
+        Raises:
+            EngineError: its program is not there, or one of that name still runs.
+            ClosedError: the worker ends.
+        """
+        if not _NAME.fullmatch(command.name):
+            raise EngineError(f"companion must have a plain name, got {command.name!r}")
+        if shutil.which(command.argv[0]) is None:
+            raise EngineError(
+                f"{command.name} must be a program that is there, got {command.argv[0]!r}"
+            )
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError(f"worker must be running, got a start of {command.name} after it")
+            before = self._running.get(command.name)
+            if before is not None and before.poll() is None:
+                raise EngineError(f"companion must be new, got {command.name!r}, which runs")
+            started = LocalCompanion(command, self._folder / command.name)
+            self._running[command.name] = started
+        return started
+
+    def close(self) -> None:
+        """Stop all that still run, at once."""
+        with self._lock:
+            self._is_closed = True
+            running, self._running = list(self._running.values()), {}
+        stopping = [threading.Thread(target=one.stop, daemon=True) for one in running]
+        for one in stopping:
+            one.start()
+        for one in stopping:
+            one.join()
+
+
+def filled(argv: Sequence[str], host: str, port: int) -> list[str]:
+    """``argv`` with its address in the place of ``{host}`` and ``{port}``."""
+    return [one.replace("{host}", host).replace("{port}", str(port)) for one in argv]
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of ``host`` that nothing listens on now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.bind((host, 0))
+        return listener.getsockname()[1]
+
+
+def wait_for_end(companion: Companion, timeout_s: float) -> ExitReport | None:
+    """How it ended within ``timeout_s``; None where it still runs."""
+    end_s = time.monotonic() + timeout_s
+    while (report := companion.poll()) is None and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return report

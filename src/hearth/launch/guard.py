@@ -1,0 +1,93 @@
+"""Runs one command, and sees to it that nothing of it outlives the process that asked for it.
+
+    python -I -S guard.py PARENT_PID EXIT_FILE COMMAND...
+
+A program of its own on the standard library alone: it must start in milliseconds. It leads the
+process group of all that the command starts. SIGTERM is passed on. When the command ends, how it
+ended is written to EXIT_FILE as JSON; when the parent ends first, the command is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+_GRACE_S = 5.0
+_LOOK_S = 0.5
+"""How often the parent is looked for where the system has no descriptors of processes."""
+
+
+def main() -> None:
+    """Guard the command of ``sys.argv``."""
+    parent, exit_file, argv = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    # From here on the command is ended by hand; a group's SIGTERM must not end its guard first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        child = subprocess.Popen(argv, preexec_fn=_heed_sigterm)
+    except OSError as error:
+        _write(exit_file, {"code": 127, "signal": None, "reason": f"could not start: {error}"})
+        return
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        child.terminate()
+
+    signal.signal(signal.SIGTERM, end)
+    if not _outlives(child, parent):
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_GRACE_S)
+    code = child.poll()
+    if code is not None:
+        peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        name = signal.Signals(-code).name if code < 0 else None
+        facts = {"code": code if code >= 0 else None, "signal": name, "peak_rss_mb": peak_mb}
+        _write(exit_file, facts)
+    # What the command had started goes with it, and so does this process.
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _heed_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _outlives(child: subprocess.Popen[bytes], parent: int) -> bool:
+    """Wait for the first to end; False when that is the parent."""
+    if not hasattr(os, "pidfd_open"):
+        while os.getppid() == parent:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_LOOK_S)
+                return True
+        return False
+    try:
+        watched = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return False
+    if os.getppid() != parent:  # the number is another's by now
+        return False
+    own = os.pidfd_open(child.pid)
+    poll = select.poll()
+    poll.register(watched, select.POLLIN)
+    poll.register(own, select.POLLIN)
+    ready = {descriptor for descriptor, _ in poll.poll()}
+    if own in ready:
+        child.wait()
+        return True
+    return False
+
+
+def _write(path: Path, facts: dict[str, object]) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(facts), encoding="utf-8")
+    draft.replace(path)
+
+
+if __name__ == "__main__":
+    main()

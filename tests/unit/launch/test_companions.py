@@ -1,0 +1,159 @@
+"""Processes of a worker: what they are told, how their end is known, and that none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from hearth.companions import Command
+from hearth.errors import ClosedError, EngineError
+from hearth.launch.companions import LocalCompanions, wait_for_end
+from hearth.launch.records import ProcessId
+
+PATIENCE_S = 20.0
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(code)]
+
+
+def printed(companion: object, wanted: int) -> list[str]:
+    """The lines of a companion, once there are as many as wanted."""
+    end_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end_s:
+        lines = list(companion.last_lines())  # type: ignore[attr-defined]
+        if len(lines) >= wanted:
+            return lines
+        time.sleep(0.01)
+    raise AssertionError("nothing was printed")
+
+
+def is_gone(pid: int) -> bool:
+    end_s = time.monotonic() + PATIENCE_S
+    while ProcessId.of(pid) is not None and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return ProcessId.of(pid) is None
+
+
+def test_a_companion_is_told_its_address_and_environment(tmp_path: Path) -> None:
+    companions = LocalCompanions(tmp_path)
+    code = "import os, sys; print(sys.argv[1], sys.argv[2], os.environ['COLOR'])"
+    started = companions.start(
+        Command(name="one", argv=[*python(code), "{host}", "at:{port}"], env={"COLOR": "red"})
+    )
+    assert printed(started, 1) == [f"127.0.0.1 at:{started.port} red"]
+    report = wait_for_end(started, PATIENCE_S)
+    assert report is not None
+    assert (report.code, report.signal) == (0, None)
+    companions.close()
+
+
+def test_its_end_is_told_with_its_last_lines(tmp_path: Path) -> None:
+    companions = LocalCompanions(tmp_path)
+    started = companions.start(
+        Command(name="one", argv=python("print('why'); raise SystemExit(3)"))
+    )
+    report = wait_for_end(started, PATIENCE_S)
+    assert report is not None
+    assert report.code == 3
+    assert list(report.last_lines) == ["why"]
+    companions.close()
+
+
+def test_a_killed_one_says_by_what(tmp_path: Path) -> None:
+    companions = LocalCompanions(tmp_path)
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    started = companions.start(Command(name="one", argv=python(code)))
+    os.kill(int(printed(started, 1)[0]), signal.SIGKILL)
+    report = wait_for_end(started, PATIENCE_S)
+    assert report is not None
+    assert report.signal == "SIGKILL"
+    companions.close()
+
+
+def test_stopping_ends_what_it_started_itself(tmp_path: Path) -> None:
+    companions = LocalCompanions(tmp_path)
+    code = """
+        import signal, subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        print(child.pid, flush=True)
+        time.sleep(60)
+    """
+    started = companions.start(Command(name="one", argv=python(code)))
+    pid = int(printed(started, 1)[0])
+    companions.close()
+    assert started.poll() is not None
+    assert is_gone(pid)
+
+
+def test_one_that_does_not_listen_is_killed(tmp_path: Path) -> None:
+    companions = LocalCompanions(tmp_path)
+    code = """
+        import os, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+    """
+    started = companions.start(Command(name="one", argv=python(code)))
+    pid = int(printed(started, 1)[0])
+    started.stop(grace_s=0.2)
+    assert is_gone(pid)
+    companions.close()
+
+
+def test_it_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
+    code = f"""
+        import os, signal, sys, threading, time
+        from pathlib import Path
+        from hearth.companions import Command
+        from hearth.launch.companions import LocalCompanions
+        sleep = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+        # The thread that starts it ends at once; that must not end the companion.
+        def start():
+            global one
+            one = LocalCompanions(Path({str(tmp_path)!r})).start(
+                Command(name="one", argv=[sys.executable, "-c", sleep]))
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+        while not one.last_lines():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert one.poll() is None
+        print(one.last_lines()[0], flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    worker = subprocess.run(python(code), capture_output=True, text=True, timeout=60, check=False)
+    assert worker.returncode == -signal.SIGKILL, worker.stderr
+    assert is_gone(int(worker.stdout))
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    companions = LocalCompanions(tmp_path)
+    with pytest.raises(EngineError, match=r"one must be a program that is there, got '/no/such'"):
+        companions.start(Command(name="one", argv=["/no/such"]))
+    with pytest.raises(EngineError, match="plain name"):
+        companions.start(Command(name="../up", argv=["true"]))
+    companions.close()
+
+
+def test_a_name_is_of_one_process_at_a_time(tmp_path: Path) -> None:
+    companions = LocalCompanions(tmp_path)
+    started = companions.start(Command(name="one", argv=python("import time; time.sleep(60)")))
+    with pytest.raises(EngineError, match="must be new, got 'one'"):
+        companions.start(Command(name="one", argv=["true"]))
+    started.stop()
+    again = companions.start(Command(name="one", argv=["true"]))
+    report = wait_for_end(again, PATIENCE_S)
+    assert report is not None
+    assert report.code == 0
+    companions.close()
+    with pytest.raises(ClosedError):
+        companions.start(Command(name="two", argv=["true"]))
