@@ -14,7 +14,8 @@ def test_an_unknown_verb_lists_the_known_ones(capsys):
     assert main(["dance"]) == 2
 
     shown = " ".join(capsys.readouterr().err.split())
-    assert "verb must be one of ['logs', 'ps', 'quickstart', 'serve', 'stop', 'train']" in shown
+    verbs = ["logs", "plan", "ps", "quickstart", "serve", "stop", "train"]
+    assert f"verb must be one of {verbs}" in shown
     assert "got 'dance'" in shown
 
 

@@ -1,0 +1,143 @@
+"""``hearth plan``: whether a model fits some GPUs, and how to divide them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import orjson
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from hearth.cli.complaint import exit_code
+from hearth.control.catalog import read_catalog
+from hearth.planning.architecture import read_architecture
+from hearth.planning.memory import GIB, ITEMSIZE
+from hearth.planning.plan import Layout, Plan, Question, answer
+from hearth.planning.shapes import catalog_entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags:
+    """Flags of ``hearth plan``."""
+
+    model: str
+    """A registered name, a folder with a config.json, or a hub id, of which only that is read."""
+    gpus: int
+    """How many there are."""
+    context: int
+    """Tokens of the longest sequence, prompt included."""
+    gpu_memory_gib: float = 80.0
+    """Memory of each."""
+    lora_rank: int | None = None
+    """Train an adapter of this rank instead of all parameters."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the weights."""
+    reference: bool = False
+    """Keep a frozen reference beside the policy, for kl_beta > 0."""
+    offload_optimizer: bool = False
+    """Have ranks keep their parts of weights, gradients and moments in the host's memory."""
+    concurrent: int = 64
+    """Completions in flight at one time, over all replicas."""
+    json: bool = False
+    """One JSON object with bytes instead of tables."""
+
+
+def plan(arguments: list[str]) -> int:
+    """Say whether a model fits some GPUs, and which shape to choose."""
+    flags = tyro.cli(PlanFlags, args=arguments, prog="hearth plan")
+
+    def run() -> None:
+        from hearth.models.configs import read_config  # heavy, and --help is not
+
+        source = read_catalog().model(flags.model).source
+        question = Question(
+            model=read_architecture(read_config(source)), gpus=flags.gpus, context=flags.context,
+            gpu_memory_gib=flags.gpu_memory_gib, lora_rank=flags.lora_rank, dtype=flags.dtype,
+            has_reference=flags.reference, offload_optimizer=flags.offload_optimizer,
+            concurrent=flags.concurrent,
+        )  # fmt: skip
+        found = answer(question)
+        if flags.json:
+            said = orjson.dumps(as_json(flags, question, found)).decode()
+            Console(soft_wrap=True).print_json(said)
+        else:
+            _show(flags, question, found)
+
+    return exit_code(run)
+
+
+def as_json(flags: PlanFlags, question: Question, found: Plan) -> dict[str, object]:
+    """Everything that the tables show, in bytes."""
+    model = question.model
+    return {
+        "model": flags.model,
+        "parameters": model.parameters,
+        "active_parameters": model.active_parameters,
+        "trained_parameters": _trained(question),
+        "kv_bytes_per_token": model.kv_bytes_per_token(ITEMSIZE[question.dtype]),
+        "usable_bytes": question.room,
+        **asdict(found),
+        "catalog": catalog_entry(flags.model, question, found.layout) if found.fits else None,
+    }
+
+
+def _show(flags: PlanFlags, question: Question, found: Plan) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    model, layout = question.model, found.layout
+    console.print(
+        f"{flags.model}: {model.parameters:,} parameters, {_trained(question):,} trained; a token "
+        f"of context takes {model.kv_bytes_per_token(ITEMSIZE[question.dtype]):,} bytes"
+    )
+    machine = f"{question.gpus} x {question.gpu_memory_gib:g} GiB at {question.context:,} tokens"
+    console.print(f"{'fits' if found.fits else 'does not fit'} {machine}: {_divided(layout)}\n")
+    _table(console, "trainer, each rank", layout.trainer_bytes)
+    _table(console, "deployment, each GPU of a replica", layout.replica_bytes)
+    console.print(f"usable of a GPU: {_gib(question.room)} GiB")
+    console.print(
+        f"weight sync: base {_gib(found.base_bytes)} GiB, later ones about "
+        f"{_gib(found.delta_bytes)} GiB; CPU memory for it {_gib(found.host_bytes)} GiB\n"
+    )
+    for who, missing in found.shortage.items():
+        console.print(f"short: GPU memory of the {who}, by {_gib(missing)} GiB")
+    for one in found.advice:
+        console.print(f"  {one}")
+    if found.fits:
+        console.print("# for a catalog file (hearth serve --catalog FILE, or HEARTH_CATALOG)")
+        console.print(catalog_entry(flags.model, question, layout))
+        console.print(
+            f"# of the recipe: placement={layout.placement!r}, replicas={layout.replicas}"
+        )
+
+
+def _divided(layout: Layout) -> str:
+    if layout.is_shared:
+        return "trainer and deployment on one GPU"
+    each = f" of {layout.replica.gpus} GPUs" if layout.replica.gpus > 1 else ""
+    ranks, replicas = _some(layout.trainer.ranks, "rank"), _some(layout.replicas, "replica")
+    return f"{ranks} of the trainer, {replicas}{each}"
+
+
+def _some(count: int, name: str) -> str:
+    return f"{count} {name}{'s' if count > 1 else ''}"
+
+
+def _table(console: Console, title: str, parts: Mapping[str, int]) -> None:
+    table = Table(title, "GiB", box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    for name, num_bytes in parts.items():
+        table.add_row(f"  {name}", _gib(num_bytes))
+    table.add_row("  sum", _gib(sum(parts.values())))
+    console.print(table)
+
+
+def _trained(question: Question) -> int:
+    if question.lora_rank is None:
+        return question.model.parameters
+    return question.model.lora_parameters(question.lora_rank)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}"

@@ -1,0 +1,209 @@
+"""The arithmetic of memory against what trainers and caches really hold."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.unit.planning.families import PUBLISHED, tiny
+
+from hearth.inference.engine.cache import CacheShape
+from hearth.losses import builtin_objective
+from hearth.models.loading import LoadedModel, load_model
+from hearth.models.lora import LoraOptions, attach_lora
+from hearth.models.packed import PackedDecoder
+from hearth.planning.architecture import Architecture, read_architecture
+from hearth.planning.memory import (
+    LOGIT_BUDGET,
+    ReplicaSetting,
+    TrainerSetting,
+    activation_bytes_per_token,
+    host_bytes,
+    logit_bytes,
+    rank_state_bytes,
+    replica_bytes,
+    state_bytes,
+    trainer_bytes,
+)
+from hearth.sync.store import MemorySnapshotStore
+from hearth.trainer.engine import TrainerEngine, TrainerOptions
+from hearth.trainer.logprobs import DEFAULT_LOGIT_BUDGET, TargetScorer
+from hearth.trainer.packing import Limits, read_datums
+from hearth.wire.tensors import encode
+from hearth.wire.tinker import AdamParams, DatumRecord
+
+TOKENS = 128
+"""A multiple of 32, so that no row is padding."""
+LIMITS = Limits(96, 256, 256)
+QWEN_8B = read_architecture(PUBLISHED["qwen3-8b"]().to_dict())
+
+
+def saved(folder: Path, kind: str) -> Architecture:
+    """A tiny model's sizes; the model is in the folder."""
+    torch.manual_seed(0)
+    config = tiny(kind)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return read_architecture(config.to_dict())
+
+
+def datum() -> DatumRecord:
+    tokens = torch.arange(TOKENS + 1) % 90 + 3
+    inputs = {
+        "target_tokens": encode(tokens[1:].numpy(), "int64"),
+        "weights": encode(torch.ones(TOKENS).numpy(), "float32"),
+    }
+    return DatumRecord.model_validate(
+        {
+            "model_input": {"chunks": [{"tokens": tokens[:-1].tolist()}]},
+            "loss_fn_inputs": {name: one.as_dict() for name, one in inputs.items()},
+        }
+    )
+
+
+def live() -> dict[str, int]:
+    """Bytes of the tensors that this process holds: parameters, their gradients, all."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    parameters = [one for one in tensors if isinstance(one, torch.nn.Parameter)]
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    groups = {"parameters": parameters, "gradients": gradients, "all": [*tensors, *gradients]}
+    return {
+        name: sum({one.untyped_storage().data_ptr(): one.nbytes for one in group}.values())
+        for name, group in groups.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_a_trainer_holds_exactly_the_bytes_that_are_planned(
+    tmp_path: Path, kind: str, rank: int | None, dtype: Any
+) -> None:
+    model = saved(tmp_path, kind)
+    planned = state_bytes(model, TrainerSetting(dtype=dtype, lora_rank=rank))
+    before = live()
+    engine = TrainerEngine(
+        tmp_path, snapshots=MemorySnapshotStore(), checkpoint_dir=tmp_path / "checkpoints",
+        options=TrainerOptions(dtype=dtype),
+    )  # fmt: skip
+    model_id = engine.create_model(None if rank is None else LoraOptions(rank=rank))
+
+    engine.forward_backward(model_id, [datum()])
+    trained = live()
+    engine.optim_step(model_id, AdamParams(learning_rate=1e-3))
+    stepped = live()
+
+    held = {name: trained[name] - before[name] for name in trained}
+    assert held["parameters"] == planned["weights"] + planned["masters"]
+    assert held["gradients"] == planned["gradients"]
+    # Every moment has a step count of four bytes beside it, and gradients are gone.
+    moments = stepped["all"] - trained["all"] + planned["gradients"]
+    assert planned["moments"] < moments < planned["moments"] + 4 * 200
+    engine.close()
+
+
+def kept_bytes(loaded: LoadedModel, **options: Any) -> int:
+    """Bytes that a forward pass keeps for its backward pass, the weights left out."""
+    scorer = TargetScorer(loaded, **options)
+    examples = read_datums([datum()], builtin_objective("cross_entropy"), LIMITS)
+    (batch,) = scorer.batches(examples, 4096, LIMITS)
+    weights = {one.untyped_storage().data_ptr() for one in loaded.module.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda one: one):
+        states = scorer.states(batch)
+    del states
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "way"),
+    [
+        ("llama", "float32", "loops in C"),
+        ("qwen3", "float32", "loops in C"),
+        ("llama", "float32", "module"),
+        ("qwen3", "float32", "module"),
+        ("qwen3", "bfloat16", "module"),
+        ("qwen3_moe", "float32", "module"),
+        ("qwen3_moe", "bfloat16", "module"),
+    ],
+)
+@pytest.mark.parametrize("recompute_above", [None, 1])
+@pytest.mark.parametrize("rank", [None, 4])
+def test_activations_are_those_that_autograd_keeps_within_a_tenth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: Any, way: str,
+    recompute_above: int | None, rank: int | None,
+) -> None:  # fmt: skip
+    if way == "module":
+        monkeypatch.setattr(PackedDecoder, "of", lambda _: None)
+    model = saved(tmp_path, kind)
+    loaded = load_model(tmp_path, dtype=dtype)
+    if rank is not None:
+        attach_lora(loaded, LoraOptions(rank=rank))
+    setting = TrainerSetting(
+        dtype=dtype, lora_rank=rank, micro_batch_tokens=TOKENS, recompute_above=recompute_above,
+        is_fused=way == "loops in C",
+    )  # fmt: skip
+
+    kept = kept_bytes(loaded, recompute_above=recompute_above)
+
+    planned = TOKENS * activation_bytes_per_token(model, setting)
+    assert 0.9 < planned / kept < 1.1
+
+
+def test_the_kv_cache_of_a_token_is_that_of_the_engine() -> None:
+    shape = CacheShape(36, 8, 128, 128, torch.bfloat16, torch.device("cpu"))
+
+    assert QWEN_8B.kv_bytes_per_token(2) == shape.bytes_per_token
+
+
+def test_the_logit_budget_is_the_trainers() -> None:
+    setting = TrainerSetting(dtype="float32", is_fused=True)
+
+    assert LOGIT_BUDGET == DEFAULT_LOGIT_BUDGET
+    rows = DEFAULT_LOGIT_BUDGET // QWEN_8B.vocab
+    assert logit_bytes(QWEN_8B, setting) == 4 * rows * QWEN_8B.vocab
+
+
+def test_ranks_divide_what_is_trained_and_copy_an_adapter() -> None:
+    full = TrainerSetting(ranks=4)
+    adapter = TrainerSetting(ranks=4, lora_rank=8)
+    size = QWEN_8B.lora_parameters(8)
+
+    parts = rank_state_bytes(QWEN_8B, full)
+    shared = rank_state_bytes(QWEN_8B, adapter)
+
+    assert sum(parts.values()) == 16 * QWEN_8B.parameters // 4
+    assert shared["weights"] == 2 * QWEN_8B.parameters // 4 + 4 * size
+    assert (shared["gradients"], shared["moments"]) == (4 * size, 8 * size)
+    assert trainer_bytes(QWEN_8B, full)["unreduced gradients"] == 4 * QWEN_8B.parameters
+    assert "unreduced gradients" not in trainer_bytes(QWEN_8B, adapter)
+
+
+def test_what_is_offloaded_is_the_hosts() -> None:
+    near = TrainerSetting(ranks=4)
+    away = replace(near, offload_optimizer=True)
+
+    freed = sum(trainer_bytes(QWEN_8B, near).values()) - sum(trainer_bytes(QWEN_8B, away).values())
+
+    assert freed == sum(rank_state_bytes(QWEN_8B, near).values())
+    assert host_bytes(QWEN_8B, away) - host_bytes(QWEN_8B, near) == 4 * freed
+
+
+def test_a_replica_divides_weights_and_cache_as_far_as_it_has_heads() -> None:
+    one = replica_bytes(QWEN_8B, ReplicaSetting(context=1024, sequences=32))
+    two = replica_bytes(QWEN_8B, ReplicaSetting(context=1024, sequences=32, gpus=2))
+
+    assert one["weights"] == 2 * two["weights"] == 2 * QWEN_8B.parameters
+    assert one["KV cache"] == 2 * two["KV cache"] == 32 * 1024 * 147_456
