@@ -1,0 +1,289 @@
+"""What the platform's own work costs on this machine: the constants of ``scale_simulation.py``.
+
+CPU seconds of a sample are measured at two lengths, and are a part for each sample and one for each
+of its tokens:
+
+- the recipe process, from answers to the trainer's requests: ``pipeline.py``, whose rollouts are
+  there at once. Its platform is embedded, so that reading those requests is counted too;
+- the recipe process, before that: a sampler that asks a scripted deployment over HTTP;
+- the gateway, which stands between those two in a process of its own.
+
+A weight sync is ``weight_sync.py``'s: a delta through a folder, on two threads.
+
+    python benchmarks/scale_constants.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Idle OpenMP threads that spin take the cores from whoever works.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import httpx
+import orjson
+import torch
+import uvicorn
+from weight_sync import make_model as make_large_model
+from weight_sync import measure as measure_syncs
+from workload import make_model, processor
+
+from hearth.control.app import create_gateway
+from hearth.control.catalog import read_catalog
+from hearth.control.means import Means
+from hearth.control.plane import ControlPlane
+from hearth.control.store import Store
+from hearth.inference.backend import SampledSequence
+from hearth.inference.responses import completion_response, perf_metrics
+from hearth.launch.spec import DeploymentSpec, Endpoint, ExitReport, Watcher
+from hearth.sdk import DeploymentSampler, FixedConcurrencyController
+from hearth.sdk.batches import datum_body
+from hearth.sync.store import FolderSnapshotStore
+from hearth.wire.completions import CompletionCall
+from hearth.wire.fireworks import Deployment
+from training.utils.rl.datums import datum_from_tokens_weights
+
+PROMPT_TOKENS = 4
+DRAWN = (4, 900)
+"""Drawn tokens of the two lengths."""
+VOCAB = 151936
+REQUESTS = 400
+IN_FLIGHT = 64
+ROWS, PROMPTS = 384, 64
+"""Of the pipeline's run."""
+ROUNDS = 3
+START_S = 60.0
+
+
+def measure() -> dict[str, float]:
+    """``scale_simulation.Constants`` of this machine, by name."""
+    trained = [pipeline_s(drawn) for drawn in DRAWN]
+    asked, passed = zip(*map(requests_s, DRAWN), strict=True)
+    recipe_s, recipe_token_s = line([sum(one) for one in zip(trained, asked, strict=True)])
+    gateway_s, gateway_token_s = line(passed)
+    sync = sync_costs()
+    return {
+        "recipe_s": recipe_s,
+        "recipe_token_s": recipe_token_s,
+        "gateway_s": gateway_s,
+        "gateway_token_s": gateway_token_s,
+        "answer_bytes_per_token": per_token([len(answer(one)) for one in DRAWN]),
+        "datum_bytes_per_token": per_token([len(datum(one)) for one in DRAWN]),
+        **sync,
+    }
+
+
+def heading() -> str:
+    """The machine, for a table."""
+    load = os.getloadavg()[0]
+    return f"{processor()}, torch {torch.__version__}, load average {load:.1f} at the start"
+
+
+def line(seconds: Sequence[float]) -> tuple[float, float]:
+    """Of each sample, and of each token, from the seconds at the two lengths."""
+    slope = max(0.0, per_token(seconds))
+    return seconds[0] - slope * (PROMPT_TOKENS + DRAWN[0]), slope
+
+
+def per_token(values: Sequence[float]) -> float:
+    """How much a token adds."""
+    return (values[1] - values[0]) / (DRAWN[1] - DRAWN[0])
+
+
+def pipeline_s(drawn: int) -> float:
+    """CPU seconds of a sample in the recipe's and the SDK's threads."""
+    command = [
+        sys.executable, str(Path(__file__).with_name("pipeline.py")), "--json", "--rows", str(ROWS),
+        "--prompts", str(PROMPTS), "--drawn", str(drawn),
+    ]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    milliseconds = orjson.loads(done.stdout)["cpu_ms_per_1000"]
+    return (milliseconds["recipe"] + milliseconds["SDK"]) / 1e6
+
+
+def requests_s(drawn: int) -> tuple[float, float]:
+    """CPU seconds of a completion in the process that asks for it, and in the gateway's."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model", "nano")
+        port, path = free_port(), str(Path(folder) / "deployment")
+        parts = [["--deployment", path], ["--gateway", path, str(port), str(model)]]
+        processes = [subprocess.Popen([sys.executable, __file__, *part]) for part in parts]
+        try:
+            wait_for(f"http://127.0.0.1:{port}/healthz")
+            sampler = DeploymentSampler(
+                f"http://127.0.0.1:{port}", "accounts/me/deployments/d", "x",
+                concurrency_controller=FixedConcurrencyController(IN_FLIGHT),
+            )  # fmt: skip
+            asyncio.run(draw(sampler, IN_FLIGHT, drawn))
+            gateway_s, own_s = cpu_s(processes[1].pid), time.process_time()
+            asyncio.run(draw(sampler, REQUESTS, drawn))
+            asked_s = time.process_time() - own_s
+            gateway_s = cpu_s(processes[1].pid) - gateway_s
+            sampler.close()
+        finally:
+            for one in processes:
+                one.terminate()
+            for one in processes:
+                one.wait()
+    return asked_s / REQUESTS, gateway_s / REQUESTS
+
+
+async def draw(sampler: DeploymentSampler, count: int, drawn: int) -> None:
+    """Ask for so many completions."""
+    prompt = list(range(PROMPT_TOKENS))
+    found = await sampler.sample_with_prompt_tokens(prompt, n=count, max_tokens=drawn)
+    assert {one.completion_len for one in found} == {drawn}
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process so far."""
+    # After the name, which may hold blanks, the 12th and 13th fields.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def wait_for(url: str) -> None:
+    """Return when somebody answers."""
+    end_s = time.monotonic() + START_S
+    while True:
+        try:
+            httpx.get(url).raise_for_status()
+            return
+        except httpx.TransportError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.1)
+
+
+def answer(drawn: int) -> bytes:
+    """A completion's answer, as deployments give it to samplers."""
+    chance = random.Random(drawn)
+    prompt = list(range(PROMPT_TOKENS))
+    call = CompletionCall(
+        model="m", prompt=prompt, max_tokens=drawn, logprobs=True, logprob_format="arrays",
+        raw_output=True, perf_metrics_in_response=True,
+    )  # fmt: skip
+    one = SampledSequence(
+        token_ids=[chance.randrange(VOCAB) for _ in range(drawn)],
+        logprobs=[-chance.expovariate(1.0) for _ in range(drawn)],
+        sampling_logprobs=[-chance.expovariate(1.0) for _ in range(drawn)],
+        prompt_logprobs=None, text="word " * drawn, finish_reason="stop", weight_version=1,
+        snapshot_identity="step-1", versions=[[1, drawn]], seed=1, queue_s=0.0, generation_s=1.0,
+        cached_prompt_tokens=0, num_concurrent=1,
+    )  # fmt: skip
+    return completion_response(
+        call, [prompt], [one], model_name="m", tokenizer=None,
+        metrics=perf_metrics([prompt], [one], 1.0),
+    ).dump()  # fmt: skip
+
+
+def datum(drawn: int) -> bytes:
+    """A sample on its way to the trainer."""
+    chance = random.Random(drawn)
+    tokens = [chance.randrange(VOCAB) for _ in range(PROMPT_TOKENS + drawn)]
+    weights = [0.0] * PROMPT_TOKENS + [1.0] * drawn
+    return orjson.dumps(datum_body(datum_from_tokens_weights(tokens, weights)))
+
+
+def sync_costs() -> dict[str, float]:
+    """Of a delta through a folder, for each byte of the whole weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        source = make_large_model(root / "model")
+        store = FolderSnapshotStore(root / "snapshots", keep=4)
+        base, delta = measure_syncs(source, store, root, ROUNDS, "folder")
+    whole = base.num_bytes[0]
+    return {
+        "save_s_per_byte": min(delta.save_s) / whole,
+        "load_s_per_byte": min(delta.load_s) / whole,
+        "delta_share": delta.num_bytes[0] / whole,
+    }
+
+
+async def scripted(scope: Any, receive: Any, send: Any) -> None:
+    """A deployment that has drawn already, as many tokens as it is asked for."""
+    assert scope["type"] == "http"
+    body = b""
+    while (message := await receive()).get("more_body"):
+        body += message["body"]
+    content = CANNED[orjson.loads(body + message["body"])["max_tokens"]]
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
+
+
+CANNED: dict[int, bytes] = {}
+
+
+class Scripted:
+    """A launcher whose one deployment listens at a socket, and a worker of it."""
+
+    placement = "process"
+    pid = None
+
+    def __init__(self, path: str) -> None:
+        self.endpoint = Endpoint(socket=path)
+
+    def start(self, spec: DeploymentSpec, watcher: Watcher) -> Scripted:
+        """The worker, which is there already."""
+        self.spec = spec
+        watcher.ready(self)  # type: ignore[arg-type] - the rest is not asked for
+        return self
+
+    def record(self) -> dict[str, Any]:
+        """Nothing finds it again."""
+        return {}
+
+    def adopt(self, record: dict[str, Any], watcher: Watcher) -> ExitReport:
+        """Never asked."""
+        return ExitReport(reason="gone")
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """It ends with its process."""
+
+
+def serve_gateway(path: str, port: int, model: str) -> None:
+    """A platform on a port whose deployment ``d`` is at a socket."""
+    launcher: Any = Scripted(path)
+    means = Means(launcher=launcher, catalog=read_catalog(), data_dir=Path(path).parent)
+    plane = ControlPlane(Store(), means)
+    plane.deployments.create("d", Deployment(base_model=model))
+    uvicorn.run(create_gateway(plane), host="127.0.0.1", port=port, log_level="warning")
+
+
+def command() -> None:
+    """Measure, or be one of the processes that are measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--deployment", help=argparse.SUPPRESS)
+    parser.add_argument("--gateway", nargs=3, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.deployment:
+        CANNED.update({drawn: answer(drawn) for drawn in DRAWN})
+        uvicorn.run(scripted, uds=asked.deployment, lifespan="off", log_level="warning")
+    elif asked.gateway:
+        path, port, model = asked.gateway
+        serve_gateway(path, int(port), model)
+    else:
+        sys.stdout.write(orjson.dumps(measure(), option=orjson.OPT_INDENT_2).decode() + "\n")
+
+
+if __name__ == "__main__":
+    command()
