@@ -17,8 +17,8 @@ from hearth.losses import builtin_objective
 from hearth.models.loading import LoadedModel, load_model
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, base_only
 from hearth.models.packed import PackedDecoder
-from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.datums import read_datums
+from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.packing import Limits, MicroBatch, PackedBatch, packed_batches
 from hearth.trainer.passes import Pass, PassResult
 from hearth.wire.tinker import DatumRecord

@@ -17,8 +17,8 @@ from hearth.losses import builtin_objective
 from hearth.models.loading import LoadedModel, load_model
 from hearth.models.lora import LoraOptions
 from hearth.models.routing import find_routers
-from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.datums import read_datums
+from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.packing import Limits, micro_batches
 from hearth.trainer.passes import Pass
 from hearth.wire.routing import RoutingShape, encode_routing
