@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import select
 import signal
@@ -32,9 +33,10 @@ LOG_LIMIT_BYTES = 10 * 2**20
 """A log that is longer is put aside when its worker starts again."""
 
 _EXIT_RECORD_S = 1.5
-_TAIL_BYTES = 8192
+_TAIL_BYTES = 2**16
 _TAIL_LINES = 20
 _LONGEST_LINE = 300
+_EXCEPTION = re.compile(r"(\w+\.)*\w+(Error|Exception): ")
 
 
 @dataclass(frozen=True)
@@ -213,8 +215,12 @@ def last_lines(path: Path) -> tuple[str, ...]:
     useful = (line.rstrip() for line in text.splitlines() if not line.startswith("Extension mod"))
     lines = [line[:_LONGEST_LINE] for line in useful if line]
     # A crash says what it is first, and then where each thread was.
-    crash = [line for line in lines[:-_TAIL_LINES] if line.startswith("Fatal Python error")]
-    return (*crash[-1:], *lines[-_TAIL_LINES:])
+    before, tail = lines[:-_TAIL_LINES], lines[-_TAIL_LINES:]
+    crash = [line for line in before if line.startswith("Fatal Python error")]
+    if any("root cause above" in line for line in tail):
+        # One process of several points to another's exception.
+        crash += [line for line in before if _EXCEPTION.match(line)]
+    return (*crash[-1:], *tail)
 
 
 def remove_socket(path: Path) -> None:

@@ -207,3 +207,14 @@ def test_forked_processes_have_request_ids_of_their_own() -> None:
     )
 
     assert len(set(out.stdout.split())) == 2
+
+
+def test_an_exception_that_the_last_lines_point_to_is_told_first(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    cause = "torch.OutOfMemoryError: no room"
+    earlier = ["ValueError: refused", cause, *(f"  frame {n}" for n in range(30))]
+    log.write_text("\n".join([*earlier, "RuntimeError: failed. See root cause above."]))
+
+    assert last_lines(log)[0] == cause
+    log.write_text("\n".join([*earlier, "RuntimeError: failed."]))
+    assert cause not in last_lines(log)
