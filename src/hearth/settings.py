@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -18,6 +19,7 @@ from hearth.errors import ConfigError
 
 KEYS_VARIABLE = "HEARTH_API_KEYS"
 CATALOG_VARIABLE = "HEARTH_CATALOG"
+VLLM_PYTHON_VARIABLE = "HEARTH_VLLM_PYTHON"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,11 @@ def read_settings(path: Path | None, given: Mapping[str, Any]) -> Settings:
         if isinstance(values.get(name), str):
             values[name] = Path(values[name]).expanduser()
     return Settings(**values)
+
+
+def vllm_python() -> str:
+    """The interpreter that has vLLM: ``HEARTH_VLLM_PYTHON``, or the current one."""
+    return os.environ.get(VLLM_PYTHON_VARIABLE) or sys.executable
 
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {

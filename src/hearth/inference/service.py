@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from hearth.errors import HearthError, NotFoundError, RequestError
+from hearth.errors import EngineError, HearthError, NotFoundError, RequestError
 from hearth.inference.backend import InferenceBackend, Phase, SampledSequence, SampleRequest
 from hearth.inference.chat import chat_prompt, chat_response
 from hearth.inference.events import ChatEvents, CompletionEvents
@@ -59,7 +59,7 @@ _T = TypeVar("_T")
 def create_app(
     backend: InferenceBackend, *, model_name: str, snapshots: SnapshotStore | Buckets,
     state_dir: Path | None = None, default_bucket: str = "default",
-    on_phase: Callable[[Phase], None] | None = None,
+    on_phase: Callable[[Phase], None] | None = None, failed: Future[EngineError] | None = None,
 ) -> Starlette:  # fmt: skip
     """The app of one deployment, an ASGI application.
 
@@ -70,7 +70,8 @@ def create_app(
     With ``state_dir`` the deployment remembers what it serves. After a restart it loads that
     snapshot again and answers 425 until it has (``app.state.restored``, a future or None); if it
     cannot, it serves its base weights and says so in the hot-load's ``loading_state``. ``on_phase``
-    is told at every change whether the backend samples, loads a snapshot or idles.
+    is told at every change whether the backend samples, loads a snapshot or idles. ``failed`` has
+    an error once the backend cannot go on (``app.state.failed``): whoever runs the app ends it.
 
     Raises:
         ConfigError: what was served cannot be read from ``state_dir``.
@@ -95,6 +96,7 @@ def create_app(
         routes=[Route(path, _answering(run), methods=[method]) for path, method, run in routes]
     )
     app.state.restored = hot_loads.restored
+    app.state.failed = failed
     return app
 
 

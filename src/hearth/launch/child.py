@@ -15,11 +15,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hearth.errors import HearthError
+from hearth.errors import EngineError, HearthError
 from hearth.launch.companions import LocalCompanions
 from hearth.launch.phase import PhaseFile
 from hearth.launch.records import WorkerFolder, remove_socket, write_json
@@ -133,6 +134,10 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
     if task.health_path is None:
         return
     app, close = made
+    # Of a trainer there is none.
+    failed: Future[EngineError] | None = getattr(app.state, "failed", None)
+    if failed is not None:
+        failed.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
 
     def ready() -> None:
         logger.info("worker %s answers", task.worker_id)
@@ -147,6 +152,8 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
         logger.info("worker %s closes", task.worker_id)
         close()
         companions.close()
+    if failed is not None and failed.done():
+        raise failed.result()
 
 
 def _budget(task: Task) -> Callable[[str], None]:

@@ -10,13 +10,16 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from starlette.applications import Starlette
+
 import hearth.inference.worker as inference_worker
 import hearth.trainer.worker as trainer_worker
-from hearth.errors import ClosedError, HearthError
+from hearth.errors import ClosedError, EngineError, HearthError
 from hearth.launch.companions import LocalCompanions
 from hearth.launch.spec import (
     App,
@@ -90,7 +93,8 @@ class InlineWorker:
 
     def _start(self) -> None:
         try:
-            self._app, self._close = _build(self.spec, self._buckets, self._companions, self._note)
+            app, self._close = _build(self.spec, self._buckets, self._companions, self._note)
+            self._app = app
         except Exception as error:  # the boundary: its watcher must hear of it
             if not isinstance(error, HearthError):
                 logger.exception("worker %s did not start", self.spec.worker_id)
@@ -102,6 +106,20 @@ class InlineWorker:
             return
         if not self._stopping.is_set():
             self._watcher.ready(self)
+        # Of a trainer there is none.
+        failed: Future[EngineError] | None = getattr(app.state, "failed", None)
+        if failed is not None:
+            failed.add_done_callback(self._fail)
+
+    def _fail(self, failed: Future[EngineError]) -> None:
+        """Tell of an engine that cannot go on, which is closed on a thread of its own."""
+
+        def end() -> None:
+            if not self._stopping.is_set():
+                self.stop()
+                self._watcher.failed(self, ExitReport(reason=f"ended: {failed.result()}"))
+
+        threading.Thread(target=end, name=f"hearth-end-{self.spec.worker_id}", daemon=True).start()
 
     def _note(self, phase: str) -> None:
         self.phase = phase
@@ -178,7 +196,7 @@ class InlineLauncher:
 def _build(
     spec: WorkerSpec, buckets: MemoryBuckets, companions: LocalCompanions,
     on_phase: Callable[[str], None],
-) -> tuple[App, Callable[[], None]]:  # fmt: skip
+) -> tuple[Starlette, Callable[[], None]]:  # fmt: skip
     fields = {name: value for name, value in asdict(spec).items() if name not in _NOT_INLINE}
     if isinstance(spec, TrainerSpec):
         return trainer_worker.build(

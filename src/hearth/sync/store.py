@@ -156,6 +156,17 @@ class FolderSnapshotStore:
             entries=manifest["weights"], parent_digest=manifest.get("parent_digest"), source=self,
         )  # fmt: skip
 
+    def folder(self, identity: str) -> Path:
+        """Where a snapshot's files are.
+
+        Raises:
+            NotFoundError: it is not kept.
+        """
+        folder = self._root / check_name(identity, "identity")
+        if not folder.is_dir():
+            raise _unknown(identity, self.names())
+        return folder
+
     def names(self) -> list[str]:
         """Identities, oldest first."""
         return folder_names(self._root)
@@ -178,10 +189,7 @@ class FolderSnapshotStore:
         return found
 
     def _manifest(self, identity: str) -> dict[str, Any]:
-        folder = self._root / check_name(identity, "identity")
-        if not folder.is_dir():
-            raise _unknown(identity, self.names())
-        manifest = read_manifest(folder)
+        manifest = read_manifest(self.folder(identity))
         is_snapshot = manifest.get("format") == _FORMAT and "weights" in manifest
         if not is_snapshot or manifest.get("kind") not in get_args(SnapshotKind):
             raise EngineError(

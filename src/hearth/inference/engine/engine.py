@@ -51,7 +51,8 @@ from hearth.wire.completions import RunningRequests
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
-_LONGEST_DEFAULT = 32768
+LONGEST_DEFAULT = 32768
+"""Longest sequence where nobody says, of a model that has more positions."""
 _MOST_GATHERED = 20
 """An idle engine starts after this many times ``gather_s`` even if requests keep coming."""
 
@@ -75,7 +76,7 @@ class InferenceEngine:
         recorder: Recorder | None = None,
     ) -> None:
         self.options = options or EngineOptions()
-        self.max_seq_len = self.options.max_seq_len or min(loaded.max_position, _LONGEST_DEFAULT)
+        self.max_seq_len = self.options.max_seq_len or min(loaded.max_position, LONGEST_DEFAULT)
         self._loaded = loaded
         self._tokenizer = tokenizer
         self._special = _special_tokens(tokenizer)

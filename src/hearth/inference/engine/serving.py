@@ -69,6 +69,11 @@ class Serving:
             if self._closed:
                 raise _closed()
 
+    def number_of(self, identity: str) -> int:
+        """The version that ``identity``, whose turn it is, will be served as."""
+        with self._lock:
+            return self._numbers.get(identity, self._last_version + 1)
+
     def served(self, identity: str, *, is_adapter: bool) -> None:
         """Note that ``identity`` is served from now on, as a new version or as its own."""
         version = self._numbers.pop(identity, self._last_version + 1)

@@ -1,0 +1,269 @@
+"""Calls of one vLLM server: draws, weights, adapters, versions. Knows no other server.
+
+Endpoints are vLLM's public ones: ``/inference/v1/generate``, its RL endpoints and its run-time
+loading of adapters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx
+import orjson
+
+from hearth.errors import EngineError, RequestError
+from hearth.inference.vllm.plugin.words import UNCHANGED
+from hearth.inference.vllm.server import BASE_NAME
+
+_BROKEN_LOGPROB = -9999.0
+"""What vLLM tells in the place of a logprob that is no number."""
+_CONNECT_S = 10.0
+_UNLIMITED = httpx.Timeout(None, connect=_CONNECT_S)
+_GENERATE = "/inference/v1/generate"
+_ADAPTER = "adapter"
+
+PauseMode = Literal["wait", "keep", "abort"]
+
+
+class LostError(Exception):
+    """The server did not answer, or broke off: it died, or is about to."""
+
+
+class UnchangedError(EngineError):
+    """An update was refused before it touched the served weights."""
+
+
+@dataclass(frozen=True)
+class ListedLogprob:
+    """One token that was possible."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A token as the server tells it; logprobs are of the distribution that it was drawn from."""
+
+    token_id: int
+    logprob: float
+    top: Sequence[ListedLogprob] = ()
+    """The drawn one first, then the most probable ones."""
+
+
+@dataclass
+class Piece:
+    """What came of one completion: all of it, or the next part of a stream."""
+
+    tokens: list[Drawn] = field(default_factory=lambda: [])
+    finish_reason: str | None = None
+    labels: list[tuple[str, int]] = field(default_factory=lambda: [])
+    """Version labels with how many tokens each drew, in order; known at the end."""
+    prompt: list[dict[int, float] | None] | None = None
+    """Logprobs listed for each prompt token, its own among them; the first None."""
+    cached_tokens: int = 0
+
+
+class VllmClient:
+    """One server at ``url``. To be used on one event loop; ``close`` when done.
+
+    Draws take what they take; all else is lost after ``timeout_s``.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
+        self._http = httpx.AsyncClient(
+            base_url=url, timeout=_UNLIMITED, trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+        )  # fmt: skip
+        self.identity: str | None = None
+        """Snapshot of its whole weights; None is the model's own."""
+        self._has_adapter = False
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._http.aclose()
+
+    async def is_healthy(self) -> bool:
+        """Whether it answers."""
+        try:
+            return (await self._http.get("/health", timeout=5.0)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def draw(self, body: Mapping[str, Any]) -> Piece:
+        """One completion, whole.
+
+        Raises:
+            RequestError: the server refuses the request.
+            EngineError: it failed at it.
+            LostError: it is gone.
+        """
+        answer = await self._post(_GENERATE, self._on_weights(body), timeout=_UNLIMITED)
+        choice = answer["choices"][0]
+        piece = _piece(choice)
+        piece.prompt = _listed(answer.get("prompt_logprobs"))
+        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+        piece.cached_tokens = int(details.get("cached_tokens") or 0)
+        return piece
+
+    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Piece]:
+        """One completion, piece by piece; the last has a finish reason. Errors as of ``draw``."""
+        content = orjson.dumps({**self._on_weights(body), "stream": True})
+        try:
+            async with self._http.stream(
+                "POST", _GENERATE, content=content, headers=_JSON
+            ) as response:
+                if response.status_code != 200:
+                    raise _refusal(response.status_code, await response.aread())
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    event = orjson.loads(line[6:])
+                    if "error" in event:
+                        raise _refusal(int(event["error"].get("code") or 500), line[6:].encode())
+                    for choice in event["choices"]:
+                        yield _piece(choice)
+        except httpx.HTTPError as error:
+            raise LostError(str(error) or type(error).__name__) from error
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Run nothing until ``resume``, and forget all keys and values that were computed."""
+        await self._post(f"/pause?mode={mode}&clear_cache=true", {})
+
+    async def resume(self) -> None:
+        """Run again."""
+        await self._post("/resume", {})
+
+    async def load(self, root: str, identity: str | None) -> None:
+        """Take the weights of a snapshot under ``root``; of None, those of the model itself again.
+
+        They are without an adapter then, also where one was loaded.
+
+        Raises:
+            UnchangedError: it cannot, and serves what it served.
+            EngineError: it cannot, and nobody knows what it serves.
+        """
+        await self._post("/start_weight_update", {})
+        info = {"root": root, "identity": identity}
+        await self._post("/update_weights", {"update_info": info})
+        await self._post("/finish_weight_update", {})
+        self.identity = identity
+
+    async def load_adapter(self, folder: str) -> None:
+        """Draw with an adapter's folder from now on, in the place of the one before.
+
+        Raises:
+            UnchangedError: vLLM refuses it, and serves what it served.
+        """
+        body = {"lora_name": _ADAPTER, "lora_path": folder, "load_inplace": True}
+        try:
+            await self._post("/v1/load_lora_adapter", body)
+        except (RequestError, EngineError) as error:
+            raise UnchangedError(str(error)) from error
+        self._has_adapter = True
+
+    async def drop_adapter(self) -> None:
+        """Draw without an adapter from now on."""
+        if self._has_adapter:
+            await self._post("/v1/unload_lora_adapter", {"lora_name": _ADAPTER})
+            self._has_adapter = False
+
+    async def label(self, label: str) -> None:
+        """Call what is served ``label``, and see that it is called so.
+
+        Raises:
+            EngineError: it is not.
+        """
+        await self._post("/update_weight_version", {"new_version": label})
+        found = (await self._get("/weight_info"))["weight_version"]
+        if found != label:
+            raise EngineError(f"weight version must be {label!r} once set, got {found!r}")
+
+    def _on_weights(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return {**body, "model": _ADAPTER if self._has_adapter else BASE_NAME}
+
+    async def _get(self, path: str) -> Any:
+        try:
+            response = await self._http.get(path, timeout=self._timeout)
+        except httpx.HTTPError as error:
+            raise LostError(str(error) or type(error).__name__) from error
+        if response.status_code != 200:
+            raise _refusal(response.status_code, response.content)
+        return orjson.loads(response.content)
+
+    async def _post(
+        self, path: str, body: Mapping[str, Any], *, timeout: httpx.Timeout | None = None
+    ) -> Any:
+        try:
+            response = await self._http.post(
+                path, content=orjson.dumps(body), headers=_JSON, timeout=timeout or self._timeout
+            )
+        except httpx.HTTPError as error:
+            raise LostError(str(error) or type(error).__name__) from error
+        if response.status_code != 200:
+            raise _refusal(response.status_code, response.content)
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        return orjson.loads(response.content) if is_json else None
+
+
+_JSON = {"content-type": "application/json"}
+
+
+def _piece(choice: Mapping[str, Any]) -> Piece:
+    content = ((choice.get("logprobs") or {}).get("content")) or []
+    tokens = [
+        Drawn(
+            one["token_id"], _number(one["logprob"]),
+            [ListedLogprob(top["token_id"], top["logprob"]) for top in one["top_logprobs"]],
+        )
+        for one in content
+    ]  # fmt: skip
+    spans = choice.get("weight_versions") or []
+    return Piece(
+        tokens, choice.get("finish_reason"),
+        [(span["version"], span["end"] - span["start"]) for span in spans],
+    )  # fmt: skip
+
+
+def _number(logprob: float) -> float:
+    """A drawn token's logprob.
+
+    Raises:
+        EngineError: it is none.
+    """
+    if logprob <= _BROKEN_LOGPROB:
+        raise EngineError(
+            "logits must be numbers, got NaN: the served weights are broken, or overflow in this "
+            "dtype"
+        )
+    return logprob
+
+
+def _listed(
+    rows: Sequence[Mapping[str, Any] | None] | None,
+) -> list[dict[int, float] | None] | None:
+    if rows is None:
+        return None
+    return [
+        None if row is None else {int(token): one["logprob"] for token, one in row.items()}
+        for row in rows
+    ]
+
+
+def _refusal(status: int, body: bytes) -> Exception:
+    """What an answer other than 200 means."""
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = body[:400].decode(errors="replace")
+    if UNCHANGED in message:
+        return UnchangedError(message.partition(f"{UNCHANGED}: ")[2] or message)
+    if status in (400, 422):
+        return RequestError(f"request must be one that vLLM takes, got its refusal: {message}")
+    if status == 503 or "EngineCore" in message or "Engine loop" in message:
+        return LostError(message)
+    return EngineError(f"vLLM's server must answer, got {status}: {message}")

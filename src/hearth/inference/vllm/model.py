@@ -1,0 +1,100 @@
+"""What a deployment must know of its model without loading it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hearth.errors import ConfigError, EngineError
+from hearth.models.loading import UNBOUNDED_POSITIONS, base_tensors
+from hearth.sync.store import Snapshot
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A causal LM without its weights."""
+
+    name: str
+    """What it is called on the wire."""
+    source: str
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of ``models.loading.base_tensors``, by their names."""
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    max_position: int
+
+    def check(self, snapshot: Snapshot) -> None:
+        """Refuse a snapshot that is not of this model.
+
+        Raises:
+            EngineError: it is of another base model, or a name or a shape of a base differs.
+        """
+        if snapshot.base_model not in (self.name, self.source):
+            raise EngineError(
+                f"snapshot {snapshot.identity!r} must be of {self.name!r}, which is served, got "
+                f"one of {snapshot.base_model!r}"
+            )
+        if snapshot.kind == "lora":
+            return
+        if snapshot.entries is not None:
+            given = {name: tuple(one["shape"]) for name, one in snapshot.entries.items()}
+        else:
+            given = {name: tuple(one.shape) for name, one in (snapshot.weights or {}).items()}
+        if given == self.shapes:
+            return
+        odd = [
+            f"{name} {given.get(name, 'missing')} instead of {self.shapes.get(name, 'nothing')}"
+            for name in sorted(given.keys() | self.shapes.keys())
+            if given.get(name) != self.shapes.get(name)
+        ]
+        raise EngineError(
+            f"snapshot {snapshot.identity!r} must fit the model that is served: weights must have "
+            f"the model's names and shapes, got {odd[:3]} ({len(odd)} in all)"
+        )
+
+
+def read_facts(source: str, *, name: str, trust_remote_code: bool = False) -> ModelFacts:
+    """The facts of a folder or hub id; no weight is read.
+
+    Raises:
+        ConfigError: it is no causal LM that transformers knows.
+    """
+    # Two seconds to import; the worker has done so.
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            source, trust_remote_code=trust_remote_code
+        )
+        with torch.device("meta"):
+            module = transformers.AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code
+            )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"base_model must be a causal LM's folder or hub id, got {source!r}: {error}"
+        ) from None
+    text = config.get_text_config()
+    return ModelFacts(
+        name=name, source=source,
+        shapes={key: tuple(one.shape) for key, one in base_tensors(module).items()},
+        eos_token_ids=_eos_token_ids(source, text.eos_token_id),
+        vocab_size=int(module.get_input_embeddings().num_embeddings),
+        max_position=int(getattr(text, "max_position_embeddings", None) or UNBOUNDED_POSITIONS),
+    )  # fmt: skip
+
+
+def _eos_token_ids(source: str, of_config: int | list[int] | None) -> tuple[int, ...]:
+    """Token ids that end a generation, as the embedded engine finds them."""
+    import transformers
+
+    try:
+        found = transformers.GenerationConfig.from_pretrained(source).eos_token_id
+    except OSError:  # it has none
+        found = None
+    eos = of_config if found is None else found
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)

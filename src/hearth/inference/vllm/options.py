@@ -1,0 +1,108 @@
+"""What a deployment may tell vLLM's server (``engine_options``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from hearth.errors import ConfigError, EngineError
+from hearth.models.lora import LoraOptions
+from hearth.sync.snapshot import Snapshot
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Adapter ranks that vLLM makes room for; an adapter may have a lower one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmOptions:
+    """``engine_options`` of a deployment with ``engine = "vllm"``.
+
+    Raises:
+        ConfigError: a value breaks its rule.
+    """
+
+    start_timeout_s: float = 600.0
+    """Until a server must answer, loading included."""
+    lora_rank: int | None = None
+    """Highest rank of the adapters that are served, up to 512; None serves none."""
+    kv_cache_mb: int | None = None
+    """Budget of the KV cache in MiB. None: 1024 on a CPU, what ``gpu_memory_utilization`` leaves
+    on a GPU."""
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory that the server takes; None is vLLM's default."""
+    tensor_parallel_size: int = 1
+    """GPUs that share a replica's weights."""
+    enforce_eager: bool | None = None
+    """Run without graphs and compilation. None does so on a CPU, where a recorded step would go on
+    computing with the weights that it was recorded with."""
+    drain: Literal["wait", "abort"] = "wait"
+    """What ``running_requests="drain"`` does: wait until what runs has ended, or end it and draw it
+    again with the new weights."""
+
+    def __post_init__(self) -> None:
+        _require(self.start_timeout_s > 0, "start_timeout_s", "> 0", self.start_timeout_s)
+        is_rank = self.lora_rank is None or 1 <= self.lora_rank <= LORA_RANKS[-1]
+        _require(is_rank, "lora_rank", f"in 1..{LORA_RANKS[-1]}", self.lora_rank)
+        for name in ("kv_cache_mb", "tensor_parallel_size"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, ">= 1", value)
+        share = self.gpu_memory_utilization
+        _require(share is None or 0 < share <= 1, "gpu_memory_utilization", "in (0, 1]", share)
+        _require(self.drain in ("wait", "abort"), "drain", "'wait' or 'abort'", self.drain)
+
+    @property
+    def room_for_rank(self) -> int | None:
+        """The lowest rank not below ``lora_rank`` that vLLM knows."""
+        if self.lora_rank is None:
+            return None
+        return next(one for one in LORA_RANKS if one >= self.lora_rank)
+
+    def check(self, snapshot: Snapshot) -> None:
+        """Refuse an adapter that the servers have no room for.
+
+        Raises:
+            EngineError: its rank is above ``lora_rank``.
+        """
+        if snapshot.kind != "lora":
+            return
+        rank = LoraOptions.from_metadata(snapshot.metadata).rank
+        if self.lora_rank is None or rank > self.lora_rank:
+            raise EngineError(
+                f"engine_options.lora_rank must be >= {rank} for adapter {snapshot.identity!r}, "
+                f"got {self.lora_rank}: start the deployment with it"
+            )
+
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "float": ((int, float), "a number"),
+    "float | None": ((int, float), "a number"),
+    "int": ((int,), "a whole number"),
+    "int | None": ((int,), "a whole number"),
+    "bool | None": ((bool,), "true or false"),
+    "Literal['wait', 'abort']": ((str,), "a text"),
+}
+
+
+def read_options(given: Mapping[str, Any]) -> VllmOptions:
+    """The options of JSON values.
+
+    Raises:
+        ConfigError: a name is unknown, or a value breaks its rule.
+    """
+    known = {one.name: _KINDS[str(one.type)] for one in fields(VllmOptions)}
+    unknown = sorted(given.keys() - known.keys())
+    if unknown:
+        raise ConfigError(f"engine_options must be among {sorted(known)}, got {unknown}")
+    values = {name: value for name, value in given.items() if value is not None}
+    for name, value in values.items():
+        kinds, said = known[name]
+        # True is a number to Python.
+        fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        _require(fits, name, said, value)
+    return VllmOptions(**values)
+
+
+def _require(is_met: bool, name: str, rule: str, value: object) -> None:
+    if not is_met:
+        raise ConfigError(f"engine_options.{name} must be {rule}, got {value!r}")

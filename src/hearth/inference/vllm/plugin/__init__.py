@@ -1,0 +1,1 @@
+"""What runs inside vLLM's processes, in vLLM's environment: no import here may need another."""

@@ -1,0 +1,21 @@
+"""What vLLM calls in each of its processes (entry point ``vllm.general_plugins``)."""
+
+from __future__ import annotations
+
+NAME = "hearth"
+"""Of the weight-transfer engine, as ``--weight-transfer-config`` names it."""
+
+
+def register() -> None:
+    """Make the engine that reads snapshot folders known; calling it again changes nothing."""
+    # vLLM is only there where this is called.
+    from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]
+        WeightTransferEngineFactory,
+    )
+
+    try:
+        WeightTransferEngineFactory.register_engine(
+            NAME, "hearth.inference.vllm.plugin.transfer", "SnapshotTransferEngine"
+        )
+    except ValueError:  # registered already, by an earlier call in this process
+        return

@@ -1,0 +1,114 @@
+"""The snapshots that a deployment's servers load from: a folder of its own.
+
+A bucket may drop a snapshot while it is served, and memory cannot be read by another process. So
+what is served stands here as well, for a server that has to be started again: as links to a
+bucket's files where that can be, which costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from hearth.models.lora import LoraOptions
+from hearth.sync.folders import drafted, remove_folder
+from hearth.sync.manifest import folder_names, read_manifest
+from hearth.sync.store import FolderSnapshotStore, Snapshot
+
+
+@dataclass(frozen=True)
+class Shelved:
+    """A snapshot on the shelf."""
+
+    identity: str
+    adapter: Path | None
+    """The folder of an adapter, as PEFT has it; None for weights."""
+
+
+class Shelf:
+    """Snapshots under ``folder``. For one thread at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "snapshots"
+        self._adapters = folder / "adapters"
+        self._store = FolderSnapshotStore(self.root)
+
+    def add(self, snapshot: Snapshot) -> Shelved:
+        """Put a snapshot on the shelf, with what it goes on top of.
+
+        Raises:
+            EngineError: a link of its chain is missing or damaged.
+        """
+        if snapshot.kind == "lora":
+            return Shelved(snapshot.identity, self._write_adapter(snapshot))
+        if isinstance(snapshot.source, FolderSnapshotStore):
+            self._link(snapshot.source, snapshot.identity)
+        elif snapshot.kind == "delta" and snapshot.parent not in self._store.names():
+            # Its parent was never served here.
+            whole = replace(snapshot, kind="base", tensors=snapshot.weights or {}, whole=None)
+            self._store.put(replace(whole, parent=None, parent_digest=None))
+        else:
+            self._store.put(snapshot)
+        return Shelved(snapshot.identity, None)
+
+    def keep(self, identities: Collection[str]) -> None:
+        """Remove all but these and what they go on top of."""
+        needed: set[str] = set()
+        names = folder_names(self.root)
+        for name in identities:
+            link: str | None = name
+            while link in names and link not in needed:
+                needed.add(link)
+                link = read_manifest(self.root / link).get("parent")
+        for name in names:
+            if name not in needed:
+                remove_folder(self.root / name)
+        if self._adapters.is_dir():
+            for folder in self._adapters.iterdir():
+                if folder.name not in identities:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _link(self, source: FolderSnapshotStore, identity: str) -> None:
+        link: str | None = identity
+        while link is not None and not (self.root / link).is_dir():
+            original = source.folder(link)
+            with drafted(self.root / link) as draft:
+                for file in original.iterdir():
+                    _link_or_copy(file, draft / file.name)
+            link = read_manifest(original).get("parent")
+
+    def _write_adapter(self, snapshot: Snapshot) -> Path:
+        options = LoraOptions.from_metadata(snapshot.metadata)
+        folder = self._adapters / snapshot.identity
+        layers = {name.partition(".lora_")[0] for name in snapshot.tensors}
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": snapshot.base_model,
+            "r": options.rank,
+            "lora_alpha": options.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+        }
+        with drafted(folder, overwrite=True) as draft:
+            text = json.dumps(config, indent=2)
+            (draft / "adapter_config.json").write_text(text, encoding="utf-8")
+            arrays = {
+                name: one.detach().cpu().contiguous() for name, one in snapshot.tensors.items()
+            }
+            save_file(arrays, draft / "adapter_model.safetensors", metadata={"format": "pt"})
+        return folder
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hearth.errors import ConfigError, EngineError
+from hearth.inference.vllm.model import read_facts
+from hearth.models.loading import base_tensors, load_model
+from hearth.sync.store import Snapshot
+from training.quickstart import MODEL
+
+
+def test_a_model_is_known_without_its_weights_as_it_is_with_them() -> None:
+    facts = read_facts(str(MODEL), name="tiny")
+    loaded = load_model(MODEL, name="tiny")
+
+    own = base_tensors(loaded.module)
+    assert facts.shapes == {name: tuple(one.shape) for name, one in own.items()}
+    assert facts.eos_token_ids == loaded.eos_token_ids
+    assert facts.vocab_size == loaded.vocab_size
+    assert facts.max_position == loaded.max_position
+    facts.check(Snapshot("s", "base", "tiny", own))
+
+
+def test_a_snapshot_of_another_model_is_refused() -> None:
+    facts = read_facts(str(MODEL), name="tiny")
+    with pytest.raises(EngineError, match="must be of 'tiny', which is served, got one of 'other'"):
+        facts.check(Snapshot("s", "base", "other", {}))
+    with pytest.raises(EngineError, match=r"embed_tokens.weight \(2,\) instead of \(386"):
+        facts.check(Snapshot("s", "base", "tiny", {"model.embed_tokens.weight": torch.zeros(2)}))
+
+
+def test_what_is_no_model_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="base_model must be a causal LM's folder or hub id"):
+        read_facts(str(tmp_path), name="tiny")

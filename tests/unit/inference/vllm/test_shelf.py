@@ -1,0 +1,153 @@
+"""What servers load: the shelf that snapshots are put on, and what is read from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hearth.errors import EngineError
+from hearth.inference.vllm.plugin.source import SnapshotSource, block_of, of_blocks
+from hearth.inference.vllm.shelf import Shelf
+from hearth.models.lora import LoraOptions
+from hearth.sync.chain import Published
+from hearth.sync.store import FolderSnapshotStore, MemorySnapshotStore, Snapshot, SnapshotStore
+
+NAMES = ("model.embed.weight", "model.layers.0.q.weight", "model.layers.1.q.weight")
+
+
+class Trainer:
+    def __init__(self, store: SnapshotStore) -> None:
+        self.store = store
+        self.weights = {name: torch.arange(256.0) + place for place, name in enumerate(NAMES)}
+        self._published = Published()
+
+    def save(self, identity: str, changed: str | None = None) -> Snapshot:
+        if changed is not None:
+            self.weights[changed][7] += 1
+        self._published.publish(
+            self.store, identity, "m", self.weights, {}, as_delta=changed is not None
+        )
+        return self.store.get(identity)
+
+
+@pytest.fixture(params=["memory", "folder"])
+def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Trainer:
+    is_memory = request.param == "memory"
+    return Trainer(MemorySnapshotStore(9) if is_memory else FolderSnapshotStore(tmp_path / "b"))
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path / "shelf")
+
+
+def test_a_base_is_read_whole_and_a_delta_as_the_block_that_it_changes(trainer, shelf) -> None:
+    source = SnapshotSource()
+    shelf.add(trainer.save("base"))
+    base = source.read(shelf.root, "base")
+    source.loaded(base)
+    assert set(base.tensors) == set(NAMES)
+
+    for number, changed in enumerate(NAMES):
+        shelf.add(trainer.save(f"delta-{number}", changed))
+        update = source.read(shelf.root, f"delta-{number}")
+        source.loaded(update)
+        # The first delta has nothing yet that it could be applied to.
+        assert set(update.tensors) == (set(NAMES) if number == 0 else {changed})
+        assert torch.equal(update.tensors[changed], trainer.weights[changed])
+
+
+def test_a_delta_is_made_whole_where_something_else_was_loaded(trainer, shelf) -> None:
+    shelf.add(trainer.save("base"))
+    shelf.add(trainer.save("delta", NAMES[1]))
+    update = SnapshotSource().read(shelf.root, "delta")
+
+    assert set(update.tensors) == set(NAMES)
+    assert all(torch.equal(one, trainer.weights[name]) for name, one in update.tensors.items())
+
+
+def test_a_damaged_snapshot_is_refused_and_the_next_goes_on_as_before(trainer, shelf) -> None:
+    source = SnapshotSource()
+    for identity, changed in (("base", None), ("one", NAMES[0])):
+        shelf.add(trainer.save(identity, changed))
+        source.loaded(source.read(shelf.root, identity))
+    shelf.add(trainer.save("two", NAMES[1]))
+    file = shelf.root / "two" / "weights.safetensors"
+    intact = file.read_bytes()
+    file.unlink()
+    file.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+
+    with pytest.raises(EngineError, match="must match its manifest"):
+        source.read(shelf.root, "two")
+
+    file.write_bytes(intact)
+    assert set(source.read(shelf.root, "two").tensors) == {NAMES[1]}
+
+
+def test_a_bucket_that_drops_what_is_served_does_not_matter(tmp_path: Path, shelf: Shelf) -> None:
+    trainer = Trainer(FolderSnapshotStore(tmp_path / "b", keep=1))
+    shelf.add(trainer.save("base"))
+    trainer.save("other")
+
+    assert trainer.store.names() == ["other"]
+    assert set(SnapshotSource().read(shelf.root, "base").tensors) == set(NAMES)
+
+
+def test_the_files_of_a_bucket_are_linked_not_copied(tmp_path: Path, shelf: Shelf) -> None:
+    trainer = Trainer(FolderSnapshotStore(tmp_path / "b"))
+    shelf.add(trainer.save("base"))
+
+    paths = [root / "base" / "weights.safetensors" for root in (tmp_path / "b", shelf.root)]
+    assert paths[0].stat().st_ino == paths[1].stat().st_ino
+
+
+def test_a_delta_from_memory_on_what_was_never_here_is_shelved_whole(shelf: Shelf) -> None:
+    trainer = Trainer(MemorySnapshotStore(9))
+    trainer.save("base")
+    shelf.add(trainer.save("delta", NAMES[0]))
+
+    found = SnapshotSource().read(shelf.root, "delta").tensors
+    assert all(torch.equal(found[name], trainer.weights[name]) for name in NAMES)
+
+
+def test_only_what_is_needed_stays(trainer, shelf) -> None:
+    shelf.add(trainer.save("old"))
+    shelf.add(trainer.save("base"))
+    shelf.add(trainer.save("delta", NAMES[0]))
+    shelf.keep({"delta"})
+
+    assert sorted(one.name for one in shelf.root.iterdir()) == ["base", "delta"]
+
+
+def test_an_adapter_stands_as_peft_has_it(shelf: Shelf) -> None:
+    tensors = {
+        f"base_model.model.model.layers.0.self_attn.{name}.lora_{part}.weight": torch.ones(2, 2)
+        for name in ("q_proj", "v_proj")
+        for part in "AB"
+    }
+    options = LoraOptions(rank=2, alpha=4.0)
+    found = shelf.add(Snapshot("a", "lora", "m", tensors, options.as_metadata()))
+
+    assert found.adapter is not None
+    config = json.loads((found.adapter / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, 4.0)
+    assert config["target_modules"] == ["q_proj", "v_proj"]
+    assert load_file(found.adapter / "adapter_model.safetensors").keys() == tensors.keys()
+    shelf.keep(())
+    assert not found.adapter.exists()
+
+
+def test_blocks_hold_what_vllm_packs_together() -> None:
+    names = [
+        "model.layers.3.self_attn.q_proj.weight", "model.layers.3.mlp.experts.7.up.weight",
+        "model.layers.30.mlp.up.weight", "model.norm.weight", "lm_head.weight",
+    ]  # fmt: skip
+    assert [block_of(name) for name in names] == [
+        "model.layers.3", "model.layers.3", "model.layers.30", "model.norm", "lm_head",
+    ]  # fmt: skip
+    whole = dict.fromkeys(names, torch.zeros(1))
+    assert list(of_blocks(whole, [names[1]])) == names[:2]
