@@ -66,6 +66,8 @@ class ShapeEntry:
     """Processes that share a trainer's weights."""
     engine: Engine | None = None
     """What draws the tokens of a deployment."""
+    engine_options: dict[str, Any] | None = None
+    """What that engine is told beside the fields above."""
 
     @property
     def deployment_shape(self) -> str:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import cast
 
 from hearth.control.jobs import ALIVE as JOB_ALIVE
 from hearth.control.jobs import Jobs
@@ -28,7 +29,7 @@ from hearth.errors import (
     NotReadyError,
     RequestError,
 )
-from hearth.launch.spec import DeploymentSpec, Endpoint, ExitReport, Worker
+from hearth.launch.spec import DeploymentSpec, Endpoint, Engine, ExitReport, Worker
 from hearth.wire.fireworks import Deployment, DeploymentPatch
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ ALIVE = ("CREATING", "READY", "UPDATING")
 MOST_RESTARTS = 3
 """A deployment that dies more often within ``RESTART_WINDOW_S`` is given up."""
 RESTART_WINDOW_S = 600.0
+MOST_REPLICAS = 64
+"""Of one deployment, where its engine can have several."""
 SCALED_TO_ZERO = "scaled to zero"
 _PREFIX = "deployment-"
 _ANSWERED = (
@@ -72,8 +75,8 @@ class Deployments:
         """
         check_id(deployment_id, "deploymentId")
         asked = asked.model_copy(update=dict.fromkeys(_ANSWERED))
-        self._spec(deployment_id, asked)
-        self._check_replicas(asked.min_replica_count, asked.max_replica_count)
+        spec = self._spec(deployment_id, asked)
+        self._check_replicas(asked, spec.engine)
         if asked.hot_load_trainer_job:
             self._check_attachable(deployment_id, asked.hot_load_trainer_job)
         with self.live.turn(deployment_id), self._lock:
@@ -102,6 +105,8 @@ class Deployments:
     def patch(self, deployment_id: str, change: DeploymentPatch) -> Deployment:
         """Scale, or attach to another trainer. One that has failed is started again by any change.
 
+        Another number of replicas starts it again; a process then serves what it served.
+
         A replica that starts for another trainer than the one before serves the base weights, not
         what that one had published.
 
@@ -115,6 +120,7 @@ class Deployments:
             # Not under the lock: its last news may be on the way, and wants it.
             if worker is not None:
                 worker.stop()
+                self._resume_resized(deployment_id)
         return self.get(deployment_id)
 
     def _patched(self, row: Row, change: DeploymentPatch) -> Worker | None:
@@ -123,7 +129,8 @@ class Deployments:
             self._check_attachable(row.id, change.hot_load_trainer_job)
         before = Deployment.checked(row.body)
         after = before.model_copy(update=change.model_dump(exclude_none=True))
-        self._check_replicas(after.min_replica_count, after.max_replica_count)
+        engine = self._spec(row.id, after).engine if after.max_replica_count > 1 else "embedded"
+        self._check_replicas(after, engine)
         self.rows.update(row.id, body=after.as_dict())
         if after.max_replica_count == 0:
             self.rows.update(row.id, state="READY", message=SCALED_TO_ZERO, worker=None)
@@ -134,7 +141,17 @@ class Deployments:
                 self._forget_served(row.id)
             self.rows.update(row.id, state="UPDATING", message="", worker=None)
             self._start(row.id, after, "UPDATING")
+        elif after.max_replica_count != before.max_replica_count:
+            self.rows.update(row.id, state="UPDATING", message="", worker=None)
+            return self.live.take_worker(row.id, Live("UPDATING"))
         return None
+
+    def _resume_resized(self, deployment_id: str) -> None:
+        """Start a deployment that was stopped to have another number of replicas."""
+        with self._lock:
+            row = self._row(deployment_id)
+            if row.state == "UPDATING" and row.worker is None:
+                self._start(deployment_id, Deployment.checked(row.body), "UPDATING")
 
     def tie(self, deployment_id: str) -> None:
         """Have a deployment read its own bucket: a trainer is about to publish into it.
@@ -295,11 +312,14 @@ class Deployments:
             raise NotFoundError(f"deployment must be one of {known}, got {deployment_id!r}")
         return row
 
-    def _check_replicas(self, least: int, most: int) -> None:
-        if not 0 <= least <= most <= 1:
+    def _check_replicas(self, body: Deployment, engine: Engine) -> None:
+        least, most = body.min_replica_count, body.max_replica_count
+        highest = MOST_REPLICAS if engine == "vllm" else 1
+        if not 0 <= least <= most <= highest:
             raise RequestError(
-                "minReplicaCount and maxReplicaCount must be 0 or 1, the first no more than the "
-                f"second, got {least} and {most}: this placement runs one replica"
+                "minReplicaCount and maxReplicaCount must be 0 or 1, or up to "
+                f"{MOST_REPLICAS} with engine 'vllm', the first no more than the second, got "
+                f"{least} and {most} with engine {engine!r}"
             )
 
     def _check_attachable(self, deployment_id: str, job: str) -> None:
@@ -337,6 +357,11 @@ class Deployments:
         values = Values(body.extra_values or {}, shape)
         lengths = [entry.context_length, shape.context_length if shape is not None else None]
         longest = min((one for one in lengths if one is not None), default=None)
+        engine = cast("Engine", values.choice("engine", ("embedded", "vllm"), "embedded"))
+        engine_options = values.mapping("engine_options")
+        lora_rank = values.count("lora_rank")
+        if engine == "vllm" and lora_rank is not None:
+            engine_options.setdefault("lora_rank", lora_rank)
         return DeploymentSpec(
             worker_id=f"{_PREFIX}{deployment_id}",
             name=deployment_name(deployment_id),
@@ -345,8 +370,9 @@ class Deployments:
             bucket=self._bucket(deployment_id, body),
             state_dir=str(self._means.data_dir / "deployments" / deployment_id),
             tokenizer=self._tokenizer(values),
-            engine=values.choice("engine", ("embedded", "vllm"), "embedded"),
+            engine=engine,
             replicas=max(1, body.max_replica_count),
+            engine_options=engine_options,
             dtype=values.choice("dtype", ("float32", "bfloat16"), "float32"),
             device=values.text("device"),
             max_seq_len=values.count("max_context_length") or longest,

@@ -55,6 +55,17 @@ class Values:
             raise RequestError(f"extraValues.{name} must be a whole number >= 1, got {value!r}")
         return number
 
+    def mapping(self, name: str) -> dict[str, Any]:
+        """Values by name; empty where nothing is given. A request's stand over the shape's.
+
+        Raises:
+            RequestError: it is something else.
+        """
+        given = self._given.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise RequestError(f"extraValues.{name} must be an object, got {given!r}")
+        return {**(getattr(self._shape, name, None) or {}), **given}
+
     def _value(self, name: str) -> Any:
         value = self._given.get(name)
         return getattr(self._shape, name, None) if value is None else value

@@ -213,6 +213,40 @@ async def test_other_replica_counts_than_zero_and_one_are_refused(
     assert worker.stops == 0
 
 
+ON_VLLM = {"engine": "vllm", "engine_options": {"drain": "abort"}, "lora_rank": 4}
+
+
+async def test_on_vllm_it_may_have_several_replicas_and_is_started_again_for_others(
+    ask, script, base
+):
+    path = f"{DEPLOYMENTS}?deploymentId=d"
+    body = {"baseModel": base, "maxReplicaCount": 2, "extraValues": ON_VLLM}
+    await ask("POST", path, body)
+    first = script.last("d")
+    first.starts()
+    assert (first.spec.engine, first.spec.replicas) == ("vllm", 2)
+    assert first.spec.engine_options == {"drain": "abort", "lora_rank": 4}
+
+    _, content = await ask("PATCH", f"{DEPLOYMENTS}/d", {"maxReplicaCount": 64})
+    assert content["state"] == "UPDATING"
+    assert (first.stops, len(script.started)) == (1, 2)
+    assert script.last("d").spec.replicas == 64
+    script.last("d").starts()
+    assert await state(ask) == ("READY", None)
+    assert (await ask("POST", COMPLETIONS, sampled()))[0] == 200
+
+    too_many = await ask.refused(400, "PATCH", f"{DEPLOYMENTS}/d", {"maxReplicaCount": 65})
+    assert "got 1 and 65 with engine 'vllm'" in too_many
+    assert len(script.started) == 2
+
+
+async def test_engine_options_must_be_an_object(ask, base):
+    path = f"{DEPLOYMENTS}?deploymentId=d"
+    body = {"baseModel": base, "extraValues": {"engine_options": [1]}}
+    message = await ask.refused(400, "POST", path, body)
+    assert message == "extraValues.engine_options must be an object, got [1]"
+
+
 async def test_a_hot_load_reads_the_bucket_of_the_trainer_it_is_attached_to(ask, running, deployed):
     await running("one")
     await running("two")
