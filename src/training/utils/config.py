@@ -140,6 +140,12 @@ class DeployConfig:
     """Seconds that one completion may take."""
     max_batch_size: int = 64
     """Sequences that are decoded together."""
+    engine: Literal["embedded", "vllm"] | None = None
+    """What draws the tokens; None takes the shape's, or Hearth's own engine."""
+    engine_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What that engine is told beside these fields (docs/serving.md)."""
+    replicas: int = 1
+    """Servers that answer side by side; more than one needs ``engine="vllm"``."""
 
 
 @dataclass(kw_only=True)

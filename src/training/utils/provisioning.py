@@ -206,24 +206,32 @@ def deployment_config(
     deploy_cfg: DeployConfig, base_model: str, *, deployment_id: str | None = None,
     hot_load_trainer_job: str | None = None, max_seq_len: int | None = None,
     dtype: str | None = None, device: str | None = None, display_name: str | None = None,
+    lora_rank: int = 0,
 ) -> DeploymentConfig:  # fmt: skip
     """What to ask the platform for; without an id one is made up of the model's name and the time.
 
     Raises:
-        ConfigError: ``tokenizer_model`` is missing.
+        ConfigError: ``tokenizer_model`` is missing, or ``replicas`` is below 1.
     """
     if not deploy_cfg.tokenizer_model:
         raise ConfigError(
             "deployment.tokenizer_model must be a tokenizer's folder or hub id, got '': prompts "
             "are tokenized on the client"
         )
+    if deploy_cfg.replicas < 1:
+        raise ConfigError(f"deployment.replicas must be >= 1, got {deploy_cfg.replicas}")
     chosen = deployment_id or deploy_cfg.deployment_id or made_up_id(base_model)
+    wanted = {
+        "engine": deploy_cfg.engine, "engine_options": deploy_cfg.engine_options,
+        "lora_rank": lora_rank,
+    }  # fmt: skip
     return DeploymentConfig(
         deployment_id=chosen, base_model=base_model, deployment_shape=deploy_cfg.deployment_shape,
         hot_load_trainer_job=hot_load_trainer_job or deploy_cfg.hot_load_trainer_job,
         region=deploy_cfg.deployment_region, max_batch_size=deploy_cfg.max_batch_size,
         tokenizer_model=deploy_cfg.tokenizer_model, max_context_length=max_seq_len, dtype=dtype,
-        device=device, display_name=display_name,
+        device=device, display_name=display_name, max_replica_count=deploy_cfg.replicas,
+        extra_values={name: value for name, value in wanted.items() if value} or None,
     )  # fmt: skip
 
 
@@ -260,7 +268,7 @@ def request_deployment(
         info = deploy_mgr.create_or_get(config)
     changes: dict[str, Any] = {}
     if info.max_replica_count == 0:
-        changes = {"min_replica_count": 1, "max_replica_count": 1}
+        changes = {"min_replica_count": 1, "max_replica_count": config.max_replica_count}
     trainer = config.hot_load_trainer_job
     if trainer is not None and leaf_of(info.hot_load_trainer_job) != leaf_of(trainer):
         # In one request: a replica that starts for another trainer starts with the base weights.

@@ -17,7 +17,12 @@ from training.utils import (
     create_trainer_job,
     setup_deployment,
 )
-from training.utils.provisioning import made_up_id, request_deployment, request_trainer_job
+from training.utils.provisioning import (
+    deployment_config,
+    made_up_id,
+    request_deployment,
+    request_trainer_job,
+)
 from training.utils.rl.platform import PlatformSpec, check_platform, load_tokenizer
 
 BASE = str(MODEL)
@@ -255,3 +260,21 @@ def test_a_trainers_own_settings_are_asked_for_where_they_are_given(tmp_path):
     assert values["dtype"] == "bfloat16"
     assert values["recompute_above"] == 4096
     assert "device" not in values
+
+
+def test_a_deployment_says_its_engine_replicas_and_the_rank_of_its_adapters():
+    asked = DeployConfig(
+        tokenizer_model=BASE, engine="vllm", replicas=2, engine_options={"drain": "abort"}
+    )
+    config = deployment_config(asked, BASE, lora_rank=4)
+
+    assert config.max_replica_count == 2
+    assert config.extra_values == {
+        "engine": "vllm", "engine_options": {"drain": "abort"}, "lora_rank": 4
+    }  # fmt: skip
+    assert deployment_config(DeployConfig(tokenizer_model=BASE), BASE).extra_values is None
+
+
+def test_a_deployment_without_replicas_is_refused():
+    with pytest.raises(ConfigError, match=r"deployment.replicas must be >= 1, got 0"):
+        deployment_config(DeployConfig(tokenizer_model=BASE, replicas=0), BASE)

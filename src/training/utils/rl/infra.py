@@ -293,6 +293,7 @@ def _request_deployment(order: _Order, trainer_job: str | None) -> DeploymentInf
         hot_load_trainer_job=trainer_job, max_seq_len=order.max_seq_len,
         dtype=values.get("dtype"), device=values.get("device"),
         display_name=f"{order.role_prefix}-deployment{order.label}" if order.label else None,
+        lora_rank=order.lora_rank,
     )  # fmt: skip
     info = request_deployment(
         manager, config, cleanup=order.cleanup, is_own_id=order.deploy_cfg.deployment_id is None
