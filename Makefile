@@ -5,16 +5,20 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 LOG_PATH ?= runs/quickstart
 TRL := .venv-trl
+VLLM := .venv-vllm
 # The folder with the other systems' scripts.
 BENCH ?= ../shared/bench
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test test-vllm check bench format clean
 
 demo: $(VENV)/.runtime  ## Train the shipped model with GRPO and show it before and after.
 	$(BIN)/hearth quickstart --log-path $(LOG_PATH)
 
 test: $(VENV)/.dev  ## Run all tests that this machine can run.
 	$(BIN)/pytest
+
+test-vllm: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests that need vLLM, on its build for CPUs.
+	HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/pytest tests/vllm
 
 check: $(VENV)/.dev  ## Lint, format, types, layers, spelling.
 	$(BIN)/ruff check src tests tools benchmarks
@@ -31,7 +35,7 @@ bench: $(VENV)/.dev $(TRL)/.installed  ## Compare one GRPO step with TRL's and a
 	$(BIN)/python benchmarks/compare.py --bench $(BENCH) --trl-python $(TRL)/bin/python
 
 clean:  ## Remove what the other targets made, runs excepted.
-	rm -rf $(VENV) $(TRL) build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRL) $(VLLM) build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and pinned: with it in place nothing pulls another build of it.
 $(VENV)/.runtime: pyproject.toml constraints.txt
@@ -50,4 +54,11 @@ $(TRL)/.installed: benchmarks/trl.txt constraints.txt
 	$(PYTHON) -m venv $(TRL)
 	$(TRL)/bin/pip --disable-pip-version-check --quiet install -c constraints.txt torch
 	$(TRL)/bin/pip --disable-pip-version-check --quiet install -c constraints.txt -r benchmarks/trl.txt
+	touch $@
+
+# Of its own as well. What vLLM imports of these three where they are there needs libraries of theirs.
+$(VLLM)/.installed: tests/vllm/requirements.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip --disable-pip-version-check --quiet install -r tests/vllm/requirements.txt
+	$(VLLM)/bin/pip --disable-pip-version-check --quiet uninstall -y torchvision torchaudio torchcodec
 	touch $@

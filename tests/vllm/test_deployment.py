@@ -1,0 +1,186 @@
+"""One deployment of two vLLM servers: what it draws, how its weights change, how one dies.
+
+The tests share the servers, and each goes on with the weights that the one before has left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+
+import pytest
+from tests.vllm.stack import PROMPT, TOLERANCE, events, logprobs_of
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture
+def published(deployment, trainer):
+    """Weights that the trainer has as well."""
+    identity = trainer.save(f"shared-{next(_numbers)}")
+    state = deployment.hot_load(identity)
+    assert state["current_snapshot_identity"] == identity, state
+    return state
+
+
+def test_it_serves_and_a_seed_repeats(deployment):
+    drawn, again = (deployment.complete(n=4) for _ in range(2))
+
+    tokens = [one["raw_output"]["completion_token_ids"] for one in drawn]
+    assert [one["raw_output"]["completion_token_ids"] for one in again] == tokens
+    assert len({tuple(one) for one in tokens}) > 1
+    assert all(len(one) == 12 for one in tokens)
+
+
+def test_both_replicas_draw(deployment):
+    assert len(deployment.servers()) == 2
+    deployment.complete(n=64, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}],
+    ids=str,
+)
+def test_the_models_own_logprobs_are_the_trainers(deployment, trainer, published, fields):
+    for choice in deployment.complete(n=2, **fields):
+        assert trainer.gap(choice) < TOLERANCE
+
+
+def test_sampling_logprobs_are_of_the_distribution_that_was_drawn_from(deployment):
+    for one in deployment.complete(temperature=0.0):
+        assert one["raw_output"]["sampling_logprobs"] == [0.0] * 12
+    for one in deployment.complete():
+        assert one["raw_output"]["sampling_logprobs"] == logprobs_of(one)
+    (cut,) = deployment.complete(top_k=1)
+    assert cut["raw_output"]["sampling_logprobs"] == pytest.approx([0.0] * 12, abs=1e-5)
+    assert min(logprobs_of(cut)) < -1e-3
+
+
+def test_a_prompt_is_scored_like_the_trainer_does(deployment, trainer, published):
+    tokens = [*PROMPT, *range(10, 30)]
+    (scored,) = deployment.complete(prompt=tokens, max_tokens=0, echo=True)
+    own = trainer.logprobs(tokens)
+
+    assert logprobs_of(scored)[0] is None
+    assert logprobs_of(scored)[1:] == pytest.approx(list(own), abs=TOLERANCE)
+    (last,) = deployment.complete(prompt=tokens, max_tokens=0, echo_last=3)
+    assert logprobs_of(last) == pytest.approx(list(own[-3:]), abs=TOLERANCE)
+
+
+def test_the_most_probable_tokens_are_told_in_order(deployment):
+    asked = {"logprob_format": "objects", "top_logprobs": 4, "raw_output": False}
+    (drawn,) = deployment.complete(**asked)
+    (greedy,) = deployment.complete(**asked, temperature=0.0)
+    for row in drawn["logprobs"]["content"]:
+        listed = [one["logprob"] for one in row["top_logprobs"]]
+        assert len(listed) == 4
+        assert listed == sorted(listed, reverse=True)
+    for row in greedy["logprobs"]["content"]:
+        assert row["top_logprobs"][0]["logprob"] == pytest.approx(row["logprob"])
+
+
+def test_stops_end_a_text(deployment):
+    (free,) = deployment.complete(max_tokens=24)
+    tokens = free["raw_output"]["completion_token_ids"]
+    third = tokens[2]
+    (by_id,) = deployment.complete(max_tokens=24, stop_token_ids=[third])
+    until = tokens.index(third) + 1
+    assert by_id["raw_output"]["completion_token_ids"] == tokens[:until]
+    assert by_id["finish_reason"] == "stop"
+
+    stop = free["text"][4:6]
+    (by_text,) = deployment.complete(max_tokens=24, stop=[stop])
+    assert by_text["finish_reason"] == "stop"
+    assert by_text["text"] == free["text"][: free["text"].index(stop)]
+
+
+def test_the_context_ends_a_text(deployment):
+    (drawn,) = deployment.complete(prompt=[7] * 250, max_tokens=64)
+    assert len(drawn["raw_output"]["completion_token_ids"]) == 6
+    assert drawn["finish_reason"] == "length"
+
+
+def test_a_stream_tells_what_an_answer_tells(deployment):
+    (whole,) = deployment.complete(max_tokens=8)
+    body = {"prompt": PROMPT, "max_tokens": 8, "seed": 3, "stream": True, "logprobs": True,
+            "ignore_eos": True}  # fmt: skip
+    told = events(deployment.ask("POST", "/v1/completions", body))
+
+    assert "".join(one["choices"][0]["text"] for one in told) == whole["text"]
+    assert told[-1]["choices"][0]["finish_reason"] == "length"
+    rows = [one["choices"][0].get("logprobs") or {} for one in told]
+    logprobs = [value for row in rows for value in row.get("token_logprobs", ())]
+    assert logprobs == pytest.approx(logprobs_of(whole), abs=TOLERANCE)
+
+
+def test_a_base_and_deltas_are_served_by_both_replicas(deployment, trainer):
+    before = deployment.complete(n=8)[0]["raw_output"]["versions"][0][0]
+    for number, kind in enumerate(["base", "delta", "delta"], 1):
+        trainer.step()
+        identity = trainer.save(f"chain-{number}", kind)
+        assert deployment.snapshots.facts()[-1].kind == kind
+        state = deployment.hot_load(identity)
+        assert state["current_snapshot_identity"] == identity, state
+        assert state["weight_version"] == before + number
+        for choice in deployment.complete(n=64, max_tokens=4):
+            assert choice["raw_output"]["versions"] == [[before + number, 4]]
+            assert trainer.gap(choice) < TOLERANCE
+
+
+def test_a_prompt_that_was_cached_is_computed_again_with_new_weights(deployment, trainer):
+    prompt = [*PROMPT, *([11, 12, 13, 14] * 40)]
+    deployment.complete(prompt=prompt, n=4, max_tokens=2)
+    trainer.step()
+    deployment.hot_load(trainer.save(f"fresh-{next(_numbers)}"))
+
+    for choice in deployment.complete(prompt=prompt, n=4, max_tokens=2):
+        assert trainer.gap(choice) < TOLERANCE
+
+
+def test_requests_that_are_kept_go_on_under_the_new_version(deployment, trainer):
+    trainer.step()
+    identity = trainer.save(f"kept-{next(_numbers)}")
+    running = deployment.running(16, max_tokens=240)
+    state = deployment.hot_load(identity, running_requests="keep")
+    number = state["weight_version"]
+    drawn = [one.result()[0] for one in running]
+
+    runs = [one["raw_output"]["versions"] for one in drawn]
+    assert all(sum(count for _, count in one) == 240 for one in runs)
+    ran_across = [one for one in drawn if len(one["raw_output"]["versions"]) == 2]
+    assert ran_across, runs
+    for one in ran_across:
+        (before, old), (after, _) = one["raw_output"]["versions"]
+        assert (before, after) == (number - 1, number)
+        # What the new weights have drawn is theirs, on keys of their own.
+        assert trainer.gap(one, since=old) < TOLERANCE
+
+
+def test_a_damaged_delta_is_refused_and_nothing_changes(deployment, trainer, published):
+    trainer.step()
+    identity = trainer.save(f"damaged-{next(_numbers)}", "delta")
+    file = deployment.snapshots.folder(identity) / "weights.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    state = deployment.hot_load(identity)
+
+    assert state["loading_state"]["stage"] == "error"
+    assert state["current_snapshot_identity"] == published["current_snapshot_identity"]
+    (choice,) = deployment.complete()
+    assert choice["raw_output"]["versions"] == [[published["weight_version"], 12]]
+
+
+def test_no_client_sees_a_server_die_and_its_successor_serves_the_same(deployment, trainer):
+    identity = trainer.save(f"alive-{next(_numbers)}")
+    number = deployment.hot_load(identity)["weight_version"]
+    # The second finds the successor of the first, or nobody to draw until that has come.
+    for victim in deployment.servers():
+        running = deployment.running(32, max_tokens=200)
+        os.kill(victim, signal.SIGKILL)
+        for one in running:
+            (choice,) = one.result()
+            assert choice["raw_output"]["versions"] == [[number, 200]]
+            assert trainer.gap(choice) < TOLERANCE
