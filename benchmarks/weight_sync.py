@@ -3,7 +3,8 @@
 A randomly initialized Qwen3 of 129 M parameters in bfloat16, made in a temporary folder, is trained
 with our trainer on random tokens, one optimizer step at a learning rate of 1e-6 before every delta,
 and served by our inference engine. The plain way (one safetensors file written, read and copied
-into the module, nothing checked) is measured in the same run.
+into the module, nothing checked) is measured in the same run. Where ``HEARTH_VLLM_PYTHON`` names an
+interpreter with vLLM, the same snapshots are served by one vLLM server as well.
 
     python benchmarks/weight_sync.py [--rounds 5] [--folder FOLDER]
 """
@@ -11,12 +12,13 @@ into the module, nothing checked) is measured in the same run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,14 +26,22 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from hearth.inference.backend import InferenceBackend
 from hearth.inference.engine.engine import InferenceEngine
+from hearth.inference.vllm.backend import VllmBackend
+from hearth.inference.vllm.model import read_facts
+from hearth.inference.vllm.options import VllmOptions
+from hearth.inference.vllm.server import ServerPlan, write_plugin
+from hearth.launch.companions import LocalCompanions
 from hearth.models.loading import base_tensors, load_base_tensors, load_model
+from hearth.settings import VLLM_PYTHON_VARIABLE, vllm_python
 from hearth.sync import delta
 from hearth.sync.manifest import describe, fingerprints
 from hearth.sync.store import FolderSnapshotStore, MemorySnapshotStore, SnapshotStore
 from hearth.trainer.engine import TrainerEngine, TrainerOptions
 from hearth.wire.tensors import encode
 from hearth.wire.tinker import AdamParams, DatumRecord
+from training.quickstart import MODEL
 
 LEARNING_RATE = 1e-6
 TOKENS = 128
@@ -94,14 +104,16 @@ def timed(run: Callable[[], object]) -> float:
 class Pair:
     """A trainer and a deployment on one store."""
 
-    def __init__(self, source: Path, store: SnapshotStore, work_dir: Path) -> None:
+    def __init__(
+        self, source: Path, store: SnapshotStore, work_dir: Path, deployment: InferenceBackend
+    ) -> None:
         self.store = store
         self.trainer = TrainerEngine(
             source, snapshots=store, checkpoint_dir=work_dir / "checkpoints",
             options=TrainerOptions(dtype="bfloat16"),
         )  # fmt: skip
         self.model_id = self.trainer.create_model()
-        self.deployment = InferenceEngine(load_model(source, dtype="bfloat16"))
+        self.deployment = deployment
         self.rng = np.random.default_rng(0)
 
     def step(self) -> None:
@@ -129,9 +141,34 @@ class Pair:
         self.trainer.close()
 
 
-def measure(source: Path, store: SnapshotStore, work_dir: Path, rounds: int, way: str) -> list[Row]:
+def embedded(source: Path) -> InferenceBackend:
+    """Hearth's own engine."""
+    return InferenceEngine(load_model(source, dtype="bfloat16"))
+
+
+@contextlib.contextmanager
+def on_vllm(source: Path, work_dir: Path) -> Iterator[InferenceBackend]:
+    """One vLLM server on the CPU, with the shipped tokenizer: nothing is drawn but probes."""
+    companions = LocalCompanions(work_dir / "companions")
+    state = work_dir / "vllm"
+    plan = ServerPlan(
+        python=vllm_python(), source=str(source), tokenizer=str(MODEL),
+        plugin_dir=write_plugin(state / "plugin"), dtype="bfloat16", max_seq_len=256,
+        max_batch_size=8, is_cpu=True, options=VllmOptions(kv_cache_mb=256),
+    )  # fmt: skip
+    facts = read_facts(str(source), name=str(source))
+    try:
+        yield VllmBackend(plan, facts, replicas=1, companions=companions, folder=state)
+    finally:
+        companions.close()
+
+
+def measure(
+    source: Path, store: SnapshotStore, work_dir: Path, rounds: int, way: str,
+    deployment: InferenceBackend,
+) -> list[Row]:  # fmt: skip
     """Rows of a base and of a delta; every delta is one optimizer step after its base."""
-    pair = Pair(source, store, work_dir)
+    pair = Pair(source, store, work_dir, deployment)
     rows = [Row(f"base, {way}"), Row(f"delta, {way}")]
     try:
         for number in range(rounds):
@@ -167,7 +204,7 @@ def measure_plain(source: Path, work_dir: Path, rounds: int) -> Row:
 
 def parts_of_a_delta(source: Path, rounds: int) -> tuple[str, list[tuple[str, float]]]:
     """Seconds of each thing that is done to a delta, and how many elements changed."""
-    pair = Pair(source, MemorySnapshotStore(), source)
+    pair = Pair(source, MemorySnapshotStore(), source, embedded(source))
     trainer = pair.trainer
     trainer.save_for_sampler(pair.model_id, "old")
     pair.step()
@@ -228,8 +265,13 @@ def main() -> None:
         summary, parts = parts_of_a_delta(source, options.rounds)
         rows = [measure_plain(source, root, options.rounds)]
         folder = FolderSnapshotStore(root / "snapshots", keep=4)
-        rows += measure(source, folder, root, options.rounds, "folder")
-        rows += measure(source, MemorySnapshotStore(), root, options.rounds, "memory")
+        rows += measure(source, folder, root, options.rounds, "folder", embedded(source))
+        memory = MemorySnapshotStore()
+        rows += measure(source, memory, root, options.rounds, "memory", embedded(source))
+        if os.environ.get(VLLM_PYTHON_VARIABLE):
+            other = FolderSnapshotStore(root / "snapshots-vllm", keep=4)
+            with on_vllm(source, root / "served") as server:
+                rows += measure(source, other, root, options.rounds, "folder, vLLM", server)
     say(f"\n{summary}\n")
     say("| sync | bytes | save s | hot-load s | sum s | median sum s |")
     say("|---|---:|---:|---:|---:|---:|")
