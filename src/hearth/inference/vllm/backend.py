@@ -31,7 +31,7 @@ from hearth.inference.engine.serving import Serving
 from hearth.inference.vllm.client import LostError
 from hearth.inference.vllm.draws import Draw, Outcome, Rules
 from hearth.inference.vllm.model import ModelFacts
-from hearth.inference.vllm.replicas import Fleet, Replica
+from hearth.inference.vllm.replicas import Fleet
 from hearth.inference.vllm.routing import blocks_of
 from hearth.inference.vllm.server import ServerPlan
 from hearth.inference.vllm.shelf import Shelf, Shelved
@@ -90,9 +90,13 @@ class VllmBackend:
         self._is_closed = False
         self._shelving = ThreadPoolExecutor(1, thread_name_prefix="hearth-snapshots")
         self._loop = asyncio.new_event_loop()
+        self._versions[FIRST_LABEL] = self._loop.create_future()
+        self._versions[FIRST_LABEL].set_result(Version(0, None))
+        self._fleet = Fleet(
+            plan, companions, replicas, bring_up=self._publisher.bring_up, on_failed=self._fail
+        )
         self._thread = threading.Thread(target=self._run, name="hearth-vllm", daemon=True)
         self._thread.start()
-        self._fleet = self._call(self._made(plan, companions, replicas)).result()
         try:
             self._call(self._fleet.start()).result()
         except BaseException:
@@ -168,13 +172,6 @@ class VllmBackend:
             work.close()
             raise _closed()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    async def _made(self, plan: ServerPlan, companions: Companions, replicas: int) -> Fleet:
-        self._versions[FIRST_LABEL] = _known(Version(0, None))
-        return Fleet(plan, companions, replicas, bring_up=self._bring_up, on_failed=self._fail)
-
-    async def _bring_up(self, replica: Replica) -> None:
-        await self._publisher.bring_up(replica)
 
     async def _ended(self) -> None:
         left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -295,12 +292,6 @@ class VllmBackend:
             self._on_phase(phase)
         except Exception:  # its failure is its own
             logger.exception("whoever is told the phase failed; the deployment goes on")
-
-
-def _known(version: Version) -> asyncio.Future[Version | None]:
-    future: asyncio.Future[Version | None] = asyncio.get_running_loop().create_future()
-    future.set_result(version)
-    return future
 
 
 def _special_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -187,7 +187,7 @@ class Publisher:
 
     @staticmethod
     async def _all(
-        fleet: Fleet, replicas: Sequence[Replica], call: Any
+        fleet: Fleet, replicas: Sequence[Replica], call: Callable[[VllmClient], Awaitable[None]]
     ) -> list[tuple[Replica, Exception | None]]:
         """Call each server at once; one that is lost leaves, and is replaced by its own watch."""
 

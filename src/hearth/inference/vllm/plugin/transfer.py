@@ -123,11 +123,10 @@ def _pack_heads(model: nn.Module) -> None:
         UnquantizedEmbeddingMethod,
     )
 
-    for layer in model.modules():
-        if isinstance(layer, ParallelLMHead) and isinstance(
-            layer.quant_method, UnquantizedEmbeddingMethod
-        ):
-            layer.quant_method.process_weights_after_loading(layer)
+    heads: list[Any] = [one for one in model.modules() if isinstance(one, ParallelLMHead)]
+    for head in heads:
+        if isinstance(head.quant_method, UnquantizedEmbeddingMethod):
+            head.quant_method.process_weights_after_loading(head)
 
 
 @contextlib.contextmanager
