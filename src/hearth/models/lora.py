@@ -175,16 +175,24 @@ def base_only(loaded: LoadedModel) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged_tensors(loaded: LoadedModel) -> dict[str, Tensor]:
+def merged_tensors(
+    loaded: LoadedModel, whole: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """``base_tensors`` with the adapter's update added in float32; copies where it adds.
 
     A head that is tied to the embedding and has an adapter comes out under its own name, untied.
+    ``whole`` are the base tensors where the model's own are shards.
     """
-    merged = base_tensors(loaded.module)
+    own = base_tensors(loaded.module)
+    names = {id(one): name for name, one in own.items()}
+    merged = dict(own if whole is None else whole)
     with torch.no_grad():
         for name, layer, base in _adapted_layers(loaded.module):
             weight = base.get_parameter("weight")
-            total = weight.float() + layer.get_delta_weight(_ADAPTER).float()
+            if whole is not None:
+                weight = whole[names[id(weight)]]
+            update = layer.get_delta_weight(_ADAPTER).to(weight.device)
+            total = weight.float() + update.float()
             merged[f"{name}.weight"] = total.to(weight.dtype)
     return merged
 

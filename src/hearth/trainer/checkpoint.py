@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from hearth.errors import ConfigError, EngineError, NotFoundError, RequestError
 from hearth.models.lora import LoraOptions
 from hearth.sync.folders import drafted, remove_folder, sweep
 from hearth.sync.manifest import MANIFEST_FILE, check_name, folder_names, read_manifest
-from hearth.trainer.dcp import load_tensors, save_tensors
+from hearth.trainer.dcp import FileEntry, load_tensors, save_tensors, verify_files
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,9 @@ MAX_METADATA_BYTES = 2**20
 CROSS_JOB = "cross_job://"
 
 _FORMAT = "hearth-checkpoint-2"
-_DATA = "data"
+DATA = "data"
+"""The folder of the tensors in a checkpoint's."""
+_WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,33 @@ class TrainerState:
     optimizer: Mapping[str, Tensor]
     rng: Mapping[str, str]
     """As ``rng_state`` gives it."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by the names that they have in the folder."""
+        named = {f"{_WEIGHTS}{name}": one for name, one in self.weights.items()}
+        return named | {f"{_OPTIMIZER}{name}": one for name, one in self.optimizer.items()}
+
+
+def state_of(
+    facts: CheckpointFacts, tensors: Mapping[str, Tensor], rng: Mapping[str, str]
+) -> TrainerState:
+    """The reverse of ``TrainerState.tensors``."""
+    return TrainerState(
+        facts=facts, weights=_below(_WEIGHTS, tensors), optimizer=_below(_OPTIMIZER, tensors),
+        rng=rng,
+    )  # fmt: skip
+
+
+def write_manifest(draft: Path, state: TrainerState, files: Mapping[str, FileEntry]) -> None:
+    """Write down what the files of a draft are."""
+    manifest: dict[str, Any] = {
+        "format": _FORMAT, "hearth": hearth.__version__, "torch": torch.__version__,
+        **asdict(state.facts), "rng": dict(state.rng), "files": dict(files),
+    }  # fmt: skip
+    # As a reader will find it: JSON has lists for tuples and texts for keys.
+    manifest = json.loads(json.dumps(manifest))
+    text = json.dumps({**manifest, "checksum": _digest(manifest)}, indent=1)
+    (draft / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 
 class CheckpointFolder:
@@ -103,20 +133,21 @@ class CheckpointFolder:
                 large.
             EngineError: the disk refused.
         """
+        with self.draft(name, state.facts, overwrite=overwrite) as draft:
+            write_manifest(draft, state, save_tensors(draft / DATA, state.tensors()))
+
+    @contextlib.contextmanager
+    def draft(
+        self, name: str, facts: CheckpointFacts, *, overwrite: bool
+    ) -> Generator[Path, None, None]:
+        """An empty folder that is the checkpoint once the ``with`` ends well; raises as ``write``.
+
+        Its tensors go into ``DATA``, and ``write_manifest`` comes last.
+        """
         check_name(name, "path")
-        check_metadata(state.facts.metadata)
+        check_metadata(facts.metadata)
         with drafted(self._root / name, overwrite=overwrite) as draft:
-            tensors = {f"weights/{key}": one for key, one in state.weights.items()}
-            tensors |= {f"optimizer/{key}": one for key, one in state.optimizer.items()}
-            files = save_tensors(draft / _DATA, tensors)
-            manifest: dict[str, Any] = {
-                "format": _FORMAT, "hearth": hearth.__version__, "torch": torch.__version__,
-                **asdict(state.facts), "rng": dict(state.rng), "files": files,
-            }  # fmt: skip
-            # As a reader will find it: JSON has lists for tuples and texts for keys.
-            manifest = json.loads(json.dumps(manifest))
-            text = json.dumps({**manifest, "checksum": _digest(manifest)}, indent=1)
-            (draft / MANIFEST_FILE).write_text(text, encoding="utf-8")
+            yield draft
         self._retire()
 
     def read(self, name: str, *, base_model: str, lora: LoraOptions | None) -> TrainerState:
@@ -127,6 +158,27 @@ class CheckpointFolder:
             RequestError: it is of another base model, adapter or format.
             EngineError: it is damaged; the file is named.
         """
+        manifest = self._fitting(name, base_model, lora)
+        try:
+            tensors = load_tensors(self._root / name / DATA, manifest["files"])
+        except EngineError:
+            # Another process may have overwritten it between the manifest and the data.
+            if self._manifest(name) == manifest:
+                raise
+            return self.read(name, base_model=base_model, lora=lora)
+        return state_of(_facts_of(manifest), tensors, manifest["rng"])
+
+    def verified(
+        self, name: str, *, base_model: str, lora: LoraOptions | None
+    ) -> tuple[Path, CheckpointFacts, Mapping[str, str]]:
+        """Where a checkpoint's tensors are, its facts and its RNG states; raises as ``read``."""
+        manifest = self._fitting(name, base_model, lora)
+        folder = self._root / name / DATA
+        verify_files(folder, manifest["files"])
+        return folder, _facts_of(manifest), manifest["rng"]
+
+    def _fitting(self, name: str, base_model: str, lora: LoraOptions | None) -> dict[str, Any]:
+        """The manifest of a checkpoint of this model."""
         manifest = self._manifest(name)
         facts = _facts_of(manifest)
         if facts.base_model != base_model or _shape(facts.lora) != _shape(lora):
@@ -134,17 +186,7 @@ class CheckpointFolder:
                 f"checkpoint {name!r} must be of {base_model!r} with adapter {_shape(lora)}, got "
                 f"{facts.base_model!r} with {_shape(facts.lora)}"
             )
-        try:
-            tensors = load_tensors(self._root / name / _DATA, manifest["files"])
-        except EngineError:
-            # Another process may have overwritten it between the manifest and the data.
-            if self._manifest(name) == manifest:
-                raise
-            return self.read(name, base_model=base_model, lora=lora)
-        return TrainerState(
-            facts=facts, weights=_below("weights/", tensors),
-            optimizer=_below("optimizer/", tensors), rng=manifest["rng"],
-        )  # fmt: skip
+        return manifest
 
     def _manifest(self, name: str) -> dict[str, Any]:
         check_name(name, "path")

@@ -70,16 +70,25 @@ def load_tensors(folder: Path, entries: Mapping[str, FileEntry]) -> dict[str, Te
         EngineError: a file is missing, unknown, truncated or changed; it is named.
     """
     verify_files(folder, entries)
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    with _explained(f"{_where(folder)} must be readable"):
-        described = reader.read_metadata().state_dict_metadata
-        tensors = {
-            name: torch.empty(one.size, dtype=one.properties.dtype)
-            for name, one in described.items()
-            if isinstance(one, TensorStorageMetadata)
-        }
+    tensors = {name: torch.empty_like(one, device="cpu") for name, one in described(folder).items()}
     load_into(folder, tensors)
     return tensors
+
+
+def described(folder: Path) -> dict[str, Tensor]:
+    """What a folder holds, as tensors on the meta device, which have a shape and a dtype only.
+
+    Raises:
+        EngineError: a file cannot be read.
+    """
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    with _explained(f"{_where(folder)} must be readable"):
+        found = reader.read_metadata().state_dict_metadata
+        return {
+            name: torch.empty(one.size, dtype=one.properties.dtype, device="meta")
+            for name, one in found.items()
+            if isinstance(one, TensorStorageMetadata)
+        }
 
 
 def load_into(folder: Path, tensors: Mapping[str, Tensor]) -> None:

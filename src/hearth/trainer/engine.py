@@ -6,15 +6,19 @@ steps once. Operations run one at a time, whatever thread calls.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from torch import Tensor
 
 from hearth.errors import ClosedError, ConfigError, ForwardOnlyError, RequestError
 from hearth.losses import BuiltinObjective, builtin_objective
@@ -92,7 +96,8 @@ def _exclusive(
         with self.lock:
             if self.is_closed:
                 raise ClosedError(f"trainer {self.name!r} must be running, got a call after close")
-            return method(self, *args, **kwargs)
+            with self.running(method.__name__, *args, **kwargs):
+                return method(self, *args, **kwargs)
 
     return run
 
@@ -107,6 +112,9 @@ class TrainerEngine:
     Raises:
         ConfigError: the model cannot be loaded or trained, or an option breaks its rule.
     """
+
+    keeps_graphs = True
+    """Whether ``forward`` keeps the graph that it is told to."""
 
     def __init__(
         self, source: str | Path, *, name: str | None = None, snapshots: SnapshotStore,
@@ -133,11 +141,7 @@ class TrainerEngine:
         self.architecture = str(base.config.model_type)
         self._limits = _limits(base, self.options.max_seq_len)
         first = [base]
-        self._residents = Residents(
-            lambda: first.pop() if first else self._load(),
-            logit_budget=self.options.logit_budget,
-            recompute_above=self.options.recompute_above,
-        )
+        self._residents = self._make_residents(lambda: first.pop() if first else self._load())
         self._has_told_dense = False
         self._graph: tuple[str, KeptGraph] | None = None
         """The pass that waits for its backward pass, by its name."""
@@ -205,7 +209,7 @@ class TrainerEngine:
         model = self._residents.get(model_id)
         work = self._pass(model, data, loss_fn, config)
         with model.weights():
-            if graph is None or model.optimizer is None:
+            if graph is None or model.optimizer is None or not self.keeps_graphs:
                 return work.forward()
             self._graph = None
             result, kept = work.forward_keeping()
@@ -279,10 +283,10 @@ class TrainerEngine:
             seq_id=seq_id, metadata=dict(metadata or {}),
         )  # fmt: skip
         state = TrainerState(
-            facts=facts, weights=model.tensors(), optimizer=optimizer.state_tensors(),
+            facts=facts, weights=self._stored(model), optimizer=optimizer.state_tensors(),
             rng=rng_state(model.loaded.device),
         )  # fmt: skip
-        self._checkpoints.write(name, state, overwrite=overwrite)
+        self._write_checkpoint(name, state, overwrite=overwrite)
         return name
 
     @_exclusive
@@ -302,7 +306,7 @@ class TrainerEngine:
         model = self._residents.get(model_id)
         optimizer = require_trainable(model, "load_weights")
         folder, own_name = self._find_checkpoint(name)
-        state = folder.read(own_name, base_model=self.name, lora=model.lora)
+        state = self._read_checkpoint(folder, own_name, model)
         model.load_tensors(dict(state.weights), f"checkpoint {name!r}")
         if with_optimizer:
             optimizer.load_state_tensors(state.optimizer)
@@ -356,24 +360,9 @@ class TrainerEngine:
         """
         model = self._residents.get(model_id)
         facts: dict[str, Any] = {"step": model.steps, "user": dict(metadata or {})}
-        if model.lora is not None and kind == "merged_base":
-            tensors = merged_tensors(model.loaded)
-            if tensors.keys() != base_tensors(model.loaded.module).keys():
-                raise RequestError(
-                    "checkpoint_type must be 'base' for an adapter on a tied head, got "
-                    "'merged_base': merging would untie it"
-                )
-            snapshot = Snapshot.capture(identity, "base", self.name, tensors, facts)
-        elif model.lora is not None:
-            facts |= model.lora.as_metadata()
-            snapshot = Snapshot.capture(identity, "lora", self.name, model.tensors(), facts)
-        else:
-            model.published.publish(
-                self._snapshots, identity, self.name, model.tensors(), facts,
-                as_delta=kind == "delta",
-            )  # fmt: skip
-            return identity
-        self._snapshots.put(snapshot)
+        is_merged = model.lora is not None and kind == "merged_base"
+        tensors = self._merged(model) if is_merged else self._whole(model)
+        self._alone(lambda: self._publish(model, identity, kind, tensors, facts))
         return identity
 
     @_exclusive
@@ -384,9 +373,8 @@ class TrainerEngine:
             NotFoundError: there is no such model.
         """
         model = self._residents.get(model_id)
-        loaded = model.loaded
-        merged = merged_tensors(loaded) if model.lora is not None else base_tensors(loaded.module)
-        export_pretrained(loaded, merged, folder)
+        tensors = self._merged(model) if model.lora is not None else self._whole(model)
+        self._alone(lambda: export_pretrained(model.loaded, tensors, folder))
 
     @_exclusive
     def unload(self, model_id: str) -> None:
@@ -434,6 +422,60 @@ class TrainerEngine:
             self._graph = None
             self._residents.clear()
 
+    def running(self, operation: str, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """Around an operation that runs alone, with what it was called with."""
+        return contextlib.nullcontext()
+
+    def _make_residents(self, load: Callable[[], LoadedModel]) -> Residents:
+        return Residents(
+            load, logit_budget=self.options.logit_budget,
+            recompute_above=self.options.recompute_above,
+        )  # fmt: skip
+
+    def _stored(self, model: Resident) -> Mapping[str, Tensor]:
+        """What makes a model, as a checkpoint has it."""
+        return model.tensors()
+
+    def _whole(self, model: Resident) -> Mapping[str, Tensor]:
+        """What makes a model, as a snapshot has it: its adapter, or all weights."""
+        return model.tensors()
+
+    def _merged(self, model: Resident) -> Mapping[str, Tensor]:
+        """All weights of a LoRA model, with the adapter merged in."""
+        return merged_tensors(model.loaded)
+
+    def _alone(self, write: Callable[[], None]) -> None:
+        """Have something written that is written once."""
+        write()
+
+    def _publish(
+        self, model: Resident, identity: str, kind: CheckpointType, tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        if model.lora is None:
+            model.published.publish(
+                self._snapshots, identity, self.name, tensors, facts, as_delta=kind == "delta"
+            )
+            return
+        if kind != "merged_base":
+            lora = {**facts, **model.lora.as_metadata()}
+            self._snapshots.put(Snapshot.capture(identity, "lora", self.name, tensors, lora))
+            return
+        if tensors.keys() != base_tensors(model.loaded.module).keys():
+            raise RequestError(
+                "checkpoint_type must be 'base' for an adapter on a tied head, got 'merged_base': "
+                "merging would untie it"
+            )
+        self._snapshots.put(Snapshot.capture(identity, "base", self.name, tensors, facts))
+
+    def _write_checkpoint(self, name: str, state: TrainerState, *, overwrite: bool) -> None:
+        self._checkpoints.write(name, state, overwrite=overwrite)
+
+    def _read_checkpoint(
+        self, folder: CheckpointFolder, name: str, model: Resident
+    ) -> TrainerState:
+        return folder.read(name, base_model=self.name, lora=model.lora)
+
     def _make_room(self, owner: str | None, *, replace: bool) -> None:
         policy = self._residents.policy()
         leaving = self._residents.others(owner) if replace else []
@@ -471,11 +513,14 @@ class TrainerEngine:
         is_replayed = model.optimizer is not None
         limits = replace(self._limits, routing=model.scorer.routing if is_replayed else None)
         self._note_dense(data)
-        return Pass(
+        return self._make_pass(
             scorer=model.scorer, objective=objective,
             examples=read_datums(data, objective, limits), limits=limits,
             token_budget=self.options.micro_batch_tokens, temperature=temperature,
         )  # fmt: skip
+
+    def _make_pass(self, **fields: Any) -> Pass:
+        return Pass(**fields)
 
     def _kept_graph(self, name: str | None, work: Pass) -> KeptGraph | None:
         """The graph that an earlier pass has left for this one; it is used up."""

@@ -62,9 +62,15 @@ class TargetScorer:
         self._device = loaded.device
         self._check(loaded)
         self._routers = find_routers(loaded)
-        self._packed = PackedDecoder.of(loaded) or PackedModule.of(loaded, kernel)
+        self._packed = self._packed_form(loaded, kernel)
         self.routing = None if self._routers is None else self._routers.shape
         """What its routers choose from; None for a dense model."""
+
+    def _packed_form(
+        self, loaded: LoadedModel, kernel: Kernel | None
+    ) -> PackedDecoder | PackedModule | None:
+        """What runs rows without padding; None where nothing can."""
+        return PackedDecoder.of(loaded) or PackedModule.of(loaded, kernel)
 
     def replaying(self, routing: Tensor | None) -> contextlib.AbstractContextManager[None]:
         """Send tokens to given experts, backward passes included, inside the ``with``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class Optimizer:
         if self.num_passes == 0:
             return metrics | {"skipped": 1.0}
         gradients = self._gradients()
-        norm = float(torch.nn.utils.get_total_norm(gradients)) / denominator
+        norm = self._norm(gradients) / denominator
         if not math.isfinite(norm):
             self.clear_gradient()
             raise NumericsError(
@@ -134,6 +134,10 @@ class Optimizer:
                 master.grad = torch.zeros_like(master)
             gradients.append(master.grad)
         return gradients
+
+    def _norm(self, gradients: Sequence[Tensor]) -> float:
+        """The L2 norm of all of them together."""
+        return float(torch.nn.utils.get_total_norm(gradients))
 
     def _apply(self, adam: AdamParams) -> None:
         for group in self._adam.param_groups:

@@ -99,10 +99,10 @@ class Pass:
             room -= batch.num_rows
             with self.scorer.replaying(batch.routing), torch.set_grad_enabled(room >= 0):
                 logprobs = self._score_batch(batch)
-            found |= _split(batch, logprobs.detach().cpu())
+            found |= split(batch, logprobs.detach().cpu())
             if room >= 0:
                 parts.append((batch, logprobs))
-        _check_finite(found)
+        check_finite(found)
         with torch.no_grad():
             return self._result(found), KeptGraph(parts, self.temperature)
 
@@ -121,7 +121,7 @@ class Pass:
         for scored, logprobs in kept.parts if kept is not None else ():
             # The same text, with the loss inputs of now.
             batch = replace(scored, examples=[self.examples[one.index] for one in scored.examples])
-            rows = _split(batch, logprobs.detach().cpu())
+            rows = split(batch, logprobs.detach().cpu())
             with self.scorer.replaying(batch.routing):
                 counts += self._backward(batch, rows, logprobs)
             found |= rows
@@ -170,13 +170,13 @@ class Pass:
         for batch in self.scorer.batches(examples, self.token_budget, self.limits):
             with self.scorer.replaying(batch.routing):
                 logprobs = self._score_batch(batch)
-            found |= _split(batch, logprobs.cpu())
-        _check_finite(found)
+            found |= split(batch, logprobs.cpu())
+        check_finite(found)
         return found
 
     def _train(self, batch: Batch) -> tuple[Rows, GradientCounts]:
         """Add one micro-batch's gradient; its logprobs, and what the gradient counts as."""
-        is_live = _join(batch, self._active).any(dim=1)
+        is_live = join(batch, self._active).any(dim=1)
         live, rest = is_live.nonzero().squeeze(1), (~is_live).nonzero().squeeze(1)
         refresh()
         states = self.scorer.states(batch)
@@ -185,16 +185,16 @@ class Pass:
         logprobs[live] = scored.detach().cpu()
         with torch.no_grad():
             logprobs[rest] = self._score_places(states, batch, rest).cpu()
-        rows = _split(batch, logprobs)
-        _check_finite(rows)
+        rows = split(batch, logprobs)
+        check_finite(rows)
         return rows, self._backward(batch, rows, scored, live)
 
     def _backward(
         self, batch: Batch, rows: Rows, scored: Tensor, places: Tensor | None = None
     ) -> GradientCounts:
         """Add the gradient by way of the ``scored`` logprobs, those at ``places`` or all."""
-        gradient = _join(batch, self._loss_gradient(batch.examples, rows))
-        counts = _counts(batch, gradient)
+        gradient = join(batch, self._loss_gradient(batch.examples, rows))
+        counts = count(batch, gradient)
         if counts.tokens:
             chosen = gradient if places is None else gradient[places]
             scored.backward(chosen.to(scored.device))
@@ -245,7 +245,7 @@ def _by_datum(examples: Sequence[Example], flat: Tensor) -> Rows:
     return {one.index: part for one, part in zip(examples, parts, strict=True)}
 
 
-def _split(batch: Batch, values: Tensor) -> Rows:
+def split(batch: Batch, values: Tensor) -> Rows:
     """Values [R, K] of a micro-batch by datum."""
     parts = values.split([one.length for one in batch.examples])
     return {
@@ -254,8 +254,8 @@ def _split(batch: Batch, values: Tensor) -> Rows:
     }
 
 
-def _join(batch: Batch, rows: Mapping[int, Tensor]) -> Tensor:
-    """The reverse of ``_split``, with 0 for candidates that a datum does not have."""
+def join(batch: Batch, rows: Mapping[int, Tensor]) -> Tensor:
+    """The reverse of ``split``, with 0 for candidates that a datum does not have."""
     width = batch.targets.shape[1]
     parts: list[Tensor] = []
     for one in batch.examples:
@@ -264,14 +264,19 @@ def _join(batch: Batch, rows: Mapping[int, Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def _counts(batch: Batch, gradient: Tensor) -> GradientCounts:
+def count(batch: Batch, gradient: Tensor) -> GradientCounts:
     """Tokens and samples with a gradient [R, K]; a token's candidates count once."""
     lengths = torch.tensor([one.length for one in batch.examples])
     segments = torch.repeat_interleave(torch.arange(len(batch.examples)), lengths)
     return gradient_counts(gradient.abs().sum(dim=1), segments)
 
 
-def _check_finite(rows: Rows) -> None:
+def check_finite(rows: Rows) -> None:
+    """Refuse logprobs that are none.
+
+    Raises:
+        NumericsError: one is not finite; its datum and place are named.
+    """
     for index, row in rows.items():
         if not bool(torch.isfinite(row).all()):
             place = int((~torch.isfinite(row)).nonzero()[0])

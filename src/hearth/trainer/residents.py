@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hearth.errors import EngineError, ForwardOnlyError, NotFoundError, RequestError
 from hearth.models.loading import LoadedModel, base_tensors, load_base_tensors
@@ -132,9 +132,7 @@ class Residents:
         loaded = self._own_weights() if lora is None else self._shared_weights()
         if lora is not None:
             attach_lora(loaded, lora)
-        named = loaded.module.named_parameters()
-        optimizer = Optimizer({name: one for name, one in named if one.requires_grad})
-        return self._add("policy", loaded, optimizer, owner)
+        return self._add("policy", loaded, self._optimizer(loaded), owner)
 
     def add_frozen(self, owner: str | None = None) -> Resident:
         """A model that is the base weights and stays so."""
@@ -165,12 +163,17 @@ class Residents:
         self, role: str, loaded: LoadedModel, optimizer: Optimizer | None, owner: str | None
     ) -> Resident:
         model_id = f"{role}-{next(self._numbers)}-{self._process}"
-        scorer = TargetScorer(
-            loaded, logit_budget=self._logit_budget, recompute_above=self._recompute_above
-        )
-        model = Resident(model_id, loaded, scorer, optimizer, owner=owner)
+        model = Resident(model_id, loaded, self._scorer(loaded), optimizer, owner=owner)
         self._models[model_id] = model
         return model
+
+    def _scorer(self, loaded: LoadedModel) -> TargetScorer:
+        return TargetScorer(
+            loaded, logit_budget=self._logit_budget, recompute_above=self._recompute_above
+        )
+
+    def _optimizer(self, loaded: LoadedModel) -> Optimizer:
+        return Optimizer(trainable(loaded))
 
     def _shared_weights(self) -> LoadedModel:
         if self._base is None:
@@ -184,6 +187,11 @@ class Residents:
             return self._load()
         loaded, self._base = self._base, None
         return loaded
+
+
+def trainable(loaded: LoadedModel) -> dict[str, nn.Parameter]:
+    """The parameters that a policy trains, by name."""
+    return {name: one for name, one in loaded.module.named_parameters() if one.requires_grad}
 
 
 def unknown_model(model_id: str) -> NotFoundError:

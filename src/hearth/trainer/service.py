@@ -101,7 +101,8 @@ class Operations:
             model_id=model_id, base_model=self.engine.name,
             lora_rank=self.engine.facts(model_id).lora_rank,
             max_seq_len=self.engine.max_seq_len, tensor_encodings=["list", "base64"],
-            supports_router_replay=self.engine.supports_router_replay, keeps_graphs=True,
+            supports_router_replay=self.engine.supports_router_replay,
+            keeps_graphs=self.engine.keeps_graphs,
         )  # fmt: skip
 
     def forward(self, content: Content) -> Record:
