@@ -43,6 +43,10 @@ class TrainerSpec:
     forward_only: bool = False
     ranks: int = 1
     """Processes that share its weights (FSDP2)."""
+    rank_timeout_s: float = 300.0
+    """How long a rank may keep the others waiting before the trainer is given up."""
+    offload_optimizer: bool = False
+    """Keep the parts of weights, gradients and moments in the host's memory between uses."""
     dtype: str = "float32"
     device: str | None = None
     """None takes the GPU where there is one."""
@@ -59,7 +63,7 @@ class TrainerSpec:
     allow_folders: bool = True
     """Whether a request may name another folder of this machine."""
     threads: int | None = None
-    """CPU threads of its own process, always; None: its share of all cores. Unused inline."""
+    """CPU threads of each process, always; None: its share of all cores. Unused inline."""
     trust_remote_code: bool = False
 
 

@@ -6,6 +6,7 @@ Whoever forks such processes imports this module beforehand, and with it all tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 # Imported where they are used as well, at the price of seconds per process.
@@ -21,6 +22,8 @@ from hearth.sync.store import Buckets, buckets_of
 from hearth.trainer.adapters import AdapterShelf
 from hearth.trainer.engine import TrainerEngine, TrainerOptions
 from hearth.trainer.export import export_snapshot
+from hearth.trainer.ranks.engine import RankSettings
+from hearth.trainer.ranks.start import start_ranks
 from hearth.trainer.service import create_app
 
 OnPhase = Callable[[str], None]
@@ -28,8 +31,9 @@ OnPhase = Callable[[str], None]
 
 def build(
     *, buckets: str | Buckets, base_model: str, source: str, bucket: str, checkpoint_dir: str,
-    forward_only: bool, ranks: int, dtype: str, device: str | None, max_seq_len: int | None,
-    micro_batch_tokens: int, recompute_above: int | None, keep_checkpoints: int | None,
+    forward_only: bool, ranks: int, rank_timeout_s: float, offload_optimizer: bool, dtype: str,
+    device: str | None, max_seq_len: int | None, micro_batch_tokens: int,
+    recompute_above: int | None, keep_checkpoints: int | None,
     keep_snapshots: int | None, models_dir: str | None, allow_folders: bool,
     trust_remote_code: bool, companions: Companions, on_phase: OnPhase,
 ) -> tuple[Starlette, Callable[[], None]]:  # fmt: skip
@@ -41,15 +45,37 @@ def build(
     Raises:
         ConfigError: the model cannot be loaded, or an option breaks its rule.
     """
-    if ranks > 1:
-        raise ConfigError(f"ranks must be 1, got {ranks}")
+    if ranks > 1 and not isinstance(buckets, str):
+        raise ConfigError(
+            f"ranks must be 1 with the inline placement, got {ranks}: a process group does not "
+            "belong into the user's process; use placement='process', or hearth serve"
+        )
+    if ranks == 1 and offload_optimizer:
+        raise ConfigError(
+            "offload_optimizer must be off with ranks=1, got True: only weights that ranks share "
+            "can be kept in the host's memory"
+        )
     on_phase("loading model")
+    device = device or best_device()
     options = TrainerOptions(
-        dtype=dtype, device=device or best_device(), max_seq_len=max_seq_len,
+        # Whole weights of a trainer of ranks are only ever in the host's memory.
+        dtype=dtype, device=device if ranks == 1 else "cpu", max_seq_len=max_seq_len,
         micro_batch_tokens=micro_batch_tokens, recompute_above=recompute_above,
         forward_only=forward_only,
         keep_checkpoints=keep_checkpoints, trust_remote_code=trust_remote_code,
     )  # fmt: skip
+    if ranks > 1:
+        settings = RankSettings(
+            source=source, name=base_model, buckets=str(buckets), bucket=bucket,
+            keep_snapshots=keep_snapshots, checkpoint_dir=checkpoint_dir, models_dir=models_dir,
+            allow_folders=allow_folders, offload=offload_optimizer, options=asdict(options),
+        )  # fmt: skip
+        on_phase("starting ranks")
+        leading = start_ranks(
+            companions, settings, ranks=ranks, device=device, timeout_s=rank_timeout_s
+        )
+        on_phase("idle")
+        return create_app(leading, on_phase=on_phase), leading.close
     shelf = AdapterShelf(Path(models_dir) if models_dir else None, allow_folders=allow_folders)
     engine = TrainerEngine(
         source, name=base_model, snapshots=buckets_of(buckets, keep_snapshots).bucket(bucket),

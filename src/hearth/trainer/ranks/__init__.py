@@ -1,0 +1,1 @@
+"""One trainer as several processes that share its weights."""

@@ -1,0 +1,52 @@
+"""The process of a trainer's rank other than 0: does what rank 0 tells.
+
+python -m hearth.trainer.ranks.main RANK RANKS HOST PORT DEVICE TIMEOUT_S
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+
+import torch
+
+from hearth.telemetry import setup_logging
+from hearth.trainer.ranks.engine import RankSettings
+from hearth.trainer.ranks.group import Rendezvous
+from hearth.trainer.ranks.start import rank_device
+
+# Not its own name, which is __main__ here and outside of what is logged.
+logger = logging.getLogger("hearth.trainer.ranks.main")
+
+
+def main() -> None:
+    """Be the rank of ``sys.argv``, until rank 0 closes or something is beyond repair."""
+    rank, ranks, host, port, device, timeout_s = sys.argv[1:]
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    setup_logging()
+    faulthandler.enable()
+    code = 1
+    try:
+        logger.info(
+            "rank %s of %s: process %d, %d threads", rank, ranks, os.getpid(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        meeting = Rendezvous(host, int(port), int(ranks), float(timeout_s))
+        group = meeting.join(int(rank), rank_device(device, int(rank)))
+        settings = RankSettings.parse(group.listen())
+        settings.engine(group, logger.error).follow()
+        code = 0
+    except Exception:  # the boundary: the log has it, and rank 0 reads the log
+        logger.exception("rank %s ends", rank)
+    finally:
+        logging.shutdown()
+        # Not sys.exit: threads of the process group may wait for ranks that are gone.
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Rank 0 of a trainer: starts the other ranks, and ends with them when one of them is lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+import torch
+
+from hearth.companions import Command, Companion, Companions
+from hearth.trainer.ranks.engine import RankEngine, RankSettings
+from hearth.trainer.ranks.group import Rendezvous
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.1
+_CAUSE_S = 2.0
+"""How long a broken conversation waits for the death that may have broken it."""
+_LINES = 12
+
+
+def start_ranks(
+    companions: Companions, settings: RankSettings, *, ranks: int, device: str, timeout_s: float
+) -> RankEngine:
+    """The engine of rank 0, once all other ranks have theirs.
+
+    From then on the loss of a rank, and an operation that a rank holds up for more than
+    ``timeout_s``, ends this process: its log says why, and nothing is left of the others.
+
+    Raises:
+        ConfigError: the model cannot be loaded or trained, or an option breaks its rule.
+        EngineError: a rank cannot be started.
+    """
+    on_gpu = device.startswith("cuda")
+    threads = min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // ranks))
+    watch = _Watch()
+    place = ("{host}", "{port}")
+    for rank in range(1, ranks):
+        # Rank 1 runs where it is told the address that all the others need.
+        argv = [sys.executable, "-m", "hearth.trainer.ranks.main", str(rank), str(ranks), *place]
+        started = companions.start(
+            Command(
+                name=f"rank-{rank}", argv=[*argv, device, str(timeout_s)],
+                env={"OMP_NUM_THREADS": str(threads)}, cpus=threads, gpus=1.0 if on_gpu else 0.0,
+            )
+        )  # fmt: skip
+        if rank == 1:
+            place = (started.host, str(started.port))
+        watch.ranks[f"rank-{rank}"] = started
+    watch.begin()
+    host, port = place
+    group = Rendezvous(host, int(port), ranks, timeout_s).join(0, rank_device(device, 0))
+    group.tell(settings.dump())
+    engine = settings.engine(group, watch.end)
+    engine.call_on_close(watch.rest)
+    return engine
+
+
+def rank_device(device: str, rank: int) -> torch.device:
+    """Where a rank computes: on a machine of several GPUs each on one of its own."""
+    if not device.startswith("cuda"):
+        return torch.device(device)
+    chosen = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+@dataclass
+class _Watch:
+    """Looks after the other ranks."""
+
+    ranks: dict[str, Companion] = field(default_factory=lambda: {})
+    _resting: threading.Event = field(default_factory=threading.Event)
+    _ending: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self) -> None:
+        threading.Thread(target=self._look, name="hearth-ranks", daemon=True).start()
+
+    def rest(self) -> None:
+        """Ranks may end from now on."""
+        self._resting.set()
+
+    def end(self, reason: str) -> NoReturn:
+        """Say why and what each rank had to say, and end this process."""
+        self._ending.acquire()  # for good: the first reason is the one
+        end_s = time.monotonic() + _CAUSE_S
+        while not (lost := self._lost()) and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+        for name, one in self.ranks.items():
+            if lost and name not in lost:
+                continue
+            for line in one.last_lines()[-_LINES:]:
+                logger.error("%s: %s", name, line)
+        lost_ones = [f"{name} {how}" for name, how in lost.items()]
+        logger.error(
+            "the ranks of a trainer must go on together, got: %s", "; ".join([*lost_ones, reason])
+        )
+        logging.shutdown()
+        os._exit(1)
+
+    def _lost(self) -> Mapping[str, str]:
+        """The ranks that have ended, and how."""
+        reports = {name: one.poll() for name, one in self.ranks.items()}
+        return {
+            name: replace(one, last_lines=(), peak_rss_mb=None).describe()
+            for name, one in reports.items()
+            if one is not None
+        }
+
+    def _look(self) -> None:
+        while not self._resting.wait(_LOOK_S):
+            if self._lost():
+                self.end("the trainer ends with it")

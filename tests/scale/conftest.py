@@ -1,0 +1,119 @@
+"""Trainers of several ranks, started once and used by many tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.scale.trainers import OneProcess, RankTrainer, write_model
+
+from hearth.launch.processes import ProcessLauncher
+from hearth.launch.spec import TrainerSpec
+from hearth.sync.store import MemorySnapshotStore
+from hearth.trainer.engine import TrainerEngine, TrainerOptions
+
+MICRO_BATCH_TOKENS = 128
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from a second thread, and lose much where cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="session")
+def checkpoints(data_dir: Path) -> Path:
+    """The folder that all trainers of these tests write their checkpoints into."""
+    return data_dir / "checkpoints"
+
+
+@pytest.fixture(scope="session")
+def launcher(data_dir: Path) -> Iterator[ProcessLauncher]:
+    launcher = ProcessLauncher(data_dir, die_with_parent=True)
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="session")
+def start(
+    launcher: ProcessLauncher, model_folder: Path, data_dir: Path, checkpoints: Path
+) -> Callable[..., RankTrainer]:
+    """A trainer of some ranks, until it is closed; keyword arguments are fields of its spec."""
+    count = 0
+
+    def start(ranks: int, **options: Any) -> RankTrainer:
+        nonlocal count
+        count += 1
+        values: dict[str, Any] = {
+            "worker_id": f"trainer-{count}", "base_model": "tiny", "source": str(model_folder),
+            "bucket": f"bucket-{count}", "checkpoint_dir": str(checkpoints), "device": "cpu",
+            "threads": 1, "ranks": ranks, "micro_batch_tokens": MICRO_BATCH_TOKENS,
+        }  # fmt: skip
+        return RankTrainer(launcher, data_dir, TrainerSpec(**values | options))
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def groups(start: Callable[..., RankTrainer]) -> Iterator[Callable[[int], RankTrainer]]:
+    """The one trainer of so many ranks."""
+    made: dict[int, RankTrainer] = {}
+
+    def group(ranks: int) -> RankTrainer:
+        if ranks not in made:
+            made[ranks] = start(ranks)
+        return made[ranks]
+
+    yield group
+    for one in made.values():
+        one.close()
+
+
+@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
+def ranks(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture
+def trainer(groups: Callable[[int], RankTrainer], ranks: int) -> RankTrainer:
+    return groups(ranks)
+
+
+@pytest.fixture
+def make_one(model_folder: Path, checkpoints: Path) -> Iterator[Callable[..., OneProcess]]:
+    """A trainer that is one process, on the same model and checkpoints."""
+    made: list[OneProcess] = []
+
+    def make(source: Path | None = None, **options: Any) -> OneProcess:
+        values = {"micro_batch_tokens": MICRO_BATCH_TOKENS, **options}
+        engine = TrainerEngine(
+            source or model_folder, name="tiny", snapshots=MemorySnapshotStore(),
+            checkpoint_dir=checkpoints, options=TrainerOptions(**values),
+        )  # fmt: skip
+        made.append(OneProcess(engine))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.engine.close()
+
+
+@pytest.fixture
+def one(make_one: Callable[..., OneProcess]) -> OneProcess:
+    return make_one()

@@ -1,0 +1,89 @@
+"""Ranks on other models and in another precision; each is a trainer of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.scale.trainers import (
+    OneProcess,
+    RankTrainer,
+    assert_close,
+    checkpoint_tensors,
+    gradient,
+    random_data,
+)
+from tests.unit.moe import LAYERS, TOP_K, write_moe
+
+from hearth.wire.routing import encode_routing
+from hearth.wire.tinker import AdamParams, DatumRecord, ModelInputRecord
+
+LENGTHS = (33, 12, 50, 7, 21)
+
+
+def routed(data: list[DatumRecord]) -> list[DatumRecord]:
+    """The datums with random experts for each token but the first ones, as prompts have none."""
+    rng = np.random.default_rng(7)
+    found: list[DatumRecord] = []
+    for one in data:
+        count = len(one.model_input.chunks[0].tokens or ())
+        picked = rng.permuted(np.tile(np.arange(8, dtype=np.uint8), (count, LAYERS, 1)), axis=-1)
+        rows = encode_routing(np.ascontiguousarray(picked[count // 3 :, :, :TOP_K]))
+        given = ModelInputRecord(
+            chunks=one.model_input.chunks, routing_matrices=[""] * (count // 3) + rows
+        )
+        found.append(one.model_copy(update={"model_input": given}))
+    return found
+
+
+def test_experts_are_replayed_on_every_rank(
+    start: Callable[..., RankTrainer], make_one: Callable[..., OneProcess], checkpoints: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    folder = write_moe(tmp_path / "moe")
+    trainer, one = start(2, source=str(folder)), make_one(folder)
+    data = routed(random_data(LENGTHS, vocabulary=64))
+    theirs, own = trainer.create_model(), one.create_model()
+
+    found, expected = trainer.forward_backward(theirs, data), one.forward_backward(own, data)
+    free, _ = one.forward(own, random_data(LENGTHS, vocabulary=64))
+
+    for row, other in zip(found[0], expected[0], strict=True):
+        np.testing.assert_allclose(row, other, atol=1e-5, rtol=0)
+    assert np.abs(np.concatenate(found[0]) - np.concatenate(free)).max() > 0.1
+    assert_close(gradient(trainer, theirs, checkpoints), gradient(one, own, checkpoints))
+    trainer.close()
+
+
+def test_bfloat16_has_float32_masters_and_one_process_goes_on_from_them(
+    start: Callable[..., RankTrainer], make_one: Callable[..., OneProcess], checkpoints: Path
+) -> None:
+    """Parts in the host's memory, layers recomputed: neither changes a number."""
+    trainer = start(2, dtype="bfloat16", offload_optimizer=True, recompute_above=16)
+    one = make_one(dtype="bfloat16")
+    data = random_data(LENGTHS)
+    adam = AdamParams(learning_rate=1e-3, eps=1e-6)
+    theirs, own = trainer.create_model(), one.create_model()
+
+    for run, model in ((trainer, theirs), (one, own)):
+        _, metrics = run.forward_backward(model, data)
+        assert metrics["loss:sum"] == pytest.approx(one.forward(own, data)[1]["loss:sum"], rel=0.05)
+        run.optim_step(model, adam, "num_loss_tokens")
+    trainer.save_state(theirs, "rounded")
+    saved = checkpoint_tensors(checkpoints, "rounded")
+    published = trainer.published(theirs, "rounded")
+    one.load_state(own, "rounded")
+    one.save_state(own, "read")
+    trainer.close()
+
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert saved[f"weights/{name}"].dtype == published[name].dtype == torch.bfloat16
+    master = saved[f"optimizer/master/{name}"]
+    assert torch.equal(master.bfloat16(), saved[f"weights/{name}"])
+    assert not torch.equal(master, saved[f"weights/{name}"].float())
+    read = checkpoint_tensors(checkpoints, "read")
+    assert read.keys() == saved.keys()
+    assert all(torch.equal(tensor, read[key]) for key, tensor in saved.items())
