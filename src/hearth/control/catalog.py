@@ -63,7 +63,13 @@ class ShapeEntry:
     recompute_above: _Positive | None = None
     threads: _Positive | None = None
     ranks: _Positive | None = None
-    """Processes that share a trainer's weights."""
+    """Processes that share a trainer's weights (FSDP2)."""
+    rank_timeout_s: _Positive | None = None
+    """Seconds that a rank may keep the others waiting before the trainer is given up."""
+    offload_optimizer: bool | None = None
+    """Keep a rank's weights, gradients and moments in the host's memory between uses."""
+    context_parallel: _Positive | None = None
+    """Ranks that share one sequence; 1 is all there is."""
     engine: Engine | None = None
     """What draws the tokens of a deployment."""
     engine_options: dict[str, Any] | None = None

@@ -8,6 +8,7 @@ weights since the last checkpoint are gone with it.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from typing import Any
 
@@ -277,6 +278,10 @@ class Jobs:
         )
         shape = self._means.catalog.shape(body.training_shape) if body.training_shape else None
         values = Values(body.extra_values or {}, shape)
+        ranks = self._ranks(values)
+        threads = values.count("threads") or self._means.trainer_threads
+        if ranks > 1:
+            threads = max(1, (threads or os.cpu_count() or 1) // ranks)
         return TrainerSpec(
             worker_id=f"{_PREFIX}{job_id}",
             base_model=entry.name,
@@ -284,19 +289,46 @@ class Jobs:
             bucket=bucket_of(job_id, body),
             checkpoint_dir=str(self._means.checkpoint_dir(job_id)),
             forward_only=body.forward_only,
-            ranks=values.count("ranks") or 1,
+            ranks=ranks,
+            rank_timeout_s=values.count("rank_timeout_s") or 300,
+            offload_optimizer=values.flag("offload_optimizer"),
             dtype=values.choice("dtype", ("float32", "bfloat16"), "float32"),
             device=values.text("device"),
             max_seq_len=body.training_config.max_context_length,
             micro_batch_tokens=values.count("micro_batch_tokens") or 16384,
             recompute_above=values.count("recompute_above"),
             keep_checkpoints=values.count("keep_checkpoints"),
-            threads=values.count("threads") or self._means.trainer_threads,
+            threads=threads,
             keep_snapshots=self._means.keep_snapshots,
             models_dir=str(self._means.models_dir),
             allow_folders=self._means.catalog.allow_folders,
             trust_remote_code=entry.trust_remote_code,
         )
+
+    def _ranks(self, values: Values) -> int:
+        """How many processes share the weights.
+
+        Raises:
+            RequestError: the placement has no room for them, or what they are to do is unknown.
+        """
+        ranks = values.count("ranks") or 1
+        if ranks > 1 and self._means.launcher.placement == "inline":
+            raise RequestError(
+                f"ranks must be 1 with the inline placement, got {ranks}: a process group does not "
+                "belong into the user's process; use placement='process', or hearth serve"
+            )
+        if ranks == 1 and values.flag("offload_optimizer"):
+            raise RequestError(
+                "offload_optimizer must be off with ranks=1, got True: only weights that ranks "
+                "share can be kept in the host's memory"
+            )
+        if (parallel := values.count("context_parallel") or 1) > 1:
+            raise RequestError(
+                f"context_parallel must be 1, got {parallel}: it is not supported on CPU, where "
+                "torch's context_parallel has no attention kernel, and not connected on a GPU; "
+                "recompute_above and a smaller micro_batch_tokens save memory"
+            )
+        return ranks
 
     def _start(self, job_id: str, body: TrainerJob) -> None:
         try:

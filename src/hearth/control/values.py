@@ -55,6 +55,17 @@ class Values:
             raise RequestError(f"extraValues.{name} must be a whole number >= 1, got {value!r}")
         return number
 
+    def flag(self, name: str) -> bool:
+        """True or false; false where nothing is given.
+
+        Raises:
+            RequestError: it is something else.
+        """
+        value = self._value(name)
+        if value is not None and not isinstance(value, bool):
+            raise RequestError(f"extraValues.{name} must be true or false, got {value!r}")
+        return bool(value)
+
     def mapping(self, name: str) -> dict[str, Any]:
         """Values by name; empty where nothing is given. A request's stand over the shape's.
 

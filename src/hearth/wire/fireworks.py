@@ -164,7 +164,8 @@ class TrainerJob(Resource):
     purpose: str | None = None
     managed_by: str | None = None
     extra_values: dict[str, Any] | None = None
-    """Ours: ``dtype``, ``device``, ``micro_batch_tokens``, ``recompute_above``, ``threads``."""
+    """Ours: ``dtype``, ``device``, ``micro_batch_tokens``, ``recompute_above``, ``threads``,
+    ``ranks``, ``rank_timeout_s``, ``offload_optimizer``."""
     state: str | None = None
     """One of ``JobState`` here; another platform may know more."""
     status_message: str | None = None

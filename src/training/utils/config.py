@@ -111,6 +111,9 @@ class TrainerConfig:
     recompute_above: int | None = None
     """Passes of more tokens than this compute activations again in their backward pass instead of
     keeping them (activation checkpointing): slower, in less memory. None never does."""
+    ranks: int = 1
+    """Processes that share each trainer's weights (FSDP2); more than one needs
+    ``placement="process"`` or a served platform."""
 
 
 @dataclass(kw_only=True)

@@ -66,6 +66,8 @@ def _problems(config: RecipeConfig) -> Iterator[str]:
     for name in ("warm_start_from_adapter", "merge_adapter"):
         if getattr(config, name) and config.lora_rank == 0:
             yield f"lora_rank must be > 0 where {name} is given, got 0"
+    if config.trainer.ranks < 1:
+        yield f"trainer.ranks must be >= 1, got {config.trainer.ranks}"
     if config.keep_checkpoints is not None and config.keep_checkpoints < 1:
         yield f"keep_checkpoints must be >= 1 or None, got {config.keep_checkpoints}"
 

@@ -109,6 +109,7 @@ FIELDS = [
 EXTRA = [
     "dtype", "device", "threads", "micro_batch_tokens", "tokenizer", "max_context_length",
     "max_batch_size", "trust_remote_code", "keep_checkpoints", "recompute_above",
+    "ranks", "rank_timeout_s", "offload_optimizer", "context_parallel",
 ]  # fmt: skip
 VALUES = st.dictionaries(st.sampled_from(EXTRA), JSON, max_size=4)
 

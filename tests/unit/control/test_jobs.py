@@ -321,6 +321,42 @@ async def test_extra_values_reach_the_trainer(ask, script, job):
     assert (spec.threads, spec.micro_batch_tokens, spec.recompute_above) == (2, 512, 4096)
 
 
+async def test_several_ranks_share_the_threads(ask, script, job):
+    script.placement = "process"
+    more = {"ranks": 2, "rank_timeout_s": 60, "offload_optimizer": True, "threads": 5}
+
+    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job({"extraValues": more}))
+    await ask("POST", f"{JOBS}?rlorTrainerJobId=i", job({"extraValues": {"ranks": 10000}}))
+
+    spec = script.last("j").spec
+    assert (spec.ranks, spec.threads, spec.rank_timeout_s) == (2, 2, 60)
+    assert spec.offload_optimizer is True
+    assert script.last("i").spec.threads == 1
+
+
+@pytest.mark.parametrize(
+    ("placement", "more", "message"),
+    [
+        ("inline", {"ranks": 2}, "ranks must be 1 with the inline placement, got 2"),
+        ("process", {"offload_optimizer": True}, "offload_optimizer must be off with ranks=1"),
+        (
+            "process", {"ranks": 2, "offload_optimizer": "yes"},
+            "extraValues.offload_optimizer must be true or false, got 'yes'",
+        ),
+        (
+            "process", {"ranks": 2, "context_parallel": 2},
+            "context_parallel must be 1, got 2: it is not supported on CPU",
+        ),
+    ],
+)  # fmt: skip
+async def test_ranks_that_cannot_be_are_refused(ask, script, job, placement, more, message):
+    script.placement = placement
+    path = f"{JOBS}?rlorTrainerJobId=j"
+
+    assert message in await ask.refused(400, "POST", path, job({"extraValues": more}))
+    assert script.started == []
+
+
 async def test_a_negative_rank_is_refused(ask, job):
     message = await ask.refused(400, "POST", f"{JOBS}?rlorTrainerJobId=j", job(loraRank=-1))
 

@@ -137,6 +137,8 @@ class PlatformSpec:
             "dtype": self.trainer.dtype, "device": self.trainer.device,
             "micro_batch_tokens": self.trainer.micro_batch_tokens,
             "recompute_above": self.trainer.recompute_above,
+            # Not where it is 1, or runs from before would not find their jobs again.
+            "ranks": self.trainer.ranks if self.trainer.ranks > 1 else None,
             "keep_checkpoints": self.keep_checkpoints,
         }  # fmt: skip
         return {name: value for name, value in own.items() if value is not None}
@@ -203,6 +205,11 @@ def check_platform(spec: PlatformSpec) -> None:
         raise ConfigError(
             f"trainer.job_id must name a job of a served platform, got {spec.trainer.job_id!r} and "
             f"no {BASE_URL}: the embedded platform starts empty"
+        )
+    if spec.trainer.ranks > 1 and spec.placement == "inline":
+        raise ConfigError(
+            f"trainer.ranks must be 1 with placement='inline', got {spec.trainer.ranks}: a process "
+            "group does not belong into the recipe's process; use placement='process'"
         )
     resolve_model(spec.base_model)
 
