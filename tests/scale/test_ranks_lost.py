@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.scale.trainers import RankTrainer, random_data
@@ -21,7 +23,7 @@ def start(start: Callable[..., RankTrainer]) -> Iterator[Callable[..., RankTrain
     """Trainers that end with the test."""
     made: list[RankTrainer] = []
 
-    def begin(ranks: int, **options: float) -> RankTrainer:
+    def begin(ranks: int, **options: Any) -> RankTrainer:
         made.append(start(ranks, **options))
         return made[-1]
 
@@ -61,8 +63,10 @@ def test_a_rank_that_is_killed_is_named_with_its_last_lines(
     assert_gone(own, *pids)
 
 
-def test_a_rank_that_hangs_is_given_up_after_its_time(start: Callable[..., RankTrainer]) -> None:
-    trainer = start(2, rank_timeout_s=8.0)
+def test_a_rank_that_hangs_is_given_up_after_its_time_and_named(
+    start: Callable[..., RankTrainer],
+) -> None:
+    trainer = start(3, rank_timeout_s=8.0)
     own, pid = trainer.worker.pid, trainer.pid(1)
     assert own is not None
     model = trainer.create_model()
@@ -74,9 +78,16 @@ def test_a_rank_that_hangs_is_given_up_after_its_time(start: Callable[..., RankT
     assert trainer.heard.has_failed.wait(8.0 + SOON_S)
     assert trainer.heard.report is not None
     message = trainer.heard.report.describe()
-    assert "the ranks of a trainer must go on together, got: forward_backward failed" in message
+    assert "got: rank-1 still runs, and does not answer" in message
     assert f"process {pid}," in message
     assert_gone(own, pid)
+
+
+def test_a_model_that_cannot_be_loaded_is_said_before_anything_runs(
+    start: Callable[..., RankTrainer], tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="base_model must be an existing folder or a hub id"):
+        start(2, source=str(tmp_path / "nowhere"))
 
 
 def test_a_trainer_that_is_stopped_leaves_no_rank(start: Callable[..., RankTrainer]) -> None:

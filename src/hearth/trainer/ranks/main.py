@@ -15,10 +15,13 @@ import torch
 from hearth.telemetry import setup_logging
 from hearth.trainer.ranks.engine import RankSettings
 from hearth.trainer.ranks.group import Rendezvous
-from hearth.trainer.ranks.start import rank_device
+from hearth.trainer.ranks.start import WAITED_IN_VAIN, rank_device
 
 # Not its own name, which is __main__ here and outside of what is logged.
 logger = logging.getLogger("hearth.trainer.ranks.main")
+
+# What torch says of a conversation that another rank has left or does not go on with.
+_ANOTHERS = ("timed out", "closed by peer", "reset by peer")
 
 
 def main() -> None:
@@ -40,8 +43,10 @@ def main() -> None:
         settings = RankSettings.parse(group.listen())
         settings.engine(group, logger.error).follow()
         code = 0
-    except Exception:  # the boundary: the log has it, and rank 0 reads the log
+    except Exception as error:  # the boundary: the log has it, and rank 0 reads the log
         logger.exception("rank %s ends", rank)
+        if any(sign in str(error).lower() for sign in _ANOTHERS):
+            code = WAITED_IN_VAIN
     finally:
         logging.shutdown()
         # Not sys.exit: threads of the process group may wait for ranks that are gone.

@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 
 from hearth.companions import Command, Companion, Companions
+from hearth.errors import HearthError
 from hearth.trainer.ranks.engine import RankEngine, RankSettings
 from hearth.trainer.ranks.group import Rendezvous
 
@@ -23,6 +24,8 @@ _LOOK_S = 0.1
 _CAUSE_S = 2.0
 """How long a broken conversation waits for the death that may have broken it."""
 _LINES = 12
+WAITED_IN_VAIN = 75
+"""The exit code of a rank that gave up because of another one."""
 
 
 def start_ranks(
@@ -57,7 +60,12 @@ def start_ranks(
     host, port = place
     group = Rendezvous(host, int(port), ranks, timeout_s).join(0, rank_device(device, 0))
     group.tell(settings.dump())
-    engine = settings.engine(group, watch.end)
+    try:
+        engine = settings.engine(group, watch.end)
+    except HearthError:
+        # The others fail alike, and are to end; what is wrong is told by whoever asked.
+        watch.rest()
+        raise
     engine.call_on_close(watch.rest)
     return engine
 
@@ -87,33 +95,37 @@ class _Watch:
         self._resting.set()
 
     def end(self, reason: str) -> NoReturn:
-        """Say why and what each rank had to say, and end this process."""
+        """Say why and what the rank at fault had to say, and end this process."""
         self._ending.acquire()  # for good: the first reason is the one
         end_s = time.monotonic() + _CAUSE_S
-        while not (lost := self._lost()) and time.monotonic() < end_s:
+        while not (at_fault := self._lost()) and time.monotonic() < end_s:
             time.sleep(_LOOK_S)
-        for name, one in self.ranks.items():
-            if lost and name not in lost:
-                continue
-            for line in one.last_lines()[-_LINES:]:
+        # Where nobody was lost, somebody hangs: whoever has not given up waiting.
+        at_fault = at_fault or {
+            name: "still runs, and does not answer"
+            for name, one in self.ranks.items()
+            if one.poll() is None
+        }
+        for name in at_fault:
+            for line in self.ranks[name].last_lines()[-_LINES:]:
                 logger.error("%s: %s", name, line)
-        lost_ones = [f"{name} {how}" for name, how in lost.items()]
+        named = [f"{name} {how}" for name, how in at_fault.items()]
         logger.error(
-            "the ranks of a trainer must go on together, got: %s", "; ".join([*lost_ones, reason])
+            "the ranks of a trainer must go on together, got: %s", "; ".join([*named, reason])
         )
         logging.shutdown()
         os._exit(1)
 
     def _lost(self) -> Mapping[str, str]:
-        """The ranks that have ended, and how."""
+        """The ranks that have ended for reasons of their own, and how."""
         reports = {name: one.poll() for name, one in self.ranks.items()}
         return {
             name: replace(one, last_lines=(), peak_rss_mb=None).describe()
             for name, one in reports.items()
-            if one is not None
+            if one is not None and one.code != WAITED_IN_VAIN
         }
 
     def _look(self) -> None:
         while not self._resting.wait(_LOOK_S):
-            if self._lost():
-                self.end("the trainer ends with it")
+            if any(one.poll() is not None for one in self.ranks.values()):
+                self.end("the trainer ends")
