@@ -100,7 +100,8 @@ def shard(
     # A rank's tokens may have gone past an expert that another's have met.
     cast("FSDPModule", root).set_reduce_scatter_unused_params(True)
     given: dict[str, Any] = {one.name: getattr(loaded, one.name) for one in fields(LoadedModel)}
-    return ShardedModel(**given | {"device": device}, root=root, stored=stored)
+    given["device"] = device
+    return ShardedModel(**given, root=root, stored=stored)
 
 
 def gathered(
