@@ -31,9 +31,10 @@ from hearth.planning.memory import (
     trainer_bytes,
 )
 from hearth.sync.store import MemorySnapshotStore
+from hearth.trainer.datums import read_datums
 from hearth.trainer.engine import TrainerEngine, TrainerOptions
 from hearth.trainer.logprobs import DEFAULT_LOGIT_BUDGET, TargetScorer
-from hearth.trainer.packing import Limits, read_datums
+from hearth.trainer.packing import Limits
 from hearth.wire.tensors import encode
 from hearth.wire.tinker import AdamParams, DatumRecord
 
