@@ -43,7 +43,7 @@ class Replica:
         self.lane = lane
         self.companion: Companion | None = None
         self._client: VllmClient | None = None
-        self._work: set[asyncio.Future[Any]] = set()
+        self._work: set[asyncio.Task[Any]] = set()
         self.silent_since_s: float | None = None
         """Since when it has not answered; None while it does."""
         self.serves = False
@@ -71,23 +71,26 @@ class Replica:
         Raises:
             LostError: the server died, or ``interrupt`` was called.
         """
-        task = asyncio.ensure_future(work)
+        task = asyncio.create_task(work)
         self._work.add(task)
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError:
-            task.cancel()
+            # A second time would end it while it closes its connection.
+            if not task.cancelling():
+                task.cancel()
             raise
         finally:
-            self._work.discard(task)
+            task.add_done_callback(self._work.discard)
         if task.cancelled():
             raise LostError(f"{self.name} was interrupted")
         return task.result()
 
     def interrupt(self) -> None:
         """End what runs here; it is drawn again."""
-        for task in list(self._work):
-            task.cancel()
+        for task in self._work:
+            if not task.cancelling():
+                task.cancel()
 
     async def connect(self, companion: Companion, timeout_s: float) -> None:
         """Take a server that was started; what it is told to do may take ``timeout_s``."""
