@@ -31,6 +31,8 @@ _ASK_S = 5.0
 """How often a server that nobody doubts is asked whether it is well."""
 _END_S = 10.0
 """How long a server that has failed may take to end."""
+_UNWIND_S = 0.5
+"""How long what runs on a server that is let go may take to end by itself."""
 _MOST_PORTS = 3
 
 T = TypeVar("T")
@@ -104,9 +106,11 @@ class Replica:
         """Let go of the server; what ran on it is lost."""
         self.serves = self.lane.is_open = False
         client, self._client = self._client, None
+        # What a dead server ran ends by itself, and lets go of its connection.
+        if self._work:
+            await asyncio.wait(list(self._work), timeout=_UNWIND_S)
         self.interrupt()
         if self._work:
-            # Each lets go of its connection.
             await asyncio.wait(list(self._work))
         if client is not None:
             await client.close()
