@@ -252,7 +252,10 @@ async def _attempted(
     # Not asyncio.timeout, which waits without end for a body that swallows its cancellation.
     work = asyncio.ensure_future(contained(draw))
     try:
-        await asyncio.wait({work}, timeout=timeout_s)
+        # Waiting with a time limit costs more than a draw that is there at once.
+        await asyncio.sleep(0)
+        if not work.done():
+            await asyncio.wait({work}, timeout=timeout_s)
         if not work.done():
             await _end(work, grace_s)
             raise TimeoutError(
