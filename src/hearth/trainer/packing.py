@@ -149,7 +149,7 @@ def packed_batches(examples: Sequence[Example], token_budget: int) -> list[Packe
     room = token_budget
     lengths = [one.length for one in examples]
     for cluster in clusters([one.tokens for one in examples]):
-        for part in _fitting(cluster, lengths, token_budget):
+        for part in cluster.cut(lengths, token_budget):
             cost = part.tokens(lengths)
             if waiting and cost > room:
                 batches.append(_pack(examples, waiting))
@@ -159,21 +159,6 @@ def packed_batches(examples: Sequence[Example], token_budget: int) -> list[Packe
     if waiting:
         batches.append(_pack(examples, waiting))
     return batches
-
-
-def _fitting(cluster: Cluster, lengths: Sequence[int], token_budget: int) -> list[Cluster]:
-    """The cluster in parts of at most the budget, its prefix in each."""
-    parts: list[Cluster] = []
-    members: list[int] = []
-    room = token_budget - cluster.prefix
-    for one in cluster.members:
-        own = lengths[one] - cluster.prefix
-        if members and own > room:
-            parts.append(Cluster(tuple(members), cluster.prefix))
-            members, room = [], token_budget - cluster.prefix
-        members.append(one)
-        room -= own
-    return [*parts, Cluster(tuple(members), cluster.prefix)]
 
 
 def _pack(examples: Sequence[Example], packed: Sequence[Cluster]) -> PackedBatch:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hearth.errors import ClosedError, EngineError
+from hearth.errors import EngineError
 from hearth.inference.backend import (
     Phase,
     SampledSequence,
@@ -40,9 +40,9 @@ from hearth.inference.engine.sequence import (
     check_request,
     total_limit,
 )
-from hearth.inference.engine.serving import Serving, settle
+from hearth.inference.engine.serving import Serving, settle, shut_down
 from hearth.inference.engine.weights import Prepared, ServedWeights
-from hearth.inference.texts import text_decoder
+from hearth.inference.texts import special_tokens, text_decoder
 from hearth.models.loading import LoadedModel
 from hearth.sync.store import Snapshot
 from hearth.threads import refresh
@@ -79,7 +79,7 @@ class InferenceEngine:
         self.max_seq_len = self.options.max_seq_len or min(loaded.max_position, LONGEST_DEFAULT)
         self._loaded = loaded
         self._tokenizer = tokenizer
-        self._special = _special_tokens(tokenizer)
+        self._special = special_tokens(tokenizer)
         device = torch.device(loaded.device)
         if recorder is None and self.options.cuda_graphs:
             recorder = recorder_for(device)
@@ -136,7 +136,7 @@ class InferenceEngine:
         sequence = self._sequence(self._recordable(request))
         with self._wake:
             if self._closing:
-                raise _closed()
+                raise shut_down()
             self._inbox.append(sequence)
             self._wake.notify()
         sequence.future.add_done_callback(lambda future: self._note_cancel(future, sequence))
@@ -162,7 +162,7 @@ class InferenceEngine:
         """
         with self._wake:
             if self._closing:
-                raise _closed()
+                raise shut_down()
             if self._serving.begin(identity, weight_version):
                 self._nudge()
                 self._fetcher.submit(self._fetch, identity, fetch, running_requests)
@@ -180,7 +180,7 @@ class InferenceEngine:
         """
         with self._wake:
             if self._closing:
-                raise _closed()
+                raise shut_down()
             if self._serving.begin(snapshot.identity):
                 self._loads.append(_Load(snapshot, running_requests))
                 self._wake.notify()
@@ -282,7 +282,7 @@ class InferenceEngine:
 
     def _run(self) -> None:
         """The engine thread: one step after the other until closed."""
-        end: Exception = _closed()
+        end: Exception = shut_down()
         try:
             while self._await_work():
                 self._step()
@@ -391,14 +391,3 @@ class _Load:
 
     item: Snapshot | Prepared
     running_requests: RunningRequests
-
-
-def _special_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:
-    if tokenizer is None:
-        return {}
-    added = tokenizer.added_tokens_decoder.items()
-    return {str(token): token_id for token_id, token in added if token.special}
-
-
-def _closed() -> ClosedError:
-    return ClosedError("deployment must be open, got a closed one: it was shut down")

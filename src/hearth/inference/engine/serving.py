@@ -33,7 +33,7 @@ class Serving:
         future: Future[ServingState] = Future()
         with self._lock:
             if self._closed:
-                future.set_exception(_closed())
+                future.set_exception(shut_down())
             elif self._state.settled(identity):
                 future.set_result(self._state)
             else:
@@ -67,7 +67,7 @@ class Serving:
         with self._lock:
             self._ended.wait_for(lambda: self._closed or self._underway[:1] == [identity])
             if self._closed:
-                raise _closed()
+                raise shut_down()
 
     def number_of(self, identity: str) -> int:
         """The version that ``identity``, whose turn it is, will be served as."""
@@ -99,7 +99,7 @@ class Serving:
             waiters, self._waiters = self._waiters, []
             self._ended.notify_all()
         for _, future in waiters:
-            settle(future, error=_closed())
+            settle(future, error=shut_down())
 
     def _show_loading(self) -> None:
         if self._underway:
@@ -129,5 +129,6 @@ def settle(future: Future[Any], *, result: Any = None, error: Exception | None =
         return
 
 
-def _closed() -> ClosedError:
+def shut_down() -> ClosedError:
+    """The error of whoever asks a deployment that was closed."""
     return ClosedError("deployment must be open, got a closed one: it was shut down")

@@ -27,7 +27,8 @@ from hearth.inference.backend import (
     ServingState,
     Tokenizer,
 )
-from hearth.inference.engine.serving import Serving
+from hearth.inference.engine.serving import Serving, shut_down
+from hearth.inference.texts import special_tokens
 from hearth.inference.vllm.client import LostError
 from hearth.inference.vllm.draws import Draw, Outcome, Rules
 from hearth.inference.vllm.model import ModelFacts
@@ -74,7 +75,7 @@ class VllmBackend:
         self._tokenizer = tokenizer
         self._facts = facts
         self._options = plan.options
-        self._rules = Rules(facts, plan.max_seq_len, tokenizer, _special_tokens(tokenizer))
+        self._rules = Rules(facts, plan.max_seq_len, tokenizer, special_tokens(tokenizer))
         self._folder = folder
         self._shelf = Shelf(folder)
         self._serving = Serving()
@@ -132,7 +133,7 @@ class VllmBackend:
             ClosedError: the backend was closed.
         """
         if self._is_closed:
-            raise _closed()
+            raise shut_down()
         if self._serving.begin(identity, weight_version):
             self._shelving.submit(self._take, identity, fetch, running_requests)
         return self._serving.settled(identity)
@@ -170,7 +171,7 @@ class VllmBackend:
     def _call(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if self._is_closed:
             work.close()
-            raise _closed()
+            raise shut_down()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _ended(self) -> None:
@@ -210,7 +211,7 @@ class VllmBackend:
             )
         except asyncio.CancelledError:
             if self._is_closed:
-                raise _closed() from None
+                raise shut_down() from None
             raise
         finally:
             self._note(-1)
@@ -292,14 +293,3 @@ class VllmBackend:
             self._on_phase(phase)
         except Exception:  # its failure is its own
             logger.exception("whoever is told the phase failed; the deployment goes on")
-
-
-def _special_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:
-    if tokenizer is None:
-        return {}
-    added = tokenizer.added_tokens_decoder.items()
-    return {str(token): token_id for token_id, token in added if token.special}
-
-
-def _closed() -> ClosedError:
-    return ClosedError("deployment must be open, got a closed one: it was shut down")

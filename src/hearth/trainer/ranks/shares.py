@@ -24,7 +24,7 @@ def shares(sequences: Sequence[Tensor], ranks: int, *, shares_prefixes: bool) ->
     if shares_prefixes:
         found = clusters(sequences)
         fair = -(-sum(one.tokens(lengths) for one in found) // ranks)
-        pieces = [part for one in found for part in _cut(one, lengths, fair)]
+        pieces = [part for one in found for part in one.cut(lengths, fair)]
     else:
         pieces = [Cluster((place,), length) for place, length in enumerate(lengths)]
     pieces.sort(key=lambda one: (-one.tokens(lengths), one.members))
@@ -35,16 +35,3 @@ def shares(sequences: Sequence[Tensor], ranks: int, *, shares_prefixes: bool) ->
         taken[rank] += piece.members
         loads[rank] += piece.tokens(lengths)
     return [sorted(places) for places in taken]
-
-
-def _cut(cluster: Cluster, lengths: Sequence[int], most: int) -> list[Cluster]:
-    """A cluster in parts of about ``most`` tokens, its beginning in each."""
-    parts: list[Cluster] = []
-    members: list[int] = []
-    for one in cluster.members:
-        fits = Cluster((*members, one), cluster.prefix).tokens(lengths) <= most
-        if members and not fits:
-            parts.append(Cluster(tuple(members), cluster.prefix))
-            members = []
-        members.append(one)
-    return [*parts, Cluster(tuple(members), cluster.prefix)]
