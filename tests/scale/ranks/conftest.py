@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.scale.trainers import OneProcess, RankTrainer, write_model
+from tests.scale.ranks.trainers import OneProcess, RankTrainer, write_model
 
 from hearth.launch.processes import ProcessLauncher
 from hearth.launch.spec import TrainerSpec

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.scale.trainers import RankTrainer, random_data
+from tests.scale.ranks.trainers import RankTrainer, random_data
 
 from hearth.launch.records import ProcessId
 

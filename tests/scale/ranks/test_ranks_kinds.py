@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.scale.trainers import (
+from tests.scale.ranks.trainers import (
     OneProcess,
     RankTrainer,
     assert_close,

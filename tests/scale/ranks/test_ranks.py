@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.scale.trainers import (
+from tests.scale.ranks.trainers import (
     OneProcess,
     RankTrainer,
     RefusedError,

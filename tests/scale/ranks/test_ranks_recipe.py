@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
-from tests.scale.recipe import config, spread
+from tests.scale.ranks.recipe import config, spread
 
 from hearth.errors import ConfigError
 from training.recipes.rl_loop import main
@@ -26,7 +26,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def test_rl_loop_has_the_losses_of_one_process_on_two_ranks(tmp_path: Path) -> None:
     main(config(tmp_path / "one"), reward_fn=spread)
-    command = [sys.executable, "-m", "tests.scale.recipe", str(tmp_path / "two"), "2"]
+    command = [sys.executable, "-m", "tests.scale.ranks.recipe", str(tmp_path / "two"), "2"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
