@@ -2,13 +2,14 @@
 
 A trainer is named by the path, a deployment by a header or by ``model`` in the body; the rest is
 the control plane's own. A worker in this process is called directly; one in a process of its own is
-reached through its Unix socket, and what it answers is passed on as it comes.
+reached through its Unix socket or at its URL, and what it answers is passed on as it comes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,14 @@ from hearth.errors import (
     TooLargeError,
     TransportError,
 )
-from hearth.launch.spec import App, Endpoint, Message, Scope
+from hearth.launch.spec import TOKEN_HEADER, App, Endpoint, Message, Scope
 from hearth.wire.faults import fault_body, status_of
 
 TRAINER_PREFIX = "/training/v1/rlorTrainerJobs/"
 BUCKET_HEADER = b"x-hearth-snapshot-bucket"
 """Names the bucket that a hot-load reads; only the gateway may say it."""
 _SAMPLING_PATHS = ("/inference/", "/hot_load/", "/v1/completions", "/v1/chat/completions")
-_FOR_THE_DOOR = frozenset({b"authorization", b"x-api-key", b"cookie", BUCKET_HEADER})
+_FOR_THE_DOOR = frozenset({b"authorization", b"x-api-key", b"cookie", BUCKET_HEADER, TOKEN_HEADER})
 """No worker hears these from a client."""
 _OF_THE_CONNECTION = frozenset(
     {
@@ -48,6 +49,14 @@ _LAST_S = 1.0
 """How long a platform that ends waits for its workers' answers."""
 _SMALLER = 16
 """Only trainers take bodies of the full length; others a fraction of it."""
+_CONNECT_TIMEOUT_S = 10.0
+_KEEPALIVE: tuple[tuple[int, int, int], ...] = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+)
+"""A machine that loses its power closes no connection: after 30 s of silence it counts as gone."""
 
 Receive = Callable[[], Any]
 Send = Callable[[Message], Any]
@@ -61,7 +70,8 @@ class Gateway:
         self._deployments = deployments
         self._control = control
         self._door = door
-        self._sockets: dict[str, httpx.AsyncClient] = {}
+        self._clients: dict[str, httpx.AsyncClient] = {}
+        """Of workers in processes of their own, by socket or URL."""
         self._ending: asyncio.Future[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,9 +103,9 @@ class Gateway:
 
     async def close(self) -> None:
         """Close the connections to workers."""
-        for client in self._sockets.values():
+        for client in self._clients.values():
             await client.aclose()
-        self._sockets.clear()
+        self._clients.clear()
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
@@ -124,9 +134,8 @@ class Gateway:
         if endpoint.app is not None:
             await endpoint.app(scope, receive, send)
             return
-        assert endpoint.socket is not None, "an endpoint is an app or a socket"
-        request = _request(scope, await _body(receive))
-        client = await self._client(endpoint.socket)
+        request = _request(scope, await _body(receive), endpoint)
+        client = await self._client(endpoint)
         sent = _Sent(send)
         answering = asyncio.create_task(_pass_on(client, request, sent))
         leaving = asyncio.create_task(_disconnected(receive))
@@ -147,18 +156,30 @@ class Gateway:
         if is_late and not sent.has_begun:
             raise TransportError("platform must be open, got a request while it ends: ask again")
 
-    async def _client(self, socket: str) -> httpx.AsyncClient:
+    async def _client(self, endpoint: Endpoint) -> httpx.AsyncClient:
         """The client of a worker; those of workers that have ended go."""
-        known = self._sockets.get(socket)
+        address = endpoint.socket or endpoint.url
+        assert address is not None, "an endpoint is an app, a socket or a URL"
+        known = self._clients.get(address)
         if known is not None:
             return known
-        transport = httpx.AsyncHTTPTransport(
-            uds=socket, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        )
-        self._sockets[socket] = client = httpx.AsyncClient(transport=transport, timeout=None)
-        for gone in [one for one in self._sockets if not Path(one).exists() and one != socket]:
-            await self._sockets.pop(gone).aclose()
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        if endpoint.socket is not None:
+            transport = httpx.AsyncHTTPTransport(uds=endpoint.socket, limits=limits)
+        else:
+            transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=_KEEPALIVE)
+        timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
+        self._clients[address] = client = httpx.AsyncClient(transport=transport, timeout=timeout)
+        for gone in [one for one in self._clients if one != address and self._has_ended(one)]:
+            await self._clients.pop(gone).aclose()
         return client
+
+    def _has_ended(self, address: str) -> bool:
+        """Whether the worker at a socket or URL is gone."""
+        if address.startswith("/"):
+            return not Path(address).exists()
+        living = [*self._jobs.live.endpoints(), *self._deployments.live.endpoints()]
+        return all(one.url != address for one in living)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
@@ -186,13 +207,16 @@ class _LeftError(Exception):
     """The client is gone before it has said what it wants."""
 
 
-def _request(scope: Scope, body: bytes) -> httpx.Request:
-    """The request as it came in, and nothing added to it."""
+def _request(scope: Scope, body: bytes, endpoint: Endpoint) -> httpx.Request:
+    """The request as it came in, and nothing added to it but the worker's token."""
     headers = [pair for pair in scope["headers"] if pair[0] not in _OF_THE_CONNECTION]
+    if endpoint.token is not None:
+        headers.append((TOKEN_HEADER, endpoint.token.encode()))
     # As it came in: a path's %3F must not turn into the beginning of a query.
     path = quote(scope["path"], safe="/:@!$&'()*+,;=~").encode()
     query = scope.get("query_string", b"")
-    url = httpx.URL("http://worker").copy_with(raw_path=path + (b"?" + query if query else b""))
+    raw_path = path + (b"?" + query if query else b"")
+    url = httpx.URL(endpoint.url or "http://worker").copy_with(raw_path=raw_path)
     return httpx.Request(scope["method"], url, headers=headers, content=body)
 
 

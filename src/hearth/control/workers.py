@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from hearth.launch.spec import Endpoint, Worker
+from hearth.launch.spec import TOKEN_HEADER, Endpoint, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,12 @@ class LiveTable:
         """The entry of a resource."""
         return self._live.get(id)
 
+    def endpoints(self) -> list[Endpoint]:
+        """Where any of them answers now."""
+        with self._lock:
+            found = [live.endpoint for live in self._live.values()]
+        return [one for one in found if one is not None]
+
     def put(self, id: str, live: Live) -> None:
         """Replace the entry of a resource."""
         with self._lock:
@@ -92,11 +98,14 @@ def ask(endpoint: Endpoint, path: str) -> Any:
     try:
         if endpoint.app is not None:
             return asyncio.run(_ask_app(endpoint, path))
-        if endpoint.socket is None:
+        if endpoint.socket is None and endpoint.url is None:
             return None
+        # A transport of its own: what the environment says of proxies is not about workers.
         transport = httpx.HTTPTransport(uds=endpoint.socket)
+        headers = [(TOKEN_HEADER, (endpoint.token or "").encode())]
         with httpx.Client(transport=transport, timeout=_ASK_TIMEOUT_S) as client:
-            return client.get(f"http://worker{path}").raise_for_status().json()
+            url = f"{endpoint.url or 'http://worker'}{path}"
+            return client.get(url, headers=headers).raise_for_status().json()
     except (httpx.HTTPError, ValueError) as error:
         logger.debug("a worker did not answer %s: %s", path, error)
         return None

@@ -28,22 +28,26 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,80}")
 
 
 class LocalCompanion:
-    """A process on this machine (``Companion``)."""
+    """A process on this machine (``Companion``), reached at ``host``."""
 
-    host = "127.0.0.1"
-
-    def __init__(self, command: Command, folder: Path) -> None:
+    def __init__(self, command: Command, folder: Path, host: str, *, kills_children: bool) -> None:
         self._name = command.name
+        self.host = host
         self._log = folder / "log"
         self._exit = folder / "exit.json"
-        self.port = free_port()
+        self.port = free_port(host)
         folder.mkdir(parents=True, exist_ok=True)
         self._exit.unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
             if self._log.stat().st_size > LOG_LIMIT_BYTES:
                 self._log.replace(self._log.with_name("log.1"))
         argv = filled(command.argv, self.host, self.port)
-        guard = [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), str(self._exit)]
+        program = [sys.executable, "-I", "-S", str(_GUARD)]
+        guard = [*program, str(os.getpid()), str(self._exit)]
+        if kills_children:
+            # Who ends so kills its guard as well, and this one then has one of its own.
+            outer = [*program, str(os.getpid()), str(self._exit.with_name("outer-exit.json"))]
+            guard = [*outer, *program, "0", str(self._exit)]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*guard, *argv], env={**os.environ, **command.env}, stdin=subprocess.DEVNULL,
@@ -83,10 +87,18 @@ class LocalCompanion:
 
 
 class LocalCompanions:
-    """Companions on this machine, with their logs under ``folder`` (``Companions``)."""
+    """Companions on this machine, with their logs under ``folder`` (``Companions``).
 
-    def __init__(self, folder: Path) -> None:
+    ``host`` is the address that others reach this machine at. ``kills_children`` says that this
+    process kills its direct children when it ends, as a Ray actor's does.
+    """
+
+    def __init__(
+        self, folder: Path, host: str = "127.0.0.1", *, kills_children: bool = False
+    ) -> None:
         self._folder = folder
+        self._host = host
+        self._kills_children = kills_children
         self._running: dict[str, LocalCompanion] = {}
         self._lock = threading.Lock()
         self._is_closed = False
@@ -110,7 +122,10 @@ class LocalCompanions:
             before = self._running.get(command.name)
             if before is not None and before.poll() is None:
                 raise EngineError(f"companion must be new, got {command.name!r}, which runs")
-            started = LocalCompanion(command, self._folder / command.name)
+            started = LocalCompanion(
+                command, self._folder / command.name, self._host,
+                kills_children=self._kills_children,
+            )  # fmt: skip
             self._running[command.name] = started
         return started
 

@@ -1,21 +1,18 @@
-"""One ASGI app at one Unix socket, until it is asked to end or nobody asks for it any more."""
+"""One ASGI app at one socket, until it is asked to end or nobody asks for it any more."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hearth.errors import EngineError
-from hearth.launch.spec import App, Message, Scope
-
-if TYPE_CHECKING:
-    import uvicorn
+from hearth.launch.spec import TOKEN_HEADER, App, Message, Scope
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +36,8 @@ class Watched:
     async def __call__(
         self,
         scope: Scope,
-        receive: Callable[[], asyncio.Future[Message]],
-        send: Callable[[Message], asyncio.Future[None]],
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
     ) -> None:
         """Answer as the app does."""
         self._running += scope["type"] != "lifespan"
@@ -50,76 +47,159 @@ class Watched:
             self._running -= scope["type"] != "lifespan"
             self._last_s = self._now()
 
+    def greet(self) -> None:
+        """Count this moment as an answer."""
+        self._last_s = self._now()
+
     def idle_s(self) -> float:
         """Seconds since the last answer; 0 while one is under way."""
         return 0.0 if self._running else self._now() - self._last_s
+
+
+class Guarded:
+    """An app that answers only who shows a token."""
+
+    def __init__(self, app: App, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+    ) -> None:
+        """Answer as the app does; 401 without the token."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        shown = [value for name, value in scope["headers"] if name == TOKEN_HEADER]
+        # The app hears nothing of it.
+        headers = [pair for pair in scope["headers"] if pair[0] != TOKEN_HEADER]
+        if len(shown) == 1 and secrets.compare_digest(shown[0], self._token):
+            await self._app({**scope, "headers": headers}, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class AppServer:
+    """One app at one listening socket, from ``run`` until ``end`` or until it is an orphan.
+
+    ``on_ready`` is called when ``health_path`` has been answered with 200. With a ``token`` only
+    requests that show it are answered.
+    """
+
+    def __init__(
+        self, app: App, listener: socket.socket, *, health_path: str, on_ready: Callable[[], None],
+        orphan_timeout_s: float | None = None, token: str | None = None,
+    ) -> None:  # fmt: skip
+        import uvicorn
+
+        # Strangers do not count: who has no token keeps no orphan alive.
+        self._watched = Watched(app)
+        self._listener = listener
+        self._health = _health_request(health_path, token)
+        self._health_path = health_path
+        self._on_ready = on_ready
+        self._orphan_timeout_s = orphan_timeout_s
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._watched if token is None else Guarded(self._watched, token),
+                log_config=None, access_log=False,
+                timeout_graceful_shutdown=_DRAIN_S, timeout_keep_alive=_KEEP_ALIVE_S,
+            )
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Answer until the end.
+
+        Raises:
+            EngineError: the app does not answer.
+        """
+        asyncio.run(self._serve())
+
+    def end(self) -> None:
+        """Answer no more, soon; from any thread, or a signal's handler."""
+        self._server.should_exit = True
+
+    def greet(self) -> None:
+        """Somebody is there, although nobody asks: it is no orphan."""
+        self._watched.greet()
+
+    async def _serve(self) -> None:
+        server, orphan_timeout_s = self._server, self._orphan_timeout_s
+        address = self._listener.getsockname()
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        status = 0
+        while not serving.done() and status != 200:
+            await asyncio.sleep(0.005 if status == 0 else 0.05)
+            status = await _status(address, self._health) if server.started else 0
+            if status not in (0, 200, *_NOT_YET):
+                server.should_exit = True
+        if status == 200:
+            self._on_ready()
+        while not serving.done():
+            await asyncio.wait([serving], timeout=min(1.0, (orphan_timeout_s or 10.0) / 10))
+            if orphan_timeout_s is not None and self._watched.idle_s() > orphan_timeout_s:
+                logger.warning("nobody has asked for %.0f s: the worker ends", orphan_timeout_s)
+                server.should_exit = True
+                orphan_timeout_s = None
+        await serving
+        if not server.started or status not in (0, 200, *_NOT_YET):
+            raise EngineError(
+                f"the worker must answer GET {self._health_path} with 200, got {status}"
+            )
 
 
 def serve_app(
     app: App, path: Path, *, health_path: str, orphan_timeout_s: float | None,
     on_ready: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Answer at ``path`` until SIGTERM, or until nobody has asked for ``orphan_timeout_s``.
-
-    ``on_ready`` is called when ``health_path`` has been answered with 200. To be called on the
-    main thread, which receives the signals.
+    """Answer at the Unix socket ``path`` until SIGTERM, or until nobody has asked for
+    ``orphan_timeout_s``; to be called on the main thread, which receives the signals.
 
     Raises:
         EngineError: the app does not answer.
     """
-    import uvicorn
-
-    watched = Watched(app)
-    config = uvicorn.Config(
-        watched, log_config=None, access_log=False, timeout_graceful_shutdown=_DRAIN_S,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-    )  # fmt: skip
-    server = uvicorn.Server(config)
-
-    def end(*_: object) -> None:
-        server.should_exit = True
-
-    # uvicorn takes the signal while it serves, and hands it on to this handler when it is done.
-    signal.signal(signal.SIGTERM, end)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
-    asyncio.run(_serve(server, listener, watched, health_path, orphan_timeout_s, on_ready))
+    server = AppServer(
+        app, listener, health_path=health_path, orphan_timeout_s=orphan_timeout_s,
+        on_ready=on_ready,
+    )  # fmt: skip
+    # uvicorn takes the signal while it serves, and hands it on to this handler when it is done.
+    signal.signal(signal.SIGTERM, lambda *_: server.end())
+    server.run()
 
 
-async def _serve(
-    server: uvicorn.Server, listener: socket.socket, watched: Watched, health_path: str,
-    orphan_timeout_s: float | None, on_ready: Callable[[], None],
-) -> None:  # fmt: skip
-    path = listener.getsockname()
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    status = 0
-    while not serving.done() and status != 200:
-        await asyncio.sleep(0.005 if status == 0 else 0.05)
-        status = await _status(path, health_path) if server.started else 0
-        if status not in (0, 200, *_NOT_YET):
-            server.should_exit = True
-    if status == 200:
-        on_ready()
-    while not serving.done():
-        await asyncio.wait([serving], timeout=min(1.0, (orphan_timeout_s or 10.0) / 10))
-        if orphan_timeout_s is not None and watched.idle_s() > orphan_timeout_s:
-            logger.warning("nobody has asked for %.0f s: the worker ends", orphan_timeout_s)
-            server.should_exit = True
-            orphan_timeout_s = None
-    await serving
-    if not server.started or status not in (0, 200, *_NOT_YET):
-        raise EngineError(f"the worker must answer GET {health_path} with 200, got {status}")
+def listener_at(host: str) -> socket.socket:
+    """A socket at a free port of ``host``, for ``AppServer``."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # asyncio does so only for sockets that it made itself; without it an answer takes 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.bind((host, 0))
+    return listener
 
 
-async def _status(path: str, health_path: str) -> int:
+def _health_request(path: str, token: str | None) -> bytes:
+    lines = [f"GET {path} HTTP/1.1", "host: worker", "connection: close"]
+    if token is not None:
+        lines.append(f"{TOKEN_HEADER.decode()}: {token}")
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+async def _status(address: str | tuple[str, int], request: bytes) -> int:
     """The status of an answer; 0 where there is none."""
     try:
-        reader, writer = await asyncio.open_unix_connection(path)
+        if isinstance(address, str):
+            reader, writer = await asyncio.open_unix_connection(address)
+        else:
+            reader, writer = await asyncio.open_connection(*address[:2])
     except OSError:
         return 0
     try:
-        asked = f"GET {health_path} HTTP/1.1\r\nhost: worker\r\nconnection: close\r\n\r\n"
-        writer.write(asked.encode())
+        writer.write(request)
         words = (await reader.readline()).split()
         return int(words[1]) if len(words) > 1 else 0
     finally:

@@ -14,7 +14,9 @@ from typing import Any, Literal, Protocol
 
 from hearth.companions import ExitReport
 
-Placement = Literal["inline", "process"]
+Placement = Literal["inline", "process", "ray"]
+SnapshotPlace = Literal["folder", "ray"]
+"""Where workers on several machines exchange snapshots."""
 Engine = Literal["embedded", "vllm"]
 
 Scope = MutableMapping[str, Any]
@@ -24,6 +26,8 @@ App = Callable[
     Awaitable[None],
 ]
 """An ASGI app."""
+TOKEN_HEADER = b"x-hearth-worker-token"
+"""Shows a worker on the network that its own platform asks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +126,8 @@ class Endpoint:
     app: App | None = None
     socket: str | None = None
     url: str | None = None
+    token: str | None = None
+    """What every request to ``url`` must carry (``TOKEN_HEADER``); others are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
