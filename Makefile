@@ -9,13 +9,16 @@ VLLM := .venv-vllm
 # The folder with the other systems' scripts.
 BENCH ?= ../shared/bench
 
-.PHONY: demo test test-vllm check bench format clean
+.PHONY: demo test test-scale test-vllm check bench format clean
 
 demo: $(VENV)/.runtime  ## Train the shipped model with GRPO and show it before and after.
 	$(BIN)/hearth quickstart --log-path $(LOG_PATH)
 
 test: $(VENV)/.dev  ## Run all tests that this machine can run.
-	$(BIN)/pytest
+	$(BIN)/pytest --ignore=tests/scale
+
+test-scale: $(VENV)/.dev  ## Run the tests of several machines, on this one.
+	$(BIN)/pytest tests/scale
 
 test-vllm: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests that need vLLM, on its build for CPUs.
 	HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/pytest tests/vllm

@@ -36,8 +36,14 @@ class Settings:
     """0 takes a free one."""
     data_dir: Path = field(default_factory=lambda: Path("~/.hearth").expanduser())
     """State, logs, checkpoints, snapshots and promoted models."""
-    placement: Literal["process", "inline"] = "process"
-    """``process``: each trainer and deployment its own process; ``inline``: threads of this one."""
+    placement: Literal["process", "inline", "ray"] = "process"
+    """``process``: each trainer and deployment its own process; ``inline``: threads of this one;
+    ``ray``: actors of the cluster that ``RAY_ADDRESS`` names, or of one that starts here."""
+    snapshot_store: Literal["folder", "ray"] = "folder"
+    """With ``ray``, how weights get from node to node: ``data_dir``, which all nodes then share, or
+    Ray's object store."""
+    placement_timeout_s: float = 300.0
+    """With ``ray``, how long a worker may wait for room in the cluster."""
     database_url: str = ""
     """SQLAlchemy URL; empty is SQLite in ``data_dir``."""
     catalog: Path | None = None
@@ -65,8 +71,13 @@ class Settings:
             # True is a number to Python, and to nobody who writes a setting.
             fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
             _require(fits, one.name, said, value)
-        is_known = self.placement in ("process", "inline")
-        _require(is_known, "placement", "'process' or 'inline'", self.placement)
+        is_known = self.placement in ("process", "inline", "ray")
+        _require(is_known, "placement", "'process', 'inline' or 'ray'", self.placement)
+        is_known = self.snapshot_store in ("folder", "ray")
+        _require(is_known, "snapshot_store", "'folder' or 'ray'", self.snapshot_store)
+        _require(
+            self.placement_timeout_s > 0, "placement_timeout_s", "> 0", self.placement_timeout_s
+        )
         _require(0 <= self.port < 2**16, "port", "in 0..65535", self.port)
         _require(self.keep_snapshots >= 0, "keep_snapshots", ">= 0", self.keep_snapshots)
         _require(self.max_body_mb >= 1, "max_body_mb", ">= 1", self.max_body_mb)
@@ -143,7 +154,8 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool | None": ((bool, NoneType), "true or false"),
     "Path": ((Path,), "a path"),
     "Path | None": ((Path, NoneType), "a path"),
-    "Literal['process', 'inline']": ((str,), "a text"),
+    "Literal['process', 'inline', 'ray']": ((str,), "a text"),
+    "Literal['folder', 'ray']": ((str,), "a text"),
 }
 """What a value of each field's type may be: a file says anything."""
 

@@ -65,7 +65,7 @@ def test_paths_of_a_file_are_paths_and_begin_at_home(file):
         ("host = 3", "host must be a text, got 3"),
         ("data_dir = 3", "data_dir must be a path, got 3"),
         ("catalog = []", "catalog must be a path, got []"),
-        ('placement = "cloud"', "placement must be 'process' or 'inline', got 'cloud'"),
+        ('placement = "cloud"', "placement must be 'process', 'inline' or 'ray', got 'cloud'"),
         ("placement = 3", "placement must be a text, got 3"),
         ("trainer_threads = 0", "trainer_threads must be >= 1 or unset, got 0"),
         ("deployment_threads = -2", "deployment_threads must be >= 1 or unset, got -2"),

@@ -26,8 +26,14 @@ class ServeFlags:
     """Port to listen on (8000); 0 takes a free one."""
     data_dir: Path | None = None
     """State, logs, checkpoints, snapshots and promoted models (~/.hearth)."""
-    placement: Literal["process", "inline"] | None = None
-    """A process for each trainer and deployment (the default), or threads of this one."""
+    placement: Literal["process", "inline", "ray"] | None = None
+    """A process for each trainer and deployment (the default), threads of this one, or actors of a
+    Ray cluster: RAY_ADDRESS names it, else one starts here."""
+    snapshot_store: Literal["folder", "ray"] | None = None
+    """With ray: weights go through data_dir, which all nodes share (the default, folder), or
+    through Ray's object store."""
+    placement_timeout_s: float | None = None
+    """With ray: how long a worker may wait for room in the cluster (300)."""
     database_url: str | None = None
     """SQLAlchemy URL; not given, SQLite in data_dir."""
     catalog: Path | None = None

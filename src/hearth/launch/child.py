@@ -115,7 +115,7 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
     setup_logging()
     phase = PhaseFile(folder.phase)
     phase("starting")
-    note = _budget(task)
+    note = use_threads(task)
 
     def on_phase(name: str) -> None:
         phase(name)
@@ -129,7 +129,7 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
         made = entry(**task.arguments, on_phase=on_phase, **also)
     except Exception as error:
         companions.close()
-        write_json(folder.failure, _failure(error))
+        write_json(folder.failure, failure_of(error))
         raise
     if task.health_path is None:
         return
@@ -156,7 +156,7 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
         raise failed.result()
 
 
-def _budget(task: Task) -> Callable[[str], None]:
+def use_threads(task: Task) -> Callable[[str], None]:
     """Set how many threads an operation may use; returns who wants to be told of each phase."""
     # The nursery has imported it; a process that only launches workers never does.
     import torch
@@ -174,7 +174,8 @@ def _budget(task: Task) -> Callable[[str], None]:
     return lambda name: None
 
 
-def _failure(error: Exception) -> dict[str, Any]:
+def failure_of(error: Exception) -> dict[str, Any]:
+    """What a worker's ``failure.json`` says of the error that kept it from starting."""
     text = " ".join(str(error).split())
     if not isinstance(error, HearthError):
         text = f"{type(error).__name__}: {text}"

@@ -44,11 +44,12 @@ logger = logging.getLogger(__name__)
 
 # By name: a launcher does not import what it launches.
 WORKER_MODULES = ("hearth.trainer.worker", "hearth.inference.worker")
-_ENTRIES: dict[type, tuple[str, str | None]] = {
+ENTRIES: dict[type, tuple[str, str | None]] = {
     TrainerSpec: ("hearth.trainer.worker:build", "/api/v1/healthz"),
     DeploymentSpec: ("hearth.inference.worker:build", "/healthz"),
     ExportSpec: ("hearth.trainer.worker:export", None),
 }
+"""What each kind of worker runs, and where its app says that it is well."""
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,160}")
 _LOOK_S = 0.01
 """How often a starting worker's folder is looked at."""
@@ -261,7 +262,7 @@ class ProcessLauncher:
         """Wait for its end, and let it know until then that it is no orphan; False on leaving."""
         assert worker.facts is not None, "it has a process"
         every_s = self._orphan_timeout_s / 3 if self._orphan_timeout_s is not None else None
-        health_path = _ENTRIES[type(worker.spec)][1] or "/healthz"
+        health_path = ENTRIES[type(worker.spec)][1] or "/healthz"
         while not (has_ended := living.wait(every_s, wake=self._leave_in)) and not self._leaves():
             say_hello(worker.facts.socket, health_path)
         return has_ended
@@ -285,7 +286,7 @@ class ProcessLauncher:
         self._nursing.fork(self._task(worker.spec.worker_id, worker.spec))
 
     def _task(self, worker_id: str, spec: WorkerSpec | ExportSpec) -> Task:
-        entry, health_path = _ENTRIES[type(spec)]
+        entry, health_path = ENTRIES[type(spec)]
         arguments = asdict(spec)
         arguments.pop("worker_id", None)
         threads = arguments.pop("threads", None)

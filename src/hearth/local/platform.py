@@ -19,8 +19,10 @@ from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.errors import ConfigError
 from hearth.launch.processes import ProcessLauncher
-from hearth.launch.spec import Launcher, Placement
+from hearth.launch.spec import Launcher, Placement, SnapshotPlace
+from hearth.local.cluster import ray_launcher
 from hearth.local.inline import InlineLauncher
+from hearth.sdk.background import start
 from hearth.sdk.transport import mount, unmount
 
 logger = logging.getLogger(__name__)
@@ -31,24 +33,31 @@ _numbers = itertools.count(1)
 class EmbeddedPlatform:
     """One platform inside this process, at a base URL of its own until ``close``.
 
-    Trainers and deployments are threads (``inline``), or processes that end with this one.
+    Trainers and deployments are threads (``inline``), processes that end with this one, or actors
+    of a Ray cluster that do, between which snapshots go as ``snapshot_store`` says.
 
     Raises:
         ConfigError: the catalog of models cannot be read, or there is no such placement.
     """
 
     def __init__(
-        self, *, work_dir: Path, placement: Placement = "inline", catalog: Path | None = None
-    ) -> None:
-        if placement not in ("inline", "process"):
-            raise ConfigError(f"placement must be 'inline' or 'process', got {placement!r}")
-        launcher: Launcher = InlineLauncher(work_dir)
-        if placement == "process":
+        self, *, work_dir: Path, placement: Placement = "inline", catalog: Path | None = None,
+        snapshot_store: SnapshotPlace = "folder",
+    ) -> None:  # fmt: skip
+        if placement not in ("inline", "process", "ray"):
+            raise ConfigError(f"placement must be 'inline', 'process' or 'ray', got {placement!r}")
+        launcher: Launcher
+        if placement == "inline":
+            launcher = InlineLauncher(work_dir)
+        elif placement == "process":
             launcher = ProcessLauncher(work_dir, die_with_parent=True)
+        else:
+            launcher = ray_launcher(work_dir, snapshot_store=snapshot_store, die_with_parent=True)
         self.base_url = f"http://embedded-{next(_numbers)}.hearth.internal"
         means = Means(launcher=launcher, catalog=read_catalog(catalog), data_dir=work_dir)
         self.plane = ControlPlane(Store(), means)
-        mount(self.base_url, create_gateway(self.plane, Door(is_local=False)))
+        self._gateway = create_gateway(self.plane, Door(is_local=False))
+        mount(self.base_url, self._gateway)
         logger.debug("embedded platform at %s", self.base_url)
 
     def __enter__(self) -> EmbeddedPlatform:
@@ -61,6 +70,8 @@ class EmbeddedPlatform:
         """Stop every engine; later requests are ``ClosedError``."""
         unmount(self.base_url)
         self.plane.close()
+        # Its connections to workers were opened on the SDK's loop.
+        start(self._gateway.close()).result()
 
 
 def resolve_model(name: str) -> str:

@@ -21,6 +21,7 @@ from hearth.control.store import Store
 from hearth.errors import ConfigError
 from hearth.launch.processes import ProcessLauncher
 from hearth.launch.spec import Launcher
+from hearth.local.cluster import ray_launcher
 from hearth.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,14 @@ def _launcher(settings: Settings, data_dir: Path, stack: contextlib.ExitStack) -
         stack.callback(launcher.close)
         with _deferred_signals():
             launcher.warm()
+        return launcher
+    if settings.placement == "ray":
+        launcher = ray_launcher(
+            data_dir, snapshot_store=settings.snapshot_store,
+            orphan_timeout_s=settings.orphan_timeout_s,
+            placement_timeout_s=settings.placement_timeout_s,
+        )  # fmt: skip
+        stack.callback(launcher.close)
         return launcher
     from hearth.local.inline import InlineLauncher  # torch, which a process placement leaves out
 

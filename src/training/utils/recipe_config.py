@@ -161,8 +161,12 @@ class RecipeConfig:
     parity_stops: bool = False
     """End the run there."""
 
-    placement: Literal["inline", "process"] = "inline"
-    """Embedded platform: trainer and deployment as threads of this process, or as processes."""
+    placement: Literal["inline", "process", "ray"] = "inline"
+    """Embedded platform: trainer and deployment as threads of this process, as processes, or as
+    actors of the Ray cluster that RAY_ADDRESS names."""
+    snapshot_store: Literal["folder", "ray"] = "folder"
+    """With placement="ray", how weights get from node to node: through log_path, a folder that all
+    nodes share, or through Ray's object store."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Where trainers run."""
     deployment: DeployConfig = field(default_factory=DeployConfig)

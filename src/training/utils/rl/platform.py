@@ -41,6 +41,11 @@ logger = logging.getLogger(__name__)
 
 BASE_URL = "FIREWORKS_BASE_URL"
 API_KEY = "FIREWORKS_API_KEY"
+_WHERE = {
+    "inline": "inside this process",
+    "process": "in processes of its own",
+    "ray": "in a Ray cluster",
+}
 
 
 class ProvisionedConfig(Protocol):
@@ -56,7 +61,8 @@ class ProvisionedConfig(Protocol):
     seed: int
     keep_checkpoints: int | None
     cleanup_on_exit: bool
-    placement: Literal["inline", "process"]
+    placement: Literal["inline", "process", "ray"]
+    snapshot_store: Literal["folder", "ray"]
 
     @property
     def sync(self) -> SyncSettings:
@@ -91,8 +97,9 @@ class PlatformSpec:
     seed: int
     keep_checkpoints: int | None
     cleanup_on_exit: bool
-    placement: Literal["inline", "process"]
+    placement: Literal["inline", "process", "ray"]
     work_dir: Path
+    snapshot_store: Literal["folder", "ray"] = "folder"
     running_requests: Literal["drain", "keep"] = "drain"
     """What becomes of completions that are being drawn when new weights come."""
 
@@ -106,7 +113,7 @@ class PlatformSpec:
             needs_reference=config.needs_reference, max_concurrent=config.max_concurrent,
             seed=config.seed, keep_checkpoints=_kept(config),
             cleanup_on_exit=config.cleanup_on_exit, placement=config.placement,
-            work_dir=work_dir,
+            snapshot_store=config.snapshot_store, work_dir=work_dir,
         )  # fmt: skip
 
     def infra_config(self) -> InfraConfig:
@@ -283,10 +290,12 @@ def _platform(
     if base_url:
         on_status(f"the platform is at {base_url} ({BASE_URL}), with {spec.base_model}")
         return base_url, os.environ[API_KEY]
-    where = "inside this process" if spec.placement == "inline" else "in processes of its own"
+    where = _WHERE[spec.placement]
     on_status(f"{BASE_URL} is not set: the platform runs {where}, with {spec.base_model}")
     platform = stack.enter_context(
-        EmbeddedPlatform(work_dir=spec.work_dir, placement=spec.placement)
+        EmbeddedPlatform(
+            work_dir=spec.work_dir, placement=spec.placement, snapshot_store=spec.snapshot_store
+        )
     )
     return platform.base_url, os.environ.get(API_KEY) or "embedded"
 

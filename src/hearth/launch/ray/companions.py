@@ -1,0 +1,216 @@
+"""A worker's companions in the cluster: each an actor, which runs the process on its own node.
+
+The process stands under the same guard as on one machine, so that it ends with the actor; and the
+actor ends with the worker that asked for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hearth.companions import GRACE_S, Command, Companion, ExitReport
+from hearth.errors import ClosedError, EngineError, HearthError
+from hearth.launch.companions import LocalCompanions
+from hearth.launch.ray.deaths import death_of, said
+from hearth.launch.ray.placing import Place
+from hearth.launch.ray.sharing import Probe
+
+_START_TIMEOUT_S = 120.0
+_ASK_TIMEOUT_S = 30.0
+
+
+class CompanionHost:
+    """The actor: one process, on the node of its place."""
+
+    def __init__(self, folder: str, probe: Probe | None) -> None:
+        self._host = ray.util.get_node_ip_address()
+        self._companions = LocalCompanions(Path(folder), self._host, kills_children=True)
+        self._probe = probe
+        self._companion: Companion | None = None
+
+    def start(self, command: Command) -> tuple[str, int] | str:
+        """Its address, or why it cannot be started."""
+        try:
+            if self._probe is not None:
+                self._probe.check(f"the node at {self._host}")
+            self._companion = self._companions.start(command)
+        except HearthError as error:
+            return str(error)
+        return self._companion.host, self._companion.port
+
+    def state(self) -> tuple[ExitReport | None, tuple[str, ...]]:
+        """How it ended, if it has, and its last lines."""
+        assert self._companion is not None, "it was started"
+        return self._companion.poll(), tuple(self._companion.last_lines())
+
+    def stop(self, grace_s: float) -> None:
+        """End the process."""
+        assert self._companion is not None, "it was started"
+        self._companion.stop(grace_s)
+
+
+@dataclass
+class _Reserved:
+    """One place of the worker's group."""
+
+    place: Place
+    index: int
+    taken_by: RayCompanion | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.taken_by is None or self.taken_by.poll() is not None
+
+
+class RayCompanion:
+    """A process on some node of the cluster (``Companion``)."""
+
+    def __init__(self, name: str, actor: Any, address: tuple[str, int]) -> None:
+        self.name = name
+        self.host, self.port = address
+        self.actor = actor
+        """Whose process has the companion's as a child."""
+        self._report: ExitReport | None = None
+        self._lines: tuple[str, ...] = ()
+        self._lock = threading.Lock()
+
+    def poll(self) -> ExitReport | None:
+        """How it ended; None while it runs."""
+        self._look()
+        return self._report
+
+    def last_lines(self) -> Sequence[str]:
+        """The end of what it has printed."""
+        self._look()
+        return self._lines
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """SIGTERM, and SIGKILL to all that it started when that takes longer than ``grace_s``."""
+        if self.poll() is not None:
+            return
+        with contextlib.suppress(RayError):
+            ray.get(self.actor.stop.remote(grace_s), timeout=grace_s + _ASK_TIMEOUT_S)
+        if self.poll() is None:
+            with self._lock:
+                self._end(ExitReport(reason="was stopped, and did not say how it ended"))
+
+    def _look(self) -> None:
+        with self._lock:
+            if self._report is not None:
+                return
+            try:
+                report, self._lines = ray.get(self.actor.state.remote(), timeout=_ASK_TIMEOUT_S)
+            except GetTimeoutError:
+                return  # a node that is gone is noticed by Ray, and then an error of its own
+            except RayError as error:
+                report = ExitReport(reason=death_of(error, None), last_lines=self._lines)
+            if report is not None:
+                self._end(report)
+
+    def _end(self, report: ExitReport) -> None:
+        """Keep how it ended, and give its place back."""
+        self._report = replace(report, last_lines=report.last_lines or self._lines)
+        ray.kill(self.actor)
+
+
+class RayCompanions:
+    """Companions on the places that were reserved for them (``Companions``).
+
+    ``places`` are the group's from its second on; the first is the worker's own.
+    """
+
+    def __init__(
+        self, group: Any, places: Sequence[Place], folder: Path, probe: Probe | None
+    ) -> None:
+        self._group = group
+        self._reserved = [_Reserved(one, number) for number, one in enumerate(places, start=1)]
+        self._folder = folder
+        self._probe = probe
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def start(self, command: Command) -> RayCompanion:
+        """Start a process on a free place, and return when there is one.
+
+        Raises:
+            EngineError: no place is free, its node does not have the program, or one of that name
+                still runs.
+            ClosedError: the worker ends.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError(f"worker must be running, got a start of {command.name} after it")
+            reserved = self._place_for(command)
+            reserved.taken_by = self._started(command, reserved)
+            return reserved.taken_by
+
+    def close(self) -> None:
+        """Stop all that still run, at once."""
+        with self._lock:
+            self._is_closed = True
+            running = [one.taken_by for one in self._reserved if one.taken_by is not None]
+        stopping = [threading.Thread(target=one.stop, daemon=True) for one in running]
+        for one in stopping:
+            one.start()
+        for one in stopping:
+            one.join()
+
+    def _place_for(self, command: Command) -> _Reserved:
+        busy = [one for one in self._reserved if not one.is_free]
+        if any(one.taken_by is not None and one.taken_by.name == command.name for one in busy):
+            raise EngineError(f"companion must be new, got {command.name!r}, which runs")
+        free = [one for one in self._reserved if one not in busy and _fits(command, one.place)]
+        if not free:
+            places = [f"{one.place.name} ({one.place.gpus:g} GPUs)" for one in self._reserved]
+            raise EngineError(
+                f"{command.name} must have one of the places that its worker reserved, got "
+                f"{command.gpus:g} GPUs where {len(busy)} of {places} are taken"
+            )
+        named = [one for one in free if one.place.name == command.name]
+        return (named or free)[0]
+
+    def _started(self, command: Command, reserved: _Reserved) -> RayCompanion:
+        place = reserved.place
+        command = replace(command, env={**hearth_variables(), **command.env})
+        actor: Any = (
+            ray.remote(CompanionHost)
+            .options(
+                num_cpus=place.cpus, num_gpus=place.gpus, max_concurrency=4,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=reserved.index
+                ),
+            )
+            .remote(str(self._folder), self._probe)
+        )  # fmt: skip
+        try:
+            address: tuple[str, int] | str = ray.get(
+                actor.start.remote(command), timeout=_START_TIMEOUT_S
+            )
+        except RayError as error:
+            address = f"{command.name} must start within {_START_TIMEOUT_S:g} s, got: {said(error)}"
+        if isinstance(address, str):
+            ray.kill(actor)
+            raise EngineError(address)
+        return RayCompanion(command.name, actor, address)
+
+
+def hearth_variables() -> dict[str, str]:
+    """Hearth's own settings in this process's environment, but for the keys of clients."""
+    own = {name: value for name, value in os.environ.items() if name.startswith("HEARTH_")}
+    own.pop("HEARTH_API_KEYS", None)
+    return own
+
+
+def _fits(command: Command, place: Place) -> bool:
+    # CPUs are a matter of degree, a GPU is not.
+    return command.gpus <= place.gpus

@@ -1,0 +1,31 @@
+"""What Ray says of an actor that died, in one line."""
+
+from __future__ import annotations
+
+import re
+
+from ray.exceptions import OutOfMemoryError
+
+_DETAIL = re.compile(
+    r"Worker exit detail: (?P<detail>.*?)(?: There are some potential|$)", re.DOTALL
+)
+_LONGEST = 300
+
+
+def death_of(error: Exception, lost_node: str | None) -> str:
+    """The reason of an actor's end; ``lost_node`` names its node where that is gone, too."""
+    text = str(error)
+    if lost_node is not None:
+        return f"its machine was lost: {lost_node} is no longer in the cluster"
+    if isinstance(error, OutOfMemoryError) or "running low on memory" in text:
+        return f"its machine ran out of memory: {said(error)}"
+    return f"its actor died: {said(error)}"
+
+
+def said(error: Exception) -> str:
+    """What an error of Ray's says, without its advice."""
+    text = str(error)
+    found = _DETAIL.search(text)
+    useful = found["detail"] if found is not None else text
+    line = " ".join(useful.split()) or type(error).__name__
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."

@@ -1,0 +1,85 @@
+"""Snapshots in Ray's object store, kept by an actor, so that they outlive the trainer.
+
+It lives on the control plane's node and copies what it is given into that node's store: any other
+node may die. It reads manifests and never a tensor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from hearth.launch.spec import SnapshotFacts
+
+MANIFEST = "manifest.json"
+KEEP = 4
+"""Snapshots of a bucket where nobody says how many."""
+
+Files = Mapping[str, Any]
+"""A snapshot's folder: file names to one-dimensional ``uint8`` arrays."""
+
+
+@dataclass
+class _Kept:
+    facts: SnapshotFacts
+    parent: str | None
+    files: Any = field(repr=False)
+    """The reference of its files."""
+
+
+class SnapshotKeeper:
+    """The actor. A call at a time."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[str, dict[str, _Kept]] = {}
+
+    def put(self, bucket: str, identity: str, files: Files, keep: int | None) -> None:
+        """Keep a snapshot, and with it the newest ``keep`` and what they are made on."""
+        manifest = json.loads(bytes(files[MANIFEST]))
+        facts = SnapshotFacts(
+            identity=identity, kind=manifest["kind"], base_model=manifest["base_model"],
+            created_s=float(manifest.get("created_s", 0.0)),
+            num_bytes=sum(one.nbytes for one in files.values()),
+        )  # fmt: skip
+        # Put anew: what a trainer has put goes with the trainer.
+        kept = _Kept(facts, manifest.get("parent"), ray.put(dict(files)))
+        snapshots = self._buckets.setdefault(bucket, {})
+        snapshots[identity] = kept
+        _drop_old(snapshots, keep or KEEP)
+
+    def get(self, bucket: str, identity: str) -> list[Any] | None:
+        """A list with the reference of its files; None where it is not kept."""
+        kept = self._buckets.get(bucket, {}).get(identity)
+        # In a list, since Ray would give the files themselves in a reference's place.
+        return None if kept is None else [kept.files]
+
+    def facts(self, bucket: str) -> list[dict[str, Any]]:
+        """What a bucket holds, oldest first."""
+        return [asdict(one.facts) for one in self._buckets.get(bucket, {}).values()]
+
+
+def buckets_through(keeper: Any, mirror: Path, keep: int | None) -> Any:
+    """Buckets (``hearth.sync.store.Buckets``) of a keeper, for a process that reads or writes them.
+
+    ``mirror`` is a folder of its own.
+    """
+    # By name: it brings torch, which a process that only launches workers does without.
+    store = importlib.import_module("hearth.launch.ray.store")
+    return store.RayBuckets(keeper, mirror, keep)
+
+
+def _drop_old(snapshots: dict[str, _Kept], keep: int) -> None:
+    needed: set[str] = set()
+    for name in list(snapshots)[-keep:]:
+        link: str | None = name
+        while link is not None and link not in needed and link in snapshots:
+            needed.add(link)
+            link = snapshots[link].parent
+    for name in snapshots.keys() - needed:
+        del snapshots[name]

@@ -1,0 +1,127 @@
+"""Buckets over the keeper's actor (``hearth.sync.store.Buckets``), for a worker's own process.
+
+A worker has a mirror of what it reads and writes, a folder of its node, whose store judges, links
+and checks; between nodes go the folder's files as they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from hearth.errors import EngineError, NotFoundError
+from hearth.sync.folders import drafted, remove_folder
+from hearth.sync.manifest import check_name
+from hearth.sync.snapshot import Snapshot, SnapshotFacts
+from hearth.sync.store import FolderSnapshotStore, no_parent
+
+_TIMEOUT_S = 600.0
+
+
+class RayBuckets:
+    """Buckets of a keeper, with the newest ``keep`` snapshots each; mirrored under ``mirror``."""
+
+    def __init__(self, keeper: Any, mirror: Path, keep: int | None) -> None:
+        self._keeper = keeper
+        self._mirror = mirror
+        self._keep = keep
+        self._stores: dict[str, RaySnapshotStore] = {}
+        self._lock = threading.Lock()
+
+    def bucket(self, bucket_id: str) -> RaySnapshotStore:
+        """The store of a bucket."""
+        folder = self._mirror / check_name(bucket_id, "bucket_id")
+        with self._lock:
+            if bucket_id not in self._stores:
+                self._stores[bucket_id] = RaySnapshotStore(
+                    self._keeper, bucket_id, folder, self._keep
+                )
+            return self._stores[bucket_id]
+
+
+class RaySnapshotStore:
+    """One bucket of a keeper (``hearth.sync.snapshot.SnapshotStore``)."""
+
+    shares_tensors = False
+
+    def __init__(self, keeper: Any, bucket: str, mirror: Path, keep: int | None) -> None:
+        self._keeper = keeper
+        self._bucket = bucket
+        self._keep = keep
+        self._root = mirror
+        self._mirror = FolderSnapshotStore(mirror)
+        self._lock = threading.Lock()
+
+    def put(self, snapshot: Snapshot) -> None:
+        """Write the snapshot into the mirror, and send its files to the keeper."""
+        identity = check_name(snapshot.identity, "identity")
+        with self._lock:
+            kept = self.names()
+            if snapshot.kind == "delta" and snapshot.parent not in kept:
+                raise no_parent(snapshot, kept)
+            for one in {identity, snapshot.parent or ""} & set(kept):
+                self._fetch(one)
+            self._mirror.put(snapshot)
+            if identity not in kept:
+                files = _read(self._root / identity)
+                self._ask("put", self._bucket, identity, files, self._keep)
+            self._clean({*kept, identity})
+
+    def get(self, identity: str) -> Snapshot:
+        """The snapshot on the CPU, every tensor checked against its checksum."""
+        check_name(identity, "identity")
+        with self._lock:
+            self._clean({*self.names(), identity})
+            self._fetch(identity)
+            return replace(self._mirror.get(identity), source=self)
+
+    def names(self) -> list[str]:
+        """Identities that the keeper has, oldest first."""
+        return [one.identity for one in self.facts()]
+
+    def facts(self) -> list[SnapshotFacts]:
+        """What the keeper has, oldest first."""
+        return [SnapshotFacts(**one) for one in self._ask("facts", self._bucket)]
+
+    def _fetch(self, identity: str) -> None:
+        """Have a snapshot in the mirror."""
+        folder = self._root / identity
+        if folder.is_dir():
+            return
+        found = self._ask("get", self._bucket, identity)
+        if found is None:
+            raise NotFoundError(
+                f"snapshot must be one of {self.names()}, got {identity!r}: it was never saved "
+                "here, or newer ones have taken its place"
+            )
+        files = _got(found[0])
+        with drafted(folder) as draft:
+            for name, content in files.items():
+                (draft / name).write_bytes(content)
+
+    def _clean(self, wanted: set[str]) -> None:
+        for name in self._mirror.names():
+            if name not in wanted:
+                remove_folder(self._root / name)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        return _got(getattr(self._keeper, method).remote(*arguments))
+
+
+def _got(reference: Any) -> Any:
+    try:
+        return ray.get(reference, timeout=_TIMEOUT_S)
+    except RayError as error:
+        raise EngineError(
+            f"snapshots must be in Ray's object store, got {type(error).__name__}: {error}"
+        ) from None
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    return {path.name: np.fromfile(path, np.uint8) for path in folder.iterdir()}

@@ -1,0 +1,242 @@
+"""Workers as actors: where they are placed, how their ends are told, and who finds them again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from tests.scale.clusters import Nodes, actors, wait_until
+from tests.unit.launch.conftest import Heard
+
+from hearth.errors import ConfigError
+from hearth.launch.ray.launcher import RayLauncher
+from hearth.launch.spec import TOKEN_HEADER, Endpoint, ExitReport, ExportSpec, TrainerSpec
+
+SOON_S = 30.0
+
+
+@pytest.fixture
+def make_launcher(cluster: Nodes, tmp_path: Path) -> Iterator[Callable[..., RayLauncher]]:
+    made: list[RayLauncher] = []
+
+    def make(**options: Any) -> RayLauncher:
+        made.append(RayLauncher(tmp_path / "data", **{"die_with_parent": True} | options))
+        return made[-1]
+
+    yield make
+    for launcher in made:
+        launcher.close()
+
+
+@pytest.fixture
+def spec(model_folder: Path, tmp_path: Path) -> Callable[..., TrainerSpec]:
+    def make(number: int = 0, **options: Any) -> TrainerSpec:
+        values: dict[str, Any] = {
+            "worker_id": f"trainer-{number}", "base_model": "tiny", "source": str(model_folder),
+            "bucket": "bucket", "device": "cpu", "checkpoint_dir": str(tmp_path / "checkpoints"),
+            "threads": 1,
+        }  # fmt: skip
+        return TrainerSpec(**values | options)
+
+    return make
+
+
+def started(launcher: RayLauncher, spec: TrainerSpec) -> tuple[Any, Heard]:
+    watcher = Heard()
+    worker = launcher.start(spec, watcher)
+    watcher.wait_ready()
+    return worker, watcher
+
+
+def connect(endpoint: Endpoint) -> httpx.Client:
+    assert endpoint.url is not None
+    headers = {TOKEN_HEADER.decode(): endpoint.token or ""}
+    return httpx.Client(base_url=endpoint.url, headers=headers, timeout=30)
+
+
+def run(http: httpx.Client, operation: str, **body: Any) -> Any:
+    """The result of a trainer's operation."""
+    future = http.post(f"/api/v1/{operation}", json=body).json()
+    return http.post("/api/v1/retrieve_future", json=future).json()
+
+
+def publish(endpoint: Endpoint, identity: str) -> None:
+    with connect(endpoint) as http:
+        model = run(http, "create_model", base_model="tiny", session_id="s", model_seq_id=0)
+        run(
+            http, "save_weights_for_sampler", model_id=model["model_id"], seq_id=1, path=identity
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("snapshot_store", ["folder", "ray"])
+def test_a_trainer_publishes_what_the_control_plane_lists_and_exports(
+    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec], tmp_path: Path,
+    snapshot_store: str, model_folder: Path,
+) -> None:  # fmt: skip
+    launcher = make_launcher(snapshot_store=snapshot_store)
+    worker, _ = started(launcher, spec())
+
+    assert httpx.get(f"{worker.endpoint.url}/api/v1/healthz").status_code == 401
+    publish(worker.endpoint, "v1")
+    worker.stop()
+
+    # The trainer is gone, and what it published is not.
+    assert actors().keys() <= {"snapshots"}
+    assert [one.identity for one in launcher.snapshots("bucket")] == ["v1"]
+    folder = tmp_path / "exported"
+    launcher.export(
+        ExportSpec(
+            bucket="bucket", identity="v1", base_model="tiny", source=str(model_folder),
+            folder=str(folder),
+        )
+    )  # fmt: skip
+    assert (folder / "model.safetensors").exists()
+    assert "worker trainer-0 closes" in launcher.log_path("trainer-0").read_text()
+
+
+def test_a_worker_that_is_killed_is_reported_with_its_last_lines(
+    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
+) -> None:
+    launcher = make_launcher()
+    worker, watcher = started(launcher, spec())
+
+    os.kill(worker.pid, signal.SIGKILL)
+    report = watcher.wait_failed(SOON_S)
+
+    assert report.reason is not None
+    assert report.reason.startswith("its actor died: ")
+    assert report.phase == "idle"
+    assert any("its share" in line or "threads" in line for line in report.last_lines)
+    # What was reserved is free again.
+    started(launcher, spec())
+
+
+def test_a_worker_that_cannot_start_says_why(
+    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec], tmp_path: Path
+) -> None:
+    watcher = Heard()
+    make_launcher().start(spec(source=str(tmp_path / "none")), watcher)
+
+    report = watcher.wait_failed(SOON_S)
+    assert report.reason is not None
+    assert report.reason.startswith("could not start: ")
+    assert str(tmp_path / "none") in report.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "resource"),
+    [({"threads": 2}, "CPU"), ({"device": "cuda"}, "GPU"), ({"ranks": 3}, "CPU")],
+)
+def test_a_placement_that_cannot_be_met_says_which_resource_is_short(
+    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec],
+    options: dict[str, Any], resource: str,
+) -> None:  # fmt: skip
+    watcher = Heard()
+    make_launcher(placement_timeout_s=1.0).start(spec(**options), watcher)
+
+    report = watcher.wait_failed(SOON_S)
+    assert report.reason is not None
+    assert f"placement must be met within 1 s, got too few {resource}s: it needs" in report.reason
+    assert f"have {0 if resource == 'GPU' else 2}" in report.reason
+
+
+def test_a_worker_that_waits_for_room_can_be_stopped(
+    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
+) -> None:
+    watcher = Heard()
+    worker = make_launcher().start(spec(threads=8), watcher)
+    worker.stop()
+    assert not watcher.has_failed.is_set()
+    assert worker.pid is None
+
+
+def test_a_folder_that_nodes_do_not_share_is_refused(
+    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec], tmp_path: Path
+) -> None:
+    launcher = make_launcher()
+    # As on a node where another folder is mounted under this name.
+    (tmp_path / "data" / ".shared-with-every-node").write_text("another", encoding="ascii")
+    watcher = Heard()
+    launcher.start(spec(), watcher)
+
+    report = watcher.wait_failed(SOON_S)
+    assert report.reason is not None
+    assert "data_dir must be a folder that all nodes share, got" in report.reason
+    assert "set snapshot_store='ray'" in report.reason
+
+
+def test_a_lost_node_is_named(
+    cluster: Nodes, make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
+) -> None:
+    worker, watcher = started(make_launcher(), spec())
+    lost = worker.facts.node_id
+
+    cluster.add(1)
+    cluster.kill(lost)
+
+    report = watcher.wait_failed(SOON_S)
+    assert report.reason is not None
+    assert f"its machine was lost: node {lost[:8]}" in report.reason
+
+
+def test_workers_outlive_their_launcher_and_are_adopted(
+    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
+) -> None:
+    first = make_launcher(die_with_parent=False)
+    worker, _ = started(first, spec())
+    record, pid = worker.record(), worker.pid
+    first.release()
+
+    second = make_launcher(die_with_parent=False)
+    watcher = Heard()
+    found = second.adopt(record, watcher)
+    assert not isinstance(found, ExitReport)
+    watcher.wait_ready()
+    assert found.pid == pid
+    with connect(found.endpoint) as http:
+        assert http.get("/api/v1/healthz").status_code == 200
+
+    found.stop()
+    wait_until(lambda: worker.name not in actors())
+    gone = second.adopt(record, watcher)
+    assert isinstance(gone, ExitReport)
+    assert gone.reason == "was gone when the control plane came back"
+
+
+def test_a_worker_that_nobody_asks_ends_by_itself_and_frees_its_place(
+    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
+) -> None:
+    first = make_launcher(die_with_parent=False, orphan_timeout_s=1.0)
+    worker, _ = started(first, spec())
+    first.release()
+
+    make_launcher(die_with_parent=False)
+    wait_until(lambda: worker.name not in actors())
+    wait_until(lambda: ray.available_resources().get("CPU") == 2)
+
+
+def test_a_stray_of_an_earlier_launcher_is_ended_first(
+    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
+) -> None:
+    first = make_launcher(die_with_parent=False)
+    stray, _ = started(first, spec())
+    first.release()
+
+    second = make_launcher(die_with_parent=False)
+    worker, _ = started(second, spec())
+    assert set(actors()) == {worker.name}
+    assert worker.name != stray.name
+
+
+def test_an_address_where_no_cluster_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
+    with pytest.raises(ConfigError, match="RAY_ADDRESS must be HOST:PORT of a cluster that this"):
+        RayLauncher(tmp_path)
