@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -52,9 +52,10 @@ from training.utils.rl.groups import Draw, rollout_metrics, version_metrics
 from training.utils.rl.information_gain import credit_metrics
 from training.utils.rl.objectives import objective_options
 from training.utils.rl.parity_probe import ParityProbe
-from training.utils.rl.platform import PlatformSpec, RunInfra
+from training.utils.rl.platform import BASE_URL, PlatformSpec, RunInfra, is_embedded
 from training.utils.rl.publisher import Publisher
 from training.utils.rl.rollout import RolloutFnFactory, RolloutSetup
+from training.utils.rl.rollout_hosts import on_cluster
 from training.utils.rl.rollout_queue import RolloutQueue, TakenGroup, gate_limits
 from training.utils.rl.rollout_thread import RolloutThread
 from training.utils.rl.rollouts import GroupCredit, GroupFilter, Rollouts
@@ -107,6 +108,12 @@ class Config(RecipeConfig):
     """Seconds that one rollout may take; None sets no limit."""
     rollout_retries: int = 2
     """Further attempts at a rollout that fails for a reason that may pass."""
+    rollout_workers: Literal["loop", "ray"] = "loop"
+    """Where rollout functions run: on an event loop of this process, or in processes of the Ray
+    cluster that RAY_ADDRESS names, for environments that need cores; those reach a served platform
+    alone."""
+    rollout_worker_count: int = 4
+    """How many such processes there are, of one CPU each; a process has many draws on their way."""
     rollout_extras: dict[str, Any] = field(default_factory=dict[str, Any])
     """Plain values that the rollout function finds in ``setup.extras``."""
     stall_timeout_s: float = 3600.0
@@ -167,6 +174,15 @@ def own_problems(config: Config) -> Iterator[str]:
         )
     if config.rollout_retries < 0:
         yield f"rollout_retries must be >= 0, got {config.rollout_retries}"
+    if config.rollout_workers not in ("loop", "ray"):
+        yield f"rollout_workers must be 'loop' or 'ray', got {config.rollout_workers!r}"
+    elif config.rollout_workers == "ray" and is_embedded():
+        yield (
+            f"rollout_workers must be 'loop' without {BASE_URL}, got 'ray': processes elsewhere "
+            "cannot reach a platform inside this one; start `hearth serve`"
+        )
+    if config.rollout_worker_count < 1:
+        yield f"rollout_worker_count must be >= 1, got {config.rollout_worker_count}"
     if config.parity_probe_tokens < 0:
         yield f"parity_probe_tokens must be >= 0, got {config.parity_probe_tokens}: 0 is no probe"
     for name in ("rollout_timeout_s", "stall_timeout_s"):
@@ -254,6 +270,8 @@ def run_rows(
         PlatformSpec.of(config, Path(config.log_path)),
         running_requests="keep" if config.in_flight_weight_updates else "drain",
     )
+    if config.rollout_workers == "ray":
+        rollout_fn_factory = on_cluster(rollout_fn_factory, config.rollout_worker_count)
     with begin_run(config, spec, rows, eval_rows) as (infra, run):
         setup = rollout_setup(config, infra)
         with setup.closing, RolloutThread() as thread:

@@ -71,6 +71,8 @@ logger = logging.getLogger(__name__)
 
 # Rows that fail in a row before the run gives up: by then it is the platform, not the row.
 MAX_FAILED_ROWS = 5
+# Reward functions with a time limit that run on this machine at once.
+MAX_REWARDS = 8
 # Losses that the trainer cannot compute itself.
 WITHOUT_KERNEL = frozenset({"reinforce"})
 RECOVERABLE = (TransportError, NotFoundError, RequestError, TimeoutError)
@@ -93,6 +95,10 @@ class Config(RecipeConfig):
     """Seconds that the reward of one completion may take, off the event loop; None: no limit."""
     reward_errors: Literal["raise", "drop"] = "raise"
     """What a reward function that fails or is late does: end the run, or drop the completion."""
+    rollout_workers: Literal["loop", "process", "ray"] = "loop"
+    """Where reward functions run: on this program's event loop (with reward_timeout_s on threads
+    beside it), in processes of this machine, or as tasks of the Ray cluster that RAY_ADDRESS
+    names; the last two need reward_timeout_s and a picklable function."""
     loss_path: Literal["client", "builtin"] = "client"
     """Where the loss runs: in this file's process, or inside the trainer (no KL there)."""
 
@@ -121,6 +127,13 @@ def _own_problems(config: Config) -> Iterator[str]:
         yield f"reward_timeout_s must be > 0 seconds or None, got {config.reward_timeout_s}"
     if config.reward_errors not in ("raise", "drop"):
         yield f"reward_errors must be 'raise' or 'drop', got {config.reward_errors!r}"
+    if config.rollout_workers not in ("loop", "process", "ray"):
+        yield f"rollout_workers must be 'loop', 'process' or 'ray', got {config.rollout_workers!r}"
+    elif config.rollout_workers != "loop" and config.reward_timeout_s is None:
+        yield (
+            f"reward_timeout_s must be given with rollout_workers={config.rollout_workers!r}, got "
+            "None: a call elsewhere that never ends would be waited for"
+        )
     if config.loss_path == "client":
         return
     if config.kl_beta > 0:
@@ -194,7 +207,12 @@ def guarded_reward(config: Config, reward_fn: AnyReward) -> AnyReward:
             "reward_timeout_s and reward_errors must not be given with a guarded reward_fn, got "
             f"{config.reward_timeout_s} and {config.reward_errors!r}: it has its own"
         )
-    return guarded(reward_fn, timeout_s=config.reward_timeout_s, on_error=config.reward_errors)
+    workers = config.rollout_workers
+    return guarded(
+        reward_fn, timeout_s=config.reward_timeout_s, on_error=config.reward_errors,
+        isolation="thread" if workers == "loop" else workers,
+        max_concurrent=config.max_concurrent if workers == "ray" else MAX_REWARDS,
+    )  # fmt: skip
 
 
 async def train(config: Config, infra: RunInfra, run: Run, reward_fn: AnyReward) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from hearth.errors import ConfigError
+from training.rewards.cluster import RewardTasks
 from training.rewards.errors import RewardTimeoutError, StuckRewardsError
 from training.rewards.processes import RewardProcesses
 from training.rewards.score import RewardFunction, Score, ScoringReward, Unscored, as_score
@@ -18,7 +19,7 @@ from training.rewards.timed_calls import TimedCalls
 logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "drop"]
-Isolation = Literal["thread", "process"]
+Isolation = Literal["thread", "process", "ray"]
 
 
 class GuardedReward:
@@ -34,7 +35,11 @@ class GuardedReward:
         self._on_error: OnError = on_error
         self._is_async = _is_async(reward_fn)
         self._threads = TimedCalls(max_concurrent, max_stuck)
-        self._processes = RewardProcesses(self._call) if isolation == "process" else None
+        self._elsewhere: RewardProcesses | RewardTasks | None = None
+        if isolation == "process":
+            self._elsewhere = RewardProcesses(self._call)
+        elif isolation == "ray":
+            self._elsewhere = RewardTasks(self._call)
         self.failures: Counter[str] = Counter()
         """Calls that failed, by the type of their error."""
 
@@ -69,15 +74,15 @@ class GuardedReward:
 
     def close(self) -> None:
         """End the processes; the next call starts new ones."""
-        if self._processes is not None:
-            self._processes.close()
+        if self._elsewhere is not None:
+            self._elsewhere.close()
 
     async def _outcome(self, completion: str, row: Mapping[str, Any]) -> Any:
-        timeout_s, processes = self._timeout_s, self._processes
-        if processes is not None and timeout_s is not None:
+        timeout_s, elsewhere = self._timeout_s, self._elsewhere
+        if elsewhere is not None and timeout_s is not None:
             # The thread only waits, and for no longer than its process may take.
             return await self._threads.call(
-                lambda: processes.call(completion, row, timeout_s), timeout_s=None
+                lambda: elsewhere.call(completion, row, timeout_s), timeout_s=None
             )
         if self._is_async or timeout_s is None:
             outcome = self._call(completion, row)
@@ -114,9 +119,10 @@ def guarded(
     stopped, so a call that hangs goes on: with ``max_stuck`` of them the next call is refused.
     ``isolation="process"`` runs a picklable function in processes that are killed instead; rows
     are pickled, a call costs about 0.1 ms more than on a thread, and what the function itself
-    imports counts in a process's first call. An async function runs on the
-    event loop and is canceled, which works where it awaits. Without a time limit a plain function
-    runs where it is called.
+    imports counts in a process's first call. ``isolation="ray"`` runs it in tasks of a Ray cluster,
+    for functions that need many cores; the time limit counts from a task's begin. An async function
+    runs on the event loop and is canceled, which works where it awaits. Without a time limit a
+    plain function runs where it is called.
 
     Raises:
         ConfigError: an option breaks its rule, or the function cannot go to another process.
@@ -131,8 +137,8 @@ def guarded(
         )
     if timeout_s is not None and not timeout_s > 0:
         raise ConfigError(f"timeout_s must be > 0 seconds or None, got {timeout_s}")
-    if isolation == "process" and timeout_s is None:
-        raise ConfigError("timeout_s must be given with isolation='process', got None")
+    if isolation != "thread" and timeout_s is None:
+        raise ConfigError(f"timeout_s must be given with isolation={isolation!r}, got None")
     for name, count in (("max_concurrent", max_concurrent), ("max_stuck", max_stuck)):
         if count < 1:
             raise ConfigError(f"{name} must be >= 1, got {count}")

@@ -138,14 +138,14 @@ def _serve(connection: Connection, function: Callable[[str, Mapping[str, Any]], 
                 value = asyncio.run(_awaited(value))
             connection.send((None, as_score(value)))
         except Exception as error:  # noqa: BLE001 - raised again where the call was made
-            connection.send((_portable(error), None))
+            connection.send((portable(error), None))
 
 
 async def _awaited(value: Any) -> Any:
     return await value
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """The error with its traceback as text, in a form that arrives."""
     error.add_note(f"in reward_fn's process:\n{''.join(traceback.format_exception(error))}")
     try:

@@ -1,0 +1,92 @@
+"""Reward functions as tasks of a cluster: their scores, their failures, their time limits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import ray
+from tests.integration.conftest import config
+from tests.scale.clusters import Nodes
+
+from hearth.errors import ConfigError
+from hearth.launch.ray.cluster import connect
+from training.recipes.rl_loop import guarded_reward
+from training.rewards import (
+    RewardDiedError,
+    RewardTimeoutError,
+    Score,
+    Unscored,
+    guarded,
+    scored,
+)
+
+
+@pytest.fixture
+def connected(cluster: Nodes) -> Iterator[None]:
+    assert connect("test")
+    yield
+    ray.shutdown()
+
+
+def length(completion: str, row: Mapping[str, Any]) -> Score:
+    if completion == "raise":
+        raise ValueError("no such answer")
+    if completion == "hang":
+        time.sleep(600)
+    if completion == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Score(len(completion) / row["most"], parsed=True)
+
+
+def outcomes(reward: Any, *completions: str) -> list[Score | Unscored]:
+    return asyncio.run(scored(reward, completions, {"most": 10}))
+
+
+def test_rewards_are_called_on_the_cluster(connected: None) -> None:
+    here = os.getpid()
+    reward = guarded(lambda text, row: float(os.getpid() != here), timeout_s=60, isolation="ray")
+    assert outcomes(reward, "a", "b", "c") == [Score(1.0)] * 3
+    assert outcomes(guarded(length, timeout_s=60, isolation="ray"), "four") == [
+        Score(0.4, None, True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("completion", "timeout_s", "kind", "message"),
+    [
+        ("raise", 60.0, ValueError, "no such answer"),
+        ("hang", 0.5, RewardTimeoutError, "within 0.5 s"),
+        ("die", 60.0, RewardDiedError, "reward_fn's process must live"),
+    ],
+)
+def test_a_call_that_fails_is_dropped_or_raised(
+    connected: None, completion: str, timeout_s: float, kind: type[Exception], message: str
+) -> None:
+    dropping = guarded(length, timeout_s=timeout_s, isolation="ray", on_error="drop")
+    (failed,) = outcomes(dropping, completion)
+    assert isinstance(failed, Unscored)
+    assert isinstance(failed.error, kind)
+    with pytest.raises(kind, match=message):
+        outcomes(guarded(length, timeout_s=timeout_s, isolation="ray"), completion)
+
+
+def test_a_recipe_says_where_its_rewards_run(tmp_path: Any) -> None:
+    asked = config(tmp_path, rollout_workers="ray")
+    with pytest.raises(ConfigError, match="reward_timeout_s must be given with rollout_workers"):
+        asked.validate()
+    asked = config(tmp_path, rollout_workers="somewhere")
+    with pytest.raises(ConfigError, match="rollout_workers must be 'loop', 'process' or 'ray'"):
+        asked.validate()
+
+
+def test_a_recipes_rewards_run_there(connected: None, tmp_path: Any) -> None:
+    here = os.getpid()
+    asked = config(tmp_path, rollout_workers="ray", reward_timeout_s=60.0)
+    reward = guarded_reward(asked, lambda text, row: float(os.getpid() != here))
+    assert outcomes(reward, "a") == [Score(1.0)]
