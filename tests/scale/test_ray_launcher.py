@@ -16,6 +16,7 @@ from tests.unit.launch.conftest import Heard
 
 from hearth.errors import ConfigError
 from hearth.launch.ray.launcher import RayLauncher
+from hearth.launch.records import ProcessId
 from hearth.launch.spec import TOKEN_HEADER, Endpoint, ExitReport, ExportSpec, TrainerSpec
 
 SOON_S = 30.0
@@ -240,3 +241,19 @@ def test_an_address_where_no_cluster_is_refused(
     monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
     with pytest.raises(ConfigError, match="RAY_ADDRESS must be HOST:PORT of a cluster that this"):
         RayLauncher(tmp_path)
+
+
+def test_without_an_address_a_cluster_of_this_machine_runs_and_ends_with_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: Callable[..., TrainerSpec]
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    launcher = RayLauncher(tmp_path / "data", die_with_parent=True)
+    worker, _ = started(launcher, spec(threads=None))
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert ProcessId.of(worker.pid) is not None
+
+    launcher.close()
+
+    assert not ray.is_initialized()
+    wait_until(lambda: ProcessId.of(worker.pid) is None)
