@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import ray
 from tests.integration.conftest import config
 from tests.scale.clusters import Nodes
+from tests.scale.scores import length
 
 from hearth.errors import ConfigError
 from hearth.launch.ray.cluster import connect
@@ -32,16 +31,6 @@ def connected(cluster: Nodes) -> Iterator[None]:
     assert connect("test")
     yield
     ray.shutdown()
-
-
-def length(completion: str, row: Mapping[str, Any]) -> Score:
-    if completion == "raise":
-        raise ValueError("no such answer")
-    if completion == "hang":
-        time.sleep(600)
-    if completion == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return Score(len(completion) / row["most"], parsed=True)
 
 
 def outcomes(reward: Any, *completions: str) -> list[Score | Unscored]:

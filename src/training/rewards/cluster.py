@@ -102,7 +102,10 @@ def connect_to_ray() -> bool:
         if ray.is_initialized():
             return False
         address = os.environ.get("RAY_ADDRESS") or "local"
-        own: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+        own: dict[str, Any] = {}
+        if address == "local":
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            own = {"include_dashboard": False}
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
         return True
 

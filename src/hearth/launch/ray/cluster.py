@@ -69,6 +69,8 @@ def connect(namespace: str) -> bool:
 
 
 def _own_cluster() -> dict[str, Any]:
+    # What runs here is nobody else's business, unless somebody says that it is.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Workers of one machine share its cores by themselves (hearth.threads): a laptop with two
     # cores may have a trainer, a reference and a deployment.
     return {"num_cpus": max(_LEAST_CPUS, os.cpu_count() or 1), "include_dashboard": False}
