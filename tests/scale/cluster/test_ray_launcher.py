@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from tests.scale.clusters import Nodes, actors, wait_until
+from tests.scale.cluster.clusters import Nodes, actors, wait_until
 from tests.unit.launch.conftest import Heard
 
 from hearth.errors import ConfigError

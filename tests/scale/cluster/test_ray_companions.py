@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from tests.scale.clusters import Nodes, wait_until
+from tests.scale.cluster.clusters import Nodes, wait_until
 
 from hearth.companions import Command
 from hearth.errors import ClosedError, EngineError

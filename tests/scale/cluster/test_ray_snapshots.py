@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from tests.scale.clusters import Nodes
+from tests.scale.cluster.clusters import Nodes
 
 from hearth.errors import EngineError, NotFoundError, RequestError
 from hearth.launch.ray.cluster import connect

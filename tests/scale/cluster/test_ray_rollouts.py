@@ -11,7 +11,7 @@ import pytest
 from tests.integration.conftest import Trial, async_config
 from tests.integration.rollouts import drawing
 from tests.integration.served import Served
-from tests.scale.clusters import Nodes
+from tests.scale.cluster.clusters import Nodes
 
 from hearth.errors import ConfigError
 from training.recipes import async_rl_loop

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.integration.conftest import Trial, async_config, config
 from tests.integration.rollouts import drawing, spread
-from tests.scale.clusters import Nodes, nodes_of_workers
+from tests.scale.cluster.clusters import Nodes, nodes_of_workers
 
 from training.recipes import async_rl_loop, rl_loop
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.scale.clusters import Nodes
+from tests.scale.cluster.clusters import Nodes
 from tests.unit.launch.conftest import Heard
 from tests.unit.tiny import write_qwen
 

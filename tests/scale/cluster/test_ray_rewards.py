@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import ray
 from tests.integration.conftest import config
-from tests.scale.clusters import Nodes
-from tests.scale.scores import length
+from tests.scale.cluster.clusters import Nodes
+from tests.scale.cluster.scores import length
 
 from hearth.errors import ConfigError
 from hearth.launch.ray.cluster import connect
