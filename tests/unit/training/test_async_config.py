@@ -146,8 +146,8 @@ PROBLEMS = [
     ({"late_row_wait_s": -0.5}, r"late_row_wait_s must be >= 0 seconds or None, got -0\.5"),
     ({"late_row_wait_s": math.nan}, "late_row_wait_s must be >= 0 seconds or None, got nan"),
     (
-        {"rollout_extras": {"judge": object()}},
-        r"rollout_extras must be plain values, got \{'judge': <object .*close over anything else",
+        {"rollout_extras": {"judge": int}},
+        r"rollout_extras must be plain values, got \{'judge': <class .*close over anything else",
     ),
     ({"weight_sync_interval": 2}, "weight_sync_interval must be 1, got 2: versions are counted"),
     ({"weight_sync_interval": 0}, "weight_sync_interval must be 1, got 0: .*raise max_head_offp"),
