@@ -42,8 +42,9 @@ from hearth.launch.workers import ProcessWorker, end, say_hello
 
 logger = logging.getLogger(__name__)
 
-# By name: a launcher does not import what it launches.
-WORKER_MODULES = ("hearth.trainer.worker", "hearth.inference.worker")
+# By name: a launcher does not import what it launches. peft is imported where it is
+# used, and here once for all processes that are forked.
+WORKER_MODULES = ("hearth.trainer.worker", "hearth.inference.worker", "peft")
 ENTRIES: dict[type, tuple[str, str | None]] = {
     TrainerSpec: ("hearth.trainer.worker:build", "/api/v1/healthz"),
     DeploymentSpec: ("hearth.inference.worker:build", "/healthz"),

@@ -21,7 +21,6 @@ from hearth.errors import ConfigError
 from hearth.launch.processes import ProcessLauncher
 from hearth.launch.spec import Launcher, Placement, SnapshotPlace
 from hearth.local.cluster import ray_launcher
-from hearth.local.inline import InlineLauncher
 from hearth.sdk.background import start
 from hearth.sdk.transport import mount, unmount
 
@@ -48,6 +47,8 @@ class EmbeddedPlatform:
             raise ConfigError(f"placement must be 'inline', 'process' or 'ray', got {placement!r}")
         launcher: Launcher
         if placement == "inline":
+            from hearth.local.inline import InlineLauncher  # seconds, which a bad config is spared
+
             launcher = InlineLauncher(work_dir)
         elif placement == "process":
             launcher = ProcessLauncher(work_dir, die_with_parent=True)

@@ -59,20 +59,31 @@ class BuiltinObjective:
         """
         names = list(range(len(inputs))) if datum_ids is None else list(datum_ids)
         rows = [_flat(row) for row in policy_logprobs]
-        fields = [self._checked(*one) for one in zip(names, rows, inputs, strict=True)]
-        logprobs = [one["logprobs"] for one in fields if "logprobs" in one]
-        if logprobs and len(logprobs) < len(fields):
-            lacking = next(d for d, one in zip(names, fields, strict=True) if "logprobs" not in one)
+        whole = torch.cat(rows) if rows else torch.zeros(0)
+        lengths = torch.tensor([row.numel() for row in rows], dtype=torch.int64)
+        joined = _joined(rows, inputs)
+        if joined is not None:
+            fields = [self._checked(names[0], whole, joined)]
+        else:
+            fields = [self._checked(*one) for one in zip(names, rows, inputs, strict=True)]
+        has_logprobs = ["logprobs" in one for one in fields]
+        if any(has_logprobs) and not all(has_logprobs):
+            lacking = names[has_logprobs.index(False)]
             raise ConfigError(f"datum {lacking}: logprobs must be given in all datums or in none")
+
+        def column(name: str) -> Tensor:
+            return torch.cat([one[name] for one in fields]) if fields else whole
+
+        logprobs = column("logprobs") if any(has_logprobs) else None
         is_behavior = isinstance(self.objective, Reinforce)
-        advantages = [one["advantages"] for one in fields]
-        earning = _nonzero(advantages)
-        return TokenBatch.concat(
-            rows,
-            advantages=advantages,
-            mask=[one.get("mask", own) for one, own in zip(fields, earning, strict=True)],
-            old_logprobs=None if is_behavior else logprobs or None,
-            behavior_logprobs=(logprobs or None) if is_behavior else None,
+        return TokenBatch(
+            policy_logprobs=whole,
+            advantages=column("advantages"),
+            mask=column("mask"),
+            segment_ids=torch.arange(len(rows)).repeat_interleave(lengths).to(whole.device),
+            num_samples=len(rows),
+            old_logprobs=None if is_behavior else logprobs,
+            behavior_logprobs=logprobs if is_behavior else None,
             datum_ids=names,
         )
 
@@ -81,7 +92,7 @@ class BuiltinObjective:
         return evaluate(self.objective, batch)
 
     def _checked(self, datum: int, row: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``advantages``, and of a policy loss ``mask`` and ``logprobs`` where they are given."""
+        """``advantages`` and ``mask``, and of a policy loss ``logprobs`` where they are given."""
         given = {name: _flat(one) for name, one in inputs.items() if name != "target_tokens"}
         required, known = self.required_inputs, self.required_inputs + self.optional_inputs
         if not (given.keys() <= set(known) and given.keys() >= set(required)):
@@ -98,16 +109,22 @@ class BuiltinObjective:
                 )
         mask = next((given[name] for name in _MASK_INPUTS if name in given), None)
         if isinstance(self.objective, CrossEntropy):
-            return {"advantages": torch.zeros_like(row) if mask is None else mask}
-        return given if mask is None else given | {"mask": mask}
+            given, mask = {"advantages": torch.zeros_like(row) if mask is None else mask}, None
+        return given | {"mask": given["advantages"].ne(0).float() if mask is None else mask}
 
 
-def _nonzero(rows: Sequence[Tensor]) -> Sequence[Tensor]:
-    """1 where a row is not 0."""
-    if not rows:
-        return []
-    nonzero = torch.cat(list(rows)).ne(0).float()
-    return torch.split_with_sizes(nonzero, [row.numel() for row in rows])
+def _joined(
+    rows: Sequence[Tensor], inputs: Sequence[Mapping[str, Tensor]]
+) -> Mapping[str, Tensor] | None:
+    """All datums' inputs end to end; None where some have others, or of another length."""
+    if not inputs or len(rows) != len(inputs):
+        return None
+    names = inputs[0].keys()
+    for row, one in zip(rows, inputs, strict=True):
+        size = row.numel()
+        if one.keys() != names or any(value.numel() != size for value in one.values()):
+            return None
+    return {name: torch.cat([_flat(one[name]) for one in inputs]) for name in names}
 
 
 def _flat(values: Tensor) -> Tensor:

@@ -1,17 +1,22 @@
-"""Batches on the wire: datums as bodies, long batches in chunks, and the chunks' results as one."""
+"""Batches on the wire: datums as bodies, long batches in chunks, and the chunks' results as one.
+
+Datums of one form go as columns, a few tensors for all of them; others one by one.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tinker
 from numpy.typing import NDArray
 
-from hearth.errors import RequestError
+from hearth.errors import RequestError, TransportError
 from hearth.sdk.routed_input import RoutedModelInput
-from hearth.wire.tensors import Encoding, TensorRecord, encoded
+from hearth.wire.tensors import Encoding, encoded
 from hearth.wire.tinker import ForwardOutput
 
 MAX_CHUNK_DATUMS = 1024
@@ -46,12 +51,84 @@ def chunks_of(
     return chunks
 
 
-def datum_body(datum: tinker.Datum, only: Collection[str] | None = None) -> dict[str, Any]:
-    """A datum as the wire has it, with all its loss inputs or ``only`` some.
+@dataclass(frozen=True)
+class Batch:
+    """Datums of one request, as it has them."""
+
+    body: Mapping[str, Any]
+    """``data`` or ``columns`` of a request's input."""
+    lengths: Sequence[int] | None
+    """Input tokens of each datum, of ``columns``; None for datums one by one."""
+
+    @property
+    def count(self) -> int:
+        """Number of datums."""
+        return len(self.body["data"] if self.lengths is None else self.lengths)
+
+    def weighted(self, weights: Sequence[NDArray[np.float32]]) -> Batch:
+        """The same datums with these ``weights`` of their targets, one row each."""
+        if self.lengths is None:
+            rows = zip(self.body["data"], weights, strict=True)
+            return Batch({"data": [_with_weights(body, row) for body, row in rows]}, None)
+        columns = _with_weights(self.body["columns"], np.concatenate(weights))
+        return Batch({"columns": columns}, self.lengths)
+
+
+def batch_of(
+    data: Sequence[tinker.Datum], only: Collection[str] | None = None, *, as_columns: bool
+) -> Batch:
+    """Datums with all their loss inputs or ``only`` some, as columns where they can be.
 
     Raises:
-        RequestError: the input is not made of token ids.
+        RequestError: an input is not made of token ids.
     """
+    found = _columns(data, only) if as_columns else None
+    if found is not None:
+        return found
+    return Batch({"data": [_datum_body(one, only) for one in data]}, None)
+
+
+def _columns(data: Sequence[tinker.Datum], only: Collection[str] | None) -> Batch | None:
+    """None where a datum has several chunks, experts, or other loss inputs than the first."""
+    first = data[0].loss_fn_inputs
+    names = [name for name in first if only is None or name in only]
+    lengths: list[int] = []
+    tokens: list[Sequence[int]] = []
+    values: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
+    for datum in data:
+        chunks, inputs = datum.model_input.chunks, datum.loss_fn_inputs
+        own = getattr(chunks[0], "tokens", None) if len(chunks) == 1 else None
+        if not own or isinstance(datum.model_input, RoutedModelInput):
+            return None
+        if only is None and len(inputs) != len(names):
+            return None
+        shape = (len(own),)
+        for name in names:
+            record = inputs.get(name)
+            if record is None or record.dtype != first[name].dtype:
+                return None
+            row = record.to_numpy()
+            if row.shape != shape:
+                return None
+            values[name].append(row)
+        lengths.append(len(own))
+        tokens.append(own)
+    try:
+        ids = np.fromiter(itertools.chain.from_iterable(tokens), dtype=np.int64)
+    except OverflowError:
+        return None
+    columns = {
+        "lengths": encoded(lengths, "int64", TENSOR_ENCODING),
+        "tokens": encoded(ids, "int64", TENSOR_ENCODING),
+        "loss_fn_inputs": {
+            name: encoded(np.concatenate(rows), first[name].dtype, TENSOR_ENCODING)
+            for name, rows in values.items()
+        },
+    }
+    return Batch({"columns": columns}, lengths)
+
+
+def _datum_body(datum: tinker.Datum, only: Collection[str] | None) -> dict[str, Any]:
     chunks: list[dict[str, Any]] = []
     for chunk in datum.model_input.chunks:
         tokens = getattr(chunk, "tokens", None)  # the union also holds image chunks
@@ -69,28 +146,47 @@ def datum_body(datum: tinker.Datum, only: Collection[str] | None = None) -> dict
     return {"model_input": model_input, "loss_fn_inputs": inputs}
 
 
-def weighted_body(body: Mapping[str, Any], weights: NDArray[np.float32]) -> dict[str, Any]:
-    """The same datum with these ``weights`` of its targets."""
+def _with_weights(body: Mapping[str, Any], weights: NDArray[np.float32]) -> dict[str, Any]:
     added = {"weights": encoded(weights, "float32", TENSOR_ENCODING)}
     return {**body, "loss_fn_inputs": body["loss_fn_inputs"] | added}
 
 
-def merge_outputs(parts: Sequence[ForwardOutput]) -> tinker.ForwardBackwardOutput:
+def merge_outputs(
+    parts: Sequence[ForwardOutput], batches: Sequence[Batch]
+) -> tinker.ForwardBackwardOutput:
     """One output of several chunks: datums in order, metrics by their ``name:reduction``."""
-    outputs = [
-        {name: _tinker_tensor(value) for name, value in one.items()}
-        for part in parts
-        for one in part.loss_fn_outputs
-    ]
-    counts = [len(part.loss_fn_outputs) for part in parts]
+    by_part = [_outputs(*pair) for pair in zip(parts, batches, strict=True)]
+    counts = [len(outputs) for outputs in by_part]
     shared = set(parts[0].metrics).intersection(*(part.metrics for part in parts))
     metrics = {
         name: _reduce(name, [part.metrics[name] for part in parts], counts)
         for name in sorted(shared)
     }
     return tinker.ForwardBackwardOutput(
-        loss_fn_output_type=parts[0].loss_fn_output_type, loss_fn_outputs=outputs, metrics=metrics
-    )
+        loss_fn_output_type=parts[0].loss_fn_output_type,
+        loss_fn_outputs=[one for outputs in by_part for one in outputs], metrics=metrics,
+    )  # fmt: skip
+
+
+def _outputs(part: ForwardOutput, batch: Batch) -> list[dict[str, tinker.TensorData]]:
+    """A chunk's outputs, one mapping per datum."""
+    if part.columns is None or batch.lengths is None:
+        return [
+            {name: _tinker_tensor(value.to_numpy()) for name, value in one.items()}
+            for one in part.loss_fn_outputs
+        ]
+    ends = list(itertools.accumulate(batch.lengths))
+    outputs: list[dict[str, tinker.TensorData]] = [{} for _ in ends]
+    for name, column in part.columns.items():
+        # A copy may be written to, as tinker's tensors may.
+        values = np.array(column.to_numpy())
+        if values.size != ends[-1]:
+            raise TransportError(
+                f"a trainer must answer with {ends[-1]} values of {name}, got {values.size}"
+            )
+        for output, start, end in zip(outputs, [0, *ends], ends, strict=False):
+            output[name] = _tinker_tensor(values[start:end])
+    return outputs
 
 
 def _weight(model_input: tinker.ModelInput) -> int:
@@ -108,5 +204,6 @@ def _reduce(name: str, values: list[float], counts: list[int]) -> float:
     return {"min": min, "max": max}.get(reduction, sum)(values)
 
 
-def _tinker_tensor(record: TensorRecord) -> tinker.TensorData:
-    return tinker.TensorData.from_numpy(np.array(record.to_numpy()))
+def _tinker_tensor(values: NDArray[Any]) -> tinker.TensorData:
+    writable = values if values.flags.writeable else np.array(values)
+    return tinker.TensorData.from_numpy(writable)

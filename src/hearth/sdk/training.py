@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
@@ -25,10 +25,10 @@ from hearth.sdk.background import APIFuture, start
 from hearth.sdk.batches import (
     MAX_CHUNK_DATUMS,
     TENSOR_ENCODING,
+    Batch,
+    batch_of,
     chunks_of,
-    datum_body,
     merge_outputs,
-    weighted_body,
 )
 from hearth.sdk.journal import Operation
 from hearth.sdk.stream import LOST, MOST_RESTARTS, OperationStream, Revival, retrieve
@@ -135,6 +135,7 @@ class FiretitanServiceClient:
         client.max_seq_len = made.max_seq_len
         client.supports_router_replay = bool(made.supports_router_replay)
         client.keeps_graphs = bool(made.keeps_graphs)
+        client.takes_columns = bool(made.takes_columns)
         return client
 
     async def _first_model(
@@ -202,6 +203,8 @@ class FiretitanTrainingClient:
         """Whether the model sends tokens to experts, and to those of a ``RoutedModelInput``."""
         self.keeps_graphs = False
         """Whether the trainer keeps a forward pass for a later backward pass."""
+        self.takes_columns = False
+        """Whether the trainer takes many datums as a few tensors."""
         self._http = http
         self._max_chunk_datums = max_chunk_datums
         self.stream = OperationStream(http, model_id, revival=revival)
@@ -228,11 +231,7 @@ class FiretitanTrainingClient:
         goes: a ``forward_backward`` on the same texts that names it, before the weights change,
         computes no second forward pass.
         """
-        return start(
-            self._in_turn(
-                lambda: self._post_data("forward", data, loss_fn, loss_fn_config, graph=graph)
-            )
-        )
+        return start(self._run("forward", data, loss_fn, loss_fn_config, graph))
 
     def forward_backward(
         self, data: Sequence[tinker.Datum], loss_fn: str = "cross_entropy",
@@ -243,13 +242,7 @@ class FiretitanTrainingClient:
         ``graph`` is that of ``forward``; where it is gone, everything is computed.
         """
         self._refuse_when_frozen("forward_backward")
-        return start(
-            self._in_turn(
-                lambda: self._post_data(
-                    "forward_backward", data, loss_fn, loss_fn_config, graph=graph
-                )
-            )
-        )
+        return start(self._run("forward_backward", data, loss_fn, loss_fn_config, graph))
 
     def forward_backward_custom(
         self, data: Sequence[tinker.Datum], loss_fn: LossFunction, *, temperature: float = 1.0
@@ -383,41 +376,34 @@ class FiretitanTrainingClient:
             accepted = await self.stream.submit(operation, body)
         return await self.stream.result(accepted, kind)
 
-    async def _in_turn(
-        self, post: Callable[[], Coroutine[Any, Any, list[Operation]]]
-    ) -> tinker.ForwardBackwardOutput:
-        async with self.stream.turn:
-            accepted = await post()
-        return await self._collect(accepted)
-
-    async def _post_data(
+    async def _run(
         self, operation: str, data: Sequence[tinker.Datum], loss_fn: str,
-        loss_fn_config: dict[str, Any] | None, *, graph: str | None = None,
-    ) -> list[Operation]:  # fmt: skip
-        chunks = chunks_of(data, self._max_chunk_datums)
-        bodies = ([datum_body(one) for one in chunk] for chunk in chunks)
-        return await self._post_bodies(operation, bodies, loss_fn, loss_fn_config, graph=graph)
+        loss_fn_config: dict[str, Any] | None, graph: str | None,
+    ) -> tinker.ForwardBackwardOutput:  # fmt: skip
+        batches: list[Batch] = []
+        async with self.stream.turn:
+            accepted: list[Operation] = []
+            for chunk in chunks_of(data, self._max_chunk_datums):
+                batches.append(batch_of(chunk, as_columns=self.takes_columns))
+                accepted.append(
+                    await self._post_batch(
+                        operation, batches[-1], loss_fn, loss_fn_config, graph, len(accepted)
+                    )
+                )
+        return merge_outputs(await self._results(accepted, ForwardOutput), batches)
 
-    async def _post_bodies(
-        self, operation: str, chunks: Iterable[list[dict[str, Any]]], loss_fn: str,
-        loss_fn_config: dict[str, Any] | None, *, graph: str | None = None,
-    ) -> list[Operation]:  # fmt: skip
-        accepted: list[Operation] = []
-        for number, chunk in enumerate(chunks):
-            content: dict[str, Any] = {"data": chunk, "loss_fn": loss_fn}
-            if loss_fn_config:
-                content["loss_fn_config"] = loss_fn_config
-            body: dict[str, Any] = {
-                f"{operation}_input": content, "tensor_encoding": TENSOR_ENCODING,
-            }  # fmt: skip
-            if graph is not None and self.keeps_graphs:
-                body["graph"] = f"{graph}-{number}"
-            accepted.append(await self.stream.submit(operation, body))
-        return accepted
-
-    async def _collect(self, accepted: list[Operation]) -> tinker.ForwardBackwardOutput:
-        """All chunks' results as one."""
-        return merge_outputs(await self._results(accepted, ForwardOutput))
+    async def _post_batch(
+        self, operation: str, batch: Batch, loss_fn: str, loss_fn_config: dict[str, Any] | None,
+        graph: str | None, number: int,
+    ) -> Operation:  # fmt: skip
+        """Submit the chunk of that number; the caller holds the turn."""
+        content: dict[str, Any] = {**batch.body, "loss_fn": loss_fn}
+        if loss_fn_config:
+            content["loss_fn_config"] = loss_fn_config
+        body: dict[str, Any] = {f"{operation}_input": content, "tensor_encoding": TENSOR_ENCODING}
+        if graph is not None and self.keeps_graphs:
+            body["graph"] = f"{graph}-{number}"
+        return await self.stream.submit(operation, body)
 
     async def _results(self, accepted: list[Operation], kind: type[RecordT]) -> list[RecordT]:
         """Each chunk's result; each is waited for before an error is raised."""
@@ -436,25 +422,26 @@ class FiretitanTrainingClient:
     ) -> tinker.ForwardBackwardOutput:
         config = {"temperature": temperature} if temperature != 1.0 else None
         # Only what the trainer needs to score the targets; the rest stays with the loss function.
-        chunks = [
-            [_scoring_body(one) for one in chunk]
+        batches = [
+            batch_of(_scored(chunk), ("target_tokens",), as_columns=self.takes_columns)
             for chunk in chunks_of(data, self._max_chunk_datums)
         ]
         graph = uuid.uuid4().hex[:12]
+
+        async def post(operation: str, chunks: Iterable[Batch]) -> list[Operation]:
+            return [
+                await self._post_batch(operation, chunk, "cross_entropy", config, graph, number)
+                for number, chunk in enumerate(chunks)
+            ]
+
         async with self.stream.turn:
-            scored = await self._collect(
-                await self._post_bodies("forward", chunks, "cross_entropy", config, graph=graph)
-            )
+            parts = await self._results(await post("forward", batches), ForwardOutput)
+            scored = merge_outputs(parts, batches)
             rows = [_tensor(one["logprobs"]) for one in scored.loss_fn_outputs]
             loss, metrics, weights = await asyncio.to_thread(_loss_gradient, data, rows, loss_fn)
             rest = iter(weights)
-            weighted = (
-                [weighted_body(*one) for one in zip(chunk, islice(rest, len(chunk)), strict=True)]
-                for chunk in chunks
-            )
-            accepted = await self._post_bodies(
-                "forward_backward", weighted, "cross_entropy", config, graph=graph
-            )
+            weighted = (one.weighted(list(islice(rest, one.count))) for one in batches)
+            accepted = await post("forward_backward", weighted)
         surrogates = await self._results(accepted, PassMetrics)
         own = {**metrics, "loss:sum": loss}
         own["surrogate_loss:sum"] = sum(one.metrics.get("loss:sum", 0.0) for one in surrogates)
@@ -469,10 +456,15 @@ def _tensor(data: tinker.TensorData) -> torch.Tensor:
     return torch.from_numpy(np.array(data.to_numpy(), dtype=np.float32))
 
 
-def _scoring_body(datum: tinker.Datum) -> dict[str, Any]:
-    if "target_tokens" not in datum.loss_fn_inputs:
+def _scored(data: list[tinker.Datum]) -> list[tinker.Datum]:
+    """The same, if they can be scored.
+
+    Raises:
+        RequestError: one has no targets.
+    """
+    if any("target_tokens" not in datum.loss_fn_inputs for datum in data):
         raise RequestError("loss_fn_inputs must hold 'target_tokens', got none")
-    return datum_body(datum, only=("target_tokens",))
+    return data
 
 
 def _loss_gradient(

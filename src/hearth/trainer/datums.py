@@ -6,7 +6,8 @@ A datum is shifted already: its ``target_tokens[t]`` follow its input token t.
 from __future__ import annotations
 
 import binascii
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,39 +18,119 @@ from hearth.errors import RequestError
 from hearth.losses import BuiltinObjective
 from hearth.trainer.packing import Example, Limits
 from hearth.wire.routing import RoutingShape, decode_routing
-from hearth.wire.tensors import ITEM_BYTES, NUMPY_DTYPES, TensorRecord
-from hearth.wire.tinker import DatumRecord, ModelInputRecord
+from hearth.wire.tensors import ITEM_BYTES, NUMPY_DTYPES, TensorRecord, encode
+from hearth.wire.tinker import ChunkRecord, DatumColumns, DatumRecord, ModelInputRecord
+
+Datums = Sequence[DatumRecord] | DatumColumns
+"""The data of a request, in either of their forms."""
 
 _MULTI_TARGET_LOSS = "cross_entropy"
 
 
-def read_datums(
-    data: Sequence[DatumRecord], objective: BuiltinObjective, limits: Limits
-) -> list[Example]:
+def read_datums(data: Datums, objective: BuiltinObjective, limits: Limits) -> list[Example]:
     """Check every datum before anything is computed.
 
     Raises:
         RequestError: there is no datum, or one breaks a rule; the message names its index.
     """
+    columns = _Columns.of(data) if isinstance(data, DatumColumns) else _Columns.joined(data)
+    together = columns and columns.examples(objective, limits)
+    if together:
+        return together
+    if isinstance(data, DatumColumns):
+        assert columns is not None, "they are read, or refused"
+        data = columns.records()
     if not data:
         raise RequestError("data must hold at least one datum, got none")
-    together = _read_together(data, objective, limits)
-    if together is not None:
-        return together
     return [_read_datum(index, datum, objective, limits) for index, datum in enumerate(data)]
 
 
-def _read_together(
-    data: Sequence[DatumRecord], objective: BuiltinObjective, limits: Limits
-) -> list[Example] | None:
-    """All datums at once, as our own SDK sends them: one target per token, bytes in base64.
+@dataclass(frozen=True)
+class _Columns:
+    """Datums with one value per token, end to end; nothing is checked but that they fit."""
 
-    None where one is of another form or breaks a rule, which ``_read_datum`` then says.
-    """
+    lengths: list[int]
+    tokens: NDArray[np.int64]
+    inputs: Mapping[str, NDArray[np.int64] | NDArray[np.float32]]
+
+    @classmethod
+    def of(cls, data: DatumColumns) -> _Columns:
+        """Those that were sent.
+
+        Raises:
+            RequestError: a column is of another size than the lengths add up to.
+        """
+        lengths = data.lengths.to_numpy()
+        if data.lengths.dtype != "int64" or lengths.ndim != 1 or bool((lengths < 0).any()):
+            raise RequestError("columns.lengths must be int64 numbers of tokens, >= 0")
+        inputs = {name: record.to_numpy() for name, record in data.loss_fn_inputs.items()}
+        tokens = data.tokens.to_numpy()
+        shape = (int(lengths.sum()),)
+        for name, values in (("tokens", tokens), *inputs.items()):
+            if values.shape != shape:
+                raise RequestError(
+                    f"columns.{name} must have the shape that the lengths add up to, "
+                    f"{list(shape)}, got {list(values.shape)}"
+                )
+        if data.tokens.dtype != "int64":
+            raise RequestError(f"columns.tokens must be int64, got {data.tokens.dtype}")
+        return cls(lengths.tolist(), np.asarray(tokens, dtype=np.int64), inputs)
+
+    @classmethod
+    def joined(cls, data: Sequence[DatumRecord]) -> _Columns | None:
+        """Those of datums one by one; None where one is of another form than our SDK's."""
+        return _joined_columns(data) if data else None
+
+    def examples(self, objective: BuiltinObjective, limits: Limits) -> list[Example] | None:
+        """All at once; None where one breaks a rule, which ``_read_datum`` then says."""
+        known = {"target_tokens", *objective.required_inputs, *objective.optional_inputs}
+        if "target_tokens" not in self.inputs or not self.inputs.keys() <= known:
+            return None
+        targets = self.inputs["target_tokens"]
+        if targets.dtype != np.int64 or not self.lengths:
+            return None
+        if min(self.lengths) < 1 or max(self.lengths) > limits.max_seq_len:
+            return None
+        least = min(self.tokens.min(), targets.min())
+        most = max(self.tokens.max(), targets.max())
+        if least < 0 or most >= limits.vocab_size:
+            return None
+        inputs = {
+            name: torch.from_numpy(values.astype(np.float32)).split(self.lengths)
+            for name, values in self.inputs.items()
+            if name != "target_tokens"
+        }
+        rows = zip(
+            torch.from_numpy(self.tokens.copy()).split(self.lengths),
+            torch.from_numpy(targets.astype(np.int64)).unsqueeze(1).split(self.lengths),
+            strict=True,
+        )
+        return [
+            Example(
+                index=index, tokens=tokens, targets=targets, target_shape=(self.lengths[index],),
+                inputs={name: parts[index] for name, parts in inputs.items()},
+            )
+            for index, (tokens, targets) in enumerate(rows)
+        ]  # fmt: skip
+
+    def records(self) -> list[DatumRecord]:
+        """The same one by one."""
+        cuts = np.cumsum(self.lengths)[:-1]
+        rows = {name: np.split(values, cuts) for name, values in self.inputs.items()}
+        return [
+            DatumRecord(
+                model_input=ModelInputRecord(chunks=[ChunkRecord(tokens=tokens.tolist())]),
+                loss_fn_inputs={
+                    name: encode(parts[index], "int64" if parts[0].dtype == np.int64 else "float32")
+                    for name, parts in rows.items()
+                },
+            )
+            for index, tokens in enumerate(np.split(self.tokens, cuts) if self.lengths else [])
+        ]
+
+
+def _joined_columns(data: Sequence[DatumRecord]) -> _Columns | None:
     names = data[0].loss_fn_inputs.keys()
-    known = {"target_tokens", *objective.required_inputs, *objective.optional_inputs}
-    if "target_tokens" not in names or not names <= known:
-        return None
     lengths: list[int] = []
     ids: list[int] = []
     for datum in data:
@@ -66,33 +147,13 @@ def _read_together(
     columns = {
         name: _joined([datum.loss_fn_inputs[name] for datum in data], lengths) for name in names
     }
-    targets = columns.pop("target_tokens")
-    if targets is None or targets.dtype != np.int64 or max(lengths) > limits.max_seq_len:
+    if any(values is None for values in columns.values()):
         return None
     try:
         tokens = np.array(ids, dtype=np.int64)
     except OverflowError:
         return None
-    least, most = min(tokens.min(), targets.min()), max(tokens.max(), targets.max())
-    if least < 0 or most >= limits.vocab_size:
-        return None
-    inputs_by_name: dict[str, Sequence[Tensor]] = {}
-    for name, values in columns.items():
-        if values is None:
-            return None
-        inputs_by_name[name] = torch.from_numpy(values.astype(np.float32)).split(lengths)
-    rows = zip(
-        torch.from_numpy(tokens).split(lengths),
-        torch.from_numpy(targets.copy()).unsqueeze(1).split(lengths),
-        strict=True,
-    )
-    return [
-        Example(
-            index=index, tokens=tokens_of, targets=targets_of, target_shape=(lengths[index],),
-            inputs={name: parts[index] for name, parts in inputs_by_name.items()},
-        )
-        for index, (tokens_of, targets_of) in enumerate(rows)
-    ]  # fmt: skip
+    return _Columns(lengths, tokens, {k: v for k, v in columns.items() if v is not None})
 
 
 def _joined(

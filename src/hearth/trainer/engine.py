@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,12 +35,12 @@ from hearth.trainer.checkpoint import (
     restore_rng,
     rng_state,
 )
-from hearth.trainer.datums import read_datums
+from hearth.trainer.datums import Datums, read_datums
 from hearth.trainer.logprobs import DEFAULT_LOGIT_BUDGET
 from hearth.trainer.packing import Limits
 from hearth.trainer.passes import KeptGraph, Pass, PassResult
 from hearth.trainer.residents import Resident, Residents, require_trainable
-from hearth.wire.tinker import AdamParams, CheckpointType, DatumRecord, Normalization
+from hearth.wire.tinker import AdamParams, CheckpointType, DatumColumns, Normalization
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class TrainerEngine:
 
     @_exclusive
     def forward(
-        self, model_id: str, data: Sequence[DatumRecord], loss_fn: str = "cross_entropy",
+        self, model_id: str, data: Datums, loss_fn: str = "cross_entropy",
         config: LossConfig | None = None, *, graph: str | None = None,
     ) -> PassResult:  # fmt: skip
         """Logprobs and loss without a gradient.
@@ -218,7 +218,7 @@ class TrainerEngine:
 
     @_exclusive
     def forward_backward(
-        self, model_id: str, data: Sequence[DatumRecord], loss_fn: str = "cross_entropy",
+        self, model_id: str, data: Datums, loss_fn: str = "cross_entropy",
         config: LossConfig | None = None, *, graph: str | None = None,
     ) -> PassResult:  # fmt: skip
         """Logprobs and loss, and the gradient of the raw loss sum added to what has accumulated.
@@ -506,9 +506,7 @@ class TrainerEngine:
             )
         return folder, name
 
-    def _pass(
-        self, model: Resident, data: Sequence[DatumRecord], loss_fn: str, config: LossConfig | None
-    ) -> Pass:
+    def _pass(self, model: Resident, data: Datums, loss_fn: str, config: LossConfig | None) -> Pass:
         objective, temperature = _objective(loss_fn, config)
         is_replayed = model.optimizer is not None
         limits = replace(self._limits, routing=model.scorer.routing if is_replayed else None)
@@ -530,9 +528,11 @@ class TrainerEngine:
         self._graph = None
         return kept if kept.fits(work.examples, work.temperature) else None
 
-    def _note_dense(self, data: Sequence[DatumRecord]) -> None:
+    def _note_dense(self, data: Datums) -> None:
         """Say once that experts are given to a model that has none."""
         if self.supports_router_replay or self._has_told_dense:
+            return
+        if isinstance(data, DatumColumns):
             return
         if any(one.model_input.routing_matrices for one in data):
             self._has_told_dense = True

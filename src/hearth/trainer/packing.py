@@ -42,14 +42,28 @@ class Example:
         """T."""
         return self.tokens.numel()
 
-    def is_same_text(self, other: Example) -> bool:
-        """Whether both score the same targets after the same tokens and experts."""
-        if (self.routing is None) != (other.routing is None):
+
+def is_same_text(left: Sequence[Example], right: Sequence[Example]) -> bool:
+    """Whether each scores the same targets after the same tokens and experts as its partner."""
+    pairs = list(zip(left, right, strict=True))
+    if any(one.targets.shape != other.targets.shape for one, other in pairs):
+        return False
+    for name in ("tokens", "targets"):
+        ours, theirs = (
+            torch.cat([getattr(one, name).reshape(-1) for one in side]) if side else torch.zeros(0)
+            for side in (left, right)
+        )
+        if not torch.equal(ours, theirs):
             return False
-        same = torch.equal(self.tokens, other.tokens) and torch.equal(self.targets, other.targets)
-        if self.routing is None or other.routing is None:
-            return same
-        return same and torch.equal(self.routing, other.routing)
+    return all(
+        one.routing is other.routing
+        or (
+            one.routing is not None
+            and other.routing is not None
+            and torch.equal(one.routing, other.routing)
+        )
+        for one, other in pairs
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,13 +4,15 @@ The loss is a sum over tokens, and an objective looks at one sample at a time. S
 complete in itself: its gradient is taken first with respect to its logprobs, where it can be
 counted, and from there through the model.
 
-Legend: T tokens of a datum, K targets per token, R real tokens of a micro-batch.
+Legend: T tokens of a datum, K targets per token, R real tokens of a micro-batch; C targets of all
+datums, end to end in datum order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -22,21 +24,28 @@ from hearth.errors import NumericsError
 from hearth.losses import BuiltinObjective, GradientCounts, TokenBatch, gradient_counts
 from hearth.threads import refresh
 from hearth.trainer.logprobs import TargetScorer
-from hearth.trainer.packing import Example, Limits, MicroBatch, PackedBatch
+from hearth.trainer.packing import Example, Limits, MicroBatch, PackedBatch, is_same_text
 
 Batch = MicroBatch | PackedBatch
-Rows = dict[int, Tensor]
-"""Datum index to its values, flat [T * K]."""
 
 
 @dataclass(frozen=True)
 class PassResult:
     """What a pass gives back."""
 
-    logprobs: list[NDArray[np.float32]]
-    """Per datum, in the shape of its targets."""
+    values: NDArray[np.float32]
+    """Logprobs of all targets, datum after datum."""
+    shapes: Sequence[tuple[int, ...]]
+    """Shape of each datum's targets."""
     metrics: dict[str, float]
     """``name:reduction``, always with ``loss:sum``; ``:mean`` is over the trained tokens."""
+
+    @property
+    def logprobs(self) -> list[NDArray[np.float32]]:
+        """Per datum, in the shape of its targets."""
+        cuts = np.cumsum([math.prod(shape) for shape in self.shapes])[:-1]
+        parts = np.split(self.values, cuts)
+        return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -49,11 +58,10 @@ class KeptGraph:
 
     def fits(self, examples: Sequence[Example], temperature: float) -> bool:
         """Whether it is of these data, in this order."""
-        own = {one.index: one for batch, _ in self.parts for one in batch.examples}
-        return temperature == self.temperature and all(
-            index < len(examples) and one.is_same_text(examples[index])
-            for index, one in own.items()
-        )
+        own = [one for batch, _ in self.parts for one in batch.examples]
+        if temperature != self.temperature or any(one.index >= len(examples) for one in own):
+            return False
+        return is_same_text(own, [examples[one.index] for one in own])
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,9 @@ class Pass:
         Raises:
             NumericsError: a logprob is not finite.
         """
-        return self._result(self._score(self.examples))
+        found = self._score(self.examples)
+        self._check_finite(found)
+        return self._result(found)
 
     def forward_keeping(self) -> tuple[PassResult, KeptGraph]:
         """The same, with the graph for a backward pass, of one micro-batch's tokens at most.
@@ -93,16 +103,16 @@ class Pass:
             NumericsError: a logprob is not finite.
         """
         room = self.token_budget
-        found: Rows = {}
+        found = self._blank()
         parts: list[tuple[Batch, Tensor]] = []
         for batch in self.scorer.batches(self.examples, self.token_budget, self.limits):
             room -= batch.num_rows
             with self.scorer.replaying(batch.routing), torch.set_grad_enabled(room >= 0):
                 logprobs = self._score_batch(batch)
-            found |= split(batch, logprobs.detach().cpu())
+            found[self._cells(batch)] = logprobs.detach().cpu()
             if room >= 0:
                 parts.append((batch, logprobs))
-        check_finite(found)
+        self._check_finite(found)
         with torch.no_grad():
             return self._result(found), KeptGraph(parts, self.temperature)
 
@@ -116,27 +126,25 @@ class Pass:
         Raises:
             NumericsError: a logprob is not finite; earlier micro-batches' gradients stay.
         """
-        found: Rows = {}
+        found = self._blank()
         counts = GradientCounts()
-        for scored, logprobs in kept.parts if kept is not None else ():
-            # The same text, with the loss inputs of now.
-            batch = replace(scored, examples=[self.examples[one.index] for one in scored.examples])
-            rows = split(batch, logprobs.detach().cpu())
+        known: set[int] = set()
+        for batch, logprobs in kept.parts if kept is not None else ():
+            found[self._cells(batch)] = logprobs.detach().cpu()
             with self.scorer.replaying(batch.routing):
-                counts += self._backward(batch, rows, logprobs)
-            found |= rows
-        trained = [
-            one
-            for one in self.examples
-            if one.index not in found and bool(self._active[one.index].any())
-        ]
-        for batch in self.scorer.batches(trained, self.token_budget, self.limits):
+                counts += self._backward(batch, found, logprobs)
+            known |= {one.index for one in batch.examples}
+        left = [one for one in self.examples if one.index not in known]
+        is_trained = self._trained
+        for batch in self.scorer.batches(
+            [one for one in left if is_trained[one.index]], self.token_budget, self.limits
+        ):
             with self.scorer.replaying(batch.routing):
-                rows, added = self._train(batch)
-            found |= rows
-            counts += added
+                counts += self._train(batch, found)
+        rest = [one for one in left if not is_trained[one.index]]
         with torch.no_grad():
-            found |= self._score([one for one in self.examples if one.index not in found])
+            found += self._score(rest)
+        self._check_finite(found)
         return self._result(found), counts
 
     @cached_property
@@ -150,50 +158,73 @@ class Pass:
         )
 
     @cached_property
-    def _places(self) -> dict[int, int]:
-        """Where each datum stands among the examples."""
-        return {one.index: place for place, one in enumerate(self.examples)}
+    def _active(self) -> Tensor:
+        """Which targets are trained, bool [C + 1]."""
+        return torch.cat((self._unscored.active, torch.zeros(1, dtype=torch.bool)))
 
     @cached_property
-    def _active(self) -> Rows:
-        """Which targets are trained."""
-        return _by_datum(self.examples, self._unscored.active)
+    def _trained(self) -> list[bool]:
+        """Which datums have a target that is trained."""
+        return self._unscored.segment_count().ne(0).tolist()
 
-    def _batch(self, examples: Sequence[Example], rows: Mapping[int, Tensor]) -> TokenBatch:
-        """The loss's batch of some data, with their logprobs."""
-        parts = [rows[one.index] for one in examples]
-        logprobs = torch.cat(parts) if parts else torch.zeros(0)
-        return self._unscored.of_samples([self._places[one.index] for one in examples], logprobs)
+    @cached_property
+    def _starts(self) -> Tensor:
+        """Where each datum's targets begin, int64 [D]."""
+        sizes = torch.tensor([one.targets.numel() for one in self.examples])
+        return sizes.cumsum(0) - sizes
 
-    def _score(self, examples: Sequence[Example]) -> Rows:
-        found: Rows = {}
+    def _blank(self) -> Tensor:
+        """Room for a value of each target [C + 1]; the last one is of no target."""
+        return torch.zeros(self._unscored.mask.numel() + 1)
+
+    def _cells(self, batch: Batch) -> Tensor:
+        """Where a micro-batch's targets stand in ``_blank``, int64 [R, K].
+
+        A candidate that a datum does not have stands at the last place.
+        """
+        width = batch.targets.shape[1]
+        starts = self._starts.index_select(0, torch.tensor([one.index for one in batch.examples]))
+        if width == 1:
+            lengths = torch.tensor([one.length for one in batch.examples])
+            skipped = starts - (lengths.cumsum(0) - lengths)
+            return (skipped.repeat_interleave(lengths) + torch.arange(len(batch.targets)))[:, None]
+        nowhere = self._unscored.mask.numel()
+        parts: list[Tensor] = []
+        for one, start in zip(batch.examples, starts.tolist(), strict=True):
+            own = torch.arange(one.targets.numel()).reshape(one.targets.shape) + start
+            missing = width - one.targets.shape[1]
+            parts.append(torch.nn.functional.pad(own, (0, missing), value=nowhere))
+        return torch.cat(parts)
+
+    def _score(self, examples: Sequence[Example]) -> Tensor:
+        """Logprobs of some data [C + 1], 0 elsewhere."""
+        found = self._blank()
         for batch in self.scorer.batches(examples, self.token_budget, self.limits):
             with self.scorer.replaying(batch.routing):
                 logprobs = self._score_batch(batch)
-            found |= split(batch, logprobs.cpu())
-        check_finite(found)
+            found[self._cells(batch)] = logprobs.cpu()
+        found[-1] = 0.0
         return found
 
-    def _train(self, batch: Batch) -> tuple[Rows, GradientCounts]:
-        """Add one micro-batch's gradient; its logprobs, and what the gradient counts as."""
-        is_live = join(batch, self._active).any(dim=1)
+    def _train(self, batch: Batch, found: Tensor) -> GradientCounts:
+        """Add one micro-batch's gradient, and its logprobs to what is ``found``."""
+        cells = self._cells(batch)
+        is_live = self._active[cells].any(dim=1)
         live, rest = is_live.nonzero().squeeze(1), (~is_live).nonzero().squeeze(1)
         refresh()
         states = self.scorer.states(batch)
         scored = self._score_places(states, batch, live)
-        logprobs = torch.zeros(batch.targets.shape)
-        logprobs[live] = scored.detach().cpu()
+        found[cells[live]] = scored.detach().cpu()
         with torch.no_grad():
-            logprobs[rest] = self._score_places(states, batch, rest).cpu()
-        rows = split(batch, logprobs)
-        check_finite(rows)
-        return rows, self._backward(batch, rows, scored, live)
+            found[cells[rest]] = self._score_places(states, batch, rest).cpu()
+        self._check_finite(found)
+        return self._backward(batch, found, scored, live)
 
     def _backward(
-        self, batch: Batch, rows: Rows, scored: Tensor, places: Tensor | None = None
+        self, batch: Batch, found: Tensor, scored: Tensor, places: Tensor | None = None
     ) -> GradientCounts:
         """Add the gradient by way of the ``scored`` logprobs, those at ``places`` or all."""
-        gradient = join(batch, self._loss_gradient(batch.examples, rows))
+        gradient = self._loss_gradient(batch, found)
         counts = count(batch, gradient)
         if counts.tokens:
             chosen = gradient if places is None else gradient[places]
@@ -221,47 +252,42 @@ class Pass:
         chosen = states.index_select(0, rows.to(states.device))
         return self.scorer.logprobs(chosen, targets, self.temperature)
 
-    def _loss_gradient(self, examples: Sequence[Example], rows: Rows) -> Rows:
-        """Gradient of the raw loss sum in each logprob."""
-        leaf = torch.cat([rows[one.index] for one in examples]).requires_grad_()
-        places = [self._places[one.index] for one in examples]
-        batch = self._unscored.of_samples(places, leaf)
-        loss = self.objective.per_token(batch).per_token.sum()
-        (gradient,) = torch.autograd.grad(loss, leaf)
-        return _by_datum(examples, gradient)
+    def _loss_gradient(self, batch: Batch, found: Tensor) -> Tensor:
+        """Gradient of the raw loss sum in each logprob of a micro-batch [R, K]."""
+        cells = self._cells(batch)
+        is_there = cells < self._unscored.mask.numel()
+        leaf = found[cells[is_there]].requires_grad_()
+        own = self._unscored.of_samples([one.index for one in batch.examples], leaf)
+        (gradient,) = torch.autograd.grad(self.objective.per_token(own).per_token.sum(), leaf)
+        whole = torch.zeros(cells.shape)
+        whole[is_there] = gradient
+        return whole
 
-    def _result(self, rows: Rows) -> PassResult:
+    def _result(self, found: Tensor) -> PassResult:
         """Loss and metrics of the whole request, in datum order whatever the micro-batches."""
-        output = self.objective.per_token(self._batch(self.examples, rows))
+        values = found[:-1]
+        every = range(len(self.examples))
+        output = self.objective.per_token(self._unscored.of_samples(every, values))
         metrics = {"loss:sum": float(output.per_token.double().sum())}
         for name, value in output.metrics.items():
             metrics[f"{name}:{'sum' if name == 'active_tokens' else 'mean'}"] = float(value)
-        logprobs = [rows[one.index].reshape(one.target_shape).numpy() for one in self.examples]
-        return PassResult(logprobs, metrics)
+        return PassResult(values.numpy(), [one.target_shape for one in self.examples], metrics)
 
+    def _check_finite(self, found: Tensor) -> None:
+        """Refuse logprobs that are none.
 
-def _by_datum(examples: Sequence[Example], flat: Tensor) -> Rows:
-    parts = flat.split([one.targets.numel() for one in examples])
-    return {one.index: part for one, part in zip(examples, parts, strict=True)}
-
-
-def split(batch: Batch, values: Tensor) -> Rows:
-    """Values [R, K] of a micro-batch by datum."""
-    parts = values.split([one.length for one in batch.examples])
-    return {
-        one.index: part[:, : one.targets.shape[1]].reshape(-1)
-        for one, part in zip(batch.examples, parts, strict=True)
-    }
-
-
-def join(batch: Batch, rows: Mapping[int, Tensor]) -> Tensor:
-    """The reverse of ``split``, with 0 for candidates that a datum does not have."""
-    width = batch.targets.shape[1]
-    parts: list[Tensor] = []
-    for one in batch.examples:
-        part = rows[one.index].reshape(one.targets.shape)
-        parts.append(torch.nn.functional.pad(part, (0, width - part.shape[1])))
-    return torch.cat(parts)
+        Raises:
+            NumericsError: one is not finite; its datum and place are named.
+        """
+        is_odd = ~torch.isfinite(found[:-1])
+        if not bool(is_odd.any()):
+            return
+        place = int(is_odd.nonzero()[0])
+        index = int((self._starts <= place).nonzero()[-1])
+        raise NumericsError(
+            f"datum {index}: the model's logprob of target {place - int(self._starts[index])} must "
+            f"be finite, got {float(found[place])}: have the weights diverged?"
+        )
 
 
 def count(batch: Batch, gradient: Tensor) -> GradientCounts:
@@ -269,18 +295,3 @@ def count(batch: Batch, gradient: Tensor) -> GradientCounts:
     lengths = torch.tensor([one.length for one in batch.examples])
     segments = torch.repeat_interleave(torch.arange(len(batch.examples)), lengths)
     return gradient_counts(gradient.abs().sum(dim=1), segments)
-
-
-def check_finite(rows: Rows) -> None:
-    """Refuse logprobs that are none.
-
-    Raises:
-        NumericsError: one is not finite; its datum and place are named.
-    """
-    for index, row in rows.items():
-        if not bool(torch.isfinite(row).all()):
-            place = int((~torch.isfinite(row)).nonzero()[0])
-            raise NumericsError(
-                f"datum {index}: the model's logprob of target {place} must be finite, got "
-                f"{float(row[place])}: have the weights diverged?"
-            )

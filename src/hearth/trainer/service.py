@@ -21,18 +21,20 @@ from starlette.routing import Route
 
 from hearth.errors import HearthError, NumericsError, RequestError
 from hearth.models.lora import LoraOptions
+from hearth.trainer.datums import Datums
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.futures import FutureStore
 from hearth.trainer.passes import PassResult
 from hearth.trainer.queue import OperationQueue
 from hearth.wire.base import Record
 from hearth.wire.faults import fault_body, status_of
-from hearth.wire.tensors import Encoding, encoded
+from hearth.wire.tensors import Encoding, encode
 from hearth.wire.tinker import (
     CheckpointNames,
     CreateModel,
     Forward,
     ForwardBackward,
+    ForwardInput,
     ForwardOutput,
     FutureRef,
     GetInfo,
@@ -102,7 +104,7 @@ class Operations:
             lora_rank=self.engine.facts(model_id).lora_rank,
             max_seq_len=self.engine.max_seq_len, tensor_encodings=["list", "base64"],
             supports_router_replay=self.engine.supports_router_replay,
-            keeps_graphs=self.engine.keeps_graphs,
+            keeps_graphs=self.engine.keeps_graphs, takes_columns=True,
         )  # fmt: skip
 
     def forward(self, content: Content) -> Record:
@@ -110,18 +112,24 @@ class Operations:
         request = Forward.checked(content)
         given = request.forward_input
         result = self.engine.forward(
-            request.model_id, given.data, given.loss_fn, given.loss_fn_config, graph=request.graph
+            request.model_id, _data(given), given.loss_fn, given.loss_fn_config,
+            graph=request.graph,
+        )  # fmt: skip
+        return _forward_output(
+            result, request.tensor_encoding, as_columns=given.columns is not None
         )
-        return _forward_output(result, request.tensor_encoding)
 
     def forward_backward(self, content: Content) -> Record:
         """Run ``ForwardBackward``."""
         request = ForwardBackward.checked(content)
         given = request.forward_backward_input
         result = self.engine.forward_backward(
-            request.model_id, given.data, given.loss_fn, given.loss_fn_config, graph=request.graph
+            request.model_id, _data(given), given.loss_fn, given.loss_fn_config,
+            graph=request.graph,
+        )  # fmt: skip
+        return _forward_output(
+            result, request.tensor_encoding, as_columns=given.columns is not None
         )
-        return _forward_output(result, request.tensor_encoding)
 
     def optim_step(self, content: Content) -> Record:
         """Run ``OptimStep``."""
@@ -362,7 +370,15 @@ def _lora_options(spec: LoraSpec | None) -> LoraOptions | None:
     )  # fmt: skip
 
 
-def _forward_output(result: PassResult, encoding: Encoding) -> ForwardOutput:
+def _data(given: ForwardInput) -> Datums:
+    if given.columns is None:
+        return given.data
+    if given.data:
+        raise RequestError("data must be absent beside columns, got both: send the datums once")
+    return given.columns
+
+
+def _forward_output(result: PassResult, encoding: Encoding, *, as_columns: bool) -> Record:
     """The result as a record.
 
     Raises:
@@ -374,8 +390,11 @@ def _forward_output(result: PassResult, encoding: Encoding) -> ForwardOutput:
             f"metrics must be finite, got {odd}: the loss has overflowed, and a gradient that has "
             "too is refused by optim_step"
         )
-    outputs = [{"logprobs": encoded(row, "float32", encoding)} for row in result.logprobs]
-    return ForwardOutput.checked({"loss_fn_outputs": outputs, "metrics": result.metrics})
+    if as_columns:
+        columns = {"logprobs": encode(result.values, "float32", encoding)}
+        return ForwardOutput(loss_fn_outputs=[], columns=columns, metrics=result.metrics)
+    outputs = [{"logprobs": encode(row, "float32", encoding)} for row in result.logprobs]
+    return ForwardOutput(loss_fn_outputs=outputs, metrics=result.metrics)
 
 
 def _answer(record: Record) -> Response:

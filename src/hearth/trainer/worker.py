@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-# Imported where they are used as well, at the price of seconds per process.
-import peft  # noqa: F401 - see above
 from starlette.applications import Starlette
+
+# Imported where they are used as well, at the price of seconds per process.
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - see above
 
 from hearth.companions import Companions

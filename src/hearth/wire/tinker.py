@@ -77,7 +77,8 @@ class CreateModel(Record):
 class ModelRef(Record):
     """Names a model that exists. The capability flags tell a client what it may send.
 
-    ``supports_router_replay`` is False for a dense model; ``keeps_graphs`` is that of ``Forward``.
+    ``supports_router_replay`` is False for a dense model; ``keeps_graphs`` is that of ``Forward``,
+    ``takes_columns`` that of ``ForwardInput``.
     """
 
     model_id: str
@@ -88,6 +89,7 @@ class ModelRef(Record):
     comms: Literal["v1", "v2"] | None = None
     supports_router_replay: bool | None = None
     keeps_graphs: bool | None = None
+    takes_columns: bool | None = None
 
 
 class GetInfo(Record):
@@ -144,10 +146,25 @@ class DatumRecord(Record):
     loss_fn_inputs: dict[str, TensorRecord]
 
 
-class ForwardInput(Record):
-    """Data and the objective to run on them."""
+class DatumColumns(Record):
+    """Datums of one form in a few tensors, whatever their number.
 
-    data: list[DatumRecord]
+    Each is one run of token ids, with one value per token of each loss input. Values stand end to
+    end, datum after datum; ``lengths`` [D] says how many tokens each has.
+    """
+
+    lengths: TensorRecord
+    tokens: TensorRecord
+    """int64 [sum of lengths]."""
+    loss_fn_inputs: dict[str, TensorRecord]
+    """Each [sum of lengths]; ``target_tokens`` among them."""
+
+
+class ForwardInput(Record):
+    """Data, as datums or as their ``columns``, and the objective to run on them."""
+
+    data: list[DatumRecord] = Field(default_factory=lambda: [])
+    columns: DatumColumns | None = None
     loss_fn: str = "cross_entropy"
     loss_fn_config: dict[str, float | int | str | bool] | None = None
 
@@ -277,11 +294,13 @@ class TryAgain(Record):
 class ForwardOutput(Record):
     """Result of ``Forward`` and ``ForwardBackward``: one output per datum, in order.
 
-    Metric names are ``name:reduction``.
+    To data that came as columns the outputs are ``columns`` too, datum after datum. Metric names
+    are ``name:reduction``.
     """
 
     loss_fn_output_type: str = "ArrayRecord"
     loss_fn_outputs: list[dict[str, TensorRecord]]
+    columns: dict[str, TensorRecord] | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
 
 

@@ -5,7 +5,7 @@ import tinker
 
 from hearth.errors import TransportError
 from hearth.sdk import RoutedModelInput
-from hearth.sdk.batches import MAX_CHUNK_TOKENS, chunks_of, datum_body
+from hearth.sdk.batches import MAX_CHUNK_TOKENS, batch_of, chunks_of
 from hearth.sdk.capture.answers import answer_body, turn_of
 from hearth.sdk.capture.policy import SamplingPolicy
 from hearth.sdk.capture.requests import AnswerForm
@@ -24,10 +24,13 @@ def datum_of(tokens, routing=None) -> tinker.Datum:
 
 
 def test_a_routed_input_crosses_the_wire_and_a_plain_one_says_nothing():
-    routed = DatumRecord.model_validate(datum_body(datum_of([1, 2], ["", "AAE="])))
+    data = [datum_of([1, 2], ["", "AAE="]), datum_of([1, 2])]
 
-    assert routed.model_input.routing_matrices == ["", "AAE="]
-    assert "routing_matrices" not in datum_body(datum_of([1, 2]))["model_input"]
+    body = batch_of(data, as_columns=True).body
+
+    routed, plain = body["data"]
+    assert DatumRecord.model_validate(routed).model_input.routing_matrices == ["", "AAE="]
+    assert "routing_matrices" not in plain["model_input"]
 
 
 def test_experts_count_where_a_batch_is_cut():

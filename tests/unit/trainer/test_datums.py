@@ -1,4 +1,4 @@
-"""Datums read all at once, as our own SDK sends them, and one by one: the same, errors included."""
+"""Datums read all at once, as columns too, and one by one: the same, errors included."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tinker
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.errors import RequestError
 from hearth.losses import builtin_objective
+from hearth.sdk.batches import batch_of
 from hearth.trainer.datums import read_datums
-from hearth.trainer.packing import Example, Limits
-from hearth.wire.tensors import Encoding, encode
-from hearth.wire.tinker import DatumRecord
+from hearth.trainer.packing import Example, Limits, is_same_text
+from hearth.wire.tensors import Encoding, TensorRecord, encode
+from hearth.wire.tinker import DatumColumns, DatumRecord
 
 LIMITS = Limits(vocab_size=96, max_seq_len=40, max_position=40)
 PPO = builtin_objective("ppo")
@@ -40,25 +42,43 @@ def records(contents: list[dict[str, Any]]) -> list[DatumRecord]:
     return [DatumRecord.model_validate(one) for one in contents]
 
 
+def columns(contents: list[dict[str, Any]]) -> DatumColumns:
+    """The same as our SDK sends them."""
+    data = [
+        tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(one["model_input"]["chunks"][0]["tokens"]),
+            loss_fn_inputs={
+                name: tinker.TensorData.from_numpy(TensorRecord.checked(record).to_numpy())
+                for name, record in one["loss_fn_inputs"].items()
+            },
+        )
+        for one in contents
+    ]
+    return DatumColumns.checked(batch_of(data, as_columns=True).body["columns"])
+
+
 def assert_same(first: Example, second: Example) -> None:
     assert (first.index, first.target_shape) == (second.index, second.target_shape)
-    assert first.is_same_text(second)
+    assert is_same_text([first], [second])
     assert first.inputs.keys() == second.inputs.keys()
     for name, values in first.inputs.items():
         torch.testing.assert_close(values, second.inputs[name], rtol=0, atol=0)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
-def test_bytes_and_lists_give_the_same_examples(lengths: list[int]) -> None:
+def test_bytes_lists_and_columns_give_the_same_examples(lengths: list[int]) -> None:
     as_bytes, as_lists = (
-        records([content(length, encoding, seed=place) for place, length in enumerate(lengths)])
+        [content(length, encoding, seed=place) for place, length in enumerate(lengths)]
         for encoding in ("base64", "list")
     )
 
-    for first, second in zip(
-        read_datums(as_bytes, PPO, LIMITS), read_datums(as_lists, PPO, LIMITS), strict=True
-    ):
+    forms = [
+        read_datums(data, PPO, LIMITS)
+        for data in (records(as_bytes), records(as_lists), columns(as_bytes))
+    ]
+    for first, second, third in zip(*forms, strict=True):
         assert_same(first, second)
+        assert_same(first, third)
 
 
 def test_forms_may_differ_from_datum_to_datum() -> None:
@@ -145,3 +165,72 @@ def test_what_breaks_a_rule_is_named_as_ever(change: Any, said: str) -> None:
 def test_a_datum_longer_than_the_model_is_named() -> None:
     with pytest.raises(RequestError, match="datum 1: model_input must have 1 to 40 tokens, got 41"):
         read_datums(records([content(4, "base64"), content(41, "base64")]), PPO, LIMITS)
+
+
+def changed(name: str, place: int, value: Any) -> DatumColumns:
+    """Three datums of 4 tokens, one value of one column another."""
+    made = columns([content(4, "base64", seed=place) for place in range(3)])
+    record = made.tokens if name == "tokens" else made.loss_fn_inputs[name]
+    values = np.array(record.to_numpy())
+    values[place] = value
+    record.data = encode(values, record.dtype, "base64").data
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "said"),
+    [
+        ("tokens", 6, -1, r"datum 1: model_input must be token ids .* got -1 at position 2"),
+        ("target_tokens", 5, 96, r"datum 1: target_tokens must be token ids .* got 96 at pos.* 1"),
+    ],
+)
+def test_a_foreign_token_of_a_column_is_named_by_its_datum(
+    name: str, place: int, value: int, said: str
+) -> None:
+    with pytest.raises(RequestError, match=said):
+        read_datums(changed(name, place, value), PPO, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ([4, 4, 5], r"columns.tokens must have the shape that the lengths add up to, \[13\], got"),
+        ([4, -4, 12], r"columns.lengths must be int64 numbers of tokens, >= 0"),
+        ([4, 0, 8], "datum 1: model_input must have 1 to 40 tokens, got 0"),
+        ([], "columns.tokens must have the shape"),
+    ],
+)
+def test_lengths_of_columns_fit_them(lengths: list[int], said: str) -> None:
+    made = columns([content(4, "base64", seed=place) for place in range(3)])
+    made.lengths = encode(lengths, "int64", "base64")
+
+    with pytest.raises(RequestError, match=said):
+        read_datums(made, PPO, LIMITS)
+
+
+def test_columns_of_no_datum_are_refused() -> None:
+    none = encode([], "int64", "base64")
+    made = DatumColumns(lengths=none, tokens=none, loss_fn_inputs={"target_tokens": none})
+
+    with pytest.raises(RequestError, match="data must hold at least one datum, got none"):
+        read_datums(made, PPO, LIMITS)
+
+
+def test_columns_keep_the_rules_of_datums() -> None:
+    made = columns([content(4, "base64", seed=place) for place in range(3)])
+    advantages = made.loss_fn_inputs.pop("advantages")
+
+    with pytest.raises(RequestError, match=r"datum 0: loss_fn_inputs of ppo .* got .'rewards'"):
+        read_datums(
+            made.model_copy(
+                update={"loss_fn_inputs": made.loss_fn_inputs | {"rewards": advantages}}
+            ),
+            PPO,
+            LIMITS,
+        )
+    with pytest.raises(RequestError, match="datum 1: model_input must have 1 to 40 tokens, got 41"):
+        read_datums(columns([content(4, "base64"), content(41, "base64")]), PPO, LIMITS)
+    made.tokens.dtype = "float32"
+    made.tokens.data = encode(np.zeros(12), "float32", "base64").data
+    with pytest.raises(RequestError, match=r"columns.tokens must be int64, got float32"):
+        read_datums(made, PPO, LIMITS)

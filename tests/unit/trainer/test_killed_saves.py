@@ -21,5 +21,5 @@ def test_a_save_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path
     assert all(0 <= one["found"] - one["returned"] <= 1 for one in rounds)
     # Kills did interrupt saves, and the next save has swept what they left.
     assert sum(bool(one["left"]) for one in rounds) >= 5
-    assert rounds[-1]["found"] > 10
+    assert rounds[-1]["found"] >= 5
     assert [path.name for path in root.iterdir()] == ["last"]

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from hearth.models.lora import LoraOptions
-from hearth.wire.tinker import AdamParams, DatumRecord
+from hearth.wire.tinker import AdamParams, DatumColumns, DatumRecord
 
 _Tagged = tuple[str, Any]
 """The kind of an argument, and JSON of it."""
@@ -42,6 +42,8 @@ def _tagged(value: Any) -> _Tagged:
         return "lora", asdict(value)
     if isinstance(value, Path):
         return "path", str(value)
+    if isinstance(value, DatumColumns):
+        return "columns", value.as_dict()
     if isinstance(value, Sequence) and any(isinstance(one, DatumRecord) for one in value):
         return "data", [one.as_dict() for one in value]
     return "plain", value
@@ -54,6 +56,8 @@ def _made(kind: str, content: Any) -> Any:
         return LoraOptions(**content)
     if kind == "path":
         return Path(content)
+    if kind == "columns":
+        return DatumColumns.model_validate(content)
     if kind == "data":
         return [DatumRecord.model_validate(one) for one in content]
     return content

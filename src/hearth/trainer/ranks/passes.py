@@ -28,11 +28,7 @@ from hearth.trainer.passes import (
     KeptGraph,
     Pass,
     PassResult,
-    Rows,
-    check_finite,
     count,
-    join,
-    split,
 )
 from hearth.trainer.ranks.group import RankGroup
 from hearth.trainer.ranks.shares import shares
@@ -96,19 +92,16 @@ class RankPass(Pass):
         Raises:
             NumericsError: a logprob is not finite, of whatever rank; the gradient is there.
         """
-        trained = [one for one in self.examples if bool(self._active[one.index].any())]
-        batches = self._own_batches(trained)
-        found: Rows = {}
+        is_trained = self._trained
+        batches = self._own_batches([one for one in self.examples if is_trained[one.index]])
+        found = self._blank()
         own = GradientCounts()
         for number, batch in enumerate(batches, start=1):
             self.scorer.model.reduce_gradients(is_last=number == len(batches))
             with self.scorer.replaying(batch.routing):
-                rows, added = self._train(batch)
-            found |= rows
-            own += added
+                own += self._train(batch, found)
         with torch.no_grad():
-            known = {one.index for one in trained}
-            found |= self._score([one for one in self.examples if one.index not in known])
+            found += self._score([one for one in self.examples if not is_trained[one.index]])
         total = self.group.add(torch.tensor([own.tokens, own.sequences]))
         tokens, sequences = total.tolist()
         return self._result(self._joined(found)), GradientCounts(tokens, sequences)
@@ -129,34 +122,36 @@ class RankPass(Pass):
             batches += [blank] * missing
         return batches
 
-    def _score(self, examples: Sequence[Example]) -> Rows:
+    def _score(self, examples: Sequence[Example]) -> Tensor:
         """Logprobs of this rank's share of the examples; all ranks have the same examples."""
-        found: Rows = {}
+        found = self._blank()
         for batch in self._own_batches(examples):
             with self.scorer.replaying(batch.routing):
                 logprobs = self.scorer.model.run(lambda batch=batch: self._score_batch(batch))
-            found |= split(batch, logprobs.cpu())
-        found.pop(_BLANK, None)
+            if not _is_blank(batch):
+                found[self._cells(batch)] = logprobs.cpu()
+        found[-1] = 0.0
         return found
 
-    def _train(self, batch: Batch) -> tuple[Rows, GradientCounts]:
+    def _train(self, batch: Batch, found: Tensor) -> GradientCounts:
         refresh()
-        if any(one.index == _BLANK for one in batch.examples):
+        if _is_blank(batch):
             scored = self.scorer.model.run(lambda: self._score_batch(batch))
             scored.backward(torch.zeros_like(scored))
-            return {}, GradientCounts()
-        is_live = join(batch, self._active).any(dim=1)
+            return GradientCounts()
+        cells = self._cells(batch)
+        is_live = self._active[cells].any(dim=1)
         live, rest = is_live.nonzero().squeeze(1), (~is_live).nonzero().squeeze(1)
         scored, others = self.scorer.model.run(lambda: self._score_both(batch, live, rest))
         logprobs = torch.zeros(batch.targets.shape)
         logprobs[live] = scored.detach().cpu()
         logprobs[rest] = others.cpu()
-        rows = split(batch, logprobs)
+        found[cells] = logprobs
         gradient = torch.zeros(batch.targets.shape)
         if bool(torch.isfinite(logprobs).all()):
-            gradient = join(batch, self._loss_gradient(batch.examples, rows))
+            gradient = self._loss_gradient(batch, found)
         scored.backward(gradient[live].to(scored.device))
-        return rows, count(batch, gradient)
+        return count(batch, gradient)
 
     def _score_both(self, batch: Batch, live: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
         """Logprobs of the places that are trained, and of the others without their graph."""
@@ -165,17 +160,15 @@ class RankPass(Pass):
         with torch.no_grad():
             return scored, self._score_places(states, batch, rest)
 
-    def _joined(self, found: Rows) -> Rows:
-        """Everybody's logprobs, in datum order."""
-        sizes = [one.targets.numel() for one in self.examples]
-        values = torch.zeros(sum(sizes))
-        for one, place in zip(self.examples, values.split(sizes), strict=True):
-            if one.index in found:
-                place.copy_(found[one.index])
-        parts = self.group.add(values).split(sizes)
-        every = {one.index: part for one, part in zip(self.examples, parts, strict=True)}
-        check_finite(every)
+    def _joined(self, found: Tensor) -> Tensor:
+        """Everybody's logprobs; what a rank did not score is 0 there."""
+        every = self.group.add(found)
+        self._check_finite(every)
         return every
+
+
+def _is_blank(batch: Batch) -> bool:
+    return any(one.index == _BLANK for one in batch.examples)
 
 
 def _blank() -> Example:
