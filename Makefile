@@ -8,14 +8,15 @@ TRL := .venv-trl
 VLLM := .venv-vllm
 # The folder with the other systems' scripts.
 BENCH ?= ../shared/bench
+TESTERS ?= 2
 
 .PHONY: demo test test-scale test-vllm check bench format clean
 
 demo: $(VENV)/.runtime  ## Train the shipped model with GRPO and show it before and after.
 	$(BIN)/hearth quickstart --log-path $(LOG_PATH)
 
-test: $(VENV)/.dev  ## Run all tests that this machine can run.
-	$(BIN)/pytest --ignore=tests/scale
+test: $(VENV)/.dev  ## Run all tests that this machine can run; TESTERS at a time.
+	$(BIN)/pytest --ignore=tests/scale --numprocesses $(TESTERS) --dist loadfile
 
 test-scale: $(VENV)/.dev  ## Run the tests of several machines, on this one.
 	$(BIN)/pytest tests/scale

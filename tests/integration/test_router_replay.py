@@ -99,7 +99,7 @@ def writing_down(app: Any, seen: Sent, draws: list[dict[str, Any]]) -> Any:
         if operation in ("forward", "forward_backward"):
             content = orjson.loads(body)
             given = ForwardInput.checked(content[f"{operation}_input"])
-            seen.extend((content["model_id"].startswith("frozen"), one) for one in given.data)
+            seen.extend((content["model_id"].startswith("frozen"), one) for one in given.datums())
 
     return record
 

@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from hearth.errors import EngineError, HearthError, NotFoundError, RequestError
 from hearth.inference.backend import InferenceBackend, Phase, SampledSequence, SampleRequest
@@ -36,6 +37,7 @@ from hearth.inference.requests import sample_requests as completion_requests
 from hearth.inference.responses import completion_response, perf_metrics
 from hearth.inference.streaming import DrawStream, EventResponse, Piece
 from hearth.telemetry import new_request_id
+from hearth.wire.base import STAYS
 from hearth.wire.completions import HotLoadRequest, Model, ModelList
 from hearth.wire.faults import fault_body, status_of
 
@@ -92,12 +94,34 @@ def create_app(
             (f"{prefix}/models", "GET", deployment.models),
             (f"{prefix}/models/{{name:path}}", "GET", deployment.model),
         ]
-    app = Starlette(
+    app = _App(
         routes=[Route(path, _answering(run), methods=[method]) for path, method, run in routes]
     )
+    for prefix in ("/inference/v1", "/v1"):
+        app.direct["POST", f"{prefix}/completions"] = _answering(deployment.complete)
     app.state.restored = hot_loads.restored
     app.state.failed = failed
     return app
+
+
+class _App(Starlette):
+    """Starlette, and ``direct`` handlers by method and path, for what is asked for most.
+
+    They answer every error themselves, and so need neither a walk through all routes nor the
+    layers that answer errors.
+    """
+
+    def __init__(self, routes: list[Route]) -> None:
+        super().__init__(routes=routes)
+        self.direct: dict[tuple[str, str], Handler] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self.direct.get((scope.get("method", ""), scope.get("path", "")))
+        if handler is None or scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        response = await handler(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 class _Deployment:
@@ -253,6 +277,8 @@ async def _unless_gone(request: Request, drawing: asyncio.Future[_T]) -> _T:
     Raises:
         ClientDisconnect: nobody waits for it any more.
     """
+    if STAYS in request.scope.get("extensions", {}):
+        return await drawing
     # The body is read, so all that can still come is the client's leaving.
     leaving = asyncio.ensure_future(request.receive())
     try:

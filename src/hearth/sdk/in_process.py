@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlencode, urlsplit
 import httpx
 
 from hearth.sdk.answer import Answer
+from hearth.wire.base import STAYS
 
 logger = logging.getLogger(__name__)
 
@@ -84,5 +85,5 @@ def _scope(
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method,
         "scheme": parts.scheme, "path": unquote(parts.path), "raw_path": parts.path.encode(),
         "query_string": query.encode(), "root_path": "", "headers": sent, "client": _CLIENT,
-        "server": (parts.hostname, parts.port),
+        "server": (parts.hostname, parts.port), "extensions": {STAYS: {}},
     }  # fmt: skip

@@ -18,8 +18,8 @@ from hearth.errors import RequestError
 from hearth.losses import BuiltinObjective
 from hearth.trainer.packing import Example, Limits
 from hearth.wire.routing import RoutingShape, decode_routing
-from hearth.wire.tensors import ITEM_BYTES, NUMPY_DTYPES, TensorRecord, encode
-from hearth.wire.tinker import ChunkRecord, DatumColumns, DatumRecord, ModelInputRecord
+from hearth.wire.tensors import ITEM_BYTES, NUMPY_DTYPES, TensorRecord
+from hearth.wire.tinker import DatumColumns, DatumRecord, ModelInputRecord
 
 Datums = Sequence[DatumRecord] | DatumColumns
 """The data of a request, in either of their forms."""
@@ -38,8 +38,7 @@ def read_datums(data: Datums, objective: BuiltinObjective, limits: Limits) -> li
     if together:
         return together
     if isinstance(data, DatumColumns):
-        assert columns is not None, "they are read, or refused"
-        data = columns.records()
+        data = data.datums()
     if not data:
         raise RequestError("data must hold at least one datum, got none")
     return [_read_datum(index, datum, objective, limits) for index, datum in enumerate(data)]
@@ -60,21 +59,7 @@ class _Columns:
         Raises:
             RequestError: a column is of another size than the lengths add up to.
         """
-        lengths = data.lengths.to_numpy()
-        if data.lengths.dtype != "int64" or lengths.ndim != 1 or bool((lengths < 0).any()):
-            raise RequestError("columns.lengths must be int64 numbers of tokens, >= 0")
-        inputs = {name: record.to_numpy() for name, record in data.loss_fn_inputs.items()}
-        tokens = data.tokens.to_numpy()
-        shape = (int(lengths.sum()),)
-        for name, values in (("tokens", tokens), *inputs.items()):
-            if values.shape != shape:
-                raise RequestError(
-                    f"columns.{name} must have the shape that the lengths add up to, "
-                    f"{list(shape)}, got {list(values.shape)}"
-                )
-        if data.tokens.dtype != "int64":
-            raise RequestError(f"columns.tokens must be int64, got {data.tokens.dtype}")
-        return cls(lengths.tolist(), np.asarray(tokens, dtype=np.int64), inputs)
+        return cls(*data.arrays())
 
     @classmethod
     def joined(cls, data: Sequence[DatumRecord]) -> _Columns | None:
@@ -112,21 +97,6 @@ class _Columns:
             )
             for index, (tokens, targets) in enumerate(rows)
         ]  # fmt: skip
-
-    def records(self) -> list[DatumRecord]:
-        """The same one by one."""
-        cuts = np.cumsum(self.lengths)[:-1]
-        rows = {name: np.split(values, cuts) for name, values in self.inputs.items()}
-        return [
-            DatumRecord(
-                model_input=ModelInputRecord(chunks=[ChunkRecord(tokens=tokens.tolist())]),
-                loss_fn_inputs={
-                    name: encode(parts[index], "int64" if parts[0].dtype == np.int64 else "float32")
-                    for name, parts in rows.items()
-                },
-            )
-            for index, tokens in enumerate(np.split(self.tokens, cuts) if self.lengths else [])
-        ]
 
 
 def _joined_columns(data: Sequence[DatumRecord]) -> _Columns | None:

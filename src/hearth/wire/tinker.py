@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
+from hearth.errors import RequestError
 from hearth.wire.base import Record
-from hearth.wire.tensors import Encoding, TensorRecord
+from hearth.wire.tensors import Encoding, TensorRecord, encode
 
 Normalization = Literal["num_loss_tokens", "num_sequences", "none"]
 CheckpointType = Literal["base", "delta", "merged_base"]
@@ -159,6 +162,50 @@ class DatumColumns(Record):
     loss_fn_inputs: dict[str, TensorRecord]
     """Each [sum of lengths]; ``target_tokens`` among them."""
 
+    def arrays(self) -> tuple[list[int], NDArray[np.int64], dict[str, NDArray[Any]]]:
+        """Lengths, tokens and loss inputs.
+
+        Raises:
+            RequestError: a column is of another size than the lengths add up to, or of a dtype
+                that it cannot have.
+        """
+        lengths, tokens = self.lengths.to_numpy(), self.tokens.to_numpy()
+        if self.lengths.dtype != "int64" or lengths.ndim != 1 or bool((lengths < 0).any()):
+            raise RequestError("columns.lengths must be int64 numbers of tokens, >= 0")
+        if self.tokens.dtype != "int64":
+            raise RequestError(f"columns.tokens must be int64, got {self.tokens.dtype}")
+        inputs = {name: record.to_numpy() for name, record in self.loss_fn_inputs.items()}
+        shape = (int(lengths.sum()),)
+        for name, values in (("tokens", tokens), *inputs.items()):
+            if values.shape != shape:
+                raise RequestError(
+                    f"columns.{name} must have the shape that the lengths add up to, "
+                    f"{list(shape)}, got {list(values.shape)}"
+                )
+        return lengths.tolist(), np.asarray(tokens, dtype=np.int64), inputs
+
+    def datums(self) -> list[DatumRecord]:
+        """The same one by one.
+
+        Raises:
+            RequestError: as ``arrays``.
+        """
+        lengths, tokens, inputs = self.arrays()
+        if not lengths:
+            return []
+        cuts = np.cumsum(lengths)[:-1]
+        rows = {name: np.split(values, cuts) for name, values in inputs.items()}
+        return [
+            DatumRecord(
+                model_input=ModelInputRecord(chunks=[ChunkRecord(tokens=own.tolist())]),
+                loss_fn_inputs={
+                    name: encode(parts[index], self.loss_fn_inputs[name].dtype)
+                    for name, parts in rows.items()
+                },
+            )
+            for index, own in enumerate(np.split(tokens, cuts))
+        ]
+
 
 class ForwardInput(Record):
     """Data, as datums or as their ``columns``, and the objective to run on them."""
@@ -167,6 +214,14 @@ class ForwardInput(Record):
     columns: DatumColumns | None = None
     loss_fn: str = "cross_entropy"
     loss_fn_config: dict[str, float | int | str | bool] | None = None
+
+    def datums(self) -> list[DatumRecord]:
+        """The data one by one, whichever form they have.
+
+        Raises:
+            RequestError: the columns do not fit each other.
+        """
+        return self.data if self.columns is None else self.columns.datums()
 
 
 class Forward(Record):

@@ -192,7 +192,8 @@ def test_top_logprobs_of_the_training_protocol_are_lists_of_ids(served):
             values = [one["logprob"] for one in row["top_logprobs"]]
             assert len({one["token_id"] for one in row["top_logprobs"]}) == 8
             assert values == sorted(values, reverse=True)
-            assert row["logprob"] <= values[0]
+            # Two sums of one distribution.
+            assert row["logprob"] <= values[0] + 1e-5
 
 
 def test_asking_for_top_logprobs_does_not_change_the_draw(served):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from array import array
-from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from safetensors.torch import load_file
 
 from hearth.errors import ConfigError
 from hearth.sdk.transport import mount
+from hearth.wire.tinker import DatumRecord, ForwardInput
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.rl_loop import Config, main
 from training.utils import DeployConfig, InfraConfig
@@ -95,18 +94,20 @@ class Seen:
 
     def trained(self) -> list[list[list[int]]]:
         """Of every forward and backward call the sequences."""
-        data = [one["forward_backward_input"]["data"] for one in self.bodies(TRAIN)]
-        return [[one["model_input"]["chunks"][0]["tokens"] for one in call] for call in data]
+        return [[one.model_input.chunks[0].tokens or [] for one in call] for call in self.datums()]
+
+    def datums(self) -> list[list[DatumRecord]]:
+        """Of every forward and backward call the data."""
+        inputs = [one["forward_backward_input"] for one in self.bodies(TRAIN)]
+        return [ForwardInput.checked(one).datums() for one in inputs]
 
     def completions(self) -> list[list[int]]:
         """What was drawn of every sample that was trained, from its first token to its last."""
         prompts = {tuple(one["prompt"]) for one in self.bodies(DRAW)}
-        data = [one["forward_backward_input"]["data"] for one in self.bodies(TRAIN)]
         found: list[list[int]] = []
-        for sample in (sample for call in data for sample in call):
-            tokens = sample["model_input"]["chunks"][0]["tokens"]
-            targets = array("q", b64decode(sample["loss_fn_inputs"]["target_tokens"]["data"]))
-            whole = [*tokens, targets[-1]]
+        for sample in (sample for call in self.datums() for sample in call):
+            targets = sample.loss_fn_inputs["target_tokens"].to_numpy().tolist()
+            whole = [*(sample.model_input.chunks[0].tokens or []), targets[-1]]
             (prompt,) = (one for one in prompts if tuple(whole[: len(one)]) == one)
             found.append(whole[len(prompt) :])
         return found
