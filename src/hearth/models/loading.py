@@ -7,6 +7,7 @@ sampling and adapters are elsewhere.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -115,6 +116,8 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
     # Two seconds to import, as above.
     import transformers
 
+    # Texts are encoded one by one, beside threads that compute.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     where = _source_of(source, "tokenizer")
     with _loading:
         try:

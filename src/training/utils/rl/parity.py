@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,12 +35,16 @@ def logprob_gaps(
     """
     pairs = zip(samples, policy, strict=True)
     compared = [(one, rows) for one, rows in pairs if _has_drawn(version, one.drawn)]
-    behavior = [value for one, _ in compared for value in one.behavior_logprobs]
-    is_drawn = [bool(live) for one, _ in compared for live in one.drawn.loss_mask[1:]]
-    scored = [torch.as_tensor(rows, dtype=torch.float64) for _, rows in compared]
-    gaps = torch.cat([torch.zeros(0, dtype=torch.float64), *scored])
-    gaps -= torch.tensor(behavior, dtype=torch.float64)
-    return gaps.abs()[torch.tensor(is_drawn, dtype=torch.bool)]
+    if not compared:
+        return torch.zeros(0, dtype=torch.float64)
+    scored, behavior, is_drawn = (
+        np.concatenate([np.asarray(rows, dtype=np.float64) for rows in column])
+        for column in zip(
+            *((rows, one.behavior_logprobs, one.drawn.loss_mask[1:]) for one, rows in compared),
+            strict=True,
+        )
+    )
+    return torch.from_numpy(np.abs(scored - behavior)[is_drawn != 0])
 
 
 def _has_drawn(version: int, sample: RolloutSample) -> bool:
@@ -51,15 +56,16 @@ def parity_metrics(gaps: Sequence[Tensor]) -> dict[str, float]:
 
     None without any token.
     """
-    every = torch.cat([torch.zeros(0, dtype=torch.float64), *gaps])
-    if not every.numel():
+    every = torch.cat([torch.zeros(0, dtype=torch.float64), *gaps]).numpy()
+    if not every.size:
         return {}
+    half, most = np.quantile(every, (0.5, 0.95))
     return {
-        "parity/p50": float(every.quantile(0.5)),
-        "parity/p95": float(every.quantile(0.95)),
+        "parity/p50": float(half),
+        "parity/p95": float(most),
         "parity/max": float(every.max()),
-        "parity/mean_exp": float(every.exp().mean()),
-        "parity/tokens": float(every.numel()),
+        "parity/mean_exp": float(np.exp(every).mean()),
+        "parity/tokens": float(every.size),
     }
 
 

@@ -7,9 +7,10 @@ functions of document 003, which divide by the number of samples, are in ``docum
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import tinker
 import torch
 from torch import Tensor
@@ -63,15 +64,14 @@ def make_policy_loss_fn(
     ]
     starts = _response_starts(prompt_lens, count)
     # An objective without samples: says now what would fail at the first step.
-    _empty_metrics(name, objective, tis, behavior, reference)
+    nothing = _empty_metrics(name, objective, tis, behavior is not None, reference is not None)
 
     def loss_fn(
         data: list[tinker.Datum], logprobs: list[Tensor]
     ) -> tuple[Tensor, dict[str, float]]:
         require_counts(count, data, logprobs)
         if not count:
-            metrics = _empty_metrics(name, objective, tis, behavior, reference)
-            return torch.zeros((), requires_grad=True), metrics
+            return torch.zeros((), requires_grad=True), {**nothing}
         masks = [
             _mask(index, datum, row, start)
             for index, (datum, row, start) in enumerate(zip(data, logprobs, starts, strict=True))
@@ -118,9 +118,11 @@ def _numbers(field: str, index: int, rows: Rows) -> Tensor:
     """Rows as float64; a None inside becomes NaN, which is refused where the token is active."""
     if isinstance(rows, Tensor):
         return rows.detach().double()
-    values = [math.nan if value is None else value for value in rows] if None in rows else rows
     try:
-        return torch.tensor(values, dtype=torch.float64)
+        values = np.array(rows)
+        if values.dtype.kind not in "fiubO":
+            raise TypeError
+        return torch.from_numpy(values.astype(np.float64))
     except (TypeError, ValueError):
         raise ConfigError(f"datum {index}: {field} must be numbers, got {rows!r}") from None
 
@@ -187,13 +189,10 @@ def _response_metrics(masks: Sequence[Tensor], starts: Sequence[int | None]) -> 
     return {"total_resp_tokens": float(total), "mask_ratio": active / max(1, total)}
 
 
+@functools.lru_cache
 def _empty_metrics(
-    name: str,
-    objective: Objective,
-    tis: TIS | None,
-    behavior: list[Tensor | None] | None,
-    reference: list[Tensor | None] | None,
-) -> dict[str, float]:
+    name: str, objective: Objective, tis: TIS | None, has_behavior: bool, has_reference: bool
+) -> Mapping[str, float]:
     """The metrics of no sample at all.
 
     Raises:
@@ -201,8 +200,8 @@ def _empty_metrics(
     """
     batch = TokenBatch.concat(
         [], advantages=[], mask=[],
-        behavior_logprobs=None if behavior is None else [],
-        ref_logprobs=None if reference is None else [],
+        behavior_logprobs=[] if has_behavior else None,
+        ref_logprobs=[] if has_reference else None,
     )  # fmt: skip
     output = policy_loss_per_token(name, batch, objective, tis)
     return _as_floats(output.metrics) | _response_metrics([], [])
