@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -34,6 +35,17 @@ class Nodes:
         """End all processes of a node, as when its machine loses its power."""
         self._cluster.remove_node(self._nodes.pop(node_id), allow_graceful=False)
 
+    def become(self, *cpus: int) -> None:
+        """Other nodes in the place of those that there are, the head excepted."""
+        for node_id in list(self._nodes):
+            self.kill(node_id)
+        for count in cpus:
+            self.add(count)
+
+    def cpus(self, node_id: str) -> int:
+        """How many CPUs a node was told that it has."""
+        return int(self._nodes[node_id].get_resource_spec().num_cpus)
+
     def shutdown(self) -> None:
         """End all nodes."""
         self._cluster.shutdown()
@@ -54,6 +66,29 @@ def nodes_of_workers() -> Mapping[str, str]:
         for name, actor in actors().items()
         if name.startswith(("trainer-", "deployment-"))
     }
+
+
+def places() -> dict[str, list[str]]:
+    """The nodes that each worker has its places on, by ``trainer`` and ``deployment``.
+
+    The first is of the worker itself, the others are of its companions.
+    """
+    return {
+        group["name"].partition("-")[0]: [
+            node for _, node in sorted(group["bundles_to_node_id"].items())
+        ]
+        for group in ray.util.placement_group_table().values()
+        if group["state"] == "CREATED"
+    }
+
+
+@contextlib.contextmanager
+def held(cpus: int) -> Iterator[None]:
+    """Inside the ``with`` so many CPUs of one node are nobody's else."""
+    group = ray.util.placement_group([{"CPU": cpus}], name="held-0")
+    assert group.wait(PATIENCE_S)
+    yield
+    ray.util.remove_placement_group(group)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:

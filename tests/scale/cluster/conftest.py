@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.integration.conftest import Trial
 from tests.scale.cluster.clusters import Nodes
+from tests.scale.cluster.greedy import Greedy, trained
 from tests.unit.launch.conftest import Heard
 from tests.unit.tiny import write_qwen
 
@@ -27,6 +29,21 @@ def cluster(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Nodes:
     """The nodes, which ``RAY_ADDRESS`` names."""
     monkeypatch.setenv("RAY_ADDRESS", nodes.address)
     return nodes
+
+
+@pytest.fixture
+def two_nodes(cluster: Nodes) -> Iterator[Nodes]:
+    """Nodes of four CPUs and of one: a trainer of two ranks and two vLLM servers take all five."""
+    cluster.become(4, 1)
+    yield cluster
+    cluster.become(1, 1)
+
+
+@pytest.fixture(scope="session")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trial, Greedy]:
+    """The greedy recipe, all in this process."""
+    greedy = Greedy()
+    return trained(tmp_path_factory.mktemp("embedded"), greedy), greedy
 
 
 @pytest.fixture(scope="session")

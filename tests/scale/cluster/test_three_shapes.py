@@ -1,0 +1,71 @@
+"""One recipe in three shapes: embedded; two ranks and vLLM on one machine; on two nodes of Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.integration.conftest import Trial
+from tests.scale.cluster.clusters import Nodes, places
+from tests.scale.cluster.greedy import (
+    LOGPROB_TOLERANCE,
+    STEPS,
+    Greedy,
+    check_same,
+    needs_vllm,
+    on_vllm,
+    trained,
+)
+
+from training.utils import TrainerConfig
+
+
+def test_what_is_compared_shows_the_weights_of_each_step(
+    embedded: tuple[Trial, Greedy], tmp_path: Path
+) -> None:
+    trial, greedy = embedded
+    came: dict[str, list[int]] = {}
+    for place, number, question in greedy.asked:
+        if number == 0:
+            came.setdefault(question, []).append(place)
+
+    assert len({one["train/surrogate_loss_sum"] for one in trial.records()}) == STEPS
+    for first, again in came.values():
+        before, after = (greedy.drawn[place, 0].logprobs for place in (first, again))
+        assert before != pytest.approx(after, abs=10 * LOGPROB_TOLERANCE)
+
+    other = Greedy()
+    faster = trained(tmp_path, other, learning_rate=1.05e-3)
+    with pytest.raises(AssertionError):
+        check_same((faster, other), embedded)
+
+
+@needs_vllm
+def test_two_ranks_and_vllm_have_the_rows_and_losses_of_an_embedded_run(
+    embedded: tuple[Trial, Greedy], tmp_path: Path
+) -> None:
+    greedy = Greedy()
+
+    trial = trained(
+        tmp_path, greedy, placement="process", trainer=TrainerConfig(ranks=2),
+        deployment=on_vllm(1),
+    )  # fmt: skip
+
+    check_same((trial, greedy), embedded)
+
+
+@needs_vllm
+def test_two_nodes_of_ray_have_the_rows_and_losses_of_an_embedded_run(
+    two_nodes: Nodes, embedded: tuple[Trial, Greedy], tmp_path: Path
+) -> None:
+    used: list[dict[str, list[str]]] = []
+    greedy = Greedy(before=lambda count: used.append(places()) if count == 0 else None)
+
+    trial = trained(
+        tmp_path, greedy, placement="ray", trainer=TrainerConfig(ranks=2), deployment=on_vllm(2)
+    )
+
+    (one,) = used
+    assert {name: len(nodes) for name, nodes in one.items()} == {"trainer": 2, "deployment": 3}
+    assert len({node for nodes in one.values() for node in nodes}) == 2
+    check_same((trial, greedy), embedded)
