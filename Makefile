@@ -18,8 +18,8 @@ demo: $(VENV)/.runtime  ## Train the shipped model with GRPO and show it before 
 test: $(VENV)/.dev  ## Run all tests that this machine can run; TESTERS at a time.
 	$(BIN)/pytest --ignore=tests/scale --numprocesses $(TESTERS) --dist loadfile
 
-test-scale: $(VENV)/.dev  ## Run the tests of several machines, on this one.
-	$(BIN)/pytest tests/scale
+test-scale: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests of several ranks and machines, on this one.
+	HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/pytest tests/scale
 
 test-vllm: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests that need vLLM, on its build for CPUs.
 	HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/pytest tests/vllm

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
+
+from hearth.launch.ray.cluster import connect
 
 STORE_BYTES = 80 * 2**20
 PATIENCE_S = 60.0
@@ -22,6 +27,8 @@ class Nodes:
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address = str(self._cluster.address)
         self._nodes: dict[str, Any] = {}
+        self.cpus: dict[str, int] = {}
+        """How many each node has or had."""
         for count in cpus:
             self.add(count)
 
@@ -29,6 +36,7 @@ class Nodes:
         """One more node; its id."""
         node = self._cluster.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES)
         self._nodes[node.node_id] = node
+        self.cpus[node.node_id] = cpus
         return node.node_id
 
     def kill(self, node_id: str) -> None:
@@ -42,9 +50,15 @@ class Nodes:
         for count in cpus:
             self.add(count)
 
-    def cpus(self, node_id: str) -> int:
-        """How many CPUs a node was told that it has."""
-        return int(self._nodes[node_id].get_resource_spec().num_cpus)
+    @property
+    def smallest(self) -> str:
+        """The node with the fewest CPUs."""
+        return min(self._nodes, key=self.cpus.__getitem__)
+
+    def lose(self, node_id: str) -> None:
+        """Kill a node, once there is another one of its size."""
+        self.add(self.cpus[node_id])
+        self.kill(node_id)
 
     def shutdown(self) -> None:
         """End all nodes."""
@@ -83,12 +97,49 @@ def places() -> dict[str, list[str]]:
 
 
 @contextlib.contextmanager
-def held(cpus: int) -> Iterator[None]:
-    """Inside the ``with`` so many CPUs of one node are nobody's else."""
-    group = ray.util.placement_group([{"CPU": cpus}], name="held-0")
+def ranks_apart(nodes: Nodes) -> Iterator[None]:
+    """Inside the ``with`` a trainer of two ranks finds one CPU free on each of two nodes.
+
+    Once it has them, the rest of the larger node is free for whoever else waits.
+    """
+    assert connect("test")
+    group = ray.util.placement_group([{"CPU": max(nodes.cpus.values()) - 1}], name="held")
     assert group.wait(PATIENCE_S)
-    yield
-    ray.util.remove_placement_group(group)
+
+    def let_go() -> None:
+        wait_until(lambda: "trainer" in places())
+        ray.util.remove_placement_group(group)
+
+    letting_go = threading.Thread(target=let_go, daemon=True)
+    letting_go.start()
+    try:
+        yield
+    finally:
+        letting_go.join()
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def on_main_thread(do: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """A function for other threads, which has ``do`` called on the main one and waits for it.
+
+    Ray starts nodes nowhere else.
+    """
+    is_done = threading.Event()
+
+    def handle(*_: object) -> None:
+        do()
+        is_done.set()
+
+    def ask() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert is_done.wait(PATIENCE_S)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        yield ask
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:

@@ -7,16 +7,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.conftest import Trial, async_config, config
-from tests.integration.rollouts import drawing, spread
-from tests.scale.cluster.clusters import Nodes, nodes_of_workers
+from tests.integration.conftest import Trial, config
+from tests.integration.rollouts import spread
+from tests.scale.cluster.clusters import (
+    Nodes,
+    nodes_of_workers,
+    on_main_thread,
+    places,
+    ranks_apart,
+)
+from tests.scale.cluster.greedy import (
+    DRAWS_OF_STEP,
+    LOGPROB_TOLERANCE,
+    Greedy,
+    check_same,
+    needs_vllm,
+    on_vllm,
+    trained,
+)
 
-from training.recipes import async_rl_loop, rl_loop
+from training.recipes import rl_loop
+from training.utils import TrainerConfig
 
-SHAPES: dict[str, dict[str, Any]] = {"one-rank-one-replica": {}}
-"""What a run changes of its config to be on more processes."""
+STEPS = 3
 CLOSE = 1e-5
-DRAWS_OF_STEP = 8
 
 
 class Seen:
@@ -39,72 +53,82 @@ class Seen:
         return [sorted(self.prompts[first : first + DRAWS_OF_STEP]) for first in whole]
 
 
-def trained(folder: Path, reward: Seen | None = None, **changes: Any) -> tuple[Trial, Seen]:
+def run_rl_loop(folder: Path, reward: Seen, **changes: Any) -> Trial:
     """A finished run of ``rl_loop`` for three steps."""
-    seen = reward or Seen()
-    asked = config(folder, **{"max_rows": 6, "output_model_id": None} | changes)
-    return Trial(folder, rl_loop.main(asked, reward_fn=seen)), seen
-
-
-def numbers(trial: Trial) -> list[dict[str, float]]:
-    """What the trainer said of each step."""
-    return [
-        {name: value for name, value in one.items() if name.startswith("train/")}
-        for one in trial.records()
-    ]
-
-
-def check_same(trial: Trial, whole: Trial) -> None:
-    assert len(numbers(trial)) == len(numbers(whole)) == 3
-    for mine, theirs in zip(numbers(trial), numbers(whole), strict=True):
-        assert mine == pytest.approx(theirs, abs=CLOSE, rel=CLOSE)
+    asked = config(folder, max_rows=2 * STEPS, output_model_id=None, **changes)
+    return Trial(folder, rl_loop.main(asked, reward_fn=reward))
 
 
 @pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trial, Seen]:
-    return trained(tmp_path_factory.mktemp("embedded"))
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trial, Seen]:
+    """``rl_loop``, all in this process."""
+    seen = Seen()
+    return run_rl_loop(tmp_path_factory.mktemp("embedded"), seen), seen
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("snapshot_store", ["folder", "ray"])
-def test_rl_loop_on_two_nodes_has_the_numbers_of_an_embedded_run(
-    cluster: Nodes, embedded: tuple[Trial, Seen], tmp_path: Path, snapshot_store: str,
-    shape: dict[str, Any],
-) -> None:  # fmt: skip
+def test_rl_loop_through_the_object_store_has_the_numbers_of_an_embedded_run(
+    cluster: Nodes, whole: tuple[Trial, Seen], tmp_path: Path
+) -> None:
     used: list[str] = []
-    reward = Seen(at=1, do=lambda: used.extend(nodes_of_workers().values()))
+    seen = Seen(at=1, do=lambda: used.extend(nodes_of_workers().values()))
 
-    trial, seen = trained(tmp_path, reward, placement="ray", snapshot_store=snapshot_store, **shape)
+    trial = run_rl_loop(tmp_path, seen, placement="ray", snapshot_store="ray")
 
-    whole, expected = embedded
+    embedded, expected = whole
     assert len(set(used)) == 2
     assert seen.steps() == expected.steps()
-    check_same(trial, whole)
+    assert len(trial.records()) == STEPS
+    for mine, theirs in zip(trial.records(), embedded.records(), strict=True):
+        names = [name for name in theirs if name.startswith("train/")]
+        assert [mine[name] for name in names] == pytest.approx(
+            [theirs[name] for name in names], abs=CLOSE, rel=CLOSE
+        )
 
 
-def test_async_rl_loop_runs_on_two_nodes(cluster: Nodes, tmp_path: Path) -> None:
-    asked = async_config(tmp_path, placement="ray", max_rows=6, output_model_id=None)
-
-    trial = Trial(tmp_path, async_rl_loop.main(asked, rollout_fn_factory=drawing()))
-
-    assert len(trial.records()) == 3
-
-
-@pytest.mark.parametrize("victim", ["deployment", "trainer"])
-def test_a_node_that_is_lost_in_the_middle_ends_no_run(
-    cluster: Nodes, embedded: tuple[Trial, Seen], tmp_path: Path, victim: str
+@needs_vllm
+def test_rl_loop_goes_on_when_the_node_of_a_replica_is_lost(
+    two_nodes: Nodes, whole: tuple[Trial, Seen], tmp_path: Path
 ) -> None:
-    killed: list[str] = []
+    before: list[dict[str, list[str]]] = []
 
-    def kill() -> None:
-        node = nodes_of_workers()[victim]
-        cluster.add(1)
-        cluster.kill(node)
-        killed.append(node)
+    def lose_the_small_node() -> None:
+        before.append(places())
+        two_nodes.lose(two_nodes.smallest)
 
-    reward = Seen(at=12, do=kill)
-    trial, _ = trained(tmp_path, reward, placement="ray", dcp_save_interval=1)
+    seen = Seen(at=DRAWS_OF_STEP + 2, do=lose_the_small_node)
+    trial = run_rl_loop(
+        tmp_path, seen, placement="ray", dcp_save_interval=1, trainer=TrainerConfig(ranks=2),
+        deployment=on_vllm(2),
+    )  # fmt: skip
 
-    whole, _ = embedded
-    assert len(killed) == 1
-    check_same(trial, whole)
+    (used,) = before
+    assert len(used["deployment"]) == 3
+    assert len(set(used["deployment"])) == 2
+    records = trial.records()
+    assert trial.summary.steps == len(records) == STEPS
+    assert trial.summary.version == STEPS
+    assert seen.steps() == whole[1].steps()
+    assert all(one["parity/max"] < LOGPROB_TOLERANCE for one in records)
+    assert all(one["train/grad_norm"] > 0 for one in records)
+
+
+@needs_vllm
+def test_async_rl_loop_keeps_its_numbers_when_the_node_of_a_rank_is_lost(
+    two_nodes: Nodes, embedded: tuple[Trial, Greedy], tmp_path: Path
+) -> None:
+    before: list[dict[str, list[str]]] = []
+
+    def lose_the_small_node() -> None:
+        before.append(places())
+        two_nodes.lose(two_nodes.smallest)
+
+    with ranks_apart(two_nodes), on_main_thread(lose_the_small_node) as lose:
+        greedy = Greedy(before=lambda count: lose() if count == 2 * DRAWS_OF_STEP + 3 else None)
+        trial = trained(
+            tmp_path, greedy, placement="ray", dcp_save_interval=1,
+            trainer=TrainerConfig(ranks=2), deployment=on_vllm(2),
+        )  # fmt: skip
+
+    (used,) = before
+    assert len(set(used["trainer"])) == 2
+    check_same((trial, greedy), embedded)
