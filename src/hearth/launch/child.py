@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from hearth.errors import EngineError, HearthError
 from hearth.launch.companions import LocalCompanions
+from hearth.launch.gpus import GpuBoard, WorkerGpus, own_gpu, visible_gpus
 from hearth.launch.phase import PhaseFile
 from hearth.launch.records import WorkerFolder, remove_socket, write_json
 from hearth.launch.serving import serve_app
@@ -49,6 +50,10 @@ class Task:
     threads: int | None = None
     """CPU threads, always; None: a share of all, by the ``thread_board``."""
     thread_board: str | None = None
+    gpu_board: str | None = None
+    """Where a platform's processes say which GPU they use; None: somebody else assigns them."""
+    device: str | None = None
+    """``cuda`` or ``cuda:N`` where the worker itself computes on a GPU if there is one."""
     dies_with_parent: bool = False
     orphan_timeout_s: float | None = None
 
@@ -121,14 +126,16 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
         phase(name)
         note(name)
 
-    companions = LocalCompanions(folder.path / "companions")
-    also = {} if task.health_path is None else {"companions": companions}
+    companions: LocalCompanions | None = None
     try:
+        companions = LocalCompanions(folder.path / "companions", gpus=_gpus_of(task))
+        also = {} if task.health_path is None else {"companions": companions}
         module, _, name = task.entry.partition(":")
         entry: Callable[..., Any] = getattr(importlib.import_module(module), name)
         made = entry(**task.arguments, on_phase=on_phase, **also)
     except Exception as error:
-        companions.close()
+        if companions is not None:
+            companions.close()
         write_json(folder.failure, failure_of(error))
         raise
     if task.health_path is None:
@@ -154,6 +161,18 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
         companions.close()
     if failed is not None and failed.done():
         raise failed.result()
+
+
+def _gpus_of(task: Task) -> WorkerGpus | None:
+    """What this worker and its companions compute on; from now on it sees no other worker's."""
+    if task.gpu_board is None:
+        return None
+    # Before anything asks CUDA, and before this process sees less than the machine has.
+    board = GpuBoard(Path(task.gpu_board), visible_gpus())
+    own = own_gpu(board, task.device, alone=True)
+    if own:
+        logger.info("worker %s: GPU %s of %s", task.worker_id, own[0], ", ".join(board.gpus))
+    return WorkerGpus(board, own)
 
 
 def use_threads(task: Task) -> Callable[[str], None]:

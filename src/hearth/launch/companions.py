@@ -21,6 +21,7 @@ from pathlib import Path
 
 from hearth.companions import GRACE_S, Command, Companion, ExitReport
 from hearth.errors import ClosedError, EngineError
+from hearth.launch.gpus import VISIBLE_VARIABLE, WorkerGpus
 from hearth.launch.records import LOG_LIMIT_BYTES, last_lines, read_json
 
 _GUARD = Path(__file__).with_name("guard.py")
@@ -30,9 +31,14 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,80}")
 class LocalCompanion:
     """A process on this machine (``Companion``), reached at ``host``."""
 
-    def __init__(self, command: Command, folder: Path, host: str, *, kills_children: bool) -> None:
+    def __init__(
+        self, command: Command, folder: Path, host: str, *, kills_children: bool,
+        gpus: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self._name = command.name
         self.host = host
+        self.gpus = gpus
+        """Those that it sees; () leaves it what its worker sees."""
         self._log = folder / "log"
         self._exit = folder / "exit.json"
         self.port = free_port(host)
@@ -48,10 +54,11 @@ class LocalCompanion:
             # Who ends so kills its guard as well, and this one then has one of its own.
             outer = [*program, str(os.getpid()), str(self._exit.with_name("outer-exit.json"))]
             guard = [*outer, *program, "0", str(self._exit)]
+        sees = {VISIBLE_VARIABLE: ",".join(gpus)} if gpus else {}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*guard, *argv], env={**os.environ, **command.env}, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log, start_new_session=True,
+                [*guard, *argv], env={**os.environ, **command.env, **sees},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
 
     @property
@@ -90,15 +97,18 @@ class LocalCompanions:
     """Companions on this machine, with their logs under ``folder`` (``Companions``).
 
     ``host`` is the address that others reach this machine at. ``kills_children`` says that this
-    process kills its direct children when it ends, as a Ray actor's does.
+    process kills its direct children when it ends, as a Ray actor's does. ``gpus`` are the worker's
+    to give; None leaves it to somebody else who sees what.
     """
 
     def __init__(
-        self, folder: Path, host: str = "127.0.0.1", *, kills_children: bool = False
-    ) -> None:
+        self, folder: Path, host: str = "127.0.0.1", *, kills_children: bool = False,
+        gpus: WorkerGpus | None = None,
+    ) -> None:  # fmt: skip
         self._folder = folder
         self._host = host
         self._kills_children = kills_children
+        self._gpus = gpus
         self._running: dict[str, LocalCompanion] = {}
         self._lock = threading.Lock()
         self._is_closed = False
@@ -107,7 +117,8 @@ class LocalCompanions:
         """Start a process, and return when there is one.
 
         Raises:
-            EngineError: its program is not there, or one of that name still runs.
+            EngineError: its program is not there, one of that name still runs, or the machine has
+                too few GPUs.
             ClosedError: the worker ends.
         """
         if not _NAME.fullmatch(command.name):
@@ -122,12 +133,22 @@ class LocalCompanions:
             before = self._running.get(command.name)
             if before is not None and before.poll() is None:
                 raise EngineError(f"companion must be new, got {command.name!r}, which runs")
+            self._let_go_of_ended()
             started = LocalCompanion(
                 command, self._folder / command.name, self._host,
                 kills_children=self._kills_children,
+                gpus=self._gpus.take(command) if self._gpus is not None else (),
             )  # fmt: skip
             self._running[command.name] = started
         return started
+
+    def _let_go_of_ended(self) -> None:
+        """Give back the GPUs of those that have ended."""
+        for name, one in list(self._running.items()):
+            if one.poll() is not None:
+                del self._running[name]
+                if self._gpus is not None:
+                    self._gpus.give_back(one.gpus)
 
     def close(self) -> None:
         """Stop all that still run, at once."""
@@ -139,6 +160,8 @@ class LocalCompanions:
             one.start()
         for one in stopping:
             one.join()
+        if self._gpus is not None:
+            self._gpus.close()
 
 
 def filled(argv: Sequence[str], host: str, port: int) -> list[str]:

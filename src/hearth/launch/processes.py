@@ -25,6 +25,7 @@ from typing import Any, cast
 from hearth.errors import ClosedError, ConfigError, EngineError, HearthError, NotFoundError
 from hearth.launch.buckets import read_bucket
 from hearth.launch.child import Task
+from hearth.launch.gpus import device_of
 from hearth.launch.nursing import Nursing
 from hearth.launch.records import Living, WorkerFolder, read_json, remove_socket
 from hearth.launch.spec import (
@@ -82,6 +83,7 @@ class ProcessLauncher:
         self._workers_dir = root / "workers"
         self._bucket_root = root / "buckets"
         self._thread_board = root / "threads"
+        self._gpu_board = root / "gpus"
         self._die_with_parent = die_with_parent
         self._orphan_timeout_s = None if die_with_parent else orphan_timeout_s
         self._nursing = Nursing(
@@ -291,10 +293,13 @@ class ProcessLauncher:
         arguments = asdict(spec)
         arguments.pop("worker_id", None)
         threads = arguments.pop("threads", None)
+        is_worker = not isinstance(spec, ExportSpec)
         return Task(
             worker_id=worker_id, entry=entry, health_path=health_path,
             arguments={**arguments, "buckets": str(self._bucket_root)}, threads=threads,
-            thread_board=None if isinstance(spec, ExportSpec) else str(self._thread_board),
+            thread_board=str(self._thread_board) if is_worker else None,
+            gpu_board=str(self._gpu_board) if is_worker else None,
+            device=device_of(spec) if is_worker else None,
             working_dir=str(Path.cwd()), dies_with_parent=self._die_with_parent,
             orphan_timeout_s=self._orphan_timeout_s,
         )  # fmt: skip

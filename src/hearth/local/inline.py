@@ -21,6 +21,7 @@ import hearth.inference.worker as inference_worker
 import hearth.trainer.worker as trainer_worker
 from hearth.errors import ClosedError, EngineError, HearthError
 from hearth.launch.companions import LocalCompanions
+from hearth.launch.gpus import GpuBoard, WorkerGpus, device_of, own_gpu, visible_gpus
 from hearth.launch.spec import (
     App,
     Endpoint,
@@ -138,6 +139,7 @@ class InlineLauncher:
         self._workers_dir = data_dir / "workers"
         self._buckets = MemoryBuckets()
         self._budget = ThreadBudget()
+        self._gpus = GpuBoard(data_dir / "gpus", visible_gpus())
         self._workers: list[InlineWorker] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -147,8 +149,10 @@ class InlineLauncher:
 
         Raises:
             ClosedError: the launcher was closed.
+            ConfigError: there is no GPU of the number that its device has.
         """
-        companions = LocalCompanions(self._workers_dir / spec.worker_id / "companions")
+        gpus = WorkerGpus(self._gpus, own_gpu(self._gpus, device_of(spec), alone=False))
+        companions = LocalCompanions(self._workers_dir / spec.worker_id / "companions", gpus=gpus)
         worker = InlineWorker(spec, self._buckets, watcher, self._budget, companions)
         with self._lock:
             if self._is_closed:

@@ -105,7 +105,8 @@ class TrainerConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights in trainer and deployment."""
     device: str | None = None
-    """``cpu`` or ``cuda``; None takes a GPU where there is one."""
+    """``cpu``, ``cuda`` or ``cuda:N``, of trainers and deployment; None takes a GPU where there is
+    one (docs/scale.md)."""
     micro_batch_tokens: int = 16384
     """Padded tokens of one forward and backward pass."""
     recompute_above: int | None = None

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from hearth.errors import ClosedError, ConfigError, NotFoundError
 from hearth.inference import worker as deployment_worker
+from hearth.launch.gpus import VISIBLE_VARIABLE
 from hearth.launch.processes import ProcessLauncher
 from hearth.launch.records import ProcessId, WorkerFolder, read_json, write_json
 from hearth.launch.spec import (
@@ -191,6 +192,21 @@ def test_each_worker_has_its_own_thread_budget(
 
     assert "1 threads" in logs[0]
     assert "3 threads" in logs[1]
+
+
+def test_workers_are_given_gpus_of_their_own(
+    tmp_path: Path, trainer_spec: Specs, heard: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VISIBLE_VARIABLE, "0,1")
+    launcher = ProcessLauncher(tmp_path, die_with_parent=True)
+    try:
+        for number, given in enumerate(["GPU 0 of 0, 1", "GPU 1 of 0, 1"]):
+            # Where torch sees no GPU it computes on the CPU all the same.
+            worker, _ = started(launcher, trainer_spec(number, device=None), heard)
+            log = launcher.log_path(worker.spec.worker_id).read_text()
+            assert f"worker {worker.spec.worker_id}: {given}" in log
+    finally:
+        launcher.close()
 
 
 def test_the_nursery_forks_from_one_thread(
