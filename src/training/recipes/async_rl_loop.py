@@ -330,6 +330,7 @@ def rollout_setup(config: Config, infra: RunInfra) -> RolloutSetup:
         model=infra.inference_model,
         completions_per_prompt=config.completions_per_prompt,
         extras=dict(config.rollout_extras),
+        boot_timeout_s=config.deployment.deployment_timeout_s,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hearth.sdk import DeploymentSampler, FixedConcurrencyController
+from hearth.sdk import DeploymentSampler, DrawPatience, FixedConcurrencyController
 from training.utils.rl.rollout import RolloutSetup
 from training.utils.rl.rollout_sampler import RolloutSampler
 from training.utils.rl.router_replay import ROUTING_OPTIONS
@@ -24,6 +24,7 @@ def build_deployment_sampler(setup: RolloutSetup) -> RolloutSampler:
         DeploymentSampler(
             setup.inference_base_url, setup.model, setup.api_key, setup.tokenizer,
             concurrency_controller=FixedConcurrencyController(NO_LIMIT),
+            patience=DrawPatience(boot_s=setup.boot_timeout_s),
         ),
         {name: options[name] for name in ROUTING_OPTIONS if name in options},
         temperature=options.get("temperature", 1.0),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from hearth.sdk import DrawPatience
 from hearth.sdk.capture import CaptureServer, CaptureSession
 from training.utils.rl.rollout import RolloutRun, RolloutSample, RolloutSetup
 from training.utils.rl.rollout_sampler import current_draw, refuse_other_distribution
@@ -97,6 +98,7 @@ def build_agent_server(setup: RolloutSetup) -> AgentServer:
             **{name: options[name] for name in ["include_routing_matrix"] if name in options},
         },
         http_timeout_s=options["http_timeout"],
+        patience=DrawPatience(boot_s=setup.boot_timeout_s),
     )  # fmt: skip
     setup.closing.callback(server.close)
     return AgentServer(server)

@@ -119,6 +119,8 @@ class RolloutSetup:
     """How often the function is called for each row."""
     extras: dict[str, Any] = field(default_factory=dict[str, Any])
     """``config.rollout_extras``, for whatever the function needs."""
+    boot_timeout_s: float = 50.0
+    """Seconds that a draw waits for a deployment that is started again."""
     closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     """Closed at the end of the run, after the last draw."""
 
