@@ -45,8 +45,9 @@ class Nodes:
 
     def become(self, *cpus: int) -> None:
         """Other nodes in the place of those that there are, the head excepted."""
-        for node_id in list(self._nodes):
-            self.kill(node_id)
+        for node in self._nodes.values():
+            self._cluster.remove_node(node)
+        self._nodes.clear()
         for count in cpus:
             self.add(count)
 

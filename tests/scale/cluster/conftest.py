@@ -13,6 +13,18 @@ from tests.unit.launch.conftest import Heard
 from tests.unit.tiny import write_qwen
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_tokens() -> Iterator[None]:
+    """Who starts a cluster of its own has tokens asked for in this process from then on.
+
+    Nodes that are added later would not be let into the cluster that all tests share.
+    """
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RAY_AUTH_MODE", "disabled")
+    yield
+    patch.undo()
+
+
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[Nodes]:
     """Two nodes with one CPU each, beside the one of the control plane.

@@ -17,8 +17,7 @@ from tests.integration.conftest import Trial, async_config
 from tests.integration.rollouts import spread
 from tests.vllm.stack import OPTIONS
 
-from hearth.sdk import DeploymentSampler
-from hearth.sdk.attempts import DrawPatience
+from hearth.sdk import DeploymentSampler, DrawPatience
 from hearth.settings import VLLM_PYTHON_VARIABLE
 from training.quickstart import MODEL
 from training.recipes import async_rl_loop
@@ -29,8 +28,6 @@ OPENINGS = ("", "Please: ", "Now then. ", "Once more: ")
 """What each draw of a row puts before the question."""
 STEPS = 4
 DRAWS_OF_STEP = 2 * len(OPENINGS)
-BOOT_S = 240.0
-"""How long a draw waits for servers that are started again."""
 
 LOGPROB_TOLERANCE = 1e-3
 """Nats between two engines on one token. Kernels differ by some 1e-6 on the same weights, and each
@@ -75,7 +72,7 @@ class Greedy:
         """The rollout function of a run."""
         sampler = DeploymentSampler(
             setup.inference_base_url, setup.model, setup.api_key, setup.tokenizer,
-            patience=DrawPatience(boot_s=BOOT_S),
+            patience=DrawPatience(boot_s=setup.boot_timeout_s),
         )  # fmt: skip
         setup.closing.callback(sampler.close)
 

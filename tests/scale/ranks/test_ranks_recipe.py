@@ -15,7 +15,7 @@ from hearth.errors import ConfigError
 from training.recipes.rl_loop import main
 from training.utils import TrainerConfig
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
