@@ -114,7 +114,7 @@ class TrainerConfig:
     keeping them (activation checkpointing): slower, in less memory. None never does."""
     ranks: int = 1
     """Processes that share each trainer's weights (FSDP2); more than one needs
-    ``placement="process"`` or a served platform."""
+    ``placement="process"``, ``"ray"`` or a served platform."""
 
 
 @dataclass(kw_only=True)

@@ -85,7 +85,7 @@ class ServerPlan:
     def _environment(self) -> dict[str, str]:
         environment = {
             "PYTHONPATH": str(self.plugin_dir),
-            # Opens the endpoints of weight updates; the server listens on a loopback address.
+            # Opens the endpoints of weight updates, to whoever reaches the server's address.
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
