@@ -9,6 +9,7 @@ VLLM := .venv-vllm
 # The folder with the other systems' scripts.
 BENCH ?= ../shared/bench
 TESTERS ?= 2
+PYTEST := $(BIN)/pytest --numprocesses $(TESTERS) --dist loadfile
 
 .PHONY: demo test test-scale test-vllm check bench format clean
 
@@ -16,13 +17,13 @@ demo: $(VENV)/.runtime  ## Train the shipped model with GRPO and show it before 
 	$(BIN)/hearth quickstart --log-path $(LOG_PATH)
 
 test: $(VENV)/.dev  ## Run all tests that this machine can run; TESTERS at a time.
-	$(BIN)/pytest --ignore=tests/scale --numprocesses $(TESTERS) --dist loadfile
+	$(PYTEST) --ignore=tests/scale
 
 test-scale: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests of several ranks and machines, on this one.
-	HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/pytest tests/scale
+	HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) tests/scale
 
 test-vllm: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests that need vLLM, on its build for CPUs.
-	HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/pytest tests/vllm
+	HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) tests/vllm
 
 check: $(VENV)/.dev  ## Lint, format, types, layers, spelling.
 	$(BIN)/ruff check src tests tools benchmarks
