@@ -9,7 +9,7 @@ VLLM := .venv-vllm
 # The folder with the other systems' scripts.
 BENCH ?= ../shared/bench
 TESTERS ?= 2
-PYTEST := $(BIN)/pytest --numprocesses $(TESTERS) --dist loadfile
+PYTEST := $(BIN)/pytest --numprocesses $(TESTERS) --dist worksteal
 
 .PHONY: demo test test-scale test-vllm check bench format clean
 

@@ -89,6 +89,15 @@ class Deployment:
         guards = {pid for pid, (_, line) in listed.items() if "guard.py" in line and own in line}
         return [pid for pid, (parent, _) in listed.items() if parent in guards]
 
+    def addresses(self) -> list[str]:
+        """Where vLLM's API servers listen, from their command lines."""
+        found: list[str] = []
+        for pid in self.servers():
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            host, port = (line[line.index(flag) + 1] for flag in ("--host", "--port"))
+            found.append(f"{host}:{port}")
+        return found
+
     def close(self) -> None:
         self._close()
         self.companions.close()

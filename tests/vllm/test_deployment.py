@@ -9,6 +9,7 @@ import itertools
 import os
 import signal
 
+import httpx
 import pytest
 from tests.vllm.stack import PROMPT, TOLERANCE, events, logprobs_of
 
@@ -36,6 +37,16 @@ def test_it_serves_and_a_seed_repeats(deployment):
 def test_both_replicas_draw(deployment):
     assert len(deployment.servers()) == 2
     deployment.complete(n=64, max_tokens=4)
+
+
+def test_a_server_answers_nobody_but_its_worker(deployment):
+    addresses = deployment.addresses()
+
+    assert len(addresses) == 2
+    for server in addresses:
+        for method, path in (("POST", "/pause"), ("GET", "/health"), ("GET", "/v1/models")):
+            answer = httpx.request(method, f"http://{server}{path}", timeout=30)
+            assert answer.status_code == 401
 
 
 @pytest.mark.parametrize(

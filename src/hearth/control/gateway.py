@@ -121,7 +121,7 @@ class Gateway:
             live = self._deployments.live.get(leaf(name.rpartition("#")[2]))
             endpoint = await _found(self._deployments.endpoint, name, live)
             asked = _for_worker(scope, path)
-            if path.startswith("/hot_load/"):
+            if path.startswith("/hot_load/") and scope["method"] == "POST":
                 bucket = await asyncio.to_thread(self._deployments.bucket, name)
                 asked["headers"].append((BUCKET_HEADER, bucket.encode()))
             await self._forward(endpoint, asked, receive, send)

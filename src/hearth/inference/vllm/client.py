@@ -15,6 +15,7 @@ import httpx
 import orjson
 
 from hearth.errors import EngineError, RequestError
+from hearth.inference.vllm.plugin.door import HEADER
 from hearth.inference.vllm.plugin.words import UNCHANGED
 from hearth.inference.vllm.server import BASE_NAME
 
@@ -68,15 +69,16 @@ class Piece:
 
 
 class VllmClient:
-    """One server at ``url``. To be used on one event loop; ``close`` when done.
+    """One server at ``url``, which asks for ``token``. To be used on one event loop; ``close`` when
+    done.
 
     Draws take what they take; all else is lost after ``timeout_s``.
     """
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, token: str, timeout_s: float) -> None:
         self._timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
         self._http = httpx.AsyncClient(
-            base_url=url, timeout=_UNLIMITED, trust_env=False,
+            base_url=url, timeout=_UNLIMITED, trust_env=False, headers={HEADER: token},
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
         )  # fmt: skip
         self.identity: str | None = None

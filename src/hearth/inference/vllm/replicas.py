@@ -94,11 +94,12 @@ class Replica:
             if not task.cancelling():
                 task.cancel()
 
-    async def connect(self, companion: Companion, timeout_s: float) -> None:
-        """Take a server that was started; what it is told to do may take ``timeout_s``."""
+    async def connect(self, companion: Companion, token: str, timeout_s: float) -> None:
+        """Take a server that was started and asks for ``token``; what it is told to do may take
+        ``timeout_s``."""
         await self.disconnect()
         self.companion = companion
-        self._client = VllmClient(f"http://{companion.host}:{companion.port}", timeout_s)
+        self._client = VllmClient(f"http://{companion.host}:{companion.port}", token, timeout_s)
         self.silent_since_s = None
         self.lane.forget()
 
@@ -274,7 +275,7 @@ class Fleet:
         """Start a server once; with how it ended, if it did so before it answered."""
         command = self._plan.command(replica.name)
         companion = await asyncio.to_thread(self._companions.start, command)
-        await replica.connect(companion, self._plan.options.start_timeout_s)
+        await replica.connect(companion, self._plan.token, self._plan.options.start_timeout_s)
         return companion, await self._answers(replica, companion)
 
     def _not_started(self, report: ExitReport) -> ConfigError:

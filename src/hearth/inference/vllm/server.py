@@ -7,6 +7,7 @@ folder on its ``PYTHONPATH`` shows it the ``hearth`` package, and says which plu
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import hearth
 from hearth.companions import Command
 from hearth.inference.vllm.options import VllmOptions
+from hearth.inference.vllm.plugin.door import TOKEN_VARIABLE, Door
 from hearth.inference.vllm.plugin.entry import NAME
 from hearth.settings import VLLM_PYTHON_VARIABLE
 
@@ -44,6 +46,8 @@ class ServerPlan:
     is_cpu: bool
     trust_remote_code: bool = False
     options: VllmOptions = field(default_factory=VllmOptions)
+    token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    """What every request to a server must show (``plugin.door``)."""
 
     def command(self, name: str) -> Command:
         """What starts one server under ``name``."""
@@ -66,6 +70,7 @@ class ServerPlan:
             "--enable-scale-out",
             "--enable-prompt-tokens-details",
             "--disable-uvicorn-access-log",
+            "--middleware", f"{Door.__module__}.{Door.__qualname__}",
             "--tensor-parallel-size", str(options.tensor_parallel_size),
         ]  # fmt: skip
         if self.trust_remote_code:
@@ -85,7 +90,8 @@ class ServerPlan:
     def _environment(self) -> dict[str, str]:
         environment = {
             "PYTHONPATH": str(self.plugin_dir),
-            # Opens the endpoints of weight updates, to whoever reaches the server's address.
+            TOKEN_VARIABLE: self.token,
+            # Opens the endpoints of weight updates.
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",

@@ -7,6 +7,7 @@ import pytest
 
 from hearth.errors import ConfigError, EngineError
 from hearth.inference.vllm.options import VllmOptions, read_options
+from hearth.inference.vllm.plugin.door import TOKEN_VARIABLE
 from hearth.inference.vllm.plugin.entry import register
 from hearth.inference.vllm.server import ServerPlan, explain_start, is_port_taken, write_plugin
 from hearth.models.lora import LoraOptions
@@ -40,6 +41,8 @@ def test_the_command_line_says_what_the_deployment_is() -> None:
     assert "--enforce-eager" in argv
     assert "--enable-lora" not in argv
     assert command.env["PYTHONPATH"] == "/plugin"
+    assert flag(argv, "--middleware") == "hearth.inference.vllm.plugin.door.Door"
+    assert command.env[TOKEN_VARIABLE] not in " ".join(argv)
     assert command.gpus == 0
 
 
@@ -137,3 +140,11 @@ def test_a_server_that_was_killed_may_have_had_too_little_memory() -> None:
 def test_only_a_taken_port_is_worth_another_try() -> None:
     assert is_port_taken(["x", "OSError: [Errno 98] Address already in use"])
     assert not is_port_taken(["out of memory"])
+
+
+def test_servers_of_a_deployment_share_a_token_and_deployments_do_not() -> None:
+    one, other = plan(), plan()
+
+    tokens = [made.command(name).env[TOKEN_VARIABLE] for made in (one, other) for name in "ab"]
+
+    assert tokens[0] == tokens[1] != tokens[2] == tokens[3]
