@@ -10,7 +10,6 @@ machine only ever adds time), as other systems' scripts take them.
 from __future__ import annotations
 
 import argparse
-import itertools
 import logging
 import os
 import resource
@@ -18,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,8 @@ class Result:
     overhead_share: float
     """Of the steps' time, that in which the engines neither drew tokens nor ran a forward or
     backward pass nor the optimizer; requests, JSON, rewards and weight syncs are in it."""
+    idle_ms: dict[str, float]
+    """That time of a step, by what was computed before and after."""
     reward_first: float
     reward_last: float
     first_step_s: float
@@ -105,7 +107,7 @@ def measure(asked: argparse.Namespace, folder: Path) -> Result:
         model=asked.model,
         **facts(model),
         **step_figures(records, asked),
-        overhead_share=round(watch.overhead(records[asked.warmup :]), 4),
+        **watch.idle(records[asked.warmup :]),
         threads=torch.get_num_threads(),
         first_step_s=round(summary.first_step_s, 2),
         peak_rss_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
@@ -127,17 +129,26 @@ class PhaseWatch:
 
         InlineWorker._note = noted
 
-    def overhead(self, records: list[dict[str, Any]]) -> float:
-        """The share of the last steps, one after the other, in which no engine computed."""
+    def idle(self, records: list[dict[str, Any]]) -> dict[str, Any]:
+        """``overhead_share`` and ``idle_ms`` of the last steps, one after the other."""
         end_s = max(at for at, _, phase in self._events if phase in COMPUTING or phase == "idle")
         total_s = sum(one["perf/step_wall_time"] for one in records)
-        start_s, idle_s = end_s - total_s, 0.0
+        start_s = end_s - total_s
+        gaps: dict[str, float] = defaultdict(float)
         computing: set[int] = set()
-        for (at, worker, phase), (until, *_) in itertools.pairwise(self._events):
+        last, since_s = "", end_s
+        for at, worker, phase in self._events:
+            was_computing = bool(computing)
             (computing.add if phase in COMPUTING else computing.discard)(worker)
-            if not computing:
-                idle_s += max(0.0, min(until, end_s) - max(at, start_s))
-        return idle_s / total_s
+            if computing and not was_computing and at > start_s:
+                gaps[f"{last} to {phase}"] += max(0.0, at - max(since_s, start_s))
+            elif was_computing and not computing:
+                since_s = at
+            if phase in COMPUTING:
+                last = phase
+        steps = len(records)
+        idle_ms = {name: round(1e3 * one / steps, 1) for name, one in gaps.items()}
+        return {"overhead_share": round(sum(gaps.values()) / total_s, 4), "idle_ms": idle_ms}
 
 
 def model_folder(asked: argparse.Namespace, folder: Path) -> Path:
