@@ -96,10 +96,13 @@ class Run:
         self.groups.append(group)
         return True
 
+    def ordered(self) -> list[PromptGroup]:
+        """The groups in the order of their rows; which is ready first is chance."""
+        return sorted(self.groups, key=lambda group: group.row.index)
+
     def gains(self) -> list[list[float]]:
         """Of the groups in the order of their rows, one list per trajectory."""
-        ordered = sorted(self.groups, key=lambda group: group.row.index)
-        credits = [group.credit for group in ordered if group.credit is not None]
+        credits = [group.credit for group in self.ordered() if group.credit is not None]
         return [one for credit in credits for one in credit.gains]
 
 
@@ -311,7 +314,7 @@ def test_answers_of_a_function_of_ones_own_are_scored(run, tmp_path):
     other = Run(tmp_path, two_turns(), answer_fn=lambda _row: [7, 8])
 
     assert other.gains()[0] != run.gains()[0]
-    assert other.groups[0].rewards == run.groups[0].rewards
+    assert other.ordered()[0].rewards == run.ordered()[0].rewards
 
 
 @pytest.fixture(scope="module")
