@@ -64,7 +64,32 @@ class _Columns:
     @classmethod
     def joined(cls, data: Sequence[DatumRecord]) -> _Columns | None:
         """Those of datums one by one; None where one is of another form than our SDK's."""
-        return _joined_columns(data) if data else None
+        if not data:
+            return None
+        names = data[0].loss_fn_inputs.keys()
+        lengths: list[int] = []
+        ids: list[int] = []
+        for datum in data:
+            (chunk, *more), inputs = datum.model_input.chunks or (None,), datum.loss_fn_inputs
+            if chunk is None or more or chunk.type != "encoded_text" or not chunk.tokens:
+                return None
+            if datum.model_input.routing_matrices or inputs.keys() != names:
+                return None
+            shape = [len(chunk.tokens)]
+            if any(record.shape != shape for record in inputs.values()):
+                return None
+            lengths += shape
+            ids += chunk.tokens
+        columns = {
+            name: _joined([datum.loss_fn_inputs[name] for datum in data], lengths) for name in names
+        }
+        if any(values is None for values in columns.values()):
+            return None
+        try:
+            tokens = np.array(ids, dtype=np.int64)
+        except OverflowError:
+            return None
+        return cls(lengths, tokens, {k: v for k, v in columns.items() if v is not None})
 
     def examples(self, objective: BuiltinObjective, limits: Limits) -> list[Example] | None:
         """All at once; None where one breaks a rule, which ``_read_datum`` then says."""
@@ -97,33 +122,6 @@ class _Columns:
             )
             for index, (tokens, targets) in enumerate(rows)
         ]  # fmt: skip
-
-
-def _joined_columns(data: Sequence[DatumRecord]) -> _Columns | None:
-    names = data[0].loss_fn_inputs.keys()
-    lengths: list[int] = []
-    ids: list[int] = []
-    for datum in data:
-        (chunk, *more), inputs = datum.model_input.chunks or (None,), datum.loss_fn_inputs
-        if chunk is None or more or chunk.type != "encoded_text" or not chunk.tokens:
-            return None
-        if datum.model_input.routing_matrices or inputs.keys() != names:
-            return None
-        shape = [len(chunk.tokens)]
-        if any(record.shape != shape for record in inputs.values()):
-            return None
-        lengths += shape
-        ids += chunk.tokens
-    columns = {
-        name: _joined([datum.loss_fn_inputs[name] for datum in data], lengths) for name in names
-    }
-    if any(values is None for values in columns.values()):
-        return None
-    try:
-        tokens = np.array(ids, dtype=np.int64)
-    except OverflowError:
-        return None
-    return _Columns(lengths, tokens, {k: v for k, v in columns.items() if v is not None})
 
 
 def _joined(

@@ -130,9 +130,10 @@ class Pass:
         counts = GradientCounts()
         known: set[int] = set()
         for batch, logprobs in kept.parts if kept is not None else ():
-            found[self._cells(batch)] = logprobs.detach().cpu()
+            cells = self._cells(batch)
+            found[cells] = logprobs.detach().cpu()
             with self.scorer.replaying(batch.routing):
-                counts += self._backward(batch, found, logprobs)
+                counts += self._backward(batch, cells, found, logprobs)
             known |= {one.index for one in batch.examples}
         left = [one for one in self.examples if one.index not in known]
         is_trained = self._trained
@@ -217,14 +218,16 @@ class Pass:
         found[cells[live]] = scored.detach().cpu()
         with torch.no_grad():
             found[cells[rest]] = self._score_places(states, batch, rest).cpu()
-        self._check_finite(found)
-        return self._backward(batch, found, scored, live)
+        found[-1] = 0.0
+        self._check_finite(found, cells)
+        return self._backward(batch, cells, found, scored, live)
 
     def _backward(
-        self, batch: Batch, found: Tensor, scored: Tensor, places: Tensor | None = None
-    ) -> GradientCounts:
+        self, batch: Batch, cells: Tensor, found: Tensor, scored: Tensor,
+        places: Tensor | None = None,
+    ) -> GradientCounts:  # fmt: skip
         """Add the gradient by way of the ``scored`` logprobs, those at ``places`` or all."""
-        gradient = self._loss_gradient(batch, found)
+        gradient = self._loss_gradient(batch, cells, found)
         counts = count(batch, gradient)
         if counts.tokens:
             chosen = gradient if places is None else gradient[places]
@@ -252,9 +255,8 @@ class Pass:
         chosen = states.index_select(0, rows.to(states.device))
         return self.scorer.logprobs(chosen, targets, self.temperature)
 
-    def _loss_gradient(self, batch: Batch, found: Tensor) -> Tensor:
+    def _loss_gradient(self, batch: Batch, cells: Tensor, found: Tensor) -> Tensor:
         """Gradient of the raw loss sum in each logprob of a micro-batch [R, K]."""
-        cells = self._cells(batch)
         is_there = cells < self._unscored.mask.numel()
         leaf = found[cells[is_there]].requires_grad_()
         own = self._unscored.of_samples([one.index for one in batch.examples], leaf)
@@ -273,16 +275,15 @@ class Pass:
             metrics[f"{name}:{'sum' if name == 'active_tokens' else 'mean'}"] = float(value)
         return PassResult(values.numpy(), [one.target_shape for one in self.examples], metrics)
 
-    def _check_finite(self, found: Tensor) -> None:
-        """Refuse logprobs that are none.
+    def _check_finite(self, found: Tensor, cells: Tensor | None = None) -> None:
+        """Refuse logprobs that are none, of some ``cells`` or of all.
 
         Raises:
             NumericsError: one is not finite; its datum and place are named.
         """
-        is_odd = ~torch.isfinite(found[:-1])
-        if not bool(is_odd.any()):
+        if bool(torch.isfinite(found[:-1] if cells is None else found[cells]).all()):
             return
-        place = int(is_odd.nonzero()[0])
+        place = int((~torch.isfinite(found[:-1])).nonzero()[0])
         index = int((self._starts <= place).nonzero()[-1])
         raise NumericsError(
             f"datum {index}: the model's logprob of target {place - int(self._starts[index])} must "

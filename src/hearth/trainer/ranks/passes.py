@@ -149,7 +149,7 @@ class RankPass(Pass):
         found[cells] = logprobs
         gradient = torch.zeros(batch.targets.shape)
         if bool(torch.isfinite(logprobs).all()):
-            gradient = self._loss_gradient(batch, found)
+            gradient = self._loss_gradient(batch, cells, found)
         scored.backward(gradient[live].to(scored.device))
         return count(batch, gradient)
 
