@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.scale.ranks.trainers import OneProcess, RankTrainer, write_model
+from tests.threads import one_thread as one_thread
 
 from hearth.launch.processes import ProcessLauncher
 from hearth.launch.spec import TrainerSpec
@@ -16,15 +16,6 @@ from hearth.sync.store import MemorySnapshotStore
 from hearth.trainer.engine import TrainerEngine, TrainerOptions
 
 MICRO_BATCH_TOKENS = 128
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread, and lose much where cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

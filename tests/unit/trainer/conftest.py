@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.threads import one_thread as one_thread
 
 from hearth.sync.store import MemorySnapshotStore
 from hearth.trainer.engine import TrainerEngine, TrainerOptions
@@ -17,15 +18,6 @@ from hearth.wire.tensors import encode
 from hearth.wire.tinker import AdamParams, DatumRecord
 
 VOCAB_SIZE = 96
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread, and lose much where cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _save(folder: Path, kind: str) -> Path:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 
 import orjson
 import pytest
-import torch
+from tests.threads import one_thread as one_thread
 
 from hearth.control.app import create_gateway
 from hearth.control.gateway import Door
@@ -27,15 +27,6 @@ JOBS = "/v1/accounts/me/rlorTrainerJobs"
 DEPLOYMENTS = "/v1/accounts/me/deployments"
 # What a rule waits for comes within so many seconds, or its test fails.
 HAPPENS_S = 60.0
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread, and lose much where cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
