@@ -8,8 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from hearth.errors import AuthError
-from hearth.launch.spec import Scope
 from hearth.settings import is_loopback
+from hearth.wire.asgi import Scope
 
 
 @dataclass(frozen=True, kw_only=True)

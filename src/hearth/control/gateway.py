@@ -29,7 +29,8 @@ from hearth.errors import (
     TooLargeError,
     TransportError,
 )
-from hearth.launch.spec import TOKEN_HEADER, App, Endpoint, Message, Scope
+from hearth.launch.spec import Endpoint
+from hearth.wire.asgi import TOKEN_HEADER, App, Message, Scope
 from hearth.wire.faults import fault_body, status_of
 
 TRAINER_PREFIX = "/training/v1/rlorTrainerJobs/"

@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 
-from hearth.launch.spec import TOKEN_HEADER, Endpoint, Worker
+from hearth.launch.spec import Endpoint, Worker
+from hearth.wire.asgi import TOKEN_HEADER
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from hearth.inference.requests import sample_requests as completion_requests
 from hearth.inference.responses import completion_response, perf_metrics
 from hearth.inference.streaming import DrawStream, EventResponse, Piece
 from hearth.telemetry import new_request_id
-from hearth.wire.base import STAYS
+from hearth.wire.asgi import STAYS
 from hearth.wire.completions import HotLoadRequest, Model, ModelList
 from hearth.wire.faults import fault_body, status_of
 

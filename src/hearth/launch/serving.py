@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import signal
 import socket
 import time
@@ -12,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from hearth.errors import EngineError
-from hearth.launch.spec import TOKEN_HEADER, App, Message, Scope
+from hearth.wire.asgi import TOKEN_HEADER, App, Guarded, Message, Scope
 
 logger = logging.getLogger(__name__)
 
@@ -54,33 +53,6 @@ class Watched:
     def idle_s(self) -> float:
         """Seconds since the last answer; 0 while one is under way."""
         return 0.0 if self._running else self._now() - self._last_s
-
-
-class Guarded:
-    """An app that answers only who shows a token."""
-
-    def __init__(self, app: App, token: str) -> None:
-        self._app = app
-        self._token = token.encode()
-
-    async def __call__(
-        self,
-        scope: Scope,
-        receive: Callable[[], Awaitable[Message]],
-        send: Callable[[Message], Awaitable[None]],
-    ) -> None:
-        """Answer as the app does; 401 without the token."""
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        shown = [value for name, value in scope["headers"] if name == TOKEN_HEADER]
-        # The app hears nothing of it.
-        headers = [pair for pair in scope["headers"] if pair[0] != TOKEN_HEADER]
-        if len(shown) == 1 and secrets.compare_digest(shown[0], self._token):
-            await self._app({**scope, "headers": headers}, receive, send)
-            return
-        await send({"type": "http.response.start", "status": 401, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
 
 
 class AppServer:

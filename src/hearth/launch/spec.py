@@ -7,27 +7,18 @@ data, so that they can be written down and read again after a restart.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hearth.companions import ExitReport
+from hearth.wire.asgi import App
 
 Placement = Literal["inline", "process", "ray"]
 SnapshotPlace = Literal["folder", "ray"]
 """Where workers on several machines exchange snapshots."""
 Engine = Literal["embedded", "vllm"]
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-App = Callable[
-    [Scope, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]],
-    Awaitable[None],
-]
-"""An ASGI app."""
-TOKEN_HEADER = b"x-hearth-worker-token"
-"""Shows a worker on the network that its own platform asks."""
 
 
 @dataclass(frozen=True, kw_only=True)

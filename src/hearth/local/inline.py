@@ -23,7 +23,6 @@ from hearth.errors import ClosedError, EngineError, HearthError
 from hearth.launch.companions import LocalCompanions
 from hearth.launch.gpus import GpuBoard, WorkerGpus, device_of, own_gpu, visible_gpus
 from hearth.launch.spec import (
-    App,
     Endpoint,
     ExitReport,
     ExportSpec,
@@ -35,6 +34,7 @@ from hearth.launch.spec import (
 )
 from hearth.sync.store import MemoryBuckets
 from hearth.threads import ThreadBudget
+from hearth.wire.asgi import App
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlencode, urlsplit
 import httpx
 
 from hearth.sdk.answer import Answer
-from hearth.wire.base import STAYS
+from hearth.wire.asgi import STAYS
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hearth.errors import RequestError
 
-STAYS = "hearth.stays"
-"""ASGI extension of a request inside one process: whoever gives it up cancels the app's task."""
-
 
 class Record(BaseModel):
     """A message or a part of one. A newer client may send fields unknown here."""

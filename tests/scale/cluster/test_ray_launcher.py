@@ -17,7 +17,8 @@ from tests.unit.launch.conftest import Heard
 from hearth.errors import ConfigError
 from hearth.launch.ray.launcher import RayLauncher
 from hearth.launch.records import ProcessId
-from hearth.launch.spec import TOKEN_HEADER, Endpoint, ExitReport, ExportSpec, TrainerSpec
+from hearth.launch.spec import Endpoint, ExitReport, ExportSpec, TrainerSpec
+from hearth.wire.asgi import TOKEN_HEADER
 
 SOON_S = 30.0
 

@@ -19,7 +19,8 @@ from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.control.workers import ask
 from hearth.launch.serving import AppServer, listener_at
-from hearth.launch.spec import TOKEN_HEADER, Endpoint
+from hearth.launch.spec import Endpoint
+from hearth.wire.asgi import TOKEN_HEADER
 from hearth.wire.fireworks import TrainerJob
 
 PATH = "/training/v1/rlorTrainerJobs/me/j/api/v1/x?b=1"

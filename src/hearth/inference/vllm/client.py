@@ -15,9 +15,9 @@ import httpx
 import orjson
 
 from hearth.errors import EngineError, RequestError
-from hearth.inference.vllm.plugin.door import HEADER
 from hearth.inference.vllm.plugin.words import UNCHANGED
 from hearth.inference.vllm.server import BASE_NAME
+from hearth.wire.asgi import TOKEN_HEADER
 
 _BROKEN_LOGPROB = -9999.0
 """What vLLM tells in the place of a logprob that is no number."""
@@ -78,7 +78,8 @@ class VllmClient:
     def __init__(self, url: str, token: str, timeout_s: float) -> None:
         self._timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
         self._http = httpx.AsyncClient(
-            base_url=url, timeout=_UNLIMITED, trust_env=False, headers={HEADER: token},
+            base_url=url, headers={TOKEN_HEADER.decode(): token},
+            timeout=_UNLIMITED, trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
         )  # fmt: skip
         self.identity: str | None = None

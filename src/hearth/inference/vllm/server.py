@@ -15,8 +15,8 @@ from pathlib import Path
 import hearth
 from hearth.companions import Command
 from hearth.inference.vllm.options import VllmOptions
-from hearth.inference.vllm.plugin.door import TOKEN_VARIABLE, Door
 from hearth.inference.vllm.plugin.entry import NAME
+from hearth.inference.vllm.plugin.guard import TOKEN_VARIABLE, GuardedServer
 from hearth.settings import VLLM_PYTHON_VARIABLE
 
 BASE_NAME = "base"
@@ -47,7 +47,7 @@ class ServerPlan:
     trust_remote_code: bool = False
     options: VllmOptions = field(default_factory=VllmOptions)
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
-    """What every request to a server must show (``plugin.door``)."""
+    """What every request to a server must show (``plugin.guard``)."""
 
     def command(self, name: str) -> Command:
         """What starts one server under ``name``."""
@@ -70,7 +70,7 @@ class ServerPlan:
             "--enable-scale-out",
             "--enable-prompt-tokens-details",
             "--disable-uvicorn-access-log",
-            "--middleware", f"{Door.__module__}.{Door.__qualname__}",
+            "--middleware", f"{GuardedServer.__module__}.{GuardedServer.__qualname__}",
             "--tensor-parallel-size", str(options.tensor_parallel_size),
         ]  # fmt: skip
         if self.trust_remote_code:

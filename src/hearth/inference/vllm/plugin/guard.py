@@ -1,0 +1,16 @@
+"""Who may ask a vLLM server: since its endpoints change weights, only its worker is answered."""
+
+from __future__ import annotations
+
+import os
+
+from hearth.wire.asgi import App, Guarded
+
+TOKEN_VARIABLE = "HEARTH_VLLM_TOKEN"
+
+
+class GuardedServer(Guarded):
+    """ASGI middleware, as ``--middleware`` takes it; the token is ``HEARTH_VLLM_TOKEN``'s value."""
+
+    def __init__(self, app: App) -> None:
+        super().__init__(app, os.environ[TOKEN_VARIABLE])
