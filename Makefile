@@ -10,6 +10,7 @@ VLLM := .venv-vllm
 BENCH ?= ../shared/bench
 TESTERS ?= 2
 PYTEST := $(BIN)/pytest --numprocesses $(TESTERS) --dist worksteal
+WITH_VLLM := HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python
 
 .PHONY: demo test test-scale test-vllm check bench format clean
 
@@ -20,10 +21,10 @@ test: $(VENV)/.dev  ## Run all tests that this machine can run; TESTERS at a tim
 	$(PYTEST) --ignore=tests/scale
 
 test-scale: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests of several ranks and machines, on this one.
-	HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) tests/scale
+	$(WITH_VLLM) $(PYTEST) tests/scale
 
 test-vllm: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests that need vLLM, on its build for CPUs.
-	HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) tests/vllm
+	$(WITH_VLLM) $(PYTEST) --dist loadfile tests/vllm  # the tests of a file share servers
 
 check: $(VENV)/.dev  ## Lint, format, types, layers, spelling.
 	$(BIN)/ruff check src tests tools benchmarks

@@ -1,4 +1,4 @@
-"""The recipes on two nodes: the numbers of an embedded run, and what a lost node means."""
+"""``rl_loop`` on two nodes: an embedded run's numbers, and what a lost node means."""
 
 from __future__ import annotations
 
@@ -9,22 +9,8 @@ from typing import Any
 import pytest
 from tests.integration.conftest import Trial, config
 from tests.integration.rollouts import spread
-from tests.scale.cluster.clusters import (
-    Nodes,
-    nodes_of_workers,
-    on_main_thread,
-    places,
-    ranks_apart,
-)
-from tests.scale.cluster.greedy import (
-    DRAWS_OF_STEP,
-    LOGPROB_TOLERANCE,
-    Greedy,
-    check_same,
-    needs_vllm,
-    on_vllm,
-    trained,
-)
+from tests.scale.cluster.clusters import Nodes, nodes_of_workers, places
+from tests.scale.cluster.greedy import DRAWS_OF_STEP, LOGPROB_TOLERANCE, needs_vllm, on_vllm
 
 from training.recipes import rl_loop
 from training.utils import TrainerConfig
@@ -110,25 +96,3 @@ def test_rl_loop_goes_on_when_the_node_of_a_replica_is_lost(
     assert seen.steps() == whole[1].steps()
     assert all(one["parity/max"] < LOGPROB_TOLERANCE for one in records)
     assert all(one["train/grad_norm"] > 0 for one in records)
-
-
-@needs_vllm
-def test_async_rl_loop_keeps_its_numbers_when_the_node_of_a_rank_is_lost(
-    two_nodes: Nodes, embedded: tuple[Trial, Greedy], tmp_path: Path
-) -> None:
-    before: list[dict[str, list[str]]] = []
-
-    def lose_the_small_node() -> None:
-        before.append(places())
-        two_nodes.lose(two_nodes.smallest)
-
-    with ranks_apart(two_nodes), on_main_thread(lose_the_small_node) as lose:
-        greedy = Greedy(before=lambda count: lose() if count == 2 * DRAWS_OF_STEP + 3 else None)
-        trial = trained(
-            tmp_path, greedy, placement="ray", dcp_save_interval=1,
-            trainer=TrainerConfig(ranks=2), deployment=on_vllm(2),
-        )  # fmt: skip
-
-    (used,) = before
-    assert len(set(used["trainer"])) == 2
-    check_same((trial, greedy), embedded)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from tests.integration.conftest import Trial
-from tests.scale.cluster.clusters import Nodes, places
+from tests.scale.cluster.clusters import Nodes, on_main_thread, places, ranks_apart
 from tests.scale.cluster.greedy import (
+    DRAWS_OF_STEP,
     LOGPROB_TOLERANCE,
     STEPS,
     Greedy,
@@ -55,17 +56,23 @@ def test_two_ranks_and_vllm_have_the_rows_and_losses_of_an_embedded_run(
 
 
 @needs_vllm
-def test_two_nodes_of_ray_have_the_rows_and_losses_of_an_embedded_run(
+def test_two_nodes_of_ray_have_them_too_and_go_on_when_that_of_a_rank_is_lost(
     two_nodes: Nodes, embedded: tuple[Trial, Greedy], tmp_path: Path
 ) -> None:
-    used: list[dict[str, list[str]]] = []
-    greedy = Greedy(before=lambda count: used.append(places()) if count == 0 else None)
+    before: list[dict[str, list[str]]] = []
 
-    trial = trained(
-        tmp_path, greedy, placement="ray", trainer=TrainerConfig(ranks=2), deployment=on_vllm(2)
-    )
+    def lose_the_small_node() -> None:
+        before.append(places())
+        two_nodes.lose(two_nodes.smallest)
 
-    (one,) = used
-    assert {name: len(nodes) for name, nodes in one.items()} == {"trainer": 2, "deployment": 3}
-    assert len({node for nodes in one.values() for node in nodes}) == 2
+    with ranks_apart(two_nodes), on_main_thread(lose_the_small_node) as lose:
+        greedy = Greedy(before=lambda count: lose() if count == 2 * DRAWS_OF_STEP + 3 else None)
+        trial = trained(
+            tmp_path, greedy, placement="ray", dcp_save_interval=1,
+            trainer=TrainerConfig(ranks=2), deployment=on_vllm(2),
+        )  # fmt: skip
+
+    (used,) = before
+    assert {name: len(nodes) for name, nodes in used.items()} == {"trainer": 2, "deployment": 3}
+    assert len(set(used["trainer"])) == 2
     check_same((trial, greedy), embedded)
