@@ -41,7 +41,8 @@ class LocalCompanion:
         """Those that it sees; () leaves it what its worker sees."""
         self._log = folder / "log"
         self._exit = folder / "exit.json"
-        self.port = free_port(host)
+        self._held = held_port(host)
+        self.port: int = self._held.getsockname()[1]
         folder.mkdir(parents=True, exist_ok=True)
         self._exit.unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -70,6 +71,7 @@ class LocalCompanion:
         """How it ended; None while it runs."""
         if self._process.poll() is None:
             return None
+        self._held.close()
         seen = read_json(self._exit) or {}
         reason = None if seen else "was killed together with its guard"
         return ExitReport(
@@ -91,6 +93,7 @@ class LocalCompanion:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        self._held.close()
 
 
 class LocalCompanions:
@@ -169,11 +172,15 @@ def filled(argv: Sequence[str], host: str, port: int) -> list[str]:
     return [one.replace("{host}", host).replace("{port}", str(port)) for one in argv]
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port of ``host`` that nothing listens on now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.bind((host, 0))
-        return listener.getsockname()[1]
+def held_port(host: str = "127.0.0.1") -> socket.socket:
+    """A socket at a port of ``host`` that nobody else is given until the socket is closed.
+
+    Only who allows addresses to be used again, as servers do, can listen there meanwhile.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
 
 
 def wait_for_end(companion: Companion, timeout_s: float) -> ExitReport | None:

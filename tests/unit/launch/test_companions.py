@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -52,6 +53,24 @@ def test_a_companion_is_told_its_address_and_environment(tmp_path: Path) -> None
     report = wait_for_end(started, PATIENCE_S)
     assert report is not None
     assert (report.code, report.signal) == (0, None)
+    companions.close()
+
+
+def test_its_port_is_kept_for_it_until_it_ends(tmp_path: Path) -> None:
+    companions = LocalCompanions(tmp_path)
+    code = """
+        import socketserver, sys
+        socketserver.TCPServer.allow_reuse_address = True
+        socketserver.TCPServer(("127.0.0.1", int(sys.argv[1])), None)
+        print("listens", flush=True)
+    """
+    started = companions.start(Command(name="one", argv=[*python(code), "{port}"]))
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", started.port))
+    assert printed(started, 1) == ["listens"]
+    assert wait_for_end(started, PATIENCE_S) is not None
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", started.port))
     companions.close()
 
 
