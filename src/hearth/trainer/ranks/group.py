@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -48,9 +50,9 @@ class Rendezvous:
         Raises:
             RuntimeError: they did not come in time, as torch says it.
         """
-        if self.host == "127.0.0.1":
-            # A machine's own name need not resolve to an address that can be reached.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # A machine's own name, where gloo looks, need not resolve to an address that others reach.
+        if interface := interface_to(self.host):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         limit = timedelta(seconds=self.timeout_s)
         store = dist.TCPStore(
             self.host, self.port, self.ranks, is_master=rank == 1, timeout=max(limit, _START),
@@ -61,6 +63,21 @@ class Rendezvous:
             backend, store=store, rank=rank, world_size=self.ranks, timeout=max(limit, _START)
         )
         return RankGroup(rank, self.ranks, device, limit)
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface by which this machine reaches a host; None where there is none."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # chooses the way, sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == own for one in addresses):
+            return name
+    return None
 
 
 class RankGroup:
