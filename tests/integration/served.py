@@ -33,13 +33,17 @@ _NAMES = {
 }
 
 
+KEY = {"x-api-key": "x"}
+
+
 class Served:
     """`hearth serve` on a data folder, to be ended and started again."""
 
-    def __init__(self, data_dir: Path, **options: Any) -> None:
+    def __init__(self, data_dir: Path, *, host: str = "127.0.0.1", **options: Any) -> None:
         self.data_dir = data_dir
         self.port = _free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
+        options["host"] = host
         self._flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -100,14 +104,14 @@ class Served:
 
     def resources(self, kind: str, of: str = "") -> list[dict[str, Any]]:
         """What `hearth ps -a` reads: ``rlorTrainerJobs`` or ``deployments`` whose id has ``of``."""
-        answer = httpx.get(f"{self.url}{ACCOUNT}/{kind}", headers={"x-api-key": "x"}, timeout=30)
+        answer = httpx.get(f"{self.url}{ACCOUNT}/{kind}", headers=KEY, timeout=30)
         return [one for one in answer.json()[kind] if of in one["name"]]
 
     def _answers(self) -> bool:
         assert self._process is not None
         assert self._process.poll() is None, self.log[-3000:]
         try:
-            return httpx.get(f"{self.url}/healthz", timeout=5).is_success
+            return httpx.get(f"{self.url}/healthz", headers=KEY, timeout=5).is_success
         except httpx.TransportError:
             return False
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
+from tests.scale.cluster.networks import Network, can_be_made
 
 from hearth.launch.ray.cluster import connect
 
@@ -20,10 +25,19 @@ PATIENCE_S = 60.0
 
 
 class Nodes:
-    """A head that runs no workers, and nodes that do; each has as many CPUs as it is told."""
+    """A head that runs no workers, and nodes that do; each has as many CPUs as it is told.
+
+    Nodes are machines of a network of their own where one can be made, else they are processes that
+    share this machine's addresses.
+    """
 
     def __init__(self, *cpus: int) -> None:
-        head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+        self.network = Network() if can_be_made() else None
+        head: dict[str, Any] = {
+            "num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False,
+        }  # fmt: skip
+        if self.network is not None:
+            head["node_ip_address"] = self.network.address
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address = str(self._cluster.address)
         self._nodes: dict[str, Any] = {}
@@ -32,22 +46,37 @@ class Nodes:
         for count in cpus:
             self.add(count)
 
+    @property
+    def host(self) -> str:
+        """An address of this machine that all nodes reach."""
+        return self.network.address if self.network is not None else "127.0.0.1"
+
     def add(self, cpus: int) -> str:
         """One more node; its id."""
-        node = self._cluster.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES)
-        self._nodes[node.node_id] = node
-        self.cpus[node.node_id] = cpus
-        return node.node_id
+        node = self._on_machine(cpus) if self.network is not None else self._beside(cpus)
+        self.cpus[node] = cpus
+        return node
 
-    def kill(self, node_id: str) -> None:
-        """End all processes of a node, as when its machine loses its power."""
-        self._cluster.remove_node(self._nodes.pop(node_id), allow_graceful=False)
+    def kill(self, node_id: str, *, says_so: bool = False) -> None:
+        """End all processes of a node, as when its machine loses its power, or after it
+        ``says_so``."""
+        node = self._nodes.pop(node_id)
+        if self.network is None:
+            self._cluster.remove_node(node, allow_graceful=says_so)
+            return
+        machine, running = node
+        if says_so:
+            for pid in machine.pids():
+                if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
+                    os.kill(pid, signal.SIGTERM)
+            wait_until(lambda: machine.address not in self._living())
+        self.network.remove(machine)
+        running.wait()
 
     def become(self, *cpus: int) -> None:
         """Other nodes in the place of those that there are, the head excepted."""
-        for node in self._nodes.values():
-            self._cluster.remove_node(node)
-        self._nodes.clear()
+        for node_id in list(self._nodes):
+            self.kill(node_id, says_so=True)
         for count in cpus:
             self.add(count)
 
@@ -63,7 +92,48 @@ class Nodes:
 
     def shutdown(self) -> None:
         """End all nodes."""
+        if self.network is not None:
+            self.network.close()
+        for _, running in self._nodes.values() if self.network is not None else ():
+            running.wait()
         self._cluster.shutdown()
+
+    def _beside(self, cpus: int) -> str:
+        node = self._cluster.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES)
+        self._nodes[node.node_id] = node
+        return node.node_id
+
+    def _on_machine(self, cpus: int) -> str:
+        assert self.network is not None
+        machine = self.network.add()
+        program = Path(sys.executable).with_name("ray")
+        said = Path(tempfile.mkdtemp(prefix="node-")) / "said.txt"
+        with said.open("wb") as out:
+            running = subprocess.Popen(
+                machine.argv([
+                    str(program), "start", "--block", f"--address={self.address}",
+                    f"--node-ip-address={machine.address}", f"--num-cpus={cpus}",
+                    f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats",
+                ]),
+                stdout=out, stderr=out,
+            )  # fmt: skip
+
+        def is_up() -> bool:
+            assert running.poll() is None, said.read_text()
+            return machine.address in self._living()
+
+        wait_until(is_up)
+        node_id = self._living()[machine.address]
+        self._nodes[node_id] = machine, running
+        return node_id
+
+    def _living(self) -> dict[str, str]:
+        """Ids of the nodes that are alive, by address; the head's too."""
+        return {
+            one["NodeManagerAddress"]: one["NodeID"]
+            for one in self._cluster.global_state.node_table()
+            if one["Alive"]
+        }
 
 
 def actors() -> dict[str, Any]:

@@ -16,13 +16,20 @@ from tests.scale.cluster.clusters import Nodes
 from hearth.errors import ConfigError
 from training.recipes import async_rl_loop
 from training.utils.rl.rollout import RolloutFn, RolloutSample, RolloutSetup
+from training.utils.rl.rollout_hosts import on_cluster
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    platform = Served(tmp_path_factory.mktemp("platform"), trainer_threads=1, deployment_threads=1)
-    yield platform
-    platform.stop()
+def served(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A platform that all nodes reach."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEARTH_API_KEYS", "x")
+        platform = Served(
+            tmp_path_factory.mktemp("platform"), host=nodes.host, allow_folders=True,
+            trainer_threads=1, deployment_threads=1,
+        )  # fmt: skip
+        yield platform
+        platform.stop()
 
 
 @pytest.fixture
@@ -66,6 +73,15 @@ def test_rollouts_elsewhere_draw_what_they_would_draw_here(
     names = ("rollout/raw_reward", "train/loss_sum")
     for mine, theirs in zip(trial.records(), whole.records(), strict=True):
         assert [mine[one] for one in names] == pytest.approx([theirs[one] for one in names])
+
+
+def test_a_platform_that_a_node_does_not_reach_is_refused_at_once(cluster: Nodes) -> None:
+    setup = RolloutSetup(
+        tokenizer=None, tokenizer_id="", sample_kwargs={}, inference_base_url="http://127.0.0.1:9",
+        api_key="x", model="", completions_per_prompt=1, extras={"seen": ""},
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="FIREWORKS_BASE_URL must be an address that every node"):
+        on_cluster(elsewhere, 1)(setup)
 
 
 def test_a_platform_in_this_process_cannot_be_reached_from_elsewhere(tmp_path: Path) -> None:

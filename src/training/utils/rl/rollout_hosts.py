@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import httpx
+
 from hearth.errors import ConfigError, TransportError
 from training.rewards.cluster import connect_to_ray, ray_is_there
 from training.rewards.processes import portable
@@ -24,6 +26,7 @@ from training.utils.rl.rollout_sampler import DrawContext, current_draw
 
 START_TIMEOUT_S = 300.0
 """Seconds in which the cluster must have room for the actors, and the functions be made there."""
+_REACH_TIMEOUT_S = 30.0
 _DRAWS_AT_ONCE = 1000
 
 
@@ -69,12 +72,20 @@ class _Host:
 
         from training.utils.rl.rollouts import declared_arguments
 
+        self._deployment_url = setup.inference_base_url
         self._fn: Callable[..., Awaitable[Any]] = cloudpickle.loads(factory)(setup)
         self._declared = declared_arguments(self._fn)
 
-    async def is_ready(self) -> bool:
-        """True, once the function is made."""
-        return True
+    async def problem(self) -> str | None:
+        """Why nothing can be drawn from here; None once the function is made, and can."""
+        import ray
+
+        try:
+            async with httpx.AsyncClient(timeout=_REACH_TIMEOUT_S) as client:
+                await client.get(self._deployment_url)  # any answer will do
+        except httpx.TransportError as error:
+            return f"the node at {ray.util.get_node_ip_address()} does not: {error}"
+        return None
 
     async def draw(
         self, row: dict[str, Any], given: dict[str, Any], draw: DrawContext | None
@@ -105,13 +116,22 @@ class _Hosts:
         self._actors: list[Any] = [made.remote(factory, sent) for _ in range(count)]
         self._turns = itertools.cycle(self._actors)
         try:
-            ray.get([one.is_ready.remote() for one in self._actors], timeout=START_TIMEOUT_S)
+            problems: list[str | None] = ray.get(
+                [one.problem.remote() for one in self._actors], timeout=START_TIMEOUT_S
+            )
         except RayError as error:
             self.close()
             raise ConfigError(
                 f"rollout_fn_factory must make its function on {count} CPUs of the cluster within "
                 f"{START_TIMEOUT_S:g} s, got: {str(error).strip()}"
             ) from None
+        if problem := next(filter(None, problems), None):
+            self.close()
+            raise ConfigError(
+                "FIREWORKS_BASE_URL must be an address that every node of the cluster reaches, got "
+                f"{setup.inference_base_url!r}: {problem}; `hearth serve --host ADDRESS` listens "
+                "where others reach it"
+            )
 
     async def rollout_fn(self, row: dict[str, Any], **given: Any) -> Any:
         """What the user's function returns for a row."""
