@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +15,17 @@ from dataclasses import dataclass
 _GONE_S = 20.0
 
 
+_ANSWER = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 9))
+print("listening", flush=True)
+server.accept()
+"""
+_ASK = "import socket, sys; socket.create_connection((sys.argv[1], 9), timeout=5)"
+
+
 def can_be_made() -> bool:
-    """Whether this process may make a bridge and a namespace, and has the program to."""
+    """Whether this process may make a network, and the machines of it reach each other."""
     if not shutil.which("ip"):
         return False
     try:
@@ -23,12 +33,19 @@ def can_be_made() -> bool:
     except subprocess.CalledProcessError:
         return False
     try:
-        network.add()
+        one, other = network.add(), network.add()
+        answering = one.argv([sys.executable, "-c", _ANSWER, one.address])
+        with subprocess.Popen(answering, stdout=subprocess.PIPE) as answers:
+            assert answers.stdout is not None
+            answers.stdout.readline()
+            asking = other.argv([sys.executable, "-c", _ASK, one.address])
+            is_answered = subprocess.run(asking, check=False, capture_output=True).returncode == 0
+            answers.kill()
+        return is_answered
     except subprocess.CalledProcessError:
         return False
     finally:
         network.close()
-    return True
 
 
 @dataclass(frozen=True)
