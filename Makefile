@@ -9,7 +9,8 @@ VLLM := .venv-vllm
 # The folder with the other systems' scripts.
 BENCH ?= ../shared/bench
 TESTERS ?= 2
-PYTEST := $(BIN)/pytest --numprocesses $(TESTERS) --dist worksteal
+DIST := worksteal
+PYTEST = $(BIN)/pytest --numprocesses $(TESTERS) --dist $(DIST)
 WITH_VLLM := HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python
 
 .PHONY: demo test test-scale test-vllm check bench format clean
@@ -23,8 +24,10 @@ test: $(VENV)/.dev  ## Run all tests that this machine can run; TESTERS at a tim
 test-scale: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests of several ranks and machines, on this one.
 	$(WITH_VLLM) $(PYTEST) tests/scale
 
+# The tests of a file share servers.
+test-vllm: DIST := loadfile
 test-vllm: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests that need vLLM, on its build for CPUs.
-	$(WITH_VLLM) $(PYTEST) --dist loadfile tests/vllm  # the tests of a file share servers
+	$(WITH_VLLM) $(PYTEST) tests/vllm
 
 check: $(VENV)/.dev  ## Lint, format, types, layers, spelling.
 	$(BIN)/ruff check src tests tools benchmarks

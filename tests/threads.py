@@ -12,7 +12,7 @@ import torch
 def one_thread() -> Iterator[None]:
     """Models this small gain nothing from a second thread, and lose much where cores are busy.
 
-    It counts in the folder whose ``conftest.py`` imports it.
+    It counts from the first test of a folder whose ``conftest.py`` imports it to the session's end.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

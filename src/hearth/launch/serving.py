@@ -7,11 +7,11 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 from hearth.errors import EngineError
-from hearth.wire.asgi import TOKEN_HEADER, App, Guarded, Message, Scope
+from hearth.wire.asgi import TOKEN_HEADER, App, Guarded, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,7 @@ class Watched:
         self._running = 0
         self._last_s = now()
 
-    async def __call__(
-        self,
-        scope: Scope,
-        receive: Callable[[], Awaitable[Message]],
-        send: Callable[[Message], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as the app does."""
         self._running += scope["type"] != "lifespan"
         try:

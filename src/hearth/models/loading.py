@@ -116,7 +116,7 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
     # Two seconds to import, as above.
     import transformers
 
-    # Texts are encoded one by one: threads of its own take a tenth of the engines' time.
+    # Texts are encoded one by one: threads of its own only take time from the engines'.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     where = _source_of(source, "tokenizer")
     with _loading:

@@ -9,10 +9,9 @@ from typing import Any
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
-App = Callable[
-    [Scope, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]],
-    Awaitable[None],
-]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 """An ASGI app."""
 
 TOKEN_HEADER = b"x-hearth-worker-token"
@@ -28,12 +27,7 @@ class Guarded:
         self._app = app
         self._token = token.encode()
 
-    async def __call__(
-        self,
-        scope: Scope,
-        receive: Callable[[], Awaitable[Message]],
-        send: Callable[[Message], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as the app does; 401 without the token."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)

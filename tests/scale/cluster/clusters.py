@@ -67,8 +67,9 @@ class Nodes:
         machine, running = node
         if says_so:
             for pid in machine.pids():
-                if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
-                    os.kill(pid, signal.SIGTERM)
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                    if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
+                        os.kill(pid, signal.SIGTERM)
             wait_until(lambda: machine.address not in self._living())
         self.network.remove(machine)
         running.wait()
@@ -107,22 +108,23 @@ class Nodes:
         assert self.network is not None
         machine = self.network.add()
         program = Path(sys.executable).with_name("ray")
-        said = Path(tempfile.mkdtemp(prefix="node-")) / "said.txt"
-        with said.open("wb") as out:
+        with tempfile.TemporaryFile() as said:
             running = subprocess.Popen(
                 machine.argv([
                     str(program), "start", "--block", f"--address={self.address}",
                     f"--node-ip-address={machine.address}", f"--num-cpus={cpus}",
                     f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats",
                 ]),
-                stdout=out, stderr=out,
+                stdout=said, stderr=said,
             )  # fmt: skip
 
-        def is_up() -> bool:
-            assert running.poll() is None, said.read_text()
-            return machine.address in self._living()
+            def is_up() -> bool:
+                if running.poll() is not None:
+                    said.seek(0)
+                    raise AssertionError(said.read().decode())
+                return machine.address in self._living()
 
-        wait_until(is_up)
+            wait_until(is_up)
         node_id = self._living()[machine.address]
         self._nodes[node_id] = machine, running
         return node_id

@@ -267,7 +267,7 @@ def load_tokenizer(deployment: DeployConfig) -> Any:
     """
     import transformers  # two seconds to import, and a bad config should answer at once
 
-    # Prompts are encoded one by one: threads of its own take a tenth of the engines' time.
+    # Prompts are encoded one by one: threads of its own only take time from the engines'.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         return transformers.AutoTokenizer.from_pretrained(
