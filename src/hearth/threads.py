@@ -71,11 +71,13 @@ class ThreadBudget:
         """The threads of a member that computes: at least one, and all if nobody else does."""
         if number is None:
             return self.total
+        # Other processes write the board at any time, so everything is judged on a copy of it.
+        records = self._records.copy()
         own = os.getpid()
         busy = [
-            int(one)
-            for one in self._records[:, _COMPUTES].nonzero()[0]
-            if self._records[one, _PID] == own or _is_alive(int(self._records[one, _PID]))
+            record
+            for record in records[:, _COMPUTES].nonzero()[0].tolist()
+            if records[record, _PID] == own or _is_alive(int(records[record, _PID]))
         ]
         if number not in busy:
             return self.total

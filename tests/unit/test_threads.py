@@ -164,3 +164,26 @@ def test_processes_share_by_a_file_and_a_dead_one_does_not_count(tmp_path: Path)
     refresh()
     assert torch.get_num_threads() == 2
     assert ThreadBudget(2, board).member().number == 1, "the dead process's record is free again"
+
+
+def test_a_share_can_be_looked_up_while_another_process_writes_the_board(tmp_path: Path) -> None:
+    board = tmp_path / "threads"
+    member = ThreadBudget(4, board).member()
+    member.note("forward")
+    program = (
+        "import sys, numpy; board = numpy.memmap(sys.argv[1], numpy.int32, 'r+', shape=(64, 2));"
+        "print('writes', flush=True)\n"
+        "while True: board[1:, 1] = 1; board[1:, 1] = 0"
+    )
+    command = [sys.executable, "-c", program, str(board)]
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        try:
+            for _ in range(100_000):
+                member.take_share()
+        finally:
+            writer.kill()
+
+    assert torch.get_num_threads() == 4
