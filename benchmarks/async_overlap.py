@@ -107,11 +107,20 @@ def measure(
     """One run of ``steps`` steps."""
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
-            log_path=folder, base_model=str(MODEL), shuffle=False, completions_per_prompt=GROUP,
-            prompt_groups_per_step=PROMPTS, max_completion_tokens=TURN_TOKENS, max_seq_len=256,
-            learning_rate=1e-5, kl_beta=0.0, dcp_save_interval=0, placement=placement,
-            deployment=DeployConfig(tokenizer_model=str(MODEL)), **settings,
-        )  # fmt: skip
+            log_path=folder,
+            base_model=str(MODEL),
+            shuffle=False,
+            completions_per_prompt=GROUP,
+            prompt_groups_per_step=PROMPTS,
+            max_completion_tokens=TURN_TOKENS,
+            max_seq_len=256,
+            learning_rate=1e-5,
+            kl_beta=0.0,
+            dcp_save_interval=0,
+            placement=placement,
+            deployment=DeployConfig(tokenizer_model=str(MODEL)),
+            **settings,
+        )
         rows = load_rows(str(TRAIN_ROWS), steps * PROMPTS)
         main(config, rollout_fn_factory=rollouts(scale_s, sigma), rows=rows)
         lines = Path(folder, "metrics.jsonl").read_bytes().splitlines()
@@ -149,7 +158,7 @@ def table(results: Mapping[str, list[Result]]) -> str:
     """The settings side by side, medians over the rounds."""
 
     def median(name: str, field: str) -> float:
-        return statistics.median(getattr(one, field) for one in results[name])
+        return statistics.median(getattr(result, field) for result in results[name])
 
     base = "synchronous_training"
     ideal = max(median(base, "wait_s"), median(base, "train_s"))

@@ -75,22 +75,31 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", asked.model, fixed_length=True)
         config = Config(
-            log_path=str(Path(folder) / "run"), base_model=str(model), shuffle=False,
-            policy_loss="grpo", completions_per_prompt=GROUP, prompt_groups_per_step=PROMPTS,
-            max_completion_tokens=MAX_NEW, max_seq_len=32 + MAX_NEW, learning_rate=3e-4,
-            kl_beta=0.0, dcp_save_interval=0, no_signal_patience=None,
-            deployment=DeployConfig(tokenizer_model=str(model)), **MODES[asked.run],
-        )  # fmt: skip
+            log_path=str(Path(folder) / "run"),
+            base_model=str(model),
+            shuffle=False,
+            policy_loss="grpo",
+            completions_per_prompt=GROUP,
+            prompt_groups_per_step=PROMPTS,
+            max_completion_tokens=MAX_NEW,
+            max_seq_len=32 + MAX_NEW,
+            learning_rate=3e-4,
+            kl_beta=0.0,
+            dcp_save_interval=0,
+            no_signal_patience=None,
+            deployment=DeployConfig(tokenizer_model=str(model)),
+            **MODES[asked.run],
+        )
         main(config, rollout_fn_factory=make_rollout_fn, rows=make_rows(PROMPTS * asked.steps))
         lines = Path(folder, "run", "metrics.jsonl").read_bytes().splitlines()
     records = [one for one in map(orjson.loads, lines) if one["type"] == "train"][WARM_UP:]
-    step_s = statistics.fmean(one["perf/step_wall_time"] for one in records)
+    step_s = statistics.fmean(record["perf/step_wall_time"] for record in records)
     return {
         "samples_per_s": PROMPTS * GROUP / step_s,
         "step_s": step_s,
-        "wait_s": statistics.fmean(one["perf/train_wait_time"] for one in records),
-        "train_s": statistics.fmean(one["perf/train_time"] for one in records),
-        "overlap": statistics.fmean(one["perf/overlap_ratio"] for one in records),
+        "wait_s": statistics.fmean(record["perf/train_wait_time"] for record in records),
+        "train_s": statistics.fmean(record["perf/train_time"] for record in records),
+        "overlap": statistics.fmean(record["perf/overlap_ratio"] for record in records),
         "sgemm": min(before, sgemm_gflops()),
     }
 
@@ -102,9 +111,15 @@ def run(asked: argparse.Namespace, mode: str, threads: int | None) -> dict[str, 
         subprocess.CalledProcessError: it failed; its error output is shown.
     """
     command = [
-        sys.executable, __file__, "--run", mode, "--model", asked.model, "--steps",
+        sys.executable,
+        __file__,
+        "--run",
+        mode,
+        "--model",
+        asked.model,
+        "--steps",
         str(asked.steps),
-    ]  # fmt: skip
+    ]
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -125,7 +140,7 @@ def table(found: Mapping[str, Mapping[str, list[dict[str, float]]]]) -> str:
             ratio = statistics.median(a["samples_per_s"] / b["samples_per_s"] for a, b in pairs)
 
             def median(key: str, results: list[dict[str, float]] = results) -> float:
-                return statistics.median(one[key] for one in results)
+                return statistics.median(result[key] for result in results)
 
             lines.append(
                 f"| {threads} | {mode} | {median('samples_per_s'):.1f} | {ratio:.2f} "

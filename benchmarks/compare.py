@@ -83,14 +83,24 @@ class Contender:
         extra += ("--json",) if self.name == "hearth" else ()
         steps = steps or STEPS.get(workload, USUAL_STEPS)
         command = [
-            self.python, str(self.script), *WORKLOADS[workload], "--steps", str(steps),
-            "--warmup", str(WARM_UP), *extra,
-        ]  # fmt: skip
+            self.python,
+            str(self.script),
+            *WORKLOADS[workload],
+            "--steps",
+            str(steps),
+            "--warmup",
+            str(WARM_UP),
+            *extra,
+        ]
         quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, env=os.environ | quiet,
+            command,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            env=os.environ | quiet,
             check=False,
-        )  # fmt: skip
+        )
         if done.returncode:
             sys.stderr.write(done.stderr[-4000:])
             done.check_returncode()
@@ -146,7 +156,7 @@ def table(found: Mapping[str, Mapping[str, list[Result]]]) -> str:
             in_tokens = statistics.median(_tokens_per_s(a) / _tokens_per_s(b) for a, b in pairs)
 
             def median(key: str, results: list[Result] = results) -> float:
-                return statistics.median(one[key] for one in results)
+                return statistics.median(result[key] for result in results)
 
             lines.append(
                 f"| {workload} | {name} | {median('samples_per_s'):.1f} "

@@ -91,8 +91,8 @@ def hearth(folder: str) -> Iterator[Draw]:
 
     def draw(prompts: Sequence[Sequence[int]]) -> list[Drawn]:
         asked = [
-            engine.submit(SampleRequest(prompt=one, max_tokens=NEW_TOKENS, ignore_eos=True))
-            for one in prompts
+            engine.submit(SampleRequest(prompt=prompt, max_tokens=NEW_TOKENS, ignore_eos=True))
+            for prompt in prompts
             for _ in range(GROUP)
         ]
         done = [one.result() for one in asked]
@@ -112,14 +112,23 @@ def generate(folder: str, **options: Any) -> Iterator[Draw]:
     @torch.inference_mode()
     def draw(prompts: Sequence[Sequence[int]]) -> list[Drawn]:
         width = max(map(len, prompts))
-        missing = torch.tensor([width - len(one) for one in prompts])
-        input_ids = torch.tensor([[0] * (width - len(one)) + list(one) for one in prompts])
+        missing = torch.tensor([width - len(prompt) for prompt in prompts])
+        input_ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = (torch.arange(width) >= missing[:, None]).long()
         found = model.generate(
-            input_ids=input_ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0,
-            top_p=1.0, max_new_tokens=NEW_TOKENS, num_return_sequences=GROUP, use_cache=True,
-            output_logits=True, return_dict_in_generate=True, **options,
-        )  # fmt: skip
+            input_ids=input_ids,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=NEW_TOKENS,
+            num_return_sequences=GROUP,
+            use_cache=True,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
+        )
         tokens = found.sequences[:, width:]
         logprobs = torch.stack(found.logits, 1).log_softmax(-1).gather(2, tokens[..., None])
         return list(zip(tokens.tolist(), logprobs[..., 0].tolist(), strict=True))
@@ -147,23 +156,35 @@ def vllm(folder: str) -> Iterator[Draw]:
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     engine: Any = LLM(
-        model=folder, dtype="float32", max_num_seqs=PROMPTS * GROUP, disable_log_stats=True,
+        model=folder,
+        dtype="float32",
+        max_num_seqs=PROMPTS * GROUP,
+        disable_log_stats=True,
         kv_cache_memory_bytes=VLLM_CACHE_BYTES,
-    )  # fmt: skip
+    )
     sampling = SamplingParams(
-        n=GROUP, temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0,
+        n=GROUP,
+        temperature=1.0,
+        max_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        logprobs=0,
         detokenize=False,
-    )  # fmt: skip
+    )
 
     def draw(prompts: Sequence[Sequence[int]]) -> list[Drawn]:
-        asked = [{"prompt_token_ids": list(one)} for one in prompts]
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         done = engine.generate(asked, sampling, use_tqdm=False)
         return [
-            (one.token_ids, [each[token].logprob for token, each in zip(one.token_ids, one.logprobs,
-                                                                        strict=True)])
+            (
+                output.token_ids,
+                [
+                    each[token].logprob
+                    for token, each in zip(output.token_ids, output.logprobs, strict=True)
+                ],
+            )
             for answer in done
-            for one in answer.outputs
-        ]  # fmt: skip
+            for output in answer.outputs
+        ]
 
     yield draw
 
@@ -199,8 +220,10 @@ def run(asked: argparse.Namespace) -> Result:
     return Result(
         tokens_per_s=round(drawn / statistics.fmean(faster), 1),
         tokens_per_s_all=round(drawn / statistics.fmean(measured), 1),
-        prompt=batches[-1][-1], tokens=list(tokens), logprobs=list(logprobs),
-    )  # fmt: skip
+        prompt=batches[-1][-1],
+        tokens=list(tokens),
+        logprobs=list(logprobs),
+    )
 
 
 @dataclass(frozen=True)
@@ -218,14 +241,24 @@ class Contender:
             subprocess.CalledProcessError: it failed; its error output is shown.
         """
         command = [
-            self.python, __file__, "--contender", self.name, "--folder", str(folder), "--threads",
+            self.python,
+            __file__,
+            "--contender",
+            self.name,
+            "--folder",
+            str(folder),
+            "--threads",
             str(threads),
-        ]  # fmt: skip
+        ]
         before = sgemm_gflops()
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+            command,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
             env=os.environ | {"HF_HUB_OFFLINE": "1"} | self.environment,
-        )  # fmt: skip
+        )
         if done.returncode:
             sys.stderr.write(done.stderr[-4000:])
             done.check_returncode()
@@ -273,14 +306,19 @@ def vllm_environment(asked: argparse.Namespace, name: str) -> dict[str, str]:
     there = [folder / one for one in VLLM_PRELOADED for folder in folders]
     bound = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{asked.threads - 1}"}
     return {
-        "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
         "LD_PRELOAD": ":".join(str(one) for one in there if one.exists()),
-    } | (bound if name == "vllm, both cores" else {})  # fmt: skip
+    } | (bound if name == "vllm, both cores" else {})
 
 
 def measure(asked: argparse.Namespace) -> dict[str, dict[str, list[Result]]]:
     """Results by model and contender, in rounds: A B C A B C."""
-    able = [one for one in contenders(asked) if not asked.only or one.name in asked.only]
+    able = [
+        contender
+        for contender in contenders(asked)
+        if not asked.only or contender.name in asked.only
+    ]
     found: dict[str, dict[str, list[Result]]] = {}
     for size in asked.models:
         with tempfile.TemporaryDirectory() as folder:
@@ -303,7 +341,7 @@ def make_workload(folder: Path, size: str, batches: int) -> Path:
 
     make_model(folder, size, fixed_length=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = {one["messages"][0]["content"] for one in make_rows(4 * PROMPTS * batches)}
+    texts = {row["messages"][0]["content"] for row in make_rows(4 * PROMPTS * batches)}
     prompts = [tokenizer.encode(text) for text in sorted(texts)[: PROMPTS * batches]]
     (folder / "prompts.json").write_text(json.dumps(prompts))
     return folder
@@ -317,7 +355,7 @@ def table(found: Mapping[str, Mapping[str, Sequence[Result]]]) -> str:
     ]
     for size, ways in found.items():
         for name, results in ways.items():
-            speed = statistics.median(one.tokens_per_s for one in results)
+            speed = statistics.median(result.tokens_per_s for result in results)
             ratios = [
                 ours.tokens_per_s / theirs.tokens_per_s
                 for ours, theirs in zip(ways.get("hearth", results), results, strict=True)
@@ -325,7 +363,7 @@ def table(found: Mapping[str, Mapping[str, Sequence[Result]]]) -> str:
             lines.append(
                 f"| {size} | {name} | {speed:,.0f} | {statistics.median(ratios):.2f} "
                 f"| {min(ratios):.2f} to {max(ratios):.2f} "
-                f"| {max(one.logprob_gap for one in results):.0e} |"
+                f"| {max(result.logprob_gap for result in results):.0e} |"
             )
     return "\n".join(lines)
 
@@ -358,14 +396,19 @@ def command() -> None:
     load = os.getloadavg()[0]
     found = measure(asked)
     if asked.json:
-        every = {size: {name: [asdict(one) for one in results] for name, results in ways.items()}
-                 for size, ways in found.items()}  # fmt: skip
+        every = {
+            size: {name: [asdict(result) for result in results] for name, results in ways.items()}
+            for size, ways in found.items()
+        }
         sys.stdout.write(json.dumps({"load": load, "results": every}) + "\n")
         return
     rates = [
-        rate for ways in found.values() for results in ways.values() for one in results
+        rate
+        for ways in found.values()
+        for results in ways.values()
+        for one in results
         for rate in one.sgemm_gflops_before_after
-    ]  # fmt: skip
+    ]
     sys.stdout.write(
         f"{processor()}, {asked.threads} threads, load {load:.1f} at the start, sgemm "
         f"{min(rates):.0f} to {max(rates):.0f} GFLOP/s\n\n{table(found)}\n"

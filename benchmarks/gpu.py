@@ -120,33 +120,58 @@ class Setting:
 
 
 QWEN3: dict[str, Any] = {
-    "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960, "rope_theta": 1e6,
-}  # fmt: skip
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+}
 SETTINGS = {
     "0.6b": Setting(
-        shape=QWEN3 | {
-            "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-            "num_attention_heads": 16, "tie_word_embeddings": True,
-        },
+        shape=QWEN3
+        | {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "tie_word_embeddings": True,
+        }
     ),
     "8b": Setting(
-        shape=QWEN3 | {
-            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-            "num_attention_heads": 32, "tie_word_embeddings": False,
+        shape=QWEN3
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "tie_word_embeddings": False,
         },
-        lora_rank=32, recompute_above=4096,
+        lora_rank=32,
+        recompute_above=4096,
     ),
     "tiny": Setting(
-        shape=QWEN3 | {
-            "vocab_size": 512, "head_dim": 16, "num_key_value_heads": 2, "hidden_size": 64,
-            "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        shape=QWEN3
+        | {
+            "vocab_size": 512,
+            "head_dim": 16,
+            "num_key_value_heads": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
             "tie_word_embeddings": True,
         },
-        rows=(4, 8), prompt=16, new=8, lengths=(32, 64), step_tokens=128, recompute_above=32,
-        copied=2**20, product=128,
+        rows=(4, 8),
+        prompt=16,
+        new=8,
+        lengths=(32, 64),
+        step_tokens=128,
+        recompute_above=32,
+        copied=2**20,
+        product=128,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -213,9 +238,15 @@ class Bench:
         with torch.device(self.device):
             made: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         return LoadedModel(
-            made.eval(), NAME, NAME, torch.bfloat16, self.device, (), config.vocab_size,
+            made.eval(),
+            NAME,
+            NAME,
+            torch.bfloat16,
+            self.device,
+            (),
+            config.vocab_size,
             config.max_position_embeddings,
-        )  # fmt: skip
+        )
 
     def rollouts(self, rows: int) -> Figures:
         """The embedded engine; the first two draws record graphs and are not counted."""
@@ -230,10 +261,13 @@ class Bench:
         step_s = (total_s - prefill_s) / (setting.new - 1)
         bound_s = setting.bytes_of_a_step(rows) / self.machine.bytes_per_s
         return {
-            "tokens_per_s": rows * setting.new / total_s, "prefill_s": prefill_s,
-            "step_ms": 1e3 * step_s, "bound_step_ms": 1e3 * bound_s,
-            "bound_tokens_per_s": rows / bound_s, "share_of_bound": bound_s / step_s,
-        }  # fmt: skip
+            "tokens_per_s": rows * setting.new / total_s,
+            "prefill_s": prefill_s,
+            "step_ms": 1e3 * step_s,
+            "bound_step_ms": 1e3 * bound_s,
+            "bound_tokens_per_s": rows / bound_s,
+            "share_of_bound": bound_s / step_s,
+        }
 
     def generate(self, rows: int) -> Figures:
         """``transformers`` on the same prompts, drawing from all tokens."""
@@ -241,9 +275,12 @@ class Bench:
         setting = self.setting
         prompts = torch.tensor(self._prompts(rows, 3), device=self.device)
         options = {
-            "attention_mask": torch.ones_like(prompts), "do_sample": True, "temperature": 1.0,
-            "top_k": 0, "top_p": 1.0,
-        }  # fmt: skip
+            "attention_mask": torch.ones_like(prompts),
+            "do_sample": True,
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+        }
 
         def run(new: int) -> None:
             with torch.no_grad():
@@ -300,12 +337,17 @@ class Bench:
         operations = tokens_per_s * setting.operations_per_token(length)
         peaks = {"mfu": self.machine.datasheet, "mfu_of_measured": self.machine.operations_per_s}
         rank = setting.lora_rank
-        return {
-            "tokens_per_s": tokens_per_s, "tokens": tokens,
-            "trains": f"an adapter of rank {rank}" if rank else "all parameters",
-            "recomputes": setting.recompute_above is not None,
-            "tflops_per_s": operations / 1e12,
-        } | seconds | {name: operations / peak for name, peak in peaks.items() if peak}  # fmt: skip
+        return (
+            {
+                "tokens_per_s": tokens_per_s,
+                "tokens": tokens,
+                "trains": f"an adapter of rank {rank}" if rank else "all parameters",
+                "recomputes": setting.recompute_above is not None,
+                "tflops_per_s": operations / 1e12,
+            }
+            | seconds
+            | {name: operations / peak for name, peak in peaks.items() if peak}
+        )
 
     def weight_sync(self) -> Figures:
         """Seconds from trained weights to served ones."""
@@ -360,13 +402,18 @@ class Bench:
     def _trainer(self, length: int) -> Iterator[Trainer]:
         setting, store = self.setting, MemorySnapshotStore(1)
         engine = TrainerEngine(
-            NAME, snapshots=store, checkpoint_dir=self.folder, load=self.model,
+            NAME,
+            snapshots=store,
+            checkpoint_dir=self.folder,
+            load=self.model,
             options=TrainerOptions(
-                dtype="bfloat16", device=str(self.device), max_seq_len=length,
+                dtype="bfloat16",
+                device=str(self.device),
+                max_seq_len=length,
                 micro_batch_tokens=setting.step_tokens // 2,
                 recompute_above=setting.recompute_above,
             ),
-        )  # fmt: skip
+        )
         try:
             lora = LoraOptions(rank=setting.lora_rank) if setting.lora_rank else None
             yield Trainer(engine, engine.create_model(lora), store, is_adapter=lora is not None)
@@ -449,11 +496,15 @@ def command() -> None:
     device, setting = torch.device(asked.device), SETTINGS[asked.model]
     machine = measure(device, copied=setting.copied, size=setting.product)
     report: Figures = {
-        "model": asked.model, "device": machine.name, "torch": torch.__version__,
-        "transformers": version("transformers"), "setting": asdict(setting),
+        "model": asked.model,
+        "device": machine.name,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "setting": asdict(setting),
         "copy_gb_per_s": machine.bytes_per_s / 1e9,
-        "product_tflops_per_s": machine.operations_per_s / 1e12, "parts": {},
-    }  # fmt: skip
+        "product_tflops_per_s": machine.operations_per_s / 1e12,
+        "parts": {},
+    }
     with tempfile.TemporaryDirectory() as folder:
         for name, run in Bench(setting, machine, Path(folder)).parts():
             if time.perf_counter() - start_s > asked.budget_s:

@@ -78,10 +78,25 @@ def run(size: Size, asked: argparse.Namespace, steps: int, **environment: str) -
         subprocess.CalledProcessError: it failed; its error output is shown.
     """
     command = [
-        sys.executable, str(HERE / "grpo_step.py"), "--model", asked.model, "--fixed-len",
-        "--prompts", str(size.prompts), "--group", str(GROUP), "--call", str(size.budget),
-        "--rows", str(size.budget), "--steps", str(steps), "--warmup", "1", "--json",
-    ]  # fmt: skip
+        sys.executable,
+        str(HERE / "grpo_step.py"),
+        "--model",
+        asked.model,
+        "--fixed-len",
+        "--prompts",
+        str(size.prompts),
+        "--group",
+        str(GROUP),
+        "--call",
+        str(size.budget),
+        "--rows",
+        str(size.budget),
+        "--steps",
+        str(steps),
+        "--warmup",
+        "1",
+        "--json",
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | environment, check=True)
     return orjson.loads(done.stdout.splitlines()[-1])
 
@@ -121,11 +136,11 @@ def batch_table(results: Sequence[Result]) -> str:
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {one.size.prompts} | {one.size.samples} | {one.calls} | {one.step_s:.3f} "
-        f"| {1000 * one.sample_s:.2f} | {one.sample_s / first.sample_s:.3f} "
-        f"| {one.peak_mib:,.0f} | {one.peak_mib / first.peak_mib:.3f} "
-        f"| {one.needed_mib:,.0f} | {one.needed_mib / first.needed_mib:.3f} |"
-        for one in results
+        f"| {result.size.prompts} | {result.size.samples} | {result.calls} | {result.step_s:.3f} "
+        f"| {1000 * result.sample_s:.2f} | {result.sample_s / first.sample_s:.3f} "
+        f"| {result.peak_mib:,.0f} | {result.peak_mib / first.peak_mib:.3f} "
+        f"| {result.needed_mib:,.0f} | {result.needed_mib / first.needed_mib:.3f} |"
+        for result in results
     ]
     return "\n".join(lines)
 
@@ -137,14 +152,14 @@ def budget_table(results: Sequence[Result]) -> str:
         "| over the line |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
-    for one in results:
+    for result in results:
         over = [
-            getattr(one, name) / expected(results, one.size.budget, name)
+            getattr(result, name) / expected(results, result.size.budget, name)
             for name in ("peak_mib", "needed_mib")
         ]
         lines.append(
-            f"| {one.size.budget} | {one.step_s:.3f} | {one.peak_mib:,.0f} | {over[0]:.3f} "
-            f"| {one.needed_mib:,.0f} | {over[1]:.3f} |"
+            f"| {result.size.budget} | {result.step_s:.3f} | {result.peak_mib:,.0f} "
+            f"| {over[0]:.3f} | {result.needed_mib:,.0f} | {over[1]:.3f} |"
         )
     return "\n".join(lines)
 
@@ -170,7 +185,7 @@ def command() -> None:
     budgets = measure([Size(PROMPTS, budget) for budget in BUDGETS], asked)
     if asked.json:
         tables = {"batches": batches, "budgets": budgets}
-        found = {name: [asdict(one) for one in results] for name, results in tables.items()}
+        found = {name: [asdict(result) for result in results] for name, results in tables.items()}
         sys.stdout.write(orjson.dumps(found).decode() + "\n")
         return
     sys.stdout.write(f"{heading} at the start\n\n{batch_table(batches)}\n\n")

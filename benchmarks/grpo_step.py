@@ -37,10 +37,12 @@ from training.utils import DeployConfig
 ROWS = 512
 """Different rows; a longer run takes them again."""
 PHASES = {
-    "generate_s": "perf/sample_wait_time", "fwd_bwd_s": "perf/fwd_bwd_time",
-    "ref_forward_s": "perf/ref_forward_time", "optim_s": "perf/optim_step_time",
+    "generate_s": "perf/sample_wait_time",
+    "fwd_bwd_s": "perf/fwd_bwd_time",
+    "ref_forward_s": "perf/ref_forward_time",
+    "optim_s": "perf/optim_step_time",
     "weight_sync_s": "perf/weight_sync_time",
-}  # fmt: skip
+}
 
 
 COMPUTING = frozenset({"sampling", "forward", "forward_backward", "optim_step"})
@@ -91,15 +93,25 @@ def measure(asked: argparse.Namespace, folder: Path) -> Result:
     rows = make_rows(ROWS, seed=asked.seed, prompt_pad=asked.prompt_pad)
     count = asked.prompts * asked.steps
     config = Config(
-        log_path=str(folder / "run"), base_model=str(model), policy_loss="grpo",
-        completions_per_prompt=asked.group, prompt_groups_per_step=asked.prompts,
-        max_completion_tokens=asked.max_new, max_seq_len=asked.prompt_pad + 32 + asked.max_new,
-        max_concurrent=asked.prompts * asked.group, learning_rate=asked.lr, kl_beta=asked.beta,
-        truncated_completions="score", no_signal_patience=None, dcp_save_interval=0,
-        loss_path=asked.loss_path, seed=asked.seed, max_samples_per_fwd_bwd=asked.call,
+        log_path=str(folder / "run"),
+        base_model=str(model),
+        policy_loss="grpo",
+        completions_per_prompt=asked.group,
+        prompt_groups_per_step=asked.prompts,
+        max_completion_tokens=asked.max_new,
+        max_seq_len=asked.prompt_pad + 32 + asked.max_new,
+        max_concurrent=asked.prompts * asked.group,
+        learning_rate=asked.lr,
+        kl_beta=asked.beta,
+        truncated_completions="score",
+        no_signal_patience=None,
+        dcp_save_interval=0,
+        loss_path=asked.loss_path,
+        seed=asked.seed,
+        max_samples_per_fwd_bwd=asked.call,
         min_samples_per_fwd_bwd=asked.stream,
         deployment=DeployConfig(tokenizer_model=str(model), max_batch_size=asked.rows),
-    )  # fmt: skip
+    )
     summary = main(config, (rows * (1 + count // ROWS))[:count], reward_fn=digit_share)
     lines = (folder / "run" / "metrics.jsonl").read_bytes().splitlines()
     records = [one for one in map(orjson.loads, lines) if one["type"] == "train"]
@@ -132,7 +144,7 @@ class PhaseWatch:
     def idle(self, records: list[dict[str, Any]]) -> dict[str, Any]:
         """``overhead_share`` and ``idle_ms`` of the last steps, one after the other."""
         end_s = max(at for at, _, phase in self._events if phase in COMPUTING or phase == "idle")
-        total_s = sum(one["perf/step_wall_time"] for one in records)
+        total_s = sum(record["perf/step_wall_time"] for record in records)
         start_s = end_s - total_s
         gaps: dict[str, float] = defaultdict(float)
         computing: set[int] = set()
@@ -156,9 +168,12 @@ def model_folder(asked: argparse.Namespace, folder: Path) -> Path:
     if asked.model not in SIZES:
         return Path(asked.model)
     return make_model(
-        folder / "model", asked.model, vocab=asked.vocab, fixed_length=asked.fixed_len,
+        folder / "model",
+        asked.model,
+        vocab=asked.vocab,
+        fixed_length=asked.fixed_len,
         seed=asked.seed,
-    )  # fmt: skip
+    )
 
 
 def facts(model: Path) -> dict[str, int]:
@@ -192,7 +207,9 @@ def step_figures(records: list[dict[str, Any]], asked: argparse.Namespace) -> di
     seconds = {name: mean(metric) for name, metric in PHASES.items()}
     step_s = mean("perf/step_wall_time")
     return {
-        "batch": batch, "max_new": asked.max_new, "mean_len": round(drawn / batch, 1),
+        "batch": batch,
+        "max_new": asked.max_new,
+        "mean_len": round(drawn / batch, 1),
         "samples_per_s": round(batch / step_s, 2),
         "gen_tokens_per_s": round(drawn / seconds["generate_s"], 1),
         "train_tokens_per_s": round(drawn / seconds["fwd_bwd_s"], 1),
@@ -201,7 +218,7 @@ def step_figures(records: list[dict[str, Any]], asked: argparse.Namespace) -> di
         "other_s": round(step_s - sum(seconds.values()), 4),
         "reward_first": round(records[0]["rollout/reward"], 4),
         "reward_last": round(records[-1]["rollout/reward"], 4),
-    } | {name: round(value, 4) for name, value in seconds.items()}  # fmt: skip
+    } | {name: round(value, 4) for name, value in seconds.items()}
 
 
 def arguments() -> argparse.Namespace:

@@ -111,8 +111,10 @@ def measure(seed: int, steps: int, changes: Mapping[str, Any]) -> Result:
         main(config, rollout_fn_factory=evaluated(held_out, result.curve), rows=rows[:count])
         lines = Path(folder, "metrics.jsonl").read_bytes().splitlines()
     records = [orjson.loads(line) for line in lines][WARM_UP:]
-    result.step_s = statistics.fmean(one["perf/step_time"] for one in records)
-    result.scoring_ratio = statistics.fmean(one.get("igpo/scoring_ratio", 0.0) for one in records)
+    result.step_s = statistics.fmean(record["perf/step_time"] for record in records)
+    result.scoring_ratio = statistics.fmean(
+        record.get("igpo/scoring_ratio", 0.0) for record in records
+    )
     return result
 
 

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 import torch
 
 PEAKS = {
-    "B200": 2250e12, "H200": 989.4e12, "H100 PCIe": 756e12, "H100": 989.4e12, "A100": 312e12,
+    "B200": 2250e12,
+    "H200": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100": 989.4e12,
+    "A100": 312e12,
     "L40S": 362e12,
-}  # fmt: skip
+}
 """bfloat16 operations a second on a datasheet (dense), by a part of the device's name."""
 
 

@@ -158,13 +158,20 @@ def measure(asked: argparse.Namespace, rows: int) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", "nano", fixed_length=True)
         config = Config(
-            log_path=str(Path(folder) / "run"), base_model=str(model), shuffle=False,
-            completions_per_prompt=GROUP, prompt_groups_per_step=asked.prompts,
-            max_completion_tokens=asked.drawn, max_seq_len=PROMPT_TOKENS + asked.drawn,
-            max_head_offpolicy_versions=asked.late, learning_rate=1e-6, kl_beta=0.0,
-            no_signal_patience=None, deployment=DeployConfig(tokenizer_model=str(model)),
+            log_path=str(Path(folder) / "run"),
+            base_model=str(model),
+            shuffle=False,
+            completions_per_prompt=GROUP,
+            prompt_groups_per_step=asked.prompts,
+            max_completion_tokens=asked.drawn,
+            max_seq_len=PROMPT_TOKENS + asked.drawn,
+            max_head_offpolicy_versions=asked.late,
+            learning_rate=1e-6,
+            kl_beta=0.0,
+            no_signal_patience=None,
+            deployment=DeployConfig(tokenizer_model=str(model)),
             placement=asked.placement,
-        )  # fmt: skip
+        )
         main(config, rollout_fn_factory=canned_rollouts(watch, asked.drawn), rows=make_rows(rows))
         watch.end()
         lines = Path(folder, "run", "metrics.jsonl").read_bytes().splitlines()
@@ -195,10 +202,21 @@ def run(asked: argparse.Namespace, rows: int) -> Result:
         subprocess.CalledProcessError: it failed; its error output is shown.
     """
     command = [
-        sys.executable, __file__, "--run", str(rows), "--prompts", str(asked.prompts), "--late",
-        str(asked.late), "--threads", str(asked.threads), "--placement", asked.placement,
-        "--drawn", str(asked.drawn),
-    ]  # fmt: skip
+        sys.executable,
+        __file__,
+        "--run",
+        str(rows),
+        "--prompts",
+        str(asked.prompts),
+        "--late",
+        str(asked.late),
+        "--threads",
+        str(asked.threads),
+        "--placement",
+        asked.placement,
+        "--drawn",
+        str(asked.drawn),
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return Result(**orjson.loads(done.stdout.splitlines()[-1]))
 
@@ -212,15 +230,15 @@ def table(results: Sequence[Result]) -> str:
         + " |",
         "|" + "---:|" * (5 + len(parts)),
     ]
-    for one in results:
-        first, last = one.rss_mib
-        cpu = " | ".join(f"{one.cpu_ms_per_1000[part]:.0f}" for part in parts)
+    for result in results:
+        first, last = result.rss_mib
+        cpu = " | ".join(f"{result.cpu_ms_per_1000[part]:.0f}" for part in parts)
         lines.append(
-            f"| {one.rows:,} | {one.steps} | {one.samples_per_s:,.0f} | {first:.0f} | {last:.0f} "
-            f"| {cpu} |"
+            f"| {result.rows:,} | {result.steps} | {result.samples_per_s:,.0f} | {first:.0f} "
+            f"| {last:.0f} | {cpu} |"
         )
     lines.append("\nms: CPU milliseconds for 1,000 samples")
-    lines += [f"MiB over {one.rows:,} rows: {one.rss_mib_by_tenth}" for one in results]
+    lines += [f"MiB over {result.rows:,} rows: {result.rss_mib_by_tenth}" for result in results]
     return "\n".join(lines)
 
 
@@ -247,7 +265,7 @@ def command() -> None:
         results.append(run(asked, rows))
         sys.stderr.write(f"{results[-1]}\n")
     if asked.json:
-        sys.stdout.writelines(orjson.dumps(asdict(one)).decode() + "\n" for one in results)
+        sys.stdout.writelines(orjson.dumps(asdict(result)).decode() + "\n" for result in results)
         return
     sys.stdout.write(f"{heading} at the start\n{table(results)}\n")
 

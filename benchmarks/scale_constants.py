@@ -105,9 +105,16 @@ def per_token(values: Sequence[float]) -> float:
 def pipeline_s(drawn: int) -> float:
     """CPU seconds of a sample in the recipe's and the SDK's threads."""
     command = [
-        sys.executable, str(Path(__file__).with_name("pipeline.py")), "--json", "--rows", str(ROWS),
-        "--prompts", str(PROMPTS), "--drawn", str(drawn),
-    ]  # fmt: skip
+        sys.executable,
+        str(Path(__file__).with_name("pipeline.py")),
+        "--json",
+        "--rows",
+        str(ROWS),
+        "--prompts",
+        str(PROMPTS),
+        "--drawn",
+        str(drawn),
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
     milliseconds = orjson.loads(done.stdout)["cpu_ms_per_1000"]
     return (milliseconds["recipe"] + milliseconds["SDK"]) / 1e6
@@ -123,9 +130,11 @@ def requests_s(drawn: int) -> tuple[float, float]:
         try:
             wait_for(f"http://127.0.0.1:{port}/healthz")
             sampler = DeploymentSampler(
-                f"http://127.0.0.1:{port}", "accounts/me/deployments/d", "x",
+                f"http://127.0.0.1:{port}",
+                "accounts/me/deployments/d",
+                "x",
                 concurrency_controller=FixedConcurrencyController(IN_FLIGHT),
-            )  # fmt: skip
+            )
             asyncio.run(draw(sampler, IN_FLIGHT, drawn))
             gateway_s, own_s = cpu_s(processes[1].pid), time.process_time()
             asyncio.run(draw(sampler, REQUESTS, drawn))
@@ -133,10 +142,10 @@ def requests_s(drawn: int) -> tuple[float, float]:
             gateway_s = cpu_s(processes[1].pid) - gateway_s
             sampler.close()
         finally:
-            for one in processes:
-                one.terminate()
-            for one in processes:
-                one.wait()
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait()
     return asked_s / REQUESTS, gateway_s / REQUESTS
 
 
@@ -178,21 +187,38 @@ def answer(drawn: int) -> bytes:
     chance = random.Random(drawn)
     prompt = list(range(PROMPT_TOKENS))
     call = CompletionCall(
-        model="m", prompt=prompt, max_tokens=drawn, logprobs=True, logprob_format="arrays",
-        raw_output=True, perf_metrics_in_response=True,
-    )  # fmt: skip
+        model="m",
+        prompt=prompt,
+        max_tokens=drawn,
+        logprobs=True,
+        logprob_format="arrays",
+        raw_output=True,
+        perf_metrics_in_response=True,
+    )
     one = SampledSequence(
         token_ids=[chance.randrange(VOCAB) for _ in range(drawn)],
         logprobs=[-chance.expovariate(1.0) for _ in range(drawn)],
         sampling_logprobs=[-chance.expovariate(1.0) for _ in range(drawn)],
-        prompt_logprobs=None, text="word " * drawn, finish_reason="stop", weight_version=1,
-        snapshot_identity="step-1", versions=[[1, drawn]], seed=1, queue_s=0.0, generation_s=1.0,
-        cached_prompt_tokens=0, num_concurrent=1,
-    )  # fmt: skip
+        prompt_logprobs=None,
+        text="word " * drawn,
+        finish_reason="stop",
+        weight_version=1,
+        snapshot_identity="step-1",
+        versions=[[1, drawn]],
+        seed=1,
+        queue_s=0.0,
+        generation_s=1.0,
+        cached_prompt_tokens=0,
+        num_concurrent=1,
+    )
     return completion_response(
-        call, [prompt], [one], model_name="m", tokenizer=None,
+        call,
+        [prompt],
+        [one],
+        model_name="m",
+        tokenizer=None,
         metrics=perf_metrics([prompt], [one], 1.0),
-    ).dump()  # fmt: skip
+    ).dump()
 
 
 def datum(drawn: int) -> bytes:

@@ -35,9 +35,17 @@ from hearth.planning.rates import Gpu, training_tokens_per_s
 from training.utils.rl.staleness import GateLimits, StalenessGate
 
 MODEL = Architecture(
-    model_type="qwen3", num_layers=36, hidden=4096, heads=32, kv_heads=8, head_dim=128,
-    inner=12288, vocab=151936, is_tied=False, has_head_norms=True,
-)  # fmt: skip
+    model_type="qwen3",
+    num_layers=36,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    inner=12288,
+    vocab=151936,
+    is_tied=False,
+    has_head_norms=True,
+)
 """Qwen3-8B."""
 ROWS = 256
 """Completions that a GPU draws at a time."""
@@ -162,9 +170,12 @@ class Report:
     def bottleneck(self) -> str:
         """What is fullest; where nothing is full, batches wait for completions that are due."""
         shares = {
-            "samplers": self.samplers, "trainer": self.trainer, "recipe process": self.recipe,
-            "gateway": self.gateway, "weight sync": self.sync,
-        }  # fmt: skip
+            "samplers": self.samplers,
+            "trainer": self.trainer,
+            "recipe process": self.recipe,
+            "gateway": self.gateway,
+            "weight sync": self.sync,
+        }
         fullest = max(shares, key=lambda name: shares[name])
         return fullest if shares[fullest] >= FULL else "long completions"
 
@@ -289,7 +300,7 @@ class Pool:
     @property
     def drawn(self) -> int:
         """Tokens of all completions that ended."""
-        return sum(one.drawn for one in self._replicas)
+        return sum(replica.drawn for replica in self._replicas)
 
     def add(self, tokens: int, then: Then) -> None:
         """Draw a completion."""
@@ -299,8 +310,8 @@ class Pool:
 
     def pause(self, seconds: float) -> None:
         """Have no replica draw for a while."""
-        for one in self._replicas:
-            one.pause(seconds)
+        for replica in self._replicas:
+            replica.pause(seconds)
 
     def _ended(self, place: int, then: Then) -> None:
         self._loads[place] -= 1
@@ -315,10 +326,11 @@ class Loop:
         self.clock = Clock()
         self.gate = StalenessGate(
             GateLimits(
-                prompt_groups_per_step=fleet.prompts, completions_per_prompt=fleet.group,
+                prompt_groups_per_step=fleet.prompts,
+                completions_per_prompt=fleet.group,
                 max_head_offpolicy_versions=fleet.late,
             )
-        )  # fmt: skip
+        )
         self.gateway, self.recipe = Line(self.clock), Line(self.clock)
         self.trainer, self.pool = Line(self.clock), Pool(self.clock, fleet)
         self.submitted = self.trained = 0
@@ -415,8 +427,11 @@ def simulate(fleet: Fleet, steps: int = 10, seed: int = 0) -> Report:
     lines = {"trainer": loop.trainer, "recipe": loop.recipe, "gateway": loop.gateway}
     busy = {name: line.busy_s for name, line in lines.items()}
     begun_s, drawn, trained, syncing_s = (
-        loop.clock.now, loop.pool.drawn, loop.trained, loop.syncing_s,
-    )  # fmt: skip
+        loop.clock.now,
+        loop.pool.drawn,
+        loop.trained,
+        loop.syncing_s,
+    )
     num_offsets = len(loop.offsets)
     loop.run(WARM_UP + steps)
     seconds = loop.clock.now - begun_s
@@ -443,10 +458,19 @@ def fleet_of(gpus: int, found: Constants, asked: argparse.Namespace) -> Fleet:
     prompts = max(asked.least_prompts, gpus)
     weights = 2 * MODEL.parameters
     lookup = Fleet(
-        replicas=1, step_s=1.0, row_s=1.0, training_s=1.0, gateway_s=0.0, recipe_s=0.0,
-        prompts=prompts, group=asked.group, late=asked.late, median_tokens=asked.median_tokens,
-        sigma=asked.sigma, longest=asked.longest,
-    )  # fmt: skip
+        replicas=1,
+        step_s=1.0,
+        row_s=1.0,
+        training_s=1.0,
+        gateway_s=0.0,
+        recipe_s=0.0,
+        prompts=prompts,
+        group=asked.group,
+        late=asked.late,
+        median_tokens=asked.median_tokens,
+        sigma=asked.sigma,
+        longest=asked.longest,
+    )
     mean = lookup.mean_tokens
     read_per_s = gpu.decoding_share * gpu.bytes_per_s
     machines = -(-gpus // MACHINE)
@@ -472,10 +496,14 @@ def fleet_of(gpus: int, found: Constants, asked: argparse.Namespace) -> Fleet:
                 if replicas > MOST_REPLICAS:
                     continue
                 own = {
-                    "ranks": ranks, "replicas": replicas, "gpus_of_a_replica": split,
-                    "rows": ROWS * split, "step_s": step_s / faster, "row_s": row_s / faster,
+                    "ranks": ranks,
+                    "replicas": replicas,
+                    "gpus_of_a_replica": split,
+                    "rows": ROWS * split,
+                    "step_s": step_s / faster,
+                    "row_s": row_s / faster,
                     "training_s": 1 / (trained_per_s * ranks),
-                }  # fmt: skip
+                }
                 yield Fleet(**(values | own))
 
     def slower(fleet: Fleet) -> float:
@@ -531,13 +559,17 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--sigma", type=float, default=0.8, help="of its length's logarithm")
     parser.add_argument("--longest", type=int, default=8192, help="tokens of a completion")
     parser.add_argument(
-        "--network-gb-per-s", type=float, default=12.5,
+        "--network-gb-per-s",
+        type=float,
+        default=12.5,
         help="at which the machines together read snapshots from where they are kept (100 Gbit/s)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--sync-speedup", type=float, default=1.0,
+        "--sync-speedup",
+        type=float,
+        default=1.0,
         help="of saving and loading over this machine's two threads",
-    )  # fmt: skip
+    )
     return parser.parse_args(arguments)
 
 

@@ -119,7 +119,7 @@ def texts(seed: int = 0) -> list[Text]:
     tokenizer = make_tokenizer()
     digits = tokenizer.encode("0123456789")
     chance = random.Random(seed)
-    prompts = [tokenizer.encode(one["messages"][0]["content"]) for one in make_rows(PROMPTS)]
+    prompts = [tokenizer.encode(row["messages"][0]["content"]) for row in make_rows(PROMPTS)]
     return [
         Text([*prompt, *chance.choices(digits, k=NEW_TOKENS)], len(prompt), chance.gauss(0, 1))
         for prompt in prompts
@@ -154,8 +154,9 @@ class DirectTrainer:
     def __init__(self, size: str, folder: Path) -> None:
         self._engine = TrainerEngine(
             make_model(folder / "model", size, fixed_length=True),
-            snapshots=MemorySnapshotStore(), checkpoint_dir=folder / "checkpoints",
-        )  # fmt: skip
+            snapshots=MemorySnapshotStore(),
+            checkpoint_dir=folder / "checkpoints",
+        )
         self._model_id = self._engine.create_model()
         batch = texts()
         self._data = [record(one) for one in batch]
@@ -218,8 +219,8 @@ class Calls:
     def __init__(self, client: FiretitanTrainingClient) -> None:
         self._client = client
         self._objective = GRPO(kl_beta=0.0)
-        self._samples = [sample(one) for one in texts()]
-        scored = client.forward([one.datum for one in self._samples]).result()
+        self._samples = [sample(text) for text in texts()]
+        scored = client.forward([sample.datum for sample in self._samples]).result()
         for one, output in zip(self._samples, scored.loss_fn_outputs, strict=True):
             one.old_logprobs = output["logprobs"].data
         for _ in range(WARM_UP):
@@ -245,11 +246,13 @@ class Calls:
     def _custom(self) -> None:
         samples = self._samples
         loss_fn = make_policy_loss_fn(
-            "grpo", advantages=[one.advantage for one in samples],
-            behavior_logprobs=[one.behavior_logprobs for one in samples],
-            old_logprobs=old_rows(samples), config=self._objective,
-        )  # fmt: skip
-        self._client.forward_backward_custom([one.datum for one in samples], loss_fn).result()
+            "grpo",
+            advantages=[sample.advantage for sample in samples],
+            behavior_logprobs=[sample.behavior_logprobs for sample in samples],
+            old_logprobs=old_rows(samples),
+            config=self._objective,
+        )
+        self._client.forward_backward_custom([sample.datum for sample in samples], loss_fn).result()
 
     def _builtin(self) -> None:
         call = builtin_call(self._objective, "grpo", None, self._samples)
@@ -268,9 +271,11 @@ def sample(text: Text) -> TrainSample:
     """What a recipe makes of a drawn text."""
     drawn = len(text.tokens) - text.prompt_len
     rollout = RolloutSample(
-        tokens=text.tokens, logprobs=[0.0] * text.prompt_len + [-math.log(51)] * drawn,
-        loss_mask=[0] * text.prompt_len + [1] * drawn, reward=text.advantage,
-    )  # fmt: skip
+        tokens=text.tokens,
+        logprobs=[0.0] * text.prompt_len + [-math.log(51)] * drawn,
+        loss_mask=[0] * text.prompt_len + [1] * drawn,
+        reward=text.advantage,
+    )
     return TrainSample.of(rollout, text.advantage)
 
 
@@ -309,9 +314,12 @@ def custom_loss(sizes: Sequence[str], rounds: int) -> dict[str, list[CustomLoss]
             stack.callback(trainers.close)
             cleanup = stack.enter_context(ResourceCleanup(trainers))
             infra = setup_infra(
-                rlor_mgr=trainers, base_model=str(model), needs_inference=False,
-                api_key="embedded", cleanup=cleanup,
-            )  # fmt: skip
+                rlor_mgr=trainers,
+                base_model=str(model),
+                needs_inference=False,
+                api_key="embedded",
+                cleanup=cleanup,
+            )
             stack.callback(infra.close)
             calls = Calls(infra.policy.inner)
             found[size] = [calls.pair(is_custom_first=number % 2 == 0) for number in range(rounds)]
@@ -332,7 +340,7 @@ def throughput_table(found: Mapping[str, Sequence[Throughput]]) -> str:
         ) -> float:
             return statistics.median(map(value, of))
 
-        shares = sorted(one.share for one in results)
+        shares = sorted(result.share for result in results)
         lines.append(
             f"| {size} | {median(lambda one: one.tokens_per_s):,.0f} "
             f"| {median(lambda one: one.computed_tokens_per_s):,.0f} "
@@ -351,11 +359,11 @@ def custom_table(found: Mapping[str, Sequence[CustomLoss]]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for size, pairs in found.items():
-        walls = [one.custom_s / one.builtin_s for one in pairs]
-        cpus = [one.custom_cpu_s / one.builtin_cpu_s for one in pairs]
+        walls = [pair.custom_s / pair.builtin_s for pair in pairs]
+        cpus = [pair.custom_cpu_s / pair.builtin_cpu_s for pair in pairs]
         low, _, high = statistics.quantiles(cpus, n=4)
         seconds = [
-            statistics.median(getattr(one, name) for one in pairs)
+            statistics.median(getattr(pair, name) for pair in pairs)
             for name in ("custom_s", "builtin_s", "custom_cpu_s", "builtin_cpu_s")
         ]
         lines.append(

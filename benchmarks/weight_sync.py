@@ -70,10 +70,19 @@ def make_model(folder: Path) -> Path:
 
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
-        vocab_size=32768, hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
-        num_attention_heads=12, num_key_value_heads=4, head_dim=64, max_position_embeddings=1024,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=32768,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return folder
@@ -109,9 +118,11 @@ class Pair:
     ) -> None:
         self.store = store
         self.trainer = TrainerEngine(
-            source, snapshots=store, checkpoint_dir=work_dir / "checkpoints",
+            source,
+            snapshots=store,
+            checkpoint_dir=work_dir / "checkpoints",
             options=TrainerOptions(dtype="bfloat16"),
-        )  # fmt: skip
+        )
         self.model_id = self.trainer.create_model()
         self.deployment = deployment
         self.rng = np.random.default_rng(0)
@@ -152,10 +163,16 @@ def on_vllm(source: Path, work_dir: Path) -> Iterator[InferenceBackend]:
     companions = LocalCompanions(work_dir / "companions")
     state = work_dir / "vllm"
     plan = ServerPlan(
-        python=vllm_python(), source=str(source), tokenizer=str(MODEL),
-        plugin_dir=write_plugin(state / "plugin"), dtype="bfloat16", max_seq_len=256,
-        max_batch_size=8, is_cpu=True, options=VllmOptions(kv_cache_mb=256),
-    )  # fmt: skip
+        python=vllm_python(),
+        source=str(source),
+        tokenizer=str(MODEL),
+        plugin_dir=write_plugin(state / "plugin"),
+        dtype="bfloat16",
+        max_seq_len=256,
+        max_batch_size=8,
+        is_cpu=True,
+        options=VllmOptions(kv_cache_mb=256),
+    )
     facts = read_facts(str(source), name=str(source))
     try:
         yield VllmBackend(plan, facts, replicas=1, companions=companions, folder=state)
@@ -164,9 +181,13 @@ def on_vllm(source: Path, work_dir: Path) -> Iterator[InferenceBackend]:
 
 
 def measure(
-    source: Path, store: SnapshotStore, work_dir: Path, rounds: int, way: str,
+    source: Path,
+    store: SnapshotStore,
+    work_dir: Path,
+    rounds: int,
+    way: str,
     deployment: InferenceBackend,
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """Rows of a base and of a delta; every delta is one optimizer step after its base."""
     pair = Pair(source, store, work_dir, deployment)
     rows = [Row(f"base, {way}"), Row(f"delta, {way}")]

@@ -20,22 +20,38 @@ SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 CONTEXT = "you are given a sum. reply with digits only. "
 SIZES: dict[str, dict[str, int]] = {
     "nano": {
-        "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1,
-        "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 4,
+        "hidden_size": 4,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "intermediate_size": 4,
     },
     "1m": {
-        "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 384,
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 384,
     },
     "3m": {
-        "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 768,
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 768,
     },
     "10m": {
-        "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6,
-        "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1152,
+        "hidden_size": 384,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 1152,
     },
-}  # fmt: skip
+}
 """Shapes of the models, by roughly their number of parameters; of the smallest, 340."""
 
 
@@ -53,10 +69,15 @@ def make_model(
     torch.manual_seed(seed)
     end = None if fixed_length else tokenizer.eos_token_id
     config = Qwen3Config(
-        vocab_size=len(tokenizer), max_position_embeddings=1024, tie_word_embeddings=True,
-        rope_theta=10000.0, pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=end, **SIZES[size],
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        rope_theta=10000.0,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=end,
+        **SIZES[size],
+    )
     module: Any = Qwen3ForCausalLM(config).float()
     module.generation_config.eos_token_id = end
     module.save_pretrained(folder)
@@ -76,9 +97,12 @@ def make_tokenizer(vocab: int = 0) -> Any:
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     inner.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
         unk_token="<unk>",
-    )  # fmt: skip
+    )
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     return tokenizer
 

@@ -181,12 +181,20 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """A Qwen3 of half a million parameters with fresh weights."""
     pad, end = tokenizer.encode(PAD + END)
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True,
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
         max_position_embeddings=4096,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        eos_token_id=end, pad_token_id=pad, dtype="float32",
-    )  # fmt: skip
+        eos_token_id=end,
+        pad_token_id=pad,
+        dtype="float32",
+    )
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=True)
     return model
@@ -209,7 +217,7 @@ class Pretraining:
             torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(rest, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.98)),
         ]
-        self.rates = [one.param_groups[0]["lr"] for one in self.optimizers]
+        self.rates = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
 
     def run(
         self, problems: list[Problem], reply: Callable[[Problem], str], *, steps: int, scale: float
@@ -309,7 +317,7 @@ def main() -> None:
     model.save_pretrained(given.output / "model")
     tokenizer.save_pretrained(given.output / "model")
     size = sum(path.stat().st_size for path in (given.output / "model").iterdir())
-    print(f"{sum(one.numel() for one in model.parameters())} parameters, {size} bytes")
+    print(f"{sum(parameter.numel() for parameter in model.parameters())} parameters, {size} bytes")
     for greedy in (False, True):
         share = accuracy(given.output / "model", data / "heldout.jsonl", greedy=greedy)
         print("held-out accuracy", "greedy" if greedy else "at temperature 1", share)

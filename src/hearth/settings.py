@@ -65,12 +65,12 @@ class Settings:
     """A worker whose platform died ends itself after this time without a request."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            kinds, said = _KINDS[str(one.type)]
-            value = getattr(self, one.name)
+        for setting in fields(self):
+            kinds, said = _KINDS[str(setting.type)]
+            value = getattr(self, setting.name)
             # True is a number to Python, and to nobody who writes a setting.
             fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-            _require(fits, one.name, said, value)
+            _require(fits, setting.name, said, value)
         is_known = self.placement in ("process", "inline", "ray")
         _require(is_known, "placement", "'process', 'inline' or 'ray'", self.placement)
         is_known = self.snapshot_store in ("folder", "ray")
@@ -130,7 +130,7 @@ def read_settings(path: Path | None, given: Mapping[str, Any]) -> Settings:
             values = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"settings must be a TOML file, got {str(path)!r}: {error}") from None
-    known = {one.name for one in fields(Settings)}
+    known = {field.name for field in fields(Settings)}
     unknown = sorted(values.keys() - known)
     if unknown:
         raise ConfigError(f"settings must be among {sorted(known)}, got {unknown}")

@@ -120,10 +120,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         f"source = {json.dumps(str(MODEL))}\ncontext_length = 4096\n"
     )
     command = [
-        str(Path(sys.executable).with_name("hearth")), "serve", "--port", "0", "--data-dir",
-        str(folder / "data"), "--catalog", str(catalog), "--trainer-threads", "1",
-        "--deployment-threads", "1",
-    ]  # fmt: skip
+        str(Path(sys.executable).with_name("hearth")),
+        "serve",
+        "--port",
+        "0",
+        "--data-dir",
+        str(folder / "data"),
+        "--catalog",
+        str(catalog),
+        "--trainer-threads",
+        "1",
+        "--deployment-threads",
+        "1",
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "HEARTH_API_KEYS"}
     with (folder / "stderr").open("w") as errors:
         process = subprocess.Popen(

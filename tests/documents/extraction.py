@@ -46,7 +46,7 @@ class Document:
         """The first snippet behind a heading, or the one ``number`` further on."""
         lines = [line.strip().strip("#").strip() for line in self.text.splitlines()]
         start = lines.index(heading) + 1
-        return [one for one in self.snippets if one.line > start][number]
+        return [snippet for snippet in self.snippets if snippet.line > start][number]
 
 
 def execute(code: str | ast.Module, names: dict[str, Any]) -> None:
@@ -158,7 +158,7 @@ def _names(code: str) -> list[ast.Name]:
 def _used(statement: str) -> set[str]:
     if statement.startswith("return"):
         return set()
-    return {one.id for one in _names(statement) if isinstance(one.ctx, ast.Load)}
+    return {name.id for name in _names(statement) if isinstance(name.ctx, ast.Load)}
 
 
 def _bound(statement: str) -> set[str]:
@@ -166,4 +166,4 @@ def _bound(statement: str) -> set[str]:
     tree = ast.parse(statement).body[0]
     if isinstance(tree, ast.AugAssign):
         return set()
-    return {one.id for one in _names(statement) if isinstance(one.ctx, ast.Store)}
+    return {name.id for name in _names(statement) if isinstance(name.ctx, ast.Store)}

@@ -31,10 +31,12 @@ from training.utils.rl.datums import datum_from_tokens_weights  # noqa: E402
 SNIPPETS = {
     "001": ("Provision resources with `setup_infra`", "Training loop"),
     "003": (
-        "Step 1: Provision resources", "Step 2: Build training data", "Step 3: GRPO loss function",
+        "Step 1: Provision resources",
+        "Step 2: Build training data",
+        "Step 3: GRPO loss function",
         "Step 4: On-policy training loop (prompt-batched)",
     ),
-}  # fmt: skip
+}
 
 
 class Modern(ast.NodeTransformer):
@@ -45,7 +47,7 @@ class Modern(ast.NodeTransformer):
         if ast.unparse(node.func) == "asyncio.run":
             return node
         self.generic_visit(node)
-        node.keywords = [one for one in node.keywords if one.arg != "account_id"]
+        node.keywords = [keyword for keyword in node.keywords if keyword.arg != "account_id"]
         if ast.unparse(node.func) == "sampler.sample_with_tokens":
             runner = ast.parse("asyncio.run", mode="eval").body
             return ast.copy_location(ast.Call(runner, [node], []), node)

@@ -101,17 +101,25 @@ def wired(platform):
     deployments = DeploymentManager(KEY, base_url=platform.url)
     with ResourceCleanup(trainers, deployments) as cleanup:
         infra = setup_infra(
-            rlor_mgr=trainers, deploy_mgr=deployments, base_model=BASE, lora_rank=4,
+            rlor_mgr=trainers,
+            deploy_mgr=deployments,
+            base_model=BASE,
+            lora_rank=4,
             deploy_cfg=DeployConfig(deployment_id="promises", tokenizer_model=str(MODEL)),
-            needs_reference=True, api_key=KEY, cleanup=cleanup,
-        )  # fmt: skip
+            needs_reference=True,
+            api_key=KEY,
+            cleanup=cleanup,
+        )
         import transformers
 
         controller = FixedConcurrencyController(8)
         sampler = DeploymentSampler(
-            deployments.inference_url, infra.inference_model, KEY,
-            transformers.AutoTokenizer.from_pretrained(MODEL), concurrency_controller=controller,
-        )  # fmt: skip
+            deployments.inference_url,
+            infra.inference_model,
+            KEY,
+            transformers.AutoTokenizer.from_pretrained(MODEL),
+            concurrency_controller=controller,
+        )
         yield infra, sampler, platform
         sampler.close()
     trainers.close()
@@ -138,12 +146,16 @@ def test_the_trainer_gives_one_logprob_less_than_tokens_and_inference_a_leading_
 
     scored = infra.policy.forward(build_grpo_datums([completion]), "cross_entropy")
     answer = httpx.post(
-        f"{platform.url}/inference/v1/completions", headers={"Authorization": f"Bearer {KEY}"},
+        f"{platform.url}/inference/v1/completions",
+        headers={"Authorization": f"Bearer {KEY}"},
         json={
-            "model": infra.inference_model, "prompt": completion.full_tokens, "max_tokens": 0,
-            "echo": True, "logprobs": 1,
+            "model": infra.inference_model,
+            "prompt": completion.full_tokens,
+            "max_tokens": 0,
+            "echo": True,
+            "logprobs": 1,
         },
-    )  # fmt: skip
+    )
 
     trainer = list(scored.loss_fn_outputs[0]["logprobs"].data)
     inference = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
@@ -161,7 +173,7 @@ def test_the_reference_is_shared_with_a_lora_policy_and_refuses_to_train(wired):
     infra.policy.forward_backward(datums, "cross_entropy")
     infra.policy.optim_step(tinker.AdamParams(learning_rate=1e-2))
     policy, reference = (
-        [list(one["logprobs"].data) for one in client.forward(datums).loss_fn_outputs]
+        [list(output["logprobs"].data) for output in client.forward(datums).loss_fn_outputs]
         for client in (infra.policy, infra.reference)
     )
 

@@ -41,9 +41,9 @@ def test_the_recipe_trains_against_a_reference_and_leaves_nothing_running(
 
     log = tmp_path / "grpo_logs"
     records = [orjson.loads(line) for line in (log / "metrics.jsonl").read_bytes().splitlines()]
-    steps = [one for one in records if one["type"] == "train"]
+    steps = [record for record in records if record["type"] == "train"]
     assert len(steps) >= 2
-    assert all(one["train/grad_norm"] > 0 and "train/mean_kl" in one for one in steps)
+    assert all(step["train/grad_norm"] > 0 and "train/mean_kl" in step for step in steps)
     assert len(list(log.glob("wandb/offline-run-*"))) == 1
     assert platform.states() == ([CANCELLED] * 2, [0])
 
@@ -60,7 +60,7 @@ def test_the_loop_trains_inside_the_block_that_provisioned_it(
         datums = names["datums"]
         for role in ("policy", "reference"):
             outputs = names[role].forward(datums, "cross_entropy").loss_fn_outputs
-            seen[role] = [list(one["logprobs"].data) for one in outputs]
+            seen[role] = [list(output["logprobs"].data) for output in outputs]
         messages = rows[0]["messages"]
         seen["served"] = names["sampler"].sample_with_tokens(messages, n=1, **last).result()[0]
 
@@ -74,7 +74,7 @@ def test_the_loop_trains_inside_the_block_that_provisioned_it(
     ]
     assert seen["served"].weight_version == steps
     assert seen["served"].snapshot_identity.startswith(f"step-{steps:05d}-")
-    assert [one.weight_version for one in names["completions"]] == [steps - 1] * 4
+    assert [name.weight_version for name in names["completions"]] == [steps - 1] * 4
     assert names["deploy_cfg"].weight_sync_scope is WeightSyncScope.PER_TRAINER
     states, replicas = platform.states()
     assert set(states) == {CANCELLED}

@@ -77,12 +77,12 @@ def trained(names, document, substituted, extraction):
 
 def logprobs(client, datums):
     outputs = client.forward(datums, "cross_entropy").result().loss_fn_outputs
-    return [list(one["logprobs"].data) for one in outputs]
+    return [list(output["logprobs"].data) for output in outputs]
 
 
 def loss_and_gradients(loss_fn, datums):
     torch.manual_seed(0)
-    rows = [(-torch.rand(one.model_input.length)).requires_grad_(True) for one in datums]
+    rows = [(-torch.rand(datum.model_input.length)).requires_grad_(True) for datum in datums]
     loss, metrics = loss_fn(datums, rows)
     return loss.item(), torch.autograd.grad(loss, rows), metrics
 
@@ -216,29 +216,36 @@ def test_the_recipe_takes_the_oldest_names(
 
     (log,) = tmp_path.glob("runs/*/metrics.jsonl")
     records = [orjson.loads(line) for line in log.read_bytes().splitlines()]
-    steps = [one for one in records if one["type"] == "train"]
+    steps = [record for record in records if record["type"] == "train"]
     assert len(steps) >= 2
-    assert all(one["train/grad_norm"] > 0 and "train/mean_kl" in one for one in steps)
+    assert all(step["train/grad_norm"] > 0 and "train/mean_kl" in step for step in steps)
     assert trained["cfg"].sync.interval == 1
     assert isinstance(trained["cfg"].hotload, HotloadConfig)
 
 
 def test_its_older_switches_reach_the_run(trained, tmp_path):
     changed = dataclasses.replace(
-        trained["cfg"], tis_enabled=True, tis=ISConfig(clip_high=1.0), min_samples_per_fwd_bwd=4,
-        max_samples_per_fwd_bwd=8, prompt_groups_per_step=2, max_rows=4, log_path=str(tmp_path),
-        wandb=WandBConfig(), truncated_completions="score",
-    )  # fmt: skip
+        trained["cfg"],
+        tis_enabled=True,
+        tis=ISConfig(clip_high=1.0),
+        min_samples_per_fwd_bwd=4,
+        max_samples_per_fwd_bwd=8,
+        prompt_groups_per_step=2,
+        max_rows=4,
+        log_path=str(tmp_path),
+        wandb=WandBConfig(),
+        truncated_completions="score",
+    )
 
     trained["main"](changed)
 
     records = map(orjson.loads, (tmp_path / "metrics.jsonl").read_bytes().splitlines())
-    steps = [one for one in records if one["type"] == "train"]
+    steps = [record for record in records if record["type"] == "train"]
     assert len(steps) >= 1
-    for one in steps:
-        assert 0 < one["train/tis/weight_mean"] <= 1.0
-        assert one["batch/mean_samples_per_fwd_bwd"] == 4
-    assert any(one["rollout/valid_prompt_groups"] == 2 for one in steps)
+    for step in steps:
+        assert 0 < step["train/tis/weight_mean"] <= 1.0
+        assert step["batch/mean_samples_per_fwd_bwd"] == 4
+    assert any(step["rollout/valid_prompt_groups"] == 2 for step in steps)
 
 
 def test_the_table_of_fields_is_the_recipes(document):
@@ -249,13 +256,24 @@ def test_the_table_of_fields_is_the_recipes(document):
     end = next(number for number in range(start, len(text)) if text[number].startswith(SUB_CONFIGS))
     config = Config()
     expected = {
-        "base_model": '"accounts/fireworks/models/qwen3-8b"', "learning_rate": "1e-5",
-        "kl_beta": "0.001", "completions_per_prompt": "4", "max_completion_tokens": "1024",
-        "temperature": "1.0", "epochs": "1", "max_rows": "100", "max_seq_len": "4096",
-        "lora_rank": "0", "prompt_groups_per_step": "1", "min_samples_per_fwd_bwd": "None",
-        "max_samples_per_fwd_bwd": "256", "max_concurrent": "32", "policy_loss": '"grpo"',
-        "tis_enabled": "False", "router_replay": "False",
-    }  # fmt: skip
+        "base_model": '"accounts/fireworks/models/qwen3-8b"',
+        "learning_rate": "1e-5",
+        "kl_beta": "0.001",
+        "completions_per_prompt": "4",
+        "max_completion_tokens": "1024",
+        "temperature": "1.0",
+        "epochs": "1",
+        "max_rows": "100",
+        "max_seq_len": "4096",
+        "lora_rank": "0",
+        "prompt_groups_per_step": "1",
+        "min_samples_per_fwd_bwd": "None",
+        "max_samples_per_fwd_bwd": "256",
+        "max_concurrent": "32",
+        "policy_loss": '"grpo"',
+        "tis_enabled": "False",
+        "router_replay": "False",
+    }
     rows = [line for line in text[start:end] if line.strip()][1:]  # without the table's head
     listed = {name for name in [*expected, "dataset"] if any(r.startswith(name) for r in rows)}
     assert listed == {*expected, "dataset"}
@@ -268,12 +286,18 @@ def test_the_table_of_fields_is_the_recipes(document):
 def test_the_sub_configs_bear_the_documents_names(document):
     from training.recipes.rl_loop import Config
 
-    (line,) = [one for one in document("003").text.splitlines() if one.startswith(SUB_CONFIGS)]
+    (line,) = [line for line in document("003").text.splitlines() if line.startswith(SUB_CONFIGS)]
     kinds = {
-        "infra": InfraConfig, "deployment": DeployConfig, "hotload": HotloadConfig,
-        "wandb": WandBConfig, "resume": ResumeConfig, "tis": ISConfig, "dapo": DAPOConfig,
-        "gspo": GSPOConfig, "cispo": CISPOConfig,
-    }  # fmt: skip
+        "infra": InfraConfig,
+        "deployment": DeployConfig,
+        "hotload": HotloadConfig,
+        "wandb": WandBConfig,
+        "resume": ResumeConfig,
+        "tis": ISConfig,
+        "dapo": DAPOConfig,
+        "gspo": GSPOConfig,
+        "cispo": CISPOConfig,
+    }
     for field, kind in kinds.items():
         assert f"{field} ({kind.__name__})" in line
         settings = {"deployment": DeployConfig()} | {field: kind()}

@@ -37,7 +37,7 @@ def test_rl_loop_takes_the_newest_names(
     lines = (tmp_path / "grpo_logs" / "metrics.jsonl").read_bytes().splitlines()
     steps = [one for one in map(orjson.loads, lines) if one["type"] == "train"]
     assert len(steps) >= 2
-    assert all(one["train/grad_norm"] > 0 and "train/mean_kl" in one for one in steps)
+    assert all(step["train/grad_norm"] > 0 and "train/mean_kl" in step for step in steps)
     states, replicas = platform.states()
     assert set(states) == {"JOB_STATE_CANCELLED"}
     assert replicas == [0]
@@ -50,7 +50,7 @@ def test_a_rollout_sample_begins_with_the_documents_fields(document, reader, ext
 
     def described(kind):
         types = get_type_hints(kind)
-        return [(one.name, types[one.name], one.default) for one in fields(kind)]
+        return [(field.name, types[field.name], field.default) for field in fields(kind)]
 
     theirs, ours = described(names["RolloutSample"]), described(RolloutSample)
     assert len(theirs) == 6
@@ -80,12 +80,16 @@ def test_the_rollout_function_draws_from_a_deployment_and_the_recipe_trains_on_i
 
     lines = (tmp_path / "gsm8k_logs" / "metrics.jsonl").read_bytes().splitlines()
     steps = [one for one in map(orjson.loads, lines) if one["type"] == "train"]
-    assert [one["rollout/valid_prompt_groups"] for one in steps] == [8.0, 4.0]
-    assert all(one["train/grad_norm"] > 0 for one in steps)
-    assert all(one["async/version_offset_max"] <= 4 for one in steps)
+    assert [step["rollout/valid_prompt_groups"] for step in steps] == [8.0, 4.0]
+    assert all(step["train/grad_norm"] > 0 for step in steps)
+    assert all(step["async/version_offset_max"] <= 4 for step in steps)
     saved = orjson.loads((tmp_path / "gsm8k_logs" / "config.json").read_bytes())
-    names = ("learning_rate", "completions_per_prompt", "prompt_groups_per_step",
-             "max_head_offpolicy_versions")  # fmt: skip
+    names = (
+        "learning_rate",
+        "completions_per_prompt",
+        "prompt_groups_per_step",
+        "max_head_offpolicy_versions",
+    )
     assert [saved[name] for name in names] == [1.7e-5, 8, 8, 4]
     states, replicas = platform.states()
     assert set(states) == {"JOB_STATE_CANCELLED"}

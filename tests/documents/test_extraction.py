@@ -38,7 +38,7 @@ def test_only_fenced_python_is_taken_from_markdown(extraction):
 
     document = extraction.Document(Path("d.md"), text, tuple(extraction.fenced(text)))
 
-    assert [one.text for one in document.snippets] == ["x = 1\n"]
+    assert [snippet.text for snippet in document.snippets] == ["x = 1\n"]
     assert document.after("B").line == 7
 
 

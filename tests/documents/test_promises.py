@@ -51,8 +51,8 @@ def functions_of(path: Path) -> Mapping[str, frozenset[str]]:
 def texts_of(path: Path) -> frozenset[str]:
     """Every text that a file holds, and so the id of every case that is given one."""
     nodes = ast.walk(tree_of(path))
-    constants = (one.value for one in nodes if isinstance(one, ast.Constant))
-    return frozenset(one for one in constants if isinstance(one, str))
+    constants = (node.value for node in nodes if isinstance(node, ast.Constant))
+    return frozenset(constant for constant in constants if isinstance(constant, str))
 
 
 def marks_in(node: ast.AST) -> set[str]:
@@ -153,10 +153,7 @@ HERE = "tests/documents/test_promises.py"
         ({"tests": [f"{HERE}::test_the_tests_of_a_row_exist"] * 2}, "once"),
         ({"tests": [f"{HERE}::test_the_tests_of_a_row_exist"], "x": 1}, "may have a note"),
         ({"tests": [f"{HERE}::test_the_tests_of_a_row_exist"], "note": ""}, "may have a note"),
-        (
-            {"tests": [f"{NEEDS_DOCUMENTS}000.py::test_it_has_no_code"]},
-            "needs no documents",
-        ),
+        ({"tests": [f"{NEEDS_DOCUMENTS}000.py::test_it_has_no_code"]}, "needs no documents"),
     ],
 )
 def test_an_entry_that_proves_nothing_is_found(entry, fault):

@@ -67,7 +67,7 @@ def config(folder: Path, **changes: Any) -> Config:
 def logging_as_before() -> Iterator[None]:
     """A recipe's command sets up logging for its process, which here is everybody's."""
     loggers = [logging.getLogger(name) for name in ("hearth", "training")]
-    before = [(one.level, one.propagate, list(one.handlers)) for one in loggers]
+    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
     yield
     for one, (level, propagate, handlers) in zip(loggers, before, strict=True):
         one.setLevel(level)
@@ -127,9 +127,12 @@ def async_trial(tmp_path: Path) -> Callable[..., Trial]:
         count += 1
         path = tmp_path / (folder or f"async-{count}")
         summary = async_rl_loop.main(
-            async_config(path, **changes), rollout_fn_factory=make or drawing(), rows=rows,
-            dynamic_filter_fn=accepts, eval_rows=held_out,
-        )  # fmt: skip
+            async_config(path, **changes),
+            rollout_fn_factory=make or drawing(),
+            rows=rows,
+            dynamic_filter_fn=accepts,
+            eval_rows=held_out,
+        )
         return Trial(path, summary)
 
     return run

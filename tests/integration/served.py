@@ -55,8 +55,10 @@ class Served:
         with (self.data_dir / "serve.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, str(self.data_dir), *self._flags],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
         wait_until(self._answers, 60, "the platform to answer")
 
     def kill(self) -> None:
@@ -152,11 +154,16 @@ class Killer(threading.Thread):
     """
 
     def __init__(
-        self, victims: Victims, watched: str, phase: str,
-        victim: Callable[[], int | None] | None = None, *,
-        is_time: Callable[[], bool] = lambda: True, times: int = 1,
+        self,
+        victims: Victims,
+        watched: str,
+        phase: str,
+        victim: Callable[[], int | None] | None = None,
+        *,
+        is_time: Callable[[], bool] = lambda: True,
+        times: int = 1,
         then: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(daemon=True)
         self._victims = victims
         self._watched = watched
@@ -204,9 +211,12 @@ class Recipes:
         for name in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
             environment.pop(name, None)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.recipes"], cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
-        )  # fmt: skip
+            [sys.executable, "-m", "tests.integration.recipes"],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
 
     def start(self, url: str | None, folder: Path, *flags: str) -> Recipe:
         """`python -m training.recipes.rl_loop` on a platform, or with an embedded one."""
@@ -284,11 +294,19 @@ def command_line(folder: Path, *flags: str) -> list[str]:
 
 def _shared_flags(folder: Path) -> list[str]:
     usual = {
-        "log-path": folder, "base-model": MODEL, "dataset": TRAIN_ROWS, "max-rows": 16,
-        "completions-per-prompt": 4, "prompt-groups-per-step": 2, "max-completion-tokens": 16,
-        "max-seq-len": 128, "learning-rate": 1e-3, "kl-beta": 0,
-        "deployment.tokenizer-model": MODEL, "output-model-id": folder.name,
-    }  # fmt: skip
+        "log-path": folder,
+        "base-model": MODEL,
+        "dataset": TRAIN_ROWS,
+        "max-rows": 16,
+        "completions-per-prompt": 4,
+        "prompt-groups-per-step": 2,
+        "max-completion-tokens": 16,
+        "max-seq-len": 128,
+        "learning-rate": 1e-3,
+        "kl-beta": 0,
+        "deployment.tokenizer-model": MODEL,
+        "output-model-id": folder.name,
+    }
     return [f"--{name}={value}" for name, value in usual.items()]
 
 

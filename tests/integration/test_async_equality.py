@@ -90,7 +90,7 @@ def test_off_policy_trains_other_numbers(tmp_path):
     plain = run_async(tmp_path / "plain")
     late = run_async(tmp_path / "late", max_head_offpolicy_versions=2)
 
-    assert max(one["async/version_offset_max"] for one in late.records()) == 2
+    assert max(record["async/version_offset_max"] for record in late.records()) == 2
     assert not same_weights(plain, late)
 
 

@@ -46,8 +46,8 @@ class Done:
 
     def is_complete(self):
         """Each step once, each row in one of them: the steps hold as many as there are."""
-        assert [one["step"] for one in self.records] == list(range(1, STEPS + 1))
-        assert [one["rollout/valid_prompt_groups"] for one in self.records] == [2.0] * STEPS
+        assert [record["step"] for record in self.records] == list(range(1, STEPS + 1))
+        assert [record["rollout/valid_prompt_groups"] for record in self.records] == [2.0] * STEPS
         return (self.last.step, self.last.cursor, self.last.beyond) == (STEPS, ROWS, [])
 
 
@@ -95,9 +95,11 @@ def test_a_recipe_that_is_killed_before_it_has_published_a_step_takes_it_again(
     first = recipes.start_async(served.url, folder, *flags)
     # Off-policy the second step may be reported before its checkpoint is written.
     with Killer(
-        victims, *UNPUBLISHED[phase], lambda: first.pid,
+        victims,
+        *UNPUBLISHED[phase],
+        lambda: first.pid,
         is_time=lambda: steps(folder) >= 2 and bool(read_manifest(folder)),
-    ) as killer:  # fmt: skip
+    ) as killer:
         assert first.wait() == -signal.SIGKILL
     assert killer.hits == [first.pid]
     point = read_manifest(folder)[-1]
@@ -129,8 +131,8 @@ def test_a_worker_that_is_killed_amid_rollouts_comes_back(served, tmp_path, vict
     assert len(killer.hits) == 1
     assert victims.pid(victim) not in killer.hits
     assert done.is_complete()
-    assert all(one["version/sample_staleness_max"] <= 1 for one in done.records)
-    assert max(one["async/version_offset_max"] for one in done.records) == 1
+    assert all(record["version/sample_staleness_max"] <= 1 for record in done.records)
+    assert max(record["async/version_offset_max"] for record in done.records) == 1
 
 
 @pytest.mark.parametrize("victim", ["trainer", "deployment"])

@@ -36,8 +36,12 @@ GROUP = 4
 UNCORRECTED = {"allow_uncorrected_off_policy": True}
 # The weights then differ by one gradient: AdamW would hide its size.
 PLAIN_STEP = {
-    "eps": 1e3, "learning_rate": 1.0, "weight_decay": 0.0, "grad_clip_norm": 0.0, "max_rows": 2,
-}  # fmt: skip
+    "eps": 1e3,
+    "learning_rate": 1.0,
+    "weight_decay": 0.0,
+    "grad_clip_norm": 0.0,
+    "max_rows": 2,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -60,11 +64,11 @@ def difference(one, other) -> float:
 
 
 def total(run, name: str) -> float:
-    return sum(one.get(name, 0.0) for one in run.records())
+    return sum(record.get(name, 0.0) for record in run.records())
 
 
 def timed_records(run):
-    return [orjson.loads(one) for one in (run.folder / "metrics.jsonl").read_bytes().splitlines()]
+    return [orjson.loads(line) for line in (run.folder / "metrics.jsonl").read_bytes().splitlines()]
 
 
 def delays(seed: int, longest_s: float = 0.2):
@@ -104,9 +108,9 @@ def test_every_policy_loss_trains_on_policy_and_off(async_trial, policy_loss, la
     records = run.records()
     assert run.summary.steps == len(records) == 3
     assert all(
-        math.isfinite(value) for one in records for value in one.values() if value != "train"
+        math.isfinite(value) for record in records for value in record.values() if value != "train"
     )
-    assert all(one["train/grad_norm"] > 0 for one in records)
+    assert all(record["train/grad_norm"] > 0 for record in records)
     assert ("train/tis/weight_mean" in records[0]) == (late > 0)
     base = load_file(MODEL / "model.safetensors")
     assert any(not torch.equal(one, base[name]) for name, one in run.weights().items())
@@ -114,21 +118,30 @@ def test_every_policy_loss_trains_on_policy_and_off(async_trial, policy_loss, la
 
 def test_kl_minibatches_and_tis_go_together_off_policy(async_trial):
     run = async_trial(
-        kl_beta=0.1, ppo_n_minibatches=2, max_head_offpolicy_versions=2, max_rows=9,
+        kl_beta=0.1,
+        ppo_n_minibatches=2,
+        max_head_offpolicy_versions=2,
+        max_rows=9,
         learning_rate=5e-3,
-    )  # fmt: skip
+    )
 
     records = run.records()
     assert run.summary.reference_job_id is not None
-    assert [one["step"] for one in records] == [2, 4, 6, 8, 10]
-    assert [one["rollout/valid_prompt_groups"] for one in records] == [2.0, 2.0, 2.0, 2.0, 1.0]
-    assert {one["train/num_minibatches"] for one in records} == {2.0}
+    assert [record["step"] for record in records] == [2, 4, 6, 8, 10]
+    assert [record["rollout/valid_prompt_groups"] for record in records] == [
+        2.0,
+        2.0,
+        2.0,
+        2.0,
+        1.0,
+    ]
+    assert {record["train/num_minibatches"] for record in records} == {2.0}
     assert records[-1]["train/ref_kl"] > 1e-4
     # The second minibatch is compared with the policy before the first.
-    assert all(abs(one["train/ppo_ratio_mean"] - 1) > 1e-6 for one in records)
-    assert all("perf/old_policy_forward_time" in one for one in timed_records(run))
-    assert all(0 < one["train/tis/weight_mean"] <= 2.0 for one in records)
-    assert max(one["async/version_offset_max"] for one in records) <= 2
+    assert all(abs(record["train/ppo_ratio_mean"] - 1) > 1e-6 for record in records)
+    assert all("perf/old_policy_forward_time" in record for record in timed_records(run))
+    assert all(0 < record["train/tis/weight_mean"] <= 2.0 for record in records)
+    assert max(record["async/version_offset_max"] for record in records) <= 2
 
 
 def test_tis_weighs_each_token_by_its_own_logprob(async_trial):
@@ -157,9 +170,13 @@ def test_tis_weighs_each_token_by_its_own_logprob(async_trial):
 
 def test_a_lora_policy_trains_off_policy_and_exports_a_merged_model(async_trial):
     run = async_trial(
-        lora_rank=4, kl_beta=0.01, max_head_offpolicy_versions=1, learning_rate=1e-2,
-        merge_adapter=True, make=drawing(delays(1, 0.05)),
-    )  # fmt: skip
+        lora_rank=4,
+        kl_beta=0.01,
+        max_head_offpolicy_versions=1,
+        learning_rate=1e-2,
+        merge_adapter=True,
+        make=drawing(delays(1, 0.05)),
+    )
 
     base = load_file(MODEL / "model.safetensors")
     changed = {name for name, one in run.weights().items() if not torch.equal(one, base[name])}
@@ -181,9 +198,11 @@ def in_segments(setup):
             whole.tokens[:cut], whole.logprobs[:cut], whole.loss_mask[:cut], whole.reward
         )
         second = RolloutSample(
-            whole.tokens, [0.0] * cut + whole.logprobs[cut:], [0] * cut + whole.loss_mask[cut:],
+            whole.tokens,
+            [0.0] * cut + whole.logprobs[cut:],
+            [0] * cut + whole.loss_mask[cut:],
             whole.reward,
-        )  # fmt: skip
+        )
         return RolloutRun([first, second] if drawn.completion_len > 1 else [first])
 
     return rollout_fn
@@ -234,9 +253,9 @@ def test_runs_of_one_rollout_are_trajectories_of_their_group_like_any_other(asyn
     two = async_trial(make=seeded(2), completions_per_prompt=2, accepts=note)
 
     assert same(four, two)
-    assert [one["rollout/samples_completed"] for one in two.records()] == [8.0] * 4
-    assert [len(one.rewards) for one in groups] == [4] * 8
-    assert all(one.row_meta == {"draws": 2} for one in groups)
+    assert [record["rollout/samples_completed"] for record in two.records()] == [8.0] * 4
+    assert [len(group.rewards) for group in groups] == [4] * 8
+    assert all(group.row_meta == {"draws": 2} for group in groups)
 
 
 # Which rows are trained
@@ -251,7 +270,7 @@ def test_a_refused_group_is_replaced_by_the_next_rows(async_trial, late):
     )
 
     records = run.records()
-    assert [one["rollout/valid_prompt_groups"] for one in records] == [2.0, 2.0, 2.0, 1.0]
+    assert [record["rollout/valid_prompt_groups"] for record in records] == [2.0, 2.0, 2.0, 1.0]
     refused = 4
     assert run.summary.rows == 11
     assert total(run, "rollout/valid_prompt_groups") + refused == 11
@@ -287,7 +306,12 @@ def test_a_group_is_trained_if_enough_of_its_rollouts_succeed(async_trial):
     )
 
     assert sizes == {0: 4, 1: 3, 3: 4, 4: 4, 5: 3, 6: 4, 7: 4}
-    assert [one["rollout/valid_prompt_groups"] for one in run.records()] == [2.0, 2.0, 2.0, 1.0]
+    assert [record["rollout/valid_prompt_groups"] for record in run.records()] == [
+        2.0,
+        2.0,
+        2.0,
+        1.0,
+    ]
     assert total(run, "async/empty_samples") == 3
     assert total(run, "async/sample_fails") == 1
     assert total(run, "rollout/dropped/too_few") == 1
@@ -310,11 +334,15 @@ def test_each_epoch_has_every_row_in_an_order_of_its_own(async_trial, rows, late
         return rollout_fn
 
     run = async_trial(
-        make=make_rollout_fn, rows=rows[:5], epochs=2, shuffle=True, seed=1,
+        make=make_rollout_fn,
+        rows=rows[:5],
+        epochs=2,
+        shuffle=True,
+        seed=1,
         max_head_offpolicy_versions=late,
-    )  # fmt: skip
+    )
 
-    assert [one["rollout/valid_prompt_groups"] for one in run.records()] == [2.0] * 5
+    assert [record["rollout/valid_prompt_groups"] for record in run.records()] == [2.0] * 5
     places = {where["cursor_index"]: where for where, _ in seen}
     assert sorted(places) == list(range(10))
     assert len(seen) == 10 * GROUP
@@ -350,16 +378,33 @@ def test_rows_of_a_file_need_no_messages(async_trial, tmp_path):
 # What is said of it
 
 PROMISED = {
-    "async/version_offset_mean", "async/version_offset_max", "async/version_offset_min",
-    "async/in_flight", "async/sample_fails", "async/filter_drops", "async/stale_drops",
-    "async/running_samples", "async/accepted_samples", "async/staleness_capacity_at_step",
-    "async/concurrency_capacity_at_step", "async/realized_training_chunks",
-    "async/trained_against_version", "train/step", "train/num_minibatches",
-    "version/sample_staleness_mean", "version/sample_staleness_max",
-    "perf/step_time", "perf/train_time", "perf/train_wait_time", "perf/train_chunk_wait_time",
-    "perf/wait_time_ratio", "perf/weight_update_time", "perf/overlap_ratio",
-    "perf/trainer_idle_ratio", "perf/sampler_idle_ratio",
-}  # fmt: skip
+    "async/version_offset_mean",
+    "async/version_offset_max",
+    "async/version_offset_min",
+    "async/in_flight",
+    "async/sample_fails",
+    "async/filter_drops",
+    "async/stale_drops",
+    "async/running_samples",
+    "async/accepted_samples",
+    "async/staleness_capacity_at_step",
+    "async/concurrency_capacity_at_step",
+    "async/realized_training_chunks",
+    "async/trained_against_version",
+    "train/step",
+    "train/num_minibatches",
+    "version/sample_staleness_mean",
+    "version/sample_staleness_max",
+    "perf/step_time",
+    "perf/train_time",
+    "perf/train_wait_time",
+    "perf/train_chunk_wait_time",
+    "perf/wait_time_ratio",
+    "perf/weight_update_time",
+    "perf/overlap_ratio",
+    "perf/trainer_idle_ratio",
+    "perf/sampler_idle_ratio",
+}
 
 
 def phases_s(record) -> float:
@@ -381,8 +426,8 @@ def test_no_sample_is_later_than_allowed_whatever_rollouts_take(async_trial):
         assert one["version/sample_staleness_max"] <= one["async/version_offset_max"]
         assert phases_s(one) <= one["perf/step_time"]
         assert one["perf/train_chunk_wait_time"] <= one["perf/train_wait_time"]
-    assert max(one["version/sample_staleness_max"] for one in records) >= 1
-    assert max(one["perf/overlap_ratio"] for one in records) > 0
+    assert max(record["version/sample_staleness_max"] for record in records) >= 1
+    assert max(record["perf/overlap_ratio"] for record in records) > 0
     assert run.summary.rows == 24
 
 
@@ -402,7 +447,7 @@ def test_a_late_row_is_given_up_when_its_time_is_over(async_trial):
 
     records = run.records()
     assert sorted(ended) == [0, 1, 2]
-    assert [one["rollout/valid_prompt_groups"] for one in records] == [2.0] * 4
+    assert [record["rollout/valid_prompt_groups"] for record in records] == [2.0] * 4
     assert total(run, "async/stale_drops") == records[-1]["async/total_stale_drops"] == 1
     # Of the draw that had ended.
     assert 0 < total(run, "async/stale_drop_response_len_mean") <= 16
@@ -433,7 +478,7 @@ def test_rollouts_in_flight_stay_below_their_limit(async_trial, limit, most):
     )
 
     assert max(seen) == most
-    room = {one["async/concurrency_capacity_at_step"] for one in run.records()}
+    room = {record["async/concurrency_capacity_at_step"] for record in run.records()}
     assert room == {-1.0} if limit is None else room <= {1.0, 5.0, 9.0}
 
 
@@ -443,18 +488,20 @@ def test_versions_go_on_where_a_running_deployment_stands(async_trial, tmp_path,
         monkeypatch.setenv("FIREWORKS_API_KEY", "x")
         common = {
             "deployment": DeployConfig(deployment_id="serving", tokenizer_model=str(MODEL)),
-            "max_head_offpolicy_versions": 1, "output_model_id": None, "max_rows": 6,
-        }  # fmt: skip
+            "max_head_offpolicy_versions": 1,
+            "output_model_id": None,
+            "max_rows": 6,
+        }
         first = async_trial(**common, cleanup_on_exit=False)
         second = async_trial(**common)
 
     assert (first.summary.version, second.summary.version) == (3, 3 + 1 + 3)
     records = second.records()
-    assert [one["async/trained_against_version"] for one in records] == [4.0, 5.0, 6.0]
-    assert [one["version/sample_staleness_max"] for one in records] == [0.0, 1.0, 1.0]
+    assert [record["async/trained_against_version"] for record in records] == [4.0, 5.0, 6.0]
+    assert [record["version/sample_staleness_max"] for record in records] == [0.0, 1.0, 1.0]
     assert records[0]["train/inference_diff"] < 1e-5 < records[1]["train/inference_diff"]
     # The first step begins with the weight sync that its samples need.
-    assert all(phases_s(one) <= one["perf/step_time"] for one in timed_records(second))
+    assert all(phases_s(record) <= record["perf/step_time"] for record in timed_records(second))
 
 
 def test_a_batch_is_trained_in_pieces_while_its_last_row_is_drawn(async_trial):
@@ -462,14 +509,19 @@ def test_a_batch_is_trained_in_pieces_while_its_last_row_is_drawn(async_trial):
         await asyncio.sleep(1.0 if row == 3 else 0.0)
 
     run = async_trial(
-        make=drawing(before), max_head_offpolicy_versions=2, fifo_slack=0, max_rows=16,
-        prompt_groups_per_step=4, min_samples_per_fwd_bwd=GROUP, max_samples_per_fwd_bwd=2 * GROUP,
-    )  # fmt: skip
+        make=drawing(before),
+        max_head_offpolicy_versions=2,
+        fifo_slack=0,
+        max_rows=16,
+        prompt_groups_per_step=4,
+        min_samples_per_fwd_bwd=GROUP,
+        max_samples_per_fwd_bwd=2 * GROUP,
+    )
 
     records = timed_records(run)
-    assert [one["rollout/valid_prompt_groups"] for one in records] == [4.0] * 4
-    assert all(2 <= one["async/realized_training_chunks"] <= 4 for one in records)
-    assert all(one["async/version_offset_max"] <= 2 for one in records)
+    assert [record["rollout/valid_prompt_groups"] for record in records] == [4.0] * 4
+    assert all(2 <= record["async/realized_training_chunks"] <= 4 for record in records)
+    assert all(record["async/version_offset_max"] <= 2 for record in records)
     assert 0.3 < records[0]["perf/train_chunk_wait_time"] <= records[0]["perf/train_wait_time"]
 
 
@@ -478,10 +530,10 @@ def test_synchronous_training_has_nothing_in_flight_while_it_trains(async_trial)
         make=drawing(delays(4, 0.05)), synchronous_training=True, max_head_offpolicy_versions=2
     )
 
-    for one in timed_records(run):
-        assert one["async/version_offset_max"] == one["version/sample_staleness_max"] == 0
-        assert one["async/in_flight"] in (0, 2)  # none, or those of the next batch
-        assert one["perf/overlap_ratio"] < 0.05
+    for record in timed_records(run):
+        assert record["async/version_offset_max"] == record["version/sample_staleness_max"] == 0
+        assert record["async/in_flight"] in (0, 2)  # none, or those of the next batch
+        assert record["perf/overlap_ratio"] < 0.05
 
 
 def test_completions_go_on_under_new_weights_and_their_oldest_token_counts(async_trial):
@@ -508,16 +560,22 @@ def test_completions_go_on_under_new_weights_and_their_oldest_token_counts(async
         return True
 
     run = async_trial(
-        make=make_rollout_fn, accepts=note, in_flight_weight_updates=True, fifo_slack=2,
-        max_head_offpolicy_versions=3, max_rows=12, max_seq_len=256, max_completion_tokens=200,
+        make=make_rollout_fn,
+        accepts=note,
+        in_flight_weight_updates=True,
+        fifo_slack=2,
+        max_head_offpolicy_versions=3,
+        max_rows=12,
+        max_seq_len=256,
+        max_completion_tokens=200,
         learning_rate=3e-4,
-    )  # fmt: skip
+    )
 
-    assert any(len(one) > 1 for one in spans), "no completion spans a weight sync"
+    assert any(len(span) > 1 for span in spans), "no completion spans a weight sync"
     records = run.records()
-    assert all(math.isfinite(one["train/grad_norm"]) for one in records)
-    assert 1 <= max(one["version/sample_staleness_max"] for one in records) <= 3
-    assert max(one["train/inference_diff"] for one in records) > 1e-4
+    assert all(math.isfinite(record["train/grad_norm"]) for record in records)
+    assert 1 <= max(record["version/sample_staleness_max"] for record in records) <= 3
+    assert max(record["train/inference_diff"] for record in records) > 1e-4
     for sample in taken:
         drawn = [value for value in sample.behavior_logprobs if value != 0.0]
         expected = [one for one in behavior[tuple(sample.drawn.tokens)] if one != 0.0]
@@ -601,7 +659,7 @@ def test_a_rollouts_own_error_ends_the_run_as_it_is(async_trial, tmp_path, monke
     assert len(attempts) == 1
     assert left == (["JOB_STATE_CANCELLED"] * 2, [0])
     lines = (tmp_path / "failed" / "metrics.jsonl").read_bytes().splitlines()
-    assert [orjson.loads(one)["step"] for one in lines] == [1, 2][: len(lines)]
+    assert [orjson.loads(line)["step"] for line in lines] == [1, 2][: len(lines)]
     assert len(lines) == 2 or late > 0
     assert "hearth-rollouts" not in {one.name for one in threading.enumerate()}
 
@@ -800,7 +858,7 @@ def test_a_crashed_run_goes_on_to_the_weights_of_one_that_did_not(async_trial, t
     assert (point.step, point.cursor, point.beyond) == (3, 7, [])
     assert again.rows == [7, 8, 9, 10, 11]
     assert but_for_versions(resumed.records()) == but_for_versions(whole.records())
-    assert [one["step"] for one in resumed.records()] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in resumed.records()] == [1, 2, 3, 4, 5]
     assert same(resumed, whole)
     assert resumed.summary.rows == 12
 
@@ -808,8 +866,12 @@ def test_a_crashed_run_goes_on_to_the_weights_of_one_that_did_not(async_trial, t
 def but_for_versions(records):
     """A deployment made anew counts from 0, and so does the gate."""
     return [
-        {name: value for name, value in one.items() if not name.startswith(("version/", "async/"))}
-        for one in records
+        {
+            name: value
+            for name, value in record.items()
+            if not name.startswith(("version/", "async/"))
+        }
+        for record in records
     ]
 
 
@@ -821,9 +883,12 @@ def test_off_policy_no_row_is_lost_or_trained_twice_over_a_crash(async_trial, tm
             raise ValueError("a crash")
 
     common = {
-        "max_rows": 18, "dcp_save_interval": interval, "max_head_offpolicy_versions": 2,
-        "folder": "run", "fifo_slack": 2,
-    }  # fmt: skip
+        "max_rows": 18,
+        "dcp_save_interval": interval,
+        "max_head_offpolicy_versions": 2,
+        "folder": "run",
+        "fifo_slack": 2,
+    }
     with pytest.raises(ValueError, match="a crash"):
         async_trial(**common, make=drawing(crashing))
     point = read_manifest(tmp_path / "run")[-1]
@@ -833,9 +898,9 @@ def test_off_policy_no_row_is_lost_or_trained_twice_over_a_crash(async_trial, tm
 
     assert point.cursor + len(point.beyond) == 2 * point.step
     assert Counter(row for row, _ in again.draws) == Counter(unfinished * GROUP)
-    assert [one["step"] for one in resumed.records()] == list(range(1, 10))
+    assert [record["step"] for record in resumed.records()] == list(range(1, 10))
     assert total(resumed, "rollout/valid_prompt_groups") == 18
-    assert max(one["version/sample_staleness_max"] for one in resumed.records()) <= 2
+    assert max(record["version/sample_staleness_max"] for record in resumed.records()) <= 2
     last = read_manifest(resumed.folder)[-1]
     assert (last.step, last.cursor, last.beyond) == (9, 18, [])
 

@@ -20,10 +20,12 @@ def managers(tmp_path):
         trainers.create_and_wait(TrainerJobConfig(base_model=BASE, job_id="first"))
         deployments.create_or_get(
             DeploymentConfig(
-                deployment_id="d", base_model=BASE, hot_load_trainer_job="first",
+                deployment_id="d",
+                base_model=BASE,
+                hot_load_trainer_job="first",
                 tokenizer_model=BASE,
             )
-        )  # fmt: skip
+        )
         deployments.wait_for_ready("d")
         yield trainers, deployments
         trainers.close()

@@ -49,8 +49,8 @@ def test_help_lists_every_field_with_its_docstring(tmp_path):
 
     text = " ".join(done.stdout.replace("│", " ").split())
     assert done.returncode == 0
-    for one in fields(Config):
-        assert f"--{one.name.replace('_', '-')}" in text
+    for field in fields(Config):
+        assert f"--{field.name.replace('_', '-')}" in text
     assert "the group that rewards are centered in" in text
     assert "prompts are tokenized on the client" in text
 
@@ -66,10 +66,14 @@ def test_a_signal_ends_the_run_cleanly_and_keeps_what_was_trained(tmp_path, numb
     metrics = tmp_path / "run" / "metrics.jsonl"
 
     with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         # Whoever runs the tests in the background has Ctrl-C ignored, and so have the children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as process:  # fmt: skip
+    ) as process:
         deadline = time.monotonic() + 90
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
             assert process.poll() is None, process.communicate()

@@ -14,12 +14,7 @@ from hearth.errors import EngineError
 from hearth.inference.engine.engine import EngineOptions, InferenceEngine
 from hearth.inference.service import create_app as deployment_app
 from hearth.models.loading import load_model, load_tokenizer
-from hearth.sdk import (
-    DeploymentManager,
-    DeploymentSampler,
-    FiretitanServiceClient,
-    WeightSyncer,
-)
+from hearth.sdk import DeploymentManager, DeploymentSampler, FiretitanServiceClient, WeightSyncer
 from hearth.sdk.transport import mount, unmount
 from hearth.sync.chain import resolve
 from hearth.sync.store import FolderSnapshotStore, MemorySnapshotStore
@@ -44,9 +39,10 @@ class Stack:
             BASE, snapshots=store, checkpoint_dir=work_dir / "checkpoints", options=options
         )
         self.engine = InferenceEngine(
-            load_model(BASE, dtype="bfloat16"), tokenizer=load_tokenizer(BASE),
+            load_model(BASE, dtype="bfloat16"),
+            tokenizer=load_tokenizer(BASE),
             options=EngineOptions(max_seq_len=128),
-        )  # fmt: skip
+        )
         self.urls = ["http://trainer.delta.internal", "http://deployment.delta.internal"]
         mount(self.urls[0], trainer_app(self.trainer))
         mount(self.urls[1], deployment_app(self.engine, model_name=NAME, snapshots=store))
@@ -63,14 +59,14 @@ class Stack:
     def step(self, learning_rate=1e-6):
         completions = self.sample()
         datums = build_grpo_datums(completions)
-        zeros = [[0.0] * one.model_input.length for one in datums]
+        zeros = [[0.0] * datum.model_input.length for datum in datums]
         loss_fn = make_grpo_loss_fn([0.0, 1.0, 2.0, 3.0], zeros, kl_beta=0.0)
         self.policy.forward_backward_custom(datums, loss_fn).result()
         adam = tinker.AdamParams(learning_rate=learning_rate, beta1=0.9, beta2=0.999, eps=1e-8)
         self.policy.optim_step(adam).result()
 
     def kinds(self):
-        return [one.kind for one in self.store.facts()]
+        return [fact.kind for fact in self.store.facts()]
 
     def agrees(self):
         """Whether sampler and trainer give the drawn tokens the same logprobs."""

@@ -21,7 +21,7 @@ HELD_OUT = {"eval_dataset": str(HELDOUT_ROWS), "eval_rows": 4, "eval_samples_per
 
 
 def all_records(run):
-    return [orjson.loads(one) for one in (run.folder / "metrics.jsonl").read_bytes().splitlines()]
+    return [orjson.loads(line) for line in (run.folder / "metrics.jsonl").read_bytes().splitlines()]
 
 
 def same_training(one, other) -> bool:
@@ -41,15 +41,17 @@ def test_evaluation_beside_the_training_changes_nothing_that_is_trained(async_tr
     assert records[0]["step"] == 0
     assert records[-1]["step"] == evaluated.summary.steps == 4
     assert all_records(evaluated)[-1]["type"] == "eval"
-    for one in records:
-        assert one["eval/samples"] == 8
-        assert one["eval/pass@1"] == pytest.approx(one["eval/accuracy"])
-        assert one["eval/pass@1"] <= one["eval/pass@2"]
-        assert one["eval/weight_version_min"] >= 0
-        assert one["eval/weight_version_max"] <= 4
+    for record in records:
+        assert record["eval/samples"] == 8
+        assert record["eval/pass@1"] == pytest.approx(record["eval/accuracy"])
+        assert record["eval/pass@1"] <= record["eval/pass@2"]
+        assert record["eval/weight_version_min"] >= 0
+        assert record["eval/weight_version_max"] <= 4
     # Nothing is trained any more: the last weights draw all of it.
     assert records[-1]["eval/weight_version_min"] == records[-1]["eval/weight_version_max"] == 4
-    assert [step for step, _ in evaluated.summary.evaluations] == [one["step"] for one in records]
+    assert [step for step, _ in evaluated.summary.evaluations] == [
+        record["step"] for record in records
+    ]
 
 
 def test_it_goes_on_while_steps_are_trained_off_policy(async_trial):
@@ -57,12 +59,12 @@ def test_it_goes_on_while_steps_are_trained_off_policy(async_trial):
         max_rows=16, max_head_offpolicy_versions=2, eval_dataset=str(HELDOUT_ROWS), eval_rows=64
     )
 
-    kinds = [one["type"] for one in all_records(run)]
+    kinds = [record["type"] for record in all_records(run)]
     assert kinds.count("train") == 8
     # The first one began before the first step and ended amid the others; the last one is awaited.
     assert "train" in kinds[: kinds.index("eval")]
-    assert [one["step"] for one in run.records("eval")] == [0, 8]
-    assert max(one["async/version_offset_max"] for one in run.records()) <= 2
+    assert [record["step"] for record in run.records("eval")] == [0, 8]
+    assert max(record["async/version_offset_max"] for record in run.records()) <= 2
 
 
 def test_given_rows_need_no_messages_and_a_failing_evaluation_is_only_a_warning(
@@ -174,9 +176,10 @@ def test_held_out_rows_may_be_given_to_every_recipe(tmp_path):
         rl_loop.main(config(tmp_path / "sync", max_rows=2), reward_fn=spread, eval_rows=held_out),
         igpo_loop.main(
             igpo_loop.Config(**vars(async_config(tmp_path / "igpo", max_rows=2))),
-            rollout_fn_factory=drawing(), eval_rows=held_out,
+            rollout_fn_factory=drawing(),
+            eval_rows=held_out,
         ),
-    ]  # fmt: skip
+    ]
 
     for run in runs:
         assert [step for step, _ in run.evaluations] == [0, 1]

@@ -65,13 +65,20 @@ class Answer:
         if self.has_logprobs:
             raw["sampling_logprobs"] = [LOGPROB] * len(tokens)
         choice = {
-            "index": 0, "text": self.text, "finish_reason": self.finish_reason, "raw_output": raw,
-        }  # fmt: skip
+            "index": 0,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "raw_output": raw,
+        }
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         return {
-            "id": "c", "created": 0, "model": "m", "choices": [choice], "usage": usage,
+            "id": "c",
+            "created": 0,
+            "model": "m",
+            "choices": [choice],
+            "usage": usage,
             "weight_version": 0,
-        }  # fmt: skip
+        }
 
 
 @dataclass
@@ -119,10 +126,14 @@ def play() -> Iterator[Play]:
         deployment = Scripted(answers)
         mount(url, deployment.app())
         setup = RolloutSetup(
-            tokenizer=TOKENIZER, tokenizer_id=str(MODEL), inference_base_url=url, api_key="key",
+            tokenizer=TOKENIZER,
+            tokenizer_id=str(MODEL),
+            inference_base_url=url,
+            api_key="key",
             sample_kwargs={"max_tokens": 16, "max_seq_len": max_seq_len, "logprobs": True},
-            model="m", completions_per_prompt=1,
-        )  # fmt: skip
+            model="m",
+            completions_per_prompt=1,
+        )
         with setup.closing:
             returned = asyncio.run(_called(make, setup))
         return Played(returned, deployment.prompts)
@@ -140,9 +151,12 @@ def test_an_example_trains_with_nothing_set_up(name, tmp_path, monkeypatch, caps
     for variable in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
     flags = {
-        "log-path": tmp_path, "max-rows": 4, "epochs": 1, "completions-per-prompt": 8,
+        "log-path": tmp_path,
+        "max-rows": 4,
+        "epochs": 1,
+        "completions-per-prompt": 8,
         "prompt-groups-per-step": 2,
-    }  # fmt: skip
+    }
     given = [part for flag, value in flags.items() for part in (f"--{flag}", str(value))]
     monkeypatch.setattr(sys, "argv", ["python -m", *given])
 
@@ -152,8 +166,8 @@ def test_an_example_trains_with_nothing_set_up(name, tmp_path, monkeypatch, caps
     assert end.value.code == 0
     lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
     steps = [one for one in map(orjson.loads, lines) if one["type"] == "train"]
-    assert [one["rollout/valid_prompt_groups"] for one in steps] == [2.0, 2.0]
-    assert any(one["train/grad_norm"] > 0 for one in steps)
+    assert [step["rollout/valid_prompt_groups"] for step in steps] == [2.0, 2.0]
+    assert any(step["train/grad_norm"] > 0 for step in steps)
     assert reward_trend(tmp_path) in capsys.readouterr().out
 
 
@@ -186,9 +200,10 @@ CONVERSATIONS = [
 
 
 @pytest.mark.parametrize(
-    ("answers", "turns", "reward", "parsed"), CONVERSATIONS,
+    ("answers", "turns", "reward", "parsed"),
+    CONVERSATIONS,
     ids=["right", "wrong right", "wrong wrong", "unmarked right", "cut"],
-)  # fmt: skip
+)
 def test_a_second_attempt_follows_a_wrong_first_and_the_last_turn_earns_the_reward(
     play, answers, turns, reward, parsed
 ):
@@ -199,7 +214,7 @@ def test_a_second_attempt_follows_a_wrong_first_and_the_last_turn_earns_the_rewa
     assert played.sample.reward == reward
     assert played.sample.parsed is parsed
     assert played.sample.finish_reason == answers[-1].finish_reason
-    assert played.sample.text == "\n".join(one.text for one in answers)
+    assert played.sample.text == "\n".join(answer.text for answer in answers)
 
 
 def test_both_answers_are_trained_and_the_feedback_between_them_is_not(play):
@@ -227,8 +242,10 @@ def test_the_second_prompt_extends_the_first_turn_token_by_token(play):
     feedback = {"role": "user", "content": f"Wrong. {QUESTION}"}
     rendered = TOKENIZER.apply_chat_template(
         [*MESSAGES, {"role": "assistant", "content": WRONG}, feedback],
-        tokenize=True, add_generation_prompt=True, return_dict=False,
-    )  # fmt: skip
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=False,
+    )
     assert first == PROMPT
     assert second == rendered
     assert played.sample.tokens[: len(second)] == second
@@ -284,9 +301,10 @@ def test_an_answer_without_logprobs_is_a_failure_of_the_deployment(make, play):
 def test_second_answers_are_counted_and_samples_pass_through(play):
     retries = Retries()
     said = {
-        "first": [Answer(RIGHT)], "second": [Answer(WRONG), Answer(RIGHT)],
+        "first": [Answer(RIGHT)],
+        "second": [Answer(WRONG), Answer(RIGHT)],
         "never": [Answer(WRONG), Answer(WRONG)],
-    }  # fmt: skip
+    }
 
     def watched(setup: RolloutSetup) -> Any:
         return retries.watch(multi_turn(setup))

@@ -14,9 +14,17 @@ import torch
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 PARTS = [
-    "rollouts 4", "rollouts 8", "training 32", "training 64", "weight sync", "decode 4",
-    "decode 8", "generate 4", "generate 8", "step",
-]  # fmt: skip
+    "rollouts 4",
+    "rollouts 8",
+    "training 32",
+    "training 64",
+    "weight sync",
+    "decode 4",
+    "decode 8",
+    "generate 4",
+    "generate 8",
+    "step",
+]
 
 
 @pytest.fixture
@@ -35,8 +43,11 @@ def run(*options: str) -> dict[str, Any]:
     quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--model", "tiny", "--device", "cpu", "--json", *options],
-        capture_output=True, text=True, check=False, env=os.environ | quiet,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | quiet,
+    )
     assert done.returncode == 0, done.stderr
     return orjson.loads(done.stdout)
 
@@ -49,9 +60,11 @@ def test_every_part_runs_on_a_cpu() -> None:
         assert "failed" not in figures, (name, figures)
         assert all(value > 0 for value in figures.values() if isinstance(value, float)), name
     assert report["parts"]["step"]["step_s"] == pytest.approx(
-        sum(report["parts"]["step"][f"{one}_s"] for one in
-            ("rollout", "forward_backward", "optim", "sync"))
-    )  # fmt: skip
+        sum(
+            report["parts"]["step"][f"{one}_s"]
+            for one in ("rollout", "forward_backward", "optim", "sync")
+        )
+    )
     assert set(report["against_generate"]) == {"4", "8"}
 
 

@@ -26,12 +26,7 @@ from training.quickstart import HELDOUT_ROWS
 from training.recipes import async_rl_loop, igpo_loop
 from training.utils import DeployConfig
 from training.utils.rl.groups import PromptGroup, completion_sample
-from training.utils.rl.information_gain import (
-    AnswerFn,
-    Scorer,
-    deployment_scorer,
-    trainer_scorer,
-)
+from training.utils.rl.information_gain import AnswerFn, Scorer, deployment_scorer, trainer_scorer
 from training.utils.rl.platform import PlatformSpec, RunInfra, provision
 from training.utils.rl.rollout import (
     Rollout,
@@ -81,15 +76,21 @@ class Run:
     """A finished run of ``igpo_loop``: what it left behind, and the groups that it trained."""
 
     def __init__(
-        self, folder: Path, make: RolloutFnFactory, *, answer_fn: AnswerFn | None = None,
+        self,
+        folder: Path,
+        make: RolloutFnFactory,
+        *,
+        answer_fn: AnswerFn | None = None,
         **changes: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.groups: list[PromptGroup] = []
         asked = vars(async_config(folder, max_rows=4)) | changes
         summary = igpo_loop.main(
-            igpo_loop.Config(**asked), rollout_fn_factory=make, dynamic_filter_fn=self._keep,
+            igpo_loop.Config(**asked),
+            rollout_fn_factory=make,
+            dynamic_filter_fn=self._keep,
             answer_fn=answer_fn,
-        )  # fmt: skip
+        )
         self.trial = Trial(folder, summary)
 
     def _keep(self, group: PromptGroup) -> bool:
@@ -103,7 +104,7 @@ class Run:
     def gains(self) -> list[list[float]]:
         """Of the groups in the order of their rows, one list per trajectory."""
         credits = [group.credit for group in self.ordered() if group.credit is not None]
-        return [one for credit in credits for one in credit.gains]
+        return [gain for credit in credits for gain in credit.gains]
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +118,13 @@ def run(tmp_path_factory) -> Run:
 def test_t165_steps_are_taken_with_an_advantage_for_every_turn(run):
     records = run.trial.records()
 
-    assert [one["step"] for one in records] == [1, 2]
-    assert all(one["train/grad_norm"] > 0 for one in records)
+    assert [record["step"] for record in records] == [1, 2]
+    assert all(record["train/grad_norm"] > 0 for record in records)
     assert len(run.groups) == 4
     for group in run.groups:
         assert group.credit is not None
         for samples, turns in zip(group.samples, group.credit.advantages, strict=True):
-            (rows,) = [one.advantage for one in samples]
+            (rows,) = [sample.advantage for sample in samples]
             assert isinstance(rows, list)
             first, second = turns
             prompt = len(rows) + 1 - 11
@@ -162,9 +163,12 @@ def test_t168_every_policy_loss_takes_advantages_per_token(tmp_path, policy_loss
 
 def test_minibatches_and_staleness_take_them_too(tmp_path):
     done = Run(
-        tmp_path, two_turns(), max_head_offpolicy_versions=1, ppo_n_minibatches=2,
+        tmp_path,
+        two_turns(),
+        max_head_offpolicy_versions=1,
+        ppo_n_minibatches=2,
         max_samples_per_fwd_bwd=4,
-    )  # fmt: skip
+    )
 
     assert all(record["train/grad_norm"] > 0 for record in done.trial.records())
 
@@ -174,18 +178,22 @@ def test_minibatches_and_staleness_take_them_too(tmp_path):
 
 def test_held_out_rows_are_evaluated_turn_by_turn_and_earn_no_credit(run, tmp_path):
     evaluated = Run(
-        tmp_path, two_turns(), eval_dataset=str(HELDOUT_ROWS), eval_rows=3, eval_every=1,
+        tmp_path,
+        two_turns(),
+        eval_dataset=str(HELDOUT_ROWS),
+        eval_rows=3,
+        eval_every=1,
         eval_samples_per_prompt=2,
-    )  # fmt: skip
+    )
 
     records = evaluated.trial.records("eval")
     assert (records[0]["step"], records[-1]["step"]) == (0, 2)
-    for one in records:
-        assert (one["eval/samples"], one["eval/sample_fail_count"]) == (6, 0)
-        assert 0 <= one["eval/pass@1"] == one["eval/accuracy"] <= one["eval/pass@2"] <= 1
-        assert one["eval/response_len/mean"] == 8.0  # two turns of four tokens
-        assert one["eval/truncated_ratio"] == 1.0  # which ignore the end
-        assert not any(name.startswith("igpo/") for name in one)
+    for record in records:
+        assert (record["eval/samples"], record["eval/sample_fail_count"]) == (6, 0)
+        assert 0 <= record["eval/pass@1"] == record["eval/accuracy"] <= record["eval/pass@2"] <= 1
+        assert record["eval/response_len/mean"] == 8.0  # two turns of four tokens
+        assert record["eval/truncated_ratio"] == 1.0  # which ignore the end
+        assert not any(name.startswith("igpo/") for name in record)
     # The last one draws from the last weights, whatever the others met on their way.
     assert records[0]["eval/weight_version_min"] == 0
     assert records[-1]["eval/weight_version_min"] == records[-1]["eval/weight_version_max"] == 2
@@ -253,10 +261,10 @@ def any_shape() -> RolloutFnFactory:
 def test_trajectories_of_any_shape_are_credited_and_trained_together(tmp_path, normalization):
     done = Run(tmp_path, any_shape(), ig_normalization=normalization)
 
-    assert [one["train/grad_norm"] > 0 for one in done.trial.records()] == [True, True]
+    assert [record["train/grad_norm"] > 0 for record in done.trial.records()] == [True, True]
     for group in done.groups:
         assert group.credit is not None
-        turns = [len(one) for one in group.credit.advantages]
+        turns = [len(advantage) for advantage in group.credit.advantages]
         assert turns == [1, 2, 3, 1, 1] == [len(samples) for samples in group.samples]
         assert group.truncated == [True] * 5
         for samples, advantages in zip(group.samples, group.credit.advantages, strict=True):
@@ -285,9 +293,9 @@ def test_groups_with_equal_outcomes_are_kept_and_teach(tmp_path):
     ours = Run(tmp_path / "igpo", two_turns(reward=0.0))
     plain = Run(tmp_path / "plain", two_turns(reward=0.0), ig_weight=0.0)
 
-    assert [one["rollout/valid_prompt_groups"] for one in ours.trial.records()] == [2, 2]
-    assert all(one["train/grad_norm"] > 0 for one in ours.trial.records())
-    assert all(one["train/grad_norm"] == 0 for one in plain.trial.records())
+    assert [record["rollout/valid_prompt_groups"] for record in ours.trial.records()] == [2, 2]
+    assert all(record["train/grad_norm"] > 0 for record in ours.trial.records())
+    assert all(record["train/grad_norm"] == 0 for record in plain.trial.records())
 
 
 # Scorers.
@@ -361,11 +369,14 @@ def test_the_example_runs_as_a_program_and_shows_what_each_turn_was_worth(tmp_pa
 
     code = multihop_train.command(
         [
-            f"--base-model={model}", f"--deployment.tokenizer-model={model}",
-            f"--log-path={tmp_path / 'run'}", "--prompt-groups-per-step=96",
-            "--completions-per-prompt=2", "--max-completion-tokens=2",
+            f"--base-model={model}",
+            f"--deployment.tokenizer-model={model}",
+            f"--log-path={tmp_path / 'run'}",
+            "--prompt-groups-per-step=96",
+            "--completions-per-prompt=2",
+            "--max-completion-tokens=2",
         ]
-    )  # fmt: skip
+    )
 
     assert code == 0
     shown = capsys.readouterr().out.splitlines()
@@ -384,9 +395,11 @@ def test_scoring_takes_less_than_a_quarter_of_the_examples_step(tmp_path):
     model = ensure_model(tmp_path / "model", steps=1)
     rows, _ = question_rows()
     config = replace(
-        multihop_train.CONFIG, base_model=str(model), log_path=str(tmp_path / "run"),
+        multihop_train.CONFIG,
+        base_model=str(model),
+        log_path=str(tmp_path / "run"),
         deployment=DeployConfig(tokenizer_model=str(model), max_batch_size=64),
-    )  # fmt: skip
+    )
 
     igpo_loop.main(config, rollout_fn_factory=multihop.make_rollout_fn, rows=rows[:32])
 

@@ -35,17 +35,22 @@ class Stack:
         )
         deployments.create_or_get(
             DeploymentConfig(
-                deployment_id="d", base_model=BASE, max_context_length=CONTEXT,
+                deployment_id="d",
+                base_model=BASE,
+                max_context_length=CONTEXT,
                 hot_load_trainer_job=job.job_name,
             )
-        )  # fmt: skip
+        )
         endpoint = trainers.wait_for_ready("policy")
         model = deployments.wait_for_ready("d").inference_model
         service = FiretitanServiceClient(endpoint.base_url, "key")
         self.syncer = WeightSyncer(
-            service.create_training_client(BASE, 0, seed=1), deployments, "d", BASE,
+            service.create_training_client(BASE, 0, seed=1),
+            deployments,
+            "d",
+            BASE,
             running_requests=running_requests,
-        )  # fmt: skip
+        )
         self.sampler = DeploymentSampler(deployments.inference_url, model, "key")
         self._clients = (self.sampler, service, trainers, deployments)
 

@@ -11,14 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.integration.conftest import config
-from tests.integration.served import (
-    HEARTH,
-    Killer,
-    Served,
-    Victims,
-    pointed_at,
-    wait_until,
-)
+from tests.integration.served import HEARTH, Killer, Served, Victims, pointed_at, wait_until
 
 from training.recipes.rl_loop import main
 
@@ -132,9 +125,13 @@ def test_a_platform_that_is_killed_and_started_again_is_bridged(served, whole, t
         served.come_back()
 
     with Killer(
-        victims, watched, marker, lambda: served.pid, is_time=lambda: _steps(folder) >= 2,
+        victims,
+        watched,
+        marker,
+        lambda: served.pid,
+        is_time=lambda: _steps(folder) >= 2,
         then=come_back,
-    ) as killer:  # fmt: skip
+    ) as killer:
         _, done = run_here(served, folder)
 
     assert len(killer.hits) == 1
@@ -149,9 +146,8 @@ def test_a_platform_that_is_killed_while_it_makes_the_model_makes_it_when_it_is_
 ):
     folder = tmp_path / "promoted"
     killer = Killer(
-        Victims(served), "export", "writing model", lambda: served.pid,
-        then=served.come_back,
-    )  # fmt: skip
+        Victims(served), "export", "writing model", lambda: served.pid, then=served.come_back
+    )
 
     with killer:
         _, done = run_here(served, folder)
@@ -211,16 +207,20 @@ def test_a_trainer_that_died_together_with_its_platform_is_reported_and_comes_ba
         said.extend(served.resources("rlorTrainerJobs", job_id))
 
     killer = Killer(
-        victims, *PHASES["sampling"], lambda: served.pid, is_time=lambda: _steps(folder) >= 2,
+        victims,
+        *PHASES["sampling"],
+        lambda: served.pid,
+        is_time=lambda: _steps(folder) >= 2,
         then=end_trainer_too,
-    )  # fmt: skip
+    )
     with killer:
         _, done = run_here(served, folder)
 
     assert len(killer.hits) == 1
     assert (said[0]["state"], said[0]["statusMessage"][:16]) == (
-        "JOB_STATE_FAILED", "ended by SIGKILL",
-    )  # fmt: skip
+        "JOB_STATE_FAILED",
+        "ended by SIGKILL",
+    )
     assert done.has_weights_of(whole)
     assert done.records == whole.records
 
@@ -290,9 +290,9 @@ def test_a_signal_takes_down_what_the_run_had_started(
     wait_until(lambda: served.workers() == [], 10, "the workers' end")
     suffix = victims.folder("trainer").name.rsplit("-", 1)[-1]
     jobs = served.resources("rlorTrainerJobs", suffix)
-    assert [one["state"] for one in jobs] == ["JOB_STATE_CANCELLED"]
-    for one in served.resources("deployments", suffix):
-        assert (one["state"], one["maxReplicaCount"]) == ("READY", 0)
+    assert [job["state"] for job in jobs] == ["JOB_STATE_CANCELLED"]
+    for resource in served.resources("deployments", suffix):
+        assert (resource["state"], resource["maxReplicaCount"]) == ("READY", 0)
 
 
 def test_a_run_that_was_ended_by_a_signal_goes_on_with_the_same_command(
@@ -365,5 +365,6 @@ def _checkpoints(folder):
 
 def _but_for_versions(records):
     return [
-        {name: value for name, value in one.items() if "version" not in name} for one in records
+        {name: value for name, value in record.items() if "version" not in name}
+        for record in records
     ]

@@ -38,22 +38,24 @@ async def test_a_completion_of_token_ids_by_full_name_and_by_id(client, model):
         model=model, prompt=[5, 17, 40], max_tokens=4, n=2, logprobs=1, seed=3
     )
 
-    assert [one.index for one in drawn.choices] == [0, 1]
-    counts = [len(one.logprobs.token_logprobs) for one in drawn.choices]
+    assert [choice.index for choice in drawn.choices] == [0, 1]
+    counts = [len(choice.logprobs.token_logprobs) for choice in drawn.choices]
     assert sum(counts) == drawn.usage.completion_tokens
-    assert all(0 < one <= 4 for one in counts)
+    assert all(0 < count <= 4 for count in counts)
 
 
 async def test_a_chat_streams_the_text_that_it_gives_at_once(client):
     asked = {
-        "model": "chat", "messages": [{"role": "user", "content": "What is 2 + 3?"}],
-        "max_completion_tokens": 8, "seed": 1,
-    }  # fmt: skip
+        "model": "chat",
+        "messages": [{"role": "user", "content": "What is 2 + 3?"}],
+        "max_completion_tokens": 8,
+        "seed": 1,
+    }
 
     whole = await client.chat.completions.create(**asked)
     pieces = [one async for one in await client.chat.completions.create(**asked, stream=True)]
 
-    text = "".join(one.choices[0].delta.content or "" for one in pieces if one.choices)
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
     assert text == whole.choices[0].message.content
     assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 

@@ -11,7 +11,7 @@ from training.utils.rl.parity import ParityError
 
 
 def compared(run) -> list[bool]:
-    return ["parity/p95" in one for one in run.records()]
+    return ["parity/p95" in record for record in run.records()]
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,11 @@ def test_on_policy_every_token_of_every_step_is_compared_and_agrees(trial, chang
     records = trial(reward_fn=spread, **changes).records()
 
     assert len(records) == 4
-    for one in records:
-        tokens = one["rollout/response_len/mean"] * 4 * one["rollout/valid_prompt_groups"]
-        assert one["parity/tokens"] == pytest.approx(tokens)
-        assert 0 <= one["parity/p50"] <= one["parity/p95"] <= one["parity/max"] < 1e-4
-        assert one["parity/mean_exp"] == pytest.approx(1.0, abs=1e-4)
+    for record in records:
+        tokens = record["rollout/response_len/mean"] * 4 * record["rollout/valid_prompt_groups"]
+        assert record["parity/tokens"] == pytest.approx(tokens)
+        assert 0 <= record["parity/p50"] <= record["parity/p95"] <= record["parity/max"] < 1e-4
+        assert record["parity/mean_exp"] == pytest.approx(1.0, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_only_steps_whose_weights_are_served_are_compared(trial, interval, steps
     run = trial(reward_fn=spread, weight_sync_interval=interval, learning_rate=1e-2)
 
     assert compared(run) == steps
-    assert all(one.get("parity/max", 0.0) < 1e-4 for one in run.records())
+    assert all(record.get("parity/max", 0.0) < 1e-4 for record in run.records())
 
 
 def test_off_policy_staleness_is_no_difference(async_trial):
@@ -50,9 +50,9 @@ def test_off_policy_staleness_is_no_difference(async_trial):
 
     records = run.records()
     assert compared(run)[0]
-    assert any(one["async/version_offset_max"] > 0 for one in records)
-    assert max(one["train/inference_diff"] for one in records) > 1e-4
-    assert all(one.get("parity/max", 0.0) < 1e-4 for one in records)
+    assert any(record["async/version_offset_max"] > 0 for record in records)
+    assert max(record["train/inference_diff"] for record in records) > 1e-4
+    assert all(record.get("parity/max", 0.0) < 1e-4 for record in records)
 
 
 def sampling_otherwise(**options):

@@ -18,9 +18,11 @@ __all__ = ["draws", "moe", "sent"]
 
 GROUPS = 2
 STALE = {
-    "max_head_offpolicy_versions": 2, "fifo_slack": 0, "output_model_id": None,
+    "max_head_offpolicy_versions": 2,
+    "fifo_slack": 0,
+    "output_model_id": None,
     "stall_timeout_s": 120.0,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -57,17 +59,15 @@ def probed(run):
     """The records of the steps whose own samples were all stale, and probed."""
     first, *others = run.records()
     assert first["parity/tokens"] > 0
-    assert all(one["version/sample_staleness_mean"] >= 1 for one in others)
-    found = [one for one in others if "parity/p95" in one]
-    assert len(found) + sum(one["parity/probes_skipped"] for one in others) >= len(others)
+    assert all(other["version/sample_staleness_mean"] >= 1 for other in others)
+    found = [other for other in others if "parity/p95" in other]
+    assert len(found) + sum(other["parity/probes_skipped"] for other in others) >= len(others)
     assert len(found) >= 0.7 * len(others)
     return found
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"temperature": 1.3, "lora_rank": 4}, {"ppo_n_minibatches": 2}],
-    ids=str,
+    "changes", [{}, {"temperature": 1.3, "lora_rank": 4}, {"ppo_n_minibatches": 2}], ids=str
 )
 def test_where_every_sample_is_stale_probes_agree(async_trial, changes):
     run = async_trial(make=stale, max_rows=12, learning_rate=1e-2, **STALE, **changes)
@@ -76,7 +76,7 @@ def test_where_every_sample_is_stale_probes_agree(async_trial, changes):
         assert 8 <= one["parity/tokens"] <= 64
         assert 0 <= one["parity/p50"] <= one["parity/p95"] <= one["parity/max"] < 1e-4
         assert one["parity/mean_exp"] == pytest.approx(1.0, abs=1e-4)
-    assert max(one["train/inference_diff"] for one in run.records()) > 1e-2
+    assert max(record["train/inference_diff"] for record in run.records()) > 1e-2
 
 
 def test_a_deployment_that_computes_otherwise_shows(async_trial, tmp_path, monkeypatch):
@@ -86,15 +86,19 @@ def test_a_deployment_that_computes_otherwise_shows(async_trial, tmp_path, monke
         deployments = DeploymentManager()
         deployments.create_or_get(
             DeploymentConfig(
-                deployment_id="serving", base_model=str(MODEL), tokenizer_model=str(MODEL),
+                deployment_id="serving",
+                base_model=str(MODEL),
+                tokenizer_model=str(MODEL),
                 dtype="bfloat16",
             )
-        )  # fmt: skip
+        )
         deployments.wait_for_ready("serving")
         run = async_trial(
-            make=stale, max_rows=12,
-            deployment=DeployConfig(deployment_id="serving", tokenizer_model=str(MODEL)), **STALE,
-        )  # fmt: skip
+            make=stale,
+            max_rows=12,
+            deployment=DeployConfig(deployment_id="serving", tokenizer_model=str(MODEL)),
+            **STALE,
+        )
 
     assert all(one["parity/p95"] > 1e-3 for one in probed(run))
 
@@ -102,12 +106,12 @@ def test_a_deployment_that_computes_otherwise_shows(async_trial, tmp_path, monke
 def test_probes_replay_the_experts_that_drew_them(async_trial, moe, sent, draws):
     run = async_trial(make=stale, **on_moe(moe, **STALE, max_rows=8))
 
-    trained = sum(one["train/num_sequences"] for one in run.records())
+    trained = sum(record["train/num_sequences"] for record in run.records())
     policy = [datum for is_frozen, datum in sent if not is_frozen]
     assert len(policy) - 2 * trained == 8 * len(probed(run))
     assert all(any(blanks_of(one)) and not all(blanks_of(one)) for one in policy)
-    assert all(one["include_routing_matrix"] for one in draws)
-    assert all(one.get("parity/max", 0.0) < 1e-4 for one in run.records())
+    assert all(draw["include_routing_matrix"] for draw in draws)
+    assert all(record.get("parity/max", 0.0) < 1e-4 for record in run.records())
 
 
 # The first step of a run needs no probe: its own samples are its own weights'.
@@ -133,7 +137,7 @@ def test_so_is_the_first_one_after_a_resumption(async_trial):
 
     again = async_trial(**common, **STALE, resume=ResumeConfig(resume_from=point.name))
 
-    assert [one["step"] for one in again.records()] == [1, 2, 3, 4]
+    assert [record["step"] for record in again.records()] == [1, 2, 3, 4]
     assert point.step == 2
     assert is_whole(again.records()[2])
 
@@ -158,5 +162,5 @@ def test_rl_loop_resumed_after_one_step_compares_what_is_served(trial, options, 
     again = trial(**common, **options, resume=ResumeConfig(resume_from=point.name))
 
     assert point.step == 1
-    assert ["parity/tokens" in one for one in again.records()] == compared
-    assert [is_whole(one) for one in again.records()] == compared
+    assert ["parity/tokens" in record for record in again.records()] == compared
+    assert [is_whole(record) for record in again.records()] == compared

@@ -44,10 +44,12 @@ class Stack:
         )
         self.deployments.create_or_get(
             DeploymentConfig(
-                deployment_id="d", base_model=BASE, max_context_length=128,
+                deployment_id="d",
+                base_model=BASE,
+                max_context_length=128,
                 hot_load_trainer_job=created.job_name,
             )
-        )  # fmt: skip
+        )
         endpoint = self.trainers.wait_for_ready("policy")
         model = self.deployments.wait_for_ready("d").inference_model
         self.service = FiretitanServiceClient(endpoint.base_url, "key", **service_options)
@@ -62,7 +64,7 @@ class Stack:
     def step(self, completions):
         rewards = [float(index % 3) for index in range(len(completions))]
         datums = build_grpo_datums(completions)
-        zeros = [[0.0] * one.model_input.length for one in datums]
+        zeros = [[0.0] * datum.model_input.length for datum in datums]
         loss_fn = make_grpo_loss_fn(rewards, zeros, kl_beta=0.0)
         result = self.policy.forward_backward_custom(datums, loss_fn).result()
         self.policy.optim_step(ADAM).result()

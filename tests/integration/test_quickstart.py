@@ -21,7 +21,9 @@ def test_the_quickstart_learns_and_leaves_what_it_promises(tmp_path, capsys):
     summary = orjson.loads((tmp_path / "summary.json").read_bytes())
     assert summary["accuracy_before"] < 0.5
     assert summary["accuracy_after"] >= 0.85
-    assert summary["steps"] == len([one for one in numbers(tmp_path) if one["type"] == "train"])
+    assert summary["steps"] == len(
+        [number for number in numbers(tmp_path) if number["type"] == "train"]
+    )
     assert set(summary) >= {"wall_s", "first_step_s", "peak_rss_mb"}
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "question: " in (tmp_path / "rollouts_after.txt").read_text()

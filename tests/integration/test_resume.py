@@ -82,7 +82,7 @@ class Served:
 
     def states(self) -> dict[str, str]:
         jobs = self.trainers.list()
-        return {(one.name or "").rsplit("/", 1)[-1]: one.state or "" for one in jobs}
+        return {(job.name or "").rsplit("/", 1)[-1]: job.state or "" for job in jobs}
 
     def replicas(self) -> dict[str, int]:
         return {one.deployment_id: one.max_replica_count for one in self.deployments.list()}
@@ -107,8 +107,8 @@ def test_from_every_step_a_run_goes_on_to_the_same_weights(trial, rows):
     whole = trial(**common)
     weights, records = whole.weights(), whole.records()
     points = read_manifest(whole.folder)
-    assert [one.step for one in points] == [1, 2, 3, 4]
-    assert [one.cursor for one in points] == [2, 4, 6, 8]
+    assert [point.step for point in points] == [1, 2, 3, 4]
+    assert [point.cursor for point in points] == [2, 4, 6, 8]
 
     for point in reversed(points):
         again = trial(**common, resume=ResumeConfig(resume_from=point.name))
@@ -126,9 +126,13 @@ def test_a_run_that_crashes_inside_a_window_trains_each_row_once(trial, rows, tm
     dropped = {question(rows[1]), question(rows[6])}
     reward = uniform_for(*dropped)
     common = {
-        "rows": rows[:8], "dcp_save_interval": 1, "weight_sync_interval": interval,
-        "prompt_groups_per_step": 1, "folder": "run", "learning_rate": 1e-6,
-    }  # fmt: skip
+        "rows": rows[:8],
+        "dcp_save_interval": 1,
+        "weight_sync_interval": interval,
+        "prompt_groups_per_step": 1,
+        "folder": "run",
+        "learning_rate": 1e-6,
+    }
     # The crash comes with the third group that could be trained.
     trainable: list[str] = []
 
@@ -147,16 +151,16 @@ def test_a_run_that_crashes_inside_a_window_trains_each_row_once(trial, rows, tm
 
     assert 0 < point.step <= 2
     assert len(resumed.rewarded) == 4 * (8 - finished)
-    trained = sum(one["rollout/valid_prompt_groups"] for one in resumed.records())
+    trained = sum(record["rollout/valid_prompt_groups"] for record in resumed.records())
     assert trained == 6
-    assert [one["step"] for one in resumed.records()] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in resumed.records()] == [1, 2, 3, 4, 5, 6]
     assert resumed.summary.rows == 8
 
 
 def test_a_step_that_lacks_groups_at_the_end_is_trained(trial, rows):
     run = trial(rows=rows[:5], reward_fn=spread)
 
-    assert [one["rollout/valid_prompt_groups"] for one in run.records()] == [2.0, 2.0, 1.0]
+    assert [record["rollout/valid_prompt_groups"] for record in run.records()] == [2.0, 2.0, 1.0]
     assert run.summary.rows == 5
 
 
@@ -176,8 +180,9 @@ def test_without_an_interval_the_embedded_platform_saves_now_and_then(trial, cap
     common = {"reward_fn": spread, "folder": "run", "max_rows": 12, "prompt_groups_per_step": 1}
     first = trial(**common)
     lines = (first.folder / "metrics.jsonl").read_bytes().splitlines()
-    saves = [one["perf/dcp_save_time"] for one in map(orjson.loads, lines)
-             if "perf/dcp_save_time" in one]  # fmt: skip
+    saves = [
+        one["perf/dcp_save_time"] for one in map(orjson.loads, lines) if "perf/dcp_save_time" in one
+    ]
 
     # The first is due at once; the later ones wait fifty times as long as the one before took.
     assert len(saves) >= 1
@@ -200,7 +205,7 @@ def test_the_manifest_names_only_checkpoints_that_are_kept(trial):
     (job,) = (run.folder / "checkpoints").iterdir()
     named = [one.name for one in read_manifest(run.folder)]
     assert named == ["step-00003", "step-00004"]
-    assert sorted(one.name for one in job.iterdir() if not one.name.startswith(".")) == named
+    assert sorted(path.name for path in job.iterdir() if not path.name.startswith(".")) == named
 
 
 def test_a_damaged_manifest_is_an_error_and_nothing_is_lost(trial):
@@ -254,15 +259,17 @@ def test_a_checkpoint_of_another_run_is_where_a_run_may_start(trial, rows, capsy
     capsys.readouterr()
 
     second = trial(
-        rows=rows[4:8], reward_fn=spread, init_from_checkpoint=str(job / "step-00002"),
+        rows=rows[4:8],
+        reward_fn=spread,
+        init_from_checkpoint=str(job / "step-00002"),
         learning_rate=1e-9,
-    )  # fmt: skip
+    )
 
     assert "starting at step 0 from checkpoint" in capsys.readouterr().out
     records = second.records()
-    assert [(one["step"], one["train/step"]) for one in records] == [(1, 1.0), (2, 2.0)]
+    assert [(record["step"], record["train/step"]) for record in records] == [(1, 1.0), (2, 2.0)]
     # On-policy from the first sample on: the deployment was given the checkpoint's weights.
-    assert all(one["train/inference_diff"] < 1e-5 for one in records)
+    assert all(record["train/inference_diff"] < 1e-5 for record in records)
     assert second.summary.version == 3
     moved, base = first.weights(), load_file(MODEL / "model.safetensors")
     assert max((second.weights()[n] - moved[n]).abs().max() for n in moved) < 1e-6
@@ -280,7 +287,7 @@ def test_a_run_goes_on_from_its_own_checkpoint_before_any_other_start(trial, row
 
     resumed = trial(**common)
 
-    assert [one["step"] for one in resumed.records()] == [1, 2]
+    assert [record["step"] for record in resumed.records()] == [1, 2]
     assert len(resumed.rewarded) == 8
 
 
@@ -291,12 +298,14 @@ def test_an_adapter_is_where_a_lora_run_may_start(trial, rows, capsys):
     assert (first.summary.model_path / "adapter_config.json").exists()
 
     second = trial(
-        rows=rows[4:8], warm_start_from_adapter=str(first.summary.model_path), learning_rate=1e-9,
+        rows=rows[4:8],
+        warm_start_from_adapter=str(first.summary.model_path),
+        learning_rate=1e-9,
         **common,
-    )  # fmt: skip
+    )
 
     assert "starting at step 0 from adapter" in capsys.readouterr().out
-    assert all(one["train/inference_diff"] < 1e-5 for one in second.records())
+    assert all(record["train/inference_diff"] < 1e-5 for record in second.records())
     assert second.summary.version == 3
     one, other = (
         load_file(run.summary.model_path / "adapter_model.safetensors") for run in (first, second)
@@ -334,9 +343,10 @@ def test_on_a_served_platform_a_run_is_ended_by_sigterm_and_goes_on(trial, serve
     whole = trial(**common, output_model_id="whole")
     with pytest.raises(SystemExit) as ended:
         trial(
-            **(common | {"reward_fn": failing_after(18, terminate)}), folder="ended",
+            **(common | {"reward_fn": failing_after(18, terminate)}),
+            folder="ended",
             output_model_id="ended",
-        )  # fmt: skip
+        )
     assert ended.value.code == 143
     assert set(served.states().values()) == {"JOB_STATE_CANCELLED"}
     assert served.replicas() == {"serving": 0}
@@ -357,17 +367,19 @@ def test_the_trained_model_is_promoted_once_after_the_last_save(trial, served):
     run = trial(reward_fn=spread, max_rows=4, deployment=serving(), dcp_save_interval=1)
 
     rows = served.trainers.list_checkpoints(run.summary.policy_job_id)
-    names = [one.name.rsplit("/", 1)[-1] for one in rows]
+    names = [row.name.rsplit("/", 1)[-1] for row in rows]
     assert names[-1].startswith("final-00002-")
     assert sum(name.startswith("final-") for name in names) == 1
-    assert [one.source for one in served.platform.plane.models() if "/me/" in one.name] == [
+    assert [model.source for model in served.platform.plane.models() if "/me/" in model.name] == [
         str(run.summary.model_path)
     ]
     assert served.platform.plane.store.operations.all(("running",)) == []
     assert len(served.platform.plane.store.operations.all()) == 1
     assert [name.rsplit("-", 1)[0] for name in names if name.count("-") == 2] == [
-        "step-00001", "step-00002", "final-00002",
-    ]  # fmt: skip
+        "step-00001",
+        "step-00002",
+        "final-00002",
+    ]
 
 
 def test_a_checkpoint_of_another_job_is_where_a_served_run_may_start(trial, served, rows):
@@ -375,17 +387,21 @@ def test_a_checkpoint_of_another_job_is_where_a_served_run_may_start(trial, serv
     job = first.summary.policy_job_id
 
     second = trial(
-        rows=rows[4:8], reward_fn=spread, init_from_checkpoint=f"{job}:step-00002",
-        output_model_id=None, learning_rate=1e-9,
-    )  # fmt: skip
+        rows=rows[4:8],
+        reward_fn=spread,
+        init_from_checkpoint=f"{job}:step-00002",
+        output_model_id=None,
+        learning_rate=1e-9,
+    )
     with pytest.raises(RequestFailedError, match=r"path must name one of .*'step-00002'"):
         trial(rows=rows[:2], init_from_checkpoint=f"{job}:step-00009", output_model_id=None)
 
     assert second.summary.policy_job_id != job
-    assert all(one["train/inference_diff"] < 1e-5 for one in second.records())
-    assert all(one["version/sample_staleness_max"] == 0.0 for one in second.records())
+    assert all(record["train/inference_diff"] < 1e-5 for record in second.records())
+    assert all(record["version/sample_staleness_max"] == 0.0 for record in second.records())
     metadata = {
-        one.name.rsplit("/", 1)[-1]: one.metadata for one in served.trainers.list_checkpoints(job)
+        checkpoint.name.rsplit("/", 1)[-1]: checkpoint.metadata
+        for checkpoint in served.trainers.list_checkpoints(job)
     }
     assert metadata["step-00002"] is not None
     assert metadata["step-00002"]["cursor"] == 4
@@ -402,11 +418,11 @@ def test_versions_go_on_where_a_running_deployment_stands(trial, served, rows, i
     second = trial(rows=rows[4:8], weight_sync_interval=interval, **common)
 
     records = second.records()
-    assert [one["version/sample_staleness_max"] for one in records] == [0.0, 0.0]
-    assert [one["version/sample_staleness_mean"] for one in records] == [0.0, 0.0]
+    assert [record["version/sample_staleness_max"] for record in records] == [0.0, 0.0]
+    assert [record["version/sample_staleness_mean"] for record in records] == [0.0, 0.0]
     assert second.summary.version == {1: 2 + 1 + 2, 0: 2}[interval]
     if interval:
-        assert all(one["train/inference_diff"] < 1e-5 for one in records)
+        assert all(record["train/inference_diff"] < 1e-5 for record in records)
     assert served.replicas() == {"serving": 1}, "another run's deployment goes on running"
 
 
@@ -420,7 +436,7 @@ def test_versions_of_a_deployment_made_anew_count_its_own_weight_syncs(trial, ro
 
     # The restored weights, and those of two steps.
     assert resumed.summary.version == 3
-    assert [one["version/sample_staleness_max"] for one in resumed.records()] == [0.0] * 4
+    assert [record["version/sample_staleness_max"] for record in resumed.records()] == [0.0] * 4
     assert [one.version for one in read_manifest(resumed.folder)] == [0, 1, 1, 2]
 
 
@@ -430,10 +446,12 @@ def test_what_was_brought_goes_on_running(trial, served):
     )
     served.deployments.create_or_get(
         DeploymentConfig(
-            deployment_id="serving", base_model=str(MODEL), max_context_length=128,
+            deployment_id="serving",
+            base_model=str(MODEL),
+            max_context_length=128,
             tokenizer_model=str(MODEL),
         )
-    )  # fmt: skip
+    )
 
     run = trial(
         reward_fn=spread, max_rows=4, deployment=serving(), trainer=TrainerConfig(job_id="mine")
@@ -456,8 +474,11 @@ def test_a_run_that_fails_takes_down_what_it_asked_for(trial, served):
 def test_minibatch_steps_are_numbered_as_the_run_counts_them(trial):
     run = trial(ppo_n_minibatches=2, reward_fn=spread, max_rows=4)
 
-    assert [(one["step"], one["train/step"]) for one in run.records()] == [(2, 2.0), (4, 4.0)]
-    assert all(math.isfinite(one["train/grad_norm"]) for one in run.records())
+    assert [(record["step"], record["train/step"]) for record in run.records()] == [
+        (2, 2.0),
+        (4, 4.0),
+    ]
+    assert all(math.isfinite(record["train/grad_norm"]) for record in run.records())
 
 
 def test_a_model_of_another_job_is_not_written_over_and_that_is_said_before_training(

@@ -127,7 +127,7 @@ def test_answers_that_the_reward_did_not_find_are_a_share_of_all(unspied):
     (record,) = run.records()
     first, last = (found[:6], found[-6:])
     assert record["rollout/parse_fail_ratio"] == found[6:-6].count(False) / 8
-    assert [one["eval/parse_fail_ratio"] for one in run.records("eval")] == [
+    assert [record["eval/parse_fail_ratio"] for record in run.records("eval")] == [
         pytest.approx(part.count(False) / 6) for part in (first, last)
     ]
     assert 0 < found.count(False) < len(found)
@@ -135,9 +135,12 @@ def test_answers_that_the_reward_did_not_find_are_a_share_of_all(unspied):
 
 def test_the_kl_coefficient_follows_the_kl_and_survives_a_resume(trial):
     common = {
-        "max_rows": 10, "dcp_save_interval": 2, "kl_beta": 0.1, "kl_target": 1e-4,
+        "max_rows": 10,
+        "dcp_save_interval": 2,
+        "kl_beta": 0.1,
+        "kl_target": 1e-4,
         "learning_rate": 3e-3,
-    }  # fmt: skip
+    }
     whole = trial(reward_fn=spread, **common)
     calls = 0
 
@@ -172,9 +175,13 @@ def test_the_kl_coefficient_follows_the_kl_and_survives_a_resume(trial):
 @pytest.mark.parametrize("late", [0, 1])
 def test_the_kl_coefficient_survives_a_resume_in_the_async_recipe_too(async_trial, late):
     common = {
-        "max_rows": 12, "dcp_save_interval": 2, "kl_beta": 0.1, "kl_target": 1e-4,
-        "learning_rate": 3e-3, "max_head_offpolicy_versions": late,
-    }  # fmt: skip
+        "max_rows": 12,
+        "dcp_save_interval": 2,
+        "kl_beta": 0.1,
+        "kl_target": 1e-4,
+        "learning_rate": 3e-3,
+        "max_head_offpolicy_versions": late,
+    }
     whole = async_trial(make=drawing(), **common)
 
     async def fail_at_row_7(row: int, _draw: int) -> None:

@@ -50,7 +50,7 @@ def test_weights_are_published_at_window_borders_only(trial, interval, published
 
     assert run.summary.steps == 4
     assert run.summary.version == published
-    assert [one["version/sample_staleness_max"] for one in run.records()] == [0.0] * 4
+    assert [record["version/sample_staleness_max"] for record in run.records()] == [0.0] * 4
 
 
 def test_a_group_without_spread_trains_nothing_and_publishes_nothing(trial, capsys):
@@ -74,7 +74,7 @@ def test_a_reward_that_is_not_finite_drops_its_group_and_is_counted(trial, rows)
 
     run = trial(reward_fn=reward, rows=rows[:4])
 
-    assert [one["rollout/valid_prompt_groups"] for one in run.records()] == [1.0, 2.0]
+    assert [record["rollout/valid_prompt_groups"] for record in run.records()] == [1.0, 2.0]
     assert run.records()[0]["rollout/dropped/non_finite"] == 1.0
 
 
@@ -177,7 +177,7 @@ def test_bfloat16_trains_on_float32_master_weights(trial):
     ]
     assert run.summary.steps == 4
     assert moved
-    assert {one.dtype for one in run.weights().values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in run.weights().values()} == {torch.bfloat16}
     # Trainer and sampler round the same way, so they agree far below bfloat16's own precision.
     assert run.records()[0]["train/inference_diff"] < 1e-2
 

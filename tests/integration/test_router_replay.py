@@ -99,7 +99,9 @@ def writing_down(app: Any, seen: Sent, draws: list[dict[str, Any]]) -> Any:
         if operation in ("forward", "forward_backward"):
             content = orjson.loads(body)
             given = ForwardInput.checked(content[f"{operation}_input"])
-            seen.extend((content["model_id"].startswith("frozen"), one) for one in given.datums())
+            seen.extend(
+                (content["model_id"].startswith("frozen"), datum) for datum in given.datums()
+            )
 
     return record
 
@@ -107,9 +109,13 @@ def writing_down(app: Any, seen: Sent, draws: list[dict[str, Any]]) -> Any:
 def on_moe(folder: Path, **changes: Any) -> dict[str, Any]:
     """Two steps of two groups on the mixture of experts."""
     usual: dict[str, Any] = {
-        "base_model": str(folder), "deployment": DeployConfig(tokenizer_model=str(folder)),
-        "max_rows": 4, "router_replay": True, "kl_beta": 0.001, "output_model_id": None,
-    }  # fmt: skip
+        "base_model": str(folder),
+        "deployment": DeployConfig(tokenizer_model=str(folder)),
+        "max_rows": 4,
+        "router_replay": True,
+        "kl_beta": 0.001,
+        "output_model_id": None,
+    }
     return usual | changes
 
 
@@ -147,7 +153,7 @@ def test_rl_loop_replays_what_was_drawn_in_policy_passes_alone(moe, trial, sent,
     assert (run.summary.steps, run.summary.version) == (2, 2)
     assert [one["rollout/router_replay_ratio"] for one in (first, second)] == [1.0, 1.0]
     assert first["train/mean_kl"] != second["train/mean_kl"]
-    assert all(one["include_routing_matrix"] for one in draws)
+    assert all(draw["include_routing_matrix"] for draw in draws)
     check_sent(sent)
 
 
@@ -175,7 +181,7 @@ def test_async_rl_loop_replays_what_a_rollout_function_of_the_documents_form_has
     run = async_trial(make=make, **on_moe(moe))
 
     assert run.summary.steps == 2
-    assert [one["rollout/router_replay_ratio"] for one in run.records()] == [1.0, 1.0]
+    assert [record["rollout/router_replay_ratio"] for record in run.records()] == [1.0, 1.0]
     check_sent(sent)
 
 
@@ -226,7 +232,7 @@ def test_without_router_replay_nothing_is_asked_for_or_sent(moe, trial, sent, dr
     run = trial(reward_fn=spread, **on_moe(moe, router_replay=False, max_rows=2))
 
     assert len(draws) == 2 * 4
-    assert not any(one["include_routing_matrix"] for one in draws)
+    assert not any(draw["include_routing_matrix"] for draw in draws)
     assert all(one.model_input.routing_matrices is None for _, one in sent)
     assert "rollout/router_replay_ratio" not in run.records()[0]
 
@@ -335,11 +341,11 @@ def test_experts_and_scores_cross_a_served_platform(undecided, served, tmp_path,
     )
 
     records = Trial(tmp_path / "igpo", done).records()
-    assert [one["step"] for one in records] == [1, 2]
-    for one in records:
-        assert one["rollout/router_replay_ratio"] == 1.0
-        assert one["parity/max"] <= 1e-5
-        assert one["igpo/baseline_logp"] < 0
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        assert record["rollout/router_replay_ratio"] == 1.0
+        assert record["parity/max"] <= 1e-5
+        assert record["igpo/baseline_logp"] < 0
 
 
 def test_a_trained_mixture_of_experts_is_exported_as_it_was_found(moe, trial):
@@ -359,7 +365,7 @@ def tensors_in(folder: Path) -> dict[str, list[int]]:
 def test_a_dense_model_trains_as_ever_and_one_line_says_so(trial, caplog):
     with caplog.at_level(logging.WARNING):
         replayed = trial(reward_fn=spread, max_rows=4, router_replay=True)
-    told = [one.getMessage() for one in caplog.records if "experts" in one.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "experts" in record.getMessage()]
     plain = trial(reward_fn=spread, max_rows=4)
 
     assert [one.partition(":")[0] for one in told] == ["router_replay does nothing"]

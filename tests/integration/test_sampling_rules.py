@@ -49,7 +49,7 @@ def test_held_out_rows_may_be_drawn_greedily_beside_a_training_that_is_not(async
     assert run.summary.steps == 2
     assert [len(result.samples) for _, result in run.summary.evaluations] == [6, 6]
     for _, result in run.summary.evaluations:
-        texts = [one.text for one in result.samples]
+        texts = [sample.text for sample in result.samples]
         assert texts[::2] == texts[1::2]  # both answers to a row are its likeliest
 
 

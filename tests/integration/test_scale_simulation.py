@@ -15,10 +15,16 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scale_simulation.py"
 CONSTANTS = {
-    "recipe_s": 1e-3, "recipe_token_s": 1e-6, "gateway_s": 5e-4, "gateway_token_s": 5e-7,
-    "answer_bytes_per_token": 40.0, "datum_bytes_per_token": 12.0, "save_s_per_byte": 1e-10,
-    "load_s_per_byte": 1e-10, "delta_share": 0.03,
-}  # fmt: skip
+    "recipe_s": 1e-3,
+    "recipe_token_s": 1e-6,
+    "gateway_s": 5e-4,
+    "gateway_token_s": 5e-7,
+    "answer_bytes_per_token": 40.0,
+    "datum_bytes_per_token": 12.0,
+    "save_s_per_byte": 1e-10,
+    "load_s_per_byte": 1e-10,
+    "delta_share": 0.03,
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +43,22 @@ def scale() -> ModuleType:
 def fleet(scale: ModuleType) -> Any:
     """Four replicas, and a trainer that keeps up with them."""
     return scale.Fleet(
-        replicas=4, rows=32, step_s=0.02, row_s=1e-4, training_s=1e-4, gateway_s=1e-4,
-        recipe_s=1e-3, save_s=0.5, transfer_s=0.1, load_s=0.4, prompts=8, group=4,
-        median_tokens=200.0, longest=1000, prompt_tokens=50,
-    )  # fmt: skip
+        replicas=4,
+        rows=32,
+        step_s=0.02,
+        row_s=1e-4,
+        training_s=1e-4,
+        gateway_s=1e-4,
+        recipe_s=1e-3,
+        save_s=0.5,
+        transfer_s=0.1,
+        load_s=0.4,
+        prompts=8,
+        group=4,
+        median_tokens=200.0,
+        longest=1000,
+        prompt_tokens=50,
+    )
 
 
 def never() -> bool:

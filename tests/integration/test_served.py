@@ -55,7 +55,7 @@ def test_a_served_lora_run_with_its_reference_equals_the_embedded_one(served, re
     flags = ["--lora-rank=4", "--kl-beta=0.1", "--merge-adapter"]
 
     runs = [recipes.start(None, embedded, *flags), recipes.start(served.url, remote, *flags)]
-    assert [one.wait(120) for one in runs] == [0, 0]
+    assert [run.wait(120) for run in runs] == [0, 0]
 
     assert records(remote) == records(embedded)
     assert is_same_model(served.data_dir / "models" / remote.name, embedded / "models" / "embedded")
@@ -79,7 +79,7 @@ def test_the_command_of_a_finished_run_trains_nothing_and_makes_the_same_model(
     assert records(folder) == before
     assert is_same_model(model, tmp_path / "first")
     point = orjson.loads((folder / "run.json").read_bytes())["checkpoints"][-1]
-    (line,) = [one for one in hearth_ps(served).splitlines() if point["job"] in one]
+    (line,) = [line for line in hearth_ps(served).splitlines() if point["job"] in line]
     assert "trainer" in line
     assert "CANCELLED" in line
 

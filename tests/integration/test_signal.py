@@ -63,8 +63,8 @@ def test_rows_that_are_solved_end_nothing_and_what_is_wrong_is_said(async_trial,
     run = async_trial(make=constant(1.0), no_signal_patience=2)
 
     assert run.summary.steps == 4
-    assert [one["signal/effective_samples"] for one in run.records()] == [0.0] * 4
-    assert [one["signal/useful_row_ratio"] for one in run.records()] == [0.0] * 4
+    assert [record["signal/effective_samples"] for record in run.records()] == [0.0] * 4
+    assert [record["signal/useful_row_ratio"] for record in run.records()] == [0.0] * 4
     shown = capsys.readouterr().out
     assert shown.count("100% of the rows taught nothing") == 1
     assert "the last 4 rows taught nothing, and most of their answers are right" in shown

@@ -21,12 +21,7 @@ from training.examples.rl.tool_use.policy import make_policy
 from training.examples.rl.tool_use.problems import problem_rows, split_problems
 from training.examples.rl.tool_use.reward import tool_use_reward
 from training.examples.rl.tool_use.rollout import make_rollout_fn
-from training.examples.rl.tool_use.train import (
-    check_openai,
-    command,
-    default_config,
-    with_policy,
-)
+from training.examples.rl.tool_use.train import check_openai, command, default_config, with_policy
 from training.utils.rl.rollout import RolloutRun, RolloutSetup, runs_of
 from training.utils.rl.rollout_sampler import DrawContext, current_draw
 
@@ -69,11 +64,12 @@ CONTEXTS = {"no-room-for-a-result": 20, "no-room-at-all": 8}
 def folders(tmp_path_factory) -> dict[str, Path]:
     return {
         name: write_reciter(
-            tmp_path_factory.mktemp(name), {"<|assistant|>": said, "<|again|>": ANSWER},
+            tmp_path_factory.mktemp(name),
+            {"<|assistant|>": said, "<|again|>": ANSWER},
             chat_template=template,
         )
         for name, (said, template) in FOLDERS.items()
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +80,12 @@ def platform(folders, tmp_path_factory):
         for name, folder in models.items():
             deployments.create_or_get(
                 DeploymentConfig(
-                    deployment_id=name, base_model=str(folder), tokenizer_model=str(folder),
+                    deployment_id=name,
+                    base_model=str(folder),
+                    tokenizer_model=str(folder),
                     max_context_length=CONTEXTS.get(name, 512),
                 )
-            )  # fmt: skip
+            )
         for name in models:
             deployments.wait_for_ready(name)
         yield one
@@ -99,13 +97,23 @@ def play(platform):
 
     async def run(name: str, **options) -> RolloutRun:
         setup = RolloutSetup(
-            tokenizer=None, tokenizer_id="", inference_base_url=platform.base_url, api_key="key",
-            model=f"accounts/me/deployments/{name}", completions_per_prompt=1,
+            tokenizer=None,
+            tokenizer_id="",
+            inference_base_url=platform.base_url,
+            api_key="key",
+            model=f"accounts/me/deployments/{name}",
+            completions_per_prompt=1,
             sample_kwargs={
-                "max_tokens": 32, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
-                "max_seq_len": 512, "http_timeout": 30.0, "logprobs": True, **options,
+                "max_tokens": 32,
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": 0,
+                "max_seq_len": 512,
+                "http_timeout": 30.0,
+                "logprobs": True,
+                **options,
             },
-        )  # fmt: skip
+        )
         with setup.closing:
             (played,) = runs_of(await make_rollout_fn(setup)(ROW), "a test")
             return played
@@ -128,7 +136,7 @@ def text(folders):
 def spans(mask: list[int]) -> list[tuple[int, int]]:
     """Begin and end of each stretch of ones."""
     begins = [place for place in range(1, len(mask)) if mask[place] > mask[place - 1]]
-    return [(one, [*mask, 0].index(0, one)) for one in begins]
+    return [(begin, [*mask, 0].index(0, begin)) for begin in begins]
 
 
 async def test_a_template_that_keeps_history_gives_one_sample(play, text):
@@ -247,9 +255,10 @@ def test_the_policys_template_renders_a_call_as_the_policy_draws_it(tmp_path):
     asked = problem_rows(1)[0]["messages"]
     function = {"name": "calculator", "arguments": {"expression": "21 * 32"}}
     said = {
-        "role": "assistant", "content": "",
+        "role": "assistant",
+        "content": "",
         "tool_calls": [{"type": "function", "function": function}],
-    }  # fmt: skip
+    }
     drawn = tokenizer.encode(
         '<tool_call>\n{"name": "calculator", "arguments": {"expression": "21 * 32"}}\n</tool_call>'
         "<|im_end|>"
@@ -292,9 +301,13 @@ def test_the_policy_is_trained_on_problems_that_it_was_not_warmed_up_on():
 
 def test_the_example_trains_from_its_command_with_nothing_set_up(tmp_path, capfd):
     flags = {
-        "log-path": tmp_path, "warm-up-steps": 1, "max-rows": 4, "completions-per-prompt": 2,
-        "prompt-groups-per-step": 2, "max-completion-tokens": 12,
-    }  # fmt: skip
+        "log-path": tmp_path,
+        "warm-up-steps": 1,
+        "max-rows": 4,
+        "completions-per-prompt": 2,
+        "prompt-groups-per-step": 2,
+        "max-completion-tokens": 12,
+    }
 
     assert (
         command([part for name, value in flags.items() for part in (f"--{name}", str(value))]) == 0

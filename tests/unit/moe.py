@@ -23,15 +23,27 @@ def moe_config(**changes: Any) -> Any:
     from transformers import Qwen3MoeConfig
 
     sizes: dict[str, Any] = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": HEAD_DIM,
-        "max_position_embeddings": 512, "num_experts": 8, "num_experts_per_tok": TOP_K,
-        "moe_intermediate_size": 16, "norm_topk_prob": True, "tie_word_embeddings": True,
-        "eos_token_id": 3, "bos_token_id": None, "pad_token_id": 0, "rms_norm_eps": _EPS,
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 2,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 512,
+        "num_experts": 8,
+        "num_experts_per_tok": TOP_K,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+        "eos_token_id": 3,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+        "rms_norm_eps": _EPS,
         "rope_parameters": {"rope_type": "default", "rope_theta": _THETA},
         # Wide enough that experts differ, and that some tokens are likelier than others.
         "initializer_range": 0.2,
-    }  # fmt: skip
+    }
     return Qwen3MoeConfig(**(sizes | changes))
 
 
@@ -136,7 +148,7 @@ def _mixed(own: Mapping[str, Tensor], x: Tensor, wanted: Tensor | None) -> tuple
     rows: list[Tensor] = []
     for token, experts in enumerate(chosen.tolist()):
         share = shares[token, experts]
-        parts = [_expert(own, x[token], one) for one in experts]
+        parts = [_expert(own, x[token], expert) for expert in experts]
         rows.append((share / share.sum()) @ torch.stack(parts))
     return torch.stack(rows), chosen
 

@@ -13,9 +13,12 @@ _CERTAIN = 4.0
 
 
 def write_reciter(
-    folder: Path, answers: Mapping[str, Sequence[str]], *, chat_template: str,
+    folder: Path,
+    answers: Mapping[str, Sequence[str]],
+    *,
+    chat_template: str,
     special: Sequence[str] = (),
-) -> Path:  # fmt: skip
+) -> Path:
     """A model folder. After the token ``cue`` it draws the pieces ``answers[cue]`` and then ends.
 
     Every piece is one token, and in one folder it is always followed by the same. Pieces in
@@ -32,14 +35,22 @@ def write_reciter(
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END), *map(AddedToken, special)])
     pieces = dict.fromkeys([*_ROLES, *(piece for said in answers.values() for piece in said)])
-    plain = [AddedToken(one, normalized=False) for one in pieces if one not in special]
+    plain = [AddedToken(piece, normalized=False) for piece in pieces if piece not in special]
     tokenizer.add_tokens(plain)
     vocab_size = tokenizer.get_vocab_size()
     config = Qwen3Config(
-        vocab_size=vocab_size, hidden_size=vocab_size, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=512,
-        tie_word_embeddings=False, eos_token_id=tokenizer.token_to_id(END), bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=vocab_size,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.token_to_id(END),
+        bos_token_id=None,
+    )
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.eye(vocab_size))
@@ -52,7 +63,9 @@ def write_reciter(
                 model.lm_head.weight[place] = _CERTAIN
     model.save_pretrained(folder)
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, chat_template=chat_template,
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)  # fmt: skip
+    ).save_pretrained(folder)
     return folder

@@ -145,9 +145,13 @@ def test_processes_share_by_a_file_and_a_dead_one_does_not_count(tmp_path: Path)
     board = tmp_path / "threads"
     own = ThreadBudget(2, board).member()
     with subprocess.Popen(
-        [sys.executable, "-c", OTHER, str(board)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, bufsize=1, env=os.environ | {"OMP_NUM_THREADS": "2"},
-    ) as other:  # fmt: skip
+        [sys.executable, "-c", OTHER, str(board)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+    ) as other:
         assert other.stdin is not None
         assert other.stdout is not None
 

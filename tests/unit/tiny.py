@@ -10,10 +10,19 @@ def write_qwen(folder: Path) -> Path:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
-        tie_word_embeddings=True, eos_token_id=3, bos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=3,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return write_tokenizer(folder)
 

@@ -38,12 +38,24 @@ class Deployment:
         self.companions = LocalCompanions(folder / "companions")
         self.phases: list[str] = []
         self.app, self._close = build(
-            buckets=str(folder / "buckets"), name=NAME, base_model=str(MODEL), source=str(MODEL),
-            bucket="b", state_dir=str(folder / "state"), tokenizer=None, engine="vllm",
-            replicas=replicas, engine_options=OPTIONS | options, dtype="float32", device="cpu",
-            max_seq_len=max_seq_len, max_batch_size=32, trust_remote_code=False,
-            companions=self.companions, on_phase=self.phases.append,
-        )  # fmt: skip
+            buckets=str(folder / "buckets"),
+            name=NAME,
+            base_model=str(MODEL),
+            source=str(MODEL),
+            bucket="b",
+            state_dir=str(folder / "state"),
+            tokenizer=None,
+            engine="vllm",
+            replicas=replicas,
+            engine_options=OPTIONS | options,
+            dtype="float32",
+            device="cpu",
+            max_seq_len=max_seq_len,
+            max_batch_size=32,
+            trust_remote_code=False,
+            companions=self.companions,
+            on_phase=self.phases.append,
+        )
         self._clients = ThreadPoolExecutor(64)
         self.snapshots = FolderBuckets(folder / "buckets").bucket("b")
 
@@ -65,11 +77,18 @@ class Deployment:
     def complete(self, **fields: Any) -> list[dict[str, Any]]:
         """Choices of a completion request for token ids and arrays."""
         body = {
-            "prompt": PROMPT, "max_tokens": 12, "temperature": 1.0, "logprobs": True, "seed": 3,
-            "logprob_format": "arrays", "raw_output": True, "ignore_eos": True, **fields,
-        }  # fmt: skip
+            "prompt": PROMPT,
+            "max_tokens": 12,
+            "temperature": 1.0,
+            "logprobs": True,
+            "seed": 3,
+            "logprob_format": "arrays",
+            "raw_output": True,
+            "ignore_eos": True,
+            **fields,
+        }
         choices = self.ask("POST", "/v1/completions", body)["choices"]
-        return [{**one, "prompt": body["prompt"]} for one in choices]
+        return [{**choice, "prompt": body["prompt"]} for choice in choices]
 
     def hot_load(self, identity: str, **fields: Any) -> dict[str, Any]:
         """Serve a snapshot; the replica's state once that has ended."""
@@ -109,9 +128,11 @@ class Trainer:
 
     def __init__(self, deployment: Deployment, work_dir: Path, lora_rank: int = 0) -> None:
         self.engine = TrainerEngine(
-            str(MODEL), snapshots=deployment.snapshots, checkpoint_dir=work_dir / "checkpoints",
+            str(MODEL),
+            snapshots=deployment.snapshots,
+            checkpoint_dir=work_dir / "checkpoints",
             options=TrainerOptions(dtype="float32", max_seq_len=256),
-        )  # fmt: skip
+        )
         lora = LoraOptions(rank=lora_rank, seed=1) if lora_rank else None
         self.model_id = self.engine.create_model(lora)
 

@@ -30,8 +30,8 @@ def test_it_serves_and_a_seed_repeats(deployment):
 
     tokens = [one["raw_output"]["completion_token_ids"] for one in drawn]
     assert [one["raw_output"]["completion_token_ids"] for one in again] == tokens
-    assert len({tuple(one) for one in tokens}) > 1
-    assert all(len(one) == 12 for one in tokens)
+    assert len({tuple(token) for token in tokens}) > 1
+    assert all(len(token) == 12 for token in tokens)
 
 
 def test_both_replicas_draw(deployment):
@@ -115,8 +115,14 @@ def test_the_context_ends_a_text(deployment):
 
 def test_a_stream_tells_what_an_answer_tells(deployment):
     (whole,) = deployment.complete(max_tokens=8)
-    body = {"prompt": PROMPT, "max_tokens": 8, "seed": 3, "stream": True, "logprobs": True,
-            "ignore_eos": True}  # fmt: skip
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 8,
+        "seed": 3,
+        "stream": True,
+        "logprobs": True,
+        "ignore_eos": True,
+    }
     told = events(deployment.ask("POST", "/v1/completions", body))
 
     assert "".join(one["choices"][0]["text"] for one in told) == whole["text"]
@@ -159,7 +165,7 @@ def test_requests_that_are_kept_go_on_under_the_new_version(deployment, trainer)
     drawn = [one.result()[0] for one in running]
 
     runs = [one["raw_output"]["versions"] for one in drawn]
-    assert all(sum(count for _, count in one) == 240 for one in runs)
+    assert all(sum(count for _, count in run) == 240 for run in runs)
     ran_across = [one for one in drawn if len(one["raw_output"]["versions"]) == 2]
     assert ran_across, runs
     for one in ran_across:

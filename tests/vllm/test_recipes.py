@@ -35,18 +35,21 @@ def test_rl_loop_takes_three_steps(trial):
     records = run.records()
     assert run.summary.steps == len(records) == 3
     assert run.summary.version == 3
-    assert all(one["parity/max"] < GAP for one in records)
-    assert all(one["train/grad_norm"] > 0 for one in records)
+    assert all(record["parity/max"] < GAP for record in records)
+    assert all(record["train/grad_norm"] > 0 for record in records)
 
 
 @pytest.mark.parametrize("lora_rank", [4])
 def test_async_rl_loop_takes_three_steps_with_an_adapter(async_trial, lora_rank):
     run = async_trial(
-        deployment=ON_VLLM, max_rows=6, lora_rank=lora_rank, merge_adapter=True,
+        deployment=ON_VLLM,
+        max_rows=6,
+        lora_rank=lora_rank,
+        merge_adapter=True,
         max_head_offpolicy_versions=1,
-    )  # fmt: skip
+    )
 
     records = run.records()
     assert run.summary.steps == len(records) == 3
     assert run.summary.version == 3
-    assert all(one.get("parity/max", 0.0) < GAP for one in records)
+    assert all(record.get("parity/max", 0.0) < GAP for record in records)

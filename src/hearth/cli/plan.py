@@ -54,11 +54,16 @@ def plan(arguments: list[str]) -> int:
 
         source = read_catalog().model(flags.model).source
         question = Question(
-            model=read_architecture(read_config(source)), gpus=flags.gpus, context=flags.context,
-            gpu_memory_gib=flags.gpu_memory_gib, lora_rank=flags.lora_rank, dtype=flags.dtype,
-            has_reference=flags.reference, offload_optimizer=flags.offload_optimizer,
+            model=read_architecture(read_config(source)),
+            gpus=flags.gpus,
+            context=flags.context,
+            gpu_memory_gib=flags.gpu_memory_gib,
+            lora_rank=flags.lora_rank,
+            dtype=flags.dtype,
+            has_reference=flags.reference,
+            offload_optimizer=flags.offload_optimizer,
             concurrent=flags.concurrent,
-        )  # fmt: skip
+        )
         found = answer(question)
         if flags.json:
             said = orjson.dumps(as_json(flags, question, found)).decode()

@@ -117,8 +117,10 @@ def ps(arguments: list[str]) -> int:
                 kind = "reference" if job.forward_only else "trainer"
                 state = (job.state or "").removeprefix("JOB_STATE_")
                 rows.append(_columns(job, kind, state, job.training_config.base_model))
-        for one in flags.deployments():
-            rows.append(_columns(one, "deployment", one.state or "", one.base_model))
+        for deployment in flags.deployments():
+            rows.append(
+                _columns(deployment, "deployment", deployment.state or "", deployment.base_model)
+            )
         if rows:
             _show(rows)
         else:
@@ -164,8 +166,8 @@ def _kind(flags: Platform, id: str) -> str:
     Raises:
         NotFoundError: it is neither; the message lists both.
     """
-    jobs = [(one.name or "").rsplit("/", 1)[-1] for one in flags.jobs()]
-    deployments = [(one.name or "").rsplit("/", 1)[-1] for one in flags.deployments()]
+    jobs = [(job.name or "").rsplit("/", 1)[-1] for job in flags.jobs()]
+    deployments = [(deployment.name or "").rsplit("/", 1)[-1] for deployment in flags.deployments()]
     if id in jobs:
         return "trainer"
     if id in deployments:
@@ -190,9 +192,15 @@ def _show(rows: list[list[str]]) -> None:
 def _columns(one: TrainerJob | Deployment, kind: str, state: str, model: str) -> list[str]:
     note = (one.status_message or "").split("; its log")[0]
     return [
-        (one.name or "").rsplit("/", 1)[-1], kind, state, _short(model), str(one.pid or ""),
-        _memory(one.pid), _age(one.create_time), " ".join(note.split()),
-    ]  # fmt: skip
+        (one.name or "").rsplit("/", 1)[-1],
+        kind,
+        state,
+        _short(model),
+        str(one.pid or ""),
+        _memory(one.pid),
+        _age(one.create_time),
+        " ".join(note.split()),
+    ]
 
 
 def _short(model: str) -> str:

@@ -89,7 +89,7 @@ def _facts(plane: ControlPlane) -> APIRouter:
 
     @router.get("/accounts/{account}/models")
     def models(account: str) -> Response:
-        owned = [one for one in plane.models() if account in ("-", one.name.split("/")[1])]
+        owned = [model for model in plane.models() if account in ("-", model.name.split("/")[1])]
         return _answer(Models(models=owned))
 
     @router.get("/accounts/{account}/models/{model}")
@@ -138,9 +138,12 @@ def _jobs(plane: ControlPlane) -> APIRouter:
 
     @router.post("")
     async def create(
-        request: Request, account: str, job_id: JobId = "", shape: ShapeName = "",
+        request: Request,
+        account: str,
+        job_id: JobId = "",
+        shape: ShapeName = "",
         deployment_id: DeploymentId = "",
-    ) -> Response:  # fmt: skip
+    ) -> Response:
         check_account(account)
         asked = await _asked(TrainerJob, request)
         tied = asked.hot_load_deployment_id
@@ -207,9 +210,12 @@ def _deployments(plane: ControlPlane) -> APIRouter:
     ) -> Response:
         check_account(account)
         found = await settled(
-            lambda: deployments.get(deployment), deployments.rows.changes, deployment,
-            states, timeout_s,
-        )  # fmt: skip
+            lambda: deployments.get(deployment),
+            deployments.rows.changes,
+            deployment,
+            states,
+            timeout_s,
+        )
         return _answer(found)
 
     @router.patch("/{deployment}")

@@ -226,11 +226,13 @@ def _own_shapes(model: ModelEntry) -> list[ShapeEntry]:
     account, leaf = model.name.split("/")[1], model.name.split("/")[-1]
     return [
         ShapeEntry(
-            name=f"accounts/{account}/trainingShapes/{leaf}{suffix}", base_model=model.name,
-            trainer_mode=mode, context_length=_with_config(model).context_length,
+            name=f"accounts/{account}/trainingShapes/{leaf}{suffix}",
+            base_model=model.name,
+            trainer_mode=mode,
+            context_length=_with_config(model).context_length,
         )
         for suffix, mode in MODES.items()
-    ]  # fmt: skip
+    ]
 
 
 def _with_config(entry: ModelEntry) -> ModelEntry:

@@ -149,15 +149,20 @@ class Checkpoints:
                 kind = "CHECKPOINT_TYPE_TRAINING_LORA"
             rows.append(
                 CheckpointRow(
-                    name=path.parent.name, create_time=moment, update_time=moment,
-                    checkpoint_type=kind, promotable=False, metadata=manifest.get("metadata"),
+                    name=path.parent.name,
+                    create_time=moment,
+                    update_time=moment,
+                    checkpoint_type=kind,
+                    promotable=False,
+                    metadata=manifest.get("metadata"),
                 )
-            )  # fmt: skip
+            )
         return rows
 
     def _promotable(self, job_id: str, checkpoint_id: str) -> SnapshotFacts:
         kept = {
-            one.identity: one for one in self._means.launcher.snapshots(self._jobs.bucket(job_id))
+            snapshot.identity: snapshot
+            for snapshot in self._means.launcher.snapshots(self._jobs.bucket(job_id))
         }
         if checkpoint_id not in kept:
             resumable = [row.name for row in self._resumable(job_id)]
@@ -224,9 +229,13 @@ class Checkpoints:
         return None
 
     def _export(
-        self, operation: Operation, making: dict[str, Any], snapshot: SnapshotFacts,
-        asked: Promote, job: TrainerJob,
-    ) -> None:  # fmt: skip
+        self,
+        operation: Operation,
+        making: dict[str, Any],
+        snapshot: SnapshotFacts,
+        asked: Promote,
+        job: TrainerJob,
+    ) -> None:
         """Write the folder and finish the operation; runs on the pool."""
         try:
             model = self._written(making["operation"], snapshot, asked, job)
@@ -262,11 +271,14 @@ class Checkpoints:
             self._means.launcher.export(
                 ExportSpec(
                     bucket=self._jobs.bucket(leaf(asked.trainer_job_id)),
-                    identity=snapshot.identity, base_model=base, source=entry.source,
-                    folder=str(draft), merge_adapter=asked.merge_adapter,
+                    identity=snapshot.identity,
+                    base_model=base,
+                    source=entry.source,
+                    folder=str(draft),
+                    merge_adapter=asked.merge_adapter,
                     trust_remote_code=entry.trust_remote_code,
                 )
-            )  # fmt: skip
+            )
             # Also over a folder without a row: its platform ended just before it wrote that.
             put_in_place(draft, folder, overwrite=True)
         finally:
@@ -274,16 +286,23 @@ class Checkpoints:
             shutil.rmtree(draft, ignore_errors=True)
         is_adapter = snapshot.kind == "lora" and not asked.merge_adapter
         return Model(
-            name=asked.output_model, kind="HF_PEFT_ADDON" if is_adapter else "HF_BASE_MODEL",
-            source=str(folder), create_time=timestamp(), source_job=asked.trainer_job_id,
+            name=asked.output_model,
+            kind="HF_PEFT_ADDON" if is_adapter else "HF_BASE_MODEL",
+            source=str(folder),
+            create_time=timestamp(),
+            source_job=asked.trainer_job_id,
             base_model_details=BaseModelDetails(moe=entry.moe),
             peft_details=_peft_details(folder, base) if is_adapter else None,
-        )  # fmt: skip
+        )
 
     def _finish(
-        self, operation_id: str, operation: Operation, *, response: Model | None = None,
+        self,
+        operation_id: str,
+        operation: Operation,
+        *,
+        response: Model | None = None,
         error: OperationError | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         done = operation.model_copy(update={"done": True, "response": response, "error": error})
         self._store.operations.update(operation_id, state="done", body=done.as_dict())
 
@@ -291,15 +310,19 @@ class Checkpoints:
 def _snapshot_row(facts: SnapshotFacts) -> CheckpointRow:
     moment = timestamp(facts.created_s)
     return CheckpointRow(
-        name=facts.identity, create_time=moment, update_time=moment,
-        checkpoint_type=_KINDS[facts.kind], promotable=facts.kind != "delta",
-    )  # fmt: skip
+        name=facts.identity,
+        create_time=moment,
+        update_time=moment,
+        checkpoint_type=_KINDS[facts.kind],
+        promotable=facts.kind != "delta",
+    )
 
 
 def _peft_details(folder: Any, base: str) -> PeftDetails:
     config = read_json(folder / "adapter_config.json") or {}
     modules = config.get("target_modules") or []
     return PeftDetails(
-        base_model=base, r=int(config.get("r", 0)),
+        base_model=base,
+        r=int(config.get("r", 0)),
         target_modules=sorted(modules) if isinstance(modules, list) else [str(modules)],
-    )  # fmt: skip
+    )

@@ -43,8 +43,14 @@ MOST_REPLICAS = 64
 SCALED_TO_ZERO = "scaled to zero"
 _PREFIX = "deployment-"
 _ANSWERED = (
-    "name", "state", "status_message", "create_time", "update_time", "worker_placement", "pid",
-)  # fmt: skip
+    "name",
+    "state",
+    "status_message",
+    "create_time",
+    "update_time",
+    "worker_placement",
+    "pid",
+)
 """What only answers say; a client that sends back what it read is not taken at its word."""
 
 
@@ -52,9 +58,13 @@ class Deployments:
     """The deployments of one platform. Safe to use from several threads."""
 
     def __init__(
-        self, rows: Rows, models: Rows, jobs: Jobs, means: Means,
+        self,
+        rows: Rows,
+        models: Rows,
+        jobs: Jobs,
+        means: Means,
         now: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rows = rows
         self.live = LiveTable()
         self._models = models
@@ -356,7 +366,7 @@ class Deployments:
                 )
         values = Values(body.extra_values or {}, shape)
         lengths = [entry.context_length, shape.context_length if shape is not None else None]
-        longest = min((one for one in lengths if one is not None), default=None)
+        longest = min((length for length in lengths if length is not None), default=None)
         engine = cast("Engine", values.choice("engine", ("embedded", "vllm"), "embedded"))
         engine_options = values.mapping("engine_options")
         lora_rank = values.count("lora_rank")

@@ -22,13 +22,7 @@ from hearth.control.deployments import Deployments
 from hearth.control.door import Door
 from hearth.control.jobs import Jobs
 from hearth.control.names import leaf
-from hearth.errors import (
-    HearthError,
-    NotFoundError,
-    RequestError,
-    TooLargeError,
-    TransportError,
-)
+from hearth.errors import HearthError, NotFoundError, RequestError, TooLargeError, TransportError
 from hearth.launch.spec import Endpoint
 from hearth.wire.asgi import TOKEN_HEADER, App, Message, Scope
 from hearth.wire.faults import fault_body, status_of
@@ -41,10 +35,18 @@ _FOR_THE_DOOR = frozenset({b"authorization", b"x-api-key", b"cookie", BUCKET_HEA
 """No worker hears these from a client."""
 _OF_THE_CONNECTION = frozenset(
     {
-        b"host", b"connection", b"transfer-encoding", b"keep-alive", b"expect", b"te", b"trailer",
-        b"upgrade", b"date", b"server",
+        b"host",
+        b"connection",
+        b"transfer-encoding",
+        b"keep-alive",
+        b"expect",
+        b"te",
+        b"trailer",
+        b"upgrade",
+        b"date",
+        b"server",
     }
-)  # fmt: skip
+)
 """Each connection has its own."""
 _LAST_S = 1.0
 """How long a platform that ends waits for its workers' answers."""
@@ -171,7 +173,9 @@ class Gateway:
             transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=_KEEPALIVE)
         timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
         self._clients[address] = client = httpx.AsyncClient(transport=transport, timeout=timeout)
-        for gone in [one for one in self._clients if one != address and self._has_ended(one)]:
+        for gone in [
+            client for client in self._clients if client != address and self._has_ended(client)
+        ]:
             await self._clients.pop(gone).aclose()
         return client
 

@@ -37,8 +37,14 @@ _PREFIX = "trainer-"
 _LEARNED = "learnedContextLength"
 """In a row's body: what the trainer said, where nobody could say before it ran."""
 _ANSWERED = (
-    "name", "state", "status_message", "create_time", "update_time", "worker_placement", "pid",
-)  # fmt: skip
+    "name",
+    "state",
+    "status_message",
+    "create_time",
+    "update_time",
+    "worker_placement",
+    "pid",
+)
 """What only answers say; a client that sends back what it read is not taken at its word."""
 
 
@@ -174,9 +180,12 @@ class Jobs:
                 return
             self.live.put(job_id, Live("JOB_STATE_RUNNING", worker=worker, is_ready=True))
             self.rows.update(
-                job_id, only_from=ALIVE, state="JOB_STATE_RUNNING", worker=worker.record(),
+                job_id,
+                only_from=ALIVE,
+                state="JOB_STATE_RUNNING",
+                worker=worker.record(),
                 body={**row.body, **learned},
-            )  # fmt: skip
+            )
         logger.info("trainer job %s is running", job_id)
 
     def failed(self, worker: Worker, report: ExitReport) -> None:
@@ -388,4 +397,4 @@ def bucket_of(job_id: str, body: TrainerJob) -> str:
 
 def _shortest(shape: ShapeEntry | None, entry: ModelEntry) -> int | None:
     lengths = [entry.context_length, shape.context_length if shape is not None else None]
-    return min((one for one in lengths if one is not None), default=None)
+    return min((length for length in lengths if length is not None), default=None)

@@ -42,7 +42,7 @@ class ControlPlane:
         if row is not None and row.state == "READY":
             return _promoted(row)
         if name not in self.means.catalog.models:
-            known = [one.name for one in self.models()]
+            known = [model.name for model in self.models()]
             raise NotFoundError(f"model must be one of {known}, got {name!r}")
         return _registered(self.means.catalog.model(name))
 
@@ -64,10 +64,11 @@ class ControlPlane:
 
 def _registered(entry: ModelEntry) -> Model:
     return Model(
-        name=entry.name, source=entry.source,
+        name=entry.name,
+        source=entry.source,
         parameter_count=str(entry.parameters) if entry.parameters is not None else None,
         base_model_details=BaseModelDetails(moe=entry.moe),
-    )  # fmt: skip
+    )
 
 
 def _promoted(row: Row) -> Model:

@@ -106,9 +106,14 @@ class Rows:
         """
         now = time.time()
         values = {
-            "id": id, "state": state, "message": message, "body": dict(body), "worker": None,
-            "created_s": now, "updated_s": now,
-        }  # fmt: skip
+            "id": id,
+            "state": state,
+            "message": message,
+            "body": dict(body),
+            "worker": None,
+            "created_s": now,
+            "updated_s": now,
+        }
         try:
             with self._lock, self._engine.begin() as connection:
                 connection.execute(self._table.insert().values(values))

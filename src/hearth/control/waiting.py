@@ -37,9 +37,12 @@ async def settled(
 
 
 async def once(
-    read: Callable[[], T], changes: Changes, id: str, is_met: Callable[[T], bool],
+    read: Callable[[], T],
+    changes: Changes,
+    id: str,
+    is_met: Callable[[T], bool],
     wait_s: float | None,
-) -> T:  # fmt: skip
+) -> T:
     """What ``read`` gives as soon as that is as asked for; as it stands when the time is over.
 
     The time is over for everyone when the platform ends.

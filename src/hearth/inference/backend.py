@@ -184,9 +184,13 @@ class InferenceBackend(Protocol):
         ...
 
     def hot_load(
-        self, identity: str, fetch: Callable[[], Snapshot], *, weight_version: int | None = None,
+        self,
+        identity: str,
+        fetch: Callable[[], Snapshot],
+        *,
+        weight_version: int | None = None,
         running_requests: RunningRequests = "drain",
-    ) -> Future[ServingState]:  # fmt: skip
+    ) -> Future[ServingState]:
         """Serve the snapshot that ``fetch`` returns, without dropping a request.
 
         A snapshot that is served or under way is not loaded again. ``weight_version`` is the number

@@ -45,9 +45,14 @@ def chat_prompt(request: ChatRequest, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def chat_response(
-    request: ChatRequest, prompt: list[int], drawn: Sequence[SampledSequence], *,
-    model_name: str, tokenizer: Tokenizer | None, metrics: dict[str, str],
-) -> ChatResponse:  # fmt: skip
+    request: ChatRequest,
+    prompt: list[int],
+    drawn: Sequence[SampledSequence],
+    *,
+    model_name: str,
+    tokenizer: Tokenizer | None,
+    metrics: dict[str, str],
+) -> ChatResponse:
     """The response to ``request``; its version is the oldest that drew one of its tokens."""
     oldest = min(drawn, key=lambda one: one.weight_version)
     return ChatResponse.model_construct(
@@ -65,16 +70,23 @@ def chat_response(
 
 
 def _choice(
-    request: ChatRequest, prompt: list[int], drawn: SampledSequence, index: int,
+    request: ChatRequest,
+    prompt: list[int],
+    drawn: SampledSequence,
+    index: int,
     tokenizer: Tokenizer | None,
-) -> ChatChoice:  # fmt: skip
+) -> ChatChoice:
     logprobs = None
     if wants_chat_rows(request):
         tops = drawn.top_logprobs or [None] * len(drawn.token_ids)
         rows = token_rows(
-            drawn.token_ids, drawn.logprobs, drawn.sampling_logprobs, tops, tokenizer,
+            drawn.token_ids,
+            drawn.logprobs,
+            drawn.sampling_logprobs,
+            tops,
+            tokenizer,
             encode_routing(drawn.routing) if drawn.routing else None,
-        )  # fmt: skip
+        )
         logprobs = ChatLogprobs.model_construct(content=as_chat(rows))
     message = _answer(request, prompt, drawn.text, index)
     return ChatChoice.model_construct(

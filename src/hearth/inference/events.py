@@ -41,9 +41,13 @@ class _Events(ABC):
     """What both kinds have in common. Called with each round of pieces; gives the bodies."""
 
     def __init__(
-        self, fields: DrawFields, prompts: Sequence[list[int]], *, model_name: str,
+        self,
+        fields: DrawFields,
+        prompts: Sequence[list[int]],
+        *,
+        model_name: str,
         tokenizer: Tokenizer | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._fields = fields
         self._prompts = prompts
         self._tokenizer = tokenizer
@@ -89,12 +93,15 @@ class _Events(ABC):
 
     def _rows(self, tokens: Sequence[DrawnToken]) -> list[TokenLogprob]:
         return token_rows(
-            [one.token_id for one in tokens],
-            [one.logprob for one in tokens],
-            [one.sampling_logprob for one in tokens],
-            [one.top for one in tokens],
+            [token.token_id for token in tokens],
+            [token.logprob for token in tokens],
+            [token.sampling_logprob for token in tokens],
+            [token.top for token in tokens],
             self._tokenizer,
-            ["" if one.routing is None else encode_routing([one.routing])[0] for one in tokens],
+            [
+                "" if token.routing is None else encode_routing([token.routing])[0]
+                for token in tokens
+            ],
         )
 
 
@@ -102,9 +109,13 @@ class CompletionEvents(_Events):
     """Events of ``/v1/completions``; with ``echo`` the first of a choice begins with its prompt."""
 
     def __init__(
-        self, call: CompletionCall, prompts: Sequence[list[int]], *, model_name: str,
+        self,
+        call: CompletionCall,
+        prompts: Sequence[list[int]],
+        *,
+        model_name: str,
         tokenizer: Tokenizer | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(call, prompts, model_name=model_name, tokenizer=tokenizer)
         self._call = call
 
@@ -139,8 +150,8 @@ class CompletionEvents(_Events):
         scores = (piece.prompt_logprobs or unknown) if echoes else []
         rows = token_rows(prompt, scores, unknown, unknown, self._tokenizer)
         rows += self._rows(piece.tokens)
-        logprobs = [*scores, *(one.logprob for one in piece.tokens)]
-        with_top = any(one.top is not None for one in piece.tokens)
+        logprobs = [*scores, *(token.logprob for token in piece.tokens)]
+        with_top = any(token.top is not None for token in piece.tokens)
         return choice_logprobs(rows, logprobs, with_top=with_top)
 
 
@@ -148,9 +159,13 @@ class ChatEvents(_Events):
     """Events of ``/v1/chat/completions``; the first of an answer tells its role."""
 
     def __init__(
-        self, request: ChatRequest, prompt: list[int], *, model_name: str,
+        self,
+        request: ChatRequest,
+        prompt: list[int],
+        *,
+        model_name: str,
         tokenizer: Tokenizer | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(request, [prompt], model_name=model_name, tokenizer=tokenizer)
         self._request = request
         self._readers: defaultdict[int, ToolCallReader] = defaultdict(ToolCallReader)

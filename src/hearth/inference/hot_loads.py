@@ -121,9 +121,13 @@ class HotLoads:
             )
 
     def load(
-        self, identity: str, named_bucket: str | None, previous: str | None = None, *,
+        self,
+        identity: str,
+        named_bucket: str | None,
+        previous: str | None = None,
+        *,
         running_requests: RunningRequests = "drain",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Serve a snapshot from now on; one that is served or under way is not loaded again.
 
         A delta on another snapshot than ``previous`` will not be served. ``running_requests`` is
@@ -157,9 +161,12 @@ class HotLoads:
             error_message=state.error,
         )
         replica = ReplicaState(
-            current_snapshot_identity=state.current_identity, readiness=self.is_ready,
-            loading_state=loading, loaded_adapters=adapters, weight_version=state.weight_version,
-        )  # fmt: skip
+            current_snapshot_identity=state.current_identity,
+            readiness=self.is_ready,
+            loading_state=loading,
+            loaded_adapters=adapters,
+            weight_version=state.weight_version,
+        )
         return HotLoadState(replicas=[replica])
 
     def _restore(self) -> Future[ServingState] | None:
@@ -177,14 +184,20 @@ class HotLoads:
         return self._load(served.identity, bucket, served.weight_version)
 
     def _load(
-        self, identity: str, bucket: str, weight_version: int | None = None,
-        previous: str | None = None, running_requests: RunningRequests = "drain",
-    ) -> Future[ServingState]:  # fmt: skip
+        self,
+        identity: str,
+        bucket: str,
+        weight_version: int | None = None,
+        previous: str | None = None,
+        running_requests: RunningRequests = "drain",
+    ) -> Future[ServingState]:
         self._underway[identity] = bucket
         done = self._backend.hot_load(
-            identity, lambda: self._sources.get(bucket, identity, previous),
-            weight_version=weight_version, running_requests=running_requests,
-        )  # fmt: skip
+            identity,
+            lambda: self._sources.get(bucket, identity, previous),
+            weight_version=weight_version,
+            running_requests=running_requests,
+        )
         done.add_done_callback(lambda future: self._note_end(future, identity, bucket))
         return done
 

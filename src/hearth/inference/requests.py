@@ -140,9 +140,13 @@ def sample_requests(call: CompletionCall, prompts: Sequence[list[int]]) -> list[
     """
     wanted = (call.echo or bool(call.echo_last)) and wants_logprobs(call)
     return _draws(
-        call, prompts, max_tokens=call.max_tokens, top=top_logprobs(call), prompt_logprobs=wanted,
+        call,
+        prompts,
+        max_tokens=call.max_tokens,
+        top=top_logprobs(call),
+        prompt_logprobs=wanted,
         prompt_logprobs_last=call.echo_last or None,
-    )  # fmt: skip
+    )
 
 
 def echoed_tokens(call: CompletionCall, prompt: list[int]) -> list[int]:
@@ -197,10 +201,15 @@ def top_logprobs(call: CompletionFields) -> int:
 
 
 def _draws(
-    fields: DrawFields, prompts: Sequence[list[int]], *, max_tokens: int, top: int,
-    prompt_logprobs: bool = False, prompt_logprobs_last: int | None = None,
+    fields: DrawFields,
+    prompts: Sequence[list[int]],
+    *,
+    max_tokens: int,
+    top: int,
+    prompt_logprobs: bool = False,
+    prompt_logprobs_last: int | None = None,
     shown: Sequence[str] = (),
-) -> list[SampleRequest]:  # fmt: skip
+) -> list[SampleRequest]:
     if not 1 <= fields.n <= MOST_COMPLETIONS:
         raise RequestError(f"n must be in 1..{MOST_COMPLETIONS}, got {fields.n}")
     if fields.n * len(prompts) > MOST_COMPLETIONS:

@@ -130,7 +130,7 @@ def _by_text(row: TokenLogprob) -> dict[str, float] | None:
     if row.top_logprobs is None:
         return None
     # Reversed, so that of two tokens with one text the likelier stays.
-    found = {one.token: one.logprob for one in reversed(row.top_logprobs)}
+    found = {logprob.token: logprob.logprob for logprob in reversed(row.top_logprobs)}
     ordered = dict(sorted(found.items(), key=lambda item: -item[1]))
     if row.logprob is not None:
         ordered.setdefault(row.token, row.logprob)
@@ -138,9 +138,12 @@ def _by_text(row: TokenLogprob) -> dict[str, float] | None:
 
 
 def _choice(
-    call: CompletionCall, prompt: list[int], drawn: SampledSequence, index: int,
+    call: CompletionCall,
+    prompt: list[int],
+    drawn: SampledSequence,
+    index: int,
     tokenizer: Tokenizer | None,
-) -> Choice:  # fmt: skip
+) -> Choice:
     arrays = call.logprob_format == "arrays" and wants_logprobs(call)
     objects = call.logprob_format == "objects" and wants_logprobs(call)
     text = drawn.text

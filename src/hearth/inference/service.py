@@ -59,10 +59,15 @@ _T = TypeVar("_T")
 
 
 def create_app(
-    backend: InferenceBackend, *, model_name: str, snapshots: SnapshotStore | Buckets,
-    state_dir: Path | None = None, default_bucket: str = "default",
-    on_phase: Callable[[Phase], None] | None = None, failed: Future[EngineError] | None = None,
-) -> Starlette:  # fmt: skip
+    backend: InferenceBackend,
+    *,
+    model_name: str,
+    snapshots: SnapshotStore | Buckets,
+    state_dir: Path | None = None,
+    default_bucket: str = "default",
+    on_phase: Callable[[Phase], None] | None = None,
+    failed: Future[EngineError] | None = None,
+) -> Starlette:
     """The app of one deployment, an ASGI application.
 
     Completions, chat and models of OpenAI's API under ``/v1`` and ``/inference/v1``, weight syncs
@@ -185,9 +190,11 @@ class _Deployment:
         attached = wanted.incremental_snapshot_metadata
         previous = attached and attached.previous_snapshot_identity
         self._hot_loads.load(
-            wanted.identity, request.headers.get(BUCKET_HEADER), previous,
+            wanted.identity,
+            request.headers.get(BUCKET_HEADER),
+            previous,
             running_requests=wanted.running_requests,
-        )  # fmt: skip
+        )
         return _json(self._hot_loads.state().dump())
 
     async def hot_load_state(self, request: Request) -> Response:
@@ -210,9 +217,11 @@ class _Deployment:
 
     def _model(self) -> Model:
         return Model(
-            id=self._model_name, created=self._created, owned_by="hearth",
+            id=self._model_name,
+            created=self._created,
+            owned_by="hearth",
             max_model_len=self._backend.max_seq_len,
-        )  # fmt: skip
+        )
 
     def _submit(self, wanted: Sequence[SampleRequest]) -> list[Future[SampledSequence]]:
         """Queue all or, when one is refused, none."""
@@ -239,9 +248,11 @@ class _Deployment:
             _cancel(futures)
 
     async def _stream(
-        self, request: Request, wanted: Sequence[SampleRequest],
+        self,
+        request: Request,
+        wanted: Sequence[SampleRequest],
         events: Callable[[list[Piece]], Iterable[bytes]],
-    ) -> Response:  # fmt: skip
+    ) -> Response:
         """Answer with events from the first piece on; what fails before it has its own status."""
         stream = DrawStream(wanted, self._submit, self._backend.tokenizer)
         try:

@@ -18,12 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hearth.inference.backend import (
-    DrawnToken,
-    SampledSequence,
-    SampleRequest,
-    Tokenizer,
-)
+from hearth.inference.backend import DrawnToken, SampledSequence, SampleRequest, Tokenizer
 from hearth.inference.texts import TextOf, text_decoder
 
 logger = logging.getLogger(__name__)
@@ -118,10 +113,11 @@ class DrawStream:
     """
 
     def __init__(
-        self, requests: Sequence[SampleRequest],
+        self,
+        requests: Sequence[SampleRequest],
         submit: Callable[[Sequence[SampleRequest]], list[Future[SampledSequence]]],
         tokenizer: Tokenizer | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._inbox = _Inbox()
         self._left = len(requests)
         self._choices = [_Progress(index, one, tokenizer) for index, one in enumerate(requests)]
@@ -168,9 +164,13 @@ class EventResponse(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, stream: DrawStream, first: list[Piece], *,
-        events: Callable[[list[Piece]], Iterable[bytes]], fault: Callable[[Exception], bytes],
-    ) -> None:  # fmt: skip
+        self,
+        stream: DrawStream,
+        first: list[Piece],
+        *,
+        events: Callable[[list[Piece]], Iterable[bytes]],
+        fault: Callable[[Exception], bytes],
+    ) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache"})

@@ -22,7 +22,7 @@ def text_decoder(tokenizer: Tokenizer | None, shown: Collection[str] = ()) -> Te
     hidden = {token_id for token_id, text in special.items() if text not in shown}
     if len(hidden) == len(special):
         return lambda tokens: decode(list(tokens), skip_special_tokens=True)
-    return lambda tokens: decode([one for one in tokens if one not in hidden])
+    return lambda tokens: decode([token for token in tokens if token not in hidden])
 
 
 def special_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:

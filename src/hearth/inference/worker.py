@@ -34,11 +34,25 @@ OnPhase = Callable[[str], None]
 
 
 def build(
-    *, buckets: str | Buckets, name: str, base_model: str, source: str, bucket: str,
-    state_dir: str | None, tokenizer: str | None, engine: str, replicas: int,
-    engine_options: Mapping[str, Any], dtype: str, device: str | None, max_seq_len: int | None,
-    max_batch_size: int, trust_remote_code: bool, companions: Companions, on_phase: OnPhase,
-) -> tuple[Starlette, Callable[[], None]]:  # fmt: skip
+    *,
+    buckets: str | Buckets,
+    name: str,
+    base_model: str,
+    source: str,
+    bucket: str,
+    state_dir: str | None,
+    tokenizer: str | None,
+    engine: str,
+    replicas: int,
+    engine_options: Mapping[str, Any],
+    dtype: str,
+    device: str | None,
+    max_seq_len: int | None,
+    max_batch_size: int,
+    trust_remote_code: bool,
+    companions: Companions,
+    on_phase: OnPhase,
+) -> tuple[Starlette, Callable[[], None]]:
     """The app of a deployment that serves snapshots of ``buckets``, and what closes it.
 
     ``on_phase`` is told what it does from now on. ``device`` None takes a GPU where there is one.
@@ -50,18 +64,29 @@ def build(
     if engine == "vllm":
         on_phase("starting vLLM")
         drawing = _vllm(
-            name=base_model, source=source, tokenizer=tokenizer or source, dtype=dtype,
-            device=device, replicas=replicas, options=read_options(engine_options),
-            max_seq_len=max_seq_len, max_batch_size=max_batch_size,
-            trust_remote_code=trust_remote_code, companions=companions, state_dir=state_dir,
-        )  # fmt: skip
+            name=base_model,
+            source=source,
+            tokenizer=tokenizer or source,
+            dtype=dtype,
+            device=device,
+            replicas=replicas,
+            options=read_options(engine_options),
+            max_seq_len=max_seq_len,
+            max_batch_size=max_batch_size,
+            trust_remote_code=trust_remote_code,
+            companions=companions,
+            state_dir=state_dir,
+        )
     else:
         _check_embedded(replicas, engine_options)
         on_phase("loading model")
         loaded = load_model(
-            source, name=base_model, dtype=dtype, device=device or best_device(),
+            source,
+            name=base_model,
+            dtype=dtype,
+            device=device or best_device(),
             trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        )
         drawing = InferenceEngine(
             loaded,
             tokenizer=_tokenizer(tokenizer or source, source, trust_remote_code),
@@ -69,28 +94,47 @@ def build(
         )
     on_phase("idle")
     app = create_app(
-        drawing, model_name=name, snapshots=buckets_of(buckets),
-        default_bucket=bucket, state_dir=Path(state_dir) if state_dir else None, on_phase=on_phase,
+        drawing,
+        model_name=name,
+        snapshots=buckets_of(buckets),
+        default_bucket=bucket,
+        state_dir=Path(state_dir) if state_dir else None,
+        on_phase=on_phase,
         failed=drawing.failed if isinstance(drawing, VllmBackend) else None,
-    )  # fmt: skip
+    )
     return app, drawing.close
 
 
 def _vllm(
-    *, name: str, source: str, tokenizer: str, dtype: str, device: str | None, replicas: int,
-    options: VllmOptions, max_seq_len: int | None, max_batch_size: int, trust_remote_code: bool,
-    companions: Companions, state_dir: str | None,
-) -> VllmBackend:  # fmt: skip
+    *,
+    name: str,
+    source: str,
+    tokenizer: str,
+    dtype: str,
+    device: str | None,
+    replicas: int,
+    options: VllmOptions,
+    max_seq_len: int | None,
+    max_batch_size: int,
+    trust_remote_code: bool,
+    companions: Companions,
+    state_dir: str | None,
+) -> VllmBackend:
     facts = read_facts(source, name=name, trust_remote_code=trust_remote_code)
     spoken = _tokenizer(tokenizer, source, trust_remote_code)
     folder = _vllm_folder(state_dir)
     plan = ServerPlan(
-        python=vllm_python(), source=source, tokenizer=tokenizer,
-        plugin_dir=write_plugin(folder / "plugin"), dtype=dtype,
+        python=vllm_python(),
+        source=source,
+        tokenizer=tokenizer,
+        plugin_dir=write_plugin(folder / "plugin"),
+        dtype=dtype,
         max_seq_len=max_seq_len or min(facts.max_position, LONGEST_DEFAULT),
-        max_batch_size=max_batch_size, is_cpu=(device or best_device()).startswith("cpu"),
-        trust_remote_code=trust_remote_code, options=options,
-    )  # fmt: skip
+        max_batch_size=max_batch_size,
+        is_cpu=(device or best_device()).startswith("cpu"),
+        trust_remote_code=trust_remote_code,
+        options=options,
+    )
     return VllmBackend(
         plan, facts, replicas=replicas, companions=companions, folder=folder, tokenizer=spoken
     )

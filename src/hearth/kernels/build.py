@@ -27,9 +27,17 @@ COMPILERS = ("cc", "gcc", "clang")
 # Only sums that the source says so (omp simd) are taken in any order: elsewhere the order is what
 # makes them exact. NaN and infinity stay what they are.
 FLAGS = (
-    "-O3", "-march=native", "-std=c11", "-shared", "-fPIC", "-fopenmp-simd", "-fno-math-errno",
-    "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=fast",
-)  # fmt: skip
+    "-O3",
+    "-march=native",
+    "-std=c11",
+    "-shared",
+    "-fPIC",
+    "-fopenmp-simd",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-ffp-contract=fast",
+)
 # Where the processor has them; compilers prefer half of that by themselves.
 WIDE = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()
 TIMEOUT_S = 120.0

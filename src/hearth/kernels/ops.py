@@ -25,10 +25,16 @@ class AttentionShape(ctypes.Structure):
     """What ``decode_attention`` needs to know beside its tensors; ``*_stride`` in elements."""
 
     _fields_ = (
-        ("rows", _INT64), ("heads", _INT64), ("kv_heads", _INT64), ("dim", _INT64),
-        ("row_stride", _INT64), ("head_stride", _INT64), ("threads", _INT64),
-        ("eps", _FLOAT), ("scale", _FLOAT),
-    )  # fmt: skip
+        ("rows", _INT64),
+        ("heads", _INT64),
+        ("kv_heads", _INT64),
+        ("dim", _INT64),
+        ("row_stride", _INT64),
+        ("head_stride", _INT64),
+        ("threads", _INT64),
+        ("eps", _FLOAT),
+        ("scale", _FLOAT),
+    )
 
 
 class StepLayer(ctypes.Structure):
@@ -37,39 +43,64 @@ class StepLayer(ctypes.Structure):
     _fields_ = tuple(
         (name, _POINTER)
         for name in (
-            "input_norm", "qkv", "bias", "q_norm", "k_norm", "o", "post_norm", "gate_up", "down",
+            "input_norm",
+            "qkv",
+            "bias",
+            "q_norm",
+            "k_norm",
+            "o",
+            "post_norm",
+            "gate_up",
+            "down",
         )
-    )  # fmt: skip
+    )
 
 
 class StepModel(ctypes.Structure):
     """What ``decode_step`` needs to know of a model; ``layer_stride`` is the cache's."""
 
     _fields_ = (
-        ("sgemm", _POINTER), ("own_threads", _POINTER), ("layers", ctypes.POINTER(StepLayer)),
+        ("sgemm", _POINTER),
+        ("own_threads", _POINTER),
+        ("layers", ctypes.POINTER(StepLayer)),
         ("embedding", _POINTER),
-        ("final_norm", _POINTER), ("head", _POINTER), ("head_bias", _POINTER),
-        ("cosine", _POINTER), ("sine", _POINTER), ("num_layers", _INT64), ("hidden", _INT64),
-        ("inner", _INT64), ("vocab", _INT64), ("layer_stride", _INT64),
-    )  # fmt: skip
+        ("final_norm", _POINTER),
+        ("head", _POINTER),
+        ("head_bias", _POINTER),
+        ("cosine", _POINTER),
+        ("sine", _POINTER),
+        ("num_layers", _INT64),
+        ("hidden", _INT64),
+        ("inner", _INT64),
+        ("vocab", _INT64),
+        ("layer_stride", _INT64),
+    )
 
 
 class TurnShape(ctypes.Structure):
     """What ``turn_*`` needs to know beside its tensors."""
 
     _fields_ = (
-        ("rows", _INT64), ("heads", _INT64), ("dim", _INT64), ("eps", _FLOAT),
+        ("rows", _INT64),
+        ("heads", _INT64),
+        ("dim", _INT64),
+        ("eps", _FLOAT),
         ("threads", ctypes.c_int32),
-    )  # fmt: skip
+    )
 
 
 class TreeShape(ctypes.Structure):
     """What ``tree_*`` needs to know beside its tensors."""
 
     _fields_ = (
-        ("clusters", _INT64), ("heads", _INT64), ("kv_heads", _INT64), ("dim", _INT64),
-        ("most_keys", _INT64), ("scale", _FLOAT), ("threads", ctypes.c_int32),
-    )  # fmt: skip
+        ("clusters", _INT64),
+        ("heads", _INT64),
+        ("kv_heads", _INT64),
+        ("dim", _INT64),
+        ("most_keys", _INT64),
+        ("scale", _FLOAT),
+        ("threads", ctypes.c_int32),
+    )
 
 
 @dataclass(frozen=True)
@@ -82,17 +113,22 @@ class Kernels:
         """``out`` = x / sqrt(mean(x^2) + eps) * weight, of [R, H]."""
         rows, size = x.shape
         self.library.hearth_rms_norm(
-            x.data_ptr(), weight.data_ptr(), eps, rows, size, out.data_ptr(),
-            _threads(rows * size),
-        )  # fmt: skip
+            x.data_ptr(), weight.data_ptr(), eps, rows, size, out.data_ptr(), _threads(rows * size)
+        )
 
     def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """Add y to x in place, and normalize the sum into ``out``, all [R, H]."""
         rows, size = x.shape
         self.library.hearth_add_rms_norm(
-            x.data_ptr(), y.data_ptr(), weight.data_ptr(), eps, rows, size, out.data_ptr(),
+            x.data_ptr(),
+            y.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            rows,
+            size,
+            out.data_ptr(),
             _threads(rows * size),
-        )  # fmt: skip
+        )
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """``out`` [R, H] = silu(gate) * up, of [R, 2 H] with the gate first."""
@@ -102,10 +138,16 @@ class Kernels:
         )
 
     def decode_attention(
-        self, qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor] | None,
-        turns: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[Tensor, Tensor],
-        out: Tensor, shape: AttentionShape,
-    ) -> None:  # fmt: skip
+        self,
+        qkv: Tensor,
+        bias: Tensor | None,
+        norms: tuple[Tensor, Tensor] | None,
+        turns: tuple[Tensor, Tensor],
+        positions: Tensor,
+        cache: tuple[Tensor, Tensor],
+        out: Tensor,
+        shape: AttentionShape,
+    ) -> None:
         """Attention of one token per row, from projections to heads' outputs.
 
         ``qkv`` [R, (heads + 2 kv_heads) D] gets ``bias``, queries and keys the RMS ``norms`` of
@@ -115,23 +157,44 @@ class Kernels:
         """
         q_norm, k_norm = norms or (None, None)
         self.library.hearth_decode_attention(
-            qkv.data_ptr(), _address(bias), _address(q_norm), _address(k_norm),
-            turns[0].data_ptr(), turns[1].data_ptr(), positions.data_ptr(),
-            cache[0].data_ptr(), cache[1].data_ptr(), out.data_ptr(), ctypes.byref(shape),
-        )  # fmt: skip
+            qkv.data_ptr(),
+            _address(bias),
+            _address(q_norm),
+            _address(k_norm),
+            turns[0].data_ptr(),
+            turns[1].data_ptr(),
+            positions.data_ptr(),
+            cache[0].data_ptr(),
+            cache[1].data_ptr(),
+            out.data_ptr(),
+            ctypes.byref(shape),
+        )
 
     def decode_step(
-        self, model: StepModel, shape: AttentionShape, tokens: Tensor, positions: Tensor,
-        cache: tuple[Tensor, Tensor], logits: Tensor, *, least_rows: int,
-    ) -> None:  # fmt: skip
+        self,
+        model: StepModel,
+        shape: AttentionShape,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: tuple[Tensor, Tensor],
+        logits: Tensor,
+        *,
+        least_rows: int,
+    ) -> None:
         """A whole decoding step: ``logits`` [R, V] after ``tokens`` at ``positions`` [R] (int64).
 
         Each thread takes some of the rows, ``least_rows`` at least, through all layers.
         """
         self.library.hearth_decode_step(
-            ctypes.byref(model), ctypes.byref(shape), tokens.data_ptr(), positions.data_ptr(),
-            least_rows, cache[0].data_ptr(), cache[1].data_ptr(), logits.data_ptr(),
-        )  # fmt: skip
+            ctypes.byref(model),
+            ctypes.byref(shape),
+            tokens.data_ptr(),
+            positions.data_ptr(),
+            least_rows,
+            cache[0].data_ptr(),
+            cache[1].data_ptr(),
+            logits.data_ptr(),
+        )
 
     def draw(
         self, logits: Tensor, temperatures: Tensor, fractions: Tensor
@@ -146,10 +209,16 @@ class Kernels:
         tokens = torch.empty(rows, dtype=torch.int64)
         logprobs, drawn_logprobs = torch.empty(2, rows)
         self.library.hearth_draw(
-            logits.data_ptr(), temperatures.data_ptr(), fractions.data_ptr(), rows, vocab,
-            tokens.data_ptr(), logprobs.data_ptr(), drawn_logprobs.data_ptr(),
+            logits.data_ptr(),
+            temperatures.data_ptr(),
+            fractions.data_ptr(),
+            rows,
+            vocab,
+            tokens.data_ptr(),
+            logprobs.data_ptr(),
+            drawn_logprobs.data_ptr(),
             _threads(rows * vocab),
-        )  # fmt: skip
+        )
         return tokens, logprobs, drawn_logprobs
 
 

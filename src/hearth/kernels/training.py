@@ -83,9 +83,16 @@ class _Norm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, scales = torch.empty_like(x), x.new_empty(x.shape[0])
         _loops().hearth_norm_forward(
-            x.data_ptr(), None, weight.data_ptr(), eps, *x.shape, None, out.data_ptr(),
-            scales.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+            x.data_ptr(),
+            None,
+            weight.data_ptr(),
+            eps,
+            *x.shape,
+            None,
+            out.data_ptr(),
+            scales.data_ptr(),
+            torch.get_num_threads(),
+        )
         ctx.save_for_backward(x, weight, scales)
         return out
 
@@ -100,9 +107,16 @@ class _AddNorm(Function):
     def forward(ctx: Any, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Any:
         total, out, scales = torch.empty_like(x), torch.empty_like(x), x.new_empty(x.shape[0])
         _loops().hearth_norm_forward(
-            x.data_ptr(), y.data_ptr(), weight.data_ptr(), eps, *x.shape, total.data_ptr(),
-            out.data_ptr(), scales.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+            x.data_ptr(),
+            y.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            *x.shape,
+            total.data_ptr(),
+            out.data_ptr(),
+            scales.data_ptr(),
+            torch.get_num_threads(),
+        )
         ctx.save_for_backward(total, weight, scales)
         return total, out
 
@@ -119,9 +133,16 @@ def _norm_backward(ctx: Any, grad: Tensor, more: Tensor | None) -> tuple[Tensor,
     partial = weight.new_zeros(_PARTS, x.shape[1]) if wants_weight else None
     x_grad, grad = torch.empty_like(x), grad.contiguous()
     _loops().hearth_norm_backward(
-        x.data_ptr(), weight.data_ptr(), scales.data_ptr(), grad.data_ptr(), _address(more),
-        *x.shape, x_grad.data_ptr(), _address(partial), torch.get_num_threads(),
-    )  # fmt: skip
+        x.data_ptr(),
+        weight.data_ptr(),
+        scales.data_ptr(),
+        grad.data_ptr(),
+        _address(more),
+        *x.shape,
+        x_grad.data_ptr(),
+        _address(partial),
+        torch.get_num_threads(),
+    )
     return x_grad, None if partial is None else partial.sum(0)
 
 
@@ -142,25 +163,41 @@ class _SiluMul(Function):
         grad = grad.contiguous()
         gate_grad, up_grad = torch.empty_like(gate), torch.empty_like(up)
         _loops().hearth_silu_backward(
-            gate.data_ptr(), up.data_ptr(), grad.data_ptr(), gate.numel(), gate_grad.data_ptr(),
-            up_grad.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+            gate.data_ptr(),
+            up.data_ptr(),
+            grad.data_ptr(),
+            gate.numel(),
+            gate_grad.data_ptr(),
+            up_grad.data_ptr(),
+            torch.get_num_threads(),
+        )
         return gate_grad, up_grad
 
 
 class _Turn(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm: Tensor | None, eps: float, cosines: Tensor, sines: Tensor,
+        ctx: Any,
+        x: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        cosines: Tensor,
+        sines: Tensor,
         positions: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         rows, heads, dim = x.shape
         out, scales = torch.empty_like(x), x.new_empty(rows, heads)
         ctx.shape = TurnShape(rows, heads, dim, eps, torch.get_num_threads())
         _loops().hearth_turn_forward(
-            x.data_ptr(), _address(norm), cosines.data_ptr(), sines.data_ptr(),
-            positions.data_ptr(), out.data_ptr(), scales.data_ptr(), ctypes.byref(ctx.shape),
-        )  # fmt: skip
+            x.data_ptr(),
+            _address(norm),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            positions.data_ptr(),
+            out.data_ptr(),
+            scales.data_ptr(),
+            ctypes.byref(ctx.shape),
+        )
         ctx.save_for_backward(None if norm is None else x, norm, scales, cosines, sines, positions)
         return out
 
@@ -174,10 +211,17 @@ class _Turn(Function):
         if norm is not None and norm.requires_grad:
             partial = norm.new_zeros(_PARTS, norm.shape[0])
         _loops().hearth_turn_backward(
-            _address(x), _address(norm), scales.data_ptr(), cosines.data_ptr(), sines.data_ptr(),
-            positions.data_ptr(), grad.data_ptr(), x_grad.data_ptr(), _address(partial),
+            _address(x),
+            _address(norm),
+            scales.data_ptr(),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            positions.data_ptr(),
+            grad.data_ptr(),
+            x_grad.data_ptr(),
+            _address(partial),
             ctypes.byref(ctx.shape),
-        )  # fmt: skip
+        )
         norm_grad = None if partial is None else partial.sum(0)
         return x_grad, norm_grad, None, None, None, None
 
@@ -189,14 +233,25 @@ class _TreeAttention(Function):
         rows, heads, dim = q.shape
         ctx.tree = tree
         ctx.shape = TreeShape(
-            tree.clusters.shape[0], heads, k.shape[1], dim, tree.most_keys, scale,
+            tree.clusters.shape[0],
+            heads,
+            k.shape[1],
+            dim,
+            tree.most_keys,
+            scale,
             torch.get_num_threads(),
-        )  # fmt: skip
+        )
         out, totals = torch.empty_like(q), q.new_empty(rows, heads)
         _loops().hearth_tree_forward(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), tree.clusters.data_ptr(),
-            tree.sequences.data_ptr(), out.data_ptr(), totals.data_ptr(), ctypes.byref(ctx.shape),
-        )  # fmt: skip
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            tree.clusters.data_ptr(),
+            tree.sequences.data_ptr(),
+            out.data_ptr(),
+            totals.data_ptr(),
+            ctypes.byref(ctx.shape),
+        )
         ctx.save_for_backward(q, k, v, out, totals)
         return out
 
@@ -209,10 +264,19 @@ class _TreeAttention(Function):
         grad = grad.contiguous()
         q_grad, k_grad, v_grad = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         _loops().hearth_tree_backward(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), totals.data_ptr(),
-            grad.data_ptr(), ctx.tree.clusters.data_ptr(), ctx.tree.sequences.data_ptr(),
-            q_grad.data_ptr(), k_grad.data_ptr(), v_grad.data_ptr(), ctypes.byref(ctx.shape),
-        )  # fmt: skip
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+            totals.data_ptr(),
+            grad.data_ptr(),
+            ctx.tree.clusters.data_ptr(),
+            ctx.tree.sequences.data_ptr(),
+            q_grad.data_ptr(),
+            k_grad.data_ptr(),
+            v_grad.data_ptr(),
+            ctypes.byref(ctx.shape),
+        )
         return q_grad, k_grad, v_grad, None, None
 
 
@@ -220,7 +284,7 @@ class _Products(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Any:
         ctx.save_for_backward(x, *weights)
-        return tuple(x @ one.t() for one in weights)
+        return tuple(x @ weight.t() for weight in weights)
 
     @staticmethod
     @once_differentiable
@@ -242,9 +306,16 @@ class _Score(Function):
         rows, vocab = logits.shape
         logprobs, largest, log_sums = logits.new_empty(3, rows)
         _loops().hearth_score_forward(
-            logits.data_ptr(), targets.data_ptr(), factor, rows, vocab, logprobs.data_ptr(),
-            largest.data_ptr(), log_sums.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+            logits.data_ptr(),
+            targets.data_ptr(),
+            factor,
+            rows,
+            vocab,
+            logprobs.data_ptr(),
+            largest.data_ptr(),
+            log_sums.data_ptr(),
+            torch.get_num_threads(),
+        )
         ctx.save_for_backward(logits, targets, largest, log_sums)
         ctx.factor = factor
         return logprobs
@@ -255,9 +326,15 @@ class _Score(Function):
         logits, targets, largest, log_sums = ctx.saved_tensors
         grad = grad.contiguous()
         _loops().hearth_score_backward(
-            logits.data_ptr(), targets.data_ptr(), ctx.factor, largest.data_ptr(),
-            log_sums.data_ptr(), grad.data_ptr(), *logits.shape, torch.get_num_threads(),
-        )  # fmt: skip
+            logits.data_ptr(),
+            targets.data_ptr(),
+            ctx.factor,
+            largest.data_ptr(),
+            log_sums.data_ptr(),
+            grad.data_ptr(),
+            *logits.shape,
+            torch.get_num_threads(),
+        )
         return logits, None, None
 
 

@@ -27,9 +27,11 @@ def _read(manifest: Path) -> SnapshotFacts | None:
         if content["kind"] not in _KINDS:
             return None
         return SnapshotFacts(
-            identity=content["identity"], kind=content["kind"], base_model=content["base_model"],
+            identity=content["identity"],
+            kind=content["kind"],
+            base_model=content["base_model"],
             created_s=content.get("created_s") or manifest.stat().st_mtime,
             num_bytes=sum(path.stat().st_size for path in manifest.parent.iterdir()),
-        )  # fmt: skip
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -152,9 +152,12 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
 
     try:
         serve_app(
-            app, socket, health_path=task.health_path, orphan_timeout_s=task.orphan_timeout_s,
+            app,
+            socket,
+            health_path=task.health_path,
+            orphan_timeout_s=task.orphan_timeout_s,
             on_ready=ready,
-        )  # fmt: skip
+        )
     finally:
         logger.info("worker %s closes", task.worker_id)
         close()

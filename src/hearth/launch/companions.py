@@ -32,9 +32,14 @@ class LocalCompanion:
     """A process on this machine (``Companion``), reached at ``host``."""
 
     def __init__(
-        self, command: Command, folder: Path, host: str, *, kills_children: bool,
+        self,
+        command: Command,
+        folder: Path,
+        host: str,
+        *,
+        kills_children: bool,
         gpus: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._name = command.name
         self.host = host
         self.gpus = gpus
@@ -58,9 +63,13 @@ class LocalCompanion:
         sees = {VISIBLE_VARIABLE: ",".join(gpus)} if gpus else {}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*guard, *argv], env={**os.environ, **command.env, **sees},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                [*guard, *argv],
+                env={**os.environ, **command.env, **sees},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     @property
     def pid(self) -> int:
@@ -75,9 +84,12 @@ class LocalCompanion:
         seen = read_json(self._exit) or {}
         reason = None if seen else "was killed together with its guard"
         return ExitReport(
-            code=seen.get("code"), signal=seen.get("signal"), peak_rss_mb=seen.get("peak_rss_mb"),
-            reason=seen.get("reason") or reason, last_lines=self.last_lines(),
-        )  # fmt: skip
+            code=seen.get("code"),
+            signal=seen.get("signal"),
+            peak_rss_mb=seen.get("peak_rss_mb"),
+            reason=seen.get("reason") or reason,
+            last_lines=self.last_lines(),
+        )
 
     def last_lines(self) -> Sequence[str]:
         """The end of what it has printed."""
@@ -105,9 +117,13 @@ class LocalCompanions:
     """
 
     def __init__(
-        self, folder: Path, host: str = "127.0.0.1", *, kills_children: bool = False,
+        self,
+        folder: Path,
+        host: str = "127.0.0.1",
+        *,
+        kills_children: bool = False,
         gpus: WorkerGpus | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._folder = folder
         self._host = host
         self._kills_children = kills_children
@@ -138,10 +154,12 @@ class LocalCompanions:
                 raise EngineError(f"companion must be new, got {command.name!r}, which runs")
             self._let_go_of_ended()
             started = LocalCompanion(
-                command, self._folder / command.name, self._host,
+                command,
+                self._folder / command.name,
+                self._host,
                 kills_children=self._kills_children,
                 gpus=self._gpus.take(command) if self._gpus is not None else (),
-            )  # fmt: skip
+            )
             self._running[command.name] = started
         return started
 

@@ -39,7 +39,7 @@ def visible_gpus(
     if said is None:
         files = [path for path in devices.glob("nvidia*") if _DEVICE.fullmatch(path.name)]
         return tuple(map(str, range(len(files))))
-    names = [one.strip() for one in said.split(",")]
+    names = [part.strip() for part in said.split(",")]
     # As CUDA reads it: -1, or nothing, ends the list.
     return tuple(takewhile(lambda one: one not in ("", "-1"), names))
 

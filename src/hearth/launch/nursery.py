@@ -155,9 +155,11 @@ class Nursery:
         folder = WorkerFolder(self._workers_dir / task.worker_id)
         path = self._folder / secrets.token_hex(4)
         inherited = [
-            self._listener.fileno(), self._wake_in, self._wake_out,
+            self._listener.fileno(),
+            self._wake_in,
+            self._wake_out,
             *([] if self._owner is None else [self._owner]),
-        ]  # fmt: skip
+        ]
         nursery = ProcessId.of(os.getpid())
         assert nursery is not None, "this process runs"
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -166,16 +166,28 @@ class Nursing:
         folder = _socket_folder()
         self.workers_dir.mkdir(parents=True, exist_ok=True)
         command = [
-            sys.executable, "-m", "hearth.launch.nursery", "--folder", str(folder),
-            "--workers-dir", str(self.workers_dir), "--idle-s", str(self._idle_s),
+            sys.executable,
+            "-m",
+            "hearth.launch.nursery",
+            "--folder",
+            str(folder),
+            "--workers-dir",
+            str(self.workers_dir),
+            "--idle-s",
+            str(self._idle_s),
             *(["--owner", str(os.getpid())] if self._die_with_parent else []),
-            "--preload", *self._preload,
-        ]  # fmt: skip
+            "--preload",
+            *self._preload,
+        ]
         with self._log.open("wb") as log:
             self._popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, env={**os.environ, **_ENVIRONMENT},
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **_ENVIRONMENT},
+            )
         process = ProcessId.of(self._popen.pid)
         self._await_listening(folder)
         self._process, self._folder = process, folder

@@ -70,9 +70,13 @@ class ProcessLauncher:
     placement: Placement = "process"
 
     def __init__(
-        self, data_dir: Path, *, die_with_parent: bool = False, orphan_timeout_s: float = 900.0,
+        self,
+        data_dir: Path,
+        *,
+        die_with_parent: bool = False,
+        orphan_timeout_s: float = 900.0,
         preload: Sequence[str] = WORKER_MODULES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not hasattr(os, "pidfd_open"):
             raise ConfigError(
                 "placement must be 'inline' on this system, got 'process': it needs Linux 5.3"
@@ -210,9 +214,11 @@ class ProcessLauncher:
                 )
             self._workers[worker.spec.worker_id] = worker
         worker.thread = threading.Thread(
-            target=self._life, args=(worker, watcher, begin),
-            name=f"hearth-launch {worker.spec.worker_id}", daemon=True,
-        )  # fmt: skip
+            target=self._life,
+            args=(worker, watcher, begin),
+            name=f"hearth-launch {worker.spec.worker_id}",
+            daemon=True,
+        )
         worker.thread.start()
 
     def _life(
@@ -249,8 +255,9 @@ class ProcessLauncher:
             if worker.folder.ready.exists():
                 logger.info(
                     "worker %s answers, %.2f s after its fork",
-                    worker.spec.worker_id, time.monotonic() - start_s,
-                )  # fmt: skip
+                    worker.spec.worker_id,
+                    time.monotonic() - start_s,
+                )
                 if not worker.is_stopping:
                     _tell(lambda: watcher.ready(worker))
                 has_ended = self._outlive(worker, living)
@@ -278,8 +285,9 @@ class ProcessLauncher:
         if left is not None and left.process.is_alive():
             logger.warning(
                 "worker %s: process %d of an earlier launcher, which nobody has adopted, is ended",
-                worker.spec.worker_id, left.process.pid,
-            )  # fmt: skip
+                worker.spec.worker_id,
+                left.process.pid,
+            )
             end(Living(left.process), _STRAY_GRACE_S)
             worker.folder.wait_for_exit(left.nursery)
         # How an earlier worker of that id ended is no news of this one.
@@ -295,14 +303,18 @@ class ProcessLauncher:
         threads = arguments.pop("threads", None)
         is_worker = not isinstance(spec, ExportSpec)
         return Task(
-            worker_id=worker_id, entry=entry, health_path=health_path,
-            arguments={**arguments, "buckets": str(self._bucket_root)}, threads=threads,
+            worker_id=worker_id,
+            entry=entry,
+            health_path=health_path,
+            arguments={**arguments, "buckets": str(self._bucket_root)},
+            threads=threads,
             thread_board=str(self._thread_board) if is_worker else None,
             gpu_board=str(self._gpu_board) if is_worker else None,
             device=device_of(spec) if is_worker else None,
-            working_dir=str(Path.cwd()), dies_with_parent=self._die_with_parent,
+            working_dir=str(Path.cwd()),
+            dies_with_parent=self._die_with_parent,
             orphan_timeout_s=self._orphan_timeout_s,
-        )  # fmt: skip
+        )
 
     def _bucket(self, bucket: str) -> Path:
         return self._bucket_root / _checked(bucket, "bucket")

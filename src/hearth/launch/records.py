@@ -176,9 +176,10 @@ class WorkerFolder:
         failure = read_json(self.failure)
         seen = read_json(self.exit)
         report = ExitReport(
-            phase=read_phase(self.phase), last_lines=last_lines(self.log),
+            phase=read_phase(self.phase),
+            last_lines=last_lines(self.log),
             reason=failure["reason"] if failure is not None else None,
-        )  # fmt: skip
+        )
         if seen is None:
             return replace(report, reason=report.reason or otherwise)
         return replace(

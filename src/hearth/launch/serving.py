@@ -58,9 +58,15 @@ class AppServer:
     """
 
     def __init__(
-        self, app: App, listener: socket.socket, *, health_path: str, on_ready: Callable[[], None],
-        orphan_timeout_s: float | None = None, token: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        app: App,
+        listener: socket.socket,
+        *,
+        health_path: str,
+        on_ready: Callable[[], None],
+        orphan_timeout_s: float | None = None,
+        token: str | None = None,
+    ) -> None:
         import uvicorn
 
         # Strangers do not count: who has no token keeps no orphan alive.
@@ -73,10 +79,12 @@ class AppServer:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._watched if token is None else Guarded(self._watched, token),
-                log_config=None, access_log=False,
-                timeout_graceful_shutdown=_DRAIN_S, timeout_keep_alive=_KEEP_ALIVE_S,
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=_DRAIN_S,
+                timeout_keep_alive=_KEEP_ALIVE_S,
             )
-        )  # fmt: skip
+        )
 
     def run(self) -> None:
         """Answer until the end.
@@ -120,9 +128,13 @@ class AppServer:
 
 
 def serve_app(
-    app: App, path: Path, *, health_path: str, orphan_timeout_s: float | None,
+    app: App,
+    path: Path,
+    *,
+    health_path: str,
+    orphan_timeout_s: float | None,
     on_ready: Callable[[], None],
-) -> None:  # fmt: skip
+) -> None:
     """Answer at the Unix socket ``path`` until SIGTERM, or until nobody has asked for
     ``orphan_timeout_s``; to be called on the main thread, which receives the signals.
 
@@ -132,9 +144,8 @@ def serve_app(
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     server = AppServer(
-        app, listener, health_path=health_path, orphan_timeout_s=orphan_timeout_s,
-        on_ready=on_ready,
-    )  # fmt: skip
+        app, listener, health_path=health_path, orphan_timeout_s=orphan_timeout_s, on_ready=on_ready
+    )
     # uvicorn takes the signal while it serves, and hands it on to this handler when it is done.
     signal.signal(signal.SIGTERM, lambda *_: server.end())
     server.run()

@@ -46,9 +46,13 @@ class InlineWorker:
     """One trainer or deployment inside this process (``Worker``)."""
 
     def __init__(
-        self, spec: WorkerSpec, buckets: MemoryBuckets, watcher: Watcher, budget: ThreadBudget,
+        self,
+        spec: WorkerSpec,
+        buckets: MemoryBuckets,
+        watcher: Watcher,
+        budget: ThreadBudget,
         companions: LocalCompanions,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.spec = spec
         self.pid = None
         self._threads = budget.member()
@@ -157,7 +161,7 @@ class InlineLauncher:
         with self._lock:
             if self._is_closed:
                 raise ClosedError("launcher must be open, got a call after close")
-            living = [one for one in self._workers if not one.has_ended.is_set()]
+            living = [worker for worker in self._workers if not worker.has_ended.is_set()]
             self._workers = [*living, worker]
         worker.begin()
         return worker
@@ -179,11 +183,14 @@ class InlineLauncher:
         """What a bucket holds, oldest first."""
         return [
             SnapshotFacts(
-                identity=one.identity, kind=one.kind, created_s=one.created_s,
-                base_model=one.base_model, num_bytes=one.num_bytes,
+                identity=fact.identity,
+                kind=fact.kind,
+                created_s=fact.created_s,
+                base_model=fact.base_model,
+                num_bytes=fact.num_bytes,
             )
-            for one in self._buckets.bucket(bucket).facts()
-        ]  # fmt: skip
+            for fact in self._buckets.bucket(bucket).facts()
+        ]
 
     def log_path(self, worker_id: str) -> None:
         """Inline workers write into the log of their process."""
@@ -198,9 +205,11 @@ class InlineLauncher:
 
 
 def _build(
-    spec: WorkerSpec, buckets: MemoryBuckets, companions: LocalCompanions,
+    spec: WorkerSpec,
+    buckets: MemoryBuckets,
+    companions: LocalCompanions,
     on_phase: Callable[[str], None],
-) -> tuple[Starlette, Callable[[], None]]:  # fmt: skip
+) -> tuple[Starlette, Callable[[], None]]:
     fields = {name: value for name, value in asdict(spec).items() if name not in _NOT_INLINE}
     if isinstance(spec, TrainerSpec):
         return trainer_worker.build(
@@ -208,6 +217,5 @@ def _build(
         )
     # What a thread served dies with its process, so that there is nothing to remember.
     return inference_worker.build(
-        **{**fields, "state_dir": None}, buckets=buckets, companions=companions,
-        on_phase=on_phase,
-    )  # fmt: skip
+        **{**fields, "state_dir": None}, buckets=buckets, companions=companions, on_phase=on_phase
+    )

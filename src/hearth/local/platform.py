@@ -40,9 +40,13 @@ class EmbeddedPlatform:
     """
 
     def __init__(
-        self, *, work_dir: Path, placement: Placement = "inline", catalog: Path | None = None,
+        self,
+        *,
+        work_dir: Path,
+        placement: Placement = "inline",
+        catalog: Path | None = None,
         snapshot_store: SnapshotPlace = "folder",
-    ) -> None:  # fmt: skip
+    ) -> None:
         if placement not in ("inline", "process", "ray"):
             raise ConfigError(f"placement must be 'inline', 'process' or 'ray', got {placement!r}")
         launcher: Launcher

@@ -50,12 +50,14 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
         plane = ControlPlane(
             store,
             Means(
-                launcher=_launcher(settings, data_dir, stack), data_dir=data_dir, catalog=catalog,
+                launcher=_launcher(settings, data_dir, stack),
+                data_dir=data_dir,
+                catalog=catalog,
                 trainer_threads=settings.trainer_threads,
                 deployment_threads=settings.deployment_threads,
                 keep_snapshots=settings.keep_snapshots or None,
             ),
-        )  # fmt: skip
+        )
         stack.callback(plane.close)
         stack.callback(_be_undisturbed)
         plane.recover()
@@ -68,11 +70,15 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
 
         server = _Server(
             uvicorn.Config(
-                gateway, log_level="warning", access_log=False,
-                timeout_keep_alive=75, timeout_graceful_shutdown=5,
+                gateway,
+                log_level="warning",
+                access_log=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=5,
             ),
-            on_ready=lambda: on_ready(url), on_end=let_go,
-        )  # fmt: skip
+            on_ready=lambda: on_ready(url),
+            on_end=let_go,
+        )
         server.run(sockets=[listener])
 
 
@@ -131,10 +137,11 @@ def _launcher(settings: Settings, data_dir: Path, stack: contextlib.ExitStack) -
         return launcher
     if settings.placement == "ray":
         launcher = ray_launcher(
-            data_dir, snapshot_store=settings.snapshot_store,
+            data_dir,
+            snapshot_store=settings.snapshot_store,
             orphan_timeout_s=settings.orphan_timeout_s,
             placement_timeout_s=settings.placement_timeout_s,
-        )  # fmt: skip
+        )
         stack.callback(launcher.close)
         return launcher
     from hearth.local.inline import InlineLauncher  # torch, which a process placement leaves out

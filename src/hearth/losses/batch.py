@@ -142,11 +142,13 @@ class TokenBatch:
 
         names = range(self.num_samples) if self.datum_ids is None else self.datum_ids
         return replace(
-            self, policy_logprobs=policy_logprobs, num_samples=len(samples),
+            self,
+            policy_logprobs=policy_logprobs,
+            num_samples=len(samples),
             segment_ids=torch.arange(len(samples)).repeat_interleave(lengths),
-            datum_ids=[names[one] for one in samples],
+            datum_ids=[names[sample] for sample in samples],
             **{name: take(getattr(self, name)) for name in _CONSTANTS},
-        )  # fmt: skip
+        )
 
     @cached_property
     def _lengths(self) -> Tensor:

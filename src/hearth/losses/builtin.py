@@ -66,13 +66,13 @@ class BuiltinObjective:
             fields = [self._checked(names[0], whole, joined)]
         else:
             fields = [self._checked(*one) for one in zip(names, rows, inputs, strict=True)]
-        has_logprobs = ["logprobs" in one for one in fields]
+        has_logprobs = ["logprobs" in field for field in fields]
         if any(has_logprobs) and not all(has_logprobs):
             lacking = names[has_logprobs.index(False)]
             raise ConfigError(f"datum {lacking}: logprobs must be given in all datums or in none")
 
         def column(name: str) -> Tensor:
-            return torch.cat([one[name] for one in fields]) if fields else whole
+            return torch.cat([field[name] for field in fields]) if fields else whole
 
         logprobs = column("logprobs") if any(has_logprobs) else None
         is_behavior = isinstance(self.objective, Reinforce)
@@ -124,7 +124,7 @@ def _joined(
         size = row.numel()
         if one.keys() != names or any(value.numel() != size for value in one.values()):
             return None
-    return {name: torch.cat([_flat(one[name]) for one in inputs]) for name in names}
+    return {name: torch.cat([_flat(input_[name]) for input_ in inputs]) for name in names}
 
 
 def _flat(values: Tensor) -> Tensor:
@@ -207,8 +207,9 @@ def builtin_objective(
     for key, value in (loss_fn_config or {}).items():
         if key not in keys:
             known = ", ".join(keys) or "none"
-            raise ConfigError(f"loss_fn_config of {loss_fn} must use known keys ({known}), "
-                              f"got {key!r}")  # fmt: skip
+            raise ConfigError(
+                f"loss_fn_config of {loss_fn} must use known keys ({known}), got {key!r}"
+            )
         if isinstance(value, bool) or not math.isfinite(_number(key, value)):
             raise ConfigError(f"loss_fn_config.{key} must be a finite number, got {value!r}")
         changes[keys[key].option] = keys[key].convert(float(value))

@@ -59,16 +59,14 @@ class CISPO(Objective):
 
     def __post_init__(self) -> None:
         require_at_least(
-            self, 0, eps_low=self.eps_low, eps_high=self.eps_high,
-            ratio_log_cap=self.ratio_log_cap,
-        )  # fmt: skip
+            self, 0, eps_low=self.eps_low, eps_high=self.eps_high, ratio_log_cap=self.ratio_log_cap
+        )
 
     def policy_term(self, batch: TokenBatch) -> Tensor:
         """``cispo`` [T]."""
         return cispo(
-            batch, clip_low=self.eps_low, clip_high=self.eps_high,
-            ratio_log_cap=self.ratio_log_cap,
-        )  # fmt: skip
+            batch, clip_low=self.eps_low, clip_high=self.eps_high, ratio_log_cap=self.ratio_log_cap
+        )
 
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``cispo_clip_frac``, the share of weights outside the bounds, and the mean ratio."""
@@ -87,9 +85,8 @@ class CISPOMask(CISPO):
     def policy_term(self, batch: TokenBatch) -> Tensor:
         """``cispo_mask`` [T]."""
         return cispo_mask(
-            batch, clip_low=self.eps_low, clip_high=self.eps_high,
-            ratio_log_cap=self.ratio_log_cap,
-        )  # fmt: skip
+            batch, clip_low=self.eps_low, clip_high=self.eps_high, ratio_log_cap=self.ratio_log_cap
+        )
 
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``cispo_mask_frac``, the share of masked tokens, and the mean ratio."""

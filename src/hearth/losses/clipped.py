@@ -68,9 +68,12 @@ class GRPO(WithReference):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(
-            self, 0, eps_clip=self.eps_clip, eps_clip_high=self.eps_clip_high,
+            self,
+            0,
+            eps_clip=self.eps_clip,
+            eps_clip_high=self.eps_clip_high,
             ratio_log_cap=self.ratio_log_cap,
-        )  # fmt: skip
+        )
 
     @property
     def high(self) -> float:
@@ -111,18 +114,24 @@ class DAPO(Objective):
 
     def __post_init__(self) -> None:
         require_at_least(
-            self, 0, eps_clip=self.eps_clip, eps_clip_high=self.eps_clip_high,
+            self,
+            0,
+            eps_clip=self.eps_clip,
+            eps_clip_high=self.eps_clip_high,
             ratio_log_cap=self.ratio_log_cap,
-        )  # fmt: skip
+        )
         if self.eps_clip_c is not None and not self.eps_clip_c > 1:
             raise ConfigError(f"DAPO.eps_clip_c must be > 1, got {self.eps_clip_c}")
 
     def policy_term(self, batch: TokenBatch) -> Tensor:
         """The clipped surrogate [T] with asymmetric bounds."""
         return clipped_surrogate(
-            batch, clip_low=self.eps_clip, clip_high=self.eps_clip_high,
-            dual_clip=self.eps_clip_c, ratio_log_cap=self.ratio_log_cap,
-        )  # fmt: skip
+            batch,
+            clip_low=self.eps_clip,
+            clip_high=self.eps_clip_high,
+            dual_clip=self.eps_clip_c,
+            ratio_log_cap=self.ratio_log_cap,
+        )
 
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``dapo_clip_frac`` and ``ppo_ratio_mean``."""

@@ -53,9 +53,11 @@ class ImportanceSampling(Objective):
     def policy_term(self, batch: TokenBatch) -> Tensor:
         """``-r A`` [T]."""
         return importance_sampling(
-            batch, ratio_log_cap=self.ratio_log_cap, ratio_min=self.ratio_min,
+            batch,
+            ratio_log_cap=self.ratio_log_cap,
+            ratio_min=self.ratio_min,
             ratio_max=self.ratio_max,
-        )  # fmt: skip
+        )
 
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``is_ratio_mean``, and ``is_clip_frac`` when a bound is set."""

@@ -56,16 +56,21 @@ class GSPO(Objective):
 
     def __post_init__(self) -> None:
         require_at_least(
-            self, 0, clip_ratio_low=self.clip_ratio_low, clip_ratio_high=self.clip_ratio_high,
+            self,
+            0,
+            clip_ratio_low=self.clip_ratio_low,
+            clip_ratio_high=self.clip_ratio_high,
             seq_ratio_log_cap=self.seq_ratio_log_cap,
-        )  # fmt: skip
+        )
 
     def policy_term(self, batch: TokenBatch) -> Tensor:
         """``gspo`` [T]."""
         return gspo(
-            batch, clip_low=self.clip_ratio_low, clip_high=self.clip_ratio_high,
+            batch,
+            clip_low=self.clip_ratio_low,
+            clip_high=self.clip_ratio_high,
             seq_ratio_log_cap=self.seq_ratio_log_cap,
-        )  # fmt: skip
+        )
 
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``gspo_clip_frac`` and ``ppo_ratio_mean``, of the sequence ratio."""

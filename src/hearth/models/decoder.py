@@ -42,9 +42,14 @@ class DecoderLayer:
     def linears(self) -> tuple[Any, ...]:
         """All linear modules."""
         return (
-            self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.gate_proj, self.up_proj,
+            self.q_proj,
+            self.k_proj,
+            self.v_proj,
+            self.o_proj,
+            self.gate_proj,
+            self.up_proj,
             self.down_proj,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,16 +88,22 @@ def read_decoder(loaded: LoadedModel) -> Decoder | None:
         return None
     module: Any = loaded.module
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layers = [_layer(one) for one in module.base_model.layers]
-    if any(_has_bias(one.o_proj, one.gate_proj, one.up_proj, one.down_proj) for one in layers):
+    layers = [_layer(layer) for layer in module.base_model.layers]
+    if any(
+        _has_bias(layer.o_proj, layer.gate_proj, layer.up_proj, layer.down_proj) for layer in layers
+    ):
         return None
     if module.base_model.rotary_emb.inv_freq.shape[0] * 2 != dim or dim > _LARGEST_DIM:
         return None
     return Decoder(
-        module=module, layers=layers, heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads, dim=dim, eps=float(config.rms_norm_eps),
+        module=module,
+        layers=layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        dim=dim,
+        eps=float(config.rms_norm_eps),
         scale=float(module.base_model.layers[0].self_attn.scaling),
-    )  # fmt: skip
+    )
 
 
 def plain_weight(linear: nn.Module) -> Tensor:
@@ -126,13 +137,19 @@ def _is_plain(config: Any) -> bool:
 def _layer(module: Any) -> DecoderLayer:
     attention, mlp = module.self_attn, module.mlp
     return DecoderLayer(
-        input_norm=module.input_layernorm, q_proj=attention.q_proj, k_proj=attention.k_proj,
-        v_proj=attention.v_proj, q_norm=getattr(attention, "q_norm", None),
-        k_norm=getattr(attention, "k_norm", None), o_proj=attention.o_proj,
-        post_norm=module.post_attention_layernorm, gate_proj=mlp.gate_proj, up_proj=mlp.up_proj,
+        input_norm=module.input_layernorm,
+        q_proj=attention.q_proj,
+        k_proj=attention.k_proj,
+        v_proj=attention.v_proj,
+        q_norm=getattr(attention, "q_norm", None),
+        k_norm=getattr(attention, "k_norm", None),
+        o_proj=attention.o_proj,
+        post_norm=module.post_attention_layernorm,
+        gate_proj=mlp.gate_proj,
+        up_proj=mlp.up_proj,
         down_proj=mlp.down_proj,
-    )  # fmt: skip
+    )
 
 
 def _has_bias(*linears: nn.Module) -> bool:
-    return any(plain_bias(one) is not None for one in linears)
+    return any(plain_bias(linear) is not None for linear in linears)

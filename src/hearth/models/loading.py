@@ -87,9 +87,12 @@ def load_model(
     target = _device_of(device)
     with _loading, _without_progress_bars(), _explained(where, target):
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            _reachable(where), dtype=DTYPES[dtype], attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code, output_loading_info=True,
-        )  # fmt: skip
+            _reachable(where),
+            dtype=DTYPES[dtype],
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
         module, report = loaded
         if report["missing_keys"]:
             missing = sorted(report["missing_keys"])
@@ -100,11 +103,15 @@ def load_model(
         module = module.to(target).eval()
     config = module.config.get_text_config()
     return LoadedModel(
-        module=module, name=name or where, source=where, dtype=DTYPES[dtype], device=target,
+        module=module,
+        name=name or where,
+        source=where,
+        dtype=DTYPES[dtype],
+        device=target,
         eos_token_ids=_eos_token_ids(module),
         vocab_size=int(module.get_input_embeddings().num_embeddings),
         max_position=int(getattr(config, "max_position_embeddings", None) or UNBOUNDED_POSITIONS),
-    )  # fmt: skip
+    )
 
 
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:

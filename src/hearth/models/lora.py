@@ -87,9 +87,13 @@ def attach_lora(loaded: LoadedModel, options: LoraOptions) -> None:
     targets = target_modules(loaded.module, options)
     alpha: Any = int(options.alpha) if options.alpha == int(options.alpha) else options.alpha
     config = peft.LoraConfig(
-        r=options.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, bias="none",
+        r=options.rank,
+        lora_alpha=alpha,
+        target_modules=targets,
+        lora_dropout=0.0,
+        bias="none",
         task_type="CAUSAL_LM",
-    )  # fmt: skip
+    )
     with warnings.catch_warnings():
         # A tied head gets an adapter of its own here; its base stays tied, as intended. GPT-2's
         # transposed layers are recognized, with a warning that says so.
@@ -237,8 +241,9 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _adapted_layers(module: nn.Module) -> list[tuple[str, Any, nn.Module]]:
     """Name, PEFT layer and the layer inside it, of each layer that an adapter has replaced."""
-    pairs = [(name, layer, getattr(layer, "base_layer", None)) for name, layer in
-             module.named_modules()]  # fmt: skip
+    pairs = [
+        (name, layer, getattr(layer, "base_layer", None)) for name, layer in module.named_modules()
+    ]
     return [(name, layer, base) for name, layer, base in pairs if isinstance(base, nn.Module)]
 
 

@@ -15,14 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hearth.kernels.ops import kernels
-from hearth.kernels.training import (
-    add_rms_norm,
-    products,
-    rms_norm,
-    silu_mul,
-    tree_attention,
-    turn,
-)
+from hearth.kernels.training import add_rms_norm, products, rms_norm, silu_mul, tree_attention, turn
 from hearth.kernels.tree import Tree
 from hearth.models.decoder import Decoder, DecoderLayer, read_decoder
 from hearth.models.loading import LoadedModel
@@ -61,13 +54,13 @@ def pack(sequences: Sequence[Tensor], packed: Sequence[Cluster]) -> PackedRows:
         tokens.append(sequences[cluster.members[0]][:prefix])
         positions.append(torch.arange(prefix))
         row += prefix
-        for one in cluster.members:
-            own = sequences[one].numel() - prefix
+        for member in cluster.members:
+            own = sequences[member].numel() - prefix
             shared = torch.arange(start, start + prefix)
             places.append(torch.cat([shared, torch.arange(row, row + own)]))
             most = max(most, prefix + own)
             if own:
-                tokens.append(sequences[one][prefix:])
+                tokens.append(sequences[member][prefix:])
                 positions.append(torch.arange(prefix, prefix + own))
                 tails.append((row, own))
                 row += own
@@ -95,9 +88,14 @@ class PackedDecoder:
         return None if decoder is None else cls(loaded, decoder)
 
     def states(
-        self, tokens: Tensor, positions: Tensor, tree: Tree, *, recompute: bool = False,
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        tree: Tree,
+        *,
+        recompute: bool = False,
         cache: list[tuple[Tensor, Tensor]] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Last hidden states [S, H] of rows with these tokens and positions [S].
 
         With ``recompute`` layers keep what enters them, and compute the rest again on the way back.
@@ -109,7 +107,7 @@ class PackedDecoder:
         turns = self._turns_for(decoder, tree.most_keys)
         x = decoder.backbone.embed_tokens(tokens)
         normed = rms_norm(x, decoder.layers[0].input_norm.weight, decoder.eps)
-        followers = [*(one.input_norm for one in decoder.layers[1:]), decoder.backbone.norm]
+        followers = [*(layer.input_norm for layer in decoder.layers[1:]), decoder.backbone.norm]
 
         def run(layer: DecoderLayer, following: Any, x: Tensor, normed: Tensor) -> Any:
             q, k, v = _heads(decoder, layer, normed, turns, positions)
@@ -138,14 +136,17 @@ class PackedDecoder:
 
 
 def _heads(
-    decoder: Decoder, layer: DecoderLayer, normed: Tensor, turns: tuple[Tensor, Tensor],
+    decoder: Decoder,
+    layer: DecoderLayer,
+    normed: Tensor,
+    turns: tuple[Tensor, Tensor],
     positions: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [S, A, D], keys and values [S, G, D] of one layer."""
     rows, dim = normed.shape[0], decoder.dim
 
     projections = _linears((layer.q_proj, layer.k_proj, layer.v_proj), normed)
-    q, k, v = (one.view(rows, -1, dim) for one in projections)
+    q, k, v = (projection.view(rows, -1, dim) for projection in projections)
 
     def turned(heads: Tensor, norm: Any | None) -> Tensor:
         weight = None if norm is None else norm.weight
@@ -156,9 +157,9 @@ def _heads(
 
 def _linears(linears: Sequence[Any], x: Tensor) -> tuple[Tensor, ...]:
     """The products of several layers with the same rows."""
-    if all(type(one) is nn.Linear and one.bias is None for one in linears):
-        return products(x, *(one.weight for one in linears))
-    return tuple(_linear(one, x) for one in linears)
+    if all(type(linear) is nn.Linear and linear.bias is None for linear in linears):
+        return products(x, *(linear.weight for linear in linears))
+    return tuple(_linear(linear, x) for linear in linears)
 
 
 def _linear(linear: Any, x: Tensor) -> Tensor:

@@ -87,7 +87,9 @@ def shard(
     )
     away = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     root = _Root(module)
-    layers = [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
+    layers = [
+        module for module in module.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     for one in (*layers, root):
         # Also the root: its weights would else stay whole, and stale, after the optimizer's step.
         fully_shard(
@@ -99,7 +101,9 @@ def shard(
             one.set_force_sum_reduction_for_comms(True)
     # A rank's tokens may have gone past an expert that another's have met.
     cast("FSDPModule", root).set_reduce_scatter_unused_params(True)
-    given: dict[str, Any] = {one.name: getattr(loaded, one.name) for one in fields(LoadedModel)}
+    given: dict[str, Any] = {
+        field.name: getattr(loaded, field.name) for field in fields(LoadedModel)
+    }
     given["device"] = device
     return ShardedModel(**given, root=root, stored=stored)
 
@@ -123,4 +127,4 @@ def gathered(
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """What this rank has of each tensor, as plain tensors on the same memory."""
-    return [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

@@ -26,7 +26,7 @@ class Cluster:
 
     def tokens(self, lengths: Sequence[int]) -> int:
         """Tokens to compute: the prefix once, and the rest of every member."""
-        return self.prefix + sum(lengths[one] - self.prefix for one in self.members)
+        return self.prefix + sum(lengths[member] - self.prefix for member in self.members)
 
     def cut(self, lengths: Sequence[int], most: int) -> list[Cluster]:
         """The cluster in parts of at most ``most`` tokens, its prefix in each.
@@ -36,12 +36,12 @@ class Cluster:
         parts: list[Cluster] = []
         members: list[int] = []
         room = most - self.prefix
-        for one in self.members:
-            own = lengths[one] - self.prefix
+        for member in self.members:
+            own = lengths[member] - self.prefix
             if members and own > room:
                 parts.append(Cluster(tuple(members), self.prefix))
                 members, room = [], most - self.prefix
-            members.append(one)
+            members.append(member)
             room -= own
         return [*parts, Cluster(tuple(members), self.prefix)]
 
@@ -52,9 +52,9 @@ def clusters(sequences: Sequence[Tensor]) -> list[Cluster]:
     Clusters are neighbours in the sequences' order, and of all that nest in each other those that
     save the most. O(n log n) comparisons for n sequences, plus one pass over the tokens.
     """
-    arrays = [one.numpy() for one in sequences]
+    arrays = [sequence.numpy() for sequence in sequences]
     # Whatever order bytes have, sequences with one beginning stand together.
-    keys = [one.tobytes() for one in arrays]
+    keys = [array.tobytes() for array in arrays]
     order = sorted(range(len(arrays)), key=keys.__getitem__)
     shared = [_common(arrays[left], arrays[right]) for left, right in itertools.pairwise(order)]
     found: list[Cluster] = []

@@ -21,7 +21,9 @@ def recomputing(module: nn.Module) -> Iterator[None]:
     # Importing transformers takes seconds, and whoever loaded a model has paid them.
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
+    layers = [
+        module for module in module.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     with contextlib.ExitStack() as stack:
         for layer in layers:
             # transformers' own switch wants modules in training mode, with their dropout.

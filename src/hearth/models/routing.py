@@ -112,7 +112,7 @@ def find_routers(loaded: LoadedModel) -> Routers | None:
     with _hooked(modules, [note] * len(modules)):
         loaded.module(input_ids=ids, use_cache=False)
     weightings = [_weighting_of(module, decision) for module, decision in found.items()]
-    known = [one for one in weightings if one is not None]
+    known = [weighting for weighting in weightings if weighting is not None]
     shapes = {(logits.shape[1], own.shape[1]) for logits, _, own in found.values()}
     if len(known) < len(weightings) or len(shapes) != 1:
         return None
@@ -130,7 +130,7 @@ def _hooked(modules: Sequence[nn.Module], hooks: Sequence[Callable[..., Any]]) -
 
 def _is_decision(output: object) -> bool:
     parts = cast("tuple[Any, ...]", output) if isinstance(output, tuple) else ()
-    if len(parts) != 3 or not all(isinstance(one, Tensor) and one.ndim == 2 for one in parts):
+    if len(parts) != 3 or not all(isinstance(part, Tensor) and part.ndim == 2 for part in parts):
         return False
     logits, weights, own = cast("_Decision", parts)
     is_index = own.dtype == torch.int64 and weights.is_floating_point()

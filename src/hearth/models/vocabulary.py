@@ -14,9 +14,13 @@ from hearth.models.loading import load_tokenizer
 
 
 def check_tokenizer(
-    tokenizer: Any, name: str, source: str, *, field: str = "tokenizer",
+    tokenizer: Any,
+    name: str,
+    source: str,
+    *,
+    field: str = "tokenizer",
     trust_remote_code: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Refuse a tokenizer of another model than that of ``source``, a folder or hub id.
 
     Where the model comes with a tokenizer, a token that both know must have one id, and there must

@@ -56,9 +56,11 @@ class Architecture:
         """Linear layers of one layer's attention: queries, keys, values, output."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return [
-            (self.hidden, queries), (self.hidden, keys), (self.hidden, keys),
+            (self.hidden, queries),
+            (self.hidden, keys),
+            (self.hidden, keys),
             (queries, self.hidden),
-        ]  # fmt: skip
+        ]
 
     @property
     def mlp_linears(self) -> list[Linear]:
@@ -183,7 +185,7 @@ def _with_experts(found: Architecture, config: Mapping[str, Any]) -> Architectur
     name = "num_local_experts" if "num_local_experts" in config else "num_experts"
     return replace(
         found,
-        sparse_layers=sum(one not in dense and (one + 1) % every == 0 for one in layers),
+        sparse_layers=sum(layer not in dense and (layer + 1) % every == 0 for layer in layers),
         experts=_size(config, name),
         experts_per_token=_size(config, "num_experts_per_tok"),
         expert_inner=_size(config, "moe_intermediate_size"),

@@ -157,13 +157,16 @@ def best_layout(question: Question) -> Layout | None:
     """The layout that fits and makes steps shortest; None where none fits."""
     if question.gpus == 1:
         return next(
-            (one for one in _shared_layouts(question) if not one.excess(question.room)), None
+            (layout for layout in _shared_layouts(question) if not layout.excess(question.room)),
+            None,
         )
     gpu = Gpu()
     found: list[Layout] = []
     for split in _SPLITS:
         fitting = [
-            one for one in _divided_layouts(question, split) if not one.excess(question.room)
+            layout
+            for layout in _divided_layouts(question, split)
+            if not layout.excess(question.room)
         ]
         # Of layouts that are as fast, the one with fewer GPUs.
         found += sorted(fitting, key=lambda one: (_token_s(question, one, gpu), one.gpus))[:1]
@@ -177,7 +180,7 @@ def nearest_layout(question: Question) -> Layout:
     """The layout that misses least memory."""
     found = list(_shared_layouts(question))
     if question.gpus > 1:
-        found = [one for split in _SPLITS for one in _divided_layouts(question, split)]
+        found = [layout for split in _SPLITS for layout in _divided_layouts(question, split)]
     return min(found, key=lambda one: sum(one.excess(question.room).values()))
 
 
@@ -192,9 +195,14 @@ def _shared_layouts(question: Question) -> Iterator[Layout]:
         held = replica_bytes(question.model, replica)
         trainer = _trainer(question, ranks=1, room=question.room - sum(held.values()), kept=kept)
         yield Layout(
-            placement=placement, trainer=trainer, replica=replica, replicas=1, is_shared=True,
-            trainer_bytes=trainer_bytes(question.model, trainer), replica_bytes=held,
-        )  # fmt: skip
+            placement=placement,
+            trainer=trainer,
+            replica=replica,
+            replicas=1,
+            is_shared=True,
+            trainer_bytes=trainer_bytes(question.model, trainer),
+            replica_bytes=held,
+        )
 
 
 def _divided_layouts(question: Question, split: int) -> Iterator[Layout]:
@@ -208,10 +216,14 @@ def _divided_layouts(question: Question, split: int) -> Iterator[Layout]:
         sequences = -(-question.concurrent // replicas)
         replica = _replica(question, engine="vllm", gpus=split, sequences=sequences)
         yield Layout(
-            placement=placement, trainer=trainer, replica=replica, replicas=replicas,
-            is_shared=False, trainer_bytes=trainer_bytes(question.model, trainer),
+            placement=placement,
+            trainer=trainer,
+            replica=replica,
+            replicas=replicas,
+            is_shared=False,
+            trainer_bytes=trainer_bytes(question.model, trainer),
             replica_bytes=replica_bytes(question.model, replica),
-        )  # fmt: skip
+        )
 
 
 def _rank_counts(gpus: int) -> range:
@@ -225,19 +237,26 @@ def _replica(
     question: Question, *, engine: Literal["embedded", "vllm"], gpus: int, sequences: int
 ) -> ReplicaSetting:
     return ReplicaSetting(
-        engine=engine, dtype=question.dtype, gpus=gpus, context=question.context,
-        sequences=sequences, lora_rank=question.lora_rank,
-    )  # fmt: skip
+        engine=engine,
+        dtype=question.dtype,
+        gpus=gpus,
+        context=question.context,
+        sequences=sequences,
+        lora_rank=question.lora_rank,
+    )
 
 
 def _trainer(question: Question, *, ranks: int, room: int, kept: int = 0) -> TrainerSetting:
     """The fastest setting that fits: large passes, and activations kept as far as there is room."""
     plain = TrainerSetting(
-        dtype=question.dtype, ranks=ranks, lora_rank=question.lora_rank,
-        has_reference=question.has_reference, snapshots_on_device=kept,
+        dtype=question.dtype,
+        ranks=ranks,
+        lora_rank=question.lora_rank,
+        has_reference=question.has_reference,
+        snapshots_on_device=kept,
         offload_optimizer=question.offload_optimizer and ranks > 1,
         micro_batch_tokens=max(question.context, MICRO_BATCH_TOKENS),
-    )  # fmt: skip
+    )
     if _needs(question, plain) <= room:
         return plain
     large = _recomputing(question, plain, room)

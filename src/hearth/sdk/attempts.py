@@ -40,9 +40,13 @@ class Completing:
     """One completion on its way; ``run`` once, on the SDK's loop."""
 
     def __init__(
-        self, http: Http, controller: ConcurrencyController, model: str, patience: DrawPatience,
+        self,
+        http: Http,
+        controller: ConcurrencyController,
+        model: str,
+        patience: DrawPatience,
         timeout_s: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._http = http
         self._controller = controller
         self._model = model
@@ -85,9 +89,12 @@ class Completing:
         await self._controller.acquire()
         try:
             response = await self._http.send_once(
-                "POST", _PATH, body=body, timeout_s=self._timeout_s,
+                "POST",
+                _PATH,
+                body=body,
+                timeout_s=self._timeout_s,
                 headers={"x-request-id": self._request_id, "fireworks-deployment": self._model},
-            )  # fmt: skip
+            )
             if response.status_code in _BOOTING:
                 return response
             outcome = RequestOutcome(response.status_code, self._attempt)

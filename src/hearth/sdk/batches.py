@@ -85,7 +85,7 @@ def batch_of(
     found = _columns(data, only) if as_columns else None
     if found is not None:
         return found
-    return Batch({"data": [_datum_body(one, only) for one in data]}, None)
+    return Batch({"data": [_datum_body(datum, only) for datum in data]}, None)
 
 
 def _columns(data: Sequence[tinker.Datum], only: Collection[str] | None) -> Batch | None:
@@ -164,16 +164,17 @@ def merge_outputs(
     }
     return tinker.ForwardBackwardOutput(
         loss_fn_output_type=parts[0].loss_fn_output_type,
-        loss_fn_outputs=[one for outputs in by_part for one in outputs], metrics=metrics,
-    )  # fmt: skip
+        loss_fn_outputs=[output for outputs in by_part for output in outputs],
+        metrics=metrics,
+    )
 
 
 def _outputs(part: ForwardOutput, batch: Batch) -> list[dict[str, tinker.TensorData]]:
     """A chunk's outputs, one mapping per datum."""
     if part.columns is None or batch.lengths is None:
         return [
-            {name: _tinker_tensor(value.to_numpy()) for name, value in one.items()}
-            for one in part.loss_fn_outputs
+            {name: _tinker_tensor(value.to_numpy()) for name, value in output.items()}
+            for output in part.loss_fn_outputs
         ]
     ends = list(itertools.accumulate(batch.lengths))
     outputs: list[dict[str, tinker.TensorData]] = [{} for _ in ends]

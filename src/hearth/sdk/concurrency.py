@@ -144,20 +144,28 @@ class AdaptiveConcurrencyController(_Gate):
     """
 
     def __init__(
-        self, initial_window: int = 8, *, min_window: int = 1, max_window: int = 256,
-        prefill_queue_target: float = 0.5, additive_increase: float = 1.0,
-        multiplicative_decrease: float = 0.5, ema_alpha: float = 0.3,
-        adjustment_interval: int = 32, shrink_cooldown_s: float = 1.0,
+        self,
+        initial_window: int = 8,
+        *,
+        min_window: int = 1,
+        max_window: int = 256,
+        prefill_queue_target: float = 0.5,
+        additive_increase: float = 1.0,
+        multiplicative_decrease: float = 0.5,
+        ema_alpha: float = 0.3,
+        adjustment_interval: int = 32,
+        shrink_cooldown_s: float = 1.0,
         now: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not 1 <= min_window <= initial_window <= max_window:
             raise ConfigError(
                 "initial_window must be within 1 <= min_window <= initial_window <= max_window, "
                 f"got {min_window}, {initial_window}, {max_window}"
             )
         for name, rate in (
-            ("multiplicative_decrease", multiplicative_decrease), ("ema_alpha", ema_alpha)
-        ):  # fmt: skip
+            ("multiplicative_decrease", multiplicative_decrease),
+            ("ema_alpha", ema_alpha),
+        ):
             if not 0 < rate <= 1:
                 raise ConfigError(f"{name} must be in (0, 1], got {rate}")
         if prefill_queue_target <= 0 or additive_increase < 0 or adjustment_interval < 0:

@@ -7,13 +7,7 @@ import contextlib
 import logging
 import time
 
-from hearth.errors import (
-    ConflictError,
-    EngineError,
-    NotFoundError,
-    NotReadyError,
-    TransportError,
-)
+from hearth.errors import ConflictError, EngineError, NotFoundError, NotReadyError, TransportError
 from hearth.sdk.background import APIFuture, start
 from hearth.sdk.deployment_config import DeploymentConfig, DeploymentInfo
 from hearth.sdk.hotload import (
@@ -58,10 +52,15 @@ class DeploymentManager:
     """
 
     def __init__(
-        self, api_key: str | None = None, base_url: str | None = None, *,
-        account_id: str | None = None, inference_url: str | None = None,
-        retries: Retries | None = None, patience: Patience | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        api_key: str | None = None,
+        base_url: str | None = None,
+        *,
+        account_id: str | None = None,
+        inference_url: str | None = None,
+        retries: Retries | None = None,
+        patience: Patience | None = None,
+    ) -> None:
         self._control = ControlPlane(api_key, base_url, account_id, retries, patience)
         self.base_url = self._control.http.base_url
         self.inference_url = (inference_url or self.base_url).rstrip("/")
@@ -127,10 +126,14 @@ class DeploymentManager:
         return start(wait())
 
     def update(
-        self, deployment_id: str, *, hot_load_trainer_job: str | None = None,
-        hot_load_transition_type: str | None = None, min_replica_count: int | None = None,
+        self,
+        deployment_id: str,
+        *,
+        hot_load_trainer_job: str | None = None,
+        hot_load_transition_type: str | None = None,
+        min_replica_count: int | None = None,
         max_replica_count: int | None = None,
-    ) -> DeploymentInfo:  # fmt: skip
+    ) -> DeploymentInfo:
         """Change what is given; the rest stays."""
 
         async def change() -> DeploymentInfo:
@@ -217,9 +220,14 @@ class DeploymentManager:
         return start(state()).result()
 
     def hotload(
-        self, deployment_id: str, base_model: str, identity: str, *,
-        incremental: DeltaMetadata | None = None, running_requests: RunningRequests = "drain",
-    ) -> None:  # fmt: skip
+        self,
+        deployment_id: str,
+        base_model: str,
+        identity: str,
+        *,
+        incremental: DeltaMetadata | None = None,
+        running_requests: RunningRequests = "drain",
+    ) -> None:
         """Ask for the snapshot ``identity`` to be served, and return at once.
 
         ``running_requests`` is that of ``hotload_and_wait``.
@@ -233,10 +241,15 @@ class DeploymentManager:
         start(ask()).result()
 
     def hotload_and_wait(
-        self, deployment_id: str, base_model: str, identity: str, *,
-        incremental: DeltaMetadata | None = None, timeout_s: float = HOTLOAD_TIMEOUT_S,
+        self,
+        deployment_id: str,
+        base_model: str,
+        identity: str,
+        *,
+        incremental: DeltaMetadata | None = None,
+        timeout_s: float = HOTLOAD_TIMEOUT_S,
         running_requests: RunningRequests = "drain",
-    ) -> ReplicaState:  # fmt: skip
+    ) -> ReplicaState:
         """Serve the snapshot ``identity``; returns when it is served.
 
         Completions that run end on the old weights before that (``drain``), or go on under the new
@@ -248,15 +261,24 @@ class DeploymentManager:
             NotFoundError: there is no such deployment.
         """
         return self.hotload_and_wait_async(
-            deployment_id, base_model, identity, incremental=incremental, timeout_s=timeout_s,
+            deployment_id,
+            base_model,
+            identity,
+            incremental=incremental,
+            timeout_s=timeout_s,
             running_requests=running_requests,
-        ).result()  # fmt: skip
+        ).result()
 
     def hotload_and_wait_async(
-        self, deployment_id: str, base_model: str, identity: str, *,
-        incremental: DeltaMetadata | None = None, timeout_s: float = HOTLOAD_TIMEOUT_S,
+        self,
+        deployment_id: str,
+        base_model: str,
+        identity: str,
+        *,
+        incremental: DeltaMetadata | None = None,
+        timeout_s: float = HOTLOAD_TIMEOUT_S,
         running_requests: RunningRequests = "drain",
-    ) -> APIFuture[ReplicaState]:  # fmt: skip
+    ) -> APIFuture[ReplicaState]:
         """``hotload_and_wait`` as a future."""
         request = hot_load_request(identity, incremental, running_requests)
 
@@ -296,7 +318,7 @@ class DeploymentManager:
         async def deployments() -> list[DeploymentInfo]:
             name = f"accounts/{await self._control.account_id()}/{DEPLOYMENTS}"
             records = await self._control.pages(name, Deployments, lambda page: page.deployments)
-            return [DeploymentInfo.of(one, one.name or name) for one in records]
+            return [DeploymentInfo.of(record, record.name or name) for record in records]
 
         return start(deployments()).result()
 

@@ -45,9 +45,10 @@ def hot_load_request(
     """
     check_running_requests(running_requests)
     return HotLoadRequest(
-        identity=identity, incremental_snapshot_metadata=incremental,
+        identity=identity,
+        incremental_snapshot_metadata=incremental,
         running_requests=running_requests,
-    )  # fmt: skip
+    )
 
 
 def check_running_requests(value: RunningRequests) -> None:
@@ -64,9 +65,13 @@ def check_running_requests(value: RunningRequests) -> None:
 
 
 async def order(
-    control: ControlPlane, headers: Mapping[str, str], request: HotLoadRequest, *,
-    retries: Retries | None = None, timeout_s: float = _POST_TIMEOUT_S,
-) -> None:  # fmt: skip
+    control: ControlPlane,
+    headers: Mapping[str, str],
+    request: HotLoadRequest,
+    *,
+    retries: Retries | None = None,
+    timeout_s: float = _POST_TIMEOUT_S,
+) -> None:
     """Ask the deployment to serve a snapshot."""
     await control.http.post(
         _HOT_LOAD, request.dump(), headers=headers, retries=retries, timeout_s=timeout_s
@@ -74,9 +79,13 @@ async def order(
 
 
 async def hot_load_state(
-    control: ControlPlane, headers: Mapping[str, str], question: Mapping[str, str] | None = None,
-    *, retries: Retries | None = None, timeout_s: float = _STATE_TIMEOUT_S,
-) -> HotLoadState:  # fmt: skip
+    control: ControlPlane,
+    headers: Mapping[str, str],
+    question: Mapping[str, str] | None = None,
+    *,
+    retries: Retries | None = None,
+    timeout_s: float = _STATE_TIMEOUT_S,
+) -> HotLoadState:
     """What the deployment's replicas serve."""
     answer = await control.http.request(
         "GET", _HOT_LOAD, headers=headers, params=question, retries=retries, timeout_s=timeout_s
@@ -98,9 +107,12 @@ async def load_and_wait(
 
 class _Load:
     def __init__(
-        self, control: ControlPlane, headers: Mapping[str, str], request: HotLoadRequest,
+        self,
+        control: ControlPlane,
+        headers: Mapping[str, str],
+        request: HotLoadRequest,
         timeout_s: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._control = control
         self._headers = headers
         self._request = request
@@ -142,9 +154,12 @@ class _Load:
     async def _step(self) -> ReplicaState | None:
         if not self._is_ordered:
             await order(
-                self._control, self._headers, self._request, retries=ONCE,
+                self._control,
+                self._headers,
+                self._request,
+                retries=ONCE,
                 timeout_s=max(1.0, min(self._left_s, _POST_TIMEOUT_S)),
-            )  # fmt: skip
+            )
             self._is_ordered = True
         hold_s = max(0.0, min(self._left_s, self._control.patience.hold_s))
         question = {"wait_for": self._identity, "timeout_s": f"{hold_s:.3f}"}
@@ -239,7 +254,8 @@ async def _refuse_the_dead(control: ControlPlane, name: str, refusal: Exception)
 def serves(state: ReplicaState, identity: str) -> bool:
     """Whether the replica answers with this snapshot's weights."""
     loaded = any(
-        one.identity == identity and one.status == "loaded" for one in state.loaded_adapters
+        adapter.identity == identity and adapter.status == "loaded"
+        for adapter in state.loaded_adapters
     )
     return state.readiness and (state.current_snapshot_identity == identity or loaded)
 

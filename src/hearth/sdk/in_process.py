@@ -19,9 +19,14 @@ _CLIENT = ("127.0.0.1", 0)
 
 
 async def call_app(
-    app: Any, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None = None,
+    app: Any,
+    method: str,
+    url: str,
+    *,
+    headers: Mapping[str, str],
+    body: bytes | None = None,
     params: Mapping[str, str] | None = None,
-) -> Answer:  # fmt: skip
+) -> Answer:
     """The whole answer of an ASGI app; an exception before it has begun to answer is its 500.
 
     Whoever is cancelled here cancels the app's work. No time-out is kept.
@@ -74,16 +79,24 @@ class _Exchange:
 
 
 def _scope(
-    method: str, url: str, headers: Mapping[str, str], body: bytes,
-    params: Mapping[str, str] | None,
-) -> dict[str, Any]:  # fmt: skip
+    method: str, url: str, headers: Mapping[str, str], body: bytes, params: Mapping[str, str] | None
+) -> dict[str, Any]:
     parts = urlsplit(url)
     query = "&".join(filter(None, (parts.query, urlencode(params or {}))))
     sent = [(b"host", parts.netloc.encode()), (b"content-length", str(len(body)).encode())]
     sent += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     return {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method,
-        "scheme": parts.scheme, "path": unquote(parts.path), "raw_path": parts.path.encode(),
-        "query_string": query.encode(), "root_path": "", "headers": sent, "client": _CLIENT,
-        "server": (parts.hostname, parts.port), "extensions": {STAYS: {}},
-    }  # fmt: skip
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": parts.scheme,
+        "path": unquote(parts.path),
+        "raw_path": parts.path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": sent,
+        "client": _CLIENT,
+        "server": (parts.hostname, parts.port),
+        "extensions": {STAYS: {}},
+    }

@@ -115,8 +115,8 @@ class Journal:
 
     def _replace(self, operations: Sequence[Operation]) -> None:
         self._kept, self.size = {}, 0
-        for one in operations:
-            self._keep(one)
+        for operation in operations:
+            self._keep(operation)
 
     def _rebase(self) -> None:
         """Start from the newest checkpoint before which every result is known."""
@@ -139,19 +139,21 @@ class Journal:
     def _gradient(self, end: int) -> list[Operation]:
         """What has accumulated up to a save, which does not hold it."""
         pending: list[Operation] = []
-        for one in self.operations[:end]:
-            if one.name == "forward_backward" or (one.name in _CHANGING and not one.has_succeeded):
-                pending.append(one)
-            elif one.name in _CHANGING:
+        for operation in self.operations[:end]:
+            if operation.name == "forward_backward" or (
+                operation.name in _CHANGING and not operation.has_succeeded
+            ):
+                pending.append(operation)
+            elif operation.name in _CHANGING:
                 pending.clear()
         return pending
 
     def _shrink(self) -> None:
         """Drop all data but the newest's; what is left of it says that something is missing."""
         operations = self.operations
-        for one in operations[:-1]:
-            if one.name in _LARGE:
-                one.content = None
+        for operation in operations[:-1]:
+            if operation.name in _LARGE:
+                operation.content = None
         ends = [
             place
             for place, one in enumerate(operations)
@@ -161,6 +163,6 @@ class Journal:
             last = ends[-1]
             # Nothing before it is in the gradient any more, so that one says it for all of them.
             operations[last].content = None
-            kept = [one for one in operations[:last] if one.has_succeeded is None]
+            kept = [operation for operation in operations[:last] if operation.has_succeeded is None]
             operations = [*kept, *operations[last:]]
         self._replace(operations)

@@ -28,9 +28,16 @@ def check_output_model(output_model_id: str) -> None:
 
 
 async def promote(
-    control: ControlPlane, job_name: str, checkpoint_id: str, output_model_id: str,
-    base_model: str, *, hot_load_deployment_id: str | None, timeout_s: float, merge_adapter: bool,
-) -> Model:  # fmt: skip
+    control: ControlPlane,
+    job_name: str,
+    checkpoint_id: str,
+    output_model_id: str,
+    base_model: str,
+    *,
+    hot_load_deployment_id: str | None,
+    timeout_s: float,
+    merge_adapter: bool,
+) -> Model:
     """The model, once its operation is done.
 
     Raises:
@@ -70,9 +77,12 @@ async def promote(
 
 
 async def _finished(
-    control: ControlPlane, operation: Operation, checkpoint: str, timeout_s: float,
+    control: ControlPlane,
+    operation: Operation,
+    checkpoint: str,
+    timeout_s: float,
     deadline_s: float,
-) -> Model | None:  # fmt: skip
+) -> Model | None:
     """What an operation has made; None when the platform was restarted over it."""
     pause_s = control.patience.first_s
     while not operation.done:

@@ -55,9 +55,14 @@ class TrainerWait:
     """
 
     def __init__(
-        self, control: ControlPlane, name: str, timeout_s: float, pending_timeout_s: float,
-        on_status: OnStatus | None, resumed_from: str | None,
-    ) -> None:  # fmt: skip
+        self,
+        control: ControlPlane,
+        name: str,
+        timeout_s: float,
+        pending_timeout_s: float,
+        on_status: OnStatus | None,
+        resumed_from: str | None,
+    ) -> None:
         self._control = control
         self._name = name
         self._url = trainer_url(control.http.base_url, name)

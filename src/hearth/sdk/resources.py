@@ -71,9 +71,13 @@ class ControlPlane:
     """Requests about resources, for one account; its coroutines run on the SDK's loop only."""
 
     def __init__(
-        self, api_key: str | None, base_url: str | None, account_id: str | None,
-        retries: Retries | None, patience: Patience | None,
-    ) -> None:  # fmt: skip
+        self,
+        api_key: str | None,
+        base_url: str | None,
+        account_id: str | None,
+        retries: Retries | None,
+        patience: Patience | None,
+    ) -> None:
         key, url = platform_of(api_key, base_url)
         self._key = key
         self._retries = retries or _RETRIES
@@ -93,7 +97,7 @@ class ControlPlane:
         """
         if self._account_id is None:
             answer = await self.http.request("GET", "/v1/accounts", params={"pageSize": "2"})
-            names = [one.name for one in Accounts.parse(answer.content).accounts]
+            names = [account.name for account in Accounts.parse(answer.content).accounts]
             if len(names) != 1:
                 raise ConfigError(
                     f"account_id must be given, got none, and the key has {len(names)} accounts "
@@ -109,9 +113,12 @@ class ControlPlane:
         return f"accounts/{await self.account_id()}/{collection}/{resource_id}"
 
     async def get(
-        self, name: str, kind: type[RecordT], params: Mapping[str, str] | None = None,
+        self,
+        name: str,
+        kind: type[RecordT],
+        params: Mapping[str, str] | None = None,
         timeout_s: float = 30.0,
-    ) -> RecordT:  # fmt: skip
+    ) -> RecordT:
         """A resource by its full name."""
         answer = await self.http.request("GET", f"/v1/{name}", params=params, timeout_s=timeout_s)
         return kind.parse(answer.content)
@@ -124,9 +131,13 @@ class ControlPlane:
             return None
 
     async def send(
-        self, method: str, name: str, body: Mapping[str, object] | None = None,
-        params: Mapping[str, str] | None = None, timeout_s: float = 60.0,
-    ) -> bytes:  # fmt: skip
+        self,
+        method: str,
+        name: str,
+        body: Mapping[str, object] | None = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> bytes:
         """A request that changes something; the answer's body."""
         content = None if body is None else orjson.dumps(body)
         answer = await self.http.request(
@@ -140,9 +151,12 @@ class ControlPlane:
             await self.send("DELETE", name, params=params)
 
     async def pages(
-        self, name: str, kind: type[RecordT], rows_of: Callable[[RecordT], list[T]],
+        self,
+        name: str,
+        kind: type[RecordT],
+        rows_of: Callable[[RecordT], list[T]],
         params: Mapping[str, str] | None = None,
-    ) -> list[T]:  # fmt: skip
+    ) -> list[T]:
         """The rows of all pages."""
         rows: list[T] = []
         token = ""
@@ -196,9 +210,11 @@ class Watch(Generic[RecordT]):
         others = ",".join(one for one in self._states if one != state)
         asked_s = time.monotonic()
         answer = await self._control.get(
-            self._name, self._kind, {"waitForState": others, "timeoutS": f"{hold_s:.3f}"},
+            self._name,
+            self._kind,
+            {"waitForState": others, "timeoutS": f"{hold_s:.3f}"},
             timeout_s=hold_s + 10,
-        )  # fmt: skip
+        )
         moved = getattr(answer, "state", None) != state
         self._server_holds = moved or time.monotonic() - asked_s >= hold_s * _HELD
         if moved:

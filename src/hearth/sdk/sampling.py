@@ -30,9 +30,13 @@ class Tokenizer(Protocol):
     """What the sampler needs of a tokenizer."""
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool,
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
         return_dict: bool,
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Token ids of a conversation that the model is to continue."""
         ...
 
@@ -102,9 +106,14 @@ class DeploymentSampler:
         self._patience = patience or DrawPatience()
 
     def sample_with_tokens(
-        self, messages: Sequence[Mapping[str, str]], n: int = 1, max_tokens: int = 1024,
-        temperature: float = 1.0, max_seq_len: int | None = None, **options: Any,
-    ) -> CompletionsCall[SampledCompletion]:  # fmt: skip
+        self,
+        messages: Sequence[Mapping[str, str]],
+        n: int = 1,
+        max_tokens: int = 1024,
+        temperature: float = 1.0,
+        max_seq_len: int | None = None,
+        **options: Any,
+    ) -> CompletionsCall[SampledCompletion]:
         """``n`` completions of a conversation, tokenized here in the thread of the first use.
 
         Raises:
@@ -113,18 +122,29 @@ class DeploymentSampler:
 
         def begin() -> APIFuture[list[SampledCompletion]]:
             return self._begin(
-                self._tokens_of(messages), n=n, max_tokens=max_tokens, temperature=temperature,
-                max_seq_len=max_seq_len, **options,
-            )  # fmt: skip
+                self._tokens_of(messages),
+                n=n,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                max_seq_len=max_seq_len,
+                **options,
+            )
 
         return CompletionsCall(begin)
 
     def sample_with_prompt_tokens(
-        self, prompt_token_ids: Sequence[int], n: int = 1, max_tokens: int = 1024,
-        temperature: float = 1.0, max_seq_len: int | None = None, *, seed: int | None = None,
-        stop: str | Sequence[str | int] | None = None, http_timeout: float | None = None,
+        self,
+        prompt_token_ids: Sequence[int],
+        n: int = 1,
+        max_tokens: int = 1024,
+        temperature: float = 1.0,
+        max_seq_len: int | None = None,
+        *,
+        seed: int | None = None,
+        stop: str | Sequence[str | int] | None = None,
+        http_timeout: float | None = None,
         **options: Any,
-    ) -> CompletionsCall[SampledCompletion]:  # fmt: skip
+    ) -> CompletionsCall[SampledCompletion]:
         """``n`` completions of a prompt, in the order of their seeds.
 
         A prompt of ``max_seq_len`` tokens or more gives ``[]``; a longer result is left out.
@@ -137,16 +157,25 @@ class DeploymentSampler:
         """
         return CompletionsCall(
             lambda: self._begin(
-                prompt_token_ids, n=n, max_tokens=max_tokens, temperature=temperature,
-                max_seq_len=max_seq_len, seed=seed, stop=stop, http_timeout=http_timeout,
+                prompt_token_ids,
+                n=n,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                max_seq_len=max_seq_len,
+                seed=seed,
+                stop=stop,
+                http_timeout=http_timeout,
                 **options,
             )
-        )  # fmt: skip
+        )
 
     def score_token_ids(
-        self, sequences: Sequence[Sequence[int]], *, last: int | None = None,
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        last: int | None = None,
         http_timeout: float | None = None,
-    ) -> CompletionsCall[list[float]]:  # fmt: skip
+    ) -> CompletionsCall[list[float]]:
         """The model's own logprobs of whole sequences, before temperature; nothing is drawn.
 
         Rows are target-aligned: N - 1 for a sequence of N tokens, or with ``last`` those of so many
@@ -159,7 +188,7 @@ class DeploymentSampler:
         """
         if last is not None and last < 1:
             raise ConfigError(f"last must be >= 1 or None, got {last}")
-        asked = [list(one) for one in sequences]
+        asked = [list(sequence) for sequence in sequences]
         return CompletionsCall(
             lambda: start(self._score(asked, last, http_timeout or self._timeout_s))
         )
@@ -175,16 +204,25 @@ class DeploymentSampler:
                 "DeploymentSampler(tokenizer=...) or call sample_with_prompt_tokens"
             )
         return self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=True, add_generation_prompt=True,
+            [dict(message) for message in messages],
+            tokenize=True,
+            add_generation_prompt=True,
             return_dict=False,
-        )  # fmt: skip
+        )
 
     def _begin(
-        self, prompt_token_ids: Sequence[int], *, n: int, max_tokens: int, temperature: float,
-        max_seq_len: int | None, seed: int | None = None,
-        stop: str | Sequence[str | int] | None = None, http_timeout: float | None = None,
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        max_seq_len: int | None,
+        seed: int | None = None,
+        stop: str | Sequence[str | int] | None = None,
+        http_timeout: float | None = None,
         **options: Any,
-    ) -> APIFuture[list[SampledCompletion]]:  # fmt: skip
+    ) -> APIFuture[list[SampledCompletion]]:
         """Judge the request and send it on its way."""
         if n < 1:
             raise ConfigError(f"n must be >= 1, got {n}")
@@ -196,19 +234,28 @@ class DeploymentSampler:
             n = 0
         stops = [stop] if isinstance(stop, str) else list(stop or [])
         request = CompletionRequest(
-            model=self.model, prompt=prompt, max_tokens=max_tokens, temperature=temperature,
+            model=self.model,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
             stop=[text for text in stops if isinstance(text, str)] or None,
             stop_token_ids=[token for token in stops if isinstance(token, int)] or None,
-            logprobs=True, logprob_format="arrays", raw_output=True,
+            logprobs=True,
+            logprob_format="arrays",
+            raw_output=True,
             perf_metrics_in_response=True,
-        )  # fmt: skip
+        )
         request = request.model_copy(update=options)
         return start(self._draw(request, n, seed, http_timeout or self._timeout_s, max_seq_len))
 
     async def _draw(
-        self, request: CompletionRequest, n: int, seed: int | None, timeout_s: float,
+        self,
+        request: CompletionRequest,
+        n: int,
+        seed: int | None,
+        timeout_s: float,
         max_seq_len: int | None,
-    ) -> list[SampledCompletion]:  # fmt: skip
+    ) -> list[SampledCompletion]:
         fields = request.as_dict()
         asked = [
             fields if seed is None else fields | {"seed": completion_seed(seed, index)}
@@ -237,9 +284,15 @@ class DeploymentSampler:
         if not sequences:
             return []
         call = CompletionCall(
-            model=self.model, prompt=sequences, max_tokens=0, echo=last is None, echo_last=last,
-            logprobs=True, logprob_format="arrays", raw_output=True,
-        )  # fmt: skip
+            model=self.model,
+            prompt=sequences,
+            max_tokens=0,
+            echo=last is None,
+            echo_last=last,
+            logprobs=True,
+            logprob_format="arrays",
+            raw_output=True,
+        )
         completing = Completing(self._http, self.concurrency, self.model, self._patience, timeout_s)
         response = await completing.run(call.dump())
         choices = sorted(response.choices, key=lambda choice: choice.index)

@@ -84,14 +84,17 @@ async def select_shape(
         NotFoundError: the platform has none.
     """
     versions = await control.pages(
-        "accounts/-/trainingShapes/-/versions", TrainingShapeVersions,
-        lambda page: page.training_shape_versions, _ALL,
-    )  # fmt: skip
+        "accounts/-/trainingShapes/-/versions",
+        TrainingShapeVersions,
+        lambda page: page.training_shape_versions,
+        _ALL,
+    )
     mode = mode_of(lora_rank, forward_only)
     fitting = [
-        one
-        for one in versions
-        if one.snapshot.trainer_mode == mode and one.snapshot.base_model in (None, base_model)
+        version
+        for version in versions
+        if version.snapshot.trainer_mode == mode
+        and version.snapshot.base_model in (None, base_model)
     ]
     if not fitting:
         raise NotFoundError(
@@ -114,7 +117,7 @@ def mode_of(lora_rank: int, forward_only: bool) -> TrainerMode:
 
 def _described(versions: Sequence[TrainingShapeVersion], base_model: str) -> str:
     """The model's own shapes, or how many others there are."""
-    own = [one for one in versions if one.snapshot.base_model in (None, base_model)]
+    own = [version for version in versions if version.snapshot.base_model in (None, base_model)]
     if not own:
         return f"none of this model among {len(versions)}"
     return ", ".join(f"{one.name} ({one.snapshot.trainer_mode})" for one in own)

@@ -279,22 +279,23 @@ class OperationStream:
     async def _replay(self) -> None:
         """Send the journal to the new model."""
         self._next_seq = 1
-        for one in self.journal.operations:
-            one.request_id = None
+        for operation in self.journal.operations:
+            operation.request_id = None
         if self.journal.checkpoint is not None:
             body = {"path": self.journal.checkpoint, "optimizer": True}
             loading = Operation("load_weights", orjson.dumps(body))
             await self._send(loading)
             assert loading.request_id is not None, "it was just sent"
             await retrieve(self._http, loading.request_id, Record)
-        for one in self.journal.operations:
-            if one.name == "save_weights":
-                one.allow_overwrite()  # half of it may have been written
-            await self._send(one)
+        for operation in self.journal.operations:
+            if operation.name == "save_weights":
+                operation.allow_overwrite()  # half of it may have been written
+            await self._send(operation)
         logger.warning(
             "the trainer is back at %s; %d operations were sent again",
-            self.journal.checkpoint or "its first weights", len(self.journal.operations),
-        )  # fmt: skip
+            self.journal.checkpoint or "its first weights",
+            len(self.journal.operations),
+        )
 
 
 async def retrieve(http: Http, request_id: str, kind: type[RecordT]) -> RecordT:

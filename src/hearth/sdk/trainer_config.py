@@ -71,9 +71,12 @@ class TrainerJobConfig:
         if not self.learning_rate >= 0:
             raise ConfigError(f"learning_rate must be >= 0, got {self.learning_rate}")
         for name in (
-            "max_context_length", "node_count", "accelerator_count", "micro_batch_tokens",
+            "max_context_length",
+            "node_count",
+            "accelerator_count",
+            "micro_batch_tokens",
             "recompute_above",
-        ):  # fmt: skip
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be >= 1, got {value}")

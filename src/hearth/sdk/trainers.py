@@ -23,13 +23,7 @@ from hearth.sdk.resources import ControlPlane, Patience
 from hearth.sdk.shapes import TrainingShapeProfile, resolve_shape, select_shape
 from hearth.sdk.trainer_config import TrainerJobConfig
 from hearth.sdk.transport import Retries
-from hearth.wire.fireworks import (
-    CheckpointRow,
-    CheckpointRows,
-    Model,
-    TrainerJob,
-    TrainerJobs,
-)
+from hearth.wire.fireworks import CheckpointRow, CheckpointRows, Model, TrainerJob, TrainerJobs
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +51,14 @@ class TrainerJobManager:
     """
 
     def __init__(
-        self, api_key: str | None = None, account_id: str | None = None,
-        base_url: str | None = None, *, retries: Retries | None = None,
+        self,
+        api_key: str | None = None,
+        account_id: str | None = None,
+        base_url: str | None = None,
+        *,
+        retries: Retries | None = None,
         patience: Patience | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._control = ControlPlane(api_key, base_url, account_id, retries, patience)
         self.base_url = self._control.http.base_url
 
@@ -87,9 +85,13 @@ class TrainerJobManager:
         return start(self._create(config)).result()
 
     def wait_for_ready(
-        self, job_id: str, timeout_s: float = READY_TIMEOUT_S, on_status: OnStatus | None = None,
-        *, pending_timeout_s: float = PENDING_TIMEOUT_S,
-    ) -> TrainerEndpoint:  # fmt: skip
+        self,
+        job_id: str,
+        timeout_s: float = READY_TIMEOUT_S,
+        on_status: OnStatus | None = None,
+        *,
+        pending_timeout_s: float = PENDING_TIMEOUT_S,
+    ) -> TrainerEndpoint:
         """The job's trainer once it answers. Waiting for room (``PENDING``) has its own time.
 
         Raises:
@@ -101,23 +103,31 @@ class TrainerJobManager:
         ).result()
 
     def wait_for_ready_async(
-        self, job_id: str, timeout_s: float = READY_TIMEOUT_S, on_status: OnStatus | None = None,
-        *, pending_timeout_s: float = PENDING_TIMEOUT_S,
-    ) -> APIFuture[TrainerEndpoint]:  # fmt: skip
+        self,
+        job_id: str,
+        timeout_s: float = READY_TIMEOUT_S,
+        on_status: OnStatus | None = None,
+        *,
+        pending_timeout_s: float = PENDING_TIMEOUT_S,
+    ) -> APIFuture[TrainerEndpoint]:
         """``wait_for_ready`` as a future."""
         return start(self._ready(job_id, timeout_s, pending_timeout_s, on_status))
 
     def create_and_wait(
-        self, config: TrainerJobConfig, timeout_s: float = READY_TIMEOUT_S,
+        self,
+        config: TrainerJobConfig,
+        timeout_s: float = READY_TIMEOUT_S,
         on_status: OnStatus | None = None,
-    ) -> TrainerEndpoint:  # fmt: skip
+    ) -> TrainerEndpoint:
         """``create``, then ``wait_for_ready``."""
         return self.create_and_wait_async(config, timeout_s, on_status).result()
 
     def create_and_wait_async(
-        self, config: TrainerJobConfig, timeout_s: float = READY_TIMEOUT_S,
+        self,
+        config: TrainerJobConfig,
+        timeout_s: float = READY_TIMEOUT_S,
         on_status: OnStatus | None = None,
-    ) -> APIFuture[TrainerEndpoint]:  # fmt: skip
+    ) -> APIFuture[TrainerEndpoint]:
         """``create_and_wait`` as a future."""
         config.validate()
 
@@ -144,9 +154,13 @@ class TrainerJobManager:
         return self.reconnect_and_wait_async(job_id, timeout_s, on_status).result()
 
     def reconnect_and_wait_async(
-        self, job_id: str, timeout_s: float = READY_TIMEOUT_S, on_status: OnStatus | None = None,
-        *, unless: Collection[str] = (),
-    ) -> APIFuture[TrainerEndpoint]:  # fmt: skip
+        self,
+        job_id: str,
+        timeout_s: float = READY_TIMEOUT_S,
+        on_status: OnStatus | None = None,
+        *,
+        unless: Collection[str] = (),
+    ) -> APIFuture[TrainerEndpoint]:
         """``reconnect_and_wait`` as a future; a job in one of the states ``unless`` stays so.
 
         Raises:
@@ -215,10 +229,16 @@ class TrainerJobManager:
         return start(find()).result()
 
     def promote_checkpoint(
-        self, job_id: str, checkpoint_id: str, output_model_id: str, base_model: str,
-        hot_load_deployment_id: str | None = None, timeout: float = PROMOTION_TIMEOUT_S,
-        *, merge_adapter: bool = False,
-    ) -> Model:  # fmt: skip
+        self,
+        job_id: str,
+        checkpoint_id: str,
+        output_model_id: str,
+        base_model: str,
+        hot_load_deployment_id: str | None = None,
+        timeout: float = PROMOTION_TIMEOUT_S,
+        *,
+        merge_adapter: bool = False,
+    ) -> Model:
         """Make a model of a promotable checkpoint.
 
         ``merge_adapter`` writes an adapter as a whole model.
@@ -232,10 +252,15 @@ class TrainerJobManager:
         async def run() -> Model:
             job_name = await self._control.name_of(JOBS, job_id)
             return await promote(
-                self._control, job_name, checkpoint_id, output_model_id, base_model,
-                hot_load_deployment_id=hot_load_deployment_id, timeout_s=timeout,
+                self._control,
+                job_name,
+                checkpoint_id,
+                output_model_id,
+                base_model,
+                hot_load_deployment_id=hot_load_deployment_id,
+                timeout_s=timeout,
                 merge_adapter=merge_adapter,
-            )  # fmt: skip
+            )
 
         return start(run()).result()
 
@@ -281,9 +306,14 @@ class TrainerJobManager:
         return CreatedJob(job_id=job_id, job_name=job.name or name, state=job.state)
 
     async def _ready(
-        self, job_id: str, timeout_s: float, pending_timeout_s: float, on_status: OnStatus | None,
-        *, resumed_from: str | None = None,
-    ) -> TrainerEndpoint:  # fmt: skip
+        self,
+        job_id: str,
+        timeout_s: float,
+        pending_timeout_s: float,
+        on_status: OnStatus | None,
+        *,
+        resumed_from: str | None = None,
+    ) -> TrainerEndpoint:
         name = await self._control.name_of(JOBS, job_id)
         return await TrainerWait(
             self._control, name, timeout_s, pending_timeout_s, on_status, resumed_from

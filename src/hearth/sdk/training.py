@@ -82,9 +82,13 @@ class FiretitanServiceClient:
     """
 
     def __init__(
-        self, base_url: str, api_key: str, *, max_chunk_datums: int = MAX_CHUNK_DATUMS,
+        self,
+        base_url: str,
+        api_key: str,
+        *,
+        max_chunk_datums: int = MAX_CHUNK_DATUMS,
         revive: Callable[[], Awaitable[object]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._max_chunk_datums = max_chunk_datums
         self._http = Http(f"{base_url.rstrip('/')}/api/v1", api_key)
         self._revive = revive
@@ -94,10 +98,17 @@ class FiretitanServiceClient:
         self._streams: list[OperationStream] = []
 
     def create_training_client(
-        self, base_model: str, lora_rank: int = 0, *, lora_alpha: float = 32.0,
-        seed: int | None = None, train_mlp: bool = True, train_attn: bool = True,
-        train_unembed: bool = False, replace: bool = False,
-    ) -> FiretitanTrainingClient:  # fmt: skip
+        self,
+        base_model: str,
+        lora_rank: int = 0,
+        *,
+        lora_alpha: float = 32.0,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = False,
+        replace: bool = False,
+    ) -> FiretitanTrainingClient:
         """A client of a new trainable model; ``lora_rank`` 0 trains all parameters.
 
         ``replace`` makes room for it where an earlier client has left its models.
@@ -108,9 +119,13 @@ class FiretitanServiceClient:
         lora = None
         if lora_rank > 0:
             lora = LoraSpec(
-                rank=lora_rank, alpha=lora_alpha, seed=seed, train_mlp=train_mlp,
-                train_attn=train_attn, train_unembed=train_unembed,
-            )  # fmt: skip
+                rank=lora_rank,
+                alpha=lora_alpha,
+                seed=seed,
+                train_mlp=train_mlp,
+                train_attn=train_attn,
+                train_unembed=train_unembed,
+            )
         return self._create(base_model, lora, base_only=False, replace=replace)
 
     def create_base_reference(self, base_model: str) -> FiretitanTrainingClient:
@@ -160,9 +175,14 @@ class FiretitanServiceClient:
             self._session_id = SessionRef.parse(opened).session_id
         number, self._models = self._models, self._models + 1
         request = CreateModel(
-            session_id=self._session_id, model_seq_id=number, base_model=base_model,
-            lora_config=lora, base_only=base_only, owner=self._owner, replace_policy=replace,
-        )  # fmt: skip
+            session_id=self._session_id,
+            model_seq_id=number,
+            base_model=base_model,
+            lora_config=lora,
+            base_only=base_only,
+            owner=self._owner,
+            replace_policy=replace,
+        )
         accepted = FutureRef.parse(await self._http.post("/create_model", request.dump()))
         return await retrieve(self._http, accepted.request_id, ModelRef)
 
@@ -191,9 +211,16 @@ class FiretitanTrainingClient:
     """
 
     def __init__(
-        self, http: Http, model_id: str, *, base_model: str, lora_rank: int, is_frozen: bool,
-        max_chunk_datums: int = MAX_CHUNK_DATUMS, revival: Revival | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        http: Http,
+        model_id: str,
+        *,
+        base_model: str,
+        lora_rank: int,
+        is_frozen: bool,
+        max_chunk_datums: int = MAX_CHUNK_DATUMS,
+        revival: Revival | None = None,
+    ) -> None:
         self.base_model = base_model
         self.lora_rank = lora_rank
         self.is_frozen = is_frozen
@@ -222,9 +249,13 @@ class FiretitanTrainingClient:
         return self.stream.restarts
 
     def forward(
-        self, data: Sequence[tinker.Datum], loss_fn: str = "cross_entropy",
-        loss_fn_config: dict[str, Any] | None = None, *, graph: str | None = None,
-    ) -> APIFuture[tinker.ForwardBackwardOutput]:  # fmt: skip
+        self,
+        data: Sequence[tinker.Datum],
+        loss_fn: str = "cross_entropy",
+        loss_fn_config: dict[str, Any] | None = None,
+        *,
+        graph: str | None = None,
+    ) -> APIFuture[tinker.ForwardBackwardOutput]:
         """Logprobs of every datum's targets (``loss_fn_outputs[i]["logprobs"]``), no gradient.
 
         The trainer keeps the pass under the name ``graph``, if it can, as far as one micro-batch
@@ -234,9 +265,13 @@ class FiretitanTrainingClient:
         return start(self._run("forward", data, loss_fn, loss_fn_config, graph))
 
     def forward_backward(
-        self, data: Sequence[tinker.Datum], loss_fn: str = "cross_entropy",
-        loss_fn_config: dict[str, Any] | None = None, *, graph: str | None = None,
-    ) -> APIFuture[tinker.ForwardBackwardOutput]:  # fmt: skip
+        self,
+        data: Sequence[tinker.Datum],
+        loss_fn: str = "cross_entropy",
+        loss_fn_config: dict[str, Any] | None = None,
+        *,
+        graph: str | None = None,
+    ) -> APIFuture[tinker.ForwardBackwardOutput]:
         """Run a built-in objective on the trainer and add its gradient to what has accumulated.
 
         ``graph`` is that of ``forward``; where it is gone, everything is computed.
@@ -259,9 +294,10 @@ class FiretitanTrainingClient:
         return start(self._custom(list(data), loss_fn, temperature))
 
     def optim_step(
-        self, adam_params: tinker.AdamParams,
+        self,
+        adam_params: tinker.AdamParams,
         grad_accumulation_normalization: Normalization | None = None,
-    ) -> APIFuture[tinker.OptimStepResponse]:  # fmt: skip
+    ) -> APIFuture[tinker.OptimStepResponse]:
         """One AdamW step on the accumulated gradient, divided as the normalization mode says.
 
         Raises:
@@ -377,9 +413,13 @@ class FiretitanTrainingClient:
         return await self.stream.result(accepted, kind)
 
     async def _run(
-        self, operation: str, data: Sequence[tinker.Datum], loss_fn: str,
-        loss_fn_config: dict[str, Any] | None, graph: str | None,
-    ) -> tinker.ForwardBackwardOutput:  # fmt: skip
+        self,
+        operation: str,
+        data: Sequence[tinker.Datum],
+        loss_fn: str,
+        loss_fn_config: dict[str, Any] | None,
+        graph: str | None,
+    ) -> tinker.ForwardBackwardOutput:
         batches: list[Batch] = []
         async with self.stream.turn:
             accepted: list[Operation] = []
@@ -393,9 +433,14 @@ class FiretitanTrainingClient:
         return merge_outputs(await self._results(accepted, ForwardOutput), batches)
 
     async def _post_batch(
-        self, operation: str, batch: Batch, loss_fn: str, loss_fn_config: dict[str, Any] | None,
-        graph: str | None, number: int,
-    ) -> Operation:  # fmt: skip
+        self,
+        operation: str,
+        batch: Batch,
+        loss_fn: str,
+        loss_fn_config: dict[str, Any] | None,
+        graph: str | None,
+        number: int,
+    ) -> Operation:
         """Submit the chunk of that number; the caller holds the turn."""
         content: dict[str, Any] = {**batch.body, "loss_fn": loss_fn}
         if loss_fn_config:
@@ -437,14 +482,16 @@ class FiretitanTrainingClient:
         async with self.stream.turn:
             parts = await self._results(await post("forward", batches), ForwardOutput)
             scored = merge_outputs(parts, batches)
-            rows = [_tensor(one["logprobs"]) for one in scored.loss_fn_outputs]
+            rows = [_tensor(output["logprobs"]) for output in scored.loss_fn_outputs]
             loss, metrics, weights = await asyncio.to_thread(_loss_gradient, data, rows, loss_fn)
             rest = iter(weights)
-            weighted = (one.weighted(list(islice(rest, one.count))) for one in batches)
+            weighted = (batch.weighted(list(islice(rest, batch.count))) for batch in batches)
             accepted = await post("forward_backward", weighted)
         surrogates = await self._results(accepted, PassMetrics)
         own = {**metrics, "loss:sum": loss}
-        own["surrogate_loss:sum"] = sum(one.metrics.get("loss:sum", 0.0) for one in surrogates)
+        own["surrogate_loss:sum"] = sum(
+            surrogate.metrics.get("loss:sum", 0.0) for surrogate in surrogates
+        )
         return tinker.ForwardBackwardOutput(
             loss_fn_output_type=scored.loss_fn_output_type,
             loss_fn_outputs=scored.loss_fn_outputs,

@@ -151,9 +151,14 @@ class Http:
         )
 
     async def send_once(
-        self, method: str, path: str, *, body: bytes | None = None,
-        headers: Mapping[str, str] | None = None, timeout_s: float = 60.0,
-    ) -> Answer:  # fmt: skip
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> Answer:
         """One attempt; whatever its status, the answer is returned.
 
         Raises:
@@ -168,9 +173,14 @@ class Http:
         return (await self.request("POST", path, body=record, **options)).content
 
     async def _send(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None,
-        timeout_s: float, params: Mapping[str, str] | None = None,
-    ) -> Answer:  # fmt: skip
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout_s: float,
+        params: Mapping[str, str] | None = None,
+    ) -> Answer:
         app = _mounted.get(self._origin, ...)
         if self._closed or app is None:
             raise ClosedError(

@@ -53,11 +53,17 @@ class WeightSyncer:
     """
 
     def __init__(
-        self, policy_client: SnapshotSaver, deploy_mgr: DeploymentManager, deployment_id: str,
-        base_model: str, *, hotload_timeout: float = 600.0,
-        first_checkpoint_type: CheckpointType = "base", lora_rank: int | None = None,
+        self,
+        policy_client: SnapshotSaver,
+        deploy_mgr: DeploymentManager,
+        deployment_id: str,
+        base_model: str,
+        *,
+        hotload_timeout: float = 600.0,
+        first_checkpoint_type: CheckpointType = "base",
+        lora_rank: int | None = None,
         running_requests: RunningRequests = "drain",
-    ) -> None:  # fmt: skip
+    ) -> None:
         if first_checkpoint_type not in ("base", "delta"):
             raise ConfigError(
                 f"first_checkpoint_type must be 'base' or 'delta', got {first_checkpoint_type!r}"
@@ -112,9 +118,13 @@ class WeightSyncer:
             if kind == "delta" and self.lora_rank == 0 and self._served is not None:
                 incremental = DeltaMetadata(previous_snapshot_identity=self._served)
             state = self._deployments.hotload_and_wait(
-                self._deployment_id, self._base_model, identity, incremental=incremental,
-                timeout_s=self._timeout_s, running_requests=self.running_requests,
-            )  # fmt: skip
+                self._deployment_id,
+                self._base_model,
+                identity,
+                incremental=incremental,
+                timeout_s=self._timeout_s,
+                running_requests=self.running_requests,
+            )
         except Exception:
             self.reset_delta_chain()
             raise

@@ -33,7 +33,7 @@ def resolve(store: SnapshotStore, identity: str) -> Snapshot:
     """
     links = [store.get(identity)]
     while (last := links[-1]).weights is None:
-        links.append(_parent(store, last, [one.identity for one in links]))
+        links.append(_parent(store, last, [link.identity for link in links]))
     base = links.pop()
     if not links and base.kind != "delta":
         return base
@@ -96,9 +96,15 @@ class Published:
         self._last = None
 
     def publish(
-        self, store: SnapshotStore, identity: str, base_model: str, tensors: Mapping[str, Tensor],
-        metadata: Mapping[str, Any], *, as_delta: bool,
-    ) -> None:  # fmt: skip
+        self,
+        store: SnapshotStore,
+        identity: str,
+        base_model: str,
+        tensors: Mapping[str, Tensor],
+        metadata: Mapping[str, Any],
+        *,
+        as_delta: bool,
+    ) -> None:
         """Put a snapshot of live tensors into the store.
 
         A delta was asked for and a base made: there is nothing to make it from, the store has
@@ -142,18 +148,25 @@ def _can_follow(
 
 
 def _publish_base(
-    store: SnapshotStore, identity: str, base_model: str, tensors: Mapping[str, Tensor],
+    store: SnapshotStore,
+    identity: str,
+    base_model: str,
+    tensors: Mapping[str, Tensor],
     metadata: Mapping[str, Any],
-) -> _Last:  # fmt: skip
+) -> _Last:
     copies = _copies(tensors, on_cpu=not store.shares_tensors)
     store.put(Snapshot(identity, "base", base_model, copies, dict(metadata)))
     return _Last(identity, copies, base_bytes=_num_bytes(copies))
 
 
 def _publish_delta(
-    store: SnapshotStore, last: _Last, identity: str, base_model: str,
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, Any],
-) -> _Last:  # fmt: skip
+    store: SnapshotStore,
+    last: _Last,
+    identity: str,
+    base_model: str,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, Any],
+) -> _Last:
     # A store that writes them out can do so from the live ones: nothing changes them meanwhile.
     is_shared = store.shares_tensors
     fresh = _copies(tensors, on_cpu=False) if is_shared else _on_cpu(tensors)
@@ -169,9 +182,12 @@ def _publish_delta(
         for name in changed:
             last.tensors[name].copy_(whole[name])
     return _Last(
-        identity, whole if is_shared else last.tensors, last.base_bytes, last.links + 1,
+        identity,
+        whole if is_shared else last.tensors,
+        last.base_bytes,
+        last.links + 1,
         last.delta_bytes + _num_bytes(parts),
-    )  # fmt: skip
+    )
 
 
 def _parent(store: SnapshotStore, child: Snapshot, seen: list[str]) -> Snapshot:
@@ -230,4 +246,4 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(one.nbytes for one in tensors.values())
+    return sum(tensor.nbytes for tensor in tensors.values())

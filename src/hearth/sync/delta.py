@@ -111,7 +111,7 @@ def _encode_one(old: Tensor, new: Tensor) -> dict[str, Tensor]:
         return {"bitmap": _tensor(packed), "values": values}
     gaps = np.diff(where, prepend=-1) - 1
     sizes = {part: _gap_bytes(gaps, part) for part in _ESCAPES}
-    part = min(sizes, key=lambda one: sizes[one])
+    part = min(sizes, key=lambda siz: sizes[siz])
     return {part: _tensor(_encode_gaps(gaps, part)), "values": values}
 
 

@@ -83,9 +83,7 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     return _described(tensors, _checksums(tensors, "crc32", _crc32))
 
 
-def _described(
-    tensors: Mapping[str, Tensor], sums: Mapping[str, str]
-) -> dict[str, TensorEntry]:  # fmt: skip
+def _described(tensors: Mapping[str, Tensor], sums: Mapping[str, str]) -> dict[str, TensorEntry]:
     return {
         name: TensorEntry(
             dtype=str(tensor.dtype).removeprefix("torch."),

@@ -151,10 +151,17 @@ class FolderSnapshotStore:
         manifest = self._manifest(identity)
         tensors = read_tensors(self._root / identity, manifest, _DATA)
         return Snapshot(
-            identity, manifest["kind"], manifest["base_model"], tensors, manifest["metadata"],
-            parent=manifest.get("parent"), created_s=manifest.get("created_s", 0.0),
-            entries=manifest["weights"], parent_digest=manifest.get("parent_digest"), source=self,
-        )  # fmt: skip
+            identity,
+            manifest["kind"],
+            manifest["base_model"],
+            tensors,
+            manifest["metadata"],
+            parent=manifest.get("parent"),
+            created_s=manifest.get("created_s", 0.0),
+            entries=manifest["weights"],
+            parent_digest=manifest.get("parent_digest"),
+            source=self,
+        )
 
     def folder(self, identity: str) -> Path:
         """Where a snapshot's files are.
@@ -182,9 +189,12 @@ class FolderSnapshotStore:
                 logger.warning("snapshot %s was left out: %s", name, error)
                 continue
             facts = SnapshotFacts(
-                identity=name, kind=one["kind"], created_s=float(one.get("created_s", 0.0)),
-                base_model=one["base_model"], num_bytes=size,
-            )  # fmt: skip
+                identity=name,
+                kind=one["kind"],
+                created_s=float(one.get("created_s", 0.0)),
+                base_model=one["base_model"],
+                num_bytes=size,
+            )
             found.append(facts)
         return found
 
@@ -298,7 +308,7 @@ def no_parent(snapshot: Snapshot, known: list[str]) -> EngineError:
 
 def _entries_of(
     snapshot: Snapshot, parent: Mapping[str, TensorEntry] | None = None
-) -> Mapping[str, TensorEntry]:  # fmt: skip
+) -> Mapping[str, TensorEntry]:
     """Entries of a snapshot's whole weights; what a delta leaves unchanged has the parent's."""
     if snapshot.entries is not None:
         return snapshot.entries
@@ -326,9 +336,12 @@ def _is_same(kept: Snapshot, given: Snapshot) -> bool:
 
 def _facts(snapshot: Snapshot, num_bytes: int) -> SnapshotFacts:
     return SnapshotFacts(
-        identity=snapshot.identity, kind=snapshot.kind, created_s=snapshot.created_s,
-        base_model=snapshot.base_model, num_bytes=num_bytes,
-    )  # fmt: skip
+        identity=snapshot.identity,
+        kind=snapshot.kind,
+        created_s=snapshot.created_s,
+        base_model=snapshot.base_model,
+        num_bytes=num_bytes,
+    )
 
 
 def _taken(identity: str) -> RequestError:

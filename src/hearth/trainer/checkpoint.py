@@ -76,17 +76,23 @@ def state_of(
 ) -> TrainerState:
     """The reverse of ``TrainerState.tensors``."""
     return TrainerState(
-        facts=facts, weights=_below(_WEIGHTS, tensors), optimizer=_below(_OPTIMIZER, tensors),
+        facts=facts,
+        weights=_below(_WEIGHTS, tensors),
+        optimizer=_below(_OPTIMIZER, tensors),
         rng=rng,
-    )  # fmt: skip
+    )
 
 
 def write_manifest(draft: Path, state: TrainerState, files: Mapping[str, FileEntry]) -> None:
     """Write down what the files of a draft are."""
     manifest: dict[str, Any] = {
-        "format": _FORMAT, "hearth": hearth.__version__, "torch": torch.__version__,
-        **asdict(state.facts), "rng": dict(state.rng), "files": dict(files),
-    }  # fmt: skip
+        "format": _FORMAT,
+        "hearth": hearth.__version__,
+        "torch": torch.__version__,
+        **asdict(state.facts),
+        "rng": dict(state.rng),
+        "files": dict(files),
+    }
     # As a reader will find it: JSON has lists for tuples and texts for keys.
     manifest = json.loads(json.dumps(manifest))
     text = json.dumps({**manifest, "checksum": _digest(manifest)}, indent=1)
@@ -283,10 +289,13 @@ def restore_rng(states: Mapping[str, str], device: torch.device) -> None:
 def _facts_of(manifest: Mapping[str, Any]) -> CheckpointFacts:
     lora = manifest["lora"]
     return CheckpointFacts(
-        base_model=manifest["base_model"], lora=LoraOptions(**lora) if lora else None,
-        steps=manifest["steps"], created_s=manifest["created_s"], seq_id=manifest["seq_id"],
+        base_model=manifest["base_model"],
+        lora=LoraOptions(**lora) if lora else None,
+        steps=manifest["steps"],
+        created_s=manifest["created_s"],
+        seq_id=manifest["seq_id"],
         metadata=manifest["metadata"],
-    )  # fmt: skip
+    )
 
 
 def _shape(lora: LoraOptions | None) -> dict[str, Any] | None:

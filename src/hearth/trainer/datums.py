@@ -117,11 +117,14 @@ class _Columns:
         )
         return [
             Example(
-                index=index, tokens=tokens, targets=targets, target_shape=(self.lengths[index],),
+                index=index,
+                tokens=tokens,
+                targets=targets,
+                target_shape=(self.lengths[index],),
                 inputs={name: parts[index] for name, parts in inputs.items()},
             )
             for index, (tokens, targets) in enumerate(rows)
-        ]  # fmt: skip
+        ]
 
 
 def _joined(

@@ -110,7 +110,7 @@ def verify_files(folder: Path, entries: Mapping[str, FileEntry]) -> None:
         EngineError: a file is missing, unknown, truncated or changed; it is named.
     """
     where = _where(folder)
-    unknown = {one.name for one in folder.glob("*.safetensors")} - entries.keys()
+    unknown = {path.name for path in folder.glob("*.safetensors")} - entries.keys()
     if unknown:
         raise EngineError(
             f"{where} must hold the files of its manifest, got {sorted(unknown)[:4]} beside them"

@@ -117,11 +117,17 @@ class TrainerEngine:
     """Whether ``forward`` keeps the graph that it is told to."""
 
     def __init__(
-        self, source: str | Path, *, name: str | None = None, snapshots: SnapshotStore,
-        checkpoint_dir: Path, options: TrainerOptions | None = None,
+        self,
+        source: str | Path,
+        *,
+        name: str | None = None,
+        snapshots: SnapshotStore,
+        checkpoint_dir: Path,
+        options: TrainerOptions | None = None,
         other_checkpoints: Callable[[str], Path] | None = None,
-        adapters: AdapterShelf | None = None, load: Callable[[], LoadedModel] | None = None,
-    ) -> None:  # fmt: skip
+        adapters: AdapterShelf | None = None,
+        load: Callable[[], LoadedModel] | None = None,
+    ) -> None:
         self.source = str(source)
         self.name = name or self.source
         self.options = options or TrainerOptions()
@@ -158,9 +164,13 @@ class TrainerEngine:
 
     @_exclusive
     def create_model(
-        self, lora: LoraOptions | None = None, *, is_frozen: bool = False,
-        owner: str | None = None, replace: bool = False,
-    ) -> str:  # fmt: skip
+        self,
+        lora: LoraOptions | None = None,
+        *,
+        is_frozen: bool = False,
+        owner: str | None = None,
+        replace: bool = False,
+    ) -> str:
         """A new model's id.
 
         A frozen model is the base weights: the LoRA policy's own with its adapter off, or a copy
@@ -188,9 +198,14 @@ class TrainerEngine:
 
     @_exclusive
     def forward(
-        self, model_id: str, data: Datums, loss_fn: str = "cross_entropy",
-        config: LossConfig | None = None, *, graph: str | None = None,
-    ) -> PassResult:  # fmt: skip
+        self,
+        model_id: str,
+        data: Datums,
+        loss_fn: str = "cross_entropy",
+        config: LossConfig | None = None,
+        *,
+        graph: str | None = None,
+    ) -> PassResult:
         """Logprobs and loss without a gradient.
 
         The graph of the pass is kept under the name ``graph``, as far as it has room, until the
@@ -218,9 +233,14 @@ class TrainerEngine:
 
     @_exclusive
     def forward_backward(
-        self, model_id: str, data: Datums, loss_fn: str = "cross_entropy",
-        config: LossConfig | None = None, *, graph: str | None = None,
-    ) -> PassResult:  # fmt: skip
+        self,
+        model_id: str,
+        data: Datums,
+        loss_fn: str = "cross_entropy",
+        config: LossConfig | None = None,
+        *,
+        graph: str | None = None,
+    ) -> PassResult:
         """Logprobs and loss, and the gradient of the raw loss sum added to what has accumulated.
 
         Raises:
@@ -261,9 +281,14 @@ class TrainerEngine:
 
     @_exclusive
     def save_state(
-        self, model_id: str, name: str, *, overwrite: bool = False,
-        metadata: Mapping[str, Any] | None = None, seq_id: int | None = None,
-    ) -> str:  # fmt: skip
+        self,
+        model_id: str,
+        name: str,
+        *,
+        overwrite: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        seq_id: int | None = None,
+    ) -> str:
         """Write a resumable checkpoint; an accumulated gradient is not part of it.
 
         ``metadata`` are the caller's own JSON values (``"pinned": true`` keeps the checkpoint);
@@ -279,13 +304,19 @@ class TrainerEngine:
         optimizer = require_trainable(model, "save_weights")
         check_metadata(metadata or {})
         facts = CheckpointFacts(
-            base_model=self.name, lora=model.lora, steps=model.steps, created_s=created_s,
-            seq_id=seq_id, metadata=dict(metadata or {}),
-        )  # fmt: skip
+            base_model=self.name,
+            lora=model.lora,
+            steps=model.steps,
+            created_s=created_s,
+            seq_id=seq_id,
+            metadata=dict(metadata or {}),
+        )
         state = TrainerState(
-            facts=facts, weights=self._stored(model), optimizer=optimizer.state_tensors(),
+            facts=facts,
+            weights=self._stored(model),
+            optimizer=optimizer.state_tensors(),
             rng=rng_state(model.loaded.device),
-        )  # fmt: skip
+        )
         self._write_checkpoint(name, state, overwrite=overwrite)
         return name
 
@@ -345,9 +376,12 @@ class TrainerEngine:
 
     @_exclusive
     def save_for_sampler(
-        self, model_id: str, identity: str, kind: CheckpointType = "base",
+        self,
+        model_id: str,
+        identity: str,
+        kind: CheckpointType = "base",
         metadata: Mapping[str, Any] | None = None,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Put a snapshot of the current weights into the store; returns its identity.
 
         Of a LoRA model it is the adapter, or with ``merged_base`` the whole model with the adapter
@@ -428,9 +462,10 @@ class TrainerEngine:
 
     def _make_residents(self, load: Callable[[], LoadedModel]) -> Residents:
         return Residents(
-            load, logit_budget=self.options.logit_budget,
+            load,
+            logit_budget=self.options.logit_budget,
             recompute_above=self.options.recompute_above,
-        )  # fmt: skip
+        )
 
     def _stored(self, model: Resident) -> Mapping[str, Tensor]:
         """What makes a model, as a checkpoint has it."""
@@ -449,9 +484,13 @@ class TrainerEngine:
         write()
 
     def _publish(
-        self, model: Resident, identity: str, kind: CheckpointType, tensors: Mapping[str, Tensor],
+        self,
+        model: Resident,
+        identity: str,
+        kind: CheckpointType,
+        tensors: Mapping[str, Tensor],
         facts: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         if model.lora is None:
             model.published.publish(
                 self._snapshots, identity, self.name, tensors, facts, as_delta=kind == "delta"
@@ -488,10 +527,13 @@ class TrainerEngine:
     def _load_source(self) -> LoadedModel:
         options = self.options
         return load_model(
-            self.source, name=self.name, dtype=options.dtype, device=options.device,
+            self.source,
+            name=self.name,
+            dtype=options.dtype,
+            device=options.device,
             attn_implementation=options.attn_implementation,
             trust_remote_code=options.trust_remote_code,
-        )  # fmt: skip
+        )
 
     def _find_checkpoint(self, path: str) -> tuple[CheckpointFolder, str]:
         """The folder that a reference means, and the name in it."""
@@ -512,10 +554,13 @@ class TrainerEngine:
         limits = replace(self._limits, routing=model.scorer.routing if is_replayed else None)
         self._note_dense(data)
         return self._make_pass(
-            scorer=model.scorer, objective=objective,
-            examples=read_datums(data, objective, limits), limits=limits,
-            token_budget=self.options.micro_batch_tokens, temperature=temperature,
-        )  # fmt: skip
+            scorer=model.scorer,
+            objective=objective,
+            examples=read_datums(data, objective, limits),
+            limits=limits,
+            token_budget=self.options.micro_batch_tokens,
+            temperature=temperature,
+        )
 
     def _make_pass(self, **fields: Any) -> Pass:
         return Pass(**fields)
@@ -534,7 +579,7 @@ class TrainerEngine:
             return
         if isinstance(data, DatumColumns):
             return
-        if any(one.model_input.routing_matrices for one in data):
+        if any(datum.model_input.routing_matrices for datum in data):
             self._has_told_dense = True
             logger.warning(
                 "trainer %s: datums name experts, and the model has none that can be replayed: "

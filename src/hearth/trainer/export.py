@@ -9,12 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hearth.errors import ConfigError, EngineError
-from hearth.models.loading import (
-    DTYPES,
-    LoadedModel,
-    export_pretrained,
-    load_model,
-)
+from hearth.models.loading import DTYPES, LoadedModel, export_pretrained, load_model
 from hearth.models.lora import (
     LoraOptions,
     attach_lora,
@@ -27,9 +22,14 @@ from hearth.sync.store import Snapshot
 
 
 def export_snapshot(
-    snapshot: Snapshot, source: str, base_model: str, folder: Path, merge_adapter: bool = False,
-    *, trust_remote_code: bool = False,
-) -> None:  # fmt: skip
+    snapshot: Snapshot,
+    source: str,
+    base_model: str,
+    folder: Path,
+    merge_adapter: bool = False,
+    *,
+    trust_remote_code: bool = False,
+) -> None:
     """Write a whole snapshot (no delta) to ``folder``, which appears complete or not at all.
 
     Full weights give a model folder in the snapshot's dtype, with the source's tokenizer. An

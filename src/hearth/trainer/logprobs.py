@@ -51,9 +51,13 @@ class TargetScorer:
     """
 
     def __init__(
-        self, loaded: LoadedModel, *, logit_budget: int = DEFAULT_LOGIT_BUDGET,
-        recompute_above: int | None = None, kernel: Kernel | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        loaded: LoadedModel,
+        *,
+        logit_budget: int = DEFAULT_LOGIT_BUDGET,
+        recompute_above: int | None = None,
+        kernel: Kernel | None = None,
+    ) -> None:
         self._module: Any = loaded.module
         self._recompute_above = recompute_above
         self._backbone: Any = self._module.base_model
@@ -89,7 +93,7 @@ class TargetScorer:
         Raises:
             ConfigError: the budget is below 1.
         """
-        is_single = all(one.targets.shape[1] == 1 for one in examples)
+        is_single = all(example.targets.shape[1] == 1 for example in examples)
         if self._packed is not None and is_single:
             return packed_batches(examples, token_budget)
         return micro_batches(examples, token_budget, limits)
@@ -130,9 +134,8 @@ class TargetScorer:
 
     def _forgetful_chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
         scored = checkpoint(
-            self._chunk, hidden, targets, temperature, use_reentrant=False,
-            preserve_rng_state=False,
-        )  # fmt: skip
+            self._chunk, hidden, targets, temperature, use_reentrant=False, preserve_rng_state=False
+        )
         assert isinstance(scored, Tensor)
         return scored
 

@@ -39,7 +39,7 @@ class Optimizer:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 self._masters[name].copy_(parameter)
-        is_fused = all(one.device.type in ("cpu", "cuda") for one in self._masters.values())
+        is_fused = all(master.device.type in ("cpu", "cuda") for master in self._masters.values())
         self._adam = torch.optim.AdamW(list(self._masters.values()), lr=0.0, fused=is_fused)
         self.clear_gradient()
 
@@ -66,10 +66,14 @@ class Optimizer:
         """
         denominator = self.counts.denominator(normalization)
         metrics = {
-            "lr": adam.learning_rate, "denominator": float(denominator), "grad_norm": 0.0,
-            "grad_norm_post_clip": 0.0, "num_loss_tokens": float(self.counts.tokens),
-            "num_sequences": float(self.counts.sequences), "skipped": 0.0,
-        }  # fmt: skip
+            "lr": adam.learning_rate,
+            "denominator": float(denominator),
+            "grad_norm": 0.0,
+            "grad_norm_post_clip": 0.0,
+            "num_loss_tokens": float(self.counts.tokens),
+            "num_sequences": float(self.counts.sequences),
+            "skipped": 0.0,
+        }
         if self.num_passes == 0:
             return metrics | {"skipped": 1.0}
         gradients = self._gradients()

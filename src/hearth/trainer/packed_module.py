@@ -50,14 +50,21 @@ class PackedModule:
             return None
         try:
             check_kernel(
-                kernel, heads=decoder.heads, kv_heads=decoder.kv_heads, dim=decoder.dim,
-                dtype=loaded.dtype, device=torch.device(loaded.device),
-            )  # fmt: skip
+                kernel,
+                heads=decoder.heads,
+                kv_heads=decoder.kv_heads,
+                dim=decoder.dim,
+                dtype=loaded.dtype,
+                device=torch.device(loaded.device),
+            )
         except Exception as error:
             logger.warning(
                 "training of %s pads its rows and computes common prefixes anew: %s: %s",
-                loaded.name, type(error).__name__, error, exc_info=True,
-            )  # fmt: skip
+                loaded.name,
+                type(error).__name__,
+                error,
+                exc_info=True,
+            )
             return None
         return cls(loaded, kernel)
 
@@ -72,9 +79,12 @@ class PackedModule:
         module = self._loaded.module
         with recomputing(module) if recompute else contextlib.nullcontext():
             return self._states(
-                module.base_model, tokens.to(device), positions.to(device),
-                segments_of(tree, device), self._kernel,
-            )  # fmt: skip
+                module.base_model,
+                tokens.to(device),
+                positions.to(device),
+                segments_of(tree, device),
+                self._kernel,
+            )
 
 
 def _is_sdpa(loaded: LoadedModel) -> bool:

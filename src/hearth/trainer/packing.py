@@ -135,7 +135,7 @@ def micro_batches(
     """
     if token_budget < 1:
         raise ConfigError(f"micro_batch_tokens must be >= 1, got {token_budget}")
-    waiting = sorted(examples, key=lambda one: (-one.length, one.index))
+    waiting = sorted(examples, key=lambda example: (-example.length, example.index))
     batches: list[MicroBatch] = []
     while waiting:
         length = padded_length(waiting[0].length, limits)
@@ -161,8 +161,8 @@ def packed_batches(examples: Sequence[Example], token_budget: int) -> list[Packe
     batches: list[PackedBatch] = []
     waiting: list[Cluster] = []
     room = token_budget
-    lengths = [one.length for one in examples]
-    for cluster in clusters([one.tokens for one in examples]):
+    lengths = [example.length for example in examples]
+    for cluster in clusters([example.tokens for example in examples]):
         for part in cluster.cut(lengths, token_budget):
             cost = part.tokens(lengths)
             if waiting and cost > room:
@@ -176,8 +176,8 @@ def packed_batches(examples: Sequence[Example], token_budget: int) -> list[Packe
 
 
 def _pack(examples: Sequence[Example], packed: Sequence[Cluster]) -> PackedBatch:
-    chosen = [examples[one] for cluster in packed for one in cluster.members]
-    rows = pack([one.tokens for one in examples], packed)
+    chosen = [examples[member] for cluster in packed for member in cluster.members]
+    rows = pack([example.tokens for example in examples], packed)
     return PackedBatch(
         examples=chosen,
         tokens=rows.tokens,

@@ -58,7 +58,7 @@ class KeptGraph:
 
     def fits(self, examples: Sequence[Example], temperature: float) -> bool:
         """Whether it is of these data, in this order."""
-        own = [one for batch, _ in self.parts for one in batch.examples]
+        own = [example for batch, _ in self.parts for example in batch.examples]
         if temperature != self.temperature or any(one.index >= len(examples) for one in own):
             return False
         return is_same_text(own, [examples[one.index] for one in own])
@@ -134,8 +134,8 @@ class Pass:
             found[cells] = logprobs.detach().cpu()
             with self.scorer.replaying(batch.routing):
                 counts += self._backward(batch, cells, found, logprobs)
-            known |= {one.index for one in batch.examples}
-        left = [one for one in self.examples if one.index not in known]
+            known |= {example.index for example in batch.examples}
+        left = [example for example in self.examples if example.index not in known]
         is_trained = self._trained
         for batch in self.scorer.batches(
             [one for one in left if is_trained[one.index]], self.token_budget, self.limits
@@ -151,11 +151,11 @@ class Pass:
     @cached_property
     def _unscored(self) -> TokenBatch:
         """The loss's batch of all data, with logprobs of 0."""
-        sizes = [one.targets.numel() for one in self.examples]
+        sizes = [example.targets.numel() for example in self.examples]
         return self.objective.batch(
             torch.zeros(sum(sizes)).split(sizes),
-            [one.inputs for one in self.examples],
-            [one.index for one in self.examples],
+            [example.inputs for example in self.examples],
+            [example.index for example in self.examples],
         )
 
     @cached_property
@@ -171,7 +171,7 @@ class Pass:
     @cached_property
     def _starts(self) -> Tensor:
         """Where each datum's targets begin, int64 [D]."""
-        sizes = torch.tensor([one.targets.numel() for one in self.examples])
+        sizes = torch.tensor([example.targets.numel() for example in self.examples])
         return sizes.cumsum(0) - sizes
 
     def _blank(self) -> Tensor:
@@ -184,9 +184,11 @@ class Pass:
         A candidate that a datum does not have stands at the last place.
         """
         width = batch.targets.shape[1]
-        starts = self._starts.index_select(0, torch.tensor([one.index for one in batch.examples]))
+        starts = self._starts.index_select(
+            0, torch.tensor([example.index for example in batch.examples])
+        )
         if width == 1:
-            lengths = torch.tensor([one.length for one in batch.examples])
+            lengths = torch.tensor([example.length for example in batch.examples])
             skipped = starts - (lengths.cumsum(0) - lengths)
             return (skipped.repeat_interleave(lengths) + torch.arange(len(batch.targets)))[:, None]
         nowhere = self._unscored.mask.numel()
@@ -223,9 +225,13 @@ class Pass:
         return self._backward(batch, cells, found, scored, live)
 
     def _backward(
-        self, batch: Batch, cells: Tensor, found: Tensor, scored: Tensor,
+        self,
+        batch: Batch,
+        cells: Tensor,
+        found: Tensor,
+        scored: Tensor,
         places: Tensor | None = None,
-    ) -> GradientCounts:  # fmt: skip
+    ) -> GradientCounts:
         """Add the gradient by way of the ``scored`` logprobs, those at ``places`` or all."""
         gradient = self._loss_gradient(batch, cells, found)
         counts = count(batch, gradient)
@@ -259,7 +265,7 @@ class Pass:
         """Gradient of the raw loss sum in each logprob of a micro-batch [R, K]."""
         is_there = cells < self._unscored.mask.numel()
         leaf = found[cells[is_there]].requires_grad_()
-        own = self._unscored.of_samples([one.index for one in batch.examples], leaf)
+        own = self._unscored.of_samples([example.index for example in batch.examples], leaf)
         (gradient,) = torch.autograd.grad(self.objective.per_token(own).per_token.sum(), leaf)
         whole = torch.zeros(cells.shape)
         whole[is_there] = gradient
@@ -273,7 +279,9 @@ class Pass:
         metrics = {"loss:sum": float(output.per_token.double().sum())}
         for name, value in output.metrics.items():
             metrics[f"{name}:{'sum' if name == 'active_tokens' else 'mean'}"] = float(value)
-        return PassResult(values.numpy(), [one.target_shape for one in self.examples], metrics)
+        return PassResult(
+            values.numpy(), [example.target_shape for example in self.examples], metrics
+        )
 
     def _check_finite(self, found: Tensor, cells: Tensor | None = None) -> None:
         """Refuse logprobs that are none, of some ``cells`` or of all.
@@ -293,6 +301,6 @@ class Pass:
 
 def count(batch: Batch, gradient: Tensor) -> GradientCounts:
     """Tokens and samples with a gradient [R, K]; a token's candidates count once."""
-    lengths = torch.tensor([one.length for one in batch.examples])
+    lengths = torch.tensor([example.length for example in batch.examples])
     segments = torch.repeat_interleave(torch.arange(len(batch.examples)), lengths)
     return gradient_counts(gradient.abs().sum(dim=1), segments)

@@ -82,9 +82,12 @@ class Residents:
     """
 
     def __init__(
-        self, load: Callable[[], LoadedModel], *, logit_budget: int,
+        self,
+        load: Callable[[], LoadedModel],
+        *,
+        logit_budget: int,
         recompute_above: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._load = load
         self._logit_budget = logit_budget
         self._recompute_above = recompute_above
@@ -110,11 +113,11 @@ class Residents:
 
     def policy(self) -> Resident | None:
         """The trainable model, where there is one."""
-        return next((one for one in self._models.values() if one.optimizer is not None), None)
+        return next((model for model in self._models.values() if model.optimizer is not None), None)
 
     def others(self, owner: str | None) -> list[str]:
         """Ids of the models that another client has made."""
-        return [one.model_id for one in self._models.values() if one.owner != owner]
+        return [model.model_id for model in self._models.values() if model.owner != owner]
 
     def add_policy(self, lora: LoraOptions | None, owner: str | None = None) -> Resident:
         """A trainable model on the base weights.
@@ -182,7 +185,7 @@ class Residents:
 
     def _own_weights(self) -> LoadedModel:
         """Weights that may change: the base's own when nobody else uses them."""
-        is_shared = any(one.loaded is self._base for one in self._models.values())
+        is_shared = any(model.loaded is self._base for model in self._models.values())
         if self._base is None or is_shared:
             return self._load()
         loaded, self._base = self._base, None

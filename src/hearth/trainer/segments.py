@@ -63,7 +63,7 @@ def segments_of(tree: Tree, device: torch.device) -> Segments:
             is_shared |= prefix > 0
             queries.append(length)
             keys.append(torch.cat([shared, torch.arange(row, row + length)]))
-    counts = [one.numel() for one in keys]
+    counts = [key.numel() for key in keys]
     return Segments(
         query_starts=_starts(queries, device),
         key_starts=_starts(counts, device),
@@ -86,9 +86,16 @@ def attend(
     if not torch.is_grad_enabled():
         return _attend_gathered(q, k, v, segments, scale, kernel)
     mixed = checkpoint(
-        _attend_gathered, q, k, v, segments, scale, kernel, use_reentrant=False,
+        _attend_gathered,
+        q,
+        k,
+        v,
+        segments,
+        scale,
+        kernel,
+        use_reentrant=False,
         preserve_rng_state=False,
-    )  # fmt: skip
+    )
     assert isinstance(mixed, Tensor)
     return mixed
 
@@ -106,10 +113,17 @@ def torch_kernel() -> Kernel | None:
 
     def run(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
         mixed = varlen_attn(
-            q, k, v, segments.query_starts, segments.key_starts, segments.most_queries,
-            segments.most_keys, scale=scale, window_size=(-1, 0),
+            q,
+            k,
+            v,
+            segments.query_starts,
+            segments.key_starts,
+            segments.most_queries,
+            segments.most_keys,
+            scale=scale,
+            window_size=(-1, 0),
             enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
+        )
         assert isinstance(mixed, Tensor)
         return mixed
 
@@ -167,9 +181,13 @@ def visible(tree: Tree) -> Tensor:
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
     mixed = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=seen,
-        scale=scale, enable_gqa=True,
-    )  # fmt: skip
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        attn_mask=seen,
+        scale=scale,
+        enable_gqa=True,
+    )
     return mixed[0].transpose(0, 1)
 
 

@@ -100,21 +100,23 @@ class Operations:
         )
         self.queue.open(model_id)
         return ModelRef(
-            model_id=model_id, base_model=self.engine.name,
+            model_id=model_id,
+            base_model=self.engine.name,
             lora_rank=self.engine.facts(model_id).lora_rank,
-            max_seq_len=self.engine.max_seq_len, tensor_encodings=["list", "base64"],
+            max_seq_len=self.engine.max_seq_len,
+            tensor_encodings=["list", "base64"],
             supports_router_replay=self.engine.supports_router_replay,
-            keeps_graphs=self.engine.keeps_graphs, takes_columns=True,
-        )  # fmt: skip
+            keeps_graphs=self.engine.keeps_graphs,
+            takes_columns=True,
+        )
 
     def forward(self, content: Content) -> Record:
         """Run ``Forward``."""
         request = Forward.checked(content)
         given = request.forward_input
         result = self.engine.forward(
-            request.model_id, _data(given), given.loss_fn, given.loss_fn_config,
-            graph=request.graph,
-        )  # fmt: skip
+            request.model_id, _data(given), given.loss_fn, given.loss_fn_config, graph=request.graph
+        )
         return _forward_output(
             result, request.tensor_encoding, as_columns=given.columns is not None
         )
@@ -124,9 +126,8 @@ class Operations:
         request = ForwardBackward.checked(content)
         given = request.forward_backward_input
         result = self.engine.forward_backward(
-            request.model_id, _data(given), given.loss_fn, given.loss_fn_config,
-            graph=request.graph,
-        )  # fmt: skip
+            request.model_id, _data(given), given.loss_fn, given.loss_fn_config, graph=request.graph
+        )
         return _forward_output(
             result, request.tensor_encoding, as_columns=given.columns is not None
         )
@@ -143,9 +144,12 @@ class Operations:
         """Run ``SaveWeights``."""
         request = SaveWeights.checked(content)
         name = self.engine.save_state(
-            request.model_id, request.path, overwrite=request.overwrite,
-            metadata=request.metadata, seq_id=request.seq_id,
-        )  # fmt: skip
+            request.model_id,
+            request.path,
+            overwrite=request.overwrite,
+            metadata=request.metadata,
+            seq_id=request.seq_id,
+        )
         return PathOutput(path=name)
 
     def load_weights(self, content: Content) -> Record:
@@ -196,9 +200,11 @@ def create_app(
     engine.call_on_close(queue.close)
     operations = Operations(engine, queue)
     routes = [
-        *_future_routes(futures, poll_s), *_operation_routes(operations),
-        *_model_routes(operations), *_session_routes(),
-    ]  # fmt: skip
+        *_future_routes(futures, poll_s),
+        *_operation_routes(operations),
+        *_model_routes(operations),
+        *_session_routes(),
+    ]
     return Starlette(routes=routes, exception_handlers={HearthError: _answer_error})
 
 
@@ -233,9 +239,12 @@ def _session_routes() -> list[Route]:
         return _json(b'{"status":"accepted"}')
 
     return [
-        _get(healthz), _post(client_config, "client/config"), _post(create_session),
-        _post(session_heartbeat), _post(telemetry),
-    ]  # fmt: skip
+        _get(healthz),
+        _post(client_config, "client/config"),
+        _post(create_session),
+        _post(session_heartbeat),
+        _post(telemetry),
+    ]
 
 
 def _model_routes(operations: Operations) -> list[Route]:
@@ -260,9 +269,12 @@ def _model_routes(operations: Operations) -> list[Route]:
         facts = engine.facts(GetInfo.checked(await _content(request)).model_id)
         data = ModelData(arch=facts.arch, model_name=engine.name, tokenizer_id=engine.source)
         info = ModelInfo(
-            model_id=facts.model_id, model_data=data, model_name=engine.name,
-            is_lora=facts.lora_rank > 0, lora_rank=facts.lora_rank,
-        )  # fmt: skip
+            model_id=facts.model_id,
+            model_data=data,
+            model_name=engine.name,
+            is_lora=facts.lora_rank > 0,
+            lora_rank=facts.lora_rank,
+        )
         return _answer(info)
 
     async def get_server_capabilities(_: Request) -> Response:
@@ -276,18 +288,26 @@ def _model_routes(operations: Operations) -> list[Route]:
             return _answer(WeightsFacts(base_model=facts.base_model, is_lora=False))
         lora = facts.lora
         info = WeightsFacts(
-            base_model=facts.base_model, is_lora=True, lora_rank=lora.rank,
-            train_unembed=lora.train_unembed, train_mlp=lora.train_mlp, train_attn=lora.train_attn,
-        )  # fmt: skip
+            base_model=facts.base_model,
+            is_lora=True,
+            lora_rank=lora.rank,
+            train_unembed=lora.train_unembed,
+            train_mlp=lora.train_mlp,
+            train_attn=lora.train_attn,
+        )
         return _answer(info)
 
     async def list_checkpoints(_: Request) -> Response:
         return _answer(CheckpointNames(checkpoints=engine.list_checkpoints()))
 
     return [
-        _post(create_model), _post(unload_model), _post(get_info),
-        _get(get_server_capabilities), _post(weights_info), _get(list_checkpoints),
-    ]  # fmt: skip
+        _post(create_model),
+        _post(unload_model),
+        _post(get_info),
+        _get(get_server_capabilities),
+        _post(weights_info),
+        _get(list_checkpoints),
+    ]
 
 
 def _operation_routes(operations: Operations) -> list[Route]:
@@ -305,11 +325,14 @@ def _operation_routes(operations: Operations) -> list[Route]:
         return _post(submit, run.__name__)
 
     return [
-        route(operations.forward), route(operations.forward_backward),
-        route(operations.optim_step), route(operations.save_weights),
-        route(operations.load_weights), route(operations.save_weights_for_sampler),
+        route(operations.forward),
+        route(operations.forward_backward),
+        route(operations.optim_step),
+        route(operations.save_weights),
+        route(operations.load_weights),
+        route(operations.save_weights_for_sampler),
         route(operations.load_adapter),
-    ]  # fmt: skip
+    ]
 
 
 def _future_routes(futures: FutureStore, poll_s: float) -> list[Route]:
@@ -365,9 +388,13 @@ def _lora_options(spec: LoraSpec | None) -> LoraOptions | None:
             f"lora_config.init_method must be 'kaiming' or absent, got {spec.init_method!r}"
         )
     return LoraOptions(
-        rank=spec.rank, alpha=spec.alpha, seed=spec.seed or 0, train_attn=spec.train_attn,
-        train_mlp=spec.train_mlp, train_unembed=spec.train_unembed,
-    )  # fmt: skip
+        rank=spec.rank,
+        alpha=spec.alpha,
+        seed=spec.seed or 0,
+        train_attn=spec.train_attn,
+        train_mlp=spec.train_mlp,
+        train_unembed=spec.train_unembed,
+    )
 
 
 def _data(given: ForwardInput) -> Datums:

@@ -30,13 +30,29 @@ OnPhase = Callable[[str], None]
 
 
 def build(
-    *, buckets: str | Buckets, base_model: str, source: str, bucket: str, checkpoint_dir: str,
-    forward_only: bool, ranks: int, rank_timeout_s: float, offload_optimizer: bool, dtype: str,
-    device: str | None, max_seq_len: int | None, micro_batch_tokens: int,
-    recompute_above: int | None, keep_checkpoints: int | None,
-    keep_snapshots: int | None, models_dir: str | None, allow_folders: bool,
-    trust_remote_code: bool, companions: Companions, on_phase: OnPhase,
-) -> tuple[Starlette, Callable[[], None]]:  # fmt: skip
+    *,
+    buckets: str | Buckets,
+    base_model: str,
+    source: str,
+    bucket: str,
+    checkpoint_dir: str,
+    forward_only: bool,
+    ranks: int,
+    rank_timeout_s: float,
+    offload_optimizer: bool,
+    dtype: str,
+    device: str | None,
+    max_seq_len: int | None,
+    micro_batch_tokens: int,
+    recompute_above: int | None,
+    keep_checkpoints: int | None,
+    keep_snapshots: int | None,
+    models_dir: str | None,
+    allow_folders: bool,
+    trust_remote_code: bool,
+    companions: Companions,
+    on_phase: OnPhase,
+) -> tuple[Starlette, Callable[[], None]]:
     """The app of a trainer that publishes to ``bucket``, and what closes it.
 
     ``buckets`` is their folder, or the buckets themselves where they are in this process.
@@ -59,17 +75,28 @@ def build(
     device = device or best_device()
     options = TrainerOptions(
         # Whole weights of a trainer of ranks are only ever in the host's memory.
-        dtype=dtype, device=device if ranks == 1 else "cpu", max_seq_len=max_seq_len,
-        micro_batch_tokens=micro_batch_tokens, recompute_above=recompute_above,
+        dtype=dtype,
+        device=device if ranks == 1 else "cpu",
+        max_seq_len=max_seq_len,
+        micro_batch_tokens=micro_batch_tokens,
+        recompute_above=recompute_above,
         forward_only=forward_only,
-        keep_checkpoints=keep_checkpoints, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+        keep_checkpoints=keep_checkpoints,
+        trust_remote_code=trust_remote_code,
+    )
     if ranks > 1:
         settings = RankSettings(
-            source=source, name=base_model, buckets=str(buckets), bucket=bucket,
-            keep_snapshots=keep_snapshots, checkpoint_dir=checkpoint_dir, models_dir=models_dir,
-            allow_folders=allow_folders, offload=offload_optimizer, options=asdict(options),
-        )  # fmt: skip
+            source=source,
+            name=base_model,
+            buckets=str(buckets),
+            bucket=bucket,
+            keep_snapshots=keep_snapshots,
+            checkpoint_dir=checkpoint_dir,
+            models_dir=models_dir,
+            allow_folders=allow_folders,
+            offload=offload_optimizer,
+            options=asdict(options),
+        )
         on_phase("starting ranks")
         leading = start_ranks(
             companions, settings, ranks=ranks, device=device, timeout_s=rank_timeout_s
@@ -78,17 +105,29 @@ def build(
         return create_app(leading, on_phase=on_phase), leading.close
     shelf = AdapterShelf(Path(models_dir) if models_dir else None, allow_folders=allow_folders)
     engine = TrainerEngine(
-        source, name=base_model, snapshots=buckets_of(buckets, keep_snapshots).bucket(bucket),
-        checkpoint_dir=Path(checkpoint_dir), options=options, adapters=shelf,
-    )  # fmt: skip
+        source,
+        name=base_model,
+        snapshots=buckets_of(buckets, keep_snapshots).bucket(bucket),
+        checkpoint_dir=Path(checkpoint_dir),
+        options=options,
+        adapters=shelf,
+    )
     on_phase("idle")
     return create_app(engine, on_phase=on_phase), engine.close
 
 
 def export(
-    *, buckets: str | Buckets, bucket: str, identity: str, base_model: str, source: str,
-    folder: str, merge_adapter: bool, trust_remote_code: bool, on_phase: OnPhase,
-) -> None:  # fmt: skip
+    *,
+    buckets: str | Buckets,
+    bucket: str,
+    identity: str,
+    base_model: str,
+    source: str,
+    folder: str,
+    merge_adapter: bool,
+    trust_remote_code: bool,
+    on_phase: OnPhase,
+) -> None:
     """Write a snapshot of ``bucket`` as a model folder.
 
     Raises:
@@ -99,6 +138,10 @@ def export(
     snapshot = resolve(buckets_of(buckets).bucket(bucket), identity)
     on_phase("writing model")
     export_snapshot(
-        snapshot, source, base_model, Path(folder), merge_adapter,
+        snapshot,
+        source,
+        base_model,
+        Path(folder),
+        merge_adapter,
         trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    )

@@ -57,14 +57,17 @@ class GRPOConfig:
 
     def _problems(self) -> Iterator[str]:
         for name, count in (
-            ("group_size", self.group_size), ("updates_per_batch", self.updates_per_batch),
-        ):  # fmt: skip
+            ("group_size", self.group_size),
+            ("updates_per_batch", self.updates_per_batch),
+        ):
             if count < 1:
                 yield f"{name} must be >= 1, got {count}"
         for name, value in (
-            ("kl_coeff", self.kl_coeff), ("learning_rate", self.learning_rate),
-            ("clip_range", self.clip_range), ("max_grad_norm", self.max_grad_norm),
-        ):  # fmt: skip
+            ("kl_coeff", self.kl_coeff),
+            ("learning_rate", self.learning_rate),
+            ("clip_range", self.clip_range),
+            ("max_grad_norm", self.max_grad_norm),
+        ):
             if not (math.isfinite(value) and value >= 0):
                 yield f"{name} must be finite and >= 0, got {value}"
         if self.kl_target is not None:

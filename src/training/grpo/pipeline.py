@@ -61,11 +61,13 @@ class GRPOPipeline:
     def generate_group(self, prompt: str, generate_fn: GenerateFn) -> GroupSample:
         """``group_size`` completions of a prompt with rewards and advantages."""
         completions = [generate_fn(prompt) for _ in range(self.config.group_size)]
-        scores = [as_score(self.reward_fn(prompt, one)) for one in completions]
+        scores = [as_score(self.reward_fn(prompt, completion)) for completion in completions]
         sample = GroupSample(
-            prompt, completions, rewards=[one.reward for one in scores],
+            prompt,
+            completions,
+            rewards=[score.reward for score in scores],
             disagreements=disagreements(scores),
-        )  # fmt: skip
+        )
         return self.trainer.compute_advantages(sample)
 
     def train_step(self, prompts: Sequence[str], generate_fn: GenerateFn, step: int) -> float:
@@ -80,21 +82,25 @@ class GRPOPipeline:
         groups = [self.generate_group(prompt, generate_fn) for prompt in prompts]
         measured = self._loss_and_kl(groups)
         records = [
-            GroupRewards(step, one.prompt, tuple(one.rewards), tuple(one.disagreements))
-            for one in groups
+            GroupRewards(step, group.prompt, tuple(group.rewards), tuple(group.disagreements))
+            for group in groups
         ]
-        reward = statistics.fmean(one.mean for one in records)
+        reward = statistics.fmean(record.mean for record in records)
         self.metrics.steps.append(step)
         self.metrics.rewards.append(reward)
         self.metrics.groups.extend(records)
         if measured is not None:
             self.metrics.losses.append(measured[0])
             self.metrics.kl_values.append(measured[1])
-        spread = sum(one.std > 0 for one in records)
+        spread = sum(record.std > 0 for record in records)
         logger.info(
             "step %d: reward %.4f, %d of %d groups with spread, KL weight %.4g",
-            step, reward, spread, len(records), self.trainer.kl_coeff,
-        )  # fmt: skip
+            step,
+            reward,
+            spread,
+            len(records),
+            self.trainer.kl_coeff,
+        )
         return reward
 
     def _loss_and_kl(self, groups: Sequence[GroupSample]) -> tuple[float, float] | None:
@@ -104,7 +110,7 @@ class GRPOPipeline:
         log_prob_fn, ref_log_prob_fn = self._log_prob_fns
         if log_prob_fn is None or ref_log_prob_fn is None:
             return None
-        drawn = [(group.prompt, one) for group in groups for one in group.completions]
+        drawn = [(group.prompt, completion) for group in groups for completion in group.completions]
         advantages = [advantage for group in groups for advantage in group.advantages]
         log_probs = [float(log_prob_fn(*one)) for one in drawn]
         references = [float(ref_log_prob_fn(*one)) for one in drawn]

@@ -51,7 +51,7 @@ class TorchPolicy:
 
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that an update moves."""
-        return [one for one in self.module.parameters() if one.requires_grad]
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def frozen(self) -> TorchPolicy:
         """A copy as it is now, which no update moves: the reference."""

@@ -205,9 +205,12 @@ class GRPOTrainer:
         sample, config = scored.sample, self.config
         rows = _rows(policy, sample)
         batch = TokenBatch.concat(
-            rows, advantages=sample.advantages, mask=[torch.ones_like(row) for row in rows],
-            old_logprobs=scored.old, ref_logprobs=scored.reference,
-        )  # fmt: skip
+            rows,
+            advantages=sample.advantages,
+            mask=[torch.ones_like(row) for row in rows],
+            old_logprobs=scored.old,
+            ref_logprobs=scored.reference,
+        )
         objective = GRPO(
             kl_beta=self.kl_coeff, kl_estimator=config.kl_estimator, eps_clip=config.clip_range
         )
@@ -225,7 +228,7 @@ def mean_difference(log_probs: Sequence[float], ref_log_probs: Sequence[float]) 
 
 
 def _rows(policy: TorchPolicy, sample: GroupSample) -> list[Tensor]:
-    return [policy.logprobs(sample.prompt, one) for one in sample.completions]
+    return [policy.logprobs(sample.prompt, completion) for completion in sample.completions]
 
 
 def _kl(batch: TokenBatch) -> float:
@@ -241,7 +244,7 @@ def _check_parameters(trained: Sequence[torch.nn.Parameter], reference: TorchPol
     if reference is None:
         return
     own = {id(one) for one in trained}
-    if any(id(one) in own for one in reference.module.parameters()):
+    if any(id(parameter) in own for parameter in reference.module.parameters()):
         raise ConfigError(
             "reference must share no trained parameter with the policy, got one that does: it "
             "would move along; give policy.frozen(), or leave it to the trainer"

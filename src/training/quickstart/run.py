@@ -88,13 +88,17 @@ def _write_plot(folder: Path, done: RunSummary) -> Path:
     axes.plot(
         [record["step"] for record in records],
         [record["rollout/raw_reward"] for record in records],
-        linewidth=1.2, alpha=0.8, label="reward of the step's samples",
-    )  # fmt: skip
+        linewidth=1.2,
+        alpha=0.8,
+        label="reward of the step's samples",
+    )
     axes.plot(
         [step for step, _ in done.evaluations],
         [result.accuracy for _, result in done.evaluations],
-        marker="o", linewidth=1.8, label="held-out accuracy",
-    )  # fmt: skip
+        marker="o",
+        linewidth=1.8,
+        label="held-out accuracy",
+    )
     axes.set(xlabel="optimizer step", ylabel="share of right answers", ylim=(0, 1))
     axes.set_title("GRPO on the shipped model")
     axes.grid(alpha=0.3)
@@ -137,11 +141,14 @@ def _print_table(
         highlight=False,
     )
     for label, path in (
-        ("metrics", done.log_path / "metrics.jsonl"), ("config", done.log_path / "config.json"),
-        ("summary", done.log_path / "summary.json"), ("plot", plot),
+        ("metrics", done.log_path / "metrics.jsonl"),
+        ("config", done.log_path / "config.json"),
+        ("summary", done.log_path / "summary.json"),
+        ("plot", plot),
         ("answers before", done.log_path / "rollouts_before.txt"),
-        ("answers after", done.log_path / "rollouts_after.txt"), ("model", done.model_path),
-    ):  # fmt: skip
+        ("answers after", done.log_path / "rollouts_after.txt"),
+        ("model", done.model_path),
+    ):
         console.print(f"{label:<15} {path}", highlight=False)
 
 

@@ -230,9 +230,13 @@ def _off_policy_problems(config: Config) -> Iterator[str]:
 
 
 def main(
-    config: Config, *, rollout_fn_factory: RolloutFnFactory, rows: Sequence[Row] | None = None,
-    eval_rows: Sequence[Row] | None = None, dynamic_filter_fn: GroupFilter | None = None,
-) -> RunSummary:  # fmt: skip
+    config: Config,
+    *,
+    rollout_fn_factory: RolloutFnFactory,
+    rows: Sequence[Row] | None = None,
+    eval_rows: Sequence[Row] | None = None,
+    dynamic_filter_fn: GroupFilter | None = None,
+) -> RunSummary:
     """Train until the rows run out.
 
     ``rollout_fn_factory(setup)`` is called once and returns the rollout function, which is called
@@ -261,10 +265,14 @@ def main(
 
 
 def run_rows(
-    config: Config, rows: Sequence[Row], rollout_fn_factory: RolloutFnFactory,
-    dynamic_filter_fn: GroupFilter | None, credit: CreditFactory | None = None, *,
+    config: Config,
+    rows: Sequence[Row],
+    rollout_fn_factory: RolloutFnFactory,
+    dynamic_filter_fn: GroupFilter | None,
+    credit: CreditFactory | None = None,
+    *,
     eval_rows: Sequence[Row] = (),
-) -> RunSummary:  # fmt: skip
+) -> RunSummary:
     """Provision, train on the rows, take down."""
     spec = replace(
         PlatformSpec.of(config, Path(config.log_path)),
@@ -277,9 +285,12 @@ def run_rows(
         with setup.closing, RolloutThread() as thread:
             rollout_fn = rollout_fn_factory(setup)
             rollouts = Rollouts(
-                rollout_fn, config, num_rows=len(rows), accepts=dynamic_filter_fn,
+                rollout_fn,
+                config,
+                num_rows=len(rows),
+                accepts=dynamic_filter_fn,
                 credit=credit(setup, infra) if credit is not None else None,
-            )  # fmt: skip
+            )
             evaluation = BackgroundEvaluation(config, run, rollout_fn, thread.submit)
             run_until_signal(run_loop(config, infra, run, rollouts, thread, evaluation))
             return run.summary(infra)
@@ -320,9 +331,13 @@ def rollout_setup(config: Config, infra: RunInfra) -> RolloutSetup:
         tokenizer=infra.tokenizer,
         tokenizer_id=config.deployment.tokenizer_model,
         sample_kwargs={
-            "max_tokens": config.max_completion_tokens, "temperature": config.temperature,
-            "top_p": 1.0, "top_k": 0, "max_seq_len": config.max_seq_len,
-            "http_timeout": config.deployment.sample_timeout, "logprobs": True,
+            "max_tokens": config.max_completion_tokens,
+            "temperature": config.temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "max_seq_len": config.max_seq_len,
+            "http_timeout": config.deployment.sample_timeout,
+            "logprobs": True,
             **routing_options(config.replay, has_experts=infra.has_experts),
         },
         inference_base_url=infra.inference_url,
@@ -331,7 +346,7 @@ def rollout_setup(config: Config, infra: RunInfra) -> RolloutSetup:
         completions_per_prompt=config.completions_per_prompt,
         extras=dict(config.rollout_extras),
         boot_timeout_s=config.deployment.deployment_timeout_s,
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -357,22 +372,32 @@ class Loop:
 
 
 async def run_loop(
-    config: Config, infra: RunInfra, run: Run, rollouts: Rollouts, thread: RolloutThread,
+    config: Config,
+    infra: RunInfra,
+    run: Run,
+    rollouts: Rollouts,
+    thread: RolloutThread,
     evaluation: BackgroundEvaluation,
-) -> None:  # fmt: skip
+) -> None:
     """The whole run, watched: rollouts on their thread, the trainer's steps here."""
     rows = epoch_rows(
-        run.rows, epochs=config.epochs, shuffle=config.shuffle, seed=config.seed,
+        run.rows,
+        epochs=config.epochs,
+        shuffle=config.shuffle,
+        seed=config.seed,
         done=run.cursor.finished(),
-    )  # fmt: skip
+    )
     queue = RolloutQueue(
-        config, rows,
+        config,
+        rows,
         draw=lambda submission: thread.submit(lambda: rollouts.draw(submission)),
         note=lambda draw: note_draw(run, draw, rollouts),
-        weight_version=lambda: run.version, busy=run.busy, now=run.now,
+        weight_version=lambda: run.version,
+        busy=run.busy,
+        now=run.now,
         check=lambda: check_responsive(config, thread),
         check_every_s=min(CHECK_EVERY_S, config.rollout_timeout_s or CHECK_EVERY_S),
-    )  # fmt: skip
+    )
     loop = Loop(config, infra, run, queue, Publisher(infra.syncer), evaluation=evaluation)
     event_loop = asyncio.get_running_loop()
     work = asyncio.create_task(train(loop))

@@ -98,10 +98,14 @@ def _own_problems(config: Config) -> Iterator[str]:
 
 
 def main(
-    config: Config, *, rollout_fn_factory: RolloutFnFactory, rows: Sequence[Row] | None = None,
-    eval_rows: Sequence[Row] | None = None, dynamic_filter_fn: GroupFilter | None = None,
+    config: Config,
+    *,
+    rollout_fn_factory: RolloutFnFactory,
+    rows: Sequence[Row] | None = None,
+    eval_rows: Sequence[Row] | None = None,
+    dynamic_filter_fn: GroupFilter | None = None,
     answer_fn: AnswerFn | None = None,
-) -> RunSummary:  # fmt: skip
+) -> RunSummary:
     """Train until the rows run out, as ``async_rl_loop.main``.
 
     ``answer_fn(row)`` gives the token ids of the row's right answer, in the form in which the

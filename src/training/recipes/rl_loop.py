@@ -58,13 +58,7 @@ from training.utils.rl.seeds import row_seed
 from training.utils.rl.signal import signal_metrics
 from training.utils.rl.update import PolicyUpdate
 from training.utils.rows import IndexedRow, Row, epoch_rows, load_rows, prompt_messages
-from training.utils.run import (
-    Run,
-    RunSummary,
-    batch_metrics,
-    merged_metrics,
-    step_times,
-)
+from training.utils.run import Run, RunSummary, batch_metrics, merged_metrics, step_times
 from training.utils.validation import counts_below_one, validate
 
 logger = logging.getLogger(__name__)
@@ -151,9 +145,12 @@ def _own_problems(config: Config) -> Iterator[str]:
 
 
 def main(
-    config: Config, rows: Sequence[Row] | None = None, *, reward_fn: AnyReward = answer_reward,
+    config: Config,
+    rows: Sequence[Row] | None = None,
+    *,
+    reward_fn: AnyReward = answer_reward,
     eval_rows: Sequence[Row] | None = None,
-) -> RunSummary:  # fmt: skip
+) -> RunSummary:
     """Train until the rows run out.
 
     ``rows`` take the place of ``config.dataset`` and ``eval_rows`` that of ``config.eval_dataset``;
@@ -209,10 +206,12 @@ def guarded_reward(config: Config, reward_fn: AnyReward) -> AnyReward:
         )
     workers = config.rollout_workers
     return guarded(
-        reward_fn, timeout_s=config.reward_timeout_s, on_error=config.reward_errors,
+        reward_fn,
+        timeout_s=config.reward_timeout_s,
+        on_error=config.reward_errors,
         isolation="thread" if workers == "loop" else workers,
         max_concurrent=config.max_concurrent if workers == "ray" else MAX_REWARDS,
-    )  # fmt: skip
+    )
 
 
 async def train(config: Config, infra: RunInfra, run: Run, reward_fn: AnyReward) -> None:
@@ -259,9 +258,12 @@ async def train_window(
 def windows(config: Config, run: Run) -> Iterator[list[IndexedRow]]:
     """Unfinished rows in order, cut where the deployment gets new weights."""
     left = epoch_rows(
-        run.rows, epochs=config.epochs, shuffle=config.shuffle, seed=config.seed,
+        run.rows,
+        epochs=config.epochs,
+        shuffle=config.shuffle,
+        seed=config.seed,
         done=run.cursor.finished(),
-    )  # fmt: skip
+    )
     size = config.sync.interval * config.prompt_groups_per_step
     while window := list(islice(left, size) if size else left):
         yield window
@@ -295,11 +297,14 @@ async def draw_row(
     try:
         with run.busy.draw():
             completions = await infra.sampler.sample_with_tokens(
-                prompt_messages(row.row), n=config.completions_per_prompt,
-                max_tokens=config.max_completion_tokens, temperature=config.temperature,
-                max_seq_len=config.max_seq_len, seed=row_seed(config.seed, row.index),
+                prompt_messages(row.row),
+                n=config.completions_per_prompt,
+                max_tokens=config.max_completion_tokens,
+                temperature=config.temperature,
+                max_seq_len=config.max_seq_len,
+                seed=row_seed(config.seed, row.index),
                 **routing_options(config.replay, has_experts=infra.has_experts),
-            )  # fmt: skip
+            )
     except RECOVERABLE as error:
         return Draw(row, dropped="failed", error=error)
     if not completions:
@@ -311,7 +316,9 @@ async def scored_draw(
     config: Config, row: IndexedRow, completions: Sequence[SampledCompletion], reward_fn: AnyReward
 ) -> Draw:
     """The group of a row's completions; one whose reward failed is left out."""
-    judged = [one for one in completions if is_scored(config, one.finish_reason)]
+    judged = [
+        completion for completion in completions if is_scored(config, completion.finish_reason)
+    ]
     outcomes = await scored(reward_fn, [one.text for one in judged], row.row)
     pairs = zip(judged, outcomes, strict=True)
     kept = [
@@ -319,7 +326,7 @@ async def scored_draw(
         for one, score in pairs
         if isinstance(score, Score)
     ]
-    errors = [one.error for one in outcomes if isinstance(one, Unscored)]
+    errors = [outcome.error for outcome in outcomes if isinstance(outcome, Unscored)]
     rewards = [one.reward for one in kept]
     reason = usable_group(rewards) or ("uniform" if is_uniform(rewards) else None)
     if reason == "too_few" and errors:
@@ -331,7 +338,7 @@ async def scored_draw(
         else PromptGroup.of(row, [[one] for one in kept], replay=config.replay),
         dropped=reason,
         completions=len(completions),
-        truncated=sum(one.finish_reason == "length" for one in completions),
+        truncated=sum(completion.finish_reason == "length" for completion in completions),
         rewards=rewards,
         error=errors[-1] if reason == "failed" else None,
         failed_rewards=len(errors),

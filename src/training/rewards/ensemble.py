@@ -54,8 +54,8 @@ class RewardEnsemble(ScoringReward):
         parsed where all members that say so found what they look for.
         """
         scores = [_judged(member, completion, row) for member in self.members]
-        rewards = [one.reward for one in scores]
-        said = [one.parsed for one in scores if one.parsed is not None]
+        rewards = [score.reward for score in scores]
+        said = [score.parsed for score in scores if score.parsed is not None]
         return Score(
             _COMBINED[self.combine](rewards), population_std(rewards), all(said) if said else None
         )

@@ -26,9 +26,15 @@ class GuardedReward:
     """A reward function with a time limit and a rule for its failures; made by ``guarded``."""
 
     def __init__(
-        self, reward_fn: RewardFunction, *, timeout_s: float | None, on_error: OnError,
-        isolation: Isolation, max_concurrent: int, max_stuck: int,
-    ) -> None:  # fmt: skip
+        self,
+        reward_fn: RewardFunction,
+        *,
+        timeout_s: float | None,
+        on_error: OnError,
+        isolation: Isolation,
+        max_concurrent: int,
+        max_stuck: int,
+    ) -> None:
         self._fn = reward_fn
         self._call = reward_fn.score if isinstance(reward_fn, ScoringReward) else reward_fn
         self._timeout_s = timeout_s
@@ -143,9 +149,13 @@ def guarded(
         if count < 1:
             raise ConfigError(f"{name} must be >= 1, got {count}")
     return GuardedReward(
-        reward_fn, timeout_s=timeout_s, on_error=on_error, isolation=isolation,
-        max_concurrent=max_concurrent, max_stuck=max_stuck,
-    )  # fmt: skip
+        reward_fn,
+        timeout_s=timeout_s,
+        on_error=on_error,
+        isolation=isolation,
+        max_concurrent=max_concurrent,
+        max_stuck=max_stuck,
+    )
 
 
 def _is_async(reward_fn: RewardFunction) -> bool:

@@ -25,19 +25,19 @@ async def scored(
     Raises:
         Exception: what an unguarded function raised.
     """
-    outcomes = [_called(reward_fn, one, row) for one in completions]
+    outcomes = [_called(reward_fn, completion, row) for completion in completions]
     waiting = [place for place, one in enumerate(outcomes) if inspect.isawaitable(one)]
     if waiting:
         results = await all_of([outcomes[place] for place in waiting])
         for place, result in zip(waiting, results, strict=True):
             outcomes[place] = result
-    return [one if isinstance(one, Unscored) else as_score(one) for one in outcomes]
+    return [outcome if isinstance(outcome, Unscored) else as_score(outcome) for outcome in outcomes]
 
 
 def disagreements(outcomes: Sequence[Score | Unscored]) -> list[float]:
     """What an ensemble's members disagreed by, of each reward; empty where none judged."""
-    scores = [one for one in outcomes if isinstance(one, Score)]
-    return [one.disagreement for one in scores if one.disagreement is not None]
+    scores = [outcome for outcome in outcomes if isinstance(outcome, Score)]
+    return [score.disagreement for score in scores if score.disagreement is not None]
 
 
 def _called(reward_fn: AnyReward, completion: str, row: Mapping[str, Any]) -> Any:

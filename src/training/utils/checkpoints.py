@@ -71,7 +71,8 @@ def write_manifest(log_path: Path, checkpoints: list[Checkpoint]) -> None:
     write_atomically(
         log_path / MANIFEST,
         orjson.dumps(
-            {"checkpoints": [asdict(one) for one in checkpoints]}, option=orjson.OPT_INDENT_2
+            {"checkpoints": [asdict(checkpoint) for checkpoint in checkpoints]},
+            option=orjson.OPT_INDENT_2,
         ),
     )
 
@@ -86,7 +87,7 @@ def read_manifest(log_path: Path) -> list[Checkpoint]:
     if not path.exists():
         return []
     try:
-        return [Checkpoint(**one) for one in orjson.loads(path.read_bytes())["checkpoints"]]
+        return [Checkpoint(**load) for load in orjson.loads(path.read_bytes())["checkpoints"]]
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} must be a run's manifest, got a damaged file ({error}): repair it, or move it "
@@ -201,10 +202,10 @@ def _named_or_newest(checkpoints: list[Checkpoint], wanted: str | None) -> Check
         if wanted == "latest" and not checkpoints:
             raise ConfigError("resume.resume_from must name a checkpoint, got 'latest' of none")
         return checkpoints[-1] if checkpoints else None
-    for one in checkpoints:
-        if one.name == wanted:
-            return one
-    known = [one.name for one in checkpoints]
+    for checkpoint in checkpoints:
+        if checkpoint.name == wanted:
+            return checkpoint
+    known = [checkpoint.name for checkpoint in checkpoints]
     raise ConfigError(f"resume.resume_from must be one of {known}, got {wanted!r}")
 
 

@@ -44,10 +44,14 @@ class ReconnectableClient:
     """
 
     def __init__(
-        self, inner: FiretitanTrainingClient, *, endpoint: TrainerEndpoint | None = None,
-        service: FiretitanServiceClient | None = None, timeout_s: float = STEP_TIMEOUT_S,
+        self,
+        inner: FiretitanTrainingClient,
+        *,
+        endpoint: TrainerEndpoint | None = None,
+        service: FiretitanServiceClient | None = None,
+        timeout_s: float = STEP_TIMEOUT_S,
         dcp_timeout_s: float = DCP_TIMEOUT_S,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.inner = inner
         self.endpoint = endpoint
         self._service = service
@@ -57,11 +61,19 @@ class ReconnectableClient:
 
     @classmethod
     def connect(
-        cls, trainers: TrainerJobManager, endpoint: TrainerEndpoint, *, api_key: str,
-        base_model: str, lora_rank: int = 0, seed: int | None = None, frozen: bool = False,
-        replace: bool = False, timeout_s: float = STEP_TIMEOUT_S,
+        cls,
+        trainers: TrainerJobManager,
+        endpoint: TrainerEndpoint,
+        *,
+        api_key: str,
+        base_model: str,
+        lora_rank: int = 0,
+        seed: int | None = None,
+        frozen: bool = False,
+        replace: bool = False,
+        timeout_s: float = STEP_TIMEOUT_S,
         dcp_timeout_s: float = DCP_TIMEOUT_S,
-    ) -> ReconnectableClient:  # fmt: skip
+    ) -> ReconnectableClient:
         """A client of a new model on a running trainer.
 
         ``frozen`` makes it the base weights, which only run ``forward``; ``replace`` takes the
@@ -88,9 +100,12 @@ class ReconnectableClient:
             service.close()
             raise
         return cls(
-            inner, endpoint=endpoint, service=service, timeout_s=timeout_s,
+            inner,
+            endpoint=endpoint,
+            service=service,
+            timeout_s=timeout_s,
             dcp_timeout_s=dcp_timeout_s,
-        )  # fmt: skip
+        )
 
     def create_base_reference(self) -> ReconnectableClient:
         """A client of the frozen base weights of the same trainer, on the same session.
@@ -107,17 +122,21 @@ class ReconnectableClient:
             )
         frozen = self._service.create_base_reference(self.inner.base_model)
         return ReconnectableClient(
-            frozen, endpoint=self.endpoint, timeout_s=self._timeout_s,
+            frozen,
+            endpoint=self.endpoint,
+            timeout_s=self._timeout_s,
             dcp_timeout_s=self._dcp_timeout_s,
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> ReconnectableClient:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.close()
 
     @property
@@ -126,16 +145,20 @@ class ReconnectableClient:
         return self.endpoint.job_id if self.endpoint is not None else None
 
     def forward(
-        self, data: Sequence[tinker.Datum], loss_fn: str = "cross_entropy",
+        self,
+        data: Sequence[tinker.Datum],
+        loss_fn: str = "cross_entropy",
         loss_fn_config: dict[str, Any] | None = None,
-    ) -> tinker.ForwardBackwardOutput:  # fmt: skip
+    ) -> tinker.ForwardBackwardOutput:
         """Logprobs of every datum's targets, no gradient."""
         return self._wait(lambda: self.inner.forward(data, loss_fn, loss_fn_config))
 
     def forward_backward(
-        self, data: Sequence[tinker.Datum], loss_fn: str = "cross_entropy",
+        self,
+        data: Sequence[tinker.Datum],
+        loss_fn: str = "cross_entropy",
         loss_fn_config: dict[str, Any] | None = None,
-    ) -> tinker.ForwardBackwardOutput:  # fmt: skip
+    ) -> tinker.ForwardBackwardOutput:
         """Run a built-in objective and add its gradient to what has accumulated."""
         return self._wait(lambda: self.inner.forward_backward(data, loss_fn, loss_fn_config))
 

@@ -128,9 +128,12 @@ class Display:
         if self.console.is_terminal:
             # As narrow as it is, bar and step fit into 80 columns side by side.
             self._bar = Progress(
-                BarColumn(bar_width=10), MofNCompleteColumn(), TextColumn("{task.description}"),
-                console=self.console, transient=True,
-            )  # fmt: skip
+                BarColumn(bar_width=10),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                console=self.console,
+                transient=True,
+            )
             self._task = self._bar.add_task("", total=total_rows)
             self._bar.start()
 

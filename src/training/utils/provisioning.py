@@ -62,9 +62,11 @@ class ResourceCleanup:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._is_ending = True
         try:
             self.close()
@@ -148,13 +150,22 @@ class ResourceCleanup:
 
 
 def request_trainer_job(
-    rlor_mgr: TrainerJobManager, *, base_model: str, infra: InfraConfig, lora_rank: int = 0,
-    display_name: str | None = None, hot_load_deployment_id: str | None = None,
-    extra_args: list[str] | None = None, forward_only: bool = False,
-    max_seq_len: int | None = None, learning_rate: float = 1e-5, job_id: str | None = None,
-    training_shape_id: str | None = None, cleanup: ResourceCleanup | None = None,
+    rlor_mgr: TrainerJobManager,
+    *,
+    base_model: str,
+    infra: InfraConfig,
+    lora_rank: int = 0,
+    display_name: str | None = None,
+    hot_load_deployment_id: str | None = None,
+    extra_args: list[str] | None = None,
+    forward_only: bool = False,
+    max_seq_len: int | None = None,
+    learning_rate: float = 1e-5,
+    job_id: str | None = None,
+    training_shape_id: str | None = None,
+    cleanup: ResourceCleanup | None = None,
     extra_values: dict[str, Any] | None = None,
-) -> CreatedJob:  # fmt: skip
+) -> CreatedJob:
     """Ask for a trainer job and return at once; it is registered with ``cleanup`` first.
 
     Raises:
@@ -166,16 +177,27 @@ def request_trainer_job(
     if shape is None:
         shape = infra.ref_training_shape_id if is_frozen else infra.training_shape_id
     config = TrainerJobConfig(
-        base_model=base_model, training_shape_id=shape, lora_rank=lora_rank,
-        max_context_length=max_seq_len, learning_rate=learning_rate, display_name=display_name,
-        hot_load_deployment_id=hot_load_deployment_id, forward_only=is_frozen,
-        extra_args=[*(infra.extra_args or []), *(extra_args or [])] or None, region=infra.region,
-        custom_image_tag=infra.custom_image_tag, accelerator_type=infra.accelerator_type,
-        accelerator_count=infra.accelerator_count, node_count=infra.node_count,
+        base_model=base_model,
+        training_shape_id=shape,
+        lora_rank=lora_rank,
+        max_context_length=max_seq_len,
+        learning_rate=learning_rate,
+        display_name=display_name,
+        hot_load_deployment_id=hot_load_deployment_id,
+        forward_only=is_frozen,
+        extra_args=[*(infra.extra_args or []), *(extra_args or [])] or None,
+        region=infra.region,
+        custom_image_tag=infra.custom_image_tag,
+        accelerator_type=infra.accelerator_type,
+        accelerator_count=infra.accelerator_count,
+        node_count=infra.node_count,
         trainer_replica_count=None if is_frozen else infra.trainer_replica_count,
-        purpose=infra.purpose, managed_by=infra.managed_by, job_id=job_id,
-        skip_validations=infra.skip_validations, extra_values=extra_values,
-    )  # fmt: skip
+        purpose=infra.purpose,
+        managed_by=infra.managed_by,
+        job_id=job_id,
+        skip_validations=infra.skip_validations,
+        extra_values=extra_values,
+    )
     config.validate()
     if cleanup is not None:
         cleanup.trainer(job_id)  # the request may reach the platform and its answer not us
@@ -183,10 +205,17 @@ def request_trainer_job(
 
 
 def create_trainer_job(
-    rlor_mgr: TrainerJobManager, *, base_model: str, infra: InfraConfig, lora_rank: int = 0,
-    display_name: str | None = None, hot_load_deployment_id: str | None = None,
-    extra_args: list[str] | None = None, cleanup: ResourceCleanup | None = None, **options: Any,
-) -> TrainerEndpoint:  # fmt: skip
+    rlor_mgr: TrainerJobManager,
+    *,
+    base_model: str,
+    infra: InfraConfig,
+    lora_rank: int = 0,
+    display_name: str | None = None,
+    hot_load_deployment_id: str | None = None,
+    extra_args: list[str] | None = None,
+    cleanup: ResourceCleanup | None = None,
+    **options: Any,
+) -> TrainerEndpoint:
     """A trainer job that answers (document 003). ``options`` are ``request_trainer_job``'s.
 
     Raises:
@@ -195,19 +224,31 @@ def create_trainer_job(
     """
     trainers = own_trainers(rlor_mgr)
     created = request_trainer_job(
-        trainers, base_model=base_model, infra=infra, lora_rank=lora_rank,
-        display_name=display_name, hot_load_deployment_id=hot_load_deployment_id,
-        extra_args=extra_args, cleanup=cleanup, **options,
-    )  # fmt: skip
+        trainers,
+        base_model=base_model,
+        infra=infra,
+        lora_rank=lora_rank,
+        display_name=display_name,
+        hot_load_deployment_id=hot_load_deployment_id,
+        extra_args=extra_args,
+        cleanup=cleanup,
+        **options,
+    )
     return trainers.wait_for_ready(created.job_id, infra.trainer_timeout_s)
 
 
 def deployment_config(
-    deploy_cfg: DeployConfig, base_model: str, *, deployment_id: str | None = None,
-    hot_load_trainer_job: str | None = None, max_seq_len: int | None = None,
-    dtype: str | None = None, device: str | None = None, display_name: str | None = None,
+    deploy_cfg: DeployConfig,
+    base_model: str,
+    *,
+    deployment_id: str | None = None,
+    hot_load_trainer_job: str | None = None,
+    max_seq_len: int | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    display_name: str | None = None,
     lora_rank: int = 0,
-) -> DeploymentConfig:  # fmt: skip
+) -> DeploymentConfig:
     """What to ask the platform for; without an id one is made up of the model's name and the time.
 
     Raises:
@@ -222,17 +263,25 @@ def deployment_config(
         raise ConfigError(f"deployment.replicas must be >= 1, got {deploy_cfg.replicas}")
     chosen = deployment_id or deploy_cfg.deployment_id or made_up_id(base_model)
     wanted = {
-        "engine": deploy_cfg.engine, "engine_options": deploy_cfg.engine_options,
+        "engine": deploy_cfg.engine,
+        "engine_options": deploy_cfg.engine_options,
         "lora_rank": lora_rank,
-    }  # fmt: skip
+    }
     return DeploymentConfig(
-        deployment_id=chosen, base_model=base_model, deployment_shape=deploy_cfg.deployment_shape,
+        deployment_id=chosen,
+        base_model=base_model,
+        deployment_shape=deploy_cfg.deployment_shape,
         hot_load_trainer_job=hot_load_trainer_job or deploy_cfg.hot_load_trainer_job,
-        region=deploy_cfg.deployment_region, max_batch_size=deploy_cfg.max_batch_size,
-        tokenizer_model=deploy_cfg.tokenizer_model, max_context_length=max_seq_len, dtype=dtype,
-        device=device, display_name=display_name, max_replica_count=deploy_cfg.replicas,
+        region=deploy_cfg.deployment_region,
+        max_batch_size=deploy_cfg.max_batch_size,
+        tokenizer_model=deploy_cfg.tokenizer_model,
+        max_context_length=max_seq_len,
+        dtype=dtype,
+        device=device,
+        display_name=display_name,
+        max_replica_count=deploy_cfg.replicas,
         extra_values={name: value for name, value in wanted.items() if value} or None,
-    )  # fmt: skip
+    )
 
 
 def made_up_id(base_model: str, suffix: str = "") -> str:
@@ -243,9 +292,12 @@ def made_up_id(base_model: str, suffix: str = "") -> str:
 
 
 def request_deployment(
-    deploy_mgr: DeploymentManager, config: DeploymentConfig, *,
-    cleanup: ResourceCleanup | None = None, is_own_id: bool = False,
-) -> DeploymentInfo:  # fmt: skip
+    deploy_mgr: DeploymentManager,
+    config: DeploymentConfig,
+    *,
+    cleanup: ResourceCleanup | None = None,
+    is_own_id: bool = False,
+) -> DeploymentInfo:
     """Ask for a deployment and return at once.
 
     One that exists is taken: scaled up where it has no replica, and attached to the config's
@@ -288,9 +340,14 @@ def leaf_of(name: str | None) -> str:
 
 
 def setup_deployment(
-    deploy_mgr: DeploymentManager, deploy_cfg: DeployConfig, base_model: str,
-    infra: InfraConfig | None = None, *, cleanup: ResourceCleanup | None = None, **options: Any,
-) -> DeploymentInfo:  # fmt: skip
+    deploy_mgr: DeploymentManager,
+    deploy_cfg: DeployConfig,
+    base_model: str,
+    infra: InfraConfig | None = None,
+    *,
+    cleanup: ResourceCleanup | None = None,
+    **options: Any,
+) -> DeploymentInfo:
     """A deployment that answers: the one of that id, scaled up again, or a new one (document 003).
 
     ``infra`` is taken as the documents pass it; deployments have their own settings. ``options``

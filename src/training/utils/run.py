@@ -169,20 +169,20 @@ class Run:
         """What the finished run reports."""
         return RunSummary(
             steps=self.step,
-            version=self.version, rows=self.cursor.count, policy_job_id=infra.policy_job_id,
-            reference_job_id=infra.reference_job_id, deployment_id=infra.deployment_id,
-            log_path=self.log_path, first_step_s=self.first_step_s,
-            wall_s=time.perf_counter() - self.started, evaluations=self.evaluations,
+            version=self.version,
+            rows=self.cursor.count,
+            policy_job_id=infra.policy_job_id,
+            reference_job_id=infra.reference_job_id,
+            deployment_id=infra.deployment_id,
+            log_path=self.log_path,
+            first_step_s=self.first_step_s,
+            wall_s=time.perf_counter() - self.started,
+            evaluations=self.evaluations,
             model_path=self.model_path,
-        )  # fmt: skip
+        )
 
     async def evaluate_if_due(
-        self,
-        config: EvalConfig,
-        infra: RunInfra,
-        reward_fn: AnyReward,
-        *,
-        always: bool = False,
+        self, config: EvalConfig, infra: RunInfra, reward_fn: AnyReward, *, always: bool = False
     ) -> None:
         """Held-out accuracy of what the deployment serves, every ``eval_every`` steps."""
         if not self.is_eval_due(config, self.step, always=always):
@@ -191,10 +191,14 @@ class Run:
         with self.clock.span("perf/eval_time"):
             try:
                 result = await evaluate(
-                    infra.sampler, self.eval_rows, reward_fn, temperature=config.temperature,
+                    infra.sampler,
+                    self.eval_rows,
+                    reward_fn,
+                    temperature=config.temperature,
                     samples_per_prompt=config.eval_samples_per_prompt,
-                    max_tokens=config.max_completion_tokens, seed=config.seed,
-                )  # fmt: skip
+                    max_tokens=config.max_completion_tokens,
+                    seed=config.seed,
+                )
             except Exception as error:  # noqa: BLE001 - whatever a reward function raises
                 self.note_failed_evaluation(self.step, error)
                 return
@@ -219,8 +223,12 @@ class Run:
         notes = "".join(f", {note}" for note in getattr(error, "__notes__", []))
         logger.warning(
             "the evaluation of step %d failed and has no record: %s: %s%s",
-            step, type(error).__name__, error, notes, exc_info=error,
-        )  # fmt: skip
+            step,
+            type(error).__name__,
+            error,
+            notes,
+            exc_info=error,
+        )
 
     async def save_if_due(
         self, config: RunConfig, infra: RunInfra, *, is_last: bool = False
@@ -230,10 +238,15 @@ class Run:
             return
         name = f"step-{self.step:05d}"
         point = Checkpoint(
-            name=name, step=self.step, cursor=self.cursor.start,
-            beyond=sorted(self.cursor.beyond), seed=config.seed, version=self.version,
-            job=infra.policy_job_id, kl_beta=self.kl.coefficient if self.kl else None,
-        )  # fmt: skip
+            name=name,
+            step=self.step,
+            cursor=self.cursor.start,
+            beyond=sorted(self.cursor.beyond),
+            seed=config.seed,
+            version=self.version,
+            job=infra.policy_job_id,
+            kl_beta=self.kl.coefficient if self.kl else None,
+        )
         with self.clock.span("perf/dcp_save_time"):
             started = self.now()
             saving = infra.policy.inner.save_state(
@@ -243,7 +256,7 @@ class Run:
             self.saved_at = self.now()
             self.save_s = self.saved_at - started
         self.saved = (self.step, self.cursor.count)
-        known = [one for one in self.checkpoints if one.name != name] + [point]
+        known = [checkpoint for checkpoint in self.checkpoints if checkpoint.name != name] + [point]
         self.checkpoints = await asyncio.to_thread(_unretired, known, infra)
         write_manifest(self.log_path, self.checkpoints)
 
@@ -270,9 +283,11 @@ class Run:
         self.version = infra.served_version
         self.kl = kl_control(config)
         self.signal = SignalWatch(
-            config.no_signal_patience, config.prompt_groups_per_step, self.display.note,
+            config.no_signal_patience,
+            config.prompt_groups_per_step,
+            self.display.note,
             infra.tokenizer.decode,
-        )  # fmt: skip
+        )
         self.has_loaded = bool(
             checkpoint or config.init_from_checkpoint or config.warm_start_from_adapter
         )
@@ -332,10 +347,13 @@ class Run:
         saving = infra.policy.inner.save_weights_for_sampler(f"final-{self.step:05d}", "base")
         saved = await saving.result_async(config.sync.dcp_timeout_s)
         model = await asyncio.to_thread(
-            infra.trainers.promote_checkpoint, infra.policy_job_id, saved.snapshot_name,
-            config.output_model_id, infra.policy.inner.base_model,
+            infra.trainers.promote_checkpoint,
+            infra.policy_job_id,
+            saved.snapshot_name,
+            config.output_model_id,
+            infra.policy.inner.base_model,
             merge_adapter=config.merge_adapter,
-        )  # fmt: skip
+        )
         self.model_path = Path(model.source) if model.source else None
         self.display.note(f"the trained model is {model.name}, in {model.source}")
 
@@ -381,7 +399,11 @@ def _unretired(checkpoints: list[Checkpoint], infra: RunInfra) -> list[Checkpoin
         kept = infra.policy.list_checkpoints()
     except HearthError:  # the checkpoint is written; to tidy the manifest can wait
         return checkpoints
-    return [one for one in checkpoints if one.job != infra.policy_job_id or one.name in kept]
+    return [
+        checkpoint
+        for checkpoint in checkpoints
+        if checkpoint.job != infra.policy_job_id or checkpoint.name in kept
+    ]
 
 
 def step_times(run: Run, groups: Sequence[PromptGroup]) -> dict[str, float]:

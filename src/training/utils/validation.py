@@ -79,9 +79,15 @@ def _group_problems(config: RecipeConfig) -> Iterator[str]:
             "centers rewards within a group, and one answer has no spread"
         )
     yield from counts_below_one(
-        config, "prompt_groups_per_step", "max_completion_tokens", "max_rows", "epochs",
-        "ppo_n_minibatches", "eval_rows", "eval_samples_per_prompt",
-    )  # fmt: skip
+        config,
+        "prompt_groups_per_step",
+        "max_completion_tokens",
+        "max_rows",
+        "epochs",
+        "ppo_n_minibatches",
+        "eval_rows",
+        "eval_samples_per_prompt",
+    )
     if config.eval_every < 0:
         yield f"eval_every must be >= 0, got {config.eval_every}"
     if config.no_signal_patience is not None and config.no_signal_patience < 1:

@@ -54,10 +54,17 @@ class Watchdog:
     """
 
     def __init__(
-        self, stall_timeout_s: float, report: Callable[[], str], *, log_path: Path,
-        on_stall: Callable[[StalledError], None], grace_s: float = 30.0, patience_s: float = 5.0,
-        exit: Callable[[int], NoReturn] = os._exit, now: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        stall_timeout_s: float,
+        report: Callable[[], str],
+        *,
+        log_path: Path,
+        on_stall: Callable[[StalledError], None],
+        grace_s: float = 30.0,
+        patience_s: float = 5.0,
+        exit: Callable[[int], NoReturn] = os._exit,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         if not stall_timeout_s > 0:
             raise ConfigError(f"stall_timeout_s must be > 0, got {stall_timeout_s}")
         self._stall_timeout_s = stall_timeout_s
@@ -83,9 +90,11 @@ class Watchdog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._closed.set()
         self._thread.join(self._patience_s)
 

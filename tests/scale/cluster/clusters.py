@@ -34,8 +34,10 @@ class Nodes:
     def __init__(self, *cpus: int) -> None:
         self.network = Network() if can_be_made() else None
         head: dict[str, Any] = {
-            "num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False,
-        }  # fmt: skip
+            "num_cpus": 0,
+            "object_store_memory": STORE_BYTES,
+            "include_dashboard": False,
+        }
         if self.network is not None:
             head["node_ip_address"] = self.network.address
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -110,13 +112,21 @@ class Nodes:
         program = Path(sys.executable).with_name("ray")
         with tempfile.TemporaryFile() as said:
             running = subprocess.Popen(
-                machine.argv([
-                    str(program), "start", "--block", f"--address={self.address}",
-                    f"--node-ip-address={machine.address}", f"--num-cpus={cpus}",
-                    f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats",
-                ]),
-                stdout=said, stderr=said,
-            )  # fmt: skip
+                machine.argv(
+                    [
+                        str(program),
+                        "start",
+                        "--block",
+                        f"--address={self.address}",
+                        f"--node-ip-address={machine.address}",
+                        f"--num-cpus={cpus}",
+                        f"--object-store-memory={STORE_BYTES}",
+                        "--disable-usage-stats",
+                    ]
+                ),
+                stdout=said,
+                stderr=said,
+            )
 
             def is_up() -> bool:
                 if running.poll() is not None:
@@ -141,8 +151,8 @@ class Nodes:
 def actors() -> dict[str, Any]:
     """The named actors of the cluster, by name; from a process that is connected to it."""
     return {
-        one["name"]: ray.get_actor(one["name"], namespace=one["namespace"])
-        for one in ray.util.list_named_actors(all_namespaces=True)
+        actor["name"]: ray.get_actor(actor["name"], namespace=actor["namespace"])
+        for actor in ray.util.list_named_actors(all_namespaces=True)
     }
 
 

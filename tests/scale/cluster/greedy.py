@@ -35,9 +35,7 @@ step leaves weights that differ by rounding, which Adam makes a whole update of 
 next to nothing. Measured: 4e-6 after three steps."""
 LOSS_TOLERANCE = 1e-3
 """Relative, of losses and gradient norms, for the same reasons. Measured: 4e-6."""
-LOSSES = (
-    "train/loss_sum", "train/mean_loss", "train/surrogate_loss_sum", "train/grad_norm",
-)  # fmt: skip
+LOSSES = ("train/loss_sum", "train/mean_loss", "train/surrogate_loss_sum", "train/grad_norm")
 
 needs_vllm = pytest.mark.skipif(
     not os.environ.get(VLLM_PYTHON_VARIABLE),
@@ -48,9 +46,12 @@ needs_vllm = pytest.mark.skipif(
 def on_vllm(replicas: int) -> DeployConfig:
     """A deployment of so many vLLM servers."""
     return DeployConfig(
-        tokenizer_model=str(MODEL), engine="vllm", replicas=replicas, max_batch_size=32,
+        tokenizer_model=str(MODEL),
+        engine="vllm",
+        replicas=replicas,
+        max_batch_size=32,
         engine_options=OPTIONS,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,12 @@ class Greedy:
     def __call__(self, setup: RolloutSetup) -> RolloutFn:
         """The rollout function of a run."""
         sampler = DeploymentSampler(
-            setup.inference_base_url, setup.model, setup.api_key, setup.tokenizer,
+            setup.inference_base_url,
+            setup.model,
+            setup.api_key,
+            setup.tokenizer,
             patience=DrawPatience(boot_s=setup.boot_timeout_s),
-        )  # fmt: skip
+        )
         setup.closing.callback(sampler.close)
 
         async def rollout_fn(
@@ -84,16 +88,20 @@ class Greedy:
             self.asked.append((cursor_index, sample_index, question))
             (one,) = await sampler.sample_with_tokens(
                 [{"role": "user", "content": OPENINGS[sample_index] + question}],
-                max_tokens=setup.sample_kwargs["max_tokens"], temperature=0.0,
-            )  # fmt: skip
+                max_tokens=setup.sample_kwargs["max_tokens"],
+                temperature=0.0,
+            )
             assert one.raw_logprobs is not None
             sample = RolloutSample(
-                tokens=one.full_tokens, logprobs=[0.0] * one.prompt_len + one.raw_logprobs,
+                tokens=one.full_tokens,
+                logprobs=[0.0] * one.prompt_len + one.raw_logprobs,
                 loss_mask=[0] * one.prompt_len + [1] * one.completion_len,
                 # The number too, or draws that say the same would leave nothing to learn.
-                reward=spread(f"{sample_index} {one.text}", row), text=one.text,
-                finish_reason=one.finish_reason, versions=one.versions,
-            )  # fmt: skip
+                reward=spread(f"{sample_index} {one.text}", row),
+                text=one.text,
+                finish_reason=one.finish_reason,
+                versions=one.versions,
+            )
             self.drawn[cursor_index, sample_index] = sample
             return sample
 
@@ -111,10 +119,16 @@ class Greedy:
 def trained(folder: Path, greedy: Greedy, **shape: Any) -> Trial:
     """A finished run of four steps, in which each of four rows comes twice."""
     asked = async_config(
-        folder, max_rows=4, prompt_groups_per_step=2, epochs=2, shuffle=True,
-        completions_per_prompt=len(OPENINGS), max_completion_tokens=12, output_model_id=None,
+        folder,
+        max_rows=4,
+        prompt_groups_per_step=2,
+        epochs=2,
+        shuffle=True,
+        completions_per_prompt=len(OPENINGS),
+        max_completion_tokens=12,
+        output_model_id=None,
         **shape,
-    )  # fmt: skip
+    )
     return Trial(folder, async_rl_loop.main(asked, rollout_fn_factory=greedy))
 
 

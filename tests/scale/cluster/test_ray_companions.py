@@ -32,7 +32,7 @@ def companions(cluster: Nodes, tmp_path: Path) -> Iterator[RayCompanions]:
     """Of a worker that needs next to nothing itself: one companion on each node."""
     assert connect("test")
     places = [Place("worker", 0.1), Place("rank-1", 0.9), Place("rank-2", 1.0)]
-    group = ray.util.placement_group([one.bundle() for one in places])
+    group = ray.util.placement_group([place.bundle() for place in places])
     assert group.wait(30)
     companions = RayCompanions(group, places[1:], tmp_path, None)
     yield companions

@@ -40,10 +40,14 @@ def make_launcher(cluster: Nodes, tmp_path: Path) -> Iterator[Callable[..., RayL
 def spec(model_folder: Path, tmp_path: Path) -> Callable[..., TrainerSpec]:
     def make(number: int = 0, **options: Any) -> TrainerSpec:
         values: dict[str, Any] = {
-            "worker_id": f"trainer-{number}", "base_model": "tiny", "source": str(model_folder),
-            "bucket": "bucket", "device": "cpu", "checkpoint_dir": str(tmp_path / "checkpoints"),
+            "worker_id": f"trainer-{number}",
+            "base_model": "tiny",
+            "source": str(model_folder),
+            "bucket": "bucket",
+            "device": "cpu",
+            "checkpoint_dir": str(tmp_path / "checkpoints"),
             "threads": 1,
-        }  # fmt: skip
+        }
         return TrainerSpec(**values | options)
 
     return make
@@ -71,16 +75,17 @@ def run(http: httpx.Client, operation: str, **body: Any) -> Any:
 def publish(endpoint: Endpoint, identity: str) -> None:
     with connect(endpoint) as http:
         model = run(http, "create_model", base_model="tiny", session_id="s", model_seq_id=0)
-        run(
-            http, "save_weights_for_sampler", model_id=model["model_id"], seq_id=1, path=identity
-        )  # fmt: skip
+        run(http, "save_weights_for_sampler", model_id=model["model_id"], seq_id=1, path=identity)
 
 
 @pytest.mark.parametrize("snapshot_store", ["folder", "ray"])
 def test_a_trainer_publishes_what_the_control_plane_lists_and_exports(
-    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec], tmp_path: Path,
-    snapshot_store: str, model_folder: Path,
-) -> None:  # fmt: skip
+    make_launcher: Callable[..., RayLauncher],
+    spec: Callable[..., TrainerSpec],
+    tmp_path: Path,
+    snapshot_store: str,
+    model_folder: Path,
+) -> None:
     launcher = make_launcher(snapshot_store=snapshot_store)
     worker, _ = started(launcher, spec())
 
@@ -90,14 +95,17 @@ def test_a_trainer_publishes_what_the_control_plane_lists_and_exports(
 
     # The trainer is gone, and what it published is not.
     assert actors().keys() <= {"snapshots"}
-    assert [one.identity for one in launcher.snapshots("bucket")] == ["v1"]
+    assert [snapshot.identity for snapshot in launcher.snapshots("bucket")] == ["v1"]
     folder = tmp_path / "exported"
     launcher.export(
         ExportSpec(
-            bucket="bucket", identity="v1", base_model="tiny", source=str(model_folder),
+            bucket="bucket",
+            identity="v1",
+            base_model="tiny",
+            source=str(model_folder),
             folder=str(folder),
         )
-    )  # fmt: skip
+    )
     assert (folder / "model.safetensors").exists()
     assert "worker trainer-0 closes" in launcher.log_path("trainer-0").read_text()
 
@@ -136,9 +144,11 @@ def test_a_worker_that_cannot_start_says_why(
     [({"threads": 2}, "CPU"), ({"device": "cuda"}, "GPU"), ({"ranks": 3}, "CPU")],
 )
 def test_a_placement_that_cannot_be_met_says_which_resource_is_short(
-    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec],
-    options: dict[str, Any], resource: str,
-) -> None:  # fmt: skip
+    make_launcher: Callable[..., RayLauncher],
+    spec: Callable[..., TrainerSpec],
+    options: dict[str, Any],
+    resource: str,
+) -> None:
     watcher = Heard()
     make_launcher(placement_timeout_s=1.0).start(spec(**options), watcher)
 

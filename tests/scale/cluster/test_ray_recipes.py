@@ -83,9 +83,13 @@ def test_rl_loop_goes_on_when_the_node_of_a_replica_is_lost(
 
     seen = Seen(at=DRAWS_OF_STEP + 2, do=lose_the_small_node)
     trial = run_rl_loop(
-        tmp_path, seen, placement="ray", dcp_save_interval=1, trainer=TrainerConfig(ranks=2),
+        tmp_path,
+        seen,
+        placement="ray",
+        dcp_save_interval=1,
+        trainer=TrainerConfig(ranks=2),
         deployment=on_vllm(2),
-    )  # fmt: skip
+    )
 
     (used,) = before
     assert len(used["deployment"]) == 3
@@ -94,5 +98,5 @@ def test_rl_loop_goes_on_when_the_node_of_a_replica_is_lost(
     assert trial.summary.steps == len(records) == STEPS
     assert trial.summary.version == STEPS
     assert seen.steps() == whole[1].steps()
-    assert all(one["parity/max"] < LOGPROB_TOLERANCE for one in records)
-    assert all(one["train/grad_norm"] > 0 for one in records)
+    assert all(record["parity/max"] < LOGPROB_TOLERANCE for record in records)
+    assert all(record["train/grad_norm"] > 0 for record in records)

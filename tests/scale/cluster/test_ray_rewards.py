@@ -16,14 +16,7 @@ from tests.scale.cluster.scores import length
 from hearth.errors import ConfigError
 from hearth.launch.ray.cluster import connect
 from training.recipes.rl_loop import guarded_reward
-from training.rewards import (
-    RewardDiedError,
-    RewardTimeoutError,
-    Score,
-    Unscored,
-    guarded,
-    scored,
-)
+from training.rewards import RewardDiedError, RewardTimeoutError, Score, Unscored, guarded, scored
 
 
 @pytest.fixture

@@ -25,9 +25,12 @@ def served(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEARTH_API_KEYS", "x")
         platform = Served(
-            tmp_path_factory.mktemp("platform"), host=nodes.host, allow_folders=True,
-            trainer_threads=1, deployment_threads=1,
-        )  # fmt: skip
+            tmp_path_factory.mktemp("platform"),
+            host=nodes.host,
+            allow_folders=True,
+            trainer_threads=1,
+            deployment_threads=1,
+        )
         yield platform
         platform.stop()
 
@@ -54,9 +57,13 @@ def run(folder: Path, **changes: Any) -> tuple[Trial, list[str]]:
     seen = folder / "seen"
     seen.mkdir(parents=True)
     asked = async_config(
-        folder, max_rows=4, output_model_id=None, synchronous_training=True,
-        rollout_extras={"seen": str(seen)}, **changes,
-    )  # fmt: skip
+        folder,
+        max_rows=4,
+        output_model_id=None,
+        synchronous_training=True,
+        rollout_extras={"seen": str(seen)},
+        **changes,
+    )
     trial = Trial(folder, async_rl_loop.main(asked, rollout_fn_factory=elsewhere))
     return trial, [path.name for path in seen.iterdir()]
 
@@ -72,14 +79,20 @@ def test_rollouts_elsewhere_draw_what_they_would_draw_here(
     assert str(os.getpid()) not in there
     names = ("rollout/raw_reward", "train/loss_sum")
     for mine, theirs in zip(trial.records(), whole.records(), strict=True):
-        assert [mine[one] for one in names] == pytest.approx([theirs[one] for one in names])
+        assert [mine[name] for name in names] == pytest.approx([theirs[name] for name in names])
 
 
 def test_a_platform_that_a_node_does_not_reach_is_refused_at_once(cluster: Nodes) -> None:
     setup = RolloutSetup(
-        tokenizer=None, tokenizer_id="", sample_kwargs={}, inference_base_url="http://127.0.0.1:9",
-        api_key="x", model="", completions_per_prompt=1, extras={"seen": ""},
-    )  # fmt: skip
+        tokenizer=None,
+        tokenizer_id="",
+        sample_kwargs={},
+        inference_base_url="http://127.0.0.1:9",
+        api_key="x",
+        model="",
+        completions_per_prompt=1,
+        extras={"seen": ""},
+    )
     with pytest.raises(ConfigError, match="FIREWORKS_BASE_URL must be an address that every node"):
         on_cluster(elsewhere, 1)(setup)
 

@@ -55,7 +55,7 @@ def test_what_one_process_puts_another_gets_bit_for_bit(store: Any) -> None:
     assert all(torch.equal(got.tensors[name], one) for name, one in put.tensors.items())
     (facts,) = store("any").facts()
     assert (facts.identity, facts.kind) == ("v1", "base")
-    assert facts.num_bytes > sum(one.nbytes for one in put.tensors.values())
+    assert facts.num_bytes > sum(tensor.nbytes for tensor in put.tensors.values())
 
 
 def test_a_chain_of_deltas_is_made_whole_elsewhere_and_old_snapshots_go(store: Any) -> None:

@@ -30,7 +30,7 @@ def test_what_is_compared_shows_the_weights_of_each_step(
         if number == 0:
             came.setdefault(question, []).append(place)
 
-    assert len({one["train/surrogate_loss_sum"] for one in trial.records()}) == STEPS
+    assert len({record["train/surrogate_loss_sum"] for record in trial.records()}) == STEPS
     for first, again in came.values():
         before, after = (greedy.drawn[place, 0].logprobs for place in (first, again))
         assert before != pytest.approx(after, abs=10 * LOGPROB_TOLERANCE)
@@ -48,9 +48,8 @@ def test_two_ranks_and_vllm_have_the_rows_and_losses_of_an_embedded_run(
     greedy = Greedy()
 
     trial = trained(
-        tmp_path, greedy, placement="process", trainer=TrainerConfig(ranks=2),
-        deployment=on_vllm(1),
-    )  # fmt: skip
+        tmp_path, greedy, placement="process", trainer=TrainerConfig(ranks=2), deployment=on_vllm(1)
+    )
 
     check_same((trial, greedy), embedded)
 
@@ -68,9 +67,13 @@ def test_two_nodes_of_ray_have_them_too_and_go_on_when_that_of_a_rank_is_lost(
     with ranks_apart(two_nodes), on_main_thread(lose_the_small_node) as lose:
         greedy = Greedy(before=lambda count: lose() if count == 2 * DRAWS_OF_STEP + 3 else None)
         trial = trained(
-            tmp_path, greedy, placement="ray", dcp_save_interval=1,
-            trainer=TrainerConfig(ranks=2), deployment=on_vllm(2),
-        )  # fmt: skip
+            tmp_path,
+            greedy,
+            placement="ray",
+            dcp_save_interval=1,
+            trainer=TrainerConfig(ranks=2),
+            deployment=on_vllm(2),
+        )
 
     (used,) = before
     assert {name: len(nodes) for name, nodes in used.items()} == {"trainer": 2, "deployment": 3}

@@ -52,10 +52,16 @@ def start(
         nonlocal count
         count += 1
         values: dict[str, Any] = {
-            "worker_id": f"trainer-{count}", "base_model": "tiny", "source": str(model_folder),
-            "bucket": f"bucket-{count}", "checkpoint_dir": str(checkpoints), "device": "cpu",
-            "threads": 1, "ranks": ranks, "micro_batch_tokens": MICRO_BATCH_TOKENS,
-        }  # fmt: skip
+            "worker_id": f"trainer-{count}",
+            "base_model": "tiny",
+            "source": str(model_folder),
+            "bucket": f"bucket-{count}",
+            "checkpoint_dir": str(checkpoints),
+            "device": "cpu",
+            "threads": 1,
+            "ranks": ranks,
+            "micro_batch_tokens": MICRO_BATCH_TOKENS,
+        }
         return RankTrainer(launcher, data_dir, TrainerSpec(**values | options))
 
     return start
@@ -94,9 +100,12 @@ def make_one(model_folder: Path, checkpoints: Path) -> Iterator[Callable[..., On
     def make(source: Path | None = None, **options: Any) -> OneProcess:
         values = {"micro_batch_tokens": MICRO_BATCH_TOKENS, **options}
         engine = TrainerEngine(
-            source or model_folder, name="tiny", snapshots=MemorySnapshotStore(),
-            checkpoint_dir=checkpoints, options=TrainerOptions(**values),
-        )  # fmt: skip
+            source or model_folder,
+            name="tiny",
+            snapshots=MemorySnapshotStore(),
+            checkpoint_dir=checkpoints,
+            options=TrainerOptions(**values),
+        )
         made.append(OneProcess(engine))
         return made[-1]
 

@@ -19,11 +19,19 @@ def spread(text: str, row: Any) -> float:
 def config(folder: Path, **changes: Any) -> Config:
     """Two steps on the shipped model, with a reference."""
     small: dict[str, Any] = {
-        "log_path": str(folder), "base_model": str(MODEL), "dataset": str(TRAIN_ROWS),
-        "max_rows": 4, "completions_per_prompt": 4, "prompt_groups_per_step": 2,
-        "max_completion_tokens": 16, "max_seq_len": 128, "learning_rate": 1e-4, "kl_beta": 0.01,
-        "truncated_completions": "score", "deployment": DeployConfig(tokenizer_model=str(MODEL)),
-    }  # fmt: skip
+        "log_path": str(folder),
+        "base_model": str(MODEL),
+        "dataset": str(TRAIN_ROWS),
+        "max_rows": 4,
+        "completions_per_prompt": 4,
+        "prompt_groups_per_step": 2,
+        "max_completion_tokens": 16,
+        "max_seq_len": 128,
+        "learning_rate": 1e-4,
+        "kl_beta": 0.01,
+        "truncated_completions": "score",
+        "deployment": DeployConfig(tokenizer_model=str(MODEL)),
+    }
     return Config(**small | changes)
 
 

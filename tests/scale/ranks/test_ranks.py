@@ -154,9 +154,13 @@ def trained(run: Any, model: str, seed: int) -> None:
     ("writers", "readers"), [(1, 2), (2, 4), (4, 1), (4, 2)], ids=lambda count: str(count)
 )
 def test_any_number_of_ranks_goes_on_from_the_checkpoint_of_another(
-    groups: Callable[[int], RankTrainer], make_one: Callable[..., OneProcess], checkpoints: Path,
-    writers: int, readers: int, lora: bool,
-) -> None:  # fmt: skip
+    groups: Callable[[int], RankTrainer],
+    make_one: Callable[..., OneProcess],
+    checkpoints: Path,
+    writers: int,
+    readers: int,
+    lora: bool,
+) -> None:
     spec = {**LORA, "train_unembed": False}
 
     def policy(run: Any) -> str:

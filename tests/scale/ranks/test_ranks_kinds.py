@@ -28,21 +28,23 @@ def routed(data: list[DatumRecord]) -> list[DatumRecord]:
     """The datums with random experts for each token but the first ones, as prompts have none."""
     rng = np.random.default_rng(7)
     found: list[DatumRecord] = []
-    for one in data:
-        count = len(one.model_input.chunks[0].tokens or ())
+    for datum in data:
+        count = len(datum.model_input.chunks[0].tokens or ())
         picked = rng.permuted(np.tile(np.arange(8, dtype=np.uint8), (count, LAYERS, 1)), axis=-1)
         rows = encode_routing(np.ascontiguousarray(picked[count // 3 :, :, :TOP_K]))
         given = ModelInputRecord(
-            chunks=one.model_input.chunks, routing_matrices=[""] * (count // 3) + rows
+            chunks=datum.model_input.chunks, routing_matrices=[""] * (count // 3) + rows
         )
-        found.append(one.model_copy(update={"model_input": given}))
+        found.append(datum.model_copy(update={"model_input": given}))
     return found
 
 
 def test_experts_are_replayed_on_every_rank(
-    start: Callable[..., RankTrainer], make_one: Callable[..., OneProcess], checkpoints: Path,
+    start: Callable[..., RankTrainer],
+    make_one: Callable[..., OneProcess],
+    checkpoints: Path,
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     folder = write_moe(tmp_path / "moe")
     trainer, one = start(2, source=str(folder)), make_one(folder)
     data = routed(random_data(LENGTHS, vocabulary=64))

@@ -50,7 +50,7 @@ def test_a_rank_that_is_killed_is_named_with_its_last_lines(
     if is_busy:
         # It cannot answer, so that the others are in the middle when it dies.
         os.kill(pids[0], signal.SIGSTOP)
-        data = [one.as_dict() for one in random_data((50, 40, 30))]
+        data = [datum.as_dict() for datum in random_data((50, 40, 30))]
         trainer.begin("forward_backward", model_id=model, forward_backward_input={"data": data})
 
     os.kill(pids[0], signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_a_rank_that_hangs_is_given_up_after_its_time_and_named(
     model = trainer.create_model()
     os.kill(pid, signal.SIGSTOP)
 
-    data = [one.as_dict() for one in random_data((50, 40, 30))]
+    data = [datum.as_dict() for datum in random_data((50, 40, 30))]
     trainer.begin("forward_backward", model_id=model, forward_backward_input={"data": data})
 
     assert trainer.heard.has_failed.wait(8.0 + SOON_S)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 def records(folder: Path) -> list[dict[str, Any]]:
     """The metrics of each step of a run."""
     lines = map(orjson.loads, (folder / "metrics.jsonl").read_bytes().splitlines())
-    return [one for one in lines if one["type"] == "train"]
+    return [line for line in lines if line["type"] == "train"]
 
 
 def test_rl_loop_has_the_losses_of_one_process_on_two_ranks(tmp_path: Path) -> None:

@@ -66,8 +66,9 @@ class RankTrainer:
         assert not self.heard.has_failed.is_set(), self.heard.report
         self._http = httpx.Client(
             transport=httpx.HTTPTransport(uds=self.worker.endpoint.socket),
-            base_url="http://worker", timeout=120,
-        )  # fmt: skip
+            base_url="http://worker",
+            timeout=120,
+        )
 
     def log(self, rank: int) -> Sequence[str]:
         return last_lines(self.folder / "companions" / f"rank-{rank}" / "log")
@@ -105,29 +106,42 @@ class RankTrainer:
         body = {} if lora is None else {"lora_config": lora}
         self._models += 1
         return self.ask(
-            "create_model", session_id="s", model_seq_id=self._models, base_model="tiny",
-            base_only=is_frozen, **body,
-        )["model_id"]  # fmt: skip
+            "create_model",
+            session_id="s",
+            model_seq_id=self._models,
+            base_model="tiny",
+            base_only=is_frozen,
+            **body,
+        )["model_id"]
 
     def forward(
-        self, model_id: str, data: Sequence[DatumRecord], loss_fn: str = "cross_entropy",
-        config: dict[str, Any] | None = None, *, operation: str = "forward",
-    ) -> tuple[list[NDArray[Any]], dict[str, float]]:  # fmt: skip
+        self,
+        model_id: str,
+        data: Sequence[DatumRecord],
+        loss_fn: str = "cross_entropy",
+        config: dict[str, Any] | None = None,
+        *,
+        operation: str = "forward",
+    ) -> tuple[list[NDArray[Any]], dict[str, float]]:
         given = {
-            "data": [one.as_dict() for one in data], "loss_fn": loss_fn, "loss_fn_config": config
-        }  # fmt: skip
+            "data": [datum.as_dict() for datum in data],
+            "loss_fn": loss_fn,
+            "loss_fn_config": config,
+        }
         answer = self.ask(operation, model_id=model_id, **{f"{operation}_input": given})
         rows = [TensorRecord.checked(one["logprobs"]) for one in answer["loss_fn_outputs"]]
-        return [one.to_numpy() for one in rows], answer["metrics"]
+        return [row.to_numpy() for row in rows], answer["metrics"]
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs, operation="forward_backward")
 
     def optim_step(self, model_id: str, adam: AdamParams, normalization: str) -> dict[str, float]:
         return self.ask(
-            "optim_step", model_id=model_id, adam_params=adam.as_dict(),
+            "optim_step",
+            model_id=model_id,
+            adam_params=adam.as_dict(),
             grad_accumulation_normalization=normalization,
-        )["metrics"]  # fmt: skip
+        )["metrics"]
 
     def save_state(self, model_id: str, name: str) -> None:
         self.ask("save_weights", model_id=model_id, path=name, overwrite=True)
@@ -229,10 +243,19 @@ def write_model(folder: Path, *, is_tied: bool = True) -> Path:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=36, intermediate_size=53, num_hidden_layers=2,
-        num_attention_heads=6, num_key_value_heads=3, head_dim=6, max_position_embeddings=256,
-        tie_word_embeddings=is_tied, eos_token_id=3, bos_token_id=None, pad_token_id=0,
+        vocab_size=VOCABULARY,
+        hidden_size=36,
+        intermediate_size=53,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=6,
+        max_position_embeddings=256,
+        tie_word_embeddings=is_tied,
+        eos_token_id=3,
+        bos_token_id=None,
+        pad_token_id=0,
         initializer_range=0.2,
-    )  # fmt: skip
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder

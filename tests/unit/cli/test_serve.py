@@ -33,9 +33,11 @@ class Serving:
         with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
             self.process = subprocess.Popen(
                 [str(HEARTH), "serve", "--data-dir", str(data_dir), *flags],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
                 env=kept | {"COLUMNS": "40"} | environment,
-            )  # fmt: skip
+            )
 
     @property
     def out(self):

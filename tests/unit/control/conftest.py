@@ -27,14 +27,7 @@ from hearth.control.means import Means
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.errors import EngineError
-from hearth.launch.spec import (
-    Endpoint,
-    ExitReport,
-    ExportSpec,
-    SnapshotFacts,
-    Watcher,
-    WorkerSpec,
-)
+from hearth.launch.spec import Endpoint, ExitReport, ExportSpec, SnapshotFacts, Watcher, WorkerSpec
 from training.quickstart import MODEL
 
 TRAINER = "/training/v1/rlorTrainerJobs/me"
@@ -321,7 +314,7 @@ def _postgres_binaries() -> Path | None:
     if config is not None:
         found = subprocess.run([config, "--bindir"], capture_output=True, text=True, check=False)
         folders.append(Path(found.stdout.strip() or "/"))
-    return next((one for one in folders if (one / "postgres").exists()), None)
+    return next((folder for folder in folders if (folder / "postgres").exists()), None)
 
 
 def _unprivileged(folder: Path) -> dict[str, Any]:

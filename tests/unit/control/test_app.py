@@ -38,8 +38,10 @@ async def test_the_field_that_breaks_its_type_is_named(ask, job):
 async def test_a_body_that_is_nested_too_deep_is_400(ask, script, base, nested):
     opening, closing = (b"[", b"]") if nested == "list" else (b'{"a":', b"}")
     body = b'{"baseModel":"m","trainingConfig":{"baseModel":"%s"},"extraValues":{"x":%s1%s}}' % (
-        base.encode(), opening * 600, closing * 600,
-    )  # fmt: skip
+        base.encode(),
+        opening * 600,
+        closing * 600,
+    )
 
     for path in (JOBS, DEPLOYMENTS):
         assert "body must be JSON" in await ask.refused(400, "POST", path, body)
@@ -84,14 +86,29 @@ async def test_the_health_of_the_platform_is_answered(ask):
 
 
 SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1),
-    st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=12),
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=12),
     st.sampled_from(
-        ["accounts/me/rlorTrainerJobs/there", "there", "d", "../x", "/", "~", "~x/y/z", "a\0b",
-         "accounts/me/models/m", "accounts/fireworks/models/qwen3-8b", "BASE",
-         "accounts/fireworks/trainingShapes/qwen3-8b", "1e400"]
+        [
+            "accounts/me/rlorTrainerJobs/there",
+            "there",
+            "d",
+            "../x",
+            "/",
+            "~",
+            "~x/y/z",
+            "a\0b",
+            "accounts/me/models/m",
+            "accounts/fireworks/models/qwen3-8b",
+            "BASE",
+            "accounts/fireworks/trainingShapes/qwen3-8b",
+            "1e400",
+        ]
     ),
-)  # fmt: skip
+)
 JSON = st.recursive(
     SCALARS,
     lambda inner: (
@@ -100,17 +117,52 @@ JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = [
-    "baseModel", "loraRank", "learningRate", "maxContextLength", "extraArgs", "acceleratorCount",
-    "region", "hotLoadDeploymentId", "trainingShape", "forwardOnly", "nodeCount", "state", "pid",
-    "name", "bucket", "displayName", "minReplicaCount", "maxReplicaCount", "hotLoadTrainerJob",
-    "deploymentShape", "enableHotLoad", "output_model", "trainer_job_id", "base_model",
-    "async_promotion", "merge_adapter", "createTime", "workerPlacement", "customImageTag",
-]  # fmt: skip
+    "baseModel",
+    "loraRank",
+    "learningRate",
+    "maxContextLength",
+    "extraArgs",
+    "acceleratorCount",
+    "region",
+    "hotLoadDeploymentId",
+    "trainingShape",
+    "forwardOnly",
+    "nodeCount",
+    "state",
+    "pid",
+    "name",
+    "bucket",
+    "displayName",
+    "minReplicaCount",
+    "maxReplicaCount",
+    "hotLoadTrainerJob",
+    "deploymentShape",
+    "enableHotLoad",
+    "output_model",
+    "trainer_job_id",
+    "base_model",
+    "async_promotion",
+    "merge_adapter",
+    "createTime",
+    "workerPlacement",
+    "customImageTag",
+]
 EXTRA = [
-    "dtype", "device", "threads", "micro_batch_tokens", "tokenizer", "max_context_length",
-    "max_batch_size", "trust_remote_code", "keep_checkpoints", "recompute_above",
-    "ranks", "rank_timeout_s", "offload_optimizer", "context_parallel",
-]  # fmt: skip
+    "dtype",
+    "device",
+    "threads",
+    "micro_batch_tokens",
+    "tokenizer",
+    "max_context_length",
+    "max_batch_size",
+    "trust_remote_code",
+    "keep_checkpoints",
+    "recompute_above",
+    "ranks",
+    "rank_timeout_s",
+    "offload_optimizer",
+    "context_parallel",
+]
 VALUES = st.dictionaries(st.sampled_from(EXTRA), JSON, max_size=4)
 
 
@@ -119,9 +171,11 @@ VALID = {
     DEPLOYMENTS: {"baseModel": "BASE"},
     "deployments/there": {},
     PROMOTE: {
-        "output_model": "accounts/me/models/m", "base_model": "BASE", "trainer_job_id": "there",
+        "output_model": "accounts/me/models/m",
+        "base_model": "BASE",
+        "trainer_job_id": "there",
     },
-}  # fmt: skip
+}
 
 
 @st.composite
@@ -145,9 +199,12 @@ def test_no_json_body_makes_the_platform_fail(make_plane, script, make_ask, base
     seen = set()
 
     @settings(
-        max_examples=100, deadline=None, database=None, derandomize=True,
+        max_examples=100,
+        deadline=None,
+        database=None,
+        derandomize=True,
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(requests())
     def fuzz(request):
         method, path, body = request

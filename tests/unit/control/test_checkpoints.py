@@ -11,8 +11,10 @@ MODEL = "accounts/me/models/tuned"
 
 def promotion(base, job="j", **more):
     return {
-        "output_model": MODEL, "base_model": base, "trainer_job_id": f"accounts/me/{JOBS}/{job}",
-    } | more  # fmt: skip
+        "output_model": MODEL,
+        "base_model": base,
+        "trainer_job_id": f"accounts/me/{JOBS}/{job}",
+    } | more
 
 
 def weights(plane, name="tuned"):
@@ -174,9 +176,12 @@ async def test_a_model_name_that_breaks_its_rule_is_refused(ask, script, running
     await running()
     script.saves("trainer-j", "s")
 
-    for name in ("tuned", "accounts/you/models/m", "", *(
-        f"accounts/me/models/{id}" for id in ("", "A", "../m", "m" * 64, "m/")
-    )):  # fmt: skip
+    for name in (
+        "tuned",
+        "accounts/you/models/m",
+        "",
+        *(f"accounts/me/models/{id}" for id in ("", "A", "../m", "m" * 64, "m/")),
+    ):
         body = promotion(base, output_model=name)
         message = await ask.refused(400, "POST", "checkpoints/s:promote", body)
         assert "output_model must be accounts/me/models/ID" in message
@@ -252,7 +257,9 @@ async def test_the_job_that_made_a_model_makes_it_anew_and_it_is_the_old_one_unt
     assert after["source"] == before["source"]
     assert after["createTime"] > before["createTime"]
     assert weights(plane) == "new"
-    assert [one.name for one in plane.means.models_dir.iterdir() if one.name[0] != "."] == ["tuned"]
+    assert [path.name for path in plane.means.models_dir.iterdir() if path.name[0] != "."] == [
+        "tuned"
+    ]
 
     await ask("POST", "checkpoints/old:promote", promotion(base))
     assert weights(plane) == "old"

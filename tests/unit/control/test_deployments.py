@@ -340,11 +340,18 @@ async def test_asking_again_for_the_same_deployment_starts_nothing(ask, script, 
 
 async def test_the_official_clients_request_is_accepted(ask, script, base):
     body = {
-        "baseModel": base, "description": "Fireworks training deployment", "minReplicaCount": 1,
-        "maxReplicaCount": 1, "enableHotLoad": True, "forTraining": True,
-        "hotLoadBucketType": "FW_HOSTED", "acceleratorType": "NVIDIA_H200_141GB",
-        "placement": {"region": "US_OHIO_1"}, "annotations": {"a": "b"}, "preemptible": False,
-    }  # fmt: skip
+        "baseModel": base,
+        "description": "Fireworks training deployment",
+        "minReplicaCount": 1,
+        "maxReplicaCount": 1,
+        "enableHotLoad": True,
+        "forTraining": True,
+        "hotLoadBucketType": "FW_HOSTED",
+        "acceleratorType": "NVIDIA_H200_141GB",
+        "placement": {"region": "US_OHIO_1"},
+        "annotations": {"a": "b"},
+        "preemptible": False,
+    }
     query = "skipShapeValidation=true&acceptShapelessRisk=true&disableSpeculativeDecoding=true"
 
     status, content = await ask("POST", f"{DEPLOYMENTS}?deploymentId=d&{query}", body)

@@ -16,8 +16,18 @@ OPEN = [
     "[::1]",
     "[::1]:80",
 ]
-CLOSED = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example",
-          "10.0.0.1", "[::2]:80", "0.0.0.0", "", "x//localhost", "user@localhost"]  # fmt: skip
+CLOSED = [
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "10.0.0.1",
+    "[::2]:80",
+    "0.0.0.0",
+    "",
+    "x//localhost",
+    "user@localhost",
+]
 
 
 @pytest.fixture
@@ -79,13 +89,18 @@ async def test_a_right_key_is_let_in_wherever_it_stands_and_whatever_the_host(do
 @pytest.mark.parametrize(
     "headers",
     [
-        {"x_api_key": "wrong"}, {"x_api_key": "first-key "}, {"x_api_key": "first-ke"},
-        {"x_api_key": "first-key,second-key"}, {"authorization": "Bearer wrong"},
-        {"authorization": "first-key"}, {"authorization": "Basic first-key"},
-        {"authorization": "Bearer"}, {"x_api_key": "wrong", "authorization": "Bearer first-key"},
+        {"x_api_key": "wrong"},
+        {"x_api_key": "first-key "},
+        {"x_api_key": "first-ke"},
+        {"x_api_key": "first-key,second-key"},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "first-key"},
+        {"authorization": "Basic first-key"},
+        {"authorization": "Bearer"},
+        {"x_api_key": "wrong", "authorization": "Bearer first-key"},
         {"x_api_key": "ü".encode()},
     ],
-)  # fmt: skip
+)
 async def test_a_wrong_key_is_401_in_every_place(door, headers):
     http = door(api_keys=KEYS)
 

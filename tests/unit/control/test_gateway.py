@@ -48,11 +48,14 @@ class Peer:
                 break
         self.asked.append(
             {
-                "path": scope["path"], "raw_path": scope["raw_path"],
-                "query": scope["query_string"], "method": scope["method"], "body": body,
+                "path": scope["path"],
+                "raw_path": scope["raw_path"],
+                "query": scope["query_string"],
+                "method": scope["method"],
+                "body": body,
                 "headers": [(name.decode(), value.decode()) for name, value in scope["headers"]],
             }
-        )  # fmt: skip
+        )
         if scope["path"].endswith("/stream"):
             await self._stream(receive, send)
         elif scope["path"].endswith("/hold"):

@@ -243,11 +243,7 @@ async def test_a_trainer_is_not_forward_only_unasked(ask, script, job):
 
 @pytest.mark.parametrize(
     ("config", "expected"),
-    [
-        ({}, 4096),
-        ({"maxContextLength": 64}, 64),
-        ({"baseModel": MODEL}, 40960),
-    ],
+    [({}, 4096), ({"maxContextLength": 64}, 64), ({"baseModel": MODEL}, 40960)],
     ids=["the model's own", "as asked", "as registered"],
 )
 async def test_the_longest_context_is_answered_at_once_where_it_is_known(
@@ -340,15 +336,17 @@ async def test_several_ranks_share_the_threads(ask, script, job):
         ("inline", {"ranks": 2}, "ranks must be 1 with the inline placement, got 2"),
         ("process", {"offload_optimizer": True}, "offload_optimizer must be off with ranks=1"),
         (
-            "process", {"ranks": 2, "offload_optimizer": "yes"},
+            "process",
+            {"ranks": 2, "offload_optimizer": "yes"},
             "extraValues.offload_optimizer must be true or false, got 'yes'",
         ),
         (
-            "process", {"ranks": 2, "context_parallel": 2},
+            "process",
+            {"ranks": 2, "context_parallel": 2},
             "context_parallel must be 1, got 2: it is not supported on CPU",
         ),
     ],
-)  # fmt: skip
+)
 async def test_ranks_that_cannot_be_are_refused(ask, script, job, placement, more, message):
     script.placement = placement
     path = f"{JOBS}?rlorTrainerJobId=j"

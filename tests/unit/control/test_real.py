@@ -157,7 +157,7 @@ def test_a_repeated_run_promotes_over_its_own_model_and_no_other_job_does(traine
     assert status == 200
     assert third["model"]["source"] == first["model"]["source"]
     assert transformers.AutoModelForCausalLM.from_pretrained(third["model"]["source"])
-    folders = [one.name for one in (platform.folder / "models").iterdir() if one.name[0] != "."]
+    folders = [path.name for path in (platform.folder / "models").iterdir() if path.name[0] != "."]
     assert folders.count("again") == 1
 
     status, content = promote(platform, "adapter", "tiny", "again")

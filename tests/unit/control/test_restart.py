@@ -108,9 +108,10 @@ def test_what_had_ended_stays_as_it_was(make_plane, again, script, base):
     assert found.started == []
     states = {id: second.jobs.get(id).state for id in ("cancelled", "failed", "deleted")}
     assert states == {
-        "cancelled": "JOB_STATE_CANCELLED", "failed": "JOB_STATE_FAILED",
+        "cancelled": "JOB_STATE_CANCELLED",
+        "failed": "JOB_STATE_FAILED",
         "deleted": "JOB_STATE_DELETED",
-    }  # fmt: skip
+    }
     assert second.deployments.get("zero").status_message == "scaled to zero"
     assert second.deployments.get("failed").status_message == "no memory"
 

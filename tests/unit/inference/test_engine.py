@@ -62,10 +62,10 @@ def test_a_completion_is_the_same_alone_and_among_forty_others(start, model, len
         ask(random_prompt(rng, 300), max_tokens=rng.randint(1, 80), seed=index, top_k=index % 3)
         for index in range(40)
     ]
-    futures = [engine.submit(one) for one in others[:20]]
+    futures = [engine.submit(other) for other in others[:20]]
     until(lambda: engine.stats().steps > 3)
     crowded = engine.submit(wanted)
-    futures += [engine.submit(one) for one in others[20:]]
+    futures += [engine.submit(other) for other in others[20:]]
 
     assert crowded.result().token_ids == alone.token_ids
     assert_same(crowded.result().logprobs, alone.logprobs)
@@ -107,7 +107,7 @@ def test_bfloat16_draws_with_float32_logprobs_near_those_of_a_plain_forward(
 
     expected = plain_logprobs(load(dtype=torch.bfloat16), [1, 2, 3, *drawn.token_ids])[2:]
     assert max(abs(a - b) for a, b in zip(drawn.logprobs, expected, strict=True)) < 0.15
-    assert any(one != float(torch.tensor(one).bfloat16()) for one in drawn.logprobs)
+    assert any(logprob != float(torch.tensor(logprob).bfloat16()) for logprob in drawn.logprobs)
 
 
 def test_temperature_changes_the_draw_and_its_logprob_but_not_the_raw_logprob(
@@ -216,8 +216,13 @@ def test_a_stop_string_may_cross_tokens_and_cuts_the_text_but_not_the_tokens(sta
     engine = start()
     tokens = engine.submit(ask(max_tokens=120)).result().token_ids
     singles = [tokenizer.decode([token]) for token in tokens]
-    at = next(i for i in range(20, 119) if (singles[i] + singles[i + 1]).isprintable()
-              and singles[i].isascii() and singles[i + 1].isascii())  # fmt: skip
+    at = next(
+        i
+        for i in range(20, 119)
+        if (singles[i] + singles[i + 1]).isprintable()
+        and singles[i].isascii()
+        and singles[i + 1].isascii()
+    )
     stop = singles[at] + singles[at + 1]
     whole = tokenizer.decode(tokens)
 
@@ -266,7 +271,7 @@ def test_of_a_prompts_last_tokens_alone_the_scores_are_those_of_all(start, last)
     expected = whole.prompt_logprobs[-last:]
     assert len(part.prompt_logprobs) == min(last, 50)
     assert (part.prompt_logprobs[0] is None) == (last >= 50)
-    known = [one for one in part.prompt_logprobs if one is not None]
+    known = [logprob for logprob in part.prompt_logprobs if logprob is not None]
     assert_same(known, [one for one in expected if one is not None])
 
 
@@ -457,9 +462,9 @@ def test_queue_time_and_concurrency_are_told(start):
     drawn = [engine.submit(ask([index])).result for index in range(32)]
     results = [result() for result in drawn]
 
-    assert max(one.num_concurrent for one in results) <= 16
+    assert max(result.num_concurrent for result in results) <= 16
     assert results[-1].queue_s > results[0].queue_s >= 0
-    assert all(one.generation_s > 0 for one in results)
+    assert all(result.generation_s > 0 for result in results)
     assert engine.stats().generated_tokens == 32 * 12
 
 
@@ -487,10 +492,10 @@ def test_a_listener_hears_each_token_before_the_completion_ends(start):
     drawn = start().submit(request).result()
 
     assert heard.prompts == [drawn.prompt_logprobs]
-    assert [one.token_id for one in heard.tokens] == drawn.token_ids
-    assert [one.logprob for one in heard.tokens] == drawn.logprobs
-    assert [one.sampling_logprob for one in heard.tokens] == drawn.sampling_logprobs
-    assert [one.top for one in heard.tokens] == drawn.top_logprobs
+    assert [token.token_id for token in heard.tokens] == drawn.token_ids
+    assert [token.logprob for token in heard.tokens] == drawn.logprobs
+    assert [token.sampling_logprob for token in heard.tokens] == drawn.sampling_logprobs
+    assert [token.top for token in heard.tokens] == drawn.top_logprobs
 
 
 def test_a_listener_that_fails_harms_neither_its_own_completion_nor_others(start):

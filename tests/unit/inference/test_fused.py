@@ -28,27 +28,42 @@ from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, detach
 from hearth.sync.store import Snapshot
 
 BODY: dict[str, Any] = {
-    "vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
-    "initializer_range": 0.1, "eos_token_id": 257, "pad_token_id": 256, "bos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+    "eos_token_id": 257,
+    "pad_token_id": 256,
+    "bos_token_id": None,
+}
 PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
     "llama with one key head, tied": (
-        "LlamaConfig", {"num_key_value_heads": 1, "tie_word_embeddings": True},
+        "LlamaConfig",
+        {"num_key_value_heads": 1, "tie_word_embeddings": True},
     ),
     "llama 3's rotation": (
         "LlamaConfig",
-        {"rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-        }},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
     ),
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 80}),
     "qwen3 with heads of its own": ("Qwen3Config", {"head_dim": 6, "num_key_value_heads": 4}),
-}  # fmt: skip
+}
 OTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma2Config", {"head_dim": 16, "sliding_window": 512}),
     "a sliding window": ("MistralConfig", {"sliding_window": 512}),
@@ -58,7 +73,7 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
-}  # fmt: skip
+}
 ROWS = 16
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler")
@@ -169,9 +184,13 @@ SHARED = (*range(7, 107), 3)
 def family() -> list[tuple[int, ...]]:
     """Prompts that share beginnings: of a text, of each other, one that is another's beginning."""
     return [
-        (*SHARED, 1, 2, 3), SHARED, (*SHARED, 1, 2, 9, 9), (5,), *prompts_of(40, 2, 300),
+        (*SHARED, 1, 2, 3),
+        SHARED,
+        (*SHARED, 1, 2, 9, 9),
+        (5,),
+        *prompts_of(40, 2, 300),
         SHARED[:60],
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("scored", [0, 4, EVERY])
@@ -289,11 +308,11 @@ def test_both_ways_draw_the_same_completions(start: Any, monkeypatch: pytest.Mon
         SampleRequest(prompt=list(prompt), max_tokens=30, seed=seed, ignore_eos=True)
         for seed, prompt in enumerate(prompts_of(1, 5, 80, 300))
     ]
-    fused = [start(build("qwen2"), max_seq_len=400).submit(one) for one in requests]
+    fused = [start(build("qwen2"), max_seq_len=400).submit(request) for request in requests]
     monkeypatch.setattr(FusedDecoder, "of", lambda *_, **__: None)
     monkeypatch.setattr(PackedPrefill, "of", lambda _: None)
     monkeypatch.setattr(sampler, "kernels", lambda: None)
-    plain = [start(build("qwen2"), max_seq_len=400).submit(one) for one in requests]
+    plain = [start(build("qwen2"), max_seq_len=400).submit(request) for request in requests]
 
     for one, other in zip(fused, plain, strict=True):
         assert one.result().token_ids == other.result().token_ids

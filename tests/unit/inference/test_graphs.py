@@ -305,11 +305,14 @@ def test_an_engine_draws_the_same_with_recorded_steps(load: Load, start: Any) ->
     plain = start()
     requests = [
         SampleRequest(
-            prompt=[rng.randrange(256) for _ in range(rng.randint(1, 80))], ignore_eos=True,
-            max_tokens=rng.randint(3, 40), seed=number, temperature=rng.choice([0.0, 0.7, 1.0]),
+            prompt=[rng.randrange(256) for _ in range(rng.randint(1, 80))],
+            ignore_eos=True,
+            max_tokens=rng.randint(3, 40),
+            seed=number,
+            temperature=rng.choice([0.0, 0.7, 1.0]),
         )
         for number in range(30)
-    ]  # fmt: skip
+    ]
     trained = load()
     with torch.no_grad():
         for tensor in base_tensors(trained.module).values():

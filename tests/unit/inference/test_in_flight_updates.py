@@ -315,7 +315,7 @@ def test_a_snapshot_that_is_read_meanwhile_is_served_before_what_runs_ends(
         engine.hot_load(one.identity, lambda one=one: one, running_requests="keep")
         for one in (base, delta)
     ]
-    numbers = [one.result(timeout=20).weight_version for one in loads]
+    numbers = [load.result(timeout=20).weight_version for load in loads]
     was_done = running.done()
     slow.go.set()
     drawn = running.result()

@@ -9,9 +9,13 @@ from hearth.models.loading import LoadedModel
 SMALL = {"vocab_size": 264, "initializer_range": 0.1, "eos_token_id": 257, "pad_token_id": 256}
 SMALL |= {"bos_token_id": None}
 BODY = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
 
 
 @pytest.fixture
@@ -41,17 +45,28 @@ KINDS = {
     "mistral with a wide window": ("MistralConfig", BODY | {"sliding_window": 256, "head_dim": 16}),
     "mixture of experts": (
         "Qwen3MoeConfig",
-        BODY | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
-                "moe_intermediate_size": 32},
+        BODY
+        | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
     "latent attention": (
         "DeepseekV3Config",
-        BODY | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 12,
-                "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "n_routed_experts": 4,
-                "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
-                "moe_intermediate_size": 32},
+        BODY
+        | {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "v_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32,
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("name", "options"), KINDS.values(), ids=KINDS.keys())
@@ -94,7 +109,7 @@ REFUSED = {
         {"hidden_size": 64, "n_layer": 2, "n_head": 4, "attention": "eager"},
         "model must run with the engine's KV cache, got 'BloomConfig'",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -76,10 +76,10 @@ def test_recording_changes_nothing_and_goes_to_those_who_ask(start, moe):
     drawn = [engine.submit(ask(PROMPTS[0], routing=one)) for one in wanted]
 
     results = [one.result() for one in drawn]
-    assert [one.routing is not None for one in results] == wanted
-    assert [one.prompt_routing is not None for one in results] == wanted
-    assert len({tuple(one.token_ids) for one in results}) == 1
-    assert len({tuple(one.logprobs) for one in results}) == 1
+    assert [result.routing is not None for result in results] == wanted
+    assert [result.prompt_routing is not None for result in results] == wanted
+    assert len({tuple(result.token_ids) for result in results}) == 1
+    assert len({tuple(result.logprobs) for result in results}) == 1
 
 
 def test_a_shared_prompt_tells_its_experts_to_whoever_comes_later(start, moe):
@@ -189,9 +189,10 @@ def call(start, moe):
 
 COMPLETIONS = {"path": "/v1/completions", "prompt": [5, 6, 7], "include_routing_matrix": True}
 CHAT = {
-    "path": "/v1/chat/completions", "messages": [{"role": "user", "content": "2"}],
+    "path": "/v1/chat/completions",
+    "messages": [{"role": "user", "content": "2"}],
     "include_routing_matrix": True,
-}  # fmt: skip
+}
 
 
 def content_rows(choices) -> list[dict]:

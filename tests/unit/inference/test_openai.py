@@ -135,12 +135,13 @@ def test_max_tokens_0_with_echo_scores_the_prompt_and_draws_nothing(served, toke
 
 def test_several_prompts_are_drawn_as_each_alone_and_numbered_prompt_by_prompt(served, tokenizer):
     prompts = [IDS, [1, 2], [9] * 5]
-    texts = [tokenizer.decode(one) for one in prompts]
+    texts = [tokenizer.decode(prompt) for prompt in prompts]
 
     together = served.openai.completions.create(model=NAME, prompt=prompts, n=2, **DRAW)
     by_text = served.openai.completions.create(model=NAME, prompt=texts[:1], n=2, **DRAW)
     alone = [
-        served.openai.completions.create(model=NAME, prompt=one, n=2, **DRAW) for one in prompts
+        served.openai.completions.create(model=NAME, prompt=prompt, n=2, **DRAW)
+        for prompt in prompts
     ]
 
     assert [choice.index for choice in together.choices] == [0, 1, 2, 3, 4, 5]
@@ -197,19 +198,24 @@ def test_top_logprobs_of_the_training_protocol_are_lists_of_ids(served):
 
 
 def test_asking_for_top_logprobs_does_not_change_the_draw(served):
-    plain, mixed = served.draw(max_tokens=40), [
-        served.engine.submit(
-            SampleRequest(
-                prompt=IDS, max_tokens=40, seed=7, ignore_eos=True, top_logprobs=count
+    plain, mixed = (
+        served.draw(max_tokens=40),
+        [
+            served.engine.submit(
+                SampleRequest(
+                    prompt=IDS, max_tokens=40, seed=7, ignore_eos=True, top_logprobs=count
+                )
             )
-        )
-        for count in (0, 3, 20)
-    ]  # fmt: skip
+            for count in (0, 3, 20)
+        ],
+    )
 
     for count, future in zip((0, 3, 20), mixed, strict=True):
         drawn = future.result()
         assert (drawn.token_ids, drawn.logprobs) == (plain.token_ids, plain.logprobs)
-        assert [len(one) for one in drawn.top_logprobs or []] == ([count] * 40 if count else [])
+        assert [len(logprob) for logprob in drawn.top_logprobs or []] == (
+            [count] * 40 if count else []
+        )
 
 
 @pytest.mark.parametrize("prefix", ["/v1", "/inference/v1"])
@@ -238,9 +244,13 @@ def test_chat_answers_the_conversation_as_the_template_renders_it(served, tokeni
     ]
 
     answer = client.chat.completions.create(
-        model=NAME, messages=messages, max_completion_tokens=12, seed=7, n=2,
+        model=NAME,
+        messages=messages,
+        max_completion_tokens=12,
+        seed=7,
+        n=2,
         extra_body={"ignore_eos": True, "raw_output": True},
-    )  # fmt: skip
+    )
 
     prompt = tokenizer.encode("<tag>system:be brief<tag>user:2 ?<tag>")
     assert [choice.index for choice in answer.choices] == [0, 1]
@@ -257,15 +267,18 @@ def test_chat_answers_the_conversation_as_the_template_renders_it(served, tokeni
 
 def test_chat_logprobs_come_with_bytes_and_the_likeliest_tokens(served):
     answer = served.openai.chat.completions.create(
-        model=NAME, messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=3,
+        model=NAME,
+        messages=[{"role": "user", "content": "hi"}],
+        logprobs=True,
+        top_logprobs=3,
         **DRAW,
-    )  # fmt: skip
+    )
 
     rows = answer.choices[0].logprobs.content
     assert len(rows) == 12
     for row in rows:
-        assert [one.logprob for one in row.top_logprobs] == sorted(
-            (one.logprob for one in row.top_logprobs), reverse=True
+        assert [logprob.logprob for logprob in row.top_logprobs] == sorted(
+            (logprob.logprob for logprob in row.top_logprobs), reverse=True
         )
         assert len(row.top_logprobs) == 3
         for one in (row, *row.top_logprobs):
@@ -283,9 +296,9 @@ def test_chat_logprobs_as_arrays_are_those_of_the_objects(served):
     objects, arrays = choice(), choice(logprob_format="arrays")
     rows, raw = objects["logprobs"]["content"], arrays["raw_output"]
 
-    assert raw["logprobs"] == [one["logprob"] for one in rows]
-    assert raw["sampling_logprobs"] == [one["sampling_logprob"] for one in rows]
-    assert raw["completion_token_ids"] == [one["token_id"] for one in rows]
+    assert raw["logprobs"] == [row["logprob"] for row in rows]
+    assert raw["sampling_logprobs"] == [row["sampling_logprob"] for row in rows]
+    assert raw["completion_token_ids"] == [row["token_id"] for row in rows]
     assert "logprobs" not in arrays
     assert "raw_output" not in objects
 
@@ -372,13 +385,25 @@ def test_a_chat_that_cannot_be_had_is_refused_by_its_field(served, name, fields)
 
 def test_values_that_change_nothing_are_taken(served):
     answer = served.openai.completions.create(
-        model=NAME, prompt=IDS, frequency_penalty=0, presence_penalty=0.0, logit_bias={},
-        best_of=1, stop=None, user="me", **DRAW,
-    )  # fmt: skip
+        model=NAME,
+        prompt=IDS,
+        frequency_penalty=0,
+        presence_penalty=0.0,
+        logit_bias={},
+        best_of=1,
+        stop=None,
+        user="me",
+        **DRAW,
+    )
     chat = served.openai.chat.completions.create(
-        model=NAME, messages=[{"role": "user", "content": "hi"}], tool_choice="auto",
-        response_format={"type": "text"}, store=False, metadata={"a": "b"}, max_tokens=1,
-    )  # fmt: skip
+        model=NAME,
+        messages=[{"role": "user", "content": "hi"}],
+        tool_choice="auto",
+        response_format={"type": "text"},
+        store=False,
+        metadata={"a": "b"},
+        max_tokens=1,
+    )
 
     assert answer.choices[0].text == served.draw().text
     assert chat.usage.completion_tokens == 1
@@ -397,9 +422,8 @@ def test_a_model_without_a_chat_template_says_so(serve, tokenizer):
 
 def test_a_stream_brings_text_while_it_is_drawn(served):
     chunks = served.openai.completions.create(
-        model=NAME, prompt=IDS, stream=True, seed=7, max_tokens=250,
-        extra_body={"ignore_eos": True},
-    )  # fmt: skip
+        model=NAME, prompt=IDS, stream=True, seed=7, max_tokens=250, extra_body={"ignore_eos": True}
+    )
 
     first = next(chunks)
     running = served.engine.stats().running

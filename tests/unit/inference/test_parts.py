@@ -65,9 +65,12 @@ def test_a_moved_row_is_the_one_it_came_from():
 def prompt(*tokens, scored=False) -> Prompt:
     """40 bytes of tensors and 40 per token."""
     return Prompt(
-        tokens, torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4), torch.zeros(2),
+        tokens,
+        torch.zeros(1, 1, 1, 4),
+        torch.zeros(1, 1, 1, 4),
+        torch.zeros(2),
         logprobs=[0.0] if scored else None,
-    )  # fmt: skip
+    )
 
 
 def test_the_prompt_store_drops_the_least_recently_used_beyond_its_budget():

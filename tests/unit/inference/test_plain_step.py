@@ -23,20 +23,29 @@ from hearth.models.loading import LoadedModel
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, detach_lora
 
 BODY: dict[str, Any] = {
-    "vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
-    "initializer_range": 0.1, "eos_token_id": 257, "pad_token_id": 256, "bos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+    "eos_token_id": 257,
+    "pad_token_id": 256,
+    "bos_token_id": None,
+}
 PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
     "llama with one key head, tied": (
-        "LlamaConfig", {"num_key_value_heads": 1, "tie_word_embeddings": True},
+        "LlamaConfig",
+        {"num_key_value_heads": 1, "tie_word_embeddings": True},
     ),
     "llama with large heads": ("LlamaConfig", {"head_dim": 24}),
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 80}),
-}  # fmt: skip
+}
 
 
 class Calls:

@@ -83,10 +83,7 @@ async def test_a_completion_tells_text_reason_usage_and_version(site, drawn, pat
 async def test_raw_output_holds_the_drawn_ids_and_their_versions(site, drawn):
     (choice,) = (await site.complete(raw_output=True))["choices"]
 
-    assert choice["raw_output"] == {
-        "completion_token_ids": drawn.token_ids,
-        "versions": [[0, 8]],
-    }
+    assert choice["raw_output"] == {"completion_token_ids": drawn.token_ids, "versions": [[0, 8]]}
 
 
 async def test_logprob_objects_hold_both_logprobs_of_each_drawn_token(site, tokenizer):

@@ -20,7 +20,7 @@ SUB_READ = ("sub", "{}")
 
 def read(text):
     found = read_tool_calls(text)
-    return found.content, [(one.name, one.arguments) for one in found.calls]
+    return found.content, [(call.name, call.arguments) for call in found.calls]
 
 
 READ = {
@@ -85,8 +85,8 @@ def test_a_text_in_pieces_is_read_as_the_whole_one(text, size):
     pieces = [reader.push(text[at : at + size]) for at in range(0, len(text), size)]
     pieces.append(reader.finish())
 
-    content = "".join(one.content for one in pieces)
-    calls = [(call.name, call.arguments) for one in pieces for call in one.calls]
+    content = "".join(piece.content for piece in pieces)
+    calls = [(call.name, call.arguments) for piece in pieces for call in piece.calls]
     assert (content, calls) == read(text)
 
 
@@ -101,9 +101,15 @@ def test_no_part_of_a_tag_is_told_before_it_is_decided():
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 PIECES = [
-    "Let me", " see.", "\n", "<tool_call>", '\n{"name": "add", ', '"arguments": {"a": 2',
-    ', "b": 3}}\n', "</tool_call>",
-]  # fmt: skip
+    "Let me",
+    " see.",
+    "\n",
+    "<tool_call>",
+    '\n{"name": "add", ',
+    '"arguments": {"a": 2',
+    ', "b": 3}}\n',
+    "</tool_call>",
+]
 TEMPLATE = (
     "{% if tools %}[{{ tools | length }}]{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
@@ -118,13 +124,16 @@ def client(request, tmp_path_factory):
     """A deployment that always answers with some text and one call."""
     special = ["<tool_call>", "</tool_call>"] if request.param else []
     folder = write_reciter(
-        tmp_path_factory.mktemp("reciter"), {"<|assistant|>": PIECES}, chat_template=TEMPLATE,
+        tmp_path_factory.mktemp("reciter"),
+        {"<|assistant|>": PIECES},
+        chat_template=TEMPLATE,
         special=special,
-    )  # fmt: skip
+    )
     engine = InferenceEngine(
-        load_model(folder, name="reciter"), tokenizer=load_tokenizer(folder),
+        load_model(folder, name="reciter"),
+        tokenizer=load_tokenizer(folder),
         options=EngineOptions(max_seq_len=256),
-    )  # fmt: skip
+    )
     app = create_app(engine, model_name="reciter", snapshots=MemorySnapshotStore())
     with TestClient(app) as one:
         yield one
@@ -165,7 +174,7 @@ def test_an_answer_to_offered_tools_tells_its_calls(client):
 def test_calls_of_several_answers_have_ids_of_their_own(client):
     choices = ask(client, tools=TOOLS, n=3).json()["choices"]
 
-    assert len({one["message"]["tool_calls"][0]["id"] for one in choices}) == 3
+    assert len({choice["message"]["tool_calls"][0]["id"] for choice in choices}) == 3
 
 
 def test_without_offered_tools_the_text_stays_as_drawn(client):
@@ -205,19 +214,21 @@ def test_a_stream_tells_the_content_outside_its_calls_and_each_call_whole(client
 
     chunks = chunks_of(client, tools=TOOLS)
 
-    deltas = [one["delta"] for one in chunks]
-    content = "".join(one.get("content") or "" for one in deltas)
-    (calls,) = [one["tool_calls"] for one in deltas if "tool_calls" in one]
+    deltas = [chunk["delta"] for chunk in chunks]
+    content = "".join(delta.get("content") or "" for delta in deltas)
+    (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
     assert content == "Let me see."
     assert calls == [{"index": 0} | whole["message"]["tool_calls"][0]]
-    assert [one["finish_reason"] for one in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
+    assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + [
+        "tool_calls"
+    ]
     assert chunks[-1]["raw_output"] == whole["raw_output"]
 
 
 def test_a_stream_that_is_cut_inside_its_call_ends_with_the_text_as_drawn(client):
     chunks = chunks_of(client, tools=TOOLS, max_tokens=len(PIECES) - 1)
 
-    content = "".join(one["delta"].get("content") or "" for one in chunks)
+    content = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
     assert content == "".join(PIECES[:-1])
     assert chunks[-1]["finish_reason"] == "length"
 
@@ -225,7 +236,7 @@ def test_a_stream_that_is_cut_inside_its_call_ends_with_the_text_as_drawn(client
 def test_streamed_logprobs_are_one_per_token_also_while_a_call_is_held(client):
     chunks = chunks_of(client, tools=TOOLS, logprobs=True)
 
-    rows = [row["token"] for one in chunks for row in one["logprobs"]["content"]]
+    rows = [row["token"] for chunk in chunks for row in chunk["logprobs"]["content"]]
     assert rows == [*PIECES, END]
 
 

@@ -460,7 +460,7 @@ def test_two_deltas_in_a_row_are_taken_in_their_order(start, load, plain_logprob
 
     futures = [engine.hot_load(name, partial(folder.get, name)) for name in ("b", "c")]
 
-    assert [one.result(timeout=30).weight_version for one in futures] == [2, 3]
+    assert [future.result(timeout=30).weight_version for future in futures] == [2, 3]
     assert running.result().weight_version == 1
     assert same_draw(plain_logprobs, model, engine.submit(ask()).result())
 

@@ -53,7 +53,7 @@ def calls(tmp_path: Path) -> list[str]:
 def files(tmp_path: Path) -> list[str]:
     """What is in the cache, scratch folders included."""
     folder = tmp_path / "cache" / "hearth" / "kernels"
-    return sorted(one.name for one in folder.iterdir()) if folder.exists() else []
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
 def found() -> ctypes.CDLL | None:
@@ -87,7 +87,7 @@ def test_a_compiler_that_fails_is_told_once_and_leaves_nothing(
 
     assert len(calls(tmp_path)) == 2
     assert files(tmp_path) == []
-    assert [one.getMessage()[:38] for one in caplog.records] == [
+    assert [record.getMessage()[:38] for record in caplog.records] == [
         "the loops in C cannot be compiled, tor"
     ]
 
@@ -130,7 +130,7 @@ def test_a_compiler_without_openmp_makes_loops_for_one_thread(
 
     assert library is not None
     assert doubled(library) == [2.0, 4.0]
-    assert ["-fopenmp" in one.split() for one in calls(tmp_path)] == [True, False]
+    assert ["-fopenmp" in call.split() for call in calls(tmp_path)] == [True, False]
 
 
 def test_switched_off_nothing_is_compiled(

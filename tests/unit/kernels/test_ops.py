@@ -103,9 +103,16 @@ class Case:
         keys, values = self.keys.clone(), self.values.clone()
         out = torch.empty(len(self.qkv), self.heads, self.dim)
         shape = AttentionShape(
-            len(self.qkv), self.heads, self.kv_heads, self.dim, keys.stride(0), keys.stride(1),
-            torch.get_num_threads(), EPS, self.dim**-0.5,
-        )  # fmt: skip
+            len(self.qkv),
+            self.heads,
+            self.kv_heads,
+            self.dim,
+            keys.stride(0),
+            keys.stride(1),
+            torch.get_num_threads(),
+            EPS,
+            self.dim**-0.5,
+        )
         loops.decode_attention(
             self.qkv, self.bias, self.norms, self.turns, self.positions, (keys, values), out, shape
         )
@@ -115,10 +122,17 @@ class Case:
         """The same with one row alone."""
         rows = slice(row, row + 1)
         return Case(
-            self.heads, self.kv_heads, self.dim, self.qkv[rows].clone(), self.bias, self.norms,
-            self.turns, self.positions[rows].clone(), self.keys[rows].clone(),
+            self.heads,
+            self.kv_heads,
+            self.dim,
+            self.qkv[rows].clone(),
+            self.bias,
+            self.norms,
+            self.turns,
+            self.positions[rows].clone(),
+            self.keys[rows].clone(),
             self.values[rows].clone(),
-        )  # fmt: skip
+        )
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """The same in float64."""
@@ -140,26 +154,36 @@ class Case:
         return torch.stack(out), keys, values
 
     def _turned(self, x: Tensor) -> Tensor:
-        cosines, sines = (one.double()[self.positions][:, None] for one in self.turns)
+        cosines, sines = (turn.double()[self.positions][:, None] for turn in self.turns)
         low, high = x.chunk(2, dim=-1)
         return x * cosines + torch.cat([-high, low], dim=-1) * sines
 
 
 def step(
-    dim: int, heads: int, kv_heads: int, *, bias: bool = False, norm: bool = False,
-    scale: float = 1.0, positions: tuple[int, ...] = (0, 1, 7, 63, 64, 90, 3),
-) -> Case:  # fmt: skip
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    bias: bool = False,
+    norm: bool = False,
+    scale: float = 1.0,
+    positions: tuple[int, ...] = (0, 1, 7, 63, 64, 90, 3),
+) -> Case:
     rows, room = len(positions), max(positions) + 9
     width = (heads + 2 * kv_heads) * dim
     angles = torch.rand(room, dim, generator=torch.Generator().manual_seed(5)) * 6
     return Case(
-        heads, kv_heads, dim, random(rows, width, scale=scale),
+        heads,
+        kv_heads,
+        dim,
+        random(rows, width, scale=scale),
         random(width, seed=1) if bias else None,
         (random(dim, seed=2), random(dim, seed=3)) if norm else None,
-        (angles.cos(), angles.sin()), torch.tensor(positions),
+        (angles.cos(), angles.sin()),
+        torch.tensor(positions),
         random(rows, kv_heads, room, dim, seed=6, scale=scale),
         random(rows, kv_heads, room, dim, seed=7),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -169,9 +193,15 @@ def step(
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
 @pytest.mark.parametrize("dim", [6, 8, 32, 64, 80, 128])
 def test_a_decoding_step_attends_as_written(
-    loops: Kernels, threads: SetThreads, dim: int, heads: int, kv_heads: int, bias: bool,
-    norm: bool, count: int,
-) -> None:  # fmt: skip
+    loops: Kernels,
+    threads: SetThreads,
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    bias: bool,
+    norm: bool,
+    count: int,
+) -> None:
     threads(count)
     case = step(dim, heads, kv_heads, bias=bias, norm=norm)
 
@@ -246,9 +276,8 @@ def drawn(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = len(logits)
     return loops.draw(
-        logits, torch.full((rows,), temperature),
-        torch.full((rows,), fraction, dtype=torch.float64),
-    )  # fmt: skip
+        logits, torch.full((rows,), temperature), torch.full((rows,), fraction, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -375,6 +404,13 @@ def test_no_room_for_work_arrays_is_an_error_and_no_crash(loops: Kernels) -> Non
 
     with pytest.raises(MemoryError, match="hearth_decode_attention has no room"):
         loops.library.hearth_decode_attention(
-            pointers[0], None, None, None, *pointers[1:], case.keys.data_ptr(),
-            case.values.data_ptr(), torch.empty(16).data_ptr(), shape,
-        )  # fmt: skip
+            pointers[0],
+            None,
+            None,
+            None,
+            *pointers[1:],
+            case.keys.data_ptr(),
+            case.values.data_ptr(),
+            torch.empty(16).data_ptr(),
+            shape,
+        )

@@ -33,9 +33,9 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 def run(function: Function, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Values, and gradients of a fixed random sum of them in all inputs."""
-    leaves = [one.clone().requires_grad_() for one in inputs]
+    leaves = [input_.clone().requires_grad_() for input_ in inputs]
     # A loop may write into what it was given: leaves are not for that.
-    found = function(*[one * 1.0 for one in leaves])
+    found = function(*[leaf * 1.0 for leaf in leaves])
     outputs = list(found) if isinstance(found, tuple) else [found]
     total = sum(
         (one * random(*one.shape, seed=90 + place).to(one)).sum()
@@ -43,14 +43,14 @@ def run(function: Function, inputs: Sequence[Tensor]) -> tuple[list[Tensor], lis
     )
     assert isinstance(total, Tensor)
     gradients = torch.autograd.grad(total, leaves)
-    return [one.detach() for one in outputs], list(gradients)
+    return [output.detach() for output in outputs], list(gradients)
 
 
 def assert_same(
     fast: Function, plain: Function, inputs: Sequence[Tensor], tolerance: float = 1e-5
 ) -> None:
     """Values and gradients within a part of the largest of each."""
-    found, expected = run(fast, inputs), run(plain, [one.double() for one in inputs])
+    found, expected = run(fast, inputs), run(plain, [input_.double() for input_ in inputs])
     for ones, others in zip(found, expected, strict=True):
         for one, other in zip(ones, others, strict=True):
             largest = float(other.abs().max()) or 0.1
@@ -140,7 +140,7 @@ def test_products_give_gradients_to_those_that_want_them() -> None:
 
 
 def plain_turn(x: Tensor, turns: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
-    cosines, sines = (one.to(x)[positions][:, None] for one in turns)
+    cosines, sines = (turn.to(x)[positions][:, None] for turn in turns)
     low, high = x.chunk(2, dim=-1)
     return x * cosines + torch.cat([-high, low], dim=-1) * sines
 
@@ -339,9 +339,9 @@ def test_other_loops_give_a_row_the_same_bits_in_any_batch_on_any_threads(
             turn(turning, norm, EPS, turns, positions[at].clone()),
             score(scoring * 1.0, targets[at].clone(), 0.7),
         ]
-        total = torch.stack([one.square().sum() for one in values]).sum()
+        total = torch.stack([value.square().sum() for value in values]).sum()
         gradients = torch.autograd.grad(total, [own, more, turning, scoring])
-        return [*(one.detach() for one in values), *gradients]
+        return [*(value.detach() for value in values), *gradients]
 
     together = outputs(slice(None))
     for row in (0, 1, 17, rows - 1):

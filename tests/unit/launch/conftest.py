@@ -102,10 +102,14 @@ def trainer_spec(
 
     def make(number: int = 0, **options: Any) -> TrainerSpec:
         values: dict[str, Any] = {
-            "worker_id": f"trainer-{test}-{number}", "base_model": "tiny",
-            "source": str(model_folder), "bucket": f"bucket-{number}", "device": "cpu",
-            "checkpoint_dir": str(data_dir / "checkpoints"), "threads": 1,
-        }  # fmt: skip
+            "worker_id": f"trainer-{test}-{number}",
+            "base_model": "tiny",
+            "source": str(model_folder),
+            "bucket": f"bucket-{number}",
+            "device": "cpu",
+            "checkpoint_dir": str(data_dir / "checkpoints"),
+            "threads": 1,
+        }
         return TrainerSpec(**values | options)
 
     return make
@@ -114,10 +118,15 @@ def trainer_spec(
 @pytest.fixture
 def deployment_spec(model_folder: Path, data_dir: Path) -> DeploymentSpec:
     return DeploymentSpec(
-        worker_id="deployment-d", name="accounts/me/deployments/d", base_model="tiny",
-        source=str(model_folder), bucket="bucket-0", state_dir=str(data_dir / "state"),
-        device="cpu", threads=1,
-    )  # fmt: skip
+        worker_id="deployment-d",
+        name="accounts/me/deployments/d",
+        base_model="tiny",
+        source=str(model_folder),
+        bucket="bucket-0",
+        state_dir=str(data_dir / "state"),
+        device="cpu",
+        threads=1,
+    )
 
 
 @pytest.fixture

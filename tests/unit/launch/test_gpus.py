@@ -73,9 +73,11 @@ def test_processes_see_each_others_and_the_dead_use_none(tmp_path: Path) -> None
     )
     assert board.take(1) == ["0"]
     other = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "board")], capture_output=True, check=True,
+        [sys.executable, "-c", code, str(tmp_path / "board")],
+        capture_output=True,
+        check=True,
         timeout=60,
-    )  # fmt: skip
+    )
     assert other.stdout.split() == [b"1"]
     assert board.take(1) == ["1"]
 

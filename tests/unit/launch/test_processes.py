@@ -100,9 +100,12 @@ async def test_a_trainer_answers_at_its_socket(
             "loss_fn_inputs": {"target_tokens": targets},
         }
         result = await run(
-            http, "forward", model_id=model["model_id"], seq_id=1,
+            http,
+            "forward",
+            model_id=model["model_id"],
+            seq_id=1,
             forward_input={"data": [datum], "loss_fn": "cross_entropy"},
-        )  # fmt: skip
+        )
     assert len(result["loss_fn_outputs"][0]["logprobs"]["data"]) == 2
     assert WorkerFolder(launcher.log_path(worker.spec.worker_id).parent).report("").phase == "idle"
 
@@ -115,9 +118,7 @@ async def test_a_deployment_serves_what_a_trainer_published_also_after_a_crash(
 
     async with connect(trainer.endpoint) as http:
         model = await run(http, "create_model", base_model="tiny", session_id="s", model_seq_id=0)
-        await run(
-            http, "save_weights_for_sampler", model_id=model["model_id"], seq_id=1, path="v1"
-        )  # fmt: skip
+        await run(http, "save_weights_for_sampler", model_id=model["model_id"], seq_id=1, path="v1")
     async with connect(worker.endpoint) as http:
         assert (await http.get("/healthz")).json() == {"status": "ok", "weight_version": 0}
         await http.post(HOT_LOAD, json={"identity": "v1"})
@@ -303,8 +304,10 @@ def test_a_later_launcher_adopts_what_still_runs(
     assert not isinstance(adopted, ExitReport)
     watcher.wait_ready()
     assert (adopted.pid, adopted.endpoint, adopted.spec) == (
-        worker.pid, worker.endpoint, worker.spec,
-    )  # fmt: skip
+        worker.pid,
+        worker.endpoint,
+        worker.spec,
+    )
     second.warm()
     assert second.nursery_pid == nursery
     os.kill(adopted.pid, signal.SIGKILL)
@@ -460,7 +463,7 @@ def test_workers_that_die_with_their_parent_are_gone_when_it_is_killed(
     ],
 )
 def test_a_worker_takes_exactly_what_its_spec_has(spec: Any, entry: Any) -> None:
-    fields = {one.name for one in dataclasses.fields(spec)}
+    fields = {field.name for field in dataclasses.fields(spec)}
 
     taken = set(inspect.signature(entry).parameters)
 
@@ -488,11 +491,14 @@ def test_a_launcher_exports_a_delta_from_a_process_of_its_own(
 
     def spec(identity: str) -> ExportSpec:
         return ExportSpec(
-            bucket="b", identity=identity, base_model="tiny", source=str(model_folder),
+            bucket="b",
+            identity=identity,
+            base_model="tiny",
+            source=str(model_folder),
             folder=str(tmp_path / identity),
-        )  # fmt: skip
+        )
 
-    assert [one.kind for one in launcher.snapshots("b")] == ["base", "delta"]
+    assert [snapshot.kind for snapshot in launcher.snapshots("b")] == ["base", "delta"]
     launcher.export(spec("v2"))
     ids = torch.tensor([[5, 9, 11, 2]])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "v2").eval()

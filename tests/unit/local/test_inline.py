@@ -40,9 +40,13 @@ def launcher(tmp_path):
 def spec(tmp_path):
     def make(id="trainer-j", **more):
         given = {
-            "worker_id": id, "base_model": "tiny", "source": str(MODEL), "bucket": "b",
-            "checkpoint_dir": str(tmp_path / "checkpoints"), "device": "cpu",
-        }  # fmt: skip
+            "worker_id": id,
+            "base_model": "tiny",
+            "source": str(MODEL),
+            "bucket": "b",
+            "checkpoint_dir": str(tmp_path / "checkpoints"),
+            "device": "cpu",
+        }
         return TrainerSpec(**given | more)
 
     return make
@@ -72,9 +76,14 @@ async def test_a_trainer_answers_when_its_watcher_is_told_so(launcher, spec):
 
 async def test_a_deployment_answers_too(launcher, tmp_path):
     made = DeploymentSpec(
-        worker_id="deployment-d", name="accounts/me/deployments/d", base_model="tiny",
-        source=str(MODEL), bucket="b", state_dir=str(tmp_path / "state"), device="cpu",
-    )  # fmt: skip
+        worker_id="deployment-d",
+        name="accounts/me/deployments/d",
+        base_model="tiny",
+        source=str(MODEL),
+        bucket="b",
+        state_dir=str(tmp_path / "state"),
+        device="cpu",
+    )
     worker, heard = started(launcher, made)
 
     assert heard.news == [(worker, "ready")]

@@ -30,9 +30,7 @@ def _random_samples(seed: int) -> list[Sample]:
 
 
 def _batch_of(
-    samples: Sequence[Sample],
-    dtype: torch.dtype = torch.float64,
-    without: Sequence[str] = (),
+    samples: Sequence[Sample], dtype: torch.dtype = torch.float64, without: Sequence[str] = ()
 ) -> tuple[TokenBatch, torch.Tensor]:
     """The flat batch of some samples and the leaf [T] whose gradient is asked for."""
     leaf = torch.tensor([one for sample in samples for one in sample["policy"]], dtype=dtype)

@@ -92,9 +92,12 @@ def test_a_mask_entry_that_is_neither_0_nor_1_is_an_error(value):
 def test_a_segment_id_out_of_range_is_an_error():
     ones = torch.ones(2)
     batch = TokenBatch(
-        policy_logprobs=-ones, advantages=ones, mask=ones,
-        segment_ids=torch.tensor([0, 2]), num_samples=2,
-    )  # fmt: skip
+        policy_logprobs=-ones,
+        advantages=ones,
+        mask=ones,
+        segment_ids=torch.tensor([0, 2]),
+        num_samples=2,
+    )
 
     with pytest.raises(ConfigError, match=r"segment_ids at position 0 must be in \[0, 2\), got 2"):
         batch.validate()
@@ -116,9 +119,12 @@ def test_flat_fields_of_different_shapes_are_an_error():
     ones = torch.ones(2)
     with pytest.raises(ConfigError, match=r"mask must have shape \[2\] as policy_logprobs"):
         TokenBatch(
-            policy_logprobs=-ones, advantages=ones, mask=torch.ones(3),
-            segment_ids=torch.zeros(2), num_samples=1,
-        )  # fmt: skip
+            policy_logprobs=-ones,
+            advantages=ones,
+            mask=torch.ones(3),
+            segment_ids=torch.zeros(2),
+            num_samples=1,
+        )
 
 
 def test_segment_sums_and_means_are_over_active_tokens_and_survive_empty_samples():
@@ -133,7 +139,7 @@ def test_segment_sums_and_means_are_over_active_tokens_and_survive_empty_samples
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_batch_without_active_tokens_has_loss_zero_and_finite_metrics(name, batch_of):
-    samples = [{**one, "mask": [0.0] * len(one["mask"])} for one in two_samples()]
+    samples = [{**sample, "mask": [0.0] * len(sample["mask"])} for sample in two_samples()]
     batch, leaf = batch_of(samples)
 
     output = policy_loss_per_token(name, batch, config_of(name), TIS(level="sequence"))
@@ -175,10 +181,10 @@ def test_some_samples_of_a_batch_are_the_batch_of_those_samples(samples):
         )
 
     blank = concat([torch.zeros(length) for length in lengths], range(4))
-    logprobs = torch.cat([scored[one] for one in samples])
+    logprobs = torch.cat([scored[sample] for sample in samples])
     found = blank.of_samples(samples, logprobs)
 
-    wanted = concat([scored[one] for one in samples], samples)
+    wanted = concat([scored[sample] for sample in samples], samples)
     assert found.num_samples == wanted.num_samples
     assert list(found.datum_ids) == list(wanted.datum_ids)
     for name in ("policy_logprobs", "mask", "segment_ids", *fields):

@@ -22,16 +22,25 @@ from hearth.losses import (
 BOUNDS = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}
 CASES = {
     "ppo": (BOUNDS, "grpo", GRPO(kl_beta=0.0, eps_clip=0.1, eps_clip_high=0.3)),
-    "dapo": (BOUNDS | {"eps_clip_c": 3.0}, "dapo", DAPO(
-        eps_clip=0.1, eps_clip_high=0.3, eps_clip_c=3.0)),
+    "dapo": (
+        BOUNDS | {"eps_clip_c": 3.0},
+        "dapo",
+        DAPO(eps_clip=0.1, eps_clip_high=0.3, eps_clip_c=3.0),
+    ),
     "cispo": (BOUNDS, "cispo", CISPO(eps_low=0.1, eps_high=0.3)),
-    "gspo": (BOUNDS | {"seq_ratio_log_cap": 2.0}, "gspo", GSPO(
-        clip_ratio_low=0.1, clip_ratio_high=0.3, seq_ratio_log_cap=2.0)),
+    "gspo": (
+        BOUNDS | {"seq_ratio_log_cap": 2.0},
+        "gspo",
+        GSPO(clip_ratio_low=0.1, clip_ratio_high=0.3, seq_ratio_log_cap=2.0),
+    ),
     "dro": ({"beta": 0.4}, "dro", DRO(beta=0.4)),
-    "importance_sampling": ({"ratio_log_cap": 0.3}, "importance_sampling",
-                            ImportanceSampling(ratio_log_cap=0.3)),
+    "importance_sampling": (
+        {"ratio_log_cap": 0.3},
+        "importance_sampling",
+        ImportanceSampling(ratio_log_cap=0.3),
+    ),
     "reinforce": ({"ratio_log_cap": 0.3}, "reinforce", Reinforce(ratio_log_cap=0.3)),
-}  # fmt: skip
+}
 
 
 def test_the_wire_names_are_known():
@@ -44,17 +53,17 @@ def test_a_builtin_loss_is_its_objective_over_the_datums_fields(
     loss_fn, mask_field, random_samples, batch_of
 ):
     config, name, objective = CASES[loss_fn]
-    samples = [{**one, "behavior": one["old"]} for one in random_samples(11)]
+    samples = [{**sample, "behavior": sample["old"]} for sample in random_samples(11)]
     batch, leaf = batch_of(samples)
-    rows = list(leaf.split([len(one["mask"]) for one in samples]))
+    rows = list(leaf.split([len(sample["mask"]) for sample in samples]))
     inputs = [
         {
-            "target_tokens": torch.zeros(len(one["mask"]), dtype=torch.int64),
-            "logprobs": torch.tensor(one["old"], dtype=torch.float64),
-            "advantages": torch.tensor(one["advantages"], dtype=torch.float64),
-            mask_field: torch.tensor(one["mask"]),
+            "target_tokens": torch.zeros(len(sample["mask"]), dtype=torch.int64),
+            "logprobs": torch.tensor(sample["old"], dtype=torch.float64),
+            "advantages": torch.tensor(sample["advantages"], dtype=torch.float64),
+            mask_field: torch.tensor(sample["mask"]),
         }
-        for one in samples
+        for sample in samples
     ]
 
     builtin = builtin_objective(loss_fn, config)
@@ -63,9 +72,11 @@ def test_a_builtin_loss_is_its_objective_over_the_datums_fields(
 
     torch.testing.assert_close(per_token, expected, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(
-        torch.autograd.grad(per_token.sum(), leaf), torch.autograd.grad(expected.sum(), leaf),
-        rtol=1e-12, atol=1e-14,
-    )  # fmt: skip
+        torch.autograd.grad(per_token.sum(), leaf),
+        torch.autograd.grad(expected.sum(), leaf),
+        rtol=1e-12,
+        atol=1e-14,
+    )
 
 
 def test_without_a_mask_field_tokens_of_advantage_zero_are_inactive():

@@ -23,16 +23,24 @@ from hearth.losses import (
 
 def one_sample(policy, old, advantage, **rows):
     return TokenBatch.concat(
-        [torch.tensor(policy, requires_grad=True)], advantages=[advantage],
-        mask=[torch.ones(len(policy))], old_logprobs=[torch.tensor(old)],
+        [torch.tensor(policy, requires_grad=True)],
+        advantages=[advantage],
+        mask=[torch.ones(len(policy))],
+        old_logprobs=[torch.tensor(old)],
         **{name: [torch.tensor(row)] for name, row in rows.items()},
-    )  # fmt: skip
+    )
 
 
 def test_the_policy_losses_are_the_documented_seven():
     assert list(POLICY_LOSSES) == [
-        "grpo", "importance_sampling", "reinforce", "dapo", "dro", "gspo", "cispo",
-    ]  # fmt: skip
+        "grpo",
+        "importance_sampling",
+        "reinforce",
+        "dapo",
+        "dro",
+        "gspo",
+        "cispo",
+    ]
     assert set(OBJECTIVES) - set(POLICY_LOSSES) == {"cispo_mask", "cross_entropy"}
     assert [name for name, one in POLICY_LOSSES.items() if one.has_kl] == ["grpo", "reinforce"]
 
@@ -106,9 +114,8 @@ def test_bad_options_are_refused_by_name(make, rule):
 
 def test_shared_metrics_have_their_documented_values():
     batch = one_sample(
-        [-1.0, -2.0], [-1.5, -2.0], 2.0,
-        behavior_logprobs=[-1.0, -1.5], ref_logprobs=[-1.2, -2.2],
-    )  # fmt: skip
+        [-1.0, -2.0], [-1.5, -2.0], 2.0, behavior_logprobs=[-1.0, -1.5], ref_logprobs=[-1.2, -2.2]
+    )
 
     output = policy_loss_per_token("grpo", batch, GRPO(kl_beta=0.5))
     metrics = {name: float(value) for name, value in output.metrics.items()}

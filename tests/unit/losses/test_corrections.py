@@ -13,9 +13,12 @@ from hearth.losses import tis_weights as weights_of
 def off_policy_batch(old, behavior, mask=None):
     rows = [torch.tensor(old)]
     return TokenBatch.concat(
-        rows, advantages=[1.0], mask=[torch.ones(len(old)) if mask is None else torch.tensor(mask)],
-        old_logprobs=rows, behavior_logprobs=[torch.tensor(behavior)],
-    )  # fmt: skip
+        rows,
+        advantages=[1.0],
+        mask=[torch.ones(len(old)) if mask is None else torch.tensor(mask)],
+        old_logprobs=rows,
+        behavior_logprobs=[torch.tensor(behavior)],
+    )
 
 
 def test_the_cap_holds_from_above_and_leaves_the_lower_tail():
@@ -47,9 +50,11 @@ def test_exponents_are_guarded_at_twenty(level):
 def test_without_old_logprobs_the_weight_is_from_policy_to_behavior():
     policy = torch.tensor([-1.0, -2.0], requires_grad=True)
     batch = TokenBatch.concat(
-        [policy], advantages=[1.0], mask=[torch.ones(2)],
+        [policy],
+        advantages=[1.0],
+        mask=[torch.ones(2)],
         behavior_logprobs=[torch.tensor([-1.5, -2.5])],
-    )  # fmt: skip
+    )
 
     assert weights_of(batch).tolist() == pytest.approx([math.exp(0.5)] * 2)
     assert not weights_of(batch).requires_grad
@@ -116,9 +121,8 @@ def test_a_kl_penalty_without_reference_logprobs_is_an_error_and_never_zeros(con
 def test_the_kl_term_alone_has_a_gradient_toward_the_reference():
     policy = torch.tensor([-1.0, -0.7], requires_grad=True)
     batch = TokenBatch.concat(
-        [policy], advantages=[0.0], mask=[torch.ones(2)],
-        ref_logprobs=[torch.tensor([-2.0, -0.5])],
-    )  # fmt: skip
+        [policy], advantages=[0.0], mask=[torch.ones(2)], ref_logprobs=[torch.tensor([-2.0, -0.5])]
+    )
 
     loss = policy_loss_per_token("grpo", batch, GRPO(kl_beta=0.2)).per_token.sum()
     (gradient,) = torch.autograd.grad(loss, policy)

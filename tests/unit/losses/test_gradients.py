@@ -94,9 +94,11 @@ def term(config, t, sample, weight):
             active = [i for i, one in enumerate(sample["mask"]) if one]
             logs = [sample["policy"][i] - sample["old"][i] for i in active]
             loss, slope = surrogate(
-                math.exp(sum(logs) / len(logs)), advantage,
-                config.clip_ratio_low, config.clip_ratio_high,
-            )  # fmt: skip
+                math.exp(sum(logs) / len(logs)),
+                advantage,
+                config.clip_ratio_low,
+                config.clip_ratio_high,
+            )
         case CISPOMask():
             beyond = ratio > 1.28 if advantage > 0 else ratio < 0.8 and advantage < 0
             loss = slope = 0.0 if beyond else -ratio * advantage
@@ -259,9 +261,13 @@ def test_the_sequence_ratio_is_guarded_at_ten_and_stops_moving_there(
 def test_only_policy_logprobs_carry_a_gradient():
     row = torch.tensor([-1.0, -2.0], requires_grad=True)
     batch = TokenBatch.concat(
-        [row], advantages=[row * 2], mask=[torch.ones(2)],
-        old_logprobs=[row], behavior_logprobs=[row], ref_logprobs=[row - 1],
-    )  # fmt: skip
+        [row],
+        advantages=[row * 2],
+        mask=[torch.ones(2)],
+        old_logprobs=[row],
+        behavior_logprobs=[row],
+        ref_logprobs=[row - 1],
+    )
 
     per_token = policy_loss_per_token("grpo", batch, GRPO(kl_beta=0.5), TIS()).per_token
     (gradient,) = torch.autograd.grad(per_token.sum(), row)

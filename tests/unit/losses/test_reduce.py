@@ -21,8 +21,9 @@ GRADIENTS = torch.tensor([0.0, -2.0, 0.5, 0.0, 0.0, 1.0, 0.0])
 SEGMENTS = torch.tensor([0, 0, 0, 1, 1, 2, 2])
 
 
-@pytest.mark.parametrize(("mode", "count"), [("num_loss_tokens", 3), ("num_sequences", 2),
-                                             ("none", 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "count"), [("num_loss_tokens", 3), ("num_sequences", 2), ("none", 1)]
+)
 def test_denominators_count_what_has_a_gradient_not_the_mask(mode, count):
     assert denominator(mode, GRADIENTS, SEGMENTS) == count
 
@@ -66,8 +67,11 @@ def test_unknown_names_are_value_errors_that_list_the_known_ones():
     ],
 )
 def test_reductions_divide_as_their_name_says(reduction, value):
-    rows = [torch.full((3,), -1.0, requires_grad=True), torch.full((1,), -1.0, requires_grad=True),
-            torch.full((1,), -1.0, requires_grad=True)]  # fmt: skip
+    rows = [
+        torch.full((3,), -1.0, requires_grad=True),
+        torch.full((1,), -1.0, requires_grad=True),
+        torch.full((1,), -1.0, requires_grad=True),
+    ]
     mask = [torch.tensor([0.0, 1.0, 1.0]), torch.ones(1), torch.ones(1)]
     batch = TokenBatch.concat(rows, advantages=[2.0, 2.0, 0.0], mask=mask)
 

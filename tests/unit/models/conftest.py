@@ -22,9 +22,14 @@ def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=100, bos_token_id=3,
+        vocab_size=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=100,
+        bos_token_id=3,
         eos_token_id=3,
-    )  # fmt: skip
+    )
     GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
 

@@ -63,7 +63,7 @@ def test_the_seed_alone_decides_the_initial_values(qwen_folder: Path) -> None:
         torch.manual_seed(seed + 100)
         loaded = load_model(qwen_folder)
         attach_lora(loaded, LoraOptions(rank=4, seed=seed))
-        return torch.cat([one.flatten() for one in adapter_tensors(loaded).values()])
+        return torch.cat([tensor.flatten() for tensor in adapter_tensors(loaded).values()])
 
     assert torch.equal(start(1), start(1))
     assert not torch.equal(start(1), start(2))
@@ -75,7 +75,7 @@ def test_only_the_adapter_requires_gradients_and_it_is_float32(qwen_folder: Path
 
     trained = {name for name, one in loaded.module.named_parameters() if one.requires_grad}
     assert all(".lora_" in name for name in trained)
-    assert {one.dtype for one in adapter_tensors(loaded).values()} == {torch.float32}
+    assert {tensor.dtype for tensor in adapter_tensors(loaded).values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,9 @@ def test_options_choose_the_layers(
 def test_gpt2s_transposed_layers_are_found(gpt2_folder: Path) -> None:
     targets = target_modules(load_model(gpt2_folder).module, LoraOptions(rank=1, train_mlp=False))
 
-    assert targets == [f"transformer.h.{layer}.attn.{name}" for layer in (0, 1) for name in
-                       ("c_attn", "c_proj")]  # fmt: skip
+    assert targets == [
+        f"transformer.h.{layer}.attn.{name}" for layer in (0, 1) for name in ("c_attn", "c_proj")
+    ]
 
 
 @pytest.mark.parametrize("train_unembed", [False, True])
@@ -138,7 +139,7 @@ def test_base_only_switches_the_adapter_off_and_on_again(qwen_folder: Path) -> N
 
     assert not torch.allclose(with_adapter, plain, atol=1e-4)
     assert torch.equal(logits(loaded), with_adapter)
-    assert all(one.requires_grad for one in adapter_tensors(loaded).values())
+    assert all(tensor.requires_grad for tensor in adapter_tensors(loaded).values())
 
 
 def test_detaching_leaves_the_plain_model(qwen_folder: Path) -> None:
@@ -170,8 +171,9 @@ def test_merging_leaves_the_base_weights_alone(qwen_folder: Path) -> None:
 
     own, expected = base_tensors(loaded.module), base_tensors(plain.module)
     assert all(torch.equal(own[name], one) for name, one in expected.items())
-    assert not torch.equal(merged["model.layers.0.mlp.up_proj.weight"],
-                           expected["model.layers.0.mlp.up_proj.weight"])  # fmt: skip
+    assert not torch.equal(
+        merged["model.layers.0.mlp.up_proj.weight"], expected["model.layers.0.mlp.up_proj.weight"]
+    )
 
 
 def test_an_adapter_of_another_rank_is_refused(qwen_folder: Path) -> None:

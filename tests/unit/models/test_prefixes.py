@@ -18,18 +18,18 @@ SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_si
 
 
 def clusters_of(sequences: Sequence[Sequence[int]]) -> list[Cluster]:
-    return clusters([torch.tensor(one) for one in sequences])
+    return clusters([torch.tensor(sequence) for sequence in sequences])
 
 
 def cost(sequences: Sequence[Sequence[int]], found: Sequence[Cluster]) -> int:
-    lengths = [len(one) for one in sequences]
+    lengths = [len(sequence) for sequence in sequences]
     return sum(one.tokens(lengths) for one in found)
 
 
 def common(sequences: Sequence[Sequence[int]]) -> int:
     """How many first tokens are those of all."""
     length = min(map(len, sequences))
-    columns = zip(*(one[:length] for one in sequences), strict=True)
+    columns = zip(*(sequence[:length] for sequence in sequences), strict=True)
     return next((place for place, one in enumerate(columns) if len(set(one)) > 1), length)
 
 
@@ -49,7 +49,7 @@ def test_every_sequence_is_in_one_cluster_with_the_longest_prefix_of_its_members
 def test_sharing_never_costs_more_than_not_sharing(sequences: list[list[int]]) -> None:
     found = clusters_of(sequences)
 
-    alone = sum(len(one) for one in sequences)
+    alone = sum(len(sequence) for sequence in sequences)
     assert cost(sequences, found) <= alone
     # A cluster without a prefix would be none.
     assert all(one.prefix > 0 for one in found)

@@ -7,10 +7,17 @@ from typing import Any
 import transformers
 
 _TINY: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    "bos_token_id": None, "eos_token_id": 3, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+    "pad_token_id": 0,
+}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
@@ -23,23 +30,35 @@ def tiny(kind: str, **changes: Any) -> Any:
 def qwen3(**changes: Any) -> Any:
     """The config of a dense Qwen3 as published."""
     sizes = {
-        "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8,
-        "max_position_embeddings": 40960, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "vocab_size": 151936,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    }
     return transformers.AutoConfig.for_model("qwen3", **(sizes | changes))
 
 
 PUBLISHED: dict[str, Any] = {
     "qwen3-0p6b": lambda: qwen3(
-        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
         tie_word_embeddings=True,
     ),
     "qwen3-1p7b": lambda: qwen3(
-        hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
         tie_word_embeddings=True,
     ),
     "qwen3-4b": lambda: qwen3(
-        hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
         tie_word_embeddings=True,
     ),
     "qwen3-8b": lambda: qwen3(
@@ -52,10 +71,19 @@ PUBLISHED: dict[str, Any] = {
         hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64
     ),
     "qwen3-30b-a3b": lambda: transformers.AutoConfig.for_model(
-        "qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, head_dim=128,
-        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, num_experts=128,
-        num_experts_per_tok=8, moe_intermediate_size=768, max_position_embeddings=40960,
+        "qwen3_moe",
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        head_dim=128,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        max_position_embeddings=40960,
         tie_word_embeddings=False,
     ),
-}  # fmt: skip
+}
 """Configs by the names that the catalog gives the models."""

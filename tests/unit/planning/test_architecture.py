@@ -23,7 +23,7 @@ def built(config: Any) -> Any:
 
 
 def counted(module: Any) -> int:
-    return sum(one.numel() for one in module.parameters())
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_the_largest_layer_and_tensor_are_those_of_the_module(kind: str) -> None
     model = read_architecture(config.to_dict())
 
     assert model.layer_parameters == max(map(counted, module.model.layers))
-    assert model.largest_tensor == max(one.numel() for one in module.parameters())
+    assert model.largest_tensor == max(parameter.numel() for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
@@ -94,7 +94,7 @@ def test_an_adapter_has_the_parameters_that_peft_gives_it(kind: str) -> None:
 
     model = read_architecture(config.to_dict())
 
-    expected = sum(8 * (one.in_features + one.out_features) for one in linears)
+    expected = sum(8 * (linear.in_features + linear.out_features) for linear in linears)
     assert model.lora_parameters(8) == expected
 
 

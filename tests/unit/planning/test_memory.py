@@ -69,9 +69,9 @@ def datum() -> DatumRecord:
 def live() -> dict[str, int]:
     """Bytes of the tensors that this process holds: parameters, their gradients, all."""
     gc.collect()
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    parameters = [one for one in tensors if isinstance(one, torch.nn.Parameter)]
-    gradients = [one.grad for one in parameters if one.grad is not None]
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     groups = {"parameters": parameters, "gradients": gradients, "all": [*tensors, *gradients]}
     return {
         name: sum({one.untyped_storage().data_ptr(): one.nbytes for one in group}.values())
@@ -89,9 +89,11 @@ def test_a_trainer_holds_exactly_the_bytes_that_are_planned(
     planned = state_bytes(model, TrainerSetting(dtype=dtype, lora_rank=rank))
     before = live()
     engine = TrainerEngine(
-        tmp_path, snapshots=MemorySnapshotStore(), checkpoint_dir=tmp_path / "checkpoints",
+        tmp_path,
+        snapshots=MemorySnapshotStore(),
+        checkpoint_dir=tmp_path / "checkpoints",
         options=TrainerOptions(dtype=dtype),
-    )  # fmt: skip
+    )
     model_id = engine.create_model(None if rank is None else LoraOptions(rank=rank))
 
     engine.forward_backward(model_id, [datum()])
@@ -113,7 +115,7 @@ def kept_bytes(loaded: LoadedModel, **options: Any) -> int:
     scorer = TargetScorer(loaded, **options)
     examples = read_datums([datum()], builtin_objective("cross_entropy"), LIMITS)
     (batch,) = scorer.batches(examples, 4096, LIMITS)
-    weights = {one.untyped_storage().data_ptr() for one in loaded.module.parameters()}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in loaded.module.parameters()}
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,9 +145,14 @@ def kept_bytes(loaded: LoadedModel, **options: Any) -> int:
 @pytest.mark.parametrize("recompute_above", [None, 1])
 @pytest.mark.parametrize("rank", [None, 4])
 def test_activations_are_those_that_autograd_keeps_within_a_tenth(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: Any, way: str,
-    recompute_above: int | None, rank: int | None,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    dtype: Any,
+    way: str,
+    recompute_above: int | None,
+    rank: int | None,
+) -> None:
     if way == "module":
         monkeypatch.setattr(PackedDecoder, "of", lambda _: None)
     model = saved(tmp_path, kind)
@@ -153,9 +160,12 @@ def test_activations_are_those_that_autograd_keeps_within_a_tenth(
     if rank is not None:
         attach_lora(loaded, LoraOptions(rank=rank))
     setting = TrainerSetting(
-        dtype=dtype, lora_rank=rank, micro_batch_tokens=TOKENS, recompute_above=recompute_above,
+        dtype=dtype,
+        lora_rank=rank,
+        micro_batch_tokens=TOKENS,
+        recompute_above=recompute_above,
         is_fused=way == "loops in C",
-    )  # fmt: skip
+    )
 
     kept = kept_bytes(loaded, recompute_above=recompute_above)
 

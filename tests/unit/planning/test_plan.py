@@ -71,7 +71,7 @@ def test_ranks_share_a_trainer_until_it_fits() -> None:
     layouts = [best_layout(replace(model, gpus=gpus)) for gpus in (2, 4, 8)]
 
     # 131 GB of state fit no GPU, and no three beside 33 GB of gradients that wait for their sum.
-    assert [one is not None for one in layouts] == [False, False, True]
+    assert [layout is not None for layout in layouts] == [False, False, True]
 
 
 def test_activations_are_kept_as_far_as_there_is_room() -> None:

@@ -134,9 +134,14 @@ def completion(tokens: Sequence[int] = (5, 6), text: str = "hi", **extra: Any) -
     choice = {"index": 0, "text": text, "finish_reason": "stop", "raw_output": raw}
     usage = {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
     return {
-        "id": "c", "created": 0, "model": "m", "choices": [choice], "usage": usage,
-        "weight_version": 3, **extra,
-    }  # fmt: skip
+        "id": "c",
+        "created": 0,
+        "model": "m",
+        "choices": [choice],
+        "usage": usage,
+        "weight_version": 3,
+        **extra,
+    }
 
 
 @pytest.fixture

@@ -49,9 +49,10 @@ def platform(tmp_path_factory):
     models = {"chat": MODEL}
     for name, template in (("exact", EXACT), ("forgetful", FORGETFUL)):
         models[name] = write_reciter(
-            tmp_path_factory.mktemp(name), {"<|assistant|>": CALL, "<|again|>": ANSWER},
+            tmp_path_factory.mktemp(name),
+            {"<|assistant|>": CALL, "<|again|>": ANSWER},
             chat_template=template,
-        )  # fmt: skip
+        )
     with EmbeddedPlatform(work_dir=tmp_path_factory.mktemp("platform")) as one:
         deployments = DeploymentManager("key", one.base_url)
         for name, model in models.items():
@@ -114,7 +115,7 @@ async def test_what_is_captured_is_what_the_sampler_draws_with_the_same_seed(
     )
     assert turn.prompt_tokens + turn.completion_tokens == drawn.full_tokens
     assert turn.logprobs == drawn.inference_logprobs
-    assert any(one < -0.01 for one in turn.logprobs)
+    assert any(logprob < -0.01 for logprob in turn.logprobs)
     assert turn.versions == [[0, drawn.completion_len]]
     assert turn.text == answer.choices[0].message.content == drawn.text
     assert turn.finish_reason == answer.choices[0].finish_reason == drawn.finish_reason
@@ -191,9 +192,11 @@ async def test_turns_that_the_template_renders_as_drawn_are_one_chain(capture, c
     between = len(second.prompt_tokens) - len(first.prompt_tokens) - len(first.completion_tokens)
     assert between > 0
     assert chain.loss_mask == (
-        [0] * len(first.prompt_tokens) + [1] * (len(CALL) + 1) + [0] * between
+        [0] * len(first.prompt_tokens)
+        + [1] * (len(CALL) + 1)
+        + [0] * between
         + [1] * (len(ANSWER) + 1)
-    )  # fmt: skip
+    )
     assert chain.versions == [[0, len(CALL) + len(ANSWER) + 2]]
 
 
@@ -203,11 +206,11 @@ async def test_turns_that_the_template_renders_differently_are_two_chains(captur
 
     chains = session.chains()
     turns = session.turns
-    assert [one.turns for one in chains] == [1, 1]
-    assert [one.tokens for one in chains] == [
-        one.prompt_tokens + one.completion_tokens for one in turns
+    assert [chain.turns for chain in chains] == [1, 1]
+    assert [chain.tokens for chain in chains] == [
+        turn.prompt_tokens + turn.completion_tokens for turn in turns
     ]
-    assert [sum(one.loss_mask) for one in chains] == [len(CALL) + 1, len(ANSWER) + 1]
+    assert [sum(chain.loss_mask) for chain in chains] == [len(CALL) + 1, len(ANSWER) + 1]
 
 
 async def test_a_streamed_call_comes_whole(capture, connect):
@@ -225,7 +228,7 @@ async def test_a_streamed_call_comes_whole(capture, connect):
 async def draws_of(session, client, count):
     for _ in range(count):
         await ask(client)
-    return [one.completion_tokens for one in session.turns]
+    return [turn.completion_tokens for turn in session.turns]
 
 
 async def test_a_sessions_seed_fixes_its_draws_by_the_number_of_the_request(server, connect):
@@ -238,7 +241,7 @@ async def test_a_sessions_seed_fixes_its_draws_by_the_number_of_the_request(serv
         for number in range(3):
             await ask(client, seed=request_seed(5, number))
 
-    assert drawn[0] == drawn[1] == [one.completion_tokens for one in session.turns]
+    assert drawn[0] == drawn[1] == [turn.completion_tokens for turn in session.turns]
     assert drawn[0] != drawn[2]
     assert drawn[0][0] != drawn[0][1]
 
@@ -273,7 +276,7 @@ async def test_many_sessions_at_once_each_keep_their_own(server, connect):
         return [{"role": "user", "content": f"What is {number} + 1?"}]
 
     sessions = [server.session(seed=number) for number in range(32)]
-    clients = [await connect(one) for one in sessions]
+    clients = [await connect(session) for session in sessions]
 
     await asyncio.gather(
         *(ask(client, conversation(number)) for number, client in enumerate(clients))
@@ -283,11 +286,11 @@ async def test_many_sessions_at_once_each_keep_their_own(server, connect):
         with server.session(seed=number) as alone:
             await ask(await connect(alone), conversation(number))
         assert alone.turns == sessions[number].turns
-    prompts = {tuple(turn.prompt_tokens) for one in sessions for turn in one.turns}
-    assert [len(one.turns) for one in sessions] == [1] * 32
+    prompts = {tuple(turn.prompt_tokens) for session in sessions for turn in session.turns}
+    assert [len(session.turns) for session in sessions] == [1] * 32
     assert len(prompts) == 32
-    for one in sessions:
-        one.close()
+    for session in sessions:
+        session.close()
 
 
 async def test_branches_of_one_session_are_drawn_at_once_and_become_chains(server, connect):
@@ -298,7 +301,7 @@ async def test_branches_of_one_session_are_drawn_at_once_and_become_chains(serve
     assert len(session.turns) == len(session.chains()) == 8
     with server.session(seed=3) as again:
         expected = await draws_of(again, await connect(again), 8)
-    assert sorted(one.completion_tokens for one in session.turns) == sorted(expected)
+    assert sorted(turn.completion_tokens for turn in session.turns) == sorted(expected)
 
 
 REFUSED = {

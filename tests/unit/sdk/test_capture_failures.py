@@ -23,14 +23,22 @@ def drawn(**changes):
     rows = [{"token": "x", "token_id": 5, "logprob": -0.5, "sampling_logprob": -0.25}] * 2
     raw = {"completion_token_ids": [5, 6], "prompt_token_ids": [1], "versions": [[3, 2]]}
     choice = {
-        "index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop",
-        "logprobs": {"content": rows}, "raw_output": raw,
-    }  # fmt: skip
+        "index": 0,
+        "message": {"role": "assistant", "content": "hi"},
+        "finish_reason": "stop",
+        "logprobs": {"content": rows},
+        "raw_output": raw,
+    }
     usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
     return {
-        "id": "c", "created": 0, "model": "m", "choices": [choice | changes], "usage": usage,
-        "weight_version": 4, "snapshot_identity": "step-4",
-    }  # fmt: skip
+        "id": "c",
+        "created": 0,
+        "model": "m",
+        "choices": [choice | changes],
+        "usage": usage,
+        "weight_version": 4,
+        "snapshot_identity": "step-4",
+    }
 
 
 def fault(status, message="no"):
@@ -67,18 +75,29 @@ async def test_the_deployment_is_asked_for_ids_and_gets_what_the_client_said(cli
     peer.on(*CHAT, answer(drawn()))
 
     await client.chat.completions.create(
-        **ASKED, stream=True, stream_options={"include_usage": True}, stop=["x"], n=1,
+        **ASKED,
+        stream=True,
+        stream_options={"include_usage": True},
+        stop=["x"],
+        n=1,
         extra_body={"chat_template_kwargs": {"a": 1}},
-    )  # fmt: skip
+    )
 
     (seen,) = peer.requests(*CHAT)
     assert seen.headers["fireworks-deployment"] == MODEL
     assert seen.body.pop("seed") > 0
     assert seen.body == {
-        "model": MODEL, "messages": ASKED["messages"], "stop": ["x"], "raw_output": True,
-        "logprobs": True, "logprob_format": "arrays", "temperature": 1.0, "top_p": 1.0, "top_k": 0,
+        "model": MODEL,
+        "messages": ASKED["messages"],
+        "stop": ["x"],
+        "raw_output": True,
+        "logprobs": True,
+        "logprob_format": "arrays",
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
         "chat_template_kwargs": {"a": 1},
-    }  # fmt: skip
+    }
 
 
 async def test_an_answer_of_several_versions_keeps_them(client, peer, answer, turns):

@@ -56,12 +56,7 @@ def test_the_smaller_limit_holds(asked, limits):
     assert SamplingPolicy({}).applied(asked) == NEUTRAL | asked
 
 
-WRONG = {
-    "temperature": -0.1,
-    "top_p": 0,
-    "top_k": 1.5,
-    "max_completion_tokens": 0,
-}
+WRONG = {"temperature": -0.1, "top_p": 0, "top_k": 1.5, "max_completion_tokens": 0}
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG.items(), ids=WRONG.keys())

@@ -22,16 +22,21 @@ def turn(prompt, completion, *, version=0, text="", finish_reason="stop"):
 
 
 def tokens_of(chains):
-    return [one.tokens for one in chains]
+    return [chain.tokens for chain in chains]
 
 
 def test_one_turn_is_one_chain():
     assert chains_of([turn([1, 2], [3, STOP], version=4, text="hi")]) == [
         TurnChain(
-            tokens=[1, 2, 3, STOP], logprobs=[0.0, 0.0, -0.3, -0.9], loss_mask=[0, 0, 1, 1],
-            versions=[[4, 2]], finish_reason="stop", text="hi", turns=1,
+            tokens=[1, 2, 3, STOP],
+            logprobs=[0.0, 0.0, -0.3, -0.9],
+            loss_mask=[0, 0, 1, 1],
+            versions=[[4, 2]],
+            finish_reason="stop",
+            text="hi",
+            turns=1,
         )
-    ]  # fmt: skip
+    ]
 
 
 def test_a_prompt_that_begins_with_all_before_it_extends_the_chain():
@@ -89,8 +94,8 @@ def test_branches_of_one_prefix_are_chains_that_train_the_prefix_once():
     chains = chains_of([root, left, right])
 
     assert tokens_of(chains) == [[1, 2, 3, 4], [1, 2, 3, 5]]
-    assert [one.loss_mask for one in chains] == [[0, 1, 0, 1], [0, 0, 0, 1]]
-    assert [one.turns for one in chains] == [2, 1]
+    assert [chain.loss_mask for chain in chains] == [[0, 1, 0, 1], [0, 0, 0, 1]]
+    assert [chain.turns for chain in chains] == [2, 1]
 
 
 def test_of_several_chains_the_longest_is_extended():
@@ -138,11 +143,11 @@ def test_every_drawn_token_is_in_one_chain_with_its_logprob_and_version(seed):
 
     chains = chains_of(turns)
 
-    drawn = sum(len(one.completion_tokens) for one in turns)
-    assert sum(sum(one.loss_mask) for one in chains) == drawn
-    assert sum(one.turns for one in chains) == len(turns)
-    for one in chains:
-        assert len(one.tokens) == len(one.logprobs) == len(one.loss_mask)
-        assert sum(tokens for _, tokens in one.versions) == sum(one.loss_mask)
-        rows = zip(one.tokens, one.logprobs, one.loss_mask, strict=True)
+    drawn = sum(len(turn.completion_tokens) for turn in turns)
+    assert sum(sum(chain.loss_mask) for chain in chains) == drawn
+    assert sum(chain.turns for chain in chains) == len(turns)
+    for chain in chains:
+        assert len(chain.tokens) == len(chain.logprobs) == len(chain.loss_mask)
+        assert sum(tokens for _, tokens in chain.versions) == sum(chain.loss_mask)
+        rows = zip(chain.tokens, chain.logprobs, chain.loss_mask, strict=True)
         assert all(logprob == (-token / 10 if mask else 0.0) for token, logprob, mask in rows)

@@ -3,11 +3,7 @@ import asyncio
 import pytest
 
 from hearth.errors import ConfigError
-from hearth.sdk import (
-    AdaptiveConcurrencyController,
-    FixedConcurrencyController,
-    RequestOutcome,
-)
+from hearth.sdk import AdaptiveConcurrencyController, FixedConcurrencyController, RequestOutcome
 
 
 class Clock:
@@ -187,9 +183,14 @@ def test_the_step_summary_counts_and_begins_anew(clock):
     summary = controller.step_completed()
 
     assert summary == {
-        "window": 2.0, "requests": 3.0, "failures": 2.0, "congested": 1.0, "grown": 0.0,
-        "shrunk": 1.0, "in_flight_max": 1.0,
-    }  # fmt: skip
+        "window": 2.0,
+        "requests": 3.0,
+        "failures": 2.0,
+        "congested": 1.0,
+        "grown": 0.0,
+        "shrunk": 1.0,
+        "in_flight_max": 1.0,
+    }
     assert controller.step_completed()["requests"] == 0.0
 
 
@@ -253,11 +254,15 @@ def test_a_release_without_an_acquire_is_a_programming_error():
 @pytest.mark.parametrize(
     "options",
     [
-        {"initial_window": 0}, {"initial_window": 300}, {"min_window": 9},
-        {"multiplicative_decrease": 0.0}, {"ema_alpha": 1.5}, {"prefill_queue_target": 0.0},
+        {"initial_window": 0},
+        {"initial_window": 300},
+        {"min_window": 9},
+        {"multiplicative_decrease": 0.0},
+        {"ema_alpha": 1.5},
+        {"prefill_queue_target": 0.0},
         {"adjustment_interval": -1},
     ],
-)  # fmt: skip
+)
 def test_bounds_and_rates_that_make_no_sense_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options)).split("_")[0]):
         AdaptiveConcurrencyController(**options)

@@ -35,25 +35,37 @@ def deployment(answer):
 def test_a_deployment_is_made_where_there_is_none(peer, answer, manager, deployment):
     peer.on("POST", ALL, deployment("CREATING"))
     config = DeploymentConfig(
-        deployment_id="grpo-serving", base_model=BASE, region="LOCAL",
-        hot_load_trainer_job="policy", tokenizer_model="Qwen/Qwen3-8B", max_batch_size=32,
-        disable_speculative_decoding=True, skip_shape_validation=True,
+        deployment_id="grpo-serving",
+        base_model=BASE,
+        region="LOCAL",
+        hot_load_trainer_job="policy",
+        tokenizer_model="Qwen/Qwen3-8B",
+        max_batch_size=32,
+        disable_speculative_decoding=True,
+        skip_shape_validation=True,
         hot_load_transition_type="SYNC",
-    )  # fmt: skip
+    )
 
     info = manager.create_or_get(config)
 
     (sent,) = peer.requests("POST", ALL)
     assert sent.query == {
-        "deploymentId": "grpo-serving", "skipShapeValidation": "true",
+        "deploymentId": "grpo-serving",
+        "skipShapeValidation": "true",
         "disableSpeculativeDecoding": "true",
-    }  # fmt: skip
+    }
     expected = {
-        "baseModel": BASE, "minReplicaCount": 1, "maxReplicaCount": 1, "enableHotLoad": True,
-        "forTraining": True, "hotLoadBucketType": "FW_HOSTED", "hotLoadTrainerJob": TRAINER,
-        "hotLoadTransitionType": "SYNC", "placement": {"region": "LOCAL"},
+        "baseModel": BASE,
+        "minReplicaCount": 1,
+        "maxReplicaCount": 1,
+        "enableHotLoad": True,
+        "forTraining": True,
+        "hotLoadBucketType": "FW_HOSTED",
+        "hotLoadTrainerJob": TRAINER,
+        "hotLoadTransitionType": "SYNC",
+        "placement": {"region": "LOCAL"},
         "extraValues": {"tokenizer": "Qwen/Qwen3-8B", "max_batch_size": 32},
-    }  # fmt: skip
+    }
     assert {name: sent.body[name] for name in expected} == expected
     assert info.inference_model == NAME
     assert info.deployment_id == "grpo-serving"
@@ -167,10 +179,14 @@ def test_attaching_a_trainer_waits_until_the_deployment_is_ready_and_attached(
     peer, answer, manager, deployment
 ):
     peer.on(
-        "GET", ONE, deployment("CREATING"), deployment("READY", hotLoadTrainerJob="old"),
-        deployment("READY", hotLoadTrainerJob="old"), deployment("UPDATING"),
+        "GET",
+        ONE,
+        deployment("CREATING"),
+        deployment("READY", hotLoadTrainerJob="old"),
+        deployment("READY", hotLoadTrainerJob="old"),
+        deployment("UPDATING"),
         deployment("READY", hotLoadTrainerJob=TRAINER),
-    )  # fmt: skip
+    )
     peer.on("PATCH", ONE, deployment("READY", hotLoadTrainerJob="old"))
 
     info = manager.reattach_trainer("grpo-serving", "policy", timeout_s=5)

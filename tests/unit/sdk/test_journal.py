@@ -14,7 +14,7 @@ def noted(journal: Journal, name: str, content: bytes = b"{}") -> Operation:
 
 
 def names(journal: Journal) -> list[str]:
-    return [one.name for one in journal.operations]
+    return [operation.name for operation in journal.operations]
 
 
 def test_the_size_is_that_of_what_is_kept():

@@ -26,9 +26,12 @@ def test_a_promotion_is_one_snake_case_request_and_a_wait_for_its_operation(peer
     assert model.name == "accounts/me/models/mine"
     assert peer.requests("POST", PROMOTE)[0].body == {
         "output_model": "accounts/me/models/mine",
-        "trainer_job_id": "accounts/me/rlorTrainerJobs/policy", "base_model": BASE,
-        "async_promotion": True, "hot_load_deployment_id": "serving", "merge_adapter": False,
-    }  # fmt: skip
+        "trainer_job_id": "accounts/me/rlorTrainerJobs/policy",
+        "base_model": BASE,
+        "async_promotion": True,
+        "hot_load_deployment_id": "serving",
+        "merge_adapter": False,
+    }
 
 
 def test_a_promotion_may_answer_the_model_at_once_and_take_a_checkpoints_full_name(

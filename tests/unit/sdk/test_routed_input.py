@@ -46,9 +46,13 @@ def test_a_deployment_that_tells_experts_of_another_number_of_tokens_is_not_beli
     raw = {"completion_token_ids": [3, 4], "routing_matrices": rows}
     choice = {"index": 0, "text": "", "finish_reason": "stop", "raw_output": raw}
     answer = {
-        "id": "x", "created": 0, "model": "d", "choices": [choice], "weight_version": 0,
+        "id": "x",
+        "created": 0,
+        "model": "d",
+        "choices": [choice],
+        "weight_version": 0,
         "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
-    }  # fmt: skip
+    }
 
     with pytest.raises(TransportError, match=f"must be one per token, 2, got {len(rows)}"):
         completion_of(CompletionResponse.checked(answer), CompletionRequest(prompt=[1]))
@@ -56,9 +60,14 @@ def test_a_deployment_that_tells_experts_of_another_number_of_tokens_is_not_beli
 
 def turn(prompt, drawn, routing) -> CapturedTurn:
     return CapturedTurn(
-        prompt_tokens=prompt, completion_tokens=drawn, logprobs=[-0.1] * len(drawn),
-        versions=[[0, len(drawn)]], finish_reason="stop", text="", routing_matrices=routing,
-    )  # fmt: skip
+        prompt_tokens=prompt,
+        completion_tokens=drawn,
+        logprobs=[-0.1] * len(drawn),
+        versions=[[0, len(drawn)]],
+        finish_reason="stop",
+        text="",
+        routing_matrices=routing,
+    )
 
 
 def test_a_chain_of_turns_has_the_experts_of_each_drawn_token():
@@ -73,14 +82,22 @@ def test_a_chain_of_turns_has_the_experts_of_each_drawn_token():
 
 def chat_answer(raw, rows=None) -> ChatResponse:
     choice = {
-        "index": 0, "message": {"content": "x"}, "finish_reason": "stop",
+        "index": 0,
+        "message": {"content": "x"},
+        "finish_reason": "stop",
         "raw_output": {"completion_token_ids": [3], "prompt_token_ids": [1], **raw},
         "logprobs": None if rows is None else {"content": rows},
-    }  # fmt: skip
+    }
     return ChatResponse.checked(
-        {"id": "x", "created": 0, "model": "d", "choices": [choice], "weight_version": 0,
-         "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}}
-    )  # fmt: skip
+        {
+            "id": "x",
+            "created": 0,
+            "model": "d",
+            "choices": [choice],
+            "weight_version": 0,
+            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+        }
+    )
 
 
 def test_a_turn_is_captured_with_its_experts_in_both_forms_and_clients_do_not_see_them():

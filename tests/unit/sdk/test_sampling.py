@@ -77,7 +77,7 @@ def test_a_script_without_an_event_loop_uses_the_call_as_a_list(peer, sampler, d
     completions = sampler().sample_with_tokens(messages=MESSAGES, n=4, max_tokens=512)
     assert peer.requests(*COMPLETIONS) == []
 
-    assert [one.text for one in completions] == ["hi"] * 4
+    assert [completion.text for completion in completions] == ["hi"] * 4
     assert len(completions) == 4
     assert completions[0].text == "hi"
     assert len(completions[1:]) == 3
@@ -260,9 +260,12 @@ def test_a_sampler_without_a_controller_adapts_from_8_requests_on(peer, sampler,
 
 def test_the_managers_inference_url_is_where_samples_go(peer, drawn, quick):
     manager = DeploymentManager(
-        api_key="key", base_url="http://control.test", account_id="me",
-        inference_url=f"{peer.url}/", **quick,
-    )  # fmt: skip
+        api_key="key",
+        base_url="http://control.test",
+        account_id="me",
+        inference_url=f"{peer.url}/",
+        **quick,
+    )
     sampler = DeploymentSampler(
         inference_url=manager.inference_url, model=MODEL, api_key="key", patience=QUICK
     )

@@ -17,11 +17,13 @@ def version(name="1", mode="POLICY_TRAINER", model=None, created="2026-01-01", s
         "name": f"accounts/fireworks/trainingShapes/{shape}/versions/{name}",
         "createTime": created,
         "snapshot": {
-            "trainerMode": mode, "baseModel": model, "maxSupportedContextLength": 2048,
+            "trainerMode": mode,
+            "baseModel": model,
+            "maxSupportedContextLength": 2048,
             "deploymentShapeVersion": "accounts/fireworks/deploymentShapes/tiny/versions/1",
             "trainerShardingScheme": {"pipelineParallelism": 2},
         },
-    }  # fmt: skip
+    }
 
 
 def test_a_shapes_profile_is_its_newest_validated_version(peer, answer, manager):
@@ -30,8 +32,9 @@ def test_a_shapes_profile_is_its_newest_validated_version(peer, answer, manager)
     profile = manager.resolve_training_profile(SHAPE)
 
     assert peer.requests("GET", f"/v1/{SHAPE}/versions")[0].query == {
-        "filter": "latest_validated=true", "pageSize": "1",
-    }  # fmt: skip
+        "filter": "latest_validated=true",
+        "pageSize": "1",
+    }
     assert profile.training_shape_version == f"{SHAPE}/versions/7"
     assert profile.training_shape_id == SHAPE
     assert profile.max_supported_context_length == 2048

@@ -56,8 +56,8 @@ class Life:
 
     async def train(self, *data):
         """A forward and backward for each of ``data``, then a step."""
-        for one in data:
-            await self.add(one)
+        for datum in data:
+            await self.add(datum)
         return await self.call("optim_step", OptimStepOutput, **ADAM)
 
     async def add(self, data):
@@ -135,9 +135,13 @@ async def test_a_dead_trainer_comes_back_at_the_checkpoint_and_is_sent_the_rest_
     assert life.steps == [[["a"]], [["b"], ["c"]], [["d"]]]
     assert done.metrics["step"] == 3
     assert life.trainer.models[life.stream.model_id].executed == [
-        "load_weights", "forward_backward", "forward_backward", "optim_step", "forward_backward",
+        "load_weights",
+        "forward_backward",
+        "forward_backward",
         "optim_step",
-    ]  # fmt: skip
+        "forward_backward",
+        "optim_step",
+    ]
 
 
 async def test_without_a_checkpoint_everything_since_the_first_weights_is_sent_again(life):
@@ -447,9 +451,10 @@ async def test_a_result_that_nobody_waits_for_does_not_hold_checkpoints_back(lif
     await life.train("c")
 
     assert life.stream.journal.checkpoint == "one"
-    assert [one.name for one in life.stream.journal.operations] == [
-        "forward_backward", "optim_step",
-    ]  # fmt: skip
+    assert [operation.name for operation in life.stream.journal.operations] == [
+        "forward_backward",
+        "optim_step",
+    ]
 
 
 async def test_a_closed_stream_brings_nothing_back_and_says_so_to_those_who_wait(life):
@@ -575,8 +580,9 @@ def test_a_frozen_reference_comes_back_beside_its_policy(served):
     assert len(trainer.steps(policy.stream)) == 1
     assert trainer.steps(reference.stream) == []
     assert sorted(trainer.trail[-6:], key=str)[:2] == [
-        ("create_model", False), ("create_model", True),
-    ]  # fmt: skip
+        ("create_model", False),
+        ("create_model", True),
+    ]
 
 
 def test_a_trainer_that_dies_over_its_first_model_is_asked_for_it_again(served):

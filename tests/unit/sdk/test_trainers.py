@@ -22,13 +22,15 @@ def test_the_account_is_asked_for_once_when_none_is_given(peer, manager, job):
     manager.get("policy")
     manager.get("policy")
 
-    assert [one.query for one in peer.requests("GET", "/v1/accounts")] == [{"pageSize": "2"}]
+    assert [request.query for request in peer.requests("GET", "/v1/accounts")] == [
+        {"pageSize": "2"}
+    ]
     assert manager.account_id == "me"
 
 
 @pytest.mark.parametrize("names", [[], ["accounts/a", "accounts/b"]])
 def test_none_or_several_accounts_are_an_error_that_lists_them(peer, answer, manager, names):
-    peer.on("GET", "/v1/accounts", answer({"accounts": [{"name": one} for one in names]}))
+    peer.on("GET", "/v1/accounts", answer({"accounts": [{"name": name} for name in names]}))
 
     with pytest.raises(ConfigError, match=f"has {len(names)} accounts"):
         manager.get("policy")
@@ -68,10 +70,17 @@ def test_a_missing_key_or_url_names_its_variable(monkeypatch, given, message):
 def test_a_job_is_asked_for_under_an_id_of_the_clients_own(peer, manager, job):
     peer.on("POST", JOBS, job("PENDING"))
     config = TrainerJobConfig(
-        base_model=BASE, training_shape_id=SHAPE, lora_rank=8, display_name="grpo-policy",
-        hot_load_deployment_id="serving", max_context_length=512, dtype="float32",
-        micro_batch_tokens=4096, recompute_above=2048, skip_validations=True,
-    )  # fmt: skip
+        base_model=BASE,
+        training_shape_id=SHAPE,
+        lora_rank=8,
+        display_name="grpo-policy",
+        hot_load_deployment_id="serving",
+        max_context_length=512,
+        dtype="float32",
+        micro_batch_tokens=4096,
+        recompute_above=2048,
+        skip_validations=True,
+    )
 
     created = manager.create(config)
 
@@ -79,17 +88,24 @@ def test_a_job_is_asked_for_under_an_id_of_the_clients_own(peer, manager, job):
     assert created.job_id.startswith("training-api-service-")
     assert len(created.job_id) == len("training-api-service-") + 8
     assert sent.query == {
-        "rlorTrainerJobId": created.job_id, "trainingShape": SHAPE, "deploymentId": "serving",
+        "rlorTrainerJobId": created.job_id,
+        "trainingShape": SHAPE,
+        "deploymentId": "serving",
         "skipValidations": "true",
-    }  # fmt: skip
+    }
     assert sent.body["trainingConfig"] == {
-        "baseModel": BASE, "loraRank": 8, "learningRate": 1e-5, "maxContextLength": 512,
-    }  # fmt: skip
+        "baseModel": BASE,
+        "loraRank": 8,
+        "learningRate": 1e-5,
+        "maxContextLength": 512,
+    }
     assert sent.body["displayName"] == "grpo-policy"
     assert sent.body["hotLoadDeploymentId"] == "serving"
     assert sent.body["extraValues"] == {
-        "dtype": "float32", "micro_batch_tokens": 4096, "recompute_above": 2048,
-    }  # fmt: skip
+        "dtype": "float32",
+        "micro_batch_tokens": 4096,
+        "recompute_above": 2048,
+    }
     assert sent.body["forwardOnly"] is False
 
 
@@ -112,8 +128,11 @@ def test_a_create_that_got_no_answer_is_sent_again_and_finds_its_own_job(
     assert (created.job_id, created.state) == ("policy", "JOB_STATE_CREATING")
     assert created.job_name == "accounts/me/rlorTrainerJobs/policy"
     assert peer.log == [
-        "GET accounts", "POST rlorTrainerJobs", "POST rlorTrainerJobs", "GET policy",
-    ]  # fmt: skip
+        "GET accounts",
+        "POST rlorTrainerJobs",
+        "POST rlorTrainerJobs",
+        "GET policy",
+    ]
 
 
 def test_the_id_of_a_deleted_job_cannot_be_used_again(peer, answer, manager, job):
@@ -195,9 +214,12 @@ def test_a_job_may_be_resumed_by_itself_and_looked_at(peer, answer, manager, job
 def test_lists_have_the_rows_of_all_pages(peer, answer, manager):
     def row(name):
         return {
-            "name": f"{JOB.removeprefix('/v1/')}/checkpoints/{name}", "createTime": "t",
-            "updateTime": "t", "checkpointType": "CHECKPOINT_TYPE_TRAINING", "promotable": False,
-        }  # fmt: skip
+            "name": f"{JOB.removeprefix('/v1/')}/checkpoints/{name}",
+            "createTime": "t",
+            "updateTime": "t",
+            "checkpointType": "CHECKPOINT_TYPE_TRAINING",
+            "promotable": False,
+        }
 
     first = {"checkpoints": [row("step-1"), row("step-2")], "nextPageToken": "2"}
     peer.on("GET", f"{JOB}/checkpoints", answer(first), answer({"checkpoints": [row("step-3")]}))
@@ -207,7 +229,7 @@ def test_lists_have_the_rows_of_all_pages(peer, answer, manager):
     rows = manager.list_checkpoints("policy")
 
     assert [row.name.rsplit("/", 1)[-1] for row in rows] == ["step-1", "step-2", "step-3"]
-    pages = [one.query for one in peer.requests("GET", f"{JOB}/checkpoints")]
+    pages = [request.query for request in peer.requests("GET", f"{JOB}/checkpoints")]
     assert pages == [{"pageSize": "200"}, {"pageSize": "200", "pageToken": "2"}]
     assert [job.name for job in manager.list()] == ["accounts/me/rlorTrainerJobs/a"]
 

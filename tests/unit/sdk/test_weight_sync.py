@@ -15,11 +15,13 @@ def replica(current, *, target=None, stage="idle", error=None, version=0, adapte
         "current_snapshot_identity": current,
         "readiness": True,
         "loading_state": {
-            "stage": stage, "target_snapshot_identity": target, "error_message": error,
+            "stage": stage,
+            "target_snapshot_identity": target,
+            "error_message": error,
         },
-        "loaded_adapters": [{"identity": one, "status": "loaded"} for one in adapters],
+        "loaded_adapters": [{"identity": adapter, "status": "loaded"} for adapter in adapters],
         "weight_version": version,
-    }  # fmt: skip
+    }
 
 
 class Serving:
@@ -90,15 +92,19 @@ def manager(peer, quick) -> DeploymentManager:
 def syncer(manager):
     def make(policy, **options) -> WeightSyncer:
         return WeightSyncer(
-            policy_client=policy, deploy_mgr=manager, deployment_id="d", base_model=BASE,
-            hotload_timeout=5, **options,
-        )  # fmt: skip
+            policy_client=policy,
+            deploy_mgr=manager,
+            deployment_id="d",
+            base_model=BASE,
+            hotload_timeout=5,
+            **options,
+        )
 
     return make
 
 
 def predecessors(serving) -> list[str | None]:
-    metadata = [one.get("incremental_snapshot_metadata") for one in serving.orders]
+    metadata = [order.get("incremental_snapshot_metadata") for order in serving.orders]
     return [one and one["previous_snapshot_identity"] for one in metadata]
 
 
@@ -109,7 +115,7 @@ def test_full_parameters_send_a_base_first_and_then_deltas_on_what_is_served(ser
     identities = [sync.save_and_hotload(f"step-{step:05d}") for step in (1, 2, 3)]
 
     assert policy.kinds == ["base", "delta", "delta"]
-    assert [one["identity"] for one in serving.orders] == identities
+    assert [order["identity"] for order in serving.orders] == identities
     assert predecessors(serving) == [None, *identities[:2]]
     assert sync.version == 3
 
@@ -256,9 +262,14 @@ def test_a_restart_in_the_middle_is_survived_by_asking_again(peer, answer, manag
     loading = answer({"replicas": [replica("old", target="new", stage="loading")]})
     done = answer({"replicas": [replica("new", target="new", stage="done", version=7)]})
     peer.on(
-        "POST", HOT_LOAD, answer({}), answer(status=404), answer(status=425), answer(status=503),
+        "POST",
+        HOT_LOAD,
         answer({}),
-    )  # fmt: skip
+        answer(status=404),
+        answer(status=425),
+        answer(status=503),
+        answer({}),
+    )
     peer.on("GET", HOT_LOAD, loading, old, loading, done)
     peer.on("GET", f"/v1/{NAME}", answer({"baseModel": BASE, "state": "UPDATING"}))
 
@@ -266,7 +277,7 @@ def test_a_restart_in_the_middle_is_survived_by_asking_again(peer, answer, manag
 
     assert state.weight_version == 7
     orders = peer.requests("POST", HOT_LOAD)
-    assert [one.body["identity"] for one in orders] == ["new"] * 5
+    assert [order.body["identity"] for order in orders] == ["new"] * 5
     assert orders[0].headers["fireworks-deployment"] == NAME
     assert orders[0].headers["fireworks-model"] == BASE
 

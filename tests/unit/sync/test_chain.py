@@ -74,7 +74,7 @@ def test_every_link_of_a_chain_is_the_weights_of_its_moment(store: SnapshotStore
 
     trainer.run("a", "b", "c", "d")
 
-    assert [one.kind for one in store.facts()] == ["base", "delta", "delta", "delta"]
+    assert [fact.kind for fact in store.facts()] == ["base", "delta", "delta", "delta"]
     assert [store.get(name).parent for name in "abcd"] == [None, "a", "b", "c"]
     for name in "abcd":
         found = resolve(store, name)
@@ -147,7 +147,7 @@ def test_after_forgetting_the_next_one_is_a_base(store: SnapshotStore) -> None:
     trainer.published.forget()
     trainer.run("c", "d")
 
-    assert [one.kind for one in store.facts()] == ["base", "delta", "base", "delta"]
+    assert [fact.kind for fact in store.facts()] == ["base", "delta", "base", "delta"]
     assert same(resolve(store, "d").tensors, trainer.history["d"])
 
 
@@ -158,7 +158,7 @@ def test_a_base_that_is_asked_for_begins_a_new_chain(store: SnapshotStore) -> No
     trainer.step()
     trainer.save("d")
 
-    assert [one.kind for one in store.facts()] == ["base", "delta", "base", "delta"]
+    assert [fact.kind for fact in store.facts()] == ["base", "delta", "base", "delta"]
     assert store.get("d").parent == "c"
 
 
@@ -278,8 +278,11 @@ def test_a_parent_with_other_weights_is_named_with_both_digests(
     other.step()
     other.run("a")
 
-    with pytest.raises(EngineError, match=r"'b' must go on top of the weights of 'a': expected "
-                                          r"blake2b:\w+, found blake2b:\w+"):  # fmt: skip
+    with pytest.raises(
+        EngineError,
+        match=r"'b' must go on top of the weights of 'a': expected "
+        r"blake2b:\w+, found blake2b:\w+",
+    ):
         resolve(folder, "b")
 
 
@@ -291,8 +294,11 @@ def test_weights_that_differ_from_the_manifest_are_refused(
     wrong = entries["layer"] | {"checksum": "blake2b:00"}
     edit(tmp_path / "b", weights={**entries, "layer": wrong})
 
-    with pytest.raises(EngineError, match=r"tensor 'layer' must be that of snapshot 'b' once 'a' "
-                                          r".*expected .*blake2b:00.*found"):  # fmt: skip
+    with pytest.raises(
+        EngineError,
+        match=r"tensor 'layer' must be that of snapshot 'b' once 'a' "
+        r".*expected .*blake2b:00.*found",
+    ):
         resolve(folder, "b")
 
 

@@ -137,7 +137,7 @@ def test_facts_leave_out_what_cannot_be_read(
     store.put(snapshot("bad"))
     (tmp_path / "bad" / "manifest.json").write_text("{")
 
-    assert [one.identity for one in store.facts()] == ["good"]
+    assert [fact.identity for fact in store.facts()] == ["good"]
     assert "snapshot bad was left out" in caplog.text
 
 
@@ -156,7 +156,7 @@ def test_tensors_do_not_hang_on_the_file(tmp_path: Path) -> None:
 def test_a_large_tensor_is_hashed_in_pieces() -> None:
     large = torch.arange(2**24 + 7, dtype=torch.int32).view(torch.uint8)
     pieces = [large[start : start + 2**24].numpy() for start in range(0, large.numel(), 2**24)]
-    hashes = b"".join(hashlib.blake2b(one.data, digest_size=16).digest() for one in pieces)
+    hashes = b"".join(hashlib.blake2b(piece.data, digest_size=16).digest() for piece in pieces)
 
     found = checksum(large)
 
@@ -170,7 +170,7 @@ def test_a_large_tensor_is_hashed_in_pieces() -> None:
 def test_a_fingerprint_is_the_crc_of_the_bytes() -> None:
     large = torch.arange(2**24 + 7, dtype=torch.int32).view(torch.uint8)
     pieces = [large[start : start + 2**24].numpy() for start in range(0, large.numel(), 2**24)]
-    sums = b"".join(zlib.crc32(one.data).to_bytes(4, "big") for one in pieces)
+    sums = b"".join(zlib.crc32(piece.data).to_bytes(4, "big") for piece in pieces)
 
     found = fingerprints({"large": large, "a": TENSORS["a.weight"]})
 
@@ -270,8 +270,10 @@ def test_a_missing_tensor_is_found_and_named(tmp_path: Path) -> None:
     store = FolderSnapshotStore(tmp_path)
     store.put(snapshot("s"))
     tensors = load_file(tmp_path / "s" / "weights.safetensors")
-    save_file({name: one for name, one in tensors.items() if name != "c"},
-              tmp_path / "s" / "weights.safetensors")  # fmt: skip
+    save_file(
+        {name: one for name, one in tensors.items() if name != "c"},
+        tmp_path / "s" / "weights.safetensors",
+    )
 
     with pytest.raises(EngineError, match=r"\['c'\]"):
         store.get("s")

@@ -26,10 +26,15 @@ def _save(folder: Path, kind: str) -> Path:
     torch.manual_seed(0)
     shared = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": 3, "pad_token_id": 0}
     shape = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "max_position_embeddings": 256, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+    }
     if kind == "qwen":
         config = transformers.Qwen3Config(**shared, **shape)
     elif kind == "gemma":
@@ -77,9 +82,12 @@ def make_engine(qwen_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Tra
 
     def make(source: Path | None = None, **options: Any) -> TrainerEngine:
         engine = TrainerEngine(
-            source or qwen_folder, name="tiny", snapshots=MemorySnapshotStore(),
-            checkpoint_dir=tmp_path / "checkpoints", options=TrainerOptions(**options),
-        )  # fmt: skip
+            source or qwen_folder,
+            name="tiny",
+            snapshots=MemorySnapshotStore(),
+            checkpoint_dir=tmp_path / "checkpoints",
+            options=TrainerOptions(**options),
+        )
         made.append(engine)
         return engine
 

@@ -9,12 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import (
-    Replicate,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-)
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from hearth.trainer.dcp import FileEntry, load_into, save_tensors
 

@@ -40,7 +40,7 @@ def read_back(checkpoints: CheckpointFolder) -> int:
     step = found.facts.steps
     assert (found.facts.seq_id, found.facts.metadata) == (step, {"step": step})
     assert found.weights.keys() == {"w0", "w1", "w2", "w3"}
-    assert all(bool((one == step).all()) for one in found.weights.values())
+    assert all(bool((weight == step).all()) for weight in found.weights.values())
     assert found.optimizer["step/w0"] == step
     return step
 

@@ -43,15 +43,14 @@ def held(root: Path, name: str) -> dict[str, str]:
 
 
 def flat(result: PassResult) -> np.ndarray:
-    return np.concatenate([one.ravel() for one in result.logprobs])
+    return np.concatenate([logprob.ravel() for logprob in result.logprobs])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_training_goes_on_bit_for_bit_from_a_checkpoint(
-    make_engine: MakeEngine, random_data: Any, tmp_path: Path, lora: LoraOptions | None,
-    dtype: str,
-) -> None:  # fmt: skip
+    make_engine: MakeEngine, random_data: Any, tmp_path: Path, lora: LoraOptions | None, dtype: str
+) -> None:
     data = random_data(count=6)
     first, second = make_engine(dtype=dtype), make_engine(dtype=dtype)
     one, other = first.create_model(lora), second.create_model(lora)
@@ -197,9 +196,12 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "found"),
-    [("changed", "got {size} bytes, blake2b:"), ("truncated", "got {less} bytes"),
-     ("gone", "got no file")],
-)  # fmt: skip
+    [
+        ("changed", "got {size} bytes, blake2b:"),
+        ("truncated", "got {less} bytes"),
+        ("gone", "got no file"),
+    ],
+)
 def test_a_damaged_file_is_found_and_named_and_the_model_stays(
     engine: TrainerEngine, tmp_path: Path, random_data: Any, how: str, found: str
 ) -> None:
@@ -248,11 +250,12 @@ def test_a_checkpoint_holds_no_pickle(engine: TrainerEngine, tmp_path: Path) -> 
     engine.save_state(engine.create_model(), "s")
 
     folder = tmp_path / "checkpoints" / "s"
-    files = sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file())
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert files == [
-        "data/model-00001-of-00001.safetensors", "data/model.safetensors.index.json",
+        "data/model-00001-of-00001.safetensors",
+        "data/model.safetensors.index.json",
         "manifest.json",
-    ]  # fmt: skip
+    ]
 
 
 class Bomb:
@@ -285,9 +288,12 @@ def test_no_pickle_is_read_and_a_planted_one_is_never_opened(
     for planted in (folder / ".metadata", folder / "data" / ".metadata"):
         planted.write_bytes(pickle.dumps(Bomb()))
     for module, name in (
-        (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (pickle, "_Unpickler"),
+        (pickle, "load"),
+        (pickle, "loads"),
+        (pickle, "Unpickler"),
+        (pickle, "_Unpickler"),
         (torch, "load"),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(module, name, refuse)
     opened: list[str] = []
     monkeypatch.setattr(sys.modules[__name__], "OPENED", opened)
@@ -319,16 +325,19 @@ def test_a_checkpoints_facts_are_read_without_its_tensors(
     metadata = {"cursor": 9, "version": 4, "config": {"lr": 1e-5, "names": ("a", "b")}, 1: None}
     before = time.time()
     engine.save_state(model_id, "s", metadata=metadata, seq_id=5)
-    for one in (tmp_path / "checkpoints" / "s" / "data").iterdir():
-        one.unlink()
+    for path in (tmp_path / "checkpoints" / "s" / "data").iterdir():
+        path.unlink()
 
     facts = engine.checkpoint_facts("s")
 
     assert (facts.base_model, facts.lora, facts.steps, facts.seq_id) == ("tiny", LORA, 2, 5)
     assert before <= facts.created_s <= time.time()
     assert facts.metadata == {
-        "cursor": 9, "version": 4, "config": {"lr": 1e-5, "names": ["a", "b"]}, "1": None,
-    }  # fmt: skip
+        "cursor": 9,
+        "version": 4,
+        "config": {"lr": 1e-5, "names": ["a", "b"]},
+        "1": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -360,7 +369,7 @@ def test_only_the_newest_stay_and_the_pinned(make_engine: MakeEngine, tmp_path: 
     engine.save_state(model_id, "c", overwrite=True)
     engine.save_state(model_id, "e")
     assert engine.list_checkpoints() == ["a", "c", "e"]
-    assert sorted(one.name for one in (tmp_path / "checkpoints").iterdir()) == ["a", "c", "e"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["a", "c", "e"]
 
 
 def test_a_trainer_keeps_one_checkpoint_at_least(make_engine: MakeEngine) -> None:
@@ -375,10 +384,12 @@ def test_another_jobs_checkpoint_goes_by_its_job(
     first = make_with(MemorySnapshotStore(), qwen_folder, tmp_path / "first")
     second = make_with(MemorySnapshotStore(), qwen_folder, tmp_path / "second")
     third = TrainerEngine(
-        qwen_folder, name="tiny", snapshots=MemorySnapshotStore(),
+        qwen_folder,
+        name="tiny",
+        snapshots=MemorySnapshotStore(),
         checkpoint_dir=tmp_path / "elsewhere" / "third",
         other_checkpoints=lambda job: tmp_path / job,
-    )  # fmt: skip
+    )
     one = first.create_model()
     train(first, one, data, steps=2)
     first.save_state(one, "step-2")
@@ -400,12 +411,19 @@ def test_another_jobs_checkpoint_goes_by_its_job(
 @pytest.mark.parametrize(
     "path",
     [
-        "cross_job://../first/step-2", "cross_job://first/../step-2", "cross_job://first",
-        "cross_job:///step-2", "cross_job://first/", "cross_job://.././step-2",
-        "cross_job://first/a/b", "cross_job://%2e%2e/step-2", "tinker://first/step-2",
-        "/tmp/step-2", "cross_job://first\\..\\x/step-2",
+        "cross_job://../first/step-2",
+        "cross_job://first/../step-2",
+        "cross_job://first",
+        "cross_job:///step-2",
+        "cross_job://first/",
+        "cross_job://.././step-2",
+        "cross_job://first/a/b",
+        "cross_job://%2e%2e/step-2",
+        "tinker://first/step-2",
+        "/tmp/step-2",
+        "cross_job://first\\..\\x/step-2",
     ],
-)  # fmt: skip
+)
 def test_no_reference_can_leave_the_folder_of_jobs(engine: TrainerEngine, path: str) -> None:
     model_id = engine.create_model()
     engine.save_state(model_id, "step-2")

@@ -39,20 +39,20 @@ def content(length: int, encoding: Encoding, *, seed: int = 0) -> dict[str, Any]
 
 
 def records(contents: list[dict[str, Any]]) -> list[DatumRecord]:
-    return [DatumRecord.model_validate(one) for one in contents]
+    return [DatumRecord.model_validate(content) for content in contents]
 
 
 def columns(contents: list[dict[str, Any]]) -> DatumColumns:
     """The same as our SDK sends them."""
     data = [
         tinker.Datum(
-            model_input=tinker.ModelInput.from_ints(one["model_input"]["chunks"][0]["tokens"]),
+            model_input=tinker.ModelInput.from_ints(content["model_input"]["chunks"][0]["tokens"]),
             loss_fn_inputs={
                 name: tinker.TensorData.from_numpy(TensorRecord.checked(record).to_numpy())
-                for name, record in one["loss_fn_inputs"].items()
+                for name, record in content["loss_fn_inputs"].items()
             },
         )
-        for one in contents
+        for content in contents
     ]
     return DatumColumns.checked(batch_of(data, as_columns=True).body["columns"])
 
@@ -91,8 +91,8 @@ def test_forms_may_differ_from_datum_to_datum() -> None:
 
     examples = read_datums(records(mixed), PPO, LIMITS)
 
-    assert [one.length for one in examples] == [5, 7, 9]
-    assert [sorted(one.inputs) for one in examples] == [
+    assert [example.length for example in examples] == [5, 7, 9]
+    assert [sorted(example.inputs) for example in examples] == [
         ["advantages", "logprobs", "loss_mask"],
         ["advantages", "logprobs", "loss_mask"],
         ["advantages", "logprobs"],

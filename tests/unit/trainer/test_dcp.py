@@ -57,8 +57,10 @@ def test_large_states_go_into_several_files(
 
     parts = [name for name in entries if name.endswith(".safetensors")]
     assert len(parts) == 3
-    sizes = [sum(bits(one).__len__() for one in load_file(tmp_path / "data" / name).values())
-             for name in parts]  # fmt: skip
+    sizes = [
+        sum(bits(one).__len__() for one in load_file(tmp_path / "data" / name).values())
+        for name in parts
+    ]
     assert max(sizes) <= 48
     found = load_tensors(tmp_path / "data", entries)
     assert all(bits(found[name]) == bits(tensor) for name, tensor in TENSORS.items())

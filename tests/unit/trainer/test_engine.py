@@ -48,8 +48,9 @@ def plain_logprobs(module: Any, one: DatumRecord) -> torch.Tensor:
 
 def plain_gradient(module: Any, data: Data) -> Gradient:
     """Of cross-entropy, by autograd through the whole of it at once."""
-    loss = torch.stack([-(plain_logprobs(module, one) * values(one, "weights")).sum()
-                        for one in data]).sum()  # fmt: skip
+    loss = torch.stack(
+        [-(plain_logprobs(module, datum) * values(datum, "weights")).sum() for datum in data]
+    ).sum()
     named = {name: one for name, one in module.named_parameters() if one.requires_grad}
     found = torch.autograd.grad(loss, list(named.values()))
     return dict(zip(named, found, strict=True))
@@ -64,7 +65,7 @@ def assert_same_gradient(found: Gradient, expected: Gradient, tolerance: float =
 
 
 def flat(result: PassResult) -> np.ndarray:
-    return np.concatenate([one.ravel() for one in result.logprobs])
+    return np.concatenate([logprob.ravel() for logprob in result.logprobs])
 
 
 def weights_of(engine: TrainerEngine, model_id: str, folder: Path) -> Gradient:
@@ -82,9 +83,10 @@ def policy_data(engine: TrainerEngine, model_id: str, data: Data, seed: int = 0)
         inputs = {
             "target_tokens": one.loss_fn_inputs["target_tokens"],
             "logprobs": encode(old, "float32"),
-            "advantages": encode(rng.normal(size=old.size) * (rng.random(old.size) < 0.7),
-                                 "float32"),
-        }  # fmt: skip
+            "advantages": encode(
+                rng.normal(size=old.size) * (rng.random(old.size) < 0.7), "float32"
+            ),
+        }
         rows.append(one.model_copy(update={"loss_fn_inputs": inputs}))
     return rows
 
@@ -97,7 +99,7 @@ def test_logprobs_are_the_models_own(
 
     module = AutoModelForCausalLM.from_pretrained(qwen_folder).eval()
     with torch.no_grad():
-        expected = [plain_logprobs(module, one).numpy() for one in data]
+        expected = [plain_logprobs(module, datum).numpy() for datum in data]
     for found, wanted in zip(result.logprobs, expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
 
@@ -169,9 +171,12 @@ def test_other_families_train_the_same_way(
 
 @pytest.mark.parametrize("train_unembed", [False, True])
 def test_the_adapters_gradient_is_that_of_plain_autograd(
-    engine: TrainerEngine, qwen_folder: Path, random_data: Any, gradient: ReadGradient,
+    engine: TrainerEngine,
+    qwen_folder: Path,
+    random_data: Any,
+    gradient: ReadGradient,
     train_unembed: bool,
-) -> None:  # fmt: skip
+) -> None:
     from hearth.models.loading import load_model
     from hearth.models.lora import attach_lora
 
@@ -196,9 +201,9 @@ def test_a_builtin_loss_and_the_clients_two_passes_give_one_gradient(
     builtin = engine.forward_backward(model_id, data, loss_fn)
     expected = gradient(engine, model_id)
 
-    scored = engine.forward(model_id, [_bare(one) for one in data])
-    rows = [torch.from_numpy(one).requires_grad_() for one in scored.logprobs]
-    inputs = [{name: values(one, name) for name in ("logprobs", "advantages")} for one in data]
+    scored = engine.forward(model_id, [_bare(datum) for datum in data])
+    rows = [torch.from_numpy(logprob).requires_grad_() for logprob in scored.logprobs]
+    inputs = [{name: values(datum, name) for name in ("logprobs", "advantages")} for datum in data]
     objective = builtin_objective(loss_fn)
     loss = objective.per_token(objective.batch(rows, inputs)).per_token.sum()
     loss.backward()
@@ -274,7 +279,7 @@ def test_a_step_normalizes_the_accumulated_gradient(
     engine: TrainerEngine, random_data: Any
 ) -> None:
     data = random_data()
-    tokens = sum(int((values(one, "weights") != 0).sum()) for one in data)
+    tokens = sum(int((values(datum, "weights") != 0).sum()) for datum in data)
     model_id = engine.create_model()
     still = AdamParams(learning_rate=0.0)
     norms = {}
@@ -311,7 +316,7 @@ def test_several_targets_per_token_train_together(
         engine.forward_backward(model_id, [datum([5, 6, 7], targets=targets, weights=weights)])
     engine.forward_backward(model_id, [other])
 
-    assert [one.shape for one in result.logprobs] == [(2, 2), (1,)]
+    assert [logprob.shape for logprob in result.logprobs] == [(2, 2), (1,)]
     assert_same_gradient(found, gradient(engine, model_id), tolerance=1e-6)
 
 
@@ -512,7 +517,7 @@ def test_model_ids_do_not_look_like_serverless_runs(engine: TrainerEngine) -> No
     ids = [engine.create_model(), engine.create_model(is_frozen=True)]
 
     assert len(set(ids)) == 2
-    assert not any(one.startswith("run-") for one in ids)
+    assert not any(token.startswith("run-") for token in ids)
 
 
 def test_an_export_is_the_trained_model(
@@ -526,7 +531,7 @@ def test_an_export_is_the_trained_model(
 
     module = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
-        expected = np.concatenate([plain_logprobs(module, one).numpy() for one in data])
+        expected = np.concatenate([plain_logprobs(module, datum).numpy() for datum in data])
     np.testing.assert_allclose(flat(engine.forward(model_id, data)), expected, rtol=0, atol=5e-6)
 
 

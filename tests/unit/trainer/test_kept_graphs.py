@@ -39,7 +39,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     states = TargetScorer.states
 
     def watched(self: TargetScorer, batch: MicroBatch | PackedBatch) -> torch.Tensor:
-        seen.append(tuple(sorted(one.index for one in batch.examples)))
+        seen.append(tuple(sorted(example.index for example in batch.examples)))
         return states(self, batch)
 
     monkeypatch.setattr(TargetScorer, "states", watched)
@@ -62,17 +62,17 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[KeptGraph]]:
 
 def are_free(graphs: list[weakref.ref[KeptGraph]]) -> bool:
     gc.collect()
-    return bool(graphs) and all(one() is None for one in graphs)
+    return bool(graphs) and all(graph() is None for graph in graphs)
 
 
 def bare(data: Data) -> Data:
     """As a client scores them: with targets alone."""
     return [
         DatumRecord(
-            model_input=one.model_input,
-            loss_fn_inputs={"target_tokens": one.loss_fn_inputs["target_tokens"]},
+            model_input=datum.model_input,
+            loss_fn_inputs={"target_tokens": datum.loss_fn_inputs["target_tokens"]},
         )
-        for one in data
+        for datum in data
     ]
 
 
@@ -91,9 +91,14 @@ def trained(engine: TrainerEngine, model: str, data: Data, **options: Any) -> An
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("config", [None, {"temperature": 0.7}], ids=["plain", "tempered"])
 def test_the_gradient_of_two_calls_costs_one_forward_pass(
-    engine: TrainerEngine, random_data: Any, gradient: ReadGradient, passes: Any, graphs: Any,
-    lora: LoraOptions | None, config: Any,
-) -> None:  # fmt: skip
+    engine: TrainerEngine,
+    random_data: Any,
+    gradient: ReadGradient,
+    passes: Any,
+    graphs: Any,
+    lora: LoraOptions | None,
+    config: Any,
+) -> None:
     data = random_data()
     model = engine.create_model(lora)
     expected_result = trained(engine, model, data, config=config)
@@ -114,9 +119,13 @@ def test_the_gradient_of_two_calls_costs_one_forward_pass(
 
 @pytest.mark.parametrize("family", ["gemma", "gpt2"])
 def test_padded_rows_are_kept_as_well(
-    make_engine: Any, model_of: Any, random_data: Any, gradient: ReadGradient, passes: Any,
+    make_engine: Any,
+    model_of: Any,
+    random_data: Any,
+    gradient: ReadGradient,
+    passes: Any,
     family: str,
-) -> None:  # fmt: skip
+) -> None:
     engine, data = make_engine(model_of(family)), random_data()
     model = engine.create_model()
     trained(engine, model, data)
@@ -183,9 +192,14 @@ def unload(engine: TrainerEngine, model: str) -> None:
 @pytest.mark.parametrize("between", [step, load, create, unload])
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_what_may_change_the_weights_forgets_the_graph(
-    engine: TrainerEngine, random_data: Any, gradient: ReadGradient, passes: Any, graphs: Any,
-    between: Callable[[TrainerEngine, str], None], lora: LoraOptions | None,
-) -> None:  # fmt: skip
+    engine: TrainerEngine,
+    random_data: Any,
+    gradient: ReadGradient,
+    passes: Any,
+    graphs: Any,
+    between: Callable[[TrainerEngine, str], None],
+    lora: LoraOptions | None,
+) -> None:
     data, other = random_data(seed=1), random_data(seed=2)
     model = engine.create_model(lora)
     trained(engine, model, other)
@@ -210,9 +224,12 @@ def test_what_may_change_the_weights_forgets_the_graph(
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_a_reference_pass_and_a_snapshot_in_between_leave_the_graph(
-    engine: TrainerEngine, random_data: Any, gradient: ReadGradient, passes: Any,
+    engine: TrainerEngine,
+    random_data: Any,
+    gradient: ReadGradient,
+    passes: Any,
     lora: LoraOptions | None,
-) -> None:  # fmt: skip
+) -> None:
     data = random_data()
     model = engine.create_model(lora)
     frozen = engine.create_model(is_frozen=True)
@@ -232,7 +249,7 @@ def test_a_reference_pass_and_a_snapshot_in_between_leave_the_graph(
 
 
 def shifted(data: Data) -> Data:
-    changed = [one.model_copy(deep=True) for one in data]
+    changed = [datum.model_copy(deep=True) for datum in data]
     tokens = changed[3].model_input.chunks[0].tokens
     assert tokens is not None
     tokens[0] = (tokens[0] + 1) % 96
@@ -240,7 +257,7 @@ def shifted(data: Data) -> Data:
 
 
 def retargeted(data: Data) -> Data:
-    changed = [one.model_copy(deep=True) for one in data]
+    changed = [datum.model_copy(deep=True) for datum in data]
     targets = np.array(changed[3].loss_fn_inputs["target_tokens"].to_numpy())
     targets[-1] = (targets[-1] + 1) % 96
     changed[3].loss_fn_inputs["target_tokens"] = encode(targets, "int64")
@@ -273,9 +290,13 @@ def the_same(data: Data) -> Data:
     ids=["a token", "a target", "the order", "one less", "the temperature", "the name", "no name"],
 )
 def test_a_graph_of_something_else_is_not_taken(
-    engine: TrainerEngine, random_data: Any, gradient: ReadGradient, passes: Any,
-    other: Callable[[Data], Data], options: dict[str, Any],
-) -> None:  # fmt: skip
+    engine: TrainerEngine,
+    random_data: Any,
+    gradient: ReadGradient,
+    passes: Any,
+    other: Callable[[Data], Data],
+    options: dict[str, Any],
+) -> None:
     data = random_data()
     model = engine.create_model()
     plain = {name: value for name, value in options.items() if name != "graph"}
@@ -388,7 +409,7 @@ def test_only_the_last_pass_is_kept(
     engine.forward(model, bare(data), graph="b")
 
     gc.collect()
-    assert [one() is None for one in graphs] == [True, False]
+    assert [graph() is None for graph in graphs] == [True, False]
     passes.clear()
     trained(engine, model, data, graph="b")
     assert passes == []
@@ -408,7 +429,7 @@ def test_diverged_weights_are_found_and_leave_no_graph(
     with pytest.raises(NumericsError, match="must be finite"):
         trained(engine, model, data, graph="a")
     gc.collect()
-    assert all(one() is None for one in graphs)
+    assert all(graph() is None for graph in graphs)
 
     with torch.no_grad():
         weights.model.norm.weight.copy_(before)
@@ -424,7 +445,7 @@ def test_a_bad_loss_input_leaves_the_graph_for_the_next_call(
     trained(engine, model, data)
     expected = gradient(engine, model)
     engine.forward(model, bare(data), graph="a")
-    broken = [one.model_copy(deep=True) for one in data]
+    broken = [datum.model_copy(deep=True) for datum in data]
     length = broken[0].loss_fn_inputs["weights"].to_numpy().size
     broken[0].loss_fn_inputs["weights"] = encode(np.full(length, np.nan), "float32")
     passes.clear()
@@ -494,7 +515,7 @@ def sampled(count: int) -> list[tinker.Datum]:
 
 def squares(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
     """Nothing that a trainer has built in."""
-    loss = torch.stack([one.square().sum() for one in logprobs]).sum()
+    loss = torch.stack([logprob.square().sum() for logprob in logprobs]).sum()
     return loss, {"mine": 1.0}
 
 

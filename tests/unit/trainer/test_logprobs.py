@@ -35,7 +35,7 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        sizes = [one.numel() for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self.elements = max([self.elements, *sizes])
         return result
 

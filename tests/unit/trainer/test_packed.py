@@ -27,26 +27,40 @@ VOCAB_SIZE = 96
 LIMITS = Limits(VOCAB_SIZE, 256, 256)
 OBJECTIVE = builtin_objective("cross_entropy")
 BODY: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    "bos_token_id": None, "eos_token_id": 3, "pad_token_id": 7, "initializer_range": 0.15,
-}  # fmt: skip
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+    "pad_token_id": 7,
+    "initializer_range": 0.15,
+}
 PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
     "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True, "head_dim": 8}),
     "llama 3's rotation": (
         "LlamaConfig",
-        {"rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-        }},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
     ),
     "mistral": ("MistralConfig", {"sliding_window": None, "num_key_value_heads": 1}),
     "qwen2": ("Qwen2Config", {}),
     "qwen2, tied": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "qwen3, tied": ("Qwen3Config", {"head_dim": 6, "tie_word_embeddings": True}),
-}  # fmt: skip
+}
 OTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma2Config", {"head_dim": 16}),
     "experts": (
@@ -55,7 +69,8 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "a sliding window": ("MistralConfig", {"sliding_window": 16}),
     "some layers with a window": (
-        "Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     ),
     "biases where no family has them": ("LlamaConfig", {"mlp_bias": True}),
     "another activation": ("LlamaConfig", {"hidden_act": "gelu"}),
@@ -63,7 +78,7 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
     ),
-}  # fmt: skip
+}
 LORA = LoraOptions(rank=4, alpha=8.0, seed=1)
 
 ReadModel = Callable[..., LoadedModel]
@@ -104,8 +119,8 @@ def read(folder_of: Callable[[str], Path]) -> ReadModel:
             attach_lora(loaded, lora)
             generator = torch.Generator().manual_seed(3)
             with torch.no_grad():
-                for one in adapter_tensors(loaded).values():
-                    one += 0.05 * torch.randn(one.shape, generator=generator)
+                for tensor in adapter_tensors(loaded).values():
+                    tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
         return loaded
 
     return make
@@ -153,13 +168,17 @@ class Trained:
 
     @property
     def logprobs(self) -> np.ndarray:
-        return np.concatenate([one.ravel() for one in self.result.logprobs])
+        return np.concatenate([logprob.ravel() for logprob in self.result.logprobs])
 
 
 def train(
-    loaded: LoadedModel, scorer: TargetScorer, data: Sequence[DatumRecord], *,
-    budget: int = 4096, temperature: float = 1.0,
-) -> Trained:  # fmt: skip
+    loaded: LoadedModel,
+    scorer: TargetScorer,
+    data: Sequence[DatumRecord],
+    *,
+    budget: int = 4096,
+    temperature: float = 1.0,
+) -> Trained:
     work = Pass(
         scorer, OBJECTIVE, read_datums(data, OBJECTIVE, LIMITS), LIMITS, budget, temperature
     )
@@ -195,8 +214,8 @@ def test_all_parameters_get_the_plain_gradient(
     loaded = read(kind)
     packed, padded = scorers(loaded)
 
-    assert {type(one) for one in batches(packed, data)} == {PackedBatch}
-    assert {type(one) for one in batches(padded, data)} == {MicroBatch}
+    assert {type(batch) for batch in batches(packed, data)} == {PackedBatch}
+    assert {type(batch) for batch in batches(padded, data)} == {MicroBatch}
     assert_same(train(loaded, packed, data), train(loaded, padded, data))
 
 
@@ -312,7 +331,7 @@ def test_the_padding_tokens_embedding_gets_no_gradient(
     found, expected = train(loaded, packed, data), train(loaded, padded, data)
 
     name = "model.embed_tokens.weight"
-    assert any(7 in (one.model_input.chunks[0].tokens or ()) for one in data)
+    assert any(7 in (datum.model_input.chunks[0].tokens or ()) for datum in data)
     assert float(expected.gradient[name][7].abs().max()) == 0
     assert float(found.gradient[name][7].abs().max()) == 0
     assert_same(found, expected)
@@ -326,7 +345,7 @@ def test_several_targets_per_token_take_padded_rows(
     several = datum([5, 6, 7], [[6, 8], [7, 9]], weights=[[0.5, 0.5], [1.0, 0.0]])
     mixed = [several, *data]
 
-    assert {type(one) for one in batches(packed, mixed)} == {MicroBatch}
+    assert {type(batch) for batch in batches(packed, mixed)} == {MicroBatch}
     assert_same(train(loaded, packed, mixed), train(loaded, padded, mixed))
 
 
@@ -337,7 +356,7 @@ def test_a_model_that_is_no_plain_decoder_takes_padded_rows(
     loaded = read(kind)
     scorer, padded = scorers(loaded)
 
-    assert {type(one) for one in batches(scorer, data)} == {MicroBatch}
+    assert {type(batch) for batch in batches(scorer, data)} == {MicroBatch}
     assert_same(train(loaded, scorer, data), train(loaded, padded, data))
 
 
@@ -346,7 +365,7 @@ def test_bfloat16_takes_padded_rows(
 ) -> None:
     scorer = TargetScorer(load_model(folder_of("qwen3"), dtype="bfloat16"))
 
-    assert {type(one) for one in batches(scorer, data)} == {MicroBatch}
+    assert {type(batch) for batch in batches(scorer, data)} == {MicroBatch}
 
 
 def test_a_model_of_few_positions_fills_rows_up_all_the_same(
@@ -401,13 +420,17 @@ def test_packed_rows_are_the_texts_within_the_budget(data: list[DatumRecord], bu
 
     found = packed_batches(examples, budget)
 
-    assert sorted(one.index for batch in found for one in batch.examples) == list(range(len(data)))
+    assert sorted(example.index for batch in found for example in batch.examples) == list(
+        range(len(data))
+    )
     for batch in found:
-        longest = max(one.length for one in batch.examples)
+        longest = max(example.length for example in batch.examples)
         assert batch.num_rows % 32 == 0
         assert batch.num_rows <= max(budget, -(-longest // 32) * 32)
-        lengths = [one.length for one in batch.examples]
+        lengths = [example.length for example in batch.examples]
         for one, rows in zip(batch.examples, batch.rows.split(lengths), strict=True):
             assert torch.equal(batch.tokens[rows], one.tokens)
             assert torch.equal(batch.positions[rows], torch.arange(one.length))
-        assert torch.equal(batch.targets, torch.cat([one.targets for one in batch.examples]))
+        assert torch.equal(
+            batch.targets, torch.cat([example.targets for example in batch.examples])
+        )

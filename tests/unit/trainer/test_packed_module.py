@@ -37,10 +37,18 @@ VOCAB_SIZE = 96
 LIMITS = Limits(VOCAB_SIZE, 256, 256)
 OBJECTIVE = builtin_objective("cross_entropy")
 BODY: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    "bos_token_id": None, "eos_token_id": 3, "pad_token_id": 7, "initializer_range": 0.15,
-}  # fmt: skip
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+    "pad_token_id": 7,
+    "initializer_range": 0.15,
+}
 PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
     "mistral": ("MistralConfig", {"sliding_window": None, "num_key_value_heads": 1}),
@@ -69,9 +77,13 @@ def kernel(
         offset = (last - first) - (end - start) if lower_right else 0
         seen = torch.ones(end - start, last - first, dtype=torch.bool).tril(offset)
         mixed = torch.nn.functional.scaled_dot_product_attention(
-            q[start:end].transpose(0, 1), k[first:last].transpose(0, 1),
-            v[first:last].transpose(0, 1), attn_mask=seen, scale=scale, enable_gqa=True,
-        )  # fmt: skip
+            q[start:end].transpose(0, 1),
+            k[first:last].transpose(0, 1),
+            v[first:last].transpose(0, 1),
+            attn_mask=seen,
+            scale=scale,
+            enable_gqa=True,
+        )
         parts.append(mixed.transpose(0, 1))
     return torch.cat(parts)
 
@@ -109,8 +121,8 @@ def read(folder_of: Callable[[str], Path]) -> Callable[..., LoadedModel]:
             attach_lora(loaded, lora)
             generator = torch.Generator().manual_seed(3)
             with torch.no_grad():
-                for one in adapter_tensors(loaded).values():
-                    one += 0.05 * torch.randn(one.shape, generator=generator)
+                for tensor in adapter_tensors(loaded).values():
+                    tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
         return loaded
 
     return make
@@ -135,7 +147,7 @@ def data(datum: Callable[..., DatumRecord]) -> list[DatumRecord]:
         prompt = tokens(length)
         texts += [[*prompt, *tokens(count)] for count in (2, 15, 40)]
     texts += [texts[2], texts[2][:-9], tokens(2), tokens(33)]
-    return [datum(one, weights=rng.normal(size=len(one) - 1)) for one in texts]
+    return [datum(text, weights=rng.normal(size=len(text) - 1)) for text in texts]
 
 
 def train(
@@ -159,13 +171,18 @@ def assert_same(found: Trained, expected: Trained, tolerance: float = 1e-5) -> N
 
 
 def kinds(scorer: TargetScorer, data: list[DatumRecord]) -> set[type]:
-    return {type(one) for one in scorer.batches(read_datums(data, OBJECTIVE, LIMITS), 4096, LIMITS)}
+    return {
+        type(batch) for batch in scorer.batches(read_datums(data, OBJECTIVE, LIMITS), 4096, LIMITS)
+    }
 
 
 def test_segments_are_prefixes_and_what_stands_behind_them() -> None:
     # Two rows that two sequences share, three rows alone, three rows that nobody shares.
-    tree = Tree(torch.tensor([[0, 2, 0, 2], [6, 3, 2, 2], [9, 0, 2, 3]]),
-                torch.tensor([[2, 1], [3, 3], [9, 3]]), 5)  # fmt: skip
+    tree = Tree(
+        torch.tensor([[0, 2, 0, 2], [6, 3, 2, 2], [9, 0, 2, 3]]),
+        torch.tensor([[2, 1], [3, 3], [9, 3]]),
+        5,
+    )
 
     found = segments_of(tree, CPU)
 
@@ -198,9 +215,11 @@ def test_attention_within_segments_is_that_under_the_dense_mask(
 
         mixed = attend(q, k, v, segments_of(batch.tree, CPU), 0.3, kernel)
         dense = torch.nn.functional.scaled_dot_product_attention(
-            *(one.transpose(0, 1) for one in (q, k, v)), attn_mask=visible(batch.tree), scale=0.3,
+            *(one.transpose(0, 1) for one in (q, k, v)),
+            attn_mask=visible(batch.tree),
+            scale=0.3,
             enable_gqa=True,
-        ).transpose(0, 1)  # fmt: skip
+        ).transpose(0, 1)
 
         assert mixed.shape == dense.shape
         assert float((mixed - dense).detach().abs().max()) <= 1e-12
@@ -218,7 +237,7 @@ def test_visible_is_what_each_text_sees_of_itself(data: list[DatumRecord]) -> No
 
     for batch in packed_batches(examples, 100):
         seen = visible(batch.tree)
-        lengths = [one.length for one in batch.examples]
+        lengths = [example.length for example in batch.examples]
         for rows in batch.rows.split(lengths):
             count = len(rows)
             assert torch.equal(seen[rows][:, rows], torch.ones(count, count).tril().bool())

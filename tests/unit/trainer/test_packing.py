@@ -27,7 +27,7 @@ def batches_of(lengths: list[int], budget: int, datum: Any) -> list[MicroBatch]:
 def test_batches_are_sorted_by_length_and_hold_the_budget(datum: Any) -> None:
     batches = batches_of([5, 40, 30, 64, 33], 128, datum)
 
-    assert [[one.length for one in batch.examples] for batch in batches] == [
+    assert [[example.length for example in batch.examples] for batch in batches] == [
         [64, 40],
         [33, 30],
         [5],
@@ -38,7 +38,7 @@ def test_batches_are_sorted_by_length_and_hold_the_budget(datum: Any) -> None:
 def test_a_datum_above_the_budget_gets_a_batch_of_its_own(datum: Any) -> None:
     batches = batches_of([90, 10, 10], 64, datum)
 
-    assert [[one.index for one in batch.examples] for batch in batches] == [[0], [1, 2]]
+    assert [[example.index for example in batch.examples] for batch in batches] == [[0], [1, 2]]
 
 
 def test_padding_stops_at_the_models_last_position(datum: Any) -> None:
@@ -52,20 +52,24 @@ def test_every_token_stands_in_exactly_one_place(lengths: list[int], budget: int
     def make(tokens: list[int]) -> DatumRecord:
         targets = encode(np.asarray(tokens[1:]), "int64").as_dict()
         return DatumRecord.model_validate(
-            {"model_input": {"chunks": [{"tokens": tokens[:-1]}]},
-             "loss_fn_inputs": {"target_tokens": targets}}
-        )  # fmt: skip
+            {
+                "model_input": {"chunks": [{"tokens": tokens[:-1]}]},
+                "loss_fn_inputs": {"target_tokens": targets},
+            }
+        )
 
     data = [make([index % 90 + 1] * (length + 1)) for index, length in enumerate(lengths)]
     batches = micro_batches(read_datums(data, CROSS_ENTROPY, LIMITS), budget, LIMITS)
 
-    assert sorted(one.index for batch in batches for one in batch.examples) == list(
+    assert sorted(example.index for batch in batches for example in batch.examples) == list(
         range(len(data))
     )
     for batch in batches:
         assert len(batch.examples) == 1 or batch.input_ids.numel() <= budget
         flat = batch.input_ids.flatten()[batch.rows].tolist()
-        assert flat == [one.index % 90 + 1 for one in batch.examples for _ in range(one.length)]
+        assert flat == [
+            example.index % 90 + 1 for example in batch.examples for _ in range(example.length)
+        ]
         assert int((batch.input_ids != 0).sum()) == len(flat)
 
 

@@ -53,8 +53,12 @@ async def test_operations_run_in_number_order_whatever_order_they_arrive_in(
     }
 
     assert [(await result(futures, ids[number]))["path"] for number in (1, 2, 3, 4, 5)] == [
-        "1", "2", "3", "4", "5",
-    ]  # fmt: skip
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+    ]
     assert ran == [1, 2, 3, 4, 5]
 
 

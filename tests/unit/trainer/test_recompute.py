@@ -38,7 +38,7 @@ def kept_bytes(loaded: LoadedModel, data: Any, **options: Any) -> int:
     scorer = TargetScorer(loaded, **options)
     examples = read_datums(data, builtin_objective("cross_entropy"), LIMITS)
     (batch,) = scorer.batches(examples, 4096, LIMITS)
-    weights = {one.data_ptr() for one in loaded.module.parameters()}
+    weights = {parameter.data_ptr() for parameter in loaded.module.parameters()}
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,9 +61,14 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("kind", ["qwen", "gemma", "gpt2"])
 @pytest.mark.parametrize("lora", [None, LoraOptions(rank=4)], ids=["all parameters", "adapter"])
 def test_gradients_have_the_same_bits(
-    make_engine: Any, gradient: Any, model_of: Any, random_data: Any, way: str, kind: str,
+    make_engine: Any,
+    gradient: Any,
+    model_of: Any,
+    random_data: Any,
+    way: str,
+    kind: str,
     lora: LoraOptions | None,
-) -> None:  # fmt: skip
+) -> None:
     found: dict[int | None, Any] = {}
     data = random_data(longest=90)
 
@@ -113,9 +118,9 @@ def test_without_a_gradient_nothing_is_computed_twice(read: Any, random_data: An
 
 def test_layers_are_as_before_afterwards(read: Any) -> None:
     module = read("qwen").module
-    before = [dict(vars(one)) for one in module.modules()]
+    before = [dict(vars(module)) for module in module.modules()]
 
     with recomputing(module):
-        assert [dict(vars(one)) for one in module.modules()] != before
+        assert [dict(vars(module)) for module in module.modules()] != before
 
-    assert [dict(vars(one)) for one in module.modules()] == before
+    assert [dict(vars(module)) for module in module.modules()] == before

@@ -183,9 +183,12 @@ def test_layers_that_are_computed_once_more_go_to_the_same_experts(folder, route
             # transformers forgets activations of a module in training mode only.
             module.train()
         passes = Pass(
-            scorer=TargetScorer(loaded), objective=objective, limits=limits, token_budget=128,
+            scorer=TargetScorer(loaded),
+            objective=objective,
+            limits=limits,
+            token_budget=128,
             examples=read_datums(forced, objective, limits),
-        )  # fmt: skip
+        )
         calls = []
         gate = module.model.layers[0].mlp.gate
         gate.register_forward_hook(lambda *_, calls=calls: calls.append(1))
@@ -319,11 +322,21 @@ FAMILIES = {
     "granitemoe": ("GraniteMoeConfig", {}),
     "deepseek_v3": (
         "DeepseekV3Config",
-        {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 12,
-         "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "n_routed_experts": 4, "n_group": 2,
-         "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32},
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "v_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32,
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("name", "options"), FAMILIES.values(), ids=FAMILIES.keys())
@@ -351,11 +364,19 @@ def random_model(name, **options) -> LoadedModel:
     import transformers
 
     sizes = {
-        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-        "num_experts_per_tok": 2, "initializer_range": 0.1, "eos_token_id": 3, "pad_token_id": 0,
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "num_experts_per_tok": 2,
+        "initializer_range": 0.1,
+        "eos_token_id": 3,
+        "pad_token_id": 0,
         "bos_token_id": None,
-    }  # fmt: skip
+    }
     experts = "num_experts" if name.startswith(("Qwen", "Olmoe")) else "num_local_experts"
     if "n_routed_experts" not in options:
         sizes[experts] = 4

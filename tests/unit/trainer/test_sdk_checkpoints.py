@@ -25,9 +25,8 @@ def make_policy(qwen_folder: Path, tmp_path: Path) -> Iterator[MakePolicy]:
 
     def make(job: str) -> FiretitanTrainingClient:
         engine = TrainerEngine(
-            qwen_folder, name="tiny", snapshots=MemorySnapshotStore(),
-            checkpoint_dir=tmp_path / job,
-        )  # fmt: skip
+            qwen_folder, name="tiny", snapshots=MemorySnapshotStore(), checkpoint_dir=tmp_path / job
+        )
         url = f"http://{job}-{len(made)}.test.internal"
         mount(url, create_app(engine, poll_s=0.5))
         service = FiretitanServiceClient(url, "key")

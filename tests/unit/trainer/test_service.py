@@ -51,7 +51,7 @@ class Client:
 
 
 def data_of(*data: DatumRecord) -> dict[str, Any]:
-    return {"data": [one.as_dict() for one in data], "loss_fn": "cross_entropy"}
+    return {"data": [datum.as_dict() for datum in data], "loss_fn": "cross_entropy"}
 
 
 def row(output: dict[str, Any], index: int) -> np.ndarray:
@@ -123,12 +123,20 @@ async def test_a_step_over_the_wire_trains(client: Client, random_data: Any) -> 
 
     metrics = (
         await client.numbered(
-            "optim_step", model_id, type="optim_step",
-            adam_params={"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8,
-                         "weight_decay": 0.0, "grad_clip_norm": 1.0},
+            "optim_step",
+            model_id,
+            type="optim_step",
+            adam_params={
+                "learning_rate": 1e-3,
+                "beta1": 0.9,
+                "beta2": 0.95,
+                "eps": 1e-8,
+                "weight_decay": 0.0,
+                "grad_clip_norm": 1.0,
+            },
             grad_accumulation_normalization="num_sequences",
         )
-    )["metrics"]  # fmt: skip
+    )["metrics"]
 
     assert (metrics["denominator"], metrics["lr"], metrics["step"]) == (5, 1e-3, 1)
     after = await client.numbered("forward", model_id, forward_input=data)
@@ -173,8 +181,10 @@ async def test_a_question_is_held_and_then_answered_try_again(client: Client) ->
     answer = await client.post("retrieve_future", request_id=held["request_id"])
 
     assert answer == {
-        "type": "try_again", "request_id": held["request_id"], "queue_state": "active",
-    }  # fmt: skip
+        "type": "try_again",
+        "request_id": held["request_id"],
+        "queue_state": "active",
+    }
     assert 0.4 < clock() - start < 3
 
 
@@ -303,7 +313,7 @@ async def test_a_large_body_is_taken(client: Client, datum: Any) -> None:
     answer = await client.numbered("forward", model_id, forward_input=data_of(*data))
 
     rows = [row(answer, index) for index in range(300)]
-    assert all(np.array_equal(one, rows[0]) for one in rows)
+    assert all(np.array_equal(row, rows[0]) for row in rows)
 
 
 def test_one_app_serves_several_event_loops(
@@ -404,9 +414,11 @@ async def test_metric_names_have_one_colon_and_a_known_reduction(
     for datum in given["data"]:
         inputs = datum["loss_fn_inputs"]
         row = inputs.pop("weights")
-        inputs |= {"weights": row} if loss == "cross_entropy" else {
-            "advantages": row, "logprobs": row | {"data": [-1.0] * len(row["data"])},
-        }  # fmt: skip
+        inputs |= (
+            {"weights": row}
+            if loss == "cross_entropy"
+            else {"advantages": row, "logprobs": row | {"data": [-1.0] * len(row["data"])}}
+        )
 
     answer = await client.numbered("forward_backward", model_id, forward_backward_input=given)
 

@@ -94,9 +94,11 @@ class Wire:
                 break
         is_json = content[:1] in (b"{", b"[")
         seen = Seen(
-            scope["method"], scope["path"], dict(parse_qsl(scope["query_string"].decode())),
+            scope["method"],
+            scope["path"],
+            dict(parse_qsl(scope["query_string"].decode())),
             orjson.loads(content) if is_json else content,
-        )  # fmt: skip
+        )
         self.seen.append(seen)
         self.events.append(("begin", seen.line))
         try:
@@ -106,7 +108,7 @@ class Wire:
 
     async def _treat(self, line: str, scope: Any, content: bytes, receive: Any, send: Any) -> None:
         rule = next(
-            (one for one in self._rules if one.times and re.search(one.pattern, line)), None
+            (rule for rule in self._rules if rule.times and re.search(rule.pattern, line)), None
         )
         is_given = False
 
@@ -164,10 +166,15 @@ class Stage:
     def setup(self, **options: Any) -> Infra:
         """``setup_infra`` on the shipped model."""
         usual: dict[str, Any] = {
-            "rlor_mgr": self.trainers, "deploy_mgr": self.deployments, "base_model": str(MODEL),
-            "infra_cfg": InfraConfig(), "deploy_cfg": self.serving(), "max_seq_len": 128,
-            "needs_inference": False, "api_key": "key",
-        }  # fmt: skip
+            "rlor_mgr": self.trainers,
+            "deploy_mgr": self.deployments,
+            "base_model": str(MODEL),
+            "infra_cfg": InfraConfig(),
+            "deploy_cfg": self.serving(),
+            "max_seq_len": 128,
+            "needs_inference": False,
+            "api_key": "key",
+        }
         return setup_infra(**(usual | options))
 
     def serving(self, deployment_id: str | None = "serving", **options: Any) -> DeployConfig:

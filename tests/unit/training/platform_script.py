@@ -67,15 +67,19 @@ class ScriptedTrainer:
         async with self.turn:
             await asyncio.sleep(self.seconds.fwd_bwd * len(data))
             loss, metrics = loss_fn(
-                data, [torch.tensor(one, requires_grad=True) for one in self._rows(data)]
+                data, [torch.tensor(row, requires_grad=True) for row in self._rows(data)]
             )
             loss.backward()
         return tinker.ForwardBackwardOutput("custom", [], metrics)
 
     async def forward(
-        self, data: list[tinker.Datum], _loss: str, _config: dict[str, float], *,
+        self,
+        data: list[tinker.Datum],
+        _loss: str,
+        _config: dict[str, float],
+        *,
         graph: str | None = None,
-    ) -> tinker.ForwardBackwardOutput:  # fmt: skip
+    ) -> tinker.ForwardBackwardOutput:
         self.calls.append(("forward", self.now()))
         async with self.turn:
             self.scored.append((self.steps, data))
@@ -107,7 +111,7 @@ class ScriptedTrainer:
 
     def _rows(self, data: Sequence[tinker.Datum]) -> list[list[float]]:
         logprob = -0.5 - self.drift * self.steps
-        return [[logprob] * len(one.loss_fn_inputs["target_tokens"].data) for one in data]
+        return [[logprob] * len(datum.loss_fn_inputs["target_tokens"].data) for datum in data]
 
 
 class ScriptedPublisher(Publisher):
@@ -169,11 +173,26 @@ def infra_of(trainer: ScriptedTrainer, folder: Path, **changes: Any) -> RunInfra
     """What a recipe is provisioned with, of which only the policy's trainer is ever asked."""
     nobody = cast("Any", None)
     known: dict[str, Any] = {
-        "policy": trainer, "reference": None, "policy_profile": None, "policy_job_id": "policy",
-        "reference_job_id": None, "inference_model": "model", "deployment_id": "serving",
-        "deployment_shape": None, "training_shape_id": None, "ref_training_shape_id": None,
-        "max_seq_len": None, "inference_url": "", "api_key": "", "sampler": nobody,
-        "syncer": nobody, "tokenizer": nobody, "trainers": nobody, "is_embedded": False,
-        "work_dir": folder, "serves_older_snapshot": False, "served_version": 0,
-    }  # fmt: skip
+        "policy": trainer,
+        "reference": None,
+        "policy_profile": None,
+        "policy_job_id": "policy",
+        "reference_job_id": None,
+        "inference_model": "model",
+        "deployment_id": "serving",
+        "deployment_shape": None,
+        "training_shape_id": None,
+        "ref_training_shape_id": None,
+        "max_seq_len": None,
+        "inference_url": "",
+        "api_key": "",
+        "sampler": nobody,
+        "syncer": nobody,
+        "tokenizer": nobody,
+        "trainers": nobody,
+        "is_embedded": False,
+        "work_dir": folder,
+        "serves_older_snapshot": False,
+        "served_version": 0,
+    }
     return RunInfra(**(known | changes))

@@ -42,7 +42,7 @@ def test_advantages_have_mean_zero_and_sample_std_one(rewards):
     advantages = group_advantages(rewards)
 
     assert math.fsum(advantages) == pytest.approx(0, abs=1e-9)
-    squares = math.fsum(one**2 for one in advantages) / (len(rewards) - 1)
+    squares = math.fsum(advantage**2 for advantage in advantages) / (len(rewards) - 1)
     assert squares == pytest.approx(0.0 if is_uniform(rewards) else 1.0)
 
 

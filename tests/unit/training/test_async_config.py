@@ -68,29 +68,37 @@ def test_what_all_recipes_share_has_one_default_in_all_of_them():
 
 
 def test_t146_the_config_knows_no_reward_function():
-    assert not [one.name for one in dataclasses.fields(Config) if "reward" in one.name]
+    assert not [field.name for field in dataclasses.fields(Config) if "reward" in field.name]
 
 
 def test_the_documents_example_is_valid():
     config = Config(
-        log_path="./gsm8k_logs", base_model="accounts/fireworks/models/qwen3-8b",
-        learning_rate=1.7e-5, completions_per_prompt=8, prompt_groups_per_step=8,
-        policy_loss="grpo", max_head_offpolicy_versions=4,
+        log_path="./gsm8k_logs",
+        base_model="accounts/fireworks/models/qwen3-8b",
+        learning_rate=1.7e-5,
+        completions_per_prompt=8,
+        prompt_groups_per_step=8,
+        policy_loss="grpo",
+        max_head_offpolicy_versions=4,
         trainer=TrainerConfig(
             training_shape_id="accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"
         ),
         deployment=DeployConfig(tokenizer_model="Qwen/Qwen3-8B"),
         wandb=WandBConfig(entity="my-team", project="gsm8k-rl"),
-    )  # fmt: skip
+    )
 
     config.validate()
     assert config.max_concurrent == 5 * 64
     content = orjson.loads(orjson.dumps(plain_config(config)))
     given = {
-        "log_path": "./gsm8k_logs", "base_model": "accounts/fireworks/models/qwen3-8b",
-        "learning_rate": 1.7e-5, "completions_per_prompt": 8, "prompt_groups_per_step": 8,
-        "policy_loss": "grpo", "max_head_offpolicy_versions": 4,
-    }  # fmt: skip
+        "log_path": "./gsm8k_logs",
+        "base_model": "accounts/fireworks/models/qwen3-8b",
+        "learning_rate": 1.7e-5,
+        "completions_per_prompt": 8,
+        "prompt_groups_per_step": 8,
+        "policy_loss": "grpo",
+        "max_head_offpolicy_versions": 4,
+    }
     assert {name: content[name] for name in given} == given
     assert content["trainer"]["training_shape_id"].endswith("/qwen3-8b-128k-h200")
     assert content["deployment"]["tokenizer_model"] == "Qwen/Qwen3-8B"
@@ -180,9 +188,12 @@ def test_a_wrong_value_is_named_once_with_its_rule(changes, message):
 
 def test_all_problems_are_reported_at_once():
     config = config_of(
-        max_head_offpolicy_versions=2, policy_loss="reinforce", tis_enabled=False,
-        rollout_retries=-1, epochs=0,
-    )  # fmt: skip
+        max_head_offpolicy_versions=2,
+        policy_loss="reinforce",
+        tis_enabled=False,
+        rollout_retries=-1,
+        epochs=0,
+    )
 
     with pytest.raises(ConfigError, match="the config has 4 problems") as failure:
         config.validate()
@@ -193,14 +204,20 @@ def test_all_problems_are_reported_at_once():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"max_concurrency_rollout_sample": 2}, {"fifo_slack": 0}, {"fifo_slack": 2},
-        {"min_group_size": 2}, {"rollout_timeout_s": None}, {"late_row_wait_s": 0.0},
+        {"max_concurrency_rollout_sample": 2},
+        {"fifo_slack": 0},
+        {"fifo_slack": 2},
+        {"min_group_size": 2},
+        {"rollout_timeout_s": None},
+        {"late_row_wait_s": 0.0},
         {"rollout_extras": {"url": "http://judge", "weights": [0.5, None]}},
-        {"weight_sync": WeightSyncConfig(weight_sync_interval=1)}, {"ppo_n_minibatches": 4},
-        {"rollout_retries": 0}, {"synchronous_training": True},
+        {"weight_sync": WeightSyncConfig(weight_sync_interval=1)},
+        {"ppo_n_minibatches": 4},
+        {"rollout_retries": 0},
+        {"synchronous_training": True},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_lies_on_the_edge_is_allowed(changes):
     config_of(**changes).validate()
 
@@ -330,7 +347,7 @@ ERRORS: list[tuple[dict[str, Any], Any, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("changes", "rows", "message"), ERRORS, ids=[str(one[0]) for one in ERRORS]
+    ("changes", "rows", "message"), ERRORS, ids=[str(error[0]) for error in ERRORS]
 )
 def test_a_mistake_is_told_before_anything_is_started(tmp_path, changes, rows, message):
     folder = tmp_path / "run"
@@ -359,7 +376,7 @@ def run_that_cannot_resume(folder: Path) -> None:
 def test_t138_a_run_says_once_that_the_recipe_is_experimental(tmp_path, warnings):
     run_that_cannot_resume(tmp_path / "run")
 
-    told = [one for one in warnings.messages if "async_rl_loop is experimental" in one]
+    told = [message for message in warnings.messages if "async_rl_loop is experimental" in message]
     assert len(told) == 1
     assert "pin the version" in told[0]
 

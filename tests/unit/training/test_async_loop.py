@@ -99,10 +99,17 @@ class Scene:
         log = MetricsLog(self.folder / "metrics.jsonl")
         clock = self.clock
         run = Run(
-            self.folder, log, Display(0, Console(file=io.StringIO())), [{}] * self.rows, (),
-            time.perf_counter(), now=clock, step_started=clock(), clock=Stopwatch(clock),
+            self.folder,
+            log,
+            Display(0, Console(file=io.StringIO())),
+            [{}] * self.rows,
+            (),
+            time.perf_counter(),
+            now=clock,
+            step_started=clock(),
+            clock=Stopwatch(clock),
             busy=BusyClock(clock),
-        )  # fmt: skip
+        )
         run.on_progress = lambda: self.cursors.append((clock(), run.cursor.count))
         try:
             yield run
@@ -114,10 +121,14 @@ class Scene:
         fn = self.fn or self.rollout_fn
         rollouts = Rollouts(fn, config, num_rows=self.rows, accepts=self.accepts)
         queue = RolloutQueue(
-            config, epoch_rows(run.rows, epochs=1, shuffle=False, seed=0), draw=rollouts.draw,
-            note=lambda draw: note_draw(run, draw, rollouts), weight_version=lambda: run.version,
-            busy=run.busy, now=run.now,
-        )  # fmt: skip
+            config,
+            epoch_rows(run.rows, epochs=1, shuffle=False, seed=0),
+            draw=rollouts.draw,
+            note=lambda draw: note_draw(run, draw, rollouts),
+            weight_version=lambda: run.version,
+            busy=run.busy,
+            now=run.now,
+        )
         return Loop(config, infra, run, queue, self.publisher)
 
     def records(self) -> list[dict[str, float]]:
@@ -189,12 +200,18 @@ def test_at_o_0_the_next_rows_wait_for_the_sync_and_off_policy_the_sync_does_not
 
     assert [at for _, at in on_policy.publisher.served] == [20.0, 40.0, 60.0, 80.0]
     assert [at for name, at in on_policy.trainer.calls if name == "forward_backward"] == [
-        10.0, 30.0, 50.0, 70.0,
-    ]  # fmt: skip
+        10.0,
+        30.0,
+        50.0,
+        70.0,
+    ]
     assert [at for _, at in late.publisher.served] == [20.0, 27.0, 40.0, 47.0]
     assert [at for name, at in late.trainer.calls if name == "forward_backward"] == [
-        10.0, 17.0, 30.0, 37.0,
-    ]  # fmt: skip
+        10.0,
+        17.0,
+        30.0,
+        37.0,
+    ]
     assert [name for name, _ in late.publisher.saved] == [f"step-{i:05d}" for i in range(1, 5)]
 
 
@@ -212,35 +229,80 @@ def close(**values: float) -> Any:
 def test_the_times_of_a_step_at_o_0(play):
     for record in play(scene_of()).records():
         assert of(
-            record, "perf", "step_time", "step_wall_time", "train_time", "train_wait_time",
-            "train_chunk_wait_time", "weight_update_time", "fwd_bwd_time", "optim_step_time",
+            record,
+            "perf",
+            "step_time",
+            "step_wall_time",
+            "train_time",
+            "train_wait_time",
+            "train_chunk_wait_time",
+            "weight_update_time",
+            "fwd_bwd_time",
+            "optim_step_time",
         ) == close(
-            step_time=20, step_wall_time=20, train_time=5, train_wait_time=10,
-            train_chunk_wait_time=0, weight_update_time=5, fwd_bwd_time=4, optim_step_time=1,
-        )  # fmt: skip
+            step_time=20,
+            step_wall_time=20,
+            train_time=5,
+            train_wait_time=10,
+            train_chunk_wait_time=0,
+            weight_update_time=5,
+            fwd_bwd_time=4,
+            optim_step_time=1,
+        )
         # The trainer works for 7 s, the saving included; the sampler for 10 s.
         assert of(
-            record, "perf", "wait_time_ratio", "weight_sync_ratio", "overlap_ratio",
-            "trainer_idle_ratio", "sampler_idle_ratio", "trainer_wait_for_sampler_time",
+            record,
+            "perf",
+            "wait_time_ratio",
+            "weight_sync_ratio",
+            "overlap_ratio",
+            "trainer_idle_ratio",
+            "sampler_idle_ratio",
+            "trainer_wait_for_sampler_time",
             "sampler_wait_for_trainer_time",
         ) == close(
-            wait_time_ratio=0.5, weight_sync_ratio=0.25, overlap_ratio=0, trainer_idle_ratio=0.65,
-            sampler_idle_ratio=0.5, trainer_wait_for_sampler_time=10,
+            wait_time_ratio=0.5,
+            weight_sync_ratio=0.25,
+            overlap_ratio=0,
+            trainer_idle_ratio=0.65,
+            sampler_idle_ratio=0.5,
+            trainer_wait_for_sampler_time=10,
             sampler_wait_for_trainer_time=7,
-        )  # fmt: skip
+        )
 
 
 STEPS_AT_O_1 = [
     # From 0 to 17 s: no row runs while the first batch is trained.
-    {"step_time": 17, "train_time": 5, "train_wait_time": 10, "weight_update_time": 2,
-     "wait_time_ratio": 10 / 17, "trainer_idle_ratio": 10 / 17, "sampler_idle_ratio": 7 / 17},
+    {
+        "step_time": 17,
+        "train_time": 5,
+        "train_wait_time": 10,
+        "weight_update_time": 2,
+        "wait_time_ratio": 10 / 17,
+        "trainer_idle_ratio": 10 / 17,
+        "sampler_idle_ratio": 7 / 17,
+    },
     # From 17 s to 24 s: the batch is there; new rows run from 20 s on.
-    {"step_time": 7, "train_time": 5, "train_wait_time": 0, "weight_update_time": 2,
-     "wait_time_ratio": 0, "trainer_idle_ratio": 0, "sampler_idle_ratio": 3 / 7},
+    {
+        "step_time": 7,
+        "train_time": 5,
+        "train_wait_time": 0,
+        "weight_update_time": 2,
+        "wait_time_ratio": 0,
+        "trainer_idle_ratio": 0,
+        "sampler_idle_ratio": 3 / 7,
+    },
     # From 24 s to 37 s: rows run all the time, the batch's until 30 s.
-    {"step_time": 13, "train_time": 5, "train_wait_time": 6, "weight_update_time": 2,
-     "wait_time_ratio": 6 / 13, "trainer_idle_ratio": 6 / 13, "sampler_idle_ratio": 0},
-]  # fmt: skip
+    {
+        "step_time": 13,
+        "train_time": 5,
+        "train_wait_time": 6,
+        "weight_update_time": 2,
+        "wait_time_ratio": 6 / 13,
+        "trainer_idle_ratio": 6 / 13,
+        "sampler_idle_ratio": 0,
+    },
+]
 
 
 def test_the_times_of_steps_at_o_1(play):
@@ -274,9 +336,7 @@ def test_the_wait_within_a_batch_is_told_apart(play):
     # Row 0 is trained from 4 s to 6 s, row 1 from 9 s to 12 s.
     assert of(
         record, "perf", "train_wait_time", "train_chunk_wait_time", "train_time", "overlap_ratio"
-    ) == close(
-        train_wait_time=4 + 3, train_chunk_wait_time=3, train_time=5, overlap_ratio=2 / 17
-    )  # fmt: skip
+    ) == close(train_wait_time=4 + 3, train_chunk_wait_time=3, train_time=5, overlap_ratio=2 / 17)
     assert record["async/realized_training_chunks"] == 2
     assert record["train/effective_grad_accum_steps"] == 2
 
@@ -300,10 +360,17 @@ def test_offsets_are_split_into_those_in_flight_and_those_in_the_queue(play):
 def test_the_queues_numbers_are_those_of_the_steps_end(play):
     records = play(scene_of(rows=8, max_head_offpolicy_versions=1)).records()
     names = (
-        "in_flight", "running_samples", "accepted_samples", "ready_groups",
-        "staleness_capacity_at_step", "concurrency_capacity_at_step", "stale_drops",
-        "sample_fails", "empty_samples", "filter_drops",
-    )  # fmt: skip
+        "in_flight",
+        "running_samples",
+        "accepted_samples",
+        "ready_groups",
+        "staleness_capacity_at_step",
+        "concurrency_capacity_at_step",
+        "stale_drops",
+        "sample_fails",
+        "empty_samples",
+        "filter_drops",
+    )
 
     assert tuple(records[0][f"async/{name}"] for name in names) == (0, 0, 8, 2, 0, -1, 0, 0, 0, 0)
     # At 24 s rows 4 and 5 run, and the second snapshot is on its way.
@@ -376,7 +443,7 @@ def test_t150_one_field_raises_o_and_the_run_stays_valid(play, late):
 def test_a_last_batch_that_is_smaller_trains_too(play):
     scene = play(scene_of(rows=5, max_head_offpolicy_versions=2))
 
-    assert [one["rollout/valid_prompt_groups"] for one in scene.records()] == [2.0, 2.0, 1.0]
+    assert [record["rollout/valid_prompt_groups"] for record in scene.records()] == [2.0, 2.0, 1.0]
     assert scene.run.cursor.count == 5
 
 
@@ -402,10 +469,13 @@ def test_t154_the_phases_never_add_up_to_more_than_their_step(
     seconds, slow, late, synchronous, least, first
 ):
     scene = scene_of(
-        rows=7, seconds=seconds, max_head_offpolicy_versions=late,
-        synchronous_training=synchronous, min_samples_per_fwd_bwd=least,
+        rows=7,
+        seconds=seconds,
+        max_head_offpolicy_versions=late,
+        synchronous_training=synchronous,
+        min_samples_per_fwd_bwd=least,
         weight_sync_before_training=first,
-    )  # fmt: skip
+    )
     scene.rollout_s = slow
     with tempfile.TemporaryDirectory() as folder:
 

@@ -81,9 +81,12 @@ class Stepped:
 
 def config_of(folder: Path, **changes) -> Config:
     usual = {
-        "log_path": str(folder), "base_model": BASE, "max_seq_len": 128, "kl_beta": 0.0,
+        "log_path": str(folder),
+        "base_model": BASE,
+        "max_seq_len": 128,
+        "kl_beta": 0.0,
         "deployment": DeployConfig(tokenizer_model=BASE),
-    }  # fmt: skip
+    }
     return Config(**(usual | changes))
 
 
@@ -103,9 +106,15 @@ def stepped(tmp_path, monkeypatch):
             infra = stack.enter_context(provision(PlatformSpec.of(config, path)))
             log = stack.enter_context(MetricsLog.open(path, WandBConfig(), {}))
             run = Run(
-                path, log, Display(8, Console(quiet=True)), load_rows(str(TRAIN_ROWS), 8), [], 0.0,
-                checkpoints=checkpoints, now=clock or Clock(),
-            )  # fmt: skip
+                path,
+                log,
+                Display(8, Console(quiet=True)),
+                load_rows(str(TRAIN_ROWS), 8),
+                [],
+                0.0,
+                checkpoints=checkpoints,
+                now=clock or Clock(),
+            )
             resumed = choose_checkpoint(checkpoints, config.resume.resume_from, config.seed)
             run.begin(config, infra, resumed)
             return Stepped(config, infra, run)
@@ -275,8 +284,9 @@ def test_a_checkpoint_of_another_job_is_found_and_stays_named(stepped):
     assert one.infra.policy_job_id != first.infra.policy_job_id
     points = read_manifest(one.run.log_path)
     assert [(point.step, point.job) for point in points] == [
-        (1, first.infra.policy_job_id), (2, one.infra.policy_job_id),
-    ]  # fmt: skip
+        (1, first.infra.policy_job_id),
+        (2, one.infra.policy_job_id),
+    ]
 
 
 class Place:

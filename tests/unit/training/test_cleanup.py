@@ -38,8 +38,8 @@ def run(stage, body: Callable[[], None], *callbacks: Callable[[], None]) -> None
     """A scope with two jobs and two deployments around ``body``."""
     with stage.cleanup() as cleanup:
         register(cleanup)
-        for one in callbacks:
-            cleanup.callback("callback", one)
+        for callback in callbacks:
+            cleanup.callback("callback", callback)
         body()
 
 
@@ -177,8 +177,11 @@ def test_nothing_is_taken_down_twice(parts):
         cleanup.close()
 
     assert ends(parts) == [
-        "rlorTrainerJobs a", "rlorTrainerJobs b", "deployments b", "deployments a",
-    ]  # fmt: skip
+        "rlorTrainerJobs a",
+        "rlorTrainerJobs b",
+        "deployments b",
+        "deployments a",
+    ]
 
 
 def test_a_deployment_may_be_deleted_instead(parts):
@@ -214,9 +217,12 @@ def test_a_create_that_fails_takes_down_those_before_it(stage, failing, scope):
 
     with pytest.raises(EngineError, match=r"1 of 3 parts:\n.*no room"), stage.cleanup() as cleanup:
         stage.setup(
-            needs_reference=True, needs_inference=True, cleanup=cleanup, job_suffix="1",
+            needs_reference=True,
+            needs_inference=True,
+            cleanup=cleanup,
+            job_suffix="1",
             deploy_cfg=stage.serving(weight_sync_scope=scope),
-        )  # fmt: skip
+        )
 
     assert len(stage.states()) + len(stage.replicas()) == failing - 1
     assert set(stage.states().values()) <= {"JOB_STATE_CANCELLED"}

@@ -20,7 +20,7 @@ def policy(stage):
 
 
 def rows(result):
-    return torch.cat([torch.tensor(one["logprobs"].data) for one in result.loss_fn_outputs])
+    return torch.cat([torch.tensor(output["logprobs"].data) for output in result.loss_fn_outputs])
 
 
 def squared(data, logprobs):
@@ -99,7 +99,8 @@ CALLS = {
     "forward": ("step", lambda one, data: one.forward(data)),
     "forward_backward": ("step", lambda one, data: one.forward_backward(data)),
     "forward_backward_custom": (
-        "step", lambda one, data: one.forward_backward_custom(data, squared)
+        "step",
+        lambda one, data: one.forward_backward_custom(data, squared),
     ),
     "optim_step": ("step", lambda one, data: one.optim_step(ADAM)),
     "save_state": ("dcp", lambda one, data: one.save_state("x")),
@@ -107,9 +108,10 @@ CALLS = {
     "load_state_with_optimizer": ("dcp", lambda one, data: one.load_state_with_optimizer("x")),
     "load_adapter": ("dcp", lambda one, data: one.load_adapter("x")),
     "save_weights_for_sampler_ext": (
-        "dcp", lambda one, data: one.save_weights_for_sampler_ext("x")
+        "dcp",
+        lambda one, data: one.save_weights_for_sampler_ext("x"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -144,8 +146,11 @@ def test_closing_twice_is_closing_once(stage, datums):
         assert len(policy.forward(datums(1)).loss_fn_outputs) == 1
     policy.close()
 
-    for call in (*[one for _, one in CALLS.values()], lambda one, _: one.unload(),
-                 lambda one, _: one.list_checkpoints()):  # fmt: skip
+    for call in (
+        *[one for _, one in CALLS.values()],
+        lambda one, _: one.unload(),
+        lambda one, _: one.list_checkpoints(),
+    ):
         with pytest.raises(ClosedError, match="inside the `with` block"):
             call(policy, datums(1))
 
@@ -190,10 +195,10 @@ def test_calls_from_several_threads_keep_their_turn(policy, datums):
         sums.append(done.metrics["loss:sum"])
 
     threads = [threading.Thread(target=train) for _ in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
     assert len(set(sums)) == 1
     assert len(sums) == 4

@@ -93,7 +93,7 @@ def test_three_generations_of_the_interval_mean_the_same():
         config(weight_sync_interval=3, hotload=HotloadConfig(hot_load_interval=3)),
     ]
 
-    assert [one.sync.interval for one in generations] == [3, 3, 3, 3]
+    assert [generation.sync.interval for generation in generations] == [3, 3, 3, 3]
     assert config().sync.interval == 1
 
 
@@ -171,19 +171,28 @@ def test_the_documents_examples_build():
     shape = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"
 
     document_001 = Config(
-        log_path="./grpo_logs", base_model="accounts/fireworks/models/qwen3-8b",
-        dataset="/path/to/gsm8k.jsonl", max_rows=200, epochs=1, completions_per_prompt=4,
-        max_completion_tokens=1024, temperature=1.0, max_seq_len=4096, policy_loss="grpo",
+        log_path="./grpo_logs",
+        base_model="accounts/fireworks/models/qwen3-8b",
+        dataset="/path/to/gsm8k.jsonl",
+        max_rows=200,
+        epochs=1,
+        completions_per_prompt=4,
+        max_completion_tokens=1024,
+        temperature=1.0,
+        max_seq_len=4096,
+        policy_loss="grpo",
         infra=InfraConfig(training_shape_id=shape, ref_training_shape_id=f"{shape}-forward"),
         deployment=DeployConfig(deployment_id="grpo-serving", tokenizer_model="Qwen/Qwen3-8B"),
         weight_sync=WeightSyncConfig(weight_sync_interval=1),
         wandb=WandBConfig(entity="my-team", project="grpo-experiment"),
-    )  # fmt: skip
+    )
     document_004 = Config(
-        log_path="./grpo_logs", policy_loss="grpo", trainer=TrainerConfig(training_shape_id=shape),
+        log_path="./grpo_logs",
+        policy_loss="grpo",
+        trainer=TrainerConfig(training_shape_id=shape),
         deployment=DeployConfig(deployment_id="grpo-serving", tokenizer_model="Qwen/Qwen3-8B"),
         weight_sync_interval=1,
-    )  # fmt: skip
+    )
 
     document_001.validate()
     document_004.validate()

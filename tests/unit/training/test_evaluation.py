@@ -102,8 +102,10 @@ def test_without_any_answer_there_are_only_counts():
 
     assert math.isnan(empty.accuracy)
     assert empty.metrics() == {
-        "eval/samples": 0.0, "eval/reward_fail_count": 0.0, "eval/sample_fail_count": 3.0,
-    }  # fmt: skip
+        "eval/samples": 0.0,
+        "eval/reward_fail_count": 0.0,
+        "eval/sample_fail_count": 3.0,
+    }
 
 
 # Beside the training
@@ -116,9 +118,14 @@ class Bench:
         self.config = config_of(**options)
         self.log = MetricsLog(folder / "metrics.jsonl")
         self.run = Run(
-            folder, self.log, Display(0, Console(file=io.StringIO())), [{}],
-            [{"number": number} for number in range(rows)], 0.0, now=now,
-        )  # fmt: skip
+            folder,
+            self.log,
+            Display(0, Console(file=io.StringIO())),
+            [{}],
+            [{"number": number} for number in range(rows)],
+            0.0,
+            now=now,
+        )
         self.running = 0
         self.most = 0
         self.seen: list[tuple[int, int, bool, int]] = []
@@ -216,14 +223,15 @@ def test_it_is_due_every_so_many_steps_one_at_a_time_and_at_the_end(tmp_path):
     bench.play(body)
 
     # At step 2 (8 s) the first one still runs; it ends at 10 s.
-    assert [one["step"] for one in bench.records()] == [0, 3, 6, 7]
+    assert [record["step"] for record in bench.records()] == [0, 3, 6, 7]
 
 
 def test_what_may_pass_is_retried_and_a_failure_is_a_warning_without_a_record(tmp_path, caplog):
     bench = Bench(tmp_path, eval_every=1, rollout_retries=1)
     bench.fails = lambda call: {
-        2: RecoverableRolloutError("try again"), 6: ValueError("a bug"),
-    }.get(call)  # fmt: skip
+        2: RecoverableRolloutError("try again"),
+        6: ValueError("a bug"),
+    }.get(call)
 
     async def body() -> None:
         for step in range(3):
@@ -239,7 +247,7 @@ def test_what_may_pass_is_retried_and_a_failure_is_a_warning_without_a_record(tm
     said = (
         "the evaluation of step 1 failed and has no record: ValueError: a bug, in the rollout of "
     )
-    (warning,) = [one for one in caplog.records if said in one.getMessage()]
+    (warning,) = [record for record in caplog.records if said in record.getMessage()]
     assert warning.getMessage().removeprefix(said) == "held-out row 0, draw 0"
     assert "raise error" in caplog.text  # the line, in its traceback
     assert [step for step, _ in bench.run.evaluations] == [0, 2]
@@ -264,9 +272,9 @@ def test_draws_that_are_given_up_are_counted_and_too_many_fail_only_this_evaluat
         bench.play(body)
 
     records = bench.records()
-    assert [one["step"] for one in records] == [0, 2]
-    assert [one["eval/samples"] for one in records] == [5, 6]
-    assert [one["eval/sample_fail_count"] for one in records] == [1, 0]
+    assert [record["step"] for record in records] == [0, 2]
+    assert [record["eval/samples"] for record in records] == [5, 6]
+    assert [record["eval/sample_fail_count"] for record in records] == [1, 0]
     assert "the evaluation of step 1 failed and has no record: RolloutsFailingError" in caplog.text
 
 

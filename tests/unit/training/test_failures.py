@@ -210,9 +210,13 @@ class Draw:
 
     async def run(self, attempts: int = 3, **options) -> int:
         return await with_retries(
-            self, attempts=attempts, timeout_s=5.0, sleep=self.pause,
-            on_failure=lambda error, attempt: self.failures.append((error, attempt)), **options,
-        )  # fmt: skip
+            self,
+            attempts=attempts,
+            timeout_s=5.0,
+            sleep=self.pause,
+            on_failure=lambda error, attempt: self.failures.append((error, attempt)),
+            **options,
+        )
 
 
 async def test_a_draw_is_tried_until_it_works():

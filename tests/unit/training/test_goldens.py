@@ -26,11 +26,7 @@ from hearth.losses import (
     resolve_objective,
     tis_weights,
 )
-from training.utils.rl import (
-    group_advantages,
-    make_grpo_loss_fn,
-    make_offpolicy_grpo_loss_fn,
-)
+from training.utils.rl import group_advantages, make_grpo_loss_fn, make_offpolicy_grpo_loss_fn
 from training.utils.rl.advantages import batch_advantages
 
 ROW = [-0.5, -1.0, -1.5]
@@ -44,30 +40,75 @@ LOSSES = {
     "dapo A=1.0": ("dapo", DAPO(), ROW, 1, None, "sum", -2.8865307, [0, -1, -0.6065307]),
     "dapo A=-1.0": ("dapo", DAPO(), ROW, -1, None, "sum", 3.4487213, [1.6487213, 1, 0]),
     "dapo dual c=3 A=-1 pi=[1,-1,-1.5]": (
-        "dapo", DAPO(eps_clip_c=3.0), [1, -1, -1.5], -1, None, "sum", 4.8, [0, 1, 0]),
+        "dapo",
+        DAPO(eps_clip_c=3.0),
+        [1, -1, -1.5],
+        -1,
+        None,
+        "sum",
+        4.8,
+        [0, 1, 0],
+    ),
     "is A=1.0": (
-        "importance_sampling", None, ROW, 1, None, "sum", -3.2552519,
-        [-1.6487213, -1, -0.6065307]),
+        "importance_sampling",
+        None,
+        ROW,
+        1,
+        None,
+        "sum",
+        -3.2552519,
+        [-1.6487213, -1, -0.6065307],
+    ),
     "is A=-1.0": (
-        "importance_sampling", None, ROW, -1, None, "sum", 3.2552519, [1.6487213, 1, 0.6065307]),
+        "importance_sampling",
+        None,
+        ROW,
+        -1,
+        None,
+        "sum",
+        3.2552519,
+        [1.6487213, 1, 0.6065307],
+    ),
     "cispo A=1.0": ("cispo", None, ROW, 1, None, "sum", 2.84, [-1.28, -1, -0.8]),
     "cispo A=-1.0": ("cispo", None, ROW, -1, None, "sum", -2.84, [1.28, 1, 0.8]),
-    "cispo_mask A=1.0": (
-        "cispo_mask", None, ROW, 1, None, "sum", -1.6065307, [0, -1, -0.6065307]),
-    "cispo_mask A=-1.0": (
-        "cispo_mask", None, ROW, -1, None, "sum", 2.6487213, [1.6487213, 1, 0]),
+    "cispo_mask A=1.0": ("cispo_mask", None, ROW, 1, None, "sum", -1.6065307, [0, -1, -0.6065307]),
+    "cispo_mask A=-1.0": ("cispo_mask", None, ROW, -1, None, "sum", 2.6487213, [1.6487213, 1, 0]),
     "dro A=1.0": ("dro", DRO(), ROW, 1, None, "sum", 3.0125, [-0.975, -1, -1.025]),
     "dro A=-1.0": ("dro", DRO(), ROW, -1, None, "sum", -2.9875, [1.025, 1, 0.975]),
     "gspo A=1.0": ("gspo", GSPO(), ROW, 1, None, "sum", -3, [-1, -1, -1]),
     "gspo A=-1.0": ("gspo", GSPO(), ROW, -1, None, "sum", 3, [1, 1, 1]),
     "gspo A=1 pi=[-.9,-1,-.9] ": (
-        "gspo", GSPO_PRESETS["cookbook"], NEAR, 1, None, "sum", -3.2068173, [-1.0689391] * 3),
+        "gspo",
+        GSPO_PRESETS["cookbook"],
+        NEAR,
+        1,
+        None,
+        "sum",
+        -3.2068173,
+        [-1.0689391] * 3,
+    ),
     # The paper has one term per sequence: the mean over its tokens.
     "gspo paper A=1 pi=[-.9,-1,-.9]": (
-        "gspo", GSPO_PRESETS["paper"], NEAR, 1, None, "sequence_mean", -1.0004, [0, 0, 0]),
+        "gspo",
+        GSPO_PRESETS["paper"],
+        NEAR,
+        1,
+        None,
+        "sequence_mean",
+        -1.0004,
+        [0, 0, 0],
+    ),
     "gspo masked mid big, mask[1,0,1] pi=[-1,2,-1] correct": (
-        "gspo", GSPO(), [-1, 2, -1], 1, [1, 0, 1], "sum", -2, [-1, 0, -1]),
-}  # fmt: skip
+        "gspo",
+        GSPO(),
+        [-1, 2, -1],
+        1,
+        [1, 0, 1],
+        "sum",
+        -2,
+        [-1, 0, -1],
+    ),
+}
 
 # name -> (policy, behavior, advantage, loss, gradients)
 REINFORCE = {
@@ -102,9 +143,10 @@ ADVANTAGES = {
     "adv [1.0, 1.0, 1.0, 1.0]": ([1] * 4, [0] * 4),
 }
 POOLED = {
-    "adv [1.0, 0, 1, 0, 0, 0, 0, 1]": [1.2076148, -0.7245688, 1.2076148] + [-0.7245688] * 4
-    + [1.2076148],
-}  # fmt: skip
+    "adv [1.0, 0, 1, 0, 0, 0, 0, 1]": [1.2076148, -0.7245688, 1.2076148]
+    + [-0.7245688] * 4
+    + [1.2076148]
+}
 
 ROUNDING = "float32 rounding of a uniform group; ours is exactly 0"
 REJECTED = {
@@ -123,17 +165,19 @@ def close(expected):
 def batch_with(policy, advantage, mask=None, **rows):
     leaf = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
     batch = TokenBatch.concat(
-        [leaf], advantages=[float(advantage)],
+        [leaf],
+        advantages=[float(advantage)],
         mask=[torch.ones(len(policy)) if mask is None else torch.tensor(mask)],
         **{name: [torch.tensor(row, dtype=torch.float64)] for name, row in rows.items()},
-    )  # fmt: skip
+    )
     return batch, leaf
 
 
 @pytest.mark.parametrize(
     ("name", "config", "policy", "advantage", "mask", "reduction", "loss", "gradients"),
-    LOSSES.values(), ids=LOSSES,
-)  # fmt: skip
+    LOSSES.values(),
+    ids=LOSSES,
+)
 def test_objectives_reproduce_their_goldens(
     name, config, policy, advantage, mask, reduction, loss, gradients
 ):
@@ -163,9 +207,7 @@ def test_reinforce_reproduces_its_goldens(policy, behavior, advantage, loss, gra
 
 @pytest.mark.parametrize(("tis", "weights"), TIS_WEIGHTS.values(), ids=TIS_WEIGHTS)
 def test_tis_reproduces_its_goldens(tis, weights):
-    batch, _ = batch_with(
-        ROW, 1, old_logprobs=[-1.0] * 3, behavior_logprobs=[-1.0, -3.0, -1.2]
-    )  # fmt: skip
+    batch, _ = batch_with(ROW, 1, old_logprobs=[-1.0] * 3, behavior_logprobs=[-1.0, -3.0, -1.2])
 
     expected = weights if isinstance(weights, list) else [weights] * 3
     assert tis.weights(batch).tolist() == close(expected)
@@ -217,7 +259,7 @@ def test_the_closures_of_document_003_reproduce_their_goldens(name):
     assert value.item() == close(loss)
     assert metrics["grpo_loss"] == value.item()
     assert metrics["mean_kl"] == close(mean_kl)
-    assert [one.tolist() for one in gradients] == [close(row) for row in expected]
+    assert [gradient.tolist() for gradient in gradients] == [close(row) for row in expected]
 
 
 @pytest.mark.parametrize(("rewards", "advantages"), ADVANTAGES.values(), ids=ADVANTAGES)

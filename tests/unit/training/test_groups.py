@@ -40,9 +40,10 @@ def gradients(sample: TrainSample) -> list[float]:
     rows = torch.tensor(list(sample.behavior_logprobs)) - 0.05
     policy = rows.clone().requires_grad_()
     loss_fn = make_policy_loss_fn(
-        "importance_sampling", advantages=[sample.advantage],
+        "importance_sampling",
+        advantages=[sample.advantage],
         behavior_logprobs=[sample.behavior_logprobs],
-    )  # fmt: skip
+    )
     loss, _ = loss_fn([sample.datum], [policy])
     loss.backward()
     assert policy.grad is not None
@@ -106,7 +107,7 @@ def test_the_segments_of_a_run_share_its_advantage_and_count_as_one_trajectory()
 
     first, second = group.advantages
     assert (first, second) == pytest.approx((0.5**0.5, -(0.5**0.5)))
-    assert [[one.advantage for one in samples] for samples in group.samples] == [
+    assert [[sample.advantage for sample in samples] for samples in group.samples] == [
         [first, first],
         [second],
     ]
@@ -130,14 +131,23 @@ def test_one_trajectory_makes_no_group():
 
 def test_a_completion_of_one_turn_becomes_a_sample():
     completion = SampledCompletion(
-        text="hi", full_tokens=[1, 2, 3, 4], prompt_len=2, finish_reason="length",
-        inference_logprobs=[-0.5, -0.75], weight_version=3,
-    )  # fmt: skip
+        text="hi",
+        full_tokens=[1, 2, 3, 4],
+        prompt_len=2,
+        finish_reason="length",
+        inference_logprobs=[-0.5, -0.75],
+        weight_version=3,
+    )
 
     assert completion_sample(completion, 0.5) == RolloutSample(
-        tokens=[1, 2, 3, 4], logprobs=[0.0, 0.0, -0.5, -0.75], loss_mask=[0, 0, 1, 1], reward=0.5,
-        finish_reason="length", text="hi", versions=[[3, 2]],
-    )  # fmt: skip
+        tokens=[1, 2, 3, 4],
+        logprobs=[0.0, 0.0, -0.5, -0.75],
+        loss_mask=[0, 0, 1, 1],
+        reward=0.5,
+        finish_reason="length",
+        text="hi",
+        versions=[[3, 2]],
+    )
 
 
 # Numbers of a step.
@@ -184,7 +194,7 @@ def test_means_do_not_depend_on_the_order_in_which_rows_end():
     ]
     shuffled = rng.sample(draws, len(draws))
     # Plain sums of these do depend on it, or the test would show nothing.
-    assert sum(r for one in draws for r in one.rewards) != sum(
+    assert sum(r for draw in draws for r in draw.rewards) != sum(
         r for one in shuffled for r in one.rewards
     )
 

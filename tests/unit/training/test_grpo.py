@@ -200,10 +200,11 @@ def test_t192_and_t193_a_step_appends_itself_and_the_mean_of_the_groups_means():
 
 def test_t193_with_functions_for_logprobs_a_step_has_loss_and_kl():
     made = GRPOPipeline(
-        GRPOConfig(group_size=2), lambda prompt, text: float(text == "a"),
+        GRPOConfig(group_size=2),
+        lambda prompt, text: float(text == "a"),
         log_prob_fn=lambda prompt, text: -1.0 if text == "a" else -2.0,
         ref_log_prob_fn=lambda prompt, text: -1.5,
-    )  # fmt: skip
+    )
     texts = iter("ab")
 
     made.train_step(["p"], lambda _: next(texts), 1)
@@ -237,7 +238,7 @@ def test_t198_the_rewards_of_every_group_are_kept():
         GroupRewards(7, "p", (0.0, 1.0, 0.0, 1.0)),
         GroupRewards(7, "q", (2.0,) * 4),
     ]
-    assert [(one.mean, one.std) for one in made.metrics.groups] == [(0.5, 0.5), (2.0, 0.0)]
+    assert [(group.mean, group.std) for group in made.metrics.groups] == [(0.5, 0.5), (2.0, 0.0)]
 
 
 def test_t198_what_an_ensembles_members_disagree_by_is_kept_beside_the_rewards():
@@ -283,7 +284,7 @@ def test_t195_the_first_update_has_the_gradient_of_the_documents_loss():
 
     result = made.update([two])
 
-    rows = torch.stack([policy.logprobs("p", one)[0] for one in two.completions])
+    rows = torch.stack([policy.logprobs("p", completion)[0] for completion in two.completions])
     literal = (-torch.tensor(two.advantages) * rows).mean() + 0.1 * rows.mean()
     (expected,) = torch.autograd.grad(literal, policy.module.logits)
     assert policy.module.logits.grad.tolist() == pytest.approx(expected.tolist())
@@ -353,8 +354,9 @@ def test_t195_a_policy_learns_what_is_rewarded():
     policy = letter_policy()
     made = GRPOPipeline(
         GRPOConfig(group_size=8, learning_rate=0.1, kl_coeff=0.01),
-        lambda prompt, text: float(text == "c"), policy=policy,
-    )  # fmt: skip
+        lambda prompt, text: float(text == "c"),
+        policy=policy,
+    )
 
     def generate(prompt: str) -> str:
         return LETTERS[int(torch.multinomial(torch.softmax(policy.module.logits, 0), 1))]
@@ -477,9 +479,11 @@ def test_a_kl_above_its_target_raises_the_weight_of_the_kl_and_holds_the_policy_
 
 def test_a_kl_below_its_target_lowers_the_weight_of_the_kl_where_others_train_too():
     made = GRPOPipeline(
-        GRPOConfig(group_size=2, kl_target=0.1), lambda prompt, text: float(text == "a"),
-        log_prob_fn=lambda prompt, text: -1.5, ref_log_prob_fn=lambda prompt, text: -1.5,
-    )  # fmt: skip
+        GRPOConfig(group_size=2, kl_target=0.1),
+        lambda prompt, text: float(text == "a"),
+        log_prob_fn=lambda prompt, text: -1.5,
+        ref_log_prob_fn=lambda prompt, text: -1.5,
+    )
     texts = itertools.cycle("ab")
 
     losses = [made.train_step(["p"], lambda _: next(texts), step) for step in range(2)]
@@ -533,12 +537,14 @@ def test_a_causal_models_logprobs_are_those_of_the_completions_tokens(language_m
 def test_t195_and_t197_a_causal_model_moves_toward_its_reward_and_its_reference_does_not(
     language_model,
 ):
-    policy = TorchPolicy(language_model.frozen().module.requires_grad_(True),
-                         language_model.token_logprobs)  # fmt: skip
+    policy = TorchPolicy(
+        language_model.frozen().module.requires_grad_(True), language_model.token_logprobs
+    )
     made = GRPOPipeline(
-        GRPOConfig(group_size=2, learning_rate=1e-3), lambda prompt, text: float(text == "42"),
+        GRPOConfig(group_size=2, learning_rate=1e-3),
+        lambda prompt, text: float(text == "42"),
         policy=policy,
-    )  # fmt: skip
+    )
     texts = itertools.cycle(["42", "17"])
     before = [float(policy.logprobs("20 + 22 = ", one).sum().detach()) for one in ("42", "17")]
 
@@ -564,6 +570,9 @@ def test_functions_for_logprobs_come_in_pairs_and_without_a_policy():
         GRPOPipeline(GRPOConfig(), lambda *_: 1.0, log_prob_fn=lambda *_: -1.0)
     with pytest.raises(ConfigError, match="log_prob_fn must be None with a policy"):
         GRPOPipeline(
-            GRPOConfig(), lambda *_: 1.0, policy=letter_policy(),
-            log_prob_fn=lambda *_: -1.0, ref_log_prob_fn=lambda *_: -1.0,
-        )  # fmt: skip
+            GRPOConfig(),
+            lambda *_: 1.0,
+            policy=letter_policy(),
+            log_prob_fn=lambda *_: -1.0,
+            ref_log_prob_fn=lambda *_: -1.0,
+        )

@@ -85,7 +85,9 @@ def test_t167_without_weight_every_turn_has_the_advantage_of_plain_grpo(
 def test_trajectories_of_one_turn_have_their_normalized_outcome_alone():
     found = turn_advantages([[3.0], [-7.0], [1.0]], [1.0, 0.0, 0.5])
 
-    assert found == near([[one] for one in group_advantages([1.0, 0.0, 0.5], std="population")])
+    assert found == near(
+        [[advantage] for advantage in group_advantages([1.0, 0.0, 0.5], std="population")]
+    )
 
 
 # Properties.
@@ -96,7 +98,8 @@ def test_neither_a_shift_of_all_gains_nor_one_of_all_outcomes_changes_anything(g
     gains, outcomes = [turns for turns, _ in group], [outcome for _, outcome in group]
 
     shifted = turn_advantages(
-        [[one + gain for one in turns] for turns in gains], [one + earned for one in outcomes]
+        [[turn + gain for turn in turns] for turns in gains],
+        [outcome + earned for outcome in outcomes],
     )
 
     assert shifted == near(turn_advantages(gains, outcomes), 1e-6)
@@ -129,7 +132,7 @@ def test_normalized_gains_have_mean_0_and_population_variance_1_over_the_turns_t
 
     found = turn_advantages(gains, outcomes, gamma=0.0)
 
-    inner = [one for turns in found for one in turns[:-1]]
+    inner = [turn for turns in found for turn in turns[:-1]]
     assert [turns[-1] for turns in found] == [0.0] * len(group)
     if any(inner):
         assert math.fsum(inner) / len(inner) == pytest.approx(0, abs=1e-9)

@@ -50,8 +50,8 @@ class Scored:
     calls: list[list[list[int]]] = field(default_factory=list)
 
     async def __call__(self, sequences: Sequence[Sequence[int]], last: int) -> list[list[float]]:
-        self.calls.append([list(one) for one in sequences])
-        return [self.rows(list(one))[-last:] for one in sequences]
+        self.calls.append([list(sequence) for sequence in sequences])
+        return [self.rows(list(sequence))[-last:] for sequence in sequences]
 
     @staticmethod
     def rows(tokens: list[int]) -> list[float]:
@@ -65,9 +65,13 @@ def gain_config(**changes: Any) -> igpo_loop.Config:
 
 
 def credit(
-    trajectories: Sequence[Sequence[RolloutSample]], scorer: Any = None, *,
-    opening: Sequence[int] = (), answer: Sequence[int] = ANSWER, **changes: Any,
-) -> PromptGroup:  # fmt: skip
+    trajectories: Sequence[Sequence[RolloutSample]],
+    scorer: Any = None,
+    *,
+    opening: Sequence[int] = (),
+    answer: Sequence[int] = ANSWER,
+    **changes: Any,
+) -> PromptGroup:
     group = PromptGroup.of(row_of(3), trajectories)
     gain = InformationGain(gain_config(**changes), scorer or Scored(), lambda _row: answer, opening)
     return run_virtual(lambda: gain(group))
@@ -92,7 +96,7 @@ def test_equal_prefixes_are_scored_once_and_batches_hold_what_they_may():
 
     credit(drawn, scorer, scoring_batch=2)
 
-    assert [len(one) for one in scorer.calls] == [2, 1]
+    assert [len(call) for call in scorer.calls] == [2, 1]
 
 
 def test_an_opening_stands_before_the_answer_and_is_not_scored():
@@ -113,7 +117,7 @@ def test_the_last_turns_end_is_scored_only_where_its_gain_counts():
     assert [5, 6, 7, 30, 20, 8, *ANSWER] in pooled.calls[0]
     assert len(pooled.calls[0]) == 5
     assert group.credit is not None
-    assert [len(one) for one in group.credit.gains] == [2, 2]
+    assert [len(gain) for gain in group.credit.gains] == [2, 2]
 
 
 def test_the_turns_of_several_segments_follow_each_other():
@@ -132,7 +136,7 @@ def test_a_branch_is_credited_against_what_it_goes_on_from():
     # -0.6, then -3.0 after the tool; back to -0.6; -5.0; and the last turn has the outcome.
     assert group.credit.gains[0] == [pytest.approx(one) for one in (-2.4, 2.4, -4.4)]
     assert math.fsum(group.credit.gains[0]) == pytest.approx(-5.0 - -0.6)
-    assert [len(one) for one in group.credit.advantages] == [4, 2]
+    assert [len(advantage) for advantage in group.credit.advantages] == [4, 2]
     assert group.credit.advantages[0][-1] == pytest.approx(1.0)
 
 
@@ -141,7 +145,7 @@ def test_trajectories_that_were_cut_or_have_one_turn_stand_beside_longer_ones():
     group = credit([[cut], [two_turns(1.0, 40)], [sample_of(0.5)]])
 
     assert group.credit is not None
-    assert [len(one) for one in group.credit.gains] == [1, 1, 0]
+    assert [len(gain) for gain in group.credit.gains] == [1, 1, 0]
     last = [turns[-1] for turns in group.credit.advantages]
     assert last == pytest.approx([-math.sqrt(1.5), math.sqrt(1.5), 0.0])
     assert group.truncated == [True, False, False]
@@ -189,7 +193,7 @@ def test_an_answer_without_a_finite_logprob_ends_the_run_and_says_what_to_do(val
 def test_a_longer_answer_weighs_no_more_than_a_short_one():
     async def even(sequences: Sequence[Sequence[int]], last: int) -> list[list[float]]:
         # Every token is half as likely after the tool has spoken as before.
-        return [[-1.0 - math.log(2) * (30 in one)] * last for one in sequences]
+        return [[-1.0 - math.log(2) * (30 in sequence)] * last for sequence in sequences]
 
     drawn = [[two_turns(1.0, 30)], [two_turns(0.0, 40)]]
     short, long = (credit(drawn, even, answer=[90] * length) for length in (1, 7))
@@ -224,10 +228,7 @@ def test_each_token_has_the_advantage_of_its_turn():
     assert group.credit.gains == [[pytest.approx(-2.4)], [pytest.approx(-3.4)]]
     assert group.credit.advantages == [pytest.approx([1.5, 1.0]), pytest.approx([-1.5, -1.0])]
     rows = [sample.advantage for sample in group.flat()]
-    assert rows == [
-        pytest.approx([0, 1.5, 0, 0, 1.0]),
-        pytest.approx([0, -1.5, 0, 0, -1.0]),
-    ]
+    assert rows == [pytest.approx([0, 1.5, 0, 0, 1.0]), pytest.approx([0, -1.5, 0, 0, -1.0])]
     assert group.rewards == [1.0, 0.0]
 
 
@@ -237,7 +238,7 @@ def test_the_segments_of_a_run_have_the_advantages_of_their_own_turns():
 
     assert group.credit is not None
     ((first, second, third), _) = group.credit.advantages
-    assert [one.advantage for one in group.samples[0]] == [
+    assert [sample.advantage for sample in group.samples[0]] == [
         [0.0, first, 0.0, 0.0, second],
         [0.0, third, third],
     ]
@@ -267,11 +268,11 @@ def test_t168_every_policy_loss_moves_each_token_by_its_own_advantage(policy_los
 
     loss_fn = make_policy_loss_fn(
         policy_loss,
-        advantages=[one.advantage for one in samples],
-        behavior_logprobs=[one.behavior_logprobs for one in samples],
+        advantages=[sample.advantage for sample in samples],
+        behavior_logprobs=[sample.behavior_logprobs for sample in samples],
         config=objective_options(gain_config(policy_loss=policy_loss, kl_beta=0.0)),
     )
-    loss, _ = loss_fn([one.datum for one in samples], policy)
+    loss, _ = loss_fn([sample.datum for sample in samples], policy)
     loss.backward()
 
     # At a ratio of 1 the gradient is minus the advantage; the last turns have an outcome of 0.
@@ -430,8 +431,9 @@ def test_a_row_without_ground_truth_is_refused_before_anything_is_started(tmp_pa
     message = r"rows\[1\] must have a ground_truth, a text or a number, got "
     with pytest.raises(ConfigError, match=message):
         igpo_loop.main(
-            config, rollout_fn_factory=lambda _: pytest.fail("started"),
+            config,
+            rollout_fn_factory=lambda _: pytest.fail("started"),
             rows=[{"ground_truth": 0}, row],
-        )  # fmt: skip
+        )
 
     assert not (tmp_path / "run").exists()

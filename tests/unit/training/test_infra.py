@@ -41,8 +41,8 @@ def test_two_booleans_decide_what_there_is(stage, needs_reference, needs_inferen
         assert len(stage.states()) == 1 + needs_reference
         assert len(stage.replicas()) == needs_inference
         clients = [infra.policy, *([infra.reference] if infra.reference else [])]
-        rows = [one.forward(datums(2), "cross_entropy").loss_fn_outputs for one in clients]
-        assert [len(one["logprobs"].data) for one in rows[0]] == [3, 4]
+        rows = [client.forward(datums(2), "cross_entropy").loss_fn_outputs for client in clients]
+        assert [len(row["logprobs"].data) for row in rows[0]] == [3, 4]
         assert rows[-1][0]["logprobs"].data == rows[0][0]["logprobs"].data
     assert infra.boot_metrics.keys() == {"boot/provision_time", "boot/wire_time"}
 
@@ -53,9 +53,12 @@ def test_everything_is_asked_for_in_order_before_anything_is_waited_for(stage):
 
     with stage.cleanup() as cleanup:
         stage.setup(
-            needs_reference=True, needs_inference=True, role_prefix="grpo", job_suffix="1",
+            needs_reference=True,
+            needs_inference=True,
+            role_prefix="grpo",
+            job_suffix="1",
             cleanup=cleanup,
-        )  # fmt: skip
+        )
 
     assert stage.creates() == ["grpo-policy", "grpo-reference", "grpo-deployment-1"]
     lines = [one.line for one in stage.wire.seen]
@@ -71,9 +74,12 @@ def test_the_scope_says_who_is_asked_for_first_and_who_names_whom(stage, scope):
     config = stage.serving(weight_sync_scope=scope)
     with stage.cleanup() as cleanup:
         infra = stage.setup(
-            needs_reference=True, needs_inference=True, deploy_cfg=config, job_suffix="1",
+            needs_reference=True,
+            needs_inference=True,
+            deploy_cfg=config,
+            job_suffix="1",
             cleanup=cleanup,
-        )  # fmt: skip
+        )
         syncer = WeightSyncer(infra.policy.inner, stage.deployments, "serving", BASE)
         served = syncer.save_and_hotload("step-00001")
 
@@ -155,7 +161,7 @@ def test_a_lora_policy_shares_its_base_as_the_reference(stage, datums):
 
         def score(client):
             outputs = client.forward(datums(2), "cross_entropy").loss_fn_outputs
-            return torch.cat([torch.tensor(one["logprobs"].data) for one in outputs])
+            return torch.cat([torch.tensor(output["logprobs"].data) for output in outputs])
 
         base = score(reference)
         policy.forward_backward(datums(2), "cross_entropy")
@@ -209,9 +215,12 @@ def test_a_reference_shape_gives_a_lora_policy_a_reference_trainer(named, stage,
     shape = "accounts/me/trainingShapes/long"
     with stage.cleanup() as cleanup:
         infra = stage.setup(
-            base_model=TINY, lora_rank=4, needs_reference=True, cleanup=cleanup,
+            base_model=TINY,
+            lora_rank=4,
+            needs_reference=True,
+            cleanup=cleanup,
             infra_cfg=InfraConfig(ref_training_shape_id=shape),
-        )  # fmt: skip
+        )
 
         assert len(stage.states()) == 2
         assert infra.reference_job_id != infra.policy_job_id
@@ -227,9 +236,11 @@ def test_a_shape_is_looked_for_only_where_none_is_given(named, stage, is_given, 
     shape = "accounts/me/trainingShapes/tiny-lora"
     with stage.cleanup() as cleanup:
         infra = stage.setup(
-            base_model=TINY, lora_rank=4, cleanup=cleanup,
+            base_model=TINY,
+            lora_rank=4,
+            cleanup=cleanup,
             infra_cfg=InfraConfig(training_shape_id=shape if is_given else None),
-        )  # fmt: skip
+        )
 
     assert len(stage.wire.requests("GET .*/trainingShapes/-/versions")) == searches
     assert infra.training_shape_id == shape
@@ -288,9 +299,13 @@ def test_what_is_given_by_id_is_attached_to_and_goes_on_running(stage, datums):
 
     with stage.cleanup() as cleanup:
         infra = stage.setup(
-            needs_reference=True, needs_inference=True, policy_job_id="mine",
-            reference_job_id="frozen", job_suffix="1", cleanup=cleanup,
-        )  # fmt: skip
+            needs_reference=True,
+            needs_inference=True,
+            policy_job_id="mine",
+            reference_job_id="frozen",
+            job_suffix="1",
+            cleanup=cleanup,
+        )
         syncer = WeightSyncer(infra.policy.inner, stage.deployments, "serving", BASE)
         syncer.save_and_hotload("step-00001")
         assert len(infra.reference.forward(datums(1), "cross_entropy").loss_fn_outputs) == 1
@@ -330,9 +345,10 @@ def test_a_deployment_at_zero_is_scaled_up_and_attached_in_one_request(stage):
 
     first, last = stage.wire.requests(f"PATCH {DEPLOYMENTS}/serving")
     assert first.body == {
-        "minReplicaCount": 1, "maxReplicaCount": 1,
+        "minReplicaCount": 1,
+        "maxReplicaCount": 1,
         "hotLoadTrainerJob": "accounts/me/rlorTrainerJobs/rl-policy-1",
-    }  # fmt: skip
+    }
     assert last.body == {"minReplicaCount": 0, "maxReplicaCount": 0}
     assert stage.replicas() == {"serving": 0}
 
@@ -364,12 +380,13 @@ BROUGHT = [
     ),
     (
         {
-            "reference_job_id": "mine", "base_model": "accounts/fireworks/models/qwen3-8b",
+            "reference_job_id": "mine",
+            "base_model": "accounts/fireworks/models/qwen3-8b",
             "needs_reference": True,
         },
         "reference_job_id must name a job of 'accounts/fireworks/models/qwen3-8b', got 'mine'",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("options", "message"), BROUGHT, ids=[str(one) for one, _ in BROUGHT])
@@ -406,14 +423,18 @@ def test_one_error_names_every_part_that_failed(stage, tmp_path):
         stage.cleanup() as cleanup,
     ):
         stage.setup(
-            base_model=str(broken), deploy_cfg=config, needs_reference=True, needs_inference=True,
-            job_suffix="1", cleanup=cleanup,
-        )  # fmt: skip
+            base_model=str(broken),
+            deploy_cfg=config,
+            needs_reference=True,
+            needs_inference=True,
+            job_suffix="1",
+            cleanup=cleanup,
+        )
 
     lines = str(failure.value).splitlines()[1:]
     parts = ["policy trainer rl-policy-1", "reference trainer rl-reference-1", "deployment serving"]
-    assert [one.strip().removeprefix("- ").split(":")[0] for one in lines] == parts
-    assert all("could not start" in one for one in lines)
+    assert [line.strip().removeprefix("- ").split(":")[0] for line in lines] == parts
+    assert all("could not start" in line for line in lines)
 
 
 def test_one_part_that_is_late_is_named_and_the_others_are_taken_down(stage):
@@ -427,9 +448,12 @@ def test_one_part_that_is_late_is_named_and_the_others_are_taken_down(stage):
         stage.cleanup() as cleanup,
     ):
         stage.setup(
-            needs_reference=True, needs_inference=True, job_suffix="1", cleanup=cleanup,
+            needs_reference=True,
+            needs_inference=True,
+            job_suffix="1",
+            cleanup=cleanup,
             infra_cfg=InfraConfig(trainer_timeout_s=0.2),
-        )  # fmt: skip
+        )
     assert set(stage.states().values()) == {"JOB_STATE_CANCELLED"}
     assert stage.replicas() == {"serving": 0}
 
@@ -450,9 +474,12 @@ def test_configs_are_not_changed(stage, scope):
 
     with stage.cleanup() as cleanup:
         infra = stage.setup(
-            infra_cfg=infra_cfg, deploy_cfg=deploy_cfg, needs_reference=True, needs_inference=True,
+            infra_cfg=infra_cfg,
+            deploy_cfg=deploy_cfg,
+            needs_reference=True,
+            needs_inference=True,
             cleanup=cleanup,
-        )  # fmt: skip
+        )
 
     assert (asdict(infra_cfg), asdict(deploy_cfg)) == before
     assert infra.deployment_id is not None
@@ -468,10 +495,13 @@ def test_a_loop_of_ones_own_trains_on_what_it_was_given(stage, datums):
         )
         sampler = DeploymentSampler(stage.deployments.inference_url, infra.inference_model, "key")
         syncer = WeightSyncer(
-            policy_client=infra.policy.inner, deploy_mgr=stage.deployments,
-            deployment_id="serving", base_model=BASE, hotload_timeout=600,
+            policy_client=infra.policy.inner,
+            deploy_mgr=stage.deployments,
+            deployment_id="serving",
+            base_model=BASE,
+            hotload_timeout=600,
             first_checkpoint_type="base",
-        )  # fmt: skip
+        )
         step, scripted = 0, [[0.0, 1.0, 0.5, 0.0], [1.0] * 4, [1.0, 0.0, 0.0, 0.0]]
         for rewards in scripted:
             # A loop of its own for each, as in a synchronous script.
@@ -483,8 +513,10 @@ def test_a_loop_of_ones_own_trains_on_what_it_was_given(stage, datums):
             step += 1
             data = build_grpo_datums(completions)
             scored = infra.reference.forward(data, "cross_entropy")
-            ref_logprobs = [list(one["logprobs"].data) for one in scored.loss_fn_outputs]
-            assert [len(one) for one in ref_logprobs] == [one.model_input.length for one in data]
+            ref_logprobs = [list(output["logprobs"].data) for output in scored.loss_fn_outputs]
+            assert [len(logprob) for logprob in ref_logprobs] == [
+                datum.model_input.length for datum in data
+            ]
             loss_fn = make_grpo_loss_fn(rewards, ref_logprobs, kl_beta=0.001)
             result = infra.policy.forward_backward_custom(data, loss_fn)
             assert result.metrics.keys() >= {"grpo_loss", "mean_kl"}
@@ -492,12 +524,15 @@ def test_a_loop_of_ones_own_trains_on_what_it_was_given(stage, datums):
             syncer.save_and_hotload(f"step-{step:05d}")
 
     saves = stage.wire.requests(f"{TRAINER_CALLS}/save_weights_for_sampler")
-    assert [one.body["path"].rsplit("-", 1)[0] for one in saves] == ["step-00001", "step-00002"]
-    assert [one.body["checkpoint_type"] for one in saves] == ["base", "delta"]
-    adam = [one.body["adam_params"] for one in stage.wire.requests(f"{TRAINER_CALLS}/optim_step")]
+    assert [save.body["path"].rsplit("-", 1)[0] for save in saves] == ["step-00001", "step-00002"]
+    assert [save.body["checkpoint_type"] for save in saves] == ["base", "delta"]
+    adam = [
+        request.body["adam_params"]
+        for request in stage.wire.requests(f"{TRAINER_CALLS}/optim_step")
+    ]
     assert adam == [ADAM.model_dump(exclude={"type"})] * 2
     draws = stage.wire.requests("POST /inference/v1/completions")
-    assert [one.body["n"] for one in draws] == [1] * 12
+    assert [draw.body["n"] for draw in draws] == [1] * 12
 
 
 def test_a_weight_sync_that_fails_makes_the_next_snapshot_a_base(stage):
@@ -512,7 +547,7 @@ def test_a_weight_sync_that_fails_makes_the_next_snapshot_a_base(stage):
         syncer.save_and_hotload("step-00004")
 
     saves = stage.wire.requests(f"{TRAINER_CALLS}/save_weights_for_sampler")
-    assert [one.body["checkpoint_type"] for one in saves] == ["base", "delta", "base", "delta"]
+    assert [save.body["checkpoint_type"] for save in saves] == ["base", "delta", "base", "delta"]
 
 
 def test_a_lora_policy_always_publishes_its_whole_adapter(stage):
@@ -523,4 +558,4 @@ def test_a_lora_policy_always_publishes_its_whole_adapter(stage):
             syncer.save_and_hotload(f"step-{step:05d}")
 
     saves = stage.wire.requests(f"{TRAINER_CALLS}/save_weights_for_sampler")
-    assert [one.body["checkpoint_type"] for one in saves] == ["base", "base"]
+    assert [save.body["checkpoint_type"] for save in saves] == ["base", "base"]

@@ -33,7 +33,7 @@ def test_each_search_of_a_questions_path_finds_the_next_part_of_its_answer():
     world = the_world()
     index = SearchIndex(world.documents())
 
-    for question in (one for person in PEOPLE for one in world.questions(person)):
+    for question in (question for person in PEOPLE for question in world.questions(person)):
         found = [index.search(name) for name in question.path]
         assert len(question.path) == len(question.answer) <= SEARCHES
         for text, part in zip(found, question.answer, strict=True):
@@ -84,7 +84,7 @@ def test_nobody_is_asked_about_in_training_and_held_out():
 
     def people(rows: list[dict[str, object]]) -> set[str]:
         texts = [str(row["messages"]) for row in rows]
-        return {one for one in PEOPLE if any(f" {one} " in text for text in texts)}
+        return {person for person in PEOPLE if any(f" {person} " in text for text in texts)}
 
     assert len(people(held_out)) == HELD_OUT_PEOPLE
     assert not people(train) & people(held_out)
@@ -98,8 +98,8 @@ def test_every_word_of_any_world_has_a_token_and_names_have_one():
 
     ids = tokenizer(texts, add_special_tokens=False).input_ids
 
-    assert all(tokenizer.unk_token_id not in one for one in ids)
-    assert [len(one) for one in ids] == [len(text.split()) for text in texts]
+    assert all(tokenizer.unk_token_id not in token for token in ids)
+    assert [len(token) for token in ids] == [len(text.split()) for text in texts]
 
 
 def test_what_the_tool_says_is_followed_by_the_policys_turn():
@@ -110,10 +110,17 @@ def test_what_the_tool_says_is_followed_by_the_policys_turn():
     )
 
 
-@pytest.mark.parametrize(("turn", "right"), [
-    ("answer Bocorp Titon", True), ("answer Titon Bocorp", False), ("answer Bocorp", False),
-    ("Bocorp Titon", False), ("search Bocorp Titon", False), ("", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("turn", "right"),
+    [
+        ("answer Bocorp Titon", True),
+        ("answer Titon Bocorp", False),
+        ("answer Bocorp", False),
+        ("Bocorp Titon", False),
+        ("search Bocorp Titon", False),
+        ("", False),
+    ],
+)
 def test_an_answer_has_to_name_all_in_order(turn, right):
     assert answer_is_right(turn, {"ground_truth": "Bocorp Titon"}) is right
 
@@ -148,17 +155,25 @@ def group_at(index: int, text: str = "search Ada\nanswer Bob", reward: float = 0
 @pytest.mark.parametrize(
     ("text", "reward", "lines"),
     [
-        ("search Ada\nanswer Bob", 1.0, [
-            "  +0.500     +1.250  search Ada -> Ada knows Bob .",
-            "       1     +2.000  answer Bob",
-        ]),
-        ("search Ada\nanswer Cleo", 0.0, [
-            "  +0.500     +1.250  search Ada -> Ada knows Bob .",
-            "       0     +2.000  answer Cleo (right: Bob)",
-        ]),
+        (
+            "search Ada\nanswer Bob",
+            1.0,
+            [
+                "  +0.500     +1.250  search Ada -> Ada knows Bob .",
+                "       1     +2.000  answer Bob",
+            ],
+        ),
+        (
+            "search Ada\nanswer Cleo",
+            0.0,
+            [
+                "  +0.500     +1.250  search Ada -> Ada knows Bob .",
+                "       0     +2.000  answer Cleo (right: Bob)",
+            ],
+        ),
     ],
     ids=["right", "wrong"],
-)  # fmt: skip
+)
 def test_a_trajectorys_credit_reads_turn_by_turn(text, reward, lines):
     search = SearchIndex({"Ada": "Ada knows Bob .", "Bob": "Bob left ."}).search
 
@@ -192,7 +207,7 @@ def test_the_model_is_made_once_and_its_making_is_told(tmp_path, capsys):
     assert f"making the example's model in {folder}" in first.err
     assert capsys.readouterr() == ("", "")
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
-    assert [one.name for one in tmp_path.iterdir()] == ["model"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_model_whose_making_was_interrupted_is_made_anew(tmp_path):

@@ -7,12 +7,7 @@ from hearth.losses import POLICY_LOSSES, TIS, builtin_objective
 from training.recipes.rl_loop import Config
 from training.utils import DAPOConfig, TISConfig
 from training.utils.rl.groups import PromptGroup, entropy_estimate
-from training.utils.rl.objectives import (
-    builtin_call,
-    objective_options,
-    samples_of,
-    tis_options,
-)
+from training.utils.rl.objectives import builtin_call, objective_options, samples_of, tis_options
 from training.utils.rl.policy_losses import make_policy_loss_fn
 from training.utils.rl.rollout import RolloutSample
 from training.utils.rl.seeds import row_seed
@@ -33,7 +28,7 @@ def group() -> PromptGroup:
     return PromptGroup.of(IndexedRow(0, 0, {}), [[one] for one in drawn])
 
 
-@pytest.mark.parametrize("name", [one for one in POLICY_LOSSES if one != "reinforce"])
+@pytest.mark.parametrize("name", [loss for loss in POLICY_LOSSES if loss != "reinforce"])
 @pytest.mark.parametrize("tis", [None, TIS(cap=1.1)], ids=["plain", "tis"])
 def test_the_built_in_call_has_the_closures_loss(name, tis):
     config = Config(policy_loss=name, kl_beta=0.0, dapo=DAPOConfig(eps_clip_c=3.0))
@@ -51,10 +46,13 @@ def test_the_built_in_call_has_the_closures_loss(name, tis):
     ]
     in_trainer = builtin.per_token(builtin.batch(policy, inputs)).per_token.sum()
     closure = make_policy_loss_fn(
-        name, advantages=[s.advantage for s in samples], tis=tis, config=objective,
+        name,
+        advantages=[s.advantage for s in samples],
+        tis=tis,
+        config=objective,
         behavior_logprobs=[s.behavior_logprobs for s in samples],
         old_logprobs=[s.old_logprobs for s in samples],
-    )  # fmt: skip
+    )
     in_client, _ = closure([s.datum for s in samples], policy)
 
     assert float(in_trainer.detach()) == pytest.approx(float(in_client.detach()), rel=1e-5)

@@ -27,9 +27,11 @@ from training.utils.run import Run
 
 def drawn_by(*versions: list[int], logprobs: list[float], mask: list[int]) -> TrainSample:
     drawn = sample_of(
-        tokens=list(range(5, 5 + len(mask))), logprobs=logprobs, loss_mask=mask,
+        tokens=list(range(5, 5 + len(mask))),
+        logprobs=logprobs,
+        loss_mask=mask,
         versions=list(versions) or None,
-    )  # fmt: skip
+    )
     return TrainSample.of(drawn, 1.0)
 
 

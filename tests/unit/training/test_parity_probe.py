@@ -29,15 +29,16 @@ DRAW_S = 0.5
 def scene(*, rows: int = 10, draw: float = DRAW_S, serve: float = 3.0, **options: Any) -> Scene:
     """A run whose samples are two versions old when they are trained."""
     made = scene_of(
-        rows=rows, seconds=Seconds(draw=draw, serve=serve),
+        rows=rows,
+        seconds=Seconds(draw=draw, serve=serve),
         **{"max_head_offpolicy_versions": 2, **options},
-    )  # fmt: skip
+    )
     made.drift = DRIFT
     return made
 
 
 def column(played: Scene, name: str) -> list[float | None]:
-    return [one.get(f"parity/{name}") for one in played.records()]
+    return [record.get(f"parity/{name}") for record in played.records()]
 
 
 def probed_steps(played: Scene) -> list[int]:
@@ -193,7 +194,9 @@ def test_a_probe_that_fails_is_one_warning_and_the_run_goes_on(play, caplog):
     assert played.run.step == 5
     assert column(played, "p95") == [0.0, None, None, None, None]
     assert column(played, "probes_skipped") == [0.0, 1.0, 1.0, 1.0, 1.0]
-    (said,) = [one.getMessage() for one in caplog.records if "parity probe" in one.getMessage()]
+    (said,) = [
+        record.getMessage() for record in caplog.records if "parity probe" in record.getMessage()
+    ]
     assert "weight version 1 failed" in said
     assert "TransportError: the deployment hung up" in said
 

@@ -21,8 +21,14 @@ from hearth.losses import (
 from training.utils.rl import make_policy_loss_fn
 
 WITH_KL = {"grpo": GRPO(kl_beta=0.3), "reinforce": Reinforce(kl_beta=0.3)}
-WIRE_NAMES = {"grpo": "ppo", "cispo": "cispo", "dapo": "dapo", "dro": "dro", "gspo": "gspo",
-              "importance_sampling": "importance_sampling"}  # fmt: skip
+WIRE_NAMES = {
+    "grpo": "ppo",
+    "cispo": "cispo",
+    "dapo": "dapo",
+    "dro": "dro",
+    "gspo": "gspo",
+    "importance_sampling": "importance_sampling",
+}
 
 
 def tensor_data(values):
@@ -124,9 +130,13 @@ def test_client_closure_and_trainer_builtin_agree_with_weights_folded_in(name, t
 
     theirs = builtin.per_token(builtin.batch(rows, inputs)).per_token.sum()
     loss_fn = make_policy_loss_fn(
-        name, advantages=rollout["advantages"], behavior_logprobs=behavior, old_logprobs=old,
-        config=GRPO(kl_beta=0.0) if name == "grpo" else None, tis=tis,
-    )  # fmt: skip
+        name,
+        advantages=rollout["advantages"],
+        behavior_logprobs=behavior,
+        old_logprobs=old,
+        config=GRPO(kl_beta=0.0) if name == "grpo" else None,
+        tis=tis,
+    )
     ours, _ = loss_fn(datums_of(rollout), rows)
 
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
@@ -276,7 +286,7 @@ def test_an_advantage_may_be_rows_of_its_own():
 
     gradients = torch.autograd.grad(loss_fn(data, rows)[0], rows)
 
-    assert [one.tolist() for one in gradients] == [[0.0, -2.0, 3.0], [0.0, -0.5, -0.5]]
+    assert [gradient.tolist() for gradient in gradients] == [[0.0, -2.0, 3.0], [0.0, -0.5, -0.5]]
 
 
 def test_without_behavior_logprobs_reinforce_is_plain_and_tis_is_an_error():

@@ -11,9 +11,12 @@ from hearth.control.door import Door
 from training.utils.rl.datums import align_behavior_logprobs
 
 REQUEST: dict[str, Any] = {
-    "model": "accounts/me/deployments/serving", "max_tokens": 1, "echo": True,
-    "logprobs": 1, "prompt_cache_max_len": 0,
-}  # fmt: skip
+    "model": "accounts/me/deployments/serving",
+    "max_tokens": 1,
+    "echo": True,
+    "logprobs": 1,
+    "prompt_cache_max_len": 0,
+}
 
 
 async def test_the_documents_prefill_request_is_answered_to_whoever_has_a_key(stage, datums):

@@ -38,19 +38,31 @@ def test_three_threads_provision_side_by_side_as_document_003_does(stage, datums
     with ThreadPoolExecutor(max_workers=3) as pool:
         dep_fut = pool.submit(setup_deployment, stage.deployments, deploy_cfg, BASE, infra)
         pol_fut = pool.submit(
-            create_trainer_job, stage.trainers, base_model=BASE, infra=infra, lora_rank=0,
-            display_name="grpo-policy", hot_load_deployment_id="serving",
-        )  # fmt: skip
+            create_trainer_job,
+            stage.trainers,
+            base_model=BASE,
+            infra=infra,
+            lora_rank=0,
+            display_name="grpo-policy",
+            hot_load_deployment_id="serving",
+        )
         ref_fut = pool.submit(
-            create_trainer_job, stage.trainers, base_model=BASE, infra=infra, lora_rank=0,
-            display_name="grpo-reference", extra_args=["--forward-only", "--no-compile"],
-        )  # fmt: skip
+            create_trainer_job,
+            stage.trainers,
+            base_model=BASE,
+            infra=infra,
+            lora_rank=0,
+            display_name="grpo-reference",
+            extra_args=["--forward-only", "--no-compile"],
+        )
         deployment, policy, reference = dep_fut.result(), pol_fut.result(), ref_fut.result()
 
     assert stage.wire.most_in_flight("POST /v1") == 3
     assert (asdict(infra), asdict(deploy_cfg)) == before
     assert deployment.inference_model == "accounts/me/deployments/serving"
-    asked = {one.body["displayName"]: one for one in stage.wire.requests(f"POST {JOBS}$")}
+    asked = {
+        request.body["displayName"]: request for request in stage.wire.requests(f"POST {JOBS}$")
+    }
     assert asked["grpo-policy"].body["hotLoadDeploymentId"] == "serving"
     assert asked["grpo-policy"].body["forwardOnly"] is False
     assert asked["grpo-policy"].body["trainingConfig"]["learningRate"] > 0
@@ -61,7 +73,7 @@ def test_three_threads_provision_side_by_side_as_document_003_does(stage, datums
         service = FiretitanServiceClient(endpoint.base_url, "key")
         client = service.create_training_client(base_model=BASE, lora_rank=0)
         scored = client.forward(datums(2), "cross_entropy").result()
-        assert [len(one["logprobs"].data) for one in scored.loss_fn_outputs] == [3, 4]
+        assert [len(output["logprobs"].data) for output in scored.loss_fn_outputs] == [3, 4]
 
 
 def test_a_deployments_id_is_made_up_where_none_is_given(stage):
@@ -168,7 +180,7 @@ OURS = [
 
 
 @pytest.mark.parametrize(
-    ("before", "options", "is_scaled_down"), [one[1:] for one in OURS], ids=[one[0] for one in OURS]
+    ("before", "options", "is_scaled_down"), [our[1:] for our in OURS], ids=[our[0] for our in OURS]
 )
 def test_a_run_scales_down_what_it_asked_for_itself(stage, before, options, is_scaled_down):
     if before is not None:
@@ -215,9 +227,10 @@ def test_a_served_platform_needs_a_key(monkeypatch, tmp_path):
 def test_the_embedded_platform_has_no_jobs_to_attach_to(monkeypatch, tmp_path):
     monkeypatch.delenv("FIREWORKS_BASE_URL", raising=False)
     config = Config(
-        base_model=BASE, deployment=DeployConfig(tokenizer_model=BASE),
+        base_model=BASE,
+        deployment=DeployConfig(tokenizer_model=BASE),
         trainer=TrainerConfig(job_id="mine"),
-    )  # fmt: skip
+    )
 
     with pytest.raises(ConfigError, match="the embedded platform starts empty"):
         check_platform(PlatformSpec.of(config, tmp_path))
@@ -229,8 +242,9 @@ def test_two_generations_of_trainer_settings_must_agree(tmp_path):
     for names in itertools.permutations(["a", "b"]):
         config = Config(
             trainer=TrainerConfig(training_shape_id=f"{shape}-{names[0]}"),
-            infra=InfraConfig(training_shape_id=f"{shape}-{names[1]}"), **common,
-        )  # fmt: skip
+            infra=InfraConfig(training_shape_id=f"{shape}-{names[1]}"),
+            **common,
+        )
         with pytest.raises(ConfigError, match=r"trainer\.training_shape_id and infra\.training_sh"):
             PlatformSpec.of(config, tmp_path).infra_config()
 
@@ -251,9 +265,10 @@ def test_the_same_run_gets_the_same_ids_and_another_run_others(tmp_path):
 
 def test_a_trainers_own_settings_are_asked_for_where_they_are_given(tmp_path):
     config = Config(
-        base_model=BASE, deployment=DeployConfig(tokenizer_model=BASE),
+        base_model=BASE,
+        deployment=DeployConfig(tokenizer_model=BASE),
         trainer=TrainerConfig(dtype="bfloat16", recompute_above=4096),
-    )  # fmt: skip
+    )
 
     values = PlatformSpec.of(config, tmp_path).values()
 
@@ -270,8 +285,10 @@ def test_a_deployment_says_its_engine_replicas_and_the_rank_of_its_adapters():
 
     assert config.max_replica_count == 2
     assert config.extra_values == {
-        "engine": "vllm", "engine_options": {"drain": "abort"}, "lora_rank": 4
-    }  # fmt: skip
+        "engine": "vllm",
+        "engine_options": {"drain": "abort"},
+        "lora_rank": 4,
+    }
     assert deployment_config(DeployConfig(tokenizer_model=BASE), BASE).extra_values is None
 
 

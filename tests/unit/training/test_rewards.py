@@ -137,9 +137,13 @@ def test_a_buffer_outside_of_the_length_is_refused(buffer):
 def test_rewards_can_be_sent_to_another_process():
     rewards = [pattern_reward("4+"), tags_reward("think"), soft_overlong_reward(2, buffer=2)]
 
-    sent = [pickle.loads(pickle.dumps(one)) for one in rewards]
+    sent = [pickle.loads(pickle.dumps(reward)) for reward in rewards]
 
-    assert [one("44", {}) for one in sent] == [one("44", {}) for one in rewards] == [1.0, 0.0, -1.0]
+    assert (
+        [one("44", {}) for one in sent]
+        == [reward("44", {}) for reward in rewards]
+        == [1.0, 0.0, -1.0]
+    )
 
 
 def test_rewards_are_imported_without_torch_and_without_math_verify():

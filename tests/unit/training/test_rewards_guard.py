@@ -207,9 +207,10 @@ async def test_calls_that_wait_behind_hung_ones_are_refused_and_start_no_thread(
     one = guarded(reward, timeout_s=SHORT_S, on_error="drop", max_stuck=2, max_concurrent=2)
 
     outcomes = await asyncio.gather(
-        *(one("hang", {}) for _ in range(2)), *(one("a", {}) for _ in range(20)),
+        *(one("hang", {}) for _ in range(2)),
+        *(one("a", {}) for _ in range(20)),
         return_exceptions=True,
-    )  # fmt: skip
+    )
 
     # One place is free between the first time-out and the second, for whoever is quick enough.
     refused = [outcome for outcome in outcomes if isinstance(outcome, StuckRewardsError)]

@@ -51,10 +51,10 @@ def test_it_works_in_any_thread():
         found.append([math_reward(text, {"ground_truth": truth}) for text, truth, _ in CASES])
 
     threads = [threading.Thread(target=check) for _ in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
     assert found == [[reward for _, _, reward in CASES]] * 4
 

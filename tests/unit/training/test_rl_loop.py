@@ -30,8 +30,14 @@ SAVE = "POST .*/save_weights_for_sampler"
 LOAD = "POST /hot_load/"
 TRAIN = "POST .*/forward_backward$"
 STEP = "POST .*/optim_step$"
-PHASES = {"draw": DRAW, "score": "POST .*/forward$", "train": TRAIN, "step": STEP, "save": SAVE,
-          "load": LOAD}  # fmt: skip
+PHASES = {
+    "draw": DRAW,
+    "score": "POST .*/forward$",
+    "train": TRAIN,
+    "step": STEP,
+    "save": SAVE,
+    "load": LOAD,
+}
 GROUP = 4
 TOKENIZER = load_tokenizer(DeployConfig(tokenizer_model=str(MODEL)))
 # The weights then differ by one gradient: AdamW would hide its size.
@@ -68,7 +74,7 @@ class Seen:
 
     def bodies(self, pattern: str) -> list[Any]:
         """What was asked."""
-        return [one.body for one in self.stage.wire.requests(pattern)]
+        return [request.body for request in self.stage.wire.requests(pattern)]
 
     def drawing_at(self, pattern: str) -> list[int]:
         """How many completions were under way whenever such a request came."""
@@ -98,17 +104,17 @@ class Seen:
 
     def datums(self) -> list[list[DatumRecord]]:
         """Of every forward and backward call the data."""
-        inputs = [one["forward_backward_input"] for one in self.bodies(TRAIN)]
-        return [ForwardInput.checked(one).datums() for one in inputs]
+        inputs = [body["forward_backward_input"] for body in self.bodies(TRAIN)]
+        return [ForwardInput.checked(input_).datums() for input_ in inputs]
 
     def completions(self) -> list[list[int]]:
         """What was drawn of every sample that was trained, from its first token to its last."""
-        prompts = {tuple(one["prompt"]) for one in self.bodies(DRAW)}
+        prompts = {tuple(body["prompt"]) for body in self.bodies(DRAW)}
         found: list[list[int]] = []
         for sample in (sample for call in self.datums() for sample in call):
             targets = sample.loss_fn_inputs["target_tokens"].to_numpy().tolist()
             whole = [*(sample.model_input.chunks[0].tokens or []), targets[-1]]
-            (prompt,) = (one for one in prompts if tuple(whole[: len(one)]) == one)
+            (prompt,) = (prompt for prompt in prompts if tuple(whole[: len(prompt)]) == prompt)
             found.append(whole[len(prompt) :])
         return found
 
@@ -128,11 +134,18 @@ def run(stage, tmp_path, monkeypatch) -> Callable[..., Seen]:
     def play(rows: int, *, reward_fn: Any = spread, **changes: Any) -> Seen:
         folder = tmp_path / f"run-{next(count)}"
         usual: dict[str, Any] = {
-            "log_path": str(folder), "base_model": str(MODEL), "completions_per_prompt": GROUP,
-            "prompt_groups_per_step": 2, "max_completion_tokens": 8, "max_seq_len": 128,
-            "max_concurrent": 64, "learning_rate": 1e-3, "kl_beta": 0.0,
-            "truncated_completions": "score", "deployment": stage.serving(),
-        }  # fmt: skip
+            "log_path": str(folder),
+            "base_model": str(MODEL),
+            "completions_per_prompt": GROUP,
+            "prompt_groups_per_step": 2,
+            "max_completion_tokens": 8,
+            "max_seq_len": 128,
+            "max_concurrent": 64,
+            "learning_rate": 1e-3,
+            "kl_beta": 0.0,
+            "truncated_completions": "score",
+            "deployment": stage.serving(),
+        }
         given = load_rows(str(TRAIN_ROWS), rows)
         return Seen(stage, folder, main(Config(**(usual | changes)), given, reward_fn=reward_fn))
 
@@ -146,7 +159,7 @@ def hold_first_row(stage: Any, kind: str, pattern: str, count: int) -> None:
 
 def first_prompt(seen: Seen) -> list[int]:
     """The prompt of the row that is asked for first, of all its completions."""
-    prompts = [one["prompt"] for one in seen.bodies(DRAW)[:GROUP]]
+    prompts = [body["prompt"] for body in seen.bodies(DRAW)[:GROUP]]
     assert prompts == [prompts[0]] * GROUP
     return prompts[0]
 
@@ -182,17 +195,19 @@ def test_a_step_is_sampled_scored_trained_and_published_before_the_next_one(run)
     assert seen.phases() == ["draw", "score", "train", "step", "save", "load"] * 2
     assert seen.drawing_at("POST .*/(forward|forward_backward|optim_step)$") == [0] * 8
     assert seen.drawing_at(SAVE) == seen.drawing_at(LOAD) == [0, 0]
-    saved = [one["path"] for one in seen.bodies(SAVE)]
+    saved = [body["path"] for body in seen.bodies(SAVE)]
     assert [name.rsplit("-", 1)[0] for name in saved] == ["step-00001", "step-00002"]
-    assert [one["identity"] for one in seen.bodies(LOAD)] == saved
+    assert [body["identity"] for body in seen.bodies(LOAD)] == saved
 
 
 def test_every_step_has_one_record_with_its_rewards_and_its_kl(run):
     records = run(4, kl_beta=0.01).records()
 
-    assert [(one["type"], one["step"]) for one in records] == [("train", 1), ("train", 2)]
-    for one in records:
-        assert one["rollout/reward_min"] < one["rollout/reward"] < one["rollout/reward_max"]
+    assert [(record["type"], record["step"]) for record in records] == [("train", 1), ("train", 2)]
+    for record in records:
+        assert (
+            record["rollout/reward_min"] < record["rollout/reward"] < record["rollout/reward_max"]
+        )
     assert records[0]["train/mean_kl"] == pytest.approx(0.0, abs=1e-6)
     assert abs(records[1]["train/mean_kl"]) > 1e-6
 
@@ -202,18 +217,22 @@ def test_settings_reach_every_request(run):
 
     draws = seen.bodies(DRAW)
     assert len(draws) == 2 * GROUP
-    for one in draws:
-        assert (one["n"], one["temperature"], one["max_tokens"]) == (1, 0.7, 5)
-        assert all(type(token) is int for token in one["prompt"])
+    for draw in draws:
+        assert (draw["n"], draw["temperature"], draw["max_tokens"]) == (1, 0.7, 5)
+        assert all(type(token) is int for token in draw["prompt"])
     (step,) = seen.bodies(STEP)
     assert step["adam_params"] == {
-        "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.01,
+        "learning_rate": 1e-3,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-6,
+        "weight_decay": 0.01,
         "grad_clip_norm": 1.0,
-    }  # fmt: skip
-    prompts = {tuple(one["prompt"]) for one in draws}
+    }
+    prompts = {tuple(draw["prompt"]) for draw in draws}
     (call,) = seen.trained()
     assert len(call) == len(draws)
-    assert all(any(holds([tokens], list(one)) for one in prompts) for tokens in call)
+    assert all(any(holds([tokens], list(prompt)) for prompt in prompts) for tokens in call)
 
 
 def test_every_completion_that_is_drawn_is_scored_once_and_trained(run):
@@ -226,7 +245,9 @@ def test_every_completion_that_is_drawn_is_scored_once_and_trained(run):
     seen = run(2, reward_fn=noting)
 
     assert len(scored) == len(seen.bodies(DRAW)) == 2 * GROUP
-    texts = [TOKENIZER.decode(one, skip_special_tokens=True) for one in seen.completions()]
+    texts = [
+        TOKENIZER.decode(completion, skip_special_tokens=True) for completion in seen.completions()
+    ]
     assert sorted(texts) == sorted(scored)
 
 
@@ -333,7 +354,7 @@ def test_a_window_samples_together_trains_what_arrives_and_drains_before_its_wei
     trained, published = ["score", "train", "step"], ["save", "load"]
     assert seen.phases() == ["draw", *trained * 3, *published, "draw", *trained, *published]
     assert seen.drawing_at(SAVE) == seen.drawing_at(LOAD) == [0, 0]
-    assert [one["version/sample_staleness_max"] for one in seen.records()] == [0.0] * 4
+    assert [record["version/sample_staleness_max"] for record in seen.records()] == [0.0] * 4
 
 
 def test_a_windows_rows_are_trained_in_the_order_in_which_they_arrive(run, stage):
@@ -343,7 +364,7 @@ def test_a_windows_rows_are_trained_in_the_order_in_which_they_arrive(run, stage
 
     seen = run(4, weight_sync_interval=4, prompt_groups_per_step=1)
 
-    prompts = [one["prompt"] for one in seen.bodies(DRAW)[::GROUP]]
+    prompts = [body["prompt"] for body in seen.bodies(DRAW)[::GROUP]]
     trained = [[holds(call, prompt) for prompt in prompts].index(True) for call in seen.trained()]
     assert trained == [3, 2, 1, 0]
 
@@ -356,19 +377,18 @@ def test_a_window_is_drawn_under_the_version_that_the_one_before_it_has_publishe
     seen = run(5, weight_sync_interval=2, prompt_groups_per_step=1)
 
     assert versions == [0] * 2 * GROUP + [1] * 2 * GROUP + [2] * GROUP
-    assert [one["version/sample_staleness_max"] for one in seen.records()] == [0.0] * 5
+    assert [record["version/sample_staleness_max"] for record in seen.records()] == [0.0] * 5
     assert seen.begun_during(LOAD, DRAW) == [0] * 3
 
 
 @pytest.mark.parametrize(
-    ("interval", "names"),
-    [(0, []), (2, ["step-00002", "step-00004", "step-00005"])],
+    ("interval", "names"), [(0, []), (2, ["step-00002", "step-00004", "step-00005"])]
 )
 def test_weights_are_published_every_n_steps_and_at_the_end_or_never(run, interval, names):
     seen = run(5, weight_sync_interval=interval, prompt_groups_per_step=1)
 
     assert len(seen.bodies(STEP)) == 5
-    assert [one["path"].rsplit("-", 1)[0] for one in seen.bodies(SAVE)] == names
+    assert [body["path"].rsplit("-", 1)[0] for body in seen.bodies(SAVE)] == names
     assert len(seen.bodies(LOAD)) == len(names)
 
 
@@ -392,7 +412,9 @@ def test_there_are_a_policy_a_deployment_and_a_reference_where_kl_or_a_shape_ask
     policy, *reference, deployment = stage.creates()
     assert (policy, reference) == ("rl-policy", ["rl-reference"] * has_reference)
     assert deployment.startswith("rl-deployment-")
-    frozen = [one.body["forwardOnly"] for one in stage.wire.requests("POST .*/rlorTrainerJobs$")]
+    frozen = [
+        request.body["forwardOnly"] for request in stage.wire.requests("POST .*/rlorTrainerJobs$")
+    ]
     assert frozen == [False, True][: 1 + has_reference]
     assert (seen.summary.reference_job_id is not None) is has_reference
 
@@ -403,7 +425,7 @@ def test_the_policys_job_is_asked_for_with_the_lora_rank_and_a_reference_without
     run(2, base_model=TINY, lora_rank=4, infra=infra)
 
     jobs = stage.wire.requests("POST .*/rlorTrainerJobs$")
-    assert [one.body["trainingConfig"]["loraRank"] for one in jobs] == [4, 0]
+    assert [job.body["trainingConfig"]["loraRank"] for job in jobs] == [4, 0]
 
 
 def test_a_step_asks_a_reference_for_logprobs_and_never_to_train(run, stage):
@@ -411,13 +433,16 @@ def test_a_step_asks_a_reference_for_logprobs_and_never_to_train(run, stage):
 
     calls = "(forward|forward_backward|optim_step|save_weights_for_sampler)$"
     asked = Counter(
-        (seen.summary.reference_job_id in one.path, one.path.rsplit("/", 1)[1])
-        for one in stage.wire.requests(f"POST /training/.*/{calls}")
+        (seen.summary.reference_job_id in request.path, request.path.rsplit("/", 1)[1])
+        for request in stage.wire.requests(f"POST /training/.*/{calls}")
     )
     assert asked == {
-        (True, "forward"): 2, (False, "forward"): 2, (False, "forward_backward"): 2,
-        (False, "optim_step"): 2, (False, "save_weights_for_sampler"): 2,
-    }  # fmt: skip
+        (True, "forward"): 2,
+        (False, "forward"): 2,
+        (False, "forward_backward"): 2,
+        (False, "optim_step"): 2,
+        (False, "save_weights_for_sampler"): 2,
+    }
 
 
 # The trainer's shape.

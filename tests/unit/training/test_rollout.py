@@ -19,9 +19,11 @@ WHERE = "row 7, draw 2"
 def sample(**changes: Any) -> RolloutSample:
     """Two prompt tokens and two drawn ones."""
     usual: dict[str, Any] = {
-        "tokens": [5, 6, 7, 8], "logprobs": [0.0, 0.0, -0.25, -1.5], "loss_mask": [0, 0, 1, 1],
+        "tokens": [5, 6, 7, 8],
+        "logprobs": [0.0, 0.0, -0.25, -1.5],
+        "loss_mask": [0, 0, 1, 1],
         "reward": 1.0,
-    }  # fmt: skip
+    }
     return RolloutSample(**(usual | changes))
 
 
@@ -36,7 +38,7 @@ def only(returned: object) -> RolloutSample:
 
 
 def test_t142_a_sample_has_the_documents_fields_and_defaults():
-    fields = {one.name: one.default for one in dataclasses.fields(RolloutSample)}
+    fields = {field.name: field.default for field in dataclasses.fields(RolloutSample)}
     required = [name for name, default in fields.items() if default is dataclasses.MISSING]
 
     assert required == ["tokens", "logprobs", "loss_mask", "reward"]
@@ -46,12 +48,18 @@ def test_t142_a_sample_has_the_documents_fields_and_defaults():
 
 
 def test_t140_the_setup_has_what_the_document_lists():
-    names = [one.name for one in dataclasses.fields(RolloutSetup)]
+    names = [field.name for field in dataclasses.fields(RolloutSetup)]
 
     assert names[:8] == [
-        "tokenizer", "tokenizer_id", "sample_kwargs", "inference_base_url", "api_key", "model",
-        "completions_per_prompt", "extras",
-    ]  # fmt: skip
+        "tokenizer",
+        "tokenizer_id",
+        "sample_kwargs",
+        "inference_base_url",
+        "api_key",
+        "model",
+        "completions_per_prompt",
+        "extras",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -140,12 +148,7 @@ def test_the_place_of_a_fault_names_run_and_segment():
 
 def test_a_sample_without_drawn_tokens_is_left_out():
     silent = sample(loss_mask=[0, 0, 0, 0], logprobs=[0.0] * 4)
-    rollout = Rollout(
-        [
-            RolloutRun([silent]),
-            RolloutRun([silent, sample()], "second"),
-        ]
-    )
+    rollout = Rollout([RolloutRun([silent]), RolloutRun([silent, sample()], "second")])
 
     assert runs_of(silent, WHERE) == []
     assert runs_of(rollout, WHERE) == [RolloutRun([sample()], "second")]
@@ -272,13 +275,21 @@ def test_a_reward_in_an_array_is_judged_by_its_value(wrong):
 @pytest.mark.parametrize(
     ("given", "value"),
     [
-        (True, 1.0), (False, 0.0), (3, 3.0), (-0.5, -0.5), (np.float32(0.25), 0.25),
-        (np.float64(0.25), 0.25), (np.int64(2), 2.0), (np.bool_(True), 1.0),
-        (np.array(0.75), 0.75), (torch.tensor(0.75), 0.75),
-        (torch.tensor(True), 1.0), (torch.tensor(0.5, requires_grad=True), 0.5),
+        (True, 1.0),
+        (False, 0.0),
+        (3, 3.0),
+        (-0.5, -0.5),
+        (np.float32(0.25), 0.25),
+        (np.float64(0.25), 0.25),
+        (np.int64(2), 2.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.75), 0.75),
+        (torch.tensor(0.75), 0.75),
+        (torch.tensor(True), 1.0),
+        (torch.tensor(0.5, requires_grad=True), 0.5),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_any_kind_of_number_is_a_reward_and_becomes_a_float(given, value):
     reward = only(sample(reward=given)).reward
 
@@ -339,9 +350,10 @@ def test_versions_cover_the_drawn_tokens(versions):
 
 
 @pytest.mark.parametrize(
-    "wrong", [[], [[0, 4]], [[0, 1]], [[3, 3], [4, -1]], [[-1, 2]], [2], [[0, 1, 1]], [[0, "2"]]],
+    "wrong",
+    [[], [[0, 4]], [[0, 1]], [[3, 3], [4, -1]], [[-1, 2]], [2], [[0, 1, 1]], [[0, "2"]]],
     ids=repr,
-)  # fmt: skip
+)
 def test_versions_that_do_not_add_up_are_refused(wrong):
     with pytest.raises(
         ConfigError, match=r"versions must be pairs \[weight version, tokens\] that cover the 2 dr"
@@ -370,4 +382,4 @@ def test_what_is_no_truth_value_is_refused(wrong):
     [([None, None], None), ([False, None], False), ([False, True], True), ([True, False], True)],
 )
 def test_a_run_is_parsed_where_one_of_its_segments_is(segments, parsed):
-    assert RolloutRun([sample(parsed=one) for one in segments]).parsed is parsed
+    assert RolloutRun([sample(parsed=segment) for segment in segments]).parsed is parsed

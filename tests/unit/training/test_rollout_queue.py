@@ -75,12 +75,16 @@ def rows_of(count: int) -> Iterator[IndexedRow]:
 
 def queue_of(rollouts: Rollouts, rows: int = 100, **options: Any) -> RolloutQueue:
     names = ("check", "check_every_s", "weight_version", "draw")
-    own = {one: options.pop(one) for one in names if one in options}
+    own = {name: options.pop(name) for name in names if name in options}
     others: dict[str, Any] = {"draw": rollouts.draw, "weight_version": lambda: 0}
     return RolloutQueue(
-        config_of(**options), rows_of(rows), note=rollouts.note, busy=BusyClock(now), now=now,
+        config_of(**options),
+        rows_of(rows),
+        note=rollouts.note,
+        busy=BusyClock(now),
+        now=now,
         **(others | own),
-    )  # fmt: skip
+    )
 
 
 def numbers(piece: list[TakenGroup]) -> list[int]:
@@ -196,7 +200,7 @@ def test_t148_at_o_0_no_row_is_submitted_before_the_sync_and_every_offset_is_0()
     # Rolled out in 5 s and then 1 s, trained in 10 s, published in 3 s.
     assert rollouts.started == [(0, 0), (1, 0), (2, 18), (3, 18), (4, 32), (5, 32)]
     assert trainer.offsets() == [[0, 0]] * 3
-    assert [one.version for one in rollouts.submissions] == [0, 0, 1, 1, 2, 2]
+    assert [submission.version for submission in rollouts.submissions] == [0, 0, 1, 1, 2, 2]
 
 
 def test_t151_at_o_4_forty_rows_of_eight_are_submitted_before_the_first_sync():
@@ -204,9 +208,11 @@ def test_t151_at_o_4_forty_rows_of_eight_are_submitted_before_the_first_sync():
 
     async def main() -> list[int]:
         queue = queue_of(
-            rollouts, prompt_groups_per_step=8, completions_per_prompt=8,
+            rollouts,
+            prompt_groups_per_step=8,
+            completions_per_prompt=8,
             max_head_offpolicy_versions=4,
-        )  # fmt: skip
+        )
         counts: list[int] = []
         assert len(await queue.piece()) == 8
         counts.append(len(rollouts.started))
@@ -252,9 +258,14 @@ def test_t149_the_bound_holds_for_every_o(late):
     rollouts = Rollouts({index: rng.expovariate(1.0) ** 4 for index in range(200)})
 
     trainer = trained(
-        rollouts, 200, max_head_offpolicy_versions=late, prompt_groups_per_step=4, train_s=2.0,
-        publish_s=1.0, is_pipelined=late > 0,
-    )  # fmt: skip
+        rollouts,
+        200,
+        max_head_offpolicy_versions=late,
+        prompt_groups_per_step=4,
+        train_s=2.0,
+        publish_s=1.0,
+        is_pipelined=late > 0,
+    )
 
     assert max(max(offsets) for offsets in trainer.offsets()) == late
     assert sorted(trainer.all_rows()) == list(range(200))
@@ -302,9 +313,12 @@ def test_t147_synchronous_training_drains_before_every_step():
 
     async def main() -> list[list[int]]:
         queue = queue_of(
-            rollouts, 8, synchronous_training=True, max_head_offpolicy_versions=3,
+            rollouts,
+            8,
+            synchronous_training=True,
+            max_head_offpolicy_versions=3,
             min_samples_per_fwd_bwd=2,
-        )  # fmt: skip
+        )
         pieces: list[list[int]] = []
         for _ in range(4):
             while piece := await queue.piece():
@@ -328,11 +342,9 @@ def test_a_submission_knows_what_the_deployment_serves():
         await Trainer(queue).run()
 
     during(main)
-    assert [(one.version, one.weight_version) for one in rollouts.submissions] == [
-        (0, 7),
-        (0, 7),
-        (1, 9),
-    ]
+    assert [
+        (submission.version, submission.weight_version) for submission in rollouts.submissions
+    ] == [(0, 7), (0, 7), (1, 9)]
 
 
 # Pieces.
@@ -344,10 +356,7 @@ PIECES = [
     ({"min_samples_per_fwd_bwd": 4}, [(2.0, [0, 1]), (4.0, [2, 3])]),
     ({"min_samples_per_fwd_bwd": 6}, [(3.0, [0, 1, 2]), (4.0, [3])]),
     ({"min_samples_per_fwd_bwd": 3}, [(1.0, [0]), (2.0, [1]), (3.0, [2]), (4.0, [3])]),
-    (
-        {"max_samples_per_fwd_bwd": 2, "ppo_n_minibatches": 2},
-        [(4.0, [0, 1, 2, 3])],
-    ),
+    ({"max_samples_per_fwd_bwd": 2, "ppo_n_minibatches": 2}, [(4.0, [0, 1, 2, 3])]),
     ({"max_head_offpolicy_versions": 1}, [(4.0, [0, 1, 2, 3])]),
     (
         {"max_head_offpolicy_versions": 1, "max_samples_per_fwd_bwd": 4},
@@ -361,7 +370,7 @@ PIECES = [
         {"max_head_offpolicy_versions": 1, "min_samples_per_fwd_bwd": 2},
         [(1.0, [0]), (2.0, [1]), (3.0, [2]), (4.0, [3])],
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("options", "pieces"), PIECES, ids=[str(one) for one, _ in PIECES])
@@ -377,13 +386,20 @@ def test_a_piece_takes_what_has_come_meanwhile_up_to_the_cap():
     rollouts = Rollouts({0: 1.0, 1: 1.5, 2: 2.0, 3: 2.5, 4: 9.0})
 
     trainer = trained(
-        rollouts, 5, prompt_groups_per_step=5, min_samples_per_fwd_bwd=2,
-        max_samples_per_fwd_bwd=4, train_s=3.0,
-    )  # fmt: skip
+        rollouts,
+        5,
+        prompt_groups_per_step=5,
+        min_samples_per_fwd_bwd=2,
+        max_samples_per_fwd_bwd=4,
+        train_s=3.0,
+    )
 
     assert [(piece.at, piece.rows) for piece in trainer.pieces] == [
-        (1.0, [0]), (4.0, [1, 2]), (7.0, [3]), (10.0, [4]),
-    ]  # fmt: skip
+        (1.0, [0]),
+        (4.0, [1, 2]),
+        (7.0, [3]),
+        (10.0, [4]),
+    ]
 
 
 def test_the_last_piece_does_not_wait_for_more_than_there_is():
@@ -634,9 +650,14 @@ def test_the_sampler_is_busy_while_a_row_runs():
         busy = BusyClock(now)
         rollouts = Rollouts({0: 3.0, 1: 5.0})
         queue = RolloutQueue(
-            config_of(), rows_of(2), draw=rollouts.draw, note=rollouts.note,
-            weight_version=lambda: 0, busy=busy, now=now,
-        )  # fmt: skip
+            config_of(),
+            rows_of(2),
+            draw=rollouts.draw,
+            note=rollouts.note,
+            weight_version=lambda: 0,
+            busy=busy,
+            now=now,
+        )
         await queue.piece()
         await asyncio.sleep(4)
         return busy.take()
@@ -707,12 +728,15 @@ def weathers(draw: st.DrawFn) -> Weather:
         most = min(8, options["max_samples_per_fwd_bwd"])
         options["min_samples_per_fwd_bwd"] = draw(st.one_of(st.none(), st.integers(2, most)))
     return Weather(
-        seed=draw(st.integers(0, 2**32 - 1)), rows=draw(st.integers(0, 60)), options=options,
-        slow=draw(st.sampled_from([0.0, 0.05, 0.3])), refused=draw(st.sampled_from([0, 0.2, 0.9])),
+        seed=draw(st.integers(0, 2**32 - 1)),
+        rows=draw(st.integers(0, 60)),
+        options=options,
+        slow=draw(st.sampled_from([0.0, 0.05, 0.3])),
+        refused=draw(st.sampled_from([0, 0.2, 0.9])),
         fails=draw(st.sampled_from([0.0, 0.0, 0.0, 0.05])),
         train_s=draw(st.sampled_from([0.0, 0.5, 40.0])),
         publish_s=draw(st.sampled_from([0.0, 0.5, 40.0])),
-    )  # fmt: skip
+    )
 
 
 def run_weather(weather: Weather, rollouts: Rollouts) -> tuple[Trainer, bool]:

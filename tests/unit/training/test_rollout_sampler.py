@@ -4,13 +4,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import pytest
-from tests.unit.training.drawn import (
-    draw_row,
-    number_of_draw,
-    rollouts_of,
-    row_of,
-    sample_of,
-)
+from tests.unit.training.drawn import draw_row, number_of_draw, rollouts_of, row_of, sample_of
 from tests.unit.virtual_time import run_virtual
 
 from hearth.errors import ConfigError, TransportError
@@ -57,9 +51,13 @@ class Deployment:
 
 def completion(drawn: int = 2, **changes: Any) -> SampledCompletion:
     usual: dict[str, Any] = {
-        "text": "", "full_tokens": [5, 6, *range(7, 7 + drawn)], "prompt_len": 2,
-        "finish_reason": "stop", "inference_logprobs": [-0.5] * drawn, "weight_version": 7,
-    }  # fmt: skip
+        "text": "",
+        "full_tokens": [5, 6, *range(7, 7 + drawn)],
+        "prompt_len": 2,
+        "finish_reason": "stop",
+        "inference_logprobs": [-0.5] * drawn,
+        "weight_version": 7,
+    }
     return SampledCompletion(**(usual | changes))
 
 
@@ -205,9 +203,10 @@ VERSIONS = [
 
 
 @pytest.mark.parametrize(
-    ("play", "answers", "versions"), VERSIONS,
+    ("play", "answers", "versions"),
+    VERSIONS,
     ids=[f"{play.__name__} {versions}" for play, _, versions in VERSIONS],
-)  # fmt: skip
+)
 def test_a_sample_has_the_versions_that_were_seen_or_that_of_its_submission(
     play: Play, answers: list[SampledCompletion], versions: list[list[int]]
 ):
@@ -269,7 +268,7 @@ def test_a_request_that_names_no_temperature_is_drawn_at_the_runs():
     done = draw_row(rollout_with(sampler, **recipes), ROW)
 
     assert done.group is not None
-    assert [one["temperature"] for one in deployment.options] == [0.7] * 4
+    assert [option["temperature"] for option in deployment.options] == [0.7] * 4
 
 
 def test_what_is_not_trained_may_be_drawn_from_anything():
@@ -283,4 +282,4 @@ def test_what_is_not_trained_may_be_drawn_from_anything():
     run_virtual(lambda: sampler.sample_with_prompt_tokens([1, 2], **greedy))  # by no rollout at all
 
     assert (len(done.runs), done.failed) == (2, 0)
-    assert sum(one == greedy for one in deployment.options) == 3
+    assert sum(option == greedy for option in deployment.options) == 3

@@ -199,9 +199,12 @@ async def test_a_rollout_that_hangs_runs_out_of_its_time_although_its_thread_is_
 
     with pytest.raises(TimeoutError, match=r"within rollout_timeout_s=0\.05 s"):
         await with_retries(
-            lambda: thread.submit(rollout), attempts=2, timeout_s=0.05, backoff_s=0.0,
+            lambda: thread.submit(rollout),
+            attempts=2,
+            timeout_s=0.05,
+            backoff_s=0.0,
             on_failure=lambda error, attempt: failures.append((type(error), attempt)),
-        )  # fmt: skip
+        )
     may_go_on.set()
 
     assert failures == [(TimeoutError, 1), (TimeoutError, 2)]
@@ -230,8 +233,8 @@ async def test_pending_rollouts_are_listed_oldest_first_with_where_they_wait(thr
     assert re.search(r":\d+ in second, .*:\d+ in helper, tasks\.py:\d+ in sleep$", lines[1])
     assert len(lines) == 2
     assert thread.task_stacks(0) == []
-    for one in drawings:
-        one.cancel()
+    for drawing in drawings:
+        drawing.cancel()
 
 
 async def deeply(levels: int) -> None:

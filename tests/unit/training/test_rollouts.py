@@ -6,21 +6,11 @@ import logging
 from typing import Any, cast
 
 import pytest
-from tests.unit.training.drawn import (
-    draw_row,
-    number_of_draw,
-    rollouts_of,
-    row_of,
-    sample_of,
-)
+from tests.unit.training.drawn import draw_row, number_of_draw, rollouts_of, row_of, sample_of
 from tests.unit.virtual_time import now, run_virtual
 
 from hearth.errors import ConfigError, TransportError
-from training.utils.rl.failures import (
-    CircuitBreaker,
-    RecoverableRolloutError,
-    RolloutsFailingError,
-)
+from training.utils.rl.failures import CircuitBreaker, RecoverableRolloutError, RolloutsFailingError
 from training.utils.rl.groups import Draw, PromptGroup
 from training.utils.rl.rollout import (
     OPTIONAL_ARGUMENTS,
@@ -96,7 +86,7 @@ def test_a_group_knows_the_versions_at_its_submission():
 
     assert done.group is not None
     assert (done.group.row, done.group.submit_version) == (ROW, 2)
-    assert [one.versions for one in samples(done)] == [[[5, 2]]] * 2
+    assert [sample.versions for sample in samples(done)] == [[[5, 2]]] * 2
     assert (done.completions, done.rewards, done.dropped, done.error) == (2, [1.0, 0.0], None, None)
 
 
@@ -118,9 +108,7 @@ def test_every_draw_has_a_row_of_its_own():
 
 # Optional arguments.
 
-KNOWN = {
-    "cursor_index": 13, "row_index": 4, "epoch": 1, "end_of_epoch": False,
-}  # fmt: skip
+KNOWN = {"cursor_index": 13, "row_index": 4, "epoch": 1, "end_of_epoch": False}
 
 
 async def none(_row: Any) -> None:
@@ -304,7 +292,7 @@ def test_several_runs_of_one_draw_stand_for_themselves_in_the_group():
 
     assert done.group is not None
     assert done.rewards == done.group.rewards == [0.0, 0.0, 1.0, -1.0]
-    assert [len(one) for one in done.group.samples] == [2, 1, 2, 1]
+    assert [len(sample) for sample in done.group.samples] == [2, 1, 2, 1]
     assert (done.completions, done.truncated) == (4, 2)
     assert done.group.row_meta == {"game": 0}
 
@@ -383,9 +371,13 @@ class Failing:
 
 @pytest.mark.parametrize(
     "error",
-    [TimeoutError("slow"), ConnectionError("gone"), RecoverableRolloutError("sandbox"),
-     TransportError("no answer")],
-)  # fmt: skip
+    [
+        TimeoutError("slow"),
+        ConnectionError("gone"),
+        RecoverableRolloutError("sandbox"),
+        TransportError("no answer"),
+    ],
+)
 def test_t161_a_recoverable_error_is_tried_again(error):
     fn = Failing(error, times=2)
 
@@ -513,9 +505,15 @@ def test_an_outage_that_the_retries_outlast_ends_no_run():
 def test_the_breaker_is_told_of_successes_and_not_of_none():
     breaker = CircuitBreaker(max_in_a_row=3)
     script: list[object] = [
-        TimeoutError("1"), None, TimeoutError("2"), sample_of(1.0),
-        TimeoutError("3"), TimeoutError("4"), None, sample_of(0.0),
-    ]  # fmt: skip
+        TimeoutError("1"),
+        None,
+        TimeoutError("2"),
+        sample_of(1.0),
+        TimeoutError("3"),
+        TimeoutError("4"),
+        None,
+        sample_of(0.0),
+    ]
 
     async def rollout_fn(_row: Any) -> RolloutSample | None:
         step = script[number_of_draw()]

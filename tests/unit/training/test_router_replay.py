@@ -17,11 +17,7 @@ from training.utils.rl.groups import (
 )
 from training.utils.rl.rollout import judged_sample
 from training.utils.rl.rollout_sampler import current_draw
-from training.utils.rl.router_replay import (
-    mention_dense_policy,
-    routing_options,
-    seen_routing,
-)
+from training.utils.rl.router_replay import mention_dense_policy, routing_options, seen_routing
 
 
 def routing_of(datum) -> list[str] | None:
@@ -121,9 +117,13 @@ def completion(prompt, drawn, *routing: str, is_dense=False) -> SampledCompletio
     """A completion whose experts are its tokens as texts, or ``routing``; or that has none."""
     matrices = list(routing) or [f"{token}" for token in drawn]
     return SampledCompletion(
-        text="", full_tokens=[*prompt, *drawn], prompt_len=len(prompt), finish_reason="stop",
-        inference_logprobs=[-0.5] * len(drawn), routing_matrices=None if is_dense else matrices,
-    )  # fmt: skip
+        text="",
+        full_tokens=[*prompt, *drawn],
+        prompt_len=len(prompt),
+        finish_reason="stop",
+        inference_logprobs=[-0.5] * len(drawn),
+        routing_matrices=None if is_dense else matrices,
+    )
 
 
 def test_a_completions_experts_go_with_its_sample():
@@ -137,31 +137,46 @@ SEEN = {
     "one turn": ([1, 2, 3, 4], [0, 0, 1, 1], [ONE], ["", "3", "4"]),
     "cut short": ([1, 2, 3], [0, 0, 1], [ONE], ["", "3"]),
     "two turns": (
-        [1, 2, 3, 4, 9, 5, 6], [0, 0, 1, 1, 0, 1, 1], [ONE, completion([1, 2, 3, 4, 9], [5, 6])],
+        [1, 2, 3, 4, 9, 5, 6],
+        [0, 0, 1, 1, 0, 1, 1],
+        [ONE, completion([1, 2, 3, 4, 9], [5, 6])],
         ["", "3", "4", "", "5", "6"],
     ),
     "a turn right after another": (
-        [1, 2, 3, 4, 5], [0, 0, 1, 1, 1], [ONE, completion([1, 2, 3, 4], [5])],
+        [1, 2, 3, 4, 5],
+        [0, 0, 1, 1, 1],
+        [ONE, completion([1, 2, 3, 4], [5])],
         ["", "3", "4", "5"],
     ),
     "the chosen one of two": (
-        [1, 2, 7, 8], [0, 0, 1, 1], [ONE, completion([1, 2], [7, 8])], ["", "7", "8"]
+        [1, 2, 7, 8],
+        [0, 0, 1, 1],
+        [ONE, completion([1, 2], [7, 8])],
+        ["", "7", "8"],
     ),
     "with a prompt of its own": (
-        [1, 2, 3, 4], [0, 0, 1, 1], [completion([1, 2], [3, 4], "p", "3", "4")],
+        [1, 2, 3, 4],
+        [0, 0, 1, 1],
+        [completion([1, 2], [3, 4], "p", "3", "4")],
         ["p", "3", "4"],
     ),
     "another prompt": ([9, 2, 3, 4], [0, 0, 1, 1], [ONE], None),
     "other tokens": ([1, 2, 3, 5], [0, 0, 1, 1], [ONE], None),
     "one turn that nobody saw": (
-        [1, 2, 3, 4, 9, 5], [0, 0, 1, 1, 0, 1], [ONE], ["", "3", "4", "", ""]
+        [1, 2, 3, 4, 9, 5],
+        [0, 0, 1, 1, 0, 1],
+        [ONE],
+        ["", "3", "4", "", ""],
     ),
     "a dense model": (
-        [1, 2, 3, 4], [0, 0, 1, 1], [completion([1, 2], [3, 4], is_dense=True)], None
+        [1, 2, 3, 4],
+        [0, 0, 1, 1],
+        [completion([1, 2], [3, 4], is_dense=True)],
+        None,
     ),
     "nothing drawn": ([1, 2, 3], [0, 0, 1], [completion([1, 2], [])], None),
     "nothing seen": ([1, 2, 3, 4], [0, 0, 1, 1], [], None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("tokens", "mask", "seen", "rows"), SEEN.values(), ids=SEEN.keys())
@@ -183,7 +198,7 @@ def test_a_rollout_that_says_nothing_of_experts_replays_what_its_sampler_saw(giv
 
     assert draw.group is not None
     rows = ["", "7", "8"] if given is None else ["", "a", "b"]
-    assert [routing_of(one) for one in draw.group.data] == [rows, rows]
+    assert [routing_of(datum) for datum in draw.group.data] == [rows, rows]
 
 
 def test_the_share_of_replayed_samples_is_a_metric_where_there_are_any():
@@ -218,4 +233,4 @@ def test_experts_are_asked_for_where_they_can_be_replayed(case, options, caplog)
     told = [
         "router_replay does nothing: some-model has no experts that can be recorded and replayed"
     ]
-    assert [one.getMessage() for one in caplog.records] == told * (not has_experts)
+    assert [record.getMessage() for record in caplog.records] == told * (not has_experts)

@@ -82,7 +82,7 @@ def test_assistant_turns_are_dropped_from_the_prompt():
     roles = ["system", "user", "assistant", "user", "assistant"]
     row = {"messages": [{"role": role, "content": role} for role in roles]}
 
-    assert [one["role"] for one in prompt_messages(row)] == ["system", "user", "user"]
+    assert [message["role"] for message in prompt_messages(row)] == ["system", "user", "user"]
 
 
 def test_epochs_visit_every_row_and_finished_ones_are_left_out():
@@ -90,8 +90,8 @@ def test_epochs_visit_every_row_and_finished_ones_are_left_out():
 
     visits = list(epoch_rows(rows, epochs=2, shuffle=False, seed=0, done=frozenset({1, 6})))
 
-    assert [one.index for one in visits] == [0, 2, 3, 4, 5, 7]
-    assert [one.row["n"] for one in visits] == [0, 2, 3, 0, 1, 3]
+    assert [visit.index for visit in visits] == [0, 2, 3, 4, 5, 7]
+    assert [visit.row["n"] for visit in visits] == [0, 2, 3, 0, 1, 3]
 
 
 def test_a_shuffled_epoch_is_a_permutation_that_the_seed_repeats():

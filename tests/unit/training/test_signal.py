@@ -82,7 +82,7 @@ def test_a_step_is_not_compared_with_fewer_than_five_others():
     step = WELL | {"train/grad_norm": 1e3, "rollout/entropy": 1e-3}
 
     assert findings(step, [WELL] * 4) == []
-    assert [one.kind for one in findings(step, [WELL] * 5)] == ["gradient", "entropy"]
+    assert [finding.kind for finding in findings(step, [WELL] * 5)] == ["gradient", "entropy"]
 
 
 def test_the_median_is_not_moved_by_one_step_and_the_entropy_is_the_first_steps():
@@ -100,8 +100,9 @@ def test_effective_samples_are_those_whose_advantage_is_not_0():
     groups = [group_of(0, (1.0, 0.0)), group_of(1, (1.0, 1.0))]
 
     assert signal_metrics(groups) == {
-        "signal/effective_samples": 2.0, "signal/effective_ratio": 0.5,
-    }  # fmt: skip
+        "signal/effective_samples": 2.0,
+        "signal/effective_ratio": 0.5,
+    }
     assert signal_metrics([]) == {"signal/effective_samples": 0.0, "signal/effective_ratio": 0.0}
 
 
@@ -154,8 +155,10 @@ def test_at_most_two_findings_are_said_per_step_and_the_others_at_the_next():
     said = Said()
     watch = SignalWatch(note=said)
     step = WELL | {
-        "rollout/truncated_ratio": 0.9, "signal/effective_ratio": 0.0, "train/ref_kl": 5.0
-    }  # fmt: skip
+        "rollout/truncated_ratio": 0.9,
+        "signal/effective_ratio": 0.0,
+        "train/ref_kl": 5.0,
+    }
 
     watch.see_step(1, step)
     assert len(said) == 2
@@ -186,8 +189,10 @@ def learning(index: int) -> Draw:
 
 def uniform(index: int, reward: float, **changes: Any) -> Draw:
     usual: dict[str, Any] = {
-        "group": group_of(index, (reward, reward)), "rewards": (reward, reward), "completions": 2,
-    }  # fmt: skip
+        "group": group_of(index, (reward, reward)),
+        "rewards": (reward, reward),
+        "completions": 2,
+    }
     return Draw(row_of(index), **(usual | changes))
 
 
@@ -266,7 +271,7 @@ def test_the_error_shows_one_of_the_last_answers():
         SignalWatch(1).see_row(uniform(0, 0.0, example=unmarked))
 
     silent = Example("", [7, 8], None, "length")
-    watch = SignalWatch(1, decode=lambda tokens: " ".join(f"<{one}>" for one in tokens))
+    watch = SignalWatch(1, decode=lambda tokens: " ".join(f"<{token}>" for token in tokens))
     with pytest.raises(NoSignalError, match=r"\(no reward, finish reason 'length'\):\n<7> <8>"):
         watch.see_row(dropped(0, "too_few", example=silent))
 

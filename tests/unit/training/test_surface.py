@@ -13,7 +13,7 @@ from training.utils import config as configs
 
 SOURCE = Path(training.utils.__file__).parents[1]
 CONFIGS = [rl_loop.Config] + [
-    one for one in vars(configs).values() if dataclasses.is_dataclass(one) and isinstance(one, type)
+    var for var in vars(configs).values() if dataclasses.is_dataclass(var) and isinstance(var, type)
 ]
 
 DOCUMENTED = {
@@ -55,7 +55,7 @@ def names_read() -> set[str]:
     ]
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     strings = {node.value for node in nodes if isinstance(node, ast.Constant)}
-    return attributes | {one for one in strings if isinstance(one, str)}
+    return attributes | {string for string in strings if isinstance(string, str)}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda one: one.__name__)
@@ -64,7 +64,7 @@ def test_every_field_has_a_reader(config, names_read):
     if config.__name__ in ("DAPOConfig", "GSPOConfig", "CISPOConfig", "DROConfig"):
         return
 
-    assert {one.name for one in dataclasses.fields(config)} <= names_read
+    assert {field.name for field in dataclasses.fields(config)} <= names_read
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda one: one.__name__)

@@ -60,7 +60,7 @@ def test_an_embedded_run_with_another_models_tokenizer_ends_before_anything_is_p
         pass
 
     assert str(refused.value).startswith(RULE.format(name=other_tokenizer))
-    assert not [one for one in caplog.messages if "waiting for" in one]
+    assert not [message for message in caplog.messages if "waiting for" in message]
 
 
 def test_an_embedded_run_with_a_copy_of_the_models_tokenizer_draws(tmp_path, monkeypatch):

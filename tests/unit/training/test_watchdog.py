@@ -66,7 +66,7 @@ def test_a_stall_is_reported_once_with_who_waits_for_whom(stage, tmp_path, caplo
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert str(error) in caplog.text
     assert REPORT in caplog.text
-    assert [one.name for one in tmp_path.iterdir()] == ["stall.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["stall.txt"]
 
 
 def test_the_report_has_the_stacks_of_all_threads_the_main_one_first(stage, tmp_path):
@@ -206,9 +206,13 @@ def test_the_thread_notices_by_itself_and_a_body_that_ends_is_not_killed(tmp_pat
         raise SystemExit(code)
 
     with Watchdog(
-        0.1, lambda: REPORT, log_path=tmp_path, on_stall=lambda _: stalled.set(), grace_s=5.0,
+        0.1,
+        lambda: REPORT,
+        log_path=tmp_path,
+        on_stall=lambda _: stalled.set(),
+        grace_s=5.0,
         exit=exit,
-    ) as watchdog:  # fmt: skip
+    ) as watchdog:
         with watchdog.paused():
             assert not stalled.wait(0.3)
         assert stalled.wait(5)

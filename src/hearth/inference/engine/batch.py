@@ -81,7 +81,7 @@ class Batch:
             except Exception:
                 logger.exception("prefill of %d prompts failed", len(prompts))
                 self._prefill_each(admission, prompts, extras)
-        ready = [one for one in admission.sequences if one.prompt is not None]
+        ready = [sequence for sequence in admission.sequences if sequence.prompt is not None]
         try:
             self._enter([one for one in ready if one.draws])
         except Exception as error:
@@ -166,14 +166,17 @@ class Batch:
                 self._prefill(admission, [prompt], extras)
             except Exception as error:
                 logger.exception("prefill of a prompt of %d tokens failed", len(prompt))
-                self._fail([one for one in admission.sequences if one.tokens == prompt], error)
+                self._fail(
+                    [sequence for sequence in admission.sequences if sequence.tokens == prompt],
+                    error,
+                )
 
     def _enter(self, sequences: Sequence[Running]) -> None:
         """Give each sequence a row with its prompt in the cache, and draw its first token."""
         if not sequences:
             return
         before = len(self.rows)
-        longest = max(self.rows.longest_limit, *(one.limit for one in sequences))
+        longest = max(self.rows.longest_limit, *(sequence.limit for sequence in sequences))
         self.cache.reserve(before + len(sequences), longest, active=before)
         rows = self.rows.add(sequences)
         self.stats.most_rows = max(self.stats.most_rows, len(self.rows))
@@ -187,7 +190,7 @@ class Batch:
             places.setdefault(id(sequence.prompt), (sequence.prompt, []))[1].append(row)
         for prompt, targets in places.values():
             self.cache.fill(targets, prompt.keys, prompt.values)
-        logits = [one.prompt.logits for one in sequences if one.prompt is not None]
+        logits = [sequence.prompt.logits for sequence in sequences if sequence.prompt is not None]
         self._draw(rows, torch.stack(logits))
 
     def _draw(self, rows: slice, logits: torch.Tensor) -> None:
@@ -224,9 +227,11 @@ class Batch:
         )
 
     def _result(
-        self, sequence: Running, drawn: tuple[list[int], list[float], list[float]],
+        self,
+        sequence: Running,
+        drawn: tuple[list[int], list[float], list[float]],
         reason: FinishReason,
-    ) -> SampledSequence:  # fmt: skip
+    ) -> SampledSequence:
         tokens, logprobs, sampling_logprobs = drawn
         sequence.end_run(self._serving(), len(tokens))
         oldest = min(sequence.runs, key=lambda run: run.weight_version)

@@ -19,13 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hearth.errors import EngineError
-from hearth.inference.backend import (
-    Phase,
-    SampledSequence,
-    SampleRequest,
-    ServingState,
-    Tokenizer,
-)
+from hearth.inference.backend import Phase, SampledSequence, SampleRequest, ServingState, Tokenizer
 from hearth.inference.engine.batch import Batch, EngineStats
 from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.graphs import Recorder, recorder_for
@@ -86,17 +80,12 @@ class InferenceEngine:
         runner = ModelRunner(loaded, max_seq_len=self.max_seq_len, recorder=recorder)
         budgets = self.options.budgets(device)
         cache = SlotCache(
-            runner.cache_shape,
-            budget_bytes=budgets.cache_mb * _MIB,
-            max_rows=self.options.max_rows,
+            runner.cache_shape, budget_bytes=budgets.cache_mb * _MIB, max_rows=self.options.max_rows
         )
         self._serving = Serving()
         self._weights = ServedWeights(loaded)
         self._batch = Batch(
-            runner,
-            cache,
-            PromptStore(budgets.prompt_cache_mb * _MIB),
-            serving=self._serving.state,
+            runner, cache, PromptStore(budgets.prompt_cache_mb * _MIB), serving=self._serving.state
         )
         self._is_routed = runner.routers is not None
         self._has_told_dense = False
@@ -143,9 +132,13 @@ class InferenceEngine:
         return sequence.future
 
     def hot_load(
-        self, identity: str, fetch: Callable[[], Snapshot], *, weight_version: int | None = None,
+        self,
+        identity: str,
+        fetch: Callable[[], Snapshot],
+        *,
+        weight_version: int | None = None,
         running_requests: RunningRequests = "drain",
-    ) -> Future[ServingState]:  # fmt: skip
+    ) -> Future[ServingState]:
         """Serve the snapshot that ``fetch`` returns; it is called on a thread of its own.
 
         Once it is read, running requests end on the old weights while new ones wait, and start

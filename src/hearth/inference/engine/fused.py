@@ -46,10 +46,16 @@ class _Weights:
         """Where they are; valid as long as they live."""
         q_norm, k_norm = self.norms or (None, None)
         known = {
-            "input_norm": self.input_norm, "qkv": self.qkv, "bias": self.bias, "q_norm": q_norm,
-            "k_norm": k_norm, "o": self.o, "post_norm": self.post_norm, "gate_up": self.gate_up,
+            "input_norm": self.input_norm,
+            "qkv": self.qkv,
+            "bias": self.bias,
+            "q_norm": q_norm,
+            "k_norm": k_norm,
+            "o": self.o,
+            "post_norm": self.post_norm,
+            "gate_up": self.gate_up,
             "down": self.down,
-        }  # fmt: skip
+        }
         return StepLayer(**{name: one.data_ptr() for name, one in known.items() if one is not None})
 
 
@@ -105,9 +111,15 @@ class FusedDecoder:
                 loops.add_rms_norm(x, added, layer.input_norm, eps, work.normed)
             torch.mm(work.normed, layer.qkv, out=work.qkv)
             loops.decode_attention(
-                work.qkv, layer.bias, layer.norms, self._turns, at,
-                (cache.keys[number], cache.values[number]), work.heads, shape,
-            )  # fmt: skip
+                work.qkv,
+                layer.bias,
+                layer.norms,
+                self._turns,
+                at,
+                (cache.keys[number], cache.values[number]),
+                work.heads,
+                shape,
+            )
             torch.mm(work.heads, layer.o, out=work.added)
             loops.add_rms_norm(x, work.added, layer.post_norm, eps, work.normed)
             torch.mm(work.normed, layer.gate_up, out=work.gate_up)
@@ -122,7 +134,7 @@ class FusedDecoder:
         decoder = read_decoder(self._loaded)
         assert decoder is not None, "an adapter makes no other model of it"
         self._decoder = decoder
-        self._layers = [_fused(one) for one in decoder.layers]
+        self._layers = [_fused(layer) for layer in decoder.layers]
         head: Any = decoder.module.get_output_embeddings()
         self._head = (plain_weight(head), plain_bias(head))
         self._step = self._step_model(*self._head)
@@ -133,45 +145,70 @@ class FusedDecoder:
         if product is None:
             return None
         backbone, layers = self._decoder.backbone, self._layers
-        addresses = (StepLayer * len(layers))(*(one.addresses() for one in layers))
+        addresses = (StepLayer * len(layers))(*(layer.addresses() for layer in layers))
         return StepModel(
-            product, own_threads, addresses,
-            backbone.embed_tokens.weight.data_ptr(), backbone.norm.weight.data_ptr(),
-            head.data_ptr(), None if head_bias is None else head_bias.data_ptr(),
-            self._turns[0].data_ptr(), self._turns[1].data_ptr(), len(layers), head.shape[1],
-            layers[0].gate_up.shape[1] // 2, head.shape[0],
-        )  # fmt: skip
+            product,
+            own_threads,
+            addresses,
+            backbone.embed_tokens.weight.data_ptr(),
+            backbone.norm.weight.data_ptr(),
+            head.data_ptr(),
+            None if head_bias is None else head_bias.data_ptr(),
+            self._turns[0].data_ptr(),
+            self._turns[1].data_ptr(),
+            len(layers),
+            head.shape[1],
+            layers[0].gate_up.shape[1] // 2,
+            head.shape[0],
+        )
 
     def _decode_at_once(
-        self, step: StepModel, tokens: NDArray[np.int64], positions: NDArray[np.int64],
+        self,
+        step: StepModel,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
         cache: SlotCache,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         rows = len(tokens)
         logits = torch.empty(rows, step.vocab)
         step.layer_stride = cache.keys.stride(0)
         self._loops.decode_step(
-            step, self._attention_shape(rows, cache), torch.from_numpy(tokens),
-            torch.from_numpy(positions), (cache.keys, cache.values), logits, least_rows=MIN_ROWS,
-        )  # fmt: skip
+            step,
+            self._attention_shape(rows, cache),
+            torch.from_numpy(tokens),
+            torch.from_numpy(positions),
+            (cache.keys, cache.values),
+            logits,
+            least_rows=MIN_ROWS,
+        )
         return logits
 
     def _attention_shape(self, rows: int, cache: SlotCache) -> AttentionShape:
         decoder, keys = self._decoder, cache.keys
         return AttentionShape(
-            rows, decoder.heads, decoder.kv_heads, decoder.dim, keys.stride(1), keys.stride(2),
-            torch.get_num_threads(), decoder.eps, decoder.scale,
-        )  # fmt: skip
+            rows,
+            decoder.heads,
+            decoder.kv_heads,
+            decoder.dim,
+            keys.stride(1),
+            keys.stride(2),
+            torch.get_num_threads(),
+            decoder.eps,
+            decoder.scale,
+        )
 
     def _make_buffers(self, rows: int) -> _Buffers:
         """Room for one step of so many rows; of other numbers of rows it is given back."""
         decoder, layer = self._decoder, self._layers[0]
         hidden = layer.qkv.shape[0]
         made = _Buffers(
-            normed=torch.empty(rows, hidden), qkv=torch.empty(rows, layer.qkv.shape[1]),
-            heads=torch.empty(rows, decoder.heads * decoder.dim), added=torch.empty(rows, hidden),
+            normed=torch.empty(rows, hidden),
+            qkv=torch.empty(rows, layer.qkv.shape[1]),
+            heads=torch.empty(rows, decoder.heads * decoder.dim),
+            added=torch.empty(rows, hidden),
             gate_up=torch.empty(rows, layer.gate_up.shape[1]),
             inner=torch.empty(rows, layer.gate_up.shape[1] // 2),
-        )  # fmt: skip
+        )
         self._buffers = {rows: made}
         return made
 
@@ -196,7 +233,9 @@ def _fused(layer: DecoderLayer) -> _Weights:
     return _Weights(
         input_norm=layer.input_norm.weight,
         qkv=torch.cat([plain_weight(one) for one in attention]).t().contiguous(),
-        bias=torch.cat([one for one in biases if one is not None]) if None not in biases else None,
+        bias=torch.cat([bias for bias in biases if bias is not None])
+        if None not in biases
+        else None,
         norms=norms,
         o=plain_weight(layer.o_proj).t(),
         post_norm=layer.post_norm.weight,

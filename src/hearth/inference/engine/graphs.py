@@ -196,9 +196,13 @@ class DecodeGraphs:
             logits.copy_(expected)
             logger.warning(
                 "decoding of %s goes on without CUDA graphs: the step of %d rows and %d keys could "
-                "not be recorded: %s: %s", self._loaded.name, *bucket, type(error).__name__, error,
+                "not be recorded: %s: %s",
+                self._loaded.name,
+                *bucket,
+                type(error).__name__,
+                error,
                 exc_info=True,
-            )  # fmt: skip
+            )
             return
         self._graphs[bucket] = replay
         if len(self._graphs) > self._most:

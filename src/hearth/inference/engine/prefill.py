@@ -43,7 +43,7 @@ class PackedPrefill:
         sequences = [torch.tensor(prompt) for prompt in prompts]
         found = clusters(sequences)
         rows = pack(sequences, found)
-        order = [one for cluster in found for one in cluster.members]
+        order = [member for cluster in found for member in cluster.members]
         places = dict(zip(order, rows.places, strict=True))
         cache: list[tuple[Tensor, Tensor]] = []
         states = self._decoder.states(rows.tokens, rows.positions, rows.tree, cache=cache)
@@ -73,7 +73,7 @@ class PackedPrefill:
         self, states: Tensor, sequences: Sequence[Tensor], at: Sequence[Tensor], scored: int
     ) -> list[list[float]]:
         """Logprobs of the last ``scored`` tokens of each sequence, but for its first."""
-        counts = [min(scored, one.numel() - 1) for one in sequences]
+        counts = [min(scored, sequence.numel() - 1) for sequence in sequences]
         pairs = list(zip(sequences, at, counts, strict=True))
         rows = torch.cat([place[-count - 1 : -1] for _, place, count in pairs])
         targets = torch.cat([tokens[tokens.numel() - count :] for tokens, _, count in pairs])

@@ -92,9 +92,11 @@ class Rows:
         """Sampling values, seeds and the positions of the tokens to be drawn for ``rows``."""
         top = self._top_logprobs[rows]
         values = SamplingValues(
-            self._temperature[rows], self._top_p[rows], self._top_k[rows],
+            self._temperature[rows],
+            self._top_p[rows],
+            self._top_k[rows],
             top if top.any() else None,
-        )  # fmt: skip
+        )
         return values, self._seed[rows], self.length[rows]
 
     def take_routing(self, choices: NDArray[np.unsignedinteger] | None) -> None:

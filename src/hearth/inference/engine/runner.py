@@ -224,9 +224,13 @@ class ModelRunner:
             (prefilled,), _ = self.prefill([prompt[:-1]], Extras())
             keys, values = prefilled.keys, prefilled.values
             shape = CacheShape(
-                layers=keys.shape[0], heads=keys.shape[1], key_dim=keys.shape[3],
-                value_dim=values.shape[3], dtype=keys.dtype, device=self.device,
-            )  # fmt: skip
+                layers=keys.shape[0],
+                heads=keys.shape[1],
+                key_dim=keys.shape[3],
+                value_dim=values.shape[3],
+                dtype=keys.dtype,
+                device=self.device,
+            )
             decoded = self._decode_once(prompt, shape, prefilled)
         except EngineError:
             raise

@@ -69,10 +69,7 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray
 
 
 def sample(
-    logits: Tensor,
-    values: SamplingValues,
-    seeds: NDArray[np.uint64],
-    positions: NDArray[np.int64],
+    logits: Tensor, values: SamplingValues, seeds: NDArray[np.uint64], positions: NDArray[np.int64]
 ) -> Draw:
     """Draw one token per row of ``logits`` [B, V] (float32).
 

@@ -37,7 +37,7 @@ class Serving:
             elif self._state.settled(identity):
                 future.set_result(self._state)
             else:
-                self._waiters = [one for one in self._waiters if not one[1].done()]
+                self._waiters = [waiter for waiter in self._waiters if not waiter[1].done()]
                 self._waiters.append((identity, future))
         return future
 
@@ -79,10 +79,14 @@ class Serving:
         version = self._numbers.pop(identity, self._last_version + 1)
         self._last_version = max(self._last_version, version)
         state = replace(
-            self._state, stage="done", target_identity=identity, error=None,
-            current_identity=identity, is_adapter=is_adapter,
+            self._state,
+            stage="done",
+            target_identity=identity,
+            error=None,
+            current_identity=identity,
+            is_adapter=is_adapter,
             weight_version=version,
-        )  # fmt: skip
+        )
         self._end(identity, state)
 
     def failed(self, identity: str, error: Exception) -> None:
@@ -110,7 +114,7 @@ class Serving:
         with self._lock:
             self._state = state
             ready = [future for wanted, future in self._waiters if state.settled(wanted)]
-            self._waiters = [one for one in self._waiters if not state.settled(one[0])]
+            self._waiters = [waiter for waiter in self._waiters if not state.settled(waiter[0])]
             self._underway.remove(identity)
             self._ended.notify_all()
             self._show_loading()

@@ -20,13 +20,7 @@ from typing import Any, TypeVar
 
 from hearth.companions import Companions
 from hearth.errors import ClosedError, EngineError
-from hearth.inference.backend import (
-    Phase,
-    SampledSequence,
-    SampleRequest,
-    ServingState,
-    Tokenizer,
-)
+from hearth.inference.backend import Phase, SampledSequence, SampleRequest, ServingState, Tokenizer
 from hearth.inference.engine.serving import Serving, shut_down
 from hearth.inference.texts import special_tokens
 from hearth.inference.vllm.client import LostError
@@ -67,9 +61,15 @@ class VllmBackend:
     """
 
     def __init__(
-        self, plan: ServerPlan, facts: ModelFacts, *, replicas: int, companions: Companions,
-        folder: Path, tokenizer: Tokenizer | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        plan: ServerPlan,
+        facts: ModelFacts,
+        *,
+        replicas: int,
+        companions: Companions,
+        folder: Path,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self.max_seq_len = plan.max_seq_len
         self.failed: Future[EngineError] = Future()
         self._tokenizer = tokenizer
@@ -80,9 +80,11 @@ class VllmBackend:
         self._shelf = Shelf(folder)
         self._serving = Serving()
         self._publisher = Publisher(
-            str(self._shelf.root), vocab_size=facts.vocab_size, dtype=plan.dtype,
+            str(self._shelf.root),
+            vocab_size=facts.vocab_size,
+            dtype=plan.dtype,
             drain=plan.options.drain,
-        )  # fmt: skip
+        )
         self._versions: dict[str, asyncio.Future[Version | None]] = {}
         self._syncs = 0
         self._on_phase: Callable[[Phase], None] | None = None
@@ -121,9 +123,13 @@ class VllmBackend:
         return self._call(self._drawn(Draw(request, seed, self._rules), time.perf_counter()))
 
     def hot_load(
-        self, identity: str, fetch: Callable[[], Snapshot], *, weight_version: int | None = None,
+        self,
+        identity: str,
+        fetch: Callable[[], Snapshot],
+        *,
+        weight_version: int | None = None,
         running_requests: RunningRequests = "drain",
-    ) -> Future[ServingState]:  # fmt: skip
+    ) -> Future[ServingState]:
         """Serve the snapshot that ``fetch`` returns on all replicas, or go on as before on all.
 
         Snapshots are taken in the order in which they were asked for. With ``keep`` what runs goes
@@ -202,9 +208,12 @@ class VllmBackend:
                 finally:
                     self._fleet.give(replica)
                 return draw.result(
-                    outcome, versions, queue_s=began_s - arrived_s,
-                    generation_s=time.perf_counter() - began_s, num_concurrent=concurrent,
-                )  # fmt: skip
+                    outcome,
+                    versions,
+                    queue_s=began_s - arrived_s,
+                    generation_s=time.perf_counter() - began_s,
+                    num_concurrent=concurrent,
+                )
             raise EngineError(
                 f"request must be drawn by one of {_MOST_LOSSES} servers, got all of them lost: "
                 "see the deployment's log"

@@ -78,10 +78,12 @@ class VllmClient:
     def __init__(self, url: str, token: str, timeout_s: float) -> None:
         self._timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
         self._http = httpx.AsyncClient(
-            base_url=url, headers={TOKEN_HEADER.decode(): token},
-            timeout=_UNLIMITED, trust_env=False,
+            base_url=url,
+            headers={TOKEN_HEADER.decode(): token},
+            timeout=_UNLIMITED,
+            trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-        )  # fmt: skip
+        )
         self.identity: str | None = None
         """Snapshot of its whole weights; None is the model's own."""
         self._has_adapter = False
@@ -220,16 +222,18 @@ def _piece(choice: Mapping[str, Any]) -> Piece:
     content = ((choice.get("logprobs") or {}).get("content")) or []
     tokens = [
         Drawn(
-            one["token_id"], _number(one["logprob"]),
+            one["token_id"],
+            _number(one["logprob"]),
             [ListedLogprob(top["token_id"], top["logprob"]) for top in one["top_logprobs"]],
         )
         for one in content
-    ]  # fmt: skip
+    ]
     spans = choice.get("weight_versions") or []
     return Piece(
-        tokens, choice.get("finish_reason"),
+        tokens,
+        choice.get("finish_reason"),
         [(span["version"], span["end"] - span["start"]) for span in spans],
-    )  # fmt: skip
+    )
 
 
 def _number(logprob: float) -> float:

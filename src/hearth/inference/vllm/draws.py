@@ -22,12 +22,7 @@ from hearth.inference.backend import (
     Tokenizer,
     TopLogprobs,
 )
-from hearth.inference.engine.sequence import (
-    RequestLimits,
-    StopText,
-    check_request,
-    total_limit,
-)
+from hearth.inference.engine.sequence import RequestLimits, StopText, check_request, total_limit
 from hearth.inference.texts import text_decoder
 from hearth.inference.vllm.client import Drawn, LostError, Piece, VllmClient
 from hearth.inference.vllm.model import ModelFacts
@@ -55,11 +50,13 @@ class Rules:
             RequestError: a field breaks its rule, or vLLM cannot do what it asks for.
         """
         limits = RequestLimits(
-            vocab_size=self.facts.vocab_size, max_seq_len=self.max_seq_len,
+            vocab_size=self.facts.vocab_size,
+            max_seq_len=self.max_seq_len,
             # vLLM makes room by taking it from others.
-            fits=lambda tokens: True, cache_size="",
+            fits=lambda tokens: True,
+            cache_size="",
             has_tokenizer=self.tokenizer is not None,
-        )  # fmt: skip
+        )
         check_request(request, limits)
         if request.routing:
             raise RequestError(
@@ -127,20 +124,25 @@ class Draw:
         return Outcome(tokens, piece.labels, prompt, piece.finish_reason, cached)
 
     def result(
-        self, outcome: Outcome, versions: Sequence[tuple[int, str | None, int]], *,
-        queue_s: float, generation_s: float, num_concurrent: int,
-    ) -> SampledSequence:  # fmt: skip
+        self,
+        outcome: Outcome,
+        versions: Sequence[tuple[int, str | None, int]],
+        *,
+        queue_s: float,
+        generation_s: float,
+        num_concurrent: int,
+    ) -> SampledSequence:
         """What was drawn; ``versions`` are ``(weight version, snapshot, tokens)``, in order."""
         request, tokens = self.request, outcome.tokens
-        oldest = min(versions, key=lambda one: one[0])
-        token_ids = [one.token_id for one in tokens]
+        oldest = min(versions, key=lambda version: version[0])
+        token_ids = [token.token_id for token in tokens]
         text_of = text_decoder(self.rules.tokenizer, request.shown)
         return SampledSequence(
             token_ids=token_ids,
-            logprobs=[one.logprob for one in tokens],
-            sampling_logprobs=[one.sampling_logprob for one in tokens],
+            logprobs=[token.logprob for token in tokens],
+            sampling_logprobs=[token.sampling_logprob for token in tokens],
             prompt_logprobs=self._prompt_logprobs(outcome.prompt),
-            top_logprobs=[one.top or [] for one in tokens] if request.top_logprobs else None,
+            top_logprobs=[token.top or [] for token in tokens] if request.top_logprobs else None,
             text=StopText(text_of, tuple(request.stop)).cut(text_of(token_ids)),
             finish_reason="stop" if outcome.finish_reason == "stop" else "length",
             weight_version=oldest[0],
@@ -193,12 +195,12 @@ class Draw:
                 whole.finish_reason = piece.finish_reason or whole.finish_reason
                 whole.labels = piece.labels or whole.labels
                 self._tell_prompt(prompt)
-                self._tell([self._token(one, 0, None) for one in piece.tokens], start)
+                self._tell([self._token(token, 0, None) for token in piece.tokens], start)
         return whole
 
     async def _score(self, client: VllmClient, piece: Piece) -> list[dict[int, float]]:
         """The model's own logprobs listed at each drawn token."""
-        tokens = [*self.request.prompt, *(one.token_id for one in piece.tokens)]
+        tokens = [*self.request.prompt, *(token.token_id for token in piece.tokens)]
         scored = await client.draw(self._scoring(tokens, self.request.top_logprobs))
         if {label for label, _ in piece.labels} != {label for label, _ in scored.labels}:
             raise LostError("new weights came before a draw of the old ones was scored")
@@ -265,7 +267,7 @@ class Outcome:
 def _most_probable(listed: Mapping[int, float], count: int) -> TopLogprobs | None:
     if not count:
         return None
-    return sorted(listed.items(), key=lambda one: (-one[1], one[0]))[:count]
+    return sorted(listed.items(), key=lambda item: (-item[1], item[0]))[:count]
 
 
 def _heard(news: Callable[[], None]) -> None:

@@ -78,12 +78,13 @@ def read_facts(source: str, *, name: str, trust_remote_code: bool = False) -> Mo
         ) from None
     text = config.get_text_config()
     return ModelFacts(
-        name=name, source=source,
+        name=name,
+        source=source,
         shapes={key: tuple(one.shape) for key, one in base_tensors(module).items()},
         eos_token_ids=_eos_token_ids(source, text.eos_token_id),
         vocab_size=int(module.get_input_embeddings().num_embeddings),
         max_position=int(getattr(text, "max_position_embeddings", None) or UNBOUNDED_POSITIONS),
-    )  # fmt: skip
+    )
 
 
 def _eos_token_ids(source: str, of_config: int | list[int] | None) -> tuple[int, ...]:

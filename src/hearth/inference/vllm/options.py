@@ -56,7 +56,7 @@ class VllmOptions:
         """The lowest rank not below ``lora_rank`` that vLLM knows."""
         if self.lora_rank is None:
             return None
-        return next(one for one in LORA_RANKS if one >= self.lora_rank)
+        return next(rank for rank in LORA_RANKS if rank >= self.lora_rank)
 
     def check(self, snapshot: Snapshot) -> None:
         """Refuse an adapter that the servers have no room for.
@@ -90,7 +90,7 @@ def read_options(given: Mapping[str, Any]) -> VllmOptions:
     Raises:
         ConfigError: a name is unknown, or a value breaks its rule.
     """
-    known = {one.name: _KINDS[str(one.type)] for one in fields(VllmOptions)}
+    known = {field.name: _KINDS[str(field.type)] for field in fields(VllmOptions)}
     unknown = sorted(given.keys() - known.keys())
     if unknown:
         raise ConfigError(f"engine_options must be among {sorted(known)}, got {unknown}")

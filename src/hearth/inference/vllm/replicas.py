@@ -125,9 +125,14 @@ class Fleet:
     """
 
     def __init__(
-        self, plan: ServerPlan, companions: Companions, count: int, *,
-        bring_up: Callable[[Replica], Awaitable[None]], on_failed: Callable[[EngineError], None],
-    ) -> None:  # fmt: skip
+        self,
+        plan: ServerPlan,
+        companions: Companions,
+        count: int,
+        *,
+        bring_up: Callable[[Replica], Awaitable[None]],
+        on_failed: Callable[[EngineError], None],
+    ) -> None:
         self.lock = asyncio.Lock()
         self._plan = plan
         self._companions = companions
@@ -158,7 +163,7 @@ class Fleet:
 
     def ready(self) -> list[Replica]:
         """Replicas that serve what the deployment serves."""
-        return [one for one in self._replicas if one.serves]
+        return [replica for replica in self._replicas if replica.serves]
 
     async def take(self, blocks: Sequence[int]) -> Replica:
         """A replica for a prompt, once one has room; to be given back.
@@ -200,7 +205,7 @@ class Fleet:
 
     async def idle(self) -> None:
         """Return once nothing runs."""
-        while any(one.lane.running for one in self._replicas):
+        while any(replica.lane.running for replica in self._replicas):
             self._idle.clear()
             await self._idle.wait()
 
@@ -216,9 +221,9 @@ class Fleet:
             await asyncio.to_thread(replica.companion.stop)
 
     def _hand_out(self) -> None:
-        if not any(one.lane.running for one in self._replicas):
+        if not any(replica.lane.running for replica in self._replicas):
             self._idle.set()
-        lanes = {one.lane: one for one in self._replicas}
+        lanes = {replica.lane: replica for replica in self._replicas}
         while self._waiting and not self._is_gated:
             blocks, waiter = self._waiting[0]
             if waiter.done():

@@ -60,7 +60,7 @@ def blocks_of(prompt: Sequence[int]) -> list[int]:
 
 def choose(lanes: Iterable[Lane], blocks: Sequence[int]) -> Lane | None:
     """The lane for a prompt; None while no open one has room."""
-    free = [one for one in lanes if one.is_open and one.running < one.room]
+    free = [lane for lane in lanes if lane.is_open and lane.running < lane.room]
     if not free:
         return None
     least = min(one.running for one in free)

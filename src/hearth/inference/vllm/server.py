@@ -54,25 +54,42 @@ class ServerPlan:
         options = self.options
         argv = [
             # Not `vllm serve`: it fails where the package is called otherwise, as its CPU build is.
-            self.python, "-m", "vllm.entrypoints.launchers.api_server.entry",
-            "--model", self.source,
-            "--host", "{host}", "--port", "{port}",
-            "--served-model-name", BASE_NAME,
-            "--tokenizer", self.tokenizer,
-            "--dtype", self.dtype,
+            self.python,
+            "-m",
+            "vllm.entrypoints.launchers.api_server.entry",
+            "--model",
+            self.source,
+            "--host",
+            "{host}",
+            "--port",
+            "{port}",
+            "--served-model-name",
+            BASE_NAME,
+            "--tokenizer",
+            self.tokenizer,
+            "--dtype",
+            self.dtype,
             # A text of full length is scored by drawing one token more.
-            "--max-model-len", str(self.max_seq_len + 1),
-            "--max-num-seqs", str(self.max_batch_size),
-            "--generation-config", "vllm",
-            "--logprobs-mode", "processed_logprobs",
-            "--max-logprobs", str(MOST_LISTED_LOGPROBS),
-            "--weight-transfer-config", f'{{"backend": "{NAME}"}}',
+            "--max-model-len",
+            str(self.max_seq_len + 1),
+            "--max-num-seqs",
+            str(self.max_batch_size),
+            "--generation-config",
+            "vllm",
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--max-logprobs",
+            str(MOST_LISTED_LOGPROBS),
+            "--weight-transfer-config",
+            f'{{"backend": "{NAME}"}}',
             "--enable-scale-out",
             "--enable-prompt-tokens-details",
             "--disable-uvicorn-access-log",
-            "--middleware", f"{GuardedServer.__module__}.{GuardedServer.__qualname__}",
-            "--tensor-parallel-size", str(options.tensor_parallel_size),
-        ]  # fmt: skip
+            "--middleware",
+            f"{GuardedServer.__module__}.{GuardedServer.__qualname__}",
+            "--tensor-parallel-size",
+            str(options.tensor_parallel_size),
+        ]
         if self.trust_remote_code:
             argv.append("--trust-remote-code")
         if self.is_cpu if options.enforce_eager is None else options.enforce_eager:
@@ -166,9 +183,7 @@ def explain_start(how: str, lines: Sequence[str], python: str) -> str:
         )
     else:
         # What failed first is printed first; what follows from it comes after.
-        found = (
-            text for line in lines for pattern, text in _CAUSES if pattern.search(line)
-        )  # fmt: skip
+        found = (text for line in lines for pattern, text in _CAUSES if pattern.search(line))
         advice = next(found, "see its last lines")
         if advice == "see its last lines" and "SIGKILL" in how:
             advice = "it was killed, as the system does where memory is short: " + _CAUSES[1][1]

@@ -54,9 +54,12 @@ def connect(namespace: str) -> bool:
     before = signal.getsignal(signal.SIGTERM) if is_main else None
     try:
         ray.init(
-            address=address or "local", namespace=namespace, log_to_driver=False,
-            logging_level=logging.ERROR, **with_own,
-        )  # fmt: skip
+            address=address or "local",
+            namespace=namespace,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **with_own,
+        )
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"{ADDRESS_VARIABLE} must be the address of a running cluster, got {address!r}: "
@@ -79,9 +82,9 @@ def _own_cluster() -> dict[str, Any]:
 def living_nodes() -> list[Node]:
     """The nodes that are alive."""
     return [
-        Node(one["NodeID"], one["NodeManagerAddress"], one["Resources"])
-        for one in ray.nodes()
-        if one["Alive"]
+        Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
+        for node in ray.nodes()
+        if node["Alive"]
     ]
 
 

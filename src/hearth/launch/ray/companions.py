@@ -185,13 +185,15 @@ class RayCompanions:
         actor: Any = (
             ray.remote(CompanionHost)
             .options(
-                num_cpus=place.cpus, num_gpus=place.gpus, max_concurrency=4,
+                num_cpus=place.cpus,
+                num_gpus=place.gpus,
+                max_concurrency=4,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=reserved.index
                 ),
             )
             .remote(str(self._folder), self._probe)
-        )  # fmt: skip
+        )
         try:
             address: tuple[str, int] | str = ray.get(
                 actor.start.remote(command), timeout=_START_TIMEOUT_S

@@ -14,9 +14,12 @@ from hearth.launch.ray.keeper import buckets_through
 
 
 def run_export(
-    entry: str, arguments: Mapping[str, Any], keeper: Any, environment: Mapping[str, str],
+    entry: str,
+    arguments: Mapping[str, Any],
+    keeper: Any,
+    environment: Mapping[str, str],
     working_dir: str,
-) -> dict[str, Any] | None:  # fmt: skip
+) -> dict[str, Any] | None:
     """Write the model folder; what went wrong, where something did."""
     os.environ.update(environment)
     os.chdir(working_dir)

@@ -168,9 +168,11 @@ class WorkerHost:
             note(name)
 
         companions = RayCompanions(
-            ray.util.get_current_placement_group(), self._plan.places[1:],
-            self._folder.path / "companions", self._plan.probe,
-        )  # fmt: skip
+            ray.util.get_current_placement_group(),
+            self._plan.places[1:],
+            self._folder.path / "companions",
+            self._plan.probe,
+        )
         try:
             module, _, name = task.entry.partition(":")
             build: Callable[..., Any] = getattr(importlib.import_module(module), name)
@@ -193,9 +195,13 @@ class WorkerHost:
         host, port = listener.getsockname()[:2]
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._server = AppServer(
-            app, listener, health_path=health_path, token=self._plan.token,
-            orphan_timeout_s=self._plan.task.orphan_timeout_s, on_ready=self._answers.set,
-        )  # fmt: skip
+            app,
+            listener,
+            health_path=health_path,
+            token=self._plan.token,
+            orphan_timeout_s=self._plan.task.orphan_timeout_s,
+            on_ready=self._answers.set,
+        )
         self._server.run()
 
     def _leave(self) -> None:

@@ -43,10 +43,12 @@ class SnapshotKeeper:
         """Keep a snapshot, and with it the newest ``keep`` and what they are made on."""
         manifest = json.loads(bytes(files[MANIFEST]))
         facts = SnapshotFacts(
-            identity=identity, kind=manifest["kind"], base_model=manifest["base_model"],
+            identity=identity,
+            kind=manifest["kind"],
+            base_model=manifest["base_model"],
             created_s=float(manifest.get("created_s", 0.0)),
             num_bytes=sum(one.nbytes for one in files.values()),
-        )  # fmt: skip
+        )
         # Put anew: what a trainer has put goes with the trainer.
         kept = _Kept(facts, manifest.get("parent"), ray.put(dict(files)))
         snapshots = self._buckets.setdefault(bucket, {})

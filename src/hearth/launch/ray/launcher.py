@@ -82,10 +82,14 @@ class RayLauncher:
     placement: Placement = "ray"
 
     def __init__(
-        self, data_dir: Path, *, snapshot_store: SnapshotPlace = "folder",
-        die_with_parent: bool = False, orphan_timeout_s: float = 900.0,
+        self,
+        data_dir: Path,
+        *,
+        snapshot_store: SnapshotPlace = "folder",
+        die_with_parent: bool = False,
+        orphan_timeout_s: float = 900.0,
         placement_timeout_s: float = 300.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if snapshot_store not in get_args(SnapshotPlace):
             raise ConfigError(f"snapshot_store must be 'folder' or 'ray', got {snapshot_store!r}")
         if not placement_timeout_s > 0:
@@ -149,9 +153,15 @@ class RayLauncher:
         entry = ENTRIES[ExportSpec][0]
         try:
             failure = call_on(
-                own_node_id(), run_export, entry, arguments, self._keeper, hearth_variables(),
-                str(Path.cwd()), timeout_s=None,
-            )  # fmt: skip
+                own_node_id(),
+                run_export,
+                entry,
+                arguments,
+                self._keeper,
+                hearth_variables(),
+                str(Path.cwd()),
+                timeout_s=None,
+            )
         except RayError as error:
             raise EngineError(
                 f"export of {spec.identity!r} must end well, got: {death_of(error, None)}"
@@ -223,9 +233,11 @@ class RayLauncher:
                 raise ConfigError(f"worker_id must be new, got {worker_id!r}: it is running")
             self._workers[worker_id] = worker
         worker.thread = threading.Thread(
-            target=self._life, args=(worker, watcher), name=f"hearth-launch {worker_id}",
+            target=self._life,
+            args=(worker, watcher),
+            name=f"hearth-launch {worker_id}",
             daemon=True,
-        )  # fmt: skip
+        )
         worker.thread.start()
 
     def _life(self, worker: RayWorker, watcher: Watcher) -> None:
@@ -272,8 +284,10 @@ class RayLauncher:
         if worker.url is not None and not worker.is_stopping:
             logger.info(
                 "worker %s answers on %s, %.2f s after it was asked for",
-                worker.spec.worker_id, facts.address, time.monotonic() - start_s,
-            )  # fmt: skip
+                worker.spec.worker_id,
+                facts.address,
+                time.monotonic() - start_s,
+            )
             _tell(lambda: watcher.ready(worker))
         while not has_ended:
             has_ended, failure = self._asked(worker, "wait_end", _HELLO_S)
@@ -288,7 +302,7 @@ class RayLauncher:
         places = places_of(worker.spec, has_gpus=has_gpus())
         lifetime = "detached" if self._is_detached else None
         worker.group = placement_group(
-            [one.bundle() for one in places], name=worker.name, lifetime=lifetime
+            [place.bundle() for place in places], name=worker.name, lifetime=lifetime
         )
         end_s = time.monotonic() + self._placement_timeout_s
         while not worker.group.wait(timeout_seconds=1):
@@ -301,12 +315,16 @@ class RayLauncher:
         worker.actor = (
             ray.remote(WorkerHost)
             .options(
-                name=worker.name, namespace=self._namespace, lifetime=lifetime,
-                num_cpus=places[0].cpus, num_gpus=places[0].gpus, max_concurrency=8,
+                name=worker.name,
+                namespace=self._namespace,
+                lifetime=lifetime,
+                num_cpus=places[0].cpus,
+                num_gpus=places[0].gpus,
+                max_concurrency=8,
                 scheduling_strategy=strategy,
             )
             .remote(self._plan(worker, places))
-        )  # fmt: skip
+        )
 
     def _plan(self, worker: RayWorker, places: Sequence[Place]) -> Plan:
         spec = worker.spec
@@ -314,17 +332,26 @@ class RayLauncher:
         arguments = asdict(spec)
         del arguments["worker_id"]
         task = Task(
-            worker_id=spec.worker_id, entry=entry, health_path=health_path,
+            worker_id=spec.worker_id,
+            entry=entry,
+            health_path=health_path,
             threads=arguments.pop("threads"),
             arguments={**arguments, "buckets": str(self._bucket_root)},
-            working_dir=str(Path.cwd()), orphan_timeout_s=self._orphan_timeout_s,
-        )  # fmt: skip
+            working_dir=str(Path.cwd()),
+            orphan_timeout_s=self._orphan_timeout_s,
+        )
         return Plan(
-            task=task, places=tuple(places), folder=str(self._folder(worker).path),
-            token=worker.token, probe=self._probe, keeper=self._keeper,
-            keep_snapshots=arguments.get("keep_snapshots"), is_detached=self._is_detached,
-            scratch=self._namespace, environment=hearth_variables(),
-        )  # fmt: skip
+            task=task,
+            places=tuple(places),
+            folder=str(self._folder(worker).path),
+            token=worker.token,
+            probe=self._probe,
+            keeper=self._keeper,
+            keep_snapshots=arguments.get("keep_snapshots"),
+            is_detached=self._is_detached,
+            scratch=self._namespace,
+            environment=hearth_variables(),
+        )
 
     def _asked(
         self, worker: RayWorker, method: str, *arguments: Any, budget_s: float = math.inf
@@ -402,12 +429,15 @@ class RayLauncher:
         return (
             ray.remote(SnapshotKeeper)
             .options(
-                name=_KEEPER, namespace=self._namespace, get_if_exists=True, num_cpus=0,
+                name=_KEEPER,
+                namespace=self._namespace,
+                get_if_exists=True,
+                num_cpus=0,
                 lifetime="detached" if self._is_detached else None,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(own_node_id(), soft=True),
             )
             .remote()
-        )  # fmt: skip
+        )
 
 
 class _Left(Exception):  # noqa: N818 - no error
@@ -425,7 +455,7 @@ def _clear(worker: RayWorker) -> None:
 
 
 def _is_alive(node_id: str) -> bool:
-    return any(one.node_id == node_id for one in living_nodes())
+    return any(node.node_id == node_id for node in living_nodes())
 
 
 def _namespace(root: Path) -> str:

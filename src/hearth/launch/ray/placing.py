@@ -50,8 +50,8 @@ def shortage(
     ``free`` is what the cluster has left of each resource.
     """
     for resource in ("GPU", "CPU"):
-        needed = sum(one.bundle().get(resource, 0.0) for one in places)
-        largest = max(one.bundle().get(resource, 0.0) for one in places)
+        needed = sum(place.bundle().get(resource, 0.0) for place in places)
+        largest = max(place.bundle().get(resource, 0.0) for place in places)
         has = [node.resources.get(resource, 0.0) for node in nodes]
         left = free.get(resource, 0.0)
         if needed > left or largest > max(has, default=0.0):
@@ -68,9 +68,9 @@ def shortage(
 
 
 def _listed(places: Sequence[Place], resource: str) -> str:
-    parts = [f"{one.name} {one.bundle().get(resource, 0.0):g}" for one in places]
+    parts = [f"{place.name} {place.bundle().get(resource, 0.0):g}" for place in places]
     return ", ".join(parts)
 
 
 def _joined(values: Sequence[float]) -> str:
-    return " + ".join(f"{one:g}" for one in values) or "none"
+    return " + ".join(f"{value:g}" for value in values) or "none"

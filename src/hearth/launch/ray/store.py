@@ -83,7 +83,7 @@ class RaySnapshotStore:
 
     def names(self) -> list[str]:
         """Identities that the keeper has, oldest first."""
-        return [one.identity for one in self.facts()]
+        return [fact.identity for fact in self.facts()]
 
     def facts(self) -> list[SnapshotFacts]:
         """What the keeper has, oldest first."""

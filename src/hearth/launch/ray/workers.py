@@ -58,9 +58,11 @@ class RayWorker:
     def record(self) -> dict[str, Any]:
         """JSON from which ``RayLauncher.adopt`` finds it again, also when taken early."""
         return {
-            "worker_id": self.spec.worker_id, "spec": spec_as_dict(self.spec), "actor": self.name,
+            "worker_id": self.spec.worker_id,
+            "spec": spec_as_dict(self.spec),
+            "actor": self.name,
             "token": self.token,
-        }  # fmt: skip
+        }
 
     def stop(self, grace_s: float = 5.0) -> None:
         """Close it, and end its process when that takes longer than ``grace_s``."""

@@ -36,9 +36,12 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(
-    deployment: Deployment, policy: SamplingPolicy, sessions: Mapping[str, CaptureSession], *,
+    deployment: Deployment,
+    policy: SamplingPolicy,
+    sessions: Mapping[str, CaptureSession],
+    *,
     max_body_bytes: int,
-) -> Starlette:  # fmt: skip
+) -> Starlette:
     """The app of a capture server, an ASGI application; ``sessions`` are the open ones by id."""
     capture = _Capture(deployment, policy, sessions, max_body_bytes)
     prefix = "/sessions/{session}/v1"
@@ -53,9 +56,12 @@ def create_app(
 
 class _Capture:
     def __init__(
-        self, deployment: Deployment, policy: SamplingPolicy,
-        sessions: Mapping[str, CaptureSession], max_body_bytes: int,
-    ) -> None:  # fmt: skip
+        self,
+        deployment: Deployment,
+        policy: SamplingPolicy,
+        sessions: Mapping[str, CaptureSession],
+        max_body_bytes: int,
+    ) -> None:
         self._deployment = deployment
         self._policy = policy
         self._sessions = sessions

@@ -41,10 +41,16 @@ class CaptureServer:
     """
 
     def __init__(
-        self, inference_url: str, model: str, api_key: str, *,
-        sampling: Mapping[str, Any] | None = None, http_timeout_s: float = 600.0,
-        patience: DrawPatience | None = None, max_body_bytes: int = 2**25,
-    ) -> None:  # fmt: skip
+        self,
+        inference_url: str,
+        model: str,
+        api_key: str,
+        *,
+        sampling: Mapping[str, Any] | None = None,
+        http_timeout_s: float = 600.0,
+        patience: DrawPatience | None = None,
+        max_body_bytes: int = 2**25,
+    ) -> None:
         policy = SamplingPolicy(sampling)
         self._http = Http(inference_url, api_key)
         deployment = Deployment(self._http, model, patience or DrawPatience(), http_timeout_s)
@@ -55,14 +61,21 @@ class CaptureServer:
         self._origin = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._server = uvicorn.Server(
             uvicorn.Config(
-                app, log_config=None, log_level="warning", access_log=False, lifespan="off",
-                ws="none", timeout_graceful_shutdown=_LAST_S,
+                app,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=_LAST_S,
             )
-        )  # fmt: skip
+        )
         self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [listener]}, name="hearth-capture",
+            target=self._server.run,
+            kwargs={"sockets": [listener]},
+            name="hearth-capture",
             daemon=True,
-        )  # fmt: skip
+        )
         self._thread.start()
 
     def __enter__(self) -> CaptureServer:
@@ -81,9 +94,11 @@ class CaptureServer:
             raise ClosedError("capture server must be open, got a closed one: open another")
         name = secrets.token_hex(8)
         session = CaptureSession(
-            name, f"{self._origin}/sessions/{name}/v1", seed=seed,
+            name,
+            f"{self._origin}/sessions/{name}/v1",
+            seed=seed,
             on_close=lambda: self._forget(name),
-        )  # fmt: skip
+        )
         self._sessions[name] = session
         return session
 

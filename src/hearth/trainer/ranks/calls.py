@@ -25,14 +25,17 @@ def encode(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> by
         TypeError: an argument is of a kind that no operation takes.
     """
     named = {name: _tagged(one) for name, one in kwargs.items()}
-    return orjson.dumps([operation, [_tagged(one) for one in args], named])
+    return orjson.dumps([operation, [_tagged(arg) for arg in args], named])
 
 
 def decode(message: bytes) -> tuple[str, list[Any], dict[str, Any]]:
     """The reverse of ``encode``."""
     operation, args, named = orjson.loads(message)
-    return operation, [_made(*one) for one in args], {name: _made(*one) for name, one in
-                                                      named.items()}  # fmt: skip
+    return (
+        operation,
+        [_made(*arg) for arg in args],
+        {name: _made(*one) for name, one in named.items()},
+    )
 
 
 def _tagged(value: Any) -> _Tagged:

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 
 from hearth.models.lora import LoraOptions
-from hearth.trainer.checkpoint import (
-    DATA,
-    CheckpointFolder,
-    TrainerState,
-    state_of,
-    write_manifest,
-)
+from hearth.trainer.checkpoint import DATA, CheckpointFolder, TrainerState, state_of, write_manifest
 from hearth.trainer.dcp import described, load_into, save_tensors
 from hearth.trainer.ranks.group import RankGroup
 
@@ -43,9 +37,15 @@ def write_together(
 
 
 def read_together(
-    group: RankGroup, folder: CheckpointFolder, name: str, *, base_model: str,
-    lora: LoraOptions | None, weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor],
-) -> TrainerState:  # fmt: skip
+    group: RankGroup,
+    folder: CheckpointFolder,
+    name: str,
+    *,
+    base_model: str,
+    lora: LoraOptions | None,
+    weights: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+) -> TrainerState:
     """``CheckpointFolder.read`` of ranks, all of which raise what one does.
 
     Of a tensor that the model has in parts it is this rank's part: ``weights`` are the model's own

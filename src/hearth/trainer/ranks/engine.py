@@ -71,14 +71,18 @@ class RankSettings:
             ConfigError: the model cannot be loaded or trained, or an option breaks its rule.
         """
         return RankEngine(
-            self.source, name=self.name, group=group, offload=self.offload, on_broken=on_broken,
+            self.source,
+            name=self.name,
+            group=group,
+            offload=self.offload,
+            on_broken=on_broken,
             snapshots=FolderBuckets(Path(self.buckets), self.keep_snapshots).bucket(self.bucket),
-            checkpoint_dir=Path(self.checkpoint_dir), options=TrainerOptions(**self.options),
+            checkpoint_dir=Path(self.checkpoint_dir),
+            options=TrainerOptions(**self.options),
             adapters=AdapterShelf(
-                Path(self.models_dir) if self.models_dir else None,
-                allow_folders=self.allow_folders,
+                Path(self.models_dir) if self.models_dir else None, allow_folders=self.allow_folders
             ),
-        )  # fmt: skip
+        )
 
 
 class RankEngine(TrainerEngine):
@@ -94,9 +98,14 @@ class RankEngine(TrainerEngine):
     keeps_graphs = False
 
     def __init__(
-        self, source: str, *, group: RankGroup, offload: bool, on_broken: Callable[[str], None],
+        self,
+        source: str,
+        *,
+        group: RankGroup,
+        offload: bool,
+        on_broken: Callable[[str], None],
         **rest: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._group = group
         self._offload = offload
         self._on_broken = on_broken
@@ -149,10 +158,13 @@ class RankEngine(TrainerEngine):
 
     def _make_residents(self, load: Callable[[], LoadedModel]) -> Residents:
         return RankResidents(
-            load, self._group, process=self._group.on_first(lambda: secrets.token_hex(4)),
-            offload=self._offload, logit_budget=self.options.logit_budget,
+            load,
+            self._group,
+            process=self._group.on_first(lambda: secrets.token_hex(4)),
+            offload=self._offload,
+            logit_budget=self.options.logit_budget,
             recompute_above=self.options.recompute_above,
-        )  # fmt: skip
+        )
 
     def _make_pass(self, **fields: Any) -> Pass:
         return RankPass(**fields, group=self._group)
@@ -183,9 +195,14 @@ class RankEngine(TrainerEngine):
         self, folder: CheckpointFolder, name: str, model: Resident
     ) -> TrainerState:
         return read_together(
-            self._group, folder, name, base_model=self.name, lora=model.lora,
-            weights=model.tensors(), parameters=trainable(model.loaded),
-        )  # fmt: skip
+            self._group,
+            folder,
+            name,
+            base_model=self.name,
+            lora=model.lora,
+            weights=model.tensors(),
+            parameters=trainable(model.loaded),
+        )
 
 
 def _sharded(model: Resident) -> ShardedModel:

@@ -55,9 +55,13 @@ class Rendezvous:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         limit = timedelta(seconds=self.timeout_s)
         store = dist.TCPStore(
-            self.host, self.port, self.ranks, is_master=rank == 1, timeout=max(limit, _START),
+            self.host,
+            self.port,
+            self.ranks,
+            is_master=rank == 1,
+            timeout=max(limit, _START),
             wait_for_workers=False,
-        )  # fmt: skip
+        )
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=self.ranks, timeout=max(limit, _START)
@@ -75,7 +79,7 @@ def interface_to(host: str) -> str | None:
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == own for one in addresses):
+        if any(address.address.partition("%")[0] == own for address in addresses):
             return name
     return None
 

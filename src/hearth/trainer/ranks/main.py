@@ -35,9 +35,12 @@ def main() -> None:
     code = 1
     try:
         logger.info(
-            "rank %s of %s: process %d, %d threads", rank, ranks, os.getpid(),
+            "rank %s of %s: process %d, %d threads",
+            rank,
+            ranks,
+            os.getpid(),
             torch.get_num_threads(),
-        )  # fmt: skip
+        )
         meeting = Rendezvous(host, int(port), int(ranks), float(timeout_s))
         group = meeting.join(int(rank), rank_device(device, int(rank)))
         settings = RankSettings.parse(group.listen())

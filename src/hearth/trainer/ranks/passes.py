@@ -23,13 +23,7 @@ from hearth.threads import refresh
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.packed_module import PackedModule
 from hearth.trainer.packing import Example
-from hearth.trainer.passes import (
-    Batch,
-    KeptGraph,
-    Pass,
-    PassResult,
-    count,
-)
+from hearth.trainer.passes import Batch, KeptGraph, Pass, PassResult, count
 from hearth.trainer.ranks.group import RankGroup
 from hearth.trainer.ranks.shares import shares
 from hearth.trainer.segments import Kernel
@@ -93,7 +87,9 @@ class RankPass(Pass):
             NumericsError: a logprob is not finite, of whatever rank; the gradient is there.
         """
         is_trained = self._trained
-        batches = self._own_batches([one for one in self.examples if is_trained[one.index]])
+        batches = self._own_batches(
+            [example for example in self.examples if is_trained[example.index]]
+        )
         found = self._blank()
         own = GradientCounts()
         for number, batch in enumerate(batches, start=1):
@@ -101,7 +97,9 @@ class RankPass(Pass):
             with self.scorer.replaying(batch.routing):
                 own += self._train(batch, found)
         with torch.no_grad():
-            found += self._score([one for one in self.examples if not is_trained[one.index]])
+            found += self._score(
+                [example for example in self.examples if not is_trained[example.index]]
+            )
         total = self.group.add(torch.tensor([own.tokens, own.sequences]))
         tokens, sequences = total.tolist()
         return self._result(self._joined(found)), GradientCounts(tokens, sequences)
@@ -111,9 +109,10 @@ class RankPass(Pass):
         if not examples:
             return []
         by_rank = shares(
-            [one.tokens for one in examples], self.group.ranks,
+            [example.tokens for example in examples],
+            self.group.ranks,
             shares_prefixes=self.scorer.shares_prefixes,
-        )  # fmt: skip
+        )
         own = [examples[place] for place in by_rank[self.group.rank]]
         batches = list(self.scorer.batches(own, self.token_budget, self.limits))
         missing = self.group.most(len(batches)) - len(batches)
@@ -168,7 +167,7 @@ class RankPass(Pass):
 
 
 def _is_blank(batch: Batch) -> bool:
-    return any(one.index == _BLANK for one in batch.examples)
+    return any(example.index == _BLANK for example in batch.examples)
 
 
 def _blank() -> Example:

@@ -30,9 +30,15 @@ class RankResidents(Residents):
     """
 
     def __init__(
-        self, load: Callable[[], LoadedModel], group: RankGroup, *, process: str, offload: bool,
-        logit_budget: int, recompute_above: int | None,
-    ) -> None:  # fmt: skip
+        self,
+        load: Callable[[], LoadedModel],
+        group: RankGroup,
+        *,
+        process: str,
+        offload: bool,
+        logit_budget: int,
+        recompute_above: int | None,
+    ) -> None:
         super().__init__(load, logit_budget=logit_budget, recompute_above=recompute_above)
         self._process = process
         self._group = group
@@ -68,9 +74,12 @@ class RankResidents(Residents):
 
     def _shard(self, loaded: LoadedModel, *, is_trained: bool) -> ShardedModel:
         return shard(
-            loaded, self._group.mesh, self._group.device, is_trained=is_trained,
+            loaded,
+            self._group.mesh,
+            self._group.device,
+            is_trained=is_trained,
             offload=self._offload,
-        )  # fmt: skip
+        )
 
 
 class RankOptimizer(Optimizer):
@@ -80,9 +89,11 @@ class RankOptimizer(Optimizer):
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], group: RankGroup,
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: RankGroup,
         stored: Mapping[str, torch.dtype],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._group = group
         self._rounded = [
             name for name in parameters if stored.get(name, torch.float32) != torch.float32
@@ -96,7 +107,7 @@ class RankOptimizer(Optimizer):
 
     def _gradients(self) -> list[Tensor]:
         gradients = super()._gradients()
-        copied = [one for one in gradients if not isinstance(one, DTensor)]
+        copied = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
         if copied:
             total = self._group.add(torch.cat([one.flatten() for one in copied]))
             parts = total.split([one.numel() for one in copied])
@@ -106,6 +117,6 @@ class RankOptimizer(Optimizer):
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
         own = super()._norm(gradients)
-        if not any(isinstance(one, DTensor) for one in self._parameters.values()):
+        if not any(isinstance(parameter, DTensor) for parameter in self._parameters.values()):
             return own
         return math.sqrt(float(self._group.add(torch.tensor(own**2, dtype=torch.float64))))

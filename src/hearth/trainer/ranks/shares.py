@@ -20,14 +20,14 @@ def shares(sequences: Sequence[Tensor], ranks: int, *, shares_prefixes: bool) ->
     (``shares_prefixes``), sequences that have one stay together, up to a fair share. All ranks come
     to the same answer.
     """
-    lengths = [one.numel() for one in sequences]
+    lengths = [sequence.numel() for sequence in sequences]
     if shares_prefixes:
         found = clusters(sequences)
         fair = -(-sum(one.tokens(lengths) for one in found) // ranks)
         pieces = [part for one in found for part in one.cut(lengths, fair)]
     else:
         pieces = [Cluster((place,), length) for place, length in enumerate(lengths)]
-    pieces.sort(key=lambda one: (-one.tokens(lengths), one.members))
+    pieces.sort(key=lambda piece: (-piece.tokens(lengths), piece.members))
     taken: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for piece in pieces:

@@ -49,10 +49,13 @@ def start_ranks(
         argv = [sys.executable, "-m", "hearth.trainer.ranks.main", str(rank), str(ranks), *place]
         started = companions.start(
             Command(
-                name=f"rank-{rank}", argv=[*argv, device, str(timeout_s)],
-                env={"OMP_NUM_THREADS": str(threads)}, cpus=threads, gpus=1.0 if on_gpu else 0.0,
+                name=f"rank-{rank}",
+                argv=[*argv, device, str(timeout_s)],
+                env={"OMP_NUM_THREADS": str(threads)},
+                cpus=threads,
+                gpus=1.0 if on_gpu else 0.0,
             )
-        )  # fmt: skip
+        )
         if rank == 1:
             place = (started.host, str(started.port))
         watch.ranks[f"rank-{rank}"] = started
@@ -127,5 +130,5 @@ class _Watch:
 
     def _look(self) -> None:
         while not self._resting.wait(_LOOK_S):
-            if any(one.poll() is not None for one in self.ranks.values()):
+            if any(rank.poll() is not None for rank in self.ranks.values()):
                 self.end("the trainer ends")

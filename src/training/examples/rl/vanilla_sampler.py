@@ -22,12 +22,15 @@ def build_deployment_sampler(setup: RolloutSetup) -> RolloutSampler:
     options = setup.sample_kwargs
     sampler = RolloutSampler(
         DeploymentSampler(
-            setup.inference_base_url, setup.model, setup.api_key, setup.tokenizer,
+            setup.inference_base_url,
+            setup.model,
+            setup.api_key,
+            setup.tokenizer,
             concurrency_controller=FixedConcurrencyController(NO_LIMIT),
             patience=DrawPatience(boot_s=setup.boot_timeout_s),
         ),
         {name: options[name] for name in ROUTING_OPTIONS if name in options},
         temperature=options.get("temperature", 1.0),
-    )  # fmt: skip
+    )
     setup.closing.callback(sampler.close)
     return sampler

@@ -31,9 +31,11 @@ class AgentSession:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._captured.close()
 
     @property
@@ -91,14 +93,18 @@ def build_agent_server(setup: RolloutSetup) -> AgentServer:
     options = setup.sample_kwargs
     refuse_other_distribution(options, options["temperature"])
     server = CaptureServer(
-        setup.inference_base_url, setup.model, setup.api_key,
+        setup.inference_base_url,
+        setup.model,
+        setup.api_key,
         sampling={
-            "temperature": options["temperature"], "top_p": options["top_p"],
-            "top_k": options["top_k"], "max_completion_tokens": options["max_tokens"],
+            "temperature": options["temperature"],
+            "top_p": options["top_p"],
+            "top_k": options["top_k"],
+            "max_completion_tokens": options["max_tokens"],
             **{name: options[name] for name in ["include_routing_matrix"] if name in options},
         },
         http_timeout_s=options["http_timeout"],
         patience=DrawPatience(boot_s=setup.boot_timeout_s),
-    )  # fmt: skip
+    )
     setup.closing.callback(server.close)
     return AgentServer(server)

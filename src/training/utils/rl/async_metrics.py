@@ -10,9 +10,11 @@ from training.utils.run import Run
 # Phases of the trainer's loop. They follow each other, so their seconds add up to a step's at most;
 # WAIT_FOR_MORE is the part of WAIT that comes after a batch's first piece.
 TRAIN, WAIT, WAIT_FOR_MORE, WEIGHT_UPDATE = (
-    "perf/train_time", "perf/train_wait_time", "perf/train_chunk_wait_time",
+    "perf/train_time",
+    "perf/train_wait_time",
+    "perf/train_chunk_wait_time",
     "perf/weight_update_time",
-)  # fmt: skip
+)
 
 
 def staleness_metrics(batch: Sequence[TakenGroup]) -> dict[str, float]:

@@ -49,9 +49,11 @@ class EvalDraws:
     def of(cls, config: BackgroundConfig) -> EvalDraws:
         """Those of a recipe's config."""
         return cls(
-            config.seed + EVAL_SEED_OFFSET, config.eval_samples_per_prompt,
-            config.rollout_timeout_s, config.rollout_retries,
-        )  # fmt: skip
+            config.seed + EVAL_SEED_OFFSET,
+            config.eval_samples_per_prompt,
+            config.rollout_timeout_s,
+            config.rollout_retries,
+        )
 
 
 class BackgroundEvaluation:
@@ -64,9 +66,12 @@ class BackgroundEvaluation:
     """
 
     def __init__(
-        self, config: BackgroundConfig, run: Run, rollout_fn: RolloutFn,
+        self,
+        config: BackgroundConfig,
+        run: Run,
+        rollout_fn: RolloutFn,
         submit: Callable[[DrawRow], Awaitable[RowTrajectories]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._config = config
         self._run = run
         self._submit = submit
@@ -152,7 +157,12 @@ def trajectory_judged(row: Row, place: int, run: RolloutRun) -> EvalSample:
     """A trajectory as a held-out answer: its last turn's text, and the tokens of all of them."""
     last = run.segments[-1]
     return EvalSample(
-        row, place, run.reward, last.text, sum(one.completion_len for one in run.segments),
+        row,
+        place,
+        run.reward,
+        last.text,
+        sum(segment.completion_len for segment in run.segments),
         last.finish_reason == "length",
-        [pair for one in run.segments for pair in one.versions or []], run.parsed,
-    )  # fmt: skip
+        [pair for segment in run.segments for pair in segment.versions or []],
+        run.parsed,
+    )

@@ -46,8 +46,9 @@ def find_job(
         raise ConfigError(f"{field} must name a job that trains, got forward-only {job_id!r}")
     return BroughtJob(
         job=CreatedJob(leaf_of(job_id), record.name or job_id, record.state),
-        training_shape=record.training_shape, tied_to=leaf_of(record.hot_load_deployment_id),
-    )  # fmt: skip
+        training_shape=record.training_shape,
+        tied_to=leaf_of(record.hot_load_deployment_id),
+    )
 
 
 def check_snapshot_place(

@@ -101,8 +101,8 @@ def build_grpo_datums(
     Keeps the first ``max_seq_len`` tokens and then shifts, which leaves ``max_seq_len - 1`` rows.
     """
     return [
-        completion_datum(one.full_tokens, one.prompt_len, max_seq_len)
-        for one in sampled_completions
+        completion_datum(completion.full_tokens, completion.prompt_len, max_seq_len)
+        for completion in sampled_completions
     ]
 
 

@@ -67,16 +67,16 @@ class EvalResult:
         """Share of answers whose reward is above 0.5; NaN where none has a reward."""
         if not self.samples:
             return math.nan
-        return sum(one.is_right for one in self.samples) / len(self.samples)
+        return sum(sample.is_right for sample in self.samples) / len(self.samples)
 
     @property
     def pass_rates(self) -> dict[int, float]:
         """pass@k for k = 1, 2, 4, ... up to the number of answers per row."""
         counts: dict[int, list[int]] = {}
-        for one in self.samples:
-            count = counts.setdefault(one.place, [0, 0])
+        for sample in self.samples:
+            count = counts.setdefault(sample.place, [0, 0])
             count[0] += 1
-            count[1] += one.is_right
+            count[1] += sample.is_right
         return pass_rates([(n, c) for n, c in counts.values()])
 
     def metrics(self) -> dict[str, float]:
@@ -90,17 +90,26 @@ class EvalResult:
         if not samples:
             return counts
         rates = {f"eval/pass@{k}": rate for k, rate in self.pass_rates.items()}
-        parsed = parse_metrics([one.parsed for one in samples if one.parsed is not None], "eval")
-        return counts | rates | parsed | self._version_metrics() | {
-            "eval/accuracy": self.accuracy,
-            "eval/reward": sum(one.reward for one in samples) / len(samples),
-            "eval/response_len/mean": sum(one.length for one in samples) / len(samples),
-            "eval/truncated_ratio": sum(one.is_truncated for one in samples) / len(samples),
-        }  # fmt: skip
+        parsed = parse_metrics(
+            [sample.parsed for sample in samples if sample.parsed is not None], "eval"
+        )
+        return (
+            counts
+            | rates
+            | parsed
+            | self._version_metrics()
+            | {
+                "eval/accuracy": self.accuracy,
+                "eval/reward": sum(sample.reward for sample in samples) / len(samples),
+                "eval/response_len/mean": sum(sample.length for sample in samples) / len(samples),
+                "eval/truncated_ratio": sum(sample.is_truncated for sample in samples)
+                / len(samples),
+            }
+        )
 
     def _version_metrics(self) -> dict[str, float]:
         """Which weights drew: the mean is over tokens."""
-        drawn = [(by, count) for one in self.samples for by, count in one.versions if count]
+        drawn = [(by, count) for sample in self.samples for by, count in sample.versions if count]
         if not drawn:
             return {}
         return {
@@ -111,9 +120,15 @@ class EvalResult:
 
 
 async def evaluate(
-    sampler: DeploymentSampler, rows: Sequence[Row], reward_fn: AnyReward, *,
-    samples_per_prompt: int, max_tokens: int, temperature: float, seed: int,
-) -> EvalResult:  # fmt: skip
+    sampler: DeploymentSampler,
+    rows: Sequence[Row],
+    reward_fn: AnyReward,
+    *,
+    samples_per_prompt: int,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+) -> EvalResult:
     """Draw ``samples_per_prompt`` completions of each row at ``temperature`` and score them.
 
     The seeds depend on ``seed`` and the row's place only, so that evaluations compare.
@@ -125,14 +140,18 @@ async def evaluate(
     async def draw(place: int, row: Row) -> list[SampledCompletion]:
         return await with_retries(
             lambda: sampler.sample_with_tokens(
-                prompt_messages(row), n=samples_per_prompt, max_tokens=max_tokens,
-                temperature=temperature, seed=row_seed(seed + EVAL_SEED_OFFSET, place),
+                prompt_messages(row),
+                n=samples_per_prompt,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=row_seed(seed + EVAL_SEED_OFFSET, place),
             ),
-            attempts=ATTEMPTS, timeout_s=None,
+            attempts=ATTEMPTS,
+            timeout_s=None,
             on_failure=lambda error, attempt: logger.warning(
                 "held-out row %d, attempt %d failed: %s", place, attempt, error
             ),
-        )  # fmt: skip
+        )
 
     async def judge(place: int, row: Row) -> list[EvalSample | None]:
         drawn = await draw(place, row)
@@ -160,6 +179,12 @@ def completion_judged(
 ) -> EvalSample:
     """A completion of one turn as a held-out answer."""
     return EvalSample(
-        row, place, score.reward, completion.text, completion.completion_len,
-        completion.finish_reason == "length", versions_of(completion), score.parsed,
-    )  # fmt: skip
+        row,
+        place,
+        score.reward,
+        completion.text,
+        completion.completion_len,
+        completion.finish_reason == "length",
+        versions_of(completion),
+        score.parsed,
+    )

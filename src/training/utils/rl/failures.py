@@ -127,7 +127,9 @@ def _http_status(error: BaseException) -> int | None:
 
 def _is_one_of(error: BaseException, names: frozenset[tuple[str, str]]) -> bool:
     classes = type(error).__mro__
-    return any((one.__module__.partition(".")[0], one.__name__) in names for one in classes)
+    return any(
+        (class_.__module__.partition(".")[0], class_.__name__) in names for class_ in classes
+    )
 
 
 class CircuitBreaker:
@@ -139,9 +141,13 @@ class CircuitBreaker:
     """
 
     def __init__(
-        self, *, max_in_a_row: int = 5, window: int = 20, min_observed: int = 10,
+        self,
+        *,
+        max_in_a_row: int = 5,
+        window: int = 20,
+        min_observed: int = 10,
         max_ratio: float = 0.5,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._max_in_a_row = max_in_a_row
         self._min_observed = min_observed
         self._max_ratio = max_ratio
@@ -193,11 +199,16 @@ class CircuitBreaker:
 
 
 async def with_retries(
-    draw: Callable[[], Awaitable[T]], *, attempts: int, timeout_s: float | None,
-    on_failure: Callable[[BaseException, int], None], backoff_s: float = 0.5,
-    longest_backoff_s: float = 30.0, grace_s: float = 3.0,
+    draw: Callable[[], Awaitable[T]],
+    *,
+    attempts: int,
+    timeout_s: float | None,
+    on_failure: Callable[[BaseException, int], None],
+    backoff_s: float = 0.5,
+    longest_backoff_s: float = 30.0,
+    grace_s: float = 3.0,
     sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
-) -> T:  # fmt: skip
+) -> T:
     """What ``draw()`` returns, tried up to ``attempts`` times.
 
     Each attempt may take ``timeout_s`` seconds (None: any time). ``on_failure`` is told of every
@@ -280,8 +291,9 @@ async def _end(work: asyncio.Future[T], grace_s: float) -> None:
     if running:
         logger.warning(
             "a rollout goes on %g s after it was cancelled and is left to itself: it must let "
-            "asyncio.CancelledError pass", grace_s,
-        )  # fmt: skip
+            "asyncio.CancelledError pass",
+            grace_s,
+        )
 
 
 def _retrieve(work: asyncio.Future[T]) -> None:

@@ -56,9 +56,11 @@ class TrainSample:
         routing = None
         if replay != "none" and drawn.routing_matrices is not None:
             routing = align_routing(
-                drawn.routing_matrices, num_tokens=len(drawn.tokens),
-                prompt_len=drawn.prompt_len, with_prompt=replay == "all",
-            )  # fmt: skip
+                drawn.routing_matrices,
+                num_tokens=len(drawn.tokens),
+                prompt_len=drawn.prompt_len,
+                with_prompt=replay == "all",
+            )
         return cls(
             datum=datum_from_tokens_weights(drawn.tokens, drawn.loss_mask, routing=routing),
             advantage=advantage,
@@ -100,10 +102,14 @@ class PromptGroup:
 
     @classmethod
     def of(
-        cls, row: IndexedRow, trajectories: Sequence[Sequence[RolloutSample]],
-        row_meta: dict[str, Any] | None = None, submit_version: int = 0, *,
+        cls,
+        row: IndexedRow,
+        trajectories: Sequence[Sequence[RolloutSample]],
+        row_meta: dict[str, Any] | None = None,
+        submit_version: int = 0,
+        *,
         replay: Replay = "none",
-    ) -> PromptGroup:  # fmt: skip
+    ) -> PromptGroup:
         """A group with its advantages; the samples of one trajectory have one reward.
 
         Raises:
@@ -113,14 +119,14 @@ class PromptGroup:
         rewards = [float(samples[0].reward) for samples in trajectories]
         advantages = group_advantages(rewards)
         trained = [
-            [TrainSample.of(one, advantage, replay) for one in samples]
+            [TrainSample.of(sample, advantage, replay) for sample in samples]
             for samples, advantage in zip(trajectories, advantages, strict=True)
         ]
         return cls(row, rewards, advantages, trained, row_meta, submit_version)
 
     def flat(self) -> list[TrainSample]:
         """All samples, in order."""
-        return [one for samples in self.samples for one in samples]
+        return [sample for samples in self.samples for sample in samples]
 
     @property
     def effective_samples(self) -> int:
@@ -135,7 +141,7 @@ class PromptGroup:
     @property
     def completion_lens(self) -> list[int]:
         """Drawn tokens of each trajectory."""
-        return [sum(one.drawn.completion_len for one in samples) for samples in self.samples]
+        return [sum(sample.drawn.completion_len for sample in samples) for samples in self.samples]
 
     @property
     def truncated(self) -> list[bool]:
@@ -249,9 +255,11 @@ def completion_sample(
     """
     prompt = completion.prompt_len
     rows = align_behavior_logprobs(
-        completion.inference_logprobs, num_tokens=len(completion.full_tokens),
-        prompt_len=prompt, is_echoed=completion.logprobs_echoed,
-    )  # fmt: skip
+        completion.inference_logprobs,
+        num_tokens=len(completion.full_tokens),
+        prompt_len=prompt,
+        is_echoed=completion.logprobs_echoed,
+    )
     return RolloutSample(
         tokens=completion.full_tokens,
         logprobs=[0.0] * prompt + rows[prompt - 1 :],

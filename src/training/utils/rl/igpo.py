@@ -62,16 +62,20 @@ def information_gains(beliefs: Sequence[float | None]) -> list[float]:
     """
     gains: list[float] = []
     known = beliefs[0] if beliefs else None
-    for one in beliefs[1:]:
-        gains.append(0.0 if one is None or known is None else one - known)
-        known = known if one is None else one
+    for belief in beliefs[1:]:
+        gains.append(0.0 if belief is None or known is None else belief - known)
+        known = known if belief is None else belief
     return gains
 
 
 def turn_advantages(
-    gains: Sequence[Sequence[float]], outcomes: Sequence[float], *, ig_weight: float = 1.0,
-    gamma: float = 0.99, normalization: Normalization = "separate",
-) -> list[list[float]]:  # fmt: skip
+    gains: Sequence[Sequence[float]],
+    outcomes: Sequence[float],
+    *,
+    ig_weight: float = 1.0,
+    gamma: float = 0.99,
+    normalization: Normalization = "separate",
+) -> list[list[float]]:
     """The advantage of each turn of a group's trajectories.
 
     ``gains`` has a number per turn, ``outcomes`` one per trajectory. Both are normalized with the
@@ -147,7 +151,7 @@ def _separate(
     gains: Sequence[Sequence[float]], outcomes: Sequence[float]
 ) -> tuple[list[list[float]], list[list[float]]]:
     inner = _in_shape(
-        standardized([one for turns in gains for one in turns[:-1]], GAIN_FLOOR),
+        standardized([turn for turns in gains for turn in turns[:-1]], GAIN_FLOOR),
         [turns[:-1] for turns in gains],
     )
     earned = standardized(outcomes, OUTCOME_FLOOR)
@@ -162,8 +166,8 @@ def _pooled(
 ) -> tuple[list[list[float]], list[list[float]]]:
     earned = [[0.0] * (len(turns) - 1) + [one] for turns, one in zip(gains, outcomes, strict=True)]
     return (
-        _in_shape(standardized([one for turns in gains for one in turns], GAIN_FLOOR), gains),
-        _in_shape(standardized([one for turns in earned for one in turns], OUTCOME_FLOOR), gains),
+        _in_shape(standardized([turn for turns in gains for turn in turns], GAIN_FLOOR), gains),
+        _in_shape(standardized([turn for turns in earned for turn in turns], OUTCOME_FLOOR), gains),
     )
 
 

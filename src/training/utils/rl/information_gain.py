@@ -62,7 +62,9 @@ def trainer_scorer(policy: ReconnectableClient) -> Scorer:
     """Scores by the weights in training: the trainer's forward, in its turn among other work."""
 
     async def score(sequences: Sequence[Sequence[int]], last: int) -> Sequence[Sequence[float]]:
-        data = [datum_from_tokens_weights(one, [1.0] * len(one)) for one in sequences]
+        data = [
+            datum_from_tokens_weights(sequence, [1.0] * len(sequence)) for sequence in sequences
+        ]
         scored = await policy.inner.forward(data, "cross_entropy")
         return [output["logprobs"].data[-last:] for output in scored.loss_fn_outputs]
 
@@ -106,22 +108,27 @@ class InformationGain:
         # The cookbook's normalization compares the last turn's gain too.
         ends_too = self._config.ig_normalization == "pooled"
         prefixes = [
-            turn_prefixes([one.drawn for one in samples], with_whole=ends_too)
+            turn_prefixes([sample.drawn for sample in samples], with_whole=ends_too)
             for samples in group.samples
         ]
         logprobs = await self._mean_logprobs({one for many in prefixes for one in many}, answer)
         beliefs = [[self._belief(logprobs.get(one)) for one in many] for many in prefixes]
         gains = [information_gains(many) for many in beliefs]
         advantages = turn_advantages(
-            gains if ends_too else [[*turns, 0.0] for turns in gains], group.rewards,
-            ig_weight=self._config.ig_weight, gamma=self._config.ig_gamma,
+            gains if ends_too else [[*turns, 0.0] for turns in gains],
+            group.rewards,
+            ig_weight=self._config.ig_weight,
+            gamma=self._config.ig_gamma,
             normalization=self._config.ig_normalization,
-        )  # fmt: skip
+        )
         credit = TurnCredit(
-            gains, advantages, logprobs.get(prefixes[0][0]),
+            gains,
+            advantages,
+            logprobs.get(prefixes[0][0]),
             unscored=sum(many[1:].count(None) for many in beliefs),
-            scored_from_s=started, scored_until_s=time.perf_counter(),
-        )  # fmt: skip
+            scored_from_s=started,
+            scored_until_s=time.perf_counter(),
+        )
         samples = [credited(*one) for one in zip(group.samples, advantages, strict=True)]
         return replace(group, samples=samples, credit=credit)
 
@@ -135,7 +142,7 @@ class InformationGain:
         asked = [*self._opening, *answer]
         room = self._config.max_seq_len - len(asked)
         # In an order of their own, so that a batch is the same in every run.
-        fitting = sorted(one for one in prefixes if len(one) <= room)
+        fitting = sorted(prefix for prefix in prefixes if len(prefix) <= room)
         found: dict[tuple[int, ...], float] = {}
         size = self._config.scoring_batch
         for batch in (fitting[start : start + size] for start in range(0, len(fitting), size)):
@@ -170,7 +177,9 @@ def turn_prefixes(
     ``with_whole`` adds the last segment as a whole, which is what stands after the last turn.
     """
     prefixes = [
-        tuple(one.tokens[:start]) for one in segments for start, _ in turn_spans(one.loss_mask)
+        tuple(segment.tokens[:start])
+        for segment in segments
+        for start, _ in turn_spans(segment.loss_mask)
     ]
     return [*prefixes, tuple(segments[-1].tokens)] if with_whole else prefixes
 
@@ -179,10 +188,10 @@ def credited(samples: Sequence[TrainSample], per_turn: Sequence[float]) -> list[
     """The samples of one trajectory with the advantage of each turn on its tokens."""
     left = list(per_turn)
     found: list[TrainSample] = []
-    for one in samples:
-        count = len(turn_spans(one.drawn.loss_mask))
-        rows = target_rows(one.drawn.loss_mask, left[:count])
-        found.append(replace(one, advantage=rows))
+    for sample in samples:
+        count = len(turn_spans(sample.drawn.loss_mask))
+        rows = target_rows(sample.drawn.loss_mask, left[:count])
+        found.append(replace(sample, advantage=rows))
         left = left[count:]
     return found
 
@@ -195,17 +204,17 @@ def credit_metrics(groups: Sequence[PromptGroup], step_s: float) -> dict[str, fl
     seconds in which the right answer of some group was being scored, whatever else went on
     meanwhile, and ``igpo/scoring_ratio`` its share of the step.
     """
-    credits = [one.credit for one in groups if one.credit is not None]
+    credits = [group.credit for group in groups if group.credit is not None]
     if not credits:
         return {}
-    turns = [len(one) for credit in credits for one in credit.advantages]
+    turns = [len(advantage) for credit in credits for advantage in credit.advantages]
     gains = [gain for credit in credits for one in credit.gains for gain in one]
-    baselines = [one.baseline for one in credits if one.baseline is not None]
-    seconds = covered([(one.scored_from_s, one.scored_until_s) for one in credits])
+    baselines = [credit.baseline for credit in credits if credit.baseline is not None]
+    seconds = covered([(credit.scored_from_s, credit.scored_until_s) for credit in credits])
     metrics = {
         "igpo/avg_turns": sum(turns) / len(turns),
         "igpo/mean_ig": math.fsum(gains) / len(gains) if gains else 0.0,
-        "igpo/unscored_ratio": sum(one.unscored for one in credits) / max(1, len(gains)),
+        "igpo/unscored_ratio": sum(credit.unscored for credit in credits) / max(1, len(gains)),
         "igpo/scoring_time": seconds,
         "igpo/scoring_ratio": seconds / step_s,
     }

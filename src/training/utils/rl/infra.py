@@ -158,14 +158,24 @@ def setup_infra(
     )
     own_id = made_up_id(base_model, job_suffix)
     order = _Order(
-        rlor_mgr=rlor_mgr, deploy_mgr=deploy_mgr, base_model=base_model, infra_cfg=infra_cfg,
-        deploy_cfg=deploy_cfg, lora_rank=lora_rank, max_seq_len=max_seq_len,
-        learning_rate=learning_rate, policy_job_id=policy_job_id,
-        reference_job_id=reference_job_id, role_prefix=role_prefix, job_suffix=job_suffix,
-        cleanup=cleanup or ResourceCleanup(rlor_mgr, deploy_mgr), extra_values=extra_values,
+        rlor_mgr=rlor_mgr,
+        deploy_mgr=deploy_mgr,
+        base_model=base_model,
+        infra_cfg=infra_cfg,
+        deploy_cfg=deploy_cfg,
+        lora_rank=lora_rank,
+        max_seq_len=max_seq_len,
+        learning_rate=learning_rate,
+        policy_job_id=policy_job_id,
+        reference_job_id=reference_job_id,
+        role_prefix=role_prefix,
+        job_suffix=job_suffix,
+        cleanup=cleanup or ResourceCleanup(rlor_mgr, deploy_mgr),
+        extra_values=extra_values,
         deployment_id=(deploy_cfg.deployment_id or own_id) if needs_inference else None,
-        needs_inference=needs_inference, own_reference=own_reference,
-    )  # fmt: skip
+        needs_inference=needs_inference,
+        own_reference=own_reference,
+    )
     if needs_inference:
         deployment_config(deploy_cfg, base_model, deployment_id=order.deployment_id)
     started = time.perf_counter()
@@ -173,9 +183,14 @@ def setup_infra(
         ready = _provision(order, on_status)
         provisioned = time.perf_counter()
         infra = _wire(
-            order, ready, api_key, needs_reference=needs_reference, seed=seed,
-            step_timeout=step_timeout, dcp_timeout=dcp_timeout,
-        )  # fmt: skip
+            order,
+            ready,
+            api_key,
+            needs_reference=needs_reference,
+            seed=seed,
+            step_timeout=step_timeout,
+            dcp_timeout=dcp_timeout,
+        )
     except BaseException:
         if cleanup is None:
             order.cleanup.close()
@@ -226,7 +241,7 @@ def _provision(order: _Order, on_status: Callable[[str], None]) -> _Ready:
         except (HearthError, OSError) as error:
             name = part if part == "deployment" else f"{part} trainer"
             raise _failure({name: error}, len(parts)) from error
-    asked_ids = ", ".join(one.job_id for one in jobs.values())
+    asked_ids = ", ".join(job.job_id for job in jobs.values())
     on_status(f"waiting for {asked_ids}" + (f" and {order.deployment_id}" if deployment else ""))
     return _wait(order, jobs, deployment, shapes)
 
@@ -243,9 +258,11 @@ def _shapes(
     given = {"policy": config.training_shape_id, "reference": config.ref_training_shape_id}
     # Whoever chooses hardware has no shape choose it.
     is_free = (
-        config.accelerator_type, config.accelerator_count, config.node_count,
+        config.accelerator_type,
+        config.accelerator_count,
+        config.node_count,
         config.custom_image_tag,
-    ) == (None,) * 4  # fmt: skip
+    ) == (None,) * 4
     found: dict[str, TrainingShapeProfile | None] = {}
     for role, job in brought.items():
         shape = given[role] if job is None else job.training_shape
@@ -271,16 +288,22 @@ def _request_trainer(
         return brought.job
     name = f"{order.role_prefix}-{role}"
     return request_trainer_job(
-        order.rlor_mgr, base_model=order.base_model, infra=order.infra_cfg,
-        lora_rank=order.lora_rank if role == "policy" else 0, display_name=name,
+        order.rlor_mgr,
+        base_model=order.base_model,
+        infra=order.infra_cfg,
+        lora_rank=order.lora_rank if role == "policy" else 0,
+        display_name=name,
         hot_load_deployment_id=(
             order.deployment_id if order.is_per_deployment and role == "policy" else None
         ),
-        forward_only=role == "reference", max_seq_len=order.max_seq_len,
-        learning_rate=order.learning_rate, job_id=f"{name}{order.label}" if order.label else None,
+        forward_only=role == "reference",
+        max_seq_len=order.max_seq_len,
+        learning_rate=order.learning_rate,
+        job_id=f"{name}{order.label}" if order.label else None,
         training_shape_id=profile.training_shape_version if profile is not None else None,
-        cleanup=order.cleanup, extra_values=order.extra_values,
-    )  # fmt: skip
+        cleanup=order.cleanup,
+        extra_values=order.extra_values,
+    )
 
 
 def _request_deployment(order: _Order, trainer_job: str | None) -> DeploymentInfo:
@@ -289,12 +312,16 @@ def _request_deployment(order: _Order, trainer_job: str | None) -> DeploymentInf
     assert deployment_id is not None, "made by setup_infra"
     values = order.extra_values or {}
     config = deployment_config(
-        order.deploy_cfg, order.base_model, deployment_id=deployment_id,
-        hot_load_trainer_job=trainer_job, max_seq_len=order.max_seq_len,
-        dtype=values.get("dtype"), device=values.get("device"),
+        order.deploy_cfg,
+        order.base_model,
+        deployment_id=deployment_id,
+        hot_load_trainer_job=trainer_job,
+        max_seq_len=order.max_seq_len,
+        dtype=values.get("dtype"),
+        device=values.get("device"),
         display_name=f"{order.role_prefix}-deployment{order.label}" if order.label else None,
         lora_rank=order.lora_rank,
-    )  # fmt: skip
+    )
     info = request_deployment(
         manager, config, cleanup=order.cleanup, is_own_id=order.deploy_cfg.deployment_id is None
     )
@@ -308,9 +335,11 @@ def _request_deployment(order: _Order, trainer_job: str | None) -> DeploymentInf
 
 
 def _wait(
-    order: _Order, jobs: dict[str, CreatedJob], deployment: DeploymentInfo | None,
+    order: _Order,
+    jobs: dict[str, CreatedJob],
+    deployment: DeploymentInfo | None,
     shapes: dict[str, TrainingShapeProfile | None],
-) -> _Ready:  # fmt: skip
+) -> _Ready:
     waits: dict[str, APIFuture[Any]] = {}
     for role, job in jobs.items():
         # A job that has ended was brought, or is this very run's from before it was interrupted.
@@ -348,23 +377,39 @@ def _wait(
 
 
 def _wire(
-    order: _Order, ready: _Ready, api_key: str, *, needs_reference: bool, seed: int | None,
-    step_timeout: float, dcp_timeout: float,
-) -> Infra:  # fmt: skip
+    order: _Order,
+    ready: _Ready,
+    api_key: str,
+    *,
+    needs_reference: bool,
+    seed: int | None,
+    step_timeout: float,
+    dcp_timeout: float,
+) -> Infra:
     closeables: list[Callable[[], None]] = []
     policy = ReconnectableClient.connect(
-        order.rlor_mgr, ready.policy, api_key=api_key, base_model=order.base_model,
-        lora_rank=order.lora_rank, seed=seed, replace=True, timeout_s=step_timeout,
+        order.rlor_mgr,
+        ready.policy,
+        api_key=api_key,
+        base_model=order.base_model,
+        lora_rank=order.lora_rank,
+        seed=seed,
+        replace=True,
+        timeout_s=step_timeout,
         dcp_timeout_s=dcp_timeout,
-    )  # fmt: skip
+    )
     closeables.append(policy.close)
     reference: ReconnectableClient | None = None
     try:
         if ready.reference is not None:
             reference = ReconnectableClient.connect(
-                order.rlor_mgr, ready.reference, api_key=api_key, base_model=order.base_model,
-                frozen=True, timeout_s=step_timeout,
-            )  # fmt: skip
+                order.rlor_mgr,
+                ready.reference,
+                api_key=api_key,
+                base_model=order.base_model,
+                frozen=True,
+                timeout_s=step_timeout,
+            )
         elif needs_reference:
             reference = policy.create_base_reference()
     except BaseException:

@@ -59,13 +59,13 @@ def samples_of(groups: Sequence[PromptGroup]) -> list[TrainSample]:
 
 def old_rows(samples: Sequence[TrainSample]) -> list[Sequence[float]] | None:
     """Every sample's old logprobs, or None when nobody scored them."""
-    rows = [one.old_logprobs for one in samples if one.old_logprobs is not None]
+    rows = [sample.old_logprobs for sample in samples if sample.old_logprobs is not None]
     return rows if len(rows) == len(samples) else None
 
 
 def ref_rows(samples: Sequence[TrainSample]) -> list[Sequence[float]] | None:
     """Every sample's reference logprobs, or None when there is no reference."""
-    rows = [one.ref_logprobs for one in samples if one.ref_logprobs is not None]
+    rows = [sample.ref_logprobs for sample in samples if sample.ref_logprobs is not None]
     return rows if len(rows) == len(samples) else None
 
 
@@ -79,9 +79,12 @@ def objective_options(config: ObjectiveConfig) -> Objective:
     match config.policy_loss:
         case "grpo":
             return GRPO(
-                kl_beta=config.kl_beta, kl_estimator=config.kl_estimator, eps_clip=config.eps_clip,
-                eps_clip_high=config.eps_clip_high, ratio_log_cap=cap,
-            )  # fmt: skip
+                kl_beta=config.kl_beta,
+                kl_estimator=config.kl_estimator,
+                eps_clip=config.eps_clip,
+                eps_clip_high=config.eps_clip_high,
+                ratio_log_cap=cap,
+            )
         case "importance_sampling":
             return ImportanceSampling(ratio_log_cap=cap)
         case "reinforce":
@@ -108,9 +111,11 @@ def tis_options(config: ObjectiveConfig) -> TIS | None:
         return None
     tis = config.tis
     return TIS(
-        cap=tis.cap, level=tis.level, sequence_mean=tis.sequence_mean,
+        cap=tis.cap,
+        level=tis.level,
+        sequence_mean=tis.sequence_mean,
         icepop_threshold=tis.icepop_threshold,
-    )  # fmt: skip
+    )
 
 
 def builtin_call(
@@ -138,14 +143,17 @@ def builtin_call(
 
 
 def _tis_weights(tis: TIS | None, samples: Sequence[TrainSample]) -> list[torch.Tensor]:
-    masks = [one.datum.loss_fn_inputs["weights"].to_torch().float() for one in samples]
+    masks = [sample.datum.loss_fn_inputs["weights"].to_torch().float() for sample in samples]
     if tis is None:
         return [torch.ones_like(mask) for mask in masks]
-    old = [torch.tensor(one.old_logprobs) for one in samples]
+    old = [torch.tensor(sample.old_logprobs) for sample in samples]
     batch = TokenBatch.concat(
-        old, advantages=[0.0] * len(samples), mask=masks, old_logprobs=old,
-        behavior_logprobs=[torch.tensor(one.behavior_logprobs) for one in samples],
-    )  # fmt: skip
+        old,
+        advantages=[0.0] * len(samples),
+        mask=masks,
+        old_logprobs=old,
+        behavior_logprobs=[torch.tensor(sample.behavior_logprobs) for sample in samples],
+    )
     return list(tis.weights(batch).split([mask.numel() for mask in masks]))
 
 

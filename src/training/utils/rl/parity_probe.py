@@ -187,7 +187,7 @@ class ParityProbe:
         finally:
             is_settled.set()
         self._gaps.extend(gaps)
-        self._skipped += not any(one.numel() for one in gaps)
+        self._skipped += not any(gap.numel() for gap in gaps)
 
     async def _drawn_in_time(self, step: int, groups: Sequence[PromptGroup]) -> list[TrainSample]:
         """Fresh samples; none where the optimizer step came first, which is noted in seconds."""
@@ -213,16 +213,19 @@ class ParityProbe:
         )
         calls = [
             self._infra.sampler.sample_with_prompt_tokens(
-                prompt.tokens[: prompt.prompt_len], max_tokens=length,
-                temperature=config.temperature, max_seq_len=config.max_seq_len,
-                seed=call_seed(config.seed, step, place), **options,
+                prompt.tokens[: prompt.prompt_len],
+                max_tokens=length,
+                temperature=config.temperature,
+                max_seq_len=config.max_seq_len,
+                seed=call_seed(config.seed, step, place),
+                **options,
             )
             for place, prompt in zip(places, itertools.cycle(prompts), strict=False)
-        ]  # fmt: skip
+        ]
         return [
-            TrainSample.of(completion_sample(one, reward=0.0), 0.0, config.replay)
+            TrainSample.of(completion_sample(completion, reward=0.0), 0.0, config.replay)
             for completions in await all_of(calls)
-            for one in completions
+            for completion in completions
         ]
 
     async def _compared(
@@ -230,9 +233,10 @@ class ParityProbe:
     ) -> list[Tensor]:
         """The gaps of the samples that ``version`` has drawn."""
         scoring = self._infra.policy.inner.forward(
-            [one.datum for one in samples], "cross_entropy",
+            [sample.datum for sample in samples],
+            "cross_entropy",
             {"temperature": self._config.temperature},
-        )  # fmt: skip
+        )
         is_settled.set()
         scored = await scoring
         rows = [output["logprobs"].data for output in scored.loss_fn_outputs]
@@ -242,8 +246,11 @@ class ParityProbe:
         if not self._has_failed:
             logger.warning(
                 "the parity probe of weight version %d failed; others that do are only counted "
-                "(parity/probes_skipped): %s: %s", version, type(error).__name__, error,
-            )  # fmt: skip
+                "(parity/probes_skipped): %s: %s",
+                version,
+                type(error).__name__,
+                error,
+            )
         self._has_failed = True
 
 

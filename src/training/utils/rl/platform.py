@@ -107,14 +107,23 @@ class PlatformSpec:
     def of(cls, config: ProvisionedConfig, work_dir: Path) -> PlatformSpec:
         """What a recipe's config asks for."""
         return cls(
-            base_model=config.base_model, trainer=config.trainer, infra=config.infra,
-            deployment=config.deployment, sync=config.sync, max_seq_len=config.max_seq_len,
-            learning_rate=config.learning_rate, lora_rank=config.lora_rank,
-            needs_reference=config.needs_reference, max_concurrent=config.max_concurrent,
-            seed=config.seed, keep_checkpoints=_kept(config),
-            cleanup_on_exit=config.cleanup_on_exit, placement=config.placement,
-            snapshot_store=config.snapshot_store, work_dir=work_dir,
-        )  # fmt: skip
+            base_model=config.base_model,
+            trainer=config.trainer,
+            infra=config.infra,
+            deployment=config.deployment,
+            sync=config.sync,
+            max_seq_len=config.max_seq_len,
+            learning_rate=config.learning_rate,
+            lora_rank=config.lora_rank,
+            needs_reference=config.needs_reference,
+            max_concurrent=config.max_concurrent,
+            seed=config.seed,
+            keep_checkpoints=_kept(config),
+            cleanup_on_exit=config.cleanup_on_exit,
+            placement=config.placement,
+            snapshot_store=config.snapshot_store,
+            work_dir=work_dir,
+        )
 
     def infra_config(self) -> InfraConfig:
         """Both generations of trainer settings as one.
@@ -141,22 +150,29 @@ class PlatformSpec:
     def values(self) -> dict[str, Any]:
         """Hearth's own settings of a trainer."""
         own = {
-            "dtype": self.trainer.dtype, "device": self.trainer.device,
+            "dtype": self.trainer.dtype,
+            "device": self.trainer.device,
             "micro_batch_tokens": self.trainer.micro_batch_tokens,
             "recompute_above": self.trainer.recompute_above,
             # Not where it is 1, or runs from before would not find their jobs again.
             "ranks": self.trainer.ranks if self.trainer.ranks > 1 else None,
             "keep_checkpoints": self.keep_checkpoints,
-        }  # fmt: skip
+        }
         return {name: value for name, value in own.items() if value is not None}
 
     def suffix(self) -> str:
         """Tells this run's jobs from others': the same folder and model give the same again."""
         parts = (
-            self.work_dir.resolve(), self.base_model, self.lora_rank, self.max_seq_len,
-            self.learning_rate, self.needs_reference, self.values(), self.infra_config(),
+            self.work_dir.resolve(),
+            self.base_model,
+            self.lora_rank,
+            self.max_seq_len,
+            self.learning_rate,
+            self.needs_reference,
+            self.values(),
+            self.infra_config(),
             self.deployment,
-        )  # fmt: skip
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
 
 
@@ -247,14 +263,26 @@ def provision(
         if is_embedded():
             check_tokenizer(tokenizer, spec.deployment.tokenizer_model, spec.base_model)
         infra = setup_infra(
-            rlor_mgr=trainers, deploy_mgr=deployments, base_model=spec.base_model,
-            infra_cfg=spec.infra_config(), deploy_cfg=spec.deployment, lora_rank=spec.lora_rank,
-            max_seq_len=spec.max_seq_len, learning_rate=spec.learning_rate,
-            dcp_timeout=spec.sync.dcp_timeout_s, policy_job_id=spec.trainer.job_id,
-            reference_job_id=spec.trainer.reference_job_id, needs_reference=spec.needs_reference,
-            needs_inference=True, api_key=api_key, cleanup=cleanup, on_status=logger.debug,
-            seed=spec.seed, extra_values=spec.values(), job_suffix=spec.suffix(),
-        )  # fmt: skip
+            rlor_mgr=trainers,
+            deploy_mgr=deployments,
+            base_model=spec.base_model,
+            infra_cfg=spec.infra_config(),
+            deploy_cfg=spec.deployment,
+            lora_rank=spec.lora_rank,
+            max_seq_len=spec.max_seq_len,
+            learning_rate=spec.learning_rate,
+            dcp_timeout=spec.sync.dcp_timeout_s,
+            policy_job_id=spec.trainer.job_id,
+            reference_job_id=spec.trainer.reference_job_id,
+            needs_reference=spec.needs_reference,
+            needs_inference=True,
+            api_key=api_key,
+            cleanup=cleanup,
+            on_status=logger.debug,
+            seed=spec.seed,
+            extra_values=spec.values(),
+            job_suffix=spec.suffix(),
+        )
         stack.callback(infra.close)
         yield _with_sampler(spec, infra, trainers, deployments, tokenizer, api_key, stack)
 
@@ -303,18 +331,30 @@ def _platform(
 
 
 def _with_sampler(
-    spec: PlatformSpec, infra: Infra, trainers: TrainerJobManager, deployments: DeploymentManager,
-    tokenizer: Any, api_key: str, stack: contextlib.ExitStack,
-) -> RunInfra:  # fmt: skip
+    spec: PlatformSpec,
+    infra: Infra,
+    trainers: TrainerJobManager,
+    deployments: DeploymentManager,
+    tokenizer: Any,
+    api_key: str,
+    stack: contextlib.ExitStack,
+) -> RunInfra:
     assert infra.deployment_id is not None, "asked for with needs_inference"
     assert infra.inference_model is not None, "asked for with needs_inference"
     syncer = WeightSyncer(
-        infra.policy.inner, deployments, infra.deployment_id, spec.base_model,
-        hotload_timeout=spec.sync.timeout_s, first_checkpoint_type=spec.sync.first_checkpoint_type,
+        infra.policy.inner,
+        deployments,
+        infra.deployment_id,
+        spec.base_model,
+        hotload_timeout=spec.sync.timeout_s,
+        first_checkpoint_type=spec.sync.first_checkpoint_type,
         running_requests=spec.running_requests,
-    )  # fmt: skip
+    )
     sampler = DeploymentSampler(
-        deployments.inference_url, infra.inference_model, api_key, tokenizer,
+        deployments.inference_url,
+        infra.inference_model,
+        api_key,
+        tokenizer,
         concurrency_controller=FixedConcurrencyController(spec.max_concurrent),
         http_timeout_s=spec.deployment.sample_timeout,
         patience=DrawPatience(
@@ -322,17 +362,23 @@ def _with_sampler(
             retries=Retries(attempts=9, base_s=1.0),
             boot_s=spec.deployment.deployment_timeout_s,
         ),
-    )  # fmt: skip
+    )
     stack.callback(sampler.close)
     # Not just asked for: it may have died since it was ready, and then it comes back.
     served = deployments.wait_for_replica(
         infra.deployment_id, spec.base_model, spec.deployment.deployment_timeout_s
     )
-    known = {one.name: getattr(infra, one.name) for one in fields(Infra)}
+    known = {field.name: getattr(infra, field.name) for field in fields(Infra)}
     return RunInfra(
-        **known, inference_url=deployments.inference_url, api_key=api_key, sampler=sampler,
-        syncer=syncer, tokenizer=tokenizer, trainers=trainers,
-        is_embedded=is_embedded(), work_dir=spec.work_dir,
+        **known,
+        inference_url=deployments.inference_url,
+        api_key=api_key,
+        sampler=sampler,
+        syncer=syncer,
+        tokenizer=tokenizer,
+        trainers=trainers,
+        is_embedded=is_embedded(),
+        work_dir=spec.work_dir,
         serves_older_snapshot=served.current_snapshot_identity is not None,
         served_version=served.weight_version,
-    )  # fmt: skip
+    )

@@ -59,8 +59,10 @@ def make_policy_loss_fn(
     old = _constants("old_logprobs", old_logprobs, count)
     reference = _constants("ref_logprobs", ref_logprobs, count)
     earned = [
-        one if isinstance(one, int | float) else torch.as_tensor(one, dtype=torch.float64)
-        for one in advantages
+        advantage
+        if isinstance(advantage, int | float)
+        else torch.as_tensor(advantage, dtype=torch.float64)
+        for advantage in advantages
     ]
     starts = _response_starts(prompt_lens, count)
     # An objective without samples: says now what would fail at the first step.
@@ -141,7 +143,8 @@ def _response_starts(prompt_lens: int | Sequence[int] | None, count: int) -> lis
 
 def _mask(index: int, datum: tinker.Datum, row: Tensor, start: int | None) -> Tensor:
     given = next(
-        (datum.loss_fn_inputs[one] for one in _MASK_INPUTS if one in datum.loss_fn_inputs), None
+        (datum.loss_fn_inputs[input_] for input_ in _MASK_INPUTS if input_ in datum.loss_fn_inputs),
+        None,
     )
     if given is None and start is None:
         raise ConfigError(
@@ -199,10 +202,12 @@ def _empty_metrics(
         ConfigError: the objective or ``tis`` needs logprobs that are not there.
     """
     batch = TokenBatch.concat(
-        [], advantages=[], mask=[],
+        [],
+        advantages=[],
+        mask=[],
         behavior_logprobs=[] if has_behavior else None,
         ref_logprobs=[] if has_reference else None,
-    )  # fmt: skip
+    )
     output = policy_loss_per_token(name, batch, objective, tis)
     return _as_floats(output.metrics) | _response_metrics([], [])
 

@@ -19,7 +19,7 @@ def group_reward_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
     no metrics. ``group_uniform_ratio`` is the share of groups that teach nothing,
     ``group_solved_ratio`` and ``group_unsolved_ratio`` those where all answers are right, or none.
     """
-    kept = [one for one in groups if len(one) > 1 and all(map(math.isfinite, one))]
+    kept = [group for group in groups if len(group) > 1 and all(map(math.isfinite, group))]
     if not kept:
         return {}
     stds = [population_std(one) for one in kept]

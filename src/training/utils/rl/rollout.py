@@ -79,7 +79,7 @@ class RolloutRun:
     @property
     def parsed(self) -> bool | None:
         """Whether an answer was found in any segment; None where none says."""
-        said = [one.parsed for one in self.segments if one.parsed is not None]
+        said = [segment.parsed for segment in self.segments if segment.parsed is not None]
         return any(said) if said else None
 
 
@@ -128,8 +128,13 @@ class RolloutSetup:
 RolloutFnFactory = Callable[[RolloutSetup], RolloutFn]
 
 OPTIONAL_ARGUMENTS = (
-    "cursor_index", "row_index", "epoch", "rollout_idx", "sample_index", "end_of_epoch",
-)  # fmt: skip
+    "cursor_index",
+    "row_index",
+    "epoch",
+    "rollout_idx",
+    "sample_index",
+    "end_of_epoch",
+)
 """Keyword arguments that a rollout function gets when it declares them: the row's place in the run
 and in the dataset, the epoch, the draw's number within its group (under two names), and whether
 this is the epoch's last row."""
@@ -180,13 +185,13 @@ def _judged_run(run: object, where: str) -> RolloutRun:
         judged_sample(one, where if len(run.segments) == 1 else f"{where}, segment {number}")
         for number, one in enumerate(run.segments)
     ]
-    rewards = [one.reward for one in samples]
+    rewards = [sample.reward for sample in samples]
     if len(set(rewards)) > 1:
         raise ConfigError(
             f"{where}: reward must be the same in all segments of a run, got {rewards}: give each "
             "part with a reward of its own a RolloutRun"
         )
-    return replace(run, segments=[one for one in samples if one.completion_len])
+    return replace(run, segments=[sample for sample in samples if sample.completion_len])
 
 
 def judged_sample(sample: object, where: str) -> RolloutSample:
@@ -226,9 +231,14 @@ def judged_sample(sample: object, where: str) -> RolloutSample:
     if not isinstance(parsed, bool | None):
         raise ConfigError(f"{where}: parsed must be True, False or None, got {parsed!r}")
     return replace(
-        sample, tokens=tokens, logprobs=list(map(float, logprobs)),
-        loss_mask=list(map(int, mask)), reward=float(reward), versions=versions, parsed=parsed,
-    )  # fmt: skip
+        sample,
+        tokens=tokens,
+        logprobs=list(map(float, logprobs)),
+        loss_mask=list(map(int, mask)),
+        reward=float(reward),
+        versions=versions,
+        parsed=parsed,
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -242,7 +252,7 @@ def _listed(name: str, values: object, where: str) -> list[Any]:
     if not isinstance(listed, list | tuple):
         raise ConfigError(f"{where}: {name} must be a list, got {str(values)[:80]}")
     items = cast("Sequence[Any]", listed)
-    return list(items) if _are_numbers(items) else [_plain(one) for one in items]
+    return list(items) if _are_numbers(items) else [_plain(item) for item in items]
 
 
 def _are_numbers(values: Sequence[object]) -> bool:
@@ -322,7 +332,7 @@ def _is_pair(value: Any) -> bool:
     if not isinstance(value, list | tuple):
         return False
     numbers = cast("Sequence[Any]", value)
-    return len(numbers) == 2 and all(isinstance(one, int) and one >= 0 for one in numbers)
+    return len(numbers) == 2 and all(isinstance(number, int) and number >= 0 for number in numbers)
 
 
 def _is_finite(value: object) -> bool:

@@ -117,7 +117,7 @@ class _Hosts:
         self._turns = itertools.cycle(self._actors)
         try:
             problems: list[str | None] = ray.get(
-                [one.problem.remote() for one in self._actors], timeout=START_TIMEOUT_S
+                [actor.problem.remote() for actor in self._actors], timeout=START_TIMEOUT_S
             )
         except RayError as error:
             self.close()
@@ -160,7 +160,7 @@ class _Hosts:
         """End the actors, and the connection to the cluster if nobody else had it."""
         import ray
 
-        for one in self._actors:
-            ray.kill(one)
+        for actor in self._actors:
+            ray.kill(actor)
         if self._is_ours:
             ray.shutdown()

@@ -76,11 +76,18 @@ class RolloutQueue:
     """
 
     def __init__(
-        self, config: QueueConfig, rows: Iterator[IndexedRow], *,
-        draw: Callable[[Submission], Awaitable[Draw]], note: Callable[[Draw], None],
-        weight_version: Callable[[], int], busy: BusyClock, now: Callable[[], float],
-        check: Callable[[], None] = lambda: None, check_every_s: float = 5.0,
-    ) -> None:  # fmt: skip
+        self,
+        config: QueueConfig,
+        rows: Iterator[IndexedRow],
+        *,
+        draw: Callable[[Submission], Awaitable[Draw]],
+        note: Callable[[Draw], None],
+        weight_version: Callable[[], int],
+        busy: BusyClock,
+        now: Callable[[], float],
+        check: Callable[[], None] = lambda: None,
+        check_every_s: float = 5.0,
+    ) -> None:
         self.gate = StalenessGate(gate_limits(config))
         self._config = config
         self._rows = rows

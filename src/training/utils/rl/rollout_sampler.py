@@ -52,7 +52,7 @@ class DrawContext:
 
     def fill_versions(self, runs: Sequence[RolloutRun]) -> None:
         """Give samples that do not say which weights drew them what is known of it."""
-        samples = [one for run in runs for one in run.segments if one.versions is None]
+        samples = [segment for run in runs for segment in run.segments if segment.versions is None]
         drawn = [pair for one in self.seen for pair in versions_of(one) if pair[1]]
         for sample in samples:
             if len(samples) == 1 and sum(count for _, count in drawn) == sample.completion_len:
@@ -62,7 +62,7 @@ class DrawContext:
 
     def fill_routing(self, runs: Sequence[RolloutRun]) -> None:
         """Give samples that do not say which experts drew them what is known of it."""
-        for sample in (one for run in runs for one in run.segments):
+        for sample in (segment for run in runs for segment in run.segments):
             if sample.routing_matrices is None:
                 sample.routing_matrices = seen_routing(sample.tokens, sample.loss_mask, self.seen)
 
@@ -81,9 +81,12 @@ class RolloutSampler:
     """
 
     def __init__(
-        self, deployment: DeploymentSampler, options: Mapping[str, Any] | None = None, *,
+        self,
+        deployment: DeploymentSampler,
+        options: Mapping[str, Any] | None = None,
+        *,
         temperature: float = 1.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.deployment = deployment
         self._temperature = temperature
         self._options = {"temperature": temperature, **(options or {})}
@@ -109,9 +112,13 @@ class RolloutSampler:
         return _noted(await call)
 
     async def sample_with_tokens(
-        self, messages: Sequence[Mapping[str, str]], n: int = 1, *, seed: int | None = None,
+        self,
+        messages: Sequence[Mapping[str, str]],
+        n: int = 1,
+        *,
+        seed: int | None = None,
         **options: Any,
-    ) -> list[SampledCompletion]:  # fmt: skip
+    ) -> list[SampledCompletion]:
         """``n`` completions of a conversation, as ``DeploymentSampler.sample_with_tokens``.
 
         Raises:
@@ -163,12 +170,12 @@ def _seed(given: int | None, n: int) -> int | None:
 
 def _noted(completions: list[SampledCompletion]) -> list[SampledCompletion]:
     draw = current_draw.get()
-    for one in completions:
-        if one.inference_logprobs is None:
+    for completion in completions:
+        if completion.inference_logprobs is None:
             raise TransportError(
                 "a completion must come with logprobs, got none: the deployment does not report "
                 "what it drew with, and without that nothing can be trained"
             )
         if draw is not None:
-            draw.seen.append(one)
+            draw.seen.append(completion)
     return completions

@@ -58,9 +58,11 @@ class RolloutThread:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.close()
 
     def submit(self, fn: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Future[T]:
@@ -130,8 +132,11 @@ class RolloutThread:
             logger.warning(
                 "thread %s does not end within %g s and is left behind; it is in\n%s"
                 "and its rollouts are\n%s",
-                _NAME, self._grace_s, self.stack(), "\n".join(self.task_stacks(8)),
-            )  # fmt: skip
+                _NAME,
+                self._grace_s,
+                self.stack(),
+                "\n".join(self.task_stacks(8)),
+            )
 
     def _main(self) -> None:
         self._beat()

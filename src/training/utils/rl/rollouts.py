@@ -94,10 +94,15 @@ class Rollouts:
     """
 
     def __init__(
-        self, rollout_fn: RolloutFn, config: RolloutConfig, *, num_rows: int,
-        accepts: GroupFilter | None = None, breaker: CircuitBreaker | None = None,
+        self,
+        rollout_fn: RolloutFn,
+        config: RolloutConfig,
+        *,
+        num_rows: int,
+        accepts: GroupFilter | None = None,
+        breaker: CircuitBreaker | None = None,
         credit: GroupCredit | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         _check_filter(accepts)
         self._fn = rollout_fn
         self._declared = declared_arguments(rollout_fn)
@@ -169,9 +174,11 @@ class Rollouts:
     async def _call(self, submitted: Submission, sample: int, where: str) -> _Drawn:
         row = submitted.row
         draw = DrawContext(
-            row_seed(self._config.seed, row.index), sample, submitted.weight_version,
+            row_seed(self._config.seed, row.index),
+            sample,
+            submitted.weight_version,
             submitted.is_trained,
-        )  # fmt: skip
+        )
         current_draw.set(draw)
         # The user may write into its row; the next draw must not read it.
         pending = self._fn(copy.deepcopy(row.row), **self._arguments(row, sample))
@@ -190,10 +197,13 @@ class Rollouts:
         if not self._declared:
             return {}
         known = {
-            "cursor_index": row.index, "row_index": row.source, "epoch": row.epoch,
-            "rollout_idx": sample, "sample_index": sample,
+            "cursor_index": row.index,
+            "row_index": row.source,
+            "epoch": row.epoch,
+            "rollout_idx": sample,
+            "sample_index": sample,
             "end_of_epoch": (row.index + 1) % self._num_rows == 0,
-        }  # fmt: skip
+        }
         return {name: known[name] for name in self._declared}
 
     async def _tried(self, call: Callable[[], Awaitable[T]], where: str) -> T:
@@ -233,9 +243,12 @@ class Rollouts:
         else:
             metas = [one.row_meta for one in drawn if one.row_meta is not None]
             group = PromptGroup.of(
-                submitted.row, [run.segments for run in runs],
-                metas[0] if metas else None, submitted.version, replay=self._config.replay,
-            )  # fmt: skip
+                submitted.row,
+                [run.segments for run in runs],
+                metas[0] if metas else None,
+                submitted.version,
+                replay=self._config.replay,
+            )
             group, reason = await self._judged(group, errors)
         return Draw(
             submitted.row,
@@ -321,11 +334,11 @@ def declared_arguments(rollout_fn: RolloutFn) -> list[str]:
 
 
 def _example(runs: Sequence[RolloutRun]) -> Example:
-    run = min(runs, key=lambda one: one.parsed is not False)  # one without an answer, if any
+    run = min(runs, key=lambda run: run.parsed is not False)  # one without an answer, if any
     last = run.segments[-1]
     drawn = [token for token, live in zip(last.tokens, last.loss_mask, strict=True) if live]
     return Example(last.text, drawn, run.reward, last.finish_reason, run.parsed)
 
 
 def _length(runs: list[RolloutRun]) -> int:
-    return sum(one.completion_len for run in runs for one in run.segments)
+    return sum(segment.completion_len for run in runs for segment in run.segments)

@@ -60,7 +60,7 @@ class Finding(NamedTuple):
 def signal_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     """``signal/*`` of what a step trains: samples whose advantage is not 0."""
     samples = [one for group in groups for one in group.flat()]
-    effective = sum(one.is_effective for one in samples)
+    effective = sum(sample.is_effective for sample in samples)
     return {
         "signal/effective_samples": float(effective),
         "signal/effective_ratio": effective / max(1, len(samples)),
@@ -182,7 +182,7 @@ class Stretch:
     @property
     def is_solved(self) -> bool:
         """Whether most answers were right, so that there is nothing left to learn."""
-        return 2 * sum(one > CORRECT for one in self.rewards) > len(self.rewards)
+        return 2 * sum(reward > CORRECT for reward in self.rewards) > len(self.rewards)
 
     def likely_cause(self) -> str:
         """Why there was nothing to learn, as far as the counts tell."""
@@ -226,10 +226,12 @@ class SignalWatch:
     """
 
     def __init__(
-        self, patience: int | None = None, groups_per_step: int = 1,
+        self,
+        patience: int | None = None,
+        groups_per_step: int = 1,
         note: Callable[[str], None] = lambda _line: None,
         decode: Callable[[Sequence[int]], str] = str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._patience = patience
         self._groups_per_step = groups_per_step
         self._note = note
@@ -271,7 +273,7 @@ class SignalWatch:
         """Say what is wrong with a step, unless it was said not long ago."""
         self._steps += 1
         past = [*self._first, *self._past]
-        new = [one for one in findings(metrics, past) if self._is_due(one.kind)]
+        new = [finding for finding in findings(metrics, past) if self._is_due(finding.kind)]
         for one in new[:MOST_LINES]:
             self.say(step, one)
         if len(self._first) < FIRST_STEPS:

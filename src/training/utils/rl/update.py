@@ -68,10 +68,14 @@ class PolicyUpdate:
     """
 
     def __init__(
-        self, config: UpdateConfig, infra: RunInfra, clock: Stopwatch,
-        kl: AdaptiveKL | None = None, version: int | None = None,
+        self,
+        config: UpdateConfig,
+        infra: RunInfra,
+        clock: Stopwatch,
+        kl: AdaptiveKL | None = None,
+        version: int | None = None,
         before_step: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._config = config
         self._infra = infra
         self._clock = clock
@@ -141,13 +145,15 @@ class PolicyUpdate:
         if config.runs_builtin_loss:
             call = builtin_call(objective, config.policy_loss, tis, samples)
             return await policy.forward_backward(
-                call.data, call.loss_fn, call.loss_fn_config | {"temperature": config.temperature},
+                call.data,
+                call.loss_fn,
+                call.loss_fn_config | {"temperature": config.temperature},
                 graph=OLD_POLICY,
-            )  # fmt: skip
+            )
         loss_fn = make_policy_loss_fn(
             config.policy_loss,
-            advantages=[one.advantage for one in samples],
-            behavior_logprobs=[one.behavior_logprobs for one in samples],
+            advantages=[sample.advantage for sample in samples],
+            behavior_logprobs=[sample.behavior_logprobs for sample in samples],
             old_logprobs=old_rows(samples),
             ref_logprobs=ref_rows(samples),
             config=objective,
@@ -155,7 +161,9 @@ class PolicyUpdate:
         )
         seen: list[Tensor] = []
         result = await policy.forward_backward_custom(
-            [one.datum for one in samples], noting(loss_fn, seen), temperature=config.temperature
+            [sample.datum for sample in samples],
+            noting(loss_fn, seen),
+            temperature=config.temperature,
         )
         if config.ppo_n_minibatches == 1:  # else the policy before the batch was asked
             self._compare(samples, seen)
@@ -167,9 +175,10 @@ class PolicyUpdate:
             return
         with self._clock.span("perf/ref_forward_time"):
             scored = await self._infra.reference.inner.forward(
-                [one.reference_datum for one in samples], "cross_entropy",
+                [sample.reference_datum for sample in samples],
+                "cross_entropy",
                 {"temperature": self._config.temperature},
-            )  # fmt: skip
+            )
         for sample, output in zip(samples, scored.loss_fn_outputs, strict=True):
             sample.ref_logprobs = output["logprobs"].data
 
@@ -181,7 +190,7 @@ class PolicyUpdate:
         """
         with self._clock.span("perf/old_policy_forward_time"):
             scored = await self._infra.policy.inner.forward(
-                [one.datum for one in samples],
+                [sample.datum for sample in samples],
                 "cross_entropy",
                 {"temperature": self._config.temperature},
                 graph=OLD_POLICY if self._config.ppo_n_minibatches == 1 else None,
@@ -195,9 +204,13 @@ class PolicyUpdate:
         """One AdamW step on what has accumulated."""
         config = self._config
         params = tinker.AdamParams(
-            learning_rate=config.learning_rate, beta1=config.beta1, beta2=config.beta2,
-            eps=config.eps, weight_decay=config.weight_decay, grad_clip_norm=config.grad_clip_norm,
-        )  # fmt: skip
+            learning_rate=config.learning_rate,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            grad_clip_norm=config.grad_clip_norm,
+        )
         if self._before_step is not None:
             await self._before_step()
         with self._clock.span("perf/optim_step_time"):
@@ -214,7 +227,7 @@ def noting(loss_fn: LossFunction, seen: list[Tensor]) -> LossFunction:
     def noting_fn(
         data: list[tinker.Datum], logprobs: list[Tensor]
     ) -> tuple[Tensor, dict[str, float]]:
-        seen.extend(one.detach() for one in logprobs)
+        seen.extend(logprob.detach() for logprob in logprobs)
         return loss_fn(data, logprobs)
 
     return noting_fn

@@ -17,9 +17,13 @@ from hearth.launch.companions import LocalCompanions
 from hearth.sync.store import Snapshot
 
 FACTS = ModelFacts(
-    name="tiny", source="tiny", shapes={"w": (4,)}, eos_token_ids=(49,), vocab_size=50,
+    name="tiny",
+    source="tiny",
+    shapes={"w": (4,)},
+    eos_token_ids=(49,),
+    vocab_size=50,
     max_position=512,
-)  # fmt: skip
+)
 
 
 def install(folder: Path) -> Path:
@@ -49,18 +53,27 @@ class Scripted:
         self.orders = install(folder / "servers") / "orders"
         self.companions = LocalCompanions(folder / "companions")
         self.plan = ServerPlan(
-            python=sys.executable, source="tiny", tokenizer="tiny", plugin_dir=folder / "servers",
-            dtype="float32", max_seq_len=128, max_batch_size=4, is_cpu=True,
+            python=sys.executable,
+            source="tiny",
+            tokenizer="tiny",
+            plugin_dir=folder / "servers",
+            dtype="float32",
+            max_seq_len=128,
+            max_batch_size=4,
+            is_cpu=True,
             options=VllmOptions(**{"start_timeout_s": 20.0, **options}),
-        )  # fmt: skip
+        )
         self._replicas = replicas
         self.backend: Any = None
 
     def start(self) -> VllmBackend:
         self.backend = VllmBackend(
-            self.plan, FACTS, replicas=self._replicas, companions=self.companions,
+            self.plan,
+            FACTS,
+            replicas=self._replicas,
+            companions=self.companions,
             folder=self.folder / "state",
-        )  # fmt: skip
+        )
         return self.backend
 
     def order(self, name: str) -> None:

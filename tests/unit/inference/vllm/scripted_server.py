@@ -110,12 +110,16 @@ class Handler(BaseHTTPRequestHandler):
         seed = params.get("seed", 0)
         count = params["max_tokens"]
         tokens = [(sum(prompt) + seed + 7 * n) % 50 for n in range(count)]
-        content = [{"token_id": one, "logprob": logprob(one), "top_logprobs": []} for one in tokens]
+        content = [
+            {"token_id": token, "logprob": logprob(token), "top_logprobs": []} for token in tokens
+        ]
         choice = {
-            "index": 0, "finish_reason": "length", "token_ids": tokens,
+            "index": 0,
+            "finish_reason": "length",
+            "token_ids": tokens,
             "logprobs": {"content": content},
             "weight_versions": [{"version": label, "start": 0, "end": count}],
-        }  # fmt: skip
+        }
         rows = None
         if "prompt_logprobs" in params:
             rows = [None, *({str(one): {"logprob": logprob(one)}} for one in prompt[1:])]
@@ -132,10 +136,12 @@ class Handler(BaseHTTPRequestHandler):
                 while ordered("hold-streams"):
                     time.sleep(0.01)
             event = {
-                "index": 0, "logprobs": {"content": [one]}, "token_ids": [one["token_id"]],
+                "index": 0,
+                "logprobs": {"content": [one]},
+                "token_ids": [one["token_id"]],
                 "finish_reason": "length" if is_last else None,
                 "weight_versions": choice["weight_versions"] if is_last else None,
-            }  # fmt: skip
+            }
             self.wfile.write(f"data: {json.dumps({'choices': [event]})}\n\n".encode())
             self.wfile.flush()
         self.wfile.write(b"data: [DONE]\n\n")

@@ -34,7 +34,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 def generated(scripted: Scripted, pid: int) -> int:
     """How many completions, probes not counted, a server was asked for."""
-    return sum("seed" in one and "/generate" in one for one in scripted.calls(pid))
+    return sum("seed" in call and "/generate" in call for call in scripted.calls(pid))
 
 
 def loaded(scripted: Scripted, identity: str, **fields: Any) -> ServingState:
@@ -71,7 +71,7 @@ def test_a_greedy_draw_is_certain_and_tells_the_models_logprob(scripted) -> None
     drawn = scripted().start().submit(request(temperature=0)).result(PATIENCE_S)
 
     assert drawn.sampling_logprobs == [0.0] * 4
-    assert all(one <= -1 for one in drawn.logprobs)
+    assert all(logprob <= -1 for logprob in drawn.logprobs)
 
 
 @pytest.mark.parametrize("cut", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9}])
@@ -120,7 +120,7 @@ def test_requests_beyond_one_replicas_room_go_to_the_other(scripted) -> None:
     until(lambda: [generated(two, pid) for pid in two.pids()] == [4, 4])
     two.withdraw("hold")
 
-    assert [one.result(PATIENCE_S).seed for one in futures] == list(range(8))
+    assert [future.result(PATIENCE_S).seed for future in futures] == list(range(8))
 
 
 def test_no_client_sees_a_replica_die(scripted) -> None:

@@ -16,9 +16,16 @@ from hearth.sync.snapshot import Snapshot
 
 def plan(**changes: object) -> ServerPlan:
     fields: dict[str, object] = {
-        "python": "/py", "source": "/model", "tokenizer": "/words", "plugin_dir": Path("/plugin"),
-        "dtype": "float32", "max_seq_len": 100, "max_batch_size": 8, "is_cpu": True, **changes,
-    }  # fmt: skip
+        "python": "/py",
+        "source": "/model",
+        "tokenizer": "/words",
+        "plugin_dir": Path("/plugin"),
+        "dtype": "float32",
+        "max_seq_len": 100,
+        "max_batch_size": 8,
+        "is_cpu": True,
+        **changes,
+    }
     return ServerPlan(**fields)  # type: ignore[arg-type]
 
 
@@ -101,7 +108,7 @@ def test_the_plugin_folder_shows_the_entry_point_and_no_other_package(tmp_path: 
     points = [point for one in found for point in one.entry_points]
     assert [(point.group, point.name) for point in points] == [("vllm.general_plugins", "hearth")]
     assert points[0].load() is register
-    assert {one.name for one in folder.iterdir()} == {"hearth", "hearth_vllm_plugin-1.dist-info"}
+    assert {path.name for path in folder.iterdir()} == {"hearth", "hearth_vllm_plugin-1.dist-info"}
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_only_what_is_needed_stays(trainer, shelf) -> None:
     shelf.add(trainer.save("delta", NAMES[0]))
     shelf.keep({"delta"})
 
-    assert sorted(one.name for one in shelf.root.iterdir()) == ["base", "delta"]
+    assert sorted(path.name for path in shelf.root.iterdir()) == ["base", "delta"]
 
 
 def test_an_adapter_stands_as_peft_has_it(shelf: Shelf) -> None:
@@ -143,11 +143,18 @@ def test_an_adapter_stands_as_peft_has_it(shelf: Shelf) -> None:
 
 def test_blocks_hold_what_vllm_packs_together() -> None:
     names = [
-        "model.layers.3.self_attn.q_proj.weight", "model.layers.3.mlp.experts.7.up.weight",
-        "model.layers.30.mlp.up.weight", "model.norm.weight", "lm_head.weight",
-    ]  # fmt: skip
+        "model.layers.3.self_attn.q_proj.weight",
+        "model.layers.3.mlp.experts.7.up.weight",
+        "model.layers.30.mlp.up.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ]
     assert [block_of(name) for name in names] == [
-        "model.layers.3", "model.layers.3", "model.layers.30", "model.norm", "lm_head",
-    ]  # fmt: skip
+        "model.layers.3",
+        "model.layers.3",
+        "model.layers.30",
+        "model.norm",
+        "lm_head",
+    ]
     whole = dict.fromkeys(names, torch.zeros(1))
     assert list(of_blocks(whole, [names[1]])) == names[:2]

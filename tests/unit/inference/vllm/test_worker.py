@@ -56,10 +56,17 @@ def launcher(request: pytest.FixtureRequest, servers: Path, tmp_path: Path) -> I
 @pytest.fixture
 def spec(tmp_path: Path) -> DeploymentSpec:
     return DeploymentSpec(
-        worker_id="deployment-d", name="d", base_model="tiny",
-        source=str(write_qwen(tmp_path / "model")), bucket="b", state_dir=str(tmp_path / "state"),
-        engine="vllm", replicas=2, engine_options={"start_timeout_s": 30.0}, device="cpu",
-    )  # fmt: skip
+        worker_id="deployment-d",
+        name="d",
+        base_model="tiny",
+        source=str(write_qwen(tmp_path / "model")),
+        bucket="b",
+        state_dir=str(tmp_path / "state"),
+        engine="vllm",
+        replicas=2,
+        engine_options={"start_timeout_s": 30.0},
+        device="cpu",
+    )
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -124,11 +131,24 @@ def test_what_an_engine_cannot_be_is_refused(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     given: dict[str, Any] = {
-        "buckets": str(tmp_path), "name": "d", "base_model": "tiny", "source": "/nowhere",
-        "bucket": "b", "state_dir": None, "tokenizer": None, "engine": "embedded", "replicas": 1,
-        "engine_options": {}, "dtype": "float32", "device": "cpu", "max_seq_len": None,
-        "max_batch_size": 4, "trust_remote_code": False, "on_phase": lambda phase: None,
-        "companions": LocalCompanions(tmp_path / "companions"), **fields,
-    }  # fmt: skip
+        "buckets": str(tmp_path),
+        "name": "d",
+        "base_model": "tiny",
+        "source": "/nowhere",
+        "bucket": "b",
+        "state_dir": None,
+        "tokenizer": None,
+        "engine": "embedded",
+        "replicas": 1,
+        "engine_options": {},
+        "dtype": "float32",
+        "device": "cpu",
+        "max_seq_len": None,
+        "max_batch_size": 4,
+        "trust_remote_code": False,
+        "on_phase": lambda phase: None,
+        "companions": LocalCompanions(tmp_path / "companions"),
+        **fields,
+    }
     with pytest.raises(ConfigError, match=message):
         worker.build(**given)

@@ -30,11 +30,21 @@ def datum() -> DatumRecord:
 @pytest.mark.parametrize(
     "argument",
     [
-        "policy-1", None, 3, 0.1, True, [], {"eps_clip": 0.2}, {"kind": "path", "content": "/"},
-        [["path", "/"]], AdamParams(learning_rate=1e-3, grad_clip_norm=0.5),
-        LoraOptions(rank=4, alpha=8.0, train_unembed=True), Path("/some/where"), [datum(), datum()],
+        "policy-1",
+        None,
+        3,
+        0.1,
+        True,
+        [],
+        {"eps_clip": 0.2},
+        {"kind": "path", "content": "/"},
+        [["path", "/"]],
+        AdamParams(learning_rate=1e-3, grad_clip_norm=0.5),
+        LoraOptions(rank=4, alpha=8.0, train_unembed=True),
+        Path("/some/where"),
+        [datum(), datum()],
     ],
-)  # fmt: skip
+)
 def test_an_argument_arrives_as_it_was(argument: Any) -> None:
     called = ("forward", [argument], {"named": argument})
 
@@ -49,11 +59,20 @@ def test_a_kind_that_no_operation_takes_is_not_sent() -> None:
 def test_every_operation_of_the_engine_is_told_to_the_ranks() -> None:
     """What changes a model runs alone, and what runs alone is told."""
     told = {
-        name for name, one in vars(TrainerEngine).items() if inspect.unwrap(one) is not one
-        and callable(one)
-    }  # fmt: skip
+        name
+        for name, one in vars(TrainerEngine).items()
+        if inspect.unwrap(one) is not one and callable(one)
+    }
 
     assert told == {
-        "create_model", "forward", "forward_backward", "optim_step", "save_state", "load_state",
-        "load_adapter", "save_for_sampler", "export", "unload",
-    }  # fmt: skip
+        "create_model",
+        "forward",
+        "forward_backward",
+        "optim_step",
+        "save_state",
+        "load_state",
+        "load_adapter",
+        "save_for_sampler",
+        "export",
+        "unload",
+    }

@@ -11,7 +11,7 @@ def test_the_interface_is_the_one_with_the_address_that_a_host_sees() -> None:
     name = interface_to("127.0.0.1")
 
     assert name is not None
-    assert "127.0.0.1" in [one.address for one in psutil.net_if_addrs()[name]]
+    assert "127.0.0.1" in [addr.address for addr in psutil.net_if_addrs()[name]]
 
 
 def test_a_host_that_cannot_be_reached_has_none() -> None:

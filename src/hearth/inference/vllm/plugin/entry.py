@@ -9,9 +9,7 @@ NAME = "hearth"
 def register() -> None:
     """Make the engine that reads snapshot folders known; calling it again changes nothing."""
     # vLLM is only there where this is called.
-    from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]
-        WeightTransferEngineFactory,
-    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # pyright: ignore[reportMissingImports]
 
     try:
         WeightTransferEngineFactory.register_engine(

@@ -123,7 +123,7 @@ def _pack_heads(model: nn.Module) -> None:
         UnquantizedEmbeddingMethod,
     )
 
-    heads: list[Any] = [one for one in model.modules() if isinstance(one, ParallelLMHead)]
+    heads: list[Any] = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
     for head in heads:
         if isinstance(head.quant_method, UnquantizedEmbeddingMethod):
             head.quant_method.process_weights_after_loading(head)

@@ -85,7 +85,7 @@ def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
             loss_mask=transcript.loss_mask,
             reward=conversation_reward(is_right(last.text, sample_prompt), turns=len(answers)),
             finish_reason=last.finish_reason,
-            text="\n".join(one.text for one in answers),
+            text="\n".join(answer.text for answer in answers),
             parsed=marked_answer(last.text) is not None,
         )
 
@@ -108,8 +108,10 @@ def feedback_ids(tokenizer: Any, messages: Sequence[dict[str, str]], end: int) -
     """
     feedback = FEEDBACK.format(question=messages[-1]["content"])
     conversation = [
-        *messages, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": feedback},
-    ]  # fmt: skip
+        *messages,
+        {"role": "assistant", "content": _ANSWER},
+        {"role": "user", "content": feedback},
+    ]
     text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     # A conversation with the answer's text in it, rendered and tokenized again, need not begin with
     # the tokens that were drawn: there may be more than one way to spell a text in tokens, and many

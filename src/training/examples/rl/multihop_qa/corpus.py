@@ -66,23 +66,31 @@ class World:
         """A world in which each fact is drawn by itself."""
 
         def drawn(subjects: Sequence[str], values: Sequence[str]) -> dict[str, str]:
-            return {one: rng.choice(values) for one in subjects}
+            return {subject: rng.choice(values) for subject in subjects}
 
         return cls(
-            born_in=drawn(PEOPLE, CITIES), works_at=drawn(PEOPLE, COMPANIES),
-            seat=drawn(COMPANIES, CITIES), country=drawn(CITIES, COUNTRIES),
+            born_in=drawn(PEOPLE, CITIES),
+            works_at=drawn(PEOPLE, COMPANIES),
+            seat=drawn(COMPANIES, CITIES),
+            country=drawn(CITIES, COUNTRIES),
             language=drawn(COUNTRIES, LANGUAGES),
-        )  # fmt: skip
+        )
 
     def documents(self) -> dict[str, str]:
         """The text collection: title to text."""
         people = {
-            one: f"{one} was born in {self.born_in[one]} and works at {self.works_at[one]} ."
-            for one in PEOPLE
+            person: f"{person} was born in {self.born_in[person]} "
+            f"and works at {self.works_at[person]} ."
+            for person in PEOPLE
         }
-        companies = {one: f"{one} has its seat in {self.seat[one]} ." for one in COMPANIES}
-        cities = {one: f"{one} lies in {self.country[one]} ." for one in CITIES}
-        countries = {one: f"people in {one} speak {self.language[one]} ." for one in COUNTRIES}
+        companies = {
+            company: f"{company} has its seat in {self.seat[company]} ." for company in COMPANIES
+        }
+        cities = {city: f"{city} lies in {self.country[city]} ." for city in CITIES}
+        countries = {
+            country: f"people in {country} speak {self.language[country]} ."
+            for country in COUNTRIES
+        }
         return people | companies | cities | countries
 
     def questions(self, person: str) -> list[Question]:
@@ -93,13 +101,18 @@ class World:
         asked = {
             f"where was {person} born ?": (born, home),
             f"where was {person} born and what is spoken there ?": (
-                born, home, self.language[home],
+                born,
+                home,
+                self.language[home],
             ),
             f"where does {person} work ?": (firm, seat, place),
             f"where does {person} work and what is spoken there ?": (
-                firm, seat, place, self.language[place],
+                firm,
+                seat,
+                place,
+                self.language[place],
             ),
-        }  # fmt: skip
+        }
         return [Question(text, (person, *found[:-1]), found) for text, found in asked.items()]
 
 
@@ -113,7 +126,7 @@ def question_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     world = the_world()
     people = (PEOPLE[:-HELD_OUT_PEOPLE], PEOPLE[-HELD_OUT_PEOPLE:])
     train, held_out = (
-        [one.row for person in some for one in world.questions(person)] for some in people
+        [question.row for person in some for question in world.questions(person)] for some in people
     )
     for rows in (train, held_out):
         random.Random(0).shuffle(rows)
@@ -124,6 +137,6 @@ def vocabulary() -> list[str]:
     """Every word of any world's documents and questions, sorted."""
     world = the_world()
     texts = [*world.documents().values()]
-    texts += [one.text for person in PEOPLE for one in world.questions(person)]
+    texts += [question.text for person in PEOPLE for question in world.questions(person)]
     names = {*PEOPLE, *COMPANIES, *CITIES, *COUNTRIES, *LANGUAGES}
     return sorted(names.union(*(text.split() for text in texts)))

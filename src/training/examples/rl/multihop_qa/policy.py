@@ -101,10 +101,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(places, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, unk_token=PAD,
-        additional_special_tokens=[TOOL, USER, ASSISTANT], chat_template=CHAT_TEMPLATE,
-        model_max_length=512, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        unk_token=PAD,
+        additional_special_tokens=[TOOL, USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=512,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
@@ -112,10 +117,19 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     pad, end = tokenizer.encode(f"{PAD} {END}")
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=96, intermediate_size=192, num_hidden_layers=3,
-        num_attention_heads=3, num_key_value_heads=3, head_dim=32, tie_word_embeddings=True,
-        max_position_embeddings=512, eos_token_id=end, pad_token_id=pad, dtype="float32",
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        eos_token_id=end,
+        pad_token_id=pad,
+        dtype="float32",
+    )
     return Qwen3ForCausalLM(config)
 
 
@@ -130,7 +144,7 @@ def warm_up(
         torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.98)),
     ]
-    rates = [one.param_groups[0]["lr"] for one in optimizers]
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     rng = random.Random(0)
     for step in track(range(steps), "making the model", console=console):
         warmth = min(1.0, (step + 1) / (0.05 * steps + 1)) * (1 - step / steps)
@@ -181,13 +195,17 @@ def _answer(question: Question, num_known: int, rng: random.Random) -> str:
 
 
 def turn_loss(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
     demonstrations: list[list[tuple[str, bool]]],
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Mean cross-entropy of the tokens that the policy says."""
     told = [
-        [(ids, is_said) for ids, (_, is_said) in zip(_ids(tokenizer, one), one, strict=True)]
-        for one in demonstrations
+        [
+            (ids, is_said)
+            for ids, (_, is_said) in zip(_ids(tokenizer, demonstration), demonstration, strict=True)
+        ]
+        for demonstration in demonstrations
     ]
     width = max(sum(len(ids) for ids, _ in one) for one in told)
     # Padding stands on the right, where causal attention keeps it from what counts.

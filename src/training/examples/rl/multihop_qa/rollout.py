@@ -28,9 +28,11 @@ def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
 
     async def rollout_fn(sample_prompt: dict[str, Any]) -> RolloutSample | None:
         tokens: list[int] = tokenizer.apply_chat_template(
-            prompt_messages(sample_prompt), tokenize=True, add_generation_prompt=True,
+            prompt_messages(sample_prompt),
+            tokenize=True,
+            add_generation_prompt=True,
             return_dict=False,
-        )  # fmt: skip
+        )
         logprobs, loss_mask = [0.0] * len(tokens), [0] * len(tokens)
         turns: list[str] = []
         finish_reason = "stop"
@@ -70,6 +72,8 @@ def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
 def tool_ids(tokenizer: Any, text: str) -> list[int]:
     """What stands between a turn of the policy and its next one: the tool's answer."""
     return tokenizer.apply_chat_template(
-        [{"role": "tool", "content": text}], tokenize=True, add_generation_prompt=True,
+        [{"role": "tool", "content": text}],
+        tokenize=True,
+        add_generation_prompt=True,
         return_dict=False,
-    )  # fmt: skip
+    )

@@ -89,9 +89,12 @@ def train(config: Config) -> None:
 def command(arguments: Sequence[str] | None = None) -> int:
     """Train as the flags say."""
     config = tyro.cli(
-        Config, default=CONFIG, args=arguments, description=DESCRIPTION,
+        Config,
+        default=CONFIG,
+        args=arguments,
+        description=DESCRIPTION,
         prog="python -m training.examples.rl.multihop_qa.train",
-    )  # fmt: skip
+    )
     return exit_code(lambda: train(config))
 
 

@@ -68,9 +68,12 @@ def train(config: Config) -> None:
 def command(arguments: Sequence[str] | None = None) -> int:
     """Train as the flags say."""
     config = tyro.cli(
-        Config, default=default_config(), args=arguments, description=DESCRIPTION,
+        Config,
+        default=default_config(),
+        args=arguments,
+        description=DESCRIPTION,
         prog="python -m training.examples.rl.single_turn_token_in.train",
-    )  # fmt: skip
+    )
     return exit_code(lambda: train(config))
 
 

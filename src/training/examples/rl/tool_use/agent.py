@@ -46,15 +46,19 @@ class Outcome:
 
 
 async def solve(
-    client: AsyncOpenAI, messages: Sequence[Mapping[str, str]], tools: Mapping[str, Tool], *,
-    model: str = "policy", max_turns: int = MAX_TURNS,
-) -> Outcome:  # fmt: skip
+    client: AsyncOpenAI,
+    messages: Sequence[Mapping[str, str]],
+    tools: Mapping[str, Tool],
+    *,
+    model: str = "policy",
+    max_turns: int = MAX_TURNS,
+) -> Outcome:
     """Let the model answer, running the tools it calls, until it calls none.
 
     Raises:
         openai.OpenAIError: the model does not answer.
     """
-    conversation = [cast("ChatCompletionMessageParam", dict(one)) for one in messages]
+    conversation = [cast("ChatCompletionMessageParam", dict(message)) for message in messages]
     schemas = [cast("ChatCompletionToolParam", dict(tool.schema)) for tool in tools.values()]
     outcome = Outcome()
     for _ in range(max_turns):

@@ -32,9 +32,15 @@ GOOD_SHARE = 0.75
 """Share of the warm-up's batches that are good conversations; they come first."""
 
 TOKENS = (
-    "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
-    '\n{"name": "', "calculator", '", "arguments": {"expression": "', '"}}\n',
-)  # fmt: skip
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    '\n{"name": "',
+    "calculator",
+    '", "arguments": {"expression": "',
+    '"}}\n',
+)
 """Pieces of calls and results that are one token each, so that a call is a dozen tokens."""
 
 # As Qwen's, but for the tools, which are listed in one line to keep prompts short.
@@ -87,7 +93,7 @@ def write_policy(folder: Path, steps: int) -> None:
     """Warm the shipped model up and write it with its tokenizer."""
     transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.add_tokens([AddedToken(one, normalized=False) for one in TOKENS])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TOKENS])
     tokenizer.chat_template = CHAT_TEMPLATE
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
@@ -103,7 +109,7 @@ def warm_up(model: Any, tokenizer: Any, steps: int) -> None:
     rng = random.Random(0)
     problems = split_problems()[1]
     optimizers = _optimizers(model)
-    rates = [one.param_groups[0]["lr"] for one in optimizers]
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     for step in range(steps):
         lesson = good_lesson if step < GOOD_SHARE * steps else careless_lesson
         warmth = min(1.0, (step + 1) / (0.05 * steps + 1)) * (1 - step / steps)

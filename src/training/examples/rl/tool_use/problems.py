@@ -9,12 +9,7 @@ from typing import Any
 from hearth.errors import ConfigError
 
 SMALLEST, LARGEST = 11, 99
-WORDINGS = (
-    "What is {a} * {b}?",
-    "{a} * {b} = ?",
-    "Compute {a} * {b}.",
-    "What is {a} times {b}?",
-)
+WORDINGS = ("What is {a} * {b}?", "{a} * {b} = ?", "Compute {a} * {b}.", "What is {a} times {b}?")
 ROWS = 1024
 """Problems kept for training; the policy's warm-up sees none of them."""
 

@@ -72,8 +72,12 @@ def train(config: ToolUseConfig) -> None:
     )
     console = Console(soft_wrap=True, highlight=False)
     console.print(reward_trend(done.log_path))
-    console.print(trend("tool calls", [one.tool_calls for one in outcomes], "conversations"))
-    console.print(trend("failed calls", [one.failed_calls for one in outcomes], "conversations"))
+    console.print(
+        trend("tool calls", [outcome.tool_calls for outcome in outcomes], "conversations")
+    )
+    console.print(
+        trend("failed calls", [outcome.failed_calls for outcome in outcomes], "conversations")
+    )
 
 
 def check_openai() -> None:
@@ -114,9 +118,12 @@ def with_policy(config: ToolUseConfig) -> ToolUseConfig:
 def command(arguments: Sequence[str] | None = None) -> int:
     """Train as the flags say."""
     config = tyro.cli(
-        ToolUseConfig, default=default_config(), args=arguments, description=DESCRIPTION,
+        ToolUseConfig,
+        default=default_config(),
+        args=arguments,
+        description=DESCRIPTION,
         prog="python -m training.examples.rl.tool_use.train",
-    )  # fmt: skip
+    )
     return exit_code(lambda: train(config))
 
 
