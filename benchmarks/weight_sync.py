@@ -32,7 +32,7 @@ from hearth.inference.vllm.backend import VllmBackend
 from hearth.inference.vllm.model import read_facts
 from hearth.inference.vllm.options import VllmOptions
 from hearth.inference.vllm.server import ServerPlan, write_plugin
-from hearth.launch.companions import LocalCompanions
+from hearth.launch.sidecars import LocalSidecars
 from hearth.models.loading import base_tensors, load_base_tensors, load_model
 from hearth.settings import VLLM_PYTHON_VARIABLE, vllm_python
 from hearth.sync import delta
@@ -160,7 +160,7 @@ def embedded(source: Path) -> InferenceBackend:
 @contextlib.contextmanager
 def on_vllm(source: Path, work_dir: Path) -> Iterator[InferenceBackend]:
     """One vLLM server on the CPU, with the shipped tokenizer: nothing is drawn but probes."""
-    companions = LocalCompanions(work_dir / "companions")
+    sidecars = LocalSidecars(work_dir / "sidecars")
     state = work_dir / "vllm"
     plan = ServerPlan(
         python=vllm_python(),
@@ -175,9 +175,9 @@ def on_vllm(source: Path, work_dir: Path) -> Iterator[InferenceBackend]:
     )
     facts = read_facts(str(source), name=str(source))
     try:
-        yield VllmBackend(plan, facts, replicas=1, companions=companions, folder=state)
+        yield VllmBackend(plan, facts, replicas=1, sidecars=sidecars, folder=state)
     finally:
-        companions.close()
+        sidecars.close()
 
 
 def measure(

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 
 from hearth.inference.worker import build
-from hearth.launch.companions import LocalCompanions
+from hearth.launch.sidecars import LocalSidecars
 from hearth.models.lora import LoraOptions
 from hearth.sync.store import FolderBuckets
 from hearth.trainer.engine import TrainerEngine, TrainerOptions
@@ -35,7 +35,7 @@ class Deployment:
         self, folder: Path, *, replicas: int = 1, max_seq_len: int = 256, **options: Any
     ) -> None:
         self.folder = folder
-        self.companions = LocalCompanions(folder / "companions")
+        self.sidecars = LocalSidecars(folder / "sidecars")
         self.phases: list[str] = []
         self.app, self._close = build(
             buckets=str(folder / "buckets"),
@@ -53,7 +53,7 @@ class Deployment:
             max_seq_len=max_seq_len,
             max_batch_size=32,
             trust_remote_code=False,
-            companions=self.companions,
+            sidecars=self.sidecars,
             on_phase=self.phases.append,
         )
         self._clients = ThreadPoolExecutor(64)
@@ -104,7 +104,7 @@ class Deployment:
     def servers(self) -> list[int]:
         """Processes of vLLM's API servers."""
         listed = processes()
-        own = f"{self.folder}/companions"
+        own = f"{self.folder}/sidecars"
         guards = {pid for pid, (_, line) in listed.items() if "guard.py" in line and own in line}
         return [pid for pid, (parent, _) in listed.items() if parent in guards]
 
@@ -119,7 +119,7 @@ class Deployment:
 
     def close(self) -> None:
         self._close()
-        self.companions.close()
+        self.sidecars.close()
         self._clients.shutdown()
 
 

@@ -16,7 +16,6 @@ from starlette.applications import Starlette
 # Imported where they are used as well, at the price of seconds per process.
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - see above
 
-from hearth.companions import Companions
 from hearth.errors import ConfigError
 from hearth.inference.engine.engine import LONGEST_DEFAULT, InferenceEngine
 from hearth.inference.engine.options import EngineOptions
@@ -28,6 +27,7 @@ from hearth.inference.vllm.server import ServerPlan, write_plugin
 from hearth.models.loading import best_device, load_model, load_tokenizer
 from hearth.models.vocabulary import check_tokenizer
 from hearth.settings import vllm_python
+from hearth.sidecars import Sidecars
 from hearth.sync.store import Buckets, buckets_of
 
 OnPhase = Callable[[str], None]
@@ -50,7 +50,7 @@ def build(
     max_seq_len: int | None,
     max_batch_size: int,
     trust_remote_code: bool,
-    companions: Companions,
+    sidecars: Sidecars,
     on_phase: OnPhase,
 ) -> tuple[Starlette, Callable[[], None]]:
     """The app of a deployment that serves snapshots of ``buckets``, and what closes it.
@@ -74,7 +74,7 @@ def build(
             max_seq_len=max_seq_len,
             max_batch_size=max_batch_size,
             trust_remote_code=trust_remote_code,
-            companions=companions,
+            sidecars=sidecars,
             state_dir=state_dir,
         )
     else:
@@ -117,7 +117,7 @@ def _vllm(
     max_seq_len: int | None,
     max_batch_size: int,
     trust_remote_code: bool,
-    companions: Companions,
+    sidecars: Sidecars,
     state_dir: str | None,
 ) -> VllmBackend:
     facts = read_facts(source, name=name, trust_remote_code=trust_remote_code)
@@ -136,7 +136,7 @@ def _vllm(
         options=options,
     )
     return VllmBackend(
-        plan, facts, replicas=replicas, companions=companions, folder=folder, tokenizer=spoken
+        plan, facts, replicas=replicas, sidecars=sidecars, folder=folder, tokenizer=spoken
     )
 
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hearth.errors import EngineError, HearthError
-from hearth.launch.companions import LocalCompanions
 from hearth.launch.gpus import GpuBoard, WorkerGpus, own_gpu, visible_gpus
 from hearth.launch.phase import PhaseFile
 from hearth.launch.records import WorkerFolder, remove_socket, write_json
 from hearth.launch.serving import serve_app
+from hearth.launch.sidecars import LocalSidecars
 from hearth.telemetry import setup_logging
 from hearth.threads import ThreadBudget
 
@@ -41,7 +41,7 @@ class Task:
     worker_id: str
     entry: str
     """``module:function``. Called with ``arguments`` and ``on_phase``; of a worker also with its
-    ``companions``, and it returns the app and a function that closes it. Otherwise it does all
+    ``sidecars``, and it returns the app and a function that closes it. Otherwise it does all
     there is to do."""
     arguments: dict[str, Any]
     health_path: str | None
@@ -126,16 +126,16 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
         phase(name)
         note(name)
 
-    companions: LocalCompanions | None = None
+    sidecars: LocalSidecars | None = None
     try:
-        companions = LocalCompanions(folder.path / "companions", gpus=_gpus_of(task))
-        also = {} if task.health_path is None else {"companions": companions}
+        sidecars = LocalSidecars(folder.path / "sidecars", gpus=_gpus_of(task))
+        also = {} if task.health_path is None else {"sidecars": sidecars}
         module, _, name = task.entry.partition(":")
         entry: Callable[..., Any] = getattr(importlib.import_module(module), name)
         made = entry(**task.arguments, on_phase=on_phase, **also)
     except Exception as error:
-        if companions is not None:
-            companions.close()
+        if sidecars is not None:
+            sidecars.close()
         write_json(folder.failure, failure_of(error))
         raise
     if task.health_path is None:
@@ -161,13 +161,13 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
     finally:
         logger.info("worker %s closes", task.worker_id)
         close()
-        companions.close()
+        sidecars.close()
     if failed is not None and failed.done():
         raise failed.result()
 
 
 def _gpus_of(task: Task) -> WorkerGpus | None:
-    """What this worker and its companions compute on; from now on it sees no other worker's."""
+    """What this worker and its sidecars compute on; from now on it sees no other worker's."""
     if task.gpu_board is None:
         return None
     # Before anything asks CUDA, and before this process sees less than the machine has.

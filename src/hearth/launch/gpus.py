@@ -19,10 +19,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from hearth.companions import Command
 from hearth.errors import ConfigError, EngineError
 from hearth.launch.records import ProcessId
 from hearth.launch.spec import DeploymentSpec, TrainerSpec, WorkerSpec
+from hearth.sidecars import Command
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _DEVICE = re.compile(r"nvidia\d+")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from hearth.companions import ExitReport
+from hearth.sidecars import ExitReport
 from hearth.wire.asgi import App
 
 Placement = Literal["inline", "process", "ray"]

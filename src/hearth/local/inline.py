@@ -20,8 +20,8 @@ from starlette.applications import Starlette
 import hearth.inference.worker as inference_worker
 import hearth.trainer.worker as trainer_worker
 from hearth.errors import ClosedError, EngineError, HearthError
-from hearth.launch.companions import LocalCompanions
 from hearth.launch.gpus import GpuBoard, WorkerGpus, device_of, own_gpu, visible_gpus
+from hearth.launch.sidecars import LocalSidecars
 from hearth.launch.spec import (
     Endpoint,
     ExitReport,
@@ -51,12 +51,12 @@ class InlineWorker:
         buckets: MemoryBuckets,
         watcher: Watcher,
         budget: ThreadBudget,
-        companions: LocalCompanions,
+        sidecars: LocalSidecars,
     ) -> None:
         self.spec = spec
         self.pid = None
         self._threads = budget.member()
-        self._companions = companions
+        self._sidecars = sidecars
         self._buckets = buckets
         self._watcher = watcher
         self.phase = "starting"
@@ -92,18 +92,18 @@ class InlineWorker:
         close, self._close, self._app = self._close, None, None
         if close is not None:
             close()
-        self._companions.close()
+        self._sidecars.close()
         self._threads.leave()
         self.has_ended.set()
 
     def _start(self) -> None:
         try:
-            app, self._close = _build(self.spec, self._buckets, self._companions, self._note)
+            app, self._close = _build(self.spec, self._buckets, self._sidecars, self._note)
             self._app = app
         except Exception as error:  # the boundary: its watcher must hear of it
             if not isinstance(error, HearthError):
                 logger.exception("worker %s did not start", self.spec.worker_id)
-            self._companions.close()
+            self._sidecars.close()
             self._threads.leave()
             self.has_ended.set()
             if not self._stopping.is_set():
@@ -156,8 +156,8 @@ class InlineLauncher:
             ConfigError: there is no GPU of the number that its device has.
         """
         gpus = WorkerGpus(self._gpus, own_gpu(self._gpus, device_of(spec), alone=False))
-        companions = LocalCompanions(self._workers_dir / spec.worker_id / "companions", gpus=gpus)
-        worker = InlineWorker(spec, self._buckets, watcher, self._budget, companions)
+        sidecars = LocalSidecars(self._workers_dir / spec.worker_id / "sidecars", gpus=gpus)
+        worker = InlineWorker(spec, self._buckets, watcher, self._budget, sidecars)
         with self._lock:
             if self._is_closed:
                 raise ClosedError("launcher must be open, got a call after close")
@@ -207,15 +207,13 @@ class InlineLauncher:
 def _build(
     spec: WorkerSpec,
     buckets: MemoryBuckets,
-    companions: LocalCompanions,
+    sidecars: LocalSidecars,
     on_phase: Callable[[str], None],
 ) -> tuple[Starlette, Callable[[], None]]:
     fields = {name: value for name, value in asdict(spec).items() if name not in _NOT_INLINE}
     if isinstance(spec, TrainerSpec):
-        return trainer_worker.build(
-            **fields, buckets=buckets, companions=companions, on_phase=on_phase
-        )
+        return trainer_worker.build(**fields, buckets=buckets, sidecars=sidecars, on_phase=on_phase)
     # What a thread served dies with its process, so that there is nothing to remember.
     return inference_worker.build(
-        **{**fields, "state_dir": None}, buckets=buckets, companions=companions, on_phase=on_phase
+        **{**fields, "state_dir": None}, buckets=buckets, sidecars=sidecars, on_phase=on_phase
     )

@@ -14,9 +14,9 @@ from starlette.applications import Starlette
 # Imported where they are used as well, at the price of seconds per process.
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - see above
 
-from hearth.companions import Companions
 from hearth.errors import ConfigError
 from hearth.models.loading import best_device
+from hearth.sidecars import Sidecars
 from hearth.sync.chain import resolve
 from hearth.sync.store import Buckets, buckets_of
 from hearth.trainer.adapters import AdapterShelf
@@ -50,7 +50,7 @@ def build(
     models_dir: str | None,
     allow_folders: bool,
     trust_remote_code: bool,
-    companions: Companions,
+    sidecars: Sidecars,
     on_phase: OnPhase,
 ) -> tuple[Starlette, Callable[[], None]]:
     """The app of a trainer that publishes to ``bucket``, and what closes it.
@@ -99,7 +99,7 @@ def build(
         )
         on_phase("starting ranks")
         leading = start_ranks(
-            companions, settings, ranks=ranks, device=device, timeout_s=rank_timeout_s
+            sidecars, settings, ranks=ranks, device=device, timeout_s=rank_timeout_s
         )
         on_phase("idle")
         return create_app(leading, on_phase=on_phase), leading.close

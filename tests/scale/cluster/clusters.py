@@ -168,7 +168,7 @@ def nodes_of_workers() -> Mapping[str, str]:
 def places() -> dict[str, list[str]]:
     """The nodes that each worker has its places on, by ``trainer`` and ``deployment``.
 
-    The first is of the worker itself, the others are of its companions.
+    The first is of the worker itself, the others are of its sidecars.
     """
     return {
         group["name"].partition("-")[0]: [

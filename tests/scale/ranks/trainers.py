@@ -71,7 +71,7 @@ class RankTrainer:
         )
 
     def log(self, rank: int) -> Sequence[str]:
-        return last_lines(self.folder / "companions" / f"rank-{rank}" / "log")
+        return last_lines(self.folder / "sidecars" / f"rank-{rank}" / "log")
 
     def pid(self, rank: int) -> int:
         """The process of a rank other than 0."""

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from hearth.companions import Command
 from hearth.errors import ConfigError, EngineError
-from hearth.launch.companions import LocalCompanion, LocalCompanions, wait_for_end
 from hearth.launch.gpus import (
     VISIBLE_VARIABLE,
     GpuBoard,
@@ -22,7 +20,9 @@ from hearth.launch.gpus import (
     own_gpu,
     visible_gpus,
 )
+from hearth.launch.sidecars import LocalSidecar, LocalSidecars, wait_for_end
 from hearth.launch.spec import DeploymentSpec, TrainerSpec
+from hearth.sidecars import Command
 
 PATIENCE_S = 20.0
 SLEEP = "import time; time.sleep(600)"
@@ -91,23 +91,23 @@ def python(name: str, code: str, gpus: float) -> Command:
     return Command(name=name, argv=[sys.executable, "-c", code], gpus=gpus)
 
 
-def seen(companions: LocalCompanions, name: str, gpus: float) -> str:
-    """What a companion says that it sees."""
+def seen(sidecars: LocalSidecars, name: str, gpus: float) -> str:
+    """What a sidecar says that it sees."""
     code = f"import os; print('sees', os.environ.get({VISIBLE_VARIABLE!r}))"
-    started = companions.start(python(name, code, gpus))
+    started = sidecars.start(python(name, code, gpus))
     report = wait_for_end(started, PATIENCE_S)
     assert report is not None
     return report.last_lines[-1]
 
 
-def running(companions: LocalCompanions, name: str, gpus: float) -> LocalCompanion:
-    return companions.start(python(name, SLEEP, gpus))
+def running(sidecars: LocalSidecars, name: str, gpus: float) -> LocalSidecar:
+    return sidecars.start(python(name, SLEEP, gpus))
 
 
-def test_companions_see_gpus_of_their_own_until_they_end(board: GpuBoard, tmp_path: Path) -> None:
+def test_sidecars_see_gpus_of_their_own_until_they_end(board: GpuBoard, tmp_path: Path) -> None:
     own = own_gpu(board, "cuda", alone=False)
-    ranks = LocalCompanions(tmp_path / "trainer", gpus=WorkerGpus(board, own))
-    servers = LocalCompanions(tmp_path / "deployment", gpus=WorkerGpus(board))
+    ranks = LocalSidecars(tmp_path / "trainer", gpus=WorkerGpus(board, own))
+    servers = LocalSidecars(tmp_path / "deployment", gpus=WorkerGpus(board))
     try:
         assert running(ranks, "rank-1", 1).gpus == ["1"]
         first = running(servers, "replica-0", 2)
@@ -127,27 +127,25 @@ def test_companions_see_gpus_of_their_own_until_they_end(board: GpuBoard, tmp_pa
 def test_a_worker_that_needs_more_than_the_machine_has_is_told(
     board: GpuBoard, tmp_path: Path
 ) -> None:
-    companions = LocalCompanions(tmp_path / "deployment", gpus=WorkerGpus(board))
+    sidecars = LocalSidecars(tmp_path / "deployment", gpus=WorkerGpus(board))
     try:
         for name in ("replica-0", "replica-1"):
-            running(companions, name, 2)
+            running(sidecars, name, 2)
         with pytest.raises(
             EngineError,
             match=r"replica-2 must have 2 GPUs that no other process of its worker has, got 0 left "
             r"of 4 on this machine: lower replicas, tensor_parallel_size or ranks",
         ):
-            running(companions, "replica-2", 2)
+            running(sidecars, "replica-2", 2)
     finally:
-        companions.close()
+        sidecars.close()
 
 
 def test_without_gpus_the_environment_stays_as_it_is(tmp_path: Path) -> None:
-    companions = LocalCompanions(
-        tmp_path / "own", gpus=WorkerGpus(GpuBoard(tmp_path / "board", []))
-    )
+    sidecars = LocalSidecars(tmp_path / "own", gpus=WorkerGpus(GpuBoard(tmp_path / "board", [])))
     said = os.environ.get(VISIBLE_VARIABLE)
-    assert seen(companions, "replica-0", 1) == f"sees {said}"
-    companions.close()
+    assert seen(sidecars, "replica-0", 1) == f"sees {said}"
+    sidecars.close()
 
 
 def test_a_process_alone_sees_its_own_gpu_and_a_number_is_taken_at_its_word(

@@ -467,7 +467,7 @@ def test_a_worker_takes_exactly_what_its_spec_has(spec: Any, entry: Any) -> None
 
     taken = set(inspect.signature(entry).parameters)
 
-    given = {"buckets", "on_phase"} | ({"companions"} if spec is not ExportSpec else set())
+    given = {"buckets", "on_phase"} | ({"sidecars"} if spec is not ExportSpec else set())
     assert taken - fields == given
     assert fields - taken <= {"worker_id", "threads"}
 

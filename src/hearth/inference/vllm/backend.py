@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hearth.companions import Companions
 from hearth.errors import ClosedError, EngineError
 from hearth.inference.backend import Phase, SampledSequence, SampleRequest, ServingState, Tokenizer
 from hearth.inference.engine.serving import Serving, shut_down
@@ -31,6 +30,7 @@ from hearth.inference.vllm.routing import blocks_of
 from hearth.inference.vllm.server import ServerPlan
 from hearth.inference.vllm.shelf import Shelf, Shelved
 from hearth.inference.vllm.weights import FIRST_LABEL, Publisher, Target
+from hearth.sidecars import Sidecars
 from hearth.sync.store import Snapshot
 from hearth.wire.completions import RunningRequests
 
@@ -51,7 +51,7 @@ class Version:
 
 
 class VllmBackend:
-    """Draws completions with vLLM's servers, which are ``companions``. Starts them, and waits.
+    """Draws completions with vLLM's servers, which are ``sidecars``. Starts them, and waits.
 
     ``folder`` holds what the servers load, and is removed at the end. ``failed`` has an error once
     the deployment cannot go on.
@@ -66,7 +66,7 @@ class VllmBackend:
         facts: ModelFacts,
         *,
         replicas: int,
-        companions: Companions,
+        sidecars: Sidecars,
         folder: Path,
         tokenizer: Tokenizer | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class VllmBackend:
         self._versions[FIRST_LABEL] = self._loop.create_future()
         self._versions[FIRST_LABEL].set_result(Version(0, None))
         self._fleet = Fleet(
-            plan, companions, replicas, bring_up=self._publisher.bring_up, on_failed=self._fail
+            plan, sidecars, replicas, bring_up=self._publisher.bring_up, on_failed=self._fail
         )
         self._thread = threading.Thread(target=self._run, name="hearth-vllm", daemon=True)
         self._thread.start()

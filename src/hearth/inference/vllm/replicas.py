@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from hearth.companions import Companion, Companions, ExitReport
 from hearth.errors import ConfigError, EngineError, RequestError
 from hearth.inference.vllm.client import LostError, VllmClient
 from hearth.inference.vllm.routing import Lane, choose
 from hearth.inference.vllm.server import ServerPlan, explain_start, is_port_taken
+from hearth.sidecars import ExitReport, Sidecar, Sidecars
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Replica:
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self.companion: Companion | None = None
+        self.sidecar: Sidecar | None = None
         self._client: VllmClient | None = None
         self._work: set[asyncio.Task[Any]] = set()
         self.silent_since_s: float | None = None
@@ -94,12 +94,12 @@ class Replica:
             if not task.cancelling():
                 task.cancel()
 
-    async def connect(self, companion: Companion, token: str, timeout_s: float) -> None:
+    async def connect(self, sidecar: Sidecar, token: str, timeout_s: float) -> None:
         """Take a server that was started and asks for ``token``; what it is told to do may take
         ``timeout_s``."""
         await self.disconnect()
-        self.companion = companion
-        self._client = VllmClient(f"http://{companion.host}:{companion.port}", token, timeout_s)
+        self.sidecar = sidecar
+        self._client = VllmClient(f"http://{sidecar.host}:{sidecar.port}", token, timeout_s)
         self.silent_since_s = None
         self.lane.forget()
 
@@ -127,7 +127,7 @@ class Fleet:
     def __init__(
         self,
         plan: ServerPlan,
-        companions: Companions,
+        sidecars: Sidecars,
         count: int,
         *,
         bring_up: Callable[[Replica], Awaitable[None]],
@@ -135,7 +135,7 @@ class Fleet:
     ) -> None:
         self.lock = asyncio.Lock()
         self._plan = plan
-        self._companions = companions
+        self._sidecars = sidecars
         self._bring_up = bring_up
         self._on_failed = on_failed
         self._replicas = [Replica(Lane(number, plan.max_batch_size)) for number in range(count)]
@@ -217,8 +217,8 @@ class Fleet:
     async def discard(self, replica: Replica) -> None:
         """End a server; another will take its place."""
         await replica.disconnect()
-        if replica.companion is not None:
-            await asyncio.to_thread(replica.companion.stop)
+        if replica.sidecar is not None:
+            await asyncio.to_thread(replica.sidecar.stop)
 
     def _hand_out(self) -> None:
         if not any(replica.lane.running for replica in self._replicas):
@@ -244,14 +244,14 @@ class Fleet:
             ConfigError: it does not start.
             EngineError: it does not serve; it is ended.
         """
-        companion = await self._started(replica)
+        sidecar = await self._started(replica)
         try:
             async with self.lock:
                 await self._bring_up(replica)
                 replica.serves = replica.lane.is_open = True
         except (LostError, EngineError, RequestError) as error:
             # Its process may know better why, and ends by itself then.
-            report = await _ended(companion)
+            report = await _ended(sidecar)
             await self.discard(replica)
             if report is not None:
                 raise self._not_started(report) from None
@@ -260,7 +260,7 @@ class Fleet:
             ) from error
         self._hand_out()
 
-    async def _started(self, replica: Replica) -> Companion:
+    async def _started(self, replica: Replica) -> Sidecar:
         """A server that answers, at a port that was free.
 
         Raises:
@@ -268,34 +268,34 @@ class Fleet:
         """
         attempts = 0
         while True:
-            companion, report = await self._try(replica)
+            sidecar, report = await self._try(replica)
             if report is None:
-                return companion
+                return sidecar
             attempts += 1
             if attempts == _MOST_PORTS or not is_port_taken(report.last_lines):
                 raise self._not_started(report)
             logger.warning("%s starts again: its port was taken", replica.name)
 
-    async def _try(self, replica: Replica) -> tuple[Companion, ExitReport | None]:
+    async def _try(self, replica: Replica) -> tuple[Sidecar, ExitReport | None]:
         """Start a server once; with how it ended, if it did so before it answered."""
         command = self._plan.command(replica.name)
-        companion = await asyncio.to_thread(self._companions.start, command)
-        await replica.connect(companion, self._plan.token, self._plan.options.start_timeout_s)
-        return companion, await self._answers(replica, companion)
+        sidecar = await asyncio.to_thread(self._sidecars.start, command)
+        await replica.connect(sidecar, self._plan.token, self._plan.options.start_timeout_s)
+        return sidecar, await self._answers(replica, sidecar)
 
     def _not_started(self, report: ExitReport) -> ConfigError:
         return ConfigError(explain_start(_how(report), report.last_lines, self._plan.python))
 
-    async def _answers(self, replica: Replica, companion: Companion) -> ExitReport | None:
+    async def _answers(self, replica: Replica, sidecar: Sidecar) -> ExitReport | None:
         """Wait until a server answers; how it ended, if it did so before."""
         budget_s = self._plan.options.start_timeout_s
         end_s = time.monotonic() + budget_s
         while not await replica.client.is_healthy():
-            if (report := companion.poll()) is not None:
+            if (report := sidecar.poll()) is not None:
                 return report
             if time.monotonic() > end_s:
-                lines = companion.last_lines()
-                await asyncio.to_thread(companion.stop)
+                lines = sidecar.last_lines()
+                await asyncio.to_thread(sidecar.stop)
                 return ExitReport(
                     reason=f"had not answered after {budget_s:.0f} s (engine_options."
                     "start_timeout_s raises that)",
@@ -325,18 +325,18 @@ class Fleet:
 
     async def _end_of(self, replica: Replica) -> ExitReport:
         """Wait for a server's end, with what ran on it let go."""
-        companion = replica.companion
-        assert companion is not None, "it was started"
+        sidecar = replica.sidecar
+        assert sidecar is not None, "it was started"
         asked_s = time.monotonic()
-        while (report := companion.poll()) is None:
+        while (report := sidecar.poll()) is None:
             if replica.silent_since_s is not None or time.monotonic() > asked_s + _ASK_S:
-                await self._ask(replica, companion)
+                await self._ask(replica, sidecar)
                 asked_s = time.monotonic()
             await asyncio.sleep(_LOOK_S)
         await replica.disconnect()
         return report
 
-    async def _ask(self, replica: Replica, companion: Companion) -> None:
+    async def _ask(self, replica: Replica, sidecar: Sidecar) -> None:
         """Look whether a server answers; it is given requests, doubted, or ended."""
         try:
             is_healthy = await replica.client.is_healthy()
@@ -346,7 +346,7 @@ class Fleet:
             self.doubt(replica)
             since_s = replica.silent_since_s
             if since_s is not None and time.monotonic() - since_s > SILENT_S:
-                await asyncio.to_thread(companion.stop)
+                await asyncio.to_thread(sidecar.stop)
         elif replica.silent_since_s is not None:
             replica.silent_since_s = None
             replica.lane.is_open = replica.serves
@@ -365,10 +365,10 @@ class Fleet:
         self._on_failed(self._failure)
 
 
-async def _ended(companion: Companion) -> ExitReport | None:
+async def _ended(sidecar: Sidecar) -> ExitReport | None:
     """How a process ended that is about to; None where it goes on."""
     end_s = time.monotonic() + _END_S
-    while (report := companion.poll()) is None and time.monotonic() < end_s:
+    while (report := sidecar.poll()) is None and time.monotonic() < end_s:
         await asyncio.sleep(_LOOK_S)
     return report
 

@@ -1,4 +1,4 @@
-"""One vLLM server as a companion process: its command line, and why it did not start.
+"""One vLLM server as a sidecar process: its command line, and why it did not start.
 
 Everything beside the flags is vLLM's own OpenAI server. Its environment needs nothing of ours: a
 folder on its ``PYTHONPATH`` shows it the ``hearth`` package, and says which plugin to call.
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import hearth
-from hearth.companions import Command
 from hearth.inference.vllm.options import VllmOptions
 from hearth.inference.vllm.plugin.entry import NAME
 from hearth.inference.vllm.plugin.guard import TOKEN_VARIABLE, GuardedServer
 from hearth.settings import VLLM_PYTHON_VARIABLE
+from hearth.sidecars import Command
 
 BASE_NAME = "base"
 """What requests call the model without an adapter."""

@@ -25,10 +25,10 @@ import ray
 from hearth.errors import HearthError
 from hearth.launch.child import Task, failure_of, use_threads
 from hearth.launch.phase import PhaseFile
-from hearth.launch.ray.companions import RayCompanions
 from hearth.launch.ray.keeper import buckets_through
 from hearth.launch.ray.placing import Place
 from hearth.launch.ray.sharing import Probe
+from hearth.launch.ray.sidecars import RaySidecars
 from hearth.launch.records import WorkerFolder, write_json
 from hearth.launch.serving import AppServer, listener_at
 from hearth.telemetry import setup_logging
@@ -167,10 +167,10 @@ class WorkerHost:
             phase(name)
             note(name)
 
-        companions = RayCompanions(
+        sidecars = RaySidecars(
             ray.util.get_current_placement_group(),
             self._plan.places[1:],
-            self._folder.path / "companions",
+            self._folder.path / "sidecars",
             self._plan.probe,
         )
         try:
@@ -181,14 +181,14 @@ class WorkerHost:
                 arguments["buckets"] = buckets_through(
                     self._plan.keeper, mirror, self._plan.keep_snapshots
                 )
-            app, close = build(**arguments, on_phase=on_phase, companions=companions)
+            app, close = build(**arguments, on_phase=on_phase, sidecars=sidecars)
             try:
                 self._answer(app, task.health_path)
             finally:
                 logger.info("worker %s closes", task.worker_id)
                 close()
         finally:
-            companions.close()
+            sidecars.close()
 
     def _answer(self, app: Any, health_path: str) -> None:
         listener = listener_at(self._address)

@@ -1,10 +1,10 @@
 """The ``ray`` placement: each trainer and each deployment an actor of a Ray cluster.
 
-    launcher --reserves--> placement group --holds--> worker's actor, and its companions'
+    launcher --reserves--> placement group --holds--> worker's actor, and its sidecars'
        |                                                  |
        +--- waits for its end, through Ray               +--- answers at a port of its node
 
-A worker's place and those of its companions are reserved together, so that a worker that runs can
+A worker's place and those of its sidecars are reserved together, so that a worker that runs can
 have what it needs. What cannot be placed within a budget fails, and says which resource is short.
 An actor's end, with its process or its whole machine, is an answer to a call that waits for it.
 """
@@ -35,13 +35,13 @@ from hearth.launch.buckets import read_bucket
 from hearth.launch.child import Task
 from hearth.launch.processes import ENTRIES
 from hearth.launch.ray.cluster import call_on, connect, has_gpus, living_nodes, own_node_id
-from hearth.launch.ray.companions import hearth_variables
 from hearth.launch.ray.deaths import death_of
 from hearth.launch.ray.exports import run_export
 from hearth.launch.ray.host import Plan, WorkerHost, report_of
 from hearth.launch.ray.keeper import SnapshotKeeper
 from hearth.launch.ray.placing import Place, places_of, shortage
 from hearth.launch.ray.sharing import write_probe
+from hearth.launch.ray.sidecars import hearth_variables
 from hearth.launch.ray.workers import RayWorker
 from hearth.launch.records import WorkerFolder, last_lines
 from hearth.launch.spec import (

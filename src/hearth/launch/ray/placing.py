@@ -14,7 +14,7 @@ class Place:
     """What one process of a worker reserves on one node."""
 
     name: str
-    """``worker``, or the companion that it is meant for."""
+    """``worker``, or the sidecar that it is meant for."""
     cpus: float
     gpus: float = 0.0
 
@@ -24,7 +24,7 @@ class Place:
 
 
 def places_of(spec: WorkerSpec, *, has_gpus: bool) -> list[Place]:
-    """The worker's own place, then one for each companion that its spec asks for.
+    """The worker's own place, then one for each sidecar that its spec asks for.
 
     A process that computes takes a GPU where its device is one, or where no device is said and the
     cluster has some; and ``threads`` CPUs, or one.

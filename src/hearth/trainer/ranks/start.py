@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import torch
 
-from hearth.companions import Command, Companion, Companions
 from hearth.errors import HearthError
+from hearth.sidecars import Command, Sidecar, Sidecars
 from hearth.trainer.ranks.engine import RankEngine, RankSettings
 from hearth.trainer.ranks.group import Rendezvous
 
@@ -29,7 +29,7 @@ WAITED_IN_VAIN = 75
 
 
 def start_ranks(
-    companions: Companions, settings: RankSettings, *, ranks: int, device: str, timeout_s: float
+    sidecars: Sidecars, settings: RankSettings, *, ranks: int, device: str, timeout_s: float
 ) -> RankEngine:
     """The engine of rank 0, once all other ranks have theirs.
 
@@ -47,7 +47,7 @@ def start_ranks(
     for rank in range(1, ranks):
         # Rank 1 runs where it is told the address that all the others need.
         argv = [sys.executable, "-m", "hearth.trainer.ranks.main", str(rank), str(ranks), *place]
-        started = companions.start(
+        started = sidecars.start(
             Command(
                 name=f"rank-{rank}",
                 argv=[*argv, device, str(timeout_s)],
@@ -86,7 +86,7 @@ def rank_device(device: str, rank: int) -> torch.device:
 class _Watch:
     """Looks after the other ranks."""
 
-    ranks: dict[str, Companion] = field(default_factory=lambda: {})
+    ranks: dict[str, Sidecar] = field(default_factory=lambda: {})
     _resting: threading.Event = field(default_factory=threading.Event)
     _ending: threading.Lock = field(default_factory=threading.Lock)
 

@@ -13,7 +13,7 @@ from hearth.inference.vllm.backend import VllmBackend
 from hearth.inference.vllm.model import ModelFacts
 from hearth.inference.vllm.options import VllmOptions
 from hearth.inference.vllm.server import ServerPlan
-from hearth.launch.companions import LocalCompanions
+from hearth.launch.sidecars import LocalSidecars
 from hearth.sync.store import Snapshot
 
 FACTS = ModelFacts(
@@ -51,7 +51,7 @@ class Scripted:
     def __init__(self, folder: Path, replicas: int, options: dict[str, Any]) -> None:
         self.folder = folder
         self.orders = install(folder / "servers") / "orders"
-        self.companions = LocalCompanions(folder / "companions")
+        self.sidecars = LocalSidecars(folder / "sidecars")
         self.plan = ServerPlan(
             python=sys.executable,
             source="tiny",
@@ -71,7 +71,7 @@ class Scripted:
             self.plan,
             FACTS,
             replicas=self._replicas,
-            companions=self.companions,
+            sidecars=self.sidecars,
             folder=self.folder / "state",
         )
         return self.backend
@@ -92,7 +92,7 @@ class Scripted:
     def close(self) -> None:
         if self.backend is not None:
             self.backend.close()
-        self.companions.close()
+        self.sidecars.close()
 
 
 def snapshot(identity: str, value: float = 1.0, **changes: Any) -> Snapshot:

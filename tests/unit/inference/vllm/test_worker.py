@@ -16,8 +16,8 @@ from tests.unit.tiny import write_qwen
 
 from hearth.errors import ConfigError
 from hearth.inference import worker
-from hearth.launch.companions import LocalCompanions
 from hearth.launch.processes import ProcessLauncher
+from hearth.launch.sidecars import LocalSidecars
 from hearth.launch.spec import DeploymentSpec, ExitReport
 from hearth.local.inline import InlineLauncher
 from hearth.settings import VLLM_PYTHON_VARIABLE
@@ -147,7 +147,7 @@ def test_what_an_engine_cannot_be_is_refused(
         "max_batch_size": 4,
         "trust_remote_code": False,
         "on_phase": lambda phase: None,
-        "companions": LocalCompanions(tmp_path / "companions"),
+        "sidecars": LocalSidecars(tmp_path / "sidecars"),
         **fields,
     }
     with pytest.raises(ConfigError, match=message):

@@ -51,7 +51,7 @@ class ExitReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What a companion runs, and what it needs.
+    """What a sidecar runs, and what it needs.
 
     Example: ``Command(name="replica-0", argv=["python", "-m", "server", "--port", "{port}"])``
     """
@@ -66,7 +66,7 @@ class Command:
     gpus: float = 0.0
 
 
-class Companion(Protocol):
+class Sidecar(Protocol):
     """A process that was started."""
 
     @property
@@ -92,10 +92,10 @@ class Companion(Protocol):
         ...
 
 
-class Companions(Protocol):
+class Sidecars(Protocol):
     """Starts the processes of one worker. Safe to use from several threads."""
 
-    def start(self, command: Command) -> Companion:
+    def start(self, command: Command) -> Sidecar:
         """Start a process, and return when there is one.
 
         Raises:

@@ -1,4 +1,4 @@
-"""A worker's companions in the cluster: each an actor, which runs the process on its own node.
+"""A worker's sidecars in the cluster: each an actor, which runs the process on its own node.
 
 The process stands under the same guard as on one machine, so that it ends with the actor; and the
 actor ends with the worker that asked for it.
@@ -18,45 +18,45 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hearth.companions import GRACE_S, Command, Companion, ExitReport
 from hearth.errors import ClosedError, EngineError, HearthError
-from hearth.launch.companions import LocalCompanions
 from hearth.launch.ray.deaths import death_of, said
 from hearth.launch.ray.placing import Place
 from hearth.launch.ray.sharing import Probe
+from hearth.launch.sidecars import LocalSidecars
+from hearth.sidecars import GRACE_S, Command, ExitReport, Sidecar
 
 _START_TIMEOUT_S = 120.0
 _ASK_TIMEOUT_S = 30.0
 
 
-class CompanionHost:
+class SidecarHost:
     """The actor: one process, on the node of its place."""
 
     def __init__(self, folder: str, probe: Probe | None) -> None:
         self._host = ray.util.get_node_ip_address()
-        self._companions = LocalCompanions(Path(folder), self._host, kills_children=True)
+        self._sidecars = LocalSidecars(Path(folder), self._host, kills_children=True)
         self._probe = probe
-        self._companion: Companion | None = None
+        self._sidecar: Sidecar | None = None
 
     def start(self, command: Command) -> tuple[str, int] | str:
         """Its address, or why it cannot be started."""
         try:
             if self._probe is not None:
                 self._probe.check(f"the node at {self._host}")
-            self._companion = self._companions.start(command)
+            self._sidecar = self._sidecars.start(command)
         except HearthError as error:
             return str(error)
-        return self._companion.host, self._companion.port
+        return self._sidecar.host, self._sidecar.port
 
     def state(self) -> tuple[ExitReport | None, tuple[str, ...]]:
         """How it ended, if it has, and its last lines."""
-        assert self._companion is not None, "it was started"
-        return self._companion.poll(), tuple(self._companion.last_lines())
+        assert self._sidecar is not None, "it was started"
+        return self._sidecar.poll(), tuple(self._sidecar.last_lines())
 
     def stop(self, grace_s: float) -> None:
         """End the process."""
-        assert self._companion is not None, "it was started"
-        self._companion.stop(grace_s)
+        assert self._sidecar is not None, "it was started"
+        self._sidecar.stop(grace_s)
 
 
 @dataclass
@@ -65,21 +65,21 @@ class _Reserved:
 
     place: Place
     index: int
-    taken_by: RayCompanion | None = None
+    taken_by: RaySidecar | None = None
 
     @property
     def is_free(self) -> bool:
         return self.taken_by is None or self.taken_by.poll() is not None
 
 
-class RayCompanion:
-    """A process on some node of the cluster (``Companion``)."""
+class RaySidecar:
+    """A process on some node of the cluster (``Sidecar``)."""
 
     def __init__(self, name: str, actor: Any, address: tuple[str, int]) -> None:
         self.name = name
         self.host, self.port = address
         self.actor = actor
-        """Whose process has the companion's as a child."""
+        """Whose process has the sidecar's as a child."""
         self._report: ExitReport | None = None
         self._lines: tuple[str, ...] = ()
         self._lock = threading.Lock()
@@ -123,8 +123,8 @@ class RayCompanion:
         ray.kill(self.actor)
 
 
-class RayCompanions:
-    """Companions on the places that were reserved for them (``Companions``).
+class RaySidecars:
+    """Sidecars on the places that were reserved for them (``Sidecars``).
 
     ``places`` are the group's from its second on; the first is the worker's own.
     """
@@ -139,7 +139,7 @@ class RayCompanions:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def start(self, command: Command) -> RayCompanion:
+    def start(self, command: Command) -> RaySidecar:
         """Start a process on a free place, and return when there is one.
 
         Raises:
@@ -168,7 +168,7 @@ class RayCompanions:
     def _place_for(self, command: Command) -> _Reserved:
         busy = [one for one in self._reserved if not one.is_free]
         if any(one.taken_by is not None and one.taken_by.name == command.name for one in busy):
-            raise EngineError(f"companion must be new, got {command.name!r}, which runs")
+            raise EngineError(f"sidecar must be new, got {command.name!r}, which runs")
         free = [one for one in self._reserved if one not in busy and _fits(command, one.place)]
         if not free:
             places = [f"{one.place.name} ({one.place.gpus:g} GPUs)" for one in self._reserved]
@@ -179,11 +179,11 @@ class RayCompanions:
         named = [one for one in free if one.place.name == command.name]
         return (named or free)[0]
 
-    def _started(self, command: Command, reserved: _Reserved) -> RayCompanion:
+    def _started(self, command: Command, reserved: _Reserved) -> RaySidecar:
         place = reserved.place
         command = replace(command, env={**hearth_variables(), **command.env})
         actor: Any = (
-            ray.remote(CompanionHost)
+            ray.remote(SidecarHost)
             .options(
                 num_cpus=place.cpus,
                 num_gpus=place.gpus,
@@ -203,7 +203,7 @@ class RayCompanions:
         if isinstance(address, str):
             ray.kill(actor)
             raise EngineError(address)
-        return RayCompanion(command.name, actor, address)
+        return RaySidecar(command.name, actor, address)
 
 
 def hearth_variables() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A worker's companions on this machine.
+"""A worker's sidecars on this machine.
 
 Each is a process under a guard (``hearth.launch.guard``), so that nothing of it outlives the
 worker, however that ends.
@@ -19,17 +19,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hearth.companions import GRACE_S, Command, Companion, ExitReport
 from hearth.errors import ClosedError, EngineError
 from hearth.launch.gpus import VISIBLE_VARIABLE, WorkerGpus
 from hearth.launch.records import LOG_LIMIT_BYTES, last_lines, read_json
+from hearth.sidecars import GRACE_S, Command, ExitReport, Sidecar
 
 _GUARD = Path(__file__).with_name("guard.py")
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,80}")
 
 
-class LocalCompanion:
-    """A process on this machine (``Companion``), reached at ``host``."""
+class LocalSidecar:
+    """A process on this machine (``Sidecar``), reached at ``host``."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class LocalCompanion:
         self._held.close()
 
 
-class LocalCompanions:
-    """Companions on this machine, with their logs under ``folder`` (``Companions``).
+class LocalSidecars:
+    """Sidecars on this machine, with their logs under ``folder`` (``Sidecars``).
 
     ``host`` is the address that others reach this machine at. ``kills_children`` says that this
     process kills its direct children when it ends, as a Ray actor's does. ``gpus`` are the worker's
@@ -128,11 +128,11 @@ class LocalCompanions:
         self._host = host
         self._kills_children = kills_children
         self._gpus = gpus
-        self._running: dict[str, LocalCompanion] = {}
+        self._running: dict[str, LocalSidecar] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def start(self, command: Command) -> LocalCompanion:
+    def start(self, command: Command) -> LocalSidecar:
         """Start a process, and return when there is one.
 
         Raises:
@@ -141,7 +141,7 @@ class LocalCompanions:
             ClosedError: the worker ends.
         """
         if not _NAME.fullmatch(command.name):
-            raise EngineError(f"companion must have a plain name, got {command.name!r}")
+            raise EngineError(f"sidecar must have a plain name, got {command.name!r}")
         if shutil.which(command.argv[0]) is None:
             raise EngineError(
                 f"{command.name} must be a program that is there, got {command.argv[0]!r}"
@@ -151,9 +151,9 @@ class LocalCompanions:
                 raise ClosedError(f"worker must be running, got a start of {command.name} after it")
             before = self._running.get(command.name)
             if before is not None and before.poll() is None:
-                raise EngineError(f"companion must be new, got {command.name!r}, which runs")
+                raise EngineError(f"sidecar must be new, got {command.name!r}, which runs")
             self._let_go_of_ended()
-            started = LocalCompanion(
+            started = LocalSidecar(
                 command,
                 self._folder / command.name,
                 self._host,
@@ -201,9 +201,9 @@ def held_port(host: str = "127.0.0.1") -> socket.socket:
     return held
 
 
-def wait_for_end(companion: Companion, timeout_s: float) -> ExitReport | None:
+def wait_for_end(sidecar: Sidecar, timeout_s: float) -> ExitReport | None:
     """How it ended within ``timeout_s``; None where it still runs."""
     end_s = time.monotonic() + timeout_s
-    while (report := companion.poll()) is None and time.monotonic() < end_s:
+    while (report := sidecar.poll()) is None and time.monotonic() < end_s:
         time.sleep(0.01)
     return report

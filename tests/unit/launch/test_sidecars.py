@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from hearth.companions import Command
 from hearth.errors import ClosedError, EngineError
-from hearth.launch.companions import LocalCompanions, wait_for_end
 from hearth.launch.records import ProcessId
+from hearth.launch.sidecars import LocalSidecars, wait_for_end
+from hearth.sidecars import Command
 
 PATIENCE_S = 20.0
 
@@ -25,11 +25,11 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", textwrap.dedent(code)]
 
 
-def printed(companion: object, wanted: int) -> list[str]:
-    """The lines of a companion, once there are as many as wanted."""
+def printed(sidecar: object, wanted: int) -> list[str]:
+    """The lines of a sidecar, once there are as many as wanted."""
     end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s:
-        lines = list(companion.last_lines())  # type: ignore[attr-defined]
+        lines = list(sidecar.last_lines())  # type: ignore[attr-defined]
         if len(lines) >= wanted:
             return lines
         time.sleep(0.01)
@@ -43,101 +43,99 @@ def is_gone(pid: int) -> bool:
     return ProcessId.of(pid) is None
 
 
-def test_a_companion_is_told_its_address_and_environment(tmp_path: Path) -> None:
-    companions = LocalCompanions(tmp_path)
+def test_a_sidecar_is_told_its_address_and_environment(tmp_path: Path) -> None:
+    sidecars = LocalSidecars(tmp_path)
     code = "import os, sys; print(sys.argv[1], sys.argv[2], os.environ['COLOR'])"
-    started = companions.start(
+    started = sidecars.start(
         Command(name="one", argv=[*python(code), "{host}", "at:{port}"], env={"COLOR": "red"})
     )
     assert printed(started, 1) == [f"127.0.0.1 at:{started.port} red"]
     report = wait_for_end(started, PATIENCE_S)
     assert report is not None
     assert (report.code, report.signal) == (0, None)
-    companions.close()
+    sidecars.close()
 
 
 def test_its_port_is_kept_for_it_until_it_ends(tmp_path: Path) -> None:
-    companions = LocalCompanions(tmp_path)
+    sidecars = LocalSidecars(tmp_path)
     code = """
         import socketserver, sys
         socketserver.TCPServer.allow_reuse_address = True
         socketserver.TCPServer(("127.0.0.1", int(sys.argv[1])), None)
         print("listens", flush=True)
     """
-    started = companions.start(Command(name="one", argv=[*python(code), "{port}"]))
+    started = sidecars.start(Command(name="one", argv=[*python(code), "{port}"]))
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", started.port))
     assert printed(started, 1) == ["listens"]
     assert wait_for_end(started, PATIENCE_S) is not None
     with socket.socket() as other:
         other.bind(("127.0.0.1", started.port))
-    companions.close()
+    sidecars.close()
 
 
 def test_its_end_is_told_with_its_last_lines(tmp_path: Path) -> None:
-    companions = LocalCompanions(tmp_path)
-    started = companions.start(
-        Command(name="one", argv=python("print('why'); raise SystemExit(3)"))
-    )
+    sidecars = LocalSidecars(tmp_path)
+    started = sidecars.start(Command(name="one", argv=python("print('why'); raise SystemExit(3)")))
     report = wait_for_end(started, PATIENCE_S)
     assert report is not None
     assert report.code == 3
     assert list(report.last_lines) == ["why"]
-    companions.close()
+    sidecars.close()
 
 
 def test_a_killed_one_says_by_what(tmp_path: Path) -> None:
-    companions = LocalCompanions(tmp_path)
+    sidecars = LocalSidecars(tmp_path)
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    started = companions.start(Command(name="one", argv=python(code)))
+    started = sidecars.start(Command(name="one", argv=python(code)))
     os.kill(int(printed(started, 1)[0]), signal.SIGKILL)
     report = wait_for_end(started, PATIENCE_S)
     assert report is not None
     assert report.signal == "SIGKILL"
-    companions.close()
+    sidecars.close()
 
 
 def test_stopping_ends_what_it_started_itself(tmp_path: Path) -> None:
-    companions = LocalCompanions(tmp_path)
+    sidecars = LocalSidecars(tmp_path)
     code = """
         import signal, subprocess, sys, time
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         print(child.pid, flush=True)
         time.sleep(60)
     """
-    started = companions.start(Command(name="one", argv=python(code)))
+    started = sidecars.start(Command(name="one", argv=python(code)))
     pid = int(printed(started, 1)[0])
-    companions.close()
+    sidecars.close()
     assert started.poll() is not None
     assert is_gone(pid)
 
 
 def test_one_that_does_not_listen_is_killed(tmp_path: Path) -> None:
-    companions = LocalCompanions(tmp_path)
+    sidecars = LocalSidecars(tmp_path)
     code = """
         import os, signal, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print(os.getpid(), flush=True)
         time.sleep(60)
     """
-    started = companions.start(Command(name="one", argv=python(code)))
+    started = sidecars.start(Command(name="one", argv=python(code)))
     pid = int(printed(started, 1)[0])
     started.stop(grace_s=0.2)
     assert is_gone(pid)
-    companions.close()
+    sidecars.close()
 
 
 def test_it_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
     code = f"""
         import os, signal, sys, threading, time
         from pathlib import Path
-        from hearth.companions import Command
-        from hearth.launch.companions import LocalCompanions
+        from hearth.sidecars import Command
+        from hearth.launch.sidecars import LocalSidecars
         sleep = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-        # The thread that starts it ends at once; that must not end the companion.
+        # The thread that starts it ends at once; that must not end the sidecar.
         def start():
             global one
-            one = LocalCompanions(Path({str(tmp_path)!r})).start(
+            one = LocalSidecars(Path({str(tmp_path)!r})).start(
                 Command(name="one", argv=[sys.executable, "-c", sleep]))
         thread = threading.Thread(target=start)
         thread.start()
@@ -155,24 +153,24 @@ def test_it_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    companions = LocalCompanions(tmp_path)
+    sidecars = LocalSidecars(tmp_path)
     with pytest.raises(EngineError, match=r"one must be a program that is there, got '/no/such'"):
-        companions.start(Command(name="one", argv=["/no/such"]))
+        sidecars.start(Command(name="one", argv=["/no/such"]))
     with pytest.raises(EngineError, match="plain name"):
-        companions.start(Command(name="../up", argv=["true"]))
-    companions.close()
+        sidecars.start(Command(name="../up", argv=["true"]))
+    sidecars.close()
 
 
 def test_a_name_is_of_one_process_at_a_time(tmp_path: Path) -> None:
-    companions = LocalCompanions(tmp_path)
-    started = companions.start(Command(name="one", argv=python("import time; time.sleep(60)")))
+    sidecars = LocalSidecars(tmp_path)
+    started = sidecars.start(Command(name="one", argv=python("import time; time.sleep(60)")))
     with pytest.raises(EngineError, match="must be new, got 'one'"):
-        companions.start(Command(name="one", argv=["true"]))
+        sidecars.start(Command(name="one", argv=["true"]))
     started.stop()
-    again = companions.start(Command(name="one", argv=["true"]))
+    again = sidecars.start(Command(name="one", argv=["true"]))
     report = wait_for_end(again, PATIENCE_S)
     assert report is not None
     assert report.code == 0
-    companions.close()
+    sidecars.close()
     with pytest.raises(ClosedError):
-        companions.start(Command(name="two", argv=["true"]))
+        sidecars.start(Command(name="two", argv=["true"]))

@@ -1,4 +1,4 @@
-"""Companions in the cluster: on the places reserved for them, and never longer than their actor."""
+"""Sidecars in the cluster: on the places reserved for them, and never longer than their actor."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import ray
 from tests.scale.cluster.clusters import Nodes, wait_until
 
-from hearth.companions import Command
 from hearth.errors import ClosedError, EngineError
-from hearth.launch.companions import wait_for_end
 from hearth.launch.ray.cluster import connect
-from hearth.launch.ray.companions import RayCompanions
 from hearth.launch.ray.placing import Place
+from hearth.launch.ray.sidecars import RaySidecars
 from hearth.launch.records import ProcessId
+from hearth.launch.sidecars import wait_for_end
+from hearth.sidecars import Command
 
 PATIENCE_S = 30.0
 SLEEP = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
@@ -28,23 +28,23 @@ def python(code: str) -> list[str]:
 
 
 @pytest.fixture
-def companions(cluster: Nodes, tmp_path: Path) -> Iterator[RayCompanions]:
-    """Of a worker that needs next to nothing itself: one companion on each node."""
+def sidecars(cluster: Nodes, tmp_path: Path) -> Iterator[RaySidecars]:
+    """Of a worker that needs next to nothing itself: one sidecar on each node."""
     assert connect("test")
     places = [Place("worker", 0.1), Place("rank-1", 0.9), Place("rank-2", 1.0)]
     group = ray.util.placement_group([place.bundle() for place in places])
     assert group.wait(30)
-    companions = RayCompanions(group, places[1:], tmp_path, None)
-    yield companions
-    companions.close()
+    sidecars = RaySidecars(group, places[1:], tmp_path, None)
+    yield sidecars
+    sidecars.close()
     ray.util.remove_placement_group(group)
     ray.shutdown()
 
 
-def test_companions_run_on_their_places_and_know_their_address(companions: RayCompanions) -> None:
+def test_sidecars_run_on_their_places_and_know_their_address(sidecars: RaySidecars) -> None:
     code = "import os, sys; print(sys.argv[1], sys.argv[2], os.environ['COLOR'])"
     started = [
-        companions.start(
+        sidecars.start(
             Command(name=name, argv=[*python(code), "{host}", "at:{port}"], env={"COLOR": "red"})
         )
         for name in ("rank-1", "rank-2")
@@ -56,30 +56,30 @@ def test_companions_run_on_their_places_and_know_their_address(companions: RayCo
         assert list(report.last_lines) == [f"{one.host} at:{one.port} red"]
 
 
-def test_a_place_is_one_companions_at_a_time(companions: RayCompanions) -> None:
-    first = companions.start(Command(name="rank-1", argv=python(SLEEP)))
+def test_a_place_is_one_sidecars_at_a_time(sidecars: RaySidecars) -> None:
+    first = sidecars.start(Command(name="rank-1", argv=python(SLEEP)))
     with pytest.raises(EngineError, match="must be new, got 'rank-1', which runs"):
-        companions.start(Command(name="rank-1", argv=["true"]))
-    companions.start(Command(name="rank-2", argv=python(SLEEP)))
+        sidecars.start(Command(name="rank-1", argv=["true"]))
+    sidecars.start(Command(name="rank-2", argv=python(SLEEP)))
     with pytest.raises(EngineError, match=r"rank-3 must have one of the places .* where 2 of"):
-        companions.start(Command(name="rank-3", argv=["true"]))
+        sidecars.start(Command(name="rank-3", argv=["true"]))
     with pytest.raises(EngineError, match=r"1 GPUs where 2 of"):
-        companions.start(Command(name="rank-3", argv=["true"], gpus=1.0))
+        sidecars.start(Command(name="rank-3", argv=["true"], gpus=1.0))
 
     first.stop()
     assert first.poll() is not None
-    again = companions.start(Command(name="rank-1", argv=python("print('again')")))
+    again = sidecars.start(Command(name="rank-1", argv=python("print('again')")))
     report = wait_for_end(again, PATIENCE_S)
     assert report is not None
     assert report.last_lines[-1] == "again"
 
-    companions.close()
+    sidecars.close()
     with pytest.raises(ClosedError):
-        companions.start(Command(name="rank-4", argv=["true"]))
+        sidecars.start(Command(name="rank-4", argv=["true"]))
 
 
-def test_the_process_ends_with_its_actor(companions: RayCompanions) -> None:
-    started = companions.start(Command(name="rank-1", argv=python(SLEEP)))
+def test_the_process_ends_with_its_actor(sidecars: RaySidecars) -> None:
+    started = sidecars.start(Command(name="rank-1", argv=python(SLEEP)))
     wait_until(lambda: bool(started.last_lines()))
     pid = int(started.last_lines()[0])
 
@@ -93,7 +93,7 @@ def test_the_process_ends_with_its_actor(companions: RayCompanions) -> None:
     wait_until(lambda: ProcessId.of(pid) is None)
 
 
-def test_a_program_that_is_not_there_is_said(companions: RayCompanions) -> None:
+def test_a_program_that_is_not_there_is_said(sidecars: RaySidecars) -> None:
     with pytest.raises(EngineError, match=r"rank-1 must be a program that is there, got '/no/such"):
-        companions.start(Command(name="rank-1", argv=["/no/such"]))
-    companions.start(Command(name="rank-1", argv=["true"]))
+        sidecars.start(Command(name="rank-1", argv=["/no/such"]))
+    sidecars.start(Command(name="rank-1", argv=["true"]))
