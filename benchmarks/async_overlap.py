@@ -54,7 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """Means over the measured steps of one run; seconds, shares and versions."""
+    """Context over the measured steps of one run; seconds, shares and versions."""
 
     step_s: float
     wait_s: float

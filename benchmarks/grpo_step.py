@@ -51,7 +51,7 @@ COMPUTING = frozenset({"sampling", "forward", "forward_backward", "optim_step"})
 
 @dataclass(frozen=True)
 class Result:
-    """Means of the measured steps; seconds per step."""
+    """Context of the measured steps; seconds per step."""
 
     model: str
     params: int

@@ -42,7 +42,7 @@ from workload import make_model, processor
 
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
-from hearth.control.means import Means
+from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.inference.backend import SampledSequence
@@ -289,8 +289,8 @@ class Scripted:
 def serve_gateway(path: str, port: int, model: str) -> None:
     """A platform on a port whose deployment ``d`` is at a socket."""
     launcher: Any = Scripted(path)
-    means = Means(launcher=launcher, catalog=read_catalog(), data_dir=Path(path).parent)
-    plane = ControlPlane(Store(), means)
+    context = Context(launcher=launcher, catalog=read_catalog(), data_dir=Path(path).parent)
+    plane = ControlPlane(Store(), context)
     plane.deployments.create("d", Deployment(base_model=model))
     uvicorn.run(create_gateway(plane), host="127.0.0.1", port=port, log_level="warning")
 

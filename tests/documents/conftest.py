@@ -142,7 +142,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         assert process.stdout is not None
         first = process.stdout.readline()
         assert first.startswith("serving at "), (folder / "stderr").read_text()
-        assert len(_processes_that_mention(str(folder / "data"))) >= 2, "itself and its nursery"
+        assert len(_processes_that_mention(str(folder / "data"))) >= 2, "itself and its forkserver"
         yield Served(first.split()[2].rstrip(","), folder / "data")
     finally:
         process.send_signal(signal.SIGTERM)

@@ -90,7 +90,7 @@ class Served:
         self.start()
 
     def processes(self) -> list[int]:
-        """Every process that works on the data folder: nursery and workers, which are its forks."""
+        """Every process that works on the data folder: the forkserver and its workers."""
         found: list[int] = []
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -101,8 +101,8 @@ class Served:
 
     def workers(self) -> list[int]:
         """The processes of trainers and deployments that run now."""
-        nursery = _read(self.data_dir / "nursery.json").get("pid")
-        return [pid for pid in self.processes() if pid != nursery]
+        forkserver = _read(self.data_dir / "forkserver.json").get("pid")
+        return [pid for pid in self.processes() if pid != forkserver]
 
     def resources(self, kind: str, of: str = "") -> list[dict[str, Any]]:
         """What `hearth ps -a` reads: ``rlorTrainerJobs`` or ``deployments`` whose id has ``of``."""

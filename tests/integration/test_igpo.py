@@ -138,8 +138,8 @@ def test_a_step_says_how_many_turns_there_were_and_what_they_gained(run):
         assert record["igpo/scoring_time"] > 0
         assert 0 < record["igpo/scoring_ratio"] < 1
     gains = [one for many in run.gains() for one in many]
-    means = [record["igpo/mean_ig"] for record in run.trial.records()]
-    assert sum(means) / 2 == pytest.approx(sum(gains) / len(gains))
+    context = [record["igpo/mean_ig"] for record in run.trial.records()]
+    assert sum(context) / 2 == pytest.approx(sum(gains) / len(gains))
 
 
 def test_a_run_repeats_to_the_bit(run, tmp_path):

@@ -5,7 +5,7 @@ import openai
 import pytest
 
 from hearth.control.app import create_gateway
-from hearth.control.gateway import Door
+from hearth.control.gateway import Access
 from hearth.local import EmbeddedPlatform
 from hearth.sdk import DeploymentConfig, DeploymentManager
 from training.quickstart import MODEL
@@ -24,7 +24,7 @@ def platform(tmp_path_factory):
 
 @pytest.fixture
 async def client(platform):
-    gateway = create_gateway(platform.plane, Door(api_keys={"secret"}))
+    gateway = create_gateway(platform.plane, Access(api_keys={"secret"}))
     transport = httpx.ASGITransport(gateway)
     async with httpx.AsyncClient(transport=transport) as http:
         yield openai.AsyncOpenAI(

@@ -53,7 +53,7 @@ def test_t146_what_a_rollout_says_it_earned_is_what_is_trained(async_trial, monk
 
     expected = {row: [reward_of(row, draw) for draw in range(GROUP)] for row in range(4)}
     assert earned == expected
-    means = [fmean(expected[row] + expected[row + 1]) for row in (0, 2)]
-    assert [record["rollout/reward"] for record in run.records()] == pytest.approx(means)
+    context = [fmean(expected[row] + expected[row + 1]) for row in (0, 2)]
+    assert [record["rollout/reward"] for record in run.records()] == pytest.approx(context)
     assert all(record["train/grad_norm"] > 0 for record in run.records())
     assert not [name for name in inspect.signature(async_rl_loop.main).parameters if "rew" in name]

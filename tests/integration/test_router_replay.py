@@ -16,8 +16,8 @@ from tests.integration.conftest import Trial, async_config
 from tests.integration.rollouts import drawing, spread
 from tests.unit.moe import moe_config, tie_routers
 
+from hearth.control.access import Access
 from hearth.control.app import create_gateway
-from hearth.control.door import Door
 from hearth.local import EmbeddedPlatform
 from hearth.sdk.transport import mount, unmount
 from hearth.wire.routing import RoutingShape, decode_routing
@@ -75,7 +75,7 @@ def sent(
     """What reaches the trainers of a platform that runs behind an app which writes it down."""
     seen: Sent = []
     with EmbeddedPlatform(work_dir=tmp_path / "platform") as platform:
-        gateway = create_gateway(platform.plane, Door(is_local=False))
+        gateway = create_gateway(platform.plane, Access(is_local=False))
         mount(URL, writing_down(gateway, seen, draws))
         monkeypatch.setenv("FIREWORKS_BASE_URL", URL)
         monkeypatch.setenv("FIREWORKS_API_KEY", "x")

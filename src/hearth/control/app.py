@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 import hearth
-from hearth.control.door import Door
+from hearth.control.access import Access
 from hearth.control.gateway import Gateway
 from hearth.control.names import ACCOUNT, check_account, leaf
 from hearth.control.plane import ControlPlane
@@ -46,7 +46,7 @@ PageSize = Annotated[int, Query(alias="pageSize")]
 PageToken = Annotated[str, Query(alias="pageToken")]
 
 
-def create_gateway(plane: ControlPlane, door: Door | None = None) -> Gateway:
+def create_gateway(plane: ControlPlane, access: Access | None = None) -> Gateway:
     """The ASGI app of a whole platform: the control plane, its trainers and its deployments."""
     app = FastAPI(title="Hearth", openapi_url=None)
     for router in (_facts(plane), _shapes(plane), _jobs(plane), _deployments(plane)):
@@ -77,7 +77,7 @@ def create_gateway(plane: ControlPlane, door: Door | None = None) -> Gateway:
         body = fault_body(fault, request.headers.get("x-request-id"))
         return _json(body, error.status_code)
 
-    return Gateway(plane.jobs, plane.deployments, app, door or Door())
+    return Gateway(plane.jobs, plane.deployments, app, access or Access())
 
 
 def _facts(plane: ControlPlane) -> APIRouter:
@@ -114,9 +114,9 @@ def _shapes(plane: ControlPlane) -> APIRouter:
     @router.get("/{shape}/versions")
     def versions(account: str, shape: str) -> Response:
         if shape != "-":
-            found = [plane.means.catalog.shape(f"accounts/{account}/trainingShapes/{shape}")]
+            found = [plane.context.catalog.shape(f"accounts/{account}/trainingShapes/{shape}")]
         else:
-            every = plane.means.catalog.all_shapes()
+            every = plane.context.catalog.all_shapes()
             found = [one for one in every if account in ("-", one.name.split("/")[1])]
         return _answer(
             TrainingShapeVersions(training_shape_versions=[one.version() for one in found])
@@ -124,7 +124,7 @@ def _shapes(plane: ControlPlane) -> APIRouter:
 
     @router.get("/{shape}/versions/{version}")
     def version(account: str, shape: str, version: str) -> Response:
-        found = plane.means.catalog.shape(f"accounts/{account}/trainingShapes/{shape}").version()
+        found = plane.context.catalog.shape(f"accounts/{account}/trainingShapes/{shape}").version()
         if version not in ("1", "latest"):
             raise NotFoundError(f"version must be 1, the only one of {shape!r}, got {version!r}")
         return _answer(found)
@@ -283,7 +283,7 @@ def _workers(plane: ControlPlane) -> APIRouter:
                 f"worker must be trainer-JOB or deployment-DEPLOYMENT, got {worker[:80]!r}"
             )
         (plane.jobs if kind == "trainer" else plane.deployments).get(id)
-        path = plane.means.launcher.log_path(worker)
+        path = plane.context.launcher.log_path(worker)
         if path is None or not path.exists():
             raise NotFoundError(
                 f"worker {worker!r} must have a log of its own, got none: it runs inside the "

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from hearth.control.context import Context, promoted_models
 from hearth.control.jobs import Jobs
-from hearth.control.means import Means, promoted_models
 from hearth.control.names import ACCOUNT, job_name, leaf, promoted_leaf, timestamp
 from hearth.control.store import Row, Store
 from hearth.errors import (
@@ -57,10 +57,10 @@ _MAKING = "making"
 class Checkpoints:
     """Lists and promotes. Safe to use from several threads."""
 
-    def __init__(self, store: Store, jobs: Jobs, means: Means) -> None:
+    def __init__(self, store: Store, jobs: Jobs, context: Context) -> None:
         self._store = store
         self._jobs = jobs
-        self._means = means
+        self._context = context
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hearth-promote")
         self._lock = threading.Lock()
 
@@ -73,7 +73,7 @@ class Checkpoints:
         bucket = self._jobs.bucket(job_id)
         found = [
             *self._resumable(job_id),
-            *map(_snapshot_row, self._means.launcher.snapshots(bucket)),
+            *map(_snapshot_row, self._context.launcher.snapshots(bucket)),
         ]
         return [
             row.model_copy(update={"name": f"{job_name(job_id)}/checkpoints/{row.name}"})
@@ -135,11 +135,11 @@ class Checkpoints:
     @property
     def _staging(self) -> Path:
         """Where models are written before they take their places; a dot is in no model's id."""
-        return self._means.models_dir / ".promoting"
+        return self._context.models_dir / ".promoting"
 
     def _resumable(self, job_id: str) -> list[CheckpointRow]:
         rows: list[CheckpointRow] = []
-        for path in self._means.checkpoint_dir(job_id).glob("*/manifest.json"):
+        for path in self._context.checkpoint_dir(job_id).glob("*/manifest.json"):
             manifest = read_json(path)
             if manifest is None or path.parent.name.startswith("."):
                 continue
@@ -162,7 +162,7 @@ class Checkpoints:
     def _promotable(self, job_id: str, checkpoint_id: str) -> SnapshotFacts:
         kept = {
             snapshot.identity: snapshot
-            for snapshot in self._means.launcher.snapshots(self._jobs.bucket(job_id))
+            for snapshot in self._context.launcher.snapshots(self._jobs.bucket(job_id))
         }
         if checkpoint_id not in kept:
             resumable = [row.name for row in self._resumable(job_id)]
@@ -263,12 +263,12 @@ class Checkpoints:
         self, operation_id: str, snapshot: SnapshotFacts, asked: Promote, job: TrainerJob
     ) -> Model:
         """The model, its folder complete and in its place."""
-        folder = self._means.models_dir / promoted_leaf(asked.output_model)
+        folder = self._context.models_dir / promoted_leaf(asked.output_model)
         draft = self._staging / operation_id
         base = job.training_config.base_model
-        entry = self._means.catalog.model(base, promoted_models(self._store.models))
+        entry = self._context.catalog.model(base, promoted_models(self._store.models))
         try:
-            self._means.launcher.export(
+            self._context.launcher.export(
                 ExportSpec(
                     bucket=self._jobs.bucket(leaf(asked.trainer_job_id)),
                     identity=snapshot.identity,

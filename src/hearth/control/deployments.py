@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
+from hearth.control.context import Context, promoted_models
 from hearth.control.jobs import ALIVE as JOB_ALIVE
 from hearth.control.jobs import Jobs
-from hearth.control.means import Means, promoted_models
 from hearth.control.names import check_id, deployment_name, leaf, timestamp
 from hearth.control.store import Row, Rows
 from hearth.control.values import Values
@@ -62,14 +62,14 @@ class Deployments:
         rows: Rows,
         models: Rows,
         jobs: Jobs,
-        means: Means,
+        context: Context,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rows = rows
         self.live = LiveTable()
         self._models = models
         self._jobs = jobs
-        self._means = means
+        self._context = context
         self._now = now
         self._deaths: dict[str, deque[float]] = {}
         # A row and its live entry change together, whoever changes them.
@@ -285,7 +285,7 @@ class Deployments:
             self._start(row.id, body, row.state)
             return
         self.live.put(row.id, Live(row.state, is_starting=True))
-        found = self._means.launcher.adopt(row.worker, self)
+        found = self._context.launcher.adopt(row.worker, self)
         if isinstance(found, ExitReport):
             self._replace(row.id, found, may_restart=True)
         else:
@@ -302,7 +302,7 @@ class Deployments:
                 "status_message": row.message or None,
                 "create_time": timestamp(row.created_s),
                 "update_time": timestamp(row.updated_s),
-                "worker_placement": self._means.launcher.placement,
+                "worker_placement": self._context.launcher.placement,
                 "pid": worker.pid if worker is not None else None,
             }
         )
@@ -354,11 +354,11 @@ class Deployments:
         return f"{_PREFIX}{deployment_id}"
 
     def _spec(self, deployment_id: str, body: Deployment) -> DeploymentSpec:
-        entry = self._means.catalog.model(body.base_model, promoted_models(self._models))
+        entry = self._context.catalog.model(body.base_model, promoted_models(self._models))
         shape = None
         if body.deployment_shape:
             shape_name = body.deployment_shape.replace("/deploymentShapes/", "/trainingShapes/")
-            shape = self._means.catalog.shape(shape_name)
+            shape = self._context.catalog.shape(shape_name)
             if shape.base_model != body.base_model:
                 raise RequestError(
                     f"deploymentShape must be one of {body.base_model!r}, got "
@@ -378,7 +378,7 @@ class Deployments:
             base_model=entry.name,
             source=entry.source,
             bucket=self._bucket(deployment_id, body),
-            state_dir=str(self._means.data_dir / "deployments" / deployment_id),
+            state_dir=str(self._context.data_dir / "deployments" / deployment_id),
             tokenizer=self._tokenizer(values),
             engine=engine,
             replicas=max(1, body.max_replica_count),
@@ -387,7 +387,7 @@ class Deployments:
             device=values.text("device"),
             max_seq_len=values.count("max_context_length") or longest,
             max_batch_size=values.count("max_batch_size") or 64,
-            threads=values.count("threads") or self._means.deployment_threads,
+            threads=values.count("threads") or self._context.deployment_threads,
             trust_remote_code=entry.trust_remote_code,
         )
 
@@ -399,7 +399,7 @@ class Deployments:
             return
         self.live.put(deployment_id, Live(state, is_starting=True))
         try:
-            worker = self._means.launcher.start(spec, self)
+            worker = self._context.launcher.start(spec, self)
         except ConfigError as error:
             self._give_up(deployment_id, f"cannot be started: {error}")
             return
@@ -407,13 +407,13 @@ class Deployments:
             self.rows.update(deployment_id, only_from=(state,), worker=worker.record())
 
     def _forget_served(self, deployment_id: str) -> None:
-        state = self._means.data_dir / "deployments" / deployment_id / "serving.json"
+        state = self._context.data_dir / "deployments" / deployment_id / "serving.json"
         state.unlink(missing_ok=True)
 
     def _tokenizer(self, values: Values) -> str | None:
         name = values.text("tokenizer")
         if name is not None:
-            self._means.catalog.check_source(name, "extraValues.tokenizer")
+            self._context.catalog.check_source(name, "extraValues.tokenizer")
         return name
 
     def _replace(self, deployment_id: str, report: ExitReport, *, may_restart: bool) -> None:

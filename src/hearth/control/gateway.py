@@ -1,4 +1,4 @@
-"""The one way into a platform: sends each request where it belongs, past the door.
+"""The one way into a platform: sends each request where it belongs, past the access.
 
 A trainer is named by the path, a deployment by a header or by ``model`` in the body; the rest is
 the control plane's own. A worker in this process is called directly; one in a process of its own is
@@ -18,8 +18,8 @@ from urllib.parse import quote
 import httpx
 import orjson
 
+from hearth.control.access import Access
 from hearth.control.deployments import Deployments
-from hearth.control.door import Door
 from hearth.control.jobs import Jobs
 from hearth.control.names import leaf
 from hearth.errors import HearthError, NotFoundError, RequestError, TooLargeError, TransportError
@@ -68,11 +68,11 @@ Send = Callable[[Message], Any]
 class Gateway:
     """The ASGI app of a whole platform."""
 
-    def __init__(self, jobs: Jobs, deployments: Deployments, control: App, door: Door) -> None:
+    def __init__(self, jobs: Jobs, deployments: Deployments, control: App, access: Access) -> None:
         self._jobs = jobs
         self._deployments = deployments
         self._control = control
-        self._door = door
+        self._access = access
         self._clients: dict[str, httpx.AsyncClient] = {}
         """Of workers in processes of their own, by socket or URL."""
         self._ending: asyncio.Future[None] | None = None
@@ -83,7 +83,7 @@ class Gateway:
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
             try:
-                self._door.check(scope)
+                self._access.check(scope)
                 await self._route(scope, receive, send)
             except _LeftError:
                 return
@@ -114,11 +114,11 @@ class Gateway:
         path: str = scope["path"]
         if path.startswith(TRAINER_PREFIX):
             job_id, inner = _split_trainer_path(path)
-            receive = _bounded(scope, receive, self._door.max_body)
+            receive = _bounded(scope, receive, self._access.max_body)
             endpoint = await _found(self._jobs.endpoint, job_id, self._jobs.live.get(job_id))
             await self._forward(endpoint, _for_worker(scope, inner), receive, send)
             return
-        receive = _bounded(scope, receive, self._door.max_body // _SMALLER)
+        receive = _bounded(scope, receive, self._access.max_body // _SMALLER)
         if path.startswith(_SAMPLING_PATHS):
             name, receive = await _deployment_name(scope, receive)
             live = self._deployments.live.get(leaf(name.rpartition("#")[2]))
@@ -259,7 +259,7 @@ async def _pass_on(client: httpx.AsyncClient, request: httpx.Request, send: _Sen
 
 
 def _for_worker(scope: Scope, path: str) -> dict[str, Any]:
-    """What a worker is asked: the worker's own path, and nothing that was for the door."""
+    """What a worker is asked: the worker's own path, and nothing that was for the access."""
     headers = [pair for pair in scope["headers"] if pair[0] not in _FOR_THE_DOOR]
     return {**scope, "path": path, "headers": headers}
 

@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 from hearth.control.catalog import ModelEntry, ShapeEntry
-from hearth.control.means import Means, promoted_models
+from hearth.control.context import Context, promoted_models
 from hearth.control.names import check_id, job_name, leaf, timestamp
 from hearth.control.store import Row, Rows
 from hearth.control.values import Values
@@ -51,11 +51,11 @@ _ANSWERED = (
 class Jobs:
     """The trainer jobs of one platform. Safe to use from several threads."""
 
-    def __init__(self, rows: Rows, models: Rows, means: Means) -> None:
+    def __init__(self, rows: Rows, models: Rows, context: Context) -> None:
         self.rows = rows
         self.live = LiveTable()
         self._models = models
-        self._means = means
+        self._context = context
         # A row and its live entry change together, whoever changes them.
         self._lock = threading.RLock()
 
@@ -206,7 +206,7 @@ class Jobs:
             self._start(row.id, TrainerJob.checked(row.body))
             return
         self.live.put(row.id, Live(row.state, is_starting=True))
-        found = self._means.launcher.adopt(row.worker, self)
+        found = self._context.launcher.adopt(row.worker, self)
         if isinstance(found, ExitReport):
             self._fail(row.id, found)
         else:
@@ -227,7 +227,7 @@ class Jobs:
                 "status_message": row.message or None,
                 "create_time": timestamp(row.created_s),
                 "update_time": timestamp(row.updated_s),
-                "worker_placement": self._means.launcher.placement,
+                "worker_placement": self._context.launcher.placement,
                 "pid": worker.pid if worker is not None else None,
             }
         )
@@ -256,8 +256,8 @@ class Jobs:
     def _resolved(self, job_id: str, asked: TrainerJob) -> TrainerJob:
         """The job with everything filled in that decides what is started."""
         config = asked.training_config
-        entry = self._means.catalog.model(config.base_model, promoted_models(self._models))
-        shape = self._means.catalog.shape(asked.training_shape) if asked.training_shape else None
+        entry = self._context.catalog.model(config.base_model, promoted_models(self._models))
+        shape = self._context.catalog.shape(asked.training_shape) if asked.training_shape else None
         if config.lora_rank < 0:
             raise RequestError(f"loraRank must be >= 0, got {config.lora_rank}")
         if config.max_context_length is not None and config.max_context_length < 1:
@@ -282,13 +282,13 @@ class Jobs:
         return body
 
     def _spec(self, job_id: str, body: TrainerJob) -> TrainerSpec:
-        entry = self._means.catalog.model(
+        entry = self._context.catalog.model(
             body.training_config.base_model, promoted_models(self._models)
         )
-        shape = self._means.catalog.shape(body.training_shape) if body.training_shape else None
+        shape = self._context.catalog.shape(body.training_shape) if body.training_shape else None
         values = Values(body.extra_values or {}, shape)
         ranks = self._ranks(values)
-        threads = values.count("threads") or self._means.trainer_threads
+        threads = values.count("threads") or self._context.trainer_threads
         if ranks > 1:
             threads = max(1, (threads or os.cpu_count() or 1) // ranks)
         return TrainerSpec(
@@ -296,7 +296,7 @@ class Jobs:
             base_model=entry.name,
             source=entry.source,
             bucket=bucket_of(job_id, body),
-            checkpoint_dir=str(self._means.checkpoint_dir(job_id)),
+            checkpoint_dir=str(self._context.checkpoint_dir(job_id)),
             forward_only=body.forward_only,
             ranks=ranks,
             rank_timeout_s=values.count("rank_timeout_s") or 300,
@@ -308,9 +308,9 @@ class Jobs:
             recompute_above=values.count("recompute_above"),
             keep_checkpoints=values.count("keep_checkpoints"),
             threads=threads,
-            keep_snapshots=self._means.keep_snapshots,
-            models_dir=str(self._means.models_dir),
-            allow_folders=self._means.catalog.allow_folders,
+            keep_snapshots=self._context.keep_snapshots,
+            models_dir=str(self._context.models_dir),
+            allow_folders=self._context.catalog.allow_folders,
             trust_remote_code=entry.trust_remote_code,
         )
 
@@ -321,7 +321,7 @@ class Jobs:
             RequestError: the placement has no room for them, or what they are to do is unknown.
         """
         ranks = values.count("ranks") or 1
-        if ranks > 1 and self._means.launcher.placement == "inline":
+        if ranks > 1 and self._context.launcher.placement == "inline":
             raise RequestError(
                 f"ranks must be 1 with the inline placement, got {ranks}: a process group does not "
                 "belong into the user's process; use placement='process', or hearth serve"
@@ -348,7 +348,7 @@ class Jobs:
             return
         self.live.put(job_id, Live("JOB_STATE_CREATING", is_starting=True))
         try:
-            worker = self._means.launcher.start(spec, self)
+            worker = self._context.launcher.start(spec, self)
         except ConfigError as error:
             self._fail(job_id, ExitReport(reason=f"cannot be started: {error}"))
             return

@@ -6,9 +6,9 @@ import logging
 
 from hearth.control.catalog import ModelEntry
 from hearth.control.checkpoints import Checkpoints
+from hearth.control.context import Context
 from hearth.control.deployments import Deployments
 from hearth.control.jobs import Jobs
-from hearth.control.means import Means
 from hearth.control.store import Row, Store
 from hearth.errors import NotFoundError
 from hearth.wire.fireworks import BaseModelDetails, Model
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 class ControlPlane:
     """Jobs, deployments, checkpoints and models of one platform. It computes nothing itself."""
 
-    def __init__(self, store: Store, means: Means) -> None:
+    def __init__(self, store: Store, context: Context) -> None:
         self.store = store
-        self.means = means
-        self.jobs = Jobs(store.jobs, store.models, means)
-        self.deployments = Deployments(store.deployments, store.models, self.jobs, means)
-        self.checkpoints = Checkpoints(store, self.jobs, means)
+        self.context = context
+        self.jobs = Jobs(store.jobs, store.models, context)
+        self.deployments = Deployments(store.deployments, store.models, self.jobs, context)
+        self.checkpoints = Checkpoints(store, self.jobs, context)
 
     def recover(self) -> None:
         """Find what an earlier control plane with the same store had started."""
@@ -41,23 +41,23 @@ class ControlPlane:
         row = self.store.models.find(name)
         if row is not None and row.state == "READY":
             return _promoted(row)
-        if name not in self.means.catalog.models:
+        if name not in self.context.catalog.models:
             known = [model.name for model in self.models()]
             raise NotFoundError(f"model must be one of {known}, got {name!r}")
-        return _registered(self.means.catalog.model(name))
+        return _registered(self.context.catalog.model(name))
 
     def models(self) -> list[Model]:
         """All registered models by name, then the promoted ones, oldest first."""
-        known = self.means.catalog
+        known = self.context.catalog
         registered = [_registered(known.model(name)) for name in sorted(known.models)]
         promoted = [_promoted(row) for row in self.store.models.all(("READY",))]
         return registered + promoted
 
     def close(self) -> None:
         """Stop every worker and close the database."""
-        # A promotion that began after the launcher's end would start another nursery.
+        # A promotion that began after the launcher's end would start another forkserver.
         self.checkpoints.refuse()
-        self.means.launcher.close()
+        self.context.launcher.close()
         self.checkpoints.close()
         self.store.close()
 

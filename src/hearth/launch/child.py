@@ -1,6 +1,6 @@
 """The first and the last that a forked process does: leave its parent behind, build, serve, report.
 
-Runs in a copy of the nursery, which has imported what the work needs and has one thread.
+Runs in a copy of the forkserver, which has imported what the work needs and has one thread.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def live(
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
-        # Not sys.exit: that would unwind into the nursery's own frames.
+        # Not sys.exit: that would unwind into the forkserver's own frames.
         os._exit(code)
 
 
@@ -180,7 +180,7 @@ def _gpus_of(task: Task) -> WorkerGpus | None:
 
 def use_threads(task: Task) -> Callable[[str], None]:
     """Set how many threads an operation may use; returns who wants to be told of each phase."""
-    # The nursery has imported it; a process that only launches workers never does.
+    # The forkserver has imported it; a process that only launches workers never does.
     import torch
 
     name, pid = task.worker_id, os.getpid()

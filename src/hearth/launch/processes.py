@@ -1,10 +1,10 @@
 """The ``process`` placement: each trainer and each deployment a process of its own.
 
-    launcher --asks--> nursery --forks--> worker --answers at--> its Unix socket
+    launcher --asks--> forkserver --forks--> worker --answers at--> its Unix socket
 
-The launcher watches every worker itself, through a descriptor of its process, so that it notices an
-end within milliseconds whether or not the nursery still lives. Whatever it has to know again after
-a restart is in the workers' folders (``hearth.launch.records``). It imports no torch.
+The launcher watches every worker itself, through a descriptor of its process. It notices an end
+within milliseconds, whether or not the forkserver is still alive. Whatever it has to know again
+after a restart is in the workers' folders (``hearth.launch.records``). It imports no torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any, cast
 from hearth.errors import ClosedError, ConfigError, EngineError, HearthError, NotFoundError
 from hearth.launch.buckets import read_bucket
 from hearth.launch.child import Task
+from hearth.launch.forkserver_client import ForkserverClient
 from hearth.launch.gpus import device_of
-from hearth.launch.nursing import Nursing
 from hearth.launch.records import Living, WorkerFolder, read_json, remove_socket
 from hearth.launch.spec import (
     DeploymentSpec,
@@ -90,7 +90,7 @@ class ProcessLauncher:
         self._gpu_board = root / "gpus"
         self._die_with_parent = die_with_parent
         self._orphan_timeout_s = None if die_with_parent else orphan_timeout_s
-        self._nursing = Nursing(
+        self._forkserver_client = ForkserverClient(
             root, preload=preload, die_with_parent=die_with_parent, idle_s=orphan_timeout_s
         )
         self._workers: dict[str, ProcessWorker] = {}
@@ -100,13 +100,13 @@ class ProcessLauncher:
         self._leave_in, self._leave_out = os.pipe2(os.O_CLOEXEC)
 
     @property
-    def nursery_pid(self) -> int | None:
+    def forkserver_pid(self) -> int | None:
         """The process that forks the workers; None before it is needed."""
-        return self._nursing.pid
+        return self._forkserver_client.pid
 
     def warm(self) -> None:
-        """Start the nursery now, so that the first worker does not have to wait for all of it."""
-        self._nursing.warm()
+        """Start the forkserver now, so that the first worker does not wait for it."""
+        self._forkserver_client.warm()
 
     def start(self, spec: WorkerSpec, watcher: Watcher) -> ProcessWorker:
         """Begin to start a worker, and return at once.
@@ -132,7 +132,7 @@ class ProcessLauncher:
         facts = folder.read_process()
         if facts is None or not facts.process.is_alive():
             if facts is not None:
-                folder.wait_for_exit(facts.nursery)
+                folder.wait_for_exit(facts.forkserver)
             return folder.report("was gone when the control plane came back")
         worker = ProcessWorker(spec, folder)
         self._look_after(worker, watcher, lambda worker: None)
@@ -150,11 +150,11 @@ class ProcessLauncher:
         folder = WorkerFolder(self._workers_dir / worker_id)
         try:
             folder.prepare()
-            self._nursing.fork(self._task(worker_id, spec))
+            self._forkserver_client.fork(self._task(worker_id, spec))
             facts = folder.read_process()
-            assert facts is not None, "the nursery writes it before it answers"
+            assert facts is not None, "the forkserver writes it before it answers"
             Living(facts.process).wait(None)
-            folder.wait_for_exit(facts.nursery)
+            folder.wait_for_exit(facts.forkserver)
             failure = read_json(folder.failure)
             report = folder.report("ended, and nobody saw how")
         finally:
@@ -176,12 +176,12 @@ class ProcessLauncher:
         return WorkerFolder(self._workers_dir / _checked(worker_id, "worker_id")).log
 
     def close(self) -> None:
-        """Stop every worker, the newest first, and then the nursery."""
+        """Stop every worker, the newest first, and then the forkserver."""
         if (workers := self._shut()) is None:
             return
         for worker in reversed(workers):
             worker.stop()
-        self._nursing.end()
+        self._forkserver_client.end()
         os.close(self._leave_in)
         os.close(self._leave_out)
 
@@ -192,7 +192,7 @@ class ProcessLauncher:
         os.write(self._leave_out, b"!")
         for worker in workers:
             worker.has_ended.wait()
-        self._nursing.release()
+        self._forkserver_client.release()
         os.close(self._leave_in)
         os.close(self._leave_out)
 
@@ -247,7 +247,7 @@ class ProcessLauncher:
         begin(worker)
         worker.facts = worker.folder.read_process()
         if worker.facts is None:
-            raise EngineError("the nursery must write down the process, got nothing")
+            raise EngineError("the forkserver must write down the process, got nothing")
         worker.living = living = Living(worker.facts.process)
         worker.has_begun.set()
         start_s = time.monotonic()
@@ -264,9 +264,9 @@ class ProcessLauncher:
                 break
         if not has_ended:
             return None
-        worker.folder.wait_for_exit(worker.facts.nursery)
+        worker.folder.wait_for_exit(worker.facts.forkserver)
         remove_socket(Path(worker.facts.socket))
-        return worker.folder.report("ended after its nursery, so that nobody saw how")
+        return worker.folder.report("ended after its forkserver, so that nobody saw how")
 
     def _outlive(self, worker: ProcessWorker, living: Living) -> bool:
         """Wait for its end, and let it know until then that it is no orphan; False on leaving."""
@@ -289,12 +289,12 @@ class ProcessLauncher:
                 left.process.pid,
             )
             end(Living(left.process), _STRAY_GRACE_S)
-            worker.folder.wait_for_exit(left.nursery)
+            worker.folder.wait_for_exit(left.forkserver)
         # How an earlier worker of that id ended is no news of this one.
         worker.folder.prepare()
         if worker.is_stopping:
             raise ClosedError("it was stopped before it began")
-        self._nursing.fork(self._task(worker.spec.worker_id, worker.spec))
+        self._forkserver_client.fork(self._task(worker.spec.worker_id, worker.spec))
 
     def _task(self, worker_id: str, spec: WorkerSpec | ExportSpec) -> Task:
         entry, health_path = ENTRIES[type(spec)]

@@ -2,10 +2,10 @@
 
     <folder>/log            what the worker printed and logged; log.1 is what came before
     <folder>/phase          what it does right now
-    <folder>/process.json   which process it is and where it answers; by the nursery, at the fork
+    <folder>/process.json   which process it is and where it answers; by the forkserver, at the fork
     <folder>/ready          it answers; by the worker
     <folder>/failure.json   why it could not start or go on, in its own words; by the worker
-    <folder>/exit.json      how it ended; by the nursery, when it reaps it
+    <folder>/exit.json      how it ended; by the forkserver, when it reaps it
 
 Whoever comes later, after any of them has crashed, finds there what was last known.
 """
@@ -118,7 +118,7 @@ class ProcessFacts:
 
     process: ProcessId
     socket: str
-    nursery: ProcessId
+    forkserver: ProcessId
     """Its parent, which writes ``exit.json``."""
 
 
@@ -149,8 +149,8 @@ class WorkerFolder:
             "pid": facts.process.pid,
             "started": facts.process.started,
             "socket": facts.socket,
-            "nursery_pid": facts.nursery.pid,
-            "nursery_started": facts.nursery.started,
+            "forkserver_pid": facts.forkserver.pid,
+            "forkserver_started": facts.forkserver.started,
         }
         write_json(self.process, content)
 
@@ -162,13 +162,13 @@ class WorkerFolder:
         return ProcessFacts(
             ProcessId(content["pid"], content["started"]),
             content["socket"],
-            ProcessId(content["nursery_pid"], content["nursery_started"]),
+            ProcessId(content["forkserver_pid"], content["forkserver_started"]),
         )
 
-    def wait_for_exit(self, nursery: ProcessId) -> None:
-        """Give a nursery that lives the moment that it takes to write down how its child ended."""
+    def wait_for_exit(self, forkserver: ProcessId) -> None:
+        """Give a living forkserver the time to write down how its child ended."""
         end_s = time.monotonic() + _EXIT_RECORD_S
-        while not self.exit.exists() and time.monotonic() < end_s and nursery.is_alive():
+        while not self.exit.exists() and time.monotonic() < end_s and forkserver.is_alive():
             time.sleep(0.002)
 
     def report(self, otherwise: str) -> ExitReport:

@@ -11,10 +11,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from hearth.control.access import Access
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
-from hearth.control.door import Door
-from hearth.control.means import Means
+from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.errors import ConfigError
@@ -59,9 +59,9 @@ class EmbeddedPlatform:
         else:
             launcher = ray_launcher(work_dir, snapshot_store=snapshot_store, die_with_parent=True)
         self.base_url = f"http://embedded-{next(_numbers)}.hearth.internal"
-        means = Means(launcher=launcher, catalog=read_catalog(catalog), data_dir=work_dir)
-        self.plane = ControlPlane(Store(), means)
-        self._gateway = create_gateway(self.plane, Door(is_local=False))
+        context = Context(launcher=launcher, catalog=read_catalog(catalog), data_dir=work_dir)
+        self.plane = ControlPlane(Store(), context)
+        self._gateway = create_gateway(self.plane, Access(is_local=False))
         mount(self.base_url, self._gateway)
         logger.debug("embedded platform at %s", self.base_url)
 

@@ -12,10 +12,10 @@ from types import FrameType
 
 import uvicorn
 
+from hearth.control.access import Access
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
-from hearth.control.door import Door
-from hearth.control.means import Means
+from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.errors import ConfigError
@@ -49,7 +49,7 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
         stack.callback(store.close)
         plane = ControlPlane(
             store,
-            Means(
+            Context(
                 launcher=_launcher(settings, data_dir, stack),
                 data_dir=data_dir,
                 catalog=catalog,
@@ -61,8 +61,8 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
         stack.callback(plane.close)
         stack.callback(_be_undisturbed)
         plane.recover()
-        door = Door(api_keys=settings.api_keys(), max_body=settings.max_body_mb * 2**20)
-        gateway = create_gateway(plane, door)
+        access = Access(api_keys=settings.api_keys(), max_body=settings.max_body_mb * 2**20)
+        gateway = create_gateway(plane, access)
 
         def let_go() -> None:
             store.end_waiting()

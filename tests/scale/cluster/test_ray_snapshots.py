@@ -13,29 +13,29 @@ from tests.scale.cluster.clusters import Nodes
 
 from hearth.errors import EngineError, NotFoundError, RequestError
 from hearth.launch.ray.cluster import connect
-from hearth.launch.ray.keeper import SnapshotKeeper
+from hearth.launch.ray.snapshot_actor import SnapshotActor
 from hearth.launch.ray.store import RayBuckets, RaySnapshotStore
 from hearth.sync.chain import Published, resolve
 from hearth.sync.snapshot import Snapshot
 
 
 @pytest.fixture(scope="module")
-def keeper(nodes: Nodes) -> Iterator[Any]:
+def snapshot_actor(nodes: Nodes) -> Iterator[Any]:
     patch = pytest.MonkeyPatch()
     patch.setenv("RAY_ADDRESS", nodes.address)
     assert connect("test")
     patch.undo()
-    yield ray.remote(SnapshotKeeper).options(num_cpus=0).remote()
+    yield ray.remote(SnapshotActor).options(num_cpus=0).remote()
     ray.shutdown()
 
 
 @pytest.fixture
-def store(keeper: Any, tmp_path: Path, request: Any) -> Callable[[str], RaySnapshotStore]:
+def store(snapshot_actor: Any, tmp_path: Path, request: Any) -> Callable[[str], RaySnapshotStore]:
     """A process's store of the test's own bucket, by the process's name; keeps two snapshots."""
     bucket = request.node.name.replace("_", "-")
 
     def make(process: str) -> RaySnapshotStore:
-        return RayBuckets(keeper, tmp_path / process, 2).bucket(bucket)
+        return RayBuckets(snapshot_actor, tmp_path / process, 2).bucket(bucket)
 
     return make
 

@@ -5,10 +5,10 @@ from tests.unit.control.conftest import Script
 from tests.unit.control.listening import Listening
 
 from hearth.cli.resources import logs, ps, stop
+from hearth.control.access import Access
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
-from hearth.control.door import Door
-from hearth.control.means import Means
+from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.wire.fireworks import Deployment, TrainerJob
@@ -33,9 +33,9 @@ class Platform:
     def __init__(self, folder):
         self.script = Logged()
         self.script.folder = folder
-        means = Means(launcher=self.script, catalog=read_catalog(), data_dir=folder)
-        self.plane = ControlPlane(Store(), means)
-        self.app = create_gateway(self.plane, Door(api_keys=["the-key"]))
+        context = Context(launcher=self.script, catalog=read_catalog(), data_dir=folder)
+        self.plane = ControlPlane(Store(), context)
+        self.app = create_gateway(self.plane, Access(api_keys=["the-key"]))
 
     def job(self, id, **more):
         body = {"trainingConfig": {"baseModel": str(MODEL)}} | more

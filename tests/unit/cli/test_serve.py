@@ -54,9 +54,9 @@ class Serving:
         assert found is not None, self.err
         return found.group(1)
 
-    def nursery(self):
+    def forkserver(self):
         with contextlib.suppress(OSError, ValueError):
-            return ProcessId.of(json.loads((self.data_dir / "nursery.json").read_text())["pid"])
+            return ProcessId.of(json.loads((self.data_dir / "forkserver.json").read_text())["pid"])
         return None
 
     def worker(self, name):
@@ -91,10 +91,10 @@ def serving(tmp_path):
         if one.process.poll() is None:
             one.process.terminate()
             one.process.wait(20)
-        nursery = one.nursery()
-        if nursery is not None:
-            os.kill(nursery.pid, signal.SIGTERM)
-            until(lambda nursery=nursery: not nursery.is_alive(), 15)
+        forkserver = one.forkserver()
+        if forkserver is not None:
+            os.kill(forkserver.pid, signal.SIGTERM)
+            until(lambda forkserver=forkserver: not forkserver.is_alive(), 15)
 
 
 def job(url, id, wait="JOB_STATE_RUNNING"):
@@ -116,9 +116,9 @@ def test_a_platform_is_served_is_one_to_its_folder_survives_a_kill_and_ends_whol
     maps = Path(f"/proc/{first.process.pid}/maps").read_text()
     assert "libtorch" not in maps, "what computes nothing loads nothing that does"
     running = job(url, "j")
-    trainer, nursery = first.worker("trainer-j"), first.nursery()
+    trainer, forkserver = first.worker("trainer-j"), first.forkserver()
     assert running["pid"] == trainer.pid
-    assert nursery.is_alive()
+    assert forkserver.is_alive()
 
     second = serving("--port", "0")
     assert second.process.wait(20) == 2
@@ -145,12 +145,12 @@ def test_a_platform_is_served_is_one_to_its_folder_survives_a_kill_and_ends_whol
     code, took_s = third.ends()
     assert (code, took_s < 10) == (143, True)
     assert not trainer.is_alive()
-    assert not nursery.is_alive()
-    assert not (third.data_dir / "nursery.json").exists()
+    assert not forkserver.is_alive()
+    assert not (third.data_dir / "forkserver.json").exists()
 
 
 def processes_of(data_dir):
-    """Living processes that were told of this folder: the platform and its nursery."""
+    """Living processes that were told of this folder: the platform and its forkserver."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -159,8 +159,8 @@ def processes_of(data_dir):
     return found
 
 
-@pytest.mark.parametrize("sign", ["nursery.log", "nursery.json"])
-def test_a_signal_while_it_starts_leaves_no_nursery(serving, sign):
+@pytest.mark.parametrize("sign", ["forkserver.log", "forkserver.json"])
+def test_a_signal_while_it_starts_leaves_no_forkserver(serving, sign):
     platform = serving("--port", "0")
     path = platform.data_dir / sign
     until(lambda: path.exists() or platform.process.poll() is not None, 60)
@@ -214,4 +214,4 @@ def test_what_cannot_be_used_is_one_line_and_nothing_is_started(serving, tmp_pat
             assert len(error) == 1, platform.err
             assert error[0].startswith(f"error: {message}")
             assert platform.out == ""
-            assert platform.nursery() is None
+            assert platform.forkserver() is None

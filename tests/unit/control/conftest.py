@@ -20,10 +20,10 @@ import httpx
 import orjson
 import pytest
 
+from hearth.control.access import Access
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
-from hearth.control.door import Door
-from hearth.control.means import Means
+from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.errors import EngineError
@@ -148,8 +148,8 @@ class Anything:
 class Asked:
     """A platform over HTTP, without a socket between."""
 
-    def __init__(self, plane: ControlPlane, door: Door | None = None) -> None:
-        self.app = create_gateway(plane, door or Door(is_local=False))
+    def __init__(self, plane: ControlPlane, access: Access | None = None) -> None:
+        self.app = create_gateway(plane, access or Access(is_local=False))
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app), base_url="http://platform", timeout=30
         )
@@ -184,10 +184,10 @@ def make_plane(tmp_path: Path) -> Iterator[Callable[..., ControlPlane]]:
     """Control planes with one data folder and, unless told otherwise, one SQLite file."""
     made: list[ControlPlane] = []
 
-    def make(launcher: Any, url: str | None = None, **means: Any) -> ControlPlane:
+    def make(launcher: Any, url: str | None = None, **context: Any) -> ControlPlane:
         store = Store(url or f"sqlite:///{tmp_path / 'control.db'}")
-        given = {"launcher": launcher, "catalog": read_catalog(), "data_dir": tmp_path} | means
-        made.append(ControlPlane(store, Means(**given)))
+        given = {"launcher": launcher, "catalog": read_catalog(), "data_dir": tmp_path} | context
+        made.append(ControlPlane(store, Context(**given)))
         return made[-1]
 
     yield make
@@ -211,8 +211,8 @@ async def ask(plane: ControlPlane) -> AsyncIterator[Asked]:
 async def make_ask() -> AsyncIterator[Callable[..., Asked]]:
     made: list[Asked] = []
 
-    def make(plane: ControlPlane, door: Door | None = None) -> Asked:
-        made.append(Asked(plane, door))
+    def make(plane: ControlPlane, access: Access | None = None) -> Asked:
+        made.append(Asked(plane, access))
         return made[-1]
 
     yield make

@@ -199,7 +199,7 @@ def test_no_json_body_makes_the_platform_fail(make_plane, script, make_ask, base
     seen = set()
 
     @settings(
-        max_examples=100,
+        max_examples=200,
         deadline=None,
         database=None,
         derandomize=True,

@@ -176,7 +176,7 @@ async def test_a_shape_is_found_with_its_versions_over_http(ask):
 
 
 async def test_all_shapes_are_listed_and_those_of_an_account(ask, plane):
-    every = len(plane.means.catalog.all_shapes())
+    every = len(plane.context.catalog.all_shapes())
 
     for account, count in (("-", every), ("fireworks", every), ("nobody", 0)):
         _, versions = await ask("GET", f"/v1/accounts/{account}/trainingShapes/-/versions")
@@ -191,6 +191,6 @@ async def test_a_model_says_whether_it_has_experts(ask):
 
 
 async def test_models_are_listed_by_account(ask, plane):
-    for account, count in (("-", len(plane.means.catalog.models)), ("me", 0)):
+    for account, count in (("-", len(plane.context.catalog.models)), ("me", 0)):
         _, listed = await ask("GET", f"/v1/accounts/{account}/models")
         assert len(listed["models"]) == count

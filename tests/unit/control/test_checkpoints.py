@@ -18,7 +18,7 @@ def promotion(base, job="j", **more):
 
 
 def weights(plane, name="tuned"):
-    return (plane.means.models_dir / name / "weights").read_text(encoding="utf-8")
+    return (plane.context.models_dir / name / "weights").read_text(encoding="utf-8")
 
 
 async def finished(ask, content):
@@ -32,7 +32,7 @@ async def finished(ask, content):
 
 
 def resumable(plane, name, job="j", **more):
-    folder = plane.means.checkpoint_dir(job) / name
+    folder = plane.context.checkpoint_dir(job) / name
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(json.dumps({"created_s": 1.5} | more))
 
@@ -70,7 +70,7 @@ async def test_a_folder_without_a_whole_manifest_is_no_checkpoint(ask, plane, ru
     resumable(plane, "good", metadata={"step": 3})
     resumable(plane, ".draft-good-1")
     for content in ("", "[]", "{"):
-        folder = plane.means.checkpoint_dir("j") / f"bad{len(content)}{content[:1]}"
+        folder = plane.context.checkpoint_dir("j") / f"bad{len(content)}{content[:1]}"
         folder.mkdir()
         (folder / "manifest.json").write_text(content)
 
@@ -124,7 +124,7 @@ async def test_a_promoted_model_is_listed_and_can_be_a_base_model(
     await ask("POST", "checkpoints/s:promote", promotion(base))
 
     status, one = await ask("GET", f"/v1/{MODEL}")
-    assert (status, one["source"]) == (200, str(plane.means.models_dir / "tuned"))
+    assert (status, one["source"]) == (200, str(plane.context.models_dir / "tuned"))
     assert one["baseModelDetails"]["moe"] is False
     _, listed = await ask("GET", "/v1/accounts/me/models")
     assert [model["name"] for model in listed["models"]] == [MODEL]
@@ -257,7 +257,7 @@ async def test_the_job_that_made_a_model_makes_it_anew_and_it_is_the_old_one_unt
     assert after["source"] == before["source"]
     assert after["createTime"] > before["createTime"]
     assert weights(plane) == "new"
-    assert [path.name for path in plane.means.models_dir.iterdir() if path.name[0] != "."] == [
+    assert [path.name for path in plane.context.models_dir.iterdir() if path.name[0] != "."] == [
         "tuned"
     ]
 
@@ -299,7 +299,7 @@ async def test_a_first_export_that_fails_leaves_no_model_and_is_told(
     assert done["error"]["message"] == "no room"
     assert "response" not in done
     await ask.refused(404, "GET", f"/v1/{MODEL}")
-    assert not (plane.means.models_dir / "tuned").exists()
+    assert not (plane.context.models_dir / "tuned").exists()
     script.export_error = None
     status, _ = await ask("POST", "checkpoints/s:promote", promotion(base))
     assert status == 200
@@ -331,7 +331,7 @@ async def test_a_promotion_that_a_restart_interrupts_is_failed_and_can_be_asked_
     other = {"output_model": "accounts/me/models/other", "async_promotion": True}
     _, queued = await ask("POST", "checkpoints/new:promote", promotion(base, **other))
     # What a killed platform leaves: a half-written folder, and rows that say it goes on.
-    left = first.means.models_dir / ".promoting" / "half"
+    left = first.context.models_dir / ".promoting" / "half"
     left.mkdir(parents=True)
 
     next_script = type(script)()
@@ -356,7 +356,7 @@ async def test_a_promotion_that_a_restart_interrupts_is_failed_and_can_be_asked_
 async def test_a_folder_whose_row_was_never_written_is_made_anew(ask, script, running, plane, base):
     await running()
     script.saves("trainer-j", "s")
-    folder = plane.means.models_dir / "tuned"
+    folder = plane.context.models_dir / "tuned"
     folder.mkdir(parents=True)
     (folder / "weights").write_text("half of a promotion")
 

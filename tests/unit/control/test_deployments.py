@@ -95,7 +95,7 @@ async def test_restarts_that_fail_count_as_deaths(ask, script, deployed):
 def test_deaths_of_more_than_ten_minutes_ago_do_not_count(plane, script, base):
     clock = [0.0]
     deployments = Deployments(
-        plane.store.deployments, plane.store.models, plane.jobs, plane.means, now=lambda: clock[0]
+        plane.store.deployments, plane.store.models, plane.jobs, plane.context, now=lambda: clock[0]
     )
     deployments.create("d", Deployment(base_model=base))
     script.last("d").starts()
@@ -305,7 +305,7 @@ async def test_a_trainer_that_never_was_cannot_be_attached(ask, running, deploye
 
 async def test_deleted_it_is_forgotten_and_its_id_is_free(ask, script, deployed, tmp_path, plane):
     first = await deployed()
-    served = plane.means.data_dir / "deployments" / "d" / "serving.json"
+    served = plane.context.data_dir / "deployments" / "d" / "serving.json"
     served.parent.mkdir(parents=True)
     served.write_text("{}")
     for _ in range(MOST_RESTARTS):

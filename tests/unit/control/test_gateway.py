@@ -11,10 +11,10 @@ import pytest
 from tests.unit.control.conftest import Script, Told
 from tests.unit.control.listening import Listening
 
+from hearth.control.access import Access
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
-from hearth.control.door import Door
-from hearth.control.means import Means
+from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.launch.spec import Endpoint
@@ -101,18 +101,18 @@ def served(tmp_path_factory, base):
         def endpoint(self):
             return Endpoint(socket=str(folder / sockets[self.spec.worker_id]))
 
-    means = Means(launcher=Script(AtSocket), catalog=read_catalog(), data_dir=folder)
-    plane = ControlPlane(Store(), means)
+    context = Context(launcher=Script(AtSocket), catalog=read_catalog(), data_dir=folder)
+    plane = ControlPlane(Store(), context)
     config = {"baseModel": base, "maxContextLength": 9}
     for id in ("j", "brief"):
         plane.jobs.create(id, TrainerJob.checked({"trainingConfig": config}), None)
     plane.deployments.create("d", Deployment(base_model=base))
-    for worker in means.launcher.started:
+    for worker in context.launcher.started:
         worker.starts()
     peer = Peer()
     with (
         Listening(peer, folder / "w"),
-        Listening(create_gateway(plane, Door(max_body=16000))) as gateway,
+        Listening(create_gateway(plane, Access(max_body=16000))) as gateway,
         httpx.Client(base_url=gateway.url) as http,
     ):
         yield http, peer, folder, plane

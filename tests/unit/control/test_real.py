@@ -282,14 +282,14 @@ def loaded(platform, identity):
 
 
 def test_a_chunked_body_that_grows_too_long_is_413_inline_too(platform):
-    from hearth.control.gateway import Door
+    from hearth.control.gateway import Access
 
     async def grown(path, named):
         async def body():
             for _ in range(40):
                 yield b"x" * 100
 
-        asked = Asked(platform.plane, Door(is_local=False, max_body=2000))
+        asked = Asked(platform.plane, Access(is_local=False, max_body=2000))
         answer = await asked.http.post(path, content=body(), headers=named)
         await asked.close()
         return answer.status_code, answer.json()["error"]["message"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hearth.control.means import Means
+from hearth.control.context import Context
 from hearth.local.inline import InlineLauncher
 from hearth.wire.fireworks import Deployment, DeploymentPatch, TrainerJob
 
@@ -153,10 +153,10 @@ def test_after_a_restart_inline_jobs_are_failed_and_deployments_serve_again(
     first.deployments.create("d", Deployment(base_model=base))
     await_state(first.store.jobs, "j", "JOB_STATE_RUNNING")
     await_state(first.store.deployments, "d", "READY")
-    first.means.launcher.close()
+    first.context.launcher.close()
 
     second = make_plane(InlineLauncher(tmp_path))
-    assert isinstance(second.means, Means)
+    assert isinstance(second.context, Context)
     second.recover()
 
     job = second.jobs.get("j")

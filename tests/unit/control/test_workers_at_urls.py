@@ -11,10 +11,10 @@ import pytest
 from tests.unit.control.conftest import Script, Told
 from tests.unit.control.listening import Listening
 
+from hearth.control.access import Access
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
-from hearth.control.door import Door
-from hearth.control.means import Means
+from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.control.workers import ask
@@ -78,12 +78,12 @@ def here(worker: OnNetwork, tmp_path: Any, base: str) -> Iterator[httpx.Client]:
         def endpoint(self) -> Endpoint:
             return worker.endpoint
 
-    means = Means(launcher=Script(There), catalog=read_catalog(), data_dir=tmp_path)
-    plane = ControlPlane(Store(), means)
+    context = Context(launcher=Script(There), catalog=read_catalog(), data_dir=tmp_path)
+    plane = ControlPlane(Store(), context)
     config = {"baseModel": base, "maxContextLength": 9}
     plane.jobs.create("j", TrainerJob.checked({"trainingConfig": config}), None)
-    means.launcher.last("j").starts()
-    gateway = create_gateway(plane, Door())
+    context.launcher.last("j").starts()
+    gateway = create_gateway(plane, Access())
     with Listening(gateway) as listening, httpx.Client(base_url=listening.url) as http:
         yield http
     plane.close()

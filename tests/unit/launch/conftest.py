@@ -53,15 +53,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One data folder for a module's tests, so that one nursery serves them all."""
+    """One data folder for a module's tests, so that one forkserver serves them all."""
     return tmp_path_factory.mktemp("data")
 
 
 @pytest.fixture(scope="module")
 def last_launcher(data_dir: Path) -> Iterator[None]:
-    """Ends, after a module's tests, the nursery that their launchers have left to each other."""
+    """Ends, after a module's tests, the forkserver that their launchers have left to each other."""
     yield
-    known = read_json(data_dir / "nursery.json")
+    known = read_json(data_dir / "forkserver.json")
     ProcessLauncher(data_dir).close()
     if known is not None:
         with contextlib.suppress(ChildProcessError):

@@ -70,7 +70,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = LIMIT_S) -> Non
         time.sleep(0.005)
 
 
-def test_a_start_from_a_warm_nursery_takes_seconds_at_most(
+def test_a_start_from_a_warm_forkserver_takes_seconds_at_most(
     launcher: ProcessLauncher, trainer_spec: Specs, heard: Any, record_property: Any
 ) -> None:
     first, _ = started(launcher, trainer_spec(1), heard)
@@ -210,13 +210,13 @@ def test_workers_are_given_gpus_of_their_own(
         launcher.close()
 
 
-def test_the_nursery_forks_from_one_thread(
+def test_the_forkserver_forks_from_one_thread(
     launcher: ProcessLauncher, trainer_spec: Specs, data_dir: Path, heard: Any
 ) -> None:
     started(launcher, trainer_spec(), heard)
 
-    assert len(list(Path(f"/proc/{launcher.nursery_pid}/task").iterdir())) == 1
-    assert "threads of its own" not in (data_dir / "nursery.log").read_text()
+    assert len(list(Path(f"/proc/{launcher.forkserver_pid}/task").iterdir())) == 1
+    assert "threads of its own" not in (data_dir / "forkserver.log").read_text()
 
 
 def test_an_end_that_was_asked_for_is_clean_and_no_news(
@@ -295,7 +295,7 @@ def test_a_later_launcher_adopts_what_still_runs(
 ) -> None:
     first = make_launcher()
     worker, _ = started(first, trainer_spec(), heard)
-    record, nursery = worker.record(), first.nursery_pid
+    record, forkserver = worker.record(), first.forkserver_pid
     first.release()
 
     second, watcher = make_launcher(), heard()
@@ -309,7 +309,7 @@ def test_a_later_launcher_adopts_what_still_runs(
         worker.spec,
     )
     second.warm()
-    assert second.nursery_pid == nursery
+    assert second.forkserver_pid == forkserver
     os.kill(adopted.pid, signal.SIGKILL)
     assert watcher.wait_failed(LIMIT_S).signal == "SIGKILL"
 
@@ -354,22 +354,22 @@ def test_a_process_that_nobody_adopted_is_ended_when_its_id_starts_again(
     assert is_alive(worker.pid)
 
 
-def test_workers_outlive_their_nursery_and_their_ends_are_noticed(
+def test_workers_outlive_their_forkserver_and_their_ends_are_noticed(
     launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
 ) -> None:
     worker, watcher = started(launcher, trainer_spec(1), heard)
-    nursery = launcher.nursery_pid
-    os.kill(nursery, signal.SIGKILL)
-    wait_until(lambda: not is_alive(nursery))
+    forkserver = launcher.forkserver_pid
+    os.kill(forkserver, signal.SIGKILL)
+    wait_until(lambda: not is_alive(forkserver))
     assert is_alive(worker.pid)
 
     os.kill(worker.pid, signal.SIGKILL)
 
     report = watcher.wait_failed(LIMIT_S)
-    assert report.reason == "ended after its nursery, so that nobody saw how"
+    assert report.reason == "ended after its forkserver, so that nobody saw how"
     assert report.phase == "idle"
     replacement, _ = started(launcher, trainer_spec(2), heard)
-    assert launcher.nursery_pid not in (None, nursery)
+    assert launcher.forkserver_pid not in (None, forkserver)
     assert is_alive(replacement.pid)
 
 
@@ -397,20 +397,20 @@ def test_an_idle_worker_lives_as_long_as_its_launcher(
     assert is_alive(worker.pid)
 
 
-def test_close_ends_workers_and_nursery_and_leaves_no_socket(
+def test_close_ends_workers_and_forkserver_and_leaves_no_socket(
     tmp_path: Path, trainer_spec: Specs, heard: Any
 ) -> None:
     launcher = ProcessLauncher(tmp_path, preload=())
     worker = launcher.start(trainer_spec(), heard())
     wait_until(lambda: worker.pid is not None, 30)
-    nursery, folder = launcher.nursery_pid, Path(worker.endpoint.socket).parent
+    forkserver, folder = launcher.forkserver_pid, Path(worker.endpoint.socket).parent
 
     launcher.close()
 
     assert not is_alive(worker.pid)
-    assert not is_alive(nursery)
+    assert not is_alive(forkserver)
     assert not folder.exists()
-    assert not (tmp_path / "nursery.json").exists()
+    assert not (tmp_path / "forkserver.json").exists()
     with pytest.raises(ClosedError, match="launcher must be open"):
         launcher.start(trainer_spec(), heard())
 
@@ -430,7 +430,7 @@ launcher = ProcessLauncher(Path(sys.argv[1]), die_with_parent=True, preload=())
 worker = launcher.start(spec_from_dict(json.loads(sys.argv[2])), Deaf())
 while worker.pid is None:
     time.sleep(0.01)
-sys.stdout.write(f"{worker.pid} {launcher.nursery_pid}\\n")
+sys.stdout.write(f"{worker.pid} {launcher.forkserver_pid}\\n")
 sys.stdout.flush()
 time.sleep(60)
 """
@@ -531,33 +531,33 @@ def test_closing_a_launcher_that_started_nothing_starts_nothing(tmp_path: Path) 
     launcher.close()
     launcher.close()
 
-    assert launcher.nursery_pid is None
-    assert read_json(tmp_path / "nursery.json") is None
+    assert launcher.forkserver_pid is None
+    assert read_json(tmp_path / "forkserver.json") is None
 
 
-def test_a_nursery_of_older_code_retires_and_its_workers_run_on(
+def test_a_forkserver_of_older_code_retires_and_its_workers_run_on(
     make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, data_dir: Path, heard: Any
 ) -> None:
     first = make_launcher()
     worker, _ = started(first, trainer_spec(1), heard)
-    old = first.nursery_pid
+    old = first.forkserver_pid
     first.release()
-    known = read_json(data_dir / "nursery.json")
+    known = read_json(data_dir / "forkserver.json")
     assert known is not None
-    write_json(data_dir / "nursery.json", known | {"code": "older"})
+    write_json(data_dir / "forkserver.json", known | {"code": "older"})
 
     second, watcher = make_launcher(), heard()
     second.adopt(worker.record(), watcher)
     second.warm()
 
-    assert second.nursery_pid != old
+    assert second.forkserver_pid != old
     assert is_alive(worker.pid)
     os.kill(worker.pid, signal.SIGKILL)
     assert watcher.wait_failed(LIMIT_S).signal == "SIGKILL"
     wait_until(lambda: not is_alive(old))
 
 
-def test_a_nursery_that_cannot_import_says_so_and_leaves_no_socket(
+def test_a_forkserver_that_cannot_import_says_so_and_leaves_no_socket(
     tmp_path: Path, trainer_spec: Specs, heard: Any
 ) -> None:
     launcher, watcher = ProcessLauncher(tmp_path, preload=("no.such_module",)), heard()
@@ -566,7 +566,7 @@ def test_a_nursery_that_cannot_import_says_so_and_leaves_no_socket(
     report = watcher.wait_failed(10)
 
     assert report.reason is not None
-    assert report.reason.startswith("could not start: the nursery must")
+    assert report.reason.startswith("could not start: the forkserver must")
     assert "No module named 'no'" in report.reason
     launcher.close()
-    assert not (tmp_path / "nursery.json").exists()
+    assert not (tmp_path / "forkserver.json").exists()

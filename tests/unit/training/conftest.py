@@ -15,7 +15,7 @@ import pytest
 from tests.threads import one_thread as one_thread
 
 from hearth.control.app import create_gateway
-from hearth.control.gateway import Door
+from hearth.control.gateway import Access
 from hearth.local import EmbeddedPlatform
 from hearth.sdk import DeploymentManager, Patience, TrainerJobManager
 from hearth.sdk.transport import Retries, mount
@@ -151,7 +151,7 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         self.platform = EmbeddedPlatform(work_dir=folder)
         self.url = self.platform.base_url
-        self.wire = Wire(create_gateway(self.platform.plane, Door(is_local=False)))
+        self.wire = Wire(create_gateway(self.platform.plane, Access(is_local=False)))
         mount(self.url, self.wire)
         options: dict[str, Any] = {
             "retries": Retries(attempts=2, base_s=0.001, longest_s=0.002),

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from hearth.launch.child import failure_of
-from hearth.launch.ray.keeper import buckets_through
+from hearth.launch.ray.snapshot_actor import buckets_through
 
 
 def run_export(
     entry: str,
     arguments: Mapping[str, Any],
-    keeper: Any,
+    snapshot_actor: Any,
     environment: Mapping[str, str],
     working_dir: str,
 ) -> dict[str, Any] | None:
@@ -27,8 +27,8 @@ def run_export(
     export: Callable[..., None] = getattr(importlib.import_module(module), name)
     with tempfile.TemporaryDirectory(prefix="hearth-export-") as mirror:
         given = dict(arguments)
-        if keeper is not None:
-            given["buckets"] = buckets_through(keeper, Path(mirror), None)
+        if snapshot_actor is not None:
+            given["buckets"] = buckets_through(snapshot_actor, Path(mirror), None)
         try:
             export(**given, on_phase=lambda phase: None)
         except Exception as error:  # noqa: BLE001 - told to who asked for it

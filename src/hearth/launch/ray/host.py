@@ -25,10 +25,10 @@ import ray
 from hearth.errors import HearthError
 from hearth.launch.child import Task, failure_of, use_threads
 from hearth.launch.phase import PhaseFile
-from hearth.launch.ray.keeper import buckets_through
 from hearth.launch.ray.placing import Place
 from hearth.launch.ray.sharing import Probe
 from hearth.launch.ray.sidecars import RaySidecars
+from hearth.launch.ray.snapshot_actor import buckets_through
 from hearth.launch.records import WorkerFolder, write_json
 from hearth.launch.serving import AppServer, listener_at
 from hearth.telemetry import setup_logging
@@ -49,7 +49,7 @@ class Plan:
     token: str = field(repr=False)
     probe: Probe | None
     """Of the data folder, where nodes share it."""
-    keeper: Any
+    snapshot_actor: Any
     """The actor that keeps snapshots, where they go through Ray."""
     keep_snapshots: int | None
     is_detached: bool
@@ -177,9 +177,9 @@ class WorkerHost:
             module, _, name = task.entry.partition(":")
             build: Callable[..., Any] = getattr(importlib.import_module(module), name)
             arguments = dict(task.arguments)
-            if self._plan.keeper is not None:
+            if self._plan.snapshot_actor is not None:
                 arguments["buckets"] = buckets_through(
-                    self._plan.keeper, mirror, self._plan.keep_snapshots
+                    self._plan.snapshot_actor, mirror, self._plan.keep_snapshots
                 )
             app, close = build(**arguments, on_phase=on_phase, sidecars=sidecars)
             try:

@@ -38,10 +38,10 @@ from hearth.launch.ray.cluster import call_on, connect, has_gpus, living_nodes, 
 from hearth.launch.ray.deaths import death_of
 from hearth.launch.ray.exports import run_export
 from hearth.launch.ray.host import Plan, WorkerHost, report_of
-from hearth.launch.ray.keeper import SnapshotKeeper
 from hearth.launch.ray.placing import Place, places_of, shortage
 from hearth.launch.ray.sharing import write_probe
 from hearth.launch.ray.sidecars import hearth_variables
+from hearth.launch.ray.snapshot_actor import SnapshotActor
 from hearth.launch.ray.workers import RayWorker
 from hearth.launch.records import WorkerFolder, last_lines
 from hearth.launch.spec import (
@@ -64,7 +64,7 @@ _HELLO_S = 30.0
 _ASK_TIMEOUT_S = 30.0
 _UNREACHABLE_S = 60.0
 """A worker that cannot be reached for so long counts as lost; Ray itself is surer and slower."""
-_KEEPER = "snapshots"
+_SNAPSHOT_ACTOR = "snapshots"
 
 
 class RayLauncher:
@@ -106,7 +106,7 @@ class RayLauncher:
         )
         self._is_ours = connect(self._namespace)
         self._probe = write_probe(root) if snapshot_store == "folder" else None
-        self._keeper = self._found_keeper() if snapshot_store == "ray" else None
+        self._snapshot_actor = self._found_snapshot_actor() if snapshot_store == "ray" else None
         self._workers: dict[str, RayWorker] = {}
         self._lock = threading.Lock()
         self._is_closed = False
@@ -157,7 +157,7 @@ class RayLauncher:
                 run_export,
                 entry,
                 arguments,
-                self._keeper,
+                self._snapshot_actor,
                 hearth_variables(),
                 str(Path.cwd()),
                 timeout_s=None,
@@ -172,10 +172,10 @@ class RayLauncher:
 
     def snapshots(self, bucket: str) -> list[SnapshotFacts]:
         """What a bucket holds, oldest first."""
-        if self._keeper is None:
+        if self._snapshot_actor is None:
             return read_bucket(self._bucket_root / bucket)
         try:
-            found = ray.get(self._keeper.facts.remote(bucket), timeout=_ASK_TIMEOUT_S)
+            found = ray.get(self._snapshot_actor.facts.remote(bucket), timeout=_ASK_TIMEOUT_S)
         except RayError as error:
             raise EngineError(f"snapshots must be listed, got: {death_of(error, None)}") from None
         return [SnapshotFacts(**one) for one in found]
@@ -201,8 +201,8 @@ class RayLauncher:
             return
         for worker in reversed(workers):
             worker.stop()
-        if self._keeper is not None:
-            ray.kill(self._keeper)
+        if self._snapshot_actor is not None:
+            ray.kill(self._snapshot_actor)
         self._disconnect()
 
     def release(self) -> None:
@@ -346,7 +346,7 @@ class RayLauncher:
             folder=str(self._folder(worker).path),
             token=worker.token,
             probe=self._probe,
-            keeper=self._keeper,
+            snapshot_actor=self._snapshot_actor,
             keep_snapshots=arguments.get("keep_snapshots"),
             is_detached=self._is_detached,
             scratch=self._namespace,
@@ -425,11 +425,11 @@ class RayLauncher:
             with contextlib.suppress(ValueError):
                 remove_placement_group(ray.util.get_placement_group(name))
 
-    def _found_keeper(self) -> Any:
+    def _found_snapshot_actor(self) -> Any:
         return (
-            ray.remote(SnapshotKeeper)
+            ray.remote(SnapshotActor)
             .options(
-                name=_KEEPER,
+                name=_SNAPSHOT_ACTOR,
                 namespace=self._namespace,
                 get_if_exists=True,
                 num_cpus=0,

@@ -1,4 +1,4 @@
-"""Buckets over the keeper's actor (``hearth.sync.store.Buckets``), for a worker's own process.
+"""Buckets over the snapshot actor (``hearth.sync.store.Buckets``), for a worker's own process.
 
 A worker has a mirror of what it reads and writes, a folder of its node, whose store judges, links
 and checks; between nodes go the folder's files as they are.
@@ -25,10 +25,10 @@ _TIMEOUT_S = 600.0
 
 
 class RayBuckets:
-    """Buckets of a keeper, with the newest ``keep`` snapshots each; mirrored under ``mirror``."""
+    """Buckets of a snapshot actor: the newest ``keep`` snapshots of each, mirrored in a folder."""
 
-    def __init__(self, keeper: Any, mirror: Path, keep: int | None) -> None:
-        self._keeper = keeper
+    def __init__(self, snapshot_actor: Any, mirror: Path, keep: int | None) -> None:
+        self._snapshot_actor = snapshot_actor
         self._mirror = mirror
         self._keep = keep
         self._stores: dict[str, RaySnapshotStore] = {}
@@ -40,18 +40,18 @@ class RayBuckets:
         with self._lock:
             if bucket_id not in self._stores:
                 self._stores[bucket_id] = RaySnapshotStore(
-                    self._keeper, bucket_id, folder, self._keep
+                    self._snapshot_actor, bucket_id, folder, self._keep
                 )
             return self._stores[bucket_id]
 
 
 class RaySnapshotStore:
-    """One bucket of a keeper (``hearth.sync.snapshot.SnapshotStore``)."""
+    """One bucket of a snapshot actor (``hearth.sync.snapshot.SnapshotStore``)."""
 
     shares_tensors = False
 
-    def __init__(self, keeper: Any, bucket: str, mirror: Path, keep: int | None) -> None:
-        self._keeper = keeper
+    def __init__(self, snapshot_actor: Any, bucket: str, mirror: Path, keep: int | None) -> None:
+        self._snapshot_actor = snapshot_actor
         self._bucket = bucket
         self._keep = keep
         self._root = mirror
@@ -59,7 +59,7 @@ class RaySnapshotStore:
         self._lock = threading.Lock()
 
     def put(self, snapshot: Snapshot) -> None:
-        """Write the snapshot into the mirror, and send its files to the keeper."""
+        """Write the snapshot into the mirror, and send its files to the snapshot actor."""
         identity = check_name(snapshot.identity, "identity")
         with self._lock:
             kept = self.names()
@@ -82,11 +82,11 @@ class RaySnapshotStore:
             return replace(self._mirror.get(identity), source=self)
 
     def names(self) -> list[str]:
-        """Identities that the keeper has, oldest first."""
+        """Identities that the snapshot actor has, oldest first."""
         return [fact.identity for fact in self.facts()]
 
     def facts(self) -> list[SnapshotFacts]:
-        """What the keeper has, oldest first."""
+        """What the snapshot actor has, oldest first."""
         return [SnapshotFacts(**one) for one in self._ask("facts", self._bucket)]
 
     def _fetch(self, identity: str) -> None:
@@ -111,7 +111,7 @@ class RaySnapshotStore:
                 remove_folder(self._root / name)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        return _got(getattr(self._keeper, method).remote(*arguments))
+        return _got(getattr(self._snapshot_actor, method).remote(*arguments))
 
 
 def _got(reference: Any) -> Any:

@@ -13,7 +13,7 @@ from hearth.wire.asgi import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
-class Door:
+class Access:
     """Who may come in, and with how much."""
 
     api_keys: Collection[str] = ()

@@ -11,7 +11,7 @@ from hearth.launch.spec import Launcher
 
 
 @dataclass(frozen=True, kw_only=True)
-class Means:
+class Context:
     """What jobs and deployments are made with."""
 
     launcher: Launcher

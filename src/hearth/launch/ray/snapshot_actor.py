@@ -33,7 +33,7 @@ class _Kept:
     """The reference of its files."""
 
 
-class SnapshotKeeper:
+class SnapshotActor:
     """The actor. A call at a time."""
 
     def __init__(self) -> None:
@@ -66,14 +66,14 @@ class SnapshotKeeper:
         return [asdict(one.facts) for one in self._buckets.get(bucket, {}).values()]
 
 
-def buckets_through(keeper: Any, mirror: Path, keep: int | None) -> Any:
-    """Buckets (``hearth.sync.store.Buckets``) of a keeper, for a process that reads or writes them.
+def buckets_through(snapshot_actor: Any, mirror: Path, keep: int | None) -> Any:
+    """Buckets (``hearth.sync.store.Buckets``) of a snapshot actor, for another process.
 
     ``mirror`` is a folder of its own.
     """
     # By name: it brings torch, which a process that only launches workers does without.
     store = importlib.import_module("hearth.launch.ray.store")
-    return store.RayBuckets(keeper, mirror, keep)
+    return store.RayBuckets(snapshot_actor, mirror, keep)
 
 
 def _drop_old(snapshots: dict[str, _Kept], keep: int) -> None:

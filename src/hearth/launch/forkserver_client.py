@@ -1,4 +1,4 @@
-"""The launcher's side of the nursery: find a living one or start one, and ask it."""
+"""The launcher's side of the forkserver: find a living one or start one, and ask it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import hearth
 from hearth.errors import ConfigError, EngineError
 from hearth.launch.child import Task
-from hearth.launch.nursery import SOCKET_NAME, read_line
+from hearth.launch.forkserver import SOCKET_NAME, read_line
 from hearth.launch.records import Living, ProcessId, last_lines, read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ _ENVIRONMENT = {
 }
 
 
-class Nursing:
-    """One nursery for a data folder, made when it is first needed and again when it has died.
+class ForkserverClient:
+    """One forkserver for a data folder, made when it is first needed and again when it has died.
 
     With ``die_with_parent`` it is this process's own and ends with it. Otherwise it outlives this
     process together with its workers, and the next one goes on with it.
@@ -50,8 +50,8 @@ class Nursing:
         self, data_dir: Path, *, preload: Sequence[str], die_with_parent: bool, idle_s: float
     ) -> None:
         self.workers_dir = data_dir / "workers"
-        self._facts = data_dir / "nursery.json"
-        self._log = data_dir / "nursery.log"
+        self._facts = data_dir / "forkserver.json"
+        self._log = data_dir / "forkserver.log"
         self._preload = tuple(preload)
         self._die_with_parent = die_with_parent
         self._idle_s = idle_s
@@ -62,11 +62,11 @@ class Nursing:
 
     @property
     def pid(self) -> int | None:
-        """The nursery's process; None before there is one."""
+        """The forkserver's process; None before there is one."""
         return None if self._process is None else self._process.pid
 
     def warm(self) -> Path:
-        """See that a nursery lives; returns its folder. One that was just started still imports.
+        """See that a forkserver lives; returns its folder. One that was just started still imports.
 
         Raises:
             ConfigError: the folder for its sockets has too long a path.
@@ -81,7 +81,7 @@ class Nursing:
         """Have a child forked for ``task``; its folder says which process it is.
 
         Raises:
-            EngineError: the nursery refuses, or ended before it answered.
+            EngineError: the forkserver refuses, or ended before it answered.
         """
         with self._connect() as connection:
             try:
@@ -90,10 +90,10 @@ class Nursing:
             except OSError as error:
                 raise self._unanswered(error) from None
         if answer["error"] is not None:
-            raise EngineError(f"the nursery must fork, got a refusal: {answer['error']}")
+            raise EngineError(f"the forkserver must fork, got a refusal: {answer['error']}")
 
     def _connect(self) -> socket.socket:
-        """A connection; to a new nursery, where the one that there was is just ending."""
+        """A connection; to a new forkserver, where the one that there was is just ending."""
         try:
             return self._connection()
         except OSError:
@@ -117,10 +117,10 @@ class Nursing:
 
     def _unanswered(self, error: OSError) -> EngineError:
         end = " | ".join(last_lines(self._log)[-3:])
-        return EngineError(f"the nursery must answer, got {error}; its log ends with: {end}")
+        return EngineError(f"the forkserver must answer, got {error}; its log ends with: {end}")
 
     def end(self) -> None:
-        """End the nursery, and whatever it still has running."""
+        """End the forkserver, and whatever it still has running."""
         with self._lock:
             if self._process is None and not self._die_with_parent:
                 self._find()
@@ -145,7 +145,7 @@ class Nursing:
                 self._popen.returncode = self._popen.poll() or 0
 
     def _find(self) -> Path | None:
-        """The folder of the nursery that an earlier launcher left, if it is of use."""
+        """The folder of the forkserver that an earlier launcher left, if it is of use."""
         if self._die_with_parent:
             return None
         known = read_json(self._facts)
@@ -156,7 +156,7 @@ class Nursing:
             _clear(folder)
             return None
         if known["code"] != _code_mark():
-            logger.info("nursery %d has older code and retires", process.pid)
+            logger.info("forkserver %d has older code and retires", process.pid)
             Living(process).send(signal.SIGUSR1)
             return None
         self._process, self._folder = process, folder
@@ -168,7 +168,7 @@ class Nursing:
         command = [
             sys.executable,
             "-m",
-            "hearth.launch.nursery",
+            "hearth.launch.forkserver",
             "--folder",
             str(folder),
             "--workers-dir",
@@ -194,7 +194,7 @@ class Nursing:
         if process is not None and not self._die_with_parent:
             facts = {"pid": process.pid, "started": process.started, "folder": str(folder)}
             write_json(self._facts, facts | {"code": _code_mark()})
-        logger.info("nursery %d starts", self._popen.pid)
+        logger.info("forkserver %d starts", self._popen.pid)
         return folder
 
     def _await_listening(self, folder: Path) -> None:
@@ -204,7 +204,7 @@ class Nursing:
                 self._popen.wait(0.01)
                 _clear(folder)
                 raise EngineError(
-                    "the nursery must start, got an early end; its log ends with: "
+                    "the forkserver must start, got an early end; its log ends with: "
                     f"{' | '.join(last_lines(self._log)[-3:])}"
                 )
 
@@ -229,7 +229,7 @@ def _socket_folder() -> Path:
 
 
 def _clear(folder: Path) -> None:
-    """Remove a dead nursery's socket, and the folder when no worker's socket is in it."""
+    """Remove a dead forkserver's socket, and the folder when no worker's socket is in it."""
     with contextlib.suppress(OSError):
         (folder / SOCKET_NAME).unlink()
     with contextlib.suppress(OSError):
@@ -237,7 +237,7 @@ def _clear(folder: Path) -> None:
 
 
 def _code_mark() -> str:
-    """Differs when Hearth's code does: an old nursery must not fork old code."""
+    """Differs when Hearth's code does: an old forkserver must not fork old code."""
     root = Path(hearth.__file__).parent
     newest = max(path.stat().st_mtime_ns for path in root.rglob("*.py"))
     return f"{root} {newest}"

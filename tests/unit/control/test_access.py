@@ -1,10 +1,10 @@
-"""Who is let in, and that keys stay at the door."""
+"""Who is let in, and that keys stay at the access."""
 
 import logging
 
 import pytest
 
-from hearth.control.door import Door
+from hearth.control.access import Access
 
 KEYS = ("first-key", "second-key")
 OPEN = [
@@ -31,9 +31,9 @@ CLOSED = [
 
 
 @pytest.fixture
-def door(make_ask, plane):
+def access(make_ask, plane):
     def make(**options):
-        return make_ask(plane, Door(**options)).http
+        return make_ask(plane, Access(**options)).http
 
     return make
 
@@ -44,8 +44,8 @@ async def status(http, path="/v1/accounts", **headers):
     return answer.status_code
 
 
-async def test_without_keys_whoever_calls_this_machine_by_its_name_is_let_in(door):
-    http = door()
+async def test_without_keys_whoever_calls_this_machine_by_its_name_is_let_in(access):
+    http = access()
 
     for host in OPEN:
         assert await status(http, host=host) == 200, host
@@ -53,8 +53,8 @@ async def test_without_keys_whoever_calls_this_machine_by_its_name_is_let_in(doo
     assert await status(http, x_api_key="anything") == 200
 
 
-async def test_without_keys_a_name_of_another_machine_is_refused(door):
-    http = door()
+async def test_without_keys_a_name_of_another_machine_is_refused(access):
+    http = access()
 
     for host in CLOSED:
         assert await status(http, host=host) == 401, host
@@ -62,23 +62,23 @@ async def test_without_keys_a_name_of_another_machine_is_refused(door):
 
 
 @pytest.mark.parametrize("origin", ["null", "file://", "http://evil.example", "evil.example"])
-async def test_without_keys_a_page_of_elsewhere_is_refused(door, origin):
-    answer = await door().get("/v1/accounts", headers={"host": "localhost", "origin": origin})
+async def test_without_keys_a_page_of_elsewhere_is_refused(access, origin):
+    answer = await access().get("/v1/accounts", headers={"host": "localhost", "origin": origin})
 
     assert answer.status_code == 401
     message = answer.json()["error"]["message"]
     assert message.startswith("origin must be this machine while the platform has no API key, got")
 
 
-async def test_an_embedded_platform_looks_at_no_names(door):
-    http = door(is_local=False)
+async def test_an_embedded_platform_looks_at_no_names(access):
+    http = access(is_local=False)
 
     assert await status(http, host="embedded-1.hearth.internal") == 200
 
 
 @pytest.mark.parametrize("key", KEYS)
-async def test_a_right_key_is_let_in_wherever_it_stands_and_whatever_the_host(door, key):
-    http = door(api_keys=KEYS)
+async def test_a_right_key_is_let_in_wherever_it_stands_and_whatever_the_host(access, key):
+    http = access(api_keys=KEYS)
 
     assert await status(http, x_api_key=key) == 200
     assert await status(http, authorization=f"Bearer {key}") == 200
@@ -101,16 +101,16 @@ async def test_a_right_key_is_let_in_wherever_it_stands_and_whatever_the_host(do
         {"x_api_key": "ü".encode()},
     ],
 )
-async def test_a_wrong_key_is_401_in_every_place(door, headers):
-    http = door(api_keys=KEYS)
+async def test_a_wrong_key_is_401_in_every_place(access, headers):
+    http = access(api_keys=KEYS)
 
     trainer = "/training/v1/rlorTrainerJobs/me/j/api/v1/healthz"
     for path in ("/v1/accounts", "/healthz", "/nothing", "/v1/completions", trainer):
         assert await status(http, path, **headers) == 401
 
 
-async def test_no_key_and_a_wrong_one_are_told_apart_and_what_to_do_is_said(door):
-    http = door(api_keys=KEYS)
+async def test_no_key_and_a_wrong_one_are_told_apart_and_what_to_do_is_said(access):
+    http = access(api_keys=KEYS)
 
     none = (await http.get("/v1/accounts")).json()["error"]
     wrong = (await http.get("/v1/accounts", headers={"x-api-key": "wrong"})).json()["error"]
@@ -122,7 +122,7 @@ async def test_no_key_and_a_wrong_one_are_told_apart_and_what_to_do_is_said(door
     assert none["status"] == wrong["status"] == "UNAUTHENTICATED"
 
 
-async def test_every_key_is_compared_in_constant_time(door, monkeypatch):
+async def test_every_key_is_compared_in_constant_time(access, monkeypatch):
     compared = []
     import hmac
 
@@ -131,7 +131,7 @@ async def test_every_key_is_compared_in_constant_time(door, monkeypatch):
     monkeypatch.setattr(
         hmac, "compare_digest", lambda *pair: compared.append(pair) or compare(*pair)
     )
-    http = door(api_keys=("a", "b", "c"))
+    http = access(api_keys=("a", "b", "c"))
 
     for number, key in enumerate(("a", "c", "no key of these"), start=1):
         await http.get("/v1/accounts", headers={"x-api-key": key})
@@ -139,8 +139,8 @@ async def test_every_key_is_compared_in_constant_time(door, monkeypatch):
     assert {len(one) for pair in compared for one in pair} == {32}, "only digests are compared"
 
 
-async def test_no_key_is_ever_logged(door, caplog):
-    http = door(api_keys=KEYS)
+async def test_no_key_is_ever_logged(access, caplog):
+    http = access(api_keys=KEYS)
     with caplog.at_level(logging.DEBUG):
         for key in (*KEYS, "wrong-key"):
             await http.get("/v1/accounts", headers={"x-api-key": key})

@@ -1,7 +1,7 @@
 """A process that has imported everything a worker needs, and forks one for whoever asks.
 
 Importing takes seconds and a fork a millisecond, so a worker starts as fast as its model loads. The
-nursery has one thread, computes nothing and touches no GPU: only then is a forked copy sound. It
+forkserver has one thread, computes nothing and touches no GPU: only then is a forked copy sound. It
 answers at a Unix socket. Each connection brings one line of JSON, a ``Task``, and is answered with
 one, ``{"error": null}`` once the worker's process.json is written. SIGTERM ends it and its workers;
 after SIGUSR1 it ends with its last worker.
@@ -42,23 +42,23 @@ from hearth.launch.records import (
 from hearth.telemetry import setup_logging
 
 # Run as a program its own name is another.
-logger = logging.getLogger("hearth.launch.nursery")
+logger = logging.getLogger("hearth.launch.forkserver")
 
-SOCKET_NAME = "nursery"
+SOCKET_NAME = "forkserver"
 _REQUEST_TIMEOUT_S = 5.0
 _GRACE_S = 5.0
 """How long children may take to end."""
 
 
 class _Forked(BaseException):
-    """Takes a child out of the nursery's frames, to where it calls what it is given."""
+    """Takes a child out of the forkserver's frames, to where it calls what it is given."""
 
     def __init__(self, go_on: Callable[[], NoReturn]) -> None:
         self.go_on = go_on
 
 
-class Nursery:
-    """Answers at ``folder/nursery`` until it is shut down or of no more use to anybody.
+class Forkserver:
+    """Answers at ``folder/forkserver`` until it is shut down or of no more use to anybody.
 
     Of use is it while a worker lives or the process that asked last, and for ``idle_s`` after it
     was asked. With ``owner`` it ends, and ends its workers, as soon as that process does.
@@ -130,7 +130,7 @@ class Nursery:
             connection.settimeout(_REQUEST_TIMEOUT_S)
             connection.sendall(json.dumps({"error": error}).encode() + b"\n")
         except (OSError, ValueError) as error:
-            logger.warning("nursery: a request was not answered: %s", error)
+            logger.warning("forkserver: a request was not answered: %s", error)
 
     def _start(self, request: dict[str, Any]) -> str | None:
         """Fork for a request; returns why it cannot be done."""
@@ -147,11 +147,11 @@ class Nursery:
             raise ConfigError(f"worker_id must be new, got {task.worker_id!r}: it is running")
         if threading.active_count() != 1:
             raise EngineError(
-                f"the nursery must have one thread to fork, got {threading.enumerate()}: a "
+                f"the forkserver must have one thread to fork, got {threading.enumerate()}: a "
                 "preloaded module has started one"
             )
         if len(os.listdir("/proc/self/task")) != 1:  # noqa: PTH208 - names only, no paths
-            logger.warning("nursery: a library runs threads of its own, which no worker will have")
+            logger.warning("a library started threads before the fork: workers will not have them")
         folder = WorkerFolder(self._workers_dir / task.worker_id)
         path = self._folder / secrets.token_hex(4)
         inherited = [
@@ -160,17 +160,17 @@ class Nursery:
             self._wake_out,
             *([] if self._owner is None else [self._owner]),
         ]
-        nursery = ProcessId.of(os.getpid())
-        assert nursery is not None, "this process runs"
+        forkserver = ProcessId.of(os.getpid())
+        assert forkserver is not None, "this process runs"
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         pid = os.fork()
         if pid == 0:
-            raise _Forked(lambda: live(task, folder, path, inherited, nursery.pid))
+            raise _Forked(lambda: live(task, folder, path, inherited, forkserver.pid))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         self._children[pid] = (task.worker_id, path)
         # A child that is dead already has a start time all the same: it was not reaped yet.
         process = ProcessId.of(pid) or ProcessId(pid, 0)
-        folder.write_process(ProcessFacts(process, str(path), nursery))
+        folder.write_process(ProcessFacts(process, str(path), forkserver))
 
     def _reap(self) -> None:
         """Write down how children ended; what they had started ends with them."""
@@ -270,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if owner is None or os.getppid() != given.owner:
             return
     # It listens before it imports: whoever asks meanwhile waits, instead of trying again.
-    nursery = Nursery(given.folder, given.workers_dir, idle_s=given.idle_s, owner=owner)
+    forkserver = Forkserver(given.folder, given.workers_dir, idle_s=given.idle_s, owner=owner)
     start_s = time.perf_counter()
     try:
         for name in given.preload:
@@ -281,15 +281,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # What is here now stays for good; a collection in a child would copy every page of it.
     gc.collect()
     gc.freeze()
-    logger.info("nursery %d ready after %.1f s", os.getpid(), time.perf_counter() - start_s)
+    logger.info("forkserver %d ready after %.1f s", os.getpid(), time.perf_counter() - start_s)
     child = None
     try:
-        nursery.run()
+        forkserver.run()
     except _Forked as forked:
         child = forked.go_on
     if child is not None:
         child()
-    pid_file = given.workers_dir.parent / "nursery.json"
+    pid_file = given.workers_dir.parent / "forkserver.json"
     if (read_json(pid_file) or {}).get("pid") == os.getpid():
         pid_file.unlink(missing_ok=True)
 
