@@ -31,12 +31,12 @@ from typing import Any, Literal
 import orjson
 import torch
 
+from training.data.rows import load_rows
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.async_rl_loop import Config, main
+from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 from training.utils import DeployConfig
-from training.utils.rl.rollout import RolloutFn, RolloutSample, RolloutSetup
-from training.utils.rows import load_rows
 
 Placement = Literal["inline", "process"]
 PROMPTS, GROUP = 8, 8

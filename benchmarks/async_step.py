@@ -33,8 +33,8 @@ from workload import SIZES, digit_share, make_model, make_rows, processor, sgemm
 
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.recipes.async_rl_loop import Config, main
+from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 from training.utils import DeployConfig
-from training.utils.rl.rollout import RolloutFn, RolloutSample, RolloutSetup
 
 PROMPTS, GROUP, MAX_NEW = 8, 8, 64
 WARM_UP = 4

@@ -26,14 +26,14 @@ from typing import Any
 import orjson
 import torch
 
+from training.data.seeds import row_seed
 from training.examples.rl.multihop_qa import rollout
 from training.examples.rl.multihop_qa.corpus import question_rows
 from training.examples.rl.multihop_qa.policy import ensure_model
 from training.examples.rl.multihop_qa.train import CONFIG, MODEL
 from training.recipes.igpo_loop import main
-from training.utils.rl.rollout import RolloutFn, RolloutResult, RolloutSample, RolloutSetup
-from training.utils.rl.rollout_sampler import DrawContext, current_draw
-from training.utils.rl.seeds import row_seed
+from training.rollouts.sampler import DrawContext, current_draw
+from training.samples.rollout import RolloutFn, RolloutResult, RolloutSample, RolloutSetup
 
 EVAL_EVERY = 4
 WARM_UP = 2

@@ -38,8 +38,8 @@ import torch
 from workload import make_model, make_rows, processor
 
 from training.recipes.async_rl_loop import Config, main
+from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 from training.utils import DeployConfig
-from training.utils.rl.rollout import RolloutFn, RolloutSample, RolloutSetup
 
 GROUP = 8
 PROMPT_TOKENS = 4

@@ -53,7 +53,7 @@ from hearth.sdk.batches import datum_body
 from hearth.sync.store import FolderSnapshotStore
 from hearth.wire.completions import CompletionCall
 from hearth.wire.fireworks import Deployment
-from training.utils.rl.datums import datum_from_tokens_weights
+from training.samples.datums import datum_from_tokens_weights
 
 PROMPT_TOKENS = 4
 DRAWN = (4, 900)

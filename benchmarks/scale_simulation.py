@@ -32,7 +32,7 @@ from hearth.planning.architecture import Architecture
 from hearth.planning.memory import TrainerSetting
 from hearth.planning.plan import MOST_REPLICAS
 from hearth.planning.rates import Gpu, training_tokens_per_s
-from training.utils.rl.staleness import GateLimits, StalenessGate
+from training.rollouts.staleness import GateLimits, StalenessGate
 
 MODEL = Architecture(
     model_type="qwen3",

@@ -66,11 +66,11 @@ from hearth.sync.store import MemorySnapshotStore
 from hearth.trainer.engine import TrainerEngine
 from hearth.wire.tensors import encode
 from hearth.wire.tinker import AdamParams, DatumRecord
+from training.samples.groups import TrainSample
+from training.samples.rollout import RolloutSample
+from training.update.objectives import builtin_call, old_rows
 from training.utils import ResourceCleanup
 from training.utils.rl import make_policy_loss_fn, setup_infra
-from training.utils.rl.groups import TrainSample
-from training.utils.rl.objectives import builtin_call, old_rows
-from training.utils.rl.rollout import RolloutSample
 
 PROMPTS, GROUP, NEW_TOKENS = 8, 8, 64
 WARM_UP = 2

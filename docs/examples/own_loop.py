@@ -28,7 +28,7 @@ from training.quickstart import MODEL, TRAIN_ROWS
 from training.rewards import answer_reward
 from training.utils import DeployConfig, ResourceCleanup
 from training.utils.rl import Infra, build_grpo_datums, group_advantages, setup_infra
-from training.utils.rows import load_rows
+from training.data.rows import load_rows
 
 BASE_MODEL, STEPS, ROWS_PER_STEP, GROUP, KL_BETA = str(MODEL), 4, 8, 8, 0.01
 ADAM = tinker.AdamParams(

@@ -25,8 +25,8 @@ from fireworks.training.sdk import types as official_types
 
 sys.modules["tinker"] = official_types
 
+from training.samples.datums import datum_from_tokens_weights  # noqa: E402
 from training.utils.rl import build_grpo_datums, make_grpo_loss_fn  # noqa: E402 - wants the alias
-from training.utils.rl.datums import datum_from_tokens_weights  # noqa: E402
 
 SNIPPETS = {
     "001": ("Provision resources with `setup_infra`", "Training loop"),

@@ -9,10 +9,10 @@ import orjson
 import pytest
 
 from hearth.errors import ClosedError
+from training.rollouts.runner import declared_arguments
+from training.samples.rollout import RolloutSample, runs_of
 from training.utils import WeightSyncScope
 from training.utils.rl import build_grpo_datums, make_grpo_loss_fn
-from training.utils.rl.rollout import RolloutSample, runs_of
-from training.utils.rl.rollouts import declared_arguments
 
 RECIPE = "Using the recipe"
 PROVISION = "Provision resources with `setup_infra`"

@@ -13,6 +13,7 @@ import tinker
 import torch
 
 from hearth.errors import HearthError
+from training.samples.datums import align_behavior_logprobs, datum_from_tokens_weights
 from training.utils import (
     CISPOConfig,
     DAPOConfig,
@@ -30,7 +31,6 @@ from training.utils.rl import (
     make_grpo_loss_fn,
     make_offpolicy_grpo_loss_fn,
 )
-from training.utils.rl.datums import align_behavior_logprobs, datum_from_tokens_weights
 
 PROVISION, LOSS = "Step 1: Provision resources", "Step 3: GRPO loss function"
 DATA, LOOP = "Step 2: Build training data", "Step 4: On-policy training loop (prompt-batched)"

@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from training.quickstart import MODEL
-from training.utils.rl.rollout import RolloutSample
+from training.samples.rollout import RolloutSample
 
 ROLLOUT, TRAIN = "rollout.py — the rollout function", "train.py — config, reward, and loss"
 DOCUMENTED_MODEL = '"accounts/fireworks/models/qwen3-8b"'

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from training.data.rows import load_rows
 from training.quickstart import MODEL, TRAIN_ROWS
-from training.utils.rows import load_rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from tests.integration.rollouts import drawing
 from tests.integration.served import Recipes, Served
 
+from training.data.rows import load_rows
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes import async_rl_loop
 from training.recipes.rl_loop import Config, main
 from training.rewards import answer_reward
+from training.run.state import RunSummary
 from training.utils import DeployConfig
-from training.utils.rows import load_rows
-from training.utils.run import RunSummary
 
 
 @dataclass

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from training.data.rows import prompt_messages
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.recipes import async_rl_loop
-from training.utils.command import run_command
-from training.utils.rl.groups import completion_sample
-from training.utils.rl.rollout import RolloutFn, RolloutFnFactory, RolloutSample, RolloutSetup
-from training.utils.rows import prompt_messages
+from training.run.command import run_command
+from training.samples.groups import completion_sample
+from training.samples.rollout import RolloutFn, RolloutFnFactory, RolloutSample, RolloutSetup
 
 Before = Callable[[int, int], Awaitable[object]]
 

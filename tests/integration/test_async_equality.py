@@ -9,11 +9,11 @@ import pytest
 import torch
 from tests.integration.conftest import Trial, config
 
+from training.data.rows import load_rows
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.quickstart import TRAIN_ROWS
 from training.recipes import async_rl_loop
-from training.utils.rl.groups import completion_sample
-from training.utils.rows import load_rows
+from training.samples.groups import completion_sample
 
 EXACT_STEPS = 6
 

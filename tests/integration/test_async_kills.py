@@ -12,7 +12,7 @@ from tests.integration.rollouts import drawing
 from tests.integration.served import Killer, Victims, pointed_at, wait_until
 
 from training.recipes import async_rl_loop
-from training.utils.checkpoints import read_manifest
+from training.run.checkpoints import read_manifest
 
 ROWS = 12
 STEPS = 6

@@ -25,12 +25,12 @@ from hearth.losses.catalog import POLICY_LOSSES
 from hearth.sdk import DeploymentManager, TrainerJobManager
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.quickstart import MODEL
+from training.rollouts.failures import RolloutsFailingError
+from training.run.checkpoints import read_manifest
+from training.run.watchdog import StalledError
+from training.samples.groups import completion_sample
+from training.samples.rollout import Rollout, RolloutRun, RolloutSample
 from training.utils import DeployConfig, TISConfig, WandBConfig
-from training.utils.checkpoints import read_manifest
-from training.utils.rl.failures import RolloutsFailingError
-from training.utils.rl.groups import completion_sample
-from training.utils.rl.rollout import Rollout, RolloutRun, RolloutSample
-from training.utils.watchdog import StalledError
 
 GROUP = 4
 UNCORRECTED = {"allow_uncorrected_off_policy": True}

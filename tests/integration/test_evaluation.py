@@ -11,11 +11,11 @@ import torch
 from tests.integration.conftest import async_config, config
 from tests.integration.rollouts import drawing, spread
 
+from training.data.rows import load_rows
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.quickstart import HELDOUT_ROWS
 from training.recipes import igpo_loop, rl_loop
-from training.utils.rl.groups import completion_sample
-from training.utils.rows import load_rows
+from training.samples.groups import completion_sample
 
 HELD_OUT = {"eval_dataset": str(HELDOUT_ROWS), "eval_rows": 4, "eval_samples_per_prompt": 2}
 

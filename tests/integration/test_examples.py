@@ -26,7 +26,7 @@ from training.examples.rl.multi_turn_message_in.rollout import make_rollout_fn a
 from training.examples.rl.single_turn_token_in.rollout import make_rollout_fn as single_turn
 from training.examples.rl.trend import reward_trend, trend
 from training.quickstart import MODEL
-from training.utils.rl.rollout import (
+from training.samples.rollout import (
     RolloutFnFactory,
     RolloutResult,
     RolloutSample,

@@ -4,9 +4,9 @@ import orjson
 import pytest
 
 from hearth.errors import ConfigError
+from training.data.rows import load_rows
 from training.examples.gsm8k.convert import command, convert
 from training.rewards import answer_reward
-from training.utils.rows import load_rows
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 LINE = {"question": "Two and 1,000?", "answer": "It is <<2+1000=1002>>1,002.\n#### 1,002"}

@@ -17,18 +17,17 @@ from tests.integration.conftest import Trial, async_config
 from tests.integration.rollouts import spread
 
 from hearth.losses.catalog import POLICY_LOSSES
+from training.data.rows import load_rows
 from training.examples.rl.multihop_qa import rollout as multihop
 from training.examples.rl.multihop_qa import train as multihop_train
 from training.examples.rl.multihop_qa.corpus import question_rows
 from training.examples.rl.multihop_qa.policy import ensure_model
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
+from training.platform.run_infra import PlatformSpec, RunInfra, provision
 from training.quickstart import HELDOUT_ROWS
 from training.recipes import async_rl_loop, igpo_loop
-from training.utils import DeployConfig
-from training.utils.rl.groups import PromptGroup, completion_sample
-from training.utils.rl.information_gain import AnswerFn, Scorer, deployment_scorer, trainer_scorer
-from training.utils.rl.platform import PlatformSpec, RunInfra, provision
-from training.utils.rl.rollout import (
+from training.samples.groups import PromptGroup, completion_sample
+from training.samples.rollout import (
     Rollout,
     RolloutFn,
     RolloutFnFactory,
@@ -37,7 +36,8 @@ from training.utils.rl.rollout import (
     RolloutSample,
     RolloutSetup,
 )
-from training.utils.rows import load_rows
+from training.update.information_gain import AnswerFn, Scorer, deployment_scorer, trainer_scorer
+from training.utils import DeployConfig
 
 TOOL = [40, 41, 9]
 """What the tool says after each turn but the last."""

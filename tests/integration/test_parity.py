@@ -6,8 +6,8 @@ import pytest
 from tests.integration.rollouts import spread
 
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
-from training.utils.rl.groups import completion_sample
-from training.utils.rl.parity import ParityError
+from training.samples.groups import completion_sample
+from training.update.parity import ParityError
 
 
 def compared(run) -> list[bool]:

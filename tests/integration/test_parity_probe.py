@@ -10,9 +10,9 @@ from hearth.local import EmbeddedPlatform
 from hearth.sdk import DeploymentConfig, DeploymentManager
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.quickstart import MODEL
+from training.run.checkpoints import read_manifest
+from training.samples.groups import completion_sample
 from training.utils import DeployConfig, ResumeConfig
-from training.utils.checkpoints import read_manifest
-from training.utils.rl.groups import completion_sample
 
 __all__ = ["draws", "moe", "sent"]
 

@@ -18,8 +18,8 @@ from hearth.errors import ConfigError, RequestFailedError
 from hearth.local import EmbeddedPlatform
 from hearth.sdk import DeploymentConfig, DeploymentManager, TrainerJobConfig, TrainerJobManager
 from training.quickstart import MODEL
+from training.run.checkpoints import read_manifest
 from training.utils import DeployConfig, ResumeConfig, TrainerConfig
-from training.utils.checkpoints import read_manifest
 
 
 def spread(text, row):

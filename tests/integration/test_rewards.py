@@ -15,7 +15,7 @@ from hearth.errors import ConfigError
 from training.quickstart import HELDOUT_ROWS
 from training.recipes.rl_loop import main
 from training.rewards import RewardEnsemble, RewardTimeoutError, Score, guarded
-from training.utils.checkpoints import read_manifest
+from training.run.checkpoints import read_manifest
 
 
 def spread(text, row):

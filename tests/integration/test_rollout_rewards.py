@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from training.data.rows import prompt_messages
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.recipes import async_rl_loop
-from training.utils.rl.rollout import RolloutFn, RolloutSample, RolloutSetup
-from training.utils.rows import prompt_messages
+from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 
 GROUP = 4
 

@@ -22,13 +22,13 @@ from hearth.local import EmbeddedPlatform
 from hearth.sdk.transport import mount, unmount
 from hearth.wire.routing import RoutingShape, decode_routing
 from hearth.wire.tinker import DatumRecord, ForwardInput
+from training.data.rows import prompt_messages
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.quickstart import MODEL
 from training.recipes import igpo_loop
+from training.rollouts.agents import build_agent_server
+from training.samples.rollout import RolloutFn, RolloutRun, RolloutSample, RolloutSetup
 from training.utils import DeployConfig
-from training.utils.rl.agents import build_agent_server
-from training.utils.rl.rollout import RolloutFn, RolloutRun, RolloutSample, RolloutSetup
-from training.utils.rows import prompt_messages
 
 SHAPE = RoutingShape(layers=2, experts=8, top_k=2)
 URL = "http://recorded.hearth.internal"

@@ -8,11 +8,11 @@ import pytest
 from tests.integration.rollouts import drawing, spread
 
 from hearth.errors import ConfigError
+from training.data.rows import load_rows
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.quickstart import HELDOUT_ROWS
-from training.utils.rl.agents import build_agent_server
-from training.utils.rl.groups import completion_sample
-from training.utils.rows import load_rows
+from training.rollouts.agents import build_agent_server
+from training.samples.groups import completion_sample
 
 
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 50}, {"temperature": 0.0}], ids=str)

@@ -9,8 +9,8 @@ from tests.integration.rollouts import drawing
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.recipes.rl_loop import main
 from training.rewards import tags_reward
-from training.utils.rl.groups import completion_sample
-from training.utils.rl.signal import NoSignalError
+from training.run.signal import NoSignalError
+from training.samples.groups import completion_sample
 
 
 def constant(reward: float):

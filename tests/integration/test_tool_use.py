@@ -22,8 +22,8 @@ from training.examples.rl.tool_use.problems import problem_rows, split_problems
 from training.examples.rl.tool_use.reward import tool_use_reward
 from training.examples.rl.tool_use.rollout import make_rollout_fn
 from training.examples.rl.tool_use.train import check_openai, command, default_config, with_policy
-from training.utils.rl.rollout import RolloutRun, RolloutSetup, runs_of
-from training.utils.rl.rollout_sampler import DrawContext, current_draw
+from training.rollouts.sampler import DrawContext, current_draw
+from training.samples.rollout import RolloutRun, RolloutSetup, runs_of
 
 ROW = {"messages": [{"role": "user", "content": "2 + 3?"}], "ground_truth": "5"}
 KEEPS = (

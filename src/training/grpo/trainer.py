@@ -15,8 +15,8 @@ from hearth.losses import GRPO, ObjectiveOutput, TokenBatch, policy_loss_per_tok
 from training.grpo.config import GRPOConfig
 from training.grpo.policy import TorchPolicy
 from training.grpo.sample import GroupSample
-from training.utils.rl.advantages import group_advantages
-from training.utils.rl.kl_control import AdaptiveKL
+from training.samples.advantages import group_advantages
+from training.update.kl_control import AdaptiveKL
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from hearth.telemetry import peak_rss_mb
+from training.config.parts import DeployConfig
 from training.quickstart import HELDOUT_ROWS, MODEL, TRAIN_ROWS
 from training.recipes.rl_loop import Config, main
-from training.utils.checkpoints import write_atomically
-from training.utils.config import DeployConfig
-from training.utils.rl.evaluation import EvalResult, EvalSample
-from training.utils.run import RunSummary
+from training.run.checkpoints import write_atomically
+from training.run.evaluation import EvalResult, EvalSample
+from training.run.state import RunSummary
 
 SHOWN_ROLLOUTS = 24
 

@@ -1,6 +1,6 @@
 """GRPO and its relatives with rollouts and training side by side, and a staleness bound that holds.
 
-A user writes a rollout function (``training.utils.rl.rollout``); the phases of one step are, as
+A user writes a rollout function (``training.samples.rollout``); the phases of one step are, as
 ``train_step`` runs them:
 
 1. roll out: the queue keeps as many rows in flight as the off-policy gate lets it, all the time;
@@ -16,8 +16,8 @@ is strictly on-policy and trains, to the bit, what ``rl_loop`` trains on groups 
 ``synchronous_training`` drains all rollouts before each step as well.
 
 Held-out rows (``eval_dataset``) go through the same rollout function beside all this
-(``training.utils.rl.background_evaluation``); only the last evaluation is waited for. Off-policy a
-few tokens are drawn and scored again after each weight sync (``training.utils.rl.parity_probe``).
+(``training.run.background_evaluation``); only the last evaluation is waited for. Off-policy a
+few tokens are drawn and scored again after each weight sync (``training.run.parity_probe``).
 """
 
 from __future__ import annotations
@@ -35,10 +35,17 @@ from typing import Any, Literal
 import orjson
 
 from hearth.errors import ConfigError, HearthError
-from training.utils.begin import begin_run
-from training.utils.command import refuse_inside_event_loop, run_until_signal
-from training.utils.recipe_config import RecipeConfig
-from training.utils.rl.async_metrics import (
+from training.config.objective import objective_options
+from training.config.recipe import RecipeConfig
+from training.config.validation import validate
+from training.data.rows import Row, check_object, epoch_rows, load_rows
+from training.platform.run_infra import BASE_URL, PlatformSpec, RunInfra, is_embedded
+from training.rollouts.cluster import on_cluster
+from training.rollouts.queue import RolloutQueue, TakenGroup, gate_limits
+from training.rollouts.router_replay import routing_options
+from training.rollouts.runner import GroupCredit, GroupFilter, Rollouts
+from training.rollouts.thread import RolloutThread
+from training.run.async_metrics import (
     TRAIN,
     WAIT,
     WAIT_FOR_MORE,
@@ -47,25 +54,18 @@ from training.utils.rl.async_metrics import (
     queue_metrics,
     staleness_metrics,
 )
-from training.utils.rl.background_evaluation import BackgroundEvaluation
-from training.utils.rl.groups import Draw, rollout_metrics, version_metrics
-from training.utils.rl.information_gain import credit_metrics
-from training.utils.rl.objectives import objective_options
-from training.utils.rl.parity_probe import ParityProbe
-from training.utils.rl.platform import BASE_URL, PlatformSpec, RunInfra, is_embedded
-from training.utils.rl.publisher import Publisher
-from training.utils.rl.rollout import RolloutFnFactory, RolloutSetup
-from training.utils.rl.rollout_hosts import on_cluster
-from training.utils.rl.rollout_queue import RolloutQueue, TakenGroup, gate_limits
-from training.utils.rl.rollout_thread import RolloutThread
-from training.utils.rl.rollouts import GroupCredit, GroupFilter, Rollouts
-from training.utils.rl.router_replay import routing_options
-from training.utils.rl.signal import signal_metrics
-from training.utils.rl.update import PolicyUpdate
-from training.utils.rows import Row, check_object, epoch_rows, load_rows
-from training.utils.run import Run, RunSummary, batch_metrics, merged_metrics, step_times
-from training.utils.validation import validate
-from training.utils.watchdog import StalledError, Watchdog
+from training.run.background_evaluation import BackgroundEvaluation
+from training.run.begin import begin_run
+from training.run.command import refuse_inside_event_loop, run_until_signal
+from training.run.parity_probe import ParityProbe
+from training.run.publisher import Publisher
+from training.run.signal import signal_metrics
+from training.run.state import Run, RunSummary, batch_metrics, merged_metrics, step_times
+from training.run.watchdog import StalledError, Watchdog
+from training.samples.groups import Draw, rollout_metrics, version_metrics
+from training.samples.rollout import RolloutFnFactory, RolloutSetup
+from training.update.information_gain import credit_metrics
+from training.update.policy_update import PolicyUpdate
 
 logger = logging.getLogger(__name__)
 

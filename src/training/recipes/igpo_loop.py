@@ -9,7 +9,7 @@ trajectories of a row earn the same. Between steps 1 and 2 of that recipe a grou
    (the model's own logprobs, at whatever temperature the run draws);
 2. gains: the differences; the last turn, which answers, has the outcome instead;
 3. advantages: gains and outcomes, each normalized over the group, summed backward over the turns
-   and given to every token of its turn (``training.utils.rl.igpo``).
+   and given to every token of its turn (``training.samples.turn_advantages``).
 
 A turn is a stretch of 1s in ``loss_mask``; the segments of a run follow each other, and what stands
 after the last turn of one is the beginning of the next. Groups with equal outcomes stay, as their
@@ -24,11 +24,17 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from hearth.errors import ConfigError
+from training.config.validation import validate
+from training.data.rows import Row
+from training.platform.run_infra import RunInfra
 from training.recipes import async_rl_loop
 from training.recipes.async_rl_loop import checked_eval_rows, checked_rows, run_rows
-from training.utils.command import refuse_inside_event_loop
-from training.utils.rl.igpo import Form, Normalization
-from training.utils.rl.information_gain import (
+from training.rollouts.runner import GroupCredit, GroupFilter
+from training.run.command import refuse_inside_event_loop
+from training.run.state import RunSummary
+from training.samples.rollout import RolloutFnFactory, RolloutSetup
+from training.samples.turn_advantages import Form, Normalization
+from training.update.information_gain import (
     AnswerFn,
     InformationGain,
     Scorer,
@@ -36,12 +42,6 @@ from training.utils.rl.information_gain import (
     ground_truth_tokens,
     trainer_scorer,
 )
-from training.utils.rl.platform import RunInfra
-from training.utils.rl.rollout import RolloutFnFactory, RolloutSetup
-from training.utils.rl.rollouts import GroupCredit, GroupFilter
-from training.utils.rows import Row
-from training.utils.run import RunSummary
-from training.utils.validation import validate
 
 MOST_SCORED = 1024
 """Sequences that a deployment takes in one request."""

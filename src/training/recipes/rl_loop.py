@@ -29,6 +29,11 @@ from typing import Literal
 
 from hearth.errors import ConfigError, NotFoundError, RequestError, TransportError
 from hearth.sdk import SampledCompletion, TrainingShapeProfile
+from training.config.recipe import RecipeConfig
+from training.config.validation import counts_below_one, validate
+from training.data.rows import IndexedRow, Row, epoch_rows, load_rows, prompt_messages
+from training.data.seeds import row_seed
+from training.platform.run_infra import PlatformSpec, RunInfra
 from training.rewards import (
     AnyReward,
     GuardedReward,
@@ -39,11 +44,13 @@ from training.rewards import (
     guarded,
     scored,
 )
-from training.utils.begin import begin_run
-from training.utils.command import refuse_inside_event_loop, run_command, run_until_signal
-from training.utils.recipe_config import RecipeConfig
-from training.utils.rl.advantages import is_uniform, usable_group
-from training.utils.rl.groups import (
+from training.rollouts.router_replay import routing_options
+from training.run.begin import begin_run
+from training.run.command import refuse_inside_event_loop, run_command, run_until_signal
+from training.run.signal import signal_metrics
+from training.run.state import Run, RunSummary, batch_metrics, merged_metrics, step_times
+from training.samples.advantages import is_uniform, usable_group
+from training.samples.groups import (
     Draw,
     Example,
     PromptGroup,
@@ -51,15 +58,8 @@ from training.utils.rl.groups import (
     rollout_metrics,
     version_metrics,
 )
-from training.utils.rl.platform import PlatformSpec, RunInfra
-from training.utils.rl.rollout import RolloutSample
-from training.utils.rl.router_replay import routing_options
-from training.utils.rl.seeds import row_seed
-from training.utils.rl.signal import signal_metrics
-from training.utils.rl.update import PolicyUpdate
-from training.utils.rows import IndexedRow, Row, epoch_rows, load_rows, prompt_messages
-from training.utils.run import Run, RunSummary, batch_metrics, merged_metrics, step_times
-from training.utils.validation import counts_below_one, validate
+from training.samples.rollout import RolloutSample
+from training.update.policy_update import PolicyUpdate
 
 logger = logging.getLogger(__name__)
 

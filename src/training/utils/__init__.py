@@ -1,6 +1,6 @@
 """The names that the product documents import from ``training.utils``, and nothing else."""
 
-from training.utils.config import (
+from training.config.parts import (
     CISPOConfig,
     DAPOConfig,
     DeployConfig,
@@ -16,7 +16,7 @@ from training.utils.config import (
     WeightSyncConfig,
     WeightSyncScope,
 )
-from training.utils.provisioning import ResourceCleanup, create_trainer_job, setup_deployment
+from training.platform.provisioning import ResourceCleanup, create_trainer_job, setup_deployment
 
 __all__ = [
     "CISPOConfig",

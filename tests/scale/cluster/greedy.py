@@ -21,8 +21,8 @@ from hearth.sdk import DeploymentSampler, DrawPatience
 from hearth.settings import VLLM_PYTHON_VARIABLE
 from training.quickstart import MODEL
 from training.recipes import async_rl_loop
+from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 from training.utils import DeployConfig
-from training.utils.rl.rollout import RolloutFn, RolloutSample, RolloutSetup
 
 OPENINGS = ("", "Please: ", "Now then. ", "Once more: ")
 """What each draw of a row puts before the question."""

@@ -15,8 +15,8 @@ from tests.scale.cluster.clusters import Nodes
 
 from hearth.errors import ConfigError
 from training.recipes import async_rl_loop
-from training.utils.rl.rollout import RolloutFn, RolloutSample, RolloutSetup
-from training.utils.rl.rollout_hosts import on_cluster
+from training.rollouts.cluster import on_cluster
+from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ import pytest
 import torch
 import transformers
 
+from training.data.rows import load_rows
 from training.quickstart import HELDOUT_ROWS, MODEL, TRAIN_ROWS
 from training.rewards import answer_reward
-from training.utils.rows import load_rows
 
 
 @pytest.fixture(scope="module")

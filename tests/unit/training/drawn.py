@@ -7,13 +7,13 @@ from typing import Any
 
 from tests.unit.virtual_time import run_virtual
 
+from training.data.rows import IndexedRow
 from training.recipes.async_rl_loop import Config
+from training.rollouts.runner import Rollouts, Submission
+from training.rollouts.sampler import current_draw
+from training.samples.groups import Draw, PromptGroup
+from training.samples.rollout import RolloutFn, RolloutSample
 from training.utils import DeployConfig
-from training.utils.rl.groups import Draw, PromptGroup
-from training.utils.rl.rollout import RolloutFn, RolloutSample
-from training.utils.rl.rollout_sampler import current_draw
-from training.utils.rl.rollouts import Rollouts, Submission
-from training.utils.rows import IndexedRow
 
 
 def sample_of(reward: float = 1.0, *, length: int = 2, **changes: Any) -> RolloutSample:

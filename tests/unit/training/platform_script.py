@@ -15,9 +15,9 @@ import tinker
 import torch
 
 from hearth.sdk import SampledCompletion
-from training.utils.rl.platform import RunInfra
-from training.utils.rl.policy_losses import LossFunction
-from training.utils.rl.publisher import Publisher
+from training.platform.run_infra import RunInfra
+from training.run.publisher import Publisher
+from training.update.policy_losses import LossFunction
 
 
 @dataclass(frozen=True)

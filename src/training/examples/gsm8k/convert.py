@@ -16,8 +16,8 @@ from rich.console import Console
 
 from hearth.errors import ConfigError
 from training.rewards import marked_answer
-from training.utils.checkpoints import write_atomically
-from training.utils.command import exit_code
+from training.run.checkpoints import write_atomically
+from training.run.command import exit_code
 
 INSTRUCTION = "Solve the problem and put the final number into <answer></answer>."
 

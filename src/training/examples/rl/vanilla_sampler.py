@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hearth.sdk import DeploymentSampler, DrawPatience, FixedConcurrencyController
-from training.utils.rl.rollout import RolloutSetup
-from training.utils.rl.rollout_sampler import RolloutSampler
-from training.utils.rl.router_replay import ROUTING_OPTIONS
+from training.rollouts.router_replay import ROUTING_OPTIONS
+from training.rollouts.sampler import RolloutSampler
+from training.samples.rollout import RolloutSetup
 
 # The recipe's gate says how many rollouts run; the sampler adds no limit of its own.
 NO_LIMIT = 2**31

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from training.examples.rl.trend import trend
-from training.utils.rl.rollout import RolloutFn, RolloutResult, RolloutSample
+from training.samples.rollout import RolloutFn, RolloutResult, RolloutSample
 
 
 class Retries:

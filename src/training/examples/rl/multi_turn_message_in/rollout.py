@@ -12,11 +12,11 @@ from typing import Any
 
 from hearth.errors import ConfigError
 from hearth.sdk import SampledCompletion
+from training.data.rows import prompt_messages
 from training.examples.rl.multi_turn_message_in.reward import conversation_reward, is_right
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.rewards import marked_answer
-from training.utils.rl.rollout import RolloutFn, RolloutSample, RolloutSetup
-from training.utils.rows import prompt_messages
+from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 
 MAX_TURNS = 2
 FEEDBACK = "Wrong. {question}"

@@ -13,14 +13,14 @@ from typing import Any
 import tyro
 from rich.console import Console
 
+from training.data.rows import load_rows
 from training.examples.rl.multi_turn_message_in.retries import Retries
 from training.examples.rl.multi_turn_message_in.rollout import make_rollout_fn
 from training.examples.rl.trend import reward_trend
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.async_rl_loop import Config, main
+from training.run.command import exit_code
 from training.utils import DeployConfig
-from training.utils.command import exit_code
-from training.utils.rows import load_rows
 
 DESCRIPTION = "Train the shipped model on arithmetic in which a wrong answer may be mended once."
 

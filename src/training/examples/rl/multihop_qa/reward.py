@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from training.utils.rl.groups import PromptGroup
+from training.samples.groups import PromptGroup
 
 ANSWER = "answer"
 """The word that a turn begins with when it answers."""

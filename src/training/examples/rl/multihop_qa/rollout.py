@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from training.data.rows import prompt_messages
 from training.examples.rl.multihop_qa.corpus import the_world
 from training.examples.rl.multihop_qa.reward import ANSWER, SEARCH, answer_is_right
 from training.examples.rl.multihop_qa.search import SearchIndex
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
-from training.utils.rl.rollout import RolloutFn, RolloutSample, RolloutSetup
-from training.utils.rows import prompt_messages
+from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 
 SEARCHES = 4
 """Searches before the answer; the longest way needs them all."""

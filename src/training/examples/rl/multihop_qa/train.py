@@ -20,9 +20,9 @@ from training.examples.rl.multihop_qa.rollout import make_rollout_fn
 from training.examples.rl.multihop_qa.search import SearchIndex
 from training.examples.rl.trend import reward_trend
 from training.recipes.igpo_loop import Config, main
+from training.run.command import exit_code
+from training.samples.groups import PromptGroup
 from training.utils import DeployConfig
-from training.utils.command import exit_code
-from training.utils.rl.groups import PromptGroup
 
 DESCRIPTION = "Train a small model to answer questions of several hops, with credit for each turn."
 MODEL = Path("runs/multihop_qa_model")

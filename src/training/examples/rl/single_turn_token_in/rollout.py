@@ -6,7 +6,7 @@ from typing import Any
 
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.rewards import answer_reward
-from training.utils.rl.rollout import RolloutFn, RolloutSample, RolloutSetup
+from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 
 
 def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:

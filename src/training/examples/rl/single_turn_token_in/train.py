@@ -13,14 +13,14 @@ from typing import Any
 import tyro
 from rich.console import Console
 
+from training.data.rows import load_rows, prompt_messages
 from training.examples.rl.single_turn_token_in.rollout import make_rollout_fn
 from training.examples.rl.trend import reward_trend
+from training.platform.run_infra import load_tokenizer
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.async_rl_loop import Config, main
+from training.run.command import exit_code
 from training.utils import DeployConfig
-from training.utils.command import exit_code
-from training.utils.rl.platform import load_tokenizer
-from training.utils.rows import load_rows, prompt_messages
 
 DESCRIPTION = "Train the shipped model on arithmetic, with prompts that are tokenized already."
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 
+from training.data.rows import prompt_messages
 from training.examples.rl.tool_use.agent import Outcome, Tool, solve
 from training.examples.rl.tool_use.calculator import SCHEMA, calculator
 from training.examples.rl.tool_use.reward import tool_use_reward
 from training.rewards import marked_answer
-from training.utils.rl.agents import AgentSession, build_agent_server
-from training.utils.rl.rollout import RolloutFn, RolloutRun, RolloutSetup
-from training.utils.rows import prompt_messages
+from training.rollouts.agents import AgentSession, build_agent_server
+from training.samples.rollout import RolloutFn, RolloutRun, RolloutSetup
 
 TOOLS = {"calculator": Tool(SCHEMA, calculator)}
 

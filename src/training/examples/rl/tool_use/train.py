@@ -18,8 +18,8 @@ from hearth.errors import ConfigError
 from training.examples.rl.tool_use.problems import problem_rows
 from training.examples.rl.trend import reward_trend, trend
 from training.recipes.async_rl_loop import Config, main
+from training.run.command import exit_code
 from training.utils import DeployConfig
-from training.utils.command import exit_code
 
 DESCRIPTION = "Train an agent with a calculator, which only knows OpenAI's client."
 

@@ -1,0 +1,1 @@
+"""What a recipe is told: shared settings, their parts, and the rules that they obey."""

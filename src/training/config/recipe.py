@@ -1,0 +1,215 @@
+"""The settings that all recipes share, as one dataclass that each recipe's ``Config`` extends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from training.config.parts import (
+    CISPOConfig,
+    DAPOConfig,
+    DefaultFloat,
+    DefaultInt,
+    DeployConfig,
+    DROConfig,
+    GSPOConfig,
+    HotloadConfig,
+    InfraConfig,
+    Replay,
+    ResumeConfig,
+    SyncSettings,
+    TISConfig,
+    TrainerConfig,
+    WandBConfig,
+    WeightSyncConfig,
+    merged_sync,
+)
+
+GSM8K_SAMPLE = (
+    "https://raw.githubusercontent.com/eval-protocol/python-sdk/main/development/gsm8k_sample.jsonl"
+)
+
+
+@dataclass(kw_only=True)
+class RecipeConfig:
+    """Settings of every recipe. Names from older documents are accepted and mean the same."""
+
+    log_path: str = "runs/hearth"
+    """Folder of the run: metrics.jsonl, config.json, checkpoints."""
+    base_model: str = "accounts/fireworks/models/qwen3-8b"
+    """Model to start from: a registered name, a folder or a hub id."""
+    dataset: str = GSM8K_SAMPLE
+    """Rows to train on: JSONL path or http(s) URL, lines of {messages, ground_truth}."""
+    max_rows: int = 100
+    """Number of dataset rows to use."""
+    epochs: int = 1
+    """Passes over the rows."""
+    shuffle: bool = False
+    """Give each epoch its own order."""
+    seed: int = 0
+    """Fixes sampling, shuffling and adapter initialization."""
+
+    completions_per_prompt: int = 4
+    """Completions per row: the group that rewards are centered in."""
+    prompt_groups_per_step: int = 1
+    """Groups per optimizer step."""
+    max_completion_tokens: int = 1024
+    """Longest completion, in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature; policy logprobs are taken at the same temperature."""
+    max_seq_len: int = 4096
+    """Longest prompt plus completion, in tokens."""
+    policy_loss: str = "grpo"
+    """grpo, importance_sampling, reinforce, dapo, dro, gspo or cispo."""
+    kl_beta: float = 0.001
+    """Weight of the KL to the frozen reference (grpo and reinforce); 0 needs no reference."""
+    kl_target: float | None = None
+    """KL to the reference (nats per token) that the KL's weight is adapted to hold, starting from
+    kl_beta; None keeps kl_beta."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL."""
+    eps_clip: float = 0.2
+    """PPO clip of grpo, downward; does nothing while the ratio is 1."""
+    eps_clip_high: float | None = None
+    """PPO clip of grpo, upward; None is the same as eps_clip."""
+    ratio_log_cap: float = 20.0
+    """Guard on the size of log ratios."""
+    tis: TISConfig = field(default_factory=TISConfig)
+    """Cap and level of truncated importance sampling (tis_enabled)."""
+    dapo: DAPOConfig = field(default_factory=DAPOConfig)
+    """Options of dapo."""
+    gspo: GSPOConfig = field(default_factory=GSPOConfig)
+    """Options of gspo."""
+    cispo: CISPOConfig = field(default_factory=CISPOConfig)
+    """Options of cispo."""
+    dro: DROConfig = field(default_factory=DROConfig)
+    """Options of dro."""
+    learning_rate: float = 1e-5
+    """AdamW's learning rate."""
+    beta1: float = 0.9
+    """AdamW's first moment decay."""
+    beta2: float = 0.999
+    """AdamW's second moment decay."""
+    eps: float = 1e-8
+    """AdamW's denominator floor."""
+    weight_decay: float = 0.01
+    """AdamW's decoupled decay."""
+    grad_clip_norm: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+    grad_accumulation_normalization: Literal["num_loss_tokens", "num_sequences", "none"] = (
+        "num_loss_tokens"
+    )
+    """What the summed gradient is divided by, in the one place that averages."""
+    ppo_n_minibatches: int = 1
+    """Optimizer steps per batch."""
+    lora_rank: int = 0
+    """0 trains all parameters, above 0 a LoRA adapter of that rank."""
+    router_replay: bool = False
+    """Send tokens to the experts that the sampler sent them to (R3); for mixtures of experts."""
+    router_replay_completion_only: bool = True
+    """Replay the experts of drawn tokens alone; False replays those of prompts too."""
+    min_samples_per_fwd_bwd: int | None = None
+    """Samples that start a forward and backward pass while others are drawn; None is the cap."""
+    max_samples_per_fwd_bwd: int = 256
+    """Cap on samples per forward and backward call."""
+
+    weight_sync_interval: int = DefaultInt(1)
+    """Optimizer steps per weight sync; 0 never syncs."""
+    weight_sync_before_training: bool = False
+    """Publish the initial weights before the first sample."""
+    weight_sync_timeout: float = DefaultFloat(600.0)
+    """Seconds until a snapshot must be served."""
+    dcp_save_interval: int = DefaultInt(0)
+    """Optimizer steps per resumable checkpoint; 0 writes none. Not given, the embedded platform
+    writes one now and then, for at most a fiftieth of the time."""
+    dcp_timeout: float = DefaultFloat(2700.0)
+    """Seconds that writing a checkpoint may take."""
+    save_final_checkpoint: bool = True
+    """Write a checkpoint at the end too, where dcp_save_interval is on."""
+    output_model_id: str | None = None
+    """Promote the final weights to the model accounts/me/models/ID, in Hugging Face format."""
+    merge_adapter: bool = False
+    """Promote a LoRA adapter merged into its model, instead of as a PEFT adapter."""
+    init_from_checkpoint: str | None = None
+    """Start from another run's checkpoint: its folder, or JOB:NAME on a served platform."""
+    warm_start_from_adapter: str | None = None
+    """Start a LoRA policy from a PEFT adapter's folder."""
+    keep_checkpoints: int | None = None
+    """Resumable checkpoints to keep, the newest, and two at least; None keeps all that
+    dcp_save_interval asks for."""
+    cleanup_on_exit: bool = True
+    """At the end cancel the trainers and scale the deployment to zero, where the run started them;
+    a job or a running deployment that you name goes on running."""
+
+    eval_dataset: str | None = None
+    """Held-out rows, JSONL path or URL; None evaluates nothing."""
+    eval_every: int = 0
+    """Optimizer steps per evaluation; 0 evaluates at the start and the end only."""
+    eval_rows: int = 256
+    """Number of held-out rows to use."""
+    eval_samples_per_prompt: int = 1
+    """Completions per held-out row."""
+
+    no_signal_patience: int | None = 50
+    """Steps' worth of rows in a row that may teach nothing before the run ends and says why, unless
+    most answers are right; None never ends it. 50 are more than chance explains where a step has
+    some groups; take more for one group per step on rows that are hardly ever solved."""
+
+    parity_threshold: float = 0.2
+    """Nats by which sampler and trainer may differ on 95 % of the tokens of samples that the
+    trainer's own weights drew; beyond that it is said. 0.2 is how far PPO's usual clip reaches."""
+    parity_stops: bool = False
+    """End the run there."""
+
+    placement: Literal["inline", "process", "ray"] = "inline"
+    """Embedded platform: trainer and deployment as threads of this process, as processes, or as
+    actors of the Ray cluster that RAY_ADDRESS names."""
+    snapshot_store: Literal["folder", "ray"] = "folder"
+    """With placement="ray", how weights get from node to node: through log_path, a folder that all
+    nodes share, or through Ray's object store."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Where trainers run."""
+    deployment: DeployConfig = field(default_factory=DeployConfig)
+    """The inference deployment and the tokenizer."""
+    wandb: WandBConfig = field(default_factory=WandBConfig)
+    """Weights & Biases."""
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
+    """Where to go on from; a run with checkpoints in log_path goes on by itself."""
+    infra: InfraConfig = field(default_factory=InfraConfig)
+    """Older spelling of ``trainer``."""
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    """Older spelling of the ``weight_sync_*`` and ``dcp_*`` fields."""
+    hotload: HotloadConfig = field(default_factory=HotloadConfig)
+    """Oldest spelling of the same."""
+
+    @property
+    def sync(self) -> SyncSettings:
+        """Weight sync settings of all spellings together.
+
+        Raises:
+            ConfigError: two spellings of one setting differ.
+        """
+        return merged_sync(self, self.weight_sync, self.hotload)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything asks for reference logprobs."""
+        shape = self.trainer.reference_training_shape_id or self.infra.ref_training_shape_id
+        return bool(self.kl_beta > 0 or shape or self.trainer.reference_job_id)
+
+    @property
+    def replay(self) -> Replay:
+        """Whose experts are replayed."""
+        if not self.router_replay:
+            return "none"
+        return "completion" if self.router_replay_completion_only else "all"
+
+    @property
+    def uses_tis(self) -> bool:
+        """Whether samples are weighted by how far the sampler's policy is off."""
+        return False
+
+    @property
+    def runs_builtin_loss(self) -> bool:
+        """Whether the loss runs inside the trainer."""
+        return False

@@ -1,0 +1,177 @@
+"""Checks that need no model: every rule of a recipe's config, each broken one as one line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+
+from hearth.errors import ConfigError
+from hearth.losses.catalog import POLICY_LOSSES
+from training.config.objective import objective_options, tis_options
+from training.config.recipe import RecipeConfig
+
+_MODEL_ID = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+def validate(config: RecipeConfig, own: Iterable[str] = ()) -> None:
+    """Check everything that can be checked without loading a model.
+
+    ``own`` are the problems of settings that only this recipe has.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    problems = [*_problems(config), *own]
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise ConfigError(f"the config has {len(problems)} problems:{lines}")
+
+
+def counts_below_one(config: object, *names: str) -> Iterator[str]:
+    """A problem for each field that must be at least 1 and is not."""
+    for name in names:
+        value: int = getattr(config, name)
+        if value < 1:
+            yield f"{name} must be >= 1, got {value}"
+
+
+def _problems(config: RecipeConfig) -> Iterator[str]:
+    if not config.base_model:
+        yield "base_model must be a registered name, a folder or a hub id, got ''"
+    if not config.deployment.tokenizer_model:
+        yield (
+            "deployment.tokenizer_model must be a tokenizer's folder or hub id, got '': prompts "
+            "are tokenized on the client"
+        )
+    yield from _group_problems(config)
+    yield from _number_problems(config)
+    yield from _loss_problems(config)
+    yield from _kl_target_problems(config)
+    yield from _batching_problems(config)
+    yield from _sync_problems(config)
+    if config.output_model_id is not None and not _MODEL_ID.fullmatch(config.output_model_id):
+        yield (
+            "output_model_id must be 1 to 63 characters of a-z, 0-9 and -, got "
+            f"{config.output_model_id!r}"
+        )
+    if config.init_from_checkpoint and config.warm_start_from_adapter:
+        yield (
+            "init_from_checkpoint and warm_start_from_adapter must not both be given, got "
+            f"{config.init_from_checkpoint!r} and {config.warm_start_from_adapter!r}: a checkpoint "
+            "has its adapter"
+        )
+    for name in ("warm_start_from_adapter", "merge_adapter"):
+        if getattr(config, name) and config.lora_rank == 0:
+            yield f"lora_rank must be > 0 where {name} is given, got 0"
+    if config.trainer.ranks < 1:
+        yield f"trainer.ranks must be >= 1, got {config.trainer.ranks}"
+    if config.keep_checkpoints is not None and config.keep_checkpoints < 1:
+        yield f"keep_checkpoints must be >= 1 or None, got {config.keep_checkpoints}"
+
+
+def _group_problems(config: RecipeConfig) -> Iterator[str]:
+    if config.completions_per_prompt < 2:
+        yield (
+            f"completions_per_prompt must be >= 2, got {config.completions_per_prompt}: GRPO "
+            "centers rewards within a group, and one answer has no spread"
+        )
+    yield from counts_below_one(
+        config,
+        "prompt_groups_per_step",
+        "max_completion_tokens",
+        "max_rows",
+        "epochs",
+        "ppo_n_minibatches",
+        "eval_rows",
+        "eval_samples_per_prompt",
+    )
+    if config.eval_every < 0:
+        yield f"eval_every must be >= 0, got {config.eval_every}"
+    if config.no_signal_patience is not None and config.no_signal_patience < 1:
+        yield f"no_signal_patience must be >= 1 or None, got {config.no_signal_patience}"
+    if config.lora_rank < 0:
+        yield f"lora_rank must be >= 0, got {config.lora_rank}"
+    if config.max_seq_len < 2:
+        yield f"max_seq_len must be >= 2, got {config.max_seq_len}"
+
+
+def _number_problems(config: RecipeConfig) -> Iterator[str]:
+    for name in ("learning_rate", "temperature", "eps", "parity_threshold"):
+        value: float = getattr(config, name)
+        if not (math.isfinite(value) and value > 0):
+            yield f"{name} must be > 0, got {value}"
+    for name in ("kl_beta", "weight_decay", "grad_clip_norm", "eps_clip"):
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value >= 0):
+            yield f"{name} must be >= 0, got {value}"
+    if config.eps_clip_high is not None and not config.eps_clip_high >= 0:
+        yield f"eps_clip_high must be >= 0, got {config.eps_clip_high}"
+    for name in ("beta1", "beta2"):
+        value = getattr(config, name)
+        if not 0 <= value < 1:
+            yield f"{name} must lie in [0, 1), got {value}"
+
+
+def _loss_problems(config: RecipeConfig) -> Iterator[str]:
+    if config.policy_loss not in POLICY_LOSSES:
+        yield f"policy_loss must be one of {list(POLICY_LOSSES)}, got {config.policy_loss!r}"
+    else:
+        try:
+            objective_options(config)
+            tis_options(config)
+        except ConfigError as error:
+            yield str(error)
+
+
+def _kl_target_problems(config: RecipeConfig) -> Iterator[str]:
+    target, loss = config.kl_target, POLICY_LOSSES.get(config.policy_loss)
+    if target is None:
+        return
+    if not (math.isfinite(target) and target > 0):
+        yield f"kl_target must be > 0 or None, got {target}"
+    if loss is not None and not loss.has_kl:
+        able = [name for name, one in POLICY_LOSSES.items() if one.has_kl]
+        yield (
+            f"policy_loss must be one of {able} with kl_target, got {loss.name!r}: it has no KL "
+            "whose weight could be adapted"
+        )
+    if config.kl_beta == 0:
+        yield "kl_beta must be > 0 with kl_target, got 0: it is what the weight starts from"
+
+
+def _batching_problems(config: RecipeConfig) -> Iterator[str]:
+    group = config.completions_per_prompt
+    least, most = config.min_samples_per_fwd_bwd, config.max_samples_per_fwd_bwd
+    if most < group:
+        yield f"max_samples_per_fwd_bwd must be >= completions_per_prompt ({group}), got {most}"
+    if least is not None and not group <= least <= most:
+        yield (
+            f"min_samples_per_fwd_bwd must lie between completions_per_prompt ({group}) and "
+            f"max_samples_per_fwd_bwd ({most}), got {least}"
+        )
+    if config.ppo_n_minibatches > 1 and least is not None:
+        yield (
+            "min_samples_per_fwd_bwd must be None with ppo_n_minibatches > 1, got "
+            f"{least}: minibatches need the whole batch first"
+        )
+
+
+def _sync_problems(config: RecipeConfig) -> Iterator[str]:
+    try:
+        sync = config.sync
+    except ConfigError as error:
+        yield str(error)
+        return
+    if sync.interval < 0:
+        yield f"weight_sync_interval must be >= 0, got {sync.interval}: 0 never syncs"
+    if sync.dcp_save_interval < 0:
+        yield f"dcp_save_interval must be >= 0, got {sync.dcp_save_interval}: 0 saves nothing"
+    for name, value in (
+        ("weight_sync_timeout", sync.timeout_s),
+        ("dcp_timeout", sync.dcp_timeout_s),
+    ):
+        if not value > 0:
+            yield f"{name} must be > 0 seconds, got {value}"

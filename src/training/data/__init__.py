@@ -1,0 +1,1 @@
+"""Dataset rows, and the seeds of what is sampled for them."""

@@ -1,0 +1,1 @@
+"""Trainers, deployment and sampler of a run: provisioned, wired, taken down."""

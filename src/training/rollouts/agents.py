@@ -1,0 +1,110 @@
+"""Agents that only know OpenAI's API as rollouts: what they draw is captured, token by token.
+
+agents = build_agent_server(setup)              # once, in make_rollout_fn
+
+async def rollout_fn(row):
+    with agents.session() as session:
+        client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+        answer = await my_agent(client, row)    # any number of turns
+    return session.run(reward=score(answer, row))
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from hearth.sdk import DrawPatience
+from hearth.sdk.capture import CaptureServer, CaptureSession
+from training.rollouts.sampler import current_draw, refuse_other_distribution
+from training.samples.rollout import RolloutRun, RolloutSample, RolloutSetup
+
+
+class AgentSession:
+    """One trajectory of an agent. ``base_url`` and ``api_key`` are for its OpenAI client."""
+
+    def __init__(self, captured: CaptureSession) -> None:
+        self._captured = captured
+        self.base_url = captured.base_url
+        self.api_key = captured.api_key
+
+    def __enter__(self) -> AgentSession:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._captured.close()
+
+    @property
+    def num_turns(self) -> int:
+        """Answers that the deployment has given."""
+        return len(self._captured.turns)
+
+    def run(self, reward: float, *, parsed: bool | None = None) -> RolloutRun | None:
+        """The trajectory with its reward; None when nothing was drawn.
+
+        ``parsed`` says whether the reward found the answer that it looks for (``Score.parsed``).
+
+        Turns that extend each other token by token are one sample. A turn whose conversation was
+        rendered differently (a template that drops earlier reasoning, a history that the agent
+        shortened) begins another one: both are trained as they were drawn, with one advantage.
+        """
+        segments = [
+            RolloutSample(
+                tokens=chain.tokens,
+                logprobs=chain.logprobs,
+                loss_mask=chain.loss_mask,
+                reward=reward,
+                finish_reason=chain.finish_reason,
+                text=chain.text,
+                versions=chain.versions,
+                routing_matrices=chain.routing_matrices and chain.routing_matrices[1:],
+                parsed=parsed,
+            )
+            for chain in self._captured.chains()
+        ]
+        return RolloutRun(segments, run_id=self._captured.id) if segments else None
+
+
+class AgentServer:
+    """Opens sessions on the run's deployment; see ``build_agent_server``."""
+
+    def __init__(self, server: CaptureServer) -> None:
+        self._server = server
+
+    def session(self) -> AgentSession:
+        """A session for the draw that is running; its requests are drawn the same in every run."""
+        draw = current_draw.get()
+        return AgentSession(self._server.session(seed=None if draw is None else draw.next_seed(1)))
+
+
+def build_agent_server(setup: RolloutSetup) -> AgentServer:
+    """A server on a loopback port for agents on this machine, closed with the run.
+
+    Temperature, ``top_p``, ``top_k`` and the longest completion are the recipe's, whatever a client
+    asks for: the trainer scores under the distribution that it knows of.
+
+    Raises:
+        ConfigError: ``setup.sample_kwargs`` was changed so that it truncates.
+    """
+    options = setup.sample_kwargs
+    refuse_other_distribution(options, options["temperature"])
+    server = CaptureServer(
+        setup.inference_base_url,
+        setup.model,
+        setup.api_key,
+        sampling={
+            "temperature": options["temperature"],
+            "top_p": options["top_p"],
+            "top_k": options["top_k"],
+            "max_completion_tokens": options["max_tokens"],
+            **{name: options[name] for name in ["include_routing_matrix"] if name in options},
+        },
+        http_timeout_s=options["http_timeout"],
+        patience=DrawPatience(boot_s=setup.boot_timeout_s),
+    )
+    setup.closing.callback(server.close)
+    return AgentServer(server)

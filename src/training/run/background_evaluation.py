@@ -1,0 +1,168 @@
+"""Evaluation beside the training: held-out rows go through the user's rollout function meanwhile.
+
+Its draws pass no gate, and are in no budget and no count of the training. Whatever fails in them
+leaves a record out and never ends a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from training.config.parts import Replay
+from training.data.rows import IndexedRow, Row
+from training.rollouts.runner import Rollouts, RowTrajectories, Submission
+from training.run.evaluation import EVAL_SEED_OFFSET, EvalResult, EvalSample
+from training.run.state import Run
+from training.samples.rollout import RolloutFn, RolloutRun
+from training.together import all_of
+
+DrawRow = Callable[[], Coroutine[Any, Any, RowTrajectories]]
+
+
+class BackgroundConfig(Protocol):
+    """The settings of a recipe that evaluates while it trains."""
+
+    seed: int
+    completions_per_prompt: int
+    prompt_groups_per_step: int
+    rollout_timeout_s: float | None
+    rollout_retries: int
+    eval_every: int
+    eval_samples_per_prompt: int
+
+
+@dataclass
+class EvalDraws:
+    """The settings of held-out rollouts: the training's, with seeds and a number of their own."""
+
+    seed: int
+    completions_per_prompt: int
+    rollout_timeout_s: float | None
+    rollout_retries: int
+    min_group_size: int = 1
+    replay: Replay = "none"
+
+    @classmethod
+    def of(cls, config: BackgroundConfig) -> EvalDraws:
+        """Those of a recipe's config."""
+        return cls(
+            config.seed + EVAL_SEED_OFFSET,
+            config.eval_samples_per_prompt,
+            config.rollout_timeout_s,
+            config.rollout_retries,
+        )
+
+
+class BackgroundEvaluation:
+    """Evaluations of a run, one at a time; lives on the trainer's event loop.
+
+    ``submit`` has a row drawn, on the thread of all rollouts. As many rows are drawn at once as
+    have a batch's number of samples, at least one. A weight sync in the middle waits for the
+    completions that run, as for any other, and the next ones are the new version's: the record says
+    which drew it.
+    """
+
+    def __init__(
+        self,
+        config: BackgroundConfig,
+        run: Run,
+        rollout_fn: RolloutFn,
+        submit: Callable[[DrawRow], Awaitable[RowTrajectories]],
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._submit = submit
+        self._rollout_fn = rollout_fn
+        self._rollouts = self._fresh_rollouts()
+        batch = config.prompt_groups_per_step * config.completions_per_prompt
+        self._rows_at_once = max(1, batch // config.eval_samples_per_prompt)
+        self._running: asyncio.Task[None] | None = None
+        self._is_last = False
+
+    def begin_if_due(self, step: int, *, always: bool = False) -> None:
+        """Begin an evaluation of the weights of ``step``, which the deployment serves now.
+
+        While another one runs nothing begins; what was due then is due at the next weight sync.
+        """
+        if self._running is not None and not self._running.done():
+            return
+        if self._run.is_eval_due(self._config, step, always=always):
+            self._run.eval_begun = step
+            self._running = asyncio.create_task(self._evaluate(step))
+
+    async def finish(self, step: int) -> None:
+        """Wait for the evaluation under way, then for the last one, of the weights of ``step``.
+
+        Nothing else goes on any more, so each row is progress.
+        """
+        self._is_last = True
+        if self._running is not None:
+            await self._running
+        self.begin_if_due(step, always=True)
+        if self._running is not None:
+            await self._running
+
+    def places(self, limit: int) -> list[str]:
+        """One line for each of the ``limit`` oldest calls under way; from any thread."""
+        return self._rollouts.places(limit)
+
+    async def close(self) -> None:
+        """End what runs; it leaves no record."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def _evaluate(self, step: int) -> None:
+        began = self._run.now()
+        try:
+            result = await self._result()
+        except Exception as error:  # noqa: BLE001 - whatever a rollout function raises
+            self._run.note_failed_evaluation(step, error)
+            return
+        self._run.note_evaluation(step, result, {"perf/eval_time": self._run.now() - began})
+
+    def _fresh_rollouts(self) -> Rollouts:
+        """Rollouts that know nothing of earlier failures."""
+        draws = EvalDraws.of(self._config)
+        return Rollouts(self._rollout_fn, draws, num_rows=len(self._run.eval_rows))
+
+    async def _result(self) -> EvalResult:
+        self._rollouts = rollouts = self._fresh_rollouts()
+        room = asyncio.Semaphore(self._rows_at_once)
+
+        async def one(place: int, row: Row) -> RowTrajectories:
+            async with room:
+                version = self._run.version
+                where = IndexedRow(place, epoch=0, row=row, source=place)
+                submission = Submission(where, version, version, is_trained=False)
+                drawn = await self._submit(lambda: rollouts.trajectories(submission))
+            if self._is_last:
+                self._run.on_progress()
+            return drawn
+
+        rows = self._run.eval_rows
+        drawn = await all_of([one(place, row) for place, row in enumerate(rows)])
+        samples = [
+            trajectory_judged(row, place, run)
+            for place, (row, trajectories) in enumerate(zip(rows, drawn, strict=True))
+            for run in trajectories.runs
+        ]
+        return EvalResult(samples, failed_draws=sum(one.failed for one in drawn))
+
+
+def trajectory_judged(row: Row, place: int, run: RolloutRun) -> EvalSample:
+    """A trajectory as a held-out answer: its last turn's text, and the tokens of all of them."""
+    last = run.segments[-1]
+    return EvalSample(
+        row,
+        place,
+        run.reward,
+        last.text,
+        sum(segment.completion_len for segment in run.segments),
+        last.finish_reason == "length",
+        [pair for segment in run.segments for pair in segment.versions or []],
+        run.parsed,
+    )

@@ -1,0 +1,75 @@
+"""The way into a run that all recipes share: judge, lock the folder, provision, load."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator, Sequence
+
+from training.config.parts import plain_config
+from training.config.recipe import RecipeConfig
+from training.data.rows import Row
+from training.platform.run_infra import PlatformSpec, RunInfra, check_platform, provision
+from training.rollouts.router_replay import mention_dense_policy
+from training.run.checkpoints import choose_checkpoint, read_manifest
+from training.run.log_path import hold_log_path, prepare_log_path, write_config
+from training.run.metrics import Display, MetricsLog
+from training.run.state import Run, check_start
+
+COLLECT_EVERY = 5_000
+"""Objects that come to be, less those that go, between two collections of the youngest."""
+
+
+@contextlib.contextmanager
+def begin_run(
+    config: RecipeConfig, spec: PlatformSpec, rows: Sequence[Row], eval_rows: Sequence[Row] = ()
+) -> Iterator[tuple[RunInfra, Run]]:
+    """A run on its platform, with what it starts from loaded; after the ``with`` both are closed.
+
+    ``log_path`` belongs to the run meanwhile. What can be judged without the platform is judged
+    before anything is started.
+
+    Raises:
+        ConfigError: the folder, a checkpoint or a setting cannot be used.
+        HearthError: the platform cannot be reached, or refuses.
+    """
+    started = time.perf_counter()
+    log_path = prepare_log_path(config.log_path)
+    check_platform(spec)
+    with hold_log_path(log_path):
+        checkpoints = read_manifest(log_path)
+        resumed = choose_checkpoint(checkpoints, config.resume.resume_from, config.seed)
+        if resumed is None:
+            check_start(config)
+        write_config(log_path, plain_config(config))
+        resumed_step = resumed.step if resumed is not None else None
+        with (
+            Display.open(len(rows) * config.epochs) as display,
+            provision(spec, on_status=display.note) as infra,
+            MetricsLog.open(log_path, config.wandb, plain_config(config), resumed_step) as log,
+        ):
+            run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)
+            run.begin(config, infra, resumed)
+            mention_dense_policy(config.replay, config.base_model, has_experts=infra.has_experts)
+            with _rare_collections():
+                yield infra, run
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let the garbage collector look at less, and less often.
+
+    What is there by now, libraries, models and the platform, stays to the end: 450,000 objects,
+    0.25 s for each full collection. And what samples are made of comes and goes by the thousand
+    without any cycle; with Python's own threshold a fifth of the time went into looking at it.
+    """
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    if 0 < thresholds[0] < COLLECT_EVERY:
+        gc.set_threshold(COLLECT_EVERY)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

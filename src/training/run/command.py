@@ -1,0 +1,102 @@
+"""A recipe as a command: flags from its config, errors as one line, signals as a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import tyro
+from rich.console import Console
+
+from hearth.errors import ConfigError, HearthError
+from hearth.telemetry import setup_logging
+from training.rollouts.daemon_threads import DaemonThreads
+
+ConfigT = TypeVar("ConfigT")
+
+
+def run_command(
+    config_type: type[ConfigT],
+    main: Callable[[ConfigT], Any],
+    arguments: Sequence[str] | None,
+    *,
+    program: str,
+) -> int:
+    """Parse the flags and run ``main``; returns the exit code."""
+    config = tyro.cli(config_type, args=arguments, prog=program)
+    return exit_code(lambda: main(config))
+
+
+def exit_code(run: Callable[[], Any]) -> int:
+    """0 after ``run()``; 2 for a user's mistake, 1 for ours, 130 for Ctrl-C, each with one line."""
+    setup_logging()
+    try:
+        run()
+    except HearthError as error:
+        complain(error)
+        return 2 if error.category == "user" else 1
+    except KeyboardInterrupt:
+        complain("interrupted: finished steps and metrics are in log_path")
+        return 130
+    return 0
+
+
+def complain(error: object) -> None:
+    """One message on stderr."""
+    console = Console(file=sys.stderr)
+    console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+
+
+def refuse_inside_event_loop() -> None:
+    """A recipe runs an event loop of its own, which cannot stand inside another.
+
+    Raises:
+        ConfigError: a loop is running in this thread, as in a notebook.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise ConfigError(
+        "main must be called outside a running event loop, got one: in a notebook write "
+        "`await asyncio.to_thread(main, config)`"
+    )
+
+
+def run_until_signal(work: Coroutine[Any, Any, None]) -> None:
+    """``asyncio.run`` that SIGTERM ends like Ctrl-C, so that every ``with`` still closes.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came.
+        SystemExit: SIGTERM came; the code is 143.
+    """
+    terminated = False
+    before = signal.getsignal(signal.SIGTERM)
+
+    async def guarded() -> None:
+        # asyncio would wait at its end for what a thread still does, as for a hot-load.
+        asyncio.get_running_loop().set_default_executor(DaemonThreads("hearth-recipe"))
+        task = asyncio.ensure_future(work)
+
+        def terminate() -> None:
+            nonlocal terminated
+            terminated = True
+            task.cancel()
+
+        if threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+        await task
+
+    try:
+        asyncio.run(guarded())
+    except asyncio.CancelledError:
+        if not terminated:
+            raise
+        raise SystemExit(143) from None
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)  # asyncio leaves the default, which kills

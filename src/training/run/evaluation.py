@@ -1,0 +1,190 @@
+"""Held-out evaluation: how often the served weights answer right."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hearth.sdk import DeploymentSampler, SampledCompletion
+from training.data.rows import Row, prompt_messages
+from training.data.seeds import row_seed
+from training.rewards.score import Score
+from training.rewards.scoring import AnyReward, scored
+from training.rollouts.failures import with_retries
+from training.rollouts.sampler import versions_of
+from training.run.pass_at_k import pass_rates
+from training.samples.reward_metrics import CORRECT, parse_metrics
+from training.together import all_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+EVAL_SEED_OFFSET = 0x5EED
+"""Evaluation draws with seeds of its own, so that it never repeats a training draw."""
+ATTEMPTS = 3
+"""How often the completions of a held-out row are asked for, where the failure may pass."""
+
+
+@dataclass(frozen=True)
+class EvalSample:
+    """One held-out answer and what it earned."""
+
+    row: Row
+    place: int
+    """The row's place among the held-out rows."""
+    reward: float
+    text: str
+    length: int
+    """Drawn tokens."""
+    is_truncated: bool
+    versions: Sequence[Sequence[int]] = ()
+    """Run lengths ``[weight version, tokens]`` over the drawn tokens."""
+    parsed: bool | None = None
+    """Whether the reward found the answer that it looks for; None where it does not say."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the reward is above 0.5."""
+        return self.reward > CORRECT
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """All answers of one evaluation that have a reward; every one weighs the same."""
+
+    samples: list[EvalSample]
+    failed_rewards: int = 0
+    """Answers left out, since their reward function failed."""
+    failed_draws: int = 0
+    """Draws left out, since they failed or gave nothing."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share of answers whose reward is above 0.5; NaN where none has a reward."""
+        if not self.samples:
+            return math.nan
+        return sum(sample.is_right for sample in self.samples) / len(self.samples)
+
+    @property
+    def pass_rates(self) -> dict[int, float]:
+        """pass@k for k = 1, 2, 4, ... up to the number of answers per row."""
+        counts: dict[int, list[int]] = {}
+        for sample in self.samples:
+            count = counts.setdefault(sample.place, [0, 0])
+            count[0] += 1
+            count[1] += sample.is_right
+        return pass_rates([(n, c) for n, c in counts.values()])
+
+    def metrics(self) -> dict[str, float]:
+        """``eval/*``."""
+        samples = self.samples
+        counts = {
+            "eval/samples": float(len(samples)),
+            "eval/reward_fail_count": float(self.failed_rewards),
+            "eval/sample_fail_count": float(self.failed_draws),
+        }
+        if not samples:
+            return counts
+        rates = {f"eval/pass@{k}": rate for k, rate in self.pass_rates.items()}
+        parsed = parse_metrics(
+            [sample.parsed for sample in samples if sample.parsed is not None], "eval"
+        )
+        return (
+            counts
+            | rates
+            | parsed
+            | self._version_metrics()
+            | {
+                "eval/accuracy": self.accuracy,
+                "eval/reward": sum(sample.reward for sample in samples) / len(samples),
+                "eval/response_len/mean": sum(sample.length for sample in samples) / len(samples),
+                "eval/truncated_ratio": sum(sample.is_truncated for sample in samples)
+                / len(samples),
+            }
+        )
+
+    def _version_metrics(self) -> dict[str, float]:
+        """Which weights drew: the mean is over tokens."""
+        drawn = [(by, count) for sample in self.samples for by, count in sample.versions if count]
+        if not drawn:
+            return {}
+        return {
+            "eval/weight_version_mean": sum(by * n for by, n in drawn) / sum(n for _, n in drawn),
+            "eval/weight_version_min": float(min(by for by, _ in drawn)),
+            "eval/weight_version_max": float(max(by for by, _ in drawn)),
+        }
+
+
+async def evaluate(
+    sampler: DeploymentSampler,
+    rows: Sequence[Row],
+    reward_fn: AnyReward,
+    *,
+    samples_per_prompt: int,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+) -> EvalResult:
+    """Draw ``samples_per_prompt`` completions of each row at ``temperature`` and score them.
+
+    The seeds depend on ``seed`` and the row's place only, so that evaluations compare.
+
+    Raises:
+        Exception: what sampling or scoring raised, a recoverable one after the last attempt.
+    """
+
+    async def draw(place: int, row: Row) -> list[SampledCompletion]:
+        return await with_retries(
+            lambda: sampler.sample_with_tokens(
+                prompt_messages(row),
+                n=samples_per_prompt,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=row_seed(seed + EVAL_SEED_OFFSET, place),
+            ),
+            attempts=ATTEMPTS,
+            timeout_s=None,
+            on_failure=lambda error, attempt: logger.warning(
+                "held-out row %d, attempt %d failed: %s", place, attempt, error
+            ),
+        )
+
+    async def judge(place: int, row: Row) -> list[EvalSample | None]:
+        drawn = await draw(place, row)
+        outcomes = await scored(reward_fn, [each.text for each in drawn], row)
+        return [
+            completion_judged(row, place, each, score) if isinstance(score, Score) else None
+            for each, score in zip(drawn, outcomes, strict=True)
+        ]
+
+    async def one(place: int, row: Row) -> list[EvalSample | None]:
+        try:
+            return await judge(place, row)
+        except Exception as error:
+            error.add_note(f"in the evaluation of held-out row {place}")
+            raise
+
+    parts = await all_of([one(place, row) for place, row in enumerate(rows)])
+    judged = [sample for part in parts for sample in part]
+    samples = [sample for sample in judged if sample is not None]
+    return EvalResult(samples, failed_rewards=len(judged) - len(samples))
+
+
+def completion_judged(
+    row: Row, place: int, completion: SampledCompletion, score: Score
+) -> EvalSample:
+    """A completion of one turn as a held-out answer."""
+    return EvalSample(
+        row,
+        place,
+        score.reward,
+        completion.text,
+        completion.completion_len,
+        completion.finish_reason == "length",
+        versions_of(completion),
+        score.parsed,
+    )

@@ -1,0 +1,180 @@
+"""Where a run's numbers go: JSON lines always, W&B when asked for, and the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from hearth.errors import ConfigError
+from training.config.parts import WandBConfig
+from training.run.checkpoints import write_atomically
+
+Metrics = Mapping[str, float]
+DEFAULT_PROJECT = "hearth"
+
+
+class MetricsLog:
+    """Appends one JSON object per record to ``log_path/metrics.jsonl`` and forwards it.
+
+    Records hold ``type``, ``step`` and the metrics; keys are in the order they were given. Wall
+    times stand only under ``perf/``. A new run keeps an older file as ``metrics.N.jsonl``.
+    """
+
+    def __init__(self, path: Path, wandb: Any = None) -> None:
+        self.path = path
+        self._file = path.open("ab")
+        self._wandb = wandb
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(
+        cls,
+        log_path: Path,
+        wandb: WandBConfig,
+        config: Mapping[str, Any],
+        resumed_step: int | None = None,
+    ) -> Iterator[MetricsLog]:
+        """The log of one run, closed at the end of the ``with``.
+
+        A resumed run goes on behind the records of its checkpoint; those of steps that it takes
+        again are left in the older file.
+        """
+        path = log_path / "metrics.jsonl"
+        _keep_older(path)
+        if path.exists():
+            kept = b"".join(_records_until(path, resumed_step or 0))
+            write_atomically(path, kept if resumed_step is not None else b"")
+        log = cls(path, _start_wandb(wandb, config, log_path))
+        try:
+            yield log
+        finally:
+            log.close()
+
+    def write(self, kind: str, step: int, metrics: Metrics) -> None:
+        """Write one record; it is on disk when this returns."""
+        record = {"type": kind, "step": step, **metrics}
+        self._file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+        self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log({**metrics, "train/step": step})
+
+    def close(self) -> None:
+        """Close the file and the W&B run."""
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _keep_older(path: Path) -> Path | None:
+    """Keep what an existing file holds under the first free ``NAME.N.SUFFIX`` beside it too.
+
+    Returns where that is. The file itself stays, for whoever replaces it: it is never missing.
+    """
+    if not path.exists():
+        return None
+    for number in itertools.count(1):
+        older = path.with_name(f"{path.stem}.{number}{path.suffix}")
+        if not older.exists():
+            os.link(path, older)
+            return older
+    raise AssertionError("itertools.count() has no end")
+
+
+def _records_until(path: Path, step: int) -> Iterator[bytes]:
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            is_kept = orjson.loads(line)["step"] <= step
+        except orjson.JSONDecodeError:  # the line that a crash cut short
+            is_kept = False
+        if is_kept:
+            yield line
+
+
+def _start_wandb(config: WandBConfig, settings: Mapping[str, Any], log_path: Path) -> Any:
+    if config.entity is None:
+        return None
+    try:
+        wandb = importlib.import_module("wandb")  # optional: the extra hearth[wandb]
+    except ImportError:
+        raise ConfigError(
+            f"wandb.entity must be unset without the wandb package, got {config.entity!r}: "
+            "pip install 'hearth[wandb]'"
+        ) from None
+    return wandb.init(
+        entity=config.entity,
+        project=config.project or DEFAULT_PROJECT,
+        name=config.run_name,
+        config=dict(settings),
+        dir=str(log_path),
+        mode=None if os.environ.get("WANDB_API_KEY") else "offline",
+    )
+
+
+class Display:
+    """Progress of a run: a live bar on a terminal, one plain line per step elsewhere."""
+
+    def __init__(self, total_rows: int, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._bar: Progress | None = None
+        if self.console.is_terminal:
+            # As narrow as it is, bar and step fit into 80 columns side by side.
+            self._bar = Progress(
+                BarColumn(bar_width=10),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                console=self.console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("", total=total_rows)
+            self._bar.start()
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, total_rows: int) -> Iterator[Display]:
+        """The display of one run, taken away at the end of the ``with``."""
+        display = cls(total_rows)
+        try:
+            yield display
+        finally:
+            display.close()
+
+    def note(self, line: str) -> None:
+        """Print one line above the bar."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, step: int, rows_done: int, metrics: Metrics) -> None:
+        """Show a finished step."""
+        line = f"step {step:>4}  " + "  ".join(_shown(metrics))
+        if self._bar is None:
+            self.note(line)
+        else:
+            self._bar.update(self._task, completed=rows_done, description=line)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _shown(metrics: Metrics) -> list[str]:
+    drawn, trained = "rollout/raw_reward", "rollout/reward"
+    wanted = (
+        ("reward", drawn if drawn in metrics else trained, ".3f"),
+        ("groups", "rollout/valid_prompt_groups", ".0f"),
+        ("kl", "train/mean_kl", ".4f"),
+        ("grad", "train/grad_norm", ".3f"),
+        ("len", "rollout/response_len/mean", ".1f"),
+        ("held-out", "eval/accuracy", ".3f"),
+        ("s", "perf/step_wall_time", ".2f"),
+    )
+    return [f"{name} {metrics[key]:{form}}" for name, key, form in wanted if key in metrics]

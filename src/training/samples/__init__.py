@@ -1,0 +1,1 @@
+"""What was sampled: rollouts, groups, advantages, datums; the one alignment."""

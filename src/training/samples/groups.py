@@ -1,0 +1,344 @@
+"""Groups of samples: what one row's draws become before they are trained."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tinker
+
+from hearth.sdk import RoutedModelInput, SampledCompletion
+from training.config.parts import Replay
+from training.data.rows import IndexedRow
+from training.samples.advantages import group_advantages
+from training.samples.datums import (
+    align_behavior_logprobs,
+    align_routing,
+    datum_from_tokens_weights,
+)
+from training.samples.reward_metrics import (
+    disagreement_metrics,
+    group_reward_metrics,
+    parse_metrics,
+)
+from training.samples.rollout import RolloutSample
+from training.samples.turn_advantages import TurnCredit
+
+
+@dataclass
+class TrainSample:
+    """One token sequence on its way through the losses.
+
+    Logprobs are target-aligned rows of N - 1 values for N tokens. ``old_logprobs`` None stands for
+    the policy's own.
+    """
+
+    datum: tinker.Datum
+    advantage: float | Sequence[float]
+    """What every drawn token earned, or target-aligned rows of what each did."""
+    behavior_logprobs: Sequence[float]
+    drawn: RolloutSample
+    old_logprobs: Sequence[float] | None = None
+    ref_logprobs: Sequence[float] | None = None
+
+    @classmethod
+    def of(cls, drawn: RolloutSample, advantage: float, replay: Replay = "none") -> TrainSample:
+        """A sample's datum, and the sampler's logprobs where it drew.
+
+        Raises:
+            ConfigError: the experts that are to be replayed are not one per token.
+        """
+        rows = zip(drawn.logprobs[1:], drawn.loss_mask[1:], strict=True)
+        routing = None
+        if replay != "none" and drawn.routing_matrices is not None:
+            routing = align_routing(
+                drawn.routing_matrices,
+                num_tokens=len(drawn.tokens),
+                prompt_len=drawn.prompt_len,
+                with_prompt=replay == "all",
+            )
+        return cls(
+            datum=datum_from_tokens_weights(drawn.tokens, drawn.loss_mask, routing=routing),
+            advantage=advantage,
+            behavior_logprobs=[value if live else 0.0 for value, live in rows],
+            drawn=drawn,
+        )
+
+    @property
+    def is_effective(self) -> bool:
+        """Whether it teaches anything: its advantage is not 0 everywhere."""
+        return any(self.advantage) if isinstance(self.advantage, Sequence) else self.advantage != 0
+
+    @property
+    def reference_datum(self) -> tinker.Datum:
+        """The datum for a reference: its router goes its own ways."""
+        routed = self.datum.model_input
+        if not isinstance(routed, RoutedModelInput):
+            return self.datum
+        return tinker.Datum(model_input=routed.unrouted(), loss_fn_inputs=self.datum.loss_fn_inputs)
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """The scored trajectories of one row. Lists are parallel.
+
+    ``samples`` are those of one trajectory each: mostly one, several where its turns do not extend
+    each other token by token.
+    """
+
+    row: IndexedRow
+    rewards: list[float]
+    advantages: list[float]
+    samples: list[list[TrainSample]]
+    row_meta: dict[str, Any] | None = None
+    submit_version: int = 0
+    """Weight syncs that had been published when the row was submitted."""
+    credit: TurnCredit | None = None
+    """What each turn is worth, where samples have an advantage per token."""
+
+    @classmethod
+    def of(
+        cls,
+        row: IndexedRow,
+        trajectories: Sequence[Sequence[RolloutSample]],
+        row_meta: dict[str, Any] | None = None,
+        submit_version: int = 0,
+        *,
+        replay: Replay = "none",
+    ) -> PromptGroup:
+        """A group with its advantages; the samples of one trajectory have one reward.
+
+        Raises:
+            ConfigError: fewer than two trajectories, a reward that is not finite, or experts to
+                replay that are not one per token.
+        """
+        rewards = [float(samples[0].reward) for samples in trajectories]
+        advantages = group_advantages(rewards)
+        trained = [
+            [TrainSample.of(sample, advantage, replay) for sample in samples]
+            for samples, advantage in zip(trajectories, advantages, strict=True)
+        ]
+        return cls(row, rewards, advantages, trained, row_meta, submit_version)
+
+    def flat(self) -> list[TrainSample]:
+        """All samples, in order."""
+        return [sample for samples in self.samples for sample in samples]
+
+    @property
+    def effective_samples(self) -> int:
+        """Samples that teach anything."""
+        return sum(one.is_effective for one in self.flat())
+
+    @property
+    def prompt_lens(self) -> list[int]:
+        """Tokens before the first drawn one, of each sample."""
+        return [one.drawn.prompt_len for one in self.flat()]
+
+    @property
+    def completion_lens(self) -> list[int]:
+        """Drawn tokens of each trajectory."""
+        return [sum(sample.drawn.completion_len for sample in samples) for samples in self.samples]
+
+    @property
+    def truncated(self) -> list[bool]:
+        """Whether each trajectory ended at a length limit."""
+        return [samples[-1].drawn.finish_reason == "length" for samples in self.samples]
+
+    @property
+    def completions(self) -> list[str]:
+        """The text of each trajectory."""
+        return [samples[-1].drawn.text for samples in self.samples]
+
+    @property
+    def data(self) -> list[tinker.Datum]:
+        """The datum of each sample."""
+        return [one.datum for one in self.flat()]
+
+    @property
+    def inf_logprobs(self) -> list[Sequence[float]]:
+        """The sampler's logprobs of each sample, target-aligned."""
+        return [one.behavior_logprobs for one in self.flat()]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One of a row's answers, to be shown."""
+
+    text: str
+    tokens: Sequence[int]
+    """The drawn tokens."""
+    reward: float | None
+    finish_reason: str
+    parsed: bool | None = None
+    """Whether the reward found the answer that it looks for; None where it does not say."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The outcome of one row: a group to train on, or the reason why there is none.
+
+    ``completions`` counts what was drawn, ``truncated`` those that were cut; ``rewards`` are those
+    that were given, trained or not.
+    """
+
+    row: IndexedRow
+    group: PromptGroup | None = None
+    dropped: str | None = None
+    completions: int = 0
+    truncated: int = 0
+    rewards: Sequence[float] = ()
+    error: Exception | None = None
+    failed_draws: int = 0
+    """Draws that were given up after their last attempt."""
+    empty_draws: int = 0
+    """Draws whose rollout returned None, or drew nothing."""
+    failed_rewards: int = 0
+    """Completions that have no reward, since their reward function failed."""
+    disagreements: Sequence[float] = ()
+    """A reward ensemble's, of each reward."""
+    parsed: Sequence[bool] = ()
+    """Whether the reward found the answer that it looks for, of each completion where it says."""
+    example: Example | None = None
+    """One of the answers, trained or not."""
+
+
+@dataclass
+class RolloutStats:
+    """Counts over the draws since the last step."""
+
+    rows: int = 0
+    useful_rows: int = 0
+    """Rows whose group has an advantage that is not 0."""
+    samples: int = 0
+    truncated: int = 0
+    failed_draws: int = 0
+    empty_draws: int = 0
+    failed_rewards: int = 0
+    rewards: list[float] = field(default_factory=list[float])
+    group_rewards: list[Sequence[float]] = field(default_factory=list[Sequence[float]])
+    """The rewards of each row that has any."""
+    disagreements: list[float] = field(default_factory=list[float])
+    parsed: list[bool] = field(default_factory=list[bool])
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    stale_lengths: list[int] = field(default_factory=list[int])
+    """Tokens of the draws that had ended in rows that were given up as too late."""
+
+    def add(self, draw: Draw) -> None:
+        """Count one row's outcome."""
+        self.rows += 1
+        self.useful_rows += draw.group is not None and draw.group.effective_samples > 0
+        self.samples += draw.completions
+        self.truncated += draw.truncated
+        self.failed_draws += draw.failed_draws
+        self.empty_draws += draw.empty_draws
+        self.failed_rewards += draw.failed_rewards
+        self.rewards.extend(draw.rewards)
+        self.disagreements.extend(draw.disagreements)
+        self.parsed.extend(draw.parsed)
+        if draw.rewards:
+            self.group_rewards.append(draw.rewards)
+        if draw.dropped is not None:
+            self.dropped[draw.dropped] += 1
+
+
+def completion_sample(
+    completion: SampledCompletion, reward: float, *, parsed: bool | None = None
+) -> RolloutSample:
+    """A completion of one turn with what it earned, and whether an answer was found in it.
+
+    Raises:
+        ConfigError: the deployment sent no logprobs, or not one per drawn token.
+    """
+    prompt = completion.prompt_len
+    rows = align_behavior_logprobs(
+        completion.inference_logprobs,
+        num_tokens=len(completion.full_tokens),
+        prompt_len=prompt,
+        is_echoed=completion.logprobs_echoed,
+    )
+    return RolloutSample(
+        tokens=completion.full_tokens,
+        logprobs=[0.0] * prompt + rows[prompt - 1 :],
+        loss_mask=[0] * prompt + [1] * completion.completion_len,
+        reward=reward,
+        finish_reason=completion.finish_reason,
+        text=completion.text,
+        versions=completion.versions or [[completion.weight_version, completion.completion_len]],
+        routing_matrices=completion.routing_matrices,
+        parsed=parsed,
+    )
+
+
+def rollout_metrics(stats: RolloutStats, groups: Sequence[PromptGroup]) -> dict[str, float]:
+    """``rollout/*`` of one step: raw numbers over all draws, the rest over what is trained."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    lengths = [length for group in groups for length in group.completion_lens]
+    metrics = {
+        "rollout/reward": _mean(rewards),
+        "rollout/samples_completed": float(stats.samples),
+        "rollout/valid_prompt_groups": float(len(groups)),
+        "rollout/total_sampled": float(stats.rows),
+        "rollout/filter_reject_ratio": _rejected(stats) / max(1, stats.rows),
+        "rollout/sample_fail_count": float(stats.dropped["failed"]),
+        "rollout/reward_fail_count": float(stats.failed_rewards),
+        "rollout/truncated_ratio": stats.truncated / max(1, stats.samples),
+        "rollout/entropy": entropy_estimate(groups),
+    }
+    if stats.rewards:  # off-policy a step may train without that a row ended meanwhile
+        metrics["rollout/raw_reward"] = _mean(stats.rewards)
+        metrics["rollout/accuracy"] = _mean([float(reward > 0.5) for reward in stats.rewards])
+        metrics["rollout/reward_min"] = min(stats.rewards)
+        metrics["rollout/reward_max"] = max(stats.rewards)
+    if stats.rows:
+        metrics["signal/useful_row_ratio"] = stats.useful_rows / stats.rows
+    metrics |= group_reward_metrics(stats.group_rewards)
+    metrics |= disagreement_metrics(stats.disagreements)
+    metrics |= parse_metrics(stats.parsed, "rollout")
+    routed = [one.drawn.routing_matrices is not None for group in groups for one in group.flat()]
+    if any(routed):
+        metrics["rollout/router_replay_ratio"] = _mean(routed)
+    for reason, count in sorted(stats.dropped.items()):
+        metrics[f"rollout/dropped/{reason}"] = float(count)
+    if lengths:
+        metrics |= {
+            "rollout/response_len/mean": _mean(lengths),
+            "rollout/response_len/median": float(statistics.median(lengths)),
+            "rollout/response_len/max": float(max(lengths)),
+            "rollout/response_len/min": float(min(lengths)),
+        }
+    return metrics
+
+
+def _rejected(stats: RolloutStats) -> int:
+    """Rows whose group was whole and taught nothing: ``rl_loop``'s own filter, or the user's."""
+    return stats.dropped["uniform"] + stats.dropped["filtered"]
+
+
+def entropy_estimate(groups: Iterable[PromptGroup]) -> float:
+    """Estimated entropy in nats per token: mean of minus the behavior logprob over drawn tokens."""
+    total, count = 0.0, 0
+    for sample in (one for group in groups for one in group.flat()):
+        total -= math.fsum(sample.behavior_logprobs)
+        count += sample.drawn.completion_len
+    return total / count if count else 0.0
+
+
+def version_metrics(groups: Sequence[PromptGroup], version: int) -> dict[str, float]:
+    """How many weight syncs old the trained samples are, by their oldest token."""
+    drawn = [one.drawn for group in groups for one in group.flat()]
+    ages = [version - min(by for by, _ in one.versions) for one in drawn if one.versions]
+    if not ages:
+        return {}
+    return {
+        "version/sample_staleness_mean": _mean(ages),
+        "version/sample_staleness_max": float(max(ages)),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    # The order in which rows end is not the run's to know: the exact sum has none.
+    return math.fsum(values) / len(values) if values else 0.0

@@ -1,0 +1,346 @@
+"""What a rollout function gets and what it gives: the contract of ``async_rl_loop`` (document 004).
+
+A rollout function draws one trajectory and returns it as a ``RolloutSample``: parallel per-token
+lists and one reward. One whose turns do not extend each other token by token returns a
+``RolloutRun`` of several samples with one reward; one that plays several parts returns a
+``Rollout`` of several runs, each with a reward of its own. None drops the draw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from hearth.errors import ConfigError
+from hearth.losses.batch import LOGPROB_TOLERANCE
+
+
+@dataclass
+class RolloutSample:
+    """One token sequence to train on. ``tokens``, ``logprobs`` and ``loss_mask`` are parallel.
+
+    Several turns flatten into one sample: a turn begins where ``loss_mask`` goes from 0 to 1.
+
+    Example: ``RolloutSample(tokens=[5, 6, 7, 8], logprobs=[0.0, 0.0, -0.3, -1.2],
+    loss_mask=[0, 0, 1, 1], reward=1.0)``
+    """
+
+    tokens: list[int]
+    """Everything that the model saw and drew, in order; at least 2 ids."""
+    logprobs: list[float]
+    """The sampler's logprob of each drawn token; 0.0 elsewhere."""
+    loss_mask: list[int]
+    """1 on tokens that the policy drew, 0 on prompts, tool results and feedback."""
+    reward: float
+    """What the whole trajectory is worth."""
+    finish_reason: str = "stop"
+    """Why the last turn ended; ``length`` counts as truncated."""
+    text: str = ""
+    """What the policy wrote, for logs."""
+    versions: list[list[int]] | None = None
+    """Run lengths ``[weight version, tokens]`` over the drawn tokens; None takes what the sampler
+    of ``build_deployment_sampler`` has seen, else the version at submission."""
+    routing_matrices: list[str] | None = None
+    """Experts that a mixture-of-experts model took, for ``router_replay``: one text per token but
+    the last, empty where unknown, or one per token from the first drawn one on, as
+    ``SampledCompletion`` has them; None takes what the same sampler has seen."""
+    parsed: bool | None = None
+    """Whether the reward found the answer that it looks for, as ``Score.parsed``; None: unknown."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens before the first drawn one."""
+        return self.loss_mask.index(1) if 1 in self.loss_mask else len(self.tokens)
+
+    @property
+    def completion_len(self) -> int:
+        """Number of drawn tokens."""
+        return sum(self.loss_mask)
+
+
+@dataclass
+class RolloutRun:
+    """One trajectory in several samples, all with the same reward: they share its advantage."""
+
+    segments: list[RolloutSample]
+    run_id: str = ""
+    """Names the trajectory in logs."""
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Whatever belongs to it; not looked at."""
+
+    @property
+    def reward(self) -> float:
+        """The reward of every segment."""
+        return self.segments[0].reward
+
+    @property
+    def parsed(self) -> bool | None:
+        """Whether an answer was found in any segment; None where none says."""
+        said = [segment.parsed for segment in self.segments if segment.parsed is not None]
+        return any(said) if said else None
+
+
+@dataclass
+class Rollout:
+    """Several trajectories of one draw, each with a reward of its own."""
+
+    runs: list[RolloutRun]
+    row_meta: dict[str, Any] | None = None
+    """Whatever belongs to the row; the group's filter sees it."""
+
+
+RolloutResult = RolloutSample | RolloutRun | Rollout | None
+RolloutFn = Callable[..., Awaitable[RolloutResult]]
+"""``async def rollout_fn(sample_prompt, ...)``; see ``OPTIONAL_ARGUMENTS`` for the rest."""
+
+
+@dataclass(frozen=True)
+class RolloutSetup:
+    """What a rollout function may use; the recipe hands it to the factory once, at the start."""
+
+    tokenizer: Any
+    """The client's tokenizer, of ``deployment.tokenizer_model``."""
+    tokenizer_id: str
+    """Folder or hub id it was loaded from."""
+    sample_kwargs: dict[str, Any]
+    """Keyword arguments of the sampler: ``max_tokens``, ``temperature``, ``top_p``, ``top_k``,
+    ``max_seq_len``, ``http_timeout`` (seconds) and ``logprobs``. The distribution is the trainer's,
+    and is to be left as it is."""
+    inference_base_url: str
+    """Where the deployment answers; an address in memory while the platform is embedded."""
+    api_key: str
+    """Its key."""
+    model: str
+    """What a request calls the deployment."""
+    completions_per_prompt: int
+    """How often the function is called for each row."""
+    extras: dict[str, Any] = field(default_factory=dict[str, Any])
+    """``config.rollout_extras``, for whatever the function needs."""
+    boot_timeout_s: float = 50.0
+    """Seconds that a draw waits for a deployment that is started again."""
+    closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+    """Closed at the end of the run, after the last draw."""
+
+
+RolloutFnFactory = Callable[[RolloutSetup], RolloutFn]
+
+OPTIONAL_ARGUMENTS = (
+    "cursor_index",
+    "row_index",
+    "epoch",
+    "rollout_idx",
+    "sample_index",
+    "end_of_epoch",
+)
+"""Keyword arguments that a rollout function gets when it declares them: the row's place in the run
+and in the dataset, the epoch, the draw's number within its group (under two names), and whether
+this is the epoch's last row."""
+
+
+def runs_of(returned: object, where: str) -> list[RolloutRun]:
+    """The trajectories that a rollout function returned, judged; [] for None.
+
+    Arrays, tensors and their scalars become plain lists and numbers; what was returned stays as it
+    is. A sample without a drawn token has nothing to train and is left out.
+
+    Raises:
+        TypeError: it is none of the types that a rollout function may return.
+        ConfigError: a list breaks the contract; the message begins with ``where``.
+    """
+    match returned:
+        case None:
+            return []
+        case RolloutSample():
+            runs = [RolloutRun([returned])]
+        case RolloutRun():
+            runs = [returned]
+        case Rollout():
+            runs = returned.runs
+        case _:
+            raise TypeError(
+                f"{where}: a rollout function must return RolloutSample, RolloutRun, Rollout or "
+                f"None, got {type(returned).__name__}: {str(returned)[:80]}"
+            )
+    if not runs:
+        raise ConfigError(f"{where}: runs must hold at least 1 run, got []: return None to drop it")
+    judged = [
+        _judged_run(run, where if len(runs) == 1 else f"{where}, run {number}")
+        for number, run in enumerate(runs)
+    ]
+    return [run for run in judged if run.segments]
+
+
+def _judged_run(run: object, where: str) -> RolloutRun:
+    """The run with those of its samples, judged, that have a drawn token."""
+    if not isinstance(run, RolloutRun):
+        raise TypeError(f"{where}: runs must hold RolloutRun, got {type(run).__name__}")
+    if not run.segments:
+        raise ConfigError(
+            f"{where}: segments must hold at least 1 sample, got []: return None to drop it"
+        )
+    samples = [
+        judged_sample(one, where if len(run.segments) == 1 else f"{where}, segment {number}")
+        for number, one in enumerate(run.segments)
+    ]
+    rewards = [sample.reward for sample in samples]
+    if len(set(rewards)) > 1:
+        raise ConfigError(
+            f"{where}: reward must be the same in all segments of a run, got {rewards}: give each "
+            "part with a reward of its own a RolloutRun"
+        )
+    return replace(run, segments=[sample for sample in samples if sample.completion_len])
+
+
+def judged_sample(sample: object, where: str) -> RolloutSample:
+    """A sample as plain lists and numbers, once it is sure to train what was drawn.
+
+    Raises:
+        TypeError: it is no ``RolloutSample``.
+        ConfigError: lengths differ, fewer than 2 tokens, a token that is no id, a mask that is not
+            0 or 1 or is 1 on the first token, a NaN, infinite or positive logprob, a reward that is
+            not finite, versions or routing matrices that do not add up, a ``parsed`` that is no
+            truth value. The message begins with ``where`` and names field and values.
+    """
+    if not isinstance(sample, RolloutSample):
+        raise TypeError(f"{where}: segments must hold RolloutSample, got {type(sample).__name__}")
+    tokens = _listed("tokens", sample.tokens, where)
+    logprobs = _listed("logprobs", sample.logprobs, where)
+    mask = _listed("loss_mask", sample.loss_mask, where)
+    lengths = (len(tokens), len(logprobs), len(mask))
+    if len(set(lengths)) > 1:
+        raise ConfigError(
+            f"{where}: tokens, logprobs and loss_mask must be of one length, got "
+            f"{lengths[0]} tokens, {lengths[1]} logprobs and {lengths[2]} loss_mask"
+        )
+    if lengths[0] < 2:
+        raise ConfigError(f"{where}: tokens must hold at least 2 ids, got {tokens}")
+    _check_tokens(tokens, where)
+    _check_mask(mask, where)
+    _check_logprobs(logprobs, where)
+    reward = _plain(sample.reward)
+    if not _is_finite(reward):
+        raise ConfigError(
+            f"{where}: reward must be a finite number, got {reward!r}: return None to drop the draw"
+        )
+    versions = _judged_versions(sample.versions, sum(mask), where)
+    _check_routing(sample, len(tokens), where)
+    parsed = _plain(sample.parsed)
+    if not isinstance(parsed, bool | None):
+        raise ConfigError(f"{where}: parsed must be True, False or None, got {parsed!r}")
+    return replace(
+        sample,
+        tokens=tokens,
+        logprobs=list(map(float, logprobs)),
+        loss_mask=list(map(int, mask)),
+        reward=float(reward),
+        versions=versions,
+        parsed=parsed,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Arrays, tensors and their scalars as plain lists and numbers, all else as it is."""
+    tolist = getattr(value, "tolist", None)
+    return value if tolist is None else tolist()
+
+
+def _listed(name: str, values: object, where: str) -> list[Any]:
+    listed = _plain(values)
+    if not isinstance(listed, list | tuple):
+        raise ConfigError(f"{where}: {name} must be a list, got {str(values)[:80]}")
+    items = cast("Sequence[Any]", listed)
+    return list(items) if _are_numbers(items) else [_plain(item) for item in items]
+
+
+def _are_numbers(values: Sequence[object]) -> bool:
+    """Whether all are plain numbers. A set's own loop: there are many of them."""
+    return {bool, int, float}.issuperset(map(type, values))
+
+
+def _check_tokens(tokens: Sequence[Any], where: str) -> None:
+    if {int}.issuperset(map(type, tokens)) and min(tokens) >= 0:
+        return
+    wrong = {
+        place: value
+        for place, value in enumerate(tokens)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0
+    }
+    if wrong:
+        raise ConfigError(f"{where}: tokens must be integers >= 0, got {_first(wrong)}")
+
+
+def _check_mask(mask: Sequence[object], where: str) -> None:
+    if not (_are_numbers(mask) and {0, 1}.issuperset(mask)):
+        wrong = {place: value for place, value in enumerate(mask) if value not in (0, 1)}
+        raise ConfigError(f"{where}: loss_mask must be 0 or 1 everywhere, got {_first(wrong)}")
+    if mask[0] == 1:
+        raise ConfigError(
+            f"{where}: loss_mask must be 0 at index 0, got 1: nothing stands before the first "
+            "token that could predict it"
+        )
+
+
+def _check_logprobs(logprobs: Sequence[Any], where: str) -> None:
+    are_finite = _are_numbers(logprobs) and all(map(math.isfinite, logprobs))
+    if are_finite and max(logprobs) <= LOGPROB_TOLERANCE:
+        return
+    wrong = {
+        place: value
+        for place, value in enumerate(logprobs)
+        if not _is_finite(value) or value > LOGPROB_TOLERANCE
+    }
+    if wrong:
+        raise ConfigError(
+            f"{where}: logprobs must be finite and <= 0, got {_first(wrong)}: 0.0 stands where "
+            "nothing was drawn"
+        )
+
+
+def _judged_versions(
+    versions: list[list[int]] | None, num_drawn: int, where: str
+) -> list[list[int]] | None:
+    if versions is None:
+        return None
+    pairs = _listed("versions", versions, where)
+    if not all(map(_is_pair, pairs)) or sum(count for _, count in pairs) != num_drawn:
+        raise ConfigError(
+            f"{where}: versions must be pairs [weight version, tokens] that cover the {num_drawn} "
+            f"drawn tokens, got {versions}"
+        )
+    return [list(pair) for pair in pairs]
+
+
+def _check_routing(sample: RolloutSample, num_tokens: int, where: str) -> None:
+    matrices = sample.routing_matrices
+    if matrices is None:
+        return
+    from_first_drawn = num_tokens - sample.prompt_len
+    if len(matrices) not in (num_tokens - 1, from_first_drawn):
+        raise ConfigError(
+            f"{where}: routing_matrices must be {num_tokens - 1}, one per token but the last, or "
+            f"{from_first_drawn}, one per token from the first drawn one on, got {len(matrices)}"
+        )
+    wrong = {place: one for place, one in enumerate(matrices) if not isinstance(one, str)}
+    if wrong:
+        raise ConfigError(f"{where}: routing_matrices must be texts, got {_first(wrong)}")
+
+
+def _is_pair(value: Any) -> bool:
+    if not isinstance(value, list | tuple):
+        return False
+    numbers = cast("Sequence[Any]", value)
+    return len(numbers) == 2 and all(isinstance(number, int) and number >= 0 for number in numbers)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _first(wrong: Mapping[int, object]) -> str:
+    """The first few of the wrong values, with their places."""
+    shown = [f"{value!r} at index {place}" for place, value in list(wrong.items())[:3]]
+    more = len(wrong) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

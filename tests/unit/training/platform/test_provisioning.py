@@ -1,0 +1,297 @@
+import itertools
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+
+import pytest
+
+from hearth.errors import ConfigError, EngineError
+from hearth.sdk import DeploymentConfig, FiretitanServiceClient
+from training.platform.provisioning import (
+    deployment_config,
+    made_up_id,
+    request_deployment,
+    request_trainer_job,
+)
+from training.platform.run_infra import PlatformSpec, check_platform, load_tokenizer
+from training.quickstart import MODEL
+from training.recipes.rl_loop import Config
+from training.utils import (
+    DeployConfig,
+    InfraConfig,
+    TrainerConfig,
+    create_trainer_job,
+    setup_deployment,
+)
+
+BASE = str(MODEL)
+JOBS = "/v1/accounts/me/rlorTrainerJobs"
+DEPLOYMENTS = "/v1/accounts/me/deployments"
+
+
+def test_three_threads_provision_side_by_side_as_document_003_does(stage, datums):
+    stage.wire.rule(f"POST ({JOBS}|{DEPLOYMENTS})$", delay_s=0.1)
+    infra, deploy_cfg = InfraConfig(), stage.serving()
+    before = asdict(infra), asdict(deploy_cfg)
+
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        dep_fut = pool.submit(setup_deployment, stage.deployments, deploy_cfg, BASE, infra)
+        pol_fut = pool.submit(
+            create_trainer_job,
+            stage.trainers,
+            base_model=BASE,
+            infra=infra,
+            lora_rank=0,
+            display_name="grpo-policy",
+            hot_load_deployment_id="serving",
+        )
+        ref_fut = pool.submit(
+            create_trainer_job,
+            stage.trainers,
+            base_model=BASE,
+            infra=infra,
+            lora_rank=0,
+            display_name="grpo-reference",
+            extra_args=["--forward-only", "--no-compile"],
+        )
+        deployment, policy, reference = dep_fut.result(), pol_fut.result(), ref_fut.result()
+
+    assert stage.wire.most_in_flight("POST /v1") == 3
+    assert (asdict(infra), asdict(deploy_cfg)) == before
+    assert deployment.inference_model == "accounts/me/deployments/serving"
+    asked = {
+        request.body["displayName"]: request for request in stage.wire.requests(f"POST {JOBS}$")
+    }
+    assert asked["grpo-policy"].body["hotLoadDeploymentId"] == "serving"
+    assert asked["grpo-policy"].body["forwardOnly"] is False
+    assert asked["grpo-policy"].body["trainingConfig"]["learningRate"] > 0
+    frozen = asked["grpo-reference"].body
+    assert frozen["forwardOnly"] is True
+    assert frozen["trainingConfig"]["extraArgs"] == ["--forward-only", "--no-compile"]
+    for endpoint in (policy, reference):
+        service = FiretitanServiceClient(endpoint.base_url, "key")
+        client = service.create_training_client(base_model=BASE, lora_rank=0)
+        scored = client.forward(datums(2), "cross_entropy").result()
+        assert [len(output["logprobs"].data) for output in scored.loss_fn_outputs] == [3, 4]
+
+
+def test_a_deployments_id_is_made_up_where_none_is_given(stage):
+    info = setup_deployment(stage.deployments, stage.serving(None), BASE)
+
+    assert info.deployment_id.startswith("model-")
+    assert info.state == "READY"
+
+
+@pytest.mark.parametrize(
+    ("model", "start"),
+    [
+        ("accounts/fireworks/models/qwen3-0p6b", "qwen3-0p6b-"),
+        ("Qwen/Qwen2.5_Coder", "qwen2-5-coder-"),
+        ("/models/Übung/", "bung-"),
+        ("x/" + "a" * 80, "a" * 40 + "-"),
+        ("...", "model-"),
+    ],
+)
+def test_a_made_up_id_is_a_name_that_platforms_take(model, start):
+    config = DeploymentConfig(deployment_id=made_up_id(model, "0a1b2c3d"), base_model=model)
+
+    config.validate()
+    assert config.deployment_id == start + "0a1b2c3d"
+
+
+def test_a_tokenizer_must_be_named_before_a_deployment_is_asked_for(stage):
+    with pytest.raises(ConfigError, match=r"deployment\.tokenizer_model must be"):
+        setup_deployment(stage.deployments, DeployConfig(deployment_id="d"), BASE)
+    assert stage.wire.seen == []
+
+
+OWN_TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def own_tokenizer(tmp_path, monkeypatch):
+    """A folder whose tokenizer comes with code of its own."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((MODEL / "tokenizer.json").read_bytes())
+    (folder / "tokenization_own.py").write_text(OWN_TOKENIZER)
+    settings = {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return str(folder)
+
+
+def test_a_tokenizers_own_code_runs_only_where_it_is_trusted(own_tokenizer):
+    refused = r"tokenizer_model must be .*custom code.*set deployment\.trust_remote_code=True"
+    with pytest.raises(ConfigError, match=refused):
+        load_tokenizer(DeployConfig(tokenizer_model=own_tokenizer))
+
+    tokenizer = load_tokenizer(DeployConfig(tokenizer_model=own_tokenizer, trust_remote_code=True))
+
+    assert type(tokenizer).__name__ == "OwnTokenizer"
+    assert tokenizer.decode(tokenizer.encode("20 + 22")) == "20 + 22"
+
+
+def test_a_deployment_at_zero_answers_again_after_setup(stage):
+    setup_deployment(stage.deployments, stage.serving(), BASE)
+    stage.deployments.scale_to_zero("serving")
+
+    setup_deployment(stage.deployments, stage.serving(), BASE)
+
+    assert stage.replicas() == {"serving": 1}
+    assert stage.deployments.replica_state("serving", BASE) is not None
+
+
+def test_a_failed_job_is_an_error_with_its_reason(stage, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "qwen3"}')
+
+    with pytest.raises(EngineError, match="JOB_STATE_FAILED: could not start"):
+        create_trainer_job(stage.trainers, base_model=str(tmp_path / "broken"), infra=InfraConfig())
+
+
+CONFIG = DeploymentConfig(deployment_id="serving", base_model=BASE, display_name="rl-1")
+OURS = [
+    ("made here", None, {}, True),
+    ("left by an earlier try of this run", CONFIG, {}, True),
+    (
+        "under an id of this run's own",
+        replace(CONFIG, display_name=None),
+        {"is_own_id": True},
+        True,
+    ),
+    ("scaled to zero", replace(CONFIG, min_replica_count=0, max_replica_count=0), {}, True),
+    ("somebody else's", replace(CONFIG, display_name="hers"), {}, False),
+    ("without a label", replace(CONFIG, display_name=None), {}, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "is_scaled_down"), [our[1:] for our in OURS], ids=[our[0] for our in OURS]
+)
+def test_a_run_scales_down_what_it_asked_for_itself(stage, before, options, is_scaled_down):
+    if before is not None:
+        stage.deployments.create_or_get(before)
+
+    with stage.cleanup() as cleanup:
+        request_deployment(stage.deployments, CONFIG, cleanup=cleanup, **options)
+        assert stage.replicas() == {"serving": 1}
+
+    assert stage.replicas() == {"serving": 0 if is_scaled_down else 1}
+
+
+def test_a_deployment_without_a_label_is_nobodys_own(stage):
+    unlabelled = replace(CONFIG, display_name=None)
+    stage.deployments.create_or_get(unlabelled)
+
+    with stage.cleanup() as cleanup:
+        request_deployment(stage.deployments, unlabelled, cleanup=cleanup)
+
+    assert stage.replicas() == {"serving": 1}
+
+
+def test_a_job_is_known_to_the_cleanup_before_its_answer_comes(stage):
+    stage.wire.rule(f"POST {JOBS}$", status=400, message="answer lost", after=True)
+
+    with pytest.raises(ValueError, match="answer lost"), stage.cleanup() as cleanup:
+        request_trainer_job(stage.trainers, base_model=BASE, infra=InfraConfig(), cleanup=cleanup)
+
+    assert list(stage.states().values()) == ["JOB_STATE_CANCELLED"]
+
+
+def test_a_served_platform_needs_a_key(monkeypatch, tmp_path):
+    config = Config(base_model=BASE, deployment=DeployConfig(tokenizer_model=BASE))
+    spec = PlatformSpec.of(config, tmp_path)
+    monkeypatch.setenv("FIREWORKS_BASE_URL", "http://somewhere.test")
+    monkeypatch.delenv("FIREWORKS_API_KEY", raising=False)
+
+    with pytest.raises(ConfigError, match="FIREWORKS_API_KEY must be set"):
+        check_platform(spec)
+    monkeypatch.setenv("FIREWORKS_API_KEY", "x")
+    check_platform(spec)
+
+
+def test_the_embedded_platform_has_no_jobs_to_attach_to(monkeypatch, tmp_path):
+    monkeypatch.delenv("FIREWORKS_BASE_URL", raising=False)
+    config = Config(
+        base_model=BASE,
+        deployment=DeployConfig(tokenizer_model=BASE),
+        trainer=TrainerConfig(job_id="mine"),
+    )
+
+    with pytest.raises(ConfigError, match="the embedded platform starts empty"):
+        check_platform(PlatformSpec.of(config, tmp_path))
+
+
+def test_two_generations_of_trainer_settings_must_agree(tmp_path):
+    shape = "accounts/x/trainingShapes/y"
+    common = {"base_model": BASE, "deployment": DeployConfig(tokenizer_model=BASE)}
+    for names in itertools.permutations(["a", "b"]):
+        config = Config(
+            trainer=TrainerConfig(training_shape_id=f"{shape}-{names[0]}"),
+            infra=InfraConfig(training_shape_id=f"{shape}-{names[1]}"),
+            **common,
+        )
+        with pytest.raises(ConfigError, match=r"trainer\.training_shape_id and infra\.training_sh"):
+            PlatformSpec.of(config, tmp_path).infra_config()
+
+    config = Config(infra=InfraConfig(trainer_timeout_s=5.0, region="here"), **common)
+    merged = PlatformSpec.of(config, tmp_path).infra_config()
+    assert (merged.trainer_timeout_s, merged.region) == (5.0, "here")
+
+
+def test_the_same_run_gets_the_same_ids_and_another_run_others(tmp_path):
+    def suffix(folder="a", **changes):
+        config = Config(base_model=BASE, deployment=DeployConfig(tokenizer_model=BASE), **changes)
+        return PlatformSpec.of(config, tmp_path / folder).suffix()
+
+    others = [suffix("b"), suffix(lora_rank=4), suffix(max_seq_len=64), suffix(learning_rate=1.0)]
+    assert suffix() == suffix(epochs=3)
+    assert len({suffix(), *others}) == 5
+
+
+def test_a_trainers_own_settings_are_asked_for_where_they_are_given(tmp_path):
+    config = Config(
+        base_model=BASE,
+        deployment=DeployConfig(tokenizer_model=BASE),
+        trainer=TrainerConfig(dtype="bfloat16", recompute_above=4096),
+    )
+
+    values = PlatformSpec.of(config, tmp_path).values()
+
+    assert values["dtype"] == "bfloat16"
+    assert values["recompute_above"] == 4096
+    assert "device" not in values
+
+
+def test_a_deployment_says_its_engine_replicas_and_the_rank_of_its_adapters():
+    asked = DeployConfig(
+        tokenizer_model=BASE, engine="vllm", replicas=2, engine_options={"drain": "abort"}
+    )
+    config = deployment_config(asked, BASE, lora_rank=4)
+
+    assert config.max_replica_count == 2
+    assert config.extra_values == {
+        "engine": "vllm",
+        "engine_options": {"drain": "abort"},
+        "lora_rank": 4,
+    }
+    assert deployment_config(DeployConfig(tokenizer_model=BASE), BASE).extra_values is None
+
+
+def test_a_deployment_without_replicas_is_refused():
+    with pytest.raises(ConfigError, match=r"deployment.replicas must be >= 1, got 0"):
+        deployment_config(DeployConfig(tokenizer_model=BASE, replicas=0), BASE)

@@ -1,0 +1,813 @@
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hearth.errors import ConfigError
+from training.rollouts.staleness import GateLimits, StalenessGate, Taken
+
+
+def gate(
+    rows: int = 8, completions: int = 8, late: int = 0, **changes: int | None
+) -> StalenessGate:
+    """A gate of ``rows`` per step, ``completions`` each, at most ``late`` versions late."""
+    return StalenessGate(GateLimits(rows, completions, late, **changes))
+
+
+def submit(gate: StalenessGate, *rows: int) -> None:
+    for row in rows:
+        gate.submit(row)
+
+
+def finish(gate: StalenessGate, *rows: int) -> None:
+    for row in rows:
+        gate.finish(row)
+
+
+def take(gate: StalenessGate, most: int | None = None) -> list[int]:
+    return [taken.row for taken in gate.take(most)]
+
+
+def train(gate: StalenessGate) -> None:
+    """The current batch is trained and published."""
+    gate.end_batch()
+    gate.published()
+
+
+@pytest.mark.parametrize(("late", "rows"), [(0, 8), (1, 16), (2, 24), (4, 40)])
+def test_before_the_first_sync_o_plus_1_batches_of_rows_may_be_submitted(late, rows):
+    one = gate(late=late)
+    assert (one.rows_to_submit(), one.staleness_room()) == (rows, rows * 8)
+
+    submit(one, *range(rows))
+
+    assert (one.rows_to_submit(), one.staleness_room()) == (0, 0)
+    with pytest.raises(RuntimeError, match=rf"row must wait for room, got {rows} with"):
+        one.submit(rows)
+
+
+def test_the_room_after_each_event_is_the_formulas():
+    one = gate(rows=2, completions=4, late=1)
+    seen: list[tuple[int, int, int]] = []
+
+    def note() -> None:
+        seen.append((one.staleness_room(), one.running_samples, one.accepted_samples))
+
+    submit(one, 0, 1, 2)
+    note()
+    one.finish(0)
+    note()
+    one.reject(1)
+    note()
+    one.finish(2)
+    note()
+    one.reject(2)
+    note()
+    submit(one, 3)
+    finish(one, 3)
+    note()
+    assert take(one) == [0, 3]
+    note()
+    one.end_batch()
+    note()
+    one.published()
+    note()
+
+    assert seen == [
+        (4, 12, 0),  # 16 - 12: three rows run
+        (4, 8, 4),  # a finished row keeps its room
+        (8, 4, 4),  # a rejected one gives it back
+        (8, 0, 8),
+        (12, 0, 4),  # also after it had finished
+        (8, 0, 8),
+        (8, 0, 8),  # being taken changes nothing
+        (8, 0, 8),  # nor does being trained
+        (16, 0, 8),  # a version more is B samples more
+    ]
+
+
+def test_at_o_0_the_next_rows_wait_for_the_publication():
+    one = gate(rows=2, completions=1)
+    submit(one, 0, 1)
+    finish(one, 1, 0)
+    assert take(one) == [0, 1]
+
+    one.end_batch()
+    assert (one.step, one.version, one.rows_to_submit()) == (1, 0, 0)
+
+    one.published()
+    assert (one.step, one.version, one.rows_to_submit()) == (1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows", "room"),
+    [(None, 40, None), (8, 1, 8), (15, 1, 15), (16, 2, 16), (999, 40, 999)],
+)
+def test_rows_start_whole_within_the_limit_of_samples_in_flight(limit, rows, room):
+    one = gate(late=4, max_concurrency_rollout_sample=limit)
+    assert (one.rows_to_submit(), one.concurrency_room()) == (rows, room)
+
+
+def test_a_finished_row_frees_its_samples_in_flight_but_not_its_room():
+    one = gate(rows=2, completions=4, late=1, max_concurrency_rollout_sample=9)
+    submit(one, 0, 1)
+    assert (one.rows_to_submit(), one.concurrency_room(), one.staleness_room()) == (0, 1, 8)
+
+    one.finish(0)
+    assert (one.rows_to_submit(), one.concurrency_room(), one.staleness_room()) == (1, 5, 8)
+
+
+def test_a_partial_batch_leaves_no_room_that_later_batches_have_no_places_for():
+    one = gate(rows=4, completions=1)
+    submit(one, 0)
+    finish(one, 0)
+    assert take(one) == [0]
+
+    train(one)
+
+    assert one.rows_to_submit() == 4
+
+
+def test_a_batch_takes_finished_rows_in_the_order_of_submission():
+    one = gate(rows=3, completions=2, late=1)
+    submit(one, 10, 7, 12, 5)
+    finish(one, 12, 10, 7)
+    assert one.ready() == 3
+
+    assert take(one) == [10, 7, 12]
+    assert (one.ready(), one.places_left(), one.unresolved) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(("slack", "batch"), [(0, []), (1, [2]), (2, [2, 3])])
+def test_slack_is_how_many_unfinished_rows_a_batch_may_leave_behind(slack, batch):
+    one = gate(rows=2, completions=1, late=3, fifo_slack=slack)
+    submit(one, *range(6))
+    finish(one, 2, 3, 4)
+
+    assert take(one) == batch
+    assert one.ready() == 0
+
+
+def test_with_slack_0_each_batch_has_exactly_the_next_rows():
+    one = gate(rows=2, completions=1, late=1, fifo_slack=0)
+    submit(one, 0, 1, 2, 3)
+    finish(one, 3, 2, 1)
+
+    # Row 1 is among the next two, so it may go in first; rows 2 and 3 wait for the next batch.
+    assert take(one) == [1]
+    one.finish(0)
+    assert take(one) == [0]
+    train(one)
+    assert take(one) == [2, 3]
+
+
+def test_a_rejected_row_makes_the_window_reach_one_row_further():
+    one = gate(rows=2, completions=1, late=3, fifo_slack=0)
+    submit(one, 0, 1, 2)
+    one.finish(2)
+    assert one.ready() == 0
+
+    one.reject(0)
+    assert take(one) == [2]
+
+
+def test_taking_in_parts_gives_what_taking_at_once_gives():
+    parts, whole = (gate(rows=4, completions=1, late=2, fifo_slack=1) for _ in range(2))
+    for one in (parts, whole):
+        submit(one, *range(8))
+        finish(one, 7, 6, 4, 2, 1, 0)
+
+    assert [take(parts, 1), take(parts, 2), take(parts, 0), take(parts)] == [[0], [1, 2], [], [4]]
+    assert take(whole) == [0, 1, 2, 4]
+
+
+def test_a_row_that_is_not_due_leaves_the_places_of_due_rows_free():
+    one = gate(rows=3, completions=1, late=1, fifo_slack=1)
+    submit(one, 0, 1, 2, 3, 4)
+    finish(one, 0, 1, 2)
+    assert take(one) == [0, 1, 2]
+    train(one)
+    submit(one, 5, 6, 7)
+    finish(one, 5, 6, 7)
+
+    # Rows 3 and 4 are of version 0 and due now: one of three places is not theirs.
+    assert one.late_rows() == [3, 4]
+    assert take(one) == [5]
+    assert one.ready() == 0
+    one.drop(3)
+    assert take(one) == [6]
+    one.finish(4)
+    assert take(one) == [4]
+
+
+def test_a_taken_row_tells_where_its_versions_went():
+    one = gate(rows=1, completions=1, late=3)
+    submit(one, 0, 1, 2)
+    finish(one, 0)
+    assert one.take() == [Taken(0, submit_version=0, finish_version=0, offset=0)]
+    train(one)
+    finish(one, 2, 1)
+    assert take(one) == [1]
+    one.end_batch()
+
+    (taken,) = one.take()
+
+    assert taken == Taken(2, submit_version=0, finish_version=1, offset=2)
+    assert (taken.in_flight, taken.in_queue) == (1, 1)
+
+
+def test_at_o_1_a_slow_row_is_overtaken_once_and_then_waited_for():
+    one = gate(rows=2, completions=1, late=1)
+    submit(one, 0, 1, 2, 3)
+    finish(one, 1, 2, 3)
+    assert take(one) == [1, 2]
+    assert one.late_rows() == []
+    train(one)
+
+    # The others go on as far as O allows: rows 4 and 5 may run while row 0 is waited for.
+    assert (one.late_rows(), one.oldest_running()) == ([0], 0)
+    assert one.rows_to_submit() == 2
+    submit(one, 4, 5)
+    finish(one, 4, 5)
+    assert take(one) == [3]
+    assert one.rows_to_submit() == one.ready() == 0
+    with pytest.raises(RuntimeError, match="with 3 unresolved, 1 of them late"):
+        one.end_batch()
+
+    one.finish(0)
+    assert [(taken.row, taken.offset) for taken in one.take()] == [(0, 1)]
+    train(one)
+    assert take(one) == [4, 5]
+
+
+def test_a_late_row_that_is_given_up_is_counted_and_replaced():
+    one = gate(rows=2, completions=1, late=1)
+    submit(one, 0, 1, 2, 3)
+    finish(one, 1, 2, 3)
+    assert take(one) == [1, 2]
+    train(one)
+    submit(one, 4, 5)
+    assert (take(one), one.rows_to_submit()) == ([3], 0)
+
+    one.drop(0)
+
+    assert (one.stale_drops, one.late_rows(), one.rows_to_submit()) == (1, [], 1)
+    one.finish(4)
+    assert take(one) == [4]
+    train(one)
+    assert one.unresolved == 1
+
+
+def test_only_a_late_row_can_be_dropped():
+    one = gate(rows=2, completions=1, late=1)
+    submit(one, 0, 1, 2)
+    one.finish(0)
+
+    for row in (0, 1, 99):
+        with pytest.raises(RuntimeError, match=rf"row must be late, got {row}: .* is \[\]"):
+            one.drop(row)
+    assert (one.stale_drops, one.unresolved) == (0, 3)
+
+
+def test_at_o_0_every_running_row_is_late():
+    one = gate(rows=3, completions=1)
+    submit(one, 0, 1, 2)
+    one.finish(1)
+    assert one.late_rows() == [0, 2]
+
+
+def test_a_row_submitted_during_a_publication_is_bound_by_the_old_version():
+    one = gate(rows=1, completions=1, late=1)
+    submit(one, 0)
+    finish(one, 0)
+    assert take(one) == [0]
+    one.end_batch()
+
+    submit(one, 1)
+
+    # It has version 0 and is therefore due in batch 1.
+    assert (one.version, one.step, one.late_rows()) == (0, 1, [1])
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ((0, 8), "prompt_groups_per_step must be >= 1, got 0"),
+        ((8, 0), "completions_per_prompt must be >= 1, got 0"),
+        ((8, 8, -1), "max_head_offpolicy_versions must be >= 0, got -1"),
+        ((8, 8, 0, 7), r"max_concurrency_rollout_sample must be None or >= .* \(8\), got 7"),
+        ((8, 8, 0, None, -1), "fifo_slack must be None or between 0 and .* got -1"),
+        ((8, 8, 0, None, 9), r"between 0 and prompt_groups_per_step \(8\), got 9"),
+    ],
+)
+def test_a_limit_that_breaks_its_rule_is_refused_by_its_name(limits, message):
+    with pytest.raises(ConfigError, match=message):
+        GateLimits(*limits)
+
+
+@pytest.mark.parametrize(("rows", "slack"), [(1, 1), (3, 1), (4, 1), (8, 2), (64, 16)])
+def test_the_slack_is_a_quarter_of_a_batch_and_at_least_one_row(rows, slack):
+    assert GateLimits(rows, 8).slack == slack
+    assert GateLimits(rows, 8, fifo_slack=0).slack == 0
+
+
+def test_a_row_is_submitted_once():
+    one = gate(late=1)
+    submit(one, 3, 4)
+    one.reject(4)
+
+    for row in (3, 4):
+        with pytest.raises(RuntimeError, match=f"row must be new to the gate, got {row} again"):
+            one.submit(row)
+
+
+def test_a_row_ends_once():
+    one = gate(rows=2, completions=1)
+    submit(one, 0, 1)
+    finish(one, 0)
+    assert take(one) == [0]
+
+    for row in (0, 9):
+        with pytest.raises(RuntimeError, match=f"row must be running, got {row}"):
+            one.finish(row)
+        with pytest.raises(RuntimeError, match=f"waiting for its batch, got {row}"):
+            one.reject(row)
+    one.finish(1)
+    with pytest.raises(RuntimeError, match="row must be running, got 1"):
+        one.finish(1)
+    assert (one.running_samples, one.accepted_samples) == (0, 2)
+
+
+def test_a_batch_ends_when_it_is_full_or_has_the_last_rows():
+    one = gate(rows=2, completions=1)
+    with pytest.raises(RuntimeError, match="got 0 rows of 2"):
+        one.end_batch()
+    submit(one, 0, 1)
+    finish(one, 0)
+    assert take(one) == [0]
+    with pytest.raises(RuntimeError, match="got 1 rows of 2 with 1 unresolved, 1 of them late"):
+        one.end_batch()
+
+    one.reject(1)
+    one.end_batch()
+    assert one.step == 1
+
+
+def test_a_batch_is_published_after_its_end_and_before_the_next_ones():
+    one = gate(rows=1, completions=1, late=2)
+    with pytest.raises(RuntimeError, match="got a publication at version 0 and step 0"):
+        one.published()
+    submit(one, 0, 1)
+    finish(one, 0, 1)
+    assert take(one) == [0]
+    one.end_batch()
+    assert take(one) == [1]
+
+    with pytest.raises(RuntimeError, match="got the end of step 1 at version 0"):
+        one.end_batch()
+
+    one.published()
+    one.end_batch()
+    assert (one.version, one.step) == (1, 2)
+
+
+def test_a_hundred_thousand_rows_take_seconds_at_most():
+    one = gate(rows=1000, completions=2, late=4)
+    rows = count()
+    started_s = time.process_time()
+
+    for _ in range(100):
+        for _ in range(one.rows_to_submit()):
+            row = next(rows)
+            one.submit(row)
+            one.finish(row)
+        while one.places_left():
+            assert len(one.take(20)) == 20
+        train(one)
+
+    assert next(rows) == 104_000
+    assert time.process_time() - started_s < 20
+
+
+LIMITS = st.builds(
+    lambda rows, completions, late, more, slack: GateLimits(
+        rows,
+        completions,
+        late,
+        max_concurrency_rollout_sample=None if more is None else completions + more,
+        fifo_slack=None if slack is None else min(slack, rows),
+    ),
+    rows=st.integers(1, 6),
+    completions=st.integers(1, 4),
+    late=st.integers(0, 4),
+    more=st.none() | st.integers(0, 40),
+    slack=st.none() | st.integers(0, 6),
+)
+
+
+@dataclass
+class Known:
+    """What the model knows of a row: one of running, finished, taken, rejected, dropped."""
+
+    row: int
+    version: int
+    state: str = "running"
+
+
+@dataclass
+class Model:
+    """The rules again, counted anew from a list of all rows each time they are asked for."""
+
+    limits: GateLimits
+    version: int = 0
+    step: int = 0
+    in_batch: int = 0
+    forfeited: int = 0
+    """Places that partial batches left empty."""
+    rows: list[Known] = field(default_factory=list[Known])
+
+    def of(self, *states: str) -> list[Known]:
+        return [row for row in self.rows if row.state in states]
+
+    @property
+    def places(self) -> int:
+        return self.limits.prompt_groups_per_step - self.in_batch
+
+    def room(self) -> int:
+        per_row = self.limits.completions_per_prompt
+        batch = self.limits.prompt_groups_per_step * per_row
+        reserved = len(self.of("running", "finished", "taken")) + self.forfeited
+        budget = self.limits.max_head_offpolicy_versions + self.version + 1
+        return budget * batch - reserved * per_row
+
+    def due(self) -> list[Known]:
+        newest = self.step - self.limits.max_head_offpolicy_versions
+        return [row for row in self.of("running", "finished") if row.version <= newest]
+
+    def next_taken(self) -> Known | None:
+        """The one row that a batch takes next, by the rules as they stand."""
+        window = self.of("running", "finished")[: self.places + self.limits.slack]
+        spare = self.places > len(self.due())
+        for row in window:
+            if self.places and row.state == "finished" and (row in self.due() or spare):
+                return row
+        return None
+
+    def take(self, most: int) -> list[int]:
+        taken: list[int] = []
+        while len(taken) < most and (row := self.next_taken()):
+            row.state = "taken"
+            self.in_batch += 1
+            taken.append(row.row)
+        return taken
+
+    def left_behind(self) -> int:
+        """Unresolved rows that a younger row has overtaken."""
+        last = max((row.row for row in self.of("taken")), default=-1)
+        return sum(row.row < last for row in self.of("running", "finished"))
+
+
+class GateMachine(RuleBasedStateMachine):
+    """Any order of events that the gate allows; rows are numbered in the order of submission."""
+
+    @initialize(limits=LIMITS)
+    def start(self, limits: GateLimits) -> None:
+        self.gate = StalenessGate(limits)
+        self.model = Model(limits)
+
+    def pick(self, data: st.DataObject, *states: str) -> Known:
+        return data.draw(st.sampled_from(self.model.of(*states)))
+
+    @precondition(lambda self: self.gate.rows_to_submit() > 0)
+    @rule(most=st.sampled_from([1, 3, 99]))
+    def submit(self, most: int) -> None:
+        for _ in range(min(most, self.gate.rows_to_submit())):
+            row = Known(len(self.model.rows), self.model.version)
+            self.gate.submit(row.row)
+            self.model.rows.append(row)
+
+    @precondition(lambda self: self.model.of("running"))
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        row = self.pick(data, "running")
+        self.gate.finish(row.row)
+        row.state = "finished"
+
+    @precondition(lambda self: len(self.model.of("running")) > 1)
+    @rule()
+    def finish_all_but_the_oldest(self) -> None:
+        for row in self.model.of("running")[1:]:
+            self.gate.finish(row.row)
+            row.state = "finished"
+
+    @precondition(lambda self: self.model.of("running", "finished"))
+    @rule(data=st.data())
+    def reject(self, data: st.DataObject) -> None:
+        row = self.pick(data, "running", "finished")
+        self.gate.reject(row.row)
+        row.state = "rejected"
+
+    @precondition(lambda self: self.gate.late_rows())
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        row = self.model.rows[data.draw(st.sampled_from(self.gate.late_rows()))]
+        self.gate.drop(row.row)
+        row.state = "dropped"
+
+    @precondition(lambda self: self.gate.ready() > 0)
+    @rule(most=st.none() | st.integers(1, 3))
+    def take(self, most: int | None) -> None:
+        ready, step = self.gate.ready(), self.model.step
+        taken = self.gate.take(most)
+
+        limit = ready if most is None else min(most, ready)
+        assert len(taken) == limit
+        assert [one.row for one in taken] == self.model.take(limit)
+        for one in taken:
+            assert one.offset == step - self.model.rows[one.row].version
+            assert 0 <= one.offset <= self.model.limits.max_head_offpolicy_versions
+            assert one.offset == one.in_flight + one.in_queue
+            assert one.in_flight >= 0
+            assert one.in_queue >= 0
+
+    @precondition(lambda self: self.may_end())
+    @rule()
+    def end_batch(self) -> None:
+        self.gate.end_batch()
+        self.model.forfeited += self.model.places
+        self.model.step += 1
+        self.model.in_batch = 0
+
+    def may_end(self) -> bool:
+        model = self.model
+        last = not model.of("running", "finished")
+        return model.step == model.version and model.in_batch > 0 and (last or not model.places)
+
+    @precondition(lambda self: self.model.version < self.model.step)
+    @rule()
+    def publish(self) -> None:
+        self.gate.published()
+        self.model.version += 1
+
+    @invariant()
+    def counts_are_the_models(self) -> None:
+        gate, model, per_row = self.gate, self.model, self.model.limits.completions_per_prompt
+        assert (gate.version, gate.step) == (model.version, model.step)
+        assert gate.running_rows == len(model.of("running"))
+        assert gate.running_samples == len(model.of("running")) * per_row
+        assert gate.accepted_samples == len(model.of("finished", "taken")) * per_row
+        assert gate.unresolved == len(model.of("running", "finished"))
+        assert gate.stale_drops == len(model.of("dropped"))
+        assert gate.places_left() == model.places
+        assert gate.late_rows() == [row.row for row in model.due() if row.state == "running"]
+        oldest = next(iter(model.of("running")), None)
+        assert gate.oldest_running() == (oldest.row if oldest else None)
+
+    @invariant()
+    def room_is_the_formulas(self) -> None:
+        gate, limits = self.gate, self.model.limits
+        limit = limits.max_concurrency_rollout_sample
+        rooms = [gate.staleness_room()]
+        if limit is not None:
+            rooms.append(limit - gate.running_samples)
+        assert gate.staleness_room() == self.model.room() >= 0
+        assert min(rooms) >= 0
+        assert gate.rows_to_submit() == min(rooms) // limits.completions_per_prompt
+
+    @invariant()
+    def every_due_row_has_a_place(self) -> None:
+        assert len(self.model.due()) <= self.model.places
+
+    @invariant()
+    def a_full_batch_leaves_at_most_slack_rows_behind(self) -> None:
+        assert self.model.left_behind() <= self.model.limits.slack + self.model.places
+
+    @invariant()
+    def something_can_always_happen(self) -> None:
+        gate = self.gate
+        if gate.running_rows or gate.ready() or not gate.places_left():
+            return
+        # On-policy, new rows wait for the publication that is under way.
+        publishing = gate.step > gate.version and not gate.limits.max_head_offpolicy_versions
+        assert gate.unresolved == 0
+        assert publishing or gate.rows_to_submit() > 0
+
+
+GateMachine.TestCase.settings = settings(
+    max_examples=200, stateful_step_count=60, deadline=None, derandomize=True
+)
+TestGateMachine = GateMachine.TestCase
+
+
+@dataclass(frozen=True)
+class Weather:
+    """How rollouts and the trainer behave. Times are virtual seconds."""
+
+    seed: int
+    rows: int = 1000
+    fails: float = 0.0
+    """Chance that a row ends without a usable group."""
+    filtered: float = 0.0
+    """Chance that a finished row is rejected while it waits for its batch."""
+    slow: float = 0.0
+    """Chance that a row takes a thousand times as long."""
+    train_s: float = 1.0
+    publish_s: float = 1.0
+    pipelined: bool = False
+    """The next batch is formed while the last one is still being published."""
+    chunk: int | None = None
+    """Rows taken at once; None takes what is ready."""
+    late_limit_s: float | None = None
+    """How long a late row is waited for; None waits for ever."""
+
+
+class Simulation:
+    """A driver of the gate: rollouts, a trainer and a publisher as events on a heap."""
+
+    def __init__(self, limits: GateLimits, weather: Weather) -> None:
+        self.gate = StalenessGate(limits)
+        self.weather = weather
+        self.random = random.Random(weather.seed)
+        self.events: list[tuple[float, int, str, int]] = []
+        self.order = count()
+        self.now_s = 0.0
+        self.next_row = 0
+        self.training = False
+        self.trained: list[tuple[int, int]] = []
+        """Row and batch, in the order of taking."""
+        self.submit_version: dict[int, int] = {}
+        self.ends: Counter[int] = Counter()
+        """How often each row was trained, rejected or dropped."""
+        self.drops = 0
+        self.most_running = 0
+        self.warned: set[int] = set()
+
+    def run(self) -> None:
+        self._proceed()
+        while self.events:
+            self.now_s, _, kind, row = heapq.heappop(self.events)
+            if kind == "rolled":
+                self._rolled(row)
+            elif kind == "filtered":
+                self._filtered(row)
+            elif kind == "impatient":
+                self._impatient(row)
+            elif kind == "trained":
+                self._trained()
+            else:
+                self.gate.published()
+            self._proceed()
+
+    def _in(self, seconds: float, kind: str, row: int = -1) -> None:
+        heapq.heappush(self.events, (self.now_s + seconds, next(self.order), kind, row))
+
+    def _rolled(self, row: int) -> None:
+        if self.ends[row]:  # given up while it ran
+            return
+        if self.random.random() < self.weather.fails:
+            self.gate.reject(row)
+            self.ends[row] += 1
+            return
+        self.gate.finish(row)
+        if self.random.random() < self.weather.filtered:
+            self._in(0.0, "filtered", row)
+
+    def _filtered(self, row: int) -> None:
+        if not self.ends[row]:
+            self.gate.reject(row)
+            self.ends[row] += 1
+
+    def _impatient(self, row: int) -> None:
+        if row in self.gate.late_rows():
+            self.gate.drop(row)
+            self.drops += 1
+            self.ends[row] += 1
+
+    def _trained(self) -> None:
+        # The batch cannot end while the one before it is being published.
+        if self.gate.step > self.gate.version:
+            self._in(0.1, "trained")
+            return
+        self.gate.end_batch()
+        self.training = False
+        self._in(self.weather.publish_s, "published")
+
+    def _proceed(self) -> None:
+        """Do all that can be done at this moment."""
+        progress = True
+        while progress:
+            progress = self._submit() or self._take()
+        self._watch_late_rows()
+
+    def _submit(self) -> bool:
+        wanted = min(self.gate.rows_to_submit(), self.weather.rows - self.next_row)
+        for _ in range(wanted):
+            row, self.next_row = self.next_row, self.next_row + 1
+            self.gate.submit(row)
+            self.submit_version[row] = self.gate.version
+            slow = 1000.0 if self.random.random() < self.weather.slow else 1.0
+            self._in(self.random.expovariate(1.0) * slow, "rolled", row)
+        self.most_running = max(self.most_running, self.gate.running_samples)
+        return wanted > 0
+
+    def _take(self) -> bool:
+        gate, weather = self.gate, self.weather
+        publishing = gate.step > gate.version
+        if self.training or (publishing and not weather.pipelined):
+            return False
+        taken = gate.take(weather.chunk)
+        for one in taken:
+            self.trained.append((one.row, gate.step))
+            self.ends[one.row] += 1
+        partial = 0 < gate.places_left() < gate.limits.prompt_groups_per_step
+        last = self.next_row == weather.rows and gate.unresolved == 0
+        if gate.places_left() == 0 or (partial and last):
+            self.training = True
+            self._in(weather.train_s * self.random.random(), "trained")
+        return bool(taken)
+
+    def _watch_late_rows(self) -> None:
+        if self.weather.late_limit_s is None:
+            return
+        for row in self.gate.late_rows():
+            if row not in self.warned:
+                self.warned.add(row)
+                self._in(self.weather.late_limit_s, "impatient", row)
+
+
+def check_nothing_lost_and_bound_held(done: Simulation) -> None:
+    limits, rows = done.gate.limits, done.weather.rows
+    assert done.ends == Counter(range(rows))
+    assert done.gate.unresolved == done.gate.running_rows == 0
+    offsets = {step - done.submit_version[row] for row, step in done.trained}
+    assert offsets <= set(range(limits.max_head_offpolicy_versions + 1))
+    assert done.gate.stale_drops == done.drops
+    if done.weather.late_limit_s is None:
+        assert done.drops == 0
+    if limits.max_concurrency_rollout_sample is not None:
+        assert done.most_running <= limits.max_concurrency_rollout_sample
+    sizes = list(Counter(step for _, step in done.trained).values())
+    assert set(sizes[:-1]) <= {limits.prompt_groups_per_step}
+
+
+WEATHERS = st.builds(
+    Weather,
+    seed=st.integers(0, 2**32 - 1),
+    fails=st.sampled_from([0.0, 0.02, 0.5]),
+    filtered=st.sampled_from([0.0, 0.1]),
+    slow=st.sampled_from([0.0, 0.01, 0.2]),
+    train_s=st.sampled_from([0.0, 1.0, 30.0]),
+    publish_s=st.sampled_from([0.0, 1.0, 30.0]),
+    pipelined=st.booleans(),
+    chunk=st.sampled_from([None, 1, 3]),
+    late_limit_s=st.sampled_from([None, 0.5, 10.0, 2000.0]),
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(limits=LIMITS, weather=WEATHERS)
+def test_of_a_thousand_rows_none_is_lost_repeated_or_trained_later_than_allowed(limits, weather):
+    done = Simulation(limits, weather)
+    done.run()
+
+    check_nothing_lost_and_bound_held(done)
+
+
+@pytest.mark.parametrize("late", range(5))
+def test_slow_rows_are_trained_as_late_as_allowed_and_no_later(late):
+    done = Simulation(GateLimits(4, 2, late), Weather(seed=1, slow=0.05, pipelined=True))
+    done.run()
+
+    check_nothing_lost_and_bound_held(done)
+    assert max(step - done.submit_version[row] for row, step in done.trained) == late
+    assert len(done.trained) == 1000
+
+
+def test_only_a_time_limit_drops_rows():
+    done = Simulation(GateLimits(4, 2, 1), Weather(seed=1, slow=0.05, late_limit_s=10.0))
+    done.run()
+
+    check_nothing_lost_and_bound_held(done)
+    assert 0 < done.drops < 100
+    assert len(done.trained) == 1000 - done.drops
+
+
+def test_a_higher_bound_takes_less_time():
+    finished_s: list[float] = []
+    for late in (0, 1, 4):
+        done = Simulation(GateLimits(4, 2, late), Weather(seed=1, train_s=4.0))
+        done.run()
+        finished_s.append(done.now_s)
+
+    # 250 batches take the trainer 2 s and the publisher 1 s each on average: 750 s of pure work.
+    assert finished_s[0] > 1.5 * finished_s[1]
+    assert finished_s[1] > finished_s[2] == pytest.approx(750, rel=0.05)

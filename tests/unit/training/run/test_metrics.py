@@ -1,0 +1,129 @@
+import io
+import sys
+import types
+
+import orjson
+import pytest
+from rich.console import Console
+
+from hearth.errors import ConfigError
+from hearth.telemetry import BusyClock
+from training.run.metrics import Display, MetricsLog
+from training.run.state import batch_metrics
+from training.utils import WandBConfig
+
+STEP = {"rollout/raw_reward": 0.25, "train/grad_norm": 1.5, "perf/step_wall_time": 0.125}
+
+
+class FakeWandB(types.ModuleType):
+    """What the run asks of the wandb package, written down."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.settings: dict[str, object] = {}
+        self.logged: list[dict[str, float]] = []
+        self.is_finished = False
+
+    def init(self, **settings: object) -> "FakeWandB":
+        self.settings = settings
+        return self
+
+    def log(self, metrics: dict[str, float]) -> None:
+        self.logged.append(metrics)
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+
+def test_records_are_json_lines_with_type_and_step(tmp_path):
+    with MetricsLog.open(tmp_path, WandBConfig(), {}) as log:
+        log.write("train", 1, STEP)
+        log.write("eval", 1, {"eval/accuracy": 0.5})
+
+    first, second = map(orjson.loads, (tmp_path / "metrics.jsonl").read_bytes().splitlines())
+    assert first == {"type": "train", "step": 1, **STEP}
+    assert second == {"type": "eval", "step": 1, "eval/accuracy": 0.5}
+
+
+def test_wandb_gets_every_record_when_an_entity_is_set(tmp_path, monkeypatch):
+    wandb = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+
+    config = WandBConfig(entity="team", project="p", run_name="r")
+    with MetricsLog.open(tmp_path, config, {"policy_loss": "grpo"}) as log:
+        log.write("train", 4, STEP)
+
+    assert wandb.settings["entity"] == "team"
+    assert wandb.settings["mode"] == "offline"
+    assert wandb.settings["config"] == {"policy_loss": "grpo"}
+    assert wandb.logged == [{**STEP, "train/step": 4}]
+    assert wandb.is_finished
+
+
+def test_wandb_stays_off_without_an_entity_and_is_named_when_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+
+    with MetricsLog.open(tmp_path, WandBConfig(), {}) as log:
+        log.write("train", 1, STEP)
+    with (
+        pytest.raises(ConfigError, match=r"wandb\.entity must be unset without the wandb package"),
+        MetricsLog.open(tmp_path, WandBConfig(entity="team"), {}),
+    ):
+        pass
+
+
+def test_a_step_is_one_plain_line_without_a_terminal():
+    out = io.StringIO()
+
+    display = Display(8, Console(file=out, width=200))
+    display.step(3, 5, STEP)
+    display.close()
+
+    assert out.getvalue() == "step    3  reward 0.250  grad 1.500  s 0.12\n"
+
+
+def test_a_terminal_gets_a_live_bar_that_leaves_only_notes_behind():
+    out = io.StringIO()
+
+    display = Display(8, Console(file=out, force_terminal=True, width=120))
+    display.step(3, 5, STEP)
+    display.note("held-out accuracy 0.5")
+    display.close()
+
+    assert "5/8" in out.getvalue()
+    assert "held-out accuracy 0.5" in out.getvalue()
+
+
+def test_busy_time_is_split_into_both_and_each_alone():
+    now = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0, 21.0, 28.0])
+    clock = BusyClock(now=lambda: next(now))
+
+    with clock.draw():  # from 1
+        with clock.draw():  # from 3
+            pass  # to 6
+        with clock.train():  # 10 to 15
+            pass
+    # to 21; taken at 28
+
+    assert clock.take() == (5.0, 2.0 + 3.0 + 4.0 + 6.0, 0.0)
+
+
+def test_training_alone_is_the_samplers_wait():
+    now = iter([0.0, 2.0, 7.0, 7.5])
+    clock = BusyClock(now=lambda: next(now))
+
+    with clock.train():
+        pass
+
+    assert clock.take() == (0.0, 0.0, 5.0)
+
+
+def test_batch_metrics_say_how_a_step_was_cut():
+    metrics = batch_metrics([(8, {}), (4, {}), (0, {})], completions_per_prompt=4)
+
+    assert metrics["rollout/fwd_bwd_count"] == 2.0
+    assert metrics["train/effective_grad_accum_steps"] == 2.0
+    assert metrics["batch/mean_samples_per_fwd_bwd"] == 6.0
+    assert metrics["batch/max_prompt_groups_per_fwd_bwd"] == 2.0
+    assert metrics["batch/min_prompt_groups_per_fwd_bwd"] == 1.0

@@ -1,0 +1,254 @@
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from hearth.errors import ConfigError
+from training.run.watchdog import StalledError, Watchdog
+
+REPORT = "the trainer waits for 3 rollouts\nrow 7: 120 s in judge.py:41"
+
+
+class Stage:
+    """A watchdog with a clock to turn, and what it did."""
+
+    def __init__(self, folder: Path, report: Callable[[], str] = lambda: REPORT, **options) -> None:
+        self.seconds = 1000.0
+        self.stalls: list[StalledError] = []
+        self.codes: list[int] = []
+        options = {"on_stall": self.stalls.append, "patience_s": 2.0, **options}
+        self.watchdog = Watchdog(
+            60.0, report, log_path=folder, exit=self.exit, now=lambda: self.seconds, **options
+        )
+
+    def exit(self, code: int) -> NoReturn:
+        self.codes.append(code)
+        raise SystemExit(code)
+
+    def after(self, seconds: float) -> list[StalledError]:
+        """What was called a stall so far, once that time has passed."""
+        self.seconds += seconds
+        self.watchdog.check()
+        return self.stalls
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def test_a_run_whose_steps_end_in_time_is_left_alone(stage, tmp_path):
+    for _ in range(5):
+        assert stage.after(59.0) == []
+        stage.watchdog.beat()
+
+    assert not (tmp_path / "stall.txt").exists()
+
+
+def test_a_stall_is_reported_once_with_who_waits_for_whom(stage, tmp_path, caplog):
+    stage.after(61.5)
+    stage.after(10.0)
+
+    (error,) = stage.stalls
+    path = tmp_path / "stall.txt"
+    assert str(error) == (
+        "61.5 s have passed without a finished step (stall_timeout_s=60): "
+        f"the trainer waits for 3 rollouts; see {path}"
+    )
+    assert error.category == "server"
+    assert REPORT in path.read_text()
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert str(error) in caplog.text
+    assert REPORT in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["stall.txt"]
+
+
+def test_the_report_has_the_stacks_of_all_threads_the_main_one_first(stage, tmp_path):
+    may_end = threading.Event()
+    waiting = threading.Thread(target=lambda: may_end.wait(10), name="a reward's thread")
+    waiting.start()
+    stage.after(61.0)  # this line
+    may_end.set()
+    waiting.join()
+
+    text = (tmp_path / "stall.txt").read_text()
+    assert text.index(REPORT) < text.index("Thread MainThread:") < text.index("Thread a reward's")
+    assert text.count("Thread MainThread:") == 1
+    assert "stage.after(61.0)  # this line" in text
+    assert "lambda: may_end.wait(10)" in text
+
+
+def test_the_process_is_ended_only_when_the_body_outlives_its_grace(stage, caplog):
+    stage.after(61.0)
+    stage.after(30.0)
+    assert stage.codes == []
+
+    with pytest.raises(SystemExit):
+        stage.after(0.1)
+    assert stage.codes == [1]
+    assert "has not ended 30 s after its stall" in caplog.text
+
+
+def test_after_a_stall_neither_steps_nor_pauses_put_the_end_off(stage):
+    stage.after(61.0)
+    stage.watchdog.beat()
+
+    with stage.watchdog.paused(), pytest.raises(SystemExit):
+        stage.after(31.0)
+
+
+def test_time_in_a_pause_does_not_count_and_time_around_it_does(stage):
+    stage.after(40.0)
+    with stage.watchdog.paused():
+        with stage.watchdog.paused():
+            assert stage.after(1000.0) == []
+        assert stage.after(1000.0) == []
+
+    assert stage.after(19.0) == []
+    assert len(stage.after(2.0)) == 1
+
+
+def test_a_step_that_ends_within_a_pause_counts_from_the_end_of_the_pause(stage):
+    with stage.watchdog.paused():
+        stage.after(500.0)
+        stage.watchdog.beat()
+        stage.after(500.0)
+
+    assert stage.after(59.0) == []
+    assert len(stage.after(2.0)) == 1
+
+
+def test_a_pause_ends_with_its_body_also_by_an_error(stage):
+    with pytest.raises(KeyError), stage.watchdog.paused():
+        raise KeyError
+
+    assert len(stage.after(61.0)) == 1
+
+
+def failing() -> str:
+    raise KeyError("rows")
+
+
+def ending() -> str:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("report", "complaint"),
+    [
+        (failing, "(the report failed with KeyError: 'rows')"),
+        (ending, "(the report failed with SystemExit: 3)"),
+        (lambda: "", "no report"),
+        (lambda: "\n", "no report"),
+    ],
+)
+def test_a_report_that_fails_costs_only_itself(tmp_path, report, complaint):
+    stage = Stage(tmp_path, report)
+
+    (error,) = stage.after(61.0)
+
+    assert f": {complaint}; see" in str(error)
+    assert "Thread MainThread" in (tmp_path / "stall.txt").read_text()
+
+
+def test_a_report_that_hangs_costs_only_its_patience_and_is_seen_to_hang(tmp_path):
+    may_end = threading.Event()
+    stage = Stage(tmp_path, lambda: str(may_end.wait(10)), patience_s=0.2)
+
+    (error,) = stage.after(61.0)
+    may_end.set()
+
+    assert "(the report did not end within 0.2 s)" in str(error)
+    assert "lambda: str(may_end.wait(10))" in (tmp_path / "stall.txt").read_text()
+
+
+def test_where_no_file_can_be_written_the_log_has_it_all(tmp_path, caplog):
+    stage = Stage(tmp_path / "gone")
+
+    (error,) = stage.after(61.0)
+
+    assert "stall.txt failed with FileNotFoundError" in str(error)
+    assert REPORT in caplog.text
+    assert "Thread MainThread" in caplog.text
+
+
+def test_an_on_stall_that_fails_is_logged_and_the_process_ends_all_the_same(tmp_path, caplog):
+    def fail(error: StalledError) -> None:
+        raise KeyError("loop") from error
+
+    stage = Stage(tmp_path, on_stall=fail)
+    stage.after(61.0)
+    with pytest.raises(SystemExit):
+        stage.after(31.0)
+
+    assert "on_stall failed; the process exits in 30 s" in caplog.text
+    assert stage.codes == [1]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_timeout_of_nothing_is_refused(tmp_path, seconds):
+    with pytest.raises(ConfigError, match="stall_timeout_s must be > 0, got"):
+        Watchdog(seconds, lambda: REPORT, log_path=tmp_path, on_stall=print)
+
+
+def test_the_thread_notices_by_itself_and_a_body_that_ends_is_not_killed(tmp_path):
+    codes: list[int] = []
+    stalled = threading.Event()
+
+    def exit(code: int) -> NoReturn:
+        codes.append(code)
+        raise SystemExit(code)
+
+    with Watchdog(
+        0.1,
+        lambda: REPORT,
+        log_path=tmp_path,
+        on_stall=lambda _: stalled.set(),
+        grace_s=5.0,
+        exit=exit,
+    ) as watchdog:
+        with watchdog.paused():
+            assert not stalled.wait(0.3)
+        assert stalled.wait(5)
+
+    assert codes == []
+    assert "hearth-watchdog" not in {thread.name for thread in threading.enumerate()}
+
+
+STUCK = """
+import time
+from pathlib import Path
+from training.run.watchdog import Watchdog
+
+def score():
+    time.sleep(120)  # stuck in C
+
+with Watchdog(0.3, lambda: "the reward computes", log_path=Path.cwd(), on_stall=print, grace_s=0.3):
+    score()
+"""
+
+
+def test_a_process_whose_main_thread_is_stuck_exits_with_a_report_of_the_line(tmp_path):
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    begun = time.monotonic()
+
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+
+    report = (tmp_path / "stall.txt").read_text()
+    assert done.returncode == 1
+    assert time.monotonic() - begun < 50
+    assert f'File "{script}", line 7, in score' in report
+    for text in (report, done.stderr):
+        assert "time.sleep(120)  # stuck in C" in text
+        assert "the reward computes" in text
+    assert "has not ended 0.3 s after its stall: the process exits" in done.stderr
+    assert "see " + str(tmp_path / "stall.txt") in done.stdout

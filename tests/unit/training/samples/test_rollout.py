@@ -1,0 +1,385 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hearth.errors import ConfigError
+from hearth.losses import LOGPROB_TOLERANCE
+from training.samples.rollout import Rollout, RolloutRun, RolloutSample, RolloutSetup, runs_of
+
+WHERE = "row 7, draw 2"
+
+
+def sample(**changes: Any) -> RolloutSample:
+    """Two prompt tokens and two drawn ones."""
+    usual: dict[str, Any] = {
+        "tokens": [5, 6, 7, 8],
+        "logprobs": [0.0, 0.0, -0.25, -1.5],
+        "loss_mask": [0, 0, 1, 1],
+        "reward": 1.0,
+    }
+    return RolloutSample(**(usual | changes))
+
+
+def only(returned: object) -> RolloutSample:
+    """The one sample of the one trajectory."""
+    (run,) = runs_of(returned, WHERE)
+    (one,) = run.segments
+    return one
+
+
+# T142: the record itself.
+
+
+def test_t142_a_sample_has_the_documents_fields_and_defaults():
+    fields = {field.name: field.default for field in dataclasses.fields(RolloutSample)}
+    required = [name for name, default in fields.items() if default is dataclasses.MISSING]
+
+    assert required == ["tokens", "logprobs", "loss_mask", "reward"]
+    assert list(fields)[4:6] == ["finish_reason", "text"]
+    assert sample() == RolloutSample([5, 6, 7, 8], [0.0, 0.0, -0.25, -1.5], [0, 0, 1, 1], 1.0)
+    assert (sample().finish_reason, sample().text, sample().versions) == ("stop", "", None)
+
+
+def test_t140_the_setup_has_what_the_document_lists():
+    names = [field.name for field in dataclasses.fields(RolloutSetup)]
+
+    assert names[:8] == [
+        "tokenizer",
+        "tokenizer_id",
+        "sample_kwargs",
+        "inference_base_url",
+        "api_key",
+        "model",
+        "completions_per_prompt",
+        "extras",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mask", "prompt_len", "completion_len"),
+    [([0, 0, 1, 1], 2, 2), ([0, 1, 0, 1], 1, 2), ([0, 0, 0, 1], 3, 1), ([0, 0, 0, 0], 4, 0)],
+)
+def test_lengths_come_from_the_mask(mask, prompt_len, completion_len):
+    one = sample(loss_mask=mask)
+
+    assert (one.prompt_len, one.completion_len) == (prompt_len, completion_len)
+
+
+# What a rollout function may return.
+
+
+def test_none_is_no_trajectory():
+    assert runs_of(None, WHERE) == []
+
+
+def test_a_sample_is_one_run_of_one_segment():
+    assert runs_of(sample(), WHERE) == [RolloutRun([sample()])]
+
+
+def test_a_run_keeps_its_segments_its_name_and_its_metadata():
+    run = RolloutRun([sample(), sample(tokens=[9, 9, 9, 9])], "attempt-3", {"turns": 2})
+
+    assert runs_of(run, WHERE) == [run]
+    assert run.reward == 1.0
+
+
+def test_a_rollout_has_several_runs_with_rewards_of_their_own():
+    rollout = Rollout([RolloutRun([sample(reward=r)]) for r in (0.0, 0.5, 1.0)], {"game": 3})
+
+    assert [run.reward for run in runs_of(rollout, WHERE)] == [0.0, 0.5, 1.0]
+
+
+WRONG_TYPES = [
+    (1.0, r"must return RolloutSample, RolloutRun, Rollout or None, got float: 1\.0"),
+    ([sample()], "must return .*, got list: "),
+    ({"tokens": [1, 2]}, "must return .*, got dict: "),
+    (False, "must return .*, got bool: False"),
+    (Rollout([sample()]), "runs must hold RolloutRun, got RolloutSample"),  # pyright: ignore[reportArgumentType]
+    (RolloutRun([[1, 2]]), "segments must hold RolloutSample, got list"),  # pyright: ignore[reportArgumentType]
+]
+
+
+@pytest.mark.parametrize(("returned", "message"), WRONG_TYPES)
+def test_another_type_is_a_type_error_that_says_what_came(returned, message):
+    with pytest.raises(TypeError, match=f"^{WHERE}: .*{message}"):
+        runs_of(returned, WHERE)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (Rollout([]), r"runs must hold at least 1 run, got \[\]: return None to drop it"),
+        (RolloutRun([]), r"segments must hold at least 1 sample, got \[\]: return None"),
+        (
+            Rollout([RolloutRun([sample()]), RolloutRun([])]),
+            r"run 1: segments must hold at least 1",
+        ),
+    ],
+)
+def test_nothing_in_a_run_or_a_rollout_is_refused(returned, message):
+    with pytest.raises(ConfigError, match=f"^{WHERE}.*{message}"):
+        runs_of(returned, WHERE)
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 0.0), (1.0, 1.0, 1.0 + 1e-12)])
+def test_segments_of_one_run_share_one_reward(rewards):
+    run = RolloutRun([sample(reward=reward) for reward in rewards])
+
+    with pytest.raises(
+        ConfigError, match=f"^{WHERE}: reward must be the same in all segments of a run, got .*1.0"
+    ):
+        runs_of(run, WHERE)
+
+
+def test_the_place_of_a_fault_names_run_and_segment():
+    bad = sample(reward=math.nan)
+    rollout = Rollout([RolloutRun([sample()]), RolloutRun([sample(), sample(), bad])])
+
+    with pytest.raises(ConfigError, match=f"^{WHERE}, run 1, segment 2: reward must be"):
+        runs_of(rollout, WHERE)
+
+
+def test_a_sample_without_drawn_tokens_is_left_out():
+    silent = sample(loss_mask=[0, 0, 0, 0], logprobs=[0.0] * 4)
+    rollout = Rollout([RolloutRun([silent]), RolloutRun([silent, sample()], "second")])
+
+    assert runs_of(silent, WHERE) == []
+    assert runs_of(rollout, WHERE) == [RolloutRun([sample()], "second")]
+
+
+def test_a_sample_without_drawn_tokens_is_judged_all_the_same():
+    with pytest.raises(ConfigError, match="reward must be a finite number"):
+        runs_of(sample(loss_mask=[0, 0, 0, 0], reward=math.nan), WHERE)
+
+
+# T144: alignment is the contract.
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "lengths"),
+    [
+        ("tokens", [5, 6, 7], (3, 4, 4)),
+        ("tokens", [5, 6, 7, 8, 9], (5, 4, 4)),
+        ("logprobs", [-0.25, -1.5], (4, 2, 4)),
+        ("logprobs", [0.0] * 5, (4, 5, 4)),
+        ("loss_mask", [1, 1], (4, 4, 2)),
+        ("loss_mask", [], (4, 4, 0)),
+        ("tokens", [], (0, 4, 4)),
+    ],
+)
+def test_t144_lists_of_different_lengths_are_refused_with_all_three(field, value, lengths):
+    tokens, logprobs, mask = lengths
+
+    with pytest.raises(
+        ValueError,
+        match=f"^{WHERE}: tokens, logprobs and loss_mask must be of one length, got "
+        f"{tokens} tokens, {logprobs} logprobs and {mask} loss_mask$",
+    ):
+        runs_of(sample(**{field: value}), WHERE)
+
+
+@pytest.mark.parametrize("tokens", [[], [5]])
+def test_fewer_than_two_tokens_have_nothing_to_predict(tokens):
+    short = sample(tokens=tokens, logprobs=[0.0] * len(tokens), loss_mask=[0] * len(tokens))
+
+    with pytest.raises(ConfigError, match=r"tokens must hold at least 2 ids, got \["):
+        runs_of(short, WHERE)
+
+
+@pytest.mark.parametrize("field", ["tokens", "logprobs", "loss_mask"])
+@pytest.mark.parametrize("value", [None, "5678", 3, {5: 6}], ids=repr)
+def test_what_is_no_list_is_refused(field, value):
+    with pytest.raises(ConfigError, match=f"^{WHERE}: {field} must be a list, got "):
+        runs_of(sample(**{field: value}), WHERE)
+
+
+@pytest.mark.parametrize("wrong", [-1, 5.5, 7.0, "7", None, True], ids=repr)
+def test_a_token_is_an_id(wrong):
+    with pytest.raises(ConfigError, match=f"tokens must be integers >= 0, got {wrong!r} at inde"):
+        runs_of(sample(tokens=[5, 6, wrong, 8]), WHERE)
+
+
+@pytest.mark.parametrize("wrong", [2, -1, 0.5, math.nan, None, "1", [1]], ids=repr)
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_mask_is_0_or_1_everywhere(wrong, place):
+    mask: list[Any] = [0, 0, 1, 1]
+    mask[place] = wrong
+
+    with pytest.raises(ConfigError, match="loss_mask must be 0 or 1 everywhere, got ") as failure:
+        runs_of(sample(loss_mask=mask), WHERE)
+
+    assert f"{wrong!r} at index {place}" in str(failure.value)
+
+
+def test_nothing_can_predict_the_first_token():
+    with pytest.raises(ConfigError, match="loss_mask must be 0 at index 0, got 1: nothing stands"):
+        runs_of(sample(loss_mask=[1, 0, 1, 1]), WHERE)
+
+
+@pytest.mark.parametrize(
+    "wrong", [math.nan, math.inf, -math.inf, 0.5, 2 * LOGPROB_TOLERANCE, None, "-1"], ids=repr
+)
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_a_logprob_is_finite_and_not_positive_also_where_nothing_was_drawn(wrong, place):
+    logprobs: list[Any] = [0.0, 0.0, -0.25, -1.5]
+    logprobs[place] = wrong
+
+    with pytest.raises(ConfigError, match="logprobs must be finite and <= 0, got ") as failure:
+        runs_of(sample(logprobs=logprobs), WHERE)
+
+    assert str(failure.value).startswith(f"{WHERE}: ")
+    assert f"{wrong!r} at index {place}" in str(failure.value)
+
+
+def test_rounding_above_0_is_no_fault():
+    assert only(sample(logprobs=[0.0, 0.0, LOGPROB_TOLERANCE, -1.5])).logprobs[2] > 0
+
+
+def test_of_many_wrong_values_the_first_three_are_shown():
+    logprobs = [math.nan, 1.0, math.inf, 2.0, 3.0]
+    wrong = sample(tokens=[1] * 5, loss_mask=[0, 1, 1, 1, 1], logprobs=logprobs)
+
+    with pytest.raises(
+        ConfigError, match=r"nan at index 0, 1\.0 at index 1, inf at index 2 and 2 more:"
+    ):
+        runs_of(wrong, WHERE)
+
+
+@pytest.mark.parametrize(
+    "wrong", [math.nan, math.inf, -math.inf, None, "1.0", [1.0], Decimal("0.5"), 1j], ids=repr
+)
+def test_a_reward_is_a_finite_number(wrong):
+    with pytest.raises(
+        ConfigError, match=f"^{WHERE}: reward must be a finite number, got .*return None to drop"
+    ):
+        runs_of(sample(reward=wrong), WHERE)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [np.float32("nan"), np.array([1.0, 2.0]), torch.tensor(math.inf), torch.tensor([1.0])],
+    ids=repr,
+)
+def test_a_reward_in_an_array_is_judged_by_its_value(wrong):
+    with pytest.raises(ConfigError, match="reward must be a finite number, got "):
+        runs_of(sample(reward=wrong), WHERE)
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        (True, 1.0),
+        (False, 0.0),
+        (3, 3.0),
+        (-0.5, -0.5),
+        (np.float32(0.25), 0.25),
+        (np.float64(0.25), 0.25),
+        (np.int64(2), 2.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.75), 0.75),
+        (torch.tensor(0.75), 0.75),
+        (torch.tensor(True), 1.0),
+        (torch.tensor(0.5, requires_grad=True), 0.5),
+    ],
+    ids=repr,
+)
+def test_any_kind_of_number_is_a_reward_and_becomes_a_float(given, value):
+    reward = only(sample(reward=given)).reward
+
+    assert (reward, type(reward)) == (value, float)
+
+
+PLAIN = sample(reward=0.5)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        sample(tokens=(5, 6, 7, 8), logprobs=(0, 0, -0.25, -1.5), loss_mask=(0, 0, 1, 1)),
+        sample(loss_mask=[False, False, True, True]),
+        sample(loss_mask=[0.0, 0.0, 1.0, 1.0]),
+        sample(
+            tokens=np.array([5, 6, 7, 8], dtype=np.int32),
+            logprobs=np.array([0.0, 0.0, -0.25, -1.5], dtype=np.float32),
+            loss_mask=np.array([0, 0, 1, 1]),
+        ),
+        sample(
+            tokens=torch.tensor([5, 6, 7, 8]),
+            logprobs=torch.tensor([0.0, 0.0, -0.25, -1.5]),
+            loss_mask=torch.tensor([False, False, True, True]),
+        ),
+        sample(
+            tokens=list(np.array([5, 6, 7, 8])),
+            logprobs=list(torch.tensor([0.0, 0.0, -0.25, -1.5])),
+            loss_mask=list(np.array([0, 0, 1, 1], dtype=np.uint8)),
+        ),
+        sample(versions=[(3, 1), (4, 1)]),
+    ],
+    ids=["tuples", "bools", "floats", "numpy", "torch", "lists of scalars", "version tuples"],
+)
+def test_arrays_tensors_and_their_scalars_become_plain_lists(given):
+    one = only(dataclasses.replace(given, reward=0.5))
+
+    assert dataclasses.replace(one, versions=None) == PLAIN
+    assert {type(value) for value in one.tokens + one.loss_mask} == {int}
+    assert {type(value) for value in one.logprobs} == {float}
+    assert one.versions in (None, [[3, 1], [4, 1]])
+
+
+def test_what_was_returned_stays_as_it_is():
+    given = sample(loss_mask=[0.0, 0.0, 1.0, 1.0])
+    before = dataclasses.replace(given)
+
+    one = only(given)
+    one.versions = [[9, 2]]
+    one.tokens.append(3)
+
+    assert given == before
+
+
+@pytest.mark.parametrize("versions", [[[0, 2]], [[3, 1], [4, 1]], [[3, 2], [4, 0]]])
+def test_versions_cover_the_drawn_tokens(versions):
+    assert only(sample(versions=versions)).versions == versions
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[], [[0, 4]], [[0, 1]], [[3, 3], [4, -1]], [[-1, 2]], [2], [[0, 1, 1]], [[0, "2"]]],
+    ids=repr,
+)
+def test_versions_that_do_not_add_up_are_refused(wrong):
+    with pytest.raises(
+        ConfigError, match=r"versions must be pairs \[weight version, tokens\] that cover the 2 dr"
+    ) as failure:
+        runs_of(sample(versions=wrong), WHERE)
+
+    assert str(failure.value).endswith(f"got {wrong}")
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"),
+    [(None, None), (True, True), (np.False_, False), (torch.tensor(True), True)],
+)
+def test_whether_an_answer_was_found_is_a_truth_value_or_unknown(given, parsed):
+    assert only(sample(parsed=given)).parsed is parsed
+
+
+@pytest.mark.parametrize("wrong", [0, 1.0, "no", np.array([True])], ids=repr)
+def test_what_is_no_truth_value_is_refused(wrong):
+    with pytest.raises(ConfigError, match="row 7, draw 2: parsed must be True, False or None, got"):
+        runs_of(sample(parsed=wrong), WHERE)
+
+
+@pytest.mark.parametrize(
+    ("segments", "parsed"),
+    [([None, None], None), ([False, None], False), ([False, True], True), ([True, False], True)],
+)
+def test_a_run_is_parsed_where_one_of_its_segments_is(segments, parsed):
+    assert RolloutRun([sample(parsed=segment) for segment in segments]).parsed is parsed

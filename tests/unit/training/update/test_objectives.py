@@ -1,0 +1,91 @@
+import dataclasses
+
+import pytest
+import torch
+
+from hearth.losses import POLICY_LOSSES, TIS, builtin_objective
+from training.config.objective import objective_options, tis_options
+from training.data.rows import IndexedRow
+from training.data.seeds import row_seed
+from training.recipes.rl_loop import Config
+from training.samples.groups import PromptGroup, entropy_estimate
+from training.samples.rollout import RolloutSample
+from training.update.objectives import builtin_call, samples_of
+from training.update.policy_losses import make_policy_loss_fn
+from training.utils import DAPOConfig, TISConfig
+
+
+def group() -> PromptGroup:
+    rows = ([1, 2, 3, 4, 5], [1, 2, 3, 7], [1, 2, 3, 9, 9, 9])
+    drawn = [
+        RolloutSample(
+            tokens=list(row),
+            logprobs=[0.0, 0.0, 0.0, *[-0.5 - 0.1 * i for i in range(len(row) - 3)]],
+            loss_mask=[0, 0, 0, *[1] * (len(row) - 3)],
+            reward=reward,
+        )
+        for row, reward in zip(rows, (1.0, 0.0, 0.0), strict=True)
+    ]
+    return PromptGroup.of(IndexedRow(0, 0, {}), [[one] for one in drawn])
+
+
+@pytest.mark.parametrize("name", [loss for loss in POLICY_LOSSES if loss != "reinforce"])
+@pytest.mark.parametrize("tis", [None, TIS(cap=1.1)], ids=["plain", "tis"])
+def test_the_built_in_call_has_the_closures_loss(name, tis):
+    config = Config(policy_loss=name, kl_beta=0.0, dapo=DAPOConfig(eps_clip_c=3.0))
+    objective = objective_options(config)
+    samples = samples_of([group()])
+    policy = [torch.full((len(s.behavior_logprobs),), -0.4, requires_grad=True) for s in samples]
+    for sample in samples:
+        sample.old_logprobs = [-0.6] * len(sample.behavior_logprobs)
+
+    call = builtin_call(objective, name, tis, samples)
+    builtin = builtin_objective(call.loss_fn, call.loss_fn_config)
+    inputs = [
+        {key: value.to_torch() for key, value in datum.loss_fn_inputs.items()}
+        for datum in call.data
+    ]
+    in_trainer = builtin.per_token(builtin.batch(policy, inputs)).per_token.sum()
+    closure = make_policy_loss_fn(
+        name,
+        advantages=[s.advantage for s in samples],
+        tis=tis,
+        config=objective,
+        behavior_logprobs=[s.behavior_logprobs for s in samples],
+        old_logprobs=[s.old_logprobs for s in samples],
+    )
+    in_client, _ = closure([s.datum for s in samples], policy)
+
+    assert float(in_trainer.detach()) == pytest.approx(float(in_client.detach()), rel=1e-5)
+
+
+def test_options_come_from_their_own_part_of_the_config():
+    config = Config(policy_loss="dapo", dapo=DAPOConfig(eps_clip_high=0.5), eps_clip=0.1)
+
+    assert dataclasses.asdict(objective_options(config))["eps_clip_high"] == 0.5
+    assert dataclasses.asdict(objective_options(config))["eps_clip"] == 0.2
+    assert tis_options(config) is None
+    on = tis_options(Config(tis_enabled=True, tis=TISConfig(cap=3.0, level="sequence")))
+    assert on == TIS(cap=3.0, level="sequence")
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_kl_beta_changes_the_losses_that_have_a_kl_and_no_other(name):
+    none, some = (objective_options(Config(policy_loss=name, kl_beta=beta)) for beta in (0.0, 0.5))
+
+    assert (none != some) is POLICY_LOSSES[name].has_kl
+    assert POLICY_LOSSES[name].has_kl is (name in ("grpo", "reinforce"))
+
+
+def test_entropy_is_estimated_over_drawn_tokens_only():
+    drawn = [-0.5, -0.6, -0.5, -0.5, -0.6, -0.7]
+
+    assert entropy_estimate([group()]) == pytest.approx(-sum(drawn) / len(drawn))
+
+
+def test_row_seeds_repeat_and_differ():
+    seeds = [row_seed(seed, index) for seed in range(20) for index in range(200)]
+
+    assert seeds == [row_seed(seed, index) for seed in range(20) for index in range(200)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
