@@ -9,24 +9,23 @@ from hearth.losses.catalog import (
     policy_loss_per_token,
     resolve_objective,
 )
-from hearth.losses.cispo import CISPO, CISPOMask, cispo, cispo_mask
-from hearth.losses.clipped import DAPO, GRPO, clipped_surrogate
-from hearth.losses.corrections import TIS, KLEstimator, kl_penalty, tis_weights
-from hearth.losses.crossentropy import CrossEntropy, cross_entropy
-from hearth.losses.dro import DRO, dro
-from hearth.losses.importance import ImportanceSampling, importance_sampling
+from hearth.losses.cispo import CISPO, CISPOMask
+from hearth.losses.clipped import DAPO, GRPO
+from hearth.losses.corrections import TIS, KLEstimator, kl_penalty
+from hearth.losses.crossentropy import CrossEntropy
+from hearth.losses.dro import DRO
+from hearth.losses.importance import ImportanceSampling
 from hearth.losses.objective import Objective, ObjectiveOutput
 from hearth.losses.reduce import (
     NORMALIZATION_MODES,
     REDUCTIONS,
     GradientCounts,
     NormalizationMode,
-    denominator,
-    gradient_counts,
+    count_gradients,
     reduce_loss,
 )
-from hearth.losses.reinforce import Reinforce, reinforce
-from hearth.losses.sequence import GSPO, GSPO_PRESETS, gspo
+from hearth.losses.reinforce import Reinforce
+from hearth.losses.sequence import GSPO, GSPO_PRESETS
 
 __all__ = [
     "BUILTIN_LOSSES",
@@ -55,19 +54,9 @@ __all__ = [
     "Reinforce",
     "TokenBatch",
     "builtin_objective",
-    "cispo",
-    "cispo_mask",
-    "clipped_surrogate",
-    "cross_entropy",
-    "denominator",
-    "dro",
-    "gradient_counts",
-    "gspo",
-    "importance_sampling",
+    "count_gradients",
     "kl_penalty",
     "policy_loss_per_token",
     "reduce_loss",
-    "reinforce",
     "resolve_objective",
-    "tis_weights",
 ]

@@ -1,7 +1,7 @@
 """Flat token batches: the one input of every objective. Owns masking and checking, no formula.
 
-Legend: T target tokens of all samples, end to end; N samples. Rows are target-aligned: row t of a
-sample is about its token t + 1.
+Legend: T target tokens of all samples, end to end; N samples. Values are target-aligned: value t of
+a sample belongs to its token t + 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from hearth.errors import ConfigError, NumericsError
 
 LOGPROB_TOLERANCE = 1e-4
-"""How far above 0 a logprob may stand: rounding of a log-softmax in low precision."""
+"""How far above 0 a logprob may be: a log-softmax in low precision rounds."""
 
 RATIO_LOG_CAP = 20.0
 """exp(20) is about 5e8: beyond any useful ratio, well short of float32 overflow."""
@@ -29,9 +29,9 @@ _LOGPROBS = ("policy_logprobs", "old_logprobs", "behavior_logprobs", "ref_logpro
 class TokenBatch:
     """Per-token fields [T] of N samples, clean from construction on.
 
-    Where ``mask`` is 0 every field is replaced by 0, so that whatever stood there reaches neither
-    a loss nor a gradient. Fields are float32, or float64 when ``policy_logprobs`` are; all but
-    ``policy_logprobs`` are constants. Values on active tokens are kept: ``validate`` judges them.
+    Where ``mask`` is 0 every field becomes 0, so that masked values reach neither a loss nor a
+    gradient. Fields are float32, or float64 when ``policy_logprobs`` are; all but
+    ``policy_logprobs`` are constants. Values on active tokens are kept; ``validate`` checks them.
 
     Raises:
         ConfigError: a field is not one-dimensional or not as long as ``policy_logprobs``.
@@ -54,7 +54,7 @@ class TokenBatch:
     ref_logprobs: Tensor | None = None
     """Frozen reference's."""
     datum_ids: Sequence[int] | None = None
-    """What to call the N samples in errors; None calls them 0, 1, ..."""
+    """Names of the N samples in errors; None names them 0, 1, ..."""
 
     def __post_init__(self) -> None:
         policy = self.policy_logprobs
@@ -86,46 +86,37 @@ class TokenBatch:
         old_logprobs: Sequence[Tensor] | None = None,
         behavior_logprobs: Sequence[Tensor] | None = None,
         ref_logprobs: Sequence[Tensor] | None = None,
-        datum_ids: Sequence[int] | None = None,
     ) -> TokenBatch:
-        """Join per-sample rows; an advantage may be one number for its whole sample.
+        """Join tensors of one sample each; an advantage may be one number for its whole sample.
 
         Raises:
-            ConfigError: a field lacks a sample, or a sample's rows differ in length.
+            ConfigError: a field lacks a sample, or a sample's fields differ in length.
         """
-        rows = list(policy_logprobs)
-        names = list(range(len(rows))) if datum_ids is None else list(datum_ids)
-        if len(advantages) != len(rows) or len(names) != len(rows):
-            raise ConfigError(
-                f"advantages and datum_ids must have one entry per sample, got {len(advantages)} "
-                f"and {len(names)} for {len(rows)} samples"
-            )
-        spread = [
-            value if isinstance(value, Tensor) and value.dim() else _spread(value, row)
-            for value, row in zip(advantages, rows, strict=True)
-        ]
-        lengths = torch.tensor([row.numel() for row in rows], dtype=torch.int64)
-        device = rows[0].device if rows else torch.device("cpu")
+        policy = list(policy_logprobs)
 
-        def join(name: str, parts: Sequence[Tensor] | None) -> Tensor | None:
-            return None if parts is None else _join(name, parts, rows, names)
+        def join(name: str, parts: Sequence[Tensor | float]) -> Tensor:
+            return _join(name, parts, policy)
 
+        def join_given(name: str, parts: Sequence[Tensor] | None) -> Tensor | None:
+            return None if parts is None else _join(name, parts, policy)
+
+        lengths = torch.tensor([values.numel() for values in policy], dtype=torch.int64)
+        device = policy[0].device if policy else torch.device("cpu")
         return cls(
-            policy_logprobs=torch.cat(rows) if rows else torch.zeros(0),
-            advantages=_join("advantages", spread, rows, names),
-            mask=_join("mask", mask, rows, names),
-            segment_ids=torch.repeat_interleave(torch.arange(len(rows)), lengths).to(device),
-            num_samples=len(rows),
-            old_logprobs=join("old_logprobs", old_logprobs),
-            behavior_logprobs=join("behavior_logprobs", behavior_logprobs),
-            ref_logprobs=join("ref_logprobs", ref_logprobs),
-            datum_ids=datum_ids,
+            policy_logprobs=torch.cat(policy) if policy else torch.zeros(0),
+            advantages=join("advantages", advantages),
+            mask=join("mask", mask),
+            segment_ids=torch.arange(len(policy)).repeat_interleave(lengths).to(device),
+            num_samples=len(policy),
+            old_logprobs=join_given("old_logprobs", old_logprobs),
+            behavior_logprobs=join_given("behavior_logprobs", behavior_logprobs),
+            ref_logprobs=join_given("ref_logprobs", ref_logprobs),
         )
 
-    def of_samples(self, samples: Sequence[int], policy_logprobs: Tensor) -> TokenBatch:
-        """The batch of some samples, in that order, under other logprobs, those of their tokens.
+    def select_samples(self, samples: Sequence[int], policy_logprobs: Tensor) -> TokenBatch:
+        """The batch of some samples, in that order, with new logprobs for their tokens.
 
-        Made for ``concat``'s batches, where each sample's tokens stand together.
+        Requires that each sample's tokens stand together, as in ``concat``'s batches.
 
         Raises:
             ConfigError: there are more or fewer logprobs than tokens.
@@ -175,18 +166,18 @@ class TokenBatch:
         """``old_logprobs``, or the current ones without their gradient, [T]."""
         return self.policy_logprobs.detach() if self.old_logprobs is None else self.old_logprobs
 
-    def live(self, values: Tensor) -> Tensor:
+    def zero_masked(self, values: Tensor) -> Tensor:
         """``values`` [T] with an exact 0, and no gradient, on masked tokens."""
         return torch.where(self.active, values, 0.0)
 
     def active_mean(self, values: Tensor) -> Tensor:
         """Mean of ``values`` [T] over active tokens, without gradient; 0 when there are none."""
-        return self.live(values.detach()).sum() / self.num_active
+        return self.zero_masked(values.detach()).sum() / self.num_active
 
     def segment_sum(self, values: Tensor) -> Tensor:
         """Sum over each sample's active tokens, float64 [N]."""
         totals = torch.zeros(self.num_samples, dtype=torch.float64, device=values.device)
-        return totals.index_add(0, self.segment_ids, self.live(values).double())
+        return totals.index_add(0, self.segment_ids, self.zero_masked(values).double())
 
     def segment_count(self) -> Tensor:
         """Active tokens of each sample, float64 [N]."""
@@ -196,12 +187,12 @@ class TokenBatch:
         """Mean over each sample's active tokens, float64 [N]; 0 for a sample without any."""
         return self.segment_sum(values) / self.segment_count().clamp(min=1)
 
-    def per_token(self, per_sample: Tensor) -> Tensor:
+    def at_tokens(self, per_sample: Tensor) -> Tensor:
         """A value per sample [N] at each of its tokens [T]."""
         return per_sample[self.segment_ids].to(self.mask.dtype)
 
     def validate(self) -> None:
-        """Refuse what no objective may see on an active token.
+        """Refuse values that no objective may see on an active token.
 
         Raises:
             ConfigError: a mask entry is neither 0 nor 1, or a segment id is out of range.
@@ -237,25 +228,24 @@ class TokenBatch:
         why = "a probability above 1" if value > 0 else "no usable probability"
         return NumericsError(
             f"{where} must be finite and <= 0 on an active token, got {value:g}: {why}; mask the "
-            "token, or check that the rows are target-aligned"
+            "token, or check that the values are target-aligned"
         )
 
 
-def _spread(value: Tensor | float, row: Tensor) -> Tensor:
-    return torch.full_like(row, float(value))
-
-
-def _join(
-    name: str, parts: Sequence[Tensor], rows: Sequence[Tensor], datum_ids: Sequence[int]
-) -> Tensor:
-    if len(parts) != len(rows):
+def _join(name: str, parts: Sequence[Tensor | float], policy: Sequence[Tensor]) -> Tensor:
+    """One field of all samples, end to end; a number counts for each token of its sample."""
+    if len(parts) != len(policy):
         raise ConfigError(
-            f"{name} must have one entry per sample, got {len(parts)} for {len(rows)} samples"
+            f"{name} must have one entry per sample, got {len(parts)} for {len(policy)} samples"
         )
-    for part, row, datum in zip(parts, rows, datum_ids, strict=True):
-        if part.shape != row.shape:
+    spread = [
+        part if isinstance(part, Tensor) and part.dim() else torch.full_like(values, float(part))
+        for part, values in zip(parts, policy, strict=True)
+    ]
+    for datum, (part, values) in enumerate(zip(spread, policy, strict=True)):
+        if part.shape != values.shape:
             raise ConfigError(
-                f"datum {datum}: {name} must have {row.numel()} target-aligned rows as "
+                f"datum {datum}: {name} must have {values.numel()} target-aligned values as "
                 f"policy_logprobs, got {list(part.shape)}"
             )
-    return torch.cat(list(parts)) if rows else torch.zeros(0)
+    return torch.cat(spread) if policy else torch.zeros(0)

@@ -30,70 +30,73 @@ _MASK_INPUTS = ("weights", "loss_mask")
 
 @dataclass(frozen=True)
 class BuiltinObjective:
-    """A built-in loss with its options, and how a datum's fields make its batch."""
+    """A built-in loss with its options and the datum fields that it reads."""
 
     name: str
     """Its wire name."""
     objective: Objective
     """The options."""
     required_inputs: tuple[str, ...]
-    """Fields a datum must have beside ``target_tokens``."""
+    """Fields that a datum must have beside ``target_tokens``."""
     optional_inputs: tuple[str, ...]
-    """Fields a datum may have; any other is a mistake."""
+    """Fields that a datum may have; any other is an error."""
 
-    def batch(
+    def make_batch(
         self,
         policy_logprobs: Sequence[Tensor],
         inputs: Sequence[Mapping[str, Tensor]],
         datum_ids: Sequence[int] | None = None,
     ) -> TokenBatch:
-        """The flat batch of some datums: one row tensor and one field mapping each.
+        """The flat batch of some datums: one tensor of logprobs and one mapping of fields each.
 
-        For ``cross_entropy`` a token's weight (``weights``, else ``loss_mask``, else 0) is what
-        it counts. For the policy losses ``logprobs`` are those of the policy that the ratio is
-        to, and the mask is ``weights`` or ``loss_mask``; without either, a token of advantage 0
-        is inactive, because clients fold the mask into the advantages.
+        For ``cross_entropy`` a token counts by its weight (``weights``, else ``loss_mask``, else
+        0). For the policy losses the ratio is to ``logprobs``, and the mask is ``weights`` or
+        ``loss_mask``; without either, a token of advantage 0 is inactive, because clients fold
+        the mask into the advantages.
 
         Raises:
             ConfigError: a field is missing, unknown, or not as long as the datum's targets.
         """
         names = list(range(len(inputs))) if datum_ids is None else list(datum_ids)
-        rows = [_flat(row) for row in policy_logprobs]
-        whole = torch.cat(rows) if rows else torch.zeros(0)
-        lengths = torch.tensor([row.numel() for row in rows], dtype=torch.int64)
-        joined = _joined(rows, inputs)
+        logprobs = [_flatten(values) for values in policy_logprobs]
+        whole = torch.cat(logprobs) if logprobs else torch.zeros(0)
+        lengths = torch.tensor([values.numel() for values in logprobs], dtype=torch.int64)
+        joined = _join_inputs(logprobs, inputs)
         if joined is not None:
-            fields = [self._checked(names[0], whole, joined)]
+            fields = [self._check_inputs(names[0], whole, joined)]
         else:
-            fields = [self._checked(*one) for one in zip(names, rows, inputs, strict=True)]
+            datums = zip(names, logprobs, inputs, strict=True)
+            fields = [self._check_inputs(*datum) for datum in datums]
         has_logprobs = ["logprobs" in field for field in fields]
         if any(has_logprobs) and not all(has_logprobs):
             lacking = names[has_logprobs.index(False)]
             raise ConfigError(f"datum {lacking}: logprobs must be given in all datums or in none")
 
-        def column(name: str) -> Tensor:
+        def join(name: str) -> Tensor:
             return torch.cat([field[name] for field in fields]) if fields else whole
 
-        logprobs = column("logprobs") if any(has_logprobs) else None
+        sampled = join("logprobs") if any(has_logprobs) else None
         is_behavior = isinstance(self.objective, Reinforce)
         return TokenBatch(
             policy_logprobs=whole,
-            advantages=column("advantages"),
-            mask=column("mask"),
-            segment_ids=torch.arange(len(rows)).repeat_interleave(lengths).to(whole.device),
-            num_samples=len(rows),
-            old_logprobs=None if is_behavior else logprobs,
-            behavior_logprobs=logprobs if is_behavior else None,
+            advantages=join("advantages"),
+            mask=join("mask"),
+            segment_ids=torch.arange(len(logprobs)).repeat_interleave(lengths).to(whole.device),
+            num_samples=len(logprobs),
+            old_logprobs=None if is_behavior else sampled,
+            behavior_logprobs=sampled if is_behavior else None,
             datum_ids=names,
         )
 
-    def per_token(self, batch: TokenBatch) -> ObjectiveOutput:
+    def evaluate(self, batch: TokenBatch) -> ObjectiveOutput:
         """Raw loss per token [T] and metrics; see ``policy_loss_per_token``."""
         return evaluate(self.objective, batch)
 
-    def _checked(self, datum: int, row: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _check_inputs(
+        self, datum: int, logprobs: Tensor, inputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """``advantages`` and ``mask``, and of a policy loss ``logprobs`` where they are given."""
-        given = {name: _flat(one) for name, one in inputs.items() if name != "target_tokens"}
+        given = {name: _flatten(value) for name, value in inputs.items() if name != "target_tokens"}
         required, known = self.required_inputs, self.required_inputs + self.optional_inputs
         if not (given.keys() <= set(known) and given.keys() >= set(required)):
             raise ConfigError(
@@ -102,39 +105,39 @@ class BuiltinObjective:
                 f"got {sorted(given)}"
             )
         for name, value in given.items():
-            if value.numel() != row.numel():
+            if value.numel() != logprobs.numel():
                 raise ConfigError(
-                    f"datum {datum}: {name} must have {row.numel()} entries as target_tokens, "
+                    f"datum {datum}: {name} must have {logprobs.numel()} entries as target_tokens, "
                     f"got {value.numel()}"
                 )
         mask = next((given[name] for name in _MASK_INPUTS if name in given), None)
         if isinstance(self.objective, CrossEntropy):
-            given, mask = {"advantages": torch.zeros_like(row) if mask is None else mask}, None
+            given, mask = {"advantages": torch.zeros_like(logprobs) if mask is None else mask}, None
         return given | {"mask": given["advantages"].ne(0).float() if mask is None else mask}
 
 
-def _joined(
-    rows: Sequence[Tensor], inputs: Sequence[Mapping[str, Tensor]]
+def _join_inputs(
+    logprobs: Sequence[Tensor], inputs: Sequence[Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor] | None:
-    """All datums' inputs end to end; None where some have others, or of another length."""
-    if not inputs or len(rows) != len(inputs):
+    """All datums' fields end to end; None where names or lengths differ between datums."""
+    if not inputs or len(logprobs) != len(inputs):
         return None
     names = inputs[0].keys()
-    for row, one in zip(rows, inputs, strict=True):
-        size = row.numel()
-        if one.keys() != names or any(value.numel() != size for value in one.values()):
+    for values, fields in zip(logprobs, inputs, strict=True):
+        size = values.numel()
+        if fields.keys() != names or any(field.numel() != size for field in fields.values()):
             return None
-    return {name: torch.cat([_flat(input_[name]) for input_ in inputs]) for name in names}
+    return {name: torch.cat([_flatten(fields[name]) for fields in inputs]) for name in names}
 
 
-def _flat(values: Tensor) -> Tensor:
-    # Mostly it is so already, and there are several of each datum.
+def _flatten(values: Tensor) -> Tensor:
+    # Most tensors are flat already, and this runs several times per datum.
     return values if values.dim() == 1 else values.reshape(-1)
 
 
 @dataclass(frozen=True)
 class _Key:
-    """A config key: the option it sets, and how its number becomes the option's."""
+    """A config key: the option it sets, and the conversion of its number to the option's."""
 
     option: str
     convert: Callable[[float], float] = float
@@ -154,8 +157,8 @@ _EPS_CLIP = _ratio_bounds("eps_clip", "eps_clip_high") | _LOG_CAP
 _POLICY_INPUTS = ("logprobs", "advantages")
 
 _BUILTINS: Mapping[str, tuple[BuiltinObjective, Mapping[str, _Key]]] = {
-    one.name: (one, keys)
-    for one, keys in (
+    builtin.name: (builtin, keys)
+    for builtin, keys in (
         (BuiltinObjective("cross_entropy", CrossEntropy(), (), _MASK_INPUTS), {}),
         (
             BuiltinObjective(
@@ -210,13 +213,11 @@ def builtin_objective(
             raise ConfigError(
                 f"loss_fn_config of {loss_fn} must use known keys ({known}), got {key!r}"
             )
-        if isinstance(value, bool) or not math.isfinite(_number(key, value)):
+        if isinstance(value, bool) or not _is_finite(value):
             raise ConfigError(f"loss_fn_config.{key} must be a finite number, got {value!r}")
         changes[keys[key].option] = keys[key].convert(float(value))
     return replace(builtin, objective=replace(builtin.objective, **changes))
 
 
-def _number(key: str, value: object) -> float:
-    if not isinstance(value, int | float):
-        raise ConfigError(f"loss_fn_config.{key} must be a finite number, got {value!r}")
-    return float(value)
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -33,7 +33,7 @@ class PolicyLoss:
 
     @property
     def has_kl(self) -> bool:
-        """Whether ``kl_beta`` means something to it."""
+        """Whether its options have ``kl_beta``."""
         return issubclass(self.options, WithReference)
 
 
@@ -57,7 +57,7 @@ OBJECTIVES = _by_name(
     PolicyLoss("cispo_mask", CISPOMask, "importance-sampling masking"),
     PolicyLoss("cross_entropy", CrossEntropy, "weighted cross-entropy"),
 )
-"""The policy losses and what else can be asked for by name."""
+"""The policy losses and the other objectives that have a name."""
 
 
 def resolve_objective(name: str, config: Objective | None = None) -> Objective:
@@ -88,7 +88,7 @@ def policy_loss_per_token(
     """TIS weight times policy term, plus ``kl_beta`` times KL where the objective has one.
 
     The weight never multiplies the KL, nor DRO's quadratic pull. The result is raw: its sum is
-    the loss, and dividing is the optimizer's or the caller's business.
+    the loss, and the optimizer or the caller divides it.
 
     Raises:
         ConfigError: unknown name, wrong config, ``kl_beta > 0`` without reference logprobs, or

@@ -12,61 +12,29 @@ from hearth.losses.clipped import binding_fraction, token_ratio
 from hearth.losses.objective import Metrics, Objective, require_at_least
 
 
-def cispo(
-    batch: TokenBatch,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    ratio_log_cap: float = RATIO_LOG_CAP,
-) -> Tensor:
-    """Per-token loss [T] ``-stop(clip(r)) A policy_logprobs``; exactly 0 where the mask is 0.
-
-    The clipped ratio is a constant weight (arXiv:2506.13585), so every token keeps a gradient.
-    The paper in practice sets no lower bound: ``clip_low=1``.
-    """
-    ratio = token_ratio(batch, ratio_log_cap).detach().clamp(1 - clip_low, 1 + clip_high)
-    return batch.live(-ratio * batch.advantages * batch.policy_logprobs)
-
-
-def cispo_mask(
-    batch: TokenBatch,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    ratio_log_cap: float = RATIO_LOG_CAP,
-) -> Tensor:
-    """Per-token loss [T] ``-r A``, dropped where PPO's clip would bind; 0 where the mask is 0.
-
-    "Importance-sampling masking", as an older document describes CISPO; the paper's unified
-    formulation has this mask too, with PPO's choice of it.
-    """
-    ratio = token_ratio(batch, ratio_log_cap)
-    above = (ratio.detach() > 1 + clip_high) & (batch.advantages > 0)
-    below = (ratio.detach() < 1 - clip_low) & (batch.advantages < 0)
-    return batch.live(torch.where(above | below, 0.0, -ratio * batch.advantages))
-
-
 @dataclass(frozen=True, kw_only=True)
 class CISPO(Objective):
-    """Clipped importance weights (arXiv:2506.13585)."""
+    """Clipped importance weights (arXiv:2506.13585).
+
+    The clipped ratio is a constant weight, so every token keeps a gradient. In practice the paper
+    sets no lower bound: ``eps_low=1``.
+    """
 
     eps_low: float = 0.2
-    """Weights are at least 1 - eps_low."""
+    """Weights are at least 1 - eps_low; >= 0."""
     eps_high: float = 0.28
-    """Weights are at most 1 + eps_high."""
+    """Weights are at most 1 + eps_high; >= 0."""
     ratio_log_cap: float = RATIO_LOG_CAP
-    """Guard on the log ratio's size."""
+    """Largest absolute log ratio; >= 0."""
 
     def __post_init__(self) -> None:
-        require_at_least(
-            self, 0, eps_low=self.eps_low, eps_high=self.eps_high, ratio_log_cap=self.ratio_log_cap
-        )
+        require_at_least(self, 0, "eps_low", "eps_high", "ratio_log_cap")
 
     def policy_term(self, batch: TokenBatch) -> Tensor:
-        """``cispo`` [T]."""
-        return cispo(
-            batch, clip_low=self.eps_low, clip_high=self.eps_high, ratio_log_cap=self.ratio_log_cap
-        )
+        """``-stop(clip(r)) A policy_logprobs`` [T]."""
+        ratio = token_ratio(batch, self.ratio_log_cap).detach()
+        clipped = ratio.clamp(1 - self.eps_low, 1 + self.eps_high)
+        return batch.zero_masked(-clipped * batch.advantages * batch.policy_logprobs)
 
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``cispo_clip_frac``, the share of weights outside the bounds, and the mean ratio."""
@@ -80,13 +48,17 @@ class CISPO(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class CISPOMask(CISPO):
-    """The masking form: a token beyond the bounds loses its gradient."""
+    """Importance-sampling masking: a token that PPO's clip would stop loses its gradient.
+
+    An older document describes CISPO this way; the paper's unified formulation has this mask too.
+    """
 
     def policy_term(self, batch: TokenBatch) -> Tensor:
-        """``cispo_mask`` [T]."""
-        return cispo_mask(
-            batch, clip_low=self.eps_low, clip_high=self.eps_high, ratio_log_cap=self.ratio_log_cap
-        )
+        """``-r A`` [T], 0 where PPO's clip would bind."""
+        ratio = token_ratio(batch, self.ratio_log_cap)
+        above = (ratio.detach() > 1 + self.eps_high) & (batch.advantages > 0)
+        below = (ratio.detach() < 1 - self.eps_low) & (batch.advantages < 0)
+        return batch.zero_masked(torch.where(above | below, 0.0, -ratio * batch.advantages))
 
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``cispo_mask_frac``, the share of masked tokens, and the mean ratio."""

@@ -13,7 +13,7 @@ from hearth.losses.corrections import WithReference
 from hearth.losses.objective import Metrics, Objective, require_at_least
 
 
-def token_ratio(batch: TokenBatch, log_cap: float = RATIO_LOG_CAP) -> Tensor:
+def token_ratio(batch: TokenBatch, log_cap: float) -> Tensor:
     """Policy over old probability [T], with gradient; the log ratio is guarded at +-log_cap."""
     return (batch.policy_logprobs - batch.anchor).clamp(-log_cap, log_cap).exp()
 
@@ -21,10 +21,10 @@ def token_ratio(batch: TokenBatch, log_cap: float = RATIO_LOG_CAP) -> Tensor:
 def clipped_surrogate(
     batch: TokenBatch,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_low: float,
+    clip_high: float,
+    ratio_log_cap: float,
     dual_clip: float | None = None,
-    ratio_log_cap: float = RATIO_LOG_CAP,
 ) -> Tensor:
     """Per-token loss [T] ``max(-r A, -clip(r, 1 - low, 1 + high) A)``; 0 where the mask is 0.
 
@@ -38,7 +38,7 @@ def clipped_surrogate(
     if dual_clip is not None:
         bounded = torch.minimum(loss, -dual_clip * batch.advantages)
         loss = torch.where(batch.advantages < 0, bounded, loss)
-    return batch.live(loss)
+    return batch.zero_masked(loss)
 
 
 def binding_fraction(batch: TokenBatch, ratio: Tensor, low: float, high: float) -> Tensor:
@@ -57,23 +57,17 @@ class GRPO(WithReference):
     """
 
     kl_beta: float = 0.001
-    """Weight of the KL penalty; above 0 the batch needs reference logprobs."""
+    """Weight of the KL penalty, >= 0; above 0 the batch needs reference logprobs."""
     eps_clip: float = 0.2
-    """Lower clip: ratios below 1 - eps_clip stop moving."""
+    """Lower clip, >= 0: ratios below 1 - eps_clip have no gradient."""
     eps_clip_high: float | None = None
-    """Upper clip; None means eps_clip."""
+    """Upper clip, >= 0; None means eps_clip."""
     ratio_log_cap: float = RATIO_LOG_CAP
-    """Guard on the log ratio's size."""
+    """Largest absolute log ratio; >= 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least(
-            self,
-            0,
-            eps_clip=self.eps_clip,
-            eps_clip_high=self.eps_clip_high,
-            ratio_log_cap=self.ratio_log_cap,
-        )
+        require_at_least(self, 0, "eps_clip", "eps_clip_high", "ratio_log_cap")
 
     @property
     def high(self) -> float:
@@ -104,22 +98,16 @@ class DAPO(Objective):
     """
 
     eps_clip: float = 0.2
-    """Lower clip: ratios below 1 - eps_clip stop moving."""
+    """Lower clip, >= 0: ratios below 1 - eps_clip have no gradient."""
     eps_clip_high: float = 0.28
-    """Upper clip: ratios above 1 + eps_clip_high stop moving."""
+    """Upper clip, >= 0: ratios above 1 + eps_clip_high have no gradient."""
     eps_clip_c: float | None = None
-    """Dual clip for negative advantages, above 1; None switches it off."""
+    """Dual clip for negative advantages, > 1; None switches it off."""
     ratio_log_cap: float = RATIO_LOG_CAP
-    """Guard on the log ratio's size."""
+    """Largest absolute log ratio; >= 0."""
 
     def __post_init__(self) -> None:
-        require_at_least(
-            self,
-            0,
-            eps_clip=self.eps_clip,
-            eps_clip_high=self.eps_clip_high,
-            ratio_log_cap=self.ratio_log_cap,
-        )
+        require_at_least(self, 0, "eps_clip", "eps_clip_high", "ratio_log_cap")
         if self.eps_clip_c is not None and not self.eps_clip_c > 1:
             raise ConfigError(f"DAPO.eps_clip_c must be > 1, got {self.eps_clip_c}")
 

@@ -22,16 +22,22 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True, kw_only=True)
 class TIS:
-    """Truncated importance sampling from the sampler's policy to the trainer's old one."""
+    """Truncated importance sampling from the sampler's policy to the trainer's old one.
+
+    Token level after https://fengyao.notion.site/off-policy-rl (Yao et al. 2025). At sequence
+    level each sample has one weight: the product of its active tokens' ratios, as in the
+    literature, or their geometric mean. ``icepop_threshold`` drops instead of capping (IcePop,
+    arXiv:2510.18855). Exponents are bounded by +-20 after the reduction.
+    """
 
     cap: float = 2.0
-    """Largest weight; there is no smallest one."""
+    """Largest weight, >= 0; there is no smallest one."""
     level: TISLevel = "token"
     """One weight per token, or one per sample."""
     sequence_mean: SequenceMean = "product"
-    """How a sample's tokens make its weight."""
+    """How the ratios of a sample's tokens are combined at sequence level."""
     icepop_threshold: float | None = None
-    """Token level: a ratio outside [1/threshold, threshold] gives weight 0 instead of a cap."""
+    """Token level, >= 1: a ratio outside [1/threshold, threshold] gives weight 0; None caps."""
 
     def __post_init__(self) -> None:
         if not self.cap >= 0:
@@ -64,11 +70,11 @@ class TIS:
             geometric = self.sequence_mean == "geometric"
             reduce = batch.segment_mean if geometric else batch.segment_sum
             exponents = reduce(log_ratio).clamp(-RATIO_LOG_CAP, RATIO_LOG_CAP)
-            return torch.where(batch.active, batch.per_token(exponents.exp()), 1.0)
+            return torch.where(batch.active, batch.at_tokens(exponents.exp()), 1.0)
         return log_ratio.clamp(-RATIO_LOG_CAP, RATIO_LOG_CAP).exp()
 
     def weights(self, batch: TokenBatch) -> Tensor:
-        """The weights [T], constant, 1 on masked tokens. See ``tis_weights``."""
+        """``min(exp(old - behavior), cap)`` [T], constant, 1 on masked tokens."""
         ratios = self.ratios(batch)
         if self.icepop_threshold is None:
             kept = ratios.clamp(max=self.cap)
@@ -95,30 +101,6 @@ class TIS:
     @staticmethod
     def _is_kept(ratios: Tensor, threshold: float) -> Tensor:
         return (ratios <= threshold) & (ratios >= 1 / threshold)
-
-
-def tis_weights(
-    batch: TokenBatch,
-    cap: float = 2.0,
-    level: TISLevel = "token",
-    sequence_mean: SequenceMean = "product",
-    icepop_threshold: float | None = None,
-) -> Tensor:
-    """Truncated importance weights ``min(exp(old - behavior), cap)`` [T], constant.
-
-    Token level after https://fengyao.notion.site/off-policy-rl (Yao et al. 2025). At sequence
-    level each sample has one weight: the product of its active tokens' ratios, as in the
-    literature, or their geometric mean. ``icepop_threshold`` drops instead of capping
-    (IcePop, arXiv:2510.18855). Exponents are guarded at +-20 after the reduction; masked tokens
-    have weight 1.
-
-    Raises:
-        ConfigError: no behavior logprobs, or an option breaks its rule.
-    """
-    options = TIS(
-        cap=cap, level=level, sequence_mean=sequence_mean, icepop_threshold=icepop_threshold
-    )
-    return options.weights(batch)
 
 
 def kl_penalty(
@@ -151,12 +133,12 @@ class WithReference(Objective):
     """An objective that may add a KL penalty toward the reference."""
 
     kl_beta: float = 0.0
-    """Weight of the KL penalty; above 0 the batch needs reference logprobs."""
+    """Weight of the KL penalty, >= 0; above 0 the batch needs reference logprobs."""
     kl_estimator: KLEstimator = "k3"
     """k1, k2 or k3; k1's gradient does not pull toward the reference."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, 0, kl_beta=self.kl_beta)
+        require_at_least(self, 0, "kl_beta")
         if self.kl_estimator not in get_args(KLEstimator):
             raise ConfigError(
                 f"kl_estimator must be one of {list(get_args(KLEstimator))}, "
@@ -177,4 +159,4 @@ class WithReference(Objective):
                 f"{self.kl_beta:g}: score the batch with a reference, or set kl_beta=0"
             )
         estimate = kl_penalty(batch.policy_logprobs, batch.ref_logprobs, self.kl_estimator)
-        return batch.live(self.kl_beta * estimate)
+        return batch.zero_masked(self.kl_beta * estimate)

@@ -13,51 +13,34 @@ from hearth.losses.clipped import token_ratio
 from hearth.losses.objective import Metrics, Objective, require_at_least
 
 
-def importance_sampling(
-    batch: TokenBatch,
-    *,
-    ratio_log_cap: float = RATIO_LOG_CAP,
-    ratio_min: float | None = None,
-    ratio_max: float | None = None,
-) -> Tensor:
-    """Per-token loss [T] ``-r A``; exactly 0 where the mask is 0.
-
-    The ratio is to the old policy. With bounds the ratio is clamped to them, and a token beyond
-    them has no gradient, whatever the advantage's sign.
-    """
-    ratio = token_ratio(batch, ratio_log_cap)
-    if ratio_min is not None or ratio_max is not None:
-        ratio = ratio.clamp(ratio_min, ratio_max)
-    return batch.live(-ratio * batch.advantages)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImportanceSampling(Objective):
-    """Off-policy ratio weighting, with optional clipping of the ratio."""
+    """Weighting by the ratio to the old policy, with optional bounds on the ratio.
+
+    A token whose ratio is beyond a bound has no gradient, whatever the advantage's sign.
+    """
 
     has_trust_region: ClassVar[bool] = False
 
     ratio_log_cap: float = RATIO_LOG_CAP
-    """Guard on the log ratio's size."""
+    """Largest absolute log ratio; >= 0."""
     ratio_min: float | None = None
-    """Smallest ratio, at most 1; None leaves it free."""
+    """Smallest ratio, in [0, 1]; None sets no bound."""
     ratio_max: float | None = None
-    """Largest ratio, at least 1; None leaves it free."""
+    """Largest ratio, >= 1; None sets no bound."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, 0, ratio_log_cap=self.ratio_log_cap, ratio_min=self.ratio_min)
-        require_at_least(self, 1, ratio_max=self.ratio_max)
+        require_at_least(self, 0, "ratio_log_cap", "ratio_min")
+        require_at_least(self, 1, "ratio_max")
         if self.ratio_min is not None and self.ratio_min > 1:
             raise ConfigError(f"ImportanceSampling.ratio_min must be <= 1, got {self.ratio_min}")
 
     def policy_term(self, batch: TokenBatch) -> Tensor:
         """``-r A`` [T]."""
-        return importance_sampling(
-            batch,
-            ratio_log_cap=self.ratio_log_cap,
-            ratio_min=self.ratio_min,
-            ratio_max=self.ratio_max,
-        )
+        ratio = token_ratio(batch, self.ratio_log_cap)
+        if self.ratio_min is not None or self.ratio_max is not None:
+            ratio = ratio.clamp(self.ratio_min, self.ratio_max)
+        return batch.zero_masked(-ratio * batch.advantages)
 
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``is_ratio_mean``, and ``is_clip_frac`` when a bound is set."""

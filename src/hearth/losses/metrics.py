@@ -10,7 +10,7 @@ from hearth.losses.objective import Metrics
 
 
 def shared_metrics(batch: TokenBatch, policy_term: Tensor, penalty: Tensor | None) -> Metrics:
-    """What can be said of any batch; a key is absent when its logprobs are.
+    """Metrics of any batch; a key is absent when its logprobs are.
 
     ``mean_loss`` = ``mean_adv_loss`` (the policy term) + ``mean_kl_penalty``; ``ppo_kl`` is k3
     from policy to old; ``inference_diff`` and ``inference_kld`` compare policy and behavior;

@@ -21,7 +21,7 @@ class Objective(ABC):
     """A frozen set of options with the loss they describe. Subclasses are frozen dataclasses."""
 
     has_trust_region: ClassVar[bool] = True
-    """Whether it holds the policy near the old one: by a clip, a bounded weight or a pull."""
+    """Whether a clip, a bounded weight or a pull keeps the policy near the old one."""
 
     @abstractmethod
     def policy_term(self, batch: TokenBatch) -> Tensor:
@@ -42,15 +42,19 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """A loss per token [T], raw: reduction is the caller's (``hearth.losses.reduce``)."""
+    """A raw loss per token [T]; the caller reduces it (``hearth.losses.reduce``)."""
 
     per_token: Tensor
     metrics: Metrics
 
 
-def require_at_least(objective: Objective, minimum: float, **values: float | None) -> None:
-    """Raise ConfigError naming the option that is below ``minimum`` or not finite."""
-    for name, value in values.items():
+def require_at_least(objective: Objective, minimum: float, *names: str) -> None:
+    """Raise ConfigError naming the first of some options that is below ``minimum`` or not finite.
+
+    An option that is None is fine.
+    """
+    for name in names:
+        value: float | None = getattr(objective, name)
         if value is not None and not (math.isfinite(value) and value >= minimum):
             raise ConfigError(
                 f"{type(objective).__name__}.{name} must be finite and >= {minimum:g}, got {value}"

@@ -1,7 +1,8 @@
 """Reductions by name, and the denominators of the optimizer's normalization modes.
 
-Every objective gives a raw loss per token; exactly one owner divides. Legend: T target tokens,
-N samples.
+Every objective returns a raw loss per token, and exactly one caller divides it.
+
+Legend: T target tokens, N samples.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class GradientCounts:
         return GradientCounts(self.tokens + other.tokens, self.sequences + other.sequences)
 
     def denominator(self, mode: str) -> int:
-        """What a summed gradient is divided by: a count, at least 1, or 1 for ``none``.
+        """The divisor of a summed gradient: a count, at least 1, or 1 for ``none``.
 
         Raises:
             ConfigError: the mode is unknown; the message lists them.
@@ -45,27 +46,18 @@ class GradientCounts:
         return max(1, counts[mode])
 
 
-def gradient_counts(token_gradients: Tensor, segment_ids: Tensor) -> GradientCounts:
+def count_gradients(token_gradients: Tensor, segment_ids: Tensor) -> GradientCounts:
     """Tokens with a gradient [T] other than 0, and sequences that have such a token.
 
-    A token of advantage 0, or one that a clip silenced, does not count: this is not the mask.
+    A token of advantage 0 or one that a clip holds has none, though its mask is 1.
     """
     contributing = token_gradients != 0
     per_sequence = torch.bincount(segment_ids[contributing])
     return GradientCounts(int(contributing.sum()), int((per_sequence > 0).sum()))
 
 
-def denominator(mode: str, token_gradients: Tensor, segment_ids: Tensor) -> int:
-    """The divisor of a whole batch's summed gradient; see ``GradientCounts.denominator``.
-
-    Raises:
-        ConfigError: the mode is unknown; the message lists them.
-    """
-    return gradient_counts(token_gradients, segment_ids).denominator(mode)
-
-
 def _sum(per_token: Tensor, batch: TokenBatch) -> Tensor:
-    return batch.live(per_token).sum()
+    return batch.zero_masked(per_token).sum()
 
 
 def _by_gradient(mode: NormalizationMode) -> Callable[[Tensor, TokenBatch], Tensor]:
@@ -77,7 +69,7 @@ def _by_gradient(mode: NormalizationMode) -> Callable[[Tensor, TokenBatch], Tens
                 "this mode counts tokens whose gradient is not 0; token_mean counts the mask"
             )
         (gradients,) = torch.autograd.grad(total, batch.policy_logprobs, retain_graph=True)
-        return total / denominator(mode, gradients, batch.segment_ids)
+        return total / count_gradients(gradients, batch.segment_ids).denominator(mode)
 
     return reduce
 

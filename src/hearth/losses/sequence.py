@@ -11,75 +11,51 @@ from hearth.losses.batch import TokenBatch
 from hearth.losses.clipped import binding_fraction
 from hearth.losses.objective import Metrics, Objective, require_at_least
 
-SEQ_RATIO_LOG_CAP = 10.0
-
-
-def sequence_ratio(batch: TokenBatch, log_cap: float = SEQ_RATIO_LOG_CAP) -> Tensor:
-    """The sample's ratio ``exp(mean(policy - old))`` at each of its tokens [T].
-
-    The mean is over active tokens only: a tool's or a prompt's token never moves the ratio. The
-    value is the sample's; the gradient in each token's logprob is the ratio itself
-    (straight-through, GSPO-token), zero beyond the cap, which guards from above only.
-    """
-    policy = batch.policy_logprobs
-    log_ratio = batch.per_token(batch.segment_mean((policy - batch.anchor).detach()))
-    return (log_ratio + policy - policy.detach()).clamp(max=log_cap).exp()
-
-
-def gspo(
-    batch: TokenBatch,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    seq_ratio_log_cap: float = SEQ_RATIO_LOG_CAP,
-) -> Tensor:
-    """Per-token loss [T] ``max(-s A, -clip(s) A)``; exactly 0 where the mask is 0.
-
-    GSPO-token of arXiv:2507.18071. Each active token's gradient is ``-s A``; the paper divides by
-    the sample's length, which is the reduction ``sequence_mean``.
-    """
-    ratio = sequence_ratio(batch, seq_ratio_log_cap)
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return batch.live(torch.maximum(-ratio * batch.advantages, -clipped * batch.advantages))
-
 
 @dataclass(frozen=True, kw_only=True)
 class GSPO(Objective):
-    """Sequence-level clipping; ``GSPO_PRESETS`` has the cookbook's and the paper's bounds."""
+    """Sequence-level clipping (GSPO-token of arXiv:2507.18071).
+
+    Each active token's gradient is ``-s A``; the paper divides by the sample's length, which is
+    the reduction ``sequence_mean``. ``GSPO_PRESETS`` has the cookbook's and the paper's bounds.
+    """
 
     clip_ratio_low: float = 0.2
-    """Lower clip of the sequence ratio; the paper's is 3e-4."""
+    """Lower clip of the sequence ratio, >= 0; the paper's is 3e-4."""
     clip_ratio_high: float = 0.2
-    """Upper clip of the sequence ratio; the paper's is 4e-4."""
-    seq_ratio_log_cap: float = SEQ_RATIO_LOG_CAP
-    """Guard on the sequence's log ratio, from above."""
+    """Upper clip of the sequence ratio, >= 0; the paper's is 4e-4."""
+    seq_ratio_log_cap: float = 10.0
+    """Largest log ratio of a sequence; >= 0."""
 
     def __post_init__(self) -> None:
-        require_at_least(
-            self,
-            0,
-            clip_ratio_low=self.clip_ratio_low,
-            clip_ratio_high=self.clip_ratio_high,
-            seq_ratio_log_cap=self.seq_ratio_log_cap,
-        )
+        require_at_least(self, 0, "clip_ratio_low", "clip_ratio_high", "seq_ratio_log_cap")
 
     def policy_term(self, batch: TokenBatch) -> Tensor:
-        """``gspo`` [T]."""
-        return gspo(
-            batch,
-            clip_low=self.clip_ratio_low,
-            clip_high=self.clip_ratio_high,
-            seq_ratio_log_cap=self.seq_ratio_log_cap,
-        )
+        """``max(-s A, -clip(s) A)`` [T]."""
+        ratio = self._sequence_ratio(batch)
+        clipped = ratio.clamp(1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
+        loss = torch.maximum(-ratio * batch.advantages, -clipped * batch.advantages)
+        return batch.zero_masked(loss)
 
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``gspo_clip_frac`` and ``ppo_ratio_mean``, of the sequence ratio."""
-        ratio = sequence_ratio(batch, self.seq_ratio_log_cap).detach()
+        ratio = self._sequence_ratio(batch).detach()
         low, high = 1 - self.clip_ratio_low, 1 + self.clip_ratio_high
         return {
             "gspo_clip_frac": binding_fraction(batch, ratio, low, high),
             "ppo_ratio_mean": batch.active_mean(ratio),
         }
+
+    def _sequence_ratio(self, batch: TokenBatch) -> Tensor:
+        """The sample's ratio s = ``exp(mean(policy - old))`` at each of its tokens [T].
+
+        The mean is over active tokens only: a tool's or a prompt's token never moves the ratio.
+        The value is the sample's; the gradient in each token's logprob is the ratio itself
+        (straight-through), and zero beyond the cap, which guards from above only.
+        """
+        policy = batch.policy_logprobs
+        log_ratio = batch.at_tokens(batch.segment_mean((policy - batch.anchor).detach()))
+        return (log_ratio + policy - policy.detach()).clamp(max=self.seq_ratio_log_cap).exp()
 
 
 GSPO_PRESETS = {

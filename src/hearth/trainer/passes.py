@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hearth.errors import NumericsError
-from hearth.losses import BuiltinObjective, GradientCounts, TokenBatch, gradient_counts
+from hearth.losses import BuiltinObjective, GradientCounts, TokenBatch, count_gradients
 from hearth.threads import refresh
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.packing import Example, Limits, MicroBatch, PackedBatch, is_same_text
@@ -152,7 +152,7 @@ class Pass:
     def _unscored(self) -> TokenBatch:
         """The loss's batch of all data, with logprobs of 0."""
         sizes = [example.targets.numel() for example in self.examples]
-        return self.objective.batch(
+        return self.objective.make_batch(
             torch.zeros(sum(sizes)).split(sizes),
             [example.inputs for example in self.examples],
             [example.index for example in self.examples],
@@ -265,8 +265,8 @@ class Pass:
         """Gradient of the raw loss sum in each logprob of a micro-batch [R, K]."""
         is_there = cells < self._unscored.mask.numel()
         leaf = found[cells[is_there]].requires_grad_()
-        own = self._unscored.of_samples([example.index for example in batch.examples], leaf)
-        (gradient,) = torch.autograd.grad(self.objective.per_token(own).per_token.sum(), leaf)
+        own = self._unscored.select_samples([example.index for example in batch.examples], leaf)
+        (gradient,) = torch.autograd.grad(self.objective.evaluate(own).per_token.sum(), leaf)
         whole = torch.zeros(cells.shape)
         whole[is_there] = gradient
         return whole
@@ -275,7 +275,7 @@ class Pass:
         """Loss and metrics of the whole request, in datum order whatever the micro-batches."""
         values = found[:-1]
         every = range(len(self.examples))
-        output = self.objective.per_token(self._unscored.of_samples(every, values))
+        output = self.objective.evaluate(self._unscored.select_samples(every, values))
         metrics = {"loss:sum": float(output.per_token.double().sum())}
         for name, value in output.metrics.items():
             metrics[f"{name}:{'sum' if name == 'active_tokens' else 'mean'}"] = float(value)
@@ -303,4 +303,4 @@ def count(batch: Batch, gradient: Tensor) -> GradientCounts:
     """Tokens and samples with a gradient [R, K]; a token's candidates count once."""
     lengths = torch.tensor([example.length for example in batch.examples])
     segments = torch.repeat_interleave(torch.arange(len(batch.examples)), lengths)
-    return gradient_counts(gradient.abs().sum(dim=1), segments)
+    return count_gradients(gradient.abs().sum(dim=1), segments)

@@ -22,7 +22,7 @@ def _random_samples(seed: int) -> list[Sample]:
         length = rng.choice([0, 1, 3, 6, 9])
         sample: Sample = {"policy": [rng.uniform(-3, -0.05) for _ in range(length)]}
         for name in LOGPROBS[1:]:
-            sample[name] = [min(one + rng.gauss(0, 0.5), -0.01) for one in sample["policy"]]
+            sample[name] = [min(value + rng.gauss(0, 0.5), -0.01) for value in sample["policy"]]
         sample["advantages"] = [rng.choice([0.0, rng.gauss(0, 1.5)]) for _ in range(length)]
         sample["mask"] = [float(rng.random() < 0.6) for _ in range(length)]
         samples.append(sample)
@@ -33,7 +33,7 @@ def _batch_of(
     samples: Sequence[Sample], dtype: torch.dtype = torch.float64, without: Sequence[str] = ()
 ) -> tuple[TokenBatch, torch.Tensor]:
     """The flat batch of some samples and the leaf [T] whose gradient is asked for."""
-    leaf = torch.tensor([one for sample in samples for one in sample["policy"]], dtype=dtype)
+    leaf = torch.tensor([value for sample in samples for value in sample["policy"]], dtype=dtype)
     leaf.requires_grad_(True)
     rows = list(leaf.split([len(sample["policy"]) for sample in samples]))
 

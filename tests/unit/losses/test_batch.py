@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,12 +68,10 @@ def test_a_bad_value_on_an_active_token_is_an_error_that_names_datum_and_positio
 
 def test_the_error_uses_the_callers_datum_ids():
     rows = [torch.tensor([-1.0]), torch.tensor([-1.0, math.nan])]
-    batch = TokenBatch.concat(
-        rows, advantages=[1.0, 1.0], mask=[torch.ones(1), torch.ones(2)], datum_ids=[40, 17]
-    )
+    batch = TokenBatch.concat(rows, advantages=[1.0, 1.0], mask=[torch.ones(1), torch.ones(2)])
 
     with pytest.raises(NumericsError, match=r"datum 17: policy_logprobs at position 1 .*got nan"):
-        batch.validate()
+        replace(batch, datum_ids=[40, 17]).validate()
 
 
 def test_a_logprob_of_zero_and_one_above_it_by_rounding_are_fine():
@@ -107,11 +106,11 @@ def test_a_field_of_another_length_is_an_error_that_names_datum_and_field():
     rows = [torch.tensor([-1.0]), torch.tensor([-1.0, -1.0])]
     mask = [torch.ones(1), torch.ones(2)]
 
-    with pytest.raises(ConfigError, match="datum 1: old_logprobs must have 2 target-aligned rows"):
+    with pytest.raises(ConfigError, match="datum 1: old_logprobs must have 2 target-aligned"):
         TokenBatch.concat(rows, advantages=[1.0, 1.0], mask=mask, old_logprobs=[rows[0], rows[0]])
     with pytest.raises(ConfigError, match="mask must have one entry per sample, got 1"):
         TokenBatch.concat(rows, advantages=[1.0, 1.0], mask=mask[:1])
-    with pytest.raises(ConfigError, match="advantages and datum_ids must have one entry"):
+    with pytest.raises(ConfigError, match="advantages must have one entry per sample, got 1"):
         TokenBatch.concat(rows, advantages=[1.0], mask=mask)
 
 
@@ -134,7 +133,7 @@ def test_segment_sums_and_means_are_over_active_tokens_and_survive_empty_samples
 
     assert batch.segment_sum(batch.policy_logprobs).tolist() == [-5.0, 0.0, 0.0]
     assert batch.segment_mean(batch.policy_logprobs).tolist() == [-2.5, 0.0, 0.0]
-    assert batch.per_token(torch.tensor([3.0, 5.0, 7.0])).tolist() == [3.0, 3.0, 3.0, 7.0]
+    assert batch.at_tokens(torch.tensor([3.0, 5.0, 7.0])).tolist() == [3.0, 3.0, 3.0, 7.0]
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -174,24 +173,23 @@ def test_some_samples_of_a_batch_are_the_batch_of_those_samples(samples):
     names = [10, 11, 12, 13]
 
     def concat(policy, chosen):
-        return TokenBatch.concat(
-            policy,
-            **{name: [given[one] for one in chosen] for name, given in fields.items()},
-            datum_ids=[names[one] for one in chosen],
+        batch = TokenBatch.concat(
+            policy, **{name: [given[sample] for sample in chosen] for name, given in fields.items()}
         )
+        return replace(batch, datum_ids=[names[sample] for sample in chosen])
 
     blank = concat([torch.zeros(length) for length in lengths], range(4))
     logprobs = torch.cat([scored[sample] for sample in samples])
-    found = blank.of_samples(samples, logprobs)
+    selected = blank.select_samples(samples, logprobs)
 
     wanted = concat([scored[sample] for sample in samples], samples)
-    assert found.num_samples == wanted.num_samples
-    assert list(found.datum_ids) == list(wanted.datum_ids)
+    assert selected.num_samples == wanted.num_samples
+    assert list(selected.datum_ids) == list(wanted.datum_ids)
     for name in ("policy_logprobs", "mask", "segment_ids", *fields):
-        torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=0, atol=0)
+        torch.testing.assert_close(getattr(selected, name), getattr(wanted, name), rtol=0, atol=0)
 
 
 def test_logprobs_of_other_samples_are_refused():
     blank = TokenBatch.concat([torch.zeros(3)], advantages=[1.0], mask=[torch.ones(3)])
     with pytest.raises(ConfigError, match="must have shape"):
-        blank.of_samples([0], torch.zeros(2))
+        blank.select_samples([0], torch.zeros(2))

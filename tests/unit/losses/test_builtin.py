@@ -67,7 +67,7 @@ def test_a_builtin_loss_is_its_objective_over_the_datums_fields(
     ]
 
     builtin = builtin_objective(loss_fn, config)
-    per_token = builtin.per_token(builtin.batch(rows, inputs)).per_token
+    per_token = builtin.evaluate(builtin.make_batch(rows, inputs)).per_token
     expected = policy_loss_per_token(name, batch, objective).per_token
 
     torch.testing.assert_close(per_token, expected, rtol=1e-12, atol=1e-14)
@@ -84,7 +84,7 @@ def test_without_a_mask_field_tokens_of_advantage_zero_are_inactive():
     rows = [torch.tensor([math.nan, -1.0], requires_grad=True)]
     inputs = [{"logprobs": torch.tensor([9.0, -2.0]), "advantages": torch.tensor([0.0, 1.0])}]
 
-    per_token = builtin.per_token(builtin.batch(rows, inputs)).per_token
+    per_token = builtin.evaluate(builtin.make_batch(rows, inputs)).per_token
 
     assert per_token.tolist() == pytest.approx([0.0, 1.0 + 0.025])
 
@@ -93,8 +93,8 @@ def test_cross_entropy_is_a_raw_sum_with_negative_and_fractional_weights():
     builtin = builtin_objective("cross_entropy")
     row = torch.tensor([-1.0, -2.0, -4.0], requires_grad=True)
 
-    batch = builtin.batch([row], [{"weights": torch.tensor([0.5, 0.0, -0.25])}])
-    loss = builtin.per_token(batch).per_token.sum()
+    batch = builtin.make_batch([row], [{"weights": torch.tensor([0.5, 0.0, -0.25])}])
+    loss = builtin.evaluate(batch).per_token.sum()
     loss.backward()
 
     assert loss.item() == 0.5 - 1.0
@@ -107,29 +107,29 @@ def test_cross_entropy_weights_carry_the_gradient_of_any_loss():
     (gradient,) = torch.autograd.grad((row.exp() * torch.tensor([1.0, -3.0, 2.0])).sum(), row)
     builtin = builtin_objective("cross_entropy")
 
-    batch = builtin.batch([row], [{"weights": -gradient}])
-    (surrogate,) = torch.autograd.grad(builtin.per_token(batch).per_token.sum(), row)
+    batch = builtin.make_batch([row], [{"weights": -gradient}])
+    (surrogate,) = torch.autograd.grad(builtin.evaluate(batch).per_token.sum(), row)
 
     assert torch.equal(surrogate, gradient)
 
 
 def test_cross_entropy_without_weights_scores_and_counts_nothing():
     builtin = builtin_objective("cross_entropy")
-    batch = builtin.batch([torch.tensor([-1.0])], [{"target_tokens": torch.tensor([3])}])
-    assert builtin.per_token(batch).per_token.tolist() == [0.0]
+    batch = builtin.make_batch([torch.tensor([-1.0])], [{"target_tokens": torch.tensor([3])}])
+    assert builtin.evaluate(batch).per_token.tolist() == [0.0]
 
 
 def test_several_targets_per_position_are_flattened():
     builtin = builtin_objective("cross_entropy")
     row = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
-    batch = builtin.batch([row], [{"weights": torch.tensor([[1.0, 0.5], [0.0, 2.0]])}])
-    assert builtin.per_token(batch).per_token.tolist() == [1.0, 1.0, 0.0, 8.0]
+    batch = builtin.make_batch([row], [{"weights": torch.tensor([[1.0, 0.5], [0.0, 2.0]])}])
+    assert builtin.evaluate(batch).per_token.tolist() == [1.0, 1.0, 0.0, 8.0]
 
 
 def test_plain_reinforce_needs_no_logprobs():
     builtin = builtin_objective("reinforce")
-    batch = builtin.batch([torch.tensor([-3.0])], [{"advantages": torch.tensor([2.0])}])
-    assert builtin.per_token(batch).per_token.tolist() == [6.0]
+    batch = builtin.make_batch([torch.tensor([-3.0])], [{"advantages": torch.tensor([2.0])}])
+    assert builtin.evaluate(batch).per_token.tolist() == [6.0]
 
 
 @pytest.mark.parametrize(
@@ -148,21 +148,21 @@ def test_plain_reinforce_needs_no_logprobs():
 )
 def test_bad_datum_fields_are_refused_by_datum(inputs, rule):
     with pytest.raises(ConfigError, match=rule):
-        builtin_objective("ppo").batch([-torch.ones(2)], [inputs], datum_ids=[5])
+        builtin_objective("ppo").make_batch([-torch.ones(2)], [inputs], datum_ids=[5])
 
 
 def test_logprobs_in_some_datums_only_are_refused():
     row = -torch.ones(1)
     inputs = [{"advantages": row, "logprobs": row}, {"advantages": row}]
     with pytest.raises(ConfigError, match="datum 1: logprobs must be given in all datums or in"):
-        builtin_objective("reinforce").batch([row, row], inputs)
+        builtin_objective("reinforce").make_batch([row, row], inputs)
 
 
 def test_a_bad_logprob_names_the_datum_of_the_request():
     builtin = builtin_objective("importance_sampling")
     inputs = {"advantages": torch.ones(2), "logprobs": torch.tensor([-1.0, 0.7])}
     with pytest.raises(NumericsError, match="datum 31: old_logprobs at position 1"):
-        builtin.per_token(builtin.batch([-torch.ones(2)], [inputs], datum_ids=[31]))
+        builtin.evaluate(builtin.make_batch([-torch.ones(2)], [inputs], datum_ids=[31]))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_the_policy_losses_are_the_documented_seven():
         "cispo",
     ]
     assert set(OBJECTIVES) - set(POLICY_LOSSES) == {"cispo_mask", "cross_entropy"}
-    assert [name for name, one in POLICY_LOSSES.items() if one.has_kl] == ["grpo", "reinforce"]
+    assert [name for name, loss in POLICY_LOSSES.items() if loss.has_kl] == ["grpo", "reinforce"]
 
 
 def test_an_unknown_policy_loss_is_a_value_error_that_lists_the_allowed_ones():

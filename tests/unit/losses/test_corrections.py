@@ -7,7 +7,6 @@ import torch
 
 from hearth.errors import ConfigError
 from hearth.losses import GRPO, TIS, Reinforce, TokenBatch, kl_penalty, policy_loss_per_token
-from hearth.losses import tis_weights as weights_of
 
 
 def off_policy_batch(old, behavior, mask=None):
@@ -24,7 +23,7 @@ def off_policy_batch(old, behavior, mask=None):
 def test_the_cap_holds_from_above_and_leaves_the_lower_tail():
     batch = off_policy_batch([-1.0, -9.0, -2.0], [-4.0, -1.0, -2.0])
 
-    weights = weights_of(batch, cap=2.0)
+    weights = TIS(cap=2.0).weights(batch)
 
     assert weights.tolist() == pytest.approx([2.0, math.exp(-8), 1.0], rel=1e-6)
 
@@ -32,7 +31,7 @@ def test_the_cap_holds_from_above_and_leaves_the_lower_tail():
 def test_weights_are_constant_and_masked_tokens_weigh_one():
     batch = off_policy_batch([-1.0, -9.0], [-4.0, -1.0], [0.0, 1.0])
 
-    weights = weights_of(batch, level="sequence", cap=0.5)
+    weights = TIS(level="sequence", cap=0.5).weights(batch)
 
     assert not weights.requires_grad
     assert weights.tolist() == pytest.approx([1.0, math.exp(-8)], rel=1e-6)
@@ -42,7 +41,7 @@ def test_weights_are_constant_and_masked_tokens_weigh_one():
 def test_exponents_are_guarded_at_twenty(level):
     batch = off_policy_batch([-1.0, -1.0], [-500.0, -500.0])
 
-    weights = weights_of(batch, cap=math.inf, level=level)
+    weights = TIS(cap=math.inf, level=level).weights(batch)
 
     assert weights.tolist() == pytest.approx([math.exp(20)] * 2, rel=1e-5)
 
@@ -56,8 +55,8 @@ def test_without_old_logprobs_the_weight_is_from_policy_to_behavior():
         behavior_logprobs=[torch.tensor([-1.5, -2.5])],
     )
 
-    assert weights_of(batch).tolist() == pytest.approx([math.exp(0.5)] * 2)
-    assert not weights_of(batch).requires_grad
+    assert TIS().weights(batch).tolist() == pytest.approx([math.exp(0.5)] * 2)
+    assert not TIS().weights(batch).requires_grad
 
 
 @pytest.mark.parametrize(

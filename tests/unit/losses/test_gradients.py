@@ -91,7 +91,7 @@ def term(config, t, sample, weight):
             loss = -weight * policy * advantage + 0.5 * beta * (policy - old) ** 2
             return loss, -weight * advantage + beta * (policy - old)
         case GSPO():
-            active = [i for i, one in enumerate(sample["mask"]) if one]
+            active = [i for i, is_active in enumerate(sample["mask"]) if is_active]
             logs = [sample["policy"][i] - sample["old"][i] for i in active]
             loss, slope = surrogate(
                 math.exp(sum(logs) / len(logs)),
@@ -126,7 +126,7 @@ def tis_weight(tis, t, sample):
     if tis.level == "token":
         ratio = math.exp(logs[t])
     else:
-        active = [log for log, one in zip(logs, sample["mask"], strict=True) if one]
+        active = [log for log, is_active in zip(logs, sample["mask"], strict=True) if is_active]
         count = len(active) if tis.sequence_mean == "geometric" else 1
         ratio = math.exp(sum(active) / count)
     if tis.icepop_threshold is not None:
@@ -138,9 +138,9 @@ def tis_weight(tis, t, sample):
 def slow_reference(config, tis, samples):
     losses, slopes = [], []
     for sample in samples:
-        for t, one in enumerate(sample["mask"]):
+        for t, is_active in enumerate(sample["mask"]):
             loss = slope = 0.0
-            if one:
+            if is_active:
                 loss, slope = term(config, t, sample, tis_weight(tis, t, sample))
                 if getattr(config, "kl_beta", 0.0):
                     value, pull = kl(config, sample["policy"][t], sample["ref"][t])
@@ -203,9 +203,9 @@ def test_reinforce_without_behavior_logprobs_is_plain(random_samples, batch_of):
     (gradient,) = torch.autograd.grad(per_token.sum(), leaf)
 
     slopes = [
-        -advantage * one
+        -advantage * is_active
         for sample in samples
-        for advantage, one in zip(sample["advantages"], sample["mask"], strict=True)
+        for advantage, is_active in zip(sample["advantages"], sample["mask"], strict=True)
     ]
     expected = [slope * row for slope, row in zip(slopes, leaf.tolist(), strict=True)]
     assert per_token.tolist() == pytest.approx(expected)

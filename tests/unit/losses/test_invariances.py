@@ -45,10 +45,10 @@ def test_permuting_the_samples_permutes_loss_and_gradient(
     order = random.Random(seed).sample(range(len(samples)), len(samples))
 
     losses, gradients = run(name, tis, samples, batch_of)
-    moved_losses, moved_gradients = run(name, tis, [samples[one] for one in order], batch_of)
+    moved_losses, moved_gradients = run(name, tis, [samples[index] for index in order], batch_of)
 
-    assert_rows_equal(moved_losses, [losses[one] for one in order])
-    assert_rows_equal(moved_gradients, [gradients[one] for one in order])
+    assert_rows_equal(moved_losses, [losses[index] for index in order])
+    assert_rows_equal(moved_gradients, [gradients[index] for index in order])
 
 
 @every_objective

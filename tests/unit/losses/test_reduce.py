@@ -9,8 +9,7 @@ from hearth.losses import (
     REDUCTIONS,
     GradientCounts,
     TokenBatch,
-    denominator,
-    gradient_counts,
+    count_gradients,
     policy_loss_per_token,
     reduce_loss,
 )
@@ -25,13 +24,13 @@ SEGMENTS = torch.tensor([0, 0, 0, 1, 1, 2, 2])
     ("mode", "count"), [("num_loss_tokens", 3), ("num_sequences", 2), ("none", 1)]
 )
 def test_denominators_count_what_has_a_gradient_not_the_mask(mode, count):
-    assert denominator(mode, GRADIENTS, SEGMENTS) == count
+    assert count_gradients(GRADIENTS, SEGMENTS).denominator(mode) == count
 
 
 def test_counts_of_batches_add_up_before_they_divide():
     parts = [
-        gradient_counts(GRADIENTS[:3], SEGMENTS[:3]),
-        gradient_counts(GRADIENTS[3:], SEGMENTS[3:]),
+        count_gradients(GRADIENTS[:3], SEGMENTS[:3]),
+        count_gradients(GRADIENTS[3:], SEGMENTS[3:]),
     ]
 
     total = sum(parts, GradientCounts())
@@ -41,7 +40,7 @@ def test_counts_of_batches_add_up_before_they_divide():
 
 
 def test_a_denominator_is_never_zero():
-    nothing = gradient_counts(torch.zeros(2), torch.zeros(2, dtype=torch.int64))
+    nothing = count_gradients(torch.zeros(2), torch.zeros(2, dtype=torch.int64))
     assert nothing == GradientCounts(0, 0)
     assert [nothing.denominator(mode) for mode in ("num_loss_tokens", "num_sequences")] == [1, 1]
 
@@ -49,7 +48,7 @@ def test_a_denominator_is_never_zero():
 def test_unknown_names_are_value_errors_that_list_the_known_ones():
     batch = TokenBatch.concat([torch.tensor([-1.0])], advantages=[1.0], mask=[torch.ones(1)])
     with pytest.raises(ValueError, match="num_loss_tokens, num_sequences, none, got 'mean'"):
-        denominator("mean", GRADIENTS, SEGMENTS)
+        count_gradients(GRADIENTS, SEGMENTS).denominator("mean")
     with pytest.raises(ValueError, match=r"sum, none, num_loss_tokens.*got 'average'"):
         reduce_loss(torch.ones(1), batch, "average")
 

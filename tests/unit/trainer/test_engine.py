@@ -205,7 +205,7 @@ def test_a_builtin_loss_and_the_clients_two_passes_give_one_gradient(
     rows = [torch.from_numpy(logprob).requires_grad_() for logprob in scored.logprobs]
     inputs = [{name: values(datum, name) for name in ("logprobs", "advantages")} for datum in data]
     objective = builtin_objective(loss_fn)
-    loss = objective.per_token(objective.batch(rows, inputs)).per_token.sum()
+    loss = objective.evaluate(objective.make_batch(rows, inputs)).per_token.sum()
     loss.backward()
     weighted = [
         _bare(one, weights=encode(-row.grad.numpy(), "float32"))  # pyright: ignore[reportOptionalMemberAccess]

@@ -45,7 +45,7 @@ def test_the_built_in_call_has_the_closures_loss(name, tis):
         {key: value.to_torch() for key, value in datum.loss_fn_inputs.items()}
         for datum in call.data
     ]
-    in_trainer = builtin.per_token(builtin.batch(policy, inputs)).per_token.sum()
+    in_trainer = builtin.evaluate(builtin.make_batch(policy, inputs)).per_token.sum()
     closure = make_policy_loss_fn(
         name,
         advantages=[s.advantage for s in samples],

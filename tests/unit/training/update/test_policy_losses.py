@@ -128,7 +128,7 @@ def test_client_closure_and_trainer_builtin_agree_with_weights_folded_in(name, t
     ]
     builtin = builtin_objective(WIRE_NAMES[name])
 
-    theirs = builtin.per_token(builtin.batch(rows, inputs)).per_token.sum()
+    theirs = builtin.evaluate(builtin.make_batch(rows, inputs)).per_token.sum()
     loss_fn = make_policy_loss_fn(
         name,
         advantages=rollout["advantages"],
@@ -201,8 +201,8 @@ ROWS = [-1.0, -2.0, -0.5]
 FAULTS = {
     "missing": (None, "datum 1: behavior_logprobs must have 3 rows, got none for 2 active"),
     "empty": ([], "datum 1: behavior_logprobs must have 3 rows, got none for 2 active"),
-    "short": ([-1.0, -1.0], r"datum 1: behavior_logprobs must have 3 target-aligned rows .*\[2\]"),
-    "long": ([-1.0] * 4, r"datum 1: behavior_logprobs must have 3 target-aligned rows .*\[4\]"),
+    "short": ([-1.0, -1.0], r"datum 1: behavior_logprobs must have 3 target-aligned .*\[2\]"),
+    "long": ([-1.0] * 4, r"datum 1: behavior_logprobs must have 3 target-aligned .*\[4\]"),
     "nan": ([-1.0, math.nan, -1.0], "datum 1: behavior_logprobs at position 1 .*got nan"),
     "none": ([-1.0, None, -1.0], "datum 1: behavior_logprobs at position 1 .*got nan"),
     "inf": ([-1.0, -1.0, -math.inf], "datum 1: behavior_logprobs at position 2 .*got -inf"),
