@@ -22,7 +22,7 @@ TopLogprobs = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
-class DrawnToken:
+class SampledToken:
     """One token as it was drawn; the logprobs are those of ``SampledSequence``."""
 
     token_id: int
@@ -39,7 +39,7 @@ class TokenListener(Protocol):
         """Tokens come from now on; the prompt's logprobs, if they were asked for."""
         ...
 
-    def drew(self, token: DrawnToken) -> None:
+    def drew(self, token: SampledToken) -> None:
         """The next token, a matched stop token included."""
         ...
 

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from hearth.inference.backend import DrawnToken, SampledSequence, Tokenizer
+from hearth.inference.backend import SampledSequence, SampledToken, Tokenizer
 from hearth.inference.requests import wants_logprobs
 from hearth.inference.responses import choice_logprobs, perf_metrics, token_rows, usage_of
-from hearth.inference.streaming import Piece
+from hearth.inference.streaming import StreamPiece
 from hearth.inference.tool_calls import Read, ToolCallReader, chat_finish_reason, tool_call
 from hearth.telemetry import new_request_id
 from hearth.wire.chat import (
@@ -57,7 +57,7 @@ class _Events(ABC):
         self._start_s = time.perf_counter()
         self._ended: list[SampledSequence] = []
 
-    def __call__(self, pieces: Sequence[Piece]) -> Iterator[bytes]:
+    def __call__(self, pieces: Sequence[StreamPiece]) -> Iterator[bytes]:
         """One event per completion that has something new; the token counts last."""
         for piece in pieces:
             if piece.end is not None:
@@ -75,7 +75,7 @@ class _Events(ABC):
     def _empty(self) -> Chunk: ...
 
     @abstractmethod
-    def _chunk(self, piece: Piece) -> Chunk | None:
+    def _chunk(self, piece: StreamPiece) -> Chunk | None:
         """The event of a piece; None while it says nothing."""
 
     def _finished(self, chunk: Chunk, end: SampledSequence | None) -> Chunk:
@@ -91,7 +91,7 @@ class _Events(ABC):
     def _all_ended(self) -> bool:
         return len(self._ended) == self._fields.n * len(self._prompts)
 
-    def _rows(self, tokens: Sequence[DrawnToken]) -> list[TokenLogprob]:
+    def _rows(self, tokens: Sequence[SampledToken]) -> list[TokenLogprob]:
         return token_rows(
             [token.token_id for token in tokens],
             [token.logprob for token in tokens],
@@ -124,7 +124,7 @@ class CompletionEvents(_Events):
             id=f"cmpl-{self._id}", created=self._created, model=self._model, choices=[]
         )
 
-    def _chunk(self, piece: Piece) -> CompletionChunk | None:
+    def _chunk(self, piece: StreamPiece) -> CompletionChunk | None:
         echoes = piece.is_first and self._call.echo
         rows = wants_logprobs(self._call) and bool(piece.tokens)
         if not (piece.end or piece.text or rows or echoes):
@@ -144,7 +144,7 @@ class CompletionEvents(_Events):
         )
         return chunk
 
-    def _logprobs(self, piece: Piece, echoes: bool) -> ChoiceLogprobs:
+    def _logprobs(self, piece: StreamPiece, echoes: bool) -> ChoiceLogprobs:
         prompt = self._prompts[piece.index // self._call.n] if echoes else []
         unknown = [None] * len(prompt)
         scores = (piece.prompt_logprobs or unknown) if echoes else []
@@ -176,7 +176,7 @@ class ChatEvents(_Events):
             id=f"chatcmpl-{self._id}", created=self._created, model=self._model, choices=[]
         )
 
-    def _chunk(self, piece: Piece) -> ChatChunk | None:
+    def _chunk(self, piece: StreamPiece) -> ChatChunk | None:
         end = piece.end
         read = self._read(piece)
         logprobs = self._logprobs(piece)
@@ -199,7 +199,7 @@ class ChatEvents(_Events):
         )
         return chunk
 
-    def _read(self, piece: Piece) -> Read:
+    def _read(self, piece: StreamPiece) -> Read:
         """The piece's text, and its calls if tools were offered."""
         if not self._request.offered_tools:
             return Read(piece.text)
@@ -222,14 +222,14 @@ class ChatEvents(_Events):
             for place, one in enumerate(told, first)
         ]
 
-    def _reason(self, piece: Piece) -> ChatFinishReason | None:
+    def _reason(self, piece: StreamPiece) -> ChatFinishReason | None:
         """Why the answer ended, if it has."""
         if piece.end is None:
             return None
         has_calls = self._num_calls[piece.index] > 0
         return chat_finish_reason(piece.end.finish_reason, has_calls=has_calls)
 
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+    def _logprobs(self, piece: StreamPiece) -> ChatLogprobs | None:
         if not wants_chat_rows(self._request) or not (piece.tokens or piece.end):
             return None
         return ChatLogprobs.model_construct(content=as_chat(self._rows(piece.tokens)))

@@ -35,7 +35,7 @@ from hearth.inference.requests import (
 )
 from hearth.inference.requests import sample_requests as completion_requests
 from hearth.inference.responses import completion_response, perf_metrics
-from hearth.inference.streaming import DrawStream, EventResponse, Piece
+from hearth.inference.streaming import CompletionStream, EventResponse, StreamPiece
 from hearth.telemetry import new_request_id
 from hearth.wire.asgi import STAYS
 from hearth.wire.completions import HotLoadRequest, Model, ModelList
@@ -251,10 +251,10 @@ class _Deployment:
         self,
         request: Request,
         wanted: Sequence[SampleRequest],
-        events: Callable[[list[Piece]], Iterable[bytes]],
+        events: Callable[[list[StreamPiece]], Iterable[bytes]],
     ) -> Response:
         """Answer with events from the first piece on; what fails before it has its own status."""
-        stream = DrawStream(wanted, self._submit, self._backend.tokenizer)
+        stream = CompletionStream(wanted, self._submit, self._backend.tokenizer)
         try:
             first = await _unless_gone(request, asyncio.ensure_future(stream.next()))
         except BaseException:

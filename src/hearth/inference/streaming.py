@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hearth.inference.backend import DrawnToken, SampledSequence, SampleRequest, Tokenizer
+from hearth.inference.backend import SampledSequence, SampledToken, SampleRequest, Tokenizer
 from hearth.inference.texts import TextOf, text_decoder
 
 logger = logging.getLogger(__name__)
@@ -31,12 +31,12 @@ _WINDOW = 16
 
 
 @dataclass
-class Piece:
+class StreamPiece:
     """What is new of one completion."""
 
     index: int
     text: str = ""
-    tokens: list[DrawnToken] = field(default_factory=lambda: [])
+    tokens: list[SampledToken] = field(default_factory=lambda: [])
     """Those whose text is told by now; without a tokenizer every new one."""
     is_first: bool = False
     prompt_logprobs: list[float | None] | None = None
@@ -103,7 +103,7 @@ class TextPieces:
         return piece
 
 
-class DrawStream:
+class CompletionStream:
     """The draws of one request, submitted at once and told as they come.
 
     Belongs to the running event loop. ``close`` ends whatever is still being drawn.
@@ -129,14 +129,14 @@ class DrawStream:
         for index, future in enumerate(self._futures):
             future.add_done_callback(lambda done, index=index: self._inbox.put((index, done)))
 
-    async def next(self) -> list[Piece]:
+    async def next(self) -> list[StreamPiece]:
         """What is new since the last call, by completion; empty when all have ended.
 
         Raises:
             ClientDisconnect: ``leave`` was called.
             HearthError: a completion failed.
         """
-        pieces: dict[int, Piece] = {}
+        pieces: dict[int, StreamPiece] = {}
         while self._left and not pieces:
             for index, event in await self._inbox.take():
                 if index is None:
@@ -165,10 +165,10 @@ class EventResponse(Response):
 
     def __init__(
         self,
-        stream: DrawStream,
-        first: list[Piece],
+        stream: CompletionStream,
+        first: list[StreamPiece],
         *,
-        events: Callable[[list[Piece]], Iterable[bytes]],
+        events: Callable[[list[StreamPiece]], Iterable[bytes]],
         fault: Callable[[Exception], bytes],
     ) -> None:
         self.status_code = 200
@@ -247,7 +247,7 @@ class _Listener:
         if prompt_logprobs is not None:
             self._inbox.put((self._index, prompt_logprobs))
 
-    def drew(self, token: DrawnToken) -> None:
+    def drew(self, token: SampledToken) -> None:
         self._inbox.put((self._index, token))
 
 
@@ -258,28 +258,28 @@ class _Progress:
         self._index = index
         self._is_new = True
         self._prompt_logprobs: list[float | None] | None = None
-        self._waiting: list[DrawnToken] = []
+        self._waiting: list[SampledToken] = []
         self._texts = None
         if tokenizer is not None:
             self._texts = TextPieces(text_decoder(tokenizer, request.shown), request.stop)
 
-    def take(self, event: Any, piece: Piece | None) -> Piece | None:
+    def take(self, event: Any, piece: StreamPiece | None) -> StreamPiece | None:
         """``piece``, or a new one, with what the event adds; None while nothing can be told."""
-        if isinstance(event, DrawnToken):
+        if isinstance(event, SampledToken):
             return self._token(event, piece)
         if isinstance(event, Future):
             return self._end(event.result(), piece)
         self._prompt_logprobs = event
         return piece
 
-    def _token(self, token: DrawnToken, piece: Piece | None) -> Piece | None:
+    def _token(self, token: SampledToken, piece: StreamPiece | None) -> StreamPiece | None:
         self._waiting.append(token)
         text = self._texts.push(token.token_id) if self._texts is not None else ""
         if self._texts is not None and self._texts.holds and not text:
             return piece
         return self._add(piece, text)
 
-    def _end(self, drawn: SampledSequence, piece: Piece | None) -> Piece:
+    def _end(self, drawn: SampledSequence, piece: StreamPiece | None) -> StreamPiece:
         if self._prompt_logprobs is None and self._is_new:
             self._prompt_logprobs = drawn.prompt_logprobs
         text = self._texts.finish(drawn.text) if self._texts is not None else ""
@@ -287,9 +287,11 @@ class _Progress:
         piece.end = drawn
         return piece
 
-    def _add(self, piece: Piece | None, text: str) -> Piece:
+    def _add(self, piece: StreamPiece | None, text: str) -> StreamPiece:
         if piece is None:
-            piece = Piece(self._index, is_first=self._is_new, prompt_logprobs=self._prompt_logprobs)
+            piece = StreamPiece(
+                self._index, is_first=self._is_new, prompt_logprobs=self._prompt_logprobs
+            )
             self._is_new, self._prompt_logprobs = False, None
         piece.text += text
         piece.tokens += self._waiting

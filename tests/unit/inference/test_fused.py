@@ -20,7 +20,7 @@ from hearth.inference.engine.fused import FusedDecoder
 from hearth.inference.engine.prefill import PackedPrefill
 from hearth.inference.engine.prompts import EVERY, Extras
 from hearth.inference.engine.runner import ModelRunner
-from hearth.inference.engine.sampler import Draw, SamplingValues, sample
+from hearth.inference.engine.sampler import SampledTokens, SamplingValues, sample
 from hearth.kernels.build import torch_symbol
 from hearth.kernels.ops import kernels
 from hearth.models.loading import LoadedModel, base_tensors
@@ -356,7 +356,7 @@ def values(count: int, **given: Any) -> SamplingValues:
     return SamplingValues(**plain | given)
 
 
-def draw(logits: Tensor, given: SamplingValues) -> Draw:
+def draw(logits: Tensor, given: SamplingValues) -> SampledTokens:
     rows = len(logits)
     return sample(logits, given, np.arange(rows, dtype=np.uint64), np.arange(rows))
 

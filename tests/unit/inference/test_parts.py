@@ -7,7 +7,7 @@ from hearth.inference.engine.cache import CacheShape, SlotCache, key_span
 from hearth.inference.engine.engine import EngineOptions
 from hearth.inference.engine.prompts import Extras, Prompt, PromptStore
 from hearth.inference.engine.sequence import RequestLimits, StopText, check_request
-from hearth.inference.engine.serving import Serving
+from hearth.inference.engine.sync_tracker import SyncTracker
 
 SHAPE = CacheShape(
     layers=2, heads=1, key_dim=4, value_dim=2, dtype=torch.float32, device=torch.device("cpu")
@@ -168,7 +168,7 @@ def test_the_ids_of_a_warm_up_are_taken_by_any_vocabulary(size, ids):
 
 
 def test_a_version_number_is_never_given_twice():
-    serving = Serving()
+    serving = SyncTracker()
     serving.begin("step-7", 7)
     serving.failed("step-7", OSError("gone"))
     assert (serving.state().weight_version, serving.state().stage) == (0, "error")

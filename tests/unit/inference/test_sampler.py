@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 import torch
 
-from hearth.inference.engine.sampler import Draw, SamplingValues, sample, uniforms
+from hearth.inference.engine.sampler import SampledTokens, SamplingValues, sample, uniforms
 
 LOGITS = [2.0, 1.5, 1.5, 0.3, 0.0, -0.4, -1.0, -1.1, -2.0, -2.5, -4.0, -30.0]
 
 
-def draw(logits, count=1, *, temperature=1.0, top_p=1.0, top_k=0, first_seed=0) -> Draw:
+def draw(logits, count=1, *, temperature=1.0, top_p=1.0, top_k=0, first_seed=0) -> SampledTokens:
     """``count`` draws from the same logits, with seeds in a row, at position 5."""
     values = SamplingValues(
         np.full(count, temperature), np.full(count, top_p), np.full(count, top_k)

@@ -16,12 +16,12 @@ from hearth.errors import EngineError
 from hearth.inference.backend import SampledSequence, ServingState
 from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.prompts import Extras, Prompt, PromptStore
-from hearth.inference.engine.rows import Rows
 from hearth.inference.engine.runner import ModelRunner
 from hearth.inference.engine.sampler import sample
 from hearth.inference.engine.scheduler import Admission
 from hearth.inference.engine.sequence import Running
-from hearth.inference.engine.serving import settle
+from hearth.inference.engine.slots import DecodeSlots
+from hearth.inference.engine.sync_tracker import resolve_future
 from hearth.wire.completions import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class EngineStats:
     waiting: int = 0
 
 
-class Batch:
+class DecodeBatch:
     """Sequences that run together on one model.
 
     ``serving`` says which version tokens are stamped with.
@@ -60,7 +60,7 @@ class Batch:
         *,
         serving: Callable[[], ServingState],
     ) -> None:
-        self.rows = Rows()
+        self.rows = DecodeSlots()
         self.cache = cache
         self.prompts = prompts
         self.stats = EngineStats()
@@ -129,9 +129,9 @@ class Batch:
         ended, self._ended = self._ended, []
         for sequence, outcome in ended:
             if isinstance(outcome, Exception):
-                settle(sequence.future, error=outcome)
+                resolve_future(sequence.future, error=outcome)
             else:
-                settle(sequence.future, result=outcome)
+                resolve_future(sequence.future, result=outcome)
 
     def weights_changed(self) -> None:
         """Forget what the weights before computed, but for the caches of the rows that run.

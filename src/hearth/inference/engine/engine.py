@@ -20,7 +20,7 @@ import torch
 
 from hearth.errors import EngineError
 from hearth.inference.backend import Phase, SampledSequence, SampleRequest, ServingState, Tokenizer
-from hearth.inference.engine.batch import Batch, EngineStats
+from hearth.inference.engine.batch import DecodeBatch, EngineStats
 from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.graphs import Recorder, recorder_for
 from hearth.inference.engine.options import EngineOptions
@@ -34,7 +34,7 @@ from hearth.inference.engine.sequence import (
     check_request,
     total_limit,
 )
-from hearth.inference.engine.serving import Serving, settle, shut_down
+from hearth.inference.engine.sync_tracker import SyncTracker, closed_error, resolve_future
 from hearth.inference.engine.weights import Prepared, ServedWeights
 from hearth.inference.texts import special_tokens, text_decoder
 from hearth.models.loading import LoadedModel
@@ -82,9 +82,9 @@ class InferenceEngine:
         cache = SlotCache(
             runner.cache_shape, budget_bytes=budgets.cache_mb * _MIB, max_rows=self.options.max_rows
         )
-        self._serving = Serving()
+        self._serving = SyncTracker()
         self._weights = ServedWeights(loaded)
-        self._batch = Batch(
+        self._batch = DecodeBatch(
             runner, cache, PromptStore(budgets.prompt_cache_mb * _MIB), serving=self._serving.state
         )
         self._is_routed = runner.routers is not None
@@ -100,7 +100,7 @@ class InferenceEngine:
         self._wake = threading.Condition()
         self._inbox: deque[Running] = deque()
         self._cancelled: deque[Running] = deque()
-        self._loads: deque[_Load] = deque()
+        self._loads: deque[_PendingLoad] = deque()
         self._phase: Phase = "idle"
         self._on_phase = on_phase
         self._nudged = False
@@ -125,7 +125,7 @@ class InferenceEngine:
         sequence = self._sequence(self._recordable(request))
         with self._wake:
             if self._closing:
-                raise shut_down()
+                raise closed_error()
             self._inbox.append(sequence)
             self._wake.notify()
         sequence.future.add_done_callback(lambda future: self._note_cancel(future, sequence))
@@ -155,7 +155,7 @@ class InferenceEngine:
         """
         with self._wake:
             if self._closing:
-                raise shut_down()
+                raise closed_error()
             if self._serving.begin(identity, weight_version):
                 self._nudge()
                 self._fetcher.submit(self._fetch, identity, fetch, running_requests)
@@ -173,9 +173,9 @@ class InferenceEngine:
         """
         with self._wake:
             if self._closing:
-                raise shut_down()
+                raise closed_error()
             if self._serving.begin(snapshot.identity):
-                self._loads.append(_Load(snapshot, running_requests))
+                self._loads.append(_PendingLoad(snapshot, running_requests))
                 self._wake.notify()
         return self._serving.settled(snapshot.identity)
 
@@ -265,7 +265,7 @@ class InferenceEngine:
                 self._nudge()
             return
         with self._wake:
-            self._loads.append(_Load(prepared, running_requests))
+            self._loads.append(_PendingLoad(prepared, running_requests))
             self._wake.notify()
 
     def _nudge(self) -> None:
@@ -275,7 +275,7 @@ class InferenceEngine:
 
     def _run(self) -> None:
         """The engine thread: one step after the other until closed."""
-        end: Exception = shut_down()
+        end: Exception = closed_error()
         try:
             while self._await_work():
                 self._step()
@@ -288,7 +288,7 @@ class InferenceEngine:
         self._batch.fail_all(end)
         self._batch.deliver()
         for sequence in left:
-            settle(sequence.future, error=end)
+            resolve_future(sequence.future, error=end)
         self._serving.close()
 
     def _step(self) -> None:
@@ -379,7 +379,7 @@ class InferenceEngine:
 
 
 @dataclass(frozen=True, eq=False)
-class _Load:
+class _PendingLoad:
     """A snapshot that waits to be taken."""
 
     item: Snapshot | Prepared

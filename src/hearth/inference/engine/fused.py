@@ -71,7 +71,7 @@ class FusedDecoder:
         self._turns = decoder.turns(max(positions, _LEAST_POSITIONS))
         self._layers: list[_Weights] = []
         self._head: tuple[Tensor, Tensor | None] | None = None
-        self._buffers: dict[int, _Buffers] = {}
+        self._buffers: dict[int, _StepBuffers] = {}
         self._step: StepModel | None = None
         """The weights for ``decode_step``; None where it cannot be."""
 
@@ -197,11 +197,11 @@ class FusedDecoder:
             decoder.scale,
         )
 
-    def _make_buffers(self, rows: int) -> _Buffers:
+    def _make_buffers(self, rows: int) -> _StepBuffers:
         """Room for one step of so many rows; of other numbers of rows it is given back."""
         decoder, layer = self._decoder, self._layers[0]
         hidden = layer.qkv.shape[0]
-        made = _Buffers(
+        made = _StepBuffers(
             normed=torch.empty(rows, hidden),
             qkv=torch.empty(rows, layer.qkv.shape[1]),
             heads=torch.empty(rows, decoder.heads * decoder.dim),
@@ -214,7 +214,7 @@ class FusedDecoder:
 
 
 @dataclass(frozen=True, eq=False)
-class _Buffers:
+class _StepBuffers:
     normed: Tensor
     qkv: Tensor
     heads: Tensor

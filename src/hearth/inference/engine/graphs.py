@@ -129,7 +129,7 @@ class DecodeGraphs:
         self._device = torch.device(loaded.device)
         self._graphs: OrderedDict[_Bucket, Replay] = OrderedDict()
         self._seen: set[_Bucket] = set()
-        self._buffers: _Buffers | None = None
+        self._buffers: _GraphBuffers | None = None
         self._weights = _places(loaded)
         self.is_recording = True
         """False after a recording failed."""
@@ -208,7 +208,7 @@ class DecodeGraphs:
         if len(self._graphs) > self._most:
             self._graphs.popitem(last=False)
 
-    def _buffers_for(self, cache: SlotCache) -> _Buffers:
+    def _buffers_for(self, cache: SlotCache) -> _GraphBuffers:
         place = (cache.keys.data_ptr(), cache.values.data_ptr(), tuple(cache.keys.shape))
         if self._buffers is None or self._buffers.cache_place != place:
             self.clear()
@@ -217,12 +217,12 @@ class DecodeGraphs:
             slots = cache.keys.shape[1]
             inputs = torch.zeros(2, slots, dtype=torch.int64, device=self._device)
             logits = torch.zeros(slots, self._loaded.vocab_size, device=self._device)
-            self._buffers = _Buffers(place, inputs, logits)
+            self._buffers = _GraphBuffers(place, inputs, logits)
         return self._buffers
 
 
 @dataclass(frozen=True, eq=False)
-class _Buffers:
+class _GraphBuffers:
     """Where recorded steps read and write; as good as the cache stands where it stood."""
 
     cache_place: tuple[int, int, tuple[int, ...]]

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hearth.inference.engine.drawing import draw_rows
+from hearth.inference.engine.device_sampler import sample_on_device
 from hearth.kernels.ops import kernels
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -42,7 +42,7 @@ class SamplingValues:
 
 
 @dataclass(frozen=True)
-class TopDraw:
+class TopTokens:
     """The most probable tokens [R, K] of the ``rows`` [R] that asked, the first the likeliest."""
 
     rows: NDArray[np.int64]
@@ -51,13 +51,13 @@ class TopDraw:
 
 
 @dataclass(frozen=True)
-class Draw:
+class SampledTokens:
     """Drawn tokens [B] with their raw logprob and the one under what was drawn from, float32."""
 
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float32]
     sampling_logprobs: NDArray[np.float32]
-    top: TopDraw | None = None
+    top: TopTokens | None = None
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -70,8 +70,8 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray
 
 def sample(
     logits: Tensor, values: SamplingValues, seeds: NDArray[np.uint64], positions: NDArray[np.int64]
-) -> Draw:
-    """Draw one token per row of ``logits`` [B, V] (float32).
+) -> SampledTokens:
+    """Sample one token per row of ``logits`` [B, V] (float32).
 
     ``positions`` are those of the tokens to be drawn. Inverse of the cumulative distribution, in
     float64 and in vocabulary order.
@@ -93,7 +93,7 @@ def sample(
 
 def _fast_draws(
     logits: Tensor, values: SamplingValues, fractions: NDArray[np.float64]
-) -> tuple[Draw, NDArray[np.int64]] | None:
+) -> tuple[SampledTokens, NDArray[np.int64]] | None:
     """Draws of the rows that draw from all tokens, and the other rows; None without a fast way.
 
     Which way a row goes hangs on its own values alone.
@@ -102,7 +102,9 @@ def _fast_draws(
     if logits.device.type == "cuda":
         simple |= values.temperature == 0
         temperatures = np.where(simple, values.temperature, 1.0)
-        return Draw(*draw_rows(logits, temperatures, fractions)), np.flatnonzero(~simple)
+        return SampledTokens(*sample_on_device(logits, temperatures, fractions)), np.flatnonzero(
+            ~simple
+        )
     loops = kernels() if logits.device.type == "cpu" else None
     if loops is None:
         return None
@@ -110,11 +112,11 @@ def _fast_draws(
     tokens, logprobs, drawn_logprobs = loops.draw(
         logits.contiguous(), torch.from_numpy(temperatures), torch.from_numpy(fractions)
     )
-    draw = Draw(tokens.numpy(), logprobs.numpy(), drawn_logprobs.numpy())
+    draw = SampledTokens(tokens.numpy(), logprobs.numpy(), drawn_logprobs.numpy())
     return draw, np.flatnonzero(~simple)
 
 
-def _sample(logits: Tensor, values: SamplingValues, fractions: Tensor) -> Draw:
+def _sample(logits: Tensor, values: SamplingValues, fractions: Tensor) -> SampledTokens:
     """The same in torch, for any values."""
     raw = torch.log_softmax(logits, dim=-1)
     drawn_from = _drawn_from(logits, raw, values)
@@ -122,17 +124,17 @@ def _sample(logits: Tensor, values: SamplingValues, fractions: Tensor) -> Draw:
     picked = tokens.unsqueeze(1)
     own = raw.gather(1, picked).squeeze(1).cpu().numpy()
     if drawn_from is raw:
-        return Draw(tokens.cpu().numpy(), own, own)
+        return SampledTokens(tokens.cpu().numpy(), own, own)
     drawn = drawn_from.gather(1, picked).squeeze(1).cpu().numpy()
-    return Draw(tokens.cpu().numpy(), own, drawn)
+    return SampledTokens(tokens.cpu().numpy(), own, drawn)
 
 
-def _top(logits: Tensor, wanted: NDArray[np.int64]) -> TopDraw:
+def _top(logits: Tensor, wanted: NDArray[np.int64]) -> TopTokens:
     rows = np.flatnonzero(wanted)
     most = min(int(wanted.max()), logits.shape[1])
     raw = torch.log_softmax(logits[_index(wanted > 0, logits)], dim=-1)
     found = raw.topk(most, dim=1)
-    return TopDraw(rows, found.indices.cpu().numpy(), found.values.cpu().numpy())
+    return TopTokens(rows, found.indices.cpu().numpy(), found.values.cpu().numpy())
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

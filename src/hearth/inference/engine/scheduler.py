@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.prompts import Extras, PromptStore
-from hearth.inference.engine.rows import Rows
 from hearth.inference.engine.runner import padded_length
 from hearth.inference.engine.sequence import Running
+from hearth.inference.engine.slots import DecodeSlots
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Scheduler:
         self.waiting: deque[Running] = deque()
         self._prefill_tokens = prefill_tokens
 
-    def admit(self, rows: Rows, cache: SlotCache, store: PromptStore) -> Admission:
+    def admit(self, rows: DecodeSlots, cache: SlotCache, store: PromptStore) -> Admission:
         """Take from the queue what fits now, and of prompts to prefill at least one.
 
         A request whose prompt is in ``store``, or is prefilled for another, costs no prefill.

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from hearth.errors import RequestError
 from hearth.inference.backend import (
-    DrawnToken,
     SampledSequence,
+    SampledToken,
     SampleRequest,
     ServingState,
     TopLogprobs,
@@ -97,7 +97,7 @@ class Running:
         except Exception:
             logger.exception("a listener failed; its completion goes on")
 
-    def tell(self, token: DrawnToken) -> None:
+    def tell(self, token: SampledToken) -> None:
         """Tell the listener of a token; its failure is its own."""
         try:
             if self.request.listener is not None:

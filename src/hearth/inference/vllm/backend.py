@@ -20,16 +20,16 @@ from typing import Any, TypeVar
 
 from hearth.errors import ClosedError, EngineError
 from hearth.inference.backend import Phase, SampledSequence, SampleRequest, ServingState, Tokenizer
-from hearth.inference.engine.serving import Serving, shut_down
+from hearth.inference.engine.sync_tracker import SyncTracker, closed_error
 from hearth.inference.texts import special_tokens
+from hearth.inference.vllm.balancing import blocks_of
 from hearth.inference.vllm.client import LostError
-from hearth.inference.vllm.draws import Draw, Outcome, Rules
-from hearth.inference.vllm.model import ModelFacts
+from hearth.inference.vllm.completion import CompletionRun, RequestRules, ServerCompletion
+from hearth.inference.vllm.model import VllmModelFacts
 from hearth.inference.vllm.replicas import Fleet
-from hearth.inference.vllm.routing import blocks_of
 from hearth.inference.vllm.server import ServerPlan
-from hearth.inference.vllm.shelf import Shelf, Shelved
-from hearth.inference.vllm.weights import FIRST_LABEL, Publisher, Target
+from hearth.inference.vllm.snapshot_cache import CachedSnapshot, SnapshotCache
+from hearth.inference.vllm.weights import FIRST_LABEL, ReplicaPublisher, Target
 from hearth.sidecars import Sidecars
 from hearth.sync.store import Snapshot
 from hearth.wire.completions import RunningRequests
@@ -63,7 +63,7 @@ class VllmBackend:
     def __init__(
         self,
         plan: ServerPlan,
-        facts: ModelFacts,
+        facts: VllmModelFacts,
         *,
         replicas: int,
         sidecars: Sidecars,
@@ -75,12 +75,12 @@ class VllmBackend:
         self._tokenizer = tokenizer
         self._facts = facts
         self._options = plan.options
-        self._rules = Rules(facts, plan.max_seq_len, tokenizer, special_tokens(tokenizer))
+        self._rules = RequestRules(facts, plan.max_seq_len, tokenizer, special_tokens(tokenizer))
         self._folder = folder
-        self._shelf = Shelf(folder)
-        self._serving = Serving()
-        self._publisher = Publisher(
-            str(self._shelf.root),
+        self._snapshot_cache = SnapshotCache(folder)
+        self._serving = SyncTracker()
+        self._publisher = ReplicaPublisher(
+            str(self._snapshot_cache.root),
             vocab_size=facts.vocab_size,
             dtype=plan.dtype,
             drain=plan.options.drain,
@@ -91,7 +91,7 @@ class VllmBackend:
         self._phase: Phase = "idle"
         self._running = 0
         self._is_closed = False
-        self._shelving = ThreadPoolExecutor(1, thread_name_prefix="hearth-snapshots")
+        self._snapshot_thread = ThreadPoolExecutor(1, thread_name_prefix="hearth-snapshots")
         self._loop = asyncio.new_event_loop()
         self._versions[FIRST_LABEL] = self._loop.create_future()
         self._versions[FIRST_LABEL].set_result(Version(0, None))
@@ -120,7 +120,9 @@ class VllmBackend:
         """
         self._rules.check(request)
         seed = secrets.randbits(63) if request.seed is None else request.seed % 2**63
-        return self._call(self._drawn(Draw(request, seed, self._rules), time.perf_counter()))
+        return self._call(
+            self._drawn(CompletionRun(request, seed, self._rules), time.perf_counter())
+        )
 
     def hot_load(
         self,
@@ -139,9 +141,9 @@ class VllmBackend:
             ClosedError: the backend was closed.
         """
         if self._is_closed:
-            raise shut_down()
+            raise closed_error()
         if self._serving.begin(identity, weight_version):
-            self._shelving.submit(self._take, identity, fetch, running_requests)
+            self._snapshot_thread.submit(self._take, identity, fetch, running_requests)
         return self._serving.settled(identity)
 
     def watch_phase(self, on_phase: Callable[[Phase], None]) -> None:
@@ -162,7 +164,7 @@ class VllmBackend:
             return
         self._is_closed = True
         self._serving.close()
-        self._shelving.shutdown(wait=False, cancel_futures=True)
+        self._snapshot_thread.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(ClosedError):
             asyncio.run_coroutine_threadsafe(self._ended(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -177,7 +179,7 @@ class VllmBackend:
     def _call(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if self._is_closed:
             work.close()
-            raise shut_down()
+            raise closed_error()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _ended(self) -> None:
@@ -189,7 +191,7 @@ class VllmBackend:
         # What was closed says so to its loop once more.
         await asyncio.sleep(0)
 
-    async def _drawn(self, draw: Draw, arrived_s: float) -> SampledSequence:
+    async def _drawn(self, draw: CompletionRun, arrived_s: float) -> SampledSequence:
         """Draw on one replica after the other until one has done it."""
         blocks = blocks_of(draw.request.prompt)
         self._note(1)
@@ -220,12 +222,12 @@ class VllmBackend:
             )
         except asyncio.CancelledError:
             if self._is_closed:
-                raise shut_down() from None
+                raise closed_error() from None
             raise
         finally:
             self._note(-1)
 
-    async def _versions_of(self, outcome: Outcome) -> list[tuple[int, str | None, int]]:
+    async def _versions_of(self, outcome: ServerCompletion) -> list[tuple[int, str | None, int]]:
         """Weight version, snapshot and number of tokens, in the order of the tokens.
 
         Raises:
@@ -249,24 +251,24 @@ class VllmBackend:
             snapshot = replace(fetch(), identity=identity)
             self._facts.check(snapshot)
             self._options.check(snapshot)
-            shelved = self._shelf.add(snapshot)
-            self._call(self._publish(shelved, running)).result()
+            cached = self._snapshot_cache.add(snapshot)
+            self._call(self._publish(cached, running)).result()
         except Exception as error:  # the boundary: whoever asked for it must hear of it
             logger.exception("weight sync: snapshot %s was refused", identity)
             self._serving.failed(identity, error)
         else:
-            self._serving.served(identity, is_adapter=shelved.adapter is not None)
+            self._serving.served(identity, is_adapter=cached.adapter is not None)
         self._tell()
 
-    async def _publish(self, shelved: Shelved, running: RunningRequests) -> None:
+    async def _publish(self, cached: CachedSnapshot, running: RunningRequests) -> None:
         before = self._publisher.current
         self._syncs += 1
-        number = self._serving.number_of(shelved.identity)
+        number = self._serving.number_of(cached.identity)
         # A number that failed may be taken again, by other weights.
         label = f"{number}-{self._syncs}"
-        target = Target(label=label, identity=shelved.identity)
-        if shelved.adapter is not None:
-            target = replace(before, label=label, adapter=str(shelved.adapter))
+        target = Target(label=label, identity=cached.identity)
+        if cached.adapter is not None:
+            target = replace(before, label=label, adapter=str(cached.adapter))
         outcome: asyncio.Future[Version | None] = self._loop.create_future()
         self._versions[label] = outcome
         try:
@@ -274,11 +276,11 @@ class VllmBackend:
         except BaseException:
             outcome.set_result(None)
             raise
-        outcome.set_result(Version(number, shelved.identity))
+        outcome.set_result(Version(number, cached.identity))
         needed = {one.identity for one in (target, before)} | {
             Path(one.adapter).name for one in (target, before) if one.adapter
         }
-        self._shelf.keep({one for one in needed if one is not None})
+        self._snapshot_cache.keep({one for one in needed if one is not None})
 
     def _fail(self, error: EngineError) -> None:
         if not self.failed.done():

@@ -15,7 +15,7 @@ import httpx
 import orjson
 
 from hearth.errors import EngineError, RequestError
-from hearth.inference.vllm.plugin.words import UNCHANGED
+from hearth.inference.vllm.plugin.entry import UNCHANGED
 from hearth.inference.vllm.server import BASE_NAME
 from hearth.wire.asgi import TOKEN_HEADER
 
@@ -46,7 +46,7 @@ class ListedLogprob:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class GeneratedToken:
     """A token as the server tells it; logprobs are of the distribution that it was drawn from."""
 
     token_id: int
@@ -56,10 +56,10 @@ class Drawn:
 
 
 @dataclass
-class Piece:
+class GeneratedPart:
     """What came of one completion: all of it, or the next part of a stream."""
 
-    tokens: list[Drawn] = field(default_factory=lambda: [])
+    tokens: list[GeneratedToken] = field(default_factory=lambda: [])
     finish_reason: str | None = None
     labels: list[tuple[str, int]] = field(default_factory=lambda: [])
     """Version labels with how many tokens each drew, in order; known at the end."""
@@ -99,7 +99,7 @@ class VllmClient:
         except httpx.HTTPError:
             return False
 
-    async def draw(self, body: Mapping[str, Any]) -> Piece:
+    async def draw(self, body: Mapping[str, Any]) -> GeneratedPart:
         """One completion, whole.
 
         Raises:
@@ -115,7 +115,7 @@ class VllmClient:
         piece.cached_tokens = int(details.get("cached_tokens") or 0)
         return piece
 
-    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Piece]:
+    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[GeneratedPart]:
         """One completion, piece by piece; the last has a finish reason. Errors as of ``draw``."""
         content = orjson.dumps({**self._on_weights(body), "stream": True})
         try:
@@ -218,10 +218,10 @@ class VllmClient:
 _JSON = {"content-type": "application/json"}
 
 
-def _piece(choice: Mapping[str, Any]) -> Piece:
+def _piece(choice: Mapping[str, Any]) -> GeneratedPart:
     content = ((choice.get("logprobs") or {}).get("content")) or []
     tokens = [
-        Drawn(
+        GeneratedToken(
             one["token_id"],
             _number(one["logprob"]),
             [ListedLogprob(top["token_id"], top["logprob"]) for top in one["top_logprobs"]],
@@ -229,7 +229,7 @@ def _piece(choice: Mapping[str, Any]) -> Piece:
         for one in content
     ]
     spans = choice.get("weight_versions") or []
-    return Piece(
+    return GeneratedPart(
         tokens,
         choice.get("finish_reason"),
         [(span["version"], span["end"] - span["start"]) for span in spans],

@@ -13,7 +13,7 @@ from hearth.sync.store import Snapshot
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class VllmModelFacts:
     """A causal LM without its weights."""
 
     name: str
@@ -55,7 +55,7 @@ class ModelFacts:
         )
 
 
-def read_facts(source: str, *, name: str, trust_remote_code: bool = False) -> ModelFacts:
+def read_facts(source: str, *, name: str, trust_remote_code: bool = False) -> VllmModelFacts:
     """The facts of a folder or hub id; no weight is read.
 
     Raises:
@@ -77,7 +77,7 @@ def read_facts(source: str, *, name: str, trust_remote_code: bool = False) -> Mo
             f"base_model must be a causal LM's folder or hub id, got {source!r}: {error}"
         ) from None
     text = config.get_text_config()
-    return ModelFacts(
+    return VllmModelFacts(
         name=name,
         source=source,
         shapes={key: tuple(one.shape) for key, one in base_tensors(module).items()},

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from hearth.errors import ConfigError, EngineError, RequestError
+from hearth.inference.vllm.balancing import Lane, choose
 from hearth.inference.vllm.client import LostError, VllmClient
-from hearth.inference.vllm.routing import Lane, choose
 from hearth.inference.vllm.server import ServerPlan, explain_start, is_port_taken
 from hearth.sidecars import ExitReport, Sidecar, Sidecars
 

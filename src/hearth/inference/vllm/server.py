@@ -14,8 +14,8 @@ from pathlib import Path
 
 import hearth
 from hearth.inference.vllm.options import VllmOptions
+from hearth.inference.vllm.plugin.access import TOKEN_VARIABLE, ServerAccess
 from hearth.inference.vllm.plugin.entry import NAME
-from hearth.inference.vllm.plugin.guard import TOKEN_VARIABLE, GuardedServer
 from hearth.settings import VLLM_PYTHON_VARIABLE
 from hearth.sidecars import Command
 
@@ -47,7 +47,7 @@ class ServerPlan:
     trust_remote_code: bool = False
     options: VllmOptions = field(default_factory=VllmOptions)
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
-    """What every request to a server must show (``plugin.guard``)."""
+    """What every request to a server must show (``plugin.access``)."""
 
     def command(self, name: str) -> Command:
         """What starts one server under ``name``."""
@@ -86,7 +86,7 @@ class ServerPlan:
             "--enable-prompt-tokens-details",
             "--disable-uvicorn-access-log",
             "--middleware",
-            f"{GuardedServer.__module__}.{GuardedServer.__qualname__}",
+            f"{ServerAccess.__module__}.{ServerAccess.__qualname__}",
             "--tensor-parallel-size",
             str(options.tensor_parallel_size),
         ]

@@ -38,7 +38,7 @@ class Target:
     """Folder of the adapter on top; None is none."""
 
 
-class Publisher:
+class ReplicaPublisher:
     """Brings servers to a target. Snapshots are looked for under ``root``."""
 
     def __init__(

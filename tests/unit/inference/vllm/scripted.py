@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from hearth.inference.vllm.backend import VllmBackend
-from hearth.inference.vllm.model import ModelFacts
+from hearth.inference.vllm.model import VllmModelFacts
 from hearth.inference.vllm.options import VllmOptions
 from hearth.inference.vllm.server import ServerPlan
 from hearth.launch.sidecars import LocalSidecars
 from hearth.sync.store import Snapshot
 
-FACTS = ModelFacts(
+FACTS = VllmModelFacts(
     name="tiny",
     source="tiny",
     shapes={"w": (4,)},

@@ -15,7 +15,7 @@ import torch
 from tests.unit.inference.vllm.scripted import Scripted, snapshot
 
 from hearth.errors import ClosedError, ConfigError, EngineError, RequestError
-from hearth.inference.backend import DrawnToken, SampleRequest, ServingState
+from hearth.inference.backend import SampledToken, SampleRequest, ServingState
 from hearth.inference.vllm.replicas import MOST_RESTARTS
 
 PATIENCE_S = 20.0
@@ -50,7 +50,7 @@ class Heard:
     def prefilled(self, prompt_logprobs: list[float | None] | None) -> None:
         self.prompts += 1
 
-    def drew(self, token: DrawnToken) -> None:
+    def drew(self, token: SampledToken) -> None:
         self.tokens.append(token.token_id)
 
 

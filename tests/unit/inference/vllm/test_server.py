@@ -7,8 +7,8 @@ import pytest
 
 from hearth.errors import ConfigError, EngineError
 from hearth.inference.vllm.options import VllmOptions, read_options
+from hearth.inference.vllm.plugin.access import TOKEN_VARIABLE
 from hearth.inference.vllm.plugin.entry import register
-from hearth.inference.vllm.plugin.guard import TOKEN_VARIABLE
 from hearth.inference.vllm.server import ServerPlan, explain_start, is_port_taken, write_plugin
 from hearth.models.lora import LoraOptions
 from hearth.sync.snapshot import Snapshot
@@ -48,7 +48,7 @@ def test_the_command_line_says_what_the_deployment_is() -> None:
     assert "--enforce-eager" in argv
     assert "--enable-lora" not in argv
     assert command.env["PYTHONPATH"] == "/plugin"
-    assert flag(argv, "--middleware") == "hearth.inference.vllm.plugin.guard.GuardedServer"
+    assert flag(argv, "--middleware") == "hearth.inference.vllm.plugin.access.ServerAccess"
     assert command.env[TOKEN_VARIABLE] not in " ".join(argv)
     assert command.gpus == 0
 

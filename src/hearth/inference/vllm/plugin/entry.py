@@ -4,6 +4,8 @@ from __future__ import annotations
 
 NAME = "hearth"
 """Of the weight-transfer engine, as ``--weight-transfer-config`` names it."""
+UNCHANGED = "the served weights are unchanged"
+"""Begins the error of an update that failed before it changed a weight; ``client`` looks for it."""
 
 
 def register() -> None:

@@ -24,8 +24,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from hearth.inference.vllm.plugin.entry import UNCHANGED
 from hearth.inference.vllm.plugin.source import SnapshotSource
-from hearth.inference.vllm.plugin.words import UNCHANGED
 
 
 @dataclass

@@ -16,16 +16,16 @@ from typing import Any
 
 from hearth.errors import EngineError, RequestError
 from hearth.inference.backend import (
-    DrawnToken,
     SampledSequence,
+    SampledToken,
     SampleRequest,
     Tokenizer,
     TopLogprobs,
 )
 from hearth.inference.engine.sequence import RequestLimits, StopText, check_request, total_limit
 from hearth.inference.texts import text_decoder
-from hearth.inference.vllm.client import Drawn, LostError, Piece, VllmClient
-from hearth.inference.vllm.model import ModelFacts
+from hearth.inference.vllm.client import GeneratedPart, GeneratedToken, LostError, VllmClient
+from hearth.inference.vllm.model import VllmModelFacts
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +34,10 @@ _LOWEST_TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True)
-class Rules:
+class RequestRules:
     """What requests are checked against, and read with."""
 
-    facts: ModelFacts
+    facts: VllmModelFacts
     max_seq_len: int
     tokenizer: Tokenizer | None
     special: Mapping[str, int]
@@ -71,12 +71,12 @@ class Rules:
 
 
 @dataclass(eq=False)
-class Draw:
+class CompletionRun:
     """A request, with what has been told of it so far; a draw may be begun again elsewhere."""
 
     request: SampleRequest
     seed: int
-    rules: Rules
+    rules: RequestRules
     _told: list[int] = field(default_factory=lambda: [])
     _has_told_prompt: bool = False
 
@@ -93,7 +93,7 @@ class Draw:
         is_uncut = request.top_k == 0 and request.top_p == 1
         return request.temperature == 0 or (request.temperature == 1 and is_uncut)
 
-    async def on(self, client: VllmClient) -> Outcome:
+    async def on(self, client: VllmClient) -> ServerCompletion:
         """Draw it on a server.
 
         Raises:
@@ -108,7 +108,7 @@ class Draw:
             # A stream does not tell them.
             prompt = (await client.draw(self._scoring(request.prompt, 0))).prompt
         if self.wanted == 0:
-            return Outcome([], [], prompt, "length", 0)
+            return ServerCompletion([], [], prompt, "length", 0)
         if streams:
             piece = await self._streamed(client, prompt)
         else:
@@ -121,11 +121,11 @@ class Draw:
         if not streams and request.listener is not None:
             self._tell_prompt(prompt)
             self._tell(tokens)
-        return Outcome(tokens, piece.labels, prompt, piece.finish_reason, cached)
+        return ServerCompletion(tokens, piece.labels, prompt, piece.finish_reason, cached)
 
     def result(
         self,
-        outcome: Outcome,
+        outcome: ServerCompletion,
         versions: Sequence[tuple[int, str | None, int]],
         *,
         queue_s: float,
@@ -186,8 +186,8 @@ class Draw:
 
     async def _streamed(
         self, client: VllmClient, prompt: Sequence[dict[int, float] | None] | None
-    ) -> Piece:
-        whole = Piece()
+    ) -> GeneratedPart:
+        whole = GeneratedPart()
         async with contextlib.aclosing(client.stream(self._body())) as pieces:
             async for piece in pieces:
                 start = len(whole.tokens)
@@ -198,7 +198,7 @@ class Draw:
                 self._tell([self._token(token, 0, None) for token in piece.tokens], start)
         return whole
 
-    async def _score(self, client: VllmClient, piece: Piece) -> list[dict[int, float]]:
+    async def _score(self, client: VllmClient, piece: GeneratedPart) -> list[dict[int, float]]:
         """The model's own logprobs listed at each drawn token."""
         tokens = [*self.request.prompt, *(token.token_id for token in piece.tokens)]
         scored = await client.draw(self._scoring(tokens, self.request.top_logprobs))
@@ -208,15 +208,17 @@ class Draw:
         return [row or {} for row in rows]
 
     def _token(
-        self, drawn: Drawn, place: int, own: Sequence[Mapping[int, float]] | None
-    ) -> DrawnToken:
+        self, drawn: GeneratedToken, place: int, own: Sequence[Mapping[int, float]] | None
+    ) -> SampledToken:
         top = self.request.top_logprobs
         if own is None:
             listed = {one.token_id: one.logprob for one in drawn.top}
             sampling = 0.0 if self.request.temperature == 0 else drawn.logprob
-            return DrawnToken(drawn.token_id, drawn.logprob, sampling, _most_probable(listed, top))
+            return SampledToken(
+                drawn.token_id, drawn.logprob, sampling, _most_probable(listed, top)
+            )
         logprob = own[place][drawn.token_id]
-        return DrawnToken(drawn.token_id, logprob, drawn.logprob, _most_probable(own[place], top))
+        return SampledToken(drawn.token_id, logprob, drawn.logprob, _most_probable(own[place], top))
 
     def _prompt_logprobs(
         self, rows: Sequence[dict[int, float] | None] | None
@@ -237,7 +239,7 @@ class Draw:
             self._has_told_prompt = True
             _heard(lambda: listener.prefilled(self._prompt_logprobs(rows)))
 
-    def _tell(self, tokens: Sequence[DrawnToken], start: int = 0) -> None:
+    def _tell(self, tokens: Sequence[SampledToken], start: int = 0) -> None:
         """Tell the listener of tokens from the place ``start`` on that it has not heard of."""
         listener = self.request.listener
         if listener is None:
@@ -254,10 +256,10 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ServerCompletion:
     """What a server has drawn."""
 
-    tokens: Sequence[DrawnToken]
+    tokens: Sequence[SampledToken]
     labels: Sequence[tuple[str, int]]
     prompt: Sequence[dict[int, float] | None] | None
     finish_reason: str

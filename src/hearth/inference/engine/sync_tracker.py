@@ -11,7 +11,7 @@ from hearth.errors import ClosedError
 from hearth.inference.backend import ServingState
 
 
-class Serving:
+class SyncTracker:
     """The serving state, changed by the engine and read by anyone, from any thread."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Serving:
         future: Future[ServingState] = Future()
         with self._lock:
             if self._closed:
-                future.set_exception(shut_down())
+                future.set_exception(closed_error())
             elif self._state.settled(identity):
                 future.set_result(self._state)
             else:
@@ -67,7 +67,7 @@ class Serving:
         with self._lock:
             self._ended.wait_for(lambda: self._closed or self._underway[:1] == [identity])
             if self._closed:
-                raise shut_down()
+                raise closed_error()
 
     def number_of(self, identity: str) -> int:
         """The version that ``identity``, whose turn it is, will be served as."""
@@ -103,7 +103,7 @@ class Serving:
             waiters, self._waiters = self._waiters, []
             self._ended.notify_all()
         for _, future in waiters:
-            settle(future, error=shut_down())
+            resolve_future(future, error=closed_error())
 
     def _show_loading(self) -> None:
         if self._underway:
@@ -119,10 +119,12 @@ class Serving:
             self._ended.notify_all()
             self._show_loading()
         for future in ready:
-            settle(future, result=state)
+            resolve_future(future, result=state)
 
 
-def settle(future: Future[Any], *, result: Any = None, error: Exception | None = None) -> None:
+def resolve_future(
+    future: Future[Any], *, result: Any = None, error: Exception | None = None
+) -> None:
     """Give a future its outcome, unless whoever holds it has cancelled it."""
     try:
         if error is not None:
@@ -133,6 +135,6 @@ def settle(future: Future[Any], *, result: Any = None, error: Exception | None =
         return
 
 
-def shut_down() -> ClosedError:
+def closed_error() -> ClosedError:
     """The error of whoever asks a deployment that was closed."""
     return ClosedError("deployment must be open, got a closed one: it was shut down")

@@ -1,6 +1,6 @@
 """The active rows of the batch as arrays: what changes each step is never a Python object per row.
 
-Legend: B active rows. Rows 0..B-1 are in use; a hole is filled from the end.
+Legend: B active rows. DecodeSlots 0..B-1 are in use; a hole is filled from the end.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hearth.inference.backend import DrawnToken
+from hearth.inference.backend import SampledToken
 from hearth.inference.engine.cache import MIN_ROWS
-from hearth.inference.engine.sampler import Draw, SamplingValues, TopDraw
+from hearth.inference.engine.sampler import SampledTokens, SamplingValues, TopTokens
 from hearth.inference.engine.sequence import Running
 from hearth.wire.completions import FinishReason
 
 _NO_TOKEN = -1
 
 
-class Rows:
+class DecodeSlots:
     """Per-row state. ``length`` counts a row's tokens, prompt included."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Rows:
         for row in np.flatnonzero(self._routed[: len(self)]):
             self.sequences[row].routing.append(choices[row])
 
-    def take(self, rows: slice, draw: Draw) -> list[tuple[int, FinishReason]]:
+    def take(self, rows: slice, draw: SampledTokens) -> list[tuple[int, FinishReason]]:
         """Append one drawn token to each of ``rows``; returns (row, reason) of those that end."""
         index = np.arange(rows.start, rows.stop)
         place = self.length[rows] - self._prompt_length[rows]
@@ -129,12 +129,12 @@ class Rows:
             (rows.start + int(row), reasons[int(stopped[row])]) for row in np.flatnonzero(ended)
         ]
 
-    def tell(self, rows: slice, draw: Draw) -> None:
+    def tell(self, rows: slice, draw: SampledTokens) -> None:
         """Tell the listeners of ``rows`` what ``draw`` gave them; broken logits are no token."""
         for row in np.flatnonzero(self._heard[rows] & np.isfinite(draw.logprobs)):
             sequence = self.sequences[rows.start + row]
             sequence.tell(
-                DrawnToken(
+                SampledToken(
                     int(draw.tokens[row]),
                     float(draw.logprobs[row]),
                     float(draw.sampling_logprobs[row]),
@@ -170,13 +170,13 @@ class Rows:
             array[targets] = array[sources]
         for source, target in zip(sources, targets, strict=True):
             self.sequences[target] = self.sequences[source]
-        # Rows without a sequence still run in a padded batch, at position 0 of their own slot.
+        # Slots without a sequence still run in a padded batch, at position 0 of their own slot.
         self.length[kept : len(self)] = 1
         self.last_token[kept : len(self)] = 0
         del self.sequences[kept:]
         return sources, targets
 
-    def _take_top(self, rows: slice, top: TopDraw) -> None:
+    def _take_top(self, rows: slice, top: TopTokens) -> None:
         for row, tokens, logprobs in zip(top.rows, top.tokens, top.logprobs, strict=True):
             sequence = self.sequences[rows.start + row]
             count = sequence.request.top_logprobs

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hearth.inference.vllm.routing import BLOCK, SLACK, Lane, blocks_of, choose
+from hearth.inference.vllm.balancing import BLOCK, SLACK, Lane, blocks_of, choose
 
 
 def lanes(*running: int, room: int = 64) -> list[Lane]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from hearth.errors import EngineError
 from hearth.inference.vllm.plugin.source import SnapshotSource, block_of, of_blocks
-from hearth.inference.vllm.shelf import Shelf
+from hearth.inference.vllm.snapshot_cache import SnapshotCache
 from hearth.models.lora import LoraOptions
 from hearth.sync.chain import Published
 from hearth.sync.store import FolderSnapshotStore, MemorySnapshotStore, Snapshot, SnapshotStore
@@ -41,8 +41,8 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Trainer:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path / "shelf")
+def shelf(tmp_path: Path) -> SnapshotCache:
+    return SnapshotCache(tmp_path / "shelf")
 
 
 def test_a_base_is_read_whole_and_a_delta_as_the_block_that_it_changes(trainer, shelf) -> None:
@@ -88,7 +88,9 @@ def test_a_damaged_snapshot_is_refused_and_the_next_goes_on_as_before(trainer, s
     assert set(source.read(shelf.root, "two").tensors) == {NAMES[1]}
 
 
-def test_a_bucket_that_drops_what_is_served_does_not_matter(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_bucket_that_drops_what_is_served_does_not_matter(
+    tmp_path: Path, shelf: SnapshotCache
+) -> None:
     trainer = Trainer(FolderSnapshotStore(tmp_path / "b", keep=1))
     shelf.add(trainer.save("base"))
     trainer.save("other")
@@ -97,7 +99,7 @@ def test_a_bucket_that_drops_what_is_served_does_not_matter(tmp_path: Path, shel
     assert set(SnapshotSource().read(shelf.root, "base").tensors) == set(NAMES)
 
 
-def test_the_files_of_a_bucket_are_linked_not_copied(tmp_path: Path, shelf: Shelf) -> None:
+def test_the_files_of_a_bucket_are_linked_not_copied(tmp_path: Path, shelf: SnapshotCache) -> None:
     trainer = Trainer(FolderSnapshotStore(tmp_path / "b"))
     shelf.add(trainer.save("base"))
 
@@ -105,7 +107,7 @@ def test_the_files_of_a_bucket_are_linked_not_copied(tmp_path: Path, shelf: Shel
     assert paths[0].stat().st_ino == paths[1].stat().st_ino
 
 
-def test_a_delta_from_memory_on_what_was_never_here_is_shelved_whole(shelf: Shelf) -> None:
+def test_a_delta_from_memory_on_what_was_never_here_is_shelved_whole(shelf: SnapshotCache) -> None:
     trainer = Trainer(MemorySnapshotStore(9))
     trainer.save("base")
     shelf.add(trainer.save("delta", NAMES[0]))
@@ -123,7 +125,7 @@ def test_only_what_is_needed_stays(trainer, shelf) -> None:
     assert sorted(path.name for path in shelf.root.iterdir()) == ["base", "delta"]
 
 
-def test_an_adapter_stands_as_peft_has_it(shelf: Shelf) -> None:
+def test_an_adapter_stands_as_peft_has_it(shelf: SnapshotCache) -> None:
     tensors = {
         f"base_model.model.model.layers.0.self_attn.{name}.lora_{part}.weight": torch.ones(2, 2)
         for name in ("q_proj", "v_proj")

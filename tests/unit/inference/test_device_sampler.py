@@ -7,22 +7,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from hearth.inference.engine.drawing import draw_rows
-from hearth.inference.engine.sampler import Draw, SamplingValues, sample, uniforms
+from hearth.inference.engine.device_sampler import sample_on_device
+from hearth.inference.engine.sampler import SampledTokens, SamplingValues, sample, uniforms
 
 ROWS = 400
 
 
-def drawn(logits: Tensor, temperatures: np.ndarray, seed: int = 0) -> tuple[Draw, Draw]:
+def drawn(
+    logits: Tensor, temperatures: np.ndarray, seed: int = 0
+) -> tuple[SampledTokens, SampledTokens]:
     """What a GPU would draw, and what the CPU draws."""
     seeds = np.arange(seed, seed + len(logits), dtype=np.uint64)
     positions = np.full(len(logits), 5)
-    found = Draw(*draw_rows(logits, temperatures, uniforms(seeds, positions)))
+    found = SampledTokens(*sample_on_device(logits, temperatures, uniforms(seeds, positions)))
     ones, zeros = np.ones(len(logits)), np.zeros(len(logits), np.int64)
     return found, sample(logits, SamplingValues(temperatures, ones, zeros), seeds, positions)
 
 
-def assert_same(found: Draw, expected: Draw) -> None:
+def assert_same(found: SampledTokens, expected: SampledTokens) -> None:
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     assert found.tokens.dtype == np.int64
     for name in ("logprobs", "sampling_logprobs"):
@@ -69,7 +71,7 @@ def test_a_fraction_at_the_end_of_a_block_finds_a_token_with_mass() -> None:
     first, second = masses.unflatten(1, (2, 256)).sum(2, dtype=torch.float64).T
     ends = torch.nextafter(first / (first + second), torch.zeros_like(first)).numpy()
 
-    tokens, logprobs, _ = draw_rows(logits, np.ones(2000), ends)
+    tokens, logprobs, _ = sample_on_device(logits, np.ones(2000), ends)
 
     assert np.isfinite(logprobs).all()
     assert set(tokens.tolist()).isdisjoint(range(200, 256))
@@ -79,7 +81,9 @@ def test_a_tiny_temperature_takes_the_most_probable_token() -> None:
     logits = torch.tensor([[0.0, 3.0, 2.999, -torch.inf]])
 
     for temperature in (1e-30, 1e-300):
-        tokens, _, sampling_logprobs = draw_rows(logits, np.array([temperature]), np.array([0.99]))
+        tokens, _, sampling_logprobs = sample_on_device(
+            logits, np.array([temperature]), np.array([0.99])
+        )
         assert tokens.tolist() == [1]
         assert sampling_logprobs.tolist() == [0.0]
 
@@ -89,7 +93,7 @@ def test_broken_logits_have_a_logprob_that_says_so(temperature: float) -> None:
     logits = torch.zeros(2, 300)
     logits[1, 7] = torch.nan
 
-    tokens, logprobs, sampling_logprobs = draw_rows(
+    tokens, logprobs, sampling_logprobs = sample_on_device(
         logits, np.full(2, temperature), np.array([0.5, 0.5])
     )
 

@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from hearth.inference.vllm.plugin.guard import TOKEN_VARIABLE, GuardedServer
+from hearth.inference.vllm.plugin.access import TOKEN_VARIABLE, ServerAccess
 from hearth.wire.asgi import TOKEN_HEADER
 
 HEADER = TOKEN_HEADER.decode()
@@ -25,7 +25,7 @@ async def test_only_who_shows_the_token_is_answered(
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "right")
     app = Starlette(routes=[Route("/resume", resume, methods=["POST"])])
-    transport = httpx.ASGITransport(GuardedServer(app))
+    transport = httpx.ASGITransport(ServerAccess(app))
 
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         answer = await client.post("/resume", headers=shown)

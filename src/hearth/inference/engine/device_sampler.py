@@ -20,7 +20,7 @@ _BLOCK = 256
 _LARGEST = np.finfo(np.float32).max
 
 
-def draw_rows(
+def sample_on_device(
     logits: Tensor, temperatures: NDArray[np.float64], fractions: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
     """Tokens [B] and their logprobs [B], the model's own and those of what was drawn from.

@@ -9,7 +9,7 @@ from hearth.wire.asgi import App, Guarded
 TOKEN_VARIABLE = "HEARTH_VLLM_TOKEN"
 
 
-class GuardedServer(Guarded):
+class ServerAccess(Guarded):
     """ASGI middleware, as ``--middleware`` takes it; the token is ``HEARTH_VLLM_TOKEN``'s value."""
 
     def __init__(self, app: App) -> None:

@@ -23,7 +23,7 @@ from hearth.sync.store import FolderSnapshotStore, Snapshot
 
 
 @dataclass(frozen=True)
-class Shelved:
+class CachedSnapshot:
     """A snapshot on the shelf."""
 
     identity: str
@@ -31,7 +31,7 @@ class Shelved:
     """The folder of an adapter, as PEFT has it; None for weights."""
 
 
-class Shelf:
+class SnapshotCache:
     """Snapshots under ``folder``. For one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
@@ -39,14 +39,14 @@ class Shelf:
         self._adapters = folder / "adapters"
         self._store = FolderSnapshotStore(self.root)
 
-    def add(self, snapshot: Snapshot) -> Shelved:
+    def add(self, snapshot: Snapshot) -> CachedSnapshot:
         """Put a snapshot on the shelf, with what it goes on top of.
 
         Raises:
             EngineError: a link of its chain is missing or damaged.
         """
         if snapshot.kind == "lora":
-            return Shelved(snapshot.identity, self._write_adapter(snapshot))
+            return CachedSnapshot(snapshot.identity, self._write_adapter(snapshot))
         if isinstance(snapshot.source, FolderSnapshotStore):
             self._link(snapshot.source, snapshot.identity)
         elif snapshot.kind == "delta" and snapshot.parent not in self._store.names():
@@ -55,7 +55,7 @@ class Shelf:
             self._store.put(replace(whole, parent=None, parent_digest=None))
         else:
             self._store.put(snapshot)
-        return Shelved(snapshot.identity, None)
+        return CachedSnapshot(snapshot.identity, None)
 
     def keep(self, identities: Collection[str]) -> None:
         """Remove all but these and what they go on top of."""
