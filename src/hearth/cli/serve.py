@@ -59,7 +59,7 @@ def serve(arguments: list[str]) -> int:
     flags = tyro.cli(ServeFlags, args=arguments, prog="hearth serve")
 
     def run() -> None:
-        from hearth.local.serving import serve as serve_platform  # heavy, and --help is not
+        from hearth.local.server import serve as serve_platform  # heavy, and --help is not
 
         given = {name: value for name, value in vars(flags).items() if value is not None}
         settings = read_settings(given.pop("settings", None), given)

@@ -26,7 +26,7 @@ from hearth.errors import (
     RequestError,
 )
 from hearth.launch.records import read_json
-from hearth.launch.spec import ExportSpec, SnapshotFacts
+from hearth.launch.spec import ExportSpec, SnapshotRecord
 from hearth.sync.folders import put_in_place
 from hearth.wire.fireworks import (
     UNAVAILABLE,
@@ -159,7 +159,7 @@ class Checkpoints:
             )
         return rows
 
-    def _promotable(self, job_id: str, checkpoint_id: str) -> SnapshotFacts:
+    def _promotable(self, job_id: str, checkpoint_id: str) -> SnapshotRecord:
         kept = {
             snapshot.identity: snapshot
             for snapshot in self._context.launcher.snapshots(self._jobs.bucket(job_id))
@@ -179,7 +179,7 @@ class Checkpoints:
         return kept[checkpoint_id]
 
     def _begin(
-        self, job_id: str, snapshot: SnapshotFacts, asked: Promote, job: TrainerJob
+        self, job_id: str, snapshot: SnapshotRecord, asked: Promote, job: TrainerJob
     ) -> Operation:
         name = asked.output_model
         origin = {"job": job_id, "identity": snapshot.identity, "merge": asked.merge_adapter}
@@ -232,7 +232,7 @@ class Checkpoints:
         self,
         operation: Operation,
         making: dict[str, Any],
-        snapshot: SnapshotFacts,
+        snapshot: SnapshotRecord,
         asked: Promote,
         job: TrainerJob,
     ) -> None:
@@ -260,7 +260,7 @@ class Checkpoints:
             self._store.models.update(row.id, body=kept)
 
     def _written(
-        self, operation_id: str, snapshot: SnapshotFacts, asked: Promote, job: TrainerJob
+        self, operation_id: str, snapshot: SnapshotRecord, asked: Promote, job: TrainerJob
     ) -> Model:
         """The model, its folder complete and in its place."""
         folder = self._context.models_dir / promoted_leaf(asked.output_model)
@@ -307,7 +307,7 @@ class Checkpoints:
         self._store.operations.update(operation_id, state="done", body=done.as_dict())
 
 
-def _snapshot_row(facts: SnapshotFacts) -> CheckpointRow:
+def _snapshot_row(facts: SnapshotRecord) -> CheckpointRow:
     moment = timestamp(facts.created_s)
     return CheckpointRow(
         name=facts.identity,

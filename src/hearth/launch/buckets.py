@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hearth.launch.spec import SnapshotFacts
+from hearth.launch.spec import SnapshotRecord
 
 _KINDS = ("base", "delta", "lora")
 
 
-def read_bucket(folder: Path) -> list[SnapshotFacts]:
+def read_bucket(folder: Path) -> list[SnapshotRecord]:
     """The snapshots of a bucket, oldest first; without a readable manifest a folder is none."""
     found = [
         facts
@@ -21,12 +21,12 @@ def read_bucket(folder: Path) -> list[SnapshotFacts]:
     return sorted(found, key=lambda one: (one.created_s, one.identity))
 
 
-def _read(manifest: Path) -> SnapshotFacts | None:
+def _read(manifest: Path) -> SnapshotRecord | None:
     try:
         content = json.loads(manifest.read_text(encoding="utf-8"))
         if content["kind"] not in _KINDS:
             return None
-        return SnapshotFacts(
+        return SnapshotRecord(
             identity=content["identity"],
             kind=content["kind"],
             base_model=content["base_model"],

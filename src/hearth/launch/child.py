@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hearth.errors import EngineError, HearthError
+from hearth.launch.app_server import serve_app
 from hearth.launch.gpus import GpuBoard, WorkerGpus, own_gpu, visible_gpus
 from hearth.launch.phase import PhaseFile
 from hearth.launch.records import WorkerFolder, remove_socket, write_json
-from hearth.launch.serving import serve_app
 from hearth.launch.sidecars import LocalSidecars
 from hearth.telemetry import setup_logging
 from hearth.threads import ThreadBudget
@@ -62,7 +62,7 @@ class Task:
         return asdict(self)
 
 
-def live(
+def run_task(
     task: Task, folder: WorkerFolder, socket: Path, inherited: Sequence[int], parent: int
 ) -> NoReturn:
     """Do a task from the fork on; the process ends here.

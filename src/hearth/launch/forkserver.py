@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hearth.errors import ConfigError, EngineError, HearthError
-from hearth.launch.child import Task, live
+from hearth.launch.child import Task, run_task
 from hearth.launch.records import (
     ProcessFacts,
     ProcessId,
@@ -165,7 +165,7 @@ class Forkserver:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         pid = os.fork()
         if pid == 0:
-            raise _Forked(lambda: live(task, folder, path, inherited, forkserver.pid))
+            raise _Forked(lambda: run_task(task, folder, path, inherited, forkserver.pid))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         self._children[pid] = (task.worker_id, path)
         # A child that is dead already has a start time all the same: it was not reaped yet.

@@ -28,7 +28,7 @@ _LONGEST_SOCKET_PATH = 107
 _ANSWER_TIMEOUT_S = 300.0
 _END_GRACE_S = 5.0
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     # A worker's idle threads must not take the cores from its neighbours.
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "0",
@@ -186,7 +186,7 @@ class ForkserverClient:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, **_ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT},
             )
         process = ProcessId.of(self._popen.pid)
         self._await_listening(folder)

@@ -33,13 +33,13 @@ from hearth.launch.spec import (
     ExitReport,
     ExportSpec,
     Placement,
-    SnapshotFacts,
+    SnapshotRecord,
     TrainerSpec,
     Watcher,
     WorkerSpec,
     spec_from_dict,
 )
-from hearth.launch.workers import ProcessWorker, end, say_hello
+from hearth.launch.workers import ProcessWorker, end, ping
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class ProcessLauncher:
                 f"export of {spec.identity!r} must end well, got: {report.describe()}"
             )
 
-    def snapshots(self, bucket: str) -> list[SnapshotFacts]:
+    def snapshots(self, bucket: str) -> list[SnapshotRecord]:
         """What a bucket holds, oldest first; a folder without a readable manifest is none."""
         return read_bucket(self._bucket(bucket))
 
@@ -274,7 +274,7 @@ class ProcessLauncher:
         every_s = self._orphan_timeout_s / 3 if self._orphan_timeout_s is not None else None
         health_path = ENTRIES[type(worker.spec)][1] or "/healthz"
         while not (has_ended := living.wait(every_s, wake=self._leave_in)) and not self._leaves():
-            say_hello(worker.facts.socket, health_path)
+            ping(worker.facts.socket, health_path)
         return has_ended
 
     def _leaves(self) -> bool:

@@ -1,7 +1,7 @@
 """A worker's sidecars on this machine.
 
-Each is a process under a guard (``hearth.launch.guard``), so that nothing of it outlives the
-worker, however that ends.
+Each is a process under ``hearth.launch.supervisor``, so that nothing of it outlives the worker,
+however that ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hearth.launch.gpus import VISIBLE_VARIABLE, WorkerGpus
 from hearth.launch.records import LOG_LIMIT_BYTES, last_lines, read_json
 from hearth.sidecars import GRACE_S, Command, ExitReport, Sidecar
 
-_GUARD = Path(__file__).with_name("guard.py")
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,80}")
 
 
@@ -54,16 +54,16 @@ class LocalSidecar:
             if self._log.stat().st_size > LOG_LIMIT_BYTES:
                 self._log.replace(self._log.with_name("log.1"))
         argv = filled(command.argv, self.host, self.port)
-        program = [sys.executable, "-I", "-S", str(_GUARD)]
-        guard = [*program, str(os.getpid()), str(self._exit)]
+        program = [sys.executable, "-I", "-S", str(_SUPERVISOR)]
+        supervisor = [*program, str(os.getpid()), str(self._exit)]
         if kills_children:
-            # Who ends so kills its guard as well, and this one then has one of its own.
+            # Who ends so kills its supervisor as well, and this one then has one of its own.
             outer = [*program, str(os.getpid()), str(self._exit.with_name("outer-exit.json"))]
-            guard = [*outer, *program, "0", str(self._exit)]
+            supervisor = [*outer, *program, "0", str(self._exit)]
         sees = {VISIBLE_VARIABLE: ",".join(gpus)} if gpus else {}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*guard, *argv],
+                [*supervisor, *argv],
                 env={**os.environ, **command.env, **sees},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -73,7 +73,7 @@ class LocalSidecar:
 
     @property
     def pid(self) -> int:
-        """Its guard's process, which leads the group of all that it started."""
+        """Its supervisor's process, which leads the group of all that it started."""
         return self._process.pid
 
     def poll(self) -> ExitReport | None:
@@ -82,7 +82,7 @@ class LocalSidecar:
             return None
         self._held.close()
         seen = read_json(self._exit) or {}
-        reason = None if seen else "was killed together with its guard"
+        reason = None if seen else "was killed together with its supervisor"
         return ExitReport(
             code=seen.get("code"),
             signal=seen.get("signal"),

@@ -122,7 +122,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapshotFacts:
+class SnapshotRecord:
     """One snapshot in a bucket."""
 
     identity: str
@@ -191,7 +191,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def snapshots(self, bucket: str) -> list[SnapshotFacts]:
+    def snapshots(self, bucket: str) -> list[SnapshotRecord]:
         """What a bucket holds, oldest first."""
         ...
 

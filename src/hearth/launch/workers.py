@@ -15,7 +15,7 @@ from hearth.launch.spec import Endpoint, WorkerSpec, spec_as_dict
 
 logger = logging.getLogger(__name__)
 
-_HELLO_TIMEOUT_S = 5.0
+_PING_TIMEOUT_S = 5.0
 
 
 class ProcessWorker:
@@ -76,10 +76,10 @@ def end(living: Living, grace_s: float) -> bool:
     return False
 
 
-def say_hello(path: str, health_path: str) -> None:
+def ping(path: str, health_path: str) -> None:
     """Ask a worker for its health, so that it knows somebody is there; the answer is not judged."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as line:
-        line.settimeout(_HELLO_TIMEOUT_S)
+        line.settimeout(_PING_TIMEOUT_S)
         line.connect(path)
         asked = f"GET {health_path} HTTP/1.1\r\nhost: worker\r\nconnection: close\r\n\r\n"
         line.sendall(asked.encode())

@@ -27,7 +27,7 @@ from hearth.launch.spec import (
     ExitReport,
     ExportSpec,
     Placement,
-    SnapshotFacts,
+    SnapshotRecord,
     TrainerSpec,
     Watcher,
     WorkerSpec,
@@ -179,10 +179,10 @@ class InlineLauncher:
         """
         trainer_worker.export(**asdict(spec), buckets=self._buckets, on_phase=logger.debug)
 
-    def snapshots(self, bucket: str) -> list[SnapshotFacts]:
+    def snapshots(self, bucket: str) -> list[SnapshotRecord]:
         """What a bucket holds, oldest first."""
         return [
-            SnapshotFacts(
+            SnapshotRecord(
                 identity=fact.identity,
                 kind=fact.kind,
                 created_s=fact.created_s,

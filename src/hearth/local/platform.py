@@ -19,8 +19,8 @@ from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.errors import ConfigError
 from hearth.launch.processes import ProcessLauncher
+from hearth.launch.ray import make_ray_launcher
 from hearth.launch.spec import Launcher, Placement, SnapshotPlace
-from hearth.local.cluster import ray_launcher
 from hearth.sdk.background import start
 from hearth.sdk.transport import mount, unmount
 
@@ -57,7 +57,9 @@ class EmbeddedPlatform:
         elif placement == "process":
             launcher = ProcessLauncher(work_dir, die_with_parent=True)
         else:
-            launcher = ray_launcher(work_dir, snapshot_store=snapshot_store, die_with_parent=True)
+            launcher = make_ray_launcher(
+                work_dir, snapshot_store=snapshot_store, die_with_parent=True
+            )
         self.base_url = f"http://embedded-{next(_numbers)}.hearth.internal"
         context = Context(launcher=launcher, catalog=read_catalog(catalog), data_dir=work_dir)
         self.plane = ControlPlane(Store(), context)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from tests.integration.conftest import Trial
+from tests.integration.launch.conftest import Heard
 from tests.scale.cluster.clusters import Nodes
 from tests.scale.cluster.greedy import Greedy, trained
-from tests.unit.launch.conftest import Heard
 from tests.unit.tiny import write_qwen
 
 

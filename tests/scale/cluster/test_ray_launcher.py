@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 import ray
+from tests.integration.launch.conftest import Heard
 from tests.scale.cluster.clusters import Nodes, actors, wait_until
-from tests.unit.launch.conftest import Heard
 
 from hearth.errors import ConfigError
 from hearth.launch.ray.launcher import RayLauncher

@@ -27,7 +27,7 @@ from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.errors import EngineError
-from hearth.launch.spec import Endpoint, ExitReport, ExportSpec, SnapshotFacts, Watcher, WorkerSpec
+from hearth.launch.spec import Endpoint, ExitReport, ExportSpec, SnapshotRecord, Watcher, WorkerSpec
 from training.quickstart import MODEL
 
 TRAINER = "/training/v1/rlorTrainerJobs/me"
@@ -87,7 +87,7 @@ class Script:
         self.started: list[Told] = []
         self.adopts = False
         self.reason = "it was gone"
-        self.buckets: dict[str, list[SnapshotFacts]] = {}
+        self.buckets: dict[str, list[SnapshotRecord]] = {}
         self.exports: list[ExportSpec] = []
         self.may_export = threading.Event()
         self.may_export.set()
@@ -112,7 +112,7 @@ class Script:
         return found[-1]
 
     def saves(self, bucket: str, identity: str, kind: Any = "base") -> None:
-        facts = SnapshotFacts(
+        facts = SnapshotRecord(
             identity=identity, kind=kind, created_s=time.time(), base_model="m", num_bytes=1
         )
         self.buckets.setdefault(bucket, []).append(facts)
@@ -126,7 +126,7 @@ class Script:
         folder.mkdir(parents=True)
         (folder / "weights").write_text(spec.identity, encoding="utf-8")
 
-    def snapshots(self, bucket: str) -> list[SnapshotFacts]:
+    def snapshots(self, bucket: str) -> list[SnapshotRecord]:
         return list(self.buckets.get(bucket, []))
 
     def log_path(self, worker_id: str) -> Path | None:

@@ -18,7 +18,7 @@ from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.control.workers import ask
-from hearth.launch.serving import AppServer, listener_at
+from hearth.launch.app_server import AppServer, listener_at
 from hearth.launch.spec import Endpoint
 from hearth.wire.asgi import TOKEN_HEADER
 from hearth.wire.fireworks import TrainerJob

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hearth.errors import ConfigError, EngineError
-from hearth.launch.gpus import (
-    VISIBLE_VARIABLE,
-    GpuBoard,
-    WorkerGpus,
-    device_of,
-    own_gpu,
-    visible_gpus,
-)
-from hearth.launch.sidecars import LocalSidecar, LocalSidecars, wait_for_end
+from hearth.errors import ConfigError
+from hearth.launch.gpus import VISIBLE_VARIABLE, GpuBoard, device_of, own_gpu, visible_gpus
 from hearth.launch.spec import DeploymentSpec, TrainerSpec
-from hearth.sidecars import Command
-
-PATIENCE_S = 20.0
-SLEEP = "import time; time.sleep(600)"
 
 
 @pytest.mark.parametrize(
@@ -65,87 +51,9 @@ def test_the_least_used_are_given_in_the_machines_order(board: GpuBoard) -> None
     assert board.take(3, apart_from=["0", "1"]) is None
 
 
-def test_processes_see_each_others_and_the_dead_use_none(tmp_path: Path) -> None:
-    board = GpuBoard(tmp_path / "board", ["0", "1"])
-    code = (
-        "import sys; from pathlib import Path; from hearth.launch.gpus import GpuBoard; "
-        "print(*GpuBoard(Path(sys.argv[1]), ['0', '1']).take(1))"
-    )
-    assert board.take(1) == ["0"]
-    other = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "board")],
-        capture_output=True,
-        check=True,
-        timeout=60,
-    )
-    assert other.stdout.split() == [b"1"]
-    assert board.take(1) == ["1"]
-
-
 def test_half_a_board_is_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "board").write_text('[["0", 1')
     assert GpuBoard(tmp_path / "board", ["0", "1"]).take(1) == ["0"]
-
-
-def python(name: str, code: str, gpus: float) -> Command:
-    return Command(name=name, argv=[sys.executable, "-c", code], gpus=gpus)
-
-
-def seen(sidecars: LocalSidecars, name: str, gpus: float) -> str:
-    """What a sidecar says that it sees."""
-    code = f"import os; print('sees', os.environ.get({VISIBLE_VARIABLE!r}))"
-    started = sidecars.start(python(name, code, gpus))
-    report = wait_for_end(started, PATIENCE_S)
-    assert report is not None
-    return report.last_lines[-1]
-
-
-def running(sidecars: LocalSidecars, name: str, gpus: float) -> LocalSidecar:
-    return sidecars.start(python(name, SLEEP, gpus))
-
-
-def test_sidecars_see_gpus_of_their_own_until_they_end(board: GpuBoard, tmp_path: Path) -> None:
-    own = own_gpu(board, "cuda", alone=False)
-    ranks = LocalSidecars(tmp_path / "trainer", gpus=WorkerGpus(board, own))
-    servers = LocalSidecars(tmp_path / "deployment", gpus=WorkerGpus(board))
-    try:
-        assert running(ranks, "rank-1", 1).gpus == ["1"]
-        first = running(servers, "replica-0", 2)
-        assert first.gpus == ["2", "3"]
-        # Of another worker's there is none free; the first are shared.
-        assert running(servers, "replica-1", 1).gpus == ["0"]
-        first.stop()
-        assert seen(servers, "replica-0", 2) == "sees 2,3"
-        ranks.close()
-        assert seen(servers, "replica-2", 3) == "sees 1,2,3"
-    finally:
-        ranks.close()
-        servers.close()
-    assert board.take(4) == ["0", "1", "2", "3"]
-
-
-def test_a_worker_that_needs_more_than_the_machine_has_is_told(
-    board: GpuBoard, tmp_path: Path
-) -> None:
-    sidecars = LocalSidecars(tmp_path / "deployment", gpus=WorkerGpus(board))
-    try:
-        for name in ("replica-0", "replica-1"):
-            running(sidecars, name, 2)
-        with pytest.raises(
-            EngineError,
-            match=r"replica-2 must have 2 GPUs that no other process of its worker has, got 0 left "
-            r"of 4 on this machine: lower replicas, tensor_parallel_size or ranks",
-        ):
-            running(sidecars, "replica-2", 2)
-    finally:
-        sidecars.close()
-
-
-def test_without_gpus_the_environment_stays_as_it_is(tmp_path: Path) -> None:
-    sidecars = LocalSidecars(tmp_path / "own", gpus=WorkerGpus(GpuBoard(tmp_path / "board", [])))
-    said = os.environ.get(VISIBLE_VARIABLE)
-    assert seen(sidecars, "replica-0", 1) == f"sees {said}"
-    sidecars.close()
 
 
 def test_a_process_alone_sees_its_own_gpu_and_a_number_is_taken_at_its_word(

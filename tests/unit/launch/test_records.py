@@ -1,18 +1,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from hearth.launch.app_server import Watched
 from hearth.launch.child import Task
 from hearth.launch.phase import PhaseFile, read_phase
 from hearth.launch.records import (
     LOG_LIMIT_BYTES,
-    Living,
     ProcessFacts,
     ProcessId,
     WorkerFolder,
@@ -20,7 +18,6 @@ from hearth.launch.records import (
     read_json,
     write_json,
 )
-from hearth.launch.serving import Watched
 from hearth.launch.spec import (
     DeploymentSpec,
     ExitReport,
@@ -72,18 +69,6 @@ def test_a_process_is_known_by_its_start_and_not_only_by_its_number() -> None:
 
     assert process.is_alive()
     assert not ProcessId(process.pid, process.started + 1).is_alive()
-
-
-def test_what_remains_of_a_process_until_it_is_reaped_does_not_live() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        process = ProcessId.of(child.pid)
-        assert process is not None
-        living = Living(process)
-        assert not living.wait(0)
-        child.kill()
-        assert living.wait(2)
-        assert not process.is_alive()
-        assert Living(process).wait(0)
 
 
 def test_a_new_life_forgets_the_old_one_but_keeps_its_log(folder: WorkerFolder) -> None:
@@ -192,21 +177,6 @@ async def test_an_app_is_idle_only_while_it_answers_nobody() -> None:
     assert seen == [0]
     clock[0] += 7
     assert watched.idle_s() == 7
-
-
-def test_forked_processes_have_request_ids_of_their_own() -> None:
-    program = (
-        "import os\n"
-        "from hearth.telemetry import new_request_id\n"
-        "pid = os.fork()\n"
-        "os.write(1, (new_request_id() + '\\n').encode())\n"
-        "os.waitpid(pid, 0) if pid else None\n"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-
-    assert len(set(out.stdout.split())) == 2
 
 
 def test_an_exception_that_the_last_lines_point_to_is_told_first(tmp_path: Path) -> None:

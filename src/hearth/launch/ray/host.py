@@ -23,6 +23,7 @@ from typing import Any
 import ray
 
 from hearth.errors import HearthError
+from hearth.launch.app_server import AppServer, listener_at
 from hearth.launch.child import Task, failure_of, use_threads
 from hearth.launch.phase import PhaseFile
 from hearth.launch.ray.placing import Place
@@ -30,7 +31,6 @@ from hearth.launch.ray.sharing import Probe
 from hearth.launch.ray.sidecars import RaySidecars
 from hearth.launch.ray.snapshot_actor import buckets_through
 from hearth.launch.records import WorkerFolder, write_json
-from hearth.launch.serving import AppServer, listener_at
 from hearth.telemetry import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class WorkerPlan:
     """What a worker's actor is to do."""
 
     task: Task
@@ -71,7 +71,7 @@ class HostFacts:
 class WorkerHost:
     """The actor: one trainer or one deployment. Its methods are called from other nodes."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: WorkerPlan) -> None:
         self._plan = plan
         self._address = ray.util.get_node_ip_address()
         self._folder = WorkerFolder(Path(plan.folder))

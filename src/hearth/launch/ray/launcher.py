@@ -37,7 +37,7 @@ from hearth.launch.processes import ENTRIES
 from hearth.launch.ray.cluster import call_on, connect, has_gpus, living_nodes, own_node_id
 from hearth.launch.ray.deaths import death_of
 from hearth.launch.ray.exports import run_export
-from hearth.launch.ray.host import Plan, WorkerHost, report_of
+from hearth.launch.ray.host import WorkerHost, WorkerPlan, report_of
 from hearth.launch.ray.placing import Place, places_of, shortage
 from hearth.launch.ray.sharing import write_probe
 from hearth.launch.ray.sidecars import hearth_variables
@@ -48,8 +48,8 @@ from hearth.launch.spec import (
     ExitReport,
     ExportSpec,
     Placement,
-    SnapshotFacts,
     SnapshotPlace,
+    SnapshotRecord,
     Watcher,
     WorkerSpec,
     spec_from_dict,
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
 """How often somebody's wish to stop is looked for, while a worker is waited for."""
-_HELLO_S = 30.0
+_WAIT_S = 30.0
 """How long one call waits for a worker's end before the next one does."""
 _ASK_TIMEOUT_S = 30.0
 _UNREACHABLE_S = 60.0
@@ -170,7 +170,7 @@ class RayLauncher:
             kind = NotFoundError if failure["code"] == NotFoundError.code else EngineError
             raise kind(failure["message"])
 
-    def snapshots(self, bucket: str) -> list[SnapshotFacts]:
+    def snapshots(self, bucket: str) -> list[SnapshotRecord]:
         """What a bucket holds, oldest first."""
         if self._snapshot_actor is None:
             return read_bucket(self._bucket_root / bucket)
@@ -178,7 +178,7 @@ class RayLauncher:
             found = ray.get(self._snapshot_actor.facts.remote(bucket), timeout=_ASK_TIMEOUT_S)
         except RayError as error:
             raise EngineError(f"snapshots must be listed, got: {death_of(error, None)}") from None
-        return [SnapshotFacts(**one) for one in found]
+        return [SnapshotRecord(**one) for one in found]
 
     def log_path(self, worker_id: str) -> Path:
         """The file of a worker's log.
@@ -279,7 +279,7 @@ class RayLauncher:
         worker.facts = facts = self._asked(worker, "facts")
         has_ended, failure = False, None
         while worker.url is None and not has_ended:
-            worker.url = self._asked(worker, "wait_ready", _HELLO_S)
+            worker.url = self._asked(worker, "wait_ready", _WAIT_S)
             has_ended, failure = self._asked(worker, "wait_end", 0.0)
         if worker.url is not None and not worker.is_stopping:
             logger.info(
@@ -290,7 +290,7 @@ class RayLauncher:
             )
             _tell(lambda: watcher.ready(worker))
         while not has_ended:
-            has_ended, failure = self._asked(worker, "wait_end", _HELLO_S)
+            has_ended, failure = self._asked(worker, "wait_end", _WAIT_S)
         return self._report(worker, failure or "ended because nobody had asked it anything")
 
     def _place(self, worker: RayWorker) -> None:
@@ -326,7 +326,7 @@ class RayLauncher:
             .remote(self._plan(worker, places))
         )
 
-    def _plan(self, worker: RayWorker, places: Sequence[Place]) -> Plan:
+    def _plan(self, worker: RayWorker, places: Sequence[Place]) -> WorkerPlan:
         spec = worker.spec
         entry, health_path = ENTRIES[type(spec)]
         arguments = asdict(spec)
@@ -340,7 +340,7 @@ class RayLauncher:
             working_dir=str(Path.cwd()),
             orphan_timeout_s=self._orphan_timeout_s,
         )
-        return Plan(
+        return WorkerPlan(
             task=task,
             places=tuple(places),
             folder=str(self._folder(worker).path),

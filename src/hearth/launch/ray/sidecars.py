@@ -1,7 +1,7 @@
 """A worker's sidecars in the cluster: each an actor, which runs the process on its own node.
 
-The process stands under the same guard as on one machine, so that it ends with the actor; and the
-actor ends with the worker that asked for it.
+The process has the same supervisor as on one machine, so that it ends with the actor. The actor
+ends with the worker that asked for it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from hearth.launch.spec import SnapshotFacts
+from hearth.launch.spec import SnapshotRecord
 
 MANIFEST = "manifest.json"
 KEEP = 4
@@ -27,7 +27,7 @@ Files = Mapping[str, Any]
 
 @dataclass
 class _Kept:
-    facts: SnapshotFacts
+    facts: SnapshotRecord
     parent: str | None
     files: Any = field(repr=False)
     """The reference of its files."""
@@ -42,7 +42,7 @@ class SnapshotActor:
     def put(self, bucket: str, identity: str, files: Files, keep: int | None) -> None:
         """Keep a snapshot, and with it the newest ``keep`` and what they are made on."""
         manifest = json.loads(bytes(files[MANIFEST]))
-        facts = SnapshotFacts(
+        facts = SnapshotRecord(
             identity=identity,
             kind=manifest["kind"],
             base_model=manifest["base_model"],

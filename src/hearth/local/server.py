@@ -20,8 +20,8 @@ from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.errors import ConfigError
 from hearth.launch.processes import ProcessLauncher
+from hearth.launch.ray import make_ray_launcher
 from hearth.launch.spec import Launcher
-from hearth.local.cluster import ray_launcher
 from hearth.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def _launcher(settings: Settings, data_dir: Path, stack: contextlib.ExitStack) -
             launcher.warm()
         return launcher
     if settings.placement == "ray":
-        launcher = ray_launcher(
+        launcher = make_ray_launcher(
             data_dir,
             snapshot_store=settings.snapshot_store,
             orphan_timeout_s=settings.orphan_timeout_s,

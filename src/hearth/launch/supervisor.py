@@ -1,6 +1,6 @@
 """Runs one command, and sees to it that nothing of it outlives the process that asked for it.
 
-    python -I -S guard.py PARENT_PID EXIT_FILE COMMAND...      PARENT_PID 0: whoever started it
+    python -I -S supervisor.py PARENT_PID EXIT_FILE COMMAND...      PARENT_PID 0: whoever started it
 
 A program of its own on the standard library alone: it must start in milliseconds. It leads the
 process group of all that the command starts. SIGTERM is passed on. When the command ends, how it
@@ -26,9 +26,9 @@ _LOOK_S = 0.5
 
 
 def main() -> None:
-    """Guard the command of ``sys.argv``."""
+    """Supervise the command of ``sys.argv``."""
     parent, exit_file, argv = int(sys.argv[1]) or os.getppid(), Path(sys.argv[2]), sys.argv[3:]
-    # From here on the command is ended by hand; a group's SIGTERM must not end its guard first.
+    # This process ends the command; a SIGTERM to the group must not end this process first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         child = subprocess.Popen(argv, preexec_fn=_heed_sigterm)

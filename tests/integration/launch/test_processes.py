@@ -21,7 +21,7 @@ from hearth.errors import ClosedError, ConfigError, NotFoundError
 from hearth.inference import worker as deployment_worker
 from hearth.launch.gpus import VISIBLE_VARIABLE
 from hearth.launch.processes import ProcessLauncher
-from hearth.launch.records import ProcessId, WorkerFolder, read_json, write_json
+from hearth.launch.records import Living, ProcessId, WorkerFolder, read_json, write_json
 from hearth.launch.spec import (
     DeploymentSpec,
     Endpoint,
@@ -570,3 +570,30 @@ def test_a_forkserver_that_cannot_import_says_so_and_leaves_no_socket(
     assert "No module named 'no'" in report.reason
     launcher.close()
     assert not (tmp_path / "forkserver.json").exists()
+
+
+def test_what_remains_of_a_process_until_it_is_reaped_does_not_live() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        process = ProcessId.of(child.pid)
+        assert process is not None
+        living = Living(process)
+        assert not living.wait(0)
+        child.kill()
+        assert living.wait(2)
+        assert not process.is_alive()
+        assert Living(process).wait(0)
+
+
+def test_forked_processes_have_request_ids_of_their_own() -> None:
+    program = (
+        "import os\n"
+        "from hearth.telemetry import new_request_id\n"
+        "pid = os.fork()\n"
+        "os.write(1, (new_request_id() + '\\n').encode())\n"
+        "os.waitpid(pid, 0) if pid else None\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert len(set(out.stdout.split())) == 2

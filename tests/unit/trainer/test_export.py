@@ -6,6 +6,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from tests.unit.tiny import write_qwen
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hearth.errors import EngineError, RequestError
@@ -22,6 +23,11 @@ def changed(loaded: LoadedModel, tensors: Any) -> None:
     with torch.no_grad():
         for tensor in tensors.values():
             tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

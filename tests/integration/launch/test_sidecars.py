@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from hearth.errors import ClosedError, EngineError
+from hearth.launch.gpus import VISIBLE_VARIABLE, GpuBoard, WorkerGpus, own_gpu
 from hearth.launch.records import ProcessId
-from hearth.launch.sidecars import LocalSidecars, wait_for_end
+from hearth.launch.sidecars import LocalSidecar, LocalSidecars, wait_for_end
 from hearth.sidecars import Command
 
 PATIENCE_S = 20.0
+SLEEP = "import time; time.sleep(600)"
 
 
 def python(code: str) -> list[str]:
@@ -174,3 +176,82 @@ def test_a_name_is_of_one_process_at_a_time(tmp_path: Path) -> None:
     sidecars.close()
     with pytest.raises(ClosedError):
         sidecars.start(Command(name="two", argv=["true"]))
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> GpuBoard:
+    return GpuBoard(tmp_path / "board", ["0", "1", "2", "3"])
+
+
+def print_gpus(sidecars: LocalSidecars, name: str, gpus: float) -> str:
+    """What a sidecar prints of the GPUs that it sees."""
+    code = f"import os; print('sees', os.environ.get({VISIBLE_VARIABLE!r}))"
+    sidecar = sidecars.start(Command(name=name, argv=python(code), gpus=gpus))
+    report = wait_for_end(sidecar, PATIENCE_S)
+    assert report is not None
+    return report.last_lines[-1]
+
+
+def start_sleeping(sidecars: LocalSidecars, name: str, gpus: float) -> LocalSidecar:
+    return sidecars.start(Command(name=name, argv=python(SLEEP), gpus=gpus))
+
+
+def test_sidecars_see_gpus_of_their_own_until_they_end(board: GpuBoard, tmp_path: Path) -> None:
+    own = own_gpu(board, "cuda", alone=False)
+    ranks = LocalSidecars(tmp_path / "trainer", gpus=WorkerGpus(board, own))
+    servers = LocalSidecars(tmp_path / "deployment", gpus=WorkerGpus(board))
+    try:
+        assert start_sleeping(ranks, "rank-1", 1).gpus == ["1"]
+        first = start_sleeping(servers, "replica-0", 2)
+        assert first.gpus == ["2", "3"]
+        # Of another worker's there is none free; the first are shared.
+        assert start_sleeping(servers, "replica-1", 1).gpus == ["0"]
+        first.stop()
+        assert print_gpus(servers, "replica-0", 2) == "sees 2,3"
+        ranks.close()
+        assert print_gpus(servers, "replica-2", 3) == "sees 1,2,3"
+    finally:
+        ranks.close()
+        servers.close()
+    assert board.take(4) == ["0", "1", "2", "3"]
+
+
+def test_a_worker_that_needs_more_than_the_machine_has_is_told(
+    board: GpuBoard, tmp_path: Path
+) -> None:
+    sidecars = LocalSidecars(tmp_path / "deployment", gpus=WorkerGpus(board))
+    try:
+        for name in ("replica-0", "replica-1"):
+            start_sleeping(sidecars, name, 2)
+        with pytest.raises(
+            EngineError,
+            match=r"replica-2 must have 2 GPUs that no other process of its worker has, got 0 left "
+            r"of 4 on this machine: lower replicas, tensor_parallel_size or ranks",
+        ):
+            start_sleeping(sidecars, "replica-2", 2)
+    finally:
+        sidecars.close()
+
+
+def test_without_gpus_the_environment_stays_as_it_is(tmp_path: Path) -> None:
+    sidecars = LocalSidecars(tmp_path / "own", gpus=WorkerGpus(GpuBoard(tmp_path / "board", [])))
+    visible = os.environ.get(VISIBLE_VARIABLE)
+    assert print_gpus(sidecars, "replica-0", 1) == f"sees {visible}"
+    sidecars.close()
+
+
+def test_processes_see_each_others_and_the_dead_use_none(tmp_path: Path) -> None:
+    board = GpuBoard(tmp_path / "board", ["0", "1"])
+    code = (
+        "import sys; from pathlib import Path; from hearth.launch.gpus import GpuBoard; "
+        "print(*GpuBoard(Path(sys.argv[1]), ['0', '1']).take(1))"
+    )
+    assert board.take(1) == ["0"]
+    other = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "board")],
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    assert other.stdout.split() == [b"1"]
+    assert board.take(1) == ["1"]
