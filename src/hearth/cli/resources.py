@@ -18,7 +18,7 @@ from hearth.cli.complaint import exit_code
 from hearth.errors import NotFoundError, TransportError
 from hearth.sdk import DeploymentManager, TrainerJobManager
 from hearth.sdk.background import start
-from hearth.sdk.transport import Http, Retries
+from hearth.sdk.transport import Http, RetryPolicy
 from hearth.wire.base import Record
 from hearth.wire.fireworks import Deployment, Deployments, TrainerJob, TrainerJobs
 
@@ -97,7 +97,7 @@ class StopFlags(Platform):
 
 _COLUMNS = ("ID", "KIND", "STATE", "MODEL", "PID", "MEMORY", "AGE", "NOTE")
 _SHORTEST_NOTE = 20
-_FEW = Retries(attempts=2, base_s=0.2)
+_FEW = RetryPolicy(attempts=2, base_s=0.2)
 
 
 class LogLines(Record):

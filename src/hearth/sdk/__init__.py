@@ -1,8 +1,7 @@
 """The client side of the wire, under the names that the product documents use."""
 
-from hearth.sdk.attempts import DrawPatience
 from hearth.sdk.background import APIFuture
-from hearth.sdk.calls import CompletionsCall
+from hearth.sdk.completions_call import CompletionsCall
 from hearth.sdk.concurrency import (
     AdaptiveConcurrencyController,
     ConcurrencyController,
@@ -11,9 +10,10 @@ from hearth.sdk.concurrency import (
 )
 from hearth.sdk.deployment_config import DeploymentConfig, DeploymentInfo
 from hearth.sdk.deployments import DeploymentManager
-from hearth.sdk.resources import Patience
+from hearth.sdk.resources import WaitPolicy
 from hearth.sdk.routed_input import RoutedModelInput
 from hearth.sdk.sampling import DeploymentSampler, SampledCompletion
+from hearth.sdk.sampling_requests import SamplingRetryPolicy
 from hearth.sdk.shapes import TrainingShapeProfile
 from hearth.sdk.trainer_config import TrainerJobConfig
 from hearth.sdk.trainers import CreatedJob, TrainerEndpoint, TrainerJobManager
@@ -30,18 +30,18 @@ __all__ = [
     "DeploymentInfo",
     "DeploymentManager",
     "DeploymentSampler",
-    "DrawPatience",
     "FiretitanServiceClient",
     "FiretitanTrainingClient",
     "FixedConcurrencyController",
-    "Patience",
     "RequestOutcome",
     "RoutedModelInput",
     "SampledCompletion",
+    "SamplingRetryPolicy",
     "SaveResult",
     "TrainerEndpoint",
     "TrainerJobConfig",
     "TrainerJobManager",
     "TrainingShapeProfile",
+    "WaitPolicy",
     "WeightSyncer",
 ]

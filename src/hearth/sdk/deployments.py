@@ -10,7 +10,7 @@ import time
 from hearth.errors import ConflictError, EngineError, NotFoundError, NotReadyError, TransportError
 from hearth.sdk.background import APIFuture, start
 from hearth.sdk.deployment_config import DeploymentConfig, DeploymentInfo
-from hearth.sdk.hotload import (
+from hearth.sdk.loading import (
     ONCE,
     await_replica,
     hot_load_headers,
@@ -20,8 +20,8 @@ from hearth.sdk.hotload import (
     order,
 )
 from hearth.sdk.readiness import DEPLOYMENT_STATES, GONE, JOBS, await_deployment
-from hearth.sdk.resources import ControlPlane, Patience, Watch
-from hearth.sdk.transport import Retries
+from hearth.sdk.resources import ControlPlaneClient, WaitPolicy, Watch
+from hearth.sdk.transport import RetryPolicy
 from hearth.wire.completions import (
     CompletionRequest,
     DeltaMetadata,
@@ -58,10 +58,10 @@ class DeploymentManager:
         *,
         account_id: str | None = None,
         inference_url: str | None = None,
-        retries: Retries | None = None,
-        patience: Patience | None = None,
+        retries: RetryPolicy | None = None,
+        wait_policy: WaitPolicy | None = None,
     ) -> None:
-        self._control = ControlPlane(api_key, base_url, account_id, retries, patience)
+        self._control = ControlPlaneClient(api_key, base_url, account_id, retries, wait_policy)
         self.base_url = self._control.http.base_url
         self.inference_url = (inference_url or self.base_url).rstrip("/")
         self._inference = self._control.http
@@ -295,13 +295,13 @@ class DeploymentManager:
             name = await self._name(deployment_id)
             request = CompletionRequest(model=name, prompt=[1, 2], max_tokens=4, temperature=0.0)
             body = request.dump()
-            pause_s = self._control.patience.first_s
+            pause_s = self._control.wait_policy.first_s
             for _ in range(attempts):
                 with contextlib.suppress(NotFoundError, NotReadyError, TransportError):
                     await self._inference.post("/inference/v1/completions", body, retries=ONCE)
                     return True
                 await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, self._control.patience.longest_s)
+                pause_s = min(pause_s * 2, self._control.wait_policy.longest_s)
             return False
 
         return start(draw()).result()

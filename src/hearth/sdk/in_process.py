@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlencode, urlsplit
 
 import httpx
 
-from hearth.sdk.answer import Answer
+from hearth.sdk.response import HttpResponse
 from hearth.wire.asgi import STAYS
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ async def call_app(
     headers: Mapping[str, str],
     body: bytes | None = None,
     params: Mapping[str, str] | None = None,
-) -> Answer:
+) -> HttpResponse:
     """The whole answer of an ASGI app; an exception before it has begun to answer is its 500.
 
     Whoever is cancelled here cancels the app's work. No time-out is kept.
@@ -46,7 +46,7 @@ async def call_app(
     finally:
         exchange.ended.set()
     names = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers}
-    return Answer(exchange.status or 500, names, b"".join(exchange.parts), method, url)
+    return HttpResponse(exchange.status or 500, names, b"".join(exchange.parts), method, url)
 
 
 class _Exchange:

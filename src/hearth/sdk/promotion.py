@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from hearth.errors import ConfigError, EngineError, NotReadyError
-from hearth.sdk.resources import ControlPlane
+from hearth.sdk.resources import ControlPlaneClient
 from hearth.sdk.trainer_config import NAME
 from hearth.wire.fireworks import UNAVAILABLE, Model, Operation, Promote, Promoted
 
@@ -28,7 +28,7 @@ def check_output_model(output_model_id: str) -> None:
 
 
 async def promote(
-    control: ControlPlane,
+    control: ControlPlaneClient,
     job_name: str,
     checkpoint_id: str,
     output_model_id: str,
@@ -64,7 +64,7 @@ async def promote(
             # A run that was killed had its own promotion under way; it is done first.
             if time.monotonic() >= deadline_s:
                 raise
-            await asyncio.sleep(control.patience.first_s)
+            await asyncio.sleep(control.wait_policy.first_s)
             continue
         promoted = Promoted.parse(answer)
         if promoted.model is not None:
@@ -77,14 +77,14 @@ async def promote(
 
 
 async def _finished(
-    control: ControlPlane,
+    control: ControlPlaneClient,
     operation: Operation,
     checkpoint: str,
     timeout_s: float,
     deadline_s: float,
 ) -> Model | None:
     """What an operation has made; None when the platform was restarted over it."""
-    pause_s = control.patience.first_s
+    pause_s = control.wait_policy.first_s
     while not operation.done:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
@@ -93,7 +93,7 @@ async def _finished(
                 f"as {operation.name}: it goes on; ask for the model later"
             )
         await asyncio.sleep(min(pause_s, left_s))
-        pause_s = min(pause_s * 2, control.patience.longest_s)
+        pause_s = min(pause_s * 2, control.wait_policy.longest_s)
         operation = await control.get(operation.name, Operation)
     if operation.error is not None and operation.error.code == UNAVAILABLE:
         return None

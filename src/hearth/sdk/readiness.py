@@ -11,7 +11,7 @@ import httpx
 
 from hearth.errors import EngineError, NotFoundError
 from hearth.sdk.deployment_config import DeploymentInfo
-from hearth.sdk.resources import ControlPlane, Watch
+from hearth.sdk.resources import ControlPlaneClient, Watch
 from hearth.wire.fireworks import Deployment, DeploymentState, JobState, TrainerJob
 
 JOBS = "rlorTrainerJobs"
@@ -56,7 +56,7 @@ class TrainerWait:
 
     def __init__(
         self,
-        control: ControlPlane,
+        control: ControlPlaneClient,
         name: str,
         timeout_s: float,
         pending_timeout_s: float,
@@ -69,7 +69,7 @@ class TrainerWait:
         self._allowed_s = {
             "pending": pending_timeout_s,
             "starting": timeout_s,
-            "ended": control.patience.settle_s,
+            "ended": control.wait_policy.settle_s,
         }
         self._on_status = on_status
         self._told: str | None = None
@@ -155,7 +155,7 @@ def _reason(resource: TrainerJob | Deployment) -> str:
 
 
 async def await_deployment(
-    control: ControlPlane, name: str, timeout_s: float, trainer: str | None
+    control: ControlPlaneClient, name: str, timeout_s: float, trainer: str | None
 ) -> DeploymentInfo:
     """The deployment once it is ready, and attached to ``trainer`` where one is given.
 

@@ -18,7 +18,7 @@ import orjson
 
 from hearth.errors import ConfigError, NotFoundError
 from hearth.sdk.background import start
-from hearth.sdk.transport import TRANSIENT_STATUSES, Http, Retries
+from hearth.sdk.transport import TRANSIENT_STATUSES, Http, RetryPolicy
 from hearth.wire.base import Record
 from hearth.wire.fireworks import Accounts
 
@@ -26,13 +26,13 @@ RecordT = TypeVar("RecordT", bound=Record)
 T = TypeVar("T")
 
 PAGE_SIZE = "200"
-_RETRIES = Retries(attempts=8, statuses=TRANSIENT_STATUSES | {500})
+_RETRIES = RetryPolicy(attempts=8, statuses=TRANSIENT_STATUSES | {500})
 # A held request may be answered a little before its time.
 _HELD = 0.8
 
 
 @dataclass(frozen=True)
-class Patience:
+class WaitPolicy:
     """How waits ask, in seconds.
 
     ``hold_s`` is how long the server may hold a question; where it does not, questions are
@@ -67,7 +67,7 @@ def platform_of(api_key: str | None, base_url: str | None) -> tuple[str, str]:
     return key, url
 
 
-class ControlPlane:
+class ControlPlaneClient:
     """Requests about resources, for one account; its coroutines run on the SDK's loop only."""
 
     def __init__(
@@ -75,14 +75,14 @@ class ControlPlane:
         api_key: str | None,
         base_url: str | None,
         account_id: str | None,
-        retries: Retries | None,
-        patience: Patience | None,
+        retries: RetryPolicy | None,
+        wait_policy: WaitPolicy | None,
     ) -> None:
         key, url = platform_of(api_key, base_url)
         self._key = key
         self._retries = retries or _RETRIES
         self.http = self.client_of(url)
-        self.patience = patience or Patience()
+        self.wait_policy = wait_policy or WaitPolicy()
         self._account_id = account_id or None
 
     def client_of(self, url: str) -> Http:
@@ -180,14 +180,14 @@ class Watch(Generic[RecordT]):
     """
 
     def __init__(
-        self, control: ControlPlane, name: str, kind: type[RecordT], states: Sequence[str]
+        self, control: ControlPlaneClient, name: str, kind: type[RecordT], states: Sequence[str]
     ) -> None:
         self._control = control
         self._name = name
         self._kind = kind
         self._states = tuple(states)
-        self._patience = control.patience
-        self._pause_s = self._patience.first_s
+        self._wait_policy = control.wait_policy
+        self._pause_s = self._wait_policy.first_s
         self._server_holds = True
 
     async def look(self) -> RecordT:
@@ -206,7 +206,7 @@ class Watch(Generic[RecordT]):
         """
         if not self._server_holds:
             return await self.later(left_s)
-        hold_s = max(0.0, min(self._patience.hold_s, left_s))
+        hold_s = max(0.0, min(self._wait_policy.hold_s, left_s))
         others = ",".join(one for one in self._states if one != state)
         asked_s = time.monotonic()
         answer = await self._control.get(
@@ -218,11 +218,11 @@ class Watch(Generic[RecordT]):
         moved = getattr(answer, "state", None) != state
         self._server_holds = moved or time.monotonic() - asked_s >= hold_s * _HELD
         if moved:
-            self._pause_s = self._patience.first_s
+            self._pause_s = self._wait_policy.first_s
         return answer
 
     async def later(self, left_s: float) -> RecordT:
         """The resource after a pause; pauses double."""
         await asyncio.sleep(max(0.0, min(self._pause_s, left_s)))
-        self._pause_s = min(self._pause_s * 2, self._patience.longest_s)
+        self._pause_s = min(self._pause_s * 2, self._wait_policy.longest_s)
         return await self.look()

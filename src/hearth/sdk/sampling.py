@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import orjson
 
 from hearth.errors import ConfigError, TransportError
-from hearth.sdk.attempts import Completing, DrawPatience
 from hearth.sdk.background import APIFuture, start
-from hearth.sdk.calls import CompletionsCall
+from hearth.sdk.completions_call import CompletionsCall
 from hearth.sdk.concurrency import AdaptiveConcurrencyController, ConcurrencyController
+from hearth.sdk.sampling_requests import SamplingRequest, SamplingRetryPolicy, SamplingTarget
 from hearth.sdk.transport import Http
 from hearth.wire.completions import (
     Choice,
@@ -23,6 +23,7 @@ from hearth.wire.completions import (
     RawOutput,
 )
 
+_PATH = "/inference/v1/completions"
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
@@ -76,13 +77,14 @@ class SampledCompletion:
 
 
 class DeploymentSampler:
-    """Draws completions from one deployment.
+    """Samples completions from one deployment.
 
     ``n`` completions are ``n`` requests with ``n=1`` each, all in flight at once as far as the
     ``concurrency_controller`` (by default one that adapts) lets them. A call may be awaited on any
     event loop, also on a fresh one each time, or be used as a list without one.
     """
 
+    # The product documents construct it with these names, so they stay parameters.
     def __init__(
         self,
         inference_url: str,
@@ -92,18 +94,24 @@ class DeploymentSampler:
         *,
         concurrency_controller: ConcurrencyController | None = None,
         http_timeout_s: float = 600.0,
-        patience: DrawPatience | None = None,
+        retry_policy: SamplingRetryPolicy | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.concurrency: ConcurrencyController = (
+        self.target = SamplingTarget(
+            Http(inference_url, api_key),
+            model,
             AdaptiveConcurrencyController()
             if concurrency_controller is None
-            else concurrency_controller
+            else concurrency_controller,
+            retry_policy or SamplingRetryPolicy(),
+            http_timeout_s,
         )
-        self._http = Http(inference_url, api_key)
-        self._timeout_s = http_timeout_s
-        self._patience = patience or DrawPatience()
+
+    @property
+    def concurrency(self) -> ConcurrencyController:
+        """What admits its requests."""
+        return self.target.controller
 
     def sample_with_tokens(
         self,
@@ -121,17 +129,14 @@ class DeploymentSampler:
         """
 
         def begin() -> APIFuture[list[SampledCompletion]]:
-            return self._begin(
-                self._tokens_of(messages),
-                n=n,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                max_seq_len=max_seq_len,
-                **options,
-            )
+            prompt = self._tokenize(messages)
+            return self.sample_with_prompt_tokens(
+                prompt, n, max_tokens, temperature, max_seq_len, **options
+            ).start()
 
         return CompletionsCall(begin)
 
+    # The product documents call it with these names, so they stay parameters.
     def sample_with_prompt_tokens(
         self,
         prompt_token_ids: Sequence[int],
@@ -148,26 +153,43 @@ class DeploymentSampler:
         """``n`` completions of a prompt, in the order of their seeds.
 
         A prompt of ``max_seq_len`` tokens or more gives ``[]``; a longer result is left out.
-        ``seed`` makes each of the ``n`` draws reproducible. ``stop`` holds strings or token ids.
-        ``http_timeout`` bounds one completion, in seconds. ``options`` are further fields of
+        ``seed`` makes each of the ``n`` completions reproducible. ``stop`` holds strings or token
+        ids. ``http_timeout`` bounds one completion, in seconds. ``options`` are further fields of
         ``CompletionRequest`` (``top_p``, ``top_k``, ``echo``, ...).
 
         Raises:
             ConfigError: on use: ``n`` is below 1, or an option is no field of a completion request.
         """
-        return CompletionsCall(
-            lambda: self._begin(
-                prompt_token_ids,
-                n=n,
+
+        def begin() -> APIFuture[list[SampledCompletion]]:
+            if n < 1:
+                raise ConfigError(f"n must be >= 1, got {n}")
+            unknown = set(options) - set(CompletionRequest.model_fields)
+            if unknown:
+                raise ConfigError(f"sampling options must be request fields, got {sorted(unknown)}")
+            prompt = list(prompt_token_ids)
+            stops = [stop] if isinstance(stop, str) else list(stop or [])
+            request = CompletionRequest(
+                model=self.model,
+                prompt=prompt,
                 max_tokens=max_tokens,
                 temperature=temperature,
-                max_seq_len=max_seq_len,
-                seed=seed,
-                stop=stop,
-                http_timeout=http_timeout,
-                **options,
-            )
-        )
+                stop=[text for text in stops if isinstance(text, str)] or None,
+                stop_token_ids=[token for token in stops if isinstance(token, int)] or None,
+                logprobs=True,
+                logprob_format="arrays",
+                raw_output=True,
+                perf_metrics_in_response=True,
+            ).model_copy(update=options)
+            limit = float("inf") if max_seq_len is None else max_seq_len
+            fields = request.as_dict()
+            bodies = [
+                fields if seed is None else fields | {"seed": completion_seed(seed, index)}
+                for index in range(n if len(prompt) < limit else 0)
+            ]
+            return start(self._sample(request, bodies, self._target_within(http_timeout), limit))
+
+        return CompletionsCall(begin)
 
     def score_token_ids(
         self,
@@ -176,11 +198,11 @@ class DeploymentSampler:
         last: int | None = None,
         http_timeout: float | None = None,
     ) -> CompletionsCall[list[float]]:
-        """The model's own logprobs of whole sequences, before temperature; nothing is drawn.
+        """The model's own logprobs of whole sequences, before temperature; nothing is sampled.
 
-        Rows are target-aligned: N - 1 for a sequence of N tokens, or with ``last`` those of so many
-        tokens at its end, which costs less. All sequences, 1024 at most, are one request and are
-        prefilled side by side. ``http_timeout`` bounds it, in seconds.
+        Each list is target-aligned: N - 1 for a sequence of N tokens, or with ``last`` those of so
+        many tokens at its end, which costs less. All sequences, 1024 at most, are one request and
+        are prefilled side by side. ``http_timeout`` bounds it, in seconds.
 
         Raises:
             ConfigError: ``last`` is below 1.
@@ -188,16 +210,16 @@ class DeploymentSampler:
         """
         if last is not None and last < 1:
             raise ConfigError(f"last must be >= 1 or None, got {last}")
-        asked = [list(sequence) for sequence in sequences]
+        prompts = [list(sequence) for sequence in sequences]
         return CompletionsCall(
-            lambda: start(self._score(asked, last, http_timeout or self._timeout_s))
+            lambda: start(self._score(prompts, last, self._target_within(http_timeout)))
         )
 
     def close(self) -> None:
         """Refuse further calls and close the connections."""
-        start(self._http.close()).result()
+        start(self.target.http.close()).result()
 
-    def _tokens_of(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def _tokenize(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         if self.tokenizer is None:
             raise ConfigError(
                 "tokenizer must be given to sample from messages, got None: pass "
@@ -210,76 +232,32 @@ class DeploymentSampler:
             return_dict=False,
         )
 
-    def _begin(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        max_seq_len: int | None,
-        seed: int | None = None,
-        stop: str | Sequence[str | int] | None = None,
-        http_timeout: float | None = None,
-        **options: Any,
-    ) -> APIFuture[list[SampledCompletion]]:
-        """Judge the request and send it on its way."""
-        if n < 1:
-            raise ConfigError(f"n must be >= 1, got {n}")
-        unknown = set(options) - set(CompletionRequest.model_fields)
-        if unknown:
-            raise ConfigError(f"sampling options must be request fields, got {sorted(unknown)}")
-        prompt = list(prompt_token_ids)
-        if max_seq_len is not None and len(prompt) >= max_seq_len:
-            n = 0
-        stops = [stop] if isinstance(stop, str) else list(stop or [])
-        request = CompletionRequest(
-            model=self.model,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            stop=[text for text in stops if isinstance(text, str)] or None,
-            stop_token_ids=[token for token in stops if isinstance(token, int)] or None,
-            logprobs=True,
-            logprob_format="arrays",
-            raw_output=True,
-            perf_metrics_in_response=True,
-        )
-        request = request.model_copy(update=options)
-        return start(self._draw(request, n, seed, http_timeout or self._timeout_s, max_seq_len))
+    def _target_within(self, timeout_s: float | None) -> SamplingTarget:
+        return replace(self.target, timeout_s=timeout_s) if timeout_s else self.target
 
-    async def _draw(
+    async def _sample(
         self,
         request: CompletionRequest,
-        n: int,
-        seed: int | None,
-        timeout_s: float,
-        max_seq_len: int | None,
+        bodies: Sequence[Mapping[str, Any]],
+        target: SamplingTarget,
+        limit: float,
     ) -> list[SampledCompletion]:
-        fields = request.as_dict()
-        asked = [
-            fields if seed is None else fields | {"seed": completion_seed(seed, index)}
-            for index in range(n)
-        ]
-        tasks = [asyncio.ensure_future(self._draw_one(request, one, timeout_s)) for one in asked]
+        async def sample(body: Mapping[str, Any]) -> SampledCompletion:
+            sampling = SamplingRequest(target, _PATH, CompletionResponse)
+            return completion_of(await sampling.run(orjson.dumps(body)), request)
+
+        tasks = [asyncio.ensure_future(sample(body)) for body in bodies]
         try:
-            drawn = await asyncio.gather(*tasks)
+            completions = await asyncio.gather(*tasks)
         except BaseException:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
-        limit = max_seq_len if max_seq_len is not None else float("inf")
-        return [one for one in drawn if len(one.full_tokens) <= limit]
-
-    async def _draw_one(
-        self, request: CompletionRequest, fields: Mapping[str, Any], timeout_s: float
-    ) -> SampledCompletion:
-        completing = Completing(self._http, self.concurrency, self.model, self._patience, timeout_s)
-        return completion_of(await completing.run(orjson.dumps(fields)), request)
+        return [completion for completion in completions if len(completion.full_tokens) <= limit]
 
     async def _score(
-        self, sequences: list[list[int]], last: int | None, timeout_s: float
+        self, sequences: list[list[int]], last: int | None, target: SamplingTarget
     ) -> list[list[float]]:
         if not sequences:
             return []
@@ -293,18 +271,19 @@ class DeploymentSampler:
             logprob_format="arrays",
             raw_output=True,
         )
-        completing = Completing(self._http, self.concurrency, self.model, self._patience, timeout_s)
-        response = await completing.run(call.dump())
+        response = await SamplingRequest(target, _PATH, CompletionResponse).run(call.dump())
         choices = sorted(response.choices, key=lambda choice: choice.index)
         if len(choices) != len(sequences):
             raise TransportError(
                 f"a deployment must answer about each of {len(sequences)} sequences, got "
                 f"{len(choices)} answers"
             )
-        return [scored_rows(*pair, last) for pair in zip(choices, sequences, strict=True)]
+        return [scored_logprobs(*pair, last) for pair in zip(choices, sequences, strict=True)]
 
 
-def scored_rows(choice: Choice, sequence: Sequence[int], last: int | None = None) -> list[float]:
+def scored_logprobs(
+    choice: Choice, sequence: Sequence[int], last: int | None = None
+) -> list[float]:
     """The logprobs of an echoed sequence's tokens after the first, or of its ``last`` ones.
 
     Raises:

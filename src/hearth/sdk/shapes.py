@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hearth.errors import ConfigError, NotFoundError
-from hearth.sdk.resources import ControlPlane
+from hearth.sdk.resources import ControlPlaneClient
 from hearth.wire.fireworks import TrainerMode, TrainingShapeVersion, TrainingShapeVersions
 
 _NEWEST = {"filter": "latest_validated=true", "pageSize": "1"}
@@ -53,7 +53,7 @@ class TrainingShapeProfile:
         )
 
 
-async def resolve_shape(control: ControlPlane, shape_id: str) -> TrainingShapeProfile:
+async def resolve_shape(control: ControlPlaneClient, shape_id: str) -> TrainingShapeProfile:
     """The newest validated version of a shape, or the version that is named.
 
     Raises:
@@ -76,7 +76,7 @@ async def resolve_shape(control: ControlPlane, shape_id: str) -> TrainingShapePr
 
 
 async def select_shape(
-    control: ControlPlane, base_model: str, lora_rank: int, forward_only: bool
+    control: ControlPlaneClient, base_model: str, lora_rank: int, forward_only: bool
 ) -> TrainingShapeProfile:
     """The best shape for a job: made for its model before any model, newer before older.
 

@@ -19,10 +19,10 @@ from hearth.sdk.readiness import (
     TrainerWait,
     trainer_url,
 )
-from hearth.sdk.resources import ControlPlane, Patience
+from hearth.sdk.resources import ControlPlaneClient, WaitPolicy
 from hearth.sdk.shapes import TrainingShapeProfile, resolve_shape, select_shape
 from hearth.sdk.trainer_config import TrainerJobConfig
-from hearth.sdk.transport import Retries
+from hearth.sdk.transport import RetryPolicy
 from hearth.wire.fireworks import CheckpointRow, CheckpointRows, Model, TrainerJob, TrainerJobs
 
 logger = logging.getLogger(__name__)
@@ -56,10 +56,10 @@ class TrainerJobManager:
         account_id: str | None = None,
         base_url: str | None = None,
         *,
-        retries: Retries | None = None,
-        patience: Patience | None = None,
+        retries: RetryPolicy | None = None,
+        wait_policy: WaitPolicy | None = None,
     ) -> None:
-        self._control = ControlPlane(api_key, base_url, account_id, retries, patience)
+        self._control = ControlPlaneClient(api_key, base_url, account_id, retries, wait_policy)
         self.base_url = self._control.http.base_url
 
     @property

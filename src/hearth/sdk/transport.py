@@ -29,8 +29,8 @@ from hearth.errors import (
     TooLargeError,
     TransportError,
 )
-from hearth.sdk.answer import Answer
 from hearth.sdk.in_process import call_app
+from hearth.sdk.response import HttpResponse
 
 _mounted: dict[str, Any] = {}
 
@@ -71,7 +71,7 @@ def unmount(base_url: str) -> None:
 
 
 @dataclass(frozen=True)
-class Retries:
+class RetryPolicy:
     """How often and how patiently a request is sent again.
 
     Delays grow from ``base_s`` by doubling up to ``longest_s``, each jittered by half; a server's
@@ -83,7 +83,7 @@ class Retries:
     longest_s: float = 30.0
     statuses: frozenset[int] = TRANSIENT_STATUSES
 
-    def delay_s(self, attempt: int, response: Answer | None) -> float:
+    def delay_s(self, attempt: int, response: HttpResponse | None) -> float:
         """Seconds to wait after the failed attempt number ``attempt`` (from 0)."""
         delay = min(self.longest_s, self.base_s * 2**attempt) * random.uniform(0.5, 1.0)
         floor = response.headers.get("retry-after", "") if response is not None else ""
@@ -93,7 +93,7 @@ class Retries:
 class Http:
     """Requests to one platform. Must be used on the SDK's loop only."""
 
-    def __init__(self, base_url: str, api_key: str, *, retries: Retries | None = None) -> None:
+    def __init__(self, base_url: str, api_key: str, *, retries: RetryPolicy | None = None) -> None:
         if not api_key:
             raise ConfigError(
                 "api_key must be set, got '': export FIREWORKS_API_KEY (any text will do for a "
@@ -102,7 +102,7 @@ class Http:
         self.base_url = base_url.rstrip("/")
         self._origin = origin_of(base_url)
         self._headers = {"x-api-key": api_key, "authorization": f"Bearer {api_key}"}
-        self._retries = retries or Retries()
+        self._retries = retries or RetryPolicy()
         self._client: httpx.AsyncClient | None = None
         self._closed = False
 
@@ -120,8 +120,8 @@ class Http:
         params: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
-        retries: Retries | None = None,
-    ) -> Answer:
+        retries: RetryPolicy | None = None,
+    ) -> HttpResponse:
         """Send until there is an answer that is not transient.
 
         Raises:
@@ -131,7 +131,7 @@ class Http:
         sent = {**self._headers, **(headers or {})}
         if body is not None:
             sent["content-type"] = "application/json"
-        last: Answer | None = None
+        last: HttpResponse | None = None
         failure = ""
         for attempt in range(policy.attempts):
             last = None
@@ -158,7 +158,7 @@ class Http:
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
-    ) -> Answer:
+    ) -> HttpResponse:
         """One attempt; whatever its status, the answer is returned.
 
         Raises:
@@ -180,7 +180,7 @@ class Http:
         body: bytes | None,
         timeout_s: float,
         params: Mapping[str, str] | None = None,
-    ) -> Answer:
+    ) -> HttpResponse:
         app = _mounted.get(self._origin, ...)
         if self._closed or app is None:
             raise ClosedError(
@@ -193,7 +193,7 @@ class Http:
         response = await self._live_client().request(
             method, url, content=body, params=params, headers=headers, timeout=timeout_s
         )
-        return Answer(response.status_code, response.headers, response.content, method, url)
+        return HttpResponse(response.status_code, response.headers, response.content, method, url)
 
     def _live_client(self) -> httpx.AsyncClient:
         if self._client is None:
@@ -216,15 +216,20 @@ def _close_soon(client: httpx.AsyncClient, loop: asyncio.AbstractEventLoop) -> N
         asyncio.run_coroutine_threadsafe(client.aclose(), loop)
 
 
-def raise_for_status(answer: Answer) -> Answer:
+def raise_for_status(answer: HttpResponse) -> HttpResponse:
     """The answer itself, or the error that its status and body describe."""
     if answer.is_success:
         return answer
-    kind = _ERROR_OF_STATUS.get(answer.status_code, TransportError)
-    raise kind(_message_of(answer))
+    raise error_of(answer)
 
 
-def _message_of(answer: Answer) -> str:
+def error_of(refusal: HttpResponse) -> HearthError:
+    """The error that a response's status and body describe."""
+    kind = _ERROR_OF_STATUS.get(refusal.status_code, TransportError)
+    return kind(_message_of(refusal))
+
+
+def _message_of(answer: HttpResponse) -> str:
     where = f"{answer.method} {urlsplit(answer.url).path}: HTTP {answer.status_code}"
     try:
         body = orjson.loads(answer.content)

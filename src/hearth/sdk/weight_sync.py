@@ -11,7 +11,7 @@ from typing import Protocol
 
 from hearth.errors import ConfigError
 from hearth.sdk.deployments import DeploymentManager
-from hearth.sdk.hotload import check_running_requests
+from hearth.sdk.loading import check_running_requests
 from hearth.wire.completions import DeltaMetadata, ReplicaState, RunningRequests
 from hearth.wire.tinker import CheckpointType
 

@@ -24,8 +24,8 @@ from hearth.sdk import (
     TrainerJobManager,
     WeightSyncer,
 )
-from hearth.sdk.attempts import DrawPatience
-from hearth.sdk.transport import Retries
+from hearth.sdk.sampling_requests import SamplingRetryPolicy
+from hearth.sdk.transport import RetryPolicy
 from training.config.parts import (
     DeployConfig,
     InfraConfig,
@@ -357,9 +357,9 @@ def _with_sampler(
         tokenizer,
         concurrency_controller=FixedConcurrencyController(spec.max_concurrent),
         http_timeout_s=spec.deployment.sample_timeout,
-        patience=DrawPatience(
+        retry_policy=SamplingRetryPolicy(
             # A platform that is started again, and a deployment: its model is loaded anew.
-            retries=Retries(attempts=9, base_s=1.0),
+            retries=RetryPolicy(attempts=9, base_s=1.0),
             boot_s=spec.deployment.deployment_timeout_s,
         ),
     )

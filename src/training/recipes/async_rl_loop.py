@@ -346,6 +346,7 @@ def rollout_setup(config: Config, infra: RunInfra) -> RolloutSetup:
         completions_per_prompt=config.completions_per_prompt,
         extras=dict(config.rollout_extras),
         boot_timeout_s=config.deployment.deployment_timeout_s,
+        concurrency=infra.sampler.concurrency,
     )
 
 

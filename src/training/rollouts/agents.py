@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from hearth.sdk import DrawPatience
+from hearth.sdk import DeploymentSampler, SamplingRetryPolicy
 from hearth.sdk.capture import CaptureServer, CaptureSession
 from training.rollouts.sampler import current_draw, refuse_other_distribution
 from training.samples.rollout import RolloutRun, RolloutSample, RolloutSetup
@@ -85,17 +85,25 @@ def build_agent_server(setup: RolloutSetup) -> AgentServer:
     """A server on a loopback port for agents on this machine, closed with the run.
 
     Temperature, ``top_p``, ``top_k`` and the longest completion are the recipe's, whatever a client
-    asks for: the trainer scores under the distribution that it knows of.
+    asks for: the trainer scores under the distribution that it knows of. The agents' requests count
+    towards the run's limit of requests in flight.
 
     Raises:
         ConfigError: ``setup.sample_kwargs`` was changed so that it truncates.
     """
     options = setup.sample_kwargs
     refuse_other_distribution(options, options["temperature"])
-    server = CaptureServer(
+    sampler = DeploymentSampler(
         setup.inference_base_url,
         setup.model,
         setup.api_key,
+        concurrency_controller=setup.concurrency,
+        http_timeout_s=options["http_timeout"],
+        retry_policy=SamplingRetryPolicy(boot_s=setup.boot_timeout_s),
+    )
+    setup.closing.callback(sampler.close)
+    server = CaptureServer(
+        sampler,
         sampling={
             "temperature": options["temperature"],
             "top_p": options["top_p"],
@@ -103,8 +111,6 @@ def build_agent_server(setup: RolloutSetup) -> AgentServer:
             "max_completion_tokens": options["max_tokens"],
             **{name: options[name] for name in ["include_routing_matrix"] if name in options},
         },
-        http_timeout_s=options["http_timeout"],
-        patience=DrawPatience(boot_s=setup.boot_timeout_s),
     )
     setup.closing.callback(server.close)
     return AgentServer(server)

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from hearth.errors import ConfigError, TransportError
+from hearth.sdk import FixedConcurrencyController
 from training.rewards.cluster import connect_to_ray, ray_is_there
 from training.rewards.processes import portable
 from training.rollouts.sampler import DrawContext, current_draw
@@ -112,7 +113,11 @@ class _Hosts:
         made: Any = ray.remote(_Host).options(
             num_cpus=1, max_restarts=-1, max_concurrency=_DRAWS_AT_ONCE
         )
-        sent = replace(setup, closing=contextlib.ExitStack())
+        share = None
+        if isinstance(setup.concurrency, FixedConcurrencyController):
+            # Processes cannot share one count of requests, so each gets its part of the limit.
+            share = FixedConcurrencyController(max(1, setup.concurrency.max_concurrent // count))
+        sent = replace(setup, closing=contextlib.ExitStack(), concurrency=share)
         self._actors: list[Any] = [made.remote(factory, sent) for _ in range(count)]
         self._turns = itertools.cycle(self._actors)
         try:

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from hearth.errors import ConfigError
 from hearth.losses.batch import LOGPROB_TOLERANCE
+from hearth.sdk import ConcurrencyController
 
 
 @dataclass
@@ -121,6 +122,9 @@ class RolloutSetup:
     """``config.rollout_extras``, for whatever the function needs."""
     boot_timeout_s: float = 50.0
     """Seconds that a draw waits for a deployment that is started again."""
+    concurrency: ConcurrencyController | None = None
+    """The run's limit of sampling requests in flight, which captured agents share with the run's
+    sampler; None: they have a limit of their own, which adapts."""
     closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     """Closed at the end of the run, after the last draw."""
 

@@ -17,7 +17,7 @@ from tests.integration.conftest import Trial, async_config
 from tests.integration.rollouts import spread
 from tests.vllm.stack import OPTIONS
 
-from hearth.sdk import DeploymentSampler, DrawPatience
+from hearth.sdk import DeploymentSampler, SamplingRetryPolicy
 from hearth.settings import VLLM_PYTHON_VARIABLE
 from training.quickstart import MODEL
 from training.recipes import async_rl_loop
@@ -76,7 +76,7 @@ class Greedy:
             setup.model,
             setup.api_key,
             setup.tokenizer,
-            patience=DrawPatience(boot_s=setup.boot_timeout_s),
+            retry_policy=SamplingRetryPolicy(boot_s=setup.boot_timeout_s),
         )
         setup.closing.callback(sampler.close)
 

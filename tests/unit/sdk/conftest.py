@@ -12,8 +12,8 @@ from urllib.parse import parse_qsl
 import orjson
 import pytest
 
-from hearth.sdk import Patience
-from hearth.sdk.transport import TRANSIENT_STATUSES, Retries, mount
+from hearth.sdk import WaitPolicy
+from hearth.sdk.transport import TRANSIENT_STATUSES, RetryPolicy, mount
 
 _ports = itertools.count(1)
 
@@ -112,16 +112,16 @@ def answer() -> type[Answer]:
     return Answer
 
 
-QUICK_RETRIES = Retries(
+QUICK_RETRIES = RetryPolicy(
     attempts=4, base_s=0.001, longest_s=0.002, statuses=TRANSIENT_STATUSES | {500}
 )
-QUICK_PATIENCE = Patience(hold_s=0.2, first_s=0.002, longest_s=0.01, settle_s=0.05)
+QUICK_WAITS = WaitPolicy(hold_s=0.2, first_s=0.002, longest_s=0.01, settle_s=0.05)
 
 
 @pytest.fixture
 def quick() -> dict[str, Any]:
     """Keywords that make a manager impatient."""
-    return {"retries": QUICK_RETRIES, "patience": QUICK_PATIENCE}
+    return {"retries": QUICK_RETRIES, "wait_policy": QUICK_WAITS}
 
 
 def completion(tokens: Sequence[int] = (5, 6), text: str = "hi", **extra: Any) -> dict[str, Any]:

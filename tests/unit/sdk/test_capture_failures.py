@@ -5,16 +5,16 @@ import asyncio
 import openai
 import pytest
 
-from hearth.sdk import DrawPatience
+from hearth.sdk import DeploymentSampler, FixedConcurrencyController, SamplingRetryPolicy
 from hearth.sdk.capture import CaptureServer
-from hearth.sdk.transport import Retries, unmount
+from hearth.sdk.transport import RetryPolicy, unmount
 
 MODEL = "accounts/me/deployments/d"
 CHAT = ("POST", "/inference/v1/chat/completions")
 KNOWN = ("GET", f"/v1/{MODEL}")
 ASKED = {"model": "gpt", "messages": [{"role": "user", "content": "hi"}]}
-QUICK = DrawPatience(
-    retries=Retries(attempts=4, base_s=0.001, longest_s=0.002), boot_pause_s=0.002, boot_s=0.5
+QUICK = SamplingRetryPolicy(
+    retries=RetryPolicy(attempts=4, base_s=0.001, longest_s=0.002), boot_pause_s=0.002, boot_s=0.5
 )
 
 
@@ -47,8 +47,8 @@ def fault(status, message="no"):
 
 @pytest.fixture
 def server(peer):
-    with CaptureServer(peer.url, MODEL, "key", patience=QUICK) as one:
-        yield one
+    with CaptureServer(DeploymentSampler(peer.url, MODEL, "key", retry_policy=QUICK)) as server:
+        yield server
 
 
 @pytest.fixture
@@ -180,6 +180,43 @@ async def test_a_platform_that_is_gone_is_reported(client, peer):
     assert gone.value.status_code == 410
 
 
+async def test_agents_and_the_sampler_share_one_limit_of_requests_in_flight(
+    peer, answer, completion_body
+):
+    peer.on(*CHAT, answer(drawn(), delay_s=0.01))
+    peer.on("POST", "/inference/v1/completions", answer(completion_body(), delay_s=0.01))
+    sampler = DeploymentSampler(
+        peer.url, MODEL, "key", concurrency_controller=FixedConcurrencyController(2)
+    )
+    with CaptureServer(sampler) as server:
+        session = server.session()
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            completions, *_ = await asyncio.gather(
+                sampler.sample_with_prompt_tokens([1, 2], n=4),
+                *(client.chat.completions.create(**ASKED) for _ in range(16)),
+            )
+
+    assert len(completions) == 4
+    assert len(session.turns) == 16
+    assert peer.most_in_flight == 2
+    assert sampler.concurrency.in_flight == 0
+
+
+async def test_a_retry_of_an_agents_request_waits_for_its_turn_again(peer, answer):
+    peer.on(*CHAT, *[answer(fault(503), status=503)] * 3, answer(drawn(), delay_s=0.01))
+    controller = FixedConcurrencyController(1)
+    sampler = DeploymentSampler(
+        peer.url, MODEL, "key", concurrency_controller=controller, retry_policy=QUICK
+    )
+    with CaptureServer(sampler) as server:
+        session = server.session()
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            await asyncio.gather(*(client.chat.completions.create(**ASKED) for _ in range(4)))
+
+    assert len(session.turns) == 4
+    assert (peer.most_in_flight, controller.high_water) == (1, 1)
+
+
 UNUSABLE = {
     "no ids": ({"raw_output": None}, "must answer with raw_output token ids"),
     "no prompt ids": (
@@ -248,7 +285,7 @@ async def test_closing_the_server_answers_whoever_waits(client, server, peer, an
 
 async def ask_at(url, **options):
     """Ask a deployment that is reached over a socket."""
-    server = CaptureServer(url, MODEL, "key", patience=QUICK, **options)
+    server = CaptureServer(DeploymentSampler(url, MODEL, "key", retry_policy=QUICK, **options))
     session = server.session()
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         try:
@@ -264,12 +301,14 @@ async def test_an_answer_that_takes_too_long_is_reported_with_its_limit():
 
     async with await asyncio.start_server(stall, "127.0.0.1", 0) as silent:
         port = silent.sockets[0].getsockname()[1]
-        with pytest.raises(openai.InternalServerError, match=r"within http_timeout_s=0\.1 s, got"):
+        with pytest.raises(openai.InternalServerError, match=r"within http_timeout=0\.1 s, got"):
             await ask_at(f"http://127.0.0.1:{port}", http_timeout_s=0.1)
 
 
 async def test_a_deployment_that_nobody_answers_for_is_reported(unused_tcp_port):
-    with pytest.raises(openai.InternalServerError, match="must answer, got ConnectError") as gone:
+    with pytest.raises(
+        openai.InternalServerError, match="failed for good, last with ConnectError"
+    ) as gone:
         await ask_at(f"http://127.0.0.1:{unused_tcp_port}")
 
-    assert "after 4 attempts" in gone.value.message
+    assert "attempt 4" in gone.value.message

@@ -9,14 +9,14 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 
 
 def test_what_the_recipe_does_not_name_is_neutral():
-    assert SamplingPolicy(None).applied({}) == NEUTRAL
-    assert SamplingPolicy({"temperature": 0.7}).applied({}) == NEUTRAL | {"temperature": 0.7}
+    assert SamplingPolicy(None).apply({}) == NEUTRAL
+    assert SamplingPolicy({"temperature": 0.7}).apply({}) == NEUTRAL | {"temperature": 0.7}
 
 
 def test_the_recipes_distribution_wins_always():
     policy = SamplingPolicy({"temperature": 0.7, "top_k": 20})
 
-    drawn = policy.applied({"temperature": 0, "top_p": 0.9, "top_k": -1, "stop": ["x"]})
+    drawn = policy.apply({"temperature": 0, "top_p": 0.9, "top_k": -1, "stop": ["x"]})
 
     assert drawn == {"temperature": 0.7, "top_p": 1.0, "top_k": 20, "stop": ["x"]}
 
@@ -34,7 +34,7 @@ OVERRIDDEN = {
 
 @pytest.mark.parametrize(("asked", "words"), OVERRIDDEN.values(), ids=OVERRIDDEN.keys())
 def test_only_another_value_is_told(asked, words):
-    assert SamplingPolicy({"temperature": 0.7}).overridden(asked) == words
+    assert SamplingPolicy({"temperature": 0.7}).describe_overrides(asked) == words
 
 
 LIMITS = {
@@ -52,8 +52,8 @@ LIMITS = {
 
 @pytest.mark.parametrize(("asked", "limits"), LIMITS.values(), ids=LIMITS.keys())
 def test_the_smaller_limit_holds(asked, limits):
-    assert SamplingPolicy({"max_completion_tokens": 16}).applied(asked) == NEUTRAL | limits
-    assert SamplingPolicy({}).applied(asked) == NEUTRAL | asked
+    assert SamplingPolicy({"max_completion_tokens": 16}).apply(asked) == NEUTRAL | limits
+    assert SamplingPolicy({}).apply(asked) == NEUTRAL | asked
 
 
 WRONG = {"temperature": -0.1, "top_p": 0, "top_k": 1.5, "max_completion_tokens": 0}

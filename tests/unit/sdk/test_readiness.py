@@ -5,7 +5,7 @@ import time
 import pytest
 
 from hearth.errors import EngineError, NotFoundError
-from hearth.sdk import Patience, TrainerJobConfig, TrainerJobManager
+from hearth.sdk import TrainerJobConfig, TrainerJobManager, WaitPolicy
 
 BASE = "accounts/fireworks/models/tiny"
 JOBS = "/v1/accounts/me/rlorTrainerJobs"
@@ -51,7 +51,7 @@ def test_a_server_that_holds_the_question_is_asked_once_per_change(peer, answer,
         return job("RUNNING") if time.monotonic() >= reached else job("CREATING")
 
     peer.handle("GET", JOB, hold)
-    manager = TrainerJobManager("key", "me", peer.url, patience=Patience(hold_s=25))
+    manager = TrainerJobManager("key", "me", peer.url, wait_policy=WaitPolicy(hold_s=25))
 
     manager.wait_for_ready("policy", timeout_s=10)
 
@@ -73,9 +73,9 @@ def test_a_server_that_does_not_hold_the_question_is_asked_at_growing_intervals(
         return job("CREATING") if len(times) < 6 else job("RUNNING")
 
     peer.handle("GET", JOB, at_once)
-    patience = Patience(hold_s=25, first_s=0.02, longest_s=0.08)
+    wait_policy = WaitPolicy(hold_s=25, first_s=0.02, longest_s=0.08)
 
-    TrainerJobManager("key", "me", peer.url, patience=patience).wait_for_ready("policy")
+    TrainerJobManager("key", "me", peer.url, wait_policy=wait_policy).wait_for_ready("policy")
 
     pauses = [later - earlier for earlier, later in itertools.pairwise(times[1:])]
     assert all(

@@ -6,7 +6,7 @@ import tinker
 from hearth.errors import TransportError
 from hearth.sdk import RoutedModelInput
 from hearth.sdk.batches import MAX_CHUNK_TOKENS, batch_of, chunks_of
-from hearth.sdk.capture.answers import answer_body, turn_of
+from hearth.sdk.capture.answers import answer_body, read_turn
 from hearth.sdk.capture.policy import SamplingPolicy
 from hearth.sdk.capture.requests import AnswerForm
 from hearth.sdk.capture.turns import CapturedTurn, chains_of
@@ -105,12 +105,12 @@ def test_a_turn_is_captured_with_its_experts_in_both_forms_and_clients_do_not_se
     row = {"token": "x", "token_id": 3, "logprob": -0.1, "sampling_logprob": -0.1}
     objects = chat_answer({}, [row | {"routing_matrix": "c"}])
 
-    assert turn_of(arrays).routing_matrices == turn_of(objects).routing_matrices == ["c"]
-    assert turn_of(chat_answer({}, [row])).routing_matrices is None
+    assert read_turn(arrays).routing_matrices == read_turn(objects).routing_matrices == ["c"]
+    assert read_turn(chat_answer({}, [row])).routing_matrices is None
     shown = answer_body(objects, AnswerForm(logprobs=True))
     assert set(shown["choices"][0]["logprobs"]["content"][0]) == {"token", "logprob"}
 
 
 def test_the_recipe_asks_for_experts_in_every_request_of_an_agent():
     policy = SamplingPolicy({"include_routing_matrix": True})
-    assert policy.applied({"include_routing_matrix": False})["include_routing_matrix"] is True
+    assert policy.apply({"include_routing_matrix": False})["include_routing_matrix"] is True

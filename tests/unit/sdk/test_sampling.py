@@ -9,15 +9,15 @@ from hearth.sdk import (
     AdaptiveConcurrencyController,
     DeploymentManager,
     DeploymentSampler,
-    DrawPatience,
     FixedConcurrencyController,
+    SamplingRetryPolicy,
 )
-from hearth.sdk.transport import Retries
+from hearth.sdk.transport import RetryPolicy
 
 MODEL = "accounts/me/deployments/d"
 COMPLETIONS = ("POST", "/inference/v1/completions")
-QUICK = DrawPatience(
-    retries=Retries(attempts=7, base_s=0.001, longest_s=0.002), boot_pause_s=0.002, boot_s=0.05
+QUICK = SamplingRetryPolicy(
+    retries=RetryPolicy(attempts=7, base_s=0.001, longest_s=0.002), boot_pause_s=0.002, boot_s=0.05
 )
 
 
@@ -34,7 +34,7 @@ class Tokenizer:
 @pytest.fixture
 def sampler(peer):
     def make(**options) -> DeploymentSampler:
-        options = {"patience": QUICK, "tokenizer": Tokenizer(), **options}
+        options = {"retry_policy": QUICK, "tokenizer": Tokenizer(), **options}
         return DeploymentSampler(inference_url=peer.url, model=MODEL, api_key="key", **options)
 
     return make
@@ -172,21 +172,21 @@ def test_the_seventh_failure_is_final_and_says_what_was_tried(peer, answer, samp
 
 
 def test_an_unreachable_deployment_is_tried_seven_times():
-    sampler = DeploymentSampler("http://127.0.0.1:9", MODEL, "key", patience=QUICK)
+    sampler = DeploymentSampler("http://127.0.0.1:9", MODEL, "key", retry_policy=QUICK)
 
     with pytest.raises(TransportError, match=r"ConnectError.*attempt 7"):
         sampler.sample_with_prompt_tokens([1]).result()
 
 
 def test_retry_after_is_the_shortest_wait(peer, answer, completion_body, sampler):
-    patience = DrawPatience(retries=Retries(attempts=2, base_s=0.001, longest_s=1.0))
+    retry_policy = SamplingRetryPolicy(retries=RetryPolicy(attempts=2, base_s=0.001, longest_s=1.0))
     peer.on(
         *COMPLETIONS, answer(status=429, headers={"retry-after": "1"}), answer(completion_body())
     )
 
     async def run() -> float:
         begun = asyncio.get_running_loop().time()
-        await sampler(patience=patience).sample_with_prompt_tokens([1])
+        await sampler(retry_policy=retry_policy).sample_with_prompt_tokens([1])
         return asyncio.get_running_loop().time() - begun
 
     assert asyncio.run(run()) >= 1.0
@@ -267,7 +267,7 @@ def test_the_managers_inference_url_is_where_samples_go(peer, drawn, quick):
         **quick,
     )
     sampler = DeploymentSampler(
-        inference_url=manager.inference_url, model=MODEL, api_key="key", patience=QUICK
+        inference_url=manager.inference_url, model=MODEL, api_key="key", retry_policy=QUICK
     )
 
     assert len(asyncio.run(sampler.sample_with_prompt_tokens([1]))) == 1

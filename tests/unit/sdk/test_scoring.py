@@ -5,12 +5,12 @@ import asyncio
 import pytest
 
 from hearth.errors import ConfigError, TransportError
-from hearth.sdk import DeploymentSampler, DrawPatience
-from hearth.sdk.transport import Retries
+from hearth.sdk import DeploymentSampler, SamplingRetryPolicy
+from hearth.sdk.transport import RetryPolicy
 
 MODEL = "accounts/me/deployments/d"
 COMPLETIONS = ("POST", "/inference/v1/completions")
-ONCE = DrawPatience(retries=Retries(attempts=1))
+ONCE = SamplingRetryPolicy(retries=RetryPolicy(attempts=1))
 
 
 def choice(index, tokens, logprobs):
@@ -31,7 +31,7 @@ def body(*choices):
 
 
 def scoring(peer, sequences, **options):
-    sampler = DeploymentSampler(peer.url, MODEL, "key", patience=ONCE)
+    sampler = DeploymentSampler(peer.url, MODEL, "key", retry_policy=ONCE)
     return asyncio.run(sampler.score_token_ids(sequences, **options))
 
 
@@ -86,7 +86,7 @@ def test_an_answer_that_is_not_about_each_sequence_is_refused(peer, answer, choi
 
 
 def test_a_draw_does_not_take_what_only_scoring_understands():
-    sampler = DeploymentSampler("http://nowhere", MODEL, "key", patience=ONCE)
+    sampler = DeploymentSampler("http://nowhere", MODEL, "key", retry_policy=ONCE)
 
     with pytest.raises(ConfigError, match=r"must be request fields, got \['echo_last'\]"):
         asyncio.run(sampler.sample_with_prompt_tokens([5, 6], echo_last=1))

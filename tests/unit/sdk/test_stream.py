@@ -18,10 +18,10 @@ from hearth.errors import (
 )
 from hearth.sdk import FiretitanServiceClient, journal
 from hearth.sdk.stream import MOST_RESTARTS, OperationStream, Revival
-from hearth.sdk.transport import Http, Retries
+from hearth.sdk.transport import Http, RetryPolicy
 from hearth.wire.tinker import ForwardOutput, OptimStepOutput, PathOutput
 
-QUICK = Retries(attempts=3, base_s=0.001, longest_s=0.002)
+QUICK = RetryPolicy(attempts=3, base_s=0.001, longest_s=0.002)
 ADAM = {"adam_params": {"learning_rate": 0.1}}
 
 

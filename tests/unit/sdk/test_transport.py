@@ -6,9 +6,9 @@ import pytest
 from hearth.errors import ClosedError, ConfigError, NotFoundError, RequestError, TransportError
 from hearth.sdk import FixedConcurrencyController
 from hearth.sdk.background import start
-from hearth.sdk.transport import Http, Retries, mount, origin_of, unmount
+from hearth.sdk.transport import Http, RetryPolicy, mount, origin_of, unmount
 
-FAST = Retries(attempts=4, base_s=0.001, longest_s=0.002)
+FAST = RetryPolicy(attempts=4, base_s=0.001, longest_s=0.002)
 _ports = itertools.count(1)
 
 

@@ -17,8 +17,8 @@ from tests.threads import one_thread as one_thread
 from hearth.control.app import create_gateway
 from hearth.control.gateway import Access
 from hearth.local import EmbeddedPlatform
-from hearth.sdk import DeploymentManager, Patience, TrainerJobManager
-from hearth.sdk.transport import Retries, mount
+from hearth.sdk import DeploymentManager, TrainerJobManager, WaitPolicy
+from hearth.sdk.transport import RetryPolicy, mount
 from training.quickstart import MODEL
 from training.utils import DeployConfig, InfraConfig, ResourceCleanup
 from training.utils.rl import Infra, setup_infra
@@ -154,8 +154,8 @@ class Stage:
         self.wire = Wire(create_gateway(self.platform.plane, Access(is_local=False)))
         mount(self.url, self.wire)
         options: dict[str, Any] = {
-            "retries": Retries(attempts=2, base_s=0.001, longest_s=0.002),
-            "patience": Patience(settle_s=0.2),
+            "retries": RetryPolicy(attempts=2, base_s=0.001, longest_s=0.002),
+            "wait_policy": WaitPolicy(settle_s=0.2),
         }
         self.trainers = TrainerJobManager("key", base_url=self.url, **options)
         self.deployments = DeploymentManager("key", base_url=self.url, **options)

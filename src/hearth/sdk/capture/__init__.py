@@ -1,4 +1,4 @@
-"""What a program that only knows OpenAI's API draws from a deployment, kept for training.
+"""Completions of a program that only knows OpenAI's API, captured for training.
 
 A ``CaptureServer`` stands between such a program and the deployment: the program is given a
 ``base_url`` and a key, and after it has ended its session has the token ids and logprobs of every

@@ -1,4 +1,4 @@
-"""A deployment's answer as a captured turn, and as the client is to see it."""
+"""A deployment's answer as a captured turn, and in the form that the client asked for."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hearth.sdk.capture.turns import CapturedTurn
 from hearth.wire.chat import ChatChoice, ChatResponse
 
 _OWN_FIELDS = ("weight_version", "snapshot_identity")
-_OWN_ROW_FIELDS = ("token_id", "sampling_logprob", "routing_matrix")
+_OWN_TOKEN_FIELDS = ("token_id", "sampling_logprob", "routing_matrix")
 
 
-def turn_of(answer: ChatResponse) -> CapturedTurn:
-    """What was drawn.
+def read_turn(answer: ChatResponse) -> CapturedTurn:
+    """The turn that an answer holds.
 
     Raises:
         TransportError: the answer lacks token ids, or a logprob for each of them.
@@ -26,15 +26,15 @@ def turn_of(answer: ChatResponse) -> CapturedTurn:
     raw = choice.raw_output
     if raw is None or raw.prompt_token_ids is None:
         raise TransportError(
-            f"model {answer.model!r} must answer with raw_output token ids, got none: what it "
-            "draws cannot be trained"
+            f"model {answer.model!r} must answer with raw_output token ids, got none: its "
+            "completions cannot be trained"
         )
     tokens = raw.completion_token_ids
     logprobs = _behavior_logprobs(choice)
     if len(logprobs) != len(tokens):
         raise TransportError(
             f"model {answer.model!r} must answer with a sampling_logprob per token, got "
-            f"{len(logprobs)} for {len(tokens)} tokens: what it draws cannot be trained"
+            f"{len(logprobs)} for {len(tokens)} tokens: its completions cannot be trained"
         )
     whole_run = [[answer.weight_version, len(tokens)]] if tokens else []
     return CapturedTurn(
@@ -50,21 +50,21 @@ def turn_of(answer: ChatResponse) -> CapturedTurn:
 
 
 def _behavior_logprobs(choice: ChatChoice) -> list[float]:
-    """Those that are told, as a list or in an object per token."""
-    told = choice.raw_output.sampling_logprobs if choice.raw_output is not None else None
-    if told is None:
-        rows = choice.logprobs.content if choice.logprobs is not None else []
-        told = [row.sampling_logprob for row in rows]
-    return [one for one in told if one is not None]
+    """The sampling logprobs, which come as one list or in an object per token."""
+    logprobs = choice.raw_output.sampling_logprobs if choice.raw_output is not None else None
+    if logprobs is None:
+        tokens = choice.logprobs.content if choice.logprobs is not None else []
+        logprobs = [token.sampling_logprob for token in tokens]
+    return [logprob for logprob in logprobs if logprob is not None]
 
 
 def _routing(choice: ChatChoice) -> list[str] | None:
-    """The experts of each token, told likewise; None where they are not."""
-    told = choice.raw_output.routing_matrices if choice.raw_output is not None else None
-    if told is None:
-        rows = choice.logprobs.content if choice.logprobs is not None else []
-        told = [row.routing_matrix or "" for row in rows]
-    return told if any(told) else None
+    """The experts of each token, which come in the same two ways; None where there are none."""
+    matrices = choice.raw_output.routing_matrices if choice.raw_output is not None else None
+    if matrices is None:
+        tokens = choice.logprobs.content if choice.logprobs is not None else []
+        matrices = [token.routing_matrix or "" for token in tokens]
+    return matrices if any(matrices) else None
 
 
 def answer_body(answer: ChatResponse, form: AnswerForm) -> dict[str, Any]:
@@ -78,10 +78,10 @@ def answer_body(answer: ChatResponse, form: AnswerForm) -> dict[str, Any]:
     choice.pop("raw_output", None)
     for name in _OWN_FIELDS:
         body.pop(name, None)
-    for row in choice.get("logprobs", {}).get("content", []):
-        for name in _OWN_ROW_FIELDS:
-            row.pop(name, None)
-        for top in row.get("top_logprobs", []):
+    for token in choice.get("logprobs", {}).get("content", []):
+        for name in _OWN_TOKEN_FIELDS:
+            token.pop(name, None)
+        for top in token.get("top_logprobs", []):
             top.pop("token_id", None)
     return body
 
@@ -93,18 +93,18 @@ def answer_events(body: Mapping[str, Any], form: AnswerForm) -> bytes:
 
 
 def _chunks(body: Mapping[str, Any], form: AnswerForm) -> Iterator[dict[str, Any]]:
-    """What is said, why it ended and, if the client asked for it, what it has used."""
+    """The message, then why it ended and, if the client asked for it, the usage."""
     common = {name: value for name, value in body.items() if name not in ("choices", "usage")}
     common["object"] = "chat.completion.chunk"
     (choice,) = body["choices"]
-    said: dict[str, Any] = {"index": 0, "delta": _delta(choice["message"]), "finish_reason": None}
+    first: dict[str, Any] = {"index": 0, "delta": _delta(choice["message"]), "finish_reason": None}
     if "logprobs" in choice:
-        said["logprobs"] = choice["logprobs"]
-    ended: dict[str, Any] = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+        first["logprobs"] = choice["logprobs"]
+    last: dict[str, Any] = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
     if "raw_output" in choice:
-        ended["raw_output"] = choice["raw_output"]
-    yield {**common, "choices": [said]}
-    yield {**common, "choices": [ended]}
+        last["raw_output"] = choice["raw_output"]
+    yield {**common, "choices": [first]}
+    yield {**common, "choices": [last]}
     if form.stream_options.include_usage:
         yield {**common, "choices": [], "usage": body["usage"]}
 

@@ -1,4 +1,4 @@
-"""The routes of a capture server: whose request it is, how it is drawn, what the client is told."""
+"""The routes of a capture server: find the session, sample from the deployment, answer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
 
 import orjson
 from starlette.applications import Starlette
@@ -15,13 +16,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from hearth.errors import AuthError, HearthError, NotFoundError, TooLargeError
-from hearth.sdk.answer import Answer
 from hearth.sdk.background import APIFuture, start
-from hearth.sdk.capture.answers import answer_body, answer_events, turn_of
-from hearth.sdk.capture.forwarding import Deployment, Forwarding
+from hearth.sdk.capture.answers import answer_body, answer_events, read_turn
 from hearth.sdk.capture.policy import SamplingPolicy
-from hearth.sdk.capture.requests import forwarded, read_request
+from hearth.sdk.capture.requests import build_body, read_request
 from hearth.sdk.capture.session import CaptureSession
+from hearth.sdk.response import HttpResponse
+from hearth.sdk.sampling_requests import SamplingRequest, SamplingTarget
 from hearth.telemetry import new_request_id
 from hearth.wire.chat import ChatResponse
 from hearth.wire.completions import Model, ModelList
@@ -29,27 +30,33 @@ from hearth.wire.faults import fault_body, status_of
 
 logger = logging.getLogger(__name__)
 
+_CHAT_PATH = "/inference/v1/chat/completions"
 _CLIENT_GONE = 499
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 Handler = Callable[[Request], Awaitable[Response]]
+T = TypeVar("T")
 
 
 def create_app(
-    deployment: Deployment,
+    target: SamplingTarget,
     policy: SamplingPolicy,
     sessions: Mapping[str, CaptureSession],
     *,
     max_body_bytes: int,
 ) -> Starlette:
     """The app of a capture server, an ASGI application; ``sessions`` are the open ones by id."""
-    capture = _Capture(deployment, policy, sessions, max_body_bytes)
+    capture = _Capture(target, policy, sessions, max_body_bytes)
     prefix = "/sessions/{session}/v1"
     return Starlette(
         routes=[
-            Route(f"{prefix}/chat/completions", _answering(capture.chat), methods=["POST"]),
-            Route(f"{prefix}/models", _answering(capture.models), methods=["GET"]),
-            Route("/{path:path}", _answering(_nothing), methods=_METHODS),
+            Route(
+                f"{prefix}/chat/completions",
+                _answer_errors(capture.complete_chat),
+                methods=["POST"],
+            ),
+            Route(f"{prefix}/models", _answer_errors(capture.list_models), methods=["GET"]),
+            Route("/{path:path}", _answer_errors(_refuse_path), methods=_METHODS),
         ]
     )
 
@@ -57,54 +64,56 @@ def create_app(
 class _Capture:
     def __init__(
         self,
-        deployment: Deployment,
+        target: SamplingTarget,
         policy: SamplingPolicy,
         sessions: Mapping[str, CaptureSession],
         max_body_bytes: int,
     ) -> None:
-        self._deployment = deployment
+        self._target = target
         self._policy = policy
         self._sessions = sessions
         self._max_body_bytes = max_body_bytes
 
-    async def models(self, request: Request) -> Response:
-        self._session_of(request)
-        model = Model(id=self._deployment.model, created=int(time.time()), owned_by="hearth")
+    async def list_models(self, request: Request) -> Response:
+        self._find_session(request)
+        model = Model(id=self._target.model, created=int(time.time()), owned_by="hearth")
         return _json(ModelList(data=[model]).dump())
 
-    async def chat(self, request: Request) -> Response:
-        session = self._session_of(request)
-        asked = read_request(await self._body_of(request))
+    async def complete_chat(self, request: Request) -> Response:
+        session = self._find_session(request)
+        wanted = read_request(await self._read_body(request))
         seed = session.next_seed()
-        if (words := self._policy.overridden(asked.fields)) and session.warns_now():
-            logger.warning("session %s is drawn with the recipe's sampling: %s", session.id, words)
-        fields = self._policy.applied(asked.fields)
-        body = forwarded(fields, asked.form, model=self._deployment.model, seed=seed)
-        response = await self._drawn(request, session, body)
-        if not response.is_success:
-            return _passed_on(response)
-        answer = ChatResponse.parse(response.content)
-        session.keep(turn_of(answer))
-        told = answer_body(answer, asked.form)
-        if asked.form.stream:
-            return Response(answer_events(told, asked.form), media_type="text/event-stream")
-        return _json(orjson.dumps(told))
+        overrides = self._policy.describe_overrides(wanted.fields)
+        if overrides and session.claim_warning():
+            logger.warning("session %s keeps the recipe's sampling: %s", session.id, overrides)
+        fields = self._policy.apply(wanted.fields)
+        body = build_body(fields, wanted.form, model=self._target.model, seed=seed)
+        answer = await self._sample(request, session, body)
+        if isinstance(answer, HttpResponse):
+            return _pass_on(answer)
+        session.keep(read_turn(answer))
+        content = answer_body(answer, wanted.form)
+        if wanted.form.stream:
+            return Response(answer_events(content, wanted.form), media_type="text/event-stream")
+        return _json(orjson.dumps(content))
 
-    async def _drawn(self, request: Request, session: CaptureSession, body: bytes) -> Answer:
-        """The deployment's answer.
+    async def _sample(
+        self, request: Request, session: CaptureSession, body: bytes
+    ) -> ChatResponse | HttpResponse:
+        """The deployment's answer, or its refusal.
 
         Raises:
             ClosedError: the session ended meanwhile.
-            ClientDisconnect: nobody waits for it any more.
+            ClientDisconnect: the client has left.
         """
-        drawing = start(Forwarding(self._deployment).run(body))
-        with session.drawing(drawing):
+        sampling = start(SamplingRequest(self._target, _CHAT_PATH, ChatResponse).send(body))
+        with session.track(sampling):
             try:
-                return await _unless_gone(request, drawing)
-            except _CancelledDrawError:
-                raise session.ended() from None
+                return await _wait_while_connected(request, sampling)
+            except _SessionClosedError:
+                raise session.closed_error() from None
 
-    def _session_of(self, request: Request) -> CaptureSession:
+    def _find_session(self, request: Request) -> CaptureSession:
         """The open session of a request that has its key.
 
         Raises:
@@ -123,52 +132,52 @@ class _Capture:
             raise AuthError(f"api_key must be that of session {name}, got another")
         return session
 
-    async def _body_of(self, request: Request) -> bytes:
+    async def _read_body(self, request: Request) -> bytes:
         parts: list[bytes] = []
         size = 0
         async for part in request.stream():
             size += len(part)
             if size <= self._max_body_bytes:
                 parts.append(part)
-        # What is too long is read to its end: a client that is cut off amid its body hears nothing.
+        # Read a body that is too long to its end: a client that is cut off sees no answer.
         if size > self._max_body_bytes:
             raise TooLargeError(f"body must be at most {self._max_body_bytes} bytes, got {size}")
         return b"".join(parts)
 
 
-class _CancelledDrawError(Exception):
-    """The answer was given up while it was drawn."""
+class _SessionClosedError(Exception):
+    """The session was closed while the deployment answered."""
 
 
-async def _unless_gone(request: Request, drawing: APIFuture[Answer]) -> Answer:
-    """What is drawn.
+async def _wait_while_connected(request: Request, sampling: APIFuture[T]) -> T:
+    """The future's result.
 
     Raises:
-        ClientDisconnect: nobody waits for it any more, though it may be there.
+        ClientDisconnect: the client has left, though the result may be there.
     """
-    # The body is read, so all that can still come is the client's leaving.
+    # The body is read, so the only message that can still come is a disconnect.
     leaving = asyncio.ensure_future(request.receive())
-    answer = asyncio.ensure_future(drawing)
+    answer = asyncio.ensure_future(sampling)
     try:
         done, _ = await asyncio.wait([answer, leaving], return_when=asyncio.FIRST_COMPLETED)
         if leaving in done:
             raise ClientDisconnect
         if answer.cancelled():
-            raise _CancelledDrawError
+            raise _SessionClosedError
         return answer.result()
     finally:
         answer.cancel()
         leaving.cancel()
 
 
-async def _nothing(request: Request) -> Response:
+async def _refuse_path(request: Request) -> Response:
     raise NotFoundError(
         f"path must be POST chat/completions or GET models below a session's base_url, got "
         f"{request.method} {request.url.path}"
     )
 
 
-def _answering(handler: Handler) -> Handler:
+def _answer_errors(handler: Handler) -> Handler:
     """The handler with its errors as answers in OpenAI's form."""
 
     async def answer(request: Request) -> Response:
@@ -189,17 +198,19 @@ def _answering(handler: Handler) -> Handler:
 
 
 def _fault(error: Exception, request_id: str) -> Response:
-    return _final(_json(orjson.dumps(fault_body(error, request_id)), status=status_of(error)))
+    return _forbid_retry(
+        _json(orjson.dumps(fault_body(error, request_id)), status=status_of(error))
+    )
 
 
-def _passed_on(refusal: Answer) -> Response:
+def _pass_on(refusal: HttpResponse) -> Response:
     """The deployment's own refusal."""
     media_type = refusal.headers.get("content-type", "application/json")
-    return _final(Response(refusal.content, refusal.status_code, media_type=media_type))
+    return _forbid_retry(Response(refusal.content, refusal.status_code, media_type=media_type))
 
 
-def _final(response: Response) -> Response:
-    """An answer that OpenAI's client takes for the last: all patience has been had here."""
+def _forbid_retry(response: Response) -> Response:
+    """A response that OpenAI's client does not retry: the retries have happened here."""
     response.headers["x-should-retry"] = "false"
     return response
 

@@ -1,4 +1,4 @@
-"""What the recipe decides about a client's requests: how answers are drawn."""
+"""What the recipe decides about a client's requests: the sampling."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ class SamplingPolicy:
         self._limit: int | None = given.pop(_LIMIT, None)
         self._fixed = {**_NEUTRAL, **given}
 
-    def applied(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """``asked`` as it is to be drawn."""
-        return {**asked, **self._fixed, **self._limited(asked)}
+    def apply(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The request's ``fields`` with the recipe's sampling in place of the client's."""
+        return {**fields, **self._fixed, **self._limits(fields)}
 
-    def overridden(self, asked: Mapping[str, Any]) -> str:
-        """What the client wanted differently, as words; empty where it did not."""
+    def describe_overrides(self, fields: Mapping[str, Any]) -> str:
+        """Which of the client's ``fields`` the recipe overrides; empty where none."""
         return ", ".join(
-            f"{name}={asked[name]!r} instead of {value!r}"
+            f"{name}={fields[name]!r} instead of {value!r}"
             for name, value in self._fixed.items()
-            if name in asked and asked[name] != value
+            if name in fields and fields[name] != value
         )
 
-    def _limited(self, asked: Mapping[str, Any]) -> dict[str, int]:
-        """The limits that are too high, lowered; what is no number is the deployment's to judge."""
+    def _limits(self, fields: Mapping[str, Any]) -> dict[str, int]:
+        """The limits, lowered where they are too high; the deployment refuses what is no number."""
         limit = self._limit
         if limit is None:
             return {}
-        given = {name: asked[name] for name in _LIMITS if name in asked}
+        given = {name: fields[name] for name in _LIMITS if name in fields}
         if not given:
             return {_LIMIT: limit}
         numbers = {name: value for name, value in given.items() if isinstance(value, int)}

@@ -1,4 +1,4 @@
-"""A client's request: how the answer is to look, and how the deployment is to draw it."""
+"""A client's request: the form of its answer, and the request that the deployment gets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hearth.wire.completions import StreamOptions
 
 
 class AnswerForm(Record):
-    """The fields of a request that say how the answer is told, not how it is drawn."""
+    """The fields of a request that concern the form of the answer, not the sampling."""
 
     n: int = 1
     stream: bool = False
@@ -25,18 +25,18 @@ class AnswerForm(Record):
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """A request as it came; null is absent, as OpenAI's API has it."""
+    """A request as the client sent it; null means absent, as in OpenAI's API."""
 
     fields: Mapping[str, Any]
     form: AnswerForm
 
 
 def read_request(body: bytes) -> ClientRequest:
-    """The request of a body. What says how to draw is the deployment's to judge.
+    """The request of a body. The deployment checks the fields of the sampling.
 
     Raises:
-        RequestError: it is no JSON object, a field of its form breaks its type, or it asks for
-            more than one answer.
+        RequestError: the body is no JSON object, a field of the form breaks its type, or it asks
+            for more than one answer.
     """
     try:
         content: Any = orjson.loads(body)
@@ -55,17 +55,17 @@ def read_request(body: bytes) -> ClientRequest:
     return ClientRequest(fields, form)
 
 
-def forwarded(
+def build_body(
     fields: Mapping[str, Any], form: AnswerForm, *, model: str, seed: int | None
 ) -> bytes:
     """The body for the deployment: one answer, whole, with ids and logprobs.
 
     ``seed`` holds where the client gave none.
     """
-    drawn = {name: value for name, value in fields.items() if name not in AnswerForm.model_fields}
+    body = {name: value for name, value in fields.items() if name not in AnswerForm.model_fields}
     if seed is not None:
-        drawn.setdefault("seed", seed)
+        body.setdefault("seed", seed)
     # An object per token costs both sides more than all the rest of an answer.
     needs_objects = form.logprobs or bool(fields.get("top_logprobs"))
-    drawn["logprob_format"] = "objects" if needs_objects else "arrays"
-    return orjson.dumps(drawn | {"model": model, "raw_output": True, "logprobs": True})
+    body["logprob_format"] = "objects" if needs_objects else "arrays"
+    return orjson.dumps(body | {"model": model, "raw_output": True, "logprobs": True})

@@ -15,48 +15,39 @@ from typing import Any
 import uvicorn
 
 from hearth.errors import ClosedError
-from hearth.sdk.attempts import DrawPatience
-from hearth.sdk.background import start
 from hearth.sdk.capture.app import create_app
-from hearth.sdk.capture.forwarding import Deployment
 from hearth.sdk.capture.policy import SamplingPolicy
 from hearth.sdk.capture.session import CaptureSession
-from hearth.sdk.transport import Http
+from hearth.sdk.sampling import DeploymentSampler
 
 _LAST_S = 5
 """How long a server that ends waits for its answers to be sent."""
 
 
 class CaptureServer:
-    """Answers OpenAI's chat completions with a deployment, and keeps what was drawn by session.
+    """Answers OpenAI's chat completions with a deployment, and keeps the completions by session.
 
-    Clients reach it from this machine only, each session with a key of its own. Whatever model
-    they name, they get ``model``. A stream is sent when its answer is whole. ``sampling`` are
-    ``temperature``, ``top_p``, ``top_k`` (by default 1, 1 and 0) and ``max_completion_tokens``:
-    see ``SamplingPolicy``. ``patience`` is for a deployment that boots or dies meanwhile;
-    ``http_timeout_s`` bounds one attempt. A body over ``max_body_bytes`` is refused.
+    Clients reach it from this machine only, each session with a key of its own. Their requests go
+    the way of ``sampler``: to its deployment, whatever model they name, under its concurrency
+    controller, time limit and retry policy. A stream is sent when its answer is whole. ``sampling``
+    are ``temperature``, ``top_p``, ``top_k`` (by default 1, 1 and 0) and ``max_completion_tokens``:
+    see ``SamplingPolicy``. A body over ``max_body_bytes`` is refused.
 
     Raises:
-        ConfigError: a value in ``sampling`` breaks its rule, or there is no URL or key.
+        ConfigError: a value in ``sampling`` breaks its rule.
     """
 
     def __init__(
         self,
-        inference_url: str,
-        model: str,
-        api_key: str,
+        sampler: DeploymentSampler,
         *,
         sampling: Mapping[str, Any] | None = None,
-        http_timeout_s: float = 600.0,
-        patience: DrawPatience | None = None,
         max_body_bytes: int = 2**25,
     ) -> None:
         policy = SamplingPolicy(sampling)
-        self._http = Http(inference_url, api_key)
-        deployment = Deployment(self._http, model, patience or DrawPatience(), http_timeout_s)
         self._sessions: dict[str, CaptureSession] = {}
         self._is_closed = False
-        app = create_app(deployment, policy, self._sessions, max_body_bytes=max_body_bytes)
+        app = create_app(sampler.target, policy, self._sessions, max_body_bytes=max_body_bytes)
         listener = socket.create_server(("127.0.0.1", 0))
         self._origin = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._server = uvicorn.Server(
@@ -85,7 +76,7 @@ class CaptureServer:
         self.close()
 
     def session(self, *, seed: int | None = None) -> CaptureSession:
-        """A new session; with ``seed`` its request number k is drawn the same every time.
+        """A new session; with ``seed`` its request number k is sampled the same every time.
 
         Raises:
             ClosedError: the server was closed.
@@ -103,13 +94,12 @@ class CaptureServer:
         return session
 
     def close(self) -> None:
-        """End all sessions and the server. Not to be called on the SDK's loop."""
+        """End all sessions and the server; the sampler stays open. Not for the SDK's loop."""
         self._is_closed = True
         for session in list(self._sessions.values()):
             session.close()
         self._server.should_exit = True
         self._thread.join()
-        start(self._http.close()).result()
 
     def _forget(self, name: str) -> None:
         self._sessions.pop(name, None)

@@ -1,4 +1,4 @@
-"""One trajectory's share of a capture server: its address, its key, and what was drawn there."""
+"""One trajectory on a capture server: its address, its key and its completions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import itertools
 import secrets
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from hearth.errors import ClosedError
-from hearth.sdk.answer import Answer
 from hearth.sdk.background import APIFuture
 from hearth.sdk.capture.policy import request_seed
 from hearth.sdk.capture.turns import CapturedTurn, TurnChain, chains_of
@@ -34,7 +34,7 @@ class CaptureSession:
         self._on_close = on_close
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._drawing: set[APIFuture[Answer]] = set()
+        self._running: set[APIFuture[Any]] = set()
         self._is_closed = False
         self._has_warned = False
 
@@ -49,12 +49,12 @@ class CaptureSession:
         return chains_of(list(self.turns))
 
     def close(self) -> None:
-        """Refuse further requests; those on their way end, and are not captured."""
+        """Refuse further requests; those that still run end, and are not captured."""
         with self._lock:
             self._is_closed = True
-            drawing = list(self._drawing)
-        for one in drawing:
-            one.cancel()
+            running = list(self._running)
+        for answer in running:
+            answer.cancel()
         self._on_close()
 
     def next_seed(self) -> int | None:
@@ -62,29 +62,29 @@ class CaptureSession:
         number = next(self._numbers)
         return None if self._seed is None else request_seed(self._seed, number)
 
-    def warns_now(self) -> bool:
-        """Whether this is the first time that there is something to warn of."""
+    def claim_warning(self) -> bool:
+        """True for the first caller, who logs the session's one warning."""
         is_first, self._has_warned = not self._has_warned, True
         return is_first
 
     @contextlib.contextmanager
-    def drawing(self, answer: APIFuture[Answer]) -> Iterator[None]:
-        """``answer`` is on its way during the body; ``close`` cancels it.
+    def track(self, answer: APIFuture[Any]) -> Iterator[None]:
+        """Let ``close`` cancel ``answer`` while the ``with`` block runs.
 
         Raises:
             ClosedError: the session has ended.
         """
         with self._lock:
-            self._drawing.add(answer)
+            self._running.add(answer)
             is_closed = self._is_closed
         try:
             if is_closed:
-                raise self.ended()
+                raise self.closed_error()
             yield
         finally:
             answer.cancel()
             with self._lock:
-                self._drawing.discard(answer)
+                self._running.discard(answer)
 
     def keep(self, turn: CapturedTurn) -> None:
         """Add a finished answer.
@@ -94,11 +94,11 @@ class CaptureSession:
         """
         with self._lock:
             if self._is_closed:
-                raise self.ended()
+                raise self.closed_error()
             self.turns.append(turn)
 
-    def ended(self) -> ClosedError:
-        """What a request hears that comes too late."""
+    def closed_error(self) -> ClosedError:
+        """The error of a request that comes too late."""
         return ClosedError(
             f"session {self.id} must be open, got a closed one: its trajectory has ended"
         )

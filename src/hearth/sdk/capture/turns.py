@@ -1,4 +1,4 @@
-"""Captured answers, and how they chain: token ids decide, never texts."""
+"""Captured answers, and how they chain: by token ids, never by texts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CapturedTurn:
-    """One answer as it was drawn. ``logprobs`` are one per completion token.
+    """One answer as it was sampled. ``logprobs`` are one per completion token.
 
-    They are those of the distribution that was drawn from. ``versions`` are run lengths
+    They are those of the distribution that it was sampled from. ``versions`` are run lengths
     ``[weight version, tokens]`` over the completion. ``routing_matrices`` are the experts of each
     completion token, where they were asked for.
     """
@@ -38,18 +38,18 @@ class TurnChain:
 
     tokens: list[int]
     logprobs: list[float]
-    """The sampler's logprob of each drawn token; 0.0 elsewhere."""
+    """The sampler's logprob of each sampled token; 0.0 elsewhere."""
     loss_mask: list[int]
-    """1 on drawn tokens, 0 on what stood between them."""
+    """1 on sampled tokens, 0 on the context between them."""
     versions: list[list[int]]
-    """Run lengths ``[weight version, tokens]`` over the drawn tokens."""
+    """Run lengths ``[weight version, tokens]`` over the sampled tokens."""
     finish_reason: str
     """Of the last turn."""
     text: str
     """Of the last turn."""
     turns: int
     routing_matrices: list[str] | None = None
-    """The experts of each drawn token, empty elsewhere; None where no turn has any."""
+    """The experts of each sampled token, empty elsewhere; None where no turn has any."""
 
 
 def chains_of(turns: Iterable[CapturedTurn]) -> list[TurnChain]:
@@ -57,22 +57,22 @@ def chains_of(turns: Iterable[CapturedTurn]) -> list[TurnChain]:
 
     A turn extends a chain whose tokens its prompt begins with, all of them: the longest such
     chain. Every other turn begins a chain of its own, so a history that was rendered differently,
-    shortened or branched is never trained as something that was not drawn. A turn without a
-    drawn token is left out.
+    shortened or branched is never trained as something that was not sampled. A turn without a
+    sampled token is left out.
     """
     chains: list[TurnChain] = []
     for turn in turns:
         if not turn.completion_tokens:
             continue
-        place = _extended(chains, turn.prompt_tokens)
-        chains.append(_joined(_EMPTY if place is None else chains.pop(place), turn))
+        place = _find_extended(chains, turn.prompt_tokens)
+        chains.append(_join(_EMPTY if place is None else chains.pop(place), turn))
     return chains
 
 
 _EMPTY = TurnChain([], [], [], [], "", "", 0)
 
 
-def _extended(chains: Sequence[TurnChain], prompt: list[int]) -> int | None:
+def _find_extended(chains: Sequence[TurnChain], prompt: list[int]) -> int | None:
     """The place of the longest chain that ``prompt`` begins with."""
     fitting = [
         (len(chain.tokens), -place)
@@ -82,21 +82,21 @@ def _extended(chains: Sequence[TurnChain], prompt: list[int]) -> int | None:
     return -max(fitting)[1] if fitting else None
 
 
-def _joined(chain: TurnChain, turn: CapturedTurn) -> TurnChain:
+def _join(chain: TurnChain, turn: CapturedTurn) -> TurnChain:
     context = turn.prompt_tokens[len(chain.tokens) :]
     return TurnChain(
         tokens=chain.tokens + context + turn.completion_tokens,
         logprobs=chain.logprobs + [0.0] * len(context) + turn.logprobs,
         loss_mask=chain.loss_mask + [0] * len(context) + [1] * len(turn.completion_tokens),
-        versions=_joined_runs(chain.versions, turn.versions),
+        versions=_join_runs(chain.versions, turn.versions),
         finish_reason=turn.finish_reason,
         text=turn.text,
         turns=chain.turns + 1,
-        routing_matrices=_joined_routing(chain, turn),
+        routing_matrices=_join_routing(chain, turn),
     )
 
 
-def _joined_routing(chain: TurnChain, turn: CapturedTurn) -> list[str] | None:
+def _join_routing(chain: TurnChain, turn: CapturedTurn) -> list[str] | None:
     before, own = chain.routing_matrices, turn.routing_matrices
     if before is None and own is None:
         return None
@@ -105,7 +105,7 @@ def _joined_routing(chain: TurnChain, turn: CapturedTurn) -> list[str] | None:
     return known + between + (own or [""] * len(turn.completion_tokens))
 
 
-def _joined_runs(first: list[list[int]], second: list[list[int]]) -> list[list[int]]:
+def _join_runs(first: list[list[int]], second: list[list[int]]) -> list[list[int]]:
     """Run lengths one after the other; neighbors of one version are one run."""
     if first and second and first[-1][0] == second[0][0]:
         middle = [first[-1][0], first[-1][1] + second[0][1]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hearth.sdk import DeploymentSampler, DrawPatience, FixedConcurrencyController
+from hearth.sdk import DeploymentSampler, FixedConcurrencyController, SamplingRetryPolicy
 from training.rollouts.router_replay import ROUTING_OPTIONS
 from training.rollouts.sampler import RolloutSampler
 from training.samples.rollout import RolloutSetup
@@ -27,7 +27,7 @@ def build_deployment_sampler(setup: RolloutSetup) -> RolloutSampler:
             setup.api_key,
             setup.tokenizer,
             concurrency_controller=FixedConcurrencyController(NO_LIMIT),
-            patience=DrawPatience(boot_s=setup.boot_timeout_s),
+            retry_policy=SamplingRetryPolicy(boot_s=setup.boot_timeout_s),
         ),
         {name: options[name] for name in ROUTING_OPTIONS if name in options},
         temperature=options.get("temperature", 1.0),

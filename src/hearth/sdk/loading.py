@@ -12,8 +12,8 @@ from typing import get_args
 
 from hearth.errors import ConfigError, EngineError, NotFoundError, NotReadyError, TransportError
 from hearth.sdk.readiness import GONE
-from hearth.sdk.resources import ControlPlane
-from hearth.sdk.transport import Retries
+from hearth.sdk.resources import ControlPlaneClient
+from hearth.sdk.transport import RetryPolicy
 from hearth.wire.completions import (
     DeltaMetadata,
     HotLoadRequest,
@@ -27,7 +27,7 @@ _HOT_LOAD = "/hot_load/v1/models/hot_load"
 _POST_TIMEOUT_S = 60.0
 _STATE_TIMEOUT_S = 30.0
 # Each question has one try: what to do after a failure depends on what failed.
-ONCE = Retries(attempts=1)
+ONCE = RetryPolicy(attempts=1)
 
 
 def hot_load_headers(name: str, base_model: str) -> dict[str, str]:
@@ -65,11 +65,11 @@ def check_running_requests(value: RunningRequests) -> None:
 
 
 async def order(
-    control: ControlPlane,
+    control: ControlPlaneClient,
     headers: Mapping[str, str],
     request: HotLoadRequest,
     *,
-    retries: Retries | None = None,
+    retries: RetryPolicy | None = None,
     timeout_s: float = _POST_TIMEOUT_S,
 ) -> None:
     """Ask the deployment to serve a snapshot."""
@@ -79,11 +79,11 @@ async def order(
 
 
 async def hot_load_state(
-    control: ControlPlane,
+    control: ControlPlaneClient,
     headers: Mapping[str, str],
     question: Mapping[str, str] | None = None,
     *,
-    retries: Retries | None = None,
+    retries: RetryPolicy | None = None,
     timeout_s: float = _STATE_TIMEOUT_S,
 ) -> HotLoadState:
     """What the deployment's replicas serve."""
@@ -94,7 +94,10 @@ async def hot_load_state(
 
 
 async def load_and_wait(
-    control: ControlPlane, headers: Mapping[str, str], request: HotLoadRequest, timeout_s: float
+    control: ControlPlaneClient,
+    headers: Mapping[str, str],
+    request: HotLoadRequest,
+    timeout_s: float,
 ) -> ReplicaState:
     """The replica's state once it serves the snapshot that is asked for.
 
@@ -108,7 +111,7 @@ async def load_and_wait(
 class _Load:
     def __init__(
         self,
-        control: ControlPlane,
+        control: ControlPlaneClient,
         headers: Mapping[str, str],
         request: HotLoadRequest,
         timeout_s: float,
@@ -119,7 +122,7 @@ class _Load:
         self._identity = request.identity
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
-        self._pause_s = control.patience.first_s
+        self._pause_s = control.wait_policy.first_s
         self._is_ordered = False
         self._server_holds = True
         self._last: ReplicaState | None = None
@@ -161,7 +164,7 @@ class _Load:
                 timeout_s=max(1.0, min(self._left_s, _POST_TIMEOUT_S)),
             )
             self._is_ordered = True
-        hold_s = max(0.0, min(self._left_s, self._control.patience.hold_s))
+        hold_s = max(0.0, min(self._left_s, self._control.wait_policy.hold_s))
         question = {"wait_for": self._identity, "timeout_s": f"{hold_s:.3f}"}
         asked_s = time.monotonic()
         answer = await hot_load_state(
@@ -174,7 +177,7 @@ class _Load:
 
     async def _rest(self) -> None:
         await asyncio.sleep(max(0.0, min(self._pause_s, self._left_s)))
-        self._pause_s = min(self._pause_s * 2, self._control.patience.longest_s)
+        self._pause_s = min(self._pause_s * 2, self._control.wait_policy.longest_s)
 
     def _refused(self, state: ReplicaState) -> str:
         return (
@@ -200,7 +203,7 @@ WHAT_TO_DO = (
 
 
 async def await_replica(
-    control: ControlPlane, headers: Mapping[str, str], timeout_s: float
+    control: ControlPlaneClient, headers: Mapping[str, str], timeout_s: float
 ) -> ReplicaState:
     """The state of the deployment's replica, once it has one.
 
@@ -210,7 +213,7 @@ async def await_replica(
     """
     name = headers["fireworks-deployment"]
     deadline_s = time.monotonic() + timeout_s
-    pause_s = control.patience.first_s
+    pause_s = control.wait_policy.first_s
     trouble = "it has no replica"
     while True:
         try:
@@ -227,10 +230,10 @@ async def await_replica(
                 "its log, or scale it up"
             )
         await asyncio.sleep(min(pause_s, left_s))
-        pause_s = min(pause_s * 2, control.patience.longest_s)
+        pause_s = min(pause_s * 2, control.wait_policy.longest_s)
 
 
-async def _refuse_the_dead(control: ControlPlane, name: str, refusal: Exception) -> None:
+async def _refuse_the_dead(control: ControlPlaneClient, name: str, refusal: Exception) -> None:
     """Do not wait for a deployment that failed for good, or that never was.
 
     Raises:

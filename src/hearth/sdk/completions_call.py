@@ -1,4 +1,4 @@
-"""A draw that is on its way, for programs with and without an event loop."""
+"""Completions that are on their way, for programs with and without an event loop."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ class CompletionsCall(Coroutine[Any, Any, list[T]], Sequence[T]):
         """The completions, or the error that there are none.
 
         Raises:
-            TimeoutError: not within ``timeout`` seconds; the draws go on.
+            TimeoutError: not within ``timeout`` seconds; the requests go on.
         """
-        return self._started().result(timeout)
+        return self.start().result(timeout)
 
     def done(self) -> bool:
         """Whether ``result`` would return at once."""
         return self._future is not None and self._future.done()
 
-    def _started(self) -> APIFuture[list[T]]:
+    def start(self) -> APIFuture[list[T]]:
+        """The future of the work, which this begins if nothing has yet."""
         if self._future is None:
             self._future = self._begin()
         return self._future
@@ -56,21 +57,21 @@ class CompletionsCall(Coroutine[Any, Any, list[T]], Sequence[T]):
         return self.result()
 
     def __await__(self) -> Generator[Any, Any, list[T]]:
-        return self._started().__await__()
+        return self.start().__await__()
 
     def send(self, value: Any) -> Any:
         """One step of the coroutine, for event loops."""
         if self._steps is None:
             self._steps = self.__await__()
-        return self._stepped(lambda steps: steps.send(value))
+        return self._take_step(lambda steps: steps.send(value))
 
     def throw(self, typ: Any, val: Any = None, tb: Any = None) -> Any:
         """Raise inside the coroutine, for event loops."""
         if self._steps is None:
             raise typ if val is None else val
         if val is None and tb is None:
-            return self._stepped(lambda steps: steps.throw(typ))
-        return self._stepped(lambda steps: steps.throw(typ, val, tb))
+            return self._take_step(lambda steps: steps.throw(typ))
+        return self._take_step(lambda steps: steps.throw(typ, val, tb))
 
     def close(self) -> None:
         """End the coroutine, for event loops."""
@@ -78,7 +79,7 @@ class CompletionsCall(Coroutine[Any, Any, list[T]], Sequence[T]):
             self._steps.close()
             self._steps = None
 
-    def _stepped(self, step: Callable[[Generator[Any, Any, list[T]]], Any]) -> Any:
+    def _take_step(self, step: Callable[[Generator[Any, Any, list[T]]], Any]) -> Any:
         """One step; after the last one the call may be awaited anew."""
         assert self._steps is not None
         try:

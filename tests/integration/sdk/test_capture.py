@@ -73,7 +73,8 @@ def capture(platform):
 
         def run(name="chat", **options):
             model = f"accounts/me/deployments/{name}"
-            return stack.enter_context(CaptureServer(platform.base_url, model, "key", **options))
+            sampler = DeploymentSampler(platform.base_url, model, "key")
+            return stack.enter_context(CaptureServer(sampler, **options))
 
         yield run
 
@@ -404,7 +405,8 @@ async def test_a_closed_session_refuses_requests_and_keeps_its_turns(server, con
 
 
 async def test_a_closed_server_refuses_sessions_and_ends_the_open_ones(platform):
-    server = CaptureServer(platform.base_url, "accounts/me/deployments/chat", "key")
+    sampler = DeploymentSampler(platform.base_url, "accounts/me/deployments/chat", "key")
+    server = CaptureServer(sampler)
     session = server.session()
     server.close()
 
@@ -417,4 +419,6 @@ async def test_a_closed_server_refuses_sessions_and_ends_the_open_ones(platform)
 
 def test_wrong_sampling_is_told_before_anything_is_opened(platform):
     with pytest.raises(ConfigError, match=r"sampling\.temperature must be"):
-        CaptureServer(platform.base_url, "m", "key", sampling={"temperature": -1})
+        CaptureServer(
+            DeploymentSampler(platform.base_url, "m", "key"), sampling={"temperature": -1}
+        )

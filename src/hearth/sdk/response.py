@@ -1,4 +1,4 @@
-"""An answer of the platform, the same whether it came over the network or through memory."""
+"""A response of the platform, the same whether it came over the network or through memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A whole answer, whatever its status. It is made for every completion, so that it is small."""
+class HttpResponse:
+    """A whole response, whatever its status. It is small because every completion makes one."""
 
     status_code: int
     headers: Mapping[str, str]
@@ -21,5 +21,5 @@ class Answer:
 
     @property
     def is_success(self) -> bool:
-        """Whether the status is one of success."""
+        """Whether the status is 2xx."""
         return 200 <= self.status_code < 300
