@@ -8,8 +8,8 @@ import pytest
 
 import training.utils
 import training.utils.rl
+from training.config import parts as configs
 from training.recipes import rl_loop
-from training.utils import config as configs
 
 SOURCE = Path(training.utils.__file__).parents[1]
 CONFIGS = [rl_loop.Config] + [
