@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Literal, Protocol
 
 from hearth.losses.cispo import CISPO
 from hearth.losses.clipped import DAPO, GRPO
@@ -13,31 +12,10 @@ from hearth.losses.importance import ImportanceSampling
 from hearth.losses.objective import Objective
 from hearth.losses.reinforce import Reinforce
 from hearth.losses.sequence import GSPO
-from training.config.parts import CISPOConfig, DAPOConfig, DROConfig, GSPOConfig, TISConfig
+from training.config.recipe import RecipeConfig
 
 
-class ObjectiveConfig(Protocol):
-    """The settings of a recipe that shape its objective."""
-
-    policy_loss: str
-    kl_beta: float
-    kl_estimator: Literal["k1", "k2", "k3"]
-    eps_clip: float
-    eps_clip_high: float | None
-    ratio_log_cap: float
-    dapo: DAPOConfig
-    gspo: GSPOConfig
-    cispo: CISPOConfig
-    dro: DROConfig
-    tis: TISConfig
-
-    @property
-    def uses_tis(self) -> bool:
-        """Whether truncated importance sampling is on."""
-        ...
-
-
-def objective_options(config: ObjectiveConfig) -> Objective:
+def objective_options(config: RecipeConfig) -> Objective:
     """The options of ``config.policy_loss``.
 
     Raises:
@@ -69,7 +47,7 @@ def objective_options(config: ObjectiveConfig) -> Objective:
             return CISPO(**asdict(config.cispo))
 
 
-def tis_options(config: ObjectiveConfig) -> TIS | None:
+def tis_options(config: RecipeConfig) -> TIS | None:
     """Truncated importance sampling as configured, or None when it is off.
 
     Raises:

@@ -27,24 +27,21 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
-
-import orjson
 
 from hearth.errors import ConfigError, HearthError
-from training.config.objective import objective_options
-from training.config.recipe import RecipeConfig
+from training.config.async_recipe import AsyncConfig
 from training.config.validation import validate
 from training.data.rows import Row, check_object, epoch_rows, load_rows
-from training.platform.run_infra import BASE_URL, PlatformSpec, RunInfra, is_embedded
+from training.platform.run_infra import PlatformSpec, RunInfra
 from training.rollouts.cluster import on_cluster
-from training.rollouts.queue import RolloutQueue, TakenGroup, gate_limits
+from training.rollouts.queue import RolloutQueue, TakenGroup
 from training.rollouts.router_replay import routing_options
 from training.rollouts.runner import GroupCredit, GroupFilter, Rollouts
 from training.rollouts.thread import RolloutThread
+from training.rollouts.validation import rollout_problems
 from training.run.async_metrics import (
     TRAIN,
     WAIT,
@@ -62,7 +59,7 @@ from training.run.publisher import Publisher
 from training.run.signal import signal_metrics
 from training.run.state import Run, RunSummary, batch_metrics, merged_metrics, step_times
 from training.run.watchdog import StalledError, Watchdog
-from training.samples.groups import Draw, rollout_metrics, version_metrics
+from training.samples.groups import RowOutcome, rollout_metrics, version_metrics
 from training.samples.rollout import RolloutFnFactory, RolloutSetup
 from training.update.information_gain import credit_metrics
 from training.update.policy_update import PolicyUpdate
@@ -77,78 +74,11 @@ CreditFactory = Callable[[RolloutSetup, RunInfra], GroupCredit]
 
 
 @dataclass(kw_only=True)
-class Config(RecipeConfig):
-    """Settings of ``async_rl_loop`` beside those that all recipes share."""
+class Config(AsyncConfig):
+    """Settings of ``async_rl_loop``."""
 
     log_path: str = "runs/async_rl_loop"
     """Folder of the run: metrics.jsonl, config.json, checkpoints."""
-    dataset: str = ""
-    """Rows to train on where ``main`` gets none: JSONL path or http(s) URL, an object per line."""
-    shuffle: bool = True
-    """Give each epoch its own order."""
-
-    max_head_offpolicy_versions: int = 0
-    """Weight syncs by which a sample may be late when it is trained; 0 is strictly on-policy."""
-    synchronous_training: bool = False
-    """Drain all rollouts before each step: nothing overlaps."""
-    max_concurrency_rollout_sample: int | None = None
-    """Rollouts in flight, counted one by one; None leaves it to the off-policy gate."""
-    fifo_slack: int | None = None
-    """Unfinished rows that a batch may leave behind for younger ones, 0 to prompt_groups_per_step;
-    0 is strict order, None a quarter of it."""
-    late_row_wait_s: float | None = None
-    """Seconds that a batch waits for rows whose last chance it is; then they are dropped and
-    counted. None waits until their rollouts end."""
-    in_flight_weight_updates: bool = False
-    """Let completions go on under new weights instead of ending them under the old ones first."""
-
-    min_group_size: int = 1
-    """Rollouts of a row that must succeed for its group to be trained."""
-    rollout_timeout_s: float | None = 1800.0
-    """Seconds that one rollout may take; None sets no limit."""
-    rollout_retries: int = 2
-    """Further attempts at a rollout that fails for a reason that may pass."""
-    rollout_workers: Literal["loop", "ray"] = "loop"
-    """Where rollout functions run: on an event loop of this process, or in processes of the Ray
-    cluster that RAY_ADDRESS names, for environments that need cores; those reach a served platform
-    alone."""
-    rollout_worker_count: int = 4
-    """How many such processes there are, of one CPU each; a process has many draws on their way."""
-    rollout_extras: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Plain values that the rollout function finds in ``setup.extras``."""
-    stall_timeout_s: float = 3600.0
-    """Seconds without a finished step after which the run says who waits for whom, and ends."""
-
-    tis_enabled: bool | None = None
-    """Truncated importance sampling against the sampler's logprobs, on top of any loss; None: where
-    samples may be off-policy."""
-    allow_uncorrected_off_policy: bool = False
-    """Train off-policy without a trust region or without TIS."""
-
-    parity_probe_tokens: int = 64
-    """Tokens that are drawn and scored again after each weight sync, to compare sampler and trainer
-    where samples may be stale; 0 probes nothing."""
-
-    @property
-    def max_concurrent(self) -> int:
-        """Sampling requests that may be in flight; the gate holds it below that."""
-        batch = self.prompt_groups_per_step * self.completions_per_prompt
-        return self.max_concurrency_rollout_sample or (1 + self.max_head_offpolicy_versions) * batch
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether training goes on while weights are synced."""
-        return self.max_head_offpolicy_versions > 0 and not self.synchronous_training
-
-    @property
-    def is_off_policy(self) -> bool:
-        """Whether a sample may have been drawn by other weights than those that it trains."""
-        return self.overlaps or self.in_flight_weight_updates
-
-    @property
-    def uses_tis(self) -> bool:
-        """Whether samples are weighted by how far the sampler's policy is off."""
-        return self.is_off_policy if self.tis_enabled is None else self.tis_enabled
 
     def validate(self) -> None:
         """Check everything that can be checked without loading a model.
@@ -156,77 +86,7 @@ class Config(RecipeConfig):
         Raises:
             ConfigError: one line per problem.
         """
-        validate(self, own_problems(self))
-
-
-def own_problems(config: Config) -> Iterator[str]:
-    """What is wrong with the settings that not all recipes share."""
-    group = config.completions_per_prompt
-    if min(group, config.prompt_groups_per_step) >= 1:  # else validate() tells
-        try:
-            gate_limits(config)
-        except ConfigError as error:
-            yield str(error)
-    if group >= 1 and not 1 <= config.min_group_size <= group:
-        yield (
-            f"min_group_size must lie between 1 and completions_per_prompt ({group}), got "
-            f"{config.min_group_size}"
-        )
-    if config.rollout_retries < 0:
-        yield f"rollout_retries must be >= 0, got {config.rollout_retries}"
-    if config.rollout_workers not in ("loop", "ray"):
-        yield f"rollout_workers must be 'loop' or 'ray', got {config.rollout_workers!r}"
-    elif config.rollout_workers == "ray" and is_embedded():
-        yield (
-            f"rollout_workers must be 'loop' without {BASE_URL}, got 'ray': processes elsewhere "
-            "cannot reach a platform inside this one; start `hearth serve`"
-        )
-    if config.rollout_worker_count < 1:
-        yield f"rollout_worker_count must be >= 1, got {config.rollout_worker_count}"
-    if config.parity_probe_tokens < 0:
-        yield f"parity_probe_tokens must be >= 0, got {config.parity_probe_tokens}: 0 is no probe"
-    for name in ("rollout_timeout_s", "stall_timeout_s"):
-        seconds: float | None = getattr(config, name)
-        if seconds is not None and not seconds > 0:
-            yield f"{name} must be > 0 seconds, got {seconds}"
-    if config.late_row_wait_s is not None and not config.late_row_wait_s >= 0:
-        yield f"late_row_wait_s must be >= 0 seconds or None, got {config.late_row_wait_s}"
-    with contextlib.suppress(ConfigError):  # of two spellings, which validate() tells of
-        if config.sync.interval != 1:
-            yield (
-                f"weight_sync_interval must be 1, got {config.sync.interval}: versions are counted "
-                "by weight syncs; raise max_head_offpolicy_versions for more overlap"
-            )
-    try:
-        orjson.dumps(config.rollout_extras)
-    except TypeError as error:
-        yield (
-            f"rollout_extras must be plain values, got {config.rollout_extras!r} ({error}): close "
-            "over anything else in your rollout_fn_factory"
-        )
-    yield from _off_policy_problems(config)
-
-
-def _off_policy_problems(config: Config) -> Iterator[str]:
-    """What makes stale samples pull the policy anywhere, unless the user says that it may."""
-    if not config.is_off_policy or config.allow_uncorrected_off_policy:
-        return
-    why = f"max_head_offpolicy_versions={config.max_head_offpolicy_versions}"
-    if config.in_flight_weight_updates:
-        why += " and in_flight_weight_updates"
-    with contextlib.suppress(ConfigError):  # of the options, which validate() tells of
-        if not objective_options(config).has_trust_region:
-            yield (
-                f"policy_loss must have a trust region with {why}, got {config.policy_loss!r}: "
-                "nothing holds its ratio near 1 on stale samples; use grpo, dapo, gspo, cispo or "
-                "dro, or set allow_uncorrected_off_policy"
-            )
-    if not config.uses_tis:
-        yield (
-            f"tis_enabled must be None or True with {why}, got False: clips compare with the "
-            "trainer's own policy of the step, and do not see how old a sample is; or set "
-            "allow_uncorrected_off_policy"
-        )
+        validate(self, rollout_problems(self))
 
 
 def main(
@@ -548,7 +408,7 @@ async def finish_publishing(loop: Loop) -> None:
         await publishing
 
 
-def note_draw(run: Run, draw: Draw, rollouts: Rollouts) -> None:
+def note_draw(run: Run, draw: RowOutcome, rollouts: Rollouts) -> None:
     """Count a row's outcome; one that gives no group is done.
 
     Raises:

@@ -18,22 +18,21 @@ gains differ. ``ig_weight=0`` is ``async_rl_loop``, to the bit.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from hearth.errors import ConfigError
+from training.config.turn_credit import ScorerName, TurnCreditConfig, turn_credit_problems
 from training.config.validation import validate
 from training.data.rows import Row
 from training.platform.run_infra import RunInfra
 from training.recipes import async_rl_loop
 from training.recipes.async_rl_loop import checked_eval_rows, checked_rows, run_rows
 from training.rollouts.runner import GroupCredit, GroupFilter
+from training.rollouts.validation import rollout_problems
 from training.run.command import refuse_inside_event_loop
 from training.run.state import RunSummary
 from training.samples.rollout import RolloutFnFactory, RolloutSetup
-from training.samples.turn_advantages import Form, Normalization
 from training.update.information_gain import (
     AnswerFn,
     InformationGain,
@@ -43,34 +42,13 @@ from training.update.information_gain import (
     trainer_scorer,
 )
 
-MOST_SCORED = 1024
-"""Sequences that a deployment takes in one request."""
-
-ScorerName = Literal["deployment", "trainer"]
-
 
 @dataclass(kw_only=True)
-class Config(async_rl_loop.Config):
-    """Settings of ``igpo_loop`` beside those of ``async_rl_loop``."""
+class Config(TurnCreditConfig, async_rl_loop.Config):
+    """Settings of ``igpo_loop``."""
 
     log_path: str = "runs/igpo_loop"
     """Folder of the run: metrics.jsonl, config.json, checkpoints."""
-
-    ig_weight: float = 1.0
-    """Weight of normalized information gain against the normalized outcome; 0 is plain GRPO."""
-    ig_gamma: float = 0.99
-    """Discount per turn of what comes after a turn."""
-    ig_normalization: Normalization = "separate"
-    """separate compares gains over turns and outcomes over trajectories; pooled is the cookbook's,
-    both over all turns."""
-    ig_form: Form = "logprob"
-    """What a gain is a difference of: mean logprob of the answer's tokens, or its exponential."""
-    ig_scorer: ScorerName = "deployment"
-    """Who scores the answer: the deployment, with the weights that draw, or the trainer."""
-    ig_answer_prefix: str = ""
-    """Text that leads to an answer, such as <answer>; stands before it, and is not scored."""
-    scoring_batch: int = 256
-    """Prefixes per scoring call, 1024 at most; a group has one call where they fit."""
 
     def validate(self) -> None:
         """Check everything that can be checked without loading a model.
@@ -78,23 +56,7 @@ class Config(async_rl_loop.Config):
         Raises:
             ConfigError: one line per problem.
         """
-        validate(self, [*async_rl_loop.own_problems(self), *_own_problems(self)])
-
-
-def _own_problems(config: Config) -> Iterator[str]:
-    if not (math.isfinite(config.ig_weight) and config.ig_weight >= 0):
-        yield f"ig_weight must be >= 0, got {config.ig_weight}: 0 is plain GRPO"
-    if not 0 <= config.ig_gamma <= 1:
-        yield f"ig_gamma must lie in [0, 1], got {config.ig_gamma}"
-    if not 1 <= config.scoring_batch <= MOST_SCORED:
-        yield f"scoring_batch must lie in [1, {MOST_SCORED}], got {config.scoring_batch}"
-    for name, value, known in (
-        ("ig_normalization", config.ig_normalization, Normalization),
-        ("ig_form", config.ig_form, Form),
-        ("ig_scorer", config.ig_scorer, ScorerName),
-    ):
-        if value not in get_args(known):
-            yield f"{name} must be one of {list(get_args(known))}, got {value!r}"
+        validate(self, [*rollout_problems(self), *turn_credit_problems(self)])
 
 
 def main(

@@ -51,9 +51,9 @@ from training.run.signal import signal_metrics
 from training.run.state import Run, RunSummary, batch_metrics, merged_metrics, step_times
 from training.samples.advantages import is_uniform, usable_group
 from training.samples.groups import (
-    Draw,
-    Example,
+    ExampleAnswer,
     PromptGroup,
+    RowOutcome,
     completion_sample,
     rollout_metrics,
     version_metrics,
@@ -271,7 +271,7 @@ def windows(config: Config, run: Run) -> Iterator[list[IndexedRow]]:
 
 async def sample_window(
     config: Config, infra: RunInfra, run: Run, window: list[IndexedRow], reward_fn: AnyReward
-) -> AsyncGenerator[Draw]:
+) -> AsyncGenerator[RowOutcome]:
     """Outcomes of a window's rows, all sampled at once.
 
     In the order of the rows where a window is one step, so that a run repeats exactly; where
@@ -292,7 +292,7 @@ async def sample_window(
 
 async def draw_row(
     config: Config, infra: RunInfra, run: Run, row: IndexedRow, reward_fn: AnyReward
-) -> Draw:
+) -> RowOutcome:
     """Completions, rewards and advantages of one row, or the reason why it is dropped."""
     try:
         with run.busy.draw():
@@ -306,15 +306,15 @@ async def draw_row(
                 **routing_options(config.replay, has_experts=infra.has_experts),
             )
     except RECOVERABLE as error:
-        return Draw(row, dropped="failed", error=error)
+        return RowOutcome(row, dropped="failed", error=error)
     if not completions:
-        return Draw(row, dropped="overlong_prompt")
+        return RowOutcome(row, dropped="overlong_prompt")
     return await scored_draw(config, row, completions, reward_fn)
 
 
 async def scored_draw(
     config: Config, row: IndexedRow, completions: Sequence[SampledCompletion], reward_fn: AnyReward
-) -> Draw:
+) -> RowOutcome:
     """The group of a row's completions; one whose reward failed is left out."""
     judged = [
         completion for completion in completions if is_scored(config, completion.finish_reason)
@@ -331,11 +331,11 @@ async def scored_draw(
     reason = usable_group(rewards) or ("uniform" if is_uniform(rewards) else None)
     if reason == "too_few" and errors:
         reason = "failed"
-    return Draw(
+    return RowOutcome(
         row,
         group=None
         if reason
-        else PromptGroup.of(row, [[one] for one in kept], replay=config.replay),
+        else PromptGroup.from_rollouts(row, [[one] for one in kept], replay=config.replay),
         dropped=reason,
         completions=len(completions),
         truncated=sum(completion.finish_reason == "length" for completion in completions),
@@ -348,14 +348,14 @@ async def scored_draw(
     )
 
 
-def example_of(completion: SampledCompletion, kept: Sequence[RolloutSample]) -> Example:
+def example_of(completion: SampledCompletion, kept: Sequence[RolloutSample]) -> ExampleAnswer:
     """A rewarded answer where there is one, else the first, which has no reward."""
     if kept:
         one = min(kept, key=lambda one: one.parsed is not False)  # one without an answer, if any
         drawn = one.tokens[one.prompt_len :]
-        return Example(one.text, drawn, one.reward, one.finish_reason, one.parsed)
+        return ExampleAnswer(one.text, drawn, one.reward, one.finish_reason, one.parsed)
     drawn = completion.full_tokens[completion.prompt_len :]
-    return Example(completion.text, drawn, None, completion.finish_reason)
+    return ExampleAnswer(completion.text, drawn, None, completion.finish_reason)
 
 
 def is_scored(config: Config, finish_reason: str) -> bool:
@@ -363,7 +363,7 @@ def is_scored(config: Config, finish_reason: str) -> bool:
     return finish_reason != "length" or config.truncated_completions == "score"
 
 
-def note_draw(run: Run, draw: Draw) -> None:
+def note_draw(run: Run, draw: RowOutcome) -> None:
     """Count an outcome.
 
     Raises:

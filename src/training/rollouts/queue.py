@@ -11,31 +11,16 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from hearth.telemetry import BusyClock
+from training.config.async_recipe import AsyncConfig
 from training.data.rows import IndexedRow
 from training.rollouts.runner import Submission
 from training.rollouts.staleness import GateLimits, StalenessGate, Taken
-from training.samples.groups import Draw, PromptGroup
+from training.samples.groups import PromptGroup, RowOutcome
 
 
-class QueueConfig(Protocol):
-    """The settings of a recipe that shape its queue."""
-
-    prompt_groups_per_step: int
-    completions_per_prompt: int
-    max_head_offpolicy_versions: int
-    max_concurrency_rollout_sample: int | None
-    fifo_slack: int | None
-    synchronous_training: bool
-    late_row_wait_s: float | None
-    ppo_n_minibatches: int
-    min_samples_per_fwd_bwd: int | None
-    max_samples_per_fwd_bwd: int
-
-
-def gate_limits(config: QueueConfig) -> GateLimits:
+def gate_limits(config: AsyncConfig) -> GateLimits:
     """What the gate holds to; without overlap nothing is ever late.
 
     Raises:
@@ -77,11 +62,11 @@ class RolloutQueue:
 
     def __init__(
         self,
-        config: QueueConfig,
+        config: AsyncConfig,
         rows: Iterator[IndexedRow],
         *,
-        draw: Callable[[Submission], Awaitable[Draw]],
-        note: Callable[[Draw], None],
+        draw: Callable[[Submission], Awaitable[RowOutcome]],
+        note: Callable[[RowOutcome], None],
         weight_version: Callable[[], int],
         busy: BusyClock,
         now: Callable[[], float],
@@ -234,4 +219,4 @@ class RolloutQueue:
             self._given_up.add(running.task)
             running.task.add_done_callback(self._given_up.discard)
             self.gate.drop(index)
-            self._note(Draw(running.submission.row, dropped="stale"))
+            self._note(RowOutcome(running.submission.row, dropped="stale"))

@@ -13,16 +13,16 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hearth.errors import ConfigError
-from training.config.parts import Replay
+from training.config.async_recipe import AsyncConfig
 from training.data.rows import IndexedRow
 from training.data.seeds import row_seed
 from training.rollouts.failures import CircuitBreaker, is_recoverable, with_retries
 from training.rollouts.sampler import DrawContext, current_draw
 from training.rollouts.thread import place_of
-from training.samples.groups import Draw, Example, PromptGroup
+from training.samples.groups import ExampleAnswer, PromptGroup, RowOutcome
 from training.samples.rollout import OPTIONAL_ARGUMENTS, Rollout, RolloutFn, RolloutRun, runs_of
 from training.together import all_of
 
@@ -34,21 +34,6 @@ GroupFilter = Callable[[PromptGroup], bool]
 """Whether a group is worth training on (``dynamic_filter_fn``)."""
 GroupCredit = Callable[[PromptGroup], Awaitable[PromptGroup]]
 """A group with other advantages than those of its rewards alone, such as one per turn."""
-
-
-class RolloutConfig(Protocol):
-    """The settings of a recipe that shape its rollouts."""
-
-    seed: int
-    completions_per_prompt: int
-    min_group_size: int
-    rollout_timeout_s: float | None
-    rollout_retries: int
-
-    @property
-    def replay(self) -> Replay:
-        """Whose experts are replayed."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -96,7 +81,7 @@ class Rollouts:
     def __init__(
         self,
         rollout_fn: RolloutFn,
-        config: RolloutConfig,
+        config: AsyncConfig,
         *,
         num_rows: int,
         accepts: GroupFilter | None = None,
@@ -115,7 +100,7 @@ class Rollouts:
         """Drawn tokens of each finished draw, of each row that is on its way."""
         self._calls: dict[asyncio.Task[Any], str] = {}
 
-    async def draw(self, submitted: Submission) -> Draw:
+    async def draw(self, submitted: Submission) -> RowOutcome:
         """All draws of a row, and the group that they make.
 
         Raises:
@@ -233,7 +218,7 @@ class Rollouts:
             self._breaker.check()
             raise
 
-    async def _outcome(self, submitted: Submission, drawn: list[_Drawn]) -> Draw:
+    async def _outcome(self, submitted: Submission, drawn: list[_Drawn]) -> RowOutcome:
         runs = [run for one in drawn for run in one.runs]
         errors = [one.error for one in drawn if one.error is not None]
         kept = sum(bool(one.runs) for one in drawn)
@@ -242,7 +227,7 @@ class Rollouts:
             reason = "failed" if errors else "too_few"
         else:
             metas = [one.row_meta for one in drawn if one.row_meta is not None]
-            group = PromptGroup.of(
+            group = PromptGroup.from_rollouts(
                 submitted.row,
                 [run.segments for run in runs],
                 metas[0] if metas else None,
@@ -250,7 +235,7 @@ class Rollouts:
                 replay=self._config.replay,
             )
             group, reason = await self._judged(group, errors)
-        return Draw(
+        return RowOutcome(
             submitted.row,
             group=group,
             dropped=reason,
@@ -258,8 +243,8 @@ class Rollouts:
             truncated=sum(run.segments[-1].finish_reason == "length" for run in runs),
             rewards=[run.reward for run in runs],
             error=errors[-1] if errors else None,
-            failed_draws=sum(one.error is not None for one in drawn),
-            empty_draws=sum(not one.runs and one.error is None for one in drawn),
+            failed_samples=sum(one.error is not None for one in drawn),
+            empty_samples=sum(not one.runs and one.error is None for one in drawn),
             example=_example(runs) if runs else None,
             parsed=[run.parsed for run in runs if run.parsed is not None],
         )
@@ -333,11 +318,11 @@ def declared_arguments(rollout_fn: RolloutFn) -> list[str]:
     return declared
 
 
-def _example(runs: Sequence[RolloutRun]) -> Example:
+def _example(runs: Sequence[RolloutRun]) -> ExampleAnswer:
     run = min(runs, key=lambda run: run.parsed is not False)  # one without an answer, if any
     last = run.segments[-1]
     drawn = [token for token, live in zip(last.tokens, last.loss_mask, strict=True) if live]
-    return Example(last.text, drawn, run.reward, last.finish_reason, run.parsed)
+    return ExampleAnswer(last.text, drawn, run.reward, last.finish_reason, run.parsed)
 
 
 def _length(runs: list[RolloutRun]) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
-from training.config.parts import Replay
+from training.config.async_recipe import AsyncConfig
 from training.data.rows import IndexedRow, Row
 from training.rollouts.runner import Rollouts, RowTrajectories, Submission
 from training.run.evaluation import EVAL_SEED_OFFSET, EvalResult, EvalSample
@@ -20,40 +20,6 @@ from training.samples.rollout import RolloutFn, RolloutRun
 from training.together import all_of
 
 DrawRow = Callable[[], Coroutine[Any, Any, RowTrajectories]]
-
-
-class BackgroundConfig(Protocol):
-    """The settings of a recipe that evaluates while it trains."""
-
-    seed: int
-    completions_per_prompt: int
-    prompt_groups_per_step: int
-    rollout_timeout_s: float | None
-    rollout_retries: int
-    eval_every: int
-    eval_samples_per_prompt: int
-
-
-@dataclass
-class EvalDraws:
-    """The settings of held-out rollouts: the training's, with seeds and a number of their own."""
-
-    seed: int
-    completions_per_prompt: int
-    rollout_timeout_s: float | None
-    rollout_retries: int
-    min_group_size: int = 1
-    replay: Replay = "none"
-
-    @classmethod
-    def of(cls, config: BackgroundConfig) -> EvalDraws:
-        """Those of a recipe's config."""
-        return cls(
-            config.seed + EVAL_SEED_OFFSET,
-            config.eval_samples_per_prompt,
-            config.rollout_timeout_s,
-            config.rollout_retries,
-        )
 
 
 class BackgroundEvaluation:
@@ -67,7 +33,7 @@ class BackgroundEvaluation:
 
     def __init__(
         self,
-        config: BackgroundConfig,
+        config: AsyncConfig,
         run: Run,
         rollout_fn: RolloutFn,
         submit: Callable[[DrawRow], Awaitable[RowTrajectories]],
@@ -126,8 +92,14 @@ class BackgroundEvaluation:
 
     def _fresh_rollouts(self) -> Rollouts:
         """Rollouts that know nothing of earlier failures."""
-        draws = EvalDraws.of(self._config)
-        return Rollouts(self._rollout_fn, draws, num_rows=len(self._run.eval_rows))
+        config = replace(
+            self._config,
+            seed=self._config.seed + EVAL_SEED_OFFSET,
+            completions_per_prompt=self._config.eval_samples_per_prompt,
+            min_group_size=1,
+            router_replay=False,
+        )
+        return Rollouts(self._rollout_fn, config, num_rows=len(self._run.eval_rows))
 
     async def _result(self) -> EvalResult:
         self._rollouts = rollouts = self._fresh_rollouts()
@@ -150,7 +122,7 @@ class BackgroundEvaluation:
             for place, (row, trajectories) in enumerate(zip(rows, drawn, strict=True))
             for run in trajectories.runs
         ]
-        return EvalResult(samples, failed_draws=sum(one.failed for one in drawn))
+        return EvalResult(samples, failed_samples=sum(one.failed for one in drawn))
 
 
 def trajectory_judged(row: Row, place: int, run: RolloutRun) -> EvalSample:

@@ -59,7 +59,7 @@ class EvalResult:
     samples: list[EvalSample]
     failed_rewards: int = 0
     """Answers left out, since their reward function failed."""
-    failed_draws: int = 0
+    failed_samples: int = 0
     """Draws left out, since they failed or gave nothing."""
 
     @property
@@ -85,7 +85,7 @@ class EvalResult:
         counts = {
             "eval/samples": float(len(samples)),
             "eval/reward_fail_count": float(self.failed_rewards),
-            "eval/sample_fail_count": float(self.failed_draws),
+            "eval/sample_fail_count": float(self.failed_samples),
         }
         if not samples:
             return counts

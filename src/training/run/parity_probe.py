@@ -19,11 +19,11 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from training.config.parts import Replay
+from training.config.async_recipe import AsyncConfig
 from training.data.seeds import call_seed
 from training.platform.run_infra import RunInfra
 from training.rollouts.router_replay import routing_options
@@ -37,26 +37,6 @@ COMPLETION_TOKENS = 8
 """Longest completion of a probe: several short ones are there sooner than a long one."""
 WAIT_RATIO = 50.0
 """Optimizer steps wait for probes for at most one part in so many of the time."""
-
-
-class ProbeConfig(Protocol):
-    """The settings of a recipe that probes."""
-
-    seed: int
-    temperature: float
-    max_completion_tokens: int
-    max_seq_len: int
-    parity_probe_tokens: int
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether training goes on while weights are synced."""
-        ...
-
-    @property
-    def replay(self) -> Replay:
-        """Whose experts are replayed."""
-        ...
 
 
 class Patience:
@@ -93,7 +73,7 @@ class ParityProbe:
     said once in the log and never ends the run. ``steps`` counts the optimizer steps of before.
     """
 
-    def __init__(self, config: ProbeConfig, infra: RunInfra, steps: int = 0) -> None:
+    def __init__(self, config: AsyncConfig, infra: RunInfra, steps: int = 0) -> None:
         self._config = config
         self._infra = infra
         self._is_on = config.overlaps and config.parity_probe_tokens > 0
@@ -223,7 +203,7 @@ class ParityProbe:
             for place, prompt in zip(places, itertools.cycle(prompts), strict=False)
         ]
         return [
-            TrainSample.of(completion_sample(completion, reward=0.0), 0.0, config.replay)
+            TrainSample.from_rollout(completion_sample(completion, reward=0.0), 0.0, config.replay)
             for completions in await all_of(calls)
             for completion in completions
         ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hearth.errors import HearthError
-from training.samples.groups import Draw, Example, PromptGroup
+from training.samples.groups import ExampleAnswer, PromptGroup, RowOutcome
 from training.samples.reward_metrics import CORRECT
 
 Metrics = Mapping[str, float]
@@ -166,9 +166,9 @@ class Stretch:
     rewards: list[float] = field(default_factory=list[float])
     parsed: list[bool] = field(default_factory=list[bool])
     dropped: Counter[str] = field(default_factory=Counter[str])
-    example: Example | None = None
+    example: ExampleAnswer | None = None
 
-    def add(self, draw: Draw) -> None:
+    def add(self, draw: RowOutcome) -> None:
         """One more row."""
         self.rows += 1
         self.completions += draw.completions
@@ -242,7 +242,7 @@ class SignalWatch:
         self._said: dict[str, int] = {}
         self._steps = 0
 
-    def see_row(self, draw: Draw) -> None:
+    def see_row(self, draw: RowOutcome) -> None:
         """Judge one row's outcome.
 
         Raises:

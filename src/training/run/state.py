@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from hearth.errors import ConfigError, HearthError
 from hearth.telemetry import BusyClock, Stopwatch
-from training.config.parts import ResumeConfig, SyncSettings, is_given, plain_config
+from training.config.parts import is_given, plain_config
+from training.config.recipe import RecipeConfig
 from training.data.rows import Row
 from training.platform.run_infra import RunInfra, is_embedded
 from training.rewards.scoring import AnyReward
@@ -29,13 +29,13 @@ from training.run.evaluation import EvalResult, evaluate
 from training.run.metrics import Display, MetricsLog
 from training.run.signal import Finding, SignalWatch
 from training.samples.groups import PromptGroup, RolloutStats
-from training.update.kl_control import AdaptiveKL, KLConfig, kl_control
+from training.update.kl_control import AdaptiveKL, kl_control
 from training.update.parity import ParityError, parity_problem
 
 logger = logging.getLogger(__name__)
 
 
-def check_start(config: RunConfig) -> None:
+def check_start(config: RecipeConfig) -> None:
     """Judge what a run without a checkpoint of its own starts from, before anything is provisioned.
 
     Raises:
@@ -59,49 +59,6 @@ _WHY_DROPPED = {
     "filtered": "that dynamic_filter_fn did not accept",
     "stale": "that were still being drawn when their last chance was over (late_row_wait_s)",
 }
-
-
-class RunConfig(KLConfig, Protocol):
-    """The settings of a recipe that a run looks at."""
-
-    epochs: int
-    seed: int
-    prompt_groups_per_step: int
-    no_signal_patience: int | None
-    save_final_checkpoint: bool
-    output_model_id: str | None
-    merge_adapter: bool
-    init_from_checkpoint: str | None
-    warm_start_from_adapter: str | None
-    keep_checkpoints: int | None
-    resume: ResumeConfig
-
-    @property
-    def sync(self) -> SyncSettings:
-        """Weight sync settings of all spellings together."""
-        ...
-
-
-class ParityConfig(Protocol):
-    """The settings of a recipe that judge how far sampler and trainer are apart."""
-
-    parity_threshold: float
-    parity_stops: bool
-
-
-class EvalSchedule(Protocol):
-    """The setting of a recipe that says when it evaluates."""
-
-    eval_every: int
-
-
-class EvalConfig(EvalSchedule, Protocol):
-    """The settings of a recipe that evaluates between its windows."""
-
-    seed: int
-    temperature: float
-    max_completion_tokens: int
-    eval_samples_per_prompt: int
 
 
 @dataclass(frozen=True)
@@ -182,7 +139,7 @@ class Run:
         )
 
     async def evaluate_if_due(
-        self, config: EvalConfig, infra: RunInfra, reward_fn: AnyReward, *, always: bool = False
+        self, config: RecipeConfig, infra: RunInfra, reward_fn: AnyReward, *, always: bool = False
     ) -> None:
         """Held-out accuracy of what the deployment serves, every ``eval_every`` steps."""
         if not self.is_eval_due(config, self.step, always=always):
@@ -204,7 +161,7 @@ class Run:
                 return
         self.note_evaluation(self.step, result)
 
-    def is_eval_due(self, config: EvalSchedule, step: int, *, always: bool = False) -> bool:
+    def is_eval_due(self, config: RecipeConfig, step: int, *, always: bool = False) -> bool:
         """Whether the weights of ``step`` are to be evaluated, and have not been."""
         if not self.eval_rows or self.eval_begun == step:
             return False
@@ -231,7 +188,7 @@ class Run:
         )
 
     async def save_if_due(
-        self, config: RunConfig, infra: RunInfra, *, is_last: bool = False
+        self, config: RecipeConfig, infra: RunInfra, *, is_last: bool = False
     ) -> None:
         """A resumable checkpoint and, only when it is written, the manifest that names it."""
         if not self.is_save_due(config, infra, is_last=is_last):
@@ -260,7 +217,7 @@ class Run:
         self.checkpoints = await asyncio.to_thread(_unretired, known, infra)
         write_manifest(self.log_path, self.checkpoints)
 
-    def is_save_due(self, config: RunConfig, infra: RunInfra, *, is_last: bool = False) -> bool:
+    def is_save_due(self, config: RecipeConfig, infra: RunInfra, *, is_last: bool = False) -> bool:
         """Whether ``save_if_due`` would write a checkpoint now."""
         if self.step == 0 or (self.step, self.cursor.count) == self.saved:
             return False
@@ -272,7 +229,7 @@ class Run:
             return self.now() - self.saved_at >= AUTOMATIC_SAVE_RATIO * self.save_s
         return 0 < interval <= self.step - self.saved[0]
 
-    def begin(self, config: RunConfig, infra: RunInfra, checkpoint: Checkpoint | None) -> None:
+    def begin(self, config: RecipeConfig, infra: RunInfra, checkpoint: Checkpoint | None) -> None:
         """Load what the run starts from, and say it in one line.
 
         This run's own checkpoint comes first, then ``init_from_checkpoint`` (its weights and
@@ -302,7 +259,7 @@ class Run:
             self.display.note(f"starting at step 0 from adapter {config.warm_start_from_adapter}")
         self.synced_step = None if self.must_publish(infra) else self.step
 
-    def _check_output(self, config: RunConfig, infra: RunInfra) -> None:
+    def _check_output(self, config: RecipeConfig, infra: RunInfra) -> None:
         """Refuse a name that another job's model has, now rather than after the training.
 
         Raises:
@@ -322,7 +279,7 @@ class Run:
         """Whether the deployment serves other weights than the policy's before the first sample."""
         return self.has_loaded or infra.serves_older_snapshot
 
-    def _restore(self, config: RunConfig, infra: RunInfra, checkpoint: Checkpoint) -> None:
+    def _restore(self, config: RecipeConfig, infra: RunInfra, checkpoint: Checkpoint) -> None:
         path = checkpoint.name
         if checkpoint.job not in (None, infra.policy_job_id):
             path = infra.policy.inner.resolve_checkpoint_path(checkpoint.name, checkpoint.job)
@@ -340,7 +297,7 @@ class Run:
             f"{len(self.rows) * config.epochs} rows done"
         )
 
-    async def export_model(self, config: RunConfig, infra: RunInfra) -> None:
+    async def export_model(self, config: RecipeConfig, infra: RunInfra) -> None:
         """Promote the final weights, where ``output_model_id`` names a model."""
         if config.output_model_id is None:
             return
@@ -373,7 +330,7 @@ class Run:
         """The weight version that the trainer's weights are served as; None where they are not."""
         return self.version if self.synced_step == self.step else None
 
-    def see_step(self, config: ParityConfig, metrics: Mapping[str, float]) -> None:
+    def see_step(self, config: RecipeConfig, metrics: Mapping[str, float]) -> None:
         """Say what is wrong with a step that is written down.
 
         Raises:

@@ -6,30 +6,15 @@ Rows are target-aligned: N tokens give N - 1 rows, row t is about token t + 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import tinker
 import torch
 
 from hearth.errors import ConfigError
-from hearth.sdk import RoutedModelInput
+from hearth.sdk import RoutedModelInput, SampledCompletion
 
 DEFAULT_MAX_SEQ_LEN = 8192
-
-
-class Completion(Protocol):
-    """What a datum needs of a sampled completion."""
-
-    @property
-    def full_tokens(self) -> Sequence[int]:
-        """Prompt and completion."""
-        ...
-
-    @property
-    def prompt_len(self) -> int:
-        """How many of them are the prompt's."""
-        ...
 
 
 def datum_from_tokens_weights(
@@ -94,7 +79,7 @@ def completion_datum(
 
 
 def build_grpo_datums(
-    sampled_completions: Sequence[Completion], max_seq_len: int = DEFAULT_MAX_SEQ_LEN
+    sampled_completions: Sequence[SampledCompletion], max_seq_len: int = DEFAULT_MAX_SEQ_LEN
 ) -> list[tinker.Datum]:
     """One datum per completion, as document 003 builds them: prompt 0, completion 1.
 

@@ -46,7 +46,9 @@ class TrainSample:
     ref_logprobs: Sequence[float] | None = None
 
     @classmethod
-    def of(cls, drawn: RolloutSample, advantage: float, replay: Replay = "none") -> TrainSample:
+    def from_rollout(
+        cls, drawn: RolloutSample, advantage: float, replay: Replay = "none"
+    ) -> TrainSample:
         """A sample's datum, and the sampler's logprobs where it drew.
 
         Raises:
@@ -101,7 +103,7 @@ class PromptGroup:
     """What each turn is worth, where samples have an advantage per token."""
 
     @classmethod
-    def of(
+    def from_rollouts(
         cls,
         row: IndexedRow,
         trajectories: Sequence[Sequence[RolloutSample]],
@@ -119,7 +121,7 @@ class PromptGroup:
         rewards = [float(samples[0].reward) for samples in trajectories]
         advantages = group_advantages(rewards)
         trained = [
-            [TrainSample.of(sample, advantage, replay) for sample in samples]
+            [TrainSample.from_rollout(sample, advantage, replay) for sample in samples]
             for samples, advantage in zip(trajectories, advantages, strict=True)
         ]
         return cls(row, rewards, advantages, trained, row_meta, submit_version)
@@ -165,7 +167,7 @@ class PromptGroup:
 
 
 @dataclass(frozen=True)
-class Example:
+class ExampleAnswer:
     """One of a row's answers, to be shown."""
 
     text: str
@@ -178,7 +180,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Draw:
+class RowOutcome:
     """The outcome of one row: a group to train on, or the reason why there is none.
 
     ``completions`` counts what was drawn, ``truncated`` those that were cut; ``rewards`` are those
@@ -192,9 +194,9 @@ class Draw:
     truncated: int = 0
     rewards: Sequence[float] = ()
     error: Exception | None = None
-    failed_draws: int = 0
+    failed_samples: int = 0
     """Draws that were given up after their last attempt."""
-    empty_draws: int = 0
+    empty_samples: int = 0
     """Draws whose rollout returned None, or drew nothing."""
     failed_rewards: int = 0
     """Completions that have no reward, since their reward function failed."""
@@ -202,7 +204,7 @@ class Draw:
     """A reward ensemble's, of each reward."""
     parsed: Sequence[bool] = ()
     """Whether the reward found the answer that it looks for, of each completion where it says."""
-    example: Example | None = None
+    example: ExampleAnswer | None = None
     """One of the answers, trained or not."""
 
 
@@ -215,8 +217,8 @@ class RolloutStats:
     """Rows whose group has an advantage that is not 0."""
     samples: int = 0
     truncated: int = 0
-    failed_draws: int = 0
-    empty_draws: int = 0
+    failed_samples: int = 0
+    empty_samples: int = 0
     failed_rewards: int = 0
     rewards: list[float] = field(default_factory=list[float])
     group_rewards: list[Sequence[float]] = field(default_factory=list[Sequence[float]])
@@ -227,14 +229,14 @@ class RolloutStats:
     stale_lengths: list[int] = field(default_factory=list[int])
     """Tokens of the draws that had ended in rows that were given up as too late."""
 
-    def add(self, draw: Draw) -> None:
+    def add(self, draw: RowOutcome) -> None:
         """Count one row's outcome."""
         self.rows += 1
         self.useful_rows += draw.group is not None and draw.group.effective_samples > 0
         self.samples += draw.completions
         self.truncated += draw.truncated
-        self.failed_draws += draw.failed_draws
-        self.empty_draws += draw.empty_draws
+        self.failed_samples += draw.failed_samples
+        self.empty_samples += draw.empty_samples
         self.failed_rewards += draw.failed_rewards
         self.rewards.extend(draw.rewards)
         self.disagreements.extend(draw.disagreements)

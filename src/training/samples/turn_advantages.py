@@ -10,15 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from hearth.errors import ConfigError
+from training.config.turn_credit import Form, Normalization
 from training.samples.advantages import group_advantages
-
-Normalization = Literal["separate", "pooled"]
-"""Which turns a group's gains and outcomes are compared over; see ``turn_advantages``."""
-Form = Literal["logprob", "probability"]
-"""What an information gain is a difference of."""
 
 GAIN_FLOOR = 1e-4
 """Spread of gains, in nats or as a probability, below which they count as equal: trainer and

@@ -12,18 +12,17 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from hearth.errors import ConfigError, NumericsError
 from hearth.sdk import DeploymentSampler
+from training.config.turn_credit import TurnCreditConfig
 from training.data.rows import Row
 from training.platform.client import ReconnectableClient
 from training.samples.datums import datum_from_tokens_weights
 from training.samples.groups import PromptGroup, TrainSample
 from training.samples.rollout import RolloutSample
 from training.samples.turn_advantages import (
-    Form,
-    Normalization,
     TurnCredit,
     belief,
     information_gains,
@@ -36,17 +35,6 @@ Scorer = Callable[[Sequence[Sequence[int]], int], Awaitable[Sequence[Sequence[fl
 """``(sequences of token ids, last)`` to the model's own logprobs of each one's ``last`` tokens."""
 AnswerFn = Callable[[Row], Sequence[int]]
 """A row's right answer as token ids (``answer_fn``)."""
-
-
-class GainConfig(Protocol):
-    """The settings of a recipe that shape turn-level credit."""
-
-    ig_weight: float
-    ig_gamma: float
-    ig_normalization: Normalization
-    ig_form: Form
-    scoring_batch: int
-    max_seq_len: int
 
 
 def deployment_scorer(sampler: DeploymentSampler) -> Scorer:
@@ -84,7 +72,11 @@ class InformationGain:
     """
 
     def __init__(
-        self, config: GainConfig, score: Scorer, answer_of: AnswerFn, opening: Sequence[int] = ()
+        self,
+        config: TurnCreditConfig,
+        score: Scorer,
+        answer_of: AnswerFn,
+        opening: Sequence[int] = (),
     ) -> None:
         self._config = config
         self._score = score

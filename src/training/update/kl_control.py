@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 from hearth.errors import ConfigError, NumericsError
+from training.config.recipe import RecipeConfig
 
 STEP_HORIZON = 10.0
 """Steps of a recipe over which the coefficient moves: the paper's gain of 0.1 a step."""
@@ -15,13 +15,6 @@ MOST_RELATIVE_ERROR = 0.2
 
 LEAST_COEFFICIENT = 1e-8
 """Below it a product could fall to 0, from where none comes back."""
-
-
-class KLConfig(Protocol):
-    """The settings of a recipe that shape its KL coefficient."""
-
-    kl_beta: float
-    kl_target: float | None
 
 
 class AdaptiveKL:
@@ -60,7 +53,7 @@ class AdaptiveKL:
         return self.coefficient
 
 
-def kl_control(config: KLConfig) -> AdaptiveKL | None:
+def kl_control(config: RecipeConfig) -> AdaptiveKL | None:
     """The controller that a recipe's config asks for, at its start; None with a fixed coefficient.
 
     Raises:

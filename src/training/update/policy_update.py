@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, Protocol
 
 import tinker
 from torch import Tensor
@@ -16,7 +15,8 @@ from torch import Tensor
 from hearth.losses.corrections import WithReference
 from hearth.losses.objective import Objective
 from hearth.telemetry import Stopwatch
-from training.config.objective import ObjectiveConfig, objective_options, tis_options
+from training.config.objective import objective_options, tis_options
+from training.config.recipe import RecipeConfig
 from training.platform.run_infra import RunInfra
 from training.samples.groups import PromptGroup, TrainSample
 from training.update.kl_control import AdaptiveKL
@@ -26,26 +26,6 @@ from training.update.policy_losses import LossFunction, make_policy_loss_fn
 
 OLD_POLICY = "old-policy"
 """Under which the trainer keeps the pass that scored the policy before a batch."""
-
-
-class UpdateConfig(ObjectiveConfig, Protocol):
-    """The settings of a recipe that shape an update."""
-
-    temperature: float
-    learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    grad_clip_norm: float
-    grad_accumulation_normalization: Literal["num_loss_tokens", "num_sequences", "none"]
-    ppo_n_minibatches: int
-    max_samples_per_fwd_bwd: int
-
-    @property
-    def runs_builtin_loss(self) -> bool:
-        """Whether the loss runs inside the trainer."""
-        ...
 
 
 class PolicyUpdate:
@@ -62,7 +42,7 @@ class PolicyUpdate:
 
     def __init__(
         self,
-        config: UpdateConfig,
+        config: RecipeConfig,
         infra: RunInfra,
         clock: Stopwatch,
         kl: AdaptiveKL | None = None,

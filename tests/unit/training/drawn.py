@@ -11,7 +11,7 @@ from training.data.rows import IndexedRow
 from training.recipes.async_rl_loop import Config
 from training.rollouts.runner import Rollouts, Submission
 from training.rollouts.sampler import current_draw
-from training.samples.groups import Draw, PromptGroup
+from training.samples.groups import PromptGroup, RowOutcome
 from training.samples.rollout import RolloutFn, RolloutSample
 from training.utils import DeployConfig
 
@@ -36,7 +36,7 @@ def group_of(
     index: int = 0, rewards: Sequence[float] = (1.0, 0.0), *, submit_version: int = 0
 ) -> PromptGroup:
     """A group of one-turn trajectories that earned ``rewards``."""
-    return PromptGroup.of(
+    return PromptGroup.from_rollouts(
         row_of(index), [[sample_of(reward)] for reward in rewards], None, submit_version
     )
 
@@ -58,7 +58,7 @@ def rollouts_of(fn: RolloutFn, *, num_rows: int = 10, **options: Any) -> Rollout
     return Rollouts(fn, config_of(**options), num_rows=num_rows, **own)
 
 
-def draw_row(fn: RolloutFn, row: IndexedRow, **options: Any) -> Draw:
+def draw_row(fn: RolloutFn, row: IndexedRow, **options: Any) -> RowOutcome:
     """The outcome of one row, submitted at version 2 while the deployment served version 5."""
     rollouts = rollouts_of(fn, **options)
     done = run_virtual(lambda: rollouts.draw(Submission(row, version=2, weight_version=5)))

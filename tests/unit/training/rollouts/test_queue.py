@@ -18,7 +18,7 @@ from hearth.telemetry import BusyClock
 from training.data.rows import IndexedRow
 from training.rollouts.queue import RolloutQueue, TakenGroup, gate_limits
 from training.rollouts.runner import Submission
-from training.samples.groups import Draw
+from training.samples.groups import RowOutcome
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Rollouts:
     running: int = 0
     most_running: int = 0
 
-    async def draw(self, submission: Submission) -> Draw:
+    async def draw(self, submission: Submission) -> RowOutcome:
         index = submission.row.index
         self.started.append((index, now()))
         self.submissions.append(submission)
@@ -58,10 +58,10 @@ class Rollouts:
         if index in self.fails:
             raise self.fails[index]
         if index in self.refused:
-            return Draw(submission.row, dropped="filtered")
-        return Draw(submission.row, group_of(index, submit_version=submission.version))
+            return RowOutcome(submission.row, dropped="filtered")
+        return RowOutcome(submission.row, group_of(index, submit_version=submission.version))
 
-    def note(self, draw: Draw) -> None:
+    def note(self, draw: RowOutcome) -> None:
         self.noted.append((draw.row.index, draw.dropped))
 
     def at(self, index: int) -> float:
@@ -514,7 +514,7 @@ def test_the_first_error_is_the_one_that_is_raised():
 def test_a_draw_that_cannot_be_started_is_a_failure():
     error = RuntimeError("the thread has ended")
 
-    def refuse(_submission: Submission) -> Awaitable[Draw]:
+    def refuse(_submission: Submission) -> Awaitable[RowOutcome]:
         raise error
 
     assert failing(error, Rollouts(), draw=refuse) == ([], 0.0)

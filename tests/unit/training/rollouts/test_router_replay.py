@@ -63,7 +63,7 @@ REPLAYED = {"none": None, "completion": ["", "c", "d"], "all": ["b", "c", "d"]}
 
 @pytest.mark.parametrize(("replay", "rows"), REPLAYED.items())
 def test_a_sample_replays_what_the_recipe_says_and_never_in_a_reference(replay, rows):
-    sample = TrainSample.of(sample_of(routing_matrices=["b", "c", "d"]), 1.0, replay)
+    sample = TrainSample.from_rollout(sample_of(routing_matrices=["b", "c", "d"]), 1.0, replay)
 
     assert routing_of(sample.datum) == rows
     assert routing_of(sample.reference_datum) is None
@@ -72,7 +72,7 @@ def test_a_sample_replays_what_the_recipe_says_and_never_in_a_reference(replay, 
 
 
 def test_without_experts_a_datum_is_as_ever():
-    sample = TrainSample.of(sample_of(), 1.0, "all")
+    sample = TrainSample.from_rollout(sample_of(), 1.0, "all")
 
     assert routing_of(sample.datum) is None
     assert sample.reference_datum is sample.datum
@@ -128,7 +128,7 @@ def completion(prompt, drawn, *routing: str, is_dense=False) -> SampledCompletio
 
 def test_a_completions_experts_go_with_its_sample():
     sample = completion_sample(completion([5, 6], [7, 8]), 1.0)
-    assert routing_of(TrainSample.of(sample, 1.0, "completion").datum) == ["", "7", "8"]
+    assert routing_of(TrainSample.from_rollout(sample, 1.0, "completion").datum) == ["", "7", "8"]
 
 
 ONE = completion([1, 2], [3, 4])
@@ -204,7 +204,7 @@ def test_a_rollout_that_says_nothing_of_experts_replays_what_its_sampler_saw(giv
 def test_the_share_of_replayed_samples_is_a_metric_where_there_are_any():
     def ratio(*given):
         samples = [[sample_of(float(place), routing_matrices=r)] for place, r in enumerate(given)]
-        metrics = rollout_metrics(RolloutStats(), [PromptGroup.of(row_of(0), samples)])
+        metrics = rollout_metrics(RolloutStats(), [PromptGroup.from_rollouts(row_of(0), samples)])
         return metrics.get("rollout/router_replay_ratio")
 
     assert ratio(None, None) is None

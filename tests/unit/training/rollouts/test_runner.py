@@ -13,7 +13,7 @@ from hearth.errors import ConfigError, TransportError
 from training.data.rows import IndexedRow
 from training.rollouts.failures import CircuitBreaker, RecoverableRolloutError, RolloutsFailingError
 from training.rollouts.runner import Submission, declared_arguments
-from training.samples.groups import Draw, PromptGroup
+from training.samples.groups import PromptGroup, RowOutcome
 from training.samples.rollout import (
     OPTIONAL_ARGUMENTS,
     Rollout,
@@ -26,11 +26,11 @@ from training.samples.rollout import (
 ROW = row_of(13, epoch=1, source=4)
 
 
-def draw(fn: RolloutFn, *, row: IndexedRow = ROW, **options: Any) -> Draw:
+def draw(fn: RolloutFn, *, row: IndexedRow = ROW, **options: Any) -> RowOutcome:
     return draw_row(fn, row, **options)
 
 
-def samples(done: Draw) -> list[RolloutSample]:
+def samples(done: RowOutcome) -> list[RolloutSample]:
     assert done.group is not None
     return [one.drawn for one in done.group.flat()]
 
@@ -71,7 +71,7 @@ def test_the_draws_of_a_row_run_side_by_side_and_keep_their_order():
         await asyncio.sleep(10 - number_of_draw())
         return sample_of(float(number_of_draw()))
 
-    async def timed() -> tuple[Draw, float]:
+    async def timed() -> tuple[RowOutcome, float]:
         rollouts = rollouts_of(rollout_fn, completions_per_prompt=4)
         return await rollouts.draw(Submission(ROW, 0, 0)), now()
 
@@ -250,7 +250,7 @@ def test_t139_none_drops_the_sample_and_the_group_survives_with_the_rest():
 
     assert done.group is not None
     assert done.group.rewards == [1.0, 0.0]
-    assert (done.completions, done.empty_draws, done.failed_draws) == (2, 2, 0)
+    assert (done.completions, done.empty_samples, done.failed_samples) == (2, 2, 0)
 
 
 def test_a_draw_that_drew_nothing_counts_as_empty():
@@ -260,7 +260,7 @@ def test_a_draw_that_drew_nothing_counts_as_empty():
 
     done = draw(rollout_fn, completions_per_prompt=3)
 
-    assert (done.rewards, done.empty_draws, done.completions) == ([1.0, 2.0], 1, 2)
+    assert (done.rewards, done.empty_samples, done.completions) == ([1.0, 2.0], 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_t161_a_recoverable_error_is_tried_again(error):
     done = draw(fn, completions_per_prompt=3)
 
     assert sorted(fn.attempts) == [0, 1, 1, 1, 2]
-    assert (done.rewards, done.failed_draws, done.error) == ([0.0, 1.0, 2.0], 0, None)
+    assert (done.rewards, done.failed_samples, done.error) == ([0.0, 1.0, 2.0], 0, None)
 
 
 def test_t161_a_draw_that_fails_to_the_last_is_dropped_and_never_a_sample_with_reward_0(caplog):
@@ -395,7 +395,7 @@ def test_t161_a_draw_that_fails_to_the_last_is_dropped_and_never_a_sample_with_r
         done = draw(fn, completions_per_prompt=3, rollout_retries=1)
 
     assert (done.rewards, done.completions) == ([0.0, 2.0], 2)
-    assert (done.failed_draws, done.error, done.dropped) == (1, error, None)
+    assert (done.failed_samples, done.error, done.dropped) == (1, error, None)
     assert len(samples(done)) == 2
     assert "row 13, draw 1, attempt 2 failed: TimeoutError: slow" in caplog.messages
 
@@ -405,7 +405,12 @@ def test_a_group_of_failures_is_dropped_as_failed():
 
     done = draw(fn, rollout_retries=0)
 
-    assert (done.group, done.dropped, done.rewards, done.failed_draws) == (None, "failed", [0.0], 1)
+    assert (done.group, done.dropped, done.rewards, done.failed_samples) == (
+        None,
+        "failed",
+        [0.0],
+        1,
+    )
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), AssertionError("no"), KeyError("messages")])
@@ -466,7 +471,7 @@ def test_a_rollout_that_takes_too_long_is_tried_again():
 
     done = draw(rollout_fn, rollout_timeout_s=60.0)
 
-    assert (done.rewards, done.failed_draws) == ([0.0, 1.0], 0)
+    assert (done.rewards, done.failed_samples) == ([0.0, 1.0], 0)
     assert started[:2] == [0.0, 0.0]
     assert 60.0 < started[2] <= 60.5
 
@@ -499,7 +504,7 @@ def test_an_outage_that_the_retries_outlast_ends_no_run():
 
     done = draw(rollout_fn, completions_per_prompt=64)
 
-    assert (len(failed), done.failed_draws, len(done.rewards)) == (64, 0, 64)
+    assert (len(failed), done.failed_samples, len(done.rewards)) == (64, 0, 64)
 
 
 def test_the_breaker_is_told_of_successes_and_not_of_none():
@@ -524,7 +529,7 @@ def test_the_breaker_is_told_of_successes_and_not_of_none():
 
     done = draw(rollout_fn, completions_per_prompt=8, rollout_retries=0, breaker=breaker)
 
-    assert (done.rewards, done.failed_draws, done.empty_draws) == ([1.0, 0.0], 4, 2)
+    assert (done.rewards, done.failed_samples, done.empty_samples) == ([1.0, 0.0], 4, 2)
     assert not breaker.is_open
 
 

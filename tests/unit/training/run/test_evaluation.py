@@ -71,7 +71,7 @@ def test_a_result_says_how_often_answers_are_right_and_what_they_are_like():
             answer(1, 0.5, length=3, versions=[[5, 3]]),
         ],
         failed_rewards=1,
-        failed_draws=2,
+        failed_samples=2,
     )
 
     assert result.metrics() == {
@@ -98,7 +98,7 @@ def test_the_share_without_an_answer_is_over_those_whose_reward_says_so():
 
 
 def test_without_any_answer_there_are_only_counts():
-    empty = EvalResult([], failed_draws=3)
+    empty = EvalResult([], failed_samples=3)
 
     assert math.isnan(empty.accuracy)
     assert empty.metrics() == {

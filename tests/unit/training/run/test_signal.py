@@ -12,7 +12,7 @@ from tests.unit.training.drawn import config_of, draw_row, group_of, row_of, sam
 
 from hearth.errors import ConfigError
 from training.run.signal import NoSignalError, SignalWatch, findings, signal_metrics
-from training.samples.groups import Draw, Example, RolloutStats, rollout_metrics
+from training.samples.groups import ExampleAnswer, RolloutStats, RowOutcome, rollout_metrics
 
 WELL: dict[str, float] = {
     "rollout/truncated_ratio": 0.1,
@@ -115,7 +115,7 @@ def test_a_sample_with_an_advantage_per_token_is_effective_where_one_of_them_is_
 
 def test_rows_that_taught_something_are_a_share_of_all():
     stats = RolloutStats()
-    for draw in (learning(0), uniform(1, 1.0), Draw(row_of(2), dropped="uniform")):
+    for draw in (learning(0), uniform(1, 1.0), RowOutcome(row_of(2), dropped="uniform")):
         stats.add(draw)
 
     assert rollout_metrics(stats, [])["signal/useful_row_ratio"] == pytest.approx(1 / 3)
@@ -183,24 +183,24 @@ def test_a_run_is_compared_with_its_own_first_steps():
 # Patience
 
 
-def learning(index: int) -> Draw:
-    return Draw(row_of(index), group_of(index, (1.0, 0.0)), rewards=(1.0, 0.0), completions=2)
+def learning(index: int) -> RowOutcome:
+    return RowOutcome(row_of(index), group_of(index, (1.0, 0.0)), rewards=(1.0, 0.0), completions=2)
 
 
-def uniform(index: int, reward: float, **changes: Any) -> Draw:
+def uniform(index: int, reward: float, **changes: Any) -> RowOutcome:
     usual: dict[str, Any] = {
         "group": group_of(index, (reward, reward)),
         "rewards": (reward, reward),
         "completions": 2,
     }
-    return Draw(row_of(index), **(usual | changes))
+    return RowOutcome(row_of(index), **(usual | changes))
 
 
-def dropped(index: int, reason: str, **changes: Any) -> Draw:
-    return Draw(row_of(index), dropped=reason, completions=2, **changes)
+def dropped(index: int, reason: str, **changes: Any) -> RowOutcome:
+    return RowOutcome(row_of(index), dropped=reason, completions=2, **changes)
 
 
-def see(watch: SignalWatch, draws: Sequence[Draw]) -> None:
+def see(watch: SignalWatch, draws: Sequence[RowOutcome]) -> None:
     for draw in draws:
         watch.see_row(draw)
 
@@ -259,23 +259,23 @@ def test_the_error_names_the_likely_cause(draws, cause):
 
 
 def test_the_error_shows_one_of_the_last_answers():
-    shown = Example("The answer is 42.", [1, 2], 0.0, "stop")
+    shown = ExampleAnswer("The answer is 42.", [1, 2], 0.0, "stop")
     with pytest.raises(NoSignalError) as caught:
         SignalWatch(1).see_row(uniform(0, 0.0, example=shown))
     assert str(caught.value).endswith(
         "one of the last answers (reward 0, finish reason 'stop'):\nThe answer is 42."
     )
 
-    unmarked = Example("It is 42.", [1, 2], 0.0, "stop", parsed=False)
+    unmarked = ExampleAnswer("It is 42.", [1, 2], 0.0, "stop", parsed=False)
     with pytest.raises(NoSignalError, match=r"\(reward 0, no answer found, finish reason 'stop'\)"):
         SignalWatch(1).see_row(uniform(0, 0.0, example=unmarked))
 
-    silent = Example("", [7, 8], None, "length")
+    silent = ExampleAnswer("", [7, 8], None, "length")
     watch = SignalWatch(1, decode=lambda tokens: " ".join(f"<{token}>" for token in tokens))
     with pytest.raises(NoSignalError, match=r"\(no reward, finish reason 'length'\):\n<7> <8>"):
         watch.see_row(dropped(0, "too_few", example=silent))
 
-    long = Example("x" * 5000, [], 0.0, "stop")
+    long = ExampleAnswer("x" * 5000, [], 0.0, "stop")
     with pytest.raises(NoSignalError) as caught:
         SignalWatch(1).see_row(uniform(0, 0.0, example=long))
     assert str(caught.value).endswith("\n" + "x" * 1000 + " ...")
@@ -285,7 +285,7 @@ def test_a_row_of_rollouts_has_an_example_with_its_drawn_tokens():
     async def rollout_fn(_row: dict[str, Any]) -> Any:
         return sample_of(0.5, text="seen", finish_reason="length")
 
-    assert draw_row(rollout_fn, row_of(0)).example == Example("seen", [7, 8], 0.5, "length")
+    assert draw_row(rollout_fn, row_of(0)).example == ExampleAnswer("seen", [7, 8], 0.5, "length")
 
 
 def test_a_row_of_rollouts_counts_what_was_parsed_and_shows_an_answer_that_was_not():
@@ -298,7 +298,7 @@ def test_a_row_of_rollouts_counts_what_was_parsed_and_shows_an_answer_that_was_n
     draw = draw_row(rollout_fn, row_of(0), completions_per_prompt=4)
 
     assert draw.parsed == [True, False, True]
-    assert draw.example == Example("answer 2", [7, 8], 2.0, "stop", parsed=False)
+    assert draw.example == ExampleAnswer("answer 2", [7, 8], 2.0, "stop", parsed=False)
 
 
 def test_patience_below_one_step_is_refused():

@@ -10,9 +10,9 @@ from tests.unit.training.drawn import group_of, row_of, sample_of
 from hearth.errors import ConfigError
 from hearth.sdk import SampledCompletion
 from training.samples.groups import (
-    Draw,
     PromptGroup,
     RolloutStats,
+    RowOutcome,
     TrainSample,
     completion_sample,
     rollout_metrics,
@@ -54,7 +54,7 @@ def gradients(sample: TrainSample) -> list[float]:
 
 
 def test_t143_positions_that_were_not_drawn_have_weight_0_and_logprob_0():
-    sample = TrainSample.of(sample_of(length=3), advantage=0.5)
+    sample = TrainSample.from_rollout(sample_of(length=3), advantage=0.5)
 
     assert sample.datum.model_input.to_ints() == [5, 6, 7, 8]
     assert list(sample.datum.loss_fn_inputs["target_tokens"].data) == [6, 7, 8, 9]
@@ -67,11 +67,11 @@ def test_t143_a_logprob_beside_the_drawn_tokens_does_not_reach_the_loss():
     # An echo has logprobs of the prompt as well: nobody drew those.
     echoed = sample_of(length=1, logprobs=[0.0, -3.0, -0.5])
 
-    assert TrainSample.of(echoed, 1.0).behavior_logprobs == [0.0, -0.5]
+    assert TrainSample.from_rollout(echoed, 1.0).behavior_logprobs == [0.0, -0.5]
 
 
 def test_t145_both_assistant_spans_train_and_the_tool_span_does_not():
-    sample = TrainSample.of(TWO_TURNS, advantage=2.0)
+    sample = TrainSample.from_rollout(TWO_TURNS, advantage=2.0)
 
     assert list(sample.datum.loss_fn_inputs["target_tokens"].data) == [12, 13, 14, 15, 16, 17]
     assert weights(sample) == [0.0, 1.0, 1.0, 0.0, 0.0, 1.0]
@@ -81,7 +81,7 @@ def test_t145_both_assistant_spans_train_and_the_tool_span_does_not():
 
 
 def test_t145_a_group_counts_both_spans_and_the_prompt_before_the_first():
-    group = PromptGroup.of(row_of(0), [[TWO_TURNS], [sample_of(0.0, length=4)]])
+    group = PromptGroup.from_rollouts(row_of(0), [[TWO_TURNS], [sample_of(0.0, length=4)]])
 
     assert group.prompt_lens == [2, 2]
     assert group.completion_lens == [3, 4]
@@ -103,7 +103,7 @@ def test_a_groups_advantages_are_centered_and_scaled_by_the_sample_deviation():
 
 def test_the_segments_of_a_run_share_its_advantage_and_count_as_one_trajectory():
     long = [sample_of(2.0, length=3), sample_of(2.0, length=1, finish_reason="length", text="end")]
-    group = PromptGroup.of(row_of(0), [long, [sample_of(0.0)]])
+    group = PromptGroup.from_rollouts(row_of(0), [long, [sample_of(0.0)]])
 
     first, second = group.advantages
     assert (first, second) == pytest.approx((0.5**0.5, -(0.5**0.5)))
@@ -119,14 +119,14 @@ def test_the_segments_of_a_run_share_its_advantage_and_count_as_one_trajectory()
 
 
 def test_a_group_keeps_its_row_its_meta_and_the_version_of_its_submission():
-    group = PromptGroup.of(row_of(9), [[sample_of(1.0)], [sample_of(0.0)]], {"k": 1}, 6)
+    group = PromptGroup.from_rollouts(row_of(9), [[sample_of(1.0)], [sample_of(0.0)]], {"k": 1}, 6)
 
     assert (group.row.index, group.row_meta, group.submit_version) == (9, {"k": 1}, 6)
 
 
 def test_one_trajectory_makes_no_group():
     with pytest.raises(ConfigError, match="rewards must hold at least 2 values, got 1"):
-        PromptGroup.of(row_of(0), [[sample_of(1.0), sample_of(1.0)]])
+        PromptGroup.from_rollouts(row_of(0), [[sample_of(1.0), sample_of(1.0)]])
 
 
 def test_a_completion_of_one_turn_becomes_a_sample():
@@ -155,7 +155,7 @@ def test_a_completion_of_one_turn_becomes_a_sample():
 
 def versioned(*versions: list[list[int]] | None) -> list[PromptGroup]:
     drawn = [sample_of(float(i), versions=one) for i, one in enumerate(versions)]
-    return [PromptGroup.of(row_of(0), [[one] for one in drawn])]
+    return [PromptGroup.from_rollouts(row_of(0), [[one] for one in drawn])]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_without_versions_there_is_no_staleness():
     assert version_metrics(versioned(None, None), 5) == {}
 
 
-def stats_of(draws: Sequence[Draw]) -> RolloutStats:
+def stats_of(draws: Sequence[RowOutcome]) -> RolloutStats:
     stats = RolloutStats()
     for draw in draws:
         stats.add(draw)
@@ -189,7 +189,7 @@ def test_means_do_not_depend_on_the_order_in_which_rows_end():
     rng = random.Random(0)
     rewards = [[rng.uniform(-1e6, 1e6) for _ in range(3)] for _ in range(40)]
     draws = [
-        Draw(row_of(i), group_of(i, row), completions=3, rewards=row)
+        RowOutcome(row_of(i), group_of(i, row), completions=3, rewards=row)
         for i, row in enumerate(rewards)
     ]
     shuffled = rng.sample(draws, len(draws))
@@ -198,7 +198,7 @@ def test_means_do_not_depend_on_the_order_in_which_rows_end():
         r for one in shuffled for r in one.rewards
     )
 
-    def metrics(order: Sequence[Draw]) -> dict[str, float]:
+    def metrics(order: Sequence[RowOutcome]) -> dict[str, float]:
         return rollout_metrics(stats_of(order), [one.group for one in order if one.group])
 
     assert metrics(draws) == metrics(shuffled)
@@ -206,15 +206,17 @@ def test_means_do_not_depend_on_the_order_in_which_rows_end():
 
 def test_raw_numbers_are_over_all_draws_and_the_rest_over_what_is_trained():
     draws = [
-        Draw(row_of(0), group_of(0, (1.0, 0.0)), completions=2, truncated=1, rewards=(1.0, 0.0)),
-        Draw(row_of(1), dropped="filtered", completions=2, rewards=(1.0, 1.0)),
-        Draw(row_of(2), dropped="failed", completions=1, rewards=(0.0,), failed_draws=1),
-        Draw(row_of(3), dropped="too_few", empty_draws=2),
+        RowOutcome(
+            row_of(0), group_of(0, (1.0, 0.0)), completions=2, truncated=1, rewards=(1.0, 0.0)
+        ),
+        RowOutcome(row_of(1), dropped="filtered", completions=2, rewards=(1.0, 1.0)),
+        RowOutcome(row_of(2), dropped="failed", completions=1, rewards=(0.0,), failed_samples=1),
+        RowOutcome(row_of(3), dropped="too_few", empty_samples=2),
     ]
     stats = stats_of(draws)
     metrics = rollout_metrics(stats, [group_of(0, (1.0, 0.0))])
 
-    assert (stats.failed_draws, stats.empty_draws) == (1, 2)
+    assert (stats.failed_samples, stats.empty_samples) == (1, 2)
     assert metrics["rollout/raw_reward"] == metrics["rollout/accuracy"] == 0.6
     assert metrics["rollout/reward"] == 0.5
     assert (metrics["rollout/reward_min"], metrics["rollout/reward_max"]) == (0.0, 1.0)

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.training.drawn import row_of
 
 from training.rewards import Score, Unscored, disagreements
-from training.samples.groups import Draw, RolloutStats, rollout_metrics
+from training.samples.groups import RolloutStats, RowOutcome, rollout_metrics
 from training.samples.reward_metrics import disagreement_metrics, group_reward_metrics
 
 
@@ -42,9 +42,9 @@ def test_the_order_in_which_groups_end_changes_no_bit():
 
 def test_t172_a_draws_rewards_failures_and_disagreements_reach_the_record():
     stats = RolloutStats()
-    stats.add(Draw(row_of(0), rewards=(1.0, 0.0), disagreements=(0.0, 0.5), failed_rewards=1))
-    stats.add(Draw(row_of(1), rewards=(1.0, 1.0), disagreements=(0.25, 0.25)))
-    stats.add(Draw(row_of(2), dropped="failed", failed_rewards=4))
+    stats.add(RowOutcome(row_of(0), rewards=(1.0, 0.0), disagreements=(0.0, 0.5), failed_rewards=1))
+    stats.add(RowOutcome(row_of(1), rewards=(1.0, 1.0), disagreements=(0.25, 0.25)))
+    stats.add(RowOutcome(row_of(2), dropped="failed", failed_rewards=4))
 
     metrics = rollout_metrics(stats, [])
 

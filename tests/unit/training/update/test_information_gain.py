@@ -18,7 +18,7 @@ from hearth.losses import POLICY_LOSSES
 from training.config.objective import objective_options
 from training.recipes import igpo_loop
 from training.rollouts.runner import Rollouts, Submission
-from training.samples.groups import Draw, PromptGroup
+from training.samples.groups import PromptGroup, RowOutcome
 from training.samples.rollout import RolloutSample
 from training.update.information_gain import (
     InformationGain,
@@ -72,7 +72,7 @@ def credit(
     answer: Sequence[int] = ANSWER,
     **changes: Any,
 ) -> PromptGroup:
-    group = PromptGroup.of(row_of(3), trajectories)
+    group = PromptGroup.from_rollouts(row_of(3), trajectories)
     gain = InformationGain(gain_config(**changes), scorer or Scored(), lambda _row: answer, opening)
     return run_virtual(lambda: gain(group))
 
@@ -286,7 +286,7 @@ def test_t168_every_policy_loss_moves_each_token_by_its_own_advantage(policy_los
 # Among the rollouts.
 
 
-def drawn_with(credit_of: Callable[[PromptGroup], Any], **options: Any) -> Draw:
+def drawn_with(credit_of: Callable[[PromptGroup], Any], **options: Any) -> RowOutcome:
     async def rollout_fn(_row: dict[str, Any]) -> RolloutSample:
         return two_turns(0.0, 30 + 10 * number_of_draw())
 
@@ -326,7 +326,7 @@ def test_scoring_that_fails_for_a_while_is_tried_again():
 
     assert done.group is not None
     assert done.group.credit is not None
-    assert (done.dropped, done.failed_draws) == (None, 0)
+    assert (done.dropped, done.failed_samples) == (None, 0)
 
 
 def test_a_group_that_cannot_be_scored_is_dropped_as_failed():
@@ -379,7 +379,7 @@ def test_metrics_count_turns_and_mean_gains_without_outcomes():
     short = sample_of(1.0, tokens=[5, 6, 7, 8])
     groups = [
         credit([[two_turns(1.0, 30)], [short]]),
-        PromptGroup.of(row_of(1), [[short], [short]]),
+        PromptGroup.from_rollouts(row_of(1), [[short], [short]]),
     ]
 
     metrics = credit_metrics(groups, step_s=2.0)
@@ -392,7 +392,10 @@ def test_metrics_count_turns_and_mean_gains_without_outcomes():
 
 
 def test_without_credit_there_are_no_metrics_of_it():
-    assert credit_metrics([PromptGroup.of(row_of(1), [[sample_of()], [sample_of()]])], 1.0) == {}
+    assert (
+        credit_metrics([PromptGroup.from_rollouts(row_of(1), [[sample_of()], [sample_of()]])], 1.0)
+        == {}
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def group() -> PromptGroup:
         )
         for row, reward in zip(rows, (1.0, 0.0, 0.0), strict=True)
     ]
-    return PromptGroup.of(IndexedRow(0, 0, {}), [[one] for one in drawn])
+    return PromptGroup.from_rollouts(IndexedRow(0, 0, {}), [[one] for one in drawn])
 
 
 @pytest.mark.parametrize("name", [loss for loss in POLICY_LOSSES if loss != "reinforce"])

@@ -32,7 +32,7 @@ def drawn_by(*versions: list[int], logprobs: list[float], mask: list[int]) -> Tr
         loss_mask=mask,
         versions=list(versions) or None,
     )
-    return TrainSample.of(drawn, 1.0)
+    return TrainSample.from_rollout(drawn, 1.0)
 
 
 # What is compared
@@ -97,7 +97,7 @@ def group(versions: list[list[int]], *logprobs: float) -> PromptGroup:
         [sample_of(float(place), logprobs=[0.0, 0.0, one, one], versions=versions)]
         for place, one in enumerate(logprobs)
     ]
-    return PromptGroup.of(row_of(0), samples)
+    return PromptGroup.from_rollouts(row_of(0), samples)
 
 
 def parity_of(folder: Path, piece: PromptGroup, version: int | None, **options: Any) -> Any:
