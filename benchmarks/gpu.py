@@ -51,7 +51,8 @@ from hearth.inference.engine.sampler import SamplingValues, sample
 from hearth.models.loading import LoadedModel, best_device
 from hearth.models.lora import LoraOptions
 from hearth.sync.store import MemorySnapshotStore
-from hearth.trainer.engine import TrainerEngine, TrainerOptions
+from hearth.trainer.engine import TrainerEngine
+from hearth.trainer.options import TrainerOptions
 from hearth.wire.tensors import encode
 from hearth.wire.tinker import AdamParams, DatumRecord
 
@@ -401,11 +402,16 @@ class Bench:
     @contextlib.contextmanager
     def _trainer(self, length: int) -> Iterator[Trainer]:
         setting, store = self.setting, MemorySnapshotStore(1)
-        engine = TrainerEngine(
+        random_model = self.model
+
+        class RandomTrainer(TrainerEngine):
+            def load_base(self) -> LoadedModel:
+                return random_model()
+
+        engine = RandomTrainer(
             NAME,
             snapshots=store,
             checkpoint_dir=self.folder,
-            load=self.model,
             options=TrainerOptions(
                 dtype="bfloat16",
                 device=str(self.device),

@@ -38,7 +38,8 @@ from hearth.settings import VLLM_PYTHON_VARIABLE, vllm_python
 from hearth.sync import delta
 from hearth.sync.manifest import describe, fingerprints
 from hearth.sync.store import FolderSnapshotStore, MemorySnapshotStore, SnapshotStore
-from hearth.trainer.engine import TrainerEngine, TrainerOptions
+from hearth.trainer.engine import TrainerEngine
+from hearth.trainer.options import TrainerOptions
 from hearth.wire.tensors import encode
 from hearth.wire.tinker import AdamParams, DatumRecord
 from training.quickstart import MODEL

@@ -18,7 +18,8 @@ from hearth.sdk import DeploymentManager, DeploymentSampler, FiretitanServiceCli
 from hearth.sdk.transport import mount, unmount
 from hearth.sync.chain import resolve
 from hearth.sync.store import FolderSnapshotStore, MemorySnapshotStore
-from hearth.trainer.engine import TrainerEngine, TrainerOptions
+from hearth.trainer.engine import TrainerEngine
+from hearth.trainer.options import TrainerOptions
 from hearth.trainer.service import create_app as trainer_app
 from hearth.wire.completions import DeltaMetadata
 from training.quickstart import MODEL

@@ -16,7 +16,8 @@ from hearth.inference.worker import build
 from hearth.launch.sidecars import LocalSidecars
 from hearth.models.lora import LoraOptions
 from hearth.sync.store import FolderBuckets
-from hearth.trainer.engine import TrainerEngine, TrainerOptions
+from hearth.trainer.engine import TrainerEngine
+from hearth.trainer.options import TrainerOptions
 from hearth.wire.tensors import encode
 from hearth.wire.tinker import AdamParams, DatumRecord
 from training.quickstart import MODEL

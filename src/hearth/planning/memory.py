@@ -23,7 +23,7 @@ Bytes = Mapping[str, int]
 GIB = 2**30
 ITEMSIZE: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 LOGIT_BUDGET = 2**26
-"""Most logits of a trainer at one time (``hearth.trainer.logprobs``)."""
+"""Most logits of a trainer at one time (``hearth.trainer.options``)."""
 FEWEST_LOGIT_ROWS = 32
 SNAPSHOTS_IN_MEMORY = 4
 """Snapshots that an embedded platform keeps (``hearth.sync.store.MemoryBuckets``)."""

@@ -12,13 +12,13 @@ _PROMOTED = "accounts/me/models/"
 
 
 @dataclass(frozen=True)
-class AdapterShelf:
+class AdapterStore:
     """Promoted adapters by name, and folders where requests may name them."""
 
     models_dir: Path | None = None
     allow_folders: bool = True
 
-    def folder(self, adapter_path: str) -> Path:
+    def find_folder(self, adapter_path: str) -> Path:
         """The folder of ``accounts/me/models/NAME``, or the folder that is named itself.
 
         Raises:

@@ -25,7 +25,7 @@ from hearth.losses import BuiltinObjective, builtin_objective
 from hearth.models.loading import LoadedModel, base_tensors, export_pretrained, load_model
 from hearth.models.lora import LoraOptions, merged_tensors, read_adapter
 from hearth.sync.store import Snapshot, SnapshotStore
-from hearth.trainer.adapters import AdapterShelf
+from hearth.trainer.adapters import AdapterStore
 from hearth.trainer.checkpoint import (
     CheckpointFacts,
     CheckpointFolder,
@@ -36,7 +36,7 @@ from hearth.trainer.checkpoint import (
     rng_state,
 )
 from hearth.trainer.datums import Datums, read_datums
-from hearth.trainer.logprobs import DEFAULT_LOGIT_BUDGET
+from hearth.trainer.options import TrainerOptions
 from hearth.trainer.packing import Limits
 from hearth.trainer.passes import KeptGraph, Pass, PassResult
 from hearth.trainer.residents import Resident, Residents, require_trainable
@@ -47,32 +47,6 @@ logger = logging.getLogger(__name__)
 LossConfig = Mapping[str, float | int | str | bool]
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerOptions:
-    """How one trainer runs."""
-
-    dtype: str = "float32"
-    """``float32``, or ``bfloat16`` with float32 master weights, gradients and logprobs."""
-    device: str = "cpu"
-    max_seq_len: int | None = None
-    """Most input tokens of a datum; None takes what the model has positions for."""
-    micro_batch_tokens: int = 16384
-    """Most padded tokens of one forward pass; a longer datum gets a pass of its own."""
-    logit_budget: int = DEFAULT_LOGIT_BUDGET
-    """Most logits (tokens times vocabulary) in memory at one time."""
-    recompute_above: int | None = None
-    """Forward passes of more tokens than this keep only what enters each layer, and the backward
-    pass computes the rest again (activation checkpointing): a third more arithmetic for a fraction
-    of the memory. None never does."""
-    forward_only: bool = False
-    """Refuse every operation that trains."""
-    attn_implementation: str | None = None
-    """As transformers names it; None is SDPA where the architecture has it."""
-    trust_remote_code: bool = False
-    keep_checkpoints: int | None = None
-    """How many resumable checkpoints stay, beside pinned ones; None keeps all."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +79,8 @@ def _exclusive(
 class TrainerEngine:
     """Trains at most one policy; frozen models beside it only run ``forward``.
 
-    The base weights are loaded at once, so that a bad model fails here. ``other_checkpoints`` gives
-    the checkpoint folder of another job's id; by default folders of jobs are siblings. ``load``
-    makes the base weights, a new copy at each call; None reads them from ``source``.
+    The base weights are loaded at once, so that a bad model fails here. The checkpoint folders of
+    other jobs are siblings of ``checkpoint_dir``, named by the jobs' ids.
 
     Raises:
         ConfigError: the model cannot be loaded or trained, or an option breaks its rule.
@@ -124,9 +97,7 @@ class TrainerEngine:
         snapshots: SnapshotStore,
         checkpoint_dir: Path,
         options: TrainerOptions | None = None,
-        other_checkpoints: Callable[[str], Path] | None = None,
-        adapters: AdapterShelf | None = None,
-        load: Callable[[], LoadedModel] | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.source = str(source)
         self.name = name or self.source
@@ -135,19 +106,15 @@ class TrainerEngine:
         self.is_closed = False
         self._snapshots = snapshots
         self._checkpoints = CheckpointFolder(checkpoint_dir, keep=self.options.keep_checkpoints)
-        self._folder_of_job = other_checkpoints or (lambda job: checkpoint_dir.parent / job)
-        self._adapters = adapters or AdapterShelf()
+        self._jobs_dir = checkpoint_dir.parent
+        self._adapters = adapters or AdapterStore()
         self._closing: list[Callable[[], None]] = []
-        self._load = load or self._load_source
-        for name in ("micro_batch_tokens", "recompute_above"):
-            value = getattr(self.options, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be >= 1, got {value}")
-        base = self._load()
+        self.options.check()
+        base = self.load_base()
         self.architecture = str(base.config.model_type)
         self._limits = _limits(base, self.options.max_seq_len)
         first = [base]
-        self._residents = self._make_residents(lambda: first.pop() if first else self._load())
+        self._residents = self._make_residents(lambda: first.pop() if first else self.load_base())
         self._has_told_dense = False
         self._graph: tuple[str, KeptGraph] | None = None
         """The pass that waits for its backward pass, by its name."""
@@ -364,7 +331,7 @@ class TrainerEngine:
                 f"load_adapter must run on a LoRA model, got {model_id!r}, which trains all "
                 "parameters"
             )
-        config, tensors = read_adapter(self._adapters.folder(adapter_path))
+        config, tensors = read_adapter(self._adapters.find_folder(adapter_path))
         if float(config.get("lora_alpha", 0)) != model.lora.alpha:
             raise RequestError(
                 f"adapter must have the model's lora_alpha, {model.lora.alpha:g}, got "
@@ -456,16 +423,24 @@ class TrainerEngine:
             self._graph = None
             self._residents.clear()
 
+    def load_base(self) -> LoadedModel:
+        """A new copy of the base weights."""
+        options = self.options
+        return load_model(
+            self.source,
+            name=self.name,
+            dtype=options.dtype,
+            device=options.device,
+            attn_implementation=options.attn_implementation,
+            trust_remote_code=options.trust_remote_code,
+        )
+
     def running(self, operation: str, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         """Around an operation that runs alone, with what it was called with."""
         return contextlib.nullcontext()
 
     def _make_residents(self, load: Callable[[], LoadedModel]) -> Residents:
-        return Residents(
-            load,
-            logit_budget=self.options.logit_budget,
-            recompute_above=self.options.recompute_above,
-        )
+        return Residents(load, self.options)
 
     def _stored(self, model: Resident) -> Mapping[str, Tensor]:
         """What makes a model, as a checkpoint has it."""
@@ -524,21 +499,10 @@ class TrainerEngine:
             logger.warning("trainer %s: model %s makes room for another", self.name, model_id)
             self._residents.remove(model_id)
 
-    def _load_source(self) -> LoadedModel:
-        options = self.options
-        return load_model(
-            self.source,
-            name=self.name,
-            dtype=options.dtype,
-            device=options.device,
-            attn_implementation=options.attn_implementation,
-            trust_remote_code=options.trust_remote_code,
-        )
-
     def _find_checkpoint(self, path: str) -> tuple[CheckpointFolder, str]:
         """The folder that a reference means, and the name in it."""
         job, name = parse_reference(path)
-        folder = self._checkpoints if job is None else CheckpointFolder(self._folder_of_job(job))
+        folder = self._checkpoints if job is None else CheckpointFolder(self._jobs_dir / job)
         known = folder.names()
         if name not in known and name in self._snapshots.names():
             raise RequestError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,20 @@ from hearth.sync.folders import drafted
 from hearth.sync.store import Snapshot
 
 
-def export_snapshot(
-    snapshot: Snapshot,
-    source: str,
-    base_model: str,
-    folder: Path,
-    merge_adapter: bool = False,
-    *,
-    trust_remote_code: bool = False,
-) -> None:
-    """Write a whole snapshot (no delta) to ``folder``, which appears complete or not at all.
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How a snapshot is exported."""
+
+    base_model: str
+    source: str
+    folder: str
+    merge_adapter: bool = False
+    """Write an adapter's snapshot as a whole model with the adapter merged in."""
+    trust_remote_code: bool = False
+
+
+def export_snapshot(snapshot: Snapshot, options: ExportOptions) -> None:
+    """Write a whole snapshot (no delta) to the folder, which appears complete or not at all.
 
     Full weights give a model folder in the snapshot's dtype, with the source's tokenizer. An
     adapter gives PEFT's two files, or with ``merge_adapter`` a model folder with the adapter merged
@@ -41,22 +46,21 @@ def export_snapshot(
             cannot be loaded.
         RequestError: the folder exists.
     """
+    base_model, trust = options.base_model, options.trust_remote_code
     if snapshot.base_model != base_model:
         raise EngineError(
             f"snapshot {snapshot.identity!r} must be of {base_model!r}, got one of "
             f"{snapshot.base_model!r}"
         )
     is_adapter = snapshot.kind == "lora"
-    dtype = _source_dtype(source, trust_remote_code) if is_adapter else _dtype_of(snapshot.tensors)
+    dtype = _source_dtype(options.source, trust) if is_adapter else _dtype_of(snapshot.tensors)
     try:
-        loaded = load_model(
-            source, name=base_model, dtype=dtype, trust_remote_code=trust_remote_code
-        )
-        with drafted(folder.expanduser()) as draft:
+        loaded = load_model(options.source, name=base_model, dtype=dtype, trust_remote_code=trust)
+        with drafted(Path(options.folder).expanduser()) as draft:
             if not is_adapter:
                 export_pretrained(loaded, snapshot.tensors, draft)
             else:
-                _write_lora(loaded, snapshot, draft, merge_adapter)
+                _write_lora(loaded, snapshot, draft, options.merge_adapter)
     except (ConfigError, OSError) as error:
         raise EngineError(
             f"snapshot {snapshot.identity!r} could not be exported: {error}"

@@ -20,6 +20,7 @@ from hearth.models.loading import LoadedModel
 from hearth.models.packed import PackedDecoder
 from hearth.models.recompute import recomputing
 from hearth.models.routing import find_routers
+from hearth.trainer.options import TrainerOptions
 from hearth.trainer.packed_module import PackedModule
 from hearth.trainer.packing import (
     Example,
@@ -31,19 +32,16 @@ from hearth.trainer.packing import (
 )
 from hearth.trainer.segments import Kernel
 
-DEFAULT_LOGIT_BUDGET = 2**26
-"""Most logits at one time: 256 MiB in float32."""
-
 # Below 16 rows the CPU's matrix product takes another path, with other rounding.
 _MIN_ROWS = 16
 
 
 class TargetScorer:
-    """Scores targets under a model, in chunks of at most ``logit_budget`` logits.
+    """Scores targets under a model, in chunks of at most ``options.logit_budget`` logits.
 
     Works for any head (tied, biased, adapted by LoRA) and the known ways of shaping logits after
-    it; a head that does more is found out and refused. Batches of more rows than
-    ``recompute_above`` forget within layers (``recomputing``); ``kernel`` is ``PackedModule``'s.
+    it; a head that does more is refused. Large batches recompute activations in the backward pass
+    (``options.should_recompute``); ``kernel`` computes ``PackedModule``'s attention.
 
     Raises:
         ConfigError: the model's logits are not its head on its last hidden states, or the budget
@@ -53,16 +51,15 @@ class TargetScorer:
     def __init__(
         self,
         loaded: LoadedModel,
+        options: TrainerOptions | None = None,
         *,
-        logit_budget: int = DEFAULT_LOGIT_BUDGET,
-        recompute_above: int | None = None,
         kernel: Kernel | None = None,
     ) -> None:
+        self._options = options or TrainerOptions()
         self._module: Any = loaded.module
-        self._recompute_above = recompute_above
         self._backbone: Any = self._module.base_model
         self._shape = _logit_shape(loaded.config.get_text_config())
-        self._chunk_rows = max(2 * _MIN_ROWS, logit_budget // loaded.vocab_size)
+        self._chunk_rows = max(2 * _MIN_ROWS, self._options.logit_budget // loaded.vocab_size)
         self._device = loaded.device
         self._check(loaded)
         self._routers = find_routers(loaded)
@@ -74,7 +71,7 @@ class TargetScorer:
         self, loaded: LoadedModel, kernel: Kernel | None
     ) -> PackedDecoder | PackedModule | None:
         """What runs rows without padding; None where nothing can."""
-        return PackedDecoder.of(loaded) or PackedModule.of(loaded, kernel)
+        return PackedDecoder.of(loaded) or PackedModule.from_model(loaded, kernel)
 
     def replaying(self, routing: Tensor | None) -> contextlib.AbstractContextManager[None]:
         """Send tokens to given experts, backward passes included, inside the ``with``.
@@ -104,8 +101,7 @@ class TargetScorer:
         Padded rows are padded on the right and need no mask: attention is causal, so a token never
         sees the padding behind it.
         """
-        limit = self._recompute_above
-        recompute = limit is not None and batch.num_rows > limit
+        recompute = self._options.should_recompute(batch.num_rows)
         if isinstance(batch, PackedBatch):
             assert self._packed is not None, "nobody else packs"
             return self._packed.states(

@@ -21,7 +21,7 @@ PACKED_ATTENTION = "hearth_packed"
 
 
 class PackedModule:
-    """Runs rows without padding and a common prefix once; made by ``of`` where that can be.
+    """Runs rows without padding and a common prefix once; made by ``from_model`` where that can be.
 
     No mask of rows by rows is ever made, however long the texts are.
     """
@@ -36,7 +36,7 @@ class PackedModule:
         self._states = packed_attention.packed_states
 
     @classmethod
-    def of(cls, loaded: LoadedModel, kernel: Kernel | None = None) -> PackedModule | None:
+    def from_model(cls, loaded: LoadedModel, kernel: Kernel | None = None) -> PackedModule | None:
         """The packed form of a plain decoder; None where there is none, or the kernel is unsound.
 
         ``kernel`` computes the attention; None takes torch's, for bfloat16 on a GPU.

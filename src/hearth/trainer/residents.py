@@ -24,6 +24,7 @@ from hearth.models.lora import (
 from hearth.sync.chain import Published
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.optim import Optimizer
+from hearth.trainer.options import TrainerOptions
 
 
 @dataclass(eq=False)
@@ -81,23 +82,16 @@ class Residents:
     trains all parameters has its own.
     """
 
-    def __init__(
-        self,
-        load: Callable[[], LoadedModel],
-        *,
-        logit_budget: int,
-        recompute_above: int | None = None,
-    ) -> None:
+    def __init__(self, load: Callable[[], LoadedModel], options: TrainerOptions) -> None:
         self._load = load
-        self._logit_budget = logit_budget
-        self._recompute_above = recompute_above
+        self._options = options
         self._models: dict[str, Resident] = {}
         self._numbers = itertools.count(1)
         # After a restart an id of before must not name another model.
         self._process = secrets.token_hex(4)
         self._base: LoadedModel | None = load()
         # A model that cannot be trained or scored is refused when the trainer starts.
-        self.routing = TargetScorer(self._base, logit_budget=logit_budget).routing
+        self.routing = TargetScorer(self._base, options).routing
         """What the model's routers choose from; None for a dense model."""
 
     def get(self, model_id: str) -> Resident:
@@ -171,9 +165,7 @@ class Residents:
         return model
 
     def _scorer(self, loaded: LoadedModel) -> TargetScorer:
-        return TargetScorer(
-            loaded, logit_budget=self._logit_budget, recompute_above=self._recompute_above
-        )
+        return TargetScorer(loaded, self._options)
 
     def _optimizer(self, loaded: LoadedModel) -> Optimizer:
         return Optimizer(trainable(loaded))

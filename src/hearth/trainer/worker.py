@@ -1,28 +1,25 @@
 """What a trainer's own process runs: its engine and its app, and the export of a snapshot.
 
-Whoever forks such processes imports this module beforehand, and with it all that takes long.
+A forkserver imports this module before it forks such processes, and with it all slow libraries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 
-# Imported where they are used as well, at the price of seconds per process.
+# Imported here so that the forkserver has them; each process would spend seconds on it.
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - see above
 
 from hearth.errors import ConfigError
-from hearth.models.loading import best_device
 from hearth.sidecars import Sidecars
 from hearth.sync.chain import resolve
 from hearth.sync.store import Buckets, buckets_of
-from hearth.trainer.adapters import AdapterShelf
-from hearth.trainer.engine import TrainerEngine, TrainerOptions
-from hearth.trainer.export import export_snapshot
-from hearth.trainer.ranks.engine import RankSettings
+from hearth.trainer.engine import TrainerEngine
+from hearth.trainer.export import ExportOptions, export_snapshot
+from hearth.trainer.options import TrainerWorkerOptions
 from hearth.trainer.ranks.start import start_ranks
 from hearth.trainer.service import create_app
 
@@ -30,105 +27,40 @@ OnPhase = Callable[[str], None]
 
 
 def build(
-    *,
-    buckets: str | Buckets,
-    base_model: str,
-    source: str,
-    bucket: str,
-    checkpoint_dir: str,
-    forward_only: bool,
-    ranks: int,
-    rank_timeout_s: float,
-    offload_optimizer: bool,
-    dtype: str,
-    device: str | None,
-    max_seq_len: int | None,
-    micro_batch_tokens: int,
-    recompute_above: int | None,
-    keep_checkpoints: int | None,
-    keep_snapshots: int | None,
-    models_dir: str | None,
-    allow_folders: bool,
-    trust_remote_code: bool,
-    sidecars: Sidecars,
-    on_phase: OnPhase,
+    *, sidecars: Sidecars, on_phase: OnPhase, **values: Any
 ) -> tuple[Starlette, Callable[[], None]]:
-    """The app of a trainer that publishes to ``bucket``, and what closes it.
+    """The app of a trainer, and what closes it; ``values`` are of ``TrainerWorkerOptions``.
 
-    ``buckets`` is their folder, or the buckets themselves where they are in this process.
-    ``on_phase`` is told what it does from now on. ``device`` None takes a GPU where there is one.
+    ``on_phase`` is called with the name of each phase that begins.
 
     Raises:
         ConfigError: the model cannot be loaded, or an option breaks its rule.
     """
-    if ranks > 1 and not isinstance(buckets, str):
+    options = TrainerWorkerOptions.from_values(values)
+    if options.ranks > 1 and not isinstance(options.buckets, str):
         raise ConfigError(
-            f"ranks must be 1 with the inline placement, got {ranks}: a process group does not "
-            "belong into the user's process; use placement='process', or hearth serve"
+            f"ranks must be 1 with the inline placement, got {options.ranks}: a process group does "
+            "not belong into the user's process; use placement='process', or hearth serve"
         )
-    if ranks == 1 and offload_optimizer:
+    if options.ranks == 1 and options.offload_optimizer:
         raise ConfigError(
             "offload_optimizer must be off with ranks=1, got True: only weights that ranks share "
             "can be kept in the host's memory"
         )
-    on_phase("loading model")
-    device = device or best_device()
-    options = TrainerOptions(
-        # Whole weights of a trainer of ranks are only ever in the host's memory.
-        dtype=dtype,
-        device=device if ranks == 1 else "cpu",
-        max_seq_len=max_seq_len,
-        micro_batch_tokens=micro_batch_tokens,
-        recompute_above=recompute_above,
-        forward_only=forward_only,
-        keep_checkpoints=keep_checkpoints,
-        trust_remote_code=trust_remote_code,
-    )
-    if ranks > 1:
-        settings = RankSettings(
-            source=source,
-            name=base_model,
-            buckets=str(buckets),
-            bucket=bucket,
-            keep_snapshots=keep_snapshots,
-            checkpoint_dir=checkpoint_dir,
-            models_dir=models_dir,
-            allow_folders=allow_folders,
-            offload=offload_optimizer,
-            options=asdict(options),
-        )
+    if options.ranks > 1:
         on_phase("starting ranks")
-        leading = start_ranks(
-            sidecars, settings, ranks=ranks, device=device, timeout_s=rank_timeout_s
-        )
-        on_phase("idle")
-        return create_app(leading, on_phase=on_phase), leading.close
-    shelf = AdapterShelf(Path(models_dir) if models_dir else None, allow_folders=allow_folders)
-    engine = TrainerEngine(
-        source,
-        name=base_model,
-        snapshots=buckets_of(buckets, keep_snapshots).bucket(bucket),
-        checkpoint_dir=Path(checkpoint_dir),
-        options=options,
-        adapters=shelf,
-    )
+        engine = start_ranks(sidecars, options)
+    else:
+        on_phase("loading model")
+        engine = TrainerEngine(**options.engine_arguments())
     on_phase("idle")
     return create_app(engine, on_phase=on_phase), engine.close
 
 
 def export(
-    *,
-    buckets: str | Buckets,
-    bucket: str,
-    identity: str,
-    base_model: str,
-    source: str,
-    folder: str,
-    merge_adapter: bool,
-    trust_remote_code: bool,
-    on_phase: OnPhase,
+    *, buckets: str | Buckets, bucket: str, identity: str, on_phase: OnPhase, **values: Any
 ) -> None:
-    """Write a snapshot of ``bucket`` as a model folder.
+    """Write a snapshot of ``bucket`` as a model folder; ``values`` are of ``ExportOptions``.
 
     Raises:
         NotFoundError: the bucket has no such snapshot.
@@ -137,11 +69,4 @@ def export(
     on_phase("reading snapshot")
     snapshot = resolve(buckets_of(buckets).bucket(bucket), identity)
     on_phase("writing model")
-    export_snapshot(
-        snapshot,
-        source,
-        base_model,
-        Path(folder),
-        merge_adapter,
-        trust_remote_code=trust_remote_code,
-    )
+    export_snapshot(snapshot, ExportOptions(**values))

@@ -13,7 +13,8 @@ from tests.threads import one_thread as one_thread
 from hearth.launch.processes import ProcessLauncher
 from hearth.launch.spec import TrainerSpec
 from hearth.sync.store import MemorySnapshotStore
-from hearth.trainer.engine import TrainerEngine, TrainerOptions
+from hearth.trainer.engine import TrainerEngine
+from hearth.trainer.options import TrainerOptions
 
 MICRO_BATCH_TOKENS = 128
 

@@ -32,8 +32,9 @@ from hearth.planning.memory import (
 )
 from hearth.sync.store import MemorySnapshotStore
 from hearth.trainer.datums import read_datums
-from hearth.trainer.engine import TrainerEngine, TrainerOptions
-from hearth.trainer.logprobs import DEFAULT_LOGIT_BUDGET, TargetScorer
+from hearth.trainer.engine import TrainerEngine
+from hearth.trainer.logprobs import TargetScorer
+from hearth.trainer.options import DEFAULT_LOGIT_BUDGET, TrainerOptions
 from hearth.trainer.packing import Limits
 from hearth.wire.tensors import encode
 from hearth.wire.tinker import AdamParams, DatumRecord
@@ -112,7 +113,7 @@ def test_a_trainer_holds_exactly_the_bytes_that_are_planned(
 
 def kept_bytes(loaded: LoadedModel, **options: Any) -> int:
     """Bytes that a forward pass keeps for its backward pass, the weights left out."""
-    scorer = TargetScorer(loaded, **options)
+    scorer = TargetScorer(loaded, TrainerOptions(**options))
     examples = read_datums([datum()], builtin_objective("cross_entropy"), LIMITS)
     (batch,) = scorer.batches(examples, 4096, LIMITS)
     weights = {parameter.untyped_storage().data_ptr() for parameter in loaded.module.parameters()}

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from tests.threads import one_thread as one_thread
 
 from hearth.sync.store import MemorySnapshotStore
-from hearth.trainer.engine import TrainerEngine, TrainerOptions
+from hearth.trainer.engine import TrainerEngine
+from hearth.trainer.options import TrainerOptions
 from hearth.wire.tensors import encode
 from hearth.wire.tinker import AdamParams, DatumRecord
 

@@ -13,7 +13,7 @@ from hearth.errors import EngineError, RequestError
 from hearth.models.loading import LoadedModel, base_tensors, load_model
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora
 from hearth.sync.store import Snapshot
-from hearth.trainer.export import export_snapshot
+from hearth.trainer.export import ExportOptions, export_snapshot
 
 IDS = torch.tensor([[5, 9, 11, 2, 40, 7]])
 
@@ -55,10 +55,14 @@ def adapter(loaded: LoadedModel) -> Snapshot:
     return Snapshot.capture("a1", "lora", "tiny", tensors, facts)
 
 
+def options_of(source: Path, folder: Path, **more: Any) -> ExportOptions:
+    return ExportOptions(**{"base_model": "tiny", **more}, source=str(source), folder=str(folder))
+
+
 def test_full_weights_give_a_model_of_the_same_logits_and_its_tokenizer(
     trained: LoadedModel, model_folder: Path, tmp_path: Path
 ) -> None:
-    export_snapshot(whole(trained), str(model_folder), "tiny", tmp_path / "model")
+    export_snapshot(whole(trained), options_of(model_folder, tmp_path / "model"))
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     torch.testing.assert_close(model(IDS).logits, trained.module(IDS).logits, atol=1e-5, rtol=0)
@@ -69,7 +73,7 @@ def test_weights_are_written_in_the_dtype_that_they_have(
     trained: LoadedModel, model_folder: Path, tmp_path: Path
 ) -> None:
     trained.module.to(torch.bfloat16)
-    export_snapshot(whole(trained), str(model_folder), "tiny", tmp_path / "model")
+    export_snapshot(whole(trained), options_of(model_folder, tmp_path / "model"))
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.bfloat16
@@ -80,7 +84,7 @@ def test_weights_are_written_in_the_dtype_that_they_have(
 def test_an_adapter_gives_a_peft_folder_of_the_same_logits(
     adapted: LoadedModel, model_folder: Path, tmp_path: Path
 ) -> None:
-    export_snapshot(adapter(adapted), str(model_folder), "tiny", tmp_path / "adapter")
+    export_snapshot(adapter(adapted), options_of(model_folder, tmp_path / "adapter"))
 
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
@@ -93,7 +97,8 @@ def test_a_merged_adapter_gives_a_model_of_the_same_logits(
     adapted: LoadedModel, model_folder: Path, tmp_path: Path
 ) -> None:
     snapshot = adapter(adapted)
-    export_snapshot(snapshot, str(model_folder), "tiny", tmp_path / "merged", merge_adapter=True)
+    options = options_of(model_folder, tmp_path / "merged", merge_adapter=True)
+    export_snapshot(snapshot, options)
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(model(IDS).logits, adapted.module(IDS).logits, atol=1e-5, rtol=0)
@@ -106,9 +111,10 @@ def test_what_does_not_fit_the_source_leaves_no_folder(
     snapshot = Snapshot("v1", "base", "tiny", short)
 
     with pytest.raises(EngineError, match="1 missing"):
-        export_snapshot(snapshot, str(model_folder), "tiny", tmp_path / "model")
+        export_snapshot(snapshot, options_of(model_folder, tmp_path / "model"))
+    options = options_of(model_folder, tmp_path / "model", base_model="other")
     with pytest.raises(EngineError, match="must be of 'other', got one of 'tiny'"):
-        export_snapshot(whole(trained), str(model_folder), "other", tmp_path / "model")
+        export_snapshot(whole(trained), options)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -118,5 +124,5 @@ def test_a_folder_that_exists_is_not_written_over(
     (tmp_path / "mine").mkdir()
 
     with pytest.raises(RequestError, match="exists already"):
-        export_snapshot(whole(trained), str(model_folder), "tiny", tmp_path / "mine")
+        export_snapshot(whole(trained), options_of(model_folder, tmp_path / "mine"))
     assert list((tmp_path / "mine").iterdir()) == []

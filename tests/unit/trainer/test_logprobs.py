@@ -13,6 +13,7 @@ from hearth.errors import ConfigError
 from hearth.models.loading import load_model
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora
 from hearth.trainer.logprobs import TargetScorer
+from hearth.trainer.options import TrainerOptions
 from hearth.trainer.packing import MicroBatch
 
 IDS = torch.randint(0, 96, (3, 40), generator=torch.Generator().manual_seed(1))
@@ -68,7 +69,7 @@ def test_chunks_change_neither_logprobs_nor_gradient(
             tensor.add_(0.05)
 
     def run(budget: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        scorer = TargetScorer(loaded, logit_budget=budget)
+        scorer = TargetScorer(loaded, TrainerOptions(logit_budget=budget))
         found = scorer.logprobs(hidden_states(scorer), TARGETS)
         return found.detach(), list(torch.autograd.grad((found**2).sum(), adapter))
 
@@ -85,7 +86,7 @@ def test_the_logits_of_all_tokens_never_exist_at_once(qwen_folder: Path) -> None
     targets = torch.zeros(tokens, 1, dtype=torch.int64)
 
     def largest(budget: int) -> int:
-        scorer = TargetScorer(loaded, logit_budget=budget)
+        scorer = TargetScorer(loaded, TrainerOptions(logit_budget=budget))
         with LargestTensor() as seen:
             scorer.logprobs(hidden, targets).sum().backward()
         return seen.elements
@@ -96,7 +97,7 @@ def test_the_logits_of_all_tokens_never_exist_at_once(qwen_folder: Path) -> None
 
 
 def test_what_stays_for_the_backward_pass_is_not_the_logits(qwen_folder: Path) -> None:
-    scorer = TargetScorer(load_model(qwen_folder), logit_budget=100 * 96)
+    scorer = TargetScorer(load_model(qwen_folder), TrainerOptions(logit_budget=100 * 96))
     hidden = torch.randn(2000, 64, requires_grad=True)
     saved: list[int] = []
 

@@ -19,6 +19,7 @@ from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, base_o
 from hearth.models.packed import PackedDecoder
 from hearth.trainer.datums import read_datums
 from hearth.trainer.logprobs import TargetScorer
+from hearth.trainer.options import TrainerOptions
 from hearth.trainer.packing import Limits, MicroBatch, PackedBatch, packed_batches
 from hearth.trainer.passes import Pass, PassResult
 from hearth.wire.tinker import DatumRecord
@@ -131,10 +132,10 @@ def scorers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[TargetScorer
     """A model's scorer in packed rows, and the one in padded rows."""
 
     def make(loaded: LoadedModel, **options: Any) -> tuple[TargetScorer, TargetScorer]:
-        packed = TargetScorer(loaded, **options)
+        packed = TargetScorer(loaded, TrainerOptions(**options))
         with monkeypatch.context() as patch:
             patch.setattr(PackedDecoder, "of", lambda _: None)
-            return packed, TargetScorer(loaded, **options)
+            return packed, TargetScorer(loaded, TrainerOptions(**options))
 
     return make
 

@@ -343,7 +343,7 @@ def test_an_unsound_kernel_means_padded_rows_and_one_warning(
 
 
 def test_torchs_own_kernel_is_for_gpus(read: Any) -> None:
-    assert PackedModule.of(read("qwen3", dtype="bfloat16")) is None
+    assert PackedModule.from_model(read("qwen3", dtype="bfloat16")) is None
 
 
 class Largest(TorchDispatchMode):
@@ -361,7 +361,7 @@ class Largest(TorchDispatchMode):
 
 def test_no_mask_of_rows_by_rows_is_made(read: Any) -> None:
     loaded = read("qwen3")
-    packed = PackedModule.of(loaded, kernel)
+    packed = PackedModule.from_model(loaded, kernel)
     assert packed is not None
     count, length = 48, 32
     heads = torch.tensor([[one * length, length, 0, 0] for one in range(count)])

@@ -16,6 +16,7 @@ from hearth.models.packed import PackedDecoder
 from hearth.models.recompute import recomputing
 from hearth.trainer.datums import read_datums
 from hearth.trainer.logprobs import TargetScorer
+from hearth.trainer.options import TrainerOptions
 from hearth.trainer.packing import Limits
 
 VOCAB_SIZE = 96
@@ -35,7 +36,7 @@ def read(model_of: Callable[[str], Path]) -> Callable[..., LoadedModel]:
 
 def kept_bytes(loaded: LoadedModel, data: Any, **options: Any) -> int:
     """Bytes that a forward pass keeps for its backward pass, the weights left out."""
-    scorer = TargetScorer(loaded, **options)
+    scorer = TargetScorer(loaded, TrainerOptions(**options))
     examples = read_datums(data, builtin_objective("cross_entropy"), LIMITS)
     (batch,) = scorer.batches(examples, 4096, LIMITS)
     weights = {parameter.data_ptr() for parameter in loaded.module.parameters()}
@@ -102,7 +103,7 @@ def test_a_long_pass_keeps_what_enters_its_layers_and_a_short_one_everything(
 
 def test_without_a_gradient_nothing_is_computed_twice(read: Any, random_data: Any) -> None:
     loaded = read("gemma")
-    scorer = TargetScorer(loaded, recompute_above=1)
+    scorer = TargetScorer(loaded, TrainerOptions(recompute_above=1))
     examples = read_datums(random_data(), builtin_objective("cross_entropy"), LIMITS)
     calls: list[int] = []
     layer = loaded.module.base_model.layers[0].mlp  # type: ignore[index,union-attr]

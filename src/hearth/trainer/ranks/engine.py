@@ -11,21 +11,17 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import orjson
 from torch import Tensor
 
 from hearth.errors import HearthError
 from hearth.models.loading import LoadedModel, base_tensors
 from hearth.models.lora import merged_tensors
 from hearth.models.parallel import ShardedModel, gathered
-from hearth.sync.store import FolderBuckets
-from hearth.trainer.adapters import AdapterShelf
 from hearth.trainer.checkpoint import CheckpointFolder, TrainerState
-from hearth.trainer.engine import TrainerEngine, TrainerOptions
+from hearth.trainer.engine import TrainerEngine
+from hearth.trainer.options import TrainerWorkerOptions
 from hearth.trainer.passes import Pass
 from hearth.trainer.ranks.calls import decode, encode
 from hearth.trainer.ranks.checkpoints import read_together, write_together
@@ -37,52 +33,6 @@ from hearth.trainer.residents import Resident, Residents, trainable
 logger = logging.getLogger(__name__)
 
 _CLOSE = "close"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSettings:
-    """What every rank makes its engine of. Plain values, so that rank 0 can send them."""
-
-    source: str
-    name: str
-    buckets: str
-    bucket: str
-    keep_snapshots: int | None
-    checkpoint_dir: str
-    models_dir: str | None
-    allow_folders: bool
-    offload: bool
-    options: Mapping[str, Any]
-    """Of ``TrainerOptions``."""
-
-    def dump(self) -> bytes:
-        """What ``parse`` reads."""
-        return orjson.dumps(asdict(self))
-
-    @classmethod
-    def parse(cls, message: bytes) -> Self:
-        """The settings of ``dump``."""
-        return cls(**orjson.loads(message))
-
-    def engine(self, group: RankGroup, on_broken: Callable[[str], None]) -> RankEngine:
-        """This rank's engine; all ranks make theirs at the same time.
-
-        Raises:
-            ConfigError: the model cannot be loaded or trained, or an option breaks its rule.
-        """
-        return RankEngine(
-            self.source,
-            name=self.name,
-            group=group,
-            offload=self.offload,
-            on_broken=on_broken,
-            snapshots=FolderBuckets(Path(self.buckets), self.keep_snapshots).bucket(self.bucket),
-            checkpoint_dir=Path(self.checkpoint_dir),
-            options=TrainerOptions(**self.options),
-            adapters=AdapterShelf(
-                Path(self.models_dir) if self.models_dir else None, allow_folders=self.allow_folders
-            ),
-        )
 
 
 class RankEngine(TrainerEngine):
@@ -98,18 +48,12 @@ class RankEngine(TrainerEngine):
     keeps_graphs = False
 
     def __init__(
-        self,
-        source: str,
-        *,
-        group: RankGroup,
-        offload: bool,
-        on_broken: Callable[[str], None],
-        **rest: Any,
+        self, options: TrainerWorkerOptions, group: RankGroup, on_broken: Callable[[str], None]
     ) -> None:
         self._group = group
-        self._offload = offload
+        self._offload = options.offload_optimizer
         self._on_broken = on_broken
-        super().__init__(source, **rest)
+        super().__init__(**options.engine_arguments())
 
     @contextlib.contextmanager
     def running(self, operation: str, *args: Any, **kwargs: Any) -> Generator[None, None, None]:
@@ -159,11 +103,10 @@ class RankEngine(TrainerEngine):
     def _make_residents(self, load: Callable[[], LoadedModel]) -> Residents:
         return RankResidents(
             load,
+            self.options,
             self._group,
             process=self._group.on_first(lambda: secrets.token_hex(4)),
             offload=self._offload,
-            logit_budget=self.options.logit_budget,
-            recompute_above=self.options.recompute_above,
         )
 
     def _make_pass(self, **fields: Any) -> Pass:

@@ -13,7 +13,8 @@ import sys
 import torch
 
 from hearth.telemetry import setup_logging
-from hearth.trainer.ranks.engine import RankSettings
+from hearth.trainer.options import TrainerWorkerOptions
+from hearth.trainer.ranks.engine import RankEngine
 from hearth.trainer.ranks.group import Rendezvous
 from hearth.trainer.ranks.start import WAITED_IN_VAIN, rank_device
 
@@ -43,8 +44,8 @@ def main() -> None:
         )
         meeting = Rendezvous(host, int(port), int(ranks), float(timeout_s))
         group = meeting.join(int(rank), rank_device(device, int(rank)))
-        settings = RankSettings.parse(group.listen())
-        settings.engine(group, logger.error).follow()
+        options = TrainerWorkerOptions.parse(group.listen())
+        RankEngine(options, group, logger.error).follow()
         code = 0
     except Exception as error:  # the boundary: the log has it, and rank 0 reads the log
         logger.exception("rank %s ends", rank)

@@ -21,6 +21,7 @@ from hearth.models.packed import PackedDecoder
 from hearth.models.parallel import ShardedModel
 from hearth.threads import refresh
 from hearth.trainer.logprobs import TargetScorer
+from hearth.trainer.options import TrainerOptions
 from hearth.trainer.packed_module import PackedModule
 from hearth.trainer.packing import Example
 from hearth.trainer.passes import Batch, KeptGraph, Pass, PassResult, count
@@ -39,26 +40,21 @@ class RankScorer(TargetScorer):
         ConfigError: as ``TargetScorer``.
     """
 
-    def __init__(
-        self, loaded: ShardedModel, *, logit_budget: int, recompute_above: int | None
-    ) -> None:
+    def __init__(self, loaded: ShardedModel, options: TrainerOptions) -> None:
         self.model = loaded
         with torch.no_grad():
-            loaded.run(lambda: self._set_up(loaded, logit_budget, recompute_above))
+            loaded.run(lambda: super(RankScorer, self).__init__(loaded, options))
 
     @property
     def shares_prefixes(self) -> bool:
         """Whether a beginning that examples share is computed once."""
         return self._packed is not None
 
-    def _set_up(self, loaded: LoadedModel, logit_budget: int, recompute_above: int | None) -> None:
-        super().__init__(loaded, logit_budget=logit_budget, recompute_above=recompute_above)
-
     def _packed_form(
         self, loaded: LoadedModel, kernel: Kernel | None
     ) -> PackedDecoder | PackedModule | None:
         # The loops in C read weights outside of their modules, where there are only parts.
-        return PackedModule.of(loaded, kernel)
+        return PackedModule.from_model(loaded, kernel)
 
 
 @dataclass(frozen=True)

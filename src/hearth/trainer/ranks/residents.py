@@ -18,6 +18,7 @@ from hearth.models.loading import LoadedModel
 from hearth.models.parallel import ShardedModel, local_parts, shard
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.optim import Optimizer
+from hearth.trainer.options import TrainerOptions
 from hearth.trainer.ranks.group import RankGroup
 from hearth.trainer.ranks.passes import RankScorer
 from hearth.trainer.residents import Residents, trainable
@@ -32,14 +33,13 @@ class RankResidents(Residents):
     def __init__(
         self,
         load: Callable[[], LoadedModel],
+        options: TrainerOptions,
         group: RankGroup,
         *,
         process: str,
         offload: bool,
-        logit_budget: int,
-        recompute_above: int | None,
     ) -> None:
-        super().__init__(load, logit_budget=logit_budget, recompute_above=recompute_above)
+        super().__init__(load, options)
         self._process = process
         self._group = group
         self._offload = offload
@@ -52,9 +52,7 @@ class RankResidents(Residents):
 
     def _scorer(self, loaded: LoadedModel) -> TargetScorer:
         assert isinstance(loaded, ShardedModel), "the weights' owners shard them"
-        return RankScorer(
-            loaded, logit_budget=self._logit_budget, recompute_above=self._recompute_above
-        )
+        return RankScorer(loaded, self._options)
 
     def _optimizer(self, loaded: LoadedModel) -> Optimizer:
         assert isinstance(loaded, ShardedModel), "the weights' owners shard them"

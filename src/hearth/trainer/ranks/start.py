@@ -15,7 +15,8 @@ import torch
 
 from hearth.errors import HearthError
 from hearth.sidecars import Command, Sidecar, Sidecars
-from hearth.trainer.ranks.engine import RankEngine, RankSettings
+from hearth.trainer.options import TrainerWorkerOptions
+from hearth.trainer.ranks.engine import RankEngine
 from hearth.trainer.ranks.group import Rendezvous
 
 logger = logging.getLogger(__name__)
@@ -28,18 +29,17 @@ WAITED_IN_VAIN = 75
 """The exit code of a rank that gave up because of another one."""
 
 
-def start_ranks(
-    sidecars: Sidecars, settings: RankSettings, *, ranks: int, device: str, timeout_s: float
-) -> RankEngine:
+def start_ranks(sidecars: Sidecars, options: TrainerWorkerOptions) -> RankEngine:
     """The engine of rank 0, once all other ranks have theirs.
 
-    From then on the loss of a rank, and an operation that a rank holds up for more than
-    ``timeout_s``, ends this process: its log says why, and nothing is left of the others.
+    From then on this process ends when a rank is lost, or holds up an operation for more than
+    ``rank_timeout_s``: its log says why, and the other ranks end with it.
 
     Raises:
         ConfigError: the model cannot be loaded or trained, or an option breaks its rule.
         EngineError: a rank cannot be started.
     """
+    ranks, device, timeout_s = options.ranks, options.device, options.rank_timeout_s
     on_gpu = device.startswith("cuda")
     threads = min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // ranks))
     watch = _Watch()
@@ -62,9 +62,11 @@ def start_ranks(
     watch.begin()
     host, port = place
     group = Rendezvous(host, int(port), ranks, timeout_s).join(0, rank_device(device, 0))
-    group.tell(settings.dump())
+    # Each rank loads whole weights into the host's memory, and has its part on its device.
+    options = replace(options, device="cpu")
+    group.tell(options.dump())
     try:
-        engine = settings.engine(group, watch.end)
+        engine = RankEngine(options, group, watch.end)
     except HearthError:
         # The others fail alike, and are to end; what is wrong is told by whoever asked.
         watch.rest()

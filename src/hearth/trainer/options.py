@@ -1,0 +1,104 @@
+"""How one trainer runs: the options of its engine, and of the worker around it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+
+from hearth.errors import ConfigError
+from hearth.models.loading import best_device
+from hearth.sync.store import Buckets, SnapshotStore, buckets_of
+from hearth.trainer.adapters import AdapterStore
+
+DEFAULT_LOGIT_BUDGET = 2**26
+"""Most logits at one time: 256 MiB in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    """How one trainer's engine runs."""
+
+    dtype: str = "float32"
+    """``float32``, or ``bfloat16`` with float32 master weights, gradients and logprobs."""
+    device: str = "cpu"
+    max_seq_len: int | None = None
+    """Most input tokens of a datum; None takes what the model has positions for."""
+    micro_batch_tokens: int = 16384
+    """Most padded tokens of one forward pass; a longer datum gets a pass of its own."""
+    logit_budget: int = DEFAULT_LOGIT_BUDGET
+    """Most logits (tokens times vocabulary) in memory at one time."""
+    recompute_above: int | None = None
+    """Forward passes of more tokens than this keep only what enters each layer, and the backward
+    pass computes the rest again (activation checkpointing): a third more arithmetic for a fraction
+    of the memory. None never does."""
+    forward_only: bool = False
+    """Refuse every operation that trains."""
+    attn_implementation: str | None = None
+    """As transformers names it; None is SDPA where the architecture has it."""
+    trust_remote_code: bool = False
+    keep_checkpoints: int | None = None
+    """How many resumable checkpoints stay, beside pinned ones; None keeps all."""
+
+    def check(self) -> None:
+        """Refuse limits below 1.
+
+        Raises:
+            ConfigError: a limit is below 1.
+        """
+        for name in ("micro_batch_tokens", "recompute_above"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be >= 1, got {value}")
+
+    def should_recompute(self, num_tokens: int) -> bool:
+        """Whether a pass of so many tokens computes its activations again."""
+        return self.recompute_above is not None and num_tokens > self.recompute_above
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerWorkerOptions(TrainerOptions):
+    """All that a launcher tells a trainer's worker: a job's ``TrainerSpec`` and its buckets."""
+
+    buckets: str | Buckets
+    """The folder of all buckets, or the buckets themselves where they are in this process."""
+    bucket: str
+    """Where snapshots go."""
+    base_model: str
+    source: str
+    checkpoint_dir: str
+    ranks: int
+    rank_timeout_s: float
+    offload_optimizer: bool
+    keep_snapshots: int | None
+    models_dir: str | None
+    allow_folders: bool
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> Self:
+        """The options of a launcher's values; ``device`` None takes a GPU where there is one."""
+        return cls(**{**values, "device": values["device"] or best_device()})
+
+    def dump(self) -> bytes:
+        """JSON for the other ranks; ``parse`` reads it. The buckets must be a folder."""
+        return orjson.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, message: bytes) -> Self:
+        """The options of ``dump``."""
+        return cls(**orjson.loads(message))
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of a ``TrainerEngine`` with these options."""
+        snapshots: SnapshotStore = buckets_of(self.buckets, self.keep_snapshots).bucket(self.bucket)
+        models_dir = Path(self.models_dir) if self.models_dir else None
+        return {
+            "source": self.source,
+            "name": self.base_model,
+            "snapshots": snapshots,
+            "checkpoint_dir": Path(self.checkpoint_dir),
+            "options": self,
+            "adapters": AdapterStore(models_dir, allow_folders=self.allow_folders),
+        }
