@@ -13,13 +13,16 @@ DIST := worksteal
 PYTEST = $(BIN)/pytest --numprocesses $(TESTERS) --dist $(DIST)
 WITH_VLLM := HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python
 
-.PHONY: demo test test-scale test-vllm check bench format clean
+.PHONY: demo test test-fast test-scale test-vllm check bench format clean
 
 demo: $(VENV)/.runtime  ## Train the shipped model with GRPO and show it before and after.
 	$(BIN)/hearth quickstart --log-path $(LOG_PATH)
 
 test: $(VENV)/.dev  ## Run all tests that this machine can run; TESTERS at a time.
 	$(PYTEST) --ignore=tests/scale
+
+test-fast: $(VENV)/.dev  ## Run the unit tests that take no process and little time: under a minute.
+	$(PYTEST) tests/unit -m "not slow"
 
 test-scale: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests of several ranks and machines, on this one.
 	$(WITH_VLLM) $(PYTEST) tests/scale
