@@ -20,7 +20,7 @@ from hearth.sdk import DeploymentManager, TrainerJobManager
 from hearth.sdk.background import start
 from hearth.sdk.transport import Http, RetryPolicy
 from hearth.wire.base import Record
-from hearth.wire.fireworks import Deployment, Deployments, TrainerJob, TrainerJobs
+from hearth.wire.fireworks import Deployment, DeploymentPage, TrainerJob, TrainerJobPage
 
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -62,11 +62,11 @@ class Platform:
 
     def jobs(self) -> list[TrainerJob]:
         """Its trainer jobs."""
-        return self.get("rlorTrainerJobs", TrainerJobs).rlor_trainer_jobs
+        return self.get("rlorTrainerJobs", TrainerJobPage).rlor_trainer_jobs
 
     def deployments(self) -> list[Deployment]:
         """Its deployments."""
-        return self.get("deployments", Deployments).deployments
+        return self.get("deployments", DeploymentPage).deployments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,305 +1,298 @@
-"""The control plane's HTTP face: parses, calls the library, answers. Nothing is decided here."""
+"""The control plane's HTTP routes: parse, call the library, respond. Nothing is decided here."""
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
-import orjson
-from fastapi import APIRouter, FastAPI, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 import hearth
 from hearth.control.access import Access
 from hearth.control.gateway import Gateway
 from hearth.control.names import ACCOUNT, check_account, leaf
 from hearth.control.plane import ControlPlane
-from hearth.control.waiting import LONGEST_WAIT_S, once, settled
+from hearth.control.waiting import once, settled
 from hearth.errors import ClosedError, HearthError, NotFoundError, RequestError
 from hearth.wire.base import Record
-from hearth.wire.faults import fault_body, status_of
 from hearth.wire.fireworks import (
     Account,
-    Accounts,
-    CheckpointRows,
+    AccountPage,
+    CheckpointPage,
     Deployment,
+    DeploymentPage,
     DeploymentPatch,
-    Deployments,
-    Models,
+    DeploymentQuery,
+    LogQuery,
+    ModelPage,
+    PageQuery,
     Promote,
     Promoted,
+    Query,
     TrainerJob,
-    TrainerJobs,
-    TrainingShapeVersions,
+    TrainerJobPage,
+    TrainerJobQuery,
+    TrainingShapePage,
+    WaitQuery,
 )
+from hearth.wire.http import Handler, handle_error, json_response
 
 RecordT = TypeVar("RecordT", bound=Record)
-
-States = Annotated[str, Query(alias="waitForState")]
-Timeout = Annotated[float, Query(alias="timeoutS")]
-JobId = Annotated[str, Query(alias="rlorTrainerJobId")]
-ShapeName = Annotated[str, Query(alias="trainingShape")]
-DeploymentId = Annotated[str, Query(alias="deploymentId")]
-PageSize = Annotated[int, Query(alias="pageSize")]
-PageToken = Annotated[str, Query(alias="pageToken")]
+QueryT = TypeVar("QueryT", bound=Query)
 
 
 def create_gateway(plane: ControlPlane, access: Access | None = None) -> Gateway:
     """The ASGI app of a whole platform: the control plane, its trainers and its deployments."""
-    app = FastAPI(title="Hearth", openapi_url=None)
-    for router in (_facts(plane), _shapes(plane), _jobs(plane), _deployments(plane)):
-        app.include_router(router, prefix="/v1")
-    app.include_router(_checkpoints(plane), prefix="/v1")
-    app.include_router(_workers(plane), prefix="/v1")
-
-    @app.get("/healthz")
-    def healthz() -> Response:
-        return _json({"status": "ok", "version": hearth.__version__})
-
-    @app.exception_handler(HearthError)
-    async def answer_error(request: Request, error: HearthError) -> Response:
-        return _json(fault_body(error, request.headers.get("x-request-id")), status_of(error))
-
-    @app.exception_handler(RequestValidationError)
-    async def answer_bad_query(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        name, value = first["loc"][-1], str(first.get("input"))[:80]
-        return await answer_error(
-            request, RequestError(f"{name} must be valid, got {value!r}: {first['msg']}")
-        )
-
-    @app.exception_handler(HTTPException)
-    async def answer_no_route(request: Request, error: HTTPException) -> Response:
-        named = f"{request.method} {request.url.path[:200]}"
-        fault = NotFoundError(f"path must be one that the platform has, got {named!r}")
-        body = fault_body(fault, request.headers.get("x-request-id"))
-        return _json(body, error.status_code)
-
+    routes = [
+        Route("/healthz", _healthz, methods=["GET"]),
+        *_model_routes(plane),
+        *_shape_routes(plane),
+        *_job_routes(plane),
+        *_deployment_routes(plane),
+        *_checkpoint_routes(plane),
+        _own_route("GET", "/workers/{worker}/log", partial(_read_log, plane)),
+    ]
+    handlers = {HearthError: handle_error, HTTPException: _handle_no_route}
+    app = Starlette(routes=routes, exception_handlers=handlers)
     return Gateway(plane.jobs, plane.deployments, app, access or Access())
 
 
-def _facts(plane: ControlPlane) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/accounts")
-    def accounts() -> Response:
-        return _answer(Accounts(accounts=[Account(name=f"accounts/{ACCOUNT}")]))
-
-    @router.get("/accounts/{account}/models")
-    def models(account: str) -> Response:
-        owned = [model for model in plane.models() if account in ("-", model.name.split("/")[1])]
-        return _answer(Models(models=owned))
-
-    @router.get("/accounts/{account}/models/{model}")
-    def model(account: str, model: str) -> Response:
-        return _answer(plane.model(f"accounts/{account}/models/{model}"))
-
-    @router.get("/models")
-    def served_models() -> Response:
-        data = [_served(one) for one in plane.deployments.all() if one.state == "READY"]
-        return _json({"object": "list", "data": data})
-
-    @router.get("/models/{name:path}")
-    def served_model(name: str) -> Response:
-        return _json(_served(plane.deployments.get(name.rsplit("/", 1)[-1])))
-
-    return router
+def _route(method: str, path: str, handler: Handler) -> Route:
+    return Route(f"/v1{path}", handler, methods=[method])
 
 
-def _shapes(plane: ControlPlane) -> APIRouter:
-    router = APIRouter(prefix="/accounts/{account}/trainingShapes")
+def _own_route(method: str, path: str, handler: Handler) -> Route:
+    """A route below an account, which must be the one of this platform."""
 
-    @router.get("/{shape}/versions")
-    def versions(account: str, shape: str) -> Response:
+    async def check_then_handle(request: Request) -> Response:
+        check_account(request.path_params["account"])
+        return await handler(request)
+
+    return _route(method, "/accounts/{account}" + path, check_then_handle)
+
+
+async def _healthz(_: Request) -> Response:
+    return json_response({"status": "ok", "version": hearth.__version__})
+
+
+async def _handle_no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "it is registered for these"
+    path = f"{request.method} {request.url.path[:200]}"
+    response = await handle_error(
+        request, NotFoundError(f"path must be one that the platform has, got {path!r}")
+    )
+    response.status_code = error.status_code
+    return response
+
+
+def _model_routes(plane: ControlPlane) -> list[Route]:
+    async def list_accounts(_: Request) -> Response:
+        return json_response(AccountPage(accounts=[Account(name=f"accounts/{ACCOUNT}")]))
+
+    async def list_models(request: Request) -> Response:
+        account = request.path_params["account"]
+        models = await run_in_threadpool(plane.models)
+        owned = [model for model in models if account in ("-", model.name.split("/")[1])]
+        return json_response(ModelPage(models=owned))
+
+    async def get_model(request: Request) -> Response:
+        name = "accounts/{account}/models/{model}".format(**request.path_params)
+        return json_response(await run_in_threadpool(plane.model, name))
+
+    async def list_served_models(_: Request) -> Response:
+        deployments = await run_in_threadpool(plane.deployments.all)
+        data = [_model_card(served) for served in deployments if served.state == "READY"]
+        return json_response({"object": "list", "data": data})
+
+    async def get_served_model(request: Request) -> Response:
+        deployment_id = request.path_params["name"].rsplit("/", 1)[-1]
+        served = await run_in_threadpool(plane.deployments.get, deployment_id)
+        return json_response(_model_card(served))
+
+    return [
+        _route("GET", "/accounts", list_accounts),
+        _route("GET", "/accounts/{account}/models", list_models),
+        _route("GET", "/accounts/{account}/models/{model}", get_model),
+        _route("GET", "/models", list_served_models),
+        _route("GET", "/models/{name:path}", get_served_model),
+    ]
+
+
+def _model_card(deployment: Deployment) -> dict[str, object]:
+    if deployment.name is None:
+        raise RequestError("deployment must have a name")
+    return {"id": deployment.name, "object": "model", "created": 0, "owned_by": ACCOUNT}
+
+
+def _shape_routes(plane: ControlPlane) -> list[Route]:
+    catalog = plane.context.catalog
+
+    async def list_versions(request: Request) -> Response:
+        account, shape = request.path_params["account"], request.path_params["shape"]
         if shape != "-":
-            found = [plane.context.catalog.shape(f"accounts/{account}/trainingShapes/{shape}")]
+            name = f"accounts/{account}/trainingShapes/{shape}"
+            shapes = [await run_in_threadpool(catalog.shape, name)]
         else:
-            every = plane.context.catalog.all_shapes()
-            found = [one for one in every if account in ("-", one.name.split("/")[1])]
-        return _answer(
-            TrainingShapeVersions(training_shape_versions=[one.version() for one in found])
-        )
+            known = await run_in_threadpool(catalog.all_shapes)
+            shapes = [entry for entry in known if account in ("-", entry.name.split("/")[1])]
+        versions = [entry.version() for entry in shapes]
+        return json_response(TrainingShapePage(training_shape_versions=versions))
 
-    @router.get("/{shape}/versions/{version}")
-    def version(account: str, shape: str, version: str) -> Response:
-        found = plane.context.catalog.shape(f"accounts/{account}/trainingShapes/{shape}").version()
+    async def get_version(request: Request) -> Response:
+        name = "accounts/{account}/trainingShapes/{shape}".format(**request.path_params)
+        entry = await run_in_threadpool(catalog.shape, name)
+        version, shape = request.path_params["version"], request.path_params["shape"]
         if version not in ("1", "latest"):
             raise NotFoundError(f"version must be 1, the only one of {shape!r}, got {version!r}")
-        return _answer(found)
+        return json_response(entry.version())
 
-    return router
+    path = "/accounts/{account}/trainingShapes/{shape}/versions"
+    return [_route("GET", path, list_versions), _route("GET", path + "/{version}", get_version)]
 
 
-def _jobs(plane: ControlPlane) -> APIRouter:
-    router = APIRouter(prefix="/accounts/{account}/rlorTrainerJobs")
+def _job_routes(plane: ControlPlane) -> list[Route]:
     jobs = plane.jobs
 
-    @router.post("")
-    async def create(
-        request: Request,
-        account: str,
-        job_id: JobId = "",
-        shape: ShapeName = "",
-        deployment_id: DeploymentId = "",
-    ) -> Response:
-        check_account(account)
-        asked = await _asked(TrainerJob, request)
-        tied = asked.hot_load_deployment_id
-        if deployment_id and tied and leaf(tied) != leaf(deployment_id):
+    async def create_job(request: Request) -> Response:
+        query = _parse_query(TrainerJobQuery, request)
+        job = await _parse_body(TrainerJob, request)
+        given, tied = query.deployment_id, job.hot_load_deployment_id
+        if given and tied and leaf(tied) != leaf(given):
             raise RequestError(
-                f"deploymentId must be the body's hotLoadDeploymentId {tied!r}, got "
-                f"{deployment_id!r}: a trainer publishes into one deployment"
+                f"deploymentId must be the body's hotLoadDeploymentId {tied!r}, got {given!r}: a "
+                "trainer publishes into one deployment"
             )
-        if tied or deployment_id:
-            asked = asked.model_copy(update={"hot_load_deployment_id": tied or deployment_id})
-            await asyncio.to_thread(plane.deployments.tie, leaf(tied or deployment_id))
-        return _answer(await asyncio.to_thread(jobs.create, job_id, asked, shape or None))
+        if deployment := tied or given:
+            job = job.model_copy(update={"hot_load_deployment_id": deployment})
+            await asyncio.to_thread(plane.deployments.tie, leaf(deployment))
+        shape = query.training_shape or None
+        return json_response(
+            await asyncio.to_thread(jobs.create, query.rlor_trainer_job_id, job, shape)
+        )
 
-    @router.get("")
-    def every(account: str) -> Response:
-        check_account(account)
-        return _answer(TrainerJobs(rlor_trainer_jobs=jobs.all()))
+    async def list_jobs(_: Request) -> Response:
+        return json_response(TrainerJobPage(rlor_trainer_jobs=await run_in_threadpool(jobs.all)))
 
-    @router.get("/{job}")
-    async def get(
-        account: str, job: str, states: States = "", timeout_s: Timeout = LONGEST_WAIT_S
-    ) -> Response:
-        check_account(account)
-        found = await settled(lambda: jobs.get(job), jobs.rows.changes, job, states, timeout_s)
-        return _answer(found)
+    async def get_job(request: Request) -> Response:
+        query = _parse_query(WaitQuery, request)
+        return json_response(await settled(jobs, request.path_params["job"], query))
 
-    @router.post("/{job}:resume")
-    def resume(account: str, job: str) -> Response:
-        check_account(account)
-        return _answer(jobs.resume(job))
+    async def resume_job(request: Request) -> Response:
+        return json_response(await run_in_threadpool(jobs.resume, request.path_params["job"]))
 
-    @router.post("/{job}:cancel")
-    def cancel(account: str, job: str) -> Response:
-        check_account(account)
-        return _answer(jobs.cancel(job))
+    async def cancel_job(request: Request) -> Response:
+        return json_response(await run_in_threadpool(jobs.cancel, request.path_params["job"]))
 
-    @router.delete("/{job}")
-    def delete(account: str, job: str) -> Response:
-        check_account(account)
-        jobs.delete(job)
-        return _json({})
+    async def delete_job(request: Request) -> Response:
+        await run_in_threadpool(jobs.delete, request.path_params["job"])
+        return json_response({})
 
-    return router
+    return [
+        _own_route("POST", "/rlorTrainerJobs", create_job),
+        _own_route("GET", "/rlorTrainerJobs", list_jobs),
+        _own_route("GET", "/rlorTrainerJobs/{job}", get_job),
+        _own_route("POST", "/rlorTrainerJobs/{job}:resume", resume_job),
+        _own_route("POST", "/rlorTrainerJobs/{job}:cancel", cancel_job),
+        _own_route("DELETE", "/rlorTrainerJobs/{job}", delete_job),
+    ]
 
 
-def _deployments(plane: ControlPlane) -> APIRouter:
-    router = APIRouter(prefix="/accounts/{account}/deployments")
+def _deployment_routes(plane: ControlPlane) -> list[Route]:
     deployments = plane.deployments
 
-    @router.post("")
-    async def create(request: Request, account: str, deployment_id: DeploymentId = "") -> Response:
-        check_account(account)
-        asked = await _asked(Deployment, request)
-        return _answer(await asyncio.to_thread(deployments.create, deployment_id, asked))
+    async def create_deployment(request: Request) -> Response:
+        deployment_id = _parse_query(DeploymentQuery, request).deployment_id
+        body = await _parse_body(Deployment, request)
+        return json_response(await asyncio.to_thread(deployments.create, deployment_id, body))
 
-    @router.get("")
-    def every(account: str) -> Response:
-        check_account(account)
-        return _answer(Deployments(deployments=deployments.all()))
+    async def list_deployments(_: Request) -> Response:
+        return json_response(DeploymentPage(deployments=await run_in_threadpool(deployments.all)))
 
-    @router.get("/{deployment}")
-    async def get(
-        account: str, deployment: str, states: States = "", timeout_s: Timeout = LONGEST_WAIT_S
-    ) -> Response:
-        check_account(account)
-        found = await settled(
-            lambda: deployments.get(deployment),
-            deployments.rows.changes,
-            deployment,
-            states,
-            timeout_s,
+    async def get_deployment(request: Request) -> Response:
+        query = _parse_query(WaitQuery, request)
+        return json_response(await settled(deployments, request.path_params["deployment"], query))
+
+    async def patch_deployment(request: Request) -> Response:
+        change = await _parse_body(DeploymentPatch, request)
+        deployment_id = request.path_params["deployment"]
+        return json_response(await asyncio.to_thread(deployments.patch, deployment_id, change))
+
+    async def delete_deployment(request: Request) -> Response:
+        await run_in_threadpool(deployments.delete, request.path_params["deployment"])
+        return json_response({})
+
+    return [
+        _own_route("POST", "/deployments", create_deployment),
+        _own_route("GET", "/deployments", list_deployments),
+        _own_route("GET", "/deployments/{deployment}", get_deployment),
+        _own_route("PATCH", "/deployments/{deployment}", patch_deployment),
+        _own_route("DELETE", "/deployments/{deployment}", delete_deployment),
+    ]
+
+
+def _checkpoint_routes(plane: ControlPlane) -> list[Route]:
+    checkpoints = plane.checkpoints
+
+    async def list_checkpoints(request: Request) -> Response:
+        query = _parse_query(PageQuery, request)
+        entries = await run_in_threadpool(checkpoints.rows, request.path_params["job"])
+        token = query.page_token
+        if token and token not in map(str, range(len(entries) + 1)):
+            raise RequestError(f"pageToken must be one that a page ended with, got {token[:80]!r}")
+        start = int(token or 0)
+        end = start + max(1, min(query.page_size, 1000))
+        next_token = str(end) if end < len(entries) else ""
+        return json_response(
+            CheckpointPage(checkpoints=entries[start:end], next_page_token=next_token)
         )
-        return _answer(found)
 
-    @router.patch("/{deployment}")
-    async def patch(request: Request, account: str, deployment: str) -> Response:
-        check_account(account)
-        change = await _asked(DeploymentPatch, request)
-        return _answer(await asyncio.to_thread(deployments.patch, deployment, change))
-
-    @router.delete("/{deployment}")
-    def delete(account: str, deployment: str) -> Response:
-        check_account(account)
-        deployments.delete(deployment)
-        return _json({})
-
-    return router
-
-
-def _checkpoints(plane: ControlPlane) -> APIRouter:
-    router = APIRouter(prefix="/accounts/{account}")
-
-    @router.get("/rlorTrainerJobs/{job}/checkpoints")
-    def rows(account: str, job: str, size: PageSize = 200, page: PageToken = "") -> Response:
-        check_account(account)
-        found = plane.checkpoints.rows(job)
-        if page and page not in map(str, range(len(found) + 1)):
-            raise RequestError(f"pageToken must be one that a page ended with, got {page[:80]!r}")
-        start = int(page or 0)
-        end = start + max(1, min(size, 1000))
-        token = str(end) if end < len(found) else ""
-        return _answer(CheckpointRows(checkpoints=found[start:end], next_page_token=token))
-
-    @router.post("/checkpoints/{checkpoint}:promote")
-    async def promote(request: Request, account: str, checkpoint: str) -> Response:
-        check_account(account)
-        asked = await _asked(Promote, request)
-        begun = await asyncio.to_thread(plane.checkpoints.promote, checkpoint, asked)
-        if asked.async_promotion:
-            return _answer(Promoted(operation=begun))
-        changes, id = plane.store.operations.changes, leaf(begun.name)
-        read = partial(plane.checkpoints.operation, id)
-        done = await once(read, changes, id, lambda one: one.done, None)
-        if done.error is not None:
-            raise RequestError(done.error.message)
-        if not done.done:
+    async def promote(request: Request) -> Response:
+        order = await _parse_body(Promote, request)
+        checkpoint = request.path_params["checkpoint"]
+        operation = await asyncio.to_thread(checkpoints.promote, checkpoint, order)
+        if order.async_promotion:
+            return json_response(Promoted(operation=operation))
+        changes, id = plane.store.operations.changes, leaf(operation.name)
+        read = partial(checkpoints.operation, id)
+        ended = await once(read, changes, id, lambda state: state.done, None)
+        if ended.error is not None:
+            raise RequestError(ended.error.message)
+        if not ended.done:
             raise ClosedError("platform must be open to promote, got one that ends: promote again")
-        return _answer(Promoted(model=done.response))
+        return json_response(Promoted(model=ended.response))
 
-    @router.get("/operations/{operation}")
-    def operation(account: str, operation: str) -> Response:
-        check_account(account)
-        return _answer(plane.checkpoints.operation(operation))
+    async def get_operation(request: Request) -> Response:
+        operation_id = request.path_params["operation"]
+        return json_response(await run_in_threadpool(checkpoints.operation, operation_id))
 
-    return router
-
-
-def _workers(plane: ControlPlane) -> APIRouter:
-    router = APIRouter(prefix="/accounts/{account}/workers")
-
-    @router.get("/{worker}/log")
-    def log(account: str, worker: str, lines: int = 100) -> Response:
-        check_account(account)
-        kind, _, id = worker.partition("-")
-        if kind not in ("trainer", "deployment"):
-            raise NotFoundError(
-                f"worker must be trainer-JOB or deployment-DEPLOYMENT, got {worker[:80]!r}"
-            )
-        (plane.jobs if kind == "trainer" else plane.deployments).get(id)
-        path = plane.context.launcher.log_path(worker)
-        if path is None or not path.exists():
-            raise NotFoundError(
-                f"worker {worker!r} must have a log of its own, got none: it runs inside the "
-                "platform's process and writes into that one's log"
-            )
-        text = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return _json({"lines": text[-max(1, min(lines, 10_000)) :]})
-
-    return router
+    return [
+        _own_route("GET", "/rlorTrainerJobs/{job}/checkpoints", list_checkpoints),
+        _own_route("POST", "/checkpoints/{checkpoint}:promote", promote),
+        _own_route("GET", "/operations/{operation}", get_operation),
+    ]
 
 
-async def _asked(kind: type[RecordT], request: Request) -> RecordT:
+async def _read_log(plane: ControlPlane, request: Request) -> Response:
+    query = _parse_query(LogQuery, request)
+    lines = await run_in_threadpool(plane.read_log, request.path_params["worker"])
+    return json_response({"lines": lines[-max(1, min(query.lines, 10_000)) :]})
+
+
+def _parse_query(kind: type[QueryT], request: Request) -> QueryT:
+    return kind.checked(dict(request.query_params))
+
+
+async def _parse_body(kind: type[RecordT], request: Request) -> RecordT:
     """The record of a request's body.
 
     Raises:
-        RequestError: it is none, or nothing that could be written down.
+        RequestError: it is none, or cannot be written as JSON again.
     """
     record = kind.parse(await request.body())
     try:
@@ -307,17 +300,3 @@ async def _asked(kind: type[RecordT], request: Request) -> RecordT:
     except TypeError as error:
         raise RequestError(f"body must be JSON of a usual depth and size, got {error}") from None
     return record
-
-
-def _served(deployment: Deployment) -> dict[str, object]:
-    if deployment.name is None:
-        raise RequestError("deployment must have a name")
-    return {"id": deployment.name, "object": "model", "created": 0, "owned_by": ACCOUNT}
-
-
-def _answer(record: Record) -> Response:
-    return Response(record.dump(), media_type="application/json")
-
-
-def _json(content: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status_code=status, media_type="application/json")

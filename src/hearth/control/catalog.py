@@ -7,7 +7,6 @@ of the first two sources has an own shape for each mode, beside the shapes that 
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import orjson
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from hearth.errors import ConfigError, NotFoundError
+from hearth.launch.records import read_json
 from hearth.launch.spec import Engine
 from hearth.settings import CATALOG_VARIABLE
 from hearth.wire.base import describe
@@ -241,10 +241,10 @@ def _with_config(entry: ModelEntry) -> ModelEntry:
         return entry
     try:
         path = Path(entry.source).expanduser() / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, RuntimeError, ValueError):
+        config = read_json(path)
+    except RuntimeError:  # no such user's home
         return entry
-    if not isinstance(config, dict):
+    if config is None:
         return entry
     length = config.get("max_position_embeddings")
     experts = config.get("num_experts") or config.get("num_local_experts") or 0

@@ -31,8 +31,8 @@ from hearth.sync.folders import put_in_place
 from hearth.wire.fireworks import (
     UNAVAILABLE,
     BaseModelDetails,
+    CheckpointEntry,
     CheckpointKind,
-    CheckpointRow,
     Model,
     Operation,
     OperationError,
@@ -64,7 +64,7 @@ class Checkpoints:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hearth-promote")
         self._lock = threading.Lock()
 
-    def rows(self, job_id: str) -> list[CheckpointRow]:
+    def rows(self, job_id: str) -> list[CheckpointEntry]:
         """Everything that a job has saved, oldest first; also of a job that was deleted.
 
         Raises:
@@ -137,8 +137,8 @@ class Checkpoints:
         """Where models are written before they take their places; a dot is in no model's id."""
         return self._context.models_dir / ".promoting"
 
-    def _resumable(self, job_id: str) -> list[CheckpointRow]:
-        rows: list[CheckpointRow] = []
+    def _resumable(self, job_id: str) -> list[CheckpointEntry]:
+        rows: list[CheckpointEntry] = []
         for path in self._context.checkpoint_dir(job_id).glob("*/manifest.json"):
             manifest = read_json(path)
             if manifest is None or path.parent.name.startswith("."):
@@ -148,7 +148,7 @@ class Checkpoints:
             if manifest.get("lora"):
                 kind = "CHECKPOINT_TYPE_TRAINING_LORA"
             rows.append(
-                CheckpointRow(
+                CheckpointEntry(
                     name=path.parent.name,
                     create_time=moment,
                     update_time=moment,
@@ -307,9 +307,9 @@ class Checkpoints:
         self._store.operations.update(operation_id, state="done", body=done.as_dict())
 
 
-def _snapshot_row(facts: SnapshotRecord) -> CheckpointRow:
+def _snapshot_row(facts: SnapshotRecord) -> CheckpointEntry:
     moment = timestamp(facts.created_s)
-    return CheckpointRow(
+    return CheckpointEntry(
         name=facts.identity,
         create_time=moment,
         update_time=moment,
@@ -320,9 +320,9 @@ def _snapshot_row(facts: SnapshotRecord) -> CheckpointRow:
 
 def _peft_details(folder: Any, base: str) -> PeftDetails:
     config = read_json(folder / "adapter_config.json") or {}
-    modules = config.get("target_modules") or []
+    modules: list[str] | str = config.get("target_modules") or []
     return PeftDetails(
         base_model=base,
         r=int(config.get("r", 0)),
-        target_modules=sorted(modules) if isinstance(modules, list) else [str(modules)],
+        target_modules=[modules] if isinstance(modules, str) else sorted(modules),
     )

@@ -12,7 +12,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import httpx
@@ -24,8 +24,8 @@ from hearth.control.jobs import Jobs
 from hearth.control.names import leaf
 from hearth.errors import HearthError, NotFoundError, RequestError, TooLargeError, TransportError
 from hearth.launch.spec import Endpoint
-from hearth.wire.asgi import TOKEN_HEADER, App, Message, Scope
-from hearth.wire.faults import fault_body, status_of
+from hearth.wire.asgi import TOKEN_HEADER, App, Message, Receive, Scope, Send
+from hearth.wire.http import error_response, error_status
 
 TRAINER_PREFIX = "/training/v1/rlorTrainerJobs/"
 BUCKET_HEADER = b"x-hearth-snapshot-bucket"
@@ -61,9 +61,6 @@ _KEEPALIVE: tuple[tuple[int, int, int], ...] = (
 )
 """A machine that loses its power closes no connection: after 30 s of silence it counts as gone."""
 
-Receive = Callable[[], Any]
-Send = Callable[[Message], Any]
-
 
 class Gateway:
     """The ASGI app of a whole platform."""
@@ -88,7 +85,9 @@ class Gateway:
             except _LeftError:
                 return
             except HearthError as error:
-                await _answer(send, error)
+                is_early = error_status(error) in (425, 503)
+                headers = {"retry-after": "1"} if is_early else None
+                await error_response(error, headers=headers)(scope, receive, send)
 
     def end(self) -> None:
         """What workers have not answered a second from now is answered with 503.
@@ -301,7 +300,9 @@ async def _deployment_name(scope: Scope, receive: Receive) -> tuple[str, Receive
             content = orjson.loads(body)
         except orjson.JSONDecodeError as error:
             raise RequestError(f"body must be JSON, got {body[:40]!r}: {error}") from None
-    name = content.get("model") if isinstance(content, dict) else None
+    name: object = None
+    if isinstance(content, dict):
+        name = cast("dict[str, Any]", content).get("model")
     if not isinstance(name, str):
         raise RequestError(
             f"model must name a deployment, got {str(name)[:80]!r}: set it in the body, or send "
@@ -367,12 +368,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _answer(send: Send, error: HearthError) -> None:
-    body = orjson.dumps(fault_body(error))
-    sent = [(b"content-type", b"application/json")]
-    if status_of(error) in (425, 503):
-        sent.append((b"retry-after", b"1"))
-    await send({"type": "http.response.start", "status": status_of(error), "headers": sent})
-    await send({"type": "http.response.body", "body": body})

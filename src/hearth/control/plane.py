@@ -53,6 +53,26 @@ class ControlPlane:
         promoted = [_promoted(row) for row in self.store.models.all(("READY",))]
         return registered + promoted
 
+    def read_log(self, worker: str) -> list[str]:
+        """The lines that a worker has logged; ``worker`` is its resource's kind and id.
+
+        Raises:
+            NotFoundError: there is no such worker, or it has no log of its own.
+        """
+        kind, _, id = worker.partition("-")
+        if kind not in ("trainer", "deployment"):
+            raise NotFoundError(
+                f"worker must be trainer-JOB or deployment-DEPLOYMENT, got {worker[:80]!r}"
+            )
+        (self.jobs if kind == "trainer" else self.deployments).get(id)
+        path = self.context.launcher.log_path(worker)
+        if path is None or not path.exists():
+            raise NotFoundError(
+                f"worker {worker!r} must have a log of its own, got none: it runs inside the "
+                "platform's process and writes into that one's log"
+            )
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+
     def close(self) -> None:
         """Stop every worker and close the database."""
         # A promotion that began after the launcher's end would start another forkserver.

@@ -105,32 +105,25 @@ class Rows:
             ConflictError: the id is taken.
         """
         now = time.time()
-        values = {
-            "id": id,
-            "state": state,
-            "message": message,
-            "body": dict(body),
-            "worker": None,
-            "created_s": now,
-            "updated_s": now,
-        }
+        row = Row(id, state, message, dict(body), None, now, now)
         try:
             with self._lock, self._engine.begin() as connection:
-                connection.execute(self._table.insert().values(values))
+                connection.execute(self._table.insert().values(vars(row)))
         except IntegrityError:
             raise ConflictError(
                 f"id must be new among {self.kind}, got {id!r}: it exists"
             ) from None
         self.changes.tell(id)
-        return Row(**values)
+        return row
 
     def find(self, id: str) -> Row | None:
         """The row of an id, or None."""
         if "\0" in id:  # PostgreSQL does not even compare it
             return None
         with self._lock, self._engine.connect() as connection:
-            found = connection.execute(self._table.select().where(self._table.c.id == id)).first()
-        return Row(**found._mapping) if found is not None else None
+            query = self._table.select().where(self._table.c.id == id)
+            found = connection.execute(query).mappings().first()
+        return Row(**found) if found is not None else None
 
     def get(self, id: str) -> Row:
         """The row of an id.
@@ -150,7 +143,7 @@ class Rows:
         if states is not None:
             query = query.where(self._table.c.state.in_(list(states)))
         with self._lock, self._engine.connect() as connection:
-            return [Row(**found._mapping) for found in connection.execute(query)]
+            return [Row(**found) for found in connection.execute(query).mappings()]
 
     def update(self, id: str, *, only_from: Collection[str] | None = None, **values: Any) -> bool:
         """Change columns of a row; False when it is not in one of the states ``only_from``."""

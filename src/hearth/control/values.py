@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from hearth.control.catalog import ShapeEntry
 from hearth.errors import RequestError
@@ -72,10 +72,11 @@ class Values:
         Raises:
             RequestError: it is something else.
         """
-        given = self._given.get(name) or {}
+        given: object = self._given.get(name) or {}
         if not isinstance(given, Mapping):
             raise RequestError(f"extraValues.{name} must be an object, got {given!r}")
-        return {**(getattr(self._shape, name, None) or {}), **given}
+        default: dict[str, Any] = getattr(self._shape, name, None) or {}
+        return {**default, **cast("Mapping[str, Any]", given)}
 
     def _value(self, name: str) -> Any:
         value = self._given.get(name)

@@ -6,34 +6,35 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
+from hearth.control.deployments import Deployments
+from hearth.control.jobs import Jobs
 from hearth.control.store import Changes
 from hearth.errors import RequestError
-from hearth.wire.fireworks import Deployment, TrainerJob
+from hearth.wire.fireworks import LONGEST_WAIT_S, Deployment, TrainerJob, WaitQuery
 
 T = TypeVar("T")
-ResourceT = TypeVar("ResourceT", TrainerJob, Deployment)
-
-LONGEST_WAIT_S = 25.0
-"""How long a question for a state is held; clients' read timeout is 30 s."""
 
 
 async def settled(
-    read: Callable[[], ResourceT], changes: Changes, id: str, states: str, timeout_s: float
-) -> ResourceT:
-    """The resource; with ``states`` (a comma list) once it is in one of them, or time is over.
+    resources: Jobs | Deployments, id: str, query: WaitQuery
+) -> TrainerJob | Deployment:
+    """The resource, once it is in one of the wanted states or the time is over.
 
     Raises:
-        RequestError: the time is no number.
+        RequestError: the time is not a number.
     """
-    if math.isnan(timeout_s):
+    if math.isnan(query.timeout_s):
         raise RequestError("timeoutS must be a number of seconds, got nan")
-    if not states:
+    read = partial(resources.get, id)
+    if not query.wait_for_state:
         return await asyncio.to_thread(read)
-    wanted = states.split(",")
-    wait_s = min(max(timeout_s, 0.0), LONGEST_WAIT_S)
-    return await once(read, changes, id, lambda one: one.state in wanted, wait_s)
+    wanted = query.wait_for_state.split(",")
+    wait_s = min(max(query.timeout_s, 0.0), LONGEST_WAIT_S)
+    changes = resources.rows.changes
+    return await once(read, changes, id, lambda resource: resource.state in wanted, wait_s)
 
 
 async def once(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class LiveTable:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def turn(self, id: str) -> Iterator[None]:
+    def turn(self, id: str) -> Generator[None]:
         """Requests that start or end the worker of one resource, one after the other."""
         with self._lock:
             turn = self._turns.setdefault(id, threading.RLock())

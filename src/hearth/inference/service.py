@@ -6,22 +6,20 @@ Handlers may run on any number of event loops at once.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-import orjson
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from hearth.errors import EngineError, HearthError, NotFoundError, RequestError
+from hearth.errors import EngineError, NotFoundError, RequestError
 from hearth.inference.backend import InferenceBackend, Phase, SampledSequence, SampleRequest
 from hearth.inference.chat import chat_prompt, chat_response
 from hearth.inference.events import ChatEvents, CompletionEvents
@@ -36,26 +34,17 @@ from hearth.inference.requests import (
 from hearth.inference.requests import sample_requests as completion_requests
 from hearth.inference.responses import completion_response, perf_metrics
 from hearth.inference.streaming import CompletionStream, EventResponse, StreamPiece
-from hearth.telemetry import new_request_id
-from hearth.wire.asgi import STAYS
-from hearth.wire.completions import HotLoadRequest, Model, ModelList
-from hearth.wire.faults import fault_body, status_of
+from hearth.wire.completions import HotLoadRequest, ModelCard, ModelList
+from hearth.wire.http import Handler, await_connected, catch_errors, error_body, json_response
 
 if TYPE_CHECKING:
     # The service itself needs no torch.
     from hearth.sync.store import Buckets, SnapshotStore
 
-logger = logging.getLogger(__name__)
-
 LONGEST_POLL_S = 600.0
 """Longest that a question for a hot-load's end is held."""
 BUCKET_HEADER = "x-hearth-snapshot-bucket"
 """Names the bucket that a hot-load takes its snapshot from."""
-
-_CLIENT_GONE = 499
-
-Handler = Callable[[Request], Awaitable[Response]]
-_T = TypeVar("_T")
 
 
 def create_app(
@@ -100,10 +89,10 @@ def create_app(
             (f"{prefix}/models/{{name:path}}", "GET", deployment.model),
         ]
     app = _App(
-        routes=[Route(path, _answering(run), methods=[method]) for path, method, run in routes]
+        routes=[Route(path, catch_errors(run), methods=[method]) for path, method, run in routes]
     )
     for prefix in ("/inference/v1", "/v1"):
-        app.direct["POST", f"{prefix}/completions"] = _answering(deployment.complete)
+        app.direct["POST", f"{prefix}/completions"] = catch_errors(deployment.complete)
     app.state.restored = hot_loads.restored
     app.state.failed = failed
     return app
@@ -155,7 +144,7 @@ class _Deployment:
         ).dump()
         headers = _metric_headers(metrics)
         if not call.stream:
-            return _json(body, headers=headers)
+            return json_response(body, headers=headers)
         event = b"data: " + body + b"\n\ndata: [DONE]\n\n"
         return Response(event, headers=headers, media_type="text/event-stream")
 
@@ -174,16 +163,16 @@ class _Deployment:
         body = chat_response(
             asked, prompt, drawn, model_name=self._model_name, tokenizer=tokenizer, metrics=metrics
         ).dump()
-        return _json(body, headers=_metric_headers(metrics))
+        return json_response(body, headers=_metric_headers(metrics))
 
     async def models(self, _: Request) -> Response:
-        return _json(ModelList(data=[self._model()]).dump())
+        return json_response(ModelList(data=[self._model()]))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self._model_name:
             raise NotFoundError(f"model must be {self._model_name!r}, got {name!r}")
-        return _json(self._model().dump())
+        return json_response(self._model())
 
     async def hot_load(self, request: Request) -> Response:
         wanted = HotLoadRequest.parse(await request.body())
@@ -195,7 +184,7 @@ class _Deployment:
             previous,
             running_requests=wanted.running_requests,
         )
-        return _json(self._hot_loads.state().dump())
+        return json_response(self._hot_loads.state())
 
     async def hot_load_state(self, request: Request) -> Response:
         identity = request.query_params.get("wait_for")
@@ -208,15 +197,15 @@ class _Deployment:
                     settled.result()
             finally:
                 settled.cancel()
-        return _json(self._hot_loads.state().dump())
+        return json_response(self._hot_loads.state())
 
     async def health(self, _: Request) -> Response:
         self._hot_loads.require_ready()
         state = self._backend.state()
-        return _json(orjson.dumps({"status": "ok", "weight_version": state.weight_version}))
+        return json_response({"status": "ok", "weight_version": state.weight_version})
 
-    def _model(self) -> Model:
-        return Model(
+    def _model(self) -> ModelCard:
+        return ModelCard(
             id=self._model_name,
             created=self._created,
             owned_by="hearth",
@@ -243,7 +232,9 @@ class _Deployment:
         """Draw all; whatever ends this early (an error, a client that is gone) ends the draws."""
         futures = self._submit(wanted)
         try:
-            return await _unless_gone(request, asyncio.gather(*map(asyncio.wrap_future, futures)))
+            return await await_connected(
+                request, asyncio.gather(*map(asyncio.wrap_future, futures))
+            )
         finally:
             _cancel(futures)
 
@@ -256,13 +247,13 @@ class _Deployment:
         """Answer with events from the first piece on; what fails before it has its own status."""
         stream = CompletionStream(wanted, self._submit, self._backend.tokenizer)
         try:
-            first = await _unless_gone(request, asyncio.ensure_future(stream.next()))
+            first = await await_connected(request, asyncio.ensure_future(stream.next()))
         except BaseException:
             stream.close()
             raise
         request_id = request.state.request_id
         return EventResponse(
-            stream, first, events=events, fault=lambda error: _fault_bytes(error, request_id)
+            stream, first, events=events, fault=lambda error: error_body(error, request_id)
         )
 
 
@@ -280,66 +271,6 @@ def _of_its_prompt(
         return error
     number = prompts.index(id(wanted[place].prompt))
     return RequestError(f"prompt {number} of {len(prompts)}: {error}")
-
-
-async def _unless_gone(request: Request, drawing: asyncio.Future[_T]) -> _T:
-    """What is waited for.
-
-    Raises:
-        ClientDisconnect: nobody waits for it any more.
-    """
-    if STAYS in request.scope.get("extensions", {}):
-        return await drawing
-    # The body is read, so all that can still come is the client's leaving.
-    leaving = asyncio.ensure_future(request.receive())
-    try:
-        done, _ = await asyncio.wait([drawing, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if drawing not in done:
-            raise ClientDisconnect
-        return drawing.result()
-    finally:
-        drawing.cancel()
-        drawing.add_done_callback(_retrieve)
-        leaving.cancel()
-
-
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Look at how a future ended that nobody waits for, or asyncio complains that none did."""
-    if not future.cancelled():  # a gathering one that is cancelled ends with an exception
-        future.exception()
-
-
-def _answering(handler: Handler) -> Handler:
-    """The handler with its errors as answers, and the caller's request id on every answer."""
-
-    async def answer(request: Request) -> Response:
-        request_id = request.headers.get("x-request-id") or new_request_id()
-        request.state.request_id = request_id
-        try:
-            response = await handler(request)
-        except ClientDisconnect:
-            response = Response(status_code=_CLIENT_GONE)
-        except HearthError as error:
-            response = _fault(error, request_id)
-        except Exception as error:
-            logger.exception("request %s to %s failed", request_id, request.url.path)
-            response = _fault(error, request_id)
-        response.headers["x-request-id"] = request_id
-        return response
-
-    return answer
-
-
-def _fault(error: Exception, request_id: str) -> Response:
-    return _json(_fault_bytes(error, request_id), status=status_of(error))
-
-
-def _fault_bytes(error: Exception, request_id: str) -> bytes:
-    return orjson.dumps(fault_body(error, request_id))
-
-
-def _json(body: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(body, status_code=status, headers=headers, media_type="application/json")
 
 
 def _metric_headers(metrics: dict[str, str]) -> dict[str, str]:

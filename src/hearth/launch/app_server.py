@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hearth.errors import EngineError
-from hearth.wire.asgi import TOKEN_HEADER, App, Guarded, Receive, Scope, Send
+from hearth.wire.asgi import TOKEN_HEADER, App, Receive, Scope, Send, TokenCheck
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class AppServer:
         self._orphan_timeout_s = orphan_timeout_s
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self._watched if token is None else Guarded(self._watched, token),
+                self._watched if token is None else TokenCheck(self._watched, token),
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=_DRAIN_S,

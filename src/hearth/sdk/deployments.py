@@ -29,7 +29,7 @@ from hearth.wire.completions import (
     ReplicaState,
     RunningRequests,
 )
-from hearth.wire.fireworks import Deployment, DeploymentPatch, Deployments
+from hearth.wire.fireworks import Deployment, DeploymentPage, DeploymentPatch
 
 logger = logging.getLogger(__name__)
 
@@ -317,7 +317,7 @@ class DeploymentManager:
 
         async def deployments() -> list[DeploymentInfo]:
             name = f"accounts/{await self._control.account_id()}/{DEPLOYMENTS}"
-            records = await self._control.pages(name, Deployments, lambda page: page.deployments)
+            records = await self._control.pages(name, DeploymentPage, lambda page: page.deployments)
             return [DeploymentInfo.of(record, record.name or name) for record in records]
 
         return start(deployments()).result()

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlencode, urlsplit
 import httpx
 
 from hearth.sdk.response import HttpResponse
-from hearth.wire.asgi import STAYS
+from hearth.wire.asgi import NO_DISCONNECT
 
 logger = logging.getLogger(__name__)
 
@@ -98,5 +98,5 @@ def _scope(
         "headers": sent,
         "client": _CLIENT,
         "server": (parts.hostname, parts.port),
-        "extensions": {STAYS: {}},
+        "extensions": {NO_DISCONNECT: {}},
     }

@@ -20,7 +20,7 @@ from hearth.errors import ConfigError, NotFoundError
 from hearth.sdk.background import start
 from hearth.sdk.transport import TRANSIENT_STATUSES, Http, RetryPolicy
 from hearth.wire.base import Record
-from hearth.wire.fireworks import Accounts
+from hearth.wire.fireworks import AccountPage
 
 RecordT = TypeVar("RecordT", bound=Record)
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class ControlPlaneClient:
         """
         if self._account_id is None:
             answer = await self.http.request("GET", "/v1/accounts", params={"pageSize": "2"})
-            names = [account.name for account in Accounts.parse(answer.content).accounts]
+            names = [account.name for account in AccountPage.parse(answer.content).accounts]
             if len(names) != 1:
                 raise ConfigError(
                     f"account_id must be given, got none, and the key has {len(names)} accounts "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hearth.errors import ConfigError, NotFoundError
 from hearth.sdk.resources import ControlPlaneClient
-from hearth.wire.fireworks import TrainerMode, TrainingShapeVersion, TrainingShapeVersions
+from hearth.wire.fireworks import TrainerMode, TrainingShapePage, TrainingShapeVersion
 
 _NEWEST = {"filter": "latest_validated=true", "pageSize": "1"}
 _ALL = {"filter": "latest_validated=true", "orderBy": "create_time desc"}
@@ -69,7 +69,7 @@ async def resolve_shape(control: ControlPlaneClient, shape_id: str) -> TrainingS
         )
     if len(parts) == 6:
         return TrainingShapeProfile.of(await control.get(shape_id, TrainingShapeVersion))
-    page = await control.get(f"{shape_id}/versions", TrainingShapeVersions, _NEWEST)
+    page = await control.get(f"{shape_id}/versions", TrainingShapePage, _NEWEST)
     if not page.training_shape_versions:
         raise NotFoundError(f"training_shape_id must have a validated version, got {shape_id!r}")
     return TrainingShapeProfile.of(page.training_shape_versions[0])
@@ -85,7 +85,7 @@ async def select_shape(
     """
     versions = await control.pages(
         "accounts/-/trainingShapes/-/versions",
-        TrainingShapeVersions,
+        TrainingShapePage,
         lambda page: page.training_shape_versions,
         _ALL,
     )

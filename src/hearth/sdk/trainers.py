@@ -23,7 +23,7 @@ from hearth.sdk.resources import ControlPlaneClient, WaitPolicy
 from hearth.sdk.shapes import TrainingShapeProfile, resolve_shape, select_shape
 from hearth.sdk.trainer_config import TrainerJobConfig
 from hearth.sdk.transport import RetryPolicy
-from hearth.wire.fireworks import CheckpointRow, CheckpointRows, Model, TrainerJob, TrainerJobs
+from hearth.wire.fireworks import CheckpointEntry, CheckpointPage, Model, TrainerJob, TrainerJobPage
 
 logger = logging.getLogger(__name__)
 
@@ -208,13 +208,13 @@ class TrainerJobManager:
 
         return start(find()).result()
 
-    def list_checkpoints(self, job_id: str) -> list[CheckpointRow]:
+    def list_checkpoints(self, job_id: str) -> list[CheckpointEntry]:
         """A job's checkpoints and snapshots, oldest first; also after the job was deleted."""
 
-        async def rows() -> list[CheckpointRow]:
+        async def rows() -> list[CheckpointEntry]:
             name = await self._control.name_of(JOBS, job_id)
             return await self._control.pages(
-                f"{name}/checkpoints", CheckpointRows, lambda page: page.checkpoints
+                f"{name}/checkpoints", CheckpointPage, lambda page: page.checkpoints
             )
 
         return start(rows()).result()
@@ -331,6 +331,8 @@ class TrainerJobManager:
 
         async def jobs() -> list[TrainerJob]:
             name = f"accounts/{await self._control.account_id()}/{JOBS}"
-            return await self._control.pages(name, TrainerJobs, lambda page: page.rlor_trainer_jobs)
+            return await self._control.pages(
+                name, TrainerJobPage, lambda page: page.rlor_trainer_jobs
+            )
 
         return start(jobs()).result()

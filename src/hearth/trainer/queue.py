@@ -17,7 +17,7 @@ from hearth.errors import ClosedError, HearthError, RequestError
 from hearth.trainer.futures import FutureStore
 from hearth.trainer.residents import unknown_model
 from hearth.wire.base import Record
-from hearth.wire.faults import failed_future
+from hearth.wire.http import describe_failure
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class OperationQueue:
         except Exception as error:  # the boundary: a failure belongs to its own future
             if not isinstance(error, HearthError):
                 logger.exception("trainer operation %s failed", item.request_id)
-            return failed_future(error).dump()
+            return describe_failure(error).dump()
 
     def _announce(self, phase: str) -> None:
         if self._on_phase is None:
@@ -191,7 +191,7 @@ class OperationQueue:
             logger.exception("on_phase failed at %s", phase)
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        self._futures.resolve(request_id, failed_future(error).dump())
+        self._futures.resolve(request_id, describe_failure(error).dump())
 
 
 def _remember(known: OrderedDict[KeyT, str], key: KeyT, request_id: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from hearth.trainer.futures import FutureStore
 from hearth.trainer.passes import PassResult
 from hearth.trainer.queue import OperationQueue
 from hearth.wire.base import Record
-from hearth.wire.faults import fault_body, status_of
+from hearth.wire.http import Handler, handle_error, json_response
 from hearth.wire.tensors import Encoding, encode
 from hearth.wire.tinker import (
     CheckpointNames,
@@ -59,7 +59,6 @@ from hearth.wire.tinker import (
 )
 
 Content = dict[str, Any]
-Handler = Callable[[Request], Awaitable[Response]]
 
 POLL_S = 25.0
 """How long a question for a result is held; clients give up at 45 s."""
@@ -205,12 +204,7 @@ def create_app(
         *_model_routes(operations),
         *_session_routes(),
     ]
-    return Starlette(routes=routes, exception_handlers={HearthError: _answer_error})
-
-
-async def _answer_error(request: Request, error: Exception) -> Response:
-    body = fault_body(error, request.headers.get("x-request-id"))
-    return _json(orjson.dumps(body), status_of(error))
+    return Starlette(routes=routes, exception_handlers={HearthError: handle_error})
 
 
 def _post(handler: Handler, name: str | None = None) -> Route:
@@ -223,20 +217,20 @@ def _get(handler: Handler) -> Route:
 
 def _session_routes() -> list[Route]:
     async def healthz(_: Request) -> Response:
-        return _json(b'{"status":"ok"}')
+        return json_response(b'{"status":"ok"}')
 
     async def client_config(_: Request) -> Response:
         flags = {"parallel_fwdbwd_chunks": True, "proto_write_fwdbwd": False}
-        return _json(orjson.dumps(flags | {"proto_compress_fwdbwd": False}))
+        return json_response(flags | {"proto_compress_fwdbwd": False})
 
     async def create_session(_: Request) -> Response:
-        return _answer(SessionRef(session_id=f"session-{uuid.uuid4().hex[:12]}"))
+        return json_response(SessionRef(session_id=f"session-{uuid.uuid4().hex[:12]}"))
 
     async def session_heartbeat(_: Request) -> Response:
-        return _json(b"{}")
+        return json_response(b"{}")
 
     async def telemetry(_: Request) -> Response:
-        return _json(b'{"status":"accepted"}')
+        return json_response(b'{"status":"accepted"}')
 
     return [
         _get(healthz),
@@ -258,12 +252,12 @@ def _model_routes(operations: Operations) -> list[Route]:
         request_id = queue.submit(
             lambda: operations.create_model(content), key=key, phase="create_model"
         )
-        return _answer(FutureRef(request_id=request_id))
+        return json_response(FutureRef(request_id=request_id))
 
     async def unload_model(request: Request) -> Response:
         content = await _content(request)
         request_id = queue.submit(lambda: operations.unload_model(content), phase="unload_model")
-        return _answer(FutureRef(request_id=request_id))
+        return json_response(FutureRef(request_id=request_id))
 
     async def get_info(request: Request) -> Response:
         facts = engine.facts(GetInfo.checked(await _content(request)).model_id)
@@ -275,17 +269,17 @@ def _model_routes(operations: Operations) -> list[Route]:
             is_lora=facts.lora_rank > 0,
             lora_rank=facts.lora_rank,
         )
-        return _answer(info)
+        return json_response(info)
 
     async def get_server_capabilities(_: Request) -> Response:
         model = {"model_name": engine.name, "max_context_length": engine.max_seq_len}
-        return _json(orjson.dumps({"supported_models": [model]}))
+        return json_response({"supported_models": [model]})
 
     async def weights_info(request: Request) -> Response:
         asked = WeightsInfo.checked(await _content(request))
         facts = engine.checkpoint_facts(asked.tinker_path)
         if facts.lora is None:
-            return _answer(WeightsFacts(base_model=facts.base_model, is_lora=False))
+            return json_response(WeightsFacts(base_model=facts.base_model, is_lora=False))
         lora = facts.lora
         info = WeightsFacts(
             base_model=facts.base_model,
@@ -295,10 +289,10 @@ def _model_routes(operations: Operations) -> list[Route]:
             train_mlp=lora.train_mlp,
             train_attn=lora.train_attn,
         )
-        return _answer(info)
+        return json_response(info)
 
     async def list_checkpoints(_: Request) -> Response:
-        return _answer(CheckpointNames(checkpoints=engine.list_checkpoints()))
+        return json_response(CheckpointNames(checkpoints=engine.list_checkpoints()))
 
     return [
         _post(create_model),
@@ -320,7 +314,7 @@ def _operation_routes(operations: Operations) -> list[Route]:
             request_id = operations.queue.submit_numbered(
                 model_id, seq_id, lambda: run(content), phase=run.__name__
             )
-            return _answer(FutureRef(request_id=request_id, model_id=model_id))
+            return json_response(FutureRef(request_id=request_id, model_id=model_id))
 
         return _post(submit, run.__name__)
 
@@ -339,7 +333,7 @@ def _future_routes(futures: FutureStore, poll_s: float) -> list[Route]:
     async def retrieve_future(request: Request) -> Response:
         asked = RetrieveFuture.checked(await _content(request))
         body = await futures.wait(asked.request_id, poll_s)
-        return _json(body) if body else _answer(TryAgain(request_id=asked.request_id))
+        return json_response(body or TryAgain(request_id=asked.request_id))
 
     return [_post(retrieve_future)]
 
@@ -422,11 +416,3 @@ def _forward_output(result: PassResult, encoding: Encoding, *, as_columns: bool)
         return ForwardOutput(loss_fn_outputs=[], columns=columns, metrics=result.metrics)
     outputs = [{"logprobs": encode(row, "float32", encoding)} for row in result.logprobs]
     return ForwardOutput(loss_fn_outputs=outputs, metrics=result.metrics)
-
-
-def _answer(record: Record) -> Response:
-    return _json(record.dump())
-
-
-def _json(body: bytes, status: int = 200) -> Response:
-    return Response(body, status_code=status, media_type="application/json")

@@ -16,11 +16,11 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 TOKEN_HEADER = b"x-hearth-worker-token"
 """Shows a worker, or a server of a worker's, on the network that its own platform asks."""
-STAYS = "hearth.stays"
+NO_DISCONNECT = "hearth.no_disconnect"
 """ASGI extension of a request inside one process: whoever gives it up cancels the app's task."""
 
 
-class Guarded:
+class TokenCheck:
     """An app that answers only who shows a token."""
 
     def __init__(self, app: App, token: str) -> None:

@@ -212,7 +212,7 @@ class CompletionChunk(Record):
     perf_metrics: dict[str, str] | None = None
 
 
-class Model(Record):
+class ModelCard(Record):
     """A deployment as OpenAI lists models. ``created`` is in seconds since 1970."""
 
     id: str
@@ -226,7 +226,7 @@ class ModelList(Record):
     """The models that are served here."""
 
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class DeltaMetadata(Record):

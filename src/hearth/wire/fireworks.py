@@ -52,7 +52,7 @@ class Account(Resource):
     name: str
 
 
-class Accounts(Resource):
+class AccountPage(Resource):
     """All accounts."""
 
     accounts: list[Account]
@@ -91,7 +91,7 @@ class Model(Resource):
     """Ours: the trainer job that it was promoted from."""
 
 
-class Models(Resource):
+class ModelPage(Resource):
     """One page of models."""
 
     models: list[Model]
@@ -129,7 +129,7 @@ class TrainingShapeVersion(Resource):
     create_time: str | None = None
 
 
-class TrainingShapeVersions(Resource):
+class TrainingShapePage(Resource):
     """One page of versions."""
 
     training_shape_versions: list[TrainingShapeVersion]
@@ -176,14 +176,14 @@ class TrainerJob(Resource):
     pid: int | None = None
 
 
-class TrainerJobs(Resource):
+class TrainerJobPage(Resource):
     """One page of jobs."""
 
     rlor_trainer_jobs: list[TrainerJob]
     next_page_token: str = ""
 
 
-class CheckpointRow(Resource):
+class CheckpointEntry(Resource):
     """One checkpoint or sampler snapshot of a job."""
 
     name: str
@@ -194,10 +194,10 @@ class CheckpointRow(Resource):
     metadata: dict[str, Any] | None = None
 
 
-class CheckpointRows(Resource):
+class CheckpointPage(Resource):
     """One page of checkpoints."""
 
-    checkpoints: list[CheckpointRow]
+    checkpoints: list[CheckpointEntry]
     next_page_token: str = ""
 
 
@@ -278,8 +278,53 @@ class DeploymentPatch(Resource):
     hot_load_transition_type: str | None = None
 
 
-class Deployments(Resource):
+class DeploymentPage(Resource):
     """One page of deployments."""
 
     deployments: list[Deployment]
     next_page_token: str = ""
+
+
+class Query(Record):
+    """The parameters of a URL; they are camelCase alone."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=False)
+
+
+LONGEST_WAIT_S = 25.0
+"""How long a request for a state is held; clients' read timeout is 30 s."""
+
+
+class WaitQuery(Query):
+    """``wait_for_state`` holds the request until the resource is in one of these states."""
+
+    wait_for_state: str = ""
+    """A comma-separated list."""
+    timeout_s: float = LONGEST_WAIT_S
+
+
+class TrainerJobQuery(Query):
+    """What a new trainer job is called and tied to."""
+
+    rlor_trainer_job_id: str = ""
+    training_shape: str = ""
+    deployment_id: str = ""
+
+
+class DeploymentQuery(Query):
+    """What a new deployment is called."""
+
+    deployment_id: str = ""
+
+
+class PageQuery(Query):
+    """Which page of a list."""
+
+    page_size: int = 200
+    page_token: str = ""
+
+
+class LogQuery(Query):
+    """How many of a log's last lines."""
+
+    lines: int = 100

@@ -3,7 +3,7 @@ import pytest
 
 from hearth.errors import ForwardOnlyError, NotFoundError, RequestError
 from hearth.wire.completions import CompletionRequest
-from hearth.wire.faults import failed_future, fault_body, status_of
+from hearth.wire.http import describe_failure, error_body, error_status
 from hearth.wire.tinker import ForwardBackward, OptimStep
 
 
@@ -33,8 +33,11 @@ def test_a_bad_body_names_its_field(record, body, message):
 
 
 def test_errors_carry_status_code_and_category():
-    assert status_of(NotFoundError("x")) == 404
-    assert status_of(KeyError("x")) == 500
-    assert fault_body(NotFoundError("no such model"))["error"]["message"] == "no such model"
-    assert failed_future(ForwardOnlyError("frozen")).category == "user"
-    assert failed_future(KeyError("x")).category == "server"
+    assert error_status(NotFoundError("x")) == 404
+    assert error_status(KeyError("x")) == 500
+    assert (
+        orjson.loads(error_body(NotFoundError("no such model")))["error"]["message"]
+        == "no such model"
+    )
+    assert describe_failure(ForwardOnlyError("frozen")).category == "user"
+    assert describe_failure(KeyError("x")).category == "server"

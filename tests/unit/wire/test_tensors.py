@@ -70,7 +70,7 @@ def test_a_tensor_that_does_not_fit_itself_is_refused(fields, message):
 def test_the_wire_never_imports_torch():
     code = (
         "import sys, hearth.wire.tinker, hearth.wire.completions, hearth.wire.tensors, "
-        "hearth.wire.faults; assert 'torch' not in sys.modules"
+        "hearth.wire.http; assert 'torch' not in sys.modules"
     )
 
     subprocess.run([sys.executable, "-c", code], check=True)

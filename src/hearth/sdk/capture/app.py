@@ -6,36 +6,31 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
-import orjson
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from hearth.errors import AuthError, HearthError, NotFoundError, TooLargeError
-from hearth.sdk.background import APIFuture, start
+from hearth.errors import AuthError, NotFoundError, TooLargeError
+from hearth.sdk.background import start
 from hearth.sdk.capture.answers import answer_body, answer_events, read_turn
 from hearth.sdk.capture.policy import SamplingPolicy
 from hearth.sdk.capture.requests import build_body, read_request
 from hearth.sdk.capture.session import CaptureSession
 from hearth.sdk.response import HttpResponse
 from hearth.sdk.sampling_requests import SamplingRequest, SamplingTarget
-from hearth.telemetry import new_request_id
 from hearth.wire.chat import ChatResponse
-from hearth.wire.completions import Model, ModelList
-from hearth.wire.faults import fault_body, status_of
+from hearth.wire.completions import ModelCard, ModelList
+from hearth.wire.http import await_connected, catch_errors, json_response
 
 logger = logging.getLogger(__name__)
 
 _CHAT_PATH = "/inference/v1/chat/completions"
-_CLIENT_GONE = 499
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-
-Handler = Callable[[Request], Awaitable[Response]]
-T = TypeVar("T")
+_NO_RETRY = {"x-should-retry": "false"}
+"""OpenAI's client does not retry what has this header: the retries have happened here."""
 
 
 def create_app(
@@ -52,11 +47,13 @@ def create_app(
         routes=[
             Route(
                 f"{prefix}/chat/completions",
-                _answer_errors(capture.complete_chat),
+                catch_errors(capture.complete_chat, _NO_RETRY),
                 methods=["POST"],
             ),
-            Route(f"{prefix}/models", _answer_errors(capture.list_models), methods=["GET"]),
-            Route("/{path:path}", _answer_errors(_refuse_path), methods=_METHODS),
+            Route(
+                f"{prefix}/models", catch_errors(capture.list_models, _NO_RETRY), methods=["GET"]
+            ),
+            Route("/{path:path}", catch_errors(_refuse_path, _NO_RETRY), methods=_METHODS),
         ]
     )
 
@@ -76,8 +73,8 @@ class _Capture:
 
     async def list_models(self, request: Request) -> Response:
         self._find_session(request)
-        model = Model(id=self._target.model, created=int(time.time()), owned_by="hearth")
-        return _json(ModelList(data=[model]).dump())
+        model = ModelCard(id=self._target.model, created=int(time.time()), owned_by="hearth")
+        return json_response(ModelList(data=[model]))
 
     async def complete_chat(self, request: Request) -> Response:
         session = self._find_session(request)
@@ -95,7 +92,7 @@ class _Capture:
         content = answer_body(answer, wanted.form)
         if wanted.form.stream:
             return Response(answer_events(content, wanted.form), media_type="text/event-stream")
-        return _json(orjson.dumps(content))
+        return json_response(content)
 
     async def _sample(
         self, request: Request, session: CaptureSession, body: bytes
@@ -107,11 +104,14 @@ class _Capture:
             ClientDisconnect: the client has left.
         """
         sampling = start(SamplingRequest(self._target, _CHAT_PATH, ChatResponse).send(body))
+        answer = asyncio.ensure_future(sampling)
         with session.track(sampling):
             try:
-                return await _wait_while_connected(request, sampling)
-            except _SessionClosedError:
-                raise session.closed_error() from None
+                return await await_connected(request, answer)
+            except asyncio.CancelledError:
+                if answer.cancelled():  # by the session's end, not with this request
+                    raise session.closed_error() from None
+                raise
 
     def _find_session(self, request: Request) -> CaptureSession:
         """The open session of a request that has its key.
@@ -145,31 +145,6 @@ class _Capture:
         return b"".join(parts)
 
 
-class _SessionClosedError(Exception):
-    """The session was closed while the deployment answered."""
-
-
-async def _wait_while_connected(request: Request, sampling: APIFuture[T]) -> T:
-    """The future's result.
-
-    Raises:
-        ClientDisconnect: the client has left, though the result may be there.
-    """
-    # The body is read, so the only message that can still come is a disconnect.
-    leaving = asyncio.ensure_future(request.receive())
-    answer = asyncio.ensure_future(sampling)
-    try:
-        done, _ = await asyncio.wait([answer, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if leaving in done:
-            raise ClientDisconnect
-        if answer.cancelled():
-            raise _SessionClosedError
-        return answer.result()
-    finally:
-        answer.cancel()
-        leaving.cancel()
-
-
 async def _refuse_path(request: Request) -> Response:
     raise NotFoundError(
         f"path must be POST chat/completions or GET models below a session's base_url, got "
@@ -177,43 +152,7 @@ async def _refuse_path(request: Request) -> Response:
     )
 
 
-def _answer_errors(handler: Handler) -> Handler:
-    """The handler with its errors as answers in OpenAI's form."""
-
-    async def answer(request: Request) -> Response:
-        request_id = request.headers.get("x-request-id") or new_request_id()
-        try:
-            response = await handler(request)
-        except ClientDisconnect:
-            response = Response(status_code=_CLIENT_GONE)
-        except HearthError as error:
-            response = _fault(error, request_id)
-        except Exception as error:
-            logger.exception("request %s to %s failed", request_id, request.url.path)
-            response = _fault(error, request_id)
-        response.headers.setdefault("x-request-id", request_id)
-        return response
-
-    return answer
-
-
-def _fault(error: Exception, request_id: str) -> Response:
-    return _forbid_retry(
-        _json(orjson.dumps(fault_body(error, request_id)), status=status_of(error))
-    )
-
-
 def _pass_on(refusal: HttpResponse) -> Response:
     """The deployment's own refusal."""
     media_type = refusal.headers.get("content-type", "application/json")
-    return _forbid_retry(Response(refusal.content, refusal.status_code, media_type=media_type))
-
-
-def _forbid_retry(response: Response) -> Response:
-    """A response that OpenAI's client does not retry: the retries have happened here."""
-    response.headers["x-should-retry"] = "false"
-    return response
-
-
-def _json(body: bytes, *, status: int = 200) -> Response:
-    return Response(body, status_code=status, media_type="application/json")
+    return Response(refusal.content, refusal.status_code, headers=_NO_RETRY, media_type=media_type)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from hearth.wire.asgi import App, Guarded
+from hearth.wire.asgi import App, TokenCheck
 
 TOKEN_VARIABLE = "HEARTH_VLLM_TOKEN"
 
 
-class ServerAccess(Guarded):
+class ServerAccess(TokenCheck):
     """ASGI middleware, as ``--middleware`` takes it; the token is ``HEARTH_VLLM_TOKEN``'s value."""
 
     def __init__(self, app: App) -> None:
