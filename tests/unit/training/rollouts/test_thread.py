@@ -183,7 +183,7 @@ async def test_a_blocked_thread_says_for_how_long_and_in_which_line(thread):
     await drawing
     await until(lambda: thread.blocked_s() == 0.0)
 
-    assert 'test_rollout_thread.py", line' in stack
+    assert 'test_thread.py", line' in stack
     assert "# the line that hangs" in stack
     assert stack.index("in rollout") < stack.index("in hang_until")
     assert "base_events.py" not in stack
@@ -226,7 +226,7 @@ async def test_pending_rollouts_are_listed_oldest_first_with_where_they_wait(thr
     lines = thread.task_stacks(2)
 
     assert re.fullmatch(
-        r"\d+\.\d s: test_rollout_thread\.py:\d+ in first, test_rollout_thread\.py:\d+ in forever, "
+        r"\d+\.\d s: test_thread\.py:\d+ in first, test_thread\.py:\d+ in forever, "
         r"locks\.py:\d+ in wait",
         lines[0],
     )
@@ -310,7 +310,7 @@ async def test_a_rollout_that_outlives_its_cancellation_is_named_at_the_end(capl
     text = caplog.text
     is_enough = True
 
-    assert re.search(r" s: cancelled, test_rollout_thread\.py:\d+ in stubborn", text)
+    assert re.search(r" s: cancelled, test_thread\.py:\d+ in stubborn", text)
 
 
 async def test_a_loop_that_a_rollout_stops_is_an_error_of_every_rollout():
