@@ -222,7 +222,7 @@ async def test_pending_rollouts_are_listed_oldest_first_with_where_they_wait(thr
         await helper()
 
     drawings = [thread.submit(first), thread.submit(second), thread.submit(first)]
-    await until(lambda: sum("test_rollout_thread" in line for line in thread.task_stacks(9)) == 3)
+    await until(lambda: sum("test_thread.py" in line for line in thread.task_stacks(9)) == 3)
     lines = thread.task_stacks(2)
 
     assert re.fullmatch(
