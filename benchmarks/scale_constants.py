@@ -49,7 +49,7 @@ from hearth.inference.backend import SampledSequence
 from hearth.inference.responses import completion_response, perf_metrics
 from hearth.launch.spec import DeploymentSpec, Endpoint, ExitReport, Watcher
 from hearth.sdk import DeploymentSampler, FixedConcurrencyController
-from hearth.sdk.batches import datum_body
+from hearth.sdk.batches import build_batch
 from hearth.sync.store import FolderSnapshotStore
 from hearth.wire.completions import CompletionCall
 from hearth.wire.fireworks import Deployment
@@ -226,7 +226,8 @@ def datum(drawn: int) -> bytes:
     chance = random.Random(drawn)
     tokens = [chance.randrange(VOCAB) for _ in range(PROMPT_TOKENS + drawn)]
     weights = [0.0] * PROMPT_TOKENS + [1.0] * drawn
-    return orjson.dumps(datum_body(datum_from_tokens_weights(tokens, weights)))
+    batch = build_batch([datum_from_tokens_weights(tokens, weights)], as_columns=False)
+    return orjson.dumps(batch.body["data"][0])
 
 
 def sync_costs() -> dict[str, float]:

@@ -18,6 +18,7 @@ from hearth.cli.complaint import exit_code
 from hearth.errors import NotFoundError, TransportError
 from hearth.sdk import DeploymentManager, TrainerJobManager
 from hearth.sdk.background import start
+from hearth.sdk.messages import HttpRequest
 from hearth.sdk.transport import Http, RetryPolicy
 from hearth.wire.base import Record
 from hearth.wire.fireworks import Deployment, DeploymentPage, TrainerJob, TrainerJobPage
@@ -51,7 +52,7 @@ class Platform:
     def get(self, path: str, kind: type[RecordT], **params: str) -> RecordT:
         """A record below the account."""
         http = Http(self.url, self.key, retries=_FEW)
-        asked = http.request("GET", f"/v1/accounts/{ACCOUNT}/{path}", params=params)
+        asked = http.request(HttpRequest("GET", f"/v1/accounts/{ACCOUNT}/{path}", params=params))
         try:
             return kind.parse(start(asked).result().content)
         except TransportError as error:

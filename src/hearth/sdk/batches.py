@@ -26,7 +26,7 @@ _ROUTING_PER_TOKEN = 32
 TENSOR_ENCODING: Encoding = "base64"
 
 
-def chunks_of(
+def split_datums(
     data: Sequence[tinker.Datum], max_datums: int = MAX_CHUNK_DATUMS
 ) -> list[list[tinker.Datum]]:
     """``data`` cut where a request would hold more datums, or more than half a million tokens.
@@ -41,7 +41,7 @@ def chunks_of(
     chunks: list[list[tinker.Datum]] = [[]]
     tokens = 0
     for datum in data:
-        length = _weight(datum.model_input)
+        length = _count_tokens(datum.model_input)
         full = len(chunks[-1]) == max_datums or tokens + length > MAX_CHUNK_TOKENS
         if chunks[-1] and full:
             chunks.append([])
@@ -52,7 +52,7 @@ def chunks_of(
 
 
 @dataclass(frozen=True)
-class Batch:
+class DatumBatch:
     """Datums of one request, as it has them."""
 
     body: Mapping[str, Any]
@@ -65,30 +65,30 @@ class Batch:
         """Number of datums."""
         return len(self.body["data"] if self.lengths is None else self.lengths)
 
-    def weighted(self, weights: Sequence[NDArray[np.float32]]) -> Batch:
+    def with_weights(self, weights: Sequence[NDArray[np.float32]]) -> DatumBatch:
         """The same datums with these ``weights`` of their targets, one row each."""
         if self.lengths is None:
             rows = zip(self.body["data"], weights, strict=True)
-            return Batch({"data": [_with_weights(body, row) for body, row in rows]}, None)
-        columns = _with_weights(self.body["columns"], np.concatenate(weights))
-        return Batch({"columns": columns}, self.lengths)
+            return DatumBatch({"data": [_add_weights(body, row) for body, row in rows]}, None)
+        columns = _add_weights(self.body["columns"], np.concatenate(weights))
+        return DatumBatch({"columns": columns}, self.lengths)
 
 
-def batch_of(
+def build_batch(
     data: Sequence[tinker.Datum], only: Collection[str] | None = None, *, as_columns: bool
-) -> Batch:
+) -> DatumBatch:
     """Datums with all their loss inputs or ``only`` some, as columns where they can be.
 
     Raises:
         RequestError: an input is not made of token ids.
     """
-    found = _columns(data, only) if as_columns else None
+    found = _build_columns(data, only) if as_columns else None
     if found is not None:
         return found
-    return Batch({"data": [_datum_body(datum, only) for datum in data]}, None)
+    return DatumBatch({"data": [_build_datum(datum, only) for datum in data]}, None)
 
 
-def _columns(data: Sequence[tinker.Datum], only: Collection[str] | None) -> Batch | None:
+def _build_columns(data: Sequence[tinker.Datum], only: Collection[str] | None) -> DatumBatch | None:
     """None where a datum has several chunks, experts, or other loss inputs than the first."""
     first = data[0].loss_fn_inputs
     names = [name for name in first if only is None or name in only]
@@ -125,10 +125,10 @@ def _columns(data: Sequence[tinker.Datum], only: Collection[str] | None) -> Batc
             for name, rows in values.items()
         },
     }
-    return Batch({"columns": columns}, lengths)
+    return DatumBatch({"columns": columns}, lengths)
 
 
-def _datum_body(datum: tinker.Datum, only: Collection[str] | None) -> dict[str, Any]:
+def _build_datum(datum: tinker.Datum, only: Collection[str] | None) -> dict[str, Any]:
     chunks: list[dict[str, Any]] = []
     for chunk in datum.model_input.chunks:
         tokens = getattr(chunk, "tokens", None)  # the union also holds image chunks
@@ -146,16 +146,16 @@ def _datum_body(datum: tinker.Datum, only: Collection[str] | None) -> dict[str, 
     return {"model_input": model_input, "loss_fn_inputs": inputs}
 
 
-def _with_weights(body: Mapping[str, Any], weights: NDArray[np.float32]) -> dict[str, Any]:
+def _add_weights(body: Mapping[str, Any], weights: NDArray[np.float32]) -> dict[str, Any]:
     added = {"weights": encoded(weights, "float32", TENSOR_ENCODING)}
     return {**body, "loss_fn_inputs": body["loss_fn_inputs"] | added}
 
 
 def merge_outputs(
-    parts: Sequence[ForwardOutput], batches: Sequence[Batch]
+    parts: Sequence[ForwardOutput], batches: Sequence[DatumBatch]
 ) -> tinker.ForwardBackwardOutput:
     """One output of several chunks: datums in order, metrics by their ``name:reduction``."""
-    by_part = [_outputs(*pair) for pair in zip(parts, batches, strict=True)]
+    by_part = [_split_outputs(*pair) for pair in zip(parts, batches, strict=True)]
     counts = [len(outputs) for outputs in by_part]
     shared = set(parts[0].metrics).intersection(*(part.metrics for part in parts))
     metrics = {
@@ -169,11 +169,11 @@ def merge_outputs(
     )
 
 
-def _outputs(part: ForwardOutput, batch: Batch) -> list[dict[str, tinker.TensorData]]:
+def _split_outputs(part: ForwardOutput, batch: DatumBatch) -> list[dict[str, tinker.TensorData]]:
     """A chunk's outputs, one mapping per datum."""
     if part.columns is None or batch.lengths is None:
         return [
-            {name: _tinker_tensor(value.to_numpy()) for name, value in output.items()}
+            {name: _to_tinker(value.to_numpy()) for name, value in output.items()}
             for output in part.loss_fn_outputs
         ]
     ends = list(itertools.accumulate(batch.lengths))
@@ -186,11 +186,11 @@ def _outputs(part: ForwardOutput, batch: Batch) -> list[dict[str, tinker.TensorD
                 f"a trainer must answer with {ends[-1]} values of {name}, got {values.size}"
             )
         for output, start, end in zip(outputs, [0, *ends], ends, strict=False):
-            output[name] = _tinker_tensor(values[start:end])
+            output[name] = _to_tinker(values[start:end])
     return outputs
 
 
-def _weight(model_input: tinker.ModelInput) -> int:
+def _count_tokens(model_input: tinker.ModelInput) -> int:
     """How much of a request an input takes, in tokens."""
     if not isinstance(model_input, RoutedModelInput):
         return model_input.length
@@ -205,6 +205,6 @@ def _reduce(name: str, values: list[float], counts: list[int]) -> float:
     return {"min": min, "max": max}.get(reduction, sum)(values)
 
 
-def _tinker_tensor(values: NDArray[Any]) -> tinker.TensorData:
+def _to_tinker(values: NDArray[Any]) -> tinker.TensorData:
     writable = values if values.flags.writeable else np.array(values)
     return tinker.TensorData.from_numpy(writable)

@@ -60,19 +60,19 @@ class ConcurrencyController(Protocol):
 
 
 class _Gate:
-    """Admits in order of asking while fewer than ``_room()`` are in flight."""
+    """Admits in order of asking while fewer than ``_limit()`` are in flight."""
 
     def __init__(self) -> None:
         self.in_flight = 0
         self.high_water = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    def _room(self) -> int:
+    def _limit(self) -> int:
         raise NotImplementedError
 
     async def acquire(self) -> None:
         """Wait for room for one attempt."""
-        if not self._waiting and self.in_flight < self._room():
+        if not self._waiting and self.in_flight < self._limit():
             self._enter()
             return
         ticket = asyncio.get_running_loop().create_future()
@@ -97,7 +97,7 @@ class _Gate:
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and self.in_flight < self._room():
+        while self._waiting and self.in_flight < self._limit():
             ticket = self._waiting.popleft()
             if not ticket.done():
                 self._enter()
@@ -117,7 +117,7 @@ class FixedConcurrencyController(_Gate):
         super().__init__()
         self.max_concurrent = max_concurrent
 
-    def _room(self) -> int:
+    def _limit(self) -> int:
         return self.max_concurrent
 
     def release(self, outcome: RequestOutcome | None = None) -> None:
@@ -206,7 +206,7 @@ class AdaptiveConcurrencyController(_Gate):
         """Give one attempt's room back, and learn from its outcome."""
         if outcome is not None:
             with self._lock:
-                self._learn(outcome)
+                self._record_outcome(outcome)
         self._leave()
 
     def step_completed(self) -> dict[str, float]:
@@ -236,10 +236,10 @@ class AdaptiveConcurrencyController(_Gate):
             self._waiting[0].get_loop().call_soon_threadsafe(self._admit)
         return summary
 
-    def _room(self) -> int:
+    def _limit(self) -> int:
         return self.window
 
-    def _learn(self, outcome: RequestOutcome) -> None:
+    def _record_outcome(self, outcome: RequestOutcome) -> None:
         self._finished += 1
         self._step.requests += 1
         self._step.failures += not outcome.is_success

@@ -133,7 +133,7 @@ class DeploymentInfo:
         return self.name
 
     @classmethod
-    def of(cls, record: Deployment, name: str) -> DeploymentInfo:
+    def from_record(cls, record: Deployment, name: str) -> DeploymentInfo:
         """The description in a record; ``name`` where the record has none."""
         transition = record.hot_load_transition_type
         return cls(

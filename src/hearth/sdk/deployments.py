@@ -10,17 +10,10 @@ import time
 from hearth.errors import ConflictError, EngineError, NotFoundError, NotReadyError, TransportError
 from hearth.sdk.background import APIFuture, start
 from hearth.sdk.deployment_config import DeploymentConfig, DeploymentInfo
-from hearth.sdk.loading import (
-    ONCE,
-    await_replica,
-    hot_load_headers,
-    hot_load_request,
-    hot_load_state,
-    load_and_wait,
-    order,
-)
-from hearth.sdk.readiness import DEPLOYMENT_STATES, GONE, JOBS, await_deployment
+from hearth.sdk.messages import HttpRequest
+from hearth.sdk.readiness import DEPLOYMENT_STATES, GONE, JOBS, wait_for_deployment
 from hearth.sdk.resources import ControlPlaneClient, WaitPolicy, Watch
+from hearth.sdk.snapshot_loading import ONCE, SnapshotLoader, build_load_request
 from hearth.sdk.transport import RetryPolicy
 from hearth.wire.completions import (
     CompletionRequest,
@@ -66,7 +59,7 @@ class DeploymentManager:
         self.inference_url = (inference_url or self.base_url).rstrip("/")
         self._inference = self._control.http
         if self.inference_url != self.base_url:
-            self._inference = self._control.client_of(self.inference_url)
+            self._inference = self._control.connect(self.inference_url)
 
     @property
     def account_id(self) -> str:
@@ -75,7 +68,7 @@ class DeploymentManager:
 
     def deployment_name(self, deployment_id: str) -> str:
         """The full resource name; a full name stays as it is."""
-        return start(self._name(deployment_id)).result()
+        return start(self._resolve_name(deployment_id)).result()
 
     def create_or_get(
         self, config: DeploymentConfig, force_recreate: bool = False
@@ -95,9 +88,9 @@ class DeploymentManager:
         """The deployment; None where there is none."""
 
         async def find() -> DeploymentInfo | None:
-            name = await self._name(deployment_id)
+            name = await self._resolve_name(deployment_id)
             record = await self._control.find(name, Deployment)
-            return None if record is None else DeploymentInfo.of(record, name)
+            return None if record is None else DeploymentInfo.from_record(record, name)
 
         return start(find()).result()
 
@@ -119,8 +112,8 @@ class DeploymentManager:
         """``wait_for_ready`` as a future."""
 
         async def wait() -> DeploymentInfo:
-            return await await_deployment(
-                self._control, await self._name(deployment_id), timeout_s, None
+            return await wait_for_deployment(
+                self._control, await self._resolve_name(deployment_id), timeout_s, None
             )
 
         return start(wait())
@@ -138,9 +131,9 @@ class DeploymentManager:
 
         async def change() -> DeploymentInfo:
             return await self._patch(
-                await self._name(deployment_id),
+                await self._resolve_name(deployment_id),
                 DeploymentPatch(
-                    hot_load_trainer_job=await self._trainer_name(hot_load_trainer_job),
+                    hot_load_trainer_job=await self._resolve_trainer(hot_load_trainer_job),
                     hot_load_transition_type=hot_load_transition_type,
                     min_replica_count=min_replica_count,
                     max_replica_count=max_replica_count,
@@ -159,15 +152,15 @@ class DeploymentManager:
         """
 
         async def attach() -> DeploymentInfo:
-            begun_s = time.monotonic()
-            name = await self._name(deployment_id)
-            trainer = await self._trainer_name(trainer_job_name)
-            before = await await_deployment(self._control, name, timeout_s, None)
+            start_s = time.monotonic()
+            name = await self._resolve_name(deployment_id)
+            trainer = await self._resolve_trainer(trainer_job_name)
+            before = await wait_for_deployment(self._control, name, timeout_s, None)
             if before.hot_load_trainer_job == trainer:
                 return before
             await self._patch(name, DeploymentPatch(hot_load_trainer_job=trainer))
-            left_s = timeout_s - (time.monotonic() - begun_s)
-            return await await_deployment(self._control, name, left_s, trainer)
+            left_s = timeout_s - (time.monotonic() - start_s)
+            return await wait_for_deployment(self._control, name, left_s, trainer)
 
         return start(attach()).result()
 
@@ -176,7 +169,7 @@ class DeploymentManager:
 
         async def stop() -> None:
             patch = DeploymentPatch(min_replica_count=0, max_replica_count=0)
-            name = await self._name(deployment_id)
+            name = await self._resolve_name(deployment_id)
             await self._control.send("PATCH", name, patch.as_dict())
 
         start(stop()).result()
@@ -185,7 +178,7 @@ class DeploymentManager:
         """Delete it for good; one that is gone is left alone."""
 
         async def delete() -> None:
-            await self._control.delete(await self._name(deployment_id), _DELETE)
+            await self._control.delete(await self._resolve_name(deployment_id), _DELETE)
 
         start(delete()).result()
 
@@ -205,8 +198,8 @@ class DeploymentManager:
         """
 
         async def wait() -> ReplicaState:
-            headers = hot_load_headers(await self._name(deployment_id), base_model)
-            return await await_replica(self._control, headers, timeout_s)
+            loader = await self._make_loader(deployment_id, base_model)
+            return await loader.wait_for_replica(timeout_s)
 
         return start(wait()).result()
 
@@ -214,8 +207,7 @@ class DeploymentManager:
         """What each replica serves and loads."""
 
         async def state() -> HotLoadState:
-            headers = hot_load_headers(await self._name(deployment_id), base_model)
-            return await hot_load_state(self._control, headers)
+            return await (await self._make_loader(deployment_id, base_model)).fetch_state()
 
         return start(state()).result()
 
@@ -232,11 +224,10 @@ class DeploymentManager:
 
         ``running_requests`` is that of ``hotload_and_wait``.
         """
-        request = hot_load_request(identity, incremental, running_requests)
+        request = build_load_request(identity, incremental, running_requests)
 
         async def ask() -> None:
-            headers = hot_load_headers(await self._name(deployment_id), base_model)
-            await order(self._control, headers, request)
+            await (await self._make_loader(deployment_id, base_model)).request_load(request)
 
         start(ask()).result()
 
@@ -280,31 +271,31 @@ class DeploymentManager:
         running_requests: RunningRequests = "drain",
     ) -> APIFuture[ReplicaState]:
         """``hotload_and_wait`` as a future."""
-        request = hot_load_request(identity, incremental, running_requests)
+        request = build_load_request(identity, incremental, running_requests)
 
         async def load() -> ReplicaState:
-            headers = hot_load_headers(await self._name(deployment_id), base_model)
-            return await load_and_wait(self._control, headers, request, timeout_s)
+            loader = await self._make_loader(deployment_id, base_model)
+            return await loader.load_and_wait(request, timeout_s)
 
         return start(load())
 
     def warmup(self, deployment_id: str, attempts: int = 10) -> bool:
-        """Draw a few tokens, so that the first real draw does not wait; False if none came."""
+        """Sample a few tokens, so that the first real request is fast; False if none came."""
 
-        async def draw() -> bool:
-            name = await self._name(deployment_id)
+        async def sample() -> bool:
+            name = await self._resolve_name(deployment_id)
             request = CompletionRequest(model=name, prompt=[1, 2], max_tokens=4, temperature=0.0)
-            body = request.dump()
-            pause_s = self._control.wait_policy.first_s
-            for _ in range(attempts):
+            sent = HttpRequest("POST", "/inference/v1/completions", request.dump())
+            for _, pause_s in zip(
+                range(attempts), self._control.wait_policy.pauses_s(), strict=False
+            ):
                 with contextlib.suppress(NotFoundError, NotReadyError, TransportError):
-                    await self._inference.post("/inference/v1/completions", body, retries=ONCE)
+                    await self._inference.request(sent, ONCE)
                     return True
                 await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, self._control.wait_policy.longest_s)
             return False
 
-        return start(draw()).result()
+        return start(sample()).result()
 
     def close(self) -> None:
         """Close the connections."""
@@ -317,26 +308,31 @@ class DeploymentManager:
 
         async def deployments() -> list[DeploymentInfo]:
             name = f"accounts/{await self._control.account_id()}/{DEPLOYMENTS}"
-            records = await self._control.pages(name, DeploymentPage, lambda page: page.deployments)
-            return [DeploymentInfo.of(record, record.name or name) for record in records]
+            records = await self._control.list_records(
+                name, DeploymentPage, lambda page: page.deployments
+            )
+            return [DeploymentInfo.from_record(record, record.name or name) for record in records]
 
         return start(deployments()).result()
 
-    async def _name(self, deployment_id: str) -> str:
-        return await self._control.name_of(DEPLOYMENTS, deployment_id)
+    async def _make_loader(self, deployment_id: str, base_model: str) -> SnapshotLoader:
+        return SnapshotLoader(self._control, await self._resolve_name(deployment_id), base_model)
 
-    async def _trainer_name(self, job: str | None) -> str | None:
-        return None if job is None else await self._control.name_of(JOBS, job)
+    async def _resolve_name(self, deployment_id: str) -> str:
+        return await self._control.resolve_name(DEPLOYMENTS, deployment_id)
+
+    async def _resolve_trainer(self, job: str | None) -> str | None:
+        return None if job is None else await self._control.resolve_name(JOBS, job)
 
     async def _create_or_get(self, config: DeploymentConfig, force: bool) -> DeploymentInfo:
-        name = await self._name(config.deployment_id)
+        name = await self._resolve_name(config.deployment_id)
         existing = await self._control.find(name, Deployment)
         if existing is not None and existing.state not in GONE and not force:
-            return DeploymentInfo.of(existing, name)
+            return DeploymentInfo.from_record(existing, name)
         if existing is not None:
             await self._control.delete(name, _DELETE)
-            await self._until_deleted(name)
-        trainer = await self._trainer_name(config.hot_load_trainer_job)
+            await self._wait_until_deleted(name)
+        trainer = await self._resolve_trainer(config.hot_load_trainer_job)
         collection = name.removesuffix(f"/{config.deployment_id}")
         try:
             answer = await self._control.send(
@@ -344,14 +340,14 @@ class DeploymentManager:
             )
         except ConflictError as error:
             logger.warning("the existing deployment %s is used as it is: %s", name, error)
-            return DeploymentInfo.of(await self._control.get(name, Deployment), name)
-        return DeploymentInfo.of(Deployment.parse(answer), name)
+            return DeploymentInfo.from_record(await self._control.get(name, Deployment), name)
+        return DeploymentInfo.from_record(Deployment.parse(answer), name)
 
-    async def _until_deleted(self, name: str) -> None:
+    async def _wait_until_deleted(self, name: str) -> None:
         deadline_s = time.monotonic() + _DELETE_TIMEOUT_S
         watch = Watch(self._control, name, Deployment, DEPLOYMENT_STATES)
         try:
-            record = await watch.look()
+            record = await watch.fetch()
             while record.state != "DELETED":
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
@@ -359,11 +355,11 @@ class DeploymentManager:
                         f"{name} must be gone within {_DELETE_TIMEOUT_S:g} s of its deletion, "
                         f"still {record.state}"
                     )
-                record = await watch.change(record.state, left_s)
+                record = await watch.wait_for_change(record.state, left_s)
         except NotFoundError:
             return
 
     async def _patch(self, name: str, patch: DeploymentPatch) -> DeploymentInfo:
         mask = ",".join(patch.model_dump(exclude_none=True))
         answer = await self._control.send("PATCH", name, patch.as_dict(), {"updateMask": mask})
-        return DeploymentInfo.of(Deployment.parse(answer), name)
+        return DeploymentInfo.from_record(Deployment.parse(answer), name)

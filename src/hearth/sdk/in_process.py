@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlencode, urlsplit
 
 import httpx
 
-from hearth.sdk.response import HttpResponse
+from hearth.sdk.messages import HttpRequest, HttpResponse
 from hearth.wire.asgi import NO_DISCONNECT
 
 logger = logging.getLogger(__name__)
@@ -19,34 +19,28 @@ _CLIENT = ("127.0.0.1", 0)
 
 
 async def call_app(
-    app: Any,
-    method: str,
-    url: str,
-    *,
-    headers: Mapping[str, str],
-    body: bytes | None = None,
-    params: Mapping[str, str] | None = None,
+    app: Any, request: HttpRequest, url: str, headers: Mapping[str, str]
 ) -> HttpResponse:
-    """The whole answer of an ASGI app; an exception before it has begun to answer is its 500.
+    """The whole response of an ASGI app; an exception before the response starts becomes a 500.
 
-    Whoever is cancelled here cancels the app's work. No time-out is kept.
+    Cancelling the call cancels the app's work. The request's time limit is ignored.
 
     Raises:
-        httpx.RemoteProtocolError: the app broke off amid its answer.
+        httpx.RemoteProtocolError: the app failed in the middle of its response.
     """
-    exchange = _Exchange(body or b"")
+    exchange = _Exchange(request.body or b"")
     try:
-        await app(
-            _scope(method, url, headers, exchange.body, params), exchange.receive, exchange.send
-        )
+        await app(_build_scope(request, url, headers), exchange.receive, exchange.send)
     except Exception as error:
-        logger.exception("%s %s failed", method, url)
+        logger.exception("%s %s failed", request.method, url)
         if exchange.status is not None and not exchange.ended.is_set():
             raise httpx.RemoteProtocolError(f"the answer broke off: {error}") from error
     finally:
         exchange.ended.set()
     names = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers}
-    return HttpResponse(exchange.status or 500, names, b"".join(exchange.parts), method, url)
+    return HttpResponse(
+        exchange.status or 500, names, b"".join(exchange.parts), request.method, url
+    )
 
 
 class _Exchange:
@@ -78,18 +72,19 @@ class _Exchange:
             self.ended.set()
 
 
-def _scope(
-    method: str, url: str, headers: Mapping[str, str], body: bytes, params: Mapping[str, str] | None
-) -> dict[str, Any]:
+def _build_scope(request: HttpRequest, url: str, headers: Mapping[str, str]) -> dict[str, Any]:
     parts = urlsplit(url)
-    query = "&".join(filter(None, (parts.query, urlencode(params or {}))))
-    sent = [(b"host", parts.netloc.encode()), (b"content-length", str(len(body)).encode())]
+    query = "&".join(filter(None, (parts.query, urlencode(request.params or {}))))
+    sent = [
+        (b"host", parts.netloc.encode()),
+        (b"content-length", str(len(request.body or b"")).encode()),
+    ]
     sent += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
-        "method": method,
+        "method": request.method,
         "scheme": parts.scheme,
         "path": unquote(parts.path),
         "raw_path": parts.path.encode(),

@@ -19,11 +19,11 @@ JOURNAL_BYTES = 2**28
 
 _CHANGING = frozenset({"forward_backward", "optim_step", "load_weights", "load_adapter"})
 _LARGE = frozenset({"forward", "forward_backward"})
-_TURNS = frozenset({"save_weights", "load_weights"})
+_STARTS = frozenset({"save_weights", "load_weights"})
 
 
 @dataclass(eq=False)
-class Operation:
+class JournalEntry:
     """One operation of a model."""
 
     name: str
@@ -41,11 +41,11 @@ class Operation:
     """How the trainer was lost last."""
 
     @property
-    def is_turn(self) -> bool:
+    def is_start(self) -> bool:
         """Whether a journal can begin with it: a checkpoint was written or loaded."""
-        return bool(self.has_succeeded) and self.name in _TURNS
+        return bool(self.has_succeeded) and self.name in _STARTS
 
-    def numbered(self, model_id: str, seq_id: int) -> bytes:
+    def build_body(self, model_id: str, seq_id: int) -> bytes:
         """The body of its request."""
         assert self.content is not None, "an operation that is sent is whole"
         head = orjson.dumps({"model_id": model_id, "seq_id": seq_id})
@@ -69,13 +69,13 @@ class Journal:
         """None is the model as it was created."""
         self.size = 0
         """Bytes that are kept."""
-        self._kept: dict[Operation, int] = {}
+        self._kept: dict[JournalEntry, int] = {}
         """Bytes by operation, in the order in which they were sent."""
         self._may_rebase = False
         """Whether a checkpoint stands behind other operations."""
 
     @property
-    def operations(self) -> list[Operation]:
+    def operations(self) -> list[JournalEntry]:
         """What is to be sent again, in order."""
         return list(self._kept)
 
@@ -84,7 +84,7 @@ class Journal:
         """Whether sending it again gives the same weights."""
         return all(one.content is not None for one in self._kept)
 
-    def add(self, operation: Operation) -> None:
+    def add(self, operation: JournalEntry) -> None:
         """Keep an operation that is about to be sent, if it is not kept already."""
         if operation in self._kept:
             return
@@ -92,28 +92,28 @@ class Journal:
         if self.size > self.limit:
             self._shrink()
 
-    def remove(self, operation: Operation) -> None:
+    def remove(self, operation: JournalEntry) -> None:
         """Drop an operation that was refused."""
         self.size -= self._kept.pop(operation, 0)
 
-    def settle(self, operation: Operation, *, succeeded: bool) -> None:
+    def record_result(self, operation: JournalEntry, *, succeeded: bool) -> None:
         """An operation has its result."""
         operation.has_succeeded = succeeded
         if operation not in self._kept:
             return
-        if operation.is_turn:  # a save stays until its predecessors' results are known
+        if operation.is_start:  # a save stays until its predecessors' results are known
             self._may_rebase = True
         elif operation.name not in _CHANGING:
             self.remove(operation)
         if self._may_rebase:
             self._rebase()
 
-    def _keep(self, operation: Operation) -> None:
+    def _keep(self, operation: JournalEntry) -> None:
         size = len(operation.content or b"")
         self._kept[operation] = size
         self.size += size
 
-    def _replace(self, operations: Sequence[Operation]) -> None:
+    def _replace(self, operations: Sequence[JournalEntry]) -> None:
         self._kept, self.size = {}, 0
         for operation in operations:
             self._keep(operation)
@@ -121,24 +121,24 @@ class Journal:
     def _rebase(self) -> None:
         """Start from the newest checkpoint before which every result is known."""
         operations = self.operations
-        settled = list(takewhile(lambda one: one.has_succeeded is not None, operations))
-        turns = [place for place, one in enumerate(settled) if one.is_turn]
-        if not turns:
+        answered = list(takewhile(lambda one: one.has_succeeded is not None, operations))
+        starts = [place for place, one in enumerate(answered) if one.is_start]
+        if not starts:
             return
-        place = turns[-1]
-        turn, later = operations[place], operations[place + 1 :]
-        if turn.name == "save_weights":
-            assert turn.content is not None, "only what is large is dropped"
-            self.checkpoint = orjson.loads(turn.content)["path"]
-            self._replace([*self._gradient(place), *later])
+        place = starts[-1]
+        start, later = operations[place], operations[place + 1 :]
+        if start.name == "save_weights":
+            assert start.content is not None, "only what is large is dropped"
+            self.checkpoint = orjson.loads(start.content)["path"]
+            self._replace([*self._find_gradient(place), *later])
         else:
             self.checkpoint = None
-            self._replace([turn, *later])
-        self._may_rebase = any(one.is_turn for one in later)
+            self._replace([start, *later])
+        self._may_rebase = any(one.is_start for one in later)
 
-    def _gradient(self, end: int) -> list[Operation]:
+    def _find_gradient(self, end: int) -> list[JournalEntry]:
         """What has accumulated up to a save, which does not hold it."""
-        pending: list[Operation] = []
+        pending: list[JournalEntry] = []
         for operation in self.operations[:end]:
             if operation.name == "forward_backward" or (
                 operation.name in _CHANGING and not operation.has_succeeded

@@ -28,32 +28,15 @@ def check_output_model(output_model_id: str) -> None:
 
 
 async def promote(
-    control: ControlPlaneClient,
-    job_name: str,
-    checkpoint_id: str,
-    output_model_id: str,
-    base_model: str,
-    *,
-    hot_load_deployment_id: str | None,
-    timeout_s: float,
-    merge_adapter: bool,
+    control: ControlPlaneClient, checkpoint_id: str, request: Promote, timeout_s: float
 ) -> Model:
     """The model, once its operation is done.
 
     Raises:
         EngineError: the operation failed, or was not done within ``timeout_s``.
     """
-    account = f"accounts/{await control.account_id()}"
-    request = Promote(
-        output_model=f"{account}/models/{output_model_id}",
-        trainer_job_id=job_name,
-        base_model=base_model,
-        async_promotion=True,
-        hot_load_deployment_id=hot_load_deployment_id,
-        merge_adapter=merge_adapter,
-    )
     checkpoint = checkpoint_id.rsplit("/", 1)[-1]
-    path = f"{account}/checkpoints/{checkpoint}:promote"
+    path = f"accounts/{await control.account_id()}/checkpoints/{checkpoint}:promote"
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -61,7 +44,7 @@ async def promote(
                 "POST", path, request.model_dump(exclude_none=True), timeout_s=_POST_TIMEOUT_S
             )
         except NotReadyError:
-            # A run that was killed had its own promotion under way; it is done first.
+            # The promotion of a killed run still goes on; the platform finishes it first.
             if time.monotonic() >= deadline_s:
                 raise
             await asyncio.sleep(control.wait_policy.first_s)
@@ -71,20 +54,22 @@ async def promote(
             return promoted.model
         if promoted.operation is None:
             raise EngineError(f"promotion of {checkpoint!r} must answer a model or an operation")
-        model = await _finished(control, promoted.operation, checkpoint, timeout_s, deadline_s)
+        model = await _wait_for_model(
+            control, promoted.operation, checkpoint, timeout_s, deadline_s
+        )
         if model is not None:
             return model
 
 
-async def _finished(
+async def _wait_for_model(
     control: ControlPlaneClient,
     operation: Operation,
     checkpoint: str,
     timeout_s: float,
     deadline_s: float,
 ) -> Model | None:
-    """What an operation has made; None when the platform was restarted over it."""
-    pause_s = control.wait_policy.first_s
+    """The model that an operation made; None when a restart of the platform ended it."""
+    pauses_s = control.wait_policy.pauses_s()
     while not operation.done:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
@@ -92,8 +77,7 @@ async def _finished(
                 f"promotion of {checkpoint!r} must be done within {timeout_s:g} s, still running "
                 f"as {operation.name}: it goes on; ask for the model later"
             )
-        await asyncio.sleep(min(pause_s, left_s))
-        pause_s = min(pause_s * 2, control.wait_policy.longest_s)
+        await asyncio.sleep(min(next(pauses_s), left_s))
         operation = await control.get(operation.name, Operation)
     if operation.error is not None and operation.error.code == UNAVAILABLE:
         return None

@@ -11,6 +11,7 @@ import httpx
 
 from hearth.errors import EngineError, NotFoundError
 from hearth.sdk.deployment_config import DeploymentInfo
+from hearth.sdk.messages import HttpRequest
 from hearth.sdk.resources import ControlPlaneClient, Watch
 from hearth.wire.fireworks import Deployment, DeploymentState, JobState, TrainerJob
 
@@ -29,7 +30,7 @@ _ENDED = {
 RESUMABLE = frozenset({*_ENDED, "JOB_STATE_FAILED"})
 
 OnStatus = Callable[[str], None]
-"""Told each new state, on the SDK's thread: it must return soon and ask the SDK for nothing."""
+"""Called with each new state on the SDK's thread: must return soon and not call the SDK."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class TrainerWait:
             "ended": control.wait_policy.settle_s,
         }
         self._on_status = on_status
-        self._told: str | None = None
+        self._reported: str | None = None
         self._resumed_from = resumed_from
 
     async def run(self) -> TrainerEndpoint:
@@ -84,43 +85,44 @@ class TrainerWait:
         """
         watch = Watch(self._control, self._name, TrainerJob, JOB_STATES)
         left_s = dict(self._allowed_s)
-        job = await watch.look()
+        job = await watch.fetch()
         while True:
-            self._tell(job.state)
+            self._report(job.state)
             is_running = job.state == "JOB_STATE_RUNNING"
-            if is_running and await self._answers():
+            if is_running and await self._is_healthy():
                 return TrainerEndpoint(
                     job_id=self._name.rsplit("/", 1)[-1],
                     job_name=self._name,
                     base_url=self._url,
                     max_context_length=job.training_config.max_context_length,
                 )
-            phase = self._phase(job)
+            phase = self._find_phase(job)
             if left_s[phase] <= 0:
-                raise EngineError(self._out_of_time(job, phase))
-            asked_s = time.monotonic()
+                raise EngineError(self._describe_timeout(job, phase))
+            start_s = time.monotonic()
             if is_running:
-                job = await watch.later(left_s[phase])
+                job = await watch.fetch_later(left_s[phase])
             else:
-                job = await watch.change(job.state, left_s[phase])
-            left_s[phase] -= time.monotonic() - asked_s
+                job = await watch.wait_for_change(job.state, left_s[phase])
+            left_s[phase] -= time.monotonic() - start_s
 
-    def _tell(self, state: str | None) -> None:
-        if state is not None and state != self._told and self._on_status is not None:
+    def _report(self, state: str | None) -> None:
+        if state is not None and state != self._reported and self._on_status is not None:
             self._on_status(state)
-        self._told = state
+        self._reported = state
 
-    async def _answers(self) -> bool:
+    async def _is_healthy(self) -> bool:
         """Whether the job's trainer is healthy. A job may be running before it can be reached."""
         path = self._url.removeprefix(self._control.http.base_url) + "/api/v1/healthz"
+        request = HttpRequest("GET", path, timeout_s=_HEALTH_TIMEOUT_S)
         try:
-            answer = await self._control.http.send_once("GET", path, timeout_s=_HEALTH_TIMEOUT_S)
+            answer = await self._control.http.send_once(request)
         except httpx.TransportError:
             return False
         return answer.is_success
 
-    def _phase(self, job: TrainerJob) -> str:
-        """Which time runs: for room, for starting, or for leaving an end.
+    def _find_phase(self, job: TrainerJob) -> str:
+        """Which time limit runs: for room, for starting, or for leaving an end.
 
         Raises:
             EngineError: the job failed, after it was resumed if it was.
@@ -131,30 +133,32 @@ class TrainerWait:
                 f"{self._name} must exist, got JOB_STATE_DELETED: create another job"
             )
         if job.state == "JOB_STATE_FAILED" and job.state != self._resumed_from:
-            raise EngineError(f"{self._name} must become ready, got {job.state}: {_reason(job)}")
+            raise EngineError(
+                f"{self._name} must become ready, got {job.state}: {_describe_reason(job)}"
+            )
         if job.state in RESUMABLE:
             return "ended"
         self._resumed_from = None
         return "pending" if job.state == "JOB_STATE_PENDING" else "starting"
 
-    def _out_of_time(self, job: TrainerJob, phase: str) -> str:
+    def _describe_timeout(self, job: TrainerJob, phase: str) -> str:
         if phase == "ended":
             how = _ENDED.get(job.state or "", "has failed")
             return (
-                f"{self._name} must become ready, but it {how}: {_reason(job)}; "
+                f"{self._name} must become ready, but it {how}: {_describe_reason(job)}; "
                 "reconnect_and_wait resumes it"
             )
         return (
             f"{self._name} must be ready within {self._allowed_s[phase]:g} s, still {job.state}: "
-            f"{_reason(job)}; raise the timeout, or look at its log"
+            f"{_describe_reason(job)}; raise the timeout, or look at its log"
         )
 
 
-def _reason(resource: TrainerJob | Deployment) -> str:
+def _describe_reason(resource: TrainerJob | Deployment) -> str:
     return resource.status_message or "the platform gave no reason"
 
 
-async def await_deployment(
+async def wait_for_deployment(
     control: ControlPlaneClient, name: str, timeout_s: float, trainer: str | None
 ) -> DeploymentInfo:
     """The deployment once it is ready, and attached to ``trainer`` where one is given.
@@ -165,23 +169,25 @@ async def await_deployment(
     """
     deadline_s = time.monotonic() + timeout_s
     watch = Watch(control, name, Deployment, DEPLOYMENT_STATES)
-    record = await watch.look()
+    record = await watch.fetch()
     while True:
-        info = DeploymentInfo.of(record, name)
+        info = DeploymentInfo.from_record(record, name)
         is_attached = trainer is None or info.hot_load_trainer_job == trainer
         if info.state == "READY" and is_attached:
             return info
         if info.state in GONE:
-            raise EngineError(f"{name} must become READY, got {info.state}: {_reason(record)}")
+            raise EngineError(
+                f"{name} must become READY, got {info.state}: {_describe_reason(record)}"
+            )
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             wanted = f"READY and attached to {trainer}" if trainer else "READY"
             attached = f" with {info.hot_load_trainer_job}" if trainer else ""
             raise EngineError(
                 f"{name} must be {wanted} within {timeout_s:g} s, still {info.state}{attached}: "
-                f"{_reason(record)}; raise the timeout, or look at its log"
+                f"{_describe_reason(record)}; raise the timeout, or look at its log"
             )
         if info.state == "READY":
-            record = await watch.later(left_s)
+            record = await watch.fetch_later(left_s)
         else:
-            record = await watch.change(info.state, left_s)
+            record = await watch.wait_for_change(info.state, left_s)

@@ -1,7 +1,7 @@
-"""The control plane as the managers use it: whose account, pages, and waiting for a state.
+"""The control plane as the managers use it: accounts, pages of records, and waiting for a state.
 
 A wait holds one request open until the server sees the resource change. A server that does not
-know ``waitForState`` answers at once; then the question is asked again at growing intervals.
+know ``waitForState`` answers at once; then the request is repeated at growing intervals.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -18,6 +18,7 @@ import orjson
 
 from hearth.errors import ConfigError, NotFoundError
 from hearth.sdk.background import start
+from hearth.sdk.messages import HttpRequest
 from hearth.sdk.transport import TRANSIENT_STATUSES, Http, RetryPolicy
 from hearth.wire.base import Record
 from hearth.wire.fireworks import AccountPage
@@ -33,9 +34,9 @@ _HELD = 0.8
 
 @dataclass(frozen=True)
 class WaitPolicy:
-    """How waits ask, in seconds.
+    """How waits poll, in seconds.
 
-    ``hold_s`` is how long the server may hold a question; where it does not, questions are
+    ``hold_s`` is how long the server may hold a request; where it does not, requests are
     ``first_s`` apart, growing to ``longest_s``. ``settle_s`` is how long a resource may still show
     the state that it is just leaving, such as a cancelled job that is resumed.
     """
@@ -45,12 +46,19 @@ class WaitPolicy:
     longest_s: float = 5.0
     settle_s: float = 30.0
 
+    def pauses_s(self) -> Iterator[float]:
+        """The pauses between requests, without end."""
+        pause_s = self.first_s
+        while True:
+            yield pause_s
+            pause_s = min(pause_s * 2, self.longest_s)
 
-def platform_of(api_key: str | None, base_url: str | None) -> tuple[str, str]:
+
+def resolve_platform(api_key: str | None, base_url: str | None) -> tuple[str, str]:
     """Key and URL, from ``FIREWORKS_API_KEY`` and ``FIREWORKS_BASE_URL`` where None.
 
     Raises:
-        ConfigError: neither says.
+        ConfigError: the key or the URL is in neither place.
     """
     url = base_url or os.environ.get("FIREWORKS_BASE_URL", "")
     if not url:
@@ -78,25 +86,26 @@ class ControlPlaneClient:
         retries: RetryPolicy | None,
         wait_policy: WaitPolicy | None,
     ) -> None:
-        key, url = platform_of(api_key, base_url)
+        key, url = resolve_platform(api_key, base_url)
         self._key = key
         self._retries = retries or _RETRIES
-        self.http = self.client_of(url)
+        self.http = self.connect(url)
         self.wait_policy = wait_policy or WaitPolicy()
         self._account_id = account_id or None
 
-    def client_of(self, url: str) -> Http:
+    def connect(self, url: str) -> Http:
         """A client of another host of the same platform."""
         return Http(url, self._key, retries=self._retries)
 
     async def account_id(self) -> str:
-        """The account, asked for on first use.
+        """The account, requested on first use.
 
         Raises:
             ConfigError: the key has none or several.
         """
         if self._account_id is None:
-            answer = await self.http.request("GET", "/v1/accounts", params={"pageSize": "2"})
+            request = HttpRequest("GET", "/v1/accounts", params={"pageSize": "2"})
+            answer = await self.http.request(request)
             names = [account.name for account in AccountPage.parse(answer.content).accounts]
             if len(names) != 1:
                 raise ConfigError(
@@ -106,7 +115,7 @@ class ControlPlaneClient:
             self._account_id = names[0].removeprefix("accounts/")
         return self._account_id
 
-    async def name_of(self, collection: str, resource_id: str) -> str:
+    async def resolve_name(self, collection: str, resource_id: str) -> str:
         """The full name of a resource; a full name stays as it is."""
         if resource_id.startswith("accounts/"):
             return resource_id
@@ -120,8 +129,8 @@ class ControlPlaneClient:
         timeout_s: float = 30.0,
     ) -> RecordT:
         """A resource by its full name."""
-        answer = await self.http.request("GET", f"/v1/{name}", params=params, timeout_s=timeout_s)
-        return kind.parse(answer.content)
+        request = HttpRequest("GET", f"/v1/{name}", params=params, timeout_s=timeout_s)
+        return kind.parse((await self.http.request(request)).content)
 
     async def find(self, name: str, kind: type[RecordT]) -> RecordT | None:
         """A resource by its full name; None where it does not exist."""
@@ -140,33 +149,30 @@ class ControlPlaneClient:
     ) -> bytes:
         """A request that changes something; the answer's body."""
         content = None if body is None else orjson.dumps(body)
-        answer = await self.http.request(
-            method, f"/v1/{name}", body=content, params=params, timeout_s=timeout_s
-        )
-        return answer.content
+        request = HttpRequest(method, f"/v1/{name}", content, params=params, timeout_s=timeout_s)
+        return (await self.http.request(request)).content
 
     async def delete(self, name: str, params: Mapping[str, str] | None = None) -> None:
-        """Delete a resource; one that is already gone is as deleted as can be."""
+        """Delete a resource; one that is already gone is no error."""
         with contextlib.suppress(NotFoundError):
             await self.send("DELETE", name, params=params)
 
-    async def pages(
+    async def list_records(
         self,
         name: str,
         kind: type[RecordT],
-        rows_of: Callable[[RecordT], list[T]],
+        records_of: Callable[[RecordT], list[T]],
         params: Mapping[str, str] | None = None,
     ) -> list[T]:
-        """The rows of all pages."""
-        rows: list[T] = []
-        token = ""
+        """The records of all pages."""
+        records: list[T] = []
+        query = {"pageSize": PAGE_SIZE, **(params or {})}
         while True:
-            asked = {"pageSize": PAGE_SIZE, **(params or {})}
-            page = await self.get(name, kind, {**asked, "pageToken": token} if token else asked)
-            rows.extend(rows_of(page))
-            token = str(getattr(page, "next_page_token", ""))
-            if not token:
-                return rows
+            page = await self.get(name, kind, query)
+            records.extend(records_of(page))
+            query["pageToken"] = str(getattr(page, "next_page_token", ""))
+            if not query["pageToken"]:
+                return records
 
     def close(self) -> None:
         """Close the connections; called from any thread but the SDK's."""
@@ -174,10 +180,7 @@ class ControlPlaneClient:
 
 
 class Watch(Generic[RecordT]):
-    """One resource, looked at until somebody is content with it.
-
-    ``states`` are all that its kind has.
-    """
+    """One resource, fetched again and again; ``states`` are all that its kind has."""
 
     def __init__(
         self, control: ControlPlaneClient, name: str, kind: type[RecordT], states: Sequence[str]
@@ -187,10 +190,10 @@ class Watch(Generic[RecordT]):
         self._kind = kind
         self._states = tuple(states)
         self._wait_policy = control.wait_policy
-        self._pause_s = self._wait_policy.first_s
+        self._pauses_s = self._wait_policy.pauses_s()
         self._server_holds = True
 
-    async def look(self) -> RecordT:
+    async def fetch(self) -> RecordT:
         """The resource as it is now.
 
         Raises:
@@ -198,31 +201,30 @@ class Watch(Generic[RecordT]):
         """
         return await self._control.get(self._name, self._kind)
 
-    async def change(self, state: str | None, left_s: float) -> RecordT:
+    async def wait_for_change(self, state: str | None, left_s: float) -> RecordT:
         """The resource once it has left ``state``, or as it is after a while (``left_s`` at most).
 
         Raises:
-            NotFoundError: there is none any more.
+            NotFoundError: it was deleted.
         """
         if not self._server_holds:
-            return await self.later(left_s)
+            return await self.fetch_later(left_s)
         hold_s = max(0.0, min(self._wait_policy.hold_s, left_s))
-        others = ",".join(one for one in self._states if one != state)
-        asked_s = time.monotonic()
+        others = ",".join(other for other in self._states if other != state)
+        start_s = time.monotonic()
         answer = await self._control.get(
             self._name,
             self._kind,
             {"waitForState": others, "timeoutS": f"{hold_s:.3f}"},
             timeout_s=hold_s + 10,
         )
-        moved = getattr(answer, "state", None) != state
-        self._server_holds = moved or time.monotonic() - asked_s >= hold_s * _HELD
-        if moved:
-            self._pause_s = self._wait_policy.first_s
+        has_changed = getattr(answer, "state", None) != state
+        self._server_holds = has_changed or time.monotonic() - start_s >= hold_s * _HELD
+        if has_changed:
+            self._pauses_s = self._wait_policy.pauses_s()
         return answer
 
-    async def later(self, left_s: float) -> RecordT:
+    async def fetch_later(self, left_s: float) -> RecordT:
         """The resource after a pause; pauses double."""
-        await asyncio.sleep(max(0.0, min(self._pause_s, left_s)))
-        self._pause_s = min(self._pause_s * 2, self._wait_policy.longest_s)
-        return await self.look()
+        await asyncio.sleep(max(0.0, min(next(self._pauses_s), left_s)))
+        return await self.fetch()

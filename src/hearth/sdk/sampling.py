@@ -244,7 +244,7 @@ class DeploymentSampler:
     ) -> list[SampledCompletion]:
         async def sample(body: Mapping[str, Any]) -> SampledCompletion:
             sampling = SamplingRequest(target, _PATH, CompletionResponse)
-            return completion_of(await sampling.run(orjson.dumps(body)), request)
+            return parse_completion(await sampling.run(orjson.dumps(body)), request)
 
         tasks = [asyncio.ensure_future(sample(body)) for body in bodies]
         try:
@@ -278,12 +278,10 @@ class DeploymentSampler:
                 f"a deployment must answer about each of {len(sequences)} sequences, got "
                 f"{len(choices)} answers"
             )
-        return [scored_logprobs(*pair, last) for pair in zip(choices, sequences, strict=True)]
+        return [read_scores(*pair, last) for pair in zip(choices, sequences, strict=True)]
 
 
-def scored_logprobs(
-    choice: Choice, sequence: Sequence[int], last: int | None = None
-) -> list[float]:
+def read_scores(choice: Choice, sequence: Sequence[int], last: int | None = None) -> list[float]:
     """The logprobs of an echoed sequence's tokens after the first, or of its ``last`` ones.
 
     Raises:
@@ -292,7 +290,9 @@ def scored_logprobs(
     raw = choice.raw_output
     echoed = list(sequence) if last is None else list(sequence[-last:])
     # Nothing stands before a sequence's first token, which so has no probability.
-    rows = None if raw is None else _known(raw.logprobs, skip=int(len(echoed) == len(sequence)))
+    rows = (
+        None if raw is None else _all_or_none(raw.logprobs, skip=int(len(echoed) == len(sequence)))
+    )
     if raw is None or raw.completion_token_ids != echoed or rows is None:
         raise TransportError(
             "a scored sequence must come back with its own tokens and a logprob for each after the "
@@ -306,7 +306,7 @@ def completion_seed(seed: int, index: int) -> int:
     return (seed + (index + 1) * _SEED_STRIDE) % 2**63
 
 
-def completion_of(response: CompletionResponse, request: CompletionRequest) -> SampledCompletion:
+def parse_completion(response: CompletionResponse, request: CompletionRequest) -> SampledCompletion:
     """The first choice of a response, checked against what was asked.
 
     Raises:
@@ -330,34 +330,34 @@ def completion_of(response: CompletionResponse, request: CompletionRequest) -> S
         full_tokens=prompt + tokens,
         prompt_len=len(prompt),
         finish_reason=choice.finish_reason,
-        inference_logprobs=_behavior_rows(choice, request.echo),
-        raw_logprobs=_known(choice.raw_output.logprobs, skip=int(request.echo)),
+        inference_logprobs=_read_sampling_logprobs(choice, request.echo),
+        raw_logprobs=_all_or_none(choice.raw_output.logprobs, skip=int(request.echo)),
         logprobs_echoed=request.echo,
         weight_version=response.weight_version,
         snapshot_identity=response.snapshot_identity,
         versions=choice.raw_output.versions or [],
-        routing_matrices=_routing(choice.raw_output, skip=int(request.echo)),
+        routing_matrices=_read_routing(choice.raw_output, skip=int(request.echo)),
         perf_metrics=response.perf_metrics or {},
     )
 
 
-def _behavior_rows(choice: Choice, echo: bool) -> list[float] | None:
+def _read_sampling_logprobs(choice: Choice, echo: bool) -> list[float] | None:
     """Sampling logprobs; with ``echo`` prompt rows, which nobody sampled, are the model's own."""
     raw = choice.raw_output
     assert raw is not None
     if raw.sampling_logprobs is None:
         return None
     if not echo:
-        return _known(raw.sampling_logprobs, skip=0)
+        return _all_or_none(raw.sampling_logprobs, skip=0)
     model_rows = raw.logprobs or [None] * len(raw.sampling_logprobs)
     merged = [
         own if drawn is None else drawn
         for drawn, own in zip(raw.sampling_logprobs, model_rows, strict=True)
     ]
-    return _known(merged, skip=1)
+    return _all_or_none(merged, skip=1)
 
 
-def _routing(raw: RawOutput, *, skip: int) -> list[str] | None:
+def _read_routing(raw: RawOutput, *, skip: int) -> list[str] | None:
     """The experts of the drawn tokens, those of the prompt's before them where they are told."""
     if raw.routing_matrices is None:
         return None
@@ -370,6 +370,6 @@ def _routing(raw: RawOutput, *, skip: int) -> list[str] | None:
     return own if skip else [*(raw.prompt_routing_matrices or []), *own]
 
 
-def _known(rows: list[float | None] | None, *, skip: int) -> list[float] | None:
+def _all_or_none(rows: list[float | None] | None, *, skip: int) -> list[float] | None:
     known = None if rows is None else rows[skip:]
     return None if known is None or None in known else cast("list[float]", known)

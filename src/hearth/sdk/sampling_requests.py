@@ -12,8 +12,8 @@ import httpx
 
 from hearth.errors import TransportError
 from hearth.sdk.concurrency import ConcurrencyController, RequestOutcome
-from hearth.sdk.response import HttpResponse
-from hearth.sdk.transport import TRANSIENT_STATUSES, Http, RetryPolicy, error_of
+from hearth.sdk.messages import HttpRequest, HttpResponse
+from hearth.sdk.transport import TRANSIENT_STATUSES, Http, RetryPolicy, build_error
 from hearth.telemetry import new_request_id
 from hearth.wire.chat import ChatResponse
 from hearth.wire.completions import CompletionResponse
@@ -80,7 +80,7 @@ class SamplingRequest(Generic[CompletionT]):
         answer = await self.send(body)
         if not isinstance(answer, HttpResponse):
             return answer
-        error = error_of(answer)
+        error = build_error(answer)
         if answer.status_code in _RETRIED:
             raise self._failure(error)
         if answer.status_code in _BOOTING:
@@ -121,12 +121,9 @@ class SamplingRequest(Generic[CompletionT]):
         outcome: RequestOutcome | None = None
         await target.controller.acquire()
         try:
+            headers = {"x-request-id": self._request_id, "fireworks-deployment": target.model}
             response = await target.http.send_once(
-                "POST",
-                self._path,
-                body=body,
-                timeout_s=target.timeout_s,
-                headers={"x-request-id": self._request_id, "fireworks-deployment": target.model},
+                HttpRequest("POST", self._path, body, headers=headers, timeout_s=target.timeout_s)
             )
             if response.status_code in _BOOTING:
                 return response
@@ -163,7 +160,8 @@ class SamplingRequest(Generic[CompletionT]):
             return True
         self._has_checked_existence = True
         try:
-            response = await self._target.http.send_once("GET", f"/v1/{self._target.model}")
+            request = HttpRequest("GET", f"/v1/{self._target.model}")
+            response = await self._target.http.send_once(request)
         except httpx.TransportError:
             return True
         return response.status_code != 404

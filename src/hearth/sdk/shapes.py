@@ -36,7 +36,7 @@ class TrainingShapeProfile:
         return self.training_shape_version.split("/versions/")[0]
 
     @classmethod
-    def of(cls, version: TrainingShapeVersion) -> TrainingShapeProfile:
+    def from_version(cls, version: TrainingShapeVersion) -> TrainingShapeProfile:
         """The profile of a version record."""
         fixed = version.snapshot
         return cls(
@@ -68,11 +68,11 @@ async def resolve_shape(control: ControlPlaneClient, shape_id: str) -> TrainingS
             f"/versions/<version>, got {shape_id!r}"
         )
     if len(parts) == 6:
-        return TrainingShapeProfile.of(await control.get(shape_id, TrainingShapeVersion))
+        return TrainingShapeProfile.from_version(await control.get(shape_id, TrainingShapeVersion))
     page = await control.get(f"{shape_id}/versions", TrainingShapePage, _NEWEST)
     if not page.training_shape_versions:
         raise NotFoundError(f"training_shape_id must have a validated version, got {shape_id!r}")
-    return TrainingShapeProfile.of(page.training_shape_versions[0])
+    return TrainingShapeProfile.from_version(page.training_shape_versions[0])
 
 
 async def select_shape(
@@ -83,13 +83,13 @@ async def select_shape(
     Raises:
         NotFoundError: the platform has none.
     """
-    versions = await control.pages(
+    versions = await control.list_records(
         "accounts/-/trainingShapes/-/versions",
         TrainingShapePage,
         lambda page: page.training_shape_versions,
         _ALL,
     )
-    mode = mode_of(lora_rank, forward_only)
+    mode = choose_mode(lora_rank, forward_only)
     fitting = [
         version
         for version in versions
@@ -99,23 +99,23 @@ async def select_shape(
     if not fitting:
         raise NotFoundError(
             f"a training shape must exist for {base_model!r} as {mode}, got "
-            f"{_described(versions, base_model)}: pass training_shape_id, or none to let the "
+            f"{_describe(versions, base_model)}: pass training_shape_id, or none to let the "
             "platform choose"
         )
     best = max(
         fitting, key=lambda one: (one.snapshot.base_model is not None, one.create_time or "")
     )
-    return TrainingShapeProfile.of(best)
+    return TrainingShapeProfile.from_version(best)
 
 
-def mode_of(lora_rank: int, forward_only: bool) -> TrainerMode:
+def choose_mode(lora_rank: int, forward_only: bool) -> TrainerMode:
     """The kind of trainer that a job needs."""
     if forward_only:
         return "FORWARD_ONLY"
     return "LORA_TRAINER" if lora_rank > 0 else "POLICY_TRAINER"
 
 
-def _described(versions: Sequence[TrainingShapeVersion], base_model: str) -> str:
+def _describe(versions: Sequence[TrainingShapeVersion], base_model: str) -> str:
     """The model's own shapes, or how many others there are."""
     own = [version for version in versions if version.snapshot.base_model in (None, base_model)]
     if not own:

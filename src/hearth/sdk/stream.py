@@ -1,4 +1,4 @@
-"""One model's operations: numbered, sent in order, and sent again to a trainer that was restarted.
+"""One model's operations: numbered, sent in order, and sent again to a restarted trainer.
 
 A trainer executes a model's operations once each, in the order of their numbers. A connection that
 breaks costs nothing: the same number posted twice is executed once. A trainer that dies takes with
@@ -27,7 +27,7 @@ from hearth.errors import (
     RequestFailedError,
     TransportError,
 )
-from hearth.sdk.journal import Journal, Operation
+from hearth.sdk.journal import Journal, JournalEntry
 from hearth.sdk.transport import Http
 from hearth.wire.base import Record
 from hearth.wire.tinker import FutureRef
@@ -78,21 +78,21 @@ class OperationStream:
         self._end: HearthError | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def submit(self, name: str, body: dict[str, Any]) -> Operation:
+    async def submit(self, name: str, body: dict[str, Any]) -> JournalEntry:
         """Post one operation; the caller holds the turn. A refused post keeps its number.
 
         Raises:
             HearthError: the platform refused it, or is gone for good.
         """
-        operation = Operation(name, orjson.dumps(body))
+        operation = JournalEntry(name, orjson.dumps(body))
         try:
-            await self._finish(self._enter(operation))
+            await self._finish(self._submit_entry(operation))
         except asyncio.CancelledError:
-            self._begin(self._fetch(operation, Record))
+            self._start(self._fetch(operation, Record))
             raise
         return operation
 
-    async def result(self, operation: Operation, kind: type[RecordT]) -> RecordT:
+    async def result(self, operation: JournalEntry, kind: type[RecordT]) -> RecordT:
         """Wait for an operation's result.
 
         Raises:
@@ -124,21 +124,21 @@ class OperationStream:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start work that goes on whoever waits for it."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._note_end)
+        task.add_done_callback(self._drop_task)
         return task
 
-    def _note_end(self, task: asyncio.Task[Any]) -> None:
+    def _drop_task(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # seen, so that nobody complains of it when nobody waits any more
 
     async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
         """The work's result. Half of a post or of a recovery would leave a number in doubt."""
-        task = self._begin(work)
+        task = self._start(work)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -150,7 +150,7 @@ class OperationStream:
         if self._end is not None:
             raise self._end
 
-    async def _enter(self, operation: Operation) -> None:
+    async def _submit_entry(self, operation: JournalEntry) -> None:
         async with self._gate:
             while operation.request_id is None:
                 self._refuse_after_end()
@@ -160,29 +160,29 @@ class OperationStream:
                     # A trainer that was started again is sent it with the rest of the journal.
                     await self._recover(operation, error)
 
-    async def _fetch(self, operation: Operation, kind: type[RecordT]) -> RecordT:
+    async def _fetch(self, operation: JournalEntry, kind: type[RecordT]) -> RecordT:
         while True:
             if operation.request_id is None:
                 async with self._gate:
                     self._refuse_after_end()
-            asked = operation.request_id
-            assert asked is not None, "submitted before it is waited for"
+            request_id = operation.request_id
+            assert request_id is not None, "submitted before it is waited for"
             try:
-                found = await retrieve(self._http, asked, kind)
+                record = await retrieve(self._http, request_id, kind)
             except RequestFailedError:
-                self.journal.settle(operation, succeeded=False)
+                self.journal.record_result(operation, succeeded=False)
                 raise
             except LOST as error:
                 async with self._gate:
                     self._refuse_after_end()
                     # Otherwise somebody has just brought the model back.
-                    if operation.request_id == asked:
+                    if operation.request_id == request_id:
                         await self._recover(operation, error)
             else:
-                self.journal.settle(operation, succeeded=True)
-                return found
+                self.journal.record_result(operation, succeeded=True)
+                return record
 
-    async def _post(self, operation: Operation) -> None:
+    async def _post(self, operation: JournalEntry) -> None:
         if self._revival is not None:
             self.journal.add(operation)
         try:
@@ -193,13 +193,13 @@ class OperationStream:
             self.journal.remove(operation)
             raise
 
-    async def _send(self, operation: Operation) -> None:
-        numbered = operation.numbered(self.model_id, self._next_seq)
-        answer = await self._http.post(f"/{operation.name}", numbered)
+    async def _send(self, operation: JournalEntry) -> None:
+        body = operation.build_body(self.model_id, self._next_seq)
+        answer = await self._http.post(f"/{operation.name}", body)
         self._next_seq += 1
         operation.request_id = FutureRef.parse(answer).request_id
 
-    async def _recover(self, operation: Operation, error: HearthError) -> None:
+    async def _recover(self, operation: JournalEntry, error: HearthError) -> None:
         """See that the trainer runs and has the model; the caller holds the gate.
 
         Raises:
@@ -209,14 +209,16 @@ class OperationStream:
         if self._revival is None or self._http.is_closed:
             raise error
         try:
-            while not await self._is_back(operation, error, self._revival):
+            while not await self._try_to_recover(operation, error, self._revival):
                 error = operation.loss or error  # newer than what this began with
         except HearthError as end:
             if end is not error:
                 self._end = self._end or end
             raise
 
-    async def _is_back(self, operation: Operation, error: HearthError, revival: Revival) -> bool:
+    async def _try_to_recover(
+        self, operation: JournalEntry, error: HearthError, revival: Revival
+    ) -> bool:
         """One attempt to bring the model back; False when the trainer was lost once more.
 
         Raises:
@@ -237,7 +239,7 @@ class OperationStream:
             operation.restarts += 1
             return False
         try:
-            is_there = await self._is_there()
+            is_there = await self._has_model()
             if not is_there:
                 operation.restarts += 1
                 self._refuse_incomplete(error)
@@ -251,20 +253,20 @@ class OperationStream:
             self._count_reconnect(operation, error)
         return True
 
-    async def _is_there(self) -> bool:
+    async def _has_model(self) -> bool:
         """Whether the trainer still has the model: then only the way to it was broken."""
         with contextlib.suppress(NotFoundError):
             await self._http.post("/get_info", orjson.dumps({"model_id": self.model_id}))
             return True
         return False
 
-    def _count_reconnect(self, operation: Operation, error: HearthError) -> None:
+    def _count_reconnect(self, operation: JournalEntry, error: HearthError) -> None:
         operation.reconnects += 1
         if operation.reconnects > MOST_RECONNECTS:
             raise error
         if isinstance(error, NotFoundError):
             # Executed, and so long ago that its result was thrown away.
-            self.journal.settle(operation, succeeded=True)
+            self.journal.record_result(operation, succeeded=True)
             raise error
 
     def _refuse_incomplete(self, error: HearthError) -> None:
@@ -283,7 +285,7 @@ class OperationStream:
             operation.request_id = None
         if self.journal.checkpoint is not None:
             body = {"path": self.journal.checkpoint, "optimizer": True}
-            loading = Operation("load_weights", orjson.dumps(body))
+            loading = JournalEntry("load_weights", orjson.dumps(body))
             await self._send(loading)
             assert loading.request_id is not None, "it was just sent"
             await retrieve(self._http, loading.request_id, Record)

@@ -23,7 +23,14 @@ from hearth.sdk.resources import ControlPlaneClient, WaitPolicy
 from hearth.sdk.shapes import TrainingShapeProfile, resolve_shape, select_shape
 from hearth.sdk.trainer_config import TrainerJobConfig
 from hearth.sdk.transport import RetryPolicy
-from hearth.wire.fireworks import CheckpointEntry, CheckpointPage, Model, TrainerJob, TrainerJobPage
+from hearth.wire.fireworks import (
+    CheckpointEntry,
+    CheckpointPage,
+    Model,
+    Promote,
+    TrainerJob,
+    TrainerJobPage,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +76,7 @@ class TrainerJobManager:
 
     def trainer_url(self, job_id: str) -> str:
         """Where the job's trainer answers once it runs."""
-        name = start(self._control.name_of(JOBS, job_id)).result()
+        name = start(self._control.resolve_name(JOBS, job_id)).result()
         return trainer_url(self.base_url, name)
 
     def create(self, config: TrainerJobConfig) -> CreatedJob:
@@ -111,7 +118,7 @@ class TrainerJobManager:
         pending_timeout_s: float = PENDING_TIMEOUT_S,
     ) -> APIFuture[TrainerEndpoint]:
         """``wait_for_ready`` as a future."""
-        return start(self._ready(job_id, timeout_s, pending_timeout_s, on_status))
+        return start(self._wait_until_ready(job_id, timeout_s, pending_timeout_s, on_status))
 
     def create_and_wait(
         self,
@@ -133,7 +140,7 @@ class TrainerJobManager:
 
         async def provide() -> TrainerEndpoint:
             job = await self._create(config)
-            return await self._ready(job.job_id, timeout_s, PENDING_TIMEOUT_S, on_status)
+            return await self._wait_until_ready(job.job_id, timeout_s, PENDING_TIMEOUT_S, on_status)
 
         return start(provide())
 
@@ -168,7 +175,7 @@ class TrainerJobManager:
         """
 
         async def reconnect() -> TrainerEndpoint:
-            name = await self._control.name_of(JOBS, job_id)
+            name = await self._control.resolve_name(JOBS, job_id)
             job = await self._control.get(name, TrainerJob)
             if job.state in unless:
                 raise ClosedError(
@@ -177,7 +184,7 @@ class TrainerJobManager:
                 )
             if job.state in RESUMABLE:
                 await self._control.send("POST", f"{name}:resume")
-            return await self._ready(
+            return await self._wait_until_ready(
                 job_id, timeout_s, PENDING_TIMEOUT_S, on_status, resumed_from=job.state
             )
 
@@ -185,18 +192,18 @@ class TrainerJobManager:
 
     def resume(self, job_id: str) -> None:
         """Start an ended job's trainer again, from its base weights; its checkpoints are there."""
-        self._act(job_id, "resume")
+        self._post_action(job_id, "resume")
 
     def cancel(self, job_id: str) -> None:
         """End a job's trainer; its checkpoints stay. A job that has ended is left alone."""
         with contextlib.suppress(NotFoundError, ConflictError, ClosedError):
-            self._act(job_id, "cancel")
+            self._post_action(job_id, "cancel")
 
     def delete(self, job_id: str) -> None:
         """End a job and forget it; its checkpoints stay. A job that is gone is left alone."""
 
         async def delete() -> None:
-            await self._control.delete(await self._control.name_of(JOBS, job_id))
+            await self._control.delete(await self._control.resolve_name(JOBS, job_id))
 
         start(delete()).result()
 
@@ -204,7 +211,9 @@ class TrainerJobManager:
         """A job's record; None where there is none."""
 
         async def find() -> TrainerJob | None:
-            return await self._control.find(await self._control.name_of(JOBS, job_id), TrainerJob)
+            return await self._control.find(
+                await self._control.resolve_name(JOBS, job_id), TrainerJob
+            )
 
         return start(find()).result()
 
@@ -212,8 +221,8 @@ class TrainerJobManager:
         """A job's checkpoints and snapshots, oldest first; also after the job was deleted."""
 
         async def rows() -> list[CheckpointEntry]:
-            name = await self._control.name_of(JOBS, job_id)
-            return await self._control.pages(
+            name = await self._control.resolve_name(JOBS, job_id)
+            return await self._control.list_records(
                 f"{name}/checkpoints", CheckpointPage, lambda page: page.checkpoints
             )
 
@@ -223,11 +232,12 @@ class TrainerJobManager:
         """A registered or promoted model by its id or full name; None where there is none."""
 
         async def find() -> Model | None:
-            name = await self._control.name_of("models", model_id)
+            name = await self._control.resolve_name("models", model_id)
             return await self._control.find(name, Model)
 
         return start(find()).result()
 
+    # The parameters are the product documents'.
     def promote_checkpoint(
         self,
         job_id: str,
@@ -250,17 +260,15 @@ class TrainerJobManager:
         check_output_model(output_model_id)
 
         async def run() -> Model:
-            job_name = await self._control.name_of(JOBS, job_id)
-            return await promote(
-                self._control,
-                job_name,
-                checkpoint_id,
-                output_model_id,
-                base_model,
+            request = Promote(
+                output_model=await self._control.resolve_name("models", output_model_id),
+                trainer_job_id=await self._control.resolve_name(JOBS, job_id),
+                base_model=base_model,
+                async_promotion=True,
                 hot_load_deployment_id=hot_load_deployment_id,
-                timeout_s=timeout,
                 merge_adapter=merge_adapter,
             )
+            return await promote(self._control, checkpoint_id, request, timeout)
 
         return start(run()).result()
 
@@ -289,7 +297,7 @@ class TrainerJobManager:
 
     async def _create(self, config: TrainerJobConfig) -> CreatedJob:
         job_id = config.job_id or f"training-api-service-{uuid.uuid4().hex[:8]}"
-        name = await self._control.name_of(JOBS, job_id)
+        name = await self._control.resolve_name(JOBS, job_id)
         collection = name.removesuffix(f"/{job_id}")
         try:
             answer = await self._control.send(
@@ -305,7 +313,7 @@ class TrainerJobManager:
                 ) from None
         return CreatedJob(job_id=job_id, job_name=job.name or name, state=job.state)
 
-    async def _ready(
+    async def _wait_until_ready(
         self,
         job_id: str,
         timeout_s: float,
@@ -314,14 +322,14 @@ class TrainerJobManager:
         *,
         resumed_from: str | None = None,
     ) -> TrainerEndpoint:
-        name = await self._control.name_of(JOBS, job_id)
+        name = await self._control.resolve_name(JOBS, job_id)
         return await TrainerWait(
             self._control, name, timeout_s, pending_timeout_s, on_status, resumed_from
         ).run()
 
-    def _act(self, job_id: str, action: str) -> None:
+    def _post_action(self, job_id: str, action: str) -> None:
         async def act() -> None:
-            name = await self._control.name_of(JOBS, job_id)
+            name = await self._control.resolve_name(JOBS, job_id)
             await self._control.send("POST", f"{name}:{action}")
 
         start(act()).result()
@@ -331,7 +339,7 @@ class TrainerJobManager:
 
         async def jobs() -> list[TrainerJob]:
             name = f"accounts/{await self._control.account_id()}/{JOBS}"
-            return await self._control.pages(
+            return await self._control.list_records(
                 name, TrainerJobPage, lambda page: page.rlor_trainer_jobs
             )
 

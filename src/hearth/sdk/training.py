@@ -25,12 +25,13 @@ from hearth.sdk.background import APIFuture, start
 from hearth.sdk.batches import (
     MAX_CHUNK_DATUMS,
     TENSOR_ENCODING,
-    Batch,
-    batch_of,
-    chunks_of,
+    DatumBatch,
+    build_batch,
     merge_outputs,
+    split_datums,
 )
-from hearth.sdk.journal import Operation
+from hearth.sdk.journal import JournalEntry
+from hearth.sdk.messages import HttpRequest
 from hearth.sdk.stream import LOST, MOST_RESTARTS, OperationStream, Revival, retrieve
 from hearth.sdk.transport import Http
 from hearth.wire.base import Record
@@ -135,7 +136,7 @@ class FiretitanServiceClient:
     def _create(
         self, base_model: str, lora: LoraSpec | None, *, base_only: bool, replace: bool
     ) -> FiretitanTrainingClient:
-        made = start(self._first_model(base_model, lora, base_only, replace)).result()
+        made = start(self._create_first_model(base_model, lora, base_only, replace)).result()
         rank = lora.rank if lora is not None else 0
         client = FiretitanTrainingClient(
             self._http,
@@ -144,7 +145,7 @@ class FiretitanServiceClient:
             lora_rank=rank,
             is_frozen=base_only,
             max_chunk_datums=self._max_chunk_datums,
-            revival=self._revival(base_model, lora, base_only),
+            revival=self._make_revival(base_model, lora, base_only),
         )
         self._streams.append(client.stream)
         client.max_seq_len = made.max_seq_len
@@ -153,7 +154,7 @@ class FiretitanServiceClient:
         client.takes_columns = bool(made.takes_columns)
         return client
 
-    async def _first_model(
+    async def _create_first_model(
         self, base_model: str, lora: LoraSpec | None, base_only: bool, replace: bool
     ) -> ModelRef:
         for attempts_left in reversed(range(MOST_RESTARTS)):
@@ -186,7 +187,9 @@ class FiretitanServiceClient:
         accepted = FutureRef.parse(await self._http.post("/create_model", request.dump()))
         return await retrieve(self._http, accepted.request_id, ModelRef)
 
-    def _revival(self, base_model: str, lora: LoraSpec | None, base_only: bool) -> Revival | None:
+    def _make_revival(
+        self, base_model: str, lora: LoraSpec | None, base_only: bool
+    ) -> Revival | None:
         async def model() -> str:
             # A trainer that was started again knows no session of before.
             self._session_id = None
@@ -262,7 +265,7 @@ class FiretitanTrainingClient:
         goes: a ``forward_backward`` on the same texts that names it, before the weights change,
         computes no second forward pass.
         """
-        return start(self._run("forward", data, loss_fn, loss_fn_config, graph))
+        return start(self._run_pass("forward", data, loss_fn, loss_fn_config, graph))
 
     def forward_backward(
         self,
@@ -277,7 +280,7 @@ class FiretitanTrainingClient:
         ``graph`` is that of ``forward``; where it is gone, everything is computed.
         """
         self._refuse_when_frozen("forward_backward")
-        return start(self._run("forward_backward", data, loss_fn, loss_fn_config, graph))
+        return start(self._run_pass("forward_backward", data, loss_fn, loss_fn_config, graph))
 
     def forward_backward_custom(
         self, data: Sequence[tinker.Datum], loss_fn: LossFunction, *, temperature: float = 1.0
@@ -291,7 +294,7 @@ class FiretitanTrainingClient:
         plus ``loss:sum``.
         """
         self._refuse_when_frozen("forward_backward_custom")
-        return start(self._custom(list(data), loss_fn, temperature))
+        return start(self._run_custom_loss(list(data), loss_fn, temperature))
 
     def optim_step(
         self,
@@ -315,7 +318,7 @@ class FiretitanTrainingClient:
             body["grad_accumulation_normalization"] = grad_accumulation_normalization
 
         async def step() -> tinker.OptimStepResponse:
-            done = await self._operation("optim_step", body, OptimStepOutput)
+            done = await self._run_operation("optim_step", body, OptimStepOutput)
             return tinker.OptimStepResponse(metrics=done.metrics)
 
         return start(step())
@@ -360,7 +363,7 @@ class FiretitanTrainingClient:
 
         async def load() -> SaveResult:
             body = {"adapter_path": adapter_path}
-            done = await self._operation("load_adapter", body, LoadAdapterOutput)
+            done = await self._run_operation("load_adapter", body, LoadAdapterOutput)
             return SaveResult(path=done.adapter_path, snapshot_name=done.adapter_path)
 
         return start(load())
@@ -382,7 +385,7 @@ class FiretitanTrainingClient:
         """Names of the trainer's resumable checkpoints, oldest first."""
 
         async def names() -> list[str]:
-            answer = await self._http.request("GET", "/list_checkpoints")
+            answer = await self._http.request(HttpRequest("GET", "/list_checkpoints"))
             return CheckpointNames.parse(answer.content).checkpoints
 
         return start(names()).result()
@@ -393,7 +396,7 @@ class FiretitanTrainingClient:
 
     def _save(self, operation: str, body: dict[str, Any]) -> APIFuture[SaveResult]:
         async def save() -> SaveResult:
-            done = await self._operation(operation, body, PathOutput)
+            done = await self._run_operation(operation, body, PathOutput)
             return SaveResult(path=done.path, snapshot_name=done.path, metadata=done.metadata)
 
         return start(save())
@@ -405,14 +408,14 @@ class FiretitanTrainingClient:
                 f"{self.model_id!r}: a reference only runs forward()"
             )
 
-    async def _operation(
+    async def _run_operation(
         self, operation: str, body: dict[str, Any], kind: type[RecordT]
     ) -> RecordT:
         async with self.stream.turn:
             accepted = await self.stream.submit(operation, body)
         return await self.stream.result(accepted, kind)
 
-    async def _run(
+    async def _run_pass(
         self,
         operation: str,
         data: Sequence[tinker.Datum],
@@ -420,27 +423,27 @@ class FiretitanTrainingClient:
         loss_fn_config: dict[str, Any] | None,
         graph: str | None,
     ) -> tinker.ForwardBackwardOutput:
-        batches: list[Batch] = []
+        batches: list[DatumBatch] = []
         async with self.stream.turn:
-            accepted: list[Operation] = []
-            for chunk in chunks_of(data, self._max_chunk_datums):
-                batches.append(batch_of(chunk, as_columns=self.takes_columns))
+            accepted: list[JournalEntry] = []
+            for chunk in split_datums(data, self._max_chunk_datums):
+                batches.append(build_batch(chunk, as_columns=self.takes_columns))
                 accepted.append(
                     await self._post_batch(
                         operation, batches[-1], loss_fn, loss_fn_config, graph, len(accepted)
                     )
                 )
-        return merge_outputs(await self._results(accepted, ForwardOutput), batches)
+        return merge_outputs(await self._fetch_results(accepted, ForwardOutput), batches)
 
     async def _post_batch(
         self,
         operation: str,
-        batch: Batch,
+        batch: DatumBatch,
         loss_fn: str,
         loss_fn_config: dict[str, Any] | None,
         graph: str | None,
         number: int,
-    ) -> Operation:
+    ) -> JournalEntry:
         """Submit the chunk of that number; the caller holds the turn."""
         content: dict[str, Any] = {**batch.body, "loss_fn": loss_fn}
         if loss_fn_config:
@@ -450,7 +453,9 @@ class FiretitanTrainingClient:
             body["graph"] = f"{graph}-{number}"
         return await self.stream.submit(operation, body)
 
-    async def _results(self, accepted: list[Operation], kind: type[RecordT]) -> list[RecordT]:
+    async def _fetch_results(
+        self, accepted: list[JournalEntry], kind: type[RecordT]
+    ) -> list[RecordT]:
         """Each chunk's result; each is waited for before an error is raised."""
         parts = await asyncio.gather(
             *(self.stream.result(one, kind) for one in accepted), return_exceptions=True
@@ -462,32 +467,34 @@ class FiretitanTrainingClient:
             done.append(part)
         return done
 
-    async def _custom(
+    async def _run_custom_loss(
         self, data: list[tinker.Datum], loss_fn: LossFunction, temperature: float
     ) -> tinker.ForwardBackwardOutput:
         config = {"temperature": temperature} if temperature != 1.0 else None
         # Only what the trainer needs to score the targets; the rest stays with the loss function.
         batches = [
-            batch_of(_scored(chunk), ("target_tokens",), as_columns=self.takes_columns)
-            for chunk in chunks_of(data, self._max_chunk_datums)
+            build_batch(_require_targets(chunk), ("target_tokens",), as_columns=self.takes_columns)
+            for chunk in split_datums(data, self._max_chunk_datums)
         ]
         graph = uuid.uuid4().hex[:12]
 
-        async def post(operation: str, chunks: Iterable[Batch]) -> list[Operation]:
+        async def post(operation: str, chunks: Iterable[DatumBatch]) -> list[JournalEntry]:
             return [
                 await self._post_batch(operation, chunk, "cross_entropy", config, graph, number)
                 for number, chunk in enumerate(chunks)
             ]
 
         async with self.stream.turn:
-            parts = await self._results(await post("forward", batches), ForwardOutput)
+            parts = await self._fetch_results(await post("forward", batches), ForwardOutput)
             scored = merge_outputs(parts, batches)
-            rows = [_tensor(output["logprobs"]) for output in scored.loss_fn_outputs]
-            loss, metrics, weights = await asyncio.to_thread(_loss_gradient, data, rows, loss_fn)
+            rows = [_to_tensor(output["logprobs"]) for output in scored.loss_fn_outputs]
+            loss, metrics, weights = await asyncio.to_thread(
+                _differentiate_loss, data, rows, loss_fn
+            )
             rest = iter(weights)
-            weighted = (batch.weighted(list(islice(rest, batch.count))) for batch in batches)
+            weighted = (batch.with_weights(list(islice(rest, batch.count))) for batch in batches)
             accepted = await post("forward_backward", weighted)
-        surrogates = await self._results(accepted, PassMetrics)
+        surrogates = await self._fetch_results(accepted, PassMetrics)
         own = {**metrics, "loss:sum": loss}
         own["surrogate_loss:sum"] = sum(
             surrogate.metrics.get("loss:sum", 0.0) for surrogate in surrogates
@@ -499,11 +506,11 @@ class FiretitanTrainingClient:
         )
 
 
-def _tensor(data: tinker.TensorData) -> torch.Tensor:
+def _to_tensor(data: tinker.TensorData) -> torch.Tensor:
     return torch.from_numpy(np.array(data.to_numpy(), dtype=np.float32))
 
 
-def _scored(data: list[tinker.Datum]) -> list[tinker.Datum]:
+def _require_targets(data: list[tinker.Datum]) -> list[tinker.Datum]:
     """The same, if they can be scored.
 
     Raises:
@@ -514,7 +521,7 @@ def _scored(data: list[tinker.Datum]) -> list[tinker.Datum]:
     return data
 
 
-def _loss_gradient(
+def _differentiate_loss(
     data: list[tinker.Datum], rows: list[torch.Tensor], loss_fn: LossFunction
 ) -> tuple[float, dict[str, float], list[NDArray[np.float32]]]:
     """Value, metrics, and minus the gradient per logprob: the weights of the linear surrogate."""

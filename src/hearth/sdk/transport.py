@@ -1,7 +1,7 @@
-"""HTTP as the SDK speaks it: keys, retries, errors, and apps that live in this very process.
+"""HTTP as the SDK speaks it: keys, retries, errors, and apps that run in this process.
 
 ``mount`` gives an ASGI app an origin. Requests to that origin reach the app through memory; all
-others go over the network. Nothing else in the SDK knows the difference.
+others go over the network. The rest of the SDK does not know the difference.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import random
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,7 +29,7 @@ from hearth.errors import (
     TransportError,
 )
 from hearth.sdk.in_process import call_app
-from hearth.sdk.response import HttpResponse
+from hearth.sdk.messages import HttpRequest, HttpResponse
 
 _mounted: dict[str, Any] = {}
 
@@ -48,7 +47,7 @@ _ERROR_OF_STATUS: dict[int, type[HearthError]] = {
 }
 
 
-def origin_of(url: str) -> str:
+def parse_origin(url: str) -> str:
     """``scheme://host[:port]`` of a URL.
 
     Raises:
@@ -62,12 +61,12 @@ def origin_of(url: str) -> str:
 
 def mount(base_url: str, app: Any) -> None:
     """Answer requests to the origin of ``base_url`` with this ASGI app, inside this process."""
-    _mounted[origin_of(base_url)] = app
+    _mounted[parse_origin(base_url)] = app
 
 
 def unmount(base_url: str) -> None:
     """Take an app away; later requests to it are ``ClosedError``."""
-    _mounted[origin_of(base_url)] = None
+    _mounted[parse_origin(base_url)] = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Http:
                 "platform on this machine)"
             )
         self.base_url = base_url.rstrip("/")
-        self._origin = origin_of(base_url)
+        self._origin = parse_origin(base_url)
         self._headers = {"x-api-key": api_key, "authorization": f"Bearer {api_key}"}
         self._retries = retries or RetryPolicy()
         self._client: httpx.AsyncClient | None = None
@@ -112,31 +111,20 @@ class Http:
         return self._closed or _mounted.get(self._origin, ...) is None
 
     async def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: bytes | None = None,
-        params: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float = 60.0,
-        retries: RetryPolicy | None = None,
+        self, request: HttpRequest, retries: RetryPolicy | None = None
     ) -> HttpResponse:
-        """Send until there is an answer that is not transient.
+        """Send until there is a response that is not transient.
 
         Raises:
             HearthError: the class that fits the final status; TransportError where there was none.
         """
         policy = retries or self._retries
-        sent = {**self._headers, **(headers or {})}
-        if body is not None:
-            sent["content-type"] = "application/json"
         last: HttpResponse | None = None
         failure = ""
         for attempt in range(policy.attempts):
             last = None
             try:
-                last = await self._send(method, path, sent, body, timeout_s, params)
+                last = await self.send_once(request)
             except httpx.TransportError as error:
                 failure = f"{type(error).__name__}: {error}"
             if last is not None and last.status_code not in policy.statuses:
@@ -146,60 +134,50 @@ class Http:
         if last is not None:
             return raise_for_status(last)
         raise TransportError(
-            f"{method} {self.base_url}{path} failed {policy.attempts} times, last with {failure}: "
-            "is the platform running there?"
+            f"{request.method} {self.base_url}{request.path} failed {policy.attempts} times, last "
+            f"with {failure}: is the platform running there?"
         )
 
-    async def send_once(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float = 60.0,
-    ) -> HttpResponse:
-        """One attempt; whatever its status, the answer is returned.
+    async def send_once(self, request: HttpRequest) -> HttpResponse:
+        """One attempt; the response is returned whatever its status.
 
         Raises:
-            httpx.TransportError: there was none.
+            httpx.TransportError: there was no response.
             ClosedError: the platform is gone.
         """
-        sent = {**self._headers, "content-type": "application/json", **(headers or {})}
-        return await self._send(method, path, sent, body, timeout_s)
-
-    async def post(self, path: str, record: bytes, **options: Any) -> bytes:
-        """POST a JSON body and return the answer's body."""
-        return (await self.request("POST", path, body=record, **options)).content
-
-    async def _send(
-        self,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        timeout_s: float,
-        params: Mapping[str, str] | None = None,
-    ) -> HttpResponse:
         app = _mounted.get(self._origin, ...)
         if self._closed or app is None:
             raise ClosedError(
                 f"the client of {self.base_url} must be used before it is closed: keep the "
                 "training loop inside the `with` block that provisioned it"
             )
-        url = self.base_url + path
+        url = self.base_url + request.path
+        headers = {**self._headers, **(request.headers or {})}
+        if request.body is not None:
+            headers["content-type"] = "application/json"
         if app is not ...:
-            return await call_app(app, method, url, headers=headers, body=body, params=params)
-        response = await self._live_client().request(
-            method, url, content=body, params=params, headers=headers, timeout=timeout_s
+            return await call_app(app, request, url, headers)
+        response = await self._open_client().request(
+            request.method,
+            url,
+            content=request.body,
+            params=request.params,
+            headers=headers,
+            timeout=request.timeout_s,
         )
-        return HttpResponse(response.status_code, response.headers, response.content, method, url)
+        return HttpResponse(
+            response.status_code, response.headers, response.content, request.method, url
+        )
 
-    def _live_client(self) -> httpx.AsyncClient:
+    async def post(self, path: str, body: bytes, *, timeout_s: float = 60.0) -> bytes:
+        """POST a JSON body and return the response's body."""
+        return (await self.request(HttpRequest("POST", path, body, timeout_s=timeout_s))).content
+
+    def _open_client(self) -> httpx.AsyncClient:
         if self._client is None:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
             self._client = httpx.AsyncClient(limits=limits)
-            # Many programs never close; theirs are closed when nobody can use them any more.
+            # Many programs never close their clients: close the connections with the object.
             loop = asyncio.get_running_loop()
             weakref.finalize(self, _close_soon, self._client, loop).atexit = False
         return self._client
@@ -216,25 +194,21 @@ def _close_soon(client: httpx.AsyncClient, loop: asyncio.AbstractEventLoop) -> N
         asyncio.run_coroutine_threadsafe(client.aclose(), loop)
 
 
-def raise_for_status(answer: HttpResponse) -> HttpResponse:
-    """The answer itself, or the error that its status and body describe."""
-    if answer.is_success:
-        return answer
-    raise error_of(answer)
+def raise_for_status(response: HttpResponse) -> HttpResponse:
+    """The response itself, or the error that its status and body describe."""
+    if response.is_success:
+        return response
+    raise build_error(response)
 
 
-def error_of(refusal: HttpResponse) -> HearthError:
+def build_error(refusal: HttpResponse) -> HearthError:
     """The error that a response's status and body describe."""
-    kind = _ERROR_OF_STATUS.get(refusal.status_code, TransportError)
-    return kind(_message_of(refusal))
-
-
-def _message_of(answer: HttpResponse) -> str:
-    where = f"{answer.method} {urlsplit(answer.url).path}: HTTP {answer.status_code}"
     try:
-        body = orjson.loads(answer.content)
+        body = orjson.loads(refusal.content)
         fault = body.get("error", body)
         message = fault.get("message") if isinstance(fault, dict) else str(fault)
     except (orjson.JSONDecodeError, AttributeError):
-        message = answer.content.decode("utf-8", "replace")[:200]
-    return f"{message} ({where})"
+        message = refusal.content.decode("utf-8", "replace")[:200]
+    kind = _ERROR_OF_STATUS.get(refusal.status_code, TransportError)
+    path = urlsplit(refusal.url).path
+    return kind(f"{message} ({refusal.method} {path}: HTTP {refusal.status_code})")

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from hearth.errors import ConfigError
 from hearth.sdk.deployments import DeploymentManager
-from hearth.sdk.loading import check_running_requests
+from hearth.sdk.snapshot_loading import check_running_requests
 from hearth.wire.completions import DeltaMetadata, ReplicaState, RunningRequests
 from hearth.wire.tinker import CheckpointType
 
@@ -95,7 +95,7 @@ class WeightSyncer:
 
     def save_only(self, name: str, checkpoint_type: CheckpointType | None = None) -> str:
         """Save a snapshot without serving it; returns its identity."""
-        kind = checkpoint_type or self._next_type()
+        kind = checkpoint_type or self._choose_type()
         saved = self._policy.save_weights_for_sampler_ext(name, kind)
         self._saved = (saved.snapshot_name, kind)
         return saved.snapshot_name
@@ -147,7 +147,7 @@ class WeightSyncer:
         """
         return self._deployments.wait_for_replica(self._deployment_id, self._base_model, timeout)
 
-    def _next_type(self) -> CheckpointType:
+    def _choose_type(self) -> CheckpointType:
         if self.lora_rank > 0:
             return "base"
         is_chained = self._saved is not None and self._saved[0] == self._served

@@ -18,7 +18,7 @@ from hearth.inference.requests import read_chat, read_completion
 from hearth.inference.service import create_app
 from hearth.models.loading import base_tensors, load_model
 from hearth.models.routing import find_routers
-from hearth.sdk.sampling import completion_of
+from hearth.sdk.sampling import parse_completion
 from hearth.sync.store import MemorySnapshotStore, Snapshot
 from hearth.wire.completions import CompletionRequest, CompletionResponse
 from hearth.wire.routing import RoutingShape, decode_routing, encode_routing
@@ -260,7 +260,7 @@ async def test_the_sdk_has_one_text_per_drawn_token_or_per_token_after_the_first
     request = CompletionRequest.checked(fields)
     answer = CompletionResponse.parse((await call(**fields)).encode())
 
-    assert len(completion_of(answer, request).routing_matrices or []) == count
+    assert len(parse_completion(answer, request).routing_matrices or []) == count
 
 
 REFUSED = {

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from hearth.sdk.capture import CapturedTurn, TurnChain
-from hearth.sdk.capture.turns import chains_of
+from hearth.sdk.capture.turns import build_chains
 
 STOP = 9
 
@@ -26,7 +26,7 @@ def tokens_of(chains):
 
 
 def test_one_turn_is_one_chain():
-    assert chains_of([turn([1, 2], [3, STOP], version=4, text="hi")]) == [
+    assert build_chains([turn([1, 2], [3, STOP], version=4, text="hi")]) == [
         TurnChain(
             tokens=[1, 2, 3, STOP],
             logprobs=[0.0, 0.0, -0.3, -0.9],
@@ -44,7 +44,7 @@ def test_a_prompt_that_begins_with_all_before_it_extends_the_chain():
     second = turn([1, 2, 3, STOP, 5, 6], [7], version=1, text="b", finish_reason="length")
     third = turn([1, 2, 3, STOP, 5, 6, 7, 8], [4], version=2, text="c")
 
-    assert chains_of([first, second, third]) == [
+    assert build_chains([first, second, third]) == [
         TurnChain(
             tokens=[1, 2, 3, STOP, 5, 6, 7, 8, 4],
             logprobs=[0.0, 0.0, -0.3, -0.9, 0.0, 0.0, -0.7, 0.0, -0.4],
@@ -59,14 +59,14 @@ def test_a_prompt_that_begins_with_all_before_it_extends_the_chain():
 
 @pytest.mark.parametrize("drawn", [[3], [3, STOP]], ids=["stop token left out", "with it"])
 def test_a_stop_token_is_context_where_it_was_not_drawn(drawn):
-    (chain,) = chains_of([turn([1], drawn), turn([1, 3, STOP, 2], [4])])
+    (chain,) = build_chains([turn([1], drawn), turn([1, 3, STOP, 2], [4])])
 
     assert chain.tokens == [1, 3, STOP, 2, 4]
     assert chain.loss_mask == [0, 1, int(STOP in drawn), 0, 1]
 
 
 def test_a_prompt_that_is_the_chain_itself_continues_it():
-    (chain,) = chains_of([turn([1], [2]), turn([1, 2], [3])])
+    (chain,) = build_chains([turn([1], [2]), turn([1, 2], [3])])
 
     assert (chain.tokens, chain.loss_mask) == ([1, 2, 3], [0, 1, 1])
 
@@ -81,7 +81,7 @@ REWRITTEN = {
 
 @pytest.mark.parametrize("prompt", REWRITTEN.values(), ids=REWRITTEN.keys())
 def test_a_history_that_is_not_what_was_drawn_begins_a_chain(prompt):
-    chains = chains_of([turn([1, 2], [3, STOP]), turn(prompt, [7])])
+    chains = build_chains([turn([1, 2], [3, STOP]), turn(prompt, [7])])
 
     assert tokens_of(chains) == [[1, 2, 3, STOP], [*prompt, 7]]
     assert chains[1].loss_mask == [0] * len(prompt) + [1]
@@ -91,7 +91,7 @@ def test_branches_of_one_prefix_are_chains_that_train_the_prefix_once():
     root = turn([1], [2])
     left, right = turn([1, 2, 3], [4]), turn([1, 2, 3], [5])
 
-    chains = chains_of([root, left, right])
+    chains = build_chains([root, left, right])
 
     assert tokens_of(chains) == [[1, 2, 3, 4], [1, 2, 3, 5]]
     assert [chain.loss_mask for chain in chains] == [[0, 1, 0, 1], [0, 0, 0, 1]]
@@ -101,13 +101,13 @@ def test_branches_of_one_prefix_are_chains_that_train_the_prefix_once():
 def test_of_several_chains_the_longest_is_extended():
     short, long = turn([1], [2]), turn([1], [2, 3])
 
-    chains = chains_of([short, long, turn([1, 2, 3, 4], [5])])
+    chains = build_chains([short, long, turn([1, 2, 3, 4], [5])])
 
     assert tokens_of(chains) == [[1, 2], [1, 2, 3, 4, 5]]
 
 
 def test_of_equal_chains_the_first_is_extended():
-    chains = chains_of(
+    chains = build_chains(
         [turn([1], [2], text="first"), turn([1], [2], text="second"), turn([1, 2], [3])]
     )
 
@@ -119,15 +119,15 @@ def test_a_conversation_that_goes_on_after_another_one_stands_behind_it():
     question, answer = turn([1], [2]), turn([1, 2, 3], [4])
     aside = turn([7], [8])
 
-    chains = chains_of([question, aside, answer])
+    chains = build_chains([question, aside, answer])
 
     assert tokens_of(chains) == [[7, 8], [1, 2, 3, 4]]
 
 
 def test_turns_in_which_nothing_was_drawn_are_left_out():
-    assert chains_of([]) == []
-    assert chains_of([turn([1], [])]) == []
-    assert tokens_of(chains_of([turn([1], []), turn([1, 5], [2])])) == [[1, 5, 2]]
+    assert build_chains([]) == []
+    assert build_chains([turn([1], [])]) == []
+    assert tokens_of(build_chains([turn([1], []), turn([1, 5], [2])])) == [[1, 5, 2]]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -141,7 +141,7 @@ def test_every_drawn_token_is_in_one_chain_with_its_logprob_and_version(seed):
         completion = [rng.randrange(3) for _ in range(rng.randrange(1, 4))]
         turns.append(turn(prompt, completion, version=version))
 
-    chains = chains_of(turns)
+    chains = build_chains(turns)
 
     drawn = sum(len(turn.completion_tokens) for turn in turns)
     assert sum(sum(chain.loss_mask) for chain in chains) == drawn

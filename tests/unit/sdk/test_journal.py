@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hearth.sdk.journal import Journal, Operation
+from hearth.sdk.journal import Journal, JournalEntry
 
 
-def noted(journal: Journal, name: str, content: bytes = b"{}") -> Operation:
-    operation = Operation(name, content)
+def noted(journal: Journal, name: str, content: bytes = b"{}") -> JournalEntry:
+    operation = JournalEntry(name, content)
     journal.add(operation)
     return operation
 
@@ -24,8 +24,8 @@ def test_the_size_is_that_of_what_is_kept():
     refused = noted(journal, "optim_step", b"x")
     assert journal.size == 111
 
-    journal.settle(scored, succeeded=True)
-    journal.settle(trained, succeeded=True)
+    journal.record_result(scored, succeeded=True)
+    journal.record_result(trained, succeeded=True)
     journal.remove(refused)
 
     assert journal.size == 10
@@ -35,12 +35,12 @@ def test_the_size_is_that_of_what_is_kept():
 def test_the_size_falls_with_a_checkpoint():
     journal = Journal()
     for name in ("forward_backward", "optim_step"):
-        journal.settle(noted(journal, name, b"x" * 100), succeeded=True)
+        journal.record_result(noted(journal, name, b"x" * 100), succeeded=True)
     gradient = noted(journal, "forward_backward", b"x" * 30)
     saved = noted(journal, "save_weights", b'{"path": "one"}')
-    journal.settle(gradient, succeeded=True)
+    journal.record_result(gradient, succeeded=True)
 
-    journal.settle(saved, succeeded=True)
+    journal.record_result(saved, succeeded=True)
 
     assert journal.checkpoint == "one"
     assert journal.operations == [gradient]
@@ -54,10 +54,10 @@ def test_a_checkpoint_waits_for_the_results_of_what_was_sent_before_it(turn: str
     turning = noted(journal, turn, b'{"path": "one"}')
     later = noted(journal, "forward_backward")
 
-    journal.settle(turning, succeeded=True)
+    journal.record_result(turning, succeeded=True)
     assert journal.operations == [trained, turning, later]
 
-    journal.settle(trained, succeeded=True)
+    journal.record_result(trained, succeeded=True)
 
     assert journal.checkpoint == ("one" if turn == "save_weights" else None)
     assert names(journal) == [*(["load_weights"] if turn == "load_weights" else []), later.name]
@@ -69,11 +69,11 @@ def test_the_newer_of_two_checkpoints_takes_its_turn_once_it_can():
     trained = noted(journal, "optim_step")
     second = noted(journal, "save_weights", b'{"path": "two"}')
 
-    journal.settle(second, succeeded=True)
-    journal.settle(first, succeeded=True)
+    journal.record_result(second, succeeded=True)
+    journal.record_result(first, succeeded=True)
     assert (journal.checkpoint, journal.operations) == ("one", [trained, second])
 
-    journal.settle(trained, succeeded=True)
+    journal.record_result(trained, succeeded=True)
 
     assert (journal.checkpoint, journal.operations, journal.size) == ("two", [], 0)
 
@@ -81,9 +81,9 @@ def test_the_newer_of_two_checkpoints_takes_its_turn_once_it_can():
 def test_a_checkpoint_that_failed_is_none():
     journal = Journal()
     trained = noted(journal, "optim_step")
-    journal.settle(trained, succeeded=True)
+    journal.record_result(trained, succeeded=True)
 
-    journal.settle(noted(journal, "save_weights", b'{"path": "one"}'), succeeded=False)
+    journal.record_result(noted(journal, "save_weights", b'{"path": "one"}'), succeeded=False)
 
     assert journal.checkpoint is None
     assert journal.operations == [trained]

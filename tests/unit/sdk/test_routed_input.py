@@ -5,12 +5,12 @@ import tinker
 
 from hearth.errors import TransportError
 from hearth.sdk import RoutedModelInput
-from hearth.sdk.batches import MAX_CHUNK_TOKENS, batch_of, chunks_of
-from hearth.sdk.capture.answers import answer_body, read_turn
+from hearth.sdk.batches import MAX_CHUNK_TOKENS, build_batch, split_datums
+from hearth.sdk.capture.answers import build_answer, read_turn
 from hearth.sdk.capture.policy import SamplingPolicy
 from hearth.sdk.capture.requests import AnswerForm
-from hearth.sdk.capture.turns import CapturedTurn, chains_of
-from hearth.sdk.sampling import completion_of
+from hearth.sdk.capture.turns import CapturedTurn, build_chains
+from hearth.sdk.sampling import parse_completion
 from hearth.wire.chat import ChatResponse
 from hearth.wire.completions import CompletionRequest, CompletionResponse
 from hearth.wire.tinker import DatumRecord
@@ -26,7 +26,7 @@ def datum_of(tokens, routing=None) -> tinker.Datum:
 def test_a_routed_input_crosses_the_wire_and_a_plain_one_says_nothing():
     data = [datum_of([1, 2], ["", "AAE="]), datum_of([1, 2])]
 
-    body = batch_of(data, as_columns=True).body
+    body = build_batch(data, as_columns=True).body
 
     routed, plain = body["data"]
     assert DatumRecord.model_validate(routed).model_input.routing_matrices == ["", "AAE="]
@@ -36,9 +36,9 @@ def test_a_routed_input_crosses_the_wire_and_a_plain_one_says_nothing():
 def test_experts_count_where_a_batch_is_cut():
     tokens, row = [1] * (MAX_CHUNK_TOKENS // 4), "A" * 32
 
-    assert [len(one) for one in chunks_of([datum_of(tokens)] * 4)] == [4]
+    assert [len(one) for one in split_datums([datum_of(tokens)] * 4)] == [4]
     routed = [datum_of(tokens, [row] * len(tokens))] * 4
-    assert [len(one) for one in chunks_of(routed)] == [2, 2]
+    assert [len(one) for one in split_datums(routed)] == [2, 2]
 
 
 @pytest.mark.parametrize("rows", [["a"], ["a", "b", "c"]])
@@ -55,7 +55,7 @@ def test_a_deployment_that_tells_experts_of_another_number_of_tokens_is_not_beli
     }
 
     with pytest.raises(TransportError, match=f"must be one per token, 2, got {len(rows)}"):
-        completion_of(CompletionResponse.checked(answer), CompletionRequest(prompt=[1]))
+        parse_completion(CompletionResponse.checked(answer), CompletionRequest(prompt=[1]))
 
 
 def turn(prompt, drawn, routing) -> CapturedTurn:
@@ -71,13 +71,13 @@ def turn(prompt, drawn, routing) -> CapturedTurn:
 
 
 def test_a_chain_of_turns_has_the_experts_of_each_drawn_token():
-    (chain,) = chains_of([turn([1, 2], [3], ["c"]), turn([1, 2, 3, 4], [5, 6], ["e", "f"])])
+    (chain,) = build_chains([turn([1, 2], [3], ["c"]), turn([1, 2, 3, 4], [5, 6], ["e", "f"])])
     assert chain.tokens == [1, 2, 3, 4, 5, 6]
     assert chain.routing_matrices == ["", "", "c", "", "e", "f"]
 
-    (late,) = chains_of([turn([1, 2], [3], None), turn([1, 2, 3], [5], ["e"])])
+    (late,) = build_chains([turn([1, 2], [3], None), turn([1, 2, 3], [5], ["e"])])
     assert late.routing_matrices == ["", "", "", "e"]
-    assert chains_of([turn([1], [2], None)])[0].routing_matrices is None
+    assert build_chains([turn([1], [2], None)])[0].routing_matrices is None
 
 
 def chat_answer(raw, rows=None) -> ChatResponse:
@@ -107,7 +107,7 @@ def test_a_turn_is_captured_with_its_experts_in_both_forms_and_clients_do_not_se
 
     assert read_turn(arrays).routing_matrices == read_turn(objects).routing_matrices == ["c"]
     assert read_turn(chat_answer({}, [row])).routing_matrices is None
-    shown = answer_body(objects, AnswerForm(logprobs=True))
+    shown = build_answer(objects, AnswerForm(logprobs=True))
     assert set(shown["choices"][0]["logprobs"]["content"][0]) == {"token", "logprob"}
 
 

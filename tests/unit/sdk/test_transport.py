@@ -6,7 +6,7 @@ import pytest
 from hearth.errors import ClosedError, ConfigError, NotFoundError, RequestError, TransportError
 from hearth.sdk import FixedConcurrencyController
 from hearth.sdk.background import start
-from hearth.sdk.transport import Http, RetryPolicy, mount, origin_of, unmount
+from hearth.sdk.transport import Http, RetryPolicy, mount, parse_origin, unmount
 
 FAST = RetryPolicy(attempts=4, base_s=0.001, longest_s=0.002)
 _ports = itertools.count(1)
@@ -76,7 +76,7 @@ def test_a_client_used_after_its_platform_is_gone_says_so():
 @pytest.mark.parametrize("url", ["", "embedded", "ftp://host", "http://"])
 def test_a_base_url_needs_scheme_and_host(url):
     with pytest.raises(ConfigError, match="base_url"):
-        origin_of(url)
+        parse_origin(url)
 
 
 def test_an_empty_key_is_refused():

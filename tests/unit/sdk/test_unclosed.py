@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hearth.sdk.background import start
+from hearth.sdk.messages import HttpRequest
 from hearth.sdk.transport import Http
 
 
@@ -45,7 +46,7 @@ def url() -> Iterator[str]:
 
 def test_a_client_that_nobody_closes_ends_its_connections_when_nobody_can_use_it(url):
     http = Http(url, "a-key")
-    assert start(http.request("GET", "/")).result(10).status_code == 200
+    assert start(http.request(HttpRequest("GET", "/"))).result(10).status_code == 200
     assert not Peer.has_ended.wait(0.1)
 
     del http

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hearth.errors import RequestError
 from hearth.losses import builtin_objective
-from hearth.sdk.batches import batch_of
+from hearth.sdk.batches import build_batch
 from hearth.trainer.datums import read_datums
 from hearth.trainer.packing import Example, Limits, is_same_text
 from hearth.wire.tensors import Encoding, TensorRecord, encode
@@ -54,7 +54,7 @@ def columns(contents: list[dict[str, Any]]) -> DatumColumns:
         )
         for content in contents
     ]
-    return DatumColumns.checked(batch_of(data, as_columns=True).body["columns"])
+    return DatumColumns.checked(build_batch(data, as_columns=True).body["columns"])
 
 
 def assert_same(first: Example, second: Example) -> None:

@@ -30,7 +30,7 @@ def read_turn(answer: ChatResponse) -> CapturedTurn:
             "completions cannot be trained"
         )
     tokens = raw.completion_token_ids
-    logprobs = _behavior_logprobs(choice)
+    logprobs = _read_logprobs(choice)
     if len(logprobs) != len(tokens):
         raise TransportError(
             f"model {answer.model!r} must answer with a sampling_logprob per token, got "
@@ -45,11 +45,11 @@ def read_turn(answer: ChatResponse) -> CapturedTurn:
         finish_reason=choice.finish_reason,
         text=choice.message.content or "",
         snapshot_identity=answer.snapshot_identity,
-        routing_matrices=_routing(choice),
+        routing_matrices=_read_routing(choice),
     )
 
 
-def _behavior_logprobs(choice: ChatChoice) -> list[float]:
+def _read_logprobs(choice: ChatChoice) -> list[float]:
     """The sampling logprobs, which come as one list or in an object per token."""
     logprobs = choice.raw_output.sampling_logprobs if choice.raw_output is not None else None
     if logprobs is None:
@@ -58,7 +58,7 @@ def _behavior_logprobs(choice: ChatChoice) -> list[float]:
     return [logprob for logprob in logprobs if logprob is not None]
 
 
-def _routing(choice: ChatChoice) -> list[str] | None:
+def _read_routing(choice: ChatChoice) -> list[str] | None:
     """The experts of each token, which come in the same two ways; None where there are none."""
     matrices = choice.raw_output.routing_matrices if choice.raw_output is not None else None
     if matrices is None:
@@ -67,7 +67,7 @@ def _routing(choice: ChatChoice) -> list[str] | None:
     return matrices if any(matrices) else None
 
 
-def answer_body(answer: ChatResponse, form: AnswerForm) -> dict[str, Any]:
+def build_answer(answer: ChatResponse, form: AnswerForm) -> dict[str, Any]:
     """The answer without what the client has not asked for; all of it with ``raw_output``."""
     body = answer.as_dict()
     (choice,) = body["choices"]
@@ -86,18 +86,22 @@ def answer_body(answer: ChatResponse, form: AnswerForm) -> dict[str, Any]:
     return body
 
 
-def answer_events(body: Mapping[str, Any], form: AnswerForm) -> bytes:
+def build_events(body: Mapping[str, Any], form: AnswerForm) -> bytes:
     """The body of an answer as a stream of server-sent events."""
-    events = [orjson.dumps(chunk) for chunk in _chunks(body, form)]
+    events = [orjson.dumps(chunk) for chunk in _build_chunks(body, form)]
     return b"".join(b"data: " + event + b"\n\n" for event in [*events, b"[DONE]"])
 
 
-def _chunks(body: Mapping[str, Any], form: AnswerForm) -> Iterator[dict[str, Any]]:
+def _build_chunks(body: Mapping[str, Any], form: AnswerForm) -> Iterator[dict[str, Any]]:
     """The message, then why it ended and, if the client asked for it, the usage."""
     common = {name: value for name, value in body.items() if name not in ("choices", "usage")}
     common["object"] = "chat.completion.chunk"
     (choice,) = body["choices"]
-    first: dict[str, Any] = {"index": 0, "delta": _delta(choice["message"]), "finish_reason": None}
+    first: dict[str, Any] = {
+        "index": 0,
+        "delta": _build_delta(choice["message"]),
+        "finish_reason": None,
+    }
     if "logprobs" in choice:
         first["logprobs"] = choice["logprobs"]
     last: dict[str, Any] = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
@@ -109,7 +113,7 @@ def _chunks(body: Mapping[str, Any], form: AnswerForm) -> Iterator[dict[str, Any
         yield {**common, "choices": [], "usage": body["usage"]}
 
 
-def _delta(message: Mapping[str, Any]) -> dict[str, Any]:
+def _build_delta(message: Mapping[str, Any]) -> dict[str, Any]:
     """A whole message as one delta."""
     delta: dict[str, Any] = {**message, "content": message["content"] or ""}
     if "tool_calls" in message:

@@ -15,11 +15,11 @@ from starlette.routing import Route
 
 from hearth.errors import AuthError, NotFoundError, TooLargeError
 from hearth.sdk.background import start
-from hearth.sdk.capture.answers import answer_body, answer_events, read_turn
+from hearth.sdk.capture.answers import build_answer, build_events, read_turn
 from hearth.sdk.capture.policy import SamplingPolicy
 from hearth.sdk.capture.requests import build_body, read_request
 from hearth.sdk.capture.session import CaptureSession
-from hearth.sdk.response import HttpResponse
+from hearth.sdk.messages import HttpResponse
 from hearth.sdk.sampling_requests import SamplingRequest, SamplingTarget
 from hearth.wire.chat import ChatResponse
 from hearth.wire.completions import ModelCard, ModelList
@@ -89,9 +89,9 @@ class _Capture:
         if isinstance(answer, HttpResponse):
             return _pass_on(answer)
         session.keep(read_turn(answer))
-        content = answer_body(answer, wanted.form)
+        content = build_answer(answer, wanted.form)
         if wanted.form.stream:
-            return Response(answer_events(content, wanted.form), media_type="text/event-stream")
+            return Response(build_events(content, wanted.form), media_type="text/event-stream")
         return json_response(content)
 
     async def _sample(

@@ -12,7 +12,7 @@ from typing import Any
 from hearth.errors import ClosedError
 from hearth.sdk.background import APIFuture
 from hearth.sdk.capture.policy import request_seed
-from hearth.sdk.capture.turns import CapturedTurn, TurnChain, chains_of
+from hearth.sdk.capture.turns import CapturedTurn, TurnChain, build_chains
 
 
 class CaptureSession:
@@ -45,8 +45,8 @@ class CaptureSession:
         self.close()
 
     def chains(self) -> list[TurnChain]:
-        """What was captured so far, as sequences to train on: see ``chains_of``."""
-        return chains_of(list(self.turns))
+        """What was captured so far, as sequences to train on: see ``build_chains``."""
+        return build_chains(list(self.turns))
 
     def close(self) -> None:
         """Refuse further requests; those that still run end, and are not captured."""

@@ -52,7 +52,7 @@ class TurnChain:
     """The experts of each sampled token, empty elsewhere; None where no turn has any."""
 
 
-def chains_of(turns: Iterable[CapturedTurn]) -> list[TurnChain]:
+def build_chains(turns: Iterable[CapturedTurn]) -> list[TurnChain]:
     """The turns as chains, in the order in which these ended: the last turn is in the last one.
 
     A turn extends a chain whose tokens its prompt begins with, all of them: the longest such

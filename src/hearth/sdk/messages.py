@@ -1,9 +1,23 @@
-"""A response of the platform, the same whether it came over the network or through memory."""
+"""Requests and responses, the same whether they go over the network or through memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """What is sent to a platform. ``path`` begins after its base URL."""
+
+    method: str
+    path: str
+    body: bytes | None = None
+    _: KW_ONLY
+    params: Mapping[str, str] | None = None
+    headers: Mapping[str, str] | None = None
+    """Beside those of the platform's client."""
+    timeout_s: float = 60.0
 
 
 @dataclass(frozen=True)
