@@ -32,7 +32,7 @@ from training.examples.rl.multihop_qa.corpus import question_rows
 from training.examples.rl.multihop_qa.policy import ensure_model
 from training.examples.rl.multihop_qa.train import CONFIG, MODEL
 from training.recipes.igpo_loop import main
-from training.rollouts.sampler import DrawContext, current_draw
+from training.rollouts.sampler import RolloutContext, current_rollout
 from training.samples.rollout import RolloutFn, RolloutResult, RolloutSample, RolloutSetup
 
 EVAL_EVERY = 4
@@ -80,7 +80,7 @@ def evaluated(
 
         async def answered(place: int) -> float:
             # A place of its own, so that the questions are drawn with the same seeds every time.
-            current_draw.set(DrawContext(row_seed(1, place), 0, 0))
+            current_rollout.set(RolloutContext(row_seed(1, place), 0, 0))
             sample = await draw(held_out[place])
             assert isinstance(sample, RolloutSample)
             return sample.reward

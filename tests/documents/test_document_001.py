@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from hearth.errors import ClosedError
-from training.rollouts.runner import declared_arguments
+from training.rollouts.runner import find_declared_arguments
 from training.samples.rollout import RolloutSample, runs_of
 from training.utils import WeightSyncScope
 from training.utils.rl import build_grpo_datums, make_grpo_loss_fn
@@ -106,5 +106,5 @@ def test_a_rollout_function_takes_a_row_and_may_give_nothing(document, names, ex
     rollout_fn = names["rollout_fn"]
 
     assert get_type_hints(rollout_fn)["return"] == RolloutSample | None
-    assert declared_arguments(rollout_fn) == []
+    assert find_declared_arguments(rollout_fn) == []
     assert runs_of(asyncio.run(rollout_fn({})), "row 0") == []

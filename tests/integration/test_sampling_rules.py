@@ -58,5 +58,5 @@ def test_agents_are_refused_where_the_setup_was_changed_to_truncate(async_trial)
         build_agent_server(replace(setup, sample_kwargs=setup.sample_kwargs | {"top_p": 0.9}))
         raise AssertionError("it was let through")
 
-    with pytest.raises(ConfigError, match="top_p must be 1 where what is drawn is trained"):
+    with pytest.raises(ConfigError, match="top_p must be 1 in a rollout that is trained"):
         async_trial(make=make_rollout_fn)

@@ -22,7 +22,7 @@ from training.examples.rl.tool_use.problems import problem_rows, split_problems
 from training.examples.rl.tool_use.reward import tool_use_reward
 from training.examples.rl.tool_use.rollout import make_rollout_fn
 from training.examples.rl.tool_use.train import check_openai, command, default_config, with_policy
-from training.rollouts.sampler import DrawContext, current_draw
+from training.rollouts.sampler import RolloutContext, current_rollout
 from training.samples.rollout import RolloutRun, RolloutSetup, runs_of
 
 ROW = {"messages": [{"role": "user", "content": "2 + 3?"}], "ground_truth": "5"}
@@ -173,7 +173,7 @@ async def test_a_template_that_drops_earlier_thoughts_gives_two_samples_of_one_r
 async def test_what_is_captured_is_what_the_deployment_draws_at_the_same_place(platform, play):
     # At this temperature the recited token has a probability of about 0.99.
     options = {"temperature": 6.0, "max_tokens": 32}
-    current_draw.set(DrawContext(row_seed=8, sample=0, weight_version=0))
+    current_rollout.set(RolloutContext(row_seed=8, sample=0, weight_version=0))
     run = await play("keeps", **options)
 
     (sample,) = run.segments

@@ -36,7 +36,7 @@ from training.config.async_recipe import AsyncConfig
 from training.config.validation import validate
 from training.data.rows import Row, check_object, epoch_rows, load_rows
 from training.platform.run_infra import PlatformSpec, RunInfra
-from training.rollouts.cluster import on_cluster
+from training.rollouts.cluster import run_on_cluster
 from training.rollouts.queue import RolloutQueue, TakenGroup
 from training.rollouts.router_replay import routing_options
 from training.rollouts.runner import GroupCredit, GroupFilter, Rollouts
@@ -139,7 +139,7 @@ def run_rows(
         running_requests="keep" if config.in_flight_weight_updates else "drain",
     )
     if config.rollout_workers == "ray":
-        rollout_fn_factory = on_cluster(rollout_fn_factory, config.rollout_worker_count)
+        rollout_fn_factory = run_on_cluster(rollout_fn_factory, config.rollout_worker_count)
     with begin_run(config, spec, rows, eval_rows) as (infra, run):
         setup = rollout_setup(config, infra)
         with setup.closing, RolloutThread() as thread:

@@ -13,7 +13,7 @@ from typing import Any
 
 from hearth.errors import ConfigError
 from training.rewards.errors import RewardDiedError, RewardTimeoutError
-from training.rewards.processes import portable
+from training.rewards.processes import make_portable
 from training.rewards.score import Score, as_score
 
 ROOM_TIMEOUT_S = 600.0
@@ -32,7 +32,7 @@ class RewardTasks:
     """
 
     def __init__(self, function: Callable[[str, Mapping[str, Any]], Any]) -> None:
-        ray_is_there("isolation")
+        require_ray("isolation")
         from ray import cloudpickle
 
         try:
@@ -55,7 +55,7 @@ class RewardTasks:
         from ray.exceptions import RayError
 
         connect_to_ray()
-        task = ray.remote(_scored).options(num_returns="streaming", max_retries=0)
+        task = ray.remote(_score_in_task).options(num_returns="streaming", max_retries=0)
         told: Any = task.remote(self._function, completion, dict(row))
         try:
             if not ray.wait([told], timeout=ROOM_TIMEOUT_S)[0]:
@@ -79,7 +79,7 @@ class RewardTasks:
         """Nothing: a task's process is the cluster's, and ends with the program."""
 
 
-def ray_is_there(field: str) -> None:
+def require_ray(field: str) -> None:
     """Judge a field that asks for Ray.
 
     Raises:
@@ -110,7 +110,7 @@ def connect_to_ray() -> bool:
         return True
 
 
-def _scored(pickled: bytes, completion: str, row: Mapping[str, Any]) -> Iterator[Any]:
+def _score_in_task(pickled: bytes, completion: str, row: Mapping[str, Any]) -> Iterator[Any]:
     """That it begins, then (error or None, score)."""
     from ray import cloudpickle
 
@@ -120,11 +120,11 @@ def _scored(pickled: bytes, completion: str, row: Mapping[str, Any]) -> Iterator
     try:
         value = function(completion, row)
         if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
+            value = asyncio.run(_await_result(value))
         yield None, as_score(value)
     except Exception as error:  # noqa: BLE001 - raised again where the call was made
-        yield portable(error), None
+        yield make_portable(error), None
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_result(value: Any) -> Any:
     return await value

@@ -53,15 +53,17 @@ class RewardEnsemble(ScoringReward):
         A deviation and not a range, so that it does not grow with the number of members. It is
         parsed where all members that say so found what they look for.
         """
-        scores = [_judged(member, completion, row) for member in self.members]
+        scores = [_call_member(member, completion, row) for member in self.members]
         rewards = [score.reward for score in scores]
-        said = [score.parsed for score in scores if score.parsed is not None]
+        found_answers = [score.parsed for score in scores if score.parsed is not None]
         return Score(
-            _COMBINED[self.combine](rewards), population_std(rewards), all(said) if said else None
+            _COMBINED[self.combine](rewards),
+            population_std(rewards),
+            all(found_answers) if found_answers else None,
         )
 
 
-def _judged(member: PlainReward, completion: str, row: Mapping[str, Any]) -> Score:
+def _call_member(member: PlainReward, completion: str, row: Mapping[str, Any]) -> Score:
     if isinstance(member, ScoringReward):
         return member.score(completion, row)
     return as_score(member(completion, row))

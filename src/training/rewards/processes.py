@@ -135,17 +135,17 @@ def _serve(connection: Connection, function: Callable[[str, Mapping[str, Any]], 
         try:
             value = function(completion, row)
             if inspect.isawaitable(value):
-                value = asyncio.run(_awaited(value))
+                value = asyncio.run(_await_result(value))
             connection.send((None, as_score(value)))
         except Exception as error:  # noqa: BLE001 - raised again where the call was made
-            connection.send((portable(error), None))
+            connection.send((make_portable(error), None))
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_result(value: Any) -> Any:
     return await value
 
 
-def portable(error: Exception) -> Exception:
+def make_portable(error: Exception) -> Exception:
     """The error with its traceback as text, in a form that arrives."""
     error.add_note(f"in reward_fn's process:\n{''.join(traceback.format_exception(error))}")
     try:

@@ -25,8 +25,8 @@ async def scored(
     Raises:
         Exception: what an unguarded function raised.
     """
-    outcomes = [_called(reward_fn, completion, row) for completion in completions]
-    waiting = [place for place, one in enumerate(outcomes) if inspect.isawaitable(one)]
+    outcomes = [_call_reward(reward_fn, completion, row) for completion in completions]
+    waiting = [place for place, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
     if waiting:
         results = await all_of([outcomes[place] for place in waiting])
         for place, result in zip(waiting, results, strict=True):
@@ -40,7 +40,7 @@ def disagreements(outcomes: Sequence[Score | Unscored]) -> list[float]:
     return [score.disagreement for score in scores if score.disagreement is not None]
 
 
-def _called(reward_fn: AnyReward, completion: str, row: Mapping[str, Any]) -> Any:
+def _call_reward(reward_fn: AnyReward, completion: str, row: Mapping[str, Any]) -> Any:
     if isinstance(reward_fn, GuardedReward | ScoringReward):
         return reward_fn.score(completion, row)
     return reward_fn(completion, row)

@@ -19,7 +19,7 @@ from training.rewards.errors import RewardTimeoutError, StuckRewardsError
 T = TypeVar("T")
 
 
-def _signal() -> Future[None]:
+def _new_signal() -> Future[None]:
     future: Future[None] = Future()
     # A running future cannot be canceled by who waits for it, and is then still set in peace.
     future.set_running_or_notify_cancel()
@@ -31,8 +31,8 @@ class _Job:
     """A call on its way; what it returns it keeps by itself."""
 
     work: Callable[[], None]
-    started: Future[None] = field(default_factory=_signal)
-    ended: Future[None] = field(default_factory=_signal)
+    started: Future[None] = field(default_factory=_new_signal)
+    ended: Future[None] = field(default_factory=_new_signal)
     error: BaseException | None = None
     is_over: bool = False
     is_given_up: bool = False

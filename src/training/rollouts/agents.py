@@ -1,4 +1,4 @@
-"""Agents that only know OpenAI's API as rollouts: what they draw is captured, token by token.
+"""Agents that only know OpenAI's API as rollouts: what they sample is captured, token by token.
 
 agents = build_agent_server(setup)              # once, in make_rollout_fn
 
@@ -15,7 +15,7 @@ from types import TracebackType
 
 from hearth.sdk import DeploymentSampler, SamplingRetryPolicy
 from hearth.sdk.capture import CaptureServer, CaptureSession
-from training.rollouts.sampler import current_draw, refuse_other_distribution
+from training.rollouts.sampler import current_rollout, refuse_other_distribution
 from training.samples.rollout import RolloutRun, RolloutSample, RolloutSetup
 
 
@@ -44,13 +44,13 @@ class AgentSession:
         return len(self._captured.turns)
 
     def run(self, reward: float, *, parsed: bool | None = None) -> RolloutRun | None:
-        """The trajectory with its reward; None when nothing was drawn.
+        """The trajectory with its reward; None without any answer.
 
         ``parsed`` says whether the reward found the answer that it looks for (``Score.parsed``).
 
         Turns that extend each other token by token are one sample. A turn whose conversation was
         rendered differently (a template that drops earlier reasoning, a history that the agent
-        shortened) begins another one: both are trained as they were drawn, with one advantage.
+        shortened) begins another one: both are trained as they were sampled, with one advantage.
         """
         segments = [
             RolloutSample(
@@ -76,9 +76,10 @@ class AgentServer:
         self._server = server
 
     def session(self) -> AgentSession:
-        """A session for the draw that is running; its requests are drawn the same in every run."""
-        draw = current_draw.get()
-        return AgentSession(self._server.session(seed=None if draw is None else draw.next_seed(1)))
+        """A session for the running rollout; its seeds are the same in every run."""
+        rollout = current_rollout.get()
+        seed = None if rollout is None else rollout.next_seed(1)
+        return AgentSession(self._server.session(seed=seed))
 
 
 def build_agent_server(setup: RolloutSetup) -> AgentServer:

@@ -3,8 +3,8 @@
     Rollouts -> rollout function (here) -> actor: event loop, the user's function -> deployment
 
 Each actor makes the user's rollout function once, with the factory and the set-up that the recipe
-has, and runs many draws of it on an event loop of its own. What a draw needs to repeat, and what
-it has drawn, goes there and back.
+has, and runs many rollouts on its own event loop. The rollout's context (seeds, completions) is
+sent along and comes back.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import httpx
 
 from hearth.errors import ConfigError, TransportError
 from hearth.sdk import FixedConcurrencyController
-from training.rewards.cluster import connect_to_ray, ray_is_there
-from training.rewards.processes import portable
-from training.rollouts.sampler import DrawContext, current_draw
+from training.rewards.cluster import connect_to_ray, require_ray
+from training.rewards.processes import make_portable
+from training.rollouts.sampler import RolloutContext, current_rollout
 from training.samples.rollout import RolloutFn, RolloutFnFactory, RolloutSetup
 
 START_TIMEOUT_S = 300.0
@@ -31,13 +31,13 @@ _REACH_TIMEOUT_S = 30.0
 _DRAWS_AT_ONCE = 1000
 
 
-def on_cluster(factory: RolloutFnFactory, count: int) -> RolloutFnFactory:
+def run_on_cluster(factory: RolloutFnFactory, count: int) -> RolloutFnFactory:
     """A factory whose rollout function runs in ``count`` actors of one CPU each.
 
     Raises:
         ConfigError: Ray is not installed, or the factory cannot be sent to another process.
     """
-    ray_is_there("rollout_workers")
+    require_ray("rollout_workers")
     from ray import cloudpickle
 
     try:
@@ -49,36 +49,36 @@ def on_cluster(factory: RolloutFnFactory, count: int) -> RolloutFnFactory:
         ) from None
 
     def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
-        hosts = _Hosts(pickled, setup, count)
-        setup.closing.callback(hosts.close)
-        return hosts.rollout_fn
+        actors = _RolloutActors(pickled, setup, count)
+        setup.closing.callback(actors.close)
+        return actors.rollout_fn
 
     return make_rollout_fn
 
 
 @dataclass(frozen=True)
-class _Returned:
-    """What a draw came to, elsewhere."""
+class _RolloutResult:
+    """The result of a rollout in an actor."""
 
     value: Any
     error: Exception | None
-    draw: DrawContext | None
+    context: RolloutContext | None
 
 
-class _Host:
-    """The actor: the user's rollout function, and an event loop for its draws."""
+class _RolloutActor:
+    """The actor: the user's rollout function, and an event loop for its rollouts."""
 
     def __init__(self, factory: bytes, setup: RolloutSetup) -> None:
         from ray import cloudpickle
 
-        from training.rollouts.runner import declared_arguments
+        from training.rollouts.runner import find_declared_arguments
 
         self._deployment_url = setup.inference_base_url
         self._fn: Callable[..., Awaitable[Any]] = cloudpickle.loads(factory)(setup)
-        self._declared = declared_arguments(self._fn)
+        self._declared = find_declared_arguments(self._fn)
 
-    async def problem(self) -> str | None:
-        """Why nothing can be drawn from here; None once the function is made, and can."""
+    async def find_problem(self) -> str | None:
+        """Why the deployment cannot be reached from here, or None."""
         import ray
 
         try:
@@ -88,29 +88,29 @@ class _Host:
             return f"the node at {ray.util.get_node_ip_address()} does not: {error}"
         return None
 
-    async def draw(
-        self, row: dict[str, Any], given: dict[str, Any], draw: DrawContext | None
-    ) -> _Returned:
+    async def run(
+        self, row: dict[str, Any], arguments: dict[str, Any], context: RolloutContext | None
+    ) -> _RolloutResult:
         """One call of the function."""
-        current_draw.set(draw)
-        arguments = {name: value for name, value in given.items() if name in self._declared}
+        current_rollout.set(context)
+        declared = {name: value for name, value in arguments.items() if name in self._declared}
         try:
-            return _Returned(await self._fn(row, **arguments), None, draw)
+            return _RolloutResult(await self._fn(row, **declared), None, context)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - raised again where the call was made
-            return _Returned(None, portable(error), draw)
+            return _RolloutResult(None, make_portable(error), context)
 
 
-class _Hosts:
-    """The actors of one run; each draw goes to the next."""
+class _RolloutActors:
+    """The actors of one run; each rollout goes to the next."""
 
     def __init__(self, factory: bytes, setup: RolloutSetup, count: int) -> None:
         import ray
         from ray.exceptions import RayError
 
         self._is_ours = connect_to_ray()
-        made: Any = ray.remote(_Host).options(
+        made: Any = ray.remote(_RolloutActor).options(
             num_cpus=1, max_restarts=-1, max_concurrency=_DRAWS_AT_ONCE
         )
         share = None
@@ -122,7 +122,7 @@ class _Hosts:
         self._turns = itertools.cycle(self._actors)
         try:
             problems: list[str | None] = ray.get(
-                [actor.problem.remote() for actor in self._actors], timeout=START_TIMEOUT_S
+                [actor.find_problem.remote() for actor in self._actors], timeout=START_TIMEOUT_S
             )
         except RayError as error:
             self.close()
@@ -138,25 +138,25 @@ class _Hosts:
                 "where others reach it"
             )
 
-    async def rollout_fn(self, row: dict[str, Any], **given: Any) -> Any:
+    async def rollout_fn(self, row: dict[str, Any], **arguments: Any) -> Any:
         """What the user's function returns for a row."""
         import ray
         from ray.exceptions import RayActorError
 
-        own = current_draw.get()
-        reference = next(self._turns).draw.remote(row, given, own)
+        context = current_rollout.get()
+        reference = next(self._turns).run.remote(row, arguments, context)
         try:
-            returned: _Returned = await reference
+            returned: _RolloutResult = await reference
         except asyncio.CancelledError:
             ray.cancel(reference)
             raise
         except RayActorError as error:
-            # The actor comes back by itself, elsewhere if need be: the draw may be tried again.
+            # The actor comes back by itself, elsewhere if need be: the rollout may be tried again.
             raise TransportError(
                 f"rollout must end where it began, got its process lost: {str(error).strip()}"
             ) from None
-        if own is not None and returned.draw is not None:
-            own.calls, own.seen[:] = returned.draw.calls, returned.draw.seen
+        if context is not None and returned.context is not None:
+            context.calls, context.seen[:] = returned.context.calls, returned.context.seen
         if returned.error is not None:
             raise returned.error
         return returned.value

@@ -1,7 +1,7 @@
-"""What a failed rollout means: try it again, do without it, or end the run.
+"""Decides what a failed rollout means: try it again, drop it, or end the run.
 
-``is_recoverable`` is the one judgement; ``with_retries`` and ``CircuitBreaker`` rest on it. What
-becomes of a draw that is given up, and of its group, is the recipe's.
+``is_recoverable`` decides; ``with_retries`` and ``CircuitBreaker`` use it. The recipe decides what
+becomes of a dropped rollout and its group.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ T = TypeVar("T")
 RECOVERABLE_STATUSES = frozenset({408, 425, 429})
 """Beside these, all of 500 to 599."""
 
-# Clients that a rollout may use and that Hearth does not install, by package and class: nobody
-# imports a package to learn that it was never imported.
+# Errors of clients that Hearth does not install, by package and class name, so that no package is
+# imported to compare with them.
 _NO_ANSWER = frozenset(
     {
         ("openai", "APIConnectionError"),  # APITimeoutError is one
@@ -55,11 +55,11 @@ _ANSWERED = frozenset(
 
 
 class RecoverableRolloutError(HearthError, RuntimeError):
-    """For a user's rollout to raise: this draw may be tried again, and done without after that."""
+    """For a user's rollout to raise: the rollout may be tried again, and is dropped after that."""
 
 
 class RolloutsFailingError(HearthError, RuntimeError):
-    """So many rollouts failed that going on would train on what happens to be left."""
+    """Too many rollouts failed: training on the rest would be training on a biased sample."""
 
 
 @runtime_checkable
@@ -78,15 +78,15 @@ class _HasResponse(Protocol):
 
 
 def is_recoverable(error: BaseException) -> bool:
-    """Whether the same draw may well work when it is tried again.
+    """Whether the same rollout may work when it is tried again.
 
-    So it is after a time-out; when a connection failed (of Python's own, of httpx, of this SDK, of
+    True after a time-out; when a connection failed (of Python's own, of httpx, of this SDK, of
     the openai, aiohttp and requests clients); after an answer with HTTP status 408, 425, 429 or
     5xx; when a deployment is not ready, the platform failed, or a future failed on the platform's
     side; and when the rollout says so with ``RecoverableRolloutError``. A group is recoverable when
     all of its members are.
 
-    All else is fatal, since it will fail the same way each time or nobody knows what it is:
+    Everything else is fatal, because it would fail the same way each time or is unknown:
     failed assertions, wrong types and values, other statuses, cancellation, and exceptions unknown
     here. Only the error itself is judged: a ``RuntimeError`` raised *from* a time-out is fatal, so
     that a rollout that wraps errors decides by the class that it wraps them in.
@@ -135,9 +135,9 @@ def _is_one_of(error: BaseException, names: frozenset[tuple[str, str]]) -> bool:
 class CircuitBreaker:
     """Ends a run whose rollouts fail so often that the cause is not in a single one.
 
-    Opens when ``max_in_a_row`` draws failed one after the other, or when among the last ``window``
-    outcomes, of which there must be ``min_observed``, a share of ``max_ratio`` or more failed. It
-    then stays open. A rollout that returned None neither succeeded nor failed: it is not told.
+    Opens after ``max_in_a_row`` failures in a row, or when a share of ``max_ratio`` or more of the
+    last ``window`` outcomes failed, once ``min_observed`` are known. It then stays open. A rollout
+    that returned None is not counted.
     """
 
     def __init__(
@@ -161,21 +161,21 @@ class CircuitBreaker:
         """Whether ``check`` raises."""
         return self._counts is not None
 
-    def succeeded(self) -> None:
-        """A draw came back with a sample."""
+    def record_success(self) -> None:
+        """Count a rollout that returned a sample."""
         self._in_a_row = 0
         self._has_failed.append(False)
         self._judge()
 
-    def failed(self, error: BaseException) -> None:
-        """A draw was given up after its last attempt."""
+    def record_failure(self, error: BaseException) -> None:
+        """Count a rollout that was dropped after its last attempt."""
         self._in_a_row += 1
         self._last = error
         self._has_failed.append(True)
         self._judge()
 
     def check(self) -> None:
-        """Nothing while rollouts work.
+        """Do nothing while rollouts work.
 
         Raises:
             RolloutsFailingError: the breaker is open; its cause is the last error.
@@ -199,7 +199,7 @@ class CircuitBreaker:
 
 
 async def with_retries(
-    draw: Callable[[], Awaitable[T]],
+    rollout: Callable[[], Awaitable[T]],
     *,
     attempts: int,
     timeout_s: float | None,
@@ -209,7 +209,7 @@ async def with_retries(
     grace_s: float = 3.0,
     sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
 ) -> T:
-    """What ``draw()`` returns, tried up to ``attempts`` times.
+    """What ``rollout()`` returns, tried up to ``attempts`` times.
 
     Each attempt may take ``timeout_s`` seconds (None: any time). ``on_failure`` is told of every
     recoverable failure and the number of its attempt, from 1; what it raises ends the trying.
@@ -220,8 +220,8 @@ async def with_retries(
     Raises:
         ConfigError: ``attempts`` is below 1.
         TimeoutError: the last attempt took too long.
-        RuntimeError: the draw was cancelled, though nobody cancelled this call.
-        Exception: the draw's own: a fatal one at once, a recoverable one after the last attempt.
+        RuntimeError: the rollout was cancelled, though nobody cancelled this call.
+        Exception: the rollout's own: a fatal one at once, a recoverable one after the last attempt.
     """
     if attempts < 1:
         raise ConfigError(f"attempts must be >= 1, got {attempts}")
@@ -229,7 +229,7 @@ async def with_retries(
     while True:
         attempt += 1
         try:
-            return await _attempted(draw, timeout_s, grace_s)
+            return await _attempt(rollout, timeout_s, grace_s)
         except Exception as error:
             if not is_recoverable(error):
                 raise
@@ -240,7 +240,7 @@ async def with_retries(
         await sleep(pause_s * random.uniform(0.5, 1.0))
 
 
-async def contained(work: Callable[[], Awaitable[T]]) -> T:
+async def run_contained(work: Callable[[], Awaitable[T]]) -> T:
     """What ``work()`` returns; what it raises, as far as that leaves the event loop running.
 
     Raises:
@@ -257,13 +257,13 @@ async def contained(work: Callable[[], Awaitable[T]]) -> T:
         ) from error
 
 
-async def _attempted(
-    draw: Callable[[], Awaitable[T]], timeout_s: float | None, grace_s: float
+async def _attempt(
+    rollout: Callable[[], Awaitable[T]], timeout_s: float | None, grace_s: float
 ) -> T:
     # Not asyncio.timeout, which waits without end for a body that swallows its cancellation.
-    work = asyncio.ensure_future(contained(draw))
+    work = asyncio.ensure_future(run_contained(rollout))
     try:
-        # Waiting with a time limit costs more than a draw that is there at once.
+        # Waiting with a time limit costs more than a rollout that returns at once.
         await asyncio.sleep(0)
         if not work.done():
             await asyncio.wait({work}, timeout=timeout_s)
@@ -297,6 +297,6 @@ async def _end(work: asyncio.Future[T], grace_s: float) -> None:
 
 
 def _retrieve(work: asyncio.Future[T]) -> None:
-    """Look at the exception of a draw that nobody waits for, or asyncio complains that none did."""
+    """Read the exception of an abandoned rollout, or asyncio warns that nobody did."""
     if not work.cancelled():
         work.exception()

@@ -11,7 +11,7 @@ from training.config.parts import Replay
 logger = logging.getLogger(__name__)
 
 ROUTING_OPTIONS = ("include_routing_matrix", "include_prompt_routing")
-"""Options of a sampler that ask for the experts of what it draws."""
+"""Options of a sampler that ask for the experts of each token."""
 
 
 def routing_options(replay: Replay, *, has_experts: bool) -> dict[str, bool]:
@@ -22,7 +22,7 @@ def routing_options(replay: Replay, *, has_experts: bool) -> dict[str, bool]:
     return options | {"include_prompt_routing": True} if replay == "all" else options
 
 
-def mention_dense_policy(replay: Replay, base_model: str, *, has_experts: bool) -> None:
+def warn_dense_policy(replay: Replay, base_model: str, *, has_experts: bool) -> None:
     """Say that there is nothing to replay, where replay was asked for."""
     if replay != "none" and not has_experts:
         logger.warning(
@@ -31,52 +31,56 @@ def mention_dense_policy(replay: Replay, base_model: str, *, has_experts: bool) 
         )
 
 
-def seen_routing(
+def find_routing(
     tokens: Sequence[int], loss_mask: Sequence[int], seen: Sequence[SampledCompletion]
 ) -> list[str] | None:
-    """The experts of a sample's tokens, found among what was drawn; None when nothing is.
+    """The experts of a sample's tokens, looked up in completions; None when there are none.
 
-    One text per input token (N - 1 for N tokens), empty where nothing is known. A stretch of drawn
-    tokens has those of a completion that begins with it and had all tokens before it as its prompt:
-    the same tokens after another prompt went elsewhere. What was drawn and then stood in the prompt
-    of a later turn may have gone elsewhere the second time; it has the experts it was drawn with.
+    One text per input token (N - 1 for N tokens), empty where nothing is known. Sampled
+    tokens take the experts of the completion whose prompt is everything before them: after another
+    prompt the same tokens may use other experts. Tokens that stand in the prompt of a later turn
+    keep the experts that they were sampled with.
     """
-    routed = [one for one in seen if one.routing_matrices is not None]
+    routed = [completion for completion in seen if completion.routing_matrices is not None]
     if not routed:
         return None
-    rows = [""] * (len(tokens) - 1)
+    texts = [""] * (len(tokens) - 1)
     place = 1
     while place < len(tokens):
-        one = _drawn_at(place, tokens, loss_mask, routed) if loss_mask[place] else None
-        place += 1 if one is None else _fill(rows, one, place, loss_mask)
-    return rows if any(rows) else None
+        completion = (
+            _find_completion(place, tokens, loss_mask, routed) if loss_mask[place] else None
+        )
+        place += 1 if completion is None else _write_routing(texts, completion, place, loss_mask)
+    return texts if any(texts) else None
 
 
-def _drawn_at(
+def _find_completion(
     place: int, tokens: Sequence[int], loss_mask: Sequence[int], seen: Sequence[SampledCompletion]
 ) -> SampledCompletion | None:
-    """The completion that was drawn at ``place`` of a sample."""
-    for one in seen:
-        if one.prompt_len != place or not one.completion_len:
+    """The completion that was sampled at ``place`` of a sample."""
+    for completion in seen:
+        if completion.prompt_len != place or not completion.completion_len:
             continue
-        stop = place + _overlap(one, place, loss_mask)
-        if one.full_tokens[:stop] == list(tokens[:stop]):
-            return one
+        stop = place + _count_overlap(completion, place, loss_mask)
+        if completion.full_tokens[:stop] == list(tokens[:stop]):
+            return completion
     return None
 
 
-def _overlap(one: SampledCompletion, place: int, loss_mask: Sequence[int]) -> int:
+def _count_overlap(completion: SampledCompletion, place: int, loss_mask: Sequence[int]) -> int:
     """How many of a completion's tokens the sample may have from ``place`` on."""
-    drawn = loss_mask[place : place + one.completion_len]
-    return len(drawn) if all(drawn) else list(drawn).index(0)
+    sampled_mask = loss_mask[place : place + completion.completion_len]
+    return len(sampled_mask) if all(sampled_mask) else list(sampled_mask).index(0)
 
 
-def _fill(rows: list[str], one: SampledCompletion, place: int, loss_mask: Sequence[int]) -> int:
+def _write_routing(
+    texts: list[str], completion: SampledCompletion, place: int, loss_mask: Sequence[int]
+) -> int:
     """Write a completion's experts into ``rows``; the number of its tokens in the sample."""
-    matrices = one.routing_matrices or []
-    prompt, own = matrices[: -one.completion_len], matrices[-one.completion_len :]
-    count = _overlap(one, place, loss_mask)
-    rows[place - 1 : place - 1 + count] = own[:count]
-    for at, row in enumerate(prompt):
-        rows[at] = rows[at] or row
+    matrices = completion.routing_matrices or []
+    prompt, own = matrices[: -completion.completion_len], matrices[-completion.completion_len :]
+    count = _count_overlap(completion, place, loss_mask)
+    texts[place - 1 : place - 1 + count] = own[:count]
+    for at, text in enumerate(prompt):
+        texts[at] = texts[at] or text
     return count

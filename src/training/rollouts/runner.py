@@ -20,8 +20,8 @@ from training.config.async_recipe import AsyncConfig
 from training.data.rows import IndexedRow
 from training.data.seeds import row_seed
 from training.rollouts.failures import CircuitBreaker, is_recoverable, with_retries
-from training.rollouts.sampler import DrawContext, current_draw
-from training.rollouts.thread import place_of
+from training.rollouts.sampler import RolloutContext, current_rollout
+from training.rollouts.thread import describe_place
 from training.samples.groups import ExampleAnswer, PromptGroup, RowOutcome
 from training.samples.rollout import OPTIONAL_ARGUMENTS, Rollout, RolloutFn, RolloutRun, runs_of
 from training.together import all_of
@@ -90,7 +90,7 @@ class Rollouts:
     ) -> None:
         _check_filter(accepts)
         self._fn = rollout_fn
-        self._declared = declared_arguments(rollout_fn)
+        self._declared = find_declared_arguments(rollout_fn)
         self._config = config
         self._num_rows = num_rows
         self._accepts = accepts
@@ -122,7 +122,7 @@ class Rollouts:
         Example: ``row 7, draw 3: rollout.py:41 in rollout_fn, tasks.py:639 in sleep``
         """
         calls = list(self._calls.items())[: max(0, limit)]
-        return [f"{where}: {place_of(task)}" for task, where in calls]
+        return [f"{where}: {describe_place(task)}" for task, where in calls]
 
     async def _draw_all(self, submitted: Submission) -> list[_Drawn]:
         index = submitted.row.index
@@ -142,7 +142,7 @@ class Rollouts:
                 raise
             return _Drawn([], error=error)
         if drawn.runs:
-            self._breaker.succeeded()
+            self._breaker.record_success()
             self.lengths[submitted.row.index].append(_length(drawn.runs))
         return drawn
 
@@ -158,13 +158,13 @@ class Rollouts:
 
     async def _call(self, submitted: Submission, sample: int, where: str) -> _Drawn:
         row = submitted.row
-        draw = DrawContext(
+        draw = RolloutContext(
             row_seed(self._config.seed, row.index),
             sample,
             submitted.weight_version,
             submitted.is_trained,
         )
-        current_draw.set(draw)
+        current_rollout.set(draw)
         # The user may write into its row; the next draw must not read it.
         pending = self._fn(copy.deepcopy(row.row), **self._arguments(row, sample))
         if not inspect.isawaitable(pending):
@@ -214,7 +214,7 @@ class Rollouts:
             if not is_recoverable(error):
                 error.add_note(f"in the rollout of {where}")
                 raise
-            self._breaker.failed(error)
+            self._breaker.record_failure(error)
             self._breaker.check()
             raise
 
@@ -288,7 +288,7 @@ def _check_filter(accepts: GroupFilter | None) -> None:
         )
 
 
-def declared_arguments(rollout_fn: RolloutFn) -> list[str]:
+def find_declared_arguments(rollout_fn: RolloutFn) -> list[str]:
     """Those of ``OPTIONAL_ARGUMENTS`` that a rollout function takes.
 
     Raises:

@@ -1,9 +1,9 @@
-"""The deployment's sampler as rollout functions see it: reproducible, and remembered.
+"""The deployment's sampler for rollout functions: it seeds requests and records completions.
 
-A draw has a place: its row and its number within the group. ``current_draw`` says which one the
-running rollout is. A request without a seed of its own gets one that depends on the place alone,
-so a run repeats; and the weight versions and experts of what was drawn are kept for
-``RolloutSample``. What is to be trained is drawn from the distribution that the trainer scores.
+``current_rollout`` holds the row and the number of the running rollout. A request without a seed
+gets one that depends on them alone, so a run repeats. The weight versions and experts of its
+completions are recorded for ``RolloutSample``. Trained tokens must come from the distribution that
+the trainer scores.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from hearth.errors import ConfigError, TransportError
 from hearth.sdk import DeploymentSampler, SampledCompletion
 from hearth.sdk.sampling import completion_seed
 from training.data.seeds import call_seed
-from training.rollouts.router_replay import seen_routing
+from training.rollouts.router_replay import find_routing
 from training.samples.rollout import RolloutRun
 
-current_draw: ContextVar[DrawContext | None] = ContextVar("current_draw", default=None)
-"""The draw that the running rollout function is asked for; None outside of one."""
+current_rollout: ContextVar[RolloutContext | None] = ContextVar("current_rollout", default=None)
+"""The rollout that is running; None outside of a rollout function."""
 
 
-_CUT = "and a token that is cut off is never drawn, so that no importance ratio corrects for it"
+_CUT = "and a token that is cut off is never sampled, so no importance ratio corrects for it"
 
 
 @dataclass
-class DrawContext:
-    """One attempt at one draw: draw number ``sample`` of the row that has ``row_seed``."""
+class RolloutContext:
+    """One attempt at rollout number ``sample`` of the row with ``row_seed``."""
 
     row_seed: int
     sample: int
@@ -43,7 +43,7 @@ class DrawContext:
     def next_seed(self, n: int) -> int:
         """The seed of the next request, for ``n`` completions.
 
-        A first request for one completion draws what ``rl_loop`` draws at this place.
+        The first request for one completion gets the seed that ``rl_loop`` uses at this place.
         """
         call, self.calls = self.calls, self.calls + 1
         if call == 0 and n == 1:
@@ -51,24 +51,26 @@ class DrawContext:
         return call_seed(self.row_seed, self.sample, call)
 
     def fill_versions(self, runs: Sequence[RolloutRun]) -> None:
-        """Give samples that do not say which weights drew them what is known of it."""
+        """Fill in the weight versions of samples that do not name them."""
         samples = [segment for run in runs for segment in run.segments if segment.versions is None]
-        drawn = [pair for one in self.seen for pair in versions_of(one) if pair[1]]
+        versions = [
+            pair for completion in self.seen for pair in get_versions(completion) if pair[1]
+        ]
         for sample in samples:
-            if len(samples) == 1 and sum(count for _, count in drawn) == sample.completion_len:
-                sample.versions = drawn
+            if len(samples) == 1 and sum(count for _, count in versions) == sample.completion_len:
+                sample.versions = versions
             else:
                 sample.versions = [[self.weight_version, sample.completion_len]]
 
     def fill_routing(self, runs: Sequence[RolloutRun]) -> None:
-        """Give samples that do not say which experts drew them what is known of it."""
+        """Fill in the experts of samples that do not name them."""
         for sample in (segment for run in runs for segment in run.segments):
             if sample.routing_matrices is None:
-                sample.routing_matrices = seen_routing(sample.tokens, sample.loss_mask, self.seen)
+                sample.routing_matrices = find_routing(sample.tokens, sample.loss_mask, self.seen)
 
 
-def versions_of(completion: SampledCompletion) -> list[list[int]]:
-    """Run lengths ``[weight version, tokens]`` of what was drawn."""
+def get_versions(completion: SampledCompletion) -> list[list[int]]:
+    """Run lengths ``[weight version, tokens]`` of a completion."""
     whole = [[completion.weight_version, completion.completion_len]]
     return completion.versions or whole
 
@@ -102,14 +104,14 @@ class RolloutSampler:
         """``n`` completions of a prompt, as ``DeploymentSampler.sample_with_prompt_tokens``.
 
         Raises:
-            ConfigError: what is trained is to be drawn from another distribution than it is scored.
+            ConfigError: a trained sample would come from another distribution.
             TransportError: the deployment sent no logprobs, without which nothing can be trained.
         """
-        asked = self._asked(options)
+        merged = self._merge_options(options)
         call = self.deployment.sample_with_prompt_tokens(
-            prompt_token_ids, n=n, seed=_seed(seed, n), **asked
+            prompt_token_ids, n=n, seed=_choose_seed(seed, n), **merged
         )
-        return _noted(await call)
+        return _record_completions(await call)
 
     async def sample_with_tokens(
         self,
@@ -122,30 +124,33 @@ class RolloutSampler:
         """``n`` completions of a conversation, as ``DeploymentSampler.sample_with_tokens``.
 
         Raises:
-            ConfigError: what is trained is to be drawn from another distribution than it is scored.
+            ConfigError: a trained sample would come from another distribution.
             TransportError: the deployment sent no logprobs, without which nothing can be trained.
         """
-        asked = self._asked(options)
-        call = self.deployment.sample_with_tokens(messages, n=n, seed=_seed(seed, n), **asked)
-        return _noted(await call)
+        merged = self._merge_options(options)
+        call = self.deployment.sample_with_tokens(
+            messages, n=n, seed=_choose_seed(seed, n), **merged
+        )
+        return _record_completions(await call)
 
     def close(self) -> None:
         """Refuse further calls and close the connections."""
         self.deployment.close()
 
-    def _asked(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        draw = current_draw.get()
-        asked = {**self._options, **options}
-        if draw is not None and draw.is_trained:
-            refuse_other_distribution(asked, self._temperature)
-        return asked
+    def _merge_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        rollout = current_rollout.get()
+        merged = {**self._options, **options}
+        if rollout is not None and rollout.is_trained:
+            refuse_other_distribution(merged, self._temperature)
+        return merged
 
 
 def refuse_other_distribution(options: Mapping[str, Any], temperature: float) -> None:
-    """Judge how tokens that are to be trained are drawn, in a run at ``temperature``.
+    """Refuse options that sample trained tokens from another distribution than the run's.
 
     The trainer's logprobs are of the whole distribution at that temperature, and so must be the
-    sampler's. A token that truncation cuts off is never drawn, which no importance ratio mends.
+    sampler's. A token that truncation cuts off is never sampled, and no importance ratio corrects
+    for that.
 
     Raises:
         ConfigError: ``top_p``, ``top_k`` or ``temperature`` asks for another distribution.
@@ -155,27 +160,27 @@ def refuse_other_distribution(options: Mapping[str, Any], temperature: float) ->
         ("top_k", 0, f"off, {_CUT}"),
         ("temperature", temperature, "the run's (config.temperature), at which the trainer scores"),
     ):
-        asked = options.get(name, whole)
-        if asked != whole:
+        merged = options.get(name, whole)
+        if merged != whole:
             raise ConfigError(
-                f"{name} must be {whole} where what is drawn is trained, got {asked!r}: {whole} is "
-                f"{why}; draw what is not trained with sampler.deployment"
+                f"{name} must be {whole} in a rollout that is trained, got {merged!r}: {whole} is "
+                f"{why}; sample what is not trained with sampler.deployment"
             )
 
 
-def _seed(given: int | None, n: int) -> int | None:
-    draw = current_draw.get()
-    return given if given is not None or draw is None else draw.next_seed(n)
+def _choose_seed(given: int | None, n: int) -> int | None:
+    rollout = current_rollout.get()
+    return given if given is not None or rollout is None else rollout.next_seed(n)
 
 
-def _noted(completions: list[SampledCompletion]) -> list[SampledCompletion]:
-    draw = current_draw.get()
+def _record_completions(completions: list[SampledCompletion]) -> list[SampledCompletion]:
+    rollout = current_rollout.get()
     for completion in completions:
         if completion.inference_logprobs is None:
             raise TransportError(
                 "a completion must come with logprobs, got none: the deployment does not report "
                 "what it drew with, and without that nothing can be trained"
             )
-        if draw is not None:
-            draw.seen.append(completion)
+        if rollout is not None:
+            rollout.seen.append(completion)
     return completions

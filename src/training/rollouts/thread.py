@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from hearth.errors import ClosedError
 from training.rollouts.daemon_threads import DaemonThreads
-from training.rollouts.failures import contained
+from training.rollouts.failures import run_contained
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +46,12 @@ class RolloutThread:
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(DaemonThreads(f"{_NAME}-blocking"))
         self._lock = threading.Lock()
-        # Guarded by the lock: the draws on their way, oldest first, and what the loop will not do.
-        self._draws: dict[_Draw[Any], None] = {}
+        # Guarded by the lock: running calls, oldest first, and whether the loop has ended.
+        self._calls: dict[_Call[Any], None] = {}
         self._has_ended = False
         self._was_closed = False
         self._beat_at = time.monotonic()
-        self._thread = threading.Thread(target=self._main, name=_NAME, daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name=_NAME, daemon=True)
         self._thread.start()
 
     def __enter__(self) -> RolloutThread:
@@ -75,14 +75,14 @@ class RolloutThread:
         Raises:
             ClosedError: the thread has ended. The future has it where a rollout stopped the loop.
         """
-        draw = _Draw(fn)
+        call = _Call(fn)
         with self._lock:
             if self._has_ended:
-                raise self._ended()
-            self._draws[draw] = None
-            self._loop.call_soon_threadsafe(self._begin, draw)  # copies the context
-        draw.future.add_done_callback(lambda future: self._give_up(draw, future))
-        return draw.future
+                raise self._closed_error()
+            self._calls[call] = None
+            self._loop.call_soon_threadsafe(self._begin, call)  # copies the context
+        call.future.add_done_callback(lambda future: self._give_up(call, future))
+        return call.future
 
     def blocked_s(self) -> float:
         """For how many seconds the thread's loop has not come to run anything.
@@ -105,8 +105,8 @@ class RolloutThread:
         if frame is None:
             return f"  thread {_NAME} has ended\n"
         frames = traceback.extract_stack(frame)
-        leading = (__file__, contained.__code__.co_filename)
-        own = [index for index, one in enumerate(frames) if one.filename in leading]
+        leading = (__file__, run_contained.__code__.co_filename)
+        own = [index for index, entry in enumerate(frames) if entry.filename in leading]
         return "".join(traceback.format_list(frames[own[-1] + 1 if own else 0 :]))
 
     def task_stacks(self, limit: int) -> list[str]:
@@ -115,8 +115,8 @@ class RolloutThread:
         Example: ``12.3 s: rollout.py:41 in rollout_fn, tasks.py:639 in sleep``
         """
         with self._lock:
-            draws = list(self._draws)[: max(0, limit)]
-        return [draw.line() for draw in draws]
+            calls = list(self._calls)[: max(0, limit)]
+        return [call.describe() for call in calls]
 
     def close(self) -> None:
         """Cancel what runs and wait for it, ``grace_s`` seconds at most."""
@@ -138,7 +138,7 @@ class RolloutThread:
                 "\n".join(self.task_stacks(8)),
             )
 
-    def _main(self) -> None:
+    def _run_loop(self) -> None:
         self._beat()
         try:
             self._loop.run_forever()
@@ -150,10 +150,10 @@ class RolloutThread:
             self._wind_down()
         finally:
             with self._lock:
-                rest = list(self._draws)
-                self._draws.clear()
-            for draw in rest:
-                draw.settle(None if self._was_closed else self._ended())
+                rest = list(self._calls)
+                self._calls.clear()
+            for call in rest:
+                call.resolve(None if self._was_closed else self._closed_error())
             self._loop.close()
 
     def _beat(self) -> None:
@@ -168,32 +168,32 @@ class RolloutThread:
             self._loop.run_until_complete(asyncio.wait(tasks))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
-    def _begin(self, draw: _Draw[T]) -> None:
+    def _begin(self, call: _Call[T]) -> None:
         with self._lock:
-            if draw.future.cancelled():
-                del self._draws[draw]
+            if call.future.cancelled():
+                del self._calls[call]
             elif not self._has_ended:
-                draw.task = self._loop.create_task(contained(draw.fn))
-                draw.task.add_done_callback(lambda task: self._finish(draw, task))
+                call.task = self._loop.create_task(run_contained(call.fn))
+                call.task.add_done_callback(lambda task: self._finish(call, task))
 
-    def _give_up(self, draw: _Draw[T], future: asyncio.Future[T]) -> None:
-        """The caller's future is done: if by cancellation, so is the draw."""
+    def _give_up(self, call: _Call[T], future: asyncio.Future[T]) -> None:
+        """The caller's future is done: if it was cancelled, cancel the call."""
         if not future.cancelled():
             return
         with self._lock:
-            # The loop is open for as long as it holds a draw.
-            if draw in self._draws and draw.task is not None:
-                self._loop.call_soon_threadsafe(draw.task.cancel)
+            # The loop is open for as long as it holds a call.
+            if call in self._calls and call.task is not None:
+                self._loop.call_soon_threadsafe(call.task.cancel)
 
-    def _finish(self, draw: _Draw[T], task: asyncio.Task[T]) -> None:
+    def _finish(self, call: _Call[T], task: asyncio.Task[T]) -> None:
         with self._lock:
-            self._draws.pop(draw, None)
+            self._calls.pop(call, None)
         if not task.cancelled():
-            draw.settle(task.exception())
+            call.resolve(task.exception())
         else:
-            draw.settle(self._ended() if self._has_ended and not self._was_closed else None)
+            call.resolve(self._closed_error() if self._has_ended and not self._was_closed else None)
 
-    def _ended(self) -> ClosedError:
+    def _closed_error(self) -> ClosedError:
         if self._was_closed:
             return ClosedError(
                 "rollouts must be started while their thread runs, got one after its end: keep the "
@@ -205,7 +205,7 @@ class RolloutThread:
         )
 
 
-class _Draw(Generic[T]):
+class _Call(Generic[T]):
     """One rollout under way: a task on the thread, a future on the loop of who asked for it."""
 
     def __init__(self, fn: Callable[[], Coroutine[Any, Any, T]]) -> None:
@@ -213,21 +213,21 @@ class _Draw(Generic[T]):
         self.task: asyncio.Task[T] | None = None
         self._caller = asyncio.get_running_loop()
         self.future: asyncio.Future[T] = self._caller.create_future()
-        self._asked_at = time.monotonic()
+        self._submitted_at = time.monotonic()
 
-    def settle(self, error: BaseException | None) -> None:
+    def resolve(self, error: BaseException | None) -> None:
         """Give the caller ``error``, or else the task's result; without one, a cancellation."""
         try:
-            self._caller.call_soon_threadsafe(self._settle, error)
+            self._caller.call_soon_threadsafe(self._resolve, error)
         except RuntimeError:
             logger.debug("a rollout ended later than the loop that asked for it")
 
-    def line(self) -> str:
+    def describe(self) -> str:
         """Its age and where it is, as far as one line goes."""
         state = "cancelled, " if self.future.cancelled() else ""
-        return f"{time.monotonic() - self._asked_at:.1f} s: {state}{place_of(self.task)}"
+        return f"{time.monotonic() - self._submitted_at:.1f} s: {state}{describe_place(self.task)}"
 
-    def _settle(self, error: BaseException | None) -> None:
+    def _resolve(self, error: BaseException | None) -> None:
         if self.future.done():
             return
         if error is not None:
@@ -238,14 +238,14 @@ class _Draw(Generic[T]):
             self.future.set_result(self.task.result())
 
 
-def place_of(task: asyncio.Task[Any] | None) -> str:
+def describe_place(task: asyncio.Task[Any] | None) -> str:
     """Where a task of ``contained`` work is: the frames of what it awaits, the outermost first."""
     coroutine = None if task is None else task.get_coro()
     if not isinstance(coroutine, CoroutineType):
         return "has not begun"
     if coroutine.cr_running:
         return "computes"
-    places = [_place_of(frame) for frame in _frames(coroutine)][1:]
+    places = [_describe_frame(frame) for frame in _frames(coroutine)][1:]
     if len(places) > _MOST_PLACES:
         places = [*places[: _MOST_PLACES - 1], "...", places[-1]]
     return ", ".join(places) or "is about to begin or to end"
@@ -268,5 +268,5 @@ def _frames(awaited: object) -> Iterator[FrameType]:
         yield frame
 
 
-def _place_of(frame: FrameType) -> str:
+def _describe_frame(frame: FrameType) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -11,7 +11,7 @@ from training.config.parts import plain_config
 from training.config.recipe import RecipeConfig
 from training.data.rows import Row
 from training.platform.run_infra import PlatformSpec, RunInfra, check_platform, provision
-from training.rollouts.router_replay import mention_dense_policy
+from training.rollouts.router_replay import warn_dense_policy
 from training.run.checkpoints import choose_checkpoint, read_manifest
 from training.run.log_path import hold_log_path, prepare_log_path, write_config
 from training.run.metrics import Display, MetricsLog
@@ -51,7 +51,7 @@ def begin_run(
         ):
             run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)
             run.begin(config, infra, resumed)
-            mention_dense_policy(config.replay, config.base_model, has_experts=infra.has_experts)
+            warn_dense_policy(config.replay, config.base_model, has_experts=infra.has_experts)
             with _rare_collections():
                 yield infra, run
 

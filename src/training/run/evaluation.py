@@ -14,7 +14,7 @@ from training.data.seeds import row_seed
 from training.rewards.score import Score
 from training.rewards.scoring import AnyReward, scored
 from training.rollouts.failures import with_retries
-from training.rollouts.sampler import versions_of
+from training.rollouts.sampler import get_versions
 from training.run.pass_at_k import pass_rates
 from training.samples.reward_metrics import CORRECT, parse_metrics
 from training.together import all_of
@@ -185,6 +185,6 @@ def completion_judged(
         completion.text,
         completion.completion_len,
         completion.finish_reason == "length",
-        versions_of(completion),
+        get_versions(completion),
         score.parsed,
     )

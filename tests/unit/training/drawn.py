@@ -10,7 +10,7 @@ from tests.unit.virtual_time import run_virtual
 from training.data.rows import IndexedRow
 from training.recipes.async_rl_loop import Config
 from training.rollouts.runner import Rollouts, Submission
-from training.rollouts.sampler import current_draw
+from training.rollouts.sampler import current_rollout
 from training.samples.groups import PromptGroup, RowOutcome
 from training.samples.rollout import RolloutFn, RolloutSample
 from training.utils import DeployConfig
@@ -68,6 +68,6 @@ def draw_row(fn: RolloutFn, row: IndexedRow, **options: Any) -> RowOutcome:
 
 def number_of_draw() -> int:
     """Which draw of its group the running rollout is."""
-    context = current_draw.get()
+    context = current_rollout.get()
     assert context is not None
     return context.sample

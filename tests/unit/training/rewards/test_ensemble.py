@@ -59,7 +59,7 @@ def test_a_member_that_fails_fails_the_whole():
         RewardEnsemble([*giving(1.0), broken])("", {})
 
 
-async def _awaited(completion, row):
+async def _await_result(completion, row):
     return 1.0
 
 
@@ -68,7 +68,7 @@ async def _awaited(completion, row):
     [
         (giving(1.0), "mean", "at least 2 reward functions, got 1"),
         (giving(1.0, 1.0), "max", "combine must be one of .* got 'max'"),
-        ([*giving(1.0), _awaited], "mean", r"members\[1\] must be a plain function"),
+        ([*giving(1.0), _await_result], "mean", r"members\[1\] must be a plain function"),
     ],
 )
 def test_what_makes_no_ensemble_is_refused(members, combine, message):

@@ -142,9 +142,9 @@ def told(breaker: CircuitBreaker, outcomes: str) -> CircuitBreaker:
     """A breaker after outcomes: f failed, s succeeded."""
     for number, outcome in enumerate(outcomes):
         if outcome == "f":
-            breaker.failed(TimeoutError(f"draw {number}"))
+            breaker.record_failure(TimeoutError(f"draw {number}"))
         else:
-            breaker.succeeded()
+            breaker.record_success()
     return breaker
 
 
@@ -259,7 +259,7 @@ async def test_what_on_failure_raises_ends_the_trying():
     draw = Draw(*(TimeoutError(str(number)) for number in range(9)))
 
     def note(error: BaseException, _attempt: int) -> None:
-        breaker.failed(error)
+        breaker.record_failure(error)
         breaker.check()
 
     with pytest.raises(RolloutsFailingError, match="2 failures in a row"):

@@ -7,8 +7,8 @@ from tests.unit.training.drawn import config_of, draw_row, row_of, sample_of
 
 from hearth.errors import ConfigError
 from hearth.sdk import RoutedModelInput, SampledCompletion
-from training.rollouts.router_replay import mention_dense_policy, routing_options, seen_routing
-from training.rollouts.sampler import current_draw
+from training.rollouts.router_replay import find_routing, routing_options, warn_dense_policy
+from training.rollouts.sampler import current_rollout
 from training.samples.datums import align_routing, datum_from_tokens_weights
 from training.samples.groups import (
     PromptGroup,
@@ -183,13 +183,13 @@ SEEN = {
 def test_experts_are_found_where_the_same_tokens_were_drawn_after_the_same_prompt(
     tokens, mask, seen, rows
 ):
-    assert seen_routing(tokens, mask, seen) == rows
+    assert find_routing(tokens, mask, seen) == rows
 
 
 @pytest.mark.parametrize("given", [None, ["a", "b"]])
 def test_a_rollout_that_says_nothing_of_experts_replays_what_its_sampler_saw(given):
     async def rollout_fn(_row):
-        draw = current_draw.get()
+        draw = current_rollout.get()
         assert draw is not None
         draw.seen.append(completion([5, 6], [7, 8]))
         return sample_of(float(draw.sample), routing_matrices=given)
@@ -229,7 +229,7 @@ def test_experts_are_asked_for_where_they_can_be_replayed(case, options, caplog)
     assert routing_options(replay, has_experts=has_experts) == options
 
     with caplog.at_level(logging.WARNING):
-        mention_dense_policy(replay, "some-model", has_experts=has_experts)
+        warn_dense_policy(replay, "some-model", has_experts=has_experts)
     told = [
         "router_replay does nothing: some-model has no experts that can be recorded and replayed"
     ]

@@ -12,7 +12,7 @@ from tests.unit.virtual_time import now, run_virtual
 from hearth.errors import ConfigError, TransportError
 from training.data.rows import IndexedRow
 from training.rollouts.failures import CircuitBreaker, RecoverableRolloutError, RolloutsFailingError
-from training.rollouts.runner import Submission, declared_arguments
+from training.rollouts.runner import Submission, find_declared_arguments
 from training.samples.groups import PromptGroup, RowOutcome
 from training.samples.rollout import (
     OPTIONAL_ARGUMENTS,
@@ -174,7 +174,7 @@ DECLARED = [
 
 @pytest.mark.parametrize(("fn", "declared"), DECLARED)
 def test_a_function_gets_the_arguments_that_it_declares_and_can_be_called(fn, declared):
-    assert declared_arguments(fn) == declared
+    assert find_declared_arguments(fn) == declared
 
     assert draw(fn).dropped == "too_few"
 

@@ -12,7 +12,7 @@ from hearth.sdk import DeploymentSampler, SampledCompletion
 from hearth.sdk.sampling import completion_seed
 from training.data.seeds import row_seed
 from training.rollouts.runner import Submission
-from training.rollouts.sampler import DrawContext, RolloutSampler
+from training.rollouts.sampler import RolloutContext, RolloutSampler
 from training.samples.rollout import RolloutResult, RolloutRun
 
 ROW = row_of(13)
@@ -94,7 +94,7 @@ def test_a_seed_of_ones_own_is_kept_and_counts_for_nothing():
 
     draw_row(rollout_fn, ROW)
 
-    first = [DrawContext(row_seed(0, 13), i, 0).next_seed(1) for i in range(2)]
+    first = [RolloutContext(row_seed(0, 13), i, 0).next_seed(1) for i in range(2)]
     assert sorted(map(str, deployment.asked)) == sorted(map(str, [77, 77, *first]))
 
 
@@ -103,7 +103,7 @@ def test_no_two_of_thousands_of_places_draw_with_one_seed(calls):
     drawn: list[int] = []
     for row in range(400):
         for sample in range(4):
-            context = DrawContext(row_seed(0, row), sample, 0)
+            context = RolloutContext(row_seed(0, row), sample, 0)
             for n in calls:
                 seed = context.next_seed(n)
                 drawn.extend(completion_seed(seed, i) for i in range(n))
@@ -134,7 +134,7 @@ def test_another_attempt_draws_with_the_same_seeds():
 
 
 def of_draw(sample: int) -> list[int]:
-    context = DrawContext(row_seed(0, 13), sample, 0)
+    context = RolloutContext(row_seed(0, 13), sample, 0)
     return [context.next_seed(1), context.next_seed(3)]
 
 
@@ -234,9 +234,9 @@ def rollout_with(sampler: RolloutSampler, **options: Any) -> Callable[..., Await
 
 
 OTHER = [
-    ({"top_p": 0.9}, r"top_p must be 1 where what is drawn is trained, got 0\.9: 1 is off, and"),
-    ({"top_k": 50}, "top_k must be 0 where what is drawn is trained, got 50: 0 is off, and"),
-    ({"temperature": 0.0}, r"temperature must be 0\.7 where what is drawn is trained, got 0\.0"),
+    ({"top_p": 0.9}, r"top_p must be 1 in a rollout that is trained, got 0\.9: 1 is off, and"),
+    ({"top_k": 50}, "top_k must be 0 in a rollout that is trained, got 50: 0 is off, and"),
+    ({"temperature": 0.0}, r"temperature must be 0\.7 in a rollout that is trained, got 0\.0"),
     ({"temperature": 1.0}, r"temperature must be 0\.7 where .* the run's \(config\.temperature\)"),
 ]
 

@@ -21,7 +21,7 @@ from hearth.errors import ConfigError
 from training.data.seeds import row_seed
 from training.rollouts.failures import RecoverableRolloutError
 from training.rollouts.runner import Rollouts, Submission
-from training.rollouts.sampler import current_draw
+from training.rollouts.sampler import current_rollout
 from training.run.background_evaluation import BackgroundEvaluation
 from training.run.evaluation import EVAL_SEED_OFFSET, EvalResult, EvalSample
 from training.run.metrics import Display, MetricsLog
@@ -137,7 +137,7 @@ class Bench:
     async def rollout_fn(
         self, row: dict[str, Any], cursor_index: int, end_of_epoch: bool
     ) -> RolloutSample | RolloutRun:
-        draw = current_draw.get()
+        draw = current_rollout.get()
         assert draw is not None
         self.seen.append((cursor_index, draw.sample, end_of_epoch, draw.row_seed))
         call = len(self.seen)
