@@ -44,8 +44,8 @@ from machine import Machine, Times, best, measure, peak_bytes, timed
 from hearth.inference.backend import SampledSequence, SampleRequest
 from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.engine import InferenceEngine
-from hearth.inference.engine.graphs import Recorder, recorder_for
-from hearth.inference.engine.options import EngineOptions
+from hearth.inference.engine.graphs import CudaRecorder
+from hearth.inference.engine.options import DecoderKind, EngineOptions
 from hearth.inference.engine.runner import ModelRunner
 from hearth.inference.engine.sampler import SamplingValues, sample
 from hearth.models.loading import LoadedModel, best_device
@@ -294,18 +294,26 @@ class Bench:
 
     def decoding(self, rows: int) -> Figures:
         """Milliseconds of one step, eager and (on a GPU) replayed, and of the draw after it."""
-        loaded, recorder = self.model(), recorder_for(self.device)
-        found = self._decoding(loaded, rows, "eager_ms", None)
-        if recorder is not None:
-            found |= self._decoding(loaded, rows, "replayed_ms", recorder)
+        loaded = self.model()
+        found = self._decoding(loaded, rows, "eager_ms", decoder=None)
+        found |= self._decoding(loaded, rows, "module_ms", decoder="module")
+        if self.device.type == "cuda":
+            recorder = CudaRecorder(self.device)
+            found |= self._decoding(loaded, rows, "replayed_ms", decoder=None, recorder=recorder)
         return found
 
     def _decoding(
-        self, loaded: LoadedModel, rows: int, name: str, recorder: Recorder | None
+        self,
+        loaded: LoadedModel,
+        rows: int,
+        name: str,
+        *,
+        decoder: DecoderKind | None,
+        recorder: CudaRecorder | None = None,
     ) -> Figures:
         length = self.setting.prompt + self.setting.new
-        runner = ModelRunner(loaded, max_seq_len=length, recorder=recorder)
-        cache = SlotCache(runner.cache_shape, budget_bytes=2**62, max_rows=rows)
+        runner = ModelRunner(loaded, max_seq_len=length, recorder=recorder, decoder=decoder)
+        cache = SlotCache(runner.cache_shape, budget_bytes=2**62, max_slots=rows)
         cache.reserve(rows, length, active=0)
         # The engine's steps have no fewer.
         rows = cache.keys.shape[1]
@@ -392,7 +400,7 @@ class Bench:
     @contextlib.contextmanager
     def _engine(self, rows: int) -> Iterator[InferenceEngine]:
         length = self.setting.prompt + self.setting.new
-        options = EngineOptions(max_seq_len=length, max_rows=rows)
+        options = EngineOptions(max_seq_len=length, max_slots=rows)
         engine = InferenceEngine(self.model(), options=options)
         try:
             yield engine

@@ -1,10 +1,11 @@
-"""What a deployment's service needs of whatever draws its tokens, and the records between them.
+"""What a deployment's service needs of its engine, and the records between the two.
 
 Owns the request, the result and the serving state. Knows neither HTTP nor an engine.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from hearth.wire.routing import Choice
 if TYPE_CHECKING:
     from hearth.sync.store import Snapshot
 
+logger = logging.getLogger(__name__)
+
 Phase = Literal["idle", "sampling", "load_snapshot"]
 TopLogprobs = list[tuple[int, float]]
 """Token ids with the model's own logprobs, the most probable first."""
@@ -23,7 +26,7 @@ TopLogprobs = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class SampledToken:
-    """One token as it was drawn; the logprobs are those of ``SampledSequence``."""
+    """One token of a completion; the logprobs are those of ``SampledSequence``."""
 
     token_id: int
     logprob: float
@@ -32,16 +35,28 @@ class SampledToken:
     routing: Choice | None = None
 
 
-class TokenListener(Protocol):
-    """Hears of a completion while it is drawn, on the backend's own thread: return at once."""
+@dataclass(frozen=True)
+class TokenListener:
+    """Callbacks of a running completion, called on the backend's own thread: return at once."""
 
-    def prefilled(self, prompt_logprobs: list[float | None] | None) -> None:
-        """Tokens come from now on; the prompt's logprobs, if they were asked for."""
-        ...
+    on_prefill: Callable[[list[float | None] | None], None]
+    """Called before the first token, with the prompt's logprobs if the request asks for them."""
+    on_token: Callable[[SampledToken], None]
+    """Called with each token, a matched stop token included."""
 
-    def drew(self, token: SampledToken) -> None:
-        """The next token, a matched stop token included."""
-        ...
+    def notify_prefill(self, prompt_logprobs: list[float | None] | None) -> None:
+        """Call ``on_prefill``; its errors are logged."""
+        try:
+            self.on_prefill(prompt_logprobs)
+        except Exception:
+            logger.exception("a listener failed; its completion goes on")
+
+    def notify_token(self, token: SampledToken) -> None:
+        """Call ``on_token``; its errors are logged."""
+        try:
+            self.on_token(token)
+        except Exception:
+            logger.exception("a listener failed; its completion goes on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +68,7 @@ class SampleRequest:
 
     prompt: Sequence[int]
     max_tokens: int = 16
-    """0 draws nothing: with ``prompt_logprobs`` the prompt is scored."""
+    """0 samples nothing: with ``prompt_logprobs`` the prompt is scored."""
     temperature: float = 1.0
     """0 takes the most probable token."""
     top_p: float = 1.0
@@ -61,7 +76,7 @@ class SampleRequest:
     top_k: int = 0
     """Keep this many of the most probable tokens, before ``top_p``; 0 keeps all."""
     seed: int | None = None
-    """Fixes the draws; None takes a fresh one."""
+    """Fixes the random numbers; None takes a new seed."""
     stop_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
     ignore_eos: bool = False
@@ -69,23 +84,23 @@ class SampleRequest:
     prompt_logprobs_last: int | None = None
     """Of how many of the prompt's last tokens; None of all."""
     top_logprobs: int = 0
-    """How many of the most probable tokens are told beside each drawn one."""
+    """How many of the most probable tokens are listed beside each sampled one."""
     routing: bool = False
-    """Record the experts that were chosen; a dense model has none to tell of."""
-    shown: Sequence[str] = ()
-    """Special tokens that the text is to show."""
+    """Record the experts that were chosen; a dense model has none."""
+    visible_tokens: Sequence[str] = ()
+    """Special tokens that the text contains; all others are left out."""
     listener: TokenListener | None = None
-    """Told of each token as it is drawn; None costs nothing."""
+    """Called with each token; None costs nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledSequence:
-    """What was drawn. The lists are one per drawn token; a matched stop token is among them.
+    """One completion. Lists have one entry per sampled token, a matched stop token included.
 
     ``logprobs`` are the model's own (log-softmax of its logits, float32). ``sampling_logprobs`` are
-    those of the distribution that was drawn from: after temperature, top_k and top_p, renormalized;
-    a greedy draw has 0. ``prompt_logprobs`` are the model's, one per prompt token that was asked
-    for, the prompt's first None.
+    those of the distribution that was sampled: after temperature, top_k and top_p, renormalized;
+    a greedy choice has 0. ``prompt_logprobs`` are the model's, one per requested prompt token, the
+    prompt's first None.
     """
 
     token_ids: list[int]
@@ -93,22 +108,22 @@ class SampledSequence:
     sampling_logprobs: list[float]
     prompt_logprobs: list[float | None] | None
     top_logprobs: list[TopLogprobs] | None = None
-    """One list per drawn token; None when nobody asked."""
+    """One list per sampled token; None without a request for them."""
     routing: Sequence[Choice] | None = None
-    """Experts that each token was drawn with: those of the position before it. None when nobody
-    asked, or the model is dense."""
+    """Experts with which each token was sampled: those of the position before it. None without a
+    request for them, or of a dense model."""
     prompt_routing: Sequence[Choice] | None = None
     """The same of the prompt's tokens after the first."""
     text: str
-    """Without special tokens (but for ``shown``), cut before a stop string; empty without a
+    """Without special tokens (except ``visible_tokens``), cut before a stop string; empty without a
     tokenizer."""
     finish_reason: FinishReason
     weight_version: int
-    """The oldest that drew one of the tokens."""
+    """The oldest version that sampled one of the tokens."""
     snapshot_identity: str | None
     """The snapshot of ``weight_version``."""
     versions: list[list[int]]
-    """Run lengths ``[weight version, drawn tokens]`` in the order of the tokens."""
+    """Run lengths ``[weight version, sampled tokens]`` in the order of the tokens."""
     seed: int
     queue_s: float
     """Seconds between submission and admission to the batch."""
@@ -122,7 +137,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingState:
-    """What is served, and where the last weight sync stands."""
+    """What is served, and the state of the last weight sync."""
 
     stage: Literal["idle", "loading", "done", "error"] = "idle"
     target_identity: str | None = None
@@ -134,14 +149,17 @@ class ServingState:
     weight_version: int = 0
     """The number of the weight sync that is served; 0 before the first."""
 
-    def settled(self, identity: str) -> bool:
+    def has_settled(self, identity: str) -> bool:
         """Whether ``identity`` is served, or could not be loaded."""
-        failed = self.stage == "error" and self.target_identity == identity
-        return self.current_identity == identity or failed
+        has_failed = self.stage == "error" and self.target_identity == identity
+        return self.current_identity == identity or has_failed
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The methods of a Hugging Face tokenizer that are used here.
+
+    A protocol, since the methods of transformers' own class return wider types.
+    """
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
@@ -149,7 +167,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with what the tokenizer puts around one."""
+        """Token ids of a text, with the special tokens that the tokenizer adds."""
         ...
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> str:
@@ -162,7 +180,7 @@ class Tokenizer(Protocol):
 
 
 class InferenceBackend(Protocol):
-    """Draws completions and takes new weights. Every method may be called from any thread."""
+    """Samples completions and loads new weights. Every method may be called from any thread."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -175,7 +193,7 @@ class InferenceBackend(Protocol):
         ...
 
     def submit(self, request: SampleRequest) -> Future[SampledSequence]:
-        """Queue one completion. Cancelling the future frees its place in the batch.
+        """Queue one completion. Cancelling the future ends it.
 
         Raises:
             RequestError: a field breaks its rule.
@@ -193,24 +211,27 @@ class InferenceBackend(Protocol):
     ) -> Future[ServingState]:
         """Serve the snapshot that ``fetch`` returns, without dropping a request.
 
-        A snapshot that is served or under way is not loaded again. ``weight_version`` is the number
-        that these weights had before a restart; None takes the next one. ``running_requests`` is
-        that of ``HotLoadRequest``.
+        A snapshot that is served or under way is not loaded again, even with other arguments.
+        ``weight_version`` is the number that these weights had before a restart; None takes the
+        next one. ``running_requests`` is that of ``HotLoadRequest``.
+
+        Raises:
+            ClosedError: the backend was closed.
         """
         ...
 
     def watch_phase(self, on_phase: Callable[[Phase], None]) -> None:
-        """Call ``on_phase`` at every change of what is being done, from any thread."""
+        """Call ``on_phase`` at every change of phase, from any thread; replaces an earlier one."""
         ...
 
     def state(self) -> ServingState:
         """What is served now."""
         ...
 
-    def settled(self, identity: str) -> Future[ServingState]:
+    def watch_sync(self, identity: str) -> Future[ServingState]:
         """The state as soon as ``identity`` is served or could not be loaded."""
         ...
 
     def close(self) -> None:
-        """Stop; whatever is left fails with ``ClosedError``."""
+        """Stop; requests that are left fail with ``ClosedError``."""
         ...

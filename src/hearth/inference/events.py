@@ -1,4 +1,4 @@
-"""Pieces of streamed draws as the events of OpenAI's completions and chat."""
+"""Makes the events of OpenAI's completions and chat from the parts of a stream."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 from hearth.inference.backend import SampledSequence, SampledToken, Tokenizer
 from hearth.inference.requests import wants_logprobs
-from hearth.inference.responses import choice_logprobs, perf_metrics, token_rows, usage_of
+from hearth.inference.responses import choice_logprobs, perf_metrics, token_logprobs, usage_of
 from hearth.inference.streaming import StreamPiece
-from hearth.inference.tool_calls import Read, ToolCallReader, chat_finish_reason, tool_call
+from hearth.inference.tool_calls import ParsedText, ToolCallReader, chat_finish_reason, tool_call
 from hearth.telemetry import new_request_id
 from hearth.wire.chat import (
     ChatChunk,
@@ -38,7 +38,7 @@ Chunk = CompletionChunk | ChatChunk
 
 
 class _Events(ABC):
-    """What both kinds have in common. Called with each round of pieces; gives the bodies."""
+    """What both kinds share. Called with each list of pieces; yields the events' bodies."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class _Events(ABC):
                 self._ended.append(piece.end)
             chunk = self._chunk(piece)
             if chunk is not None:
-                yield self._finished(chunk, piece.end).dump()
+                yield self._add_end(chunk, piece.end).dump()
         options = self._fields.stream_options
         if self._all_ended() and options is not None and options.include_usage:
             usage = self._empty()
@@ -76,9 +76,9 @@ class _Events(ABC):
 
     @abstractmethod
     def _chunk(self, piece: StreamPiece) -> Chunk | None:
-        """The event of a piece; None while it says nothing."""
+        """The event of a piece; None if it would be empty."""
 
-    def _finished(self, chunk: Chunk, end: SampledSequence | None) -> Chunk:
+    def _add_end(self, chunk: Chunk, end: SampledSequence | None) -> Chunk:
         if end is None:
             return chunk
         chunk.weight_version = end.weight_version
@@ -91,8 +91,8 @@ class _Events(ABC):
     def _all_ended(self) -> bool:
         return len(self._ended) == self._fields.n * len(self._prompts)
 
-    def _rows(self, tokens: Sequence[SampledToken]) -> list[TokenLogprob]:
-        return token_rows(
+    def _token_logprobs(self, tokens: Sequence[SampledToken]) -> list[TokenLogprob]:
+        return token_logprobs(
             [token.token_id for token in tokens],
             [token.logprob for token in tokens],
             [token.sampling_logprob for token in tokens],
@@ -126,8 +126,8 @@ class CompletionEvents(_Events):
 
     def _chunk(self, piece: StreamPiece) -> CompletionChunk | None:
         echoes = piece.is_first and self._call.echo
-        rows = wants_logprobs(self._call) and bool(piece.tokens)
-        if not (piece.end or piece.text or rows or echoes):
+        has_logprobs = wants_logprobs(self._call) and bool(piece.tokens)
+        if not (piece.end or piece.text or has_logprobs or echoes):
             return None
         text = piece.text
         if echoes and self._tokenizer is not None:
@@ -148,15 +148,15 @@ class CompletionEvents(_Events):
         prompt = self._prompts[piece.index // self._call.n] if echoes else []
         unknown = [None] * len(prompt)
         scores = (piece.prompt_logprobs or unknown) if echoes else []
-        rows = token_rows(prompt, scores, unknown, unknown, self._tokenizer)
-        rows += self._rows(piece.tokens)
+        content = token_logprobs(prompt, scores, unknown, unknown, self._tokenizer)
+        content += self._token_logprobs(piece.tokens)
         logprobs = [*scores, *(token.logprob for token in piece.tokens)]
         with_top = any(token.top is not None for token in piece.tokens)
-        return choice_logprobs(rows, logprobs, with_top=with_top)
+        return choice_logprobs(content, logprobs, with_top=with_top)
 
 
 class ChatEvents(_Events):
-    """Events of ``/v1/chat/completions``; the first of an answer tells its role."""
+    """Events of ``/v1/chat/completions``; the first of an answer has its role."""
 
     def __init__(
         self,
@@ -178,51 +178,50 @@ class ChatEvents(_Events):
 
     def _chunk(self, piece: StreamPiece) -> ChatChunk | None:
         end = piece.end
-        read = self._read(piece)
+        parsed = self._parse(piece)
         logprobs = self._logprobs(piece)
-        if not (end or piece.is_first or read.content or read.calls or logprobs):
+        if not (end or piece.is_first or parsed.content or parsed.calls or logprobs):
             return None
-        calls = self._numbered(piece.index, read.calls)
+        calls = self._number_calls(piece.index, parsed.calls)
         chunk = self._empty()
         chunk.choices.append(
             ChatChunkChoice.model_construct(
                 index=piece.index,
                 delta=ChatDelta.model_construct(
                     role="assistant" if piece.is_first else None,
-                    content=read.content if read.content or piece.is_first else None,
+                    content=parsed.content if parsed.content or piece.is_first else None,
                     tool_calls=calls or None,
                 ),
-                finish_reason=self._reason(piece),
+                finish_reason=self._finish_reason(piece),
                 logprobs=logprobs,
                 raw_output=chat_raw_output(self._request, self._prompts[0], end) if end else None,
             )
         )
         return chunk
 
-    def _read(self, piece: StreamPiece) -> Read:
+    def _parse(self, piece: StreamPiece) -> ParsedText:
         """The piece's text, and its calls if tools were offered."""
         if not self._request.offered_tools:
-            return Read(piece.text)
+            return ParsedText(piece.text)
         reader = self._readers[piece.index]
-        read = reader.push(piece.text)
+        parsed = reader.push(piece.text)
         if piece.end is not None:
-            read.content += reader.finish().content
-        return read
+            parsed.content += reader.finish().content
+        return parsed
 
-    def _numbered(self, choice: int, calls: list[FunctionCall]) -> list[ToolCallDelta]:
-        """The calls with their places among all of the answer's."""
+    def _number_calls(self, choice: int, functions: list[FunctionCall]) -> list[ToolCallDelta]:
+        """The calls with their places among all calls of the answer."""
         first = self._num_calls[choice]
-        self._num_calls[choice] += len(calls)
-        told = [
-            tool_call(one, self._prompts[0], choice, place)
-            for place, one in enumerate(calls, first)
-        ]
-        return [
-            ToolCallDelta.model_construct(index=place, id=one.id, function=one.function)
-            for place, one in enumerate(told, first)
-        ]
+        self._num_calls[choice] += len(functions)
+        deltas: list[ToolCallDelta] = []
+        for place, function in enumerate(functions, first):
+            call = tool_call(function, self._prompts[0], choice, place)
+            deltas.append(
+                ToolCallDelta.model_construct(index=place, id=call.id, function=call.function)
+            )
+        return deltas
 
-    def _reason(self, piece: StreamPiece) -> ChatFinishReason | None:
+    def _finish_reason(self, piece: StreamPiece) -> ChatFinishReason | None:
         """Why the answer ended, if it has."""
         if piece.end is None:
             return None
@@ -230,41 +229,43 @@ class ChatEvents(_Events):
         return chat_finish_reason(piece.end.finish_reason, has_calls=has_calls)
 
     def _logprobs(self, piece: StreamPiece) -> ChatLogprobs | None:
-        if not wants_chat_rows(self._request) or not (piece.tokens or piece.end):
+        if not wants_logprob_objects(self._request) or not (piece.tokens or piece.end):
             return None
-        return ChatLogprobs.model_construct(content=as_chat(self._rows(piece.tokens)))
+        return ChatLogprobs.model_construct(content=as_chat(self._token_logprobs(piece.tokens)))
 
 
-def wants_chat_rows(request: ChatRequest) -> bool:
-    """Whether an object per token is to be told."""
+def wants_logprob_objects(request: ChatRequest) -> bool:
+    """Whether the answer has an object per token."""
     return bool(request.logprobs) and request.logprob_format == "objects"
 
 
 def chat_raw_output(
-    request: ChatRequest, prompt: list[int], drawn: SampledSequence
+    request: ChatRequest, prompt: list[int], completion: SampledSequence
 ) -> RawOutput | None:
-    """The ids behind an answer, those of the rendered conversation included, if asked for."""
+    """The token ids of an answer and its rendered conversation, if they were requested."""
     arrays = bool(request.logprobs) and request.logprob_format == "arrays"
     if not (request.raw_output or arrays):
         return None
     return RawOutput.model_construct(
-        completion_token_ids=drawn.token_ids,
+        completion_token_ids=completion.token_ids,
         prompt_token_ids=prompt,
-        logprobs=drawn.logprobs if arrays else None,
-        sampling_logprobs=drawn.sampling_logprobs if arrays else None,
-        versions=drawn.versions,
-        routing_matrices=encode_routing(drawn.routing) if arrays and drawn.routing else None,
+        logprobs=completion.logprobs if arrays else None,
+        sampling_logprobs=completion.sampling_logprobs if arrays else None,
+        versions=completion.versions,
+        routing_matrices=encode_routing(completion.routing)
+        if arrays and completion.routing
+        else None,
     )
 
 
-def as_chat(rows: list[TokenLogprob]) -> list[TokenLogprob]:
-    """``rows`` as chat has them: with the bytes of each text, and never without a top list."""
-    for row in rows:
-        row.bytes = _utf8(row.token)
-        row.top_logprobs = row.top_logprobs or []
-        for top in row.top_logprobs:
+def as_chat(content: list[TokenLogprob]) -> list[TokenLogprob]:
+    """``content`` in chat's format: with the bytes of each text, and always with a top list."""
+    for token in content:
+        token.bytes = _utf8(token.token)
+        token.top_logprobs = token.top_logprobs or []
+        for top in token.top_logprobs:
             top.bytes = _utf8(top.token)
-    return rows
+    return content
 
 
 def _utf8(text: str) -> list[int] | None:

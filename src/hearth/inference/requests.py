@@ -1,4 +1,4 @@
-"""Bodies of completion and chat requests as draws: what is asked, and what cannot be had here."""
+"""Reads the bodies of completion and chat requests, and refuses options that are not supported."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MOST_COMPLETIONS = 1024
 """Most completions of one request: ``n`` times its prompts."""
 _MOST_NUMBERED_LOGPROBS = 5
 
-# The SDK's n requests with n=1 and one request with n draw the same completions.
+# The SDK's n requests with n=1 and one request with n return the same completions.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
-# Fields of OpenAI's, Fireworks' and vLLM's requests that would change what is drawn or told, and
-# the values at which they do not. Whoever sends another value must hear that it is not heeded.
+# Fields of OpenAI's, Fireworks' and vLLM's requests that would change the answer, and the values at
+# which they do not. Other values are refused, since they would have no effect.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -62,7 +62,7 @@ _UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
 }
 _HINTS = {
-    "best_of": "draw n and choose among them",
+    "best_of": "request n completions and choose among them",
     "reasoning_effort": "pass it in chat_template_kwargs, if the model's template knows it",
     "verbosity": "pass it in chat_template_kwargs, if the model's template knows it",
     "tool_choice": "answers are not forced into a form; 'auto' shows the tools to the model",
@@ -73,7 +73,7 @@ def read_completion(body: bytes) -> CompletionCall:
     """The completion request of a body.
 
     Raises:
-        RequestError: it is no JSON object, breaks a type, or asks for what is not supported.
+        RequestError: it is not a JSON object, breaks a type, or has an unsupported option.
     """
     content = _content(body)
     _refuse(content, _UNSUPPORTED)
@@ -92,7 +92,7 @@ def read_chat(body: bytes) -> ChatRequest:
     """The chat request of a body.
 
     Raises:
-        RequestError: it is no JSON object, breaks a type, or asks for what is not supported.
+        RequestError: it is not a JSON object, breaks a type, or has an unsupported option.
     """
     content = _content(body)
     _refuse(content, _UNSUPPORTED)
@@ -122,35 +122,35 @@ def prompt_ids(call: CompletionCall, tokenizer: Tokenizer | None) -> list[list[i
     prompt = call.prompt
     if isinstance(prompt, str):
         return [_encode(prompt, tokenizer)]
-    if _is_one(prompt):
+    if _is_single(prompt):
         return [prompt]
-    return [_encode(one, tokenizer) if isinstance(one, str) else one for one in prompt]
+    return [_encode(item, tokenizer) if isinstance(item, str) else item for item in prompt]
 
 
 def is_text(call: CompletionCall) -> bool:
     """Whether the prompts came as texts."""
-    return isinstance(call.prompt, str) or any(isinstance(one, str) for one in call.prompt[:1])
+    return isinstance(call.prompt, str) or any(isinstance(item, str) for item in call.prompt[:1])
 
 
 def sample_requests(call: CompletionCall, prompts: Sequence[list[int]]) -> list[SampleRequest]:
-    """The draws of a completion request: ``n`` of the first prompt, then of the second.
+    """The samples of a completion request: ``n`` of the first prompt, then of the second.
 
     Raises:
         RequestError: there are none, or more than 1024.
     """
-    wanted = (call.echo or bool(call.echo_last)) and wants_logprobs(call)
-    return _draws(
+    scores_prompt = (call.echo or bool(call.echo_last)) and wants_logprobs(call)
+    return _make_requests(
         call,
         prompts,
         max_tokens=call.max_tokens,
-        top=top_logprobs(call),
-        prompt_logprobs=wanted,
+        top_logprobs=top_logprobs(call),
+        prompt_logprobs=scores_prompt,
         prompt_logprobs_last=call.echo_last or None,
     )
 
 
 def echoed_tokens(call: CompletionCall, prompt: list[int]) -> list[int]:
-    """What of a prompt stands before the drawn tokens."""
+    """The part of a prompt that the answer repeats before the completion."""
     if call.echo:
         return prompt
     return prompt[-call.echo_last :] if call.echo_last else []
@@ -159,7 +159,7 @@ def echoed_tokens(call: CompletionCall, prompt: list[int]) -> list[int]:
 def chat_requests(
     request: ChatRequest, prompt: list[int], *, max_seq_len: int
 ) -> list[SampleRequest]:
-    """The ``n`` draws of a chat request; without a limit of its own it may fill the context.
+    """The ``n`` samples of a chat request; without its own limit they may fill the context.
 
     Raises:
         RequestError: ``n`` is not in 1..1024, or the two names of the limit differ.
@@ -173,13 +173,17 @@ def chat_requests(
     max_tokens = limits.pop() if limits else None
     if max_tokens is None:
         max_tokens = max(1, max_seq_len - len(prompt))
-    shown = TAGS if request.offered_tools else ()
-    top = request.top_logprobs or 0
-    return _draws(request, [prompt], max_tokens=max_tokens, top=top, shown=shown)
+    return _make_requests(
+        request,
+        [prompt],
+        max_tokens=max_tokens,
+        top_logprobs=request.top_logprobs or 0,
+        visible_tokens=TAGS if request.offered_tools else (),
+    )
 
 
 def is_whole(call: CompletionFields) -> bool:
-    """Whether one event is to hold the whole answer, even if a stream was asked for.
+    """Whether one event has the whole answer, even of a stream.
 
     The official training client buffers its stream, and needs ids that chunks do not have.
     """
@@ -187,12 +191,12 @@ def is_whole(call: CompletionFields) -> bool:
 
 
 def wants_logprobs(call: CompletionFields) -> bool:
-    """``0`` asks for the drawn tokens' logprobs, as in OpenAI's API; ``false`` does not."""
+    """``0`` requests the sampled tokens' logprobs, as in OpenAI's API; ``false`` does not."""
     return call.logprobs is not None and call.logprobs is not False
 
 
 def top_logprobs(call: CompletionFields) -> int:
-    """How many of the most probable tokens are told beside each drawn one; arrays tell none."""
+    """How many of the most probable tokens are listed at each sampled one; arrays list none."""
     if call.logprob_format == "arrays":
         return 0
     if call.logprobs is None or isinstance(call.logprobs, bool):
@@ -200,28 +204,21 @@ def top_logprobs(call: CompletionFields) -> int:
     return max(call.top_logprobs or 0, call.logprobs)
 
 
-def _draws(
-    fields: DrawFields,
-    prompts: Sequence[list[int]],
-    *,
-    max_tokens: int,
-    top: int,
-    prompt_logprobs: bool = False,
-    prompt_logprobs_last: int | None = None,
-    shown: Sequence[str] = (),
+def _make_requests(
+    fields: DrawFields, prompts: Sequence[list[int]], **options: Any
 ) -> list[SampleRequest]:
+    """``n`` requests of each prompt; ``options`` are fields of ``SampleRequest``."""
     if not 1 <= fields.n <= MOST_COMPLETIONS:
         raise RequestError(f"n must be in 1..{MOST_COMPLETIONS}, got {fields.n}")
     if fields.n * len(prompts) > MOST_COMPLETIONS:
         raise RequestError(
             f"prompt must be at most {MOST_COMPLETIONS // fields.n} prompts for n={fields.n}, got "
-            f"{len(prompts)}: one request draws up to {MOST_COMPLETIONS} completions"
+            f"{len(prompts)}: one request returns up to {MOST_COMPLETIONS} completions"
         )
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     return [
         SampleRequest(
             prompt=prompt,
-            max_tokens=max_tokens,
             temperature=fields.temperature,
             top_p=fields.top_p,
             top_k=fields.top_k,
@@ -229,11 +226,8 @@ def _draws(
             stop_token_ids=fields.stop_token_ids or (),
             stop=stop,
             ignore_eos=fields.ignore_eos,
-            prompt_logprobs=prompt_logprobs,
-            prompt_logprobs_last=prompt_logprobs_last,
-            top_logprobs=top,
             routing=fields.include_routing_matrix,
-            shown=shown,
+            **options,
         )
         for prompt in prompts
         for index in range(fields.n)
@@ -246,7 +240,7 @@ def _seed_of(fields: DrawFields, index: int) -> int | None:
     return (fields.seed + (index + 1) * _SEED_STRIDE) % 2**63
 
 
-def _is_one(prompt: list[int] | list[list[int]] | list[str]) -> TypeIs[list[int]]:
+def _is_single(prompt: list[int] | list[list[int]] | list[str]) -> TypeIs[list[int]]:
     return not prompt or isinstance(prompt[0], int)
 
 
@@ -260,7 +254,7 @@ def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def _content(body: bytes) -> dict[str, Any]:
-    """The body's fields; null is absent, as OpenAI's API has it."""
+    """The body's fields; null means absent, as in OpenAI's API."""
     try:
         content = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -299,7 +293,7 @@ def _check_routing(fields: DrawFields, has_logprobs: bool) -> None:
     if fields.include_routing_matrix and not has_logprobs:
         raise RequestError(
             "logprobs must be true when include_routing_matrix is given, got none: the experts of "
-            "a token are told beside its logprob"
+            "a token are listed beside its logprob"
         )
 
 
@@ -320,12 +314,12 @@ def _check_prompt_routing(call: CompletionCall) -> None:
     if call.include_prompt_routing and not (call.include_routing_matrix and call.raw_output):
         raise RequestError(
             "include_prompt_routing must come with include_routing_matrix and raw_output, got it "
-            "alone: it adds to what they tell"
+            "alone: it adds to their output"
         )
     if call.include_routing_matrix and call.echo and call.stream and not is_whole(call):
         raise RequestError(
-            "echo must be false where experts are streamed, got true: those of the prompt come "
-            "with a whole answer only; set raw_output"
+            "echo must be false where experts are streamed, got true: only a whole answer has "
+            "those of the prompt; set raw_output"
         )
 
 

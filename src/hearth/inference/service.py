@@ -190,7 +190,7 @@ class _Deployment:
         identity = request.query_params.get("wait_for")
         if identity:
             timeout_s = _seconds(request.query_params.get("timeout_s", "0"))
-            settled = asyncio.wrap_future(self._backend.settled(identity))
+            settled = asyncio.wrap_future(self._backend.watch_sync(identity))
             try:
                 await asyncio.wait([settled], timeout=timeout_s)
                 if settled.done():

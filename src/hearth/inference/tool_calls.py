@@ -4,7 +4,7 @@
     {"name": "add", "arguments": {"a": 2, "b": 3}}
     </tool_call>
 
-Text in, text and calls out; what is drawn, shown or sent is decided elsewhere.
+Only parses text; other modules decide what is sampled and sent.
 """
 
 from __future__ import annotations
@@ -22,69 +22,69 @@ OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 TAGS = (OPEN, CLOSE)
 _STARTS = (OPEN, "\n" + OPEN)
-"""What a span may begin with: templates put each on a line of its own."""
+"""How a span may begin: templates put each on a line of its own."""
 
 
 @dataclass
-class Read:
-    """What has been read of an answer: the text outside its calls, and the calls."""
+class ParsedText:
+    """The parsed part of an answer: the text outside its calls, and the calls."""
 
     content: str = ""
     calls: list[FunctionCall] = field(default_factory=list[FunctionCall])
 
 
 class ToolCallReader:
-    """Reads a growing text; all that it returns together is the whole answer.
+    """Parses a growing text; the returned parts together are the whole answer.
 
-    Text comes out as soon as it cannot be the beginning of a span. One newline before a span and
-    one after it are the template's, which puts them there again when the call is sent back, so
-    they are no content. A span that holds no call stays text as it was drawn, and so does one
-    that is never closed. The first closing tag ends a span, also one inside a JSON text.
+    Text is returned as soon as it cannot be the beginning of a span. One newline before a span and
+    one after it are not content: the template adds them again when the call is sent back. A span
+    without a valid call stays text, and so does one that is never closed. The first closing tag
+    ends a span, even inside a JSON string.
     """
 
     def __init__(self) -> None:
         self._held = ""
         self._is_after_call = False
 
-    def push(self, text: str) -> Read:
-        """What the next piece of text lets out."""
+    def push(self, text: str) -> ParsedText:
+        """The next part, once ``text`` is appended."""
         self._held += text
-        read = Read()
-        while self._take_span(read):
+        parsed = ParsedText()
+        while self._take_span(parsed):
             pass
-        return read
+        return parsed
 
-    def finish(self) -> Read:
-        """What is left once the text has ended."""
+    def finish(self) -> ParsedText:
+        """The rest, once the text has ended."""
         self._skip_newline()
         rest, self._held = self._held, ""
-        return Read(rest)
+        return ParsedText(rest)
 
-    def _take_span(self, read: Read) -> bool:
-        """Move what is decided into ``read``; whether there may be more."""
+    def _take_span(self, parsed: ParsedText) -> bool:
+        """Move the text and call that are certain into ``parsed``; whether there may be more."""
         self._skip_newline()
         start = self._held.find(OPEN)
         if start < 0:
-            self._let_out(read, len(self._held) - _unfinished(self._held))
+            self._release(parsed, len(self._held) - _unfinished(self._held))
             return False
         before = len(self._held[:start].removesuffix("\n"))
         end = self._held.find(CLOSE, start)
         if end < 0:
-            self._let_out(read, before)
+            self._release(parsed, before)
             return False
         call = _call(self._held[start + len(OPEN) : end])
         if call is None:
-            # Only the tag is decided: behind one that was never closed there may be a whole span.
-            self._let_out(read, start + len(OPEN))
+            # Only the tag is certain: after one that was never closed there may be a whole span.
+            self._release(parsed, start + len(OPEN))
             return True
-        self._let_out(read, before)
+        self._release(parsed, before)
         self._held = self._held[end + len(CLOSE) - before :]
         self._is_after_call = True
-        read.calls.append(call)
+        parsed.calls.append(call)
         return True
 
-    def _let_out(self, read: Read, size: int) -> None:
-        read.content += self._held[:size]
+    def _release(self, parsed: ParsedText, size: int) -> None:
+        parsed.content += self._held[:size]
         self._held = self._held[size:]
 
     def _skip_newline(self) -> None:
@@ -93,19 +93,18 @@ class ToolCallReader:
             self._is_after_call = False
 
 
-def read_tool_calls(text: str) -> Read:
-    """A whole answer."""
+def read_tool_calls(text: str) -> ParsedText:
+    """Parse a whole answer."""
     reader = ToolCallReader()
-    read = reader.push(text)
-    read.content += reader.finish().content
-    return read
+    parsed = reader.push(text)
+    parsed.content += reader.finish().content
+    return parsed
 
 
 def tool_call(function: FunctionCall, prompt: Sequence[int], choice: int, place: int) -> ToolCall:
-    """Call number ``place`` of an answer with its id, which depends on the prompt's tokens.
+    """Call number ``place`` of an answer with its id, a hash of the prompt's tokens.
 
-    So a conversation's calls have different ids, and those of two runs with one seed the same,
-    whatever the template makes of them.
+    The calls of a conversation thus have different ids, and two runs with one seed the same ids.
     """
     text = f"{list(prompt)}/{choice}/{place}"
     digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
@@ -113,12 +112,12 @@ def tool_call(function: FunctionCall, prompt: Sequence[int], choice: int, place:
 
 
 def chat_finish_reason(reason: FinishReason, *, has_calls: bool) -> ChatFinishReason:
-    """``tool_calls`` for an answer that ended by itself with calls; one that was cut says so."""
+    """``tool_calls`` for an answer with calls that ended by itself; otherwise ``reason``."""
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 
 def _call(body: str) -> FunctionCall | None:
-    """The call inside a span; None where there is none."""
+    """The call inside a span; None for invalid ones."""
     try:
         content = json.loads(body, parse_constant=_refuse)
         if not isinstance(content, dict):
@@ -126,8 +125,7 @@ def _call(body: str) -> FunctionCall | None:
         name, arguments = content.get("name"), content.get("arguments")
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             return None
-        # What could not be sent on is no call either: infinite numbers, halves of characters,
-        # nesting without end.
+        # A call that cannot be sent on is invalid: infinite numbers, lone surrogates, too deep.
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         (name + text).encode()
     except (ValueError, RecursionError):

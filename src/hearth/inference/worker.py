@@ -1,6 +1,6 @@
 """What a deployment's own process runs: its engine and its app.
 
-Whoever forks such processes imports this module beforehand, and with it all that takes long.
+A forkserver imports this module before it forks such processes, and with it all slow libraries.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 
-# Imported where they are used as well, at the price of seconds per process.
+# Imported here so that the forkserver has them; each process would spend seconds on it.
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - see above
 
 from hearth.errors import ConfigError
@@ -22,7 +23,7 @@ from hearth.inference.engine.options import EngineOptions
 from hearth.inference.service import create_app
 from hearth.inference.vllm.backend import VllmBackend
 from hearth.inference.vllm.model import read_facts
-from hearth.inference.vllm.options import VllmOptions, read_options
+from hearth.inference.vllm.options import read_options
 from hearth.inference.vllm.server import ServerPlan, write_plugin
 from hearth.models.loading import best_device, load_model, load_tokenizer
 from hearth.models.vocabulary import check_tokenizer
@@ -33,120 +34,111 @@ from hearth.sync.store import Buckets, buckets_of
 OnPhase = Callable[[str], None]
 
 
-def build(
-    *,
-    buckets: str | Buckets,
-    name: str,
-    base_model: str,
-    source: str,
-    bucket: str,
-    state_dir: str | None,
-    tokenizer: str | None,
-    engine: str,
-    replicas: int,
-    engine_options: Mapping[str, Any],
-    dtype: str,
-    device: str | None,
-    max_seq_len: int | None,
-    max_batch_size: int,
-    trust_remote_code: bool,
-    sidecars: Sidecars,
-    on_phase: OnPhase,
-) -> tuple[Starlette, Callable[[], None]]:
-    """The app of a deployment that serves snapshots of ``buckets``, and what closes it.
+@dataclass(frozen=True, kw_only=True)
+class DeploymentOptions:
+    """What a launcher passes: the fields of its ``DeploymentSpec``, and where snapshots are."""
 
-    ``on_phase`` is told what it does from now on. ``device`` None takes a GPU where there is one.
+    buckets: str | Buckets
+    """Their folder, or the buckets themselves where they are in this process."""
+    name: str
+    base_model: str
+    source: str
+    bucket: str
+    state_dir: str | None
+    tokenizer: str | None
+    engine: str
+    replicas: int
+    engine_options: Mapping[str, Any]
+    dtype: str
+    device: str | None
+    """None takes a GPU where there is one."""
+    max_seq_len: int | None
+    max_batch_size: int
+    trust_remote_code: bool
+
+    def load_tokenizer(self) -> Any:
+        """The tokenizer, checked against the model's vocabulary."""
+        name, trust = self.tokenizer or self.source, self.trust_remote_code
+        tokenizer = load_tokenizer(name, trust_remote_code=trust)
+        check_tokenizer(tokenizer, name, self.source, trust_remote_code=trust)
+        return tokenizer
+
+
+def build(
+    *, sidecars: Sidecars, on_phase: OnPhase, **values: Any
+) -> tuple[Starlette, Callable[[], None]]:
+    """The app of a deployment, and what closes it; ``values`` are of ``DeploymentOptions``.
+
+    ``on_phase`` is called with the name of each phase that begins.
 
     Raises:
         ConfigError: the model cannot be loaded or served, the tokenizer is another model's, an
             engine option breaks its rule, or vLLM does not start.
     """
-    if engine == "vllm":
+    options = DeploymentOptions(**values)
+    if options.engine == "vllm":
         on_phase("starting vLLM")
-        drawing = _vllm(
-            name=base_model,
-            source=source,
-            tokenizer=tokenizer or source,
-            dtype=dtype,
-            device=device,
-            replicas=replicas,
-            options=read_options(engine_options),
-            max_seq_len=max_seq_len,
-            max_batch_size=max_batch_size,
-            trust_remote_code=trust_remote_code,
-            sidecars=sidecars,
-            state_dir=state_dir,
-        )
+        backend = _start_vllm(options, sidecars)
     else:
-        _check_embedded(replicas, engine_options)
+        _check_embedded(options)
         on_phase("loading model")
-        loaded = load_model(
-            source,
-            name=base_model,
-            dtype=dtype,
-            device=device or best_device(),
-            trust_remote_code=trust_remote_code,
-        )
-        drawing = InferenceEngine(
-            loaded,
-            tokenizer=_tokenizer(tokenizer or source, source, trust_remote_code),
-            options=EngineOptions(max_seq_len=max_seq_len, max_rows=max_batch_size),
-        )
+        backend = _start_embedded(options)
     on_phase("idle")
     app = create_app(
-        drawing,
-        model_name=name,
-        snapshots=buckets_of(buckets),
-        default_bucket=bucket,
-        state_dir=Path(state_dir) if state_dir else None,
+        backend,
+        model_name=options.name,
+        snapshots=buckets_of(options.buckets),
+        default_bucket=options.bucket,
+        state_dir=Path(options.state_dir) if options.state_dir else None,
         on_phase=on_phase,
-        failed=drawing.failed if isinstance(drawing, VllmBackend) else None,
+        failed=backend.failed if isinstance(backend, VllmBackend) else None,
     )
-    return app, drawing.close
+    return app, backend.close
 
 
-def _vllm(
-    *,
-    name: str,
-    source: str,
-    tokenizer: str,
-    dtype: str,
-    device: str | None,
-    replicas: int,
-    options: VllmOptions,
-    max_seq_len: int | None,
-    max_batch_size: int,
-    trust_remote_code: bool,
-    sidecars: Sidecars,
-    state_dir: str | None,
-) -> VllmBackend:
-    facts = read_facts(source, name=name, trust_remote_code=trust_remote_code)
-    spoken = _tokenizer(tokenizer, source, trust_remote_code)
-    folder = _vllm_folder(state_dir)
+def _start_embedded(options: DeploymentOptions) -> InferenceEngine:
+    loaded = load_model(
+        options.source,
+        name=options.base_model,
+        dtype=options.dtype,
+        device=options.device or best_device(),
+        trust_remote_code=options.trust_remote_code,
+    )
+    return InferenceEngine(
+        loaded,
+        tokenizer=options.load_tokenizer(),
+        options=EngineOptions(max_seq_len=options.max_seq_len, max_slots=options.max_batch_size),
+    )
+
+
+def _start_vllm(options: DeploymentOptions, sidecars: Sidecars) -> VllmBackend:
+    vllm_options, trust = read_options(options.engine_options), options.trust_remote_code
+    facts = read_facts(options.source, name=options.base_model, trust_remote_code=trust)
+    tokenizer = options.load_tokenizer()
+    folder = _make_vllm_folder(options.state_dir)
     plan = ServerPlan(
         python=vllm_python(),
-        source=source,
-        tokenizer=tokenizer,
+        source=options.source,
+        tokenizer=options.tokenizer or options.source,
         plugin_dir=write_plugin(folder / "plugin"),
-        dtype=dtype,
-        max_seq_len=max_seq_len or min(facts.max_position, LONGEST_DEFAULT),
-        max_batch_size=max_batch_size,
-        is_cpu=(device or best_device()).startswith("cpu"),
-        trust_remote_code=trust_remote_code,
-        options=options,
+        dtype=options.dtype,
+        max_seq_len=options.max_seq_len or min(facts.max_position, LONGEST_DEFAULT),
+        max_batch_size=options.max_batch_size,
+        is_cpu=(options.device or best_device()).startswith("cpu"),
+        trust_remote_code=trust,
+        options=vllm_options,
     )
     return VllmBackend(
-        plan, facts, replicas=replicas, sidecars=sidecars, folder=folder, tokenizer=spoken
+        plan,
+        facts,
+        replicas=options.replicas,
+        sidecars=sidecars,
+        folder=folder,
+        tokenizer=tokenizer,
     )
 
 
-def _tokenizer(name: str, source: str, trust_remote_code: bool) -> Any:
-    spoken = load_tokenizer(name, trust_remote_code=trust_remote_code)
-    check_tokenizer(spoken, name, source, trust_remote_code=trust_remote_code)
-    return spoken
-
-
-def _vllm_folder(state_dir: str | None) -> Path:
+def _make_vllm_folder(state_dir: str | None) -> Path:
     """An empty folder for what vLLM's servers read."""
     if state_dir is None:
         return Path(tempfile.mkdtemp(prefix="hearth-vllm-"))
@@ -156,13 +148,14 @@ def _vllm_folder(state_dir: str | None) -> Path:
     return folder
 
 
-def _check_embedded(replicas: int, engine_options: Mapping[str, Any]) -> None:
-    if replicas > 1:
+def _check_embedded(options: DeploymentOptions) -> None:
+    if options.replicas > 1:
         raise ConfigError(
-            f"replicas must be 1 with engine 'embedded', got {replicas}: its weights are this "
-            "worker's own; use engine 'vllm', or one deployment each"
+            f"replicas must be 1 with engine 'embedded', got {options.replicas}: its weights are "
+            "this worker's own; use engine 'vllm', or one deployment each"
         )
-    if engine_options:
+    if options.engine_options:
         raise ConfigError(
-            f"engine_options must be absent with engine 'embedded', got {sorted(engine_options)}"
+            "engine_options must be absent with engine 'embedded', got "
+            f"{sorted(options.engine_options)}"
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hearth.errors import ClosedError, RequestError
-from hearth.inference.backend import SampleRequest
+from hearth.inference.backend import SampleRequest, TokenListener
 from hearth.inference.engine.runner import ModelRunner
 
 CPU = Path("/proc/cpuinfo")
@@ -256,7 +256,7 @@ def test_max_tokens_0_scores_the_prompt_and_takes_no_row(start, load, plain_logp
 
     assert scored.token_ids == []
     assert_same(scored.prompt_logprobs[1:], plain_logprobs(load(), prompt))
-    assert engine.stats().most_rows == 0
+    assert engine.stats().most_slots == 0
 
 
 @pytest.mark.parametrize("last", [1, 7, 49, 50, 80])
@@ -309,18 +309,18 @@ def test_requests_beyond_the_cache_wait_and_none_fails(start):
     futures = [engine.submit(ask([index], seed=index)) for index in range(50)]
 
     assert all(len(future.result().token_ids) == 12 for future in futures)
-    assert engine.stats().most_rows == 16
+    assert engine.stats().most_slots == 16
     assert futures[20].result().token_ids == start().submit(ask([20], seed=20)).result().token_ids
 
 
-@pytest.mark.parametrize("max_rows", [5, 20])
-def test_rows_are_limited_and_the_rest_waits(start, max_rows):
-    engine = start(max_rows=max_rows)
+@pytest.mark.parametrize("max_slots", [5, 20])
+def test_rows_are_limited_and_the_rest_waits(start, max_slots):
+    engine = start(max_slots=max_slots)
 
     futures = [engine.submit(ask([index])) for index in range(50)]
 
     assert all(len(future.result().token_ids) == 12 for future in futures)
-    assert engine.stats().most_rows == max_rows
+    assert engine.stats().most_slots == max_slots
 
 
 def test_a_long_request_is_not_overtaken_forever_by_short_ones(start):
@@ -341,7 +341,7 @@ def test_prefill_is_spread_over_steps_by_its_budget(start):
 
     assert all(len(future.result().token_ids) == 4 for future in futures)
     assert engine.stats().prefill_tokens == 9 * 32
-    assert engine.stats().most_rows < 9
+    assert engine.stats().most_slots < 9
 
 
 BAD = {
@@ -392,7 +392,7 @@ def test_cancelling_a_future_frees_its_row_and_leaves_the_others_alone(start):
 
 
 def test_a_cancelled_request_that_waits_never_runs(start):
-    engine = start(max_rows=16)
+    engine = start(max_slots=16)
     running = [engine.submit(ask([index], max_tokens=60)) for index in range(16)]
     waiting = engine.submit(ask([99], max_tokens=60))
 
@@ -405,7 +405,7 @@ def test_a_cancelled_request_that_waits_never_runs(start):
 
 
 def test_closing_fails_what_is_left_and_refuses_what_comes(start):
-    engine = start(max_rows=16)
+    engine = start(max_slots=16)
     futures = [engine.submit(ask([index], max_tokens=400)) for index in range(30)]
 
     engine.close()
@@ -457,7 +457,7 @@ def test_a_failing_step_fails_what_runs_and_the_engine_lives_on(start, monkeypat
 
 
 def test_queue_time_and_concurrency_are_told(start):
-    engine = start(max_rows=16)
+    engine = start(max_slots=16)
 
     drawn = [engine.submit(ask([index])).result for index in range(32)]
     results = [result() for result in drawn]
@@ -468,40 +468,28 @@ def test_queue_time_and_concurrency_are_told(start):
     assert engine.stats().generated_tokens == 32 * 12
 
 
-class Heard:
-    """Writes down what it is told."""
-
-    def __init__(self, *, fails=False):
-        self.prompts, self.tokens, self.fails = [], [], fails
-
-    def prefilled(self, prompt_logprobs):
-        self.prompts.append(prompt_logprobs)
-        if self.fails:
-            raise OSError("deaf")
-
-    def drew(self, token):
-        self.tokens.append(token)
-        if self.fails:
-            raise OSError("deaf")
-
-
 def test_a_listener_hears_each_token_before_the_completion_ends(start):
-    heard = Heard()
-    request = ask(prompt_logprobs=True, temperature=0.5, top_logprobs=2, listener=heard)
+    prompts, tokens = [], []
+    listener = TokenListener(prompts.append, tokens.append)
+    request = ask(prompt_logprobs=True, temperature=0.5, top_logprobs=2, listener=listener)
 
     drawn = start().submit(request).result()
 
-    assert heard.prompts == [drawn.prompt_logprobs]
-    assert [token.token_id for token in heard.tokens] == drawn.token_ids
-    assert [token.logprob for token in heard.tokens] == drawn.logprobs
-    assert [token.sampling_logprob for token in heard.tokens] == drawn.sampling_logprobs
-    assert [token.top for token in heard.tokens] == drawn.top_logprobs
+    assert prompts == [drawn.prompt_logprobs]
+    assert [token.token_id for token in tokens] == drawn.token_ids
+    assert [token.logprob for token in tokens] == drawn.logprobs
+    assert [token.sampling_logprob for token in tokens] == drawn.sampling_logprobs
+    assert [token.top for token in tokens] == drawn.top_logprobs
 
 
 def test_a_listener_that_fails_harms_neither_its_own_completion_nor_others(start):
     engine = start()
 
-    futures = [engine.submit(ask(listener=Heard(fails=fails))) for fails in (True, False)]
+    def fail(_):
+        raise OSError("deaf")
+
+    calls = (fail, lambda _: None)
+    futures = [engine.submit(ask(listener=TokenListener(call, call))) for call in calls]
 
     failing, plain = (future.result() for future in futures)
     assert failing.token_ids == plain.token_ids == engine.submit(ask()).result().token_ids

@@ -17,7 +17,6 @@ from hearth.inference.backend import SampleRequest
 from hearth.inference.engine import sampler
 from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.fused import FusedDecoder
-from hearth.inference.engine.prefill import PackedPrefill
 from hearth.inference.engine.prompts import EVERY, Extras
 from hearth.inference.engine.runner import ModelRunner
 from hearth.inference.engine.sampler import SampledTokens, SamplingValues, sample
@@ -112,11 +111,8 @@ def runner(
         pytest.skip("torch does not show its matrix product")
 
     def make(loaded: LoadedModel, *, fused: bool, max_seq_len: int = 600) -> ModelRunner:
-        with monkeypatch.context() as patch:
-            if not fused:
-                patch.setattr(FusedDecoder, "of", lambda *_, **__: None)
-                patch.setattr(PackedPrefill, "of", lambda _: None)
-            made = ModelRunner(loaded, max_seq_len=max_seq_len)
+        decoder = None if fused else "module"
+        made = ModelRunner(loaded, max_seq_len=max_seq_len, decoder=decoder)
         assert (made._fused is not None) == fused
         return made
 
@@ -132,7 +128,7 @@ def decoded(
     runner: ModelRunner, prompts: Sequence[tuple[int, ...]], steps: int = 6, rows: int = ROWS
 ) -> Tensor:
     """Logprobs [steps, P, V] after the prompts and the same tokens for all, one by one."""
-    cache = SlotCache(runner.cache_shape, budget_bytes=2**30, max_rows=rows)
+    cache = SlotCache(runner.cache_shape, budget_bytes=2**30, max_slots=rows)
     cache.reserve(rows, max(map(len, prompts)) + steps, active=0)
     positions = np.zeros(rows, np.int64)
     for row, prompt in enumerate(prompts):
@@ -309,10 +305,9 @@ def test_both_ways_draw_the_same_completions(start: Any, monkeypatch: pytest.Mon
         for seed, prompt in enumerate(prompts_of(1, 5, 80, 300))
     ]
     fused = [start(build("qwen2"), max_seq_len=400).submit(request) for request in requests]
-    monkeypatch.setattr(FusedDecoder, "of", lambda *_, **__: None)
-    monkeypatch.setattr(PackedPrefill, "of", lambda _: None)
     monkeypatch.setattr(sampler, "kernels", lambda: None)
-    plain = [start(build("qwen2"), max_seq_len=400).submit(request) for request in requests]
+    module = {"max_seq_len": 400, "decoder": "module"}
+    plain = [start(build("qwen2"), **module).submit(request) for request in requests]
 
     for one, other in zip(fused, plain, strict=True):
         assert one.result().token_ids == other.result().token_ids
@@ -325,7 +320,7 @@ def test_a_model_that_is_no_plain_decoder_decodes_through_its_module(
 ) -> None:
     loaded = build(kind)
 
-    assert FusedDecoder.of(loaded, positions=64) is None
+    assert FusedDecoder.for_model(loaded, positions=64) is None
     runner(loaded, fused=False, max_seq_len=64)
 
 
@@ -333,7 +328,7 @@ def test_bfloat16_decodes_through_its_module(runner: Any) -> None:
     loaded = build("qwen3")
     half = replace(loaded, module=loaded.module.to(torch.bfloat16), dtype=torch.bfloat16)
 
-    assert FusedDecoder.of(half, positions=64) is None
+    assert FusedDecoder.for_model(half, positions=64) is None
 
 
 @pytest.mark.parametrize("max_seq_len", [1, 3])

@@ -16,8 +16,7 @@ from torch import Tensor
 from hearth.inference.backend import SampleRequest
 from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.engine import EngineOptions, InferenceEngine
-from hearth.inference.engine.fused import FusedDecoder
-from hearth.inference.engine.graphs import DecodeGraphs, row_bucket, span_bucket
+from hearth.inference.engine.graphs import CudaRecorder, DecodeGraphs, row_bucket, span_bucket
 from hearth.inference.engine.runner import ModelRunner
 from hearth.inference.engine.weights import ServedWeights
 from hearth.models.loading import LoadedModel, base_tensors
@@ -27,8 +26,8 @@ from hearth.sync.store import Snapshot
 Load = Callable[..., LoadedModel]
 
 
-class Tape:
-    """A recorder that calls again what it recorded, and counts."""
+class Tape(CudaRecorder):
+    """A recorder that calls the recorded function again, and counts."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = self.forgotten = 0
@@ -64,16 +63,18 @@ class Garbling(Tape):
         return replay
 
 
-@pytest.fixture(autouse=True)
-def through_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: no loops in C."""
-    monkeypatch.setattr(FusedDecoder, "of", lambda *_, **__: None)
+def make_runner(
+    loaded: LoadedModel, recorder: CudaRecorder | None = None, max_seq_len: int = 512
+) -> ModelRunner:
+    """As on a GPU, without loops in C; with a recorder it decodes in plain steps."""
+    decoder = "module" if recorder is None else "plain"
+    return ModelRunner(loaded, max_seq_len=max_seq_len, recorder=recorder, decoder=decoder)
 
 
 @pytest.fixture
 def cache_of() -> Callable[..., SlotCache]:
     def make(runner: ModelRunner, rows: int = 16, tokens: int = 200) -> SlotCache:
-        cache = SlotCache(runner.cache_shape, budget_bytes=2**30, max_rows=256)
+        cache = SlotCache(runner.cache_shape, budget_bytes=2**30, max_slots=256)
         cache.reserve(rows, tokens, active=0)
         return cache
 
@@ -112,7 +113,7 @@ def test_the_second_step_of_a_bucket_is_recorded_and_later_ones_are_replays(
     load: Load, cache_of: Any
 ) -> None:
     tape = Tape()
-    runner = ModelRunner(load(), max_seq_len=512, recorder=tape)
+    runner = make_runner(load(), tape)
     cache = cache_of(runner)
     counts = []
 
@@ -130,8 +131,8 @@ def test_replayed_steps_give_the_modules_logits(
     load: Load, cache_of: Any, model: str, rows: int
 ) -> None:
     tape = Tape()
-    recorded = ModelRunner(load(model), max_seq_len=512, recorder=tape)
-    plain = ModelRunner(load(model), max_seq_len=512)
+    recorded = make_runner(load(model), tape)
+    plain = make_runner(load(model))
 
     found = decoded(recorded, cache_of(recorded, 24), start=60, steps=9, rows=rows)
     expected = decoded(plain, cache_of(plain, 24), start=60, steps=9, rows=rows)
@@ -146,8 +147,8 @@ def test_replayed_steps_give_the_modules_logits(
 
 def test_a_bucket_is_never_larger_than_the_cache(load: Load) -> None:
     tape = Tape()
-    runner = ModelRunner(load(), max_seq_len=1024, recorder=tape)
-    cache = SlotCache(runner.cache_shape, budget_bytes=2**30, max_rows=17)
+    runner = make_runner(load(), tape, 1024)
+    cache = SlotCache(runner.cache_shape, budget_bytes=2**30, max_slots=17)
     cache.reserve(17, 513, active=0)
     assert cache.keys.shape[1:4:2] == (17, 1024)
 
@@ -159,7 +160,7 @@ def test_a_bucket_is_never_larger_than_the_cache(load: Load) -> None:
 
 def test_recordings_are_dropped_when_the_cache_is_elsewhere(load: Load, cache_of: Any) -> None:
     tape = Tape()
-    runner = ModelRunner(load(), max_seq_len=512, recorder=tape)
+    runner = make_runner(load(), tape)
     cache = cache_of(runner)
     decoded(runner, cache, start=0, steps=3)
 
@@ -172,7 +173,7 @@ def test_recordings_are_dropped_when_the_cache_is_elsewhere(load: Load, cache_of
 
 def test_recordings_are_dropped_when_weights_are_elsewhere(load: Load, cache_of: Any) -> None:
     tape, loaded = Tape(), load()
-    runner = ModelRunner(loaded, max_seq_len=512, recorder=tape)
+    runner = make_runner(loaded, tape)
     cache = cache_of(runner)
     decoded(runner, cache, start=0, steps=3)
 
@@ -188,7 +189,7 @@ def test_recordings_are_dropped_when_weights_are_elsewhere(load: Load, cache_of:
 
 def test_recordings_are_dropped_when_an_adapter_comes(load: Load, cache_of: Any) -> None:
     tape, loaded = Tape(), load()
-    runner = ModelRunner(loaded, max_seq_len=512, recorder=tape)
+    runner = make_runner(loaded, tape)
     cache = cache_of(runner)
     decoded(runner, cache, start=0, steps=3)
 
@@ -208,7 +209,7 @@ def test_weights_that_are_taken_in_place_keep_recordings_and_show_at_once(
     load: Load, cache_of: Any
 ) -> None:
     tape, loaded, other = Tape(), load(), load()
-    runner = ModelRunner(loaded, max_seq_len=512, recorder=tape)
+    runner = make_runner(loaded, tape)
     cache = cache_of(runner)
     before = decoded(runner, cache, start=0, steps=3)
     with torch.no_grad():
@@ -217,23 +218,23 @@ def test_weights_that_are_taken_in_place_keep_recordings_and_show_at_once(
     snapshot = Snapshot.capture("step-1", "base", "qwen", base_tensors(other.module), {})
     served = ServedWeights(loaded, in_place=True)
 
-    served.take(served.prepare(snapshot))
+    served.swap_in(served.prepare(snapshot))
     runner.weights_changed()
     found = decoded(runner, cache, start=0, steps=3)
 
-    plain = ModelRunner(other, max_seq_len=512)
+    plain = make_runner(other)
     assert tape.recorded == 1
     assert float((found - decoded(plain, cache_of(plain), start=0, steps=3)).abs().max()) <= 1e-4
     assert float((found - before).abs().max()) > 0.1
     # The snapshot is the trainer's, and stays as it is when the next one is taken.
     kept = {name: one.clone() for name, one in snapshot.tensors.items()}
-    served.take(served.prepare(replace(snapshot, tensors={n: o + 1 for n, o in kept.items()})))
+    served.swap_in(served.prepare(replace(snapshot, tensors={n: o + 1 for n, o in kept.items()})))
     assert all(torch.equal(one, kept[name]) for name, one in snapshot.tensors.items())
 
 
 def test_the_least_recently_used_recording_goes_first(load: Load, cache_of: Any) -> None:
     tape = Tape()
-    runner = ModelRunner(load(), max_seq_len=512)
+    runner = make_runner(load())
     cache = cache_of(runner)
     graphs = DecodeGraphs(runner.loaded, runner._step, tape, most=2)
 
@@ -254,8 +255,8 @@ def test_the_least_recently_used_recording_goes_first(load: Load, cache_of: Any)
 def test_a_step_that_cannot_be_recorded_stays_eager_with_one_warning(
     load: Load, cache_of: Any, caplog: pytest.LogCaptureFixture, model: str
 ) -> None:
-    runner = ModelRunner(load(model), max_seq_len=512, recorder=Refusing())
-    plain = ModelRunner(load(model), max_seq_len=512)
+    runner = make_runner(load(model), Refusing())
+    plain = make_runner(load(model))
 
     with caplog.at_level(logging.WARNING, "hearth.inference.engine.graphs"):
         found = decoded(runner, cache_of(runner), start=60, steps=9)
@@ -270,7 +271,7 @@ def test_a_replay_that_differs_is_not_used(
     load: Load, cache_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     tape = Garbling()
-    runner, plain = (ModelRunner(load(), max_seq_len=512) for _ in range(2))
+    runner, plain = (make_runner(load()) for _ in range(2))
     cache = cache_of(runner)
     graphs = DecodeGraphs(runner.loaded, runner._step, tape)
     tokens, positions = np.arange(16), np.full(16, 3)
@@ -290,7 +291,7 @@ def test_a_replay_that_differs_is_not_used(
 
 def test_broken_weights_are_no_failed_recording(load: Load, cache_of: Any) -> None:
     tape, loaded = Tape(), load()
-    runner = ModelRunner(loaded, max_seq_len=512, recorder=tape)
+    runner = make_runner(loaded, tape)
     base_tensors(loaded.module)["model.norm.weight"].data.fill_(float("nan"))
 
     logits = decoded(runner, cache_of(runner), start=0, steps=3)
@@ -301,8 +302,10 @@ def test_broken_weights_are_no_failed_recording(load: Load, cache_of: Any) -> No
 
 def test_an_engine_draws_the_same_with_recorded_steps(load: Load, start: Any) -> None:
     tape, rng = Tape(), random.Random(0)
-    engine = InferenceEngine(load(), options=EngineOptions(max_seq_len=512), recorder=tape)
-    plain = start()
+    engine = InferenceEngine(
+        load(), options=EngineOptions(max_seq_len=512, decoder="plain"), recorder=tape
+    )
+    plain = start(decoder="module")
     requests = [
         SampleRequest(
             prompt=[rng.randrange(256) for _ in range(rng.randint(1, 80))],

@@ -1,6 +1,7 @@
 """Weights that are swapped amid running completions (``running_requests="keep"``)."""
 
 import asyncio
+import itertools
 import threading
 import time
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from hearth.errors import EngineError
-from hearth.inference.backend import SampleRequest
+from hearth.inference.backend import SampleRequest, TokenListener
 from hearth.inference.service import create_app
 from hearth.models.loading import base_tensors
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora
@@ -30,33 +31,20 @@ def ask(prompt=PROMPT, **options) -> SampleRequest:
     )
 
 
-class Acting:
-    """A listener that acts on the engine's thread, right after the tokens of the given numbers."""
-
-    def __init__(self, acts):
-        self.acts = acts
-        self.count = 0
-
-    def prefilled(self, prompt_logprobs):
-        """Nothing is done yet."""
-
-    def drew(self, token):
-        self.count += 1
-        if self.count in self.acts:
-            self.acts[self.count]()
+def act_at(acts) -> TokenListener:
+    """A listener that calls ``acts[n]`` on the engine's thread, right after token number ``n``."""
+    numbers = itertools.count(1)
+    return TokenListener(
+        on_prefill=lambda prompt_logprobs: None,
+        on_token=lambda token: acts.get(next(numbers), lambda: None)(),
+    )
 
 
-class Slow:
-    """A listener that keeps every step of the engine waiting a little, until it is let go."""
-
-    def __init__(self):
-        self.go = threading.Event()
-
-    def prefilled(self, prompt_logprobs):
-        """Only steps are slow."""
-
-    def drew(self, token):
-        self.go.wait(0.005)
+def wait_on_tokens(event: threading.Event) -> TokenListener:
+    """A listener that delays every step of the engine a little, until ``event`` is set."""
+    return TokenListener(
+        on_prefill=lambda prompt_logprobs: None, on_token=lambda token: event.wait(0.005)
+    )
 
 
 @pytest.fixture
@@ -150,7 +138,7 @@ def test_each_token_is_of_the_version_that_gave_its_logits(start, load, trained,
     undisturbed = calm.submit(wanted).result()
     before = engine.state()
 
-    swap = Acting({6: lambda: engine.load_snapshot(snapshot, running_requests="keep")})
+    swap = act_at({6: lambda: engine.load_snapshot(snapshot, running_requests="keep")})
     drawn = engine.submit(replace(wanted, listener=swap)).result()
 
     number = before.weight_version
@@ -176,7 +164,7 @@ def test_a_completion_may_span_many_versions(start, load, trained):
         for _, snapshot in versions[1:]
     ]
 
-    swaps = Acting({3: loads[0], 4: loads[1], 20: loads[2]})
+    swaps = act_at({3: loads[0], 4: loads[1], 20: loads[2]})
     drawn = engine.submit(ask(listener=swaps)).result()
 
     assert drawn.versions == [[0, 3], [1, 1], [2, 16], [3, 20]]
@@ -196,7 +184,7 @@ def test_a_group_that_shares_a_prefill_goes_on_together_and_a_late_member_starts
         engine.load_snapshot(snapshot, running_requests="keep")
 
     group = [engine.submit(ask(seed=seed)) for seed in range(3)]
-    group.append(engine.submit(ask(seed=3, listener=Acting({5: swap}))))
+    group.append(engine.submit(ask(seed=3, listener=act_at({5: swap}))))
     drawn = [future.result() for future in group]
 
     assert engine.stats().prefill_tokens == 2 * 32
@@ -222,7 +210,7 @@ def test_new_requests_draw_after_a_swap_what_they_draw_from_a_drained_engine(sta
         """What is served after the 6th token of a completion, and another that begins then."""
         found = []
         acts[6] = lambda: found.append((engine.state(), engine.submit(ask([4, 5], seed=1))))
-        engine.submit(ask(listener=Acting(acts))).result()
+        engine.submit(ask(listener=act_at(acts))).result()
         return found[0][0], found[0][1].result()
 
     swap = {5: lambda: swapped.load_snapshot(snapshot, running_requests="keep")}
@@ -243,7 +231,7 @@ def test_without_it_running_requests_end_on_the_old_weights_while_new_ones_wait(
         engine.load_snapshot(snapshot)
         late.append(engine.submit(ask(seed=1)))
 
-    drawn = engine.submit(ask(listener=Acting({5: load_and_ask}))).result()
+    drawn = engine.submit(ask(listener=act_at({5: load_and_ask}))).result()
 
     assert drawn.versions == [[0, 40]]
     assert (drawn.token_ids, drawn.logprobs) == (undisturbed.token_ids, undisturbed.logprobs)
@@ -263,10 +251,10 @@ def test_snapshots_are_taken_in_their_order_each_in_its_way(
         engine.load_snapshot(trained("a", 1)[1], running_requests=first)
         engine.load_snapshot(trained("b", 2)[1], running_requests=second)
 
-    drawn = engine.submit(ask(listener=Acting({5: load_both}))).result()
+    drawn = engine.submit(ask(listener=act_at({5: load_both}))).result()
 
     assert drawn.versions == versions
-    assert engine.settled("b").result().weight_version == 2
+    assert engine.watch_sync("b").result().weight_version == 2
 
 
 @pytest.mark.parametrize("lora", [None, LARGE], ids=["base", "adapter"])
@@ -277,7 +265,7 @@ def test_a_load_that_fails_leaves_running_rows_alone(start, trained, lora):
         one.load_snapshot(trained("good", 2, SMALL)[1]).result()
     undisturbed = calm.submit(ask()).result()
 
-    swap = Acting({5: lambda: engine.load_snapshot(odd, running_requests="keep")})
+    swap = act_at({5: lambda: engine.load_snapshot(odd, running_requests="keep")})
     drawn = engine.submit(ask(listener=swap)).result()
 
     state = engine.state()
@@ -292,7 +280,7 @@ def test_broken_weights_fail_what_runs_and_good_ones_mend_it(start, trained):
     model, snapshot = trained("good")
     engine = start()
 
-    swap = Acting({5: lambda: engine.load_snapshot(broken, running_requests="keep")})
+    swap = act_at({5: lambda: engine.load_snapshot(broken, running_requests="keep")})
     failing = engine.submit(ask(listener=swap))
 
     with pytest.raises(EngineError, match="NaN after 6 tokens: the weights of version 1 are"):
@@ -306,8 +294,8 @@ def test_a_snapshot_that_is_read_meanwhile_is_served_before_what_runs_ends(
     start, load, trained, chained
 ):
     engine, ((first, base), (second, delta)) = start(), chained()
-    slow = Slow()
-    running = engine.submit(ask(max_tokens=400, listener=slow))
+    go = threading.Event()
+    running = engine.submit(ask(max_tokens=400, listener=wait_on_tokens(go)))
     while engine.stats().steps < 3:
         time.sleep(0.001)
 
@@ -317,7 +305,7 @@ def test_a_snapshot_that_is_read_meanwhile_is_served_before_what_runs_ends(
     ]
     numbers = [load.result(timeout=20).weight_version for load in loads]
     was_done = running.done()
-    slow.go.set()
+    go.set()
     drawn = running.result()
 
     assert (numbers, was_done) == ([1, 2], False)
@@ -348,11 +336,11 @@ class Site:
 async def test_a_deployment_asked_to_keep_what_runs_answers_with_every_version(
     start, trained, tmp_path
 ):
-    site, slow = Site(start(), tmp_path), Slow()
+    site, go = Site(start(), tmp_path), threading.Event()
     site.snapshots.put(trained("new")[1])
     chat = [{"role": "user", "content": "hi"}]
     # Every step waits for this one.
-    site.engine.submit(ask(max_tokens=400, listener=slow))
+    site.engine.submit(ask(max_tokens=400, listener=wait_on_tokens(go)))
     answers = [
         asyncio.ensure_future(one)
         for one in (
@@ -371,7 +359,7 @@ async def test_a_deployment_asked_to_keep_what_runs_answers_with_every_version(
     question = {"wait_for": "new", "timeout_s": "20"}
     (replica,) = (await site.call("GET", HOT_LOAD, params=question)).json()["replicas"]
     early = [answer for answer in answers if answer.done()]
-    slow.go.set()
+    go.set()
     plain, events, chat_plain, chat_events = [await answer for answer in answers]
 
     assert (replica["weight_version"], replica["loading_state"]["stage"]) == (1, "done")

@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from tests.unit.inference.test_in_flight_updates import Acting
+from tests.unit.inference.test_in_flight_updates import act_at
 from tests.unit.moe import LAYERS, TOP_K, plain_logprobs, write_moe
 from transformers import DynamicCache
 
@@ -142,7 +142,7 @@ def test_each_token_has_the_experts_of_the_weights_that_it_was_drawn_with(start,
             layer.mlp.gate.weight.copy_(layer.mlp.gate.weight.flip(0))
     snapshot = Snapshot.capture("flipped", "base", "moe", base_tensors(new.module))
     engine = start(moe)
-    swap = Acting({5: lambda: engine.load_snapshot(snapshot, running_requests="keep")})
+    swap = act_at({5: lambda: engine.load_snapshot(snapshot, running_requests="keep")})
 
     drawn = engine.submit(ask(PROMPTS[0], listener=swap)).result()
 

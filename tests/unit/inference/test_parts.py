@@ -24,7 +24,7 @@ def test_attention_looks_at_spans_that_round_alike(tokens, span):
 
 def test_a_cache_fits_what_its_budget_and_rows_hold():
     # 48 bytes per token: 16 rows of 64 take 49152 bytes.
-    cache = SlotCache(SHAPE, budget_bytes=3 * 49152, max_rows=40)
+    cache = SlotCache(SHAPE, budget_bytes=3 * 49152, max_slots=40)
 
     assert SHAPE.bytes_per_token == 48
     assert cache.fits(1, 192)
@@ -35,7 +35,7 @@ def test_a_cache_fits_what_its_budget_and_rows_hold():
 
 
 def test_a_cache_keeps_its_rows_when_it_grows_and_when_it_changes_form():
-    cache = SlotCache(SHAPE, budget_bytes=4 * 49152, max_rows=64)
+    cache = SlotCache(SHAPE, budget_bytes=4 * 49152, max_slots=64)
     keys, values = torch.randn(2, 1, 5, 4), torch.randn(2, 1, 5, 2)
     cache.reserve(3, 60, active=0)
     cache.fill([0, 2], keys, values)
@@ -51,7 +51,7 @@ def test_a_cache_keeps_its_rows_when_it_grows_and_when_it_changes_form():
 
 
 def test_a_moved_row_is_the_one_it_came_from():
-    cache = SlotCache(SHAPE, budget_bytes=2**20, max_rows=16)
+    cache = SlotCache(SHAPE, budget_bytes=2**20, max_slots=16)
     cache.reserve(16, 60, active=0)
     for row in range(6):
         cache.fill([row], torch.full((2, 1, 3, 4), row + 1.0), torch.full((2, 1, 3, 2), row + 1.0))
@@ -151,7 +151,7 @@ def test_budgets_that_are_left_open_are_a_cpus() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_rows": 0}, {"cache_mb": 0}, {"max_seq_len": 0}, {"gather_s": -1.0}]
+    "options", [{"max_slots": 0}, {"cache_mb": 0}, {"max_seq_len": 0}, {"gather_s": -1.0}]
 )
 def test_engine_options_out_of_range_are_refused(options):
     with pytest.raises(ConfigError, match=f"{next(iter(options))} must be >= "):
@@ -170,12 +170,12 @@ def test_the_ids_of_a_warm_up_are_taken_by_any_vocabulary(size, ids):
 def test_a_version_number_is_never_given_twice():
     serving = SyncTracker()
     serving.begin("step-7", 7)
-    serving.failed("step-7", OSError("gone"))
+    serving.fail("step-7", OSError("gone"))
     assert (serving.state().weight_version, serving.state().stage) == (0, "error")
 
     serving.begin("step-8")
-    serving.served("step-8", is_adapter=False)
+    serving.finish("step-8", is_adapter=False)
     serving.begin("step-7")
-    serving.served("step-7", is_adapter=False)
+    serving.finish("step-7", is_adapter=False)
 
     assert serving.state().weight_version == 9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hearth.inference.engine.cache import SlotCache
-from hearth.inference.engine.fused import FusedDecoder
 from hearth.inference.engine.plain_step import PlainStep
-from hearth.inference.engine.prefill import PackedPrefill
 from hearth.inference.engine.prompts import Extras
 from hearth.inference.engine.runner import ModelRunner
 from hearth.models.loading import LoadedModel
@@ -48,15 +45,6 @@ PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Calls:
-    """A recorder that calls what it recorded: a device that records takes the plain step."""
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        return run
-
-    def forget(self) -> None: ...
-
-
 class Operations(TorchDispatchMode):
     """Counts what a device would be asked for; views cost nothing."""
 
@@ -65,13 +53,6 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += not func.is_view
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture(autouse=True)
-def without_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: nothing in C."""
-    monkeypatch.setattr(FusedDecoder, "of", lambda *_, **__: None)
-    monkeypatch.setattr(PackedPrefill, "of", lambda _: None)
 
 
 def build(kind: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
@@ -92,7 +73,7 @@ def decoded(runner: ModelRunner, steps: int = 4) -> Tensor:
     """Logprobs [steps, P, V] after some prompts and the same tokens for all, one by one."""
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 250, length).tolist()) for length in (1, 2, 63, 200)]
-    cache = SlotCache(runner.cache_shape, budget_bytes=2**30, max_rows=16)
+    cache = SlotCache(runner.cache_shape, budget_bytes=2**30, max_slots=16)
     cache.reserve(16, 200 + steps, active=0)
     positions = np.zeros(16, np.int64)
     for row, prompt in enumerate(prompts):
@@ -110,10 +91,10 @@ def decoded(runner: ModelRunner, steps: int = 4) -> Tensor:
 
 
 def runners(loaded: LoadedModel, other: LoadedModel) -> tuple[ModelRunner, ModelRunner]:
-    """One that takes the plain step, and one through the module."""
+    """One that decodes in plain steps, and one that runs the module."""
     return (
-        ModelRunner(loaded, max_seq_len=600, recorder=Calls()),
-        ModelRunner(other, max_seq_len=600),
+        ModelRunner(loaded, max_seq_len=600, decoder="plain"),
+        ModelRunner(other, max_seq_len=600, decoder="module"),
     )
 
 
@@ -130,7 +111,7 @@ def test_logprobs_are_the_modules_own(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_in_bfloat16_they_are_so_to_rounding(kind: str) -> None:
     plain, module = runners(build(kind, torch.bfloat16), build(kind, torch.bfloat16))
-    exact = decoded(ModelRunner(build(kind), max_seq_len=600))
+    exact = decoded(ModelRunner(build(kind), max_seq_len=600, decoder="module"))
 
     found, expected = decoded(plain), decoded(module)
 
@@ -149,18 +130,18 @@ def test_adapters_come_and_go(kind: str) -> None:
         LoraOptions(rank=4, alpha=8.0),
         LoraOptions(rank=2, train_unembed=True, train_attn=False),
     ):
-        for one in (loaded, other):
-            attach_lora(one, options)
+        for model in (loaded, other):
+            attach_lora(model, options)
             generator = torch.Generator().manual_seed(1)
             with torch.no_grad():
-                for tensor in adapter_tensors(one).values():
+                for tensor in adapter_tensors(model).values():
                     tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
         plain.weights_changed()
         found = decoded(plain)
         torch.testing.assert_close(found, decoded(module), rtol=0, atol=2e-5)
         assert float((found - before).abs().max()) > 0.05
-        for one in (loaded, other):
-            detach_lora(one)
+        for model in (loaded, other):
+            detach_lora(model)
     plain.weights_changed()
     assert torch.equal(decoded(plain), before)
 
@@ -168,7 +149,7 @@ def test_adapters_come_and_go(kind: str) -> None:
 def test_a_step_takes_less_than_half_of_the_modules_operations() -> None:
     counts: list[int] = []
     for runner in runners(build("qwen3"), build("qwen3")):
-        cache = SlotCache(runner.cache_shape, budget_bytes=2**30, max_rows=16)
+        cache = SlotCache(runner.cache_shape, budget_bytes=2**30, max_slots=16)
         cache.reserve(16, 64, active=0)
         tokens = torch.zeros(16, dtype=torch.int64)
         with torch.inference_mode(), Operations() as operations:
@@ -182,7 +163,7 @@ def test_a_step_takes_less_than_half_of_the_modules_operations() -> None:
 def test_a_step_that_differs_gives_way_to_the_module(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    read = PlainStep.of
+    read = PlainStep.for_model
 
     def without_a_layer(loaded: LoadedModel, *, positions: int) -> PlainStep | None:
         step = read(loaded, positions=positions)
@@ -190,10 +171,11 @@ def test_a_step_that_differs_gives_way_to_the_module(
         step._decoder.layers.pop()
         return step
 
-    monkeypatch.setattr(PlainStep, "of", without_a_layer)
+    # A step that computes something else: no model that we know makes one.
+    monkeypatch.setattr(PlainStep, "for_model", without_a_layer)
     with caplog.at_level(logging.WARNING, "hearth.inference.engine.runner"):
         wrong, module = runners(build("qwen3"), build("qwen3"))
 
     (record,) = caplog.records
-    assert "goes through the whole module" in record.getMessage()
+    assert "runs the whole module" in record.getMessage()
     torch.testing.assert_close(decoded(wrong), decoded(module), rtol=0, atol=1e-5)

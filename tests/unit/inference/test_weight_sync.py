@@ -263,7 +263,7 @@ def test_broken_weights_fail_their_requests_and_good_ones_mend_it(start, trained
 
 def test_waiting_for_an_identity_ends_when_it_is_served(start, trained):
     engine = start()
-    waiting = engine.settled("step-1")
+    waiting = engine.watch_sync("step-1")
 
     with pytest.raises(FutureTimeoutError):
         waiting.result(timeout=0.05)
@@ -274,7 +274,7 @@ def test_waiting_for_an_identity_ends_when_it_is_served(start, trained):
 
 def test_closing_ends_the_wait_for_an_identity(start):
     engine = start()
-    waiting = engine.settled("step-1")
+    waiting = engine.watch_sync("step-1")
 
     engine.close()
 

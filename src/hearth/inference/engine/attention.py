@@ -1,7 +1,7 @@
-"""The two places where the ``transformers`` module meets our KV cache. Nothing of it is changed.
+"""Connects a ``transformers`` module to our KV cache, without changing the module.
 
-A prefill runs the module's own causal attention without a mask, as training does, and keeps what
-each layer computed. A decoding step hands each layer's new keys and values to the slots.
+A prefill runs the module's own causal attention without a mask, as training does, and keeps the
+keys and values of each layer. A decoding step writes each layer's new keys and values into slots.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class PrefillCache(Cache):
 
 
 class DecodeCache(Cache):
-    """Writes one position per row into the slots and returns the slice that attention reads."""
+    """Writes one position of each slot and returns the slice that attention reads."""
 
-    def __init__(self, slots: SlotCache, positions: Tensor, span: int) -> None:
+    def __init__(self, cache: SlotCache, positions: Tensor, span: int) -> None:
         super().__init__(layers=[])
-        self._slots = slots
+        self._cache = cache
         self._positions = positions
-        self._rows = torch.arange(positions.shape[0], device=positions.device)
+        self._slots = torch.arange(positions.shape[0], device=positions.device)
         self._span = span
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        rows = self._rows.shape[0]
-        keys = self._slots.keys[layer_idx, :rows]
-        values = self._slots.values[layer_idx, :rows]
-        keys[self._rows, :, self._positions] = key_states[:, :, 0]
-        values[self._rows, :, self._positions] = value_states[:, :, 0]
+        count = self._slots.shape[0]
+        keys = self._cache.keys[layer_idx, :count]
+        values = self._cache.values[layer_idx, :count]
+        keys[self._slots, :, self._positions] = key_states[:, :, 0]
+        values[self._slots, :, self._positions] = value_states[:, :, 0]
         return keys[:, :, : self._span], values[:, :, : self._span]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -75,7 +75,7 @@ class DecodeCache(Cache):
 
 
 def install(module: Any) -> None:
-    """Run the module's ``sdpa`` attention through ours; other implementations stay as they are."""
+    """Replace the module's ``sdpa`` attention with ours; other implementations stay."""
     if module.config._attn_implementation != "sdpa":
         return
     AttentionInterface.register(DECODING_ATTENTION, _attention)
@@ -91,13 +91,15 @@ def _attention(
     attention_mask: Tensor | None,
     **rest: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """``transformers``' own function, with lone query rows doubled on the CPU.
+    """``transformers``' own function, with a single query row doubled on the CPU.
 
-    One query row per key head would be a matrix-vector product there, which rounds otherwise than
+    One query row per key head would be a matrix-vector product there, whose rounding differs from
     the matrix product of prefill and training.
     """
-    lone = query.shape[2] == 1 and query.shape[1] == key.shape[1] and query.device.type == "cpu"
-    if not lone:
+    is_single = (
+        query.shape[2] == 1 and query.shape[1] == key.shape[1] and query.device.type == "cpu"
+    )
+    if not is_single:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
     pair = query.repeat(1, 1, 2, 1)
     output, weights = sdpa_attention_forward(module, pair, key, value, attention_mask, **rest)

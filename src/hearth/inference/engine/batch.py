@@ -1,6 +1,7 @@
-"""The running batch: prompts are prefilled into it, every step draws one token per row, and rows
-leave as they end. Owns rows, cache and prefilled prompts. One thread uses it, and says when futures
-are settled (``deliver``).
+"""The running batch: prefills prompts, samples one token per slot and step, frees slots that end.
+
+Owns the slots, the cache and the prefilled prompts. One thread uses it; ``deliver`` resolves the
+futures of what has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hearth.inference.engine.prompts import Extras, Prompt, PromptStore
 from hearth.inference.engine.runner import ModelRunner
 from hearth.inference.engine.sampler import sample
 from hearth.inference.engine.scheduler import Admission
-from hearth.inference.engine.sequence import Running
+from hearth.inference.engine.sequence import SequenceState
 from hearth.inference.engine.slots import DecodeSlots
 from hearth.inference.engine.sync_tracker import resolve_future
 from hearth.wire.completions import FinishReason
@@ -32,7 +33,7 @@ class EngineStats:
     """Counts since the start; ``running`` and ``waiting`` are of this moment."""
 
     steps: int = 0
-    """Decoding steps; each draws one token per active row."""
+    """Decoding steps; each samples one token per active slot."""
     prefill_tokens: int = 0
     """Prompt tokens that were computed, padding included."""
     cached_prompt_tokens: int = 0
@@ -41,7 +42,7 @@ class EngineStats:
     finished: int = 0
     cancelled: int = 0
     failed: int = 0
-    most_rows: int = 0
+    most_slots: int = 0
     running: int = 0
     waiting: int = 0
 
@@ -49,7 +50,7 @@ class EngineStats:
 class DecodeBatch:
     """Sequences that run together on one model.
 
-    ``serving`` says which version tokens are stamped with.
+    ``serving`` returns the state whose version is written into results.
     """
 
     def __init__(
@@ -60,17 +61,17 @@ class DecodeBatch:
         *,
         serving: Callable[[], ServingState],
     ) -> None:
-        self.rows = DecodeSlots()
+        self.slots = DecodeSlots()
         self.cache = cache
         self.prompts = prompts
         self.stats = EngineStats()
         self._runner = runner
         self._serving = serving
-        self._ended: list[tuple[Running, SampledSequence | Exception]] = []
+        self._results: list[tuple[SequenceState, SampledSequence | Exception]] = []
 
     @torch.inference_mode()
     def start(self, admission: Admission) -> None:
-        """Prefill what is admitted and draw its first tokens; a failure fails only its own."""
+        """Prefill admitted requests and sample their first tokens; one that fails fails alone."""
         now_s = time.perf_counter()
         for sequence in admission.sequences:
             sequence.started_s = now_s
@@ -83,68 +84,69 @@ class DecodeBatch:
                 self._prefill_each(admission, prompts, extras)
         ready = [sequence for sequence in admission.sequences if sequence.prompt is not None]
         try:
-            self._enter([one for one in ready if one.draws])
+            self._assign_slots([sequence for sequence in ready if sequence.needs_slot])
         except Exception as error:
             logger.exception("admission of %d requests failed", len(ready))
             self.drop(ready)
             self._fail(ready, error)
         for sequence in ready:
-            if not sequence.draws:
+            if not sequence.needs_slot:
                 self._finish(sequence, self._result(sequence, ([], [], []), "length"))
 
     @torch.inference_mode()
     def advance(self) -> None:
-        """Draw one token for every row; a failure fails all of them."""
-        count = len(self.rows)
+        """Sample one token for every slot; a failure fails all of them."""
+        count = len(self.slots)
         try:
-            tokens, positions = self.rows.inputs()
-            with self._runner.recording(self.rows.are_routed) as record:
+            tokens, positions = self.slots.inputs()
+            with self._runner.recording(self.slots.want_routing) as record:
                 logits = self._runner.decode(tokens, positions, self.cache)
             self.stats.steps += 1
-            self.rows.take_routing(record.choices())
-            self._draw(slice(0, count), logits[:count])
+            self.slots.append_routing(record.choices())
+            self._sample(slice(0, count), logits[:count])
         except Exception as error:
-            logger.exception("decoding step of %d rows failed", count)
+            logger.exception("decoding step of %d slots failed", count)
             self.fail_all(error)
 
-    def drop(self, sequences: Iterable[Running]) -> None:
-        """Free the rows of ``sequences``, as far as they have one; futures stay as they are."""
-        gone = {id(sequence) for sequence in sequences}
-        self._free([row for row, one in enumerate(self.rows.sequences) if id(one) in gone])
+    def drop(self, sequences: Iterable[SequenceState]) -> None:
+        """Free the slots of those ``sequences`` that have one; futures stay as they are."""
+        dropped = {id(sequence) for sequence in sequences}
+        active = enumerate(self.slots.sequences)
+        self._free([slot for slot, sequence in active if id(sequence) in dropped])
 
     def fail_all(self, error: Exception) -> None:
         """Fail every running sequence and empty the batch."""
-        running = list(self.rows.sequences)
+        running = list(self.slots.sequences)
         self._free(range(len(running)))
         self.cache.clear()
         self._fail(running, error)
 
     @property
-    def has_outcomes(self) -> bool:
-        """Whether something has ended that nobody was told of."""
-        return bool(self._ended)
+    def has_results(self) -> bool:
+        """Whether a future is still to be resolved."""
+        return bool(self._results)
 
     def deliver(self) -> None:
-        """Settle the futures of what has ended."""
-        ended, self._ended = self._ended, []
-        for sequence, outcome in ended:
-            if isinstance(outcome, Exception):
-                resolve_future(sequence.future, error=outcome)
+        """Resolve the futures of what has ended."""
+        results, self._results = self._results, []
+        for sequence, result in results:
+            if isinstance(result, Exception):
+                resolve_future(sequence.future, error=result)
             else:
-                resolve_future(sequence.future, result=outcome)
+                resolve_future(sequence.future, result=result)
 
     def weights_changed(self) -> None:
-        """Forget what the weights before computed, but for the caches of the rows that run.
+        """Drop what the old weights computed, except the caches of running sequences.
 
-        To be called before ``serving`` names the new version: what the rows have drawn so far is
-        stamped with the one before.
+        To be called before ``serving`` returns the new version: tokens that exist already get the
+        old one.
         """
         self._runner.weights_changed()
         self.prompts.clear()
-        if not self.rows:
+        if not self.slots:
             self.cache.clear()
-        for row, sequence in enumerate(self.rows.sequences):
-            sequence.end_run(self._serving(), self.rows.count(row))
+        for slot, sequence in enumerate(self.slots.sequences):
+            sequence.end_run(self._serving(), self.slots.count(slot))
 
     def _prefill(
         self, admission: Admission, prompts: Sequence[tuple[int, ...]], extras: Extras
@@ -160,7 +162,7 @@ class DecodeBatch:
     def _prefill_each(
         self, admission: Admission, prompts: Sequence[tuple[int, ...]], extras: Extras
     ) -> None:
-        """Prefill prompts one by one, which together have failed."""
+        """Prefill prompts one by one after they failed together."""
         for prompt in prompts:
             try:
                 self._prefill(admission, [prompt], extras)
@@ -171,68 +173,71 @@ class DecodeBatch:
                     error,
                 )
 
-    def _enter(self, sequences: Sequence[Running]) -> None:
-        """Give each sequence a row with its prompt in the cache, and draw its first token."""
+    def _assign_slots(self, sequences: Sequence[SequenceState]) -> None:
+        """Give each sequence a slot with its prompt in the cache, and sample its first token."""
         if not sequences:
             return
-        before = len(self.rows)
-        longest = max(self.rows.longest_limit, *(sequence.limit for sequence in sequences))
+        before = len(self.slots)
+        longest = max(self.slots.longest_limit, *(sequence.limit for sequence in sequences))
         self.cache.reserve(before + len(sequences), longest, active=before)
-        rows = self.rows.add(sequences)
-        self.stats.most_rows = max(self.stats.most_rows, len(self.rows))
+        slots = self.slots.add(sequences)
+        self.stats.most_slots = max(self.stats.most_slots, len(self.slots))
         places: dict[int, tuple[Prompt, list[int]]] = {}
-        for row, sequence in enumerate(sequences, before):
+        for slot, sequence in enumerate(sequences, before):
             assert sequence.prompt is not None
-            sequence.num_concurrent = len(self.rows)
-            sequence.prefilled()
+            sequence.num_concurrent = len(self.slots)
+            sequence.notify_prefill()
             if sequence.request.routing and sequence.prompt.routing is not None:
                 sequence.routing.append(sequence.prompt.routing[-1])
-            places.setdefault(id(sequence.prompt), (sequence.prompt, []))[1].append(row)
+            places.setdefault(id(sequence.prompt), (sequence.prompt, []))[1].append(slot)
         for prompt, targets in places.values():
             self.cache.fill(targets, prompt.keys, prompt.values)
         logits = [sequence.prompt.logits for sequence in sequences if sequence.prompt is not None]
-        self._draw(rows, torch.stack(logits))
+        self._sample(slots, torch.stack(logits))
 
-    def _draw(self, rows: slice, logits: torch.Tensor) -> None:
-        draw = sample(logits, *self.rows.sampling(rows))
-        ended = self.rows.take(rows, draw)
-        self.rows.tell(rows, draw)
-        self.stats.generated_tokens += rows.stop - rows.start
+    def _sample(self, slots: slice, logits: torch.Tensor) -> None:
+        sampled = sample(logits, *self.slots.sampling_inputs(slots))
+        ended = self.slots.append(slots, sampled)
+        self.slots.notify(slots, sampled)
+        self.stats.generated_tokens += slots.stop - slots.start
         if not ended:
             return
-        done = [(self.rows.sequences[row], self._outcome(row, reason)) for row, reason in ended]
-        self.cache.wipe([row for row, _ in ended if not self.rows.is_finite(row)])
-        self._free([row for row, _ in ended])
-        for sequence, outcome in done:
-            if isinstance(outcome, EngineError):
-                self._fail([sequence], outcome)
+        results = [
+            (self.slots.sequences[slot], self._result_of_slot(slot, reason))
+            for slot, reason in ended
+        ]
+        self.cache.wipe([slot for slot, _ in ended if not self.slots.is_finite(slot)])
+        self._free([slot for slot, _ in ended])
+        for sequence, result in results:
+            if isinstance(result, EngineError):
+                self._fail([sequence], result)
             else:
-                self._finish(sequence, outcome)
+                self._finish(sequence, result)
 
-    def _free(self, rows: Sequence[int]) -> None:
-        if not rows:
+    def _free(self, slots: Sequence[int]) -> None:
+        if not slots:
             return
-        longest = self.rows.longest
-        sources, targets = self.rows.remove(rows)
+        longest = self.slots.longest
+        sources, targets = self.slots.remove(slots)
         if sources:
             self.cache.move(sources, targets, longest)
 
-    def _outcome(self, row: int, reason: FinishReason) -> SampledSequence | EngineError:
-        drawn = self.rows.drawn(row)
-        if self.rows.is_finite(row):
-            return self._result(self.rows.sequences[row], drawn, reason)
+    def _result_of_slot(self, slot: int, reason: FinishReason) -> SampledSequence | EngineError:
+        completion = self.slots.completion(slot)
+        if self.slots.is_finite(slot):
+            return self._result(self.slots.sequences[slot], completion, reason)
         return EngineError(
-            f"logits must be numbers, got NaN after {len(drawn[0])} tokens: the weights of version "
-            f"{self._serving().weight_version} are broken, or overflow in this dtype"
+            f"logits must be numbers, got NaN after {len(completion[0])} tokens: the weights of "
+            f"version {self._serving().weight_version} are broken, or overflow in this dtype"
         )
 
     def _result(
         self,
-        sequence: Running,
-        drawn: tuple[list[int], list[float], list[float]],
+        sequence: SequenceState,
+        completion: tuple[list[int], list[float], list[float]],
         reason: FinishReason,
     ) -> SampledSequence:
-        tokens, logprobs, sampling_logprobs = drawn
+        tokens, logprobs, sampling_logprobs = completion
         sequence.end_run(self._serving(), len(tokens))
         oldest = min(sequence.runs, key=lambda run: run.weight_version)
         text = sequence.text_of(tokens)
@@ -244,7 +249,7 @@ class DecodeBatch:
             top_logprobs=sequence.top_logprobs if sequence.request.top_logprobs else None,
             routing=sequence.routing if sequence.request.routing else None,
             prompt_routing=sequence.prompt_routing(),
-            text=sequence.watch.cut(text) if sequence.watch else text,
+            text=sequence.stop_text.cut(text) if sequence.stop_text else text,
             finish_reason=reason,
             weight_version=oldest.weight_version,
             snapshot_identity=oldest.snapshot_identity,
@@ -256,11 +261,11 @@ class DecodeBatch:
             num_concurrent=max(1, sequence.num_concurrent),
         )
 
-    def _finish(self, sequence: Running, result: SampledSequence) -> None:
+    def _finish(self, sequence: SequenceState, result: SampledSequence) -> None:
         self.stats.finished += 1
-        self._ended.append((sequence, result))
+        self._results.append((sequence, result))
 
-    def _fail(self, sequences: Iterable[Running], error: Exception) -> None:
+    def _fail(self, sequences: Iterable[SequenceState], error: Exception) -> None:
         for sequence in sequences:
             self.stats.failed += 1
-            self._ended.append((sequence, error))
+            self._results.append((sequence, error))

@@ -1,6 +1,6 @@
 """The KV cache in slots. Legend: N layers, S slots, H kv heads, C capacity, D head size.
 
-Active rows are slots 0..B-1 without a hole, so attention reads a plain slice.
+Active slots are 0..B-1 without a gap, so attention reads a plain slice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def key_span(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one position of one row holds."""
+    """What one position of one slot holds."""
 
     layers: int
     heads: int
@@ -49,27 +49,27 @@ class CacheShape:
 class SlotCache:
     """Keys [N, S, H, C, D] and values alike; grows within ``budget_bytes``."""
 
-    def __init__(self, shape: CacheShape, *, budget_bytes: int, max_rows: int) -> None:
+    def __init__(self, shape: CacheShape, *, budget_bytes: int, max_slots: int) -> None:
         self.shape = shape
-        self._max_rows = max_rows
+        self._max_slots = max_slots
         self._budget = budget_bytes
         self.keys, self.values = self._allocate(0, 0)
 
-    def fits(self, rows: int, tokens: int) -> bool:
-        """Whether that many rows of that many tokens each have room within the budget."""
-        size = max(rows, MIN_ROWS) * key_span(tokens) * self.shape.bytes_per_token
-        return rows <= self._max_rows and size <= self._budget
+    def fits(self, slots: int, tokens: int) -> bool:
+        """Whether that many slots of that many tokens each have room within the budget."""
+        size = max(slots, MIN_ROWS) * key_span(tokens) * self.shape.bytes_per_token
+        return slots <= self._max_slots and size <= self._budget
 
     @torch.inference_mode()
-    def reserve(self, rows: int, tokens: int, *, active: int) -> None:
-        """Have room for that many rows and tokens; the first ``active`` rows keep their content."""
-        slots, capacity = max(rows, MIN_ROWS), key_span(tokens)
+    def reserve(self, slots: int, tokens: int, *, active: int) -> None:
+        """Make room for so many slots and tokens; the first ``active`` slots keep their content."""
+        slots, capacity = max(slots, MIN_ROWS), key_span(tokens)
         old_keys, old_values = self.keys, self.values
         if slots <= old_keys.shape[1] and capacity <= old_keys.shape[3]:
             return
-        slots, capacity = self._grown(slots, capacity)
+        slots, capacity = self._choose_size(slots, capacity)
         if active == 0:
-            # Nothing to keep: give the old memory back before the new is taken.
+            # There is nothing to keep, so the old memory is freed before the new is allocated.
             self.keys, self.values = self._allocate(0, 0)
             del old_keys, old_values
             self.keys, self.values = self._allocate(slots, capacity)
@@ -80,37 +80,37 @@ class SlotCache:
         self.values[:, :active, :, :held] = old_values[:, :active, :, :held]
 
     @torch.inference_mode()
-    def fill(self, rows: Sequence[int], keys: Tensor, values: Tensor) -> None:
-        """Put a prompt's ``keys`` [N, H, T, D] and ``values`` into each of ``rows``."""
-        index = torch.tensor(rows, device=self.shape.device)
+    def fill(self, slots: Sequence[int], keys: Tensor, values: Tensor) -> None:
+        """Copy a prompt's ``keys`` [N, H, T, D] and ``values`` into each of ``slots``."""
+        index = torch.tensor(slots, device=self.shape.device)
         tokens = keys.shape[2]
         self.keys[:, index, :, :tokens] = keys.unsqueeze(1)
         self.values[:, index, :, :tokens] = values.unsqueeze(1)
 
     @torch.inference_mode()
     def move(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
-        """Copy the first ``tokens`` positions of rows ``sources`` to rows ``targets``."""
+        """Copy the first ``tokens`` positions of slots ``sources`` to slots ``targets``."""
         source = torch.tensor(sources, device=self.shape.device)
         target = torch.tensor(targets, device=self.shape.device)
         self.keys[:, target, :, :tokens] = self.keys[:, source, :, :tokens]
         self.values[:, target, :, :tokens] = self.values[:, source, :, :tokens]
 
     @torch.inference_mode()
-    def wipe(self, rows: Sequence[int]) -> None:
-        """Zero ``rows``; see ``clear``."""
-        for row in rows:
-            self.keys[:, row].zero_()
-            self.values[:, row].zero_()
+    def wipe(self, slots: Sequence[int]) -> None:
+        """Zero ``slots``; see ``clear``."""
+        for slot in slots:
+            self.keys[:, slot].zero_()
+            self.values[:, slot].zero_()
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Zero everything: a NaN left behind would reach a later row through a masked position."""
+        """Zero everything: a NaN left there would reach a later sequence through a masked key."""
         self.keys.zero_()
         self.values.zero_()
 
-    def _grown(self, slots: int, capacity: int) -> tuple[int, int]:
-        """Somewhat more than asked where the budget allows, so that growth is seldom."""
-        most = max(self._max_rows, MIN_ROWS)
+    def _choose_size(self, slots: int, capacity: int) -> tuple[int, int]:
+        """A larger size where the budget allows, so that the cache seldom grows."""
+        most = max(self._max_slots, MIN_ROWS)
         wide = min(most, 1 << (slots - 1).bit_length())
         long = max(capacity, self.keys.shape[3])
         for candidate in ((max(wide, self.keys.shape[1]), long), (wide, long), (slots, long)):

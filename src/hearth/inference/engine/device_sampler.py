@@ -1,8 +1,8 @@
-"""Drawing tokens on the logits' own device: a dozen kernels, none of which the CPU waits for.
+"""Samples tokens on the logits' own device: a dozen kernels, and the CPU waits for none of them.
 
-The same draws as the loops in C give: the first token whose cumulative probability, in vocabulary
-order and float64, is above a row's fraction of the whole. A cumulative sum over a whole vocabulary
-is slow on a GPU, so that it is taken over blocks first, and within one block of each row then.
+Samples the same tokens as the loops in C: the first token whose cumulative probability, in
+vocabulary order and float64, is above a row's fraction of the total. A cumulative sum over a whole
+vocabulary is slow on a GPU, so it is computed over blocks first, then within one block of each row.
 
 Legend: B rows, V vocabulary, C blocks, K tokens of a block.
 """
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hearth.inference.engine.transfers import fetched, staged
+from hearth.inference.engine.transfers import fetch, stage
 
 _BLOCK = 256
 _LARGEST = np.finfo(np.float32).max
@@ -23,9 +23,9 @@ _LARGEST = np.finfo(np.float32).max
 def sample_on_device(
     logits: Tensor, temperatures: NDArray[np.float64], fractions: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-    """Tokens [B] and their logprobs [B], the model's own and those of what was drawn from.
+    """Tokens [B] and their logprobs [B], the model's own and those of the sampled distribution.
 
-    ``logits`` are [B, V] (float32). A row draws from ``softmax(logits / temperature)`` at its
+    ``logits`` are [B, V] (float32). A row samples ``softmax(logits / temperature)`` at its
     fraction, in [0, 1); at temperature 0 it takes the most probable token.
     """
     is_greedy = temperatures == 0
@@ -33,13 +33,13 @@ def sample_on_device(
         inverse = np.float32(1) / np.where(is_greedy, 1, temperatures).astype(np.float32)
     # Finite, since the largest logit's 0 times infinity would be NaN.
     scales = np.minimum(inverse, _LARGEST)
-    given = staged(np.stack([scales, fractions, is_greedy]), logits.device)
-    on_device = given.to(logits.device, non_blocking=True)
-    drawn = _draw(
+    inputs = stage(np.stack([scales, fractions, is_greedy]), logits.device)
+    on_device = inputs.to(logits.device, non_blocking=True)
+    sampled = _sample(
         logits, on_device, is_tempered=bool((scales != 1).any()), any_greedy=bool(is_greedy.any())
     )
     # Token ids and float32 are exact in float64.
-    tokens, logprobs, sampling_logprobs = fetched(drawn)
+    tokens, logprobs, sampling_logprobs = fetch(sampled)
     return (
         tokens.astype(np.int64),
         logprobs.astype(np.float32),
@@ -47,13 +47,12 @@ def sample_on_device(
     )
 
 
-def _draw(logits: Tensor, given: Tensor, *, is_tempered: bool, any_greedy: bool) -> Tensor:
+def _sample(logits: Tensor, inputs: Tensor, *, is_tempered: bool, any_greedy: bool) -> Tensor:
     """Tokens, logprobs and sampling logprobs [3, B] (float64), queued and not waited for.
 
-    ``given`` [3, B] (float64) are the inverse temperatures, the fractions, and 1 for rows that draw
-    greedily.
+    ``inputs`` [3, B] (float64) are the inverse temperatures, the fractions, and 1 for greedy rows.
     """
-    scales, fractions, greedy = given
+    scales, fractions, greedy = inputs
     shifted = logits - logits.amax(1, keepdim=True)
     blocks = _block_masses(shifted)
     sums = blocks.sum(2, dtype=torch.float64)
@@ -65,14 +64,15 @@ def _draw(logits: Tensor, given: Tensor, *, is_tempered: bool, any_greedy: bool)
     tokens = _invert(blocks, sums, fractions)
     if any_greedy:
         tokens = torch.where(greedy > 0, shifted.argmax(1), tokens)
-    # NaN logits find some token or other; their NaN logprob is what tells the engine.
+    # NaN logits give any token; the engine recognizes them by their NaN logprob.
     tokens = tokens.clamp(max=logits.shape[1] - 1)
     above = shifted.gather(1, tokens[:, None]).squeeze(1)
     own = above - whole.log().float()
-    drawn = above * scales.float() - total.log().float()
+    sampling = above * scales.float() - total.log().float()
     if any_greedy:
-        drawn = torch.where((greedy > 0) & whole.isfinite(), torch.zeros_like(drawn), drawn)
-    return torch.stack([tokens.double(), own.double(), drawn.double()])
+        is_exact = (greedy > 0) & whole.isfinite()
+        sampling = torch.where(is_exact, torch.zeros_like(sampling), sampling)
+    return torch.stack([tokens.double(), own.double(), sampling.double()])
 
 
 def _block_masses(exponents: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _invert(blocks: Tensor, sums: Tensor, fractions: Tensor) -> Tensor:
     rows = torch.arange(len(block), device=block.device)
     before = torch.where(block > 0, cumulative[rows, block - 1], 0.0)
     within = blocks[rows, block].cumsum(1, dtype=torch.float64)
-    # Sums in another order differ by rounding; what is found must have some mass all the same.
+    # Sums in another order differ by rounding; the token must have some probability nevertheless.
     total = within[:, -1]
     most = torch.nextafter(total, torch.zeros_like(total))
     point = torch.minimum((point - before).clamp(min=0.0), most)
@@ -100,5 +100,5 @@ def _invert(blocks: Tensor, sums: Tensor, fractions: Tensor) -> Tensor:
 
 def _first_above(cumulative: Tensor, point: Tensor) -> Tensor:
     """Of each row, the first place [B] whose cumulative sum is above ``point`` [B]."""
-    found = torch.searchsorted(cumulative, point[:, None], right=True).squeeze(1)
-    return found.clamp(max=cumulative.shape[1] - 1)
+    places = torch.searchsorted(cumulative, point[:, None], right=True).squeeze(1)
+    return places.clamp(max=cumulative.shape[1] - 1)

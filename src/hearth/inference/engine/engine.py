@@ -1,8 +1,8 @@
-"""The engine: requests in from any thread, completions out, one thread that runs the model.
+"""The engine: takes requests from any thread and runs the model on a thread of its own.
 
-Each step admits what fits, prefills its prompts and draws their first tokens, and then draws one
-more token for every row. New weights are taken between steps: once nothing runs on the old ones, or
-amid what runs, as each weight sync asks.
+Each step admits the requests that fit, prefills their prompts and samples their first tokens; then
+it samples one more token for every slot. Weights are swapped between two steps: either after all
+running requests have ended, or while they run, as each weight sync asks.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hearth.errors import EngineError
 from hearth.inference.backend import Phase, SampledSequence, SampleRequest, ServingState, Tokenizer
 from hearth.inference.engine.batch import DecodeBatch, EngineStats
 from hearth.inference.engine.cache import SlotCache
-from hearth.inference.engine.graphs import Recorder, recorder_for
+from hearth.inference.engine.graphs import CudaRecorder
 from hearth.inference.engine.options import EngineOptions
 from hearth.inference.engine.prompts import PromptStore
 from hearth.inference.engine.runner import ModelRunner
-from hearth.inference.engine.scheduler import Admission, Scheduler
+from hearth.inference.engine.scheduler import Scheduler
 from hearth.inference.engine.sequence import (
     RequestLimits,
-    Running,
+    SequenceState,
     StopText,
     check_request,
     total_limit,
 )
 from hearth.inference.engine.sync_tracker import SyncTracker, closed_error, resolve_future
-from hearth.inference.engine.weights import Prepared, ServedWeights
+from hearth.inference.engine.weights import PreparedSnapshot, ServedWeights
 from hearth.inference.texts import special_tokens, text_decoder
 from hearth.models.loading import LoadedModel
 from hearth.sync.store import Snapshot
@@ -46,15 +46,15 @@ logger = logging.getLogger(__name__)
 
 _MIB = 2**20
 LONGEST_DEFAULT = 32768
-"""Longest sequence where nobody says, of a model that has more positions."""
-_MOST_GATHERED = 20
-"""An idle engine starts after this many times ``gather_s`` even if requests keep coming."""
+"""Longest sequence without ``max_seq_len``, of a model that has more positions."""
+_MOST_WAITS = 20
+"""An idle engine starts after this many times ``gather_s``, even while requests keep coming."""
 
 
 class InferenceEngine:
-    """Draws completions with one model; an ``InferenceBackend``. Takes the module for itself.
+    """Samples completions from one model (``InferenceBackend``). The module must be its own.
 
-    ``recorder`` records decoding steps; None takes what the model's device has.
+    ``recorder`` records decoding steps; None takes CUDA's where the model is on a GPU.
 
     Raises:
         ConfigError: the model is of a kind that the engine cannot run.
@@ -67,7 +67,7 @@ class InferenceEngine:
         tokenizer: Tokenizer | None = None,
         options: EngineOptions | None = None,
         on_phase: Callable[[Phase], None] | None = None,
-        recorder: Recorder | None = None,
+        recorder: CudaRecorder | None = None,
     ) -> None:
         self.options = options or EngineOptions()
         self.max_seq_len = self.options.max_seq_len or min(loaded.max_position, LONGEST_DEFAULT)
@@ -75,20 +75,24 @@ class InferenceEngine:
         self._tokenizer = tokenizer
         self._special = special_tokens(tokenizer)
         device = torch.device(loaded.device)
-        if recorder is None and self.options.cuda_graphs:
-            recorder = recorder_for(device)
-        runner = ModelRunner(loaded, max_seq_len=self.max_seq_len, recorder=recorder)
+        if recorder is None and self.options.cuda_graphs and device.type == "cuda":
+            recorder = CudaRecorder(device)
+        runner = ModelRunner(
+            loaded, max_seq_len=self.max_seq_len, recorder=recorder, decoder=self.options.decoder
+        )
         budgets = self.options.budgets(device)
         cache = SlotCache(
-            runner.cache_shape, budget_bytes=budgets.cache_mb * _MIB, max_rows=self.options.max_rows
+            runner.cache_shape,
+            budget_bytes=budgets.cache_mb * _MIB,
+            max_slots=self.options.max_slots,
         )
-        self._serving = SyncTracker()
+        self._tracker = SyncTracker()
         self._weights = ServedWeights(loaded)
         self._batch = DecodeBatch(
-            runner, cache, PromptStore(budgets.prompt_cache_mb * _MIB), serving=self._serving.state
+            runner, cache, PromptStore(budgets.prompt_cache_mb * _MIB), serving=self._tracker.state
         )
         self._is_routed = runner.routers is not None
-        self._has_told_dense = False
+        self._has_warned_dense = False
         self._limits = RequestLimits(
             vocab_size=loaded.vocab_size,
             max_seq_len=self.max_seq_len,
@@ -98,12 +102,12 @@ class InferenceEngine:
         )
         self._scheduler = Scheduler(prefill_tokens=budgets.prefill_tokens)
         self._wake = threading.Condition()
-        self._inbox: deque[Running] = deque()
-        self._cancelled: deque[Running] = deque()
-        self._loads: deque[_PendingLoad] = deque()
+        self._inbox: deque[SequenceState] = deque()
+        self._cancelled: deque[SequenceState] = deque()
+        self._pending_loads: deque[_PendingLoad] = deque()
         self._phase: Phase = "idle"
         self._on_phase = on_phase
-        self._nudged = False
+        self._is_woken = False
         self._closing = False
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="hearth-snapshots")
         self._thread = threading.Thread(target=self._run, name="hearth-inference", daemon=True)
@@ -115,14 +119,9 @@ class InferenceEngine:
         return self._tokenizer
 
     def submit(self, request: SampleRequest) -> Future[SampledSequence]:
-        """Queue one completion. Cancelling the future frees its row.
-
-        Raises:
-            RequestError: a field breaks its rule.
-            ClosedError: the engine was closed.
-        """
+        """Queue one completion. Cancelling the future frees its slot."""
         check_request(request, self._limits)
-        sequence = self._sequence(self._recordable(request))
+        sequence = self._sequence(self._without_useless_routing(request))
         with self._wake:
             if self._closing:
                 raise closed_error()
@@ -141,96 +140,88 @@ class InferenceEngine:
     ) -> Future[ServingState]:
         """Serve the snapshot that ``fetch`` returns; it is called on a thread of its own.
 
-        Once it is read, running requests end on the old weights while new ones wait, and start
-        on the new. With ``keep`` nobody waits: the next tokens of all are drawn with the new
-        weights, in rows that run on top of their old keys and values (PipelineRL,
-        arXiv:2509.19128), and each logprob is of the distribution that its token was drawn from.
+        Once it is read, running requests end on the old weights while new ones wait for the new
+        weights. With ``keep`` nothing waits: all sequences go on with the new weights on top of
+        their old keys and values (PipelineRL, arXiv:2509.19128), and each logprob is of the
+        distribution from which its token was sampled.
 
-        Snapshots are taken in the order in which they were read, each in its own way. One that is
-        served or under way is not loaded again, whatever is asked for the second time.
-        ``weight_version`` is the number that these weights had before a restart.
-
-        Raises:
-            ClosedError: the engine was closed.
+        Snapshots are swapped in in the order in which they were read.
         """
         with self._wake:
             if self._closing:
                 raise closed_error()
-            if self._serving.begin(identity, weight_version):
-                self._nudge()
+            if self._tracker.begin(identity, weight_version):
+                self._request_wake()
                 self._fetcher.submit(self._fetch, identity, fetch, running_requests)
-        return self._serving.settled(identity)
+        return self._tracker.watch_sync(identity)
 
     def load_snapshot(
         self, snapshot: Snapshot, *, running_requests: RunningRequests = "drain"
     ) -> Future[ServingState]:
-        """Serve a snapshot that is at hand: what is submitted from now on is drawn with it.
+        """Serve a snapshot that is in memory: requests submitted from now on are run on it.
 
         ``running_requests`` is that of ``hot_load``.
-
-        Raises:
-            ClosedError: the engine was closed.
         """
         with self._wake:
             if self._closing:
                 raise closed_error()
-            if self._serving.begin(snapshot.identity):
-                self._loads.append(_PendingLoad(snapshot, running_requests))
+            if self._tracker.begin(snapshot.identity):
+                self._pending_loads.append(_PendingLoad(snapshot, running_requests))
                 self._wake.notify()
-        return self._serving.settled(snapshot.identity)
+        return self._tracker.watch_sync(snapshot.identity)
 
     def state(self) -> ServingState:
         """What is served now."""
-        return self._serving.state()
+        return self._tracker.state()
 
-    def settled(self, identity: str) -> Future[ServingState]:
+    def watch_sync(self, identity: str) -> Future[ServingState]:
         """The state as soon as ``identity`` is served or could not be loaded."""
-        return self._serving.settled(identity)
+        return self._tracker.watch_sync(identity)
 
     def watch_phase(self, on_phase: Callable[[Phase], None]) -> None:
-        """Call ``on_phase`` at every change, on the engine's thread, instead of the one before.
+        """Call ``on_phase`` at every change, on the engine's thread, instead of an earlier one.
 
-        ``load_snapshot`` while one is taken, ``sampling`` while requests run, else
-        ``load_snapshot`` while one is read, else ``idle``, as at the start.
+        ``load_snapshot`` while weights are swapped, ``sampling`` while requests run, else
+        ``load_snapshot`` while a snapshot is read, else ``idle``, as at the start.
         """
         self._on_phase = on_phase
 
     def stats(self) -> EngineStats:
         """Counts since the start, and how many requests run and wait now."""
         waiting = len(self._scheduler.waiting) + len(self._inbox)
-        return replace(self._batch.stats, running=len(self._batch.rows), waiting=waiting)
+        return replace(self._batch.stats, running=len(self._batch.slots), waiting=waiting)
 
     def close(self) -> None:
-        """Stop; whatever is left fails with ``ClosedError``."""
+        """Stop; requests that are left fail with ``ClosedError``."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join()
         self._fetcher.shutdown(wait=False, cancel_futures=True)
 
-    def _recordable(self, request: SampleRequest) -> SampleRequest:
-        """The request, without asking for experts where there are none."""
+    def _without_useless_routing(self, request: SampleRequest) -> SampleRequest:
+        """The request; of a dense model it asks for no experts."""
         if not request.routing or self._is_routed:
             return request
         with self._wake:
-            is_first, self._has_told_dense = not self._has_told_dense, True
+            is_first, self._has_warned_dense = not self._has_warned_dense, True
         if is_first:
             logger.warning(
-                "requests ask for the experts of %s, which has none that can be recorded: they "
-                "get answers without",
+                "requests ask for the experts of %s, which has none that can be recorded: the "
+                "answers have none",
                 self._loaded.name,
             )
         return replace(request, routing=False)
 
-    def _sequence(self, request: SampleRequest) -> Running:
+    def _sequence(self, request: SampleRequest) -> SequenceState:
         stop_ids = {
             *request.stop_token_ids,
             *(() if request.ignore_eos else self._loaded.eos_token_ids),
         }
-        # Special tokens seldom show in the text, so they are looked for by their ids.
+        # Special tokens are left out of the text, so these stop strings are compared by their ids.
         stop_ids.update(self._special[text] for text in request.stop if text in self._special)
-        text_of = text_decoder(self._tokenizer, request.shown)
-        return Running(
+        text_of = text_decoder(self._tokenizer, request.visible_tokens)
+        return SequenceState(
             request=request,
             tokens=tuple(request.prompt),
             future=Future(),
@@ -239,10 +230,10 @@ class InferenceEngine:
             limit=total_limit(request, self.max_seq_len),
             arrived_s=time.perf_counter(),
             text_of=text_of,
-            watch=StopText(text_of, tuple(request.stop)) if request.stop else None,
+            stop_text=StopText(text_of, tuple(request.stop)) if request.stop else None,
         )
 
-    def _note_cancel(self, future: Future[SampledSequence], sequence: Running) -> None:
+    def _note_cancel(self, future: Future[SampledSequence], sequence: SequenceState) -> None:
         if future.cancelled():
             with self._wake:
                 self._cancelled.append(sequence)
@@ -251,30 +242,30 @@ class InferenceEngine:
     def _fetch(
         self, identity: str, fetch: Callable[[], Snapshot], running_requests: RunningRequests
     ) -> None:
-        """Read a snapshot while the engine goes on; runs on the fetching thread."""
+        """Read a snapshot while the engine runs; called on the fetching thread."""
         try:
             snapshot = replace(fetch(), identity=identity)
             if snapshot.kind == "delta":
-                # What it goes on top of may be on its way.
-                self._serving.wait_turn(identity)
+                # Its parent may still be loading.
+                self._tracker.wait_turn(identity)
             prepared = self._weights.prepare(snapshot)
         except Exception as error:
             logger.exception("weight sync: snapshot %s could not be read", identity)
-            self._serving.failed(identity, error)
+            self._tracker.fail(identity, error)
             with self._wake:
-                self._nudge()
+                self._request_wake()
             return
         with self._wake:
-            self._loads.append(_PendingLoad(prepared, running_requests))
+            self._pending_loads.append(_PendingLoad(prepared, running_requests))
             self._wake.notify()
 
-    def _nudge(self) -> None:
-        """Have the engine thread look at its phase; to be called with the lock held."""
-        self._nudged = True
+    def _request_wake(self) -> None:
+        """Wake the engine thread to report its phase; call it with the lock held."""
+        self._is_woken = True
         self._wake.notify()
 
     def _run(self) -> None:
-        """The engine thread: one step after the other until closed."""
+        """The engine thread: steps until closed."""
         end: Exception = closed_error()
         try:
             while self._await_work():
@@ -289,67 +280,70 @@ class InferenceEngine:
         self._batch.deliver()
         for sequence in left:
             resolve_future(sequence.future, error=end)
-        self._serving.close()
+        self._tracker.close()
 
     def _step(self) -> None:
         refresh()
-        if self._loads and (self._loads[0].running_requests == "keep" or not self._batch.rows):
-            self._tell_phase("load_snapshot")
-            self._take(self._loads.popleft().item)
-        # With new weights at the door nobody starts on the old ones.
-        if self._scheduler.waiting and not self._loads:
-            self._tell_phase("sampling")
-            self._batch.start(self._admit())
-        if self._batch.rows:
-            self._tell_phase("sampling")
+        if self._pending_loads and (
+            self._pending_loads[0].running_requests == "keep" or not self._batch.slots
+        ):
+            self._report_phase("load_snapshot")
+            self._swap_weights(self._pending_loads.popleft().item)
+        # While new weights wait for running requests to end, no request starts on the old ones.
+        if self._scheduler.waiting and not self._pending_loads:
+            self._report_phase("sampling")
+            batch = self._batch
+            batch.start(self._scheduler.admit(batch.slots, batch.cache, batch.prompts))
+        if self._batch.slots:
+            self._report_phase("sampling")
             self._batch.advance()
-        if self._batch.has_outcomes:
-            # Whoever gets the last one may be the next to compute.
-            self._tell_rest()
+        if self._batch.has_results:
+            # First, since the receiver of the last result may start to compute at once.
+            self._report_rest()
             self._batch.deliver()
 
     def _await_work(self) -> bool:
-        """Wait until there is something to do and take in what came; False once closing."""
-        self._tell_rest()
+        """Wait for work, then queue new requests and drop cancelled ones; False once closing."""
+        self._report_rest()
         with self._wake:
             if not self._has_work():
                 self._wake.wait_for(lambda: self._closing or self._has_work())
-                self._gather()
-            self._nudged = False
+                self._wait_for_more()
+            self._is_woken = False
             self._scheduler.waiting.extend(self._inbox)
             self._inbox.clear()
-            gone = list(self._cancelled)
+            cancelled = list(self._cancelled)
             self._cancelled.clear()
-        if gone:
-            self._scheduler.remove(gone)
-            self._batch.drop(gone)
-            self._batch.stats.cancelled += len(gone)
+        if cancelled:
+            self._scheduler.remove(cancelled)
+            self._batch.drop(cancelled)
+            self._batch.stats.cancelled += len(cancelled)
         return not self._closing
 
     def _has_work(self) -> bool:
         return bool(
             self._inbox
             or self._cancelled
-            or self._loads
-            or self._batch.rows
+            or self._pending_loads
+            or self._batch.slots
             or self._scheduler.waiting
-            or self._nudged
+            or self._is_woken
         )
 
-    def _gather(self) -> None:
-        """Requests come in groups: while they keep coming, wait a little for the next."""
-        seen, end_s = 0, time.perf_counter() + _MOST_GATHERED * self.options.gather_s
+    def _wait_for_more(self) -> None:
+        """Requests come in groups: while they keep coming, wait for ``gather_s`` for the next."""
+        seen, end_s = 0, time.perf_counter() + _MOST_WAITS * self.options.gather_s
         while len(self._inbox) > seen and not self._closing and time.perf_counter() < end_s:
             seen = len(self._inbox)
             self._wake.wait(self.options.gather_s)
 
-    def _tell_rest(self) -> None:
-        """Say that nothing is computed, if that is so."""
-        if not (self._batch.rows or self._scheduler.waiting or self._inbox):
-            is_loading = self._serving.state().stage == "loading"
-            self._tell_phase("load_snapshot" if is_loading else "idle")
+    def _report_rest(self) -> None:
+        """Report that nothing is computed, if nothing runs or waits."""
+        if not (self._batch.slots or self._scheduler.waiting or self._inbox):
+            is_loading = self._tracker.state().stage == "loading"
+            self._report_phase("load_snapshot" if is_loading else "idle")
 
-    def _tell_phase(self, phase: Phase) -> None:
+    def _report_phase(self, phase: Phase) -> None:
         if phase == self._phase:
             return
         self._phase = phase
@@ -358,29 +352,25 @@ class InferenceEngine:
         try:
             self._on_phase(phase)
         except Exception:
-            logger.exception("whoever is told the phase failed; the engine goes on")
+            logger.exception("the phase callback failed; the engine goes on")
 
-    def _admit(self) -> Admission:
-        batch = self._batch
-        return self._scheduler.admit(batch.rows, batch.cache, batch.prompts)
-
-    def _take(self, item: Snapshot | Prepared) -> None:
-        """Swap the weights; one that fails leaves what runs as it is."""
-        snapshot = item.snapshot if isinstance(item, Prepared) else item
+    def _swap_weights(self, item: Snapshot | PreparedSnapshot) -> None:
+        """Swap the weights; if that fails, the old ones stay."""
+        snapshot = item.snapshot if isinstance(item, PreparedSnapshot) else item
         try:
-            prepared = item if isinstance(item, Prepared) else self._weights.prepare(item)
-            self._weights.take(prepared)
+            prepared = item if isinstance(item, PreparedSnapshot) else self._weights.prepare(item)
+            self._weights.swap_in(prepared)
         except Exception as error:
             logger.exception("weight sync: snapshot %s was refused", snapshot.identity)
-            self._serving.failed(snapshot.identity, error)
+            self._tracker.fail(snapshot.identity, error)
             return
         self._batch.weights_changed()
-        self._serving.served(snapshot.identity, is_adapter=snapshot.kind == "lora")
+        self._tracker.finish(snapshot.identity, is_adapter=snapshot.kind == "lora")
 
 
 @dataclass(frozen=True, eq=False)
 class _PendingLoad:
-    """A snapshot that waits to be taken."""
+    """A snapshot that waits to be swapped in."""
 
-    item: Snapshot | Prepared
+    item: Snapshot | PreparedSnapshot
     running_requests: RunningRequests

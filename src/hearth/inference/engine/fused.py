@@ -1,10 +1,10 @@
 """A decoding step in one call, for plain decoders in float32 on the CPU.
 
-The call is a loop in C (``hearth.kernels``) that takes rows through all layers, with torch's own
-matrix products inside; each thread has rows of its own, so that threads wait for each other once a
-step. Where torch does not show its product, the loops between products are called one by one. The
-three attention projections are one product, and the MLP's first two. The fused weights are copies
-of the module's: ``refresh`` makes them anew after every change.
+The call is a loop in C (``hearth.kernels``) that computes all layers, with torch's own matrix
+products inside. Each thread has rows of its own, so threads wait for each other once per step.
+Where torch's library does not export its product, the loops between products are called one by one.
+The three attention projections are one product, and so are the MLP's first two. The fused weights
+are copies of the module's: ``refresh`` drops them after every change.
 
 Legend: B rows, V vocabulary, H hidden size, F size of the MLP.
 """
@@ -26,12 +26,12 @@ from hearth.models.decoder import Decoder, DecoderLayer, plain_bias, plain_weigh
 from hearth.models.loading import LoadedModel
 
 _LEAST_POSITIONS = 64
-"""Whoever tries the decoder out does so with more tokens than the shortest sequences have."""
+"""The runner's probe has more tokens than the shortest ``max_seq_len``."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Weights:
-    """One layer's; matrices are transposed for ``x @ w``, and views where that needs no copy."""
+class _LayerWeights:
+    """One layer's weights, transposed for ``x @ w``; views where that needs no copy."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -43,20 +43,12 @@ class _Weights:
     down: Tensor
 
     def addresses(self) -> StepLayer:
-        """Where they are; valid as long as they live."""
-        q_norm, k_norm = self.norms or (None, None)
-        known = {
-            "input_norm": self.input_norm,
-            "qkv": self.qkv,
-            "bias": self.bias,
-            "q_norm": q_norm,
-            "k_norm": k_norm,
-            "o": self.o,
-            "post_norm": self.post_norm,
-            "gate_up": self.gate_up,
-            "down": self.down,
-        }
-        return StepLayer(**{name: one.data_ptr() for name, one in known.items() if one is not None})
+        """Their addresses, valid as long as the tensors live."""
+        tensors = {name: value for name, value in vars(self).items() if name != "norms"}
+        tensors["q_norm"], tensors["k_norm"] = self.norms or (None, None)
+        return StepLayer(
+            **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
+        )
 
 
 class FusedDecoder:
@@ -69,14 +61,14 @@ class FusedDecoder:
         self._decoder = decoder
         self._loops = loops
         self._turns = decoder.turns(max(positions, _LEAST_POSITIONS))
-        self._layers: list[_Weights] = []
+        self._layers: list[_LayerWeights] = []
         self._head: tuple[Tensor, Tensor | None] | None = None
         self._buffers: dict[int, _StepBuffers] = {}
         self._step: StepModel | None = None
-        """The weights for ``decode_step``; None where it cannot be."""
+        """The weights for ``decode_step``; None where torch does not export its product."""
 
     @classmethod
-    def of(cls, loaded: LoadedModel, *, positions: int) -> FusedDecoder | None:
+    def for_model(cls, loaded: LoadedModel, *, positions: int) -> FusedDecoder | None:
         """The fused form of a model for sequences up to ``positions``; None where there is none."""
         loops = kernels()
         is_plain = loaded.dtype == torch.float32 and torch.device(loaded.device).type == "cpu"
@@ -86,7 +78,7 @@ class FusedDecoder:
         return cls(loaded, decoder, loops, positions=positions)
 
     def refresh(self) -> None:
-        """Forget the weights; the next step takes those that the module has then."""
+        """Drop the weights; the next step takes those that the module has then."""
         self._layers, self._head = [], None
 
     @torch.inference_mode()
@@ -96,7 +88,7 @@ class FusedDecoder:
         """Logits [B, V] after ``tokens`` at ``positions`` [B], which enter the cache."""
         head = self._head or self._fuse()
         if self._step is not None:
-            return self._decode_at_once(self._step, tokens, positions, cache)
+            return self._decode_in_one_call(self._step, tokens, positions, cache)
         rows = len(tokens)
         work = self._buffers.get(rows) or self._make_buffers(rows)
         shape = self._attention_shape(rows, cache)
@@ -130,17 +122,17 @@ class FusedDecoder:
         return torch.nn.functional.linear(work.normed, *head)
 
     def _fuse(self) -> tuple[Tensor, Tensor | None]:
-        """Take the module's weights, whose linear layers an adapter may have replaced; the head."""
+        """Copy the module's weights, whose linear layers an adapter may have replaced; the head."""
         decoder = read_decoder(self._loaded)
-        assert decoder is not None, "an adapter makes no other model of it"
+        assert decoder is not None, "a plain decoder with an adapter is a plain decoder"
         self._decoder = decoder
-        self._layers = [_fused(layer) for layer in decoder.layers]
+        self._layers = [_fuse_layer(layer) for layer in decoder.layers]
         head: Any = decoder.module.get_output_embeddings()
         self._head = (plain_weight(head), plain_bias(head))
-        self._step = self._step_model(*self._head)
+        self._step = self._make_step_model(*self._head)
         return self._head
 
-    def _step_model(self, head: Tensor, head_bias: Tensor | None) -> StepModel | None:
+    def _make_step_model(self, head: Tensor, head_bias: Tensor | None) -> StepModel | None:
         product, own_threads = torch_symbol("sgemm_"), torch_symbol("MKL_Set_Num_Threads_Local")
         if product is None:
             return None
@@ -162,7 +154,7 @@ class FusedDecoder:
             head.shape[0],
         )
 
-    def _decode_at_once(
+    def _decode_in_one_call(
         self,
         step: StepModel,
         tokens: NDArray[np.int64],
@@ -198,10 +190,10 @@ class FusedDecoder:
         )
 
     def _make_buffers(self, rows: int) -> _StepBuffers:
-        """Room for one step of so many rows; of other numbers of rows it is given back."""
+        """Buffers for steps of so many rows; those for another number are freed."""
         decoder, layer = self._decoder, self._layers[0]
         hidden = layer.qkv.shape[0]
-        made = _StepBuffers(
+        buffers = _StepBuffers(
             normed=torch.empty(rows, hidden),
             qkv=torch.empty(rows, layer.qkv.shape[1]),
             heads=torch.empty(rows, decoder.heads * decoder.dim),
@@ -209,8 +201,8 @@ class FusedDecoder:
             gate_up=torch.empty(rows, layer.gate_up.shape[1]),
             inner=torch.empty(rows, layer.gate_up.shape[1] // 2),
         )
-        self._buffers = {rows: made}
-        return made
+        self._buffers = {rows: buffers}
+        return buffers
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,15 +216,15 @@ class _StepBuffers:
 
 
 @torch.no_grad()
-def _fused(layer: DecoderLayer) -> _Weights:
+def _fuse_layer(layer: DecoderLayer) -> _LayerWeights:
     attention = (layer.q_proj, layer.k_proj, layer.v_proj)
-    biases = [plain_bias(one) for one in attention]
+    biases = [plain_bias(linear) for linear in attention]
     norms = None
     if layer.q_norm is not None and layer.k_norm is not None:
         norms = (layer.q_norm.weight, layer.k_norm.weight)
-    return _Weights(
+    return _LayerWeights(
         input_norm=layer.input_norm.weight,
-        qkv=torch.cat([plain_weight(one) for one in attention]).t().contiguous(),
+        qkv=torch.cat([plain_weight(linear) for linear in attention]).t().contiguous(),
         bias=torch.cat([bias for bias in biases if bias is not None])
         if None not in biases
         else None,

@@ -1,8 +1,9 @@
-"""How much an engine takes on at once."""
+"""Limits of an engine's batch, caches and prefills."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -12,10 +13,12 @@ _MIB = 2**20
 _CACHE_MB = 1024
 _PROMPT_CACHE_MB = 256
 
+DecoderKind = Literal["fused", "plain", "module"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How much an engine takes on at once.
+    """Limits of an engine's batch, caches and prefills.
 
     Raises:
         ConfigError: a number is below 1, or ``gather_s`` is negative.
@@ -23,24 +26,27 @@ class EngineOptions:
 
     max_seq_len: int | None = None
     """Longest sequence, prompt included; None takes the model's own, up to 32768."""
-    max_rows: int = 256
-    """Most completions that are drawn at the same time."""
+    max_slots: int = 256
+    """Most completions that run at the same time."""
     cache_mb: int | None = None
-    """Budget of the KV cache in MiB; it grows as far as it is needed. None: 1024, or a third of
-    what a GPU has free when the engine starts."""
+    """Budget of the KV cache in MiB; it grows on demand. None: 1024, or a third of a GPU's free
+    memory when the engine starts."""
     prompt_cache_mb: int | None = None
-    """Budget of prefilled prompts kept for later requests, in MiB. None: 256, or on a GPU a
-    sixteenth of the above where that is more."""
+    """Budget of prefilled prompts kept for later requests, in MiB. None: 256, or on a GPU
+    ``cache_mb / 16`` where that is more."""
     prefill_tokens: int | None = None
     """Most prompt tokens that are prefilled between two decoding steps. None: 4096, or 16384 on a
     GPU."""
     gather_s: float = 0.001
-    """How long an idle engine waits for one more request after each that comes."""
+    """How long an idle engine waits for another request after each that arrives."""
     cuda_graphs: bool = True
-    """Record decoding steps on a GPU and replay them; False launches every kernel anew."""
+    """Record decoding steps on a GPU and replay them; False launches each kernel every time."""
+    decoder: DecoderKind | None = None
+    """What decodes: the loop in C of ``FusedDecoder``, the torch operations of ``PlainStep``, or
+    the whole module. None takes the fastest one that the model and the device allow."""
 
     def __post_init__(self) -> None:
-        for name in ("max_seq_len", "max_rows", "cache_mb", "prompt_cache_mb", "prefill_tokens"):
+        for name in ("max_seq_len", "max_slots", "cache_mb", "prompt_cache_mb", "prefill_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be >= 1, got {value}")
@@ -48,7 +54,7 @@ class EngineOptions:
             raise ConfigError(f"gather_s must be >= 0, got {self.gather_s}")
 
     def budgets(self, device: torch.device) -> Budgets:
-        """How much an engine on ``device`` may take, where the options leave it open."""
+        """The budgets of an engine on ``device``, with defaults for what is None."""
         is_on_gpu = device.type == "cuda"
         cache_mb = self.cache_mb
         if cache_mb is None:
@@ -65,7 +71,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """``EngineOptions`` with nothing left open."""
+    """Budgets of ``EngineOptions``, none of them None."""
 
     cache_mb: int
     prompt_cache_mb: int

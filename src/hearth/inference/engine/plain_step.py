@@ -1,8 +1,8 @@
-"""A decoding step of a plain decoder in a third of the operations that its module takes.
+"""A decoding step of a plain decoder in a third of the operations that its module needs.
 
-For devices where each operation costs microseconds whatever it computes. Weights are the module's
-own, read where they stand. In bfloat16 norms and rotations round once where the module rounds
-several times; the numbers are the same but for that.
+For devices where each operation costs microseconds whatever it computes. The weights are the
+module's own tensors. In bfloat16 norms and rotations round once where the module rounds several
+times; otherwise the numbers are the same.
 
 Legend: B rows, H hidden size, A heads, G key heads, D size of a head, V vocabulary.
 """
@@ -19,37 +19,37 @@ from hearth.models.decoder import Decoder, DecoderLayer, read_decoder
 from hearth.models.loading import LoadedModel
 
 _LEAST_POSITIONS = 64
-"""Whoever tries a step out does so with more tokens than the shortest sequences have."""
+"""The runner's probe has more tokens than the shortest ``max_seq_len``."""
 
 
 class PlainStep:
-    """Decodes one token per row; made by ``of`` for plain decoders."""
+    """Decodes one token per row; ``for_model`` makes it for plain decoders."""
 
     def __init__(self, loaded: LoadedModel, decoder: Decoder, *, positions: int) -> None:
         self._loaded = loaded
         self._decoder = decoder
         cosines, sines = decoder.turns(max(positions, _LEAST_POSITIONS))
         half = decoder.dim // 2
-        # A rotated half is the other half, negated in front; the sign is the sine's here.
+        # Rotation swaps the halves and negates the first; here the sign is in the sines.
         signed = torch.cat([-sines[:, :half], sines[:, half:]], dim=1)
         self._turns = torch.stack([cosines, signed], dim=1).to(loaded.dtype)
 
     @classmethod
-    def of(cls, loaded: LoadedModel, *, positions: int) -> PlainStep | None:
-        """The step of a model for sequences up to ``positions``; None for no plain decoder."""
+    def for_model(cls, loaded: LoadedModel, *, positions: int) -> PlainStep | None:
+        """The step of a model for sequences up to ``positions``; None for other models."""
         decoder = read_decoder(loaded)
         return None if decoder is None else cls(loaded, decoder, positions=positions)
 
     def weights_changed(self) -> None:
         """Compute with the layers that the module has now; an adapter may have replaced some."""
         decoder = read_decoder(self._loaded)
-        assert decoder is not None, "an adapter makes no other model of it"
+        assert decoder is not None, "a plain decoder with an adapter is a plain decoder"
         self._decoder = decoder
 
     def __call__(self, tokens: Tensor, at: Tensor, span: int, cache: SlotCache) -> Tensor:
         """Logits [B, V] after ``tokens`` at positions ``at`` [B], which enter the cache.
 
-        Attention sees the first ``span`` keys, of each row those up to its own.
+        Attention reads the first ``span`` keys, in each row those up to its own position.
         """
         decoder = self._decoder
         rows = torch.arange(len(tokens), device=tokens.device)
@@ -65,10 +65,10 @@ class PlainStep:
             keys, values = cache.keys[number, : len(rows)], cache.values[number, : len(rows)]
             keys[rows, :, at], values[rows, :, at] = k, v
             mixed = self._attend(q, keys[:, :, :span], values[:, :, :span], mask)
-            x = _added(x, layer.o_proj, mixed)
+            x = _add_linear(x, layer.o_proj, mixed)
             normed = self._norm(x, layer.post_norm)
             inner = nn.functional.silu(layer.gate_proj(normed)) * layer.up_proj(normed)
-            x = _added(x, layer.down_proj, inner)
+            x = _add_linear(x, layer.down_proj, inner)
         head: Any = decoder.module.get_output_embeddings()
         return head(self._norm(x, decoder.backbone.norm))
 
@@ -77,7 +77,8 @@ class PlainStep:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, A, D], keys and values [B, G, D]; the first two rotated."""
         shape = (normed.shape[0], -1, self._decoder.dim)
-        q, k, v = (one(normed).view(shape) for one in (layer.q_proj, layer.k_proj, layer.v_proj))
+        projections = (layer.q_proj, layer.k_proj, layer.v_proj)
+        q, k, v = (project(normed).view(shape) for project in projections)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         both = torch.cat([q, k], dim=1)
@@ -89,7 +90,7 @@ class PlainStep:
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """Attention [B, A * D] of each row's query to its own keys."""
-        # The heads of one key head are as good as rows of a longer query: all see the same keys.
+        # The heads of one key head read the same keys, so they are one query of several rows.
         grouped = q.unflatten(1, (self._decoder.kv_heads, -1))
         mixed = nn.functional.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=mask, scale=self._decoder.scale
@@ -100,8 +101,8 @@ class PlainStep:
         return nn.functional.rms_norm(x, x.shape[-1:], norm.weight, self._decoder.eps)
 
 
-def _added(x: Tensor, linear: Any, y: Tensor) -> Tensor:
-    """x + linear(y), in one product where the layer is a plain one."""
+def _add_linear(x: Tensor, linear: Any, y: Tensor) -> Tensor:
+    """x + linear(y), in one product where the layer is a plain ``nn.Linear``."""
     if type(linear) is nn.Linear and linear.bias is None:
         return torch.addmm(x, y, linear.weight.t())
     return x + linear(y)

@@ -1,6 +1,7 @@
-"""Prompts through a plain decoder in packed rows: a beginning that prompts share is computed once.
+"""Packed prefill of prompts in a plain decoder: a prefix that prompts share is computed once.
 
-Legend: T tokens of a prompt, S rows of all prompts, R of those, H hidden size, V vocabulary.
+Legend: T tokens of a prompt, S packed tokens of all prompts, R chosen ones of these, H hidden size,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,68 +20,65 @@ from hearth.models.packed import PackedDecoder, pack
 from hearth.models.prefixes import clusters
 
 _MAX_LOGITS = 2**26
-"""Most logits at a time (256 MiB in float32)."""
+"""Most logits in memory at one time (256 MiB in float32)."""
 
 
 class PackedPrefill:
-    """Prefills prompts of any lengths together; made by ``of`` where model and machine allow it."""
+    """Prefills prompts of any lengths together; ``for_model`` makes it for plain decoders."""
 
     def __init__(self, loaded: LoadedModel, decoder: PackedDecoder) -> None:
         self._module: Any = loaded.module
         self._decoder = decoder
-        self._chunk_rows = max(2 * MIN_ROWS, _MAX_LOGITS // loaded.vocab_size)
+        self._chunk_size = max(2 * MIN_ROWS, _MAX_LOGITS // loaded.vocab_size)
 
     @classmethod
-    def of(cls, loaded: LoadedModel) -> PackedPrefill | None:
+    def for_model(cls, loaded: LoadedModel) -> PackedPrefill | None:
         """The packed prefill of a model; None for another than a plain float32 one on a CPU."""
         decoder = PackedDecoder.of(loaded)
         return None if decoder is None else cls(loaded, decoder)
 
     @torch.inference_mode()
     def run(self, prompts: Sequence[tuple[int, ...]], *, scored: int) -> tuple[list[Prompt], int]:
-        """Prefilled prompts, with logprobs of each one's last ``scored`` tokens, and the rows that
-        were computed."""
+        """Prefilled prompts, with logprobs of each prompt's last ``scored`` tokens, and the number
+        of tokens that were computed."""
         sequences = [torch.tensor(prompt) for prompt in prompts]
-        found = clusters(sequences)
-        rows = pack(sequences, found)
-        order = [member for cluster in found for member in cluster.members]
-        places = dict(zip(order, rows.places, strict=True))
+        prefixes = clusters(sequences)
+        packed = pack(sequences, prefixes)
+        order = [member for cluster in prefixes for member in cluster.members]
+        places_of = dict(zip(order, packed.places, strict=True))
         cache: list[tuple[Tensor, Tensor]] = []
-        states = self._decoder.states(rows.tokens, rows.positions, rows.tree, cache=cache)
-        at = [places[one] for one in range(len(prompts))]
-        logits = self._logits(states, torch.stack([one[-1] for one in at]))
-        logprobs = self._scores(states, sequences, at, scored) if scored else None
-        done = [
+        states = self._decoder.states(packed.tokens, packed.positions, packed.tree, cache=cache)
+        places = [places_of[index] for index in range(len(prompts))]
+        logits = self._logits(states, torch.stack([place[-1] for place in places]))
+        logprobs = self._scores(states, sequences, places, scored) if scored else None
+        prefilled = [
             Prompt(
                 tokens=prompt,
-                keys=torch.stack([keys[at[one]].transpose(0, 1) for keys, _ in cache]),
-                values=torch.stack([values[at[one]].transpose(0, 1) for _, values in cache]),
-                logits=logits[one].clone(),
-                logprobs=None if logprobs is None else logprobs[one],
+                keys=torch.stack([keys[places[index]].transpose(0, 1) for keys, _ in cache]),
+                values=torch.stack([values[places[index]].transpose(0, 1) for _, values in cache]),
+                logits=logits[index].clone(),
+                logprobs=None if logprobs is None else logprobs[index],
             )
-            for one, prompt in enumerate(prompts)
+            for index, prompt in enumerate(prompts)
         ]
-        return done, rows.tokens.numel()
+        return prefilled, packed.tokens.numel()
 
-    def _logits(self, states: Tensor, rows: Tensor) -> Tensor:
-        """Logits [R, V] after the ``rows`` [R] of states [S, H]."""
+    def _logits(self, states: Tensor, places: Tensor) -> Tensor:
+        """Logits [R, V] after the tokens at ``places`` [R] of states [S, H]."""
         # The head's rounding depends on the number of rows, while they are few.
-        missing = max(0, MIN_ROWS - rows.numel())
-        chosen = states[torch.nn.functional.pad(rows, (0, missing))]
-        return self._module.get_output_embeddings()(chosen)[: rows.numel()]
+        missing = max(0, MIN_ROWS - places.numel())
+        chosen = states[torch.nn.functional.pad(places, (0, missing))]
+        return self._module.get_output_embeddings()(chosen)[: places.numel()]
 
     def _scores(
-        self, states: Tensor, sequences: Sequence[Tensor], at: Sequence[Tensor], scored: int
+        self, states: Tensor, sequences: Sequence[Tensor], places: Sequence[Tensor], scored: int
     ) -> list[list[float]]:
-        """Logprobs of the last ``scored`` tokens of each sequence, but for its first."""
+        """Logprobs of the last ``scored`` tokens of each sequence, except its first."""
         counts = [min(scored, sequence.numel() - 1) for sequence in sequences]
-        pairs = list(zip(sequences, at, counts, strict=True))
-        rows = torch.cat([place[-count - 1 : -1] for _, place, count in pairs])
+        pairs = list(zip(sequences, places, counts, strict=True))
+        before = torch.cat([place[-count - 1 : -1] for _, place, count in pairs])
         targets = torch.cat([tokens[tokens.numel() - count :] for tokens, _, count in pairs])
-        parts = [
-            score(self._logits(states, some), wanted)
-            for some, wanted in zip(
-                rows.split(self._chunk_rows), targets.split(self._chunk_rows), strict=True
-            )
-        ]
+        size = self._chunk_size
+        chunks = zip(before.split(size), targets.split(size), strict=True)
+        parts = [score(self._logits(states, chunk), expected) for chunk, expected in chunks]
         return [part.tolist() for part in torch.cat(parts).split(counts)]

@@ -1,4 +1,4 @@
-"""Prefilled prompts, kept for whoever asks for the same prompt next (a group's completions).
+"""Prefilled prompts, kept for later requests with the same prompt (a group's completions).
 
 Legend: N layers, H kv heads, T prompt tokens, D head size, V vocabulary; M layers with experts, K
 experts per token.
@@ -19,10 +19,10 @@ EVERY = 2**62
 
 @dataclass(frozen=True)
 class Extras:
-    """What is wanted of a prompt beside its cache: its logprobs, the experts it went to."""
+    """What a request needs of a prompt beside its cache: logprobs, and the experts it used."""
 
     scored: int = 0
-    """Of how many of its last tokens logprobs are wanted."""
+    """How many of its last tokens get logprobs."""
     routed: bool = False
 
     def __or__(self, other: Extras) -> Extras:
@@ -33,9 +33,9 @@ class Extras:
 class Prompt:
     """A prompt after its prefill: ``keys`` and ``values`` [N, H, T, D], last ``logits`` [V].
 
-    ``logprobs`` are the model's own, those of the last tokens that were asked for, of all after the
-    first at most; ``routing`` [T, M, K] are the experts that each token went to. Both are None when
-    nobody asked.
+    ``logprobs`` are the model's own, of as many last tokens as were requested, of all after the
+    first at most; ``routing`` [T, M, K] are the experts of each token. Both are None without a
+    request for them.
     """
 
     tokens: tuple[int, ...]
@@ -53,7 +53,7 @@ class Prompt:
         return sum(tensor.nbytes for tensor in tensors) + routing + 40 * len(self.tokens)
 
     def has(self, extras: Extras) -> bool:
-        """Whether it holds what is wanted."""
+        """Whether it holds these extras."""
         known = -1 if self.logprobs is None else len(self.logprobs)
         lacks_scores = extras.scored > 0 and min(extras.scored, len(self.tokens) - 1) > known
         return not (lacks_scores or (extras.routed and self.routing is None))
@@ -71,12 +71,12 @@ class PromptStore:
         return len(self._prompts)
 
     def get(self, tokens: tuple[int, ...], extras: Extras) -> Prompt | None:
-        """The prefilled prompt; None when it is not here, or lacks one of the ``extras``."""
-        found = self._prompts.get(tokens)
-        if found is None or not found.has(extras):
+        """The prefilled prompt; None when it is not stored, or lacks one of the ``extras``."""
+        prompt = self._prompts.get(tokens)
+        if prompt is None or not prompt.has(extras):
             return None
         self._prompts.move_to_end(tokens)
-        return found
+        return prompt
 
     def put(self, prompt: Prompt) -> None:
         """Keep a prompt and drop the least recently used beyond the budget."""
@@ -89,7 +89,7 @@ class PromptStore:
             self._drop(next(iter(self._prompts)))
 
     def clear(self) -> None:
-        """Forget everything; called when the weights change."""
+        """Drop all prompts; called when the weights change."""
         self._prompts.clear()
         self._size = 0
 

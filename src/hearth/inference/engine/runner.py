@@ -1,12 +1,12 @@
-"""Forward passes of the unmodified module: prompts into the KV cache, and one token per row.
+"""Forward passes of the engine: prompts into the KV cache, and one token for each slot.
 
-Legend: P prompts, L padded prompt length, T prompt tokens, B rows, R rows of logits, V vocabulary,
+Legend: P prompts, L padded prompt length, T prompt tokens, B slots, R rows of logits, V vocabulary,
 N layers, H kv heads, D head size.
 
-What shares a forward never changes a row's bits on the CPU in float32 while the hidden size is
-small (measured up to 256 tokens of context against plain forwards of any batch and padding, and
-between batches at any length): prompts of one padded length run together, decoding pads to
-``MIN_ROWS`` rows, and attention looks at ``key_span`` keys.
+On the CPU in float32 the logits of a sequence do not depend on what else is in its forward, to the
+bit, while the hidden size is small (measured up to 256 tokens of context against plain forwards of
+any batch and padding, and between batches at any length). For this, prompts of one padded length
+run together, decoding pads to ``MIN_ROWS`` slots, and attention reads ``key_span`` keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor
 from hearth.errors import ConfigError, EngineError
 from hearth.inference.engine.cache import MIN_ROWS, CacheShape, SlotCache, key_span
 from hearth.inference.engine.fused import FusedDecoder
-from hearth.inference.engine.graphs import DecodeGraphs, Recorder
+from hearth.inference.engine.graphs import CudaRecorder, DecodeGraphs
+from hearth.inference.engine.options import DecoderKind
 from hearth.inference.engine.plain_step import PlainStep
 from hearth.inference.engine.prefill import PackedPrefill
 from hearth.inference.engine.prompts import Extras, Prompt
@@ -49,8 +50,8 @@ def padded_length(tokens: int) -> int:
 class ModelRunner:
     """Runs one causal LM for the engine. Used by one thread at a time.
 
-    With a ``recorder`` decoding steps of a dense model are recorded and replayed, and a plain
-    decoder's are those of ``PlainStep``; so they are on any GPU.
+    ``decoder`` is that of ``EngineOptions``. With a ``recorder`` the decoding steps of a dense
+    model are recorded and replayed.
 
     Raises:
         ConfigError: the model's cache is not plain keys and values, or its attention looks back
@@ -58,9 +59,14 @@ class ModelRunner:
     """
 
     def __init__(
-        self, loaded: LoadedModel, *, max_seq_len: int, recorder: Recorder | None = None
+        self,
+        loaded: LoadedModel,
+        *,
+        max_seq_len: int,
+        recorder: CudaRecorder | None = None,
+        decoder: DecoderKind | None = None,
     ) -> None:
-        # Importing transformers takes seconds, and whoever loaded a model has paid them.
+        # Importing transformers takes seconds; a process that has loaded a model has done it.
         from hearth.inference.engine import attention
 
         self.loaded = loaded
@@ -69,18 +75,20 @@ class ModelRunner:
         _check_attention_span(loaded, max_seq_len)
         attention.install(loaded.module)
         self._selects_rows = True
-        self._fused = FusedDecoder.of(loaded, positions=max_seq_len)
-        self._packed = PackedPrefill.of(loaded)
+        has_kernels = decoder in (None, "fused")
+        self._fused = FusedDecoder.for_model(loaded, positions=max_seq_len) if has_kernels else None
+        self._packed = PackedPrefill.for_model(loaded) if has_kernels else None
         self._graphs: DecodeGraphs | None = None
         self.routers = find_routers(loaded)
         """None for a dense model."""
         self._plain: PlainStep | None = None
         self.cache_shape = self._probe()
-        if self._fused is None and (recorder is not None or self.device.type == "cuda"):
-            self._plain = PlainStep.of(loaded, positions=max_seq_len)
+        is_plain = decoder == "plain" or recorder is not None or self.device.type == "cuda"
+        if self._fused is None and is_plain and decoder != "module":
+            self._plain = PlainStep.for_model(loaded, positions=max_seq_len)
             if self._plain is not None and not self._is_sound():
                 self._plain = None
-        # Experts wait for the device to tell how many tokens each of them gets.
+        # The sizes of the experts' batches are read back from the device: no graph can record that.
         if recorder is not None and self.routers is None and self._fused is None:
             self._graphs = DecodeGraphs(loaded, self._step, recorder)
 
@@ -99,7 +107,7 @@ class ModelRunner:
             self._graphs.weights_changed()
 
     def recording(self, wanted: bool) -> contextlib.AbstractContextManager[Recording]:
-        """Record the experts of what is computed inside the ``with``, if that is wanted."""
+        """Record the experts of what is computed inside the ``with``, if ``wanted``."""
         if wanted and self.routers is not None:
             return self.routers.recording()
         return contextlib.nullcontext(Recording())
@@ -108,7 +116,7 @@ class ModelRunner:
     def prefill(
         self, prompts: Sequence[tuple[int, ...]], extras: Extras
     ) -> tuple[list[Prompt], int]:
-        """Prefilled prompts with what ``extras`` want, and how many tokens were computed.
+        """Prefilled prompts with their ``extras``, and how many tokens were computed.
 
         All must have one padded length, unless the runner ``packs``.
         """
@@ -140,7 +148,7 @@ class ModelRunner:
     ) -> Tensor:
         """Logits [B, V] (float32) after ``tokens`` at ``positions`` [B], which enter the cache.
 
-        Where steps are recorded they stand in a buffer that the next step writes to.
+        Where steps are recorded they are in a buffer that the next step overwrites.
         """
         if self._fused is not None:
             return self._fused.decode(tokens, positions, cache)
@@ -172,8 +180,8 @@ class ModelRunner:
         """Keys and values [N, P, H, L, D], last logits [P, V], and logprobs of each prompt's last
         ``scored`` tokens."""
         tokens = np.zeros((len(prompts), padded_length(len(prompts[0]))), np.int64)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = prompt
+        for index, prompt in enumerate(prompts):
+            tokens[index, : len(prompt)] = prompt
         input_ids = torch.from_numpy(tokens).to(self.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         width = input_ids.shape[1]
@@ -208,7 +216,7 @@ class ModelRunner:
             return logits.flatten(0, 1)[places].float()
         keep = torch.zeros(input_ids.shape, dtype=torch.bool, device=self.device)
         keep.view(-1)[places] = True
-        # The head's rounding depends on the number of rows as well, while they are few.
+        # The head's rounding depends on the number of rows, while they are few.
         keep[0, :MIN_ROWS] = True
         logits = self.loaded.module(**inputs, use_cache=True, logits_to_keep=keep).logits
         row_of = keep.view(-1).cumsum(0) - 1
@@ -239,9 +247,9 @@ class ModelRunner:
                 f"model must run with the engine's KV cache, got {self.loaded.name!r} "
                 f"({type(self.loaded.module).__name__}): {error}"
             ) from error
-        got, wanted = torch.stack([prefilled.logits, decoded]), plain[-2:]
-        tolerance = (1e-4 if shape.dtype == torch.float32 else 0.1) * (1 + wanted.abs().max())
-        if not bool((got - wanted).abs().max() <= tolerance):
+        actual, expected = torch.stack([prefilled.logits, decoded]), plain[-2:]
+        tolerance = (1e-4 if shape.dtype == torch.float32 else 0.1) * (1 + expected.abs().max())
+        if not bool((actual - expected).abs().max() <= tolerance):
             raise ConfigError(
                 f"model must run with the engine's KV cache, got {self.loaded.name!r} "
                 f"({type(self.loaded.module).__name__}): decoding differs from a plain forward"
@@ -249,11 +257,11 @@ class ModelRunner:
         return shape
 
     def _is_sound(self) -> bool:
-        """Whether decoding is right with what has come since the first probe."""
+        """Whether decoding with ``PlainStep`` passes the probe as well."""
         try:
             self._probe()
         except ConfigError as error:
-            logger.warning("decoding goes through the whole module: %s", error)
+            logger.warning("decoding runs the whole module: %s", error)
             return False
         return True
 
@@ -276,7 +284,7 @@ class ModelRunner:
 
     def _decode_once(self, prompt: tuple[int, ...], shape: CacheShape, prefilled: Prompt) -> Tensor:
         """Logits [V] after the last token of ``prompt``, the others being ``prefilled``."""
-        cache = SlotCache(shape, budget_bytes=2**62, max_rows=MIN_ROWS)
+        cache = SlotCache(shape, budget_bytes=2**62, max_slots=MIN_ROWS)
         cache.reserve(MIN_ROWS, len(prompt), active=0)
         before = len(prompt) - 1
         cache.fill([0], prefilled.keys, prefilled.values)
@@ -287,7 +295,7 @@ class ModelRunner:
 
 
 def _check_attention_span(loaded: LoadedModel, max_seq_len: int) -> None:
-    """Refuse layers that look back less far than a sequence may be long."""
+    """Refuse layers whose attention reaches back less far than the longest sequence."""
     config = loaded.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
@@ -295,7 +303,7 @@ def _check_attention_span(loaded: LoadedModel, max_seq_len: int) -> None:
     if window and slides and window < max_seq_len:
         raise ConfigError(
             f"max_seq_len must be <= {window} for {loaded.name!r}, got {max_seq_len}: its layers "
-            "look back no further, and the embedded engine keeps no sliding windows"
+            "attend no further back, and the embedded engine has no sliding windows"
         )
     other = kinds - {"full_attention", "sliding_attention"}
     if other:

@@ -1,7 +1,7 @@
-"""Drawing tokens: one vectorized step for all rows. Legend: B rows, V vocabulary.
+"""Samples tokens: one vectorized step for all rows of logits. Legend: B rows, V vocabulary.
 
-A draw is a function of its logits, its sampling values, its seed and its position alone, so a
-completion does not depend on what shared its batch.
+A token depends only on its logits, sampling values, seed and position, so a completion does not
+depend on the other sequences of its batch.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class SamplingValues:
     top_p: NDArray[np.float64]
     top_k: NDArray[np.int64]
     top_logprobs: NDArray[np.int64] | None = None
-    """None when no row asks for them."""
+    """None when no row needs them."""
 
     @property
     def are_simple(self) -> NDArray[np.bool_]:
-        """Which rows draw from all tokens, at some temperature."""
+        """Which rows sample from all tokens, at some temperature."""
         return (self.temperature > 0) & (self.top_p >= 1) & (self.top_k <= 0)
 
-    def of(self, rows: NDArray[np.int64]) -> SamplingValues:
-        """Those of some rows, without what is told beside a draw."""
+    def select(self, rows: NDArray[np.int64]) -> SamplingValues:
+        """Those of some rows, without ``top_logprobs``."""
         return SamplingValues(self.temperature[rows], self.top_p[rows], self.top_k[rows])
 
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The most probable tokens [R, K] of the ``rows`` [R] that asked, the first the likeliest."""
+    """The most probable tokens [R, K] of the ``rows`` [R] that need them, likeliest first."""
 
     rows: NDArray[np.int64]
     tokens: NDArray[np.int64]
@@ -52,7 +52,7 @@ class TopTokens:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """Drawn tokens [B] with their raw logprob and the one under what was drawn from, float32."""
+    """Tokens [B] with the model's own logprobs and those of the sampled distribution, float32."""
 
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float32]
@@ -62,7 +62,7 @@ class SampledTokens:
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """One number in [0, 1) for each (seed, position), by counter-based hashing (SplitMix64)."""
-    # Mixing the seed first keeps streams apart whose seeds differ by a multiple of _GOLDEN.
+    # The seed is mixed first, so that seeds that differ by a multiple of _GOLDEN are independent.
     start = _mix(seeds + _GOLDEN)
     counter = (positions + 1).astype(np.uint64) * _GOLDEN
     return (_mix(start + counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -73,30 +73,30 @@ def sample(
 ) -> SampledTokens:
     """Sample one token per row of ``logits`` [B, V] (float32).
 
-    ``positions`` are those of the tokens to be drawn. Inverse of the cumulative distribution, in
-    float64 and in vocabulary order.
+    ``positions`` are those of the new tokens. Inverts the cumulative distribution, in float64 and
+    in vocabulary order.
     """
     numbers = uniforms(seeds, positions)
-    top = None if values.top_logprobs is None else _top(logits, values.top_logprobs)
-    fast = _fast_draws(logits, values, numbers)
+    top = None if values.top_logprobs is None else _find_top(logits, values.top_logprobs)
+    fast = _sample_fast(logits, values, numbers)
     fractions = torch.from_numpy(numbers)
     if fast is None:
         return replace(_sample(logits, values, fractions), top=top)
-    found, others = fast
+    sampled, others = fast
     if others.size:
         index = torch.from_numpy(others)
-        other = _sample(logits[index], values.of(others), fractions[index])
-        found.tokens[others], found.logprobs[others] = other.tokens, other.logprobs
-        found.sampling_logprobs[others] = other.sampling_logprobs
-    return replace(found, top=top)
+        other = _sample(logits[index], values.select(others), fractions[index])
+        sampled.tokens[others], sampled.logprobs[others] = other.tokens, other.logprobs
+        sampled.sampling_logprobs[others] = other.sampling_logprobs
+    return replace(sampled, top=top)
 
 
-def _fast_draws(
+def _sample_fast(
     logits: Tensor, values: SamplingValues, fractions: NDArray[np.float64]
 ) -> tuple[SampledTokens, NDArray[np.int64]] | None:
-    """Draws of the rows that draw from all tokens, and the other rows; None without a fast way.
+    """Tokens of the rows that sample from all tokens, and the other rows; None without kernels.
 
-    Which way a row goes hangs on its own values alone.
+    Whether a row is sampled here depends on its own values alone.
     """
     simple = values.are_simple
     if logits.device.type == "cuda":
@@ -112,29 +112,29 @@ def _fast_draws(
     tokens, logprobs, drawn_logprobs = loops.draw(
         logits.contiguous(), torch.from_numpy(temperatures), torch.from_numpy(fractions)
     )
-    draw = SampledTokens(tokens.numpy(), logprobs.numpy(), drawn_logprobs.numpy())
-    return draw, np.flatnonzero(~simple)
+    sampled = SampledTokens(tokens.numpy(), logprobs.numpy(), drawn_logprobs.numpy())
+    return sampled, np.flatnonzero(~simple)
 
 
 def _sample(logits: Tensor, values: SamplingValues, fractions: Tensor) -> SampledTokens:
     """The same in torch, for any values."""
     raw = torch.log_softmax(logits, dim=-1)
-    drawn_from = _drawn_from(logits, raw, values)
-    tokens = _invert(drawn_from, fractions.to(logits.device))
-    picked = tokens.unsqueeze(1)
-    own = raw.gather(1, picked).squeeze(1).cpu().numpy()
-    if drawn_from is raw:
+    distribution = _find_sampling_logprobs(logits, raw, values)
+    tokens = _invert(distribution, fractions.to(logits.device))
+    index = tokens.unsqueeze(1)
+    own = raw.gather(1, index).squeeze(1).cpu().numpy()
+    if distribution is raw:
         return SampledTokens(tokens.cpu().numpy(), own, own)
-    drawn = drawn_from.gather(1, picked).squeeze(1).cpu().numpy()
-    return SampledTokens(tokens.cpu().numpy(), own, drawn)
+    sampling = distribution.gather(1, index).squeeze(1).cpu().numpy()
+    return SampledTokens(tokens.cpu().numpy(), own, sampling)
 
 
-def _top(logits: Tensor, wanted: NDArray[np.int64]) -> TopTokens:
+def _find_top(logits: Tensor, wanted: NDArray[np.int64]) -> TopTokens:
     rows = np.flatnonzero(wanted)
     most = min(int(wanted.max()), logits.shape[1])
     raw = torch.log_softmax(logits[_index(wanted > 0, logits)], dim=-1)
-    found = raw.topk(most, dim=1)
-    return TopTokens(rows, found.indices.cpu().numpy(), found.values.cpu().numpy())
+    top = raw.topk(most, dim=1)
+    return TopTokens(rows, top.indices.cpu().numpy(), top.values.cpu().numpy())
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -143,8 +143,8 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _drawn_from(logits: Tensor, raw: Tensor, values: SamplingValues) -> Tensor:
-    """Log-probabilities [B, V] of the distribution to draw from; ``raw`` itself when it is that."""
+def _find_sampling_logprobs(logits: Tensor, raw: Tensor, values: SamplingValues) -> Tensor:
+    """Log-probabilities [B, V] of the distribution to sample; ``raw`` itself when it is that."""
     greedy = values.temperature == 0
     tempered = ~greedy & (values.temperature != 1)
     truncated = ~greedy & ((values.top_p < 1) | (values.top_k > 0))
@@ -155,7 +155,7 @@ def _drawn_from(logits: Tensor, raw: Tensor, values: SamplingValues) -> Tensor:
         index = _index(tempered, logits)
         scale = torch.from_numpy(values.temperature[tempered]).to(logits.device).unsqueeze(1)
         chosen = logits[index]
-        # The largest logit becomes 0 first: a tiny temperature then gives -inf, never inf - inf.
+        # The largest logit is 0 before the division: a tiny temperature gives -inf, never NaN.
         shifted = (chosen - chosen.amax(1, keepdim=True)).double() / scale
         rows[index] = torch.log_softmax(shifted, dim=-1).float()
     if truncated.any():
@@ -193,12 +193,12 @@ def _invert(rows: Tensor, fractions: Tensor) -> Tensor:
     """Tokens [B] at the given fractions of the cumulative distributions of ``rows``."""
     cumulative = rows.exp().cumsum(1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    # Strictly below the total, so that the token found is never one of probability 0.
+    # Strictly below the total, so that no token of probability 0 is chosen.
     below = torch.nextafter(total, torch.zeros_like(total))
     point = torch.minimum(fractions.unsqueeze(1) * total, below)
-    found = torch.searchsorted(cumulative, point, right=True).squeeze(1)
-    # NaN logits find nothing; their NaN logprob is what tells the engine.
-    return found.clamp(max=rows.shape[1] - 1)
+    tokens = torch.searchsorted(cumulative, point, right=True).squeeze(1)
+    # NaN logits match no token; the engine recognizes them by their NaN logprob.
+    return tokens.clamp(max=rows.shape[1] - 1)
 
 
 def _index(mask: NDArray[np.bool_], like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Who joins the batch next: first come, first served, as far as rows, cache and prefill allow."""
+"""Which requests join the batch next: first come, first served, within slots, cache and prefill."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.prompts import Extras, PromptStore
 from hearth.inference.engine.runner import padded_length
-from hearth.inference.engine.sequence import Running
+from hearth.inference.engine.sequence import SequenceState
 from hearth.inference.engine.slots import DecodeSlots
 
 
 @dataclass
 class Admission:
-    """Requests that join in this step, and the prompts to be prefilled for them."""
+    """Requests that join in this step, and the prompts to prefill for them."""
 
-    sequences: list[Running] = field(default_factory=lambda: [])
+    sequences: list[SequenceState] = field(default_factory=lambda: [])
     prompts: dict[tuple[int, ...], Extras] = field(default_factory=lambda: {})
 
     def batches(self, *, packs: bool) -> list[tuple[Extras, list[tuple[int, ...]]]]:
-        """(extras, prompts) of each forward: what is not packed must have one padded length."""
+        """(extras, prompts) of each forward: unpacked prompts must have one padded length."""
         groups: dict[tuple[Extras, int], list[tuple[int, ...]]] = {}
         for prompt, extras in self.prompts.items():
             length = 0 if packs else padded_length(len(prompt))
@@ -30,44 +30,46 @@ class Admission:
 
 
 class Scheduler:
-    """The waiting requests. One that lacks room waits, and those behind it wait as well."""
+    """The waiting requests. If the first lacks room, all behind it wait as well."""
 
     def __init__(self, *, prefill_tokens: int) -> None:
-        self.waiting: deque[Running] = deque()
+        self.waiting: deque[SequenceState] = deque()
         self._prefill_tokens = prefill_tokens
 
-    def admit(self, rows: DecodeSlots, cache: SlotCache, store: PromptStore) -> Admission:
-        """Take from the queue what fits now, and of prompts to prefill at least one.
+    def admit(self, slots: DecodeSlots, cache: SlotCache, store: PromptStore) -> Admission:
+        """Take the requests from the queue that fit now; at least one prompt is prefilled.
 
         A request whose prompt is in ``store``, or is prefilled for another, costs no prefill.
         """
         admission = Admission()
-        count, longest, spent = len(rows), rows.longest_limit, 0
+        count, longest, spent = len(slots), slots.longest_limit, 0
         while self.waiting:
             sequence = self.waiting[0]
-            reach = max(longest, sequence.limit) if sequence.draws else longest
-            if sequence.draws and not cache.fits(count + 1, reach):
+            reach = max(longest, sequence.limit) if sequence.needs_slot else longest
+            if sequence.needs_slot and not cache.fits(count + 1, reach):
                 break
             cost = self._prompt_cost(sequence, admission, store)
             if spent > 0 and spent + cost > self._prefill_tokens:
                 break
             self._join(sequence, admission, fresh=cost > 0)
-            count, longest, spent = count + int(sequence.draws), reach, spent + cost
+            count, longest, spent = count + int(sequence.needs_slot), reach, spent + cost
         return admission
 
-    def remove(self, sequences: Iterable[Running]) -> None:
+    def remove(self, sequences: Iterable[SequenceState]) -> None:
         """Take requests out of the queue."""
-        gone = {id(sequence) for sequence in sequences}
-        self.waiting = deque(one for one in self.waiting if id(one) not in gone)
+        removed = {id(sequence) for sequence in sequences}
+        self.waiting = deque(other for other in self.waiting if id(other) not in removed)
 
-    def _prompt_cost(self, sequence: Running, admission: Admission, store: PromptStore) -> int:
+    def _prompt_cost(
+        self, sequence: SequenceState, admission: Admission, store: PromptStore
+    ) -> int:
         tokens = sequence.tokens
         sequence.prompt = store.get(tokens, sequence.extras)
         if sequence.prompt is not None or tokens in admission.prompts:
             return 0
         return padded_length(len(tokens))
 
-    def _join(self, sequence: Running, admission: Admission, *, fresh: bool) -> None:
+    def _join(self, sequence: SequenceState, admission: Admission, *, fresh: bool) -> None:
         self.waiting.popleft()
         admission.sequences.append(sequence)
         tokens = sequence.tokens

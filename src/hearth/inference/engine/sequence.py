@@ -1,8 +1,7 @@
-"""One completion on its way through the engine, and the rules that its request must keep."""
+"""One request in the engine, and the rules that a request must keep."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -20,8 +19,6 @@ from hearth.inference.engine.prompts import EVERY, Extras, Prompt
 from hearth.inference.texts import TextOf
 from hearth.wire.routing import Choice
 
-logger = logging.getLogger(__name__)
-
 MOST_TOP_LOGPROBS = 20
 _LONGEST_CHARACTER = 4
 """Tokens that may hold parts of one character: UTF-8 needs at most four bytes."""
@@ -29,19 +26,19 @@ _LONGEST_CHARACTER = 4
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a request is checked against."""
+    """The limits of a backend that a request must keep."""
 
     vocab_size: int
     max_seq_len: int
     fits: Callable[[int], bool]
-    """Whether one row of that many tokens fits into the cache at all."""
+    """Whether one sequence of that many tokens fits into an empty cache."""
     cache_size: str
     has_tokenizer: bool
 
 
 @dataclass(frozen=True)
 class VersionRun:
-    """Tokens in a row that one weight version drew."""
+    """Consecutive tokens of one weight version."""
 
     weight_version: int
     snapshot_identity: str | None
@@ -49,7 +46,7 @@ class VersionRun:
 
 
 @dataclass(eq=False)
-class Running:
+class SequenceState:
     """A request with what the engine knows of it."""
 
     request: SampleRequest
@@ -62,56 +59,48 @@ class Running:
     """Total number of tokens, prompt included, at which it ends."""
     arrived_s: float
     text_of: TextOf
-    """What makes text of its tokens."""
+    """Decodes its tokens."""
     started_s: float = 0.0
-    watch: StopText | None = None
+    stop_text: StopText | None = None
     prompt: Prompt | None = None
     cached_prompt_tokens: int = 0
     num_concurrent: int = 0
     top_logprobs: list[TopLogprobs] = field(default_factory=lambda: [])
     """Filled when the request asks for them."""
     routing: list[Choice] = field(default_factory=lambda: [])
-    """Likewise."""
+    """Filled when the request asks for it."""
     runs: list[VersionRun] = field(default_factory=lambda: [])
-    """Of the weight versions that draw no more of it, in the order of its tokens."""
+    """Of the earlier weight versions, in the order of its tokens."""
 
     @property
-    def draws(self) -> bool:
-        """Whether it takes a row: a request for prompt logprobs alone does not."""
+    def needs_slot(self) -> bool:
+        """Whether it samples tokens; a request for prompt logprobs alone does not."""
         return self.limit > len(self.tokens)
 
     @property
     def extras(self) -> Extras:
-        """What its request wants of the prompt."""
+        """What the request needs of the prompt."""
         last = self.request.prompt_logprobs_last
         scored = EVERY if last is None else last
         return Extras(scored * self.request.prompt_logprobs, self.request.routing)
 
-    def prefilled(self) -> None:
-        """Tell the listener, if there is one, that tokens come now."""
-        listener = self.request.listener
-        if listener is None:
-            return
-        try:
-            listener.prefilled(self.prompt_logprobs())
-        except Exception:
-            logger.exception("a listener failed; its completion goes on")
+    def notify_prefill(self) -> None:
+        """Call the listener, if there is one, before the first token."""
+        if self.request.listener is not None:
+            self.request.listener.notify_prefill(self.prompt_logprobs())
 
-    def tell(self, token: SampledToken) -> None:
-        """Tell the listener of a token; its failure is its own."""
-        try:
-            if self.request.listener is not None:
-                self.request.listener.drew(token)
-        except Exception:
-            logger.exception("a listener failed; its completion goes on")
+    def notify_token(self, token: SampledToken) -> None:
+        """Call the listener, if there is one, with the next token."""
+        if self.request.listener is not None:
+            self.request.listener.notify_token(token)
 
-    def end_run(self, state: ServingState, drawn: int) -> None:
-        """Note that of ``drawn`` tokens those without a run were drawn with what is served."""
-        tokens = drawn - sum(run.tokens for run in self.runs)
+    def end_run(self, state: ServingState, num_tokens: int) -> None:
+        """Of its ``num_tokens`` tokens assign those without a run to the version in ``state``."""
+        tokens = num_tokens - sum(run.tokens for run in self.runs)
         self.runs.append(VersionRun(state.weight_version, state.current_identity, tokens))
 
     def prompt_logprobs(self) -> list[float | None] | None:
-        """The prompt's own that were asked for, its first None; None when nobody asked."""
+        """Those that the request asks for, the prompt's first None; None without a request."""
         if not self.request.prompt_logprobs or self.prompt is None:
             return None
         known, length = self.prompt.logprobs or [], len(self.prompt.tokens)
@@ -119,7 +108,7 @@ class Running:
         return every[max(0, length - self.extras.scored) :]
 
     def prompt_routing(self) -> Sequence[Choice] | None:
-        """Experts of the prompt's positions but the last; None when nobody asked."""
+        """Experts of the prompt's positions except the last; None without a request."""
         if not self.request.routing or self.prompt is None or self.prompt.routing is None:
             return None
         return list(self.prompt.routing[:-1])
@@ -127,7 +116,7 @@ class Running:
 
 @dataclass
 class StopText:
-    """Watches a growing text for stop strings, which may begin and end inside tokens."""
+    """Searches a growing text for stop strings, which may begin and end inside tokens."""
 
     decode: TextOf
     stops: tuple[str, ...]
@@ -139,17 +128,17 @@ class StopText:
     def push(self, token: int) -> bool:
         """Take the next token; whether a stop string is now complete."""
         self._tokens.append(token)
-        # Decoding from a few tokens back keeps what a token's text owes to its predecessor.
+        # A token's text depends on its predecessor, so decoding starts a few tokens back.
         known = self.decode(self._tokens[self._start : self._read])
         text = self.decode(self._tokens[self._start :])
         candidate = self._tail + text[len(known) :]
-        found = any(stop in candidate for stop in self.stops)
+        is_complete = any(stop in candidate for stop in self.stops)
         pending = len(self._tokens) - self._read
         if not text.endswith("\ufffd") or pending > _LONGEST_CHARACTER:
             longest = max(len(stop) for stop in self.stops)
             self._tail = candidate[max(0, len(candidate) - longest + 1) :]
             self._start, self._read = self._read, len(self._tokens)
-        return found
+        return is_complete
 
     def cut(self, text: str) -> str:
         """``text`` up to its first stop string."""
@@ -158,7 +147,7 @@ class StopText:
 
 
 def check_request(request: SampleRequest, limits: RequestLimits) -> None:
-    """Refuse what cannot be drawn.
+    """Refuse a request that cannot be run.
 
     Raises:
         RequestError: a field breaks its rule, or the request can never fit into the cache.
@@ -194,14 +183,15 @@ def _check_prompt(request: SampleRequest, limits: RequestLimits) -> None:
     if length > longest:
         raise RequestError(
             f"prompt must be <= {longest} tokens, got {length}: the context holds "
-            f"{limits.max_seq_len} tokens, those to be drawn included"
+            f"{limits.max_seq_len} tokens, completion included"
         )
     _check_ids("prompt", request.prompt, limits)
     _check_ids("stop_token_ids", request.stop_token_ids, limits)
 
 
 def _check_ids(name: str, ids: Sequence[int], limits: RequestLimits) -> None:
-    wrong = [one for one in (min(ids), max(ids)) if not 0 <= one < limits.vocab_size] if ids else []
+    extremes = (min(ids), max(ids)) if ids else ()
+    wrong = [token for token in extremes if not 0 <= token < limits.vocab_size]
     if wrong:
         raise RequestError(
             f"{name} must be token ids in 0..{limits.vocab_size - 1}, got {wrong[0]} at position "
@@ -220,11 +210,11 @@ def _check_values(request: SampleRequest) -> None:
         ("top_logprobs", rule_of_top, 0 <= request.top_logprobs <= MOST_TOP_LOGPROBS),
     )
     why = {
-        "max_tokens": "0 draws nothing and only scores the prompt",
+        "max_tokens": "0 samples nothing and only scores the prompt",
         "temperature": "0 takes the most probable token",
         "top_p": "1 keeps every token",
         "top_k": "0 keeps every token",
-        "top_logprobs": "each is sent with every drawn token",
+        "top_logprobs": "each is sent with every sampled token",
     }
     for name, rule, holds in rules:
         if not holds:

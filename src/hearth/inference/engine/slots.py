@@ -1,6 +1,7 @@
-"""The active rows of the batch as arrays: what changes each step is never a Python object per row.
+"""State of the active slots as arrays, so that a step makes no Python object per slot.
 
-Legend: B active rows. DecodeSlots 0..B-1 are in use; a hole is filled from the end.
+Legend: B active slots, M layers with experts, K experts per token. Slots 0..B-1 are in use; when
+one of them is freed, the last active slot moves into its place.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from numpy.typing import NDArray
 from hearth.inference.backend import SampledToken
 from hearth.inference.engine.cache import MIN_ROWS
 from hearth.inference.engine.sampler import SampledTokens, SamplingValues, TopTokens
-from hearth.inference.engine.sequence import Running
+from hearth.inference.engine.sequence import SequenceState
 from hearth.wire.completions import FinishReason
 
 _NO_TOKEN = -1
 
 
 class DecodeSlots:
-    """Per-row state. ``length`` counts a row's tokens, prompt included."""
+    """One sequence per slot. ``length`` counts its tokens, prompt included."""
 
     def __init__(self) -> None:
-        self.sequences: list[Running] = []
+        self.sequences: list[SequenceState] = []
         self.last_token = np.zeros(0, np.int64)
         self.length = np.zeros(0, np.int64)
         self._prompt_length = np.zeros(0, np.int64)
@@ -33,9 +34,9 @@ class DecodeSlots:
         self._temperature = np.zeros(0, np.float64)
         self._top_p = np.zeros(0, np.float64)
         self._top_k = np.zeros(0, np.int64)
-        self._watched = np.zeros(0, np.bool_)
-        self._heard = np.zeros(0, np.bool_)
-        self._routed = np.zeros(0, np.bool_)
+        self._has_stop_text = np.zeros(0, np.bool_)
+        self._has_listener = np.zeros(0, np.bool_)
+        self._wants_routing = np.zeros(0, np.bool_)
         self._top_logprobs = np.zeros(0, np.int64)
         self._stop_ids = np.full((0, 1), _NO_TOKEN, np.int64)
         self._tokens = np.zeros((0, 0), np.int64)
@@ -47,157 +48,158 @@ class DecodeSlots:
 
     @property
     def longest_limit(self) -> int:
-        """The most tokens that any active row may come to."""
+        """The most tokens that any active sequence may reach."""
         return int(self._limit[: len(self)].max(initial=0))
 
     @property
     def longest(self) -> int:
-        """The most tokens that any active row has."""
+        """The most tokens that any active sequence has."""
         return int(self.length[: len(self)].max(initial=0))
 
     @property
-    def are_routed(self) -> bool:
-        """Whether any active row is to tell its experts."""
-        return bool(self._routed[: len(self)].any())
+    def want_routing(self) -> bool:
+        """Whether any active request asks for its experts."""
+        return bool(self._wants_routing[: len(self)].any())
 
-    def add(self, sequences: Sequence[Running]) -> slice:
-        """Give each sequence a row; returns the new rows."""
+    def add(self, sequences: Sequence[SequenceState]) -> slice:
+        """Give each sequence a slot; returns the new slots."""
         start, stop = len(self), len(self) + len(sequences)
         self._make_room(stop, sequences)
-        rows = slice(start, stop)
+        slots = slice(start, stop)
         requests = [sequence.request for sequence in sequences]
         self.sequences.extend(sequences)
         lengths = [len(sequence.tokens) for sequence in sequences]
-        self.length[rows] = self._prompt_length[rows] = lengths
-        self._limit[rows] = [sequence.limit for sequence in sequences]
-        self._seed[rows] = np.array([sequence.seed for sequence in sequences], np.uint64)
-        self._temperature[rows] = [request.temperature for request in requests]
-        self._top_p[rows] = [request.top_p for request in requests]
-        self._top_k[rows] = [request.top_k for request in requests]
-        self._watched[rows] = [sequence.watch is not None for sequence in sequences]
-        self._heard[rows] = [request.listener is not None for request in requests]
-        self._routed[rows] = [request.routing for request in requests]
-        self._top_logprobs[rows] = [request.top_logprobs for request in requests]
-        self._stop_ids[rows] = _NO_TOKEN
-        for row, sequence in enumerate(sequences, start):
-            self._stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
-        return rows
+        self.length[slots] = self._prompt_length[slots] = lengths
+        self._limit[slots] = [sequence.limit for sequence in sequences]
+        self._seed[slots] = np.array([sequence.seed for sequence in sequences], np.uint64)
+        self._temperature[slots] = [request.temperature for request in requests]
+        self._top_p[slots] = [request.top_p for request in requests]
+        self._top_k[slots] = [request.top_k for request in requests]
+        self._has_stop_text[slots] = [sequence.stop_text is not None for sequence in sequences]
+        self._has_listener[slots] = [request.listener is not None for request in requests]
+        self._wants_routing[slots] = [request.routing for request in requests]
+        self._top_logprobs[slots] = [request.top_logprobs for request in requests]
+        self._stop_ids[slots] = _NO_TOKEN
+        for slot, sequence in enumerate(sequences, start):
+            self._stop_ids[slot, : len(sequence.stop_ids)] = sequence.stop_ids
+        return slots
 
     def inputs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Last tokens and their positions, padded to at least ``MIN_ROWS`` rows."""
-        rows = max(len(self), MIN_ROWS)
-        return self.last_token[:rows], self.length[:rows] - 1
+        """Last tokens and their positions, padded to at least ``MIN_ROWS`` slots."""
+        count = max(len(self), MIN_ROWS)
+        return self.last_token[:count], self.length[:count] - 1
 
-    def sampling(self, rows: slice) -> tuple[SamplingValues, NDArray[np.uint64], NDArray[np.int64]]:
-        """Sampling values, seeds and the positions of the tokens to be drawn for ``rows``."""
-        top = self._top_logprobs[rows]
+    def sampling_inputs(
+        self, slots: slice
+    ) -> tuple[SamplingValues, NDArray[np.uint64], NDArray[np.int64]]:
+        """Sampling values, seeds and positions of the next tokens of ``slots``."""
+        top = self._top_logprobs[slots]
         values = SamplingValues(
-            self._temperature[rows],
-            self._top_p[rows],
-            self._top_k[rows],
+            self._temperature[slots],
+            self._top_p[slots],
+            self._top_k[slots],
             top if top.any() else None,
         )
-        return values, self._seed[rows], self.length[rows]
+        return values, self._seed[slots], self.length[slots]
 
-    def take_routing(self, choices: NDArray[np.unsignedinteger] | None) -> None:
-        """Note the experts [B, M, K] that every row's next token is drawn with."""
+    def append_routing(self, choices: NDArray[np.unsignedinteger] | None) -> None:
+        """Append the experts [B, M, K] with which every slot's next token is computed."""
         if choices is None:
             return
-        for row in np.flatnonzero(self._routed[: len(self)]):
-            self.sequences[row].routing.append(choices[row])
+        for slot in np.flatnonzero(self._wants_routing[: len(self)]):
+            self.sequences[slot].routing.append(choices[slot])
 
-    def take(self, rows: slice, draw: SampledTokens) -> list[tuple[int, FinishReason]]:
-        """Append one drawn token to each of ``rows``; returns (row, reason) of those that end."""
-        index = np.arange(rows.start, rows.stop)
-        place = self.length[rows] - self._prompt_length[rows]
-        self._tokens[index, place] = draw.tokens
-        self._logprobs[index, place] = draw.logprobs
-        self._sampling_logprobs[index, place] = draw.sampling_logprobs
-        self.last_token[rows] = draw.tokens
-        self.length[rows] += 1
-        if draw.top is not None:
-            self._take_top(rows, draw.top)
-        stopped = (draw.tokens[:, None] == self._stop_ids[rows]).any(axis=1)
-        for row in np.flatnonzero(self._watched[rows]):
-            watch = self.sequences[rows.start + row].watch
-            assert watch is not None
-            stopped[row] |= watch.push(int(draw.tokens[row]))
-        ended = stopped | (self.length[rows] >= self._limit[rows])
-        ended |= ~np.isfinite(draw.logprobs)
+    def append(self, slots: slice, sampled: SampledTokens) -> list[tuple[int, FinishReason]]:
+        """Append one token to each of ``slots``; returns (slot, reason) of those that end."""
+        index = np.arange(slots.start, slots.stop)
+        place = self.length[slots] - self._prompt_length[slots]
+        self._tokens[index, place] = sampled.tokens
+        self._logprobs[index, place] = sampled.logprobs
+        self._sampling_logprobs[index, place] = sampled.sampling_logprobs
+        self.last_token[slots] = sampled.tokens
+        self.length[slots] += 1
+        if sampled.top is not None:
+            self._append_top(slots, sampled.top)
+        stopped = (sampled.tokens[:, None] == self._stop_ids[slots]).any(axis=1)
+        for offset in np.flatnonzero(self._has_stop_text[slots]):
+            stop_text = self.sequences[slots.start + offset].stop_text
+            assert stop_text is not None
+            stopped[offset] |= stop_text.push(int(sampled.tokens[offset]))
+        ended = stopped | (self.length[slots] >= self._limit[slots])
+        ended |= ~np.isfinite(sampled.logprobs)
         reasons: tuple[FinishReason, FinishReason] = ("length", "stop")
         return [
-            (rows.start + int(row), reasons[int(stopped[row])]) for row in np.flatnonzero(ended)
+            (slots.start + int(offset), reasons[int(stopped[offset])])
+            for offset in np.flatnonzero(ended)
         ]
 
-    def tell(self, rows: slice, draw: SampledTokens) -> None:
-        """Tell the listeners of ``rows`` what ``draw`` gave them; broken logits are no token."""
-        for row in np.flatnonzero(self._heard[rows] & np.isfinite(draw.logprobs)):
-            sequence = self.sequences[rows.start + row]
-            sequence.tell(
+    def notify(self, slots: slice, sampled: SampledTokens) -> None:
+        """Call the listeners of ``slots`` with their tokens; broken logits are no token."""
+        for offset in np.flatnonzero(self._has_listener[slots] & np.isfinite(sampled.logprobs)):
+            sequence = self.sequences[slots.start + offset]
+            sequence.notify_token(
                 SampledToken(
-                    int(draw.tokens[row]),
-                    float(draw.logprobs[row]),
-                    float(draw.sampling_logprobs[row]),
+                    int(sampled.tokens[offset]),
+                    float(sampled.logprobs[offset]),
+                    float(sampled.sampling_logprobs[offset]),
                     sequence.top_logprobs[-1] if sequence.top_logprobs else None,
                     sequence.routing[-1] if sequence.routing else None,
                 )
             )
 
-    def count(self, row: int) -> int:
-        """The number of tokens of a row's completion."""
-        return int(self.length[row] - self._prompt_length[row])
+    def count(self, slot: int) -> int:
+        """The number of tokens of a slot's completion."""
+        return int(self.length[slot] - self._prompt_length[slot])
 
-    def drawn(self, row: int) -> tuple[list[int], list[float], list[float]]:
-        """Tokens, logprobs and sampling logprobs of a row's completion."""
-        count = self.count(row)
+    def completion(self, slot: int) -> tuple[list[int], list[float], list[float]]:
+        """Tokens, logprobs and sampling logprobs of a slot's completion."""
+        count = self.count(slot)
         return (
-            self._tokens[row, :count].tolist(),
-            self._logprobs[row, :count].tolist(),
-            self._sampling_logprobs[row, :count].tolist(),
+            self._tokens[slot, :count].tolist(),
+            self._logprobs[slot, :count].tolist(),
+            self._sampling_logprobs[slot, :count].tolist(),
         )
 
-    def is_finite(self, row: int) -> bool:
-        """Whether the last drawn token of a row came from finite logits."""
-        return bool(np.isfinite(self._logprobs[row, self.count(row) - 1]))
+    def is_finite(self, slot: int) -> bool:
+        """Whether the last token of a slot was sampled from finite logits."""
+        return bool(np.isfinite(self._logprobs[slot, self.count(slot) - 1]))
 
-    def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Free ``rows``; returns (sources, targets) of the rows that were moved into the holes."""
-        gone = set(rows)
-        kept = len(self) - len(gone)
-        targets = sorted(row for row in gone if row < kept)
-        sources = [row for row in range(kept, len(self)) if row not in gone]
-        for array in self._arrays():
+    def remove(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Free ``slots``; returns (sources, targets) of the slots that moved to fill them."""
+        freed = set(slots)
+        kept = len(self) - len(freed)
+        targets = sorted(slot for slot in freed if slot < kept)
+        sources = [slot for slot in range(kept, len(self)) if slot not in freed]
+        for array in self._arrays().values():
             array[targets] = array[sources]
         for source, target in zip(sources, targets, strict=True):
             self.sequences[target] = self.sequences[source]
-        # Slots without a sequence still run in a padded batch, at position 0 of their own slot.
+        # Slots without a sequence still run in a padded batch, at their own position 0.
         self.length[kept : len(self)] = 1
         self.last_token[kept : len(self)] = 0
         del self.sequences[kept:]
         return sources, targets
 
-    def _take_top(self, rows: slice, top: TopTokens) -> None:
-        for row, tokens, logprobs in zip(top.rows, top.tokens, top.logprobs, strict=True):
-            sequence = self.sequences[rows.start + row]
+    def _append_top(self, slots: slice, top: TopTokens) -> None:
+        for offset, tokens, logprobs in zip(top.rows, top.tokens, top.logprobs, strict=True):
+            sequence = self.sequences[slots.start + offset]
             count = sequence.request.top_logprobs
-            told = zip(tokens[:count].tolist(), logprobs[:count].tolist(), strict=True)
-            sequence.top_logprobs.append(list(told))
+            pairs = zip(tokens[:count].tolist(), logprobs[:count].tolist(), strict=True)
+            sequence.top_logprobs.append(list(pairs))
 
-    def _arrays(self) -> list[NDArray[Any]]:
-        return [value for value in vars(self).values() if isinstance(value, np.ndarray)]
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
-    def _make_room(self, rows: int, sequences: Sequence[Running]) -> None:
-        """Grow the arrays to ``rows`` rows, and the columns to what the new sequences need."""
-        height = max(len(self.length), MIN_ROWS, 1 << (rows - 1).bit_length())
+    def _make_room(self, slots: int, sequences: Sequence[SequenceState]) -> None:
+        """Grow the arrays to ``slots`` slots, and the columns to what the new sequences need."""
+        height = max(len(self.length), MIN_ROWS, 1 << (slots - 1).bit_length())
         longest = max(sequence.limit - len(sequence.tokens) for sequence in sequences)
         columns = max(self._tokens.shape[1], 1 << (longest - 1).bit_length())
         stops = max(self._stop_ids.shape[1], *(len(sequence.stop_ids) for sequence in sequences))
         sizes = {"_stop_ids": stops, "_tokens": columns, "_logprobs": columns}
         sizes["_sampling_logprobs"] = columns
         fills = {"_stop_ids": _NO_TOKEN, "length": 1}
-        for name, array in list(vars(self).items()):
-            if not isinstance(array, np.ndarray):
-                continue
+        for name, array in self._arrays().items():
             shape = (height, sizes[name]) if name in sizes else (height,)
             if array.shape == shape:
                 continue

@@ -1,4 +1,4 @@
-"""What is served and which weight sync is under way, for those who ask and those who wait."""
+"""Which snapshot is served and which weight syncs are under way; resolves the futures that wait."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from hearth.inference.backend import ServingState
 
 
 class SyncTracker:
-    """The serving state, changed by the engine and read by anyone, from any thread."""
+    """The serving state. A backend changes it; any thread may read it or wait for a sync."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ended = threading.Condition(self._lock)
+        self._sync_ended = threading.Condition(self._lock)
         self._state = ServingState()
         self._underway: list[str] = []
-        self._numbers: dict[str, int] = {}
+        self._versions: dict[str, int] = {}
         self._last_version = 0
         self._waiters: list[tuple[str, Future[ServingState]]] = []
-        self._closed = False
+        self._is_closed = False
 
     def state(self) -> ServingState:
         """The state now."""
         return self._state
 
-    def settled(self, identity: str) -> Future[ServingState]:
+    def watch_sync(self, identity: str) -> Future[ServingState]:
         """The state once ``identity`` is served or could not be loaded."""
         future: Future[ServingState] = Future()
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 future.set_exception(closed_error())
-            elif self._state.settled(identity):
+            elif self._state.has_settled(identity):
                 future.set_result(self._state)
             else:
                 self._waiters = [waiter for waiter in self._waiters if not waiter[1].done()]
@@ -44,16 +44,16 @@ class SyncTracker:
     def begin(self, identity: str, weight_version: int | None = None) -> bool:
         """Note that ``identity`` is to be loaded; False when it is served or under way already.
 
-        ``weight_version`` is the number it had before a restart. Should it fail, that number stays
-        taken: two weights never share one.
+        ``weight_version`` is the number it had before a restart. If the load fails, that number
+        stays taken: two sets of weights never share one.
         """
         with self._lock:
             is_last = self._state.current_identity == identity and not self._underway
-            if self._closed or is_last or identity in self._underway:
+            if self._is_closed or is_last or identity in self._underway:
                 return False
             self._underway.append(identity)
             if weight_version is not None:
-                self._numbers[identity] = weight_version
+                self._versions[identity] = weight_version
                 self._last_version = max(self._last_version, weight_version)
             self._show_loading()
             return True
@@ -65,18 +65,18 @@ class SyncTracker:
             ClosedError: the engine was closed meanwhile.
         """
         with self._lock:
-            self._ended.wait_for(lambda: self._closed or self._underway[:1] == [identity])
-            if self._closed:
+            self._sync_ended.wait_for(lambda: self._is_closed or self._underway[:1] == [identity])
+            if self._is_closed:
                 raise closed_error()
 
-    def number_of(self, identity: str) -> int:
+    def next_version(self, identity: str) -> int:
         """The version that ``identity``, whose turn it is, will be served as."""
         with self._lock:
-            return self._numbers.get(identity, self._last_version + 1)
+            return self._versions.get(identity, self._last_version + 1)
 
-    def served(self, identity: str, *, is_adapter: bool) -> None:
+    def finish(self, identity: str, *, is_adapter: bool) -> None:
         """Note that ``identity`` is served from now on, as a new version or as its own."""
-        version = self._numbers.pop(identity, self._last_version + 1)
+        version = self._versions.pop(identity, self._last_version + 1)
         self._last_version = max(self._last_version, version)
         state = replace(
             self._state,
@@ -87,21 +87,21 @@ class SyncTracker:
             is_adapter=is_adapter,
             weight_version=version,
         )
-        self._end(identity, state)
+        self._end_sync(identity, state)
 
-    def failed(self, identity: str, error: Exception) -> None:
-        """Note that ``identity`` could not be loaded; what was served before still is."""
-        self._numbers.pop(identity, None)
+    def fail(self, identity: str, error: Exception) -> None:
+        """Note that ``identity`` could not be loaded; the weights before it are still served."""
+        self._versions.pop(identity, None)
         message = str(error) or type(error).__name__
         state = replace(self._state, stage="error", target_identity=identity, error=message)
-        self._end(identity, state)
+        self._end_sync(identity, state)
 
     def close(self) -> None:
-        """Fail whoever still waits."""
+        """Fail every future that still waits."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             waiters, self._waiters = self._waiters, []
-            self._ended.notify_all()
+            self._sync_ended.notify_all()
         for _, future in waiters:
             resolve_future(future, error=closed_error())
 
@@ -110,13 +110,13 @@ class SyncTracker:
             target = self._underway[0]
             self._state = replace(self._state, stage="loading", target_identity=target, error=None)
 
-    def _end(self, identity: str, state: ServingState) -> None:
+    def _end_sync(self, identity: str, state: ServingState) -> None:
         with self._lock:
             self._state = state
-            ready = [future for wanted, future in self._waiters if state.settled(wanted)]
-            self._waiters = [waiter for waiter in self._waiters if not state.settled(waiter[0])]
+            ready = [future for target, future in self._waiters if state.has_settled(target)]
+            self._waiters = [waiter for waiter in self._waiters if not state.has_settled(waiter[0])]
             self._underway.remove(identity)
-            self._ended.notify_all()
+            self._sync_ended.notify_all()
             self._show_loading()
         for future in ready:
             resolve_future(future, result=state)
@@ -125,7 +125,7 @@ class SyncTracker:
 def resolve_future(
     future: Future[Any], *, result: Any = None, error: Exception | None = None
 ) -> None:
-    """Give a future its outcome, unless whoever holds it has cancelled it."""
+    """Give a future its result or error, unless its holder has cancelled it."""
     try:
         if error is not None:
             future.set_exception(error)
@@ -136,5 +136,5 @@ def resolve_future(
 
 
 def closed_error() -> ClosedError:
-    """The error of whoever asks a deployment that was closed."""
+    """The error of a call to a deployment that was closed."""
     return ClosedError("deployment must be open, got a closed one: it was shut down")

@@ -1,4 +1,4 @@
-"""Small arrays between the CPU and the model's device, without holding up a GPU's queue."""
+"""Small arrays between the CPU and the model's device, without blocking a GPU's queue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def staged(values: NDArray[Any], device: torch.device) -> Tensor:
+def stage(values: NDArray[Any], device: torch.device) -> Tensor:
     """``values`` on the CPU, ready to be copied to ``device`` with ``non_blocking=True``.
 
     For a GPU they are in pinned memory, which is not reused before the copy has been made.
@@ -19,8 +19,8 @@ def staged(values: NDArray[Any], device: torch.device) -> Tensor:
     return host.pin_memory() if device.type == "cuda" else host
 
 
-def fetched(values: Tensor) -> NDArray[Any]:
-    """``values`` on the CPU once everything that was queued before has been computed."""
+def fetch(values: Tensor) -> NDArray[Any]:
+    """``values`` on the CPU, after everything in the device's queue has been computed."""
     if values.device.type != "cuda":
         return values.numpy()
     host = values.to("cpu", non_blocking=True)  # into pinned memory

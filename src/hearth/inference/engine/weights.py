@@ -1,7 +1,7 @@
-"""How a snapshot takes the place of the module's weights: whole, or not at all.
+"""Replaces the module's weights with a snapshot's: all of them, or none.
 
-In two steps: ``prepare`` applies, checks and converts while the engine goes on; ``take`` only puts
-tensors in their place, between two of the engine's steps.
+In two steps: ``prepare`` applies, checks and converts while the engine runs; ``swap_in`` only
+assigns tensors, between two of the engine's steps.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """A snapshot that only has to be taken."""
+class PreparedSnapshot:
+    """A snapshot that is ready to be swapped in."""
 
     snapshot: Snapshot
     values: Mapping[str, Tensor]
     """New tensors by name; those that stay as they are may be absent."""
-    on: str | None = None
-    """The snapshot that must be served for that; None when any may be."""
+    required_parent: str | None = None
+    """The snapshot that must be served until then; None for any."""
 
 
 class ServedWeights:
-    """A module and the snapshot that it computes with. One thread takes, others may prepare.
+    """A module and the snapshot that it computes with. One thread swaps, others may prepare.
 
-    ``in_place`` copies new weights to where the old ones stand, which recorded steps read; None
-    does so on a GPU. Otherwise the module takes the given tensors themselves.
+    ``in_place`` copies new weights into the old tensors, which recorded steps read; None does so on
+    a GPU. Otherwise the module gets the given tensors themselves.
     """
 
     def __init__(self, loaded: LoadedModel, *, in_place: bool | None = None) -> None:
@@ -47,11 +47,11 @@ class ServedWeights:
         self._identity: str | None = None
         self._entries: Mapping[str, TensorEntry] | None = None
 
-    def prepare(self, snapshot: Snapshot) -> Prepared:
-        """Everything about a snapshot that can fail or takes long; changes nothing.
+    def prepare(self, snapshot: Snapshot) -> PreparedSnapshot:
+        """Do everything for a snapshot that can fail or is slow; changes nothing.
 
-        Of a delta on what is served only the tensors that changed are made. Any other delta is
-        made whole from its store. Tensors of the right dtype and device are not copied.
+        Of a delta whose parent is served only the changed tensors are made. Any other delta is
+        resolved from its store. Tensors of the right dtype and device are not copied.
 
         Raises:
             EngineError: the snapshot is of another base model, a name is missing or unknown, a
@@ -64,63 +64,62 @@ class ServedWeights:
                 f"one of {snapshot.base_model!r}"
             )
         if snapshot.kind == "lora":
-            return Prepared(snapshot, snapshot.tensors)
+            return PreparedSnapshot(snapshot, snapshot.tensors)
         own = base_tensors(loaded.module)
         if snapshot.weights is None and self._is_parent_of(snapshot, own):
             served = {name: tensor.detach() for name, tensor in own.items()}
             fresh = apply_verified(snapshot, served, self._entries)
-            return Prepared(snapshot, _fitted(own, fresh), on=snapshot.parent)
-        snapshot = self._whole(snapshot)
+            return PreparedSnapshot(snapshot, _convert(own, fresh), required_parent=snapshot.parent)
+        snapshot = self._resolve_whole(snapshot)
         weights = snapshot.weights or {}
         _check(own, weights, snapshot.identity)
-        return Prepared(snapshot, _fitted(own, weights))
+        return PreparedSnapshot(snapshot, _convert(own, weights))
 
-    def take(self, prepared: Prepared) -> None:
+    def swap_in(self, prepared: PreparedSnapshot) -> None:
         """Compute with the snapshot's weights from now on.
 
-        A ``base`` snapshot takes an adapter away; a ``lora`` snapshot puts its own on top of the
-        base weights.
+        A ``base`` snapshot removes an adapter; a ``lora`` snapshot sets its own.
 
         Raises:
-            EngineError: an adapter does not fit, or another snapshot is served now than the one
-                that a delta was prepared for; nothing was changed.
+            EngineError: an adapter does not fit, or a delta was prepared for another snapshot than
+                the one that is served; nothing was changed.
         """
         snapshot = prepared.snapshot
-        if prepared.on is not None and prepared.on != self._identity:
-            raise _wrong_parent(snapshot, self._identity)
+        if prepared.required_parent is not None and prepared.required_parent != self._identity:
+            raise _parent_error(snapshot, self._identity)
         if snapshot.kind == "lora":
             _adopt_adapter(self._loaded, snapshot, in_place=self._in_place)
         else:
             if self._loaded.lora is not None:
                 detach_lora(self._loaded)
-            _put(base_tensors(self._loaded.module), prepared.values, in_place=self._in_place)
+            _assign(base_tensors(self._loaded.module), prepared.values, in_place=self._in_place)
         self._identity = snapshot.identity
         self._entries = snapshot.entries
 
     def _is_parent_of(self, snapshot: Snapshot, own: Mapping[str, Tensor]) -> bool:
-        """Whether the module holds, bit for bit, the weights that a delta goes on top of."""
+        """Whether the module holds, bit for bit, the weights of a delta's parent."""
         entries = snapshot.entries or {}
         return (
             snapshot.parent is not None
             and snapshot.parent == self._identity
             and entries.keys() == own.keys()
-            and all(entries[name]["dtype"] == _dtype_name(one) for name, one in own.items())
+            and all(entries[name]["dtype"] == _dtype_name(own[name]) for name in own)
         )
 
-    def _whole(self, snapshot: Snapshot) -> Snapshot:
+    def _resolve_whole(self, snapshot: Snapshot) -> Snapshot:
         if snapshot.weights is not None:
             return snapshot
         if snapshot.source is None:
-            raise _wrong_parent(snapshot, self._identity)
+            raise _parent_error(snapshot, self._identity)
         try:
             return resolve(snapshot.source, snapshot.identity)
         except EngineError as error:
             if snapshot.parent == self._identity:
                 raise
-            raise EngineError(f"{_wrong_parent(snapshot, self._identity)}; {error}") from None
+            raise EngineError(f"{_parent_error(snapshot, self._identity)}; {error}") from None
 
 
-def _wrong_parent(snapshot: Snapshot, served: str | None) -> EngineError:
+def _parent_error(snapshot: Snapshot, served: str | None) -> EngineError:
     return EngineError(
         f"delta {snapshot.identity!r} must go on top of what is served: expected parent "
         f"{snapshot.parent!r}, found {served!r}"
@@ -128,26 +127,26 @@ def _wrong_parent(snapshot: Snapshot, served: str | None) -> EngineError:
 
 
 def _adopt_adapter(loaded: LoadedModel, snapshot: Snapshot, *, in_place: bool) -> None:
-    # The seed says where training started; it is no part of what the adapter computes.
+    # The seed only initializes training; the adapter's output does not depend on it.
     options = replace(LoraOptions.from_metadata(snapshot.metadata), seed=0)
     before = loaded.lora
     if before == options:
         own = adapter_tensors(loaded)
         _check(own, snapshot.tensors, snapshot.identity)
-        _put(own, _fitted(own, snapshot.tensors), in_place=in_place)
+        _assign(own, _convert(own, snapshot.tensors), in_place=in_place)
         return
     old = dict(_values(adapter_tensors(loaded))) if before is not None else {}
     try:
         _replace_adapter(loaded, options)
         own = adapter_tensors(loaded)
         _check(own, snapshot.tensors, snapshot.identity)
-        values = _fitted(own, snapshot.tensors)
+        values = _convert(own, snapshot.tensors)
     except Exception:
         _replace_adapter(loaded, before)
         if before is not None:
-            _put(adapter_tensors(loaded), old, in_place=in_place)
+            _assign(adapter_tensors(loaded), old, in_place=in_place)
         raise
-    _put(own, values, in_place=in_place)
+    _assign(own, values, in_place=in_place)
 
 
 def _replace_adapter(loaded: LoadedModel, options: LoraOptions | None) -> None:
@@ -170,18 +169,18 @@ def _values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.data for name, tensor in tensors.items()}
 
 
-def _fitted(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The given tensors as the module computes with them; without a copy where they are so."""
-    fitted: dict[str, Tensor] = {}
+def _convert(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The given tensors in the module's dtypes and on its device; copied only where needed."""
+    converted: dict[str, Tensor] = {}
     for name, tensor in given.items():
         target = own[name]
         value = tensor.detach().to(device=target.device, dtype=target.dtype).contiguous()
-        # sgemm may round by alignment, and a stored tensor may lie anywhere.
-        fitted[name] = value.clone() if value.data_ptr() % _ALIGNMENT else value
-    return fitted
+        # sgemm's rounding may depend on alignment, and a stored tensor may have any.
+        converted[name] = value.clone() if value.data_ptr() % _ALIGNMENT else value
+    return converted
 
 
-def _put(own: Mapping[str, Tensor], values: Mapping[str, Tensor], *, in_place: bool) -> None:
+def _assign(own: Mapping[str, Tensor], values: Mapping[str, Tensor], *, in_place: bool) -> None:
     for name, value in values.items():
         if in_place:
             own[name].data.copy_(value)

@@ -1,6 +1,6 @@
 """A deployment's backend on vLLM's servers (``InferenceBackend``).
 
-One thread runs an event loop, on which all servers are asked; whoever calls does so from any other.
+One thread runs an event loop for all calls to the servers; its methods are called from others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hearth.errors import ClosedError, EngineError
 from hearth.inference.backend import Phase, SampledSequence, SampleRequest, ServingState, Tokenizer
 from hearth.inference.engine.sync_tracker import SyncTracker, closed_error
 from hearth.inference.texts import special_tokens
-from hearth.inference.vllm.balancing import blocks_of
+from hearth.inference.vllm.balancing import hash_blocks
 from hearth.inference.vllm.client import LostError
 from hearth.inference.vllm.completion import CompletionRun, RequestRules, ServerCompletion
 from hearth.inference.vllm.model import VllmModelFacts
@@ -36,25 +36,25 @@ from hearth.wire.completions import RunningRequests
 
 logger = logging.getLogger(__name__)
 
-_MOST_LOSSES = 16
-"""Servers that one request may lose before it is given up."""
+_MOST_ATTEMPTS = 16
+"""How many servers one request may lose before it fails."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Version:
-    """What a server's label stands for."""
+    """The weight version of a server's label."""
 
     number: int
     identity: str | None
 
 
 class VllmBackend:
-    """Draws completions with vLLM's servers, which are ``sidecars``. Starts them, and waits.
+    """Runs completions on vLLM's servers, which are ``sidecars``. Starts them, and waits.
 
-    ``folder`` holds what the servers load, and is removed at the end. ``failed`` has an error once
-    the deployment cannot go on.
+    ``folder`` holds the files that the servers load, and is removed at the end. ``failed`` gets an
+    error when the deployment has failed.
 
     Raises:
         ConfigError: a server does not start; the message says why and what to do.
@@ -78,7 +78,7 @@ class VllmBackend:
         self._rules = RequestRules(facts, plan.max_seq_len, tokenizer, special_tokens(tokenizer))
         self._folder = folder
         self._snapshot_cache = SnapshotCache(folder)
-        self._serving = SyncTracker()
+        self._tracker = SyncTracker()
         self._publisher = ReplicaPublisher(
             str(self._snapshot_cache.root),
             vocab_size=facts.vocab_size,
@@ -86,7 +86,7 @@ class VllmBackend:
             drain=plan.options.drain,
         )
         self._versions: dict[str, asyncio.Future[Version | None]] = {}
-        self._syncs = 0
+        self._num_syncs = 0
         self._on_phase: Callable[[Phase], None] | None = None
         self._phase: Phase = "idle"
         self._running = 0
@@ -112,16 +112,11 @@ class VllmBackend:
         return self._tokenizer
 
     def submit(self, request: SampleRequest) -> Future[SampledSequence]:
-        """Queue one completion. Cancelling the future ends it on its server.
-
-        Raises:
-            RequestError: a field breaks its rule, or vLLM cannot do what it asks for.
-            ClosedError: the backend was closed.
-        """
+        """Queue one completion. Cancelling the future ends it on its server."""
         self._rules.check(request)
         seed = secrets.randbits(63) if request.seed is None else request.seed % 2**63
         return self._call(
-            self._drawn(CompletionRun(request, seed, self._rules), time.perf_counter())
+            self._complete(CompletionRun(request, seed, self._rules), time.perf_counter())
         )
 
     def hot_load(
@@ -132,41 +127,38 @@ class VllmBackend:
         weight_version: int | None = None,
         running_requests: RunningRequests = "drain",
     ) -> Future[ServingState]:
-        """Serve the snapshot that ``fetch`` returns on all replicas, or go on as before on all.
+        """Serve the snapshot that ``fetch`` returns on all replicas, or change nothing on all.
 
-        Snapshots are taken in the order in which they were asked for. With ``keep`` what runs goes
-        on with the new weights; vLLM computes its keys and values again.
-
-        Raises:
-            ClosedError: the backend was closed.
+        Snapshots are loaded in the order of the calls. With ``keep`` running requests continue on
+        the new weights; vLLM computes their keys and values again.
         """
         if self._is_closed:
             raise closed_error()
-        if self._serving.begin(identity, weight_version):
-            self._snapshot_thread.submit(self._take, identity, fetch, running_requests)
-        return self._serving.settled(identity)
+        if self._tracker.begin(identity, weight_version):
+            self._snapshot_thread.submit(self._sync, identity, fetch, running_requests)
+        return self._tracker.watch_sync(identity)
 
     def watch_phase(self, on_phase: Callable[[Phase], None]) -> None:
-        """Call ``on_phase`` at every change, instead of the one before."""
+        """Call ``on_phase`` at every change, instead of an earlier one."""
         self._on_phase = on_phase
 
     def state(self) -> ServingState:
         """What is served now."""
-        return self._serving.state()
+        return self._tracker.state()
 
-    def settled(self, identity: str) -> Future[ServingState]:
+    def watch_sync(self, identity: str) -> Future[ServingState]:
         """The state as soon as ``identity`` is served or could not be loaded."""
-        return self._serving.settled(identity)
+        return self._tracker.watch_sync(identity)
 
     def close(self) -> None:
-        """Stop the servers; whatever is left fails with ``ClosedError``."""
+        """Stop the servers; requests that are left fail with ``ClosedError``."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._serving.close()
+        self._tracker.close()
         self._snapshot_thread.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(ClosedError):
-            asyncio.run_coroutine_threadsafe(self._ended(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -182,118 +174,119 @@ class VllmBackend:
             raise closed_error()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _ended(self) -> None:
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
+    async def _shut_down(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._fleet.close()
-        # What was closed says so to its loop once more.
+        # Closed transports have callbacks left on the loop.
         await asyncio.sleep(0)
 
-    async def _drawn(self, draw: CompletionRun, arrived_s: float) -> SampledSequence:
-        """Draw on one replica after the other until one has done it."""
-        blocks = blocks_of(draw.request.prompt)
-        self._note(1)
+    async def _complete(self, run: CompletionRun, arrived_s: float) -> SampledSequence:
+        """Run it on one replica after the other until one completes it."""
+        blocks = hash_blocks(run.request.prompt)
+        self._count_running(1)
         try:
-            for _ in range(_MOST_LOSSES):
-                replica = await self._fleet.take(blocks)
+            for _ in range(_MOST_ATTEMPTS):
+                replica = await self._fleet.acquire(blocks)
                 began_s = time.perf_counter()
                 concurrent = replica.lane.running
                 try:
-                    outcome = await replica.run(draw.on(replica.client))
-                    versions = await self._versions_of(outcome)
+                    completion = await replica.run(run.run_on(replica.client))
+                    versions = await self._read_versions(completion)
                 except LostError as error:
-                    logger.info("a request is drawn again: %s", error)
-                    self._fleet.doubt(replica)
+                    logger.info("a request is run again: %s", error)
+                    self._fleet.suspend(replica)
                     continue
                 finally:
-                    self._fleet.give(replica)
-                return draw.result(
-                    outcome,
+                    self._fleet.release(replica)
+                return run.result(
+                    completion,
                     versions,
                     queue_s=began_s - arrived_s,
                     generation_s=time.perf_counter() - began_s,
                     num_concurrent=concurrent,
                 )
             raise EngineError(
-                f"request must be drawn by one of {_MOST_LOSSES} servers, got all of them lost: "
-                "see the deployment's log"
+                f"request must be completed by one of {_MOST_ATTEMPTS} servers, got all of them "
+                "lost: see the deployment's log"
             )
         except asyncio.CancelledError:
             if self._is_closed:
                 raise closed_error() from None
             raise
         finally:
-            self._note(-1)
+            self._count_running(-1)
 
-    async def _versions_of(self, outcome: ServerCompletion) -> list[tuple[int, str | None, int]]:
+    async def _read_versions(
+        self, completion: ServerCompletion
+    ) -> list[tuple[int, str | None, int]]:
         """Weight version, snapshot and number of tokens, in the order of the tokens.
 
         Raises:
-            LostError: a weight sync that drew some of them was taken back.
+            LostError: the weights of some tokens were taken back.
         """
-        if not outcome.labels:
+        if not completion.labels:
             state = self.state()
             return [(state.weight_version, state.current_identity, 0)]
-        found: list[tuple[int, str | None, int]] = []
-        for label, count in outcome.labels:
+        versions: list[tuple[int, str | None, int]] = []
+        for label, count in completion.labels:
             version = await asyncio.shield(self._versions[label])
             if version is None:
-                raise LostError("it was drawn under weights that were taken back")
-            found.append((version.number, version.identity, count))
-        return found
+                raise LostError("its weights were taken back")
+            versions.append((version.number, version.identity, count))
+        return versions
 
-    def _take(self, identity: str, fetch: Callable[[], Snapshot], running: RunningRequests) -> None:
-        """Read a snapshot and publish it; runs on the shelving thread, one after the other."""
-        self._tell()
+    def _sync(self, identity: str, fetch: Callable[[], Snapshot], running: RunningRequests) -> None:
+        """Read a snapshot and publish it; runs on the snapshot thread, one after the other."""
+        self._report_phase()
         try:
             snapshot = replace(fetch(), identity=identity)
             self._facts.check(snapshot)
             self._options.check(snapshot)
             cached = self._snapshot_cache.add(snapshot)
             self._call(self._publish(cached, running)).result()
-        except Exception as error:  # the boundary: whoever asked for it must hear of it
+        except Exception as error:  # the boundary: the hot-load's state has the error
             logger.exception("weight sync: snapshot %s was refused", identity)
-            self._serving.failed(identity, error)
+            self._tracker.fail(identity, error)
         else:
-            self._serving.served(identity, is_adapter=cached.adapter is not None)
-        self._tell()
+            self._tracker.finish(identity, is_adapter=cached.adapter is not None)
+        self._report_phase()
 
     async def _publish(self, cached: CachedSnapshot, running: RunningRequests) -> None:
         before = self._publisher.current
-        self._syncs += 1
-        number = self._serving.number_of(cached.identity)
-        # A number that failed may be taken again, by other weights.
-        label = f"{number}-{self._syncs}"
+        self._num_syncs += 1
+        number = self._tracker.next_version(cached.identity)
+        # A number that failed may be used again, for other weights.
+        label = f"{number}-{self._num_syncs}"
         target = Target(label=label, identity=cached.identity)
         if cached.adapter is not None:
             target = replace(before, label=label, adapter=str(cached.adapter))
-        outcome: asyncio.Future[Version | None] = self._loop.create_future()
-        self._versions[label] = outcome
+        version: asyncio.Future[Version | None] = self._loop.create_future()
+        self._versions[label] = version
         try:
             await self._publisher.publish(self._fleet, target, running)
         except BaseException:
-            outcome.set_result(None)
+            version.set_result(None)
             raise
-        outcome.set_result(Version(number, cached.identity))
-        needed = {one.identity for one in (target, before)} | {
-            Path(one.adapter).name for one in (target, before) if one.adapter
-        }
-        self._snapshot_cache.keep({one for one in needed if one is not None})
+        version.set_result(Version(number, cached.identity))
+        kept = {other.identity for other in (target, before) if other.identity is not None}
+        kept |= {Path(other.adapter).name for other in (target, before) if other.adapter}
+        self._snapshot_cache.keep(kept)
 
     def _fail(self, error: EngineError) -> None:
         if not self.failed.done():
             self.failed.set_result(error)
 
-    def _note(self, change: int) -> None:
+    def _count_running(self, change: int) -> None:
         self._running += change
-        self._tell()
+        self._report_phase()
 
-    def _tell(self) -> None:
-        """Say what is done now, if that has changed."""
+    def _report_phase(self) -> None:
+        """Call ``on_phase`` if the phase has changed."""
         phase: Phase = "sampling" if self._running else "idle"
-        if phase == "idle" and self._serving.state().stage == "loading":
+        if phase == "idle" and self._tracker.state().stage == "loading":
             phase = "load_snapshot"
         if phase == self._phase:
             return
@@ -302,5 +295,5 @@ class VllmBackend:
             return
         try:
             self._on_phase(phase)
-        except Exception:  # its failure is its own
-            logger.exception("whoever is told the phase failed; the deployment goes on")
+        except Exception:  # a failing callback must not end a request
+            logger.exception("the phase callback failed; the deployment goes on")

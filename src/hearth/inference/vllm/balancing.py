@@ -1,8 +1,7 @@
-"""Which replica draws a request: the least loaded, or the one that knows its beginning.
+"""Which replica runs a request: the least loaded one, or one that has cached the prompt's prefix.
 
-Pure: no clock, no server. Requests carry no session of their own, and none is needed: what a second
-replica would have to compute again is a prompt's beginning, and that is looked for itself. So the
-turns of one conversation find each other whoever asks, and so do the completions of one prompt.
+Pure: no clock, no server. Prefixes are compared, so requests need no session id: the turns of a
+conversation and the completions of a prompt go to the same replica.
 """
 
 from __future__ import annotations
@@ -12,57 +11,58 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 BLOCK = 32
-"""Tokens that are looked at together."""
+"""Tokens per block of a prefix."""
 SLACK = 8
-"""A replica that knows the beginning may have this many requests more than the least loaded."""
+"""A replica with a longer cached prefix may have this many requests more than the least loaded."""
 _MOST_BLOCKS = 16384
-"""Beginnings that are remembered of each replica, the latest."""
+"""Prefixes that are remembered of each replica, the latest."""
 
 
 @dataclass(eq=False)
 class Lane:
-    """One replica as the router sees it."""
+    """One replica as the balancer sees it."""
 
     number: int
     room: int
     """Requests that it may run at a time."""
     running: int = 0
     is_open: bool = False
-    """Whether it may be given requests."""
-    _known: OrderedDict[int, None] = field(default_factory=lambda: OrderedDict())
+    """Whether it may get requests."""
+    _cached: OrderedDict[int, None] = field(default_factory=lambda: OrderedDict())
 
     def remember(self, blocks: Iterable[int]) -> None:
-        """Note that it computes these beginnings."""
+        """Note that it computes these prefixes."""
         for block in blocks:
-            self._known[block] = None
-            self._known.move_to_end(block)
-        while len(self._known) > _MOST_BLOCKS:
-            self._known.popitem(last=False)
+            self._cached[block] = None
+            self._cached.move_to_end(block)
+        while len(self._cached) > _MOST_BLOCKS:
+            self._cached.popitem(last=False)
 
     def forget(self) -> None:
-        """Its keys and values are gone."""
-        self._known.clear()
+        """Note that its keys and values were dropped."""
+        self._cached.clear()
 
-    def shared(self, blocks: Sequence[int]) -> int:
-        """How many of a prompt's blocks it knows from the beginning on."""
-        return next((n for n, one in enumerate(blocks) if one not in self._known), len(blocks))
+    def count_cached(self, blocks: Sequence[int]) -> int:
+        """How many of a prompt's first blocks it has computed."""
+        missing = (number for number, block in enumerate(blocks) if block not in self._cached)
+        return next(missing, len(blocks))
 
 
-def blocks_of(prompt: Sequence[int]) -> list[int]:
-    """A hash for each beginning of a prompt that is a multiple of ``BLOCK`` long."""
-    found: list[int] = []
+def hash_blocks(prompt: Sequence[int]) -> list[int]:
+    """A hash for each prefix of a prompt that is a multiple of ``BLOCK`` long."""
+    blocks: list[int] = []
     last = 0
     for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
         last = hash((last, *prompt[start : start + BLOCK]))
-        found.append(last)
-    return found
+        blocks.append(last)
+    return blocks
 
 
 def choose(lanes: Iterable[Lane], blocks: Sequence[int]) -> Lane | None:
-    """The lane for a prompt; None while no open one has room."""
+    """The lane for a prompt; None while no open lane has room."""
     free = [lane for lane in lanes if lane.is_open and lane.running < lane.room]
     if not free:
         return None
-    least = min(one.running for one in free)
-    near = [one for one in free if one.running <= least + SLACK]
-    return min(near, key=lambda one: (-one.shared(blocks), one.running, one.number))
+    least = min(lane.running for lane in free)
+    near = [lane for lane in free if lane.running <= least + SLACK]
+    return min(near, key=lambda lane: (-lane.count_cached(blocks), lane.running, lane.number))

@@ -1,4 +1,4 @@
-"""Calls of one vLLM server: draws, weights, adapters, versions. Knows no other server.
+"""Calls of one vLLM server: completions, weights, adapters, versions. Knows no other server.
 
 Endpoints are vLLM's public ones: ``/inference/v1/generate``, its RL endpoints and its run-time
 loading of adapters.
@@ -20,9 +20,10 @@ from hearth.inference.vllm.server import BASE_NAME
 from hearth.wire.asgi import TOKEN_HEADER
 
 _BROKEN_LOGPROB = -9999.0
-"""What vLLM tells in the place of a logprob that is no number."""
+"""What vLLM returns in place of a logprob that is not a number."""
 _CONNECT_S = 10.0
 _UNLIMITED = httpx.Timeout(None, connect=_CONNECT_S)
+_JSON = {"content-type": "application/json"}
 _GENERATE = "/inference/v1/generate"
 _ADAPTER = "adapter"
 
@@ -30,16 +31,16 @@ PauseMode = Literal["wait", "keep", "abort"]
 
 
 class LostError(Exception):
-    """The server did not answer, or broke off: it died, or is about to."""
+    """The server did not answer, or closed the connection: it has died, or is about to."""
 
 
 class UnchangedError(EngineError):
-    """An update was refused before it touched the served weights."""
+    """An update was refused before it changed the served weights."""
 
 
 @dataclass(frozen=True)
 class ListedLogprob:
-    """One token that was possible."""
+    """A token that a server lists at one position."""
 
     token_id: int
     logprob: float
@@ -47,32 +48,31 @@ class ListedLogprob:
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """A token as the server tells it; logprobs are of the distribution that it was drawn from."""
+    """A sampled token; logprobs are of the distribution that was sampled."""
 
     token_id: int
     logprob: float
     top: Sequence[ListedLogprob] = ()
-    """The drawn one first, then the most probable ones."""
+    """The sampled one first, then the most probable ones."""
 
 
 @dataclass
 class GeneratedPart:
-    """What came of one completion: all of it, or the next part of a stream."""
+    """A whole completion, or the next part of a streamed one."""
 
     tokens: list[GeneratedToken] = field(default_factory=lambda: [])
     finish_reason: str | None = None
     labels: list[tuple[str, int]] = field(default_factory=lambda: [])
-    """Version labels with how many tokens each drew, in order; known at the end."""
+    """Version labels with the number of tokens of each, in order; known at the end."""
     prompt: list[dict[int, float] | None] | None = None
-    """Logprobs listed for each prompt token, its own among them; the first None."""
+    """Logprobs listed for each prompt token, including its own; the first None."""
     cached_tokens: int = 0
 
 
 class VllmClient:
-    """One server at ``url``, which asks for ``token``. To be used on one event loop; ``close`` when
-    done.
+    """One server at ``url``, which requires ``token``. Used on one event loop; ``close`` it.
 
-    Draws take what they take; all else is lost after ``timeout_s``.
+    Completions have no timeout; any other call fails with ``LostError`` after ``timeout_s``.
     """
 
     def __init__(self, url: str, token: str, timeout_s: float) -> None:
@@ -99,24 +99,24 @@ class VllmClient:
         except httpx.HTTPError:
             return False
 
-    async def draw(self, body: Mapping[str, Any]) -> GeneratedPart:
-        """One completion, whole.
+    async def generate(self, body: Mapping[str, Any]) -> GeneratedPart:
+        """A whole completion.
 
         Raises:
             RequestError: the server refuses the request.
-            EngineError: it failed at it.
-            LostError: it is gone.
+            EngineError: the server failed.
+            LostError: the server does not answer.
         """
         answer = await self._post(_GENERATE, self._on_weights(body), timeout=_UNLIMITED)
         choice = answer["choices"][0]
-        piece = _piece(choice)
-        piece.prompt = _listed(answer.get("prompt_logprobs"))
+        part = _read_part(choice)
+        part.prompt = _read_prompt_logprobs(answer.get("prompt_logprobs"))
         details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-        piece.cached_tokens = int(details.get("cached_tokens") or 0)
-        return piece
+        part.cached_tokens = int(details.get("cached_tokens") or 0)
+        return part
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[GeneratedPart]:
-        """One completion, piece by piece; the last has a finish reason. Errors as of ``draw``."""
+        """A completion in parts; the last has a finish reason. Errors are those of ``generate``."""
         content = orjson.dumps({**self._on_weights(body), "stream": True})
         try:
             async with self._http.stream(
@@ -131,12 +131,12 @@ class VllmClient:
                     if "error" in event:
                         raise _refusal(int(event["error"].get("code") or 500), line[6:].encode())
                     for choice in event["choices"]:
-                        yield _piece(choice)
+                        yield _read_part(choice)
         except httpx.HTTPError as error:
             raise LostError(str(error) or type(error).__name__) from error
 
     async def pause(self, mode: PauseMode) -> None:
-        """Run nothing until ``resume``, and forget all keys and values that were computed."""
+        """Run nothing until ``resume``, and drop all cached keys and values."""
         await self._post(f"/pause?mode={mode}&clear_cache=true", {})
 
     async def resume(self) -> None:
@@ -144,13 +144,13 @@ class VllmClient:
         await self._post("/resume", {})
 
     async def load(self, root: str, identity: str | None) -> None:
-        """Take the weights of a snapshot under ``root``; of None, those of the model itself again.
+        """Load a snapshot's weights from ``root``; None loads the model's original weights.
 
-        They are without an adapter then, also where one was loaded.
+        An adapter that was loaded is removed.
 
         Raises:
-            UnchangedError: it cannot, and serves what it served.
-            EngineError: it cannot, and nobody knows what it serves.
+            UnchangedError: it failed, and the old weights are still served.
+            EngineError: it failed, and it is unknown which weights are served.
         """
         await self._post("/start_weight_update", {})
         info = {"root": root, "identity": identity}
@@ -159,10 +159,10 @@ class VllmClient:
         self.identity = identity
 
     async def load_adapter(self, folder: str) -> None:
-        """Draw with an adapter's folder from now on, in the place of the one before.
+        """Serve the adapter of a folder; it replaces an earlier one.
 
         Raises:
-            UnchangedError: vLLM refuses it, and serves what it served.
+            UnchangedError: vLLM refuses it, and serves the same as before.
         """
         body = {"lora_name": _ADAPTER, "lora_path": folder, "load_inplace": True}
         try:
@@ -172,40 +172,37 @@ class VllmClient:
         self._has_adapter = True
 
     async def drop_adapter(self) -> None:
-        """Draw without an adapter from now on."""
+        """Serve without an adapter."""
         if self._has_adapter:
             await self._post("/v1/unload_lora_adapter", {"lora_name": _ADAPTER})
             self._has_adapter = False
 
     async def label(self, label: str) -> None:
-        """Call what is served ``label``, and see that it is called so.
+        """Set the label of the served weights, and read it back.
 
         Raises:
-            EngineError: it is not.
+            EngineError: the server returns another one.
         """
         await self._post("/update_weight_version", {"new_version": label})
-        found = (await self._get("/weight_info"))["weight_version"]
-        if found != label:
-            raise EngineError(f"weight version must be {label!r} once set, got {found!r}")
+        actual = (await self._request("GET", "/weight_info"))["weight_version"]
+        if actual != label:
+            raise EngineError(f"weight version must be {label!r} once set, got {actual!r}")
 
     def _on_weights(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return {**body, "model": _ADAPTER if self._has_adapter else BASE_NAME}
 
-    async def _get(self, path: str) -> Any:
-        try:
-            response = await self._http.get(path, timeout=self._timeout)
-        except httpx.HTTPError as error:
-            raise LostError(str(error) or type(error).__name__) from error
-        if response.status_code != 200:
-            raise _refusal(response.status_code, response.content)
-        return orjson.loads(response.content)
-
     async def _post(
         self, path: str, body: Mapping[str, Any], *, timeout: httpx.Timeout | None = None
     ) -> Any:
+        content = orjson.dumps(body)
+        return await self._request("POST", path, content=content, headers=_JSON, timeout=timeout)
+
+    async def _request(
+        self, method: str, path: str, *, timeout: httpx.Timeout | None = None, **options: Any
+    ) -> Any:
         try:
-            response = await self._http.post(
-                path, content=orjson.dumps(body), headers=_JSON, timeout=timeout or self._timeout
+            response = await self._http.request(
+                method, path, timeout=timeout or self._timeout, **options
             )
         except httpx.HTTPError as error:
             raise LostError(str(error) or type(error).__name__) from error
@@ -215,18 +212,15 @@ class VllmClient:
         return orjson.loads(response.content) if is_json else None
 
 
-_JSON = {"content-type": "application/json"}
-
-
-def _piece(choice: Mapping[str, Any]) -> GeneratedPart:
+def _read_part(choice: Mapping[str, Any]) -> GeneratedPart:
     content = ((choice.get("logprobs") or {}).get("content")) or []
     tokens = [
         GeneratedToken(
-            one["token_id"],
-            _number(one["logprob"]),
-            [ListedLogprob(top["token_id"], top["logprob"]) for top in one["top_logprobs"]],
+            token["token_id"],
+            _check_logprob(token["logprob"]),
+            [ListedLogprob(top["token_id"], top["logprob"]) for top in token["top_logprobs"]],
         )
-        for one in content
+        for token in content
     ]
     spans = choice.get("weight_versions") or []
     return GeneratedPart(
@@ -236,11 +230,11 @@ def _piece(choice: Mapping[str, Any]) -> GeneratedPart:
     )
 
 
-def _number(logprob: float) -> float:
-    """A drawn token's logprob.
+def _check_logprob(logprob: float) -> float:
+    """A sampled token's logprob.
 
     Raises:
-        EngineError: it is none.
+        EngineError: it is not a number.
     """
     if logprob <= _BROKEN_LOGPROB:
         raise EngineError(
@@ -250,19 +244,19 @@ def _number(logprob: float) -> float:
     return logprob
 
 
-def _listed(
-    rows: Sequence[Mapping[str, Any] | None] | None,
+def _read_prompt_logprobs(
+    positions: Sequence[Mapping[str, Any] | None] | None,
 ) -> list[dict[int, float] | None] | None:
-    if rows is None:
+    if positions is None:
         return None
     return [
-        None if row is None else {int(token): one["logprob"] for token, one in row.items()}
-        for row in rows
+        None if listed is None else {int(token): fact["logprob"] for token, fact in listed.items()}
+        for listed in positions
     ]
 
 
 def _refusal(status: int, body: bytes) -> Exception:
-    """What an answer other than 200 means."""
+    """The error that an answer other than 200 means."""
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -270,7 +264,7 @@ def _refusal(status: int, body: bytes) -> Exception:
     if UNCHANGED in message:
         return UnchangedError(message.partition(f"{UNCHANGED}: ")[2] or message)
     if status in (400, 422):
-        return RequestError(f"request must be one that vLLM takes, got its refusal: {message}")
+        return RequestError(f"request must be one that vLLM accepts, got its refusal: {message}")
     if status == 503 or "EngineCore" in message or "Engine loop" in message:
         return LostError(message)
     return EngineError(f"vLLM's server must answer, got {status}: {message}")

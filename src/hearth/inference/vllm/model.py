@@ -1,4 +1,4 @@
-"""What a deployment must know of its model without loading it."""
+"""Facts about a deployment's model that are read without loading its weights."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ class VllmModelFacts:
         if snapshot.kind == "lora":
             return
         if snapshot.entries is not None:
-            given = {name: tuple(one["shape"]) for name, one in snapshot.entries.items()}
+            shapes = {name: tuple(entry["shape"]) for name, entry in snapshot.entries.items()}
         else:
-            given = {name: tuple(one.shape) for name, one in (snapshot.weights or {}).items()}
-        if given == self.shapes:
+            weights = snapshot.weights or {}
+            shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        if shapes == self.shapes:
             return
-        odd = [
-            f"{name} {given.get(name, 'missing')} instead of {self.shapes.get(name, 'nothing')}"
-            for name in sorted(given.keys() | self.shapes.keys())
-            if given.get(name) != self.shapes.get(name)
+        different = [
+            f"{name} {shapes.get(name, 'missing')} instead of {self.shapes.get(name, 'nothing')}"
+            for name in sorted(shapes.keys() | self.shapes.keys())
+            if shapes.get(name) != self.shapes.get(name)
         ]
         raise EngineError(
             f"snapshot {snapshot.identity!r} must fit the model that is served: weights must have "
-            f"the model's names and shapes, got {odd[:3]} ({len(odd)} in all)"
+            f"the model's names and shapes, got {different[:3]} ({len(different)} in all)"
         )
 
 
@@ -59,9 +60,9 @@ def read_facts(source: str, *, name: str, trust_remote_code: bool = False) -> Vl
     """The facts of a folder or hub id; no weight is read.
 
     Raises:
-        ConfigError: it is no causal LM that transformers knows.
+        ConfigError: transformers knows no causal LM there.
     """
-    # Two seconds to import; the worker has done so.
+    # Importing it takes two seconds; the worker has done so.
     import transformers
 
     try:
@@ -80,7 +81,7 @@ def read_facts(source: str, *, name: str, trust_remote_code: bool = False) -> Vl
     return VllmModelFacts(
         name=name,
         source=source,
-        shapes={key: tuple(one.shape) for key, one in base_tensors(module).items()},
+        shapes={key: tuple(tensor.shape) for key, tensor in base_tensors(module).items()},
         eos_token_ids=_eos_token_ids(source, text.eos_token_id),
         vocab_size=int(module.get_input_embeddings().num_embeddings),
         max_position=int(getattr(text, "max_position_embeddings", None) or UNBOUNDED_POSITIONS),
@@ -92,10 +93,10 @@ def _eos_token_ids(source: str, of_config: int | list[int] | None) -> tuple[int,
     import transformers
 
     try:
-        found = transformers.GenerationConfig.from_pretrained(source).eos_token_id
+        own = transformers.GenerationConfig.from_pretrained(source).eos_token_id
     except OSError:  # it has none
-        found = None
-    eos = of_config if found is None else found
+        own = None
+    eos = of_config if own is None else own
     if eos is None:
         return ()
     return (eos,) if isinstance(eos, int) else tuple(eos)

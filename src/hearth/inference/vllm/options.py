@@ -1,4 +1,4 @@
-"""What a deployment may tell vLLM's server (``engine_options``)."""
+"""Options of a deployment's vLLM servers (``engine_options``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hearth.models.lora import LoraOptions
 from hearth.sync.snapshot import Snapshot
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Adapter ranks that vLLM makes room for; an adapter may have a lower one."""
+"""Adapter ranks for which vLLM can be configured; an adapter may have a lower one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,9 @@ class VllmOptions:
     """
 
     start_timeout_s: float = 600.0
-    """Until a server must answer, loading included."""
+    """Time limit for a server's start, loading included."""
     lora_rank: int | None = None
-    """Highest rank of the adapters that are served, up to 512; None serves none."""
+    """Highest rank of served adapters, up to 512; None serves no adapters."""
     kv_cache_mb: int | None = None
     """Budget of the KV cache in MiB. None: 1024 on a CPU, what ``gpu_memory_utilization`` leaves
     on a GPU."""
@@ -34,11 +34,11 @@ class VllmOptions:
     tensor_parallel_size: int = 1
     """GPUs that share a replica's weights."""
     enforce_eager: bool | None = None
-    """Run without graphs and compilation. None does so on a CPU, where a recorded step would go on
-    computing with the weights that it was recorded with."""
+    """Run without graphs and compilation. None does so on a CPU, where a compiled step would keep
+    the weights with which it was compiled."""
     drain: Literal["wait", "abort"] = "wait"
-    """What ``running_requests="drain"`` does: wait until what runs has ended, or end it and draw it
-    again with the new weights."""
+    """What ``running_requests="drain"`` does: wait until running requests have ended, or cancel
+    them and run them again with the new weights."""
 
     def __post_init__(self) -> None:
         _require(self.start_timeout_s > 0, "start_timeout_s", "> 0", self.start_timeout_s)
@@ -53,13 +53,13 @@ class VllmOptions:
 
     @property
     def room_for_rank(self) -> int | None:
-        """The lowest rank not below ``lora_rank`` that vLLM knows."""
+        """The lowest rank of ``LORA_RANKS`` that is not below ``lora_rank``."""
         if self.lora_rank is None:
             return None
         return next(rank for rank in LORA_RANKS if rank >= self.lora_rank)
 
     def check(self, snapshot: Snapshot) -> None:
-        """Refuse an adapter that the servers have no room for.
+        """Refuse an adapter whose rank is too high for the servers.
 
         Raises:
             EngineError: its rank is above ``lora_rank``.
@@ -84,23 +84,23 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-def read_options(given: Mapping[str, Any]) -> VllmOptions:
+def read_options(values: Mapping[str, Any]) -> VllmOptions:
     """The options of JSON values.
 
     Raises:
         ConfigError: a name is unknown, or a value breaks its rule.
     """
     known = {field.name: _KINDS[str(field.type)] for field in fields(VllmOptions)}
-    unknown = sorted(given.keys() - known.keys())
+    unknown = sorted(values.keys() - known.keys())
     if unknown:
         raise ConfigError(f"engine_options must be among {sorted(known)}, got {unknown}")
-    values = {name: value for name, value in given.items() if value is not None}
-    for name, value in values.items():
-        kinds, said = known[name]
-        # True is a number to Python.
+    present = {name: value for name, value in values.items() if value is not None}
+    for name, value in present.items():
+        kinds, rule = known[name]
+        # In Python True is an int.
         fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-        _require(fits, name, said, value)
-    return VllmOptions(**values)
+        _require(fits, name, rule, value)
+    return VllmOptions(**present)
 
 
 def _require(is_met: bool, name: str, rule: str, value: object) -> None:

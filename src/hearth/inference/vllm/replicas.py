@@ -1,7 +1,7 @@
-"""The servers of a deployment: started, watched, replaced when they die, given requests.
+"""Starts and watches a deployment's servers, replaces those that die, and assigns requests to them.
 
-All on one event loop. Whoever draws takes a replica and gives it back; a replica that dies loses
-what it ran, which its drawers hear of as ``LostError`` and draw again elsewhere.
+All on one event loop. A request acquires a replica and releases it. Requests on a replica that dies
+fail with ``LostError``, and the backend runs them again on another one.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from hearth.sidecars import ExitReport, Sidecar, Sidecars
 logger = logging.getLogger(__name__)
 
 MOST_RESTARTS = 3
-"""A replica that dies more often within ``RESTART_WINDOW_S`` is given up, and the deployment."""
+"""If a replica dies more often within ``RESTART_WINDOW_S``, the deployment fails."""
 RESTART_WINDOW_S = 600.0
 SILENT_S = 60.0
-"""A server that runs and does not answer for so long is ended."""
-_LOOK_S = 0.1
-_ASK_S = 5.0
-"""How often a server that nobody doubts is asked whether it is well."""
+"""A running server that does not answer for so long is ended."""
+_POLL_S = 0.1
+_HEALTH_CHECK_S = 5.0
+"""How often the health of a server that answers is checked."""
 _END_S = 10.0
 """How long a server that has failed may take to end."""
 _UNWIND_S = 0.5
-"""How long what runs on a server that is let go may take to end by itself."""
+"""How long requests on a discarded server may take to end by themselves."""
 _MOST_PORTS = 3
 
 T = TypeVar("T")
 
 
 class Replica:
-    """One place for a server; servers that die there follow each other."""
+    """One place for a server; a server that dies is replaced by the next one."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -49,7 +49,7 @@ class Replica:
         self.silent_since_s: float | None = None
         """Since when it has not answered; None while it does."""
         self.serves = False
-        """Whether its server has what the deployment serves, and takes part in weight syncs."""
+        """Whether its server has the deployment's weights and takes part in weight syncs."""
 
     @property
     def name(self) -> str:
@@ -58,10 +58,10 @@ class Replica:
 
     @property
     def client(self) -> VllmClient:
-        """The server that stands here.
+        """The client of its server.
 
         Raises:
-            LostError: there is none now.
+            LostError: no server runs here now.
         """
         if self._client is None:
             raise LostError(f"{self.name} is not running")
@@ -78,7 +78,7 @@ class Replica:
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError:
-            # A second time would end it while it closes its connection.
+            # A second cancellation would end it while it closes its connection.
             if not task.cancelling():
                 task.cancel()
             raise
@@ -89,14 +89,13 @@ class Replica:
         return task.result()
 
     def interrupt(self) -> None:
-        """End what runs here; it is drawn again."""
+        """Cancel all requests here; they are run again."""
         for task in self._work:
             if not task.cancelling():
                 task.cancel()
 
     async def connect(self, sidecar: Sidecar, token: str, timeout_s: float) -> None:
-        """Take a server that was started and asks for ``token``; what it is told to do may take
-        ``timeout_s``."""
+        """Use a server that was started and requires ``token``; ``timeout_s`` is for its calls."""
         await self.disconnect()
         self.sidecar = sidecar
         self._client = VllmClient(f"http://{sidecar.host}:{sidecar.port}", token, timeout_s)
@@ -104,10 +103,10 @@ class Replica:
         self.lane.forget()
 
     async def disconnect(self) -> None:
-        """Let go of the server; what ran on it is lost."""
+        """Stop using the server; its requests are lost."""
         self.serves = self.lane.is_open = False
         client, self._client = self._client, None
-        # What a dead server ran ends by itself, and lets go of its connection.
+        # Requests on a dead server end by themselves, and close their connections.
         if self._work:
             await asyncio.wait(list(self._work), timeout=_UNWIND_S)
         self.interrupt()
@@ -120,8 +119,8 @@ class Replica:
 class Fleet:
     """The replicas of one deployment.
 
-    ``bring_up`` makes a new server serve what the deployment serves; it is called with ``lock``
-    held, and so is whatever changes what is served.
+    ``bring_up`` makes a new server serve what the deployment serves. It is called with ``lock``
+    held; weight syncs must hold it, too.
     """
 
     def __init__(
@@ -140,20 +139,20 @@ class Fleet:
         self._on_failed = on_failed
         self._replicas = [Replica(Lane(number, plan.max_batch_size)) for number in range(count)]
         self._waiting: deque[tuple[Sequence[int], asyncio.Future[Replica]]] = deque()
-        self._is_gated = False
+        self._is_shut = False
         self._idle = asyncio.Event()
         self._failure: EngineError | None = None
         self._watches: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start all servers, side by side, and look after them from then on.
+        """Start all servers in parallel, and watch them from then on.
 
         Raises:
-            ConfigError: one does not start; the message says why and what to do.
+            ConfigError: a server does not start; the message says why and what to do.
         """
-        await asyncio.gather(*map(self._begin, self._replicas))
+        await asyncio.gather(*map(self._start_server, self._replicas))
         for replica in self._replicas:
-            self._watches.append(asyncio.create_task(self._look_after(replica)))
+            self._watches.append(asyncio.create_task(self._watch(replica)))
 
     async def close(self) -> None:
         """End all servers."""
@@ -165,66 +164,66 @@ class Fleet:
         """Replicas that serve what the deployment serves."""
         return [replica for replica in self._replicas if replica.serves]
 
-    async def take(self, blocks: Sequence[int]) -> Replica:
-        """A replica for a prompt, once one has room; to be given back.
+    async def acquire(self, blocks: Sequence[int]) -> Replica:
+        """Wait until a replica has room for a prompt; ``release`` it afterwards.
 
         Raises:
-            EngineError: the deployment was given up.
+            EngineError: the deployment has failed.
         """
         if self._failure is not None:
             raise self._failure
         waiter: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
         self._waiting.append((blocks, waiter))
-        self._hand_out()
+        self._assign()
         try:
             return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self.give(waiter.result())
+                self.release(waiter.result())
             raise
 
-    def give(self, replica: Replica) -> None:
-        """Have done with a replica."""
+    def release(self, replica: Replica) -> None:
+        """Return a replica after a request."""
         replica.lane.running -= 1
-        self._hand_out()
+        self._assign()
 
-    def doubt(self, replica: Replica) -> None:
-        """Give a replica no more requests until it answers again."""
+    def suspend(self, replica: Replica) -> None:
+        """Assign no more requests to a replica until it answers again."""
         if replica.lane.is_open:
             replica.lane.is_open = False
             replica.silent_since_s = time.monotonic()
 
     def shut(self) -> None:
-        """Hand out no replica until ``open``."""
-        self._is_gated = True
+        """Assign no request until ``open``."""
+        self._is_shut = True
 
     def open(self) -> None:
-        """Hand out replicas again."""
-        self._is_gated = False
-        self._hand_out()
+        """Assign requests again."""
+        self._is_shut = False
+        self._assign()
 
     async def idle(self) -> None:
-        """Return once nothing runs."""
+        """Return once no request runs."""
         while any(replica.lane.running for replica in self._replicas):
             self._idle.clear()
             await self._idle.wait()
 
     def interrupt(self) -> None:
-        """End all that runs; it is drawn again."""
+        """Cancel all running requests; they are run again."""
         for replica in self._replicas:
             replica.interrupt()
 
     async def discard(self, replica: Replica) -> None:
-        """End a server; another will take its place."""
+        """End a server; its watch starts another one."""
         await replica.disconnect()
         if replica.sidecar is not None:
             await asyncio.to_thread(replica.sidecar.stop)
 
-    def _hand_out(self) -> None:
+    def _assign(self) -> None:
         if not any(replica.lane.running for replica in self._replicas):
             self._idle.set()
         lanes = {replica.lane: replica for replica in self._replicas}
-        while self._waiting and not self._is_gated:
+        while self._waiting and not self._is_shut:
             blocks, waiter = self._waiting[0]
             if waiter.done():
                 self._waiting.popleft()
@@ -237,57 +236,55 @@ class Fleet:
             lane.remember(blocks)
             waiter.set_result(lanes[lane])
 
-    async def _begin(self, replica: Replica) -> None:
-        """Start a server at a place, and have it serve what the others serve.
+    async def _start_server(self, replica: Replica) -> None:
+        """Start a replica's server, and have it serve what the others serve.
 
         Raises:
             ConfigError: it does not start.
-            EngineError: it does not serve; it is ended.
+            EngineError: it cannot load the deployment's weights; it is ended.
         """
-        sidecar = await self._started(replica)
+        sidecar = await self._find_port_and_start(replica)
         try:
             async with self.lock:
                 await self._bring_up(replica)
                 replica.serves = replica.lane.is_open = True
         except (LostError, EngineError, RequestError) as error:
-            # Its process may know better why, and ends by itself then.
-            report = await _ended(sidecar)
+            # If its process ends by itself, its log has the cause.
+            report = await _wait_for_end(sidecar)
             await self.discard(replica)
             if report is not None:
-                raise self._not_started(report) from None
+                raise self._start_error(report) from None
             raise EngineError(
                 f"{replica.name} must serve what the deployment serves, got: {error}"
             ) from error
-        self._hand_out()
+        self._assign()
 
-    async def _started(self, replica: Replica) -> Sidecar:
-        """A server that answers, at a port that was free.
+    async def _find_port_and_start(self, replica: Replica) -> Sidecar:
+        """A server that answers; started again when another process has taken its port.
 
         Raises:
             ConfigError: it does not start.
         """
         attempts = 0
         while True:
-            sidecar, report = await self._try(replica)
+            command = self._plan.command(replica.name)
+            sidecar = await asyncio.to_thread(self._sidecars.start, command)
+            await replica.connect(sidecar, self._plan.token, self._plan.options.start_timeout_s)
+            report = await self._wait_until_healthy(replica, sidecar)
             if report is None:
                 return sidecar
             attempts += 1
             if attempts == _MOST_PORTS or not is_port_taken(report.last_lines):
-                raise self._not_started(report)
+                raise self._start_error(report)
             logger.warning("%s starts again: its port was taken", replica.name)
 
-    async def _try(self, replica: Replica) -> tuple[Sidecar, ExitReport | None]:
-        """Start a server once; with how it ended, if it did so before it answered."""
-        command = self._plan.command(replica.name)
-        sidecar = await asyncio.to_thread(self._sidecars.start, command)
-        await replica.connect(sidecar, self._plan.token, self._plan.options.start_timeout_s)
-        return sidecar, await self._answers(replica, sidecar)
+    def _start_error(self, report: ExitReport) -> ConfigError:
+        # Without its last lines, which explain_start appends.
+        how = report.describe().partition("; its log ends with: ")[0]
+        return ConfigError(explain_start(how, report.last_lines, self._plan.python))
 
-    def _not_started(self, report: ExitReport) -> ConfigError:
-        return ConfigError(explain_start(_how(report), report.last_lines, self._plan.python))
-
-    async def _answers(self, replica: Replica, sidecar: Sidecar) -> ExitReport | None:
-        """Wait until a server answers; how it ended, if it did so before."""
+    async def _wait_until_healthy(self, replica: Replica, sidecar: Sidecar) -> ExitReport | None:
+        """Wait until a server answers; the report of its end, if it ends before."""
         budget_s = self._plan.options.start_timeout_s
         end_s = time.monotonic() + budget_s
         while not await replica.client.is_healthy():
@@ -301,61 +298,62 @@ class Fleet:
                     "start_timeout_s raises that)",
                     last_lines=lines,
                 )
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         return None
 
-    async def _look_after(self, replica: Replica) -> None:
+    async def _watch(self, replica: Replica) -> None:
         """Replace a server whenever it dies, until it has died too often."""
         deaths: deque[float] = deque()
         while True:
-            told = (await self._end_of(replica)).describe()
+            reason = (await self._watch_server(replica)).describe()
             while True:
                 deaths.append(time.monotonic())
                 while deaths[0] < time.monotonic() - RESTART_WINDOW_S:
                     deaths.popleft()
                 if len(deaths) > MOST_RESTARTS:
-                    self._give_up(replica, told)
+                    self._give_up(replica, reason)
                     return
-                logger.warning("%s %s: another takes its place", replica.name, told)
+                logger.warning("%s %s: it is replaced", replica.name, reason)
                 try:
-                    await self._begin(replica)
+                    await self._start_server(replica)
                     break
                 except (ConfigError, EngineError) as error:
-                    told = f"could not be replaced: {error}"
+                    reason = f"could not be replaced: {error}"
 
-    async def _end_of(self, replica: Replica) -> ExitReport:
-        """Wait for a server's end, with what ran on it let go."""
+    async def _watch_server(self, replica: Replica) -> ExitReport:
+        """Check a server's health until it ends, then disconnect from it."""
         sidecar = replica.sidecar
         assert sidecar is not None, "it was started"
-        asked_s = time.monotonic()
+        checked_s = time.monotonic()
         while (report := sidecar.poll()) is None:
-            if replica.silent_since_s is not None or time.monotonic() > asked_s + _ASK_S:
-                await self._ask(replica, sidecar)
-                asked_s = time.monotonic()
-            await asyncio.sleep(_LOOK_S)
+            is_due = time.monotonic() > checked_s + _HEALTH_CHECK_S
+            if replica.silent_since_s is not None or is_due:
+                await self._check_health(replica, sidecar)
+                checked_s = time.monotonic()
+            await asyncio.sleep(_POLL_S)
         await replica.disconnect()
         return report
 
-    async def _ask(self, replica: Replica, sidecar: Sidecar) -> None:
-        """Look whether a server answers; it is given requests, doubted, or ended."""
+    async def _check_health(self, replica: Replica, sidecar: Sidecar) -> None:
+        """Open a replica that answers, suspend one that does not, end one that is long silent."""
         try:
             is_healthy = await replica.client.is_healthy()
-        except LostError:  # it was let go, and is about to end
+        except LostError:  # it was discarded, and is about to end
             return
         if not is_healthy:
-            self.doubt(replica)
+            self.suspend(replica)
             since_s = replica.silent_since_s
             if since_s is not None and time.monotonic() - since_s > SILENT_S:
                 await asyncio.to_thread(sidecar.stop)
         elif replica.silent_since_s is not None:
             replica.silent_since_s = None
             replica.lane.is_open = replica.serves
-            self._hand_out()
+            self._assign()
 
-    def _give_up(self, replica: Replica, told: str) -> None:
+    def _give_up(self, replica: Replica, reason: str) -> None:
         self._failure = EngineError(
             f"deployment must keep its replicas running, got {replica.name} ended more than "
-            f"{MOST_RESTARTS} times in {RESTART_WINDOW_S:.0f} s, the last time it {told}"
+            f"{MOST_RESTARTS} times in {RESTART_WINDOW_S:.0f} s, the last time it {reason}"
         )
         self.interrupt()
         waiting, self._waiting = self._waiting, deque()
@@ -365,14 +363,9 @@ class Fleet:
         self._on_failed(self._failure)
 
 
-async def _ended(sidecar: Sidecar) -> ExitReport | None:
-    """How a process ended that is about to; None where it goes on."""
+async def _wait_for_end(sidecar: Sidecar) -> ExitReport | None:
+    """Wait some seconds for a process to end; None where it keeps running."""
     end_s = time.monotonic() + _END_S
     while (report := sidecar.poll()) is None and time.monotonic() < end_s:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
     return report
-
-
-def _how(report: ExitReport) -> str:
-    """How a server ended, without its last lines, which are told elsewhere."""
-    return report.describe().partition("; its log ends with: ")[0]

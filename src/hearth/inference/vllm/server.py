@@ -1,7 +1,7 @@
-"""One vLLM server as a sidecar process: its command line, and why it did not start.
+"""One vLLM server as a sidecar process: its command line, and explanations of failed starts.
 
-Everything beside the flags is vLLM's own OpenAI server. Its environment needs nothing of ours: a
-folder on its ``PYTHONPATH`` shows it the ``hearth`` package, and says which plugin to call.
+The server is vLLM's own OpenAI server in its own environment. A folder on its ``PYTHONPATH``
+contains a link to the ``hearth`` package and registers a plugin.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hearth.settings import VLLM_PYTHON_VARIABLE
 from hearth.sidecars import Command
 
 BASE_NAME = "base"
-"""What requests call the model without an adapter."""
+"""Model name of requests without an adapter."""
 MOST_LISTED_LOGPROBS = 21
-"""The drawn token's, and those of the 20 most probable ones."""
+"""The sampled token's, and those of the 20 most probable ones."""
 _CPU_CACHE_MB = 1024
 _MIB = 2**20
 
@@ -47,49 +47,33 @@ class ServerPlan:
     trust_remote_code: bool = False
     options: VllmOptions = field(default_factory=VllmOptions)
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
-    """What every request to a server must show (``plugin.access``)."""
+    """The token that every request to a server must carry (``plugin.access``)."""
 
     def command(self, name: str) -> Command:
-        """What starts one server under ``name``."""
+        """The command that starts one server under ``name``."""
         options = self.options
-        argv = [
-            # Not `vllm serve`: it fails where the package is called otherwise, as its CPU build is.
-            self.python,
-            "-m",
-            "vllm.entrypoints.launchers.api_server.entry",
-            "--model",
-            self.source,
-            "--host",
-            "{host}",
-            "--port",
-            "{port}",
-            "--served-model-name",
-            BASE_NAME,
-            "--tokenizer",
-            self.tokenizer,
-            "--dtype",
-            self.dtype,
-            # A text of full length is scored by drawing one token more.
-            "--max-model-len",
-            str(self.max_seq_len + 1),
-            "--max-num-seqs",
-            str(self.max_batch_size),
-            "--generation-config",
-            "vllm",
-            "--logprobs-mode",
-            "processed_logprobs",
-            "--max-logprobs",
-            str(MOST_LISTED_LOGPROBS),
-            "--weight-transfer-config",
-            f'{{"backend": "{NAME}"}}',
-            "--enable-scale-out",
-            "--enable-prompt-tokens-details",
-            "--disable-uvicorn-access-log",
-            "--middleware",
-            f"{ServerAccess.__module__}.{ServerAccess.__qualname__}",
-            "--tensor-parallel-size",
-            str(options.tensor_parallel_size),
-        ]
+        values = {
+            "--model": self.source,
+            "--host": "{host}",
+            "--port": "{port}",
+            "--served-model-name": BASE_NAME,
+            "--tokenizer": self.tokenizer,
+            "--dtype": self.dtype,
+            # Scoring a sequence of full length samples one token more.
+            "--max-model-len": str(self.max_seq_len + 1),
+            "--max-num-seqs": str(self.max_batch_size),
+            "--generation-config": "vllm",
+            "--logprobs-mode": "processed_logprobs",
+            "--max-logprobs": str(MOST_LISTED_LOGPROBS),
+            "--weight-transfer-config": f'{{"backend": "{NAME}"}}',
+            "--middleware": f"{ServerAccess.__module__}.{ServerAccess.__qualname__}",
+            "--tensor-parallel-size": str(options.tensor_parallel_size),
+        }
+        # Not `vllm serve`, which fails where the package has another name, as its CPU build has.
+        argv = [self.python, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+        argv += [word for pair in values.items() for word in pair]
+        argv += ["--enable-scale-out", "--enable-prompt-tokens-details"]
+        argv.append("--disable-uvicorn-access-log")
         if self.trust_remote_code:
             argv.append("--trust-remote-code")
         if self.is_cpu if options.enforce_eager is None else options.enforce_eager:
@@ -122,9 +106,9 @@ class ServerPlan:
 
 
 def write_plugin(folder: Path) -> Path:
-    """Make ``folder`` what vLLM's ``PYTHONPATH`` names: our package, and the plugin's entry point.
+    """Write the folder for vLLM's ``PYTHONPATH``: our package, and the plugin's entry point.
 
-    A link to the one package and two files of text: nothing else of our environment is seen.
+    It has a link to the ``hearth`` package and two text files, and nothing else of our environment.
     """
     facts = folder / "hearth_vllm_plugin-1.dist-info"
     facts.mkdir(parents=True, exist_ok=True)
@@ -175,16 +159,16 @@ def is_port_taken(lines: Sequence[str]) -> bool:
 
 
 def explain_start(how: str, lines: Sequence[str], python: str) -> str:
-    """Why a server did not start and what to do, from how it ended and what it printed last."""
+    """Why a server did not start and what to do, from how it ended and its last log lines."""
     if any(_OWN_MODULE.search(line) for line in lines):
         advice = (
             f"vLLM must be installed for {python!r}: pip install 'hearth[vllm]' there, or name an "
             f"interpreter that has it in {VLLM_PYTHON_VARIABLE}"
         )
     else:
-        # What failed first is printed first; what follows from it comes after.
-        found = (text for line in lines for pattern, text in _CAUSES if pattern.search(line))
-        advice = next(found, "see its last lines")
+        # The first error is the cause of those after it.
+        causes = (text for line in lines for pattern, text in _CAUSES if pattern.search(line))
+        advice = next(causes, "see its last lines")
         if advice == "see its last lines" and "SIGKILL" in how:
             advice = "it was killed, as the system does where memory is short: " + _CAUSES[1][1]
     text = f"vLLM's server must start, got one that {how}: {advice}"

@@ -1,8 +1,8 @@
-"""The snapshots that a deployment's servers load from: a folder of its own.
+"""The folder from which a deployment's servers load snapshots.
 
-A bucket may drop a snapshot while it is served, and memory cannot be read by another process. So
-what is served stands here as well, for a server that has to be started again: as links to a
-bucket's files where that can be, which costs nothing.
+A bucket may drop a snapshot while it is served, and other processes cannot read one that is in
+memory. This folder keeps what is served, so that a replaced server can load it. Where possible its
+files are hard links to a bucket's files, which need no space.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hearth.sync.store import FolderSnapshotStore, Snapshot
 
 @dataclass(frozen=True)
 class CachedSnapshot:
-    """A snapshot on the shelf."""
+    """A snapshot in the cache."""
 
     identity: str
     adapter: Path | None
-    """The folder of an adapter, as PEFT has it; None for weights."""
+    """The folder of an adapter, in PEFT's format; None for weights."""
 
 
 class SnapshotCache:
@@ -40,10 +40,10 @@ class SnapshotCache:
         self._store = FolderSnapshotStore(self.root)
 
     def add(self, snapshot: Snapshot) -> CachedSnapshot:
-        """Put a snapshot on the shelf, with what it goes on top of.
+        """Cache a snapshot, and of a delta its whole chain.
 
         Raises:
-            EngineError: a link of its chain is missing or damaged.
+            EngineError: a snapshot of its chain is missing or damaged.
         """
         if snapshot.kind == "lora":
             return CachedSnapshot(snapshot.identity, self._write_adapter(snapshot))
@@ -58,14 +58,14 @@ class SnapshotCache:
         return CachedSnapshot(snapshot.identity, None)
 
     def keep(self, identities: Collection[str]) -> None:
-        """Remove all but these and what they go on top of."""
+        """Remove all snapshots except these and their chains."""
         needed: set[str] = set()
         names = folder_names(self.root)
         for name in identities:
-            link: str | None = name
-            while link in names and link not in needed:
-                needed.add(link)
-                link = read_manifest(self.root / link).get("parent")
+            ancestor: str | None = name
+            while ancestor in names and ancestor not in needed:
+                needed.add(ancestor)
+                ancestor = read_manifest(self.root / ancestor).get("parent")
         for name in names:
             if name not in needed:
                 remove_folder(self.root / name)
@@ -75,13 +75,13 @@ class SnapshotCache:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _link(self, source: FolderSnapshotStore, identity: str) -> None:
-        link: str | None = identity
-        while link is not None and not (self.root / link).is_dir():
-            original = source.folder(link)
-            with drafted(self.root / link) as draft:
+        ancestor: str | None = identity
+        while ancestor is not None and not (self.root / ancestor).is_dir():
+            original = source.folder(ancestor)
+            with drafted(self.root / ancestor) as draft:
                 for file in original.iterdir():
                     _link_or_copy(file, draft / file.name)
-            link = read_manifest(original).get("parent")
+            ancestor = read_manifest(original).get("parent")
 
     def _write_adapter(self, snapshot: Snapshot) -> Path:
         options = LoraOptions.from_metadata(snapshot.metadata)
@@ -100,9 +100,8 @@ class SnapshotCache:
         with drafted(folder, overwrite=True) as draft:
             text = json.dumps(config, indent=2)
             (draft / "adapter_config.json").write_text(text, encoding="utf-8")
-            arrays = {
-                name: one.detach().cpu().contiguous() for name, one in snapshot.tensors.items()
-            }
+            tensors = snapshot.tensors.items()
+            arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
             save_file(arrays, draft / "adapter_model.safetensors", metadata={"format": "pt"})
         return folder
 

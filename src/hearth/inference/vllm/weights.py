@@ -1,7 +1,7 @@
-"""One weight sync for all replicas of a deployment: every one of them takes it, or none does.
+"""One weight sync for all replicas of a deployment: all of them load it, or none does.
 
-Requests meet one version at a time: nobody is given a replica from the moment that new weights are
-loaded until every server has said which version it serves and scored a few tokens like the others.
+Requests see one version at a time: from the start of a load no replica gets requests until every
+server has confirmed its version and scored a few probe tokens like the others.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 
 _PROBE_TOKENS = 16
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
-"""How far two servers with the same weights may be apart: their kernels round by the batch."""
+"""Largest difference between servers with the same weights: rounding depends on the batch."""
 FIRST_LABEL = "0"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What servers are to serve."""
+    """What servers should serve."""
 
     label: str = FIRST_LABEL
-    """What the servers call it; no two targets share one."""
+    """The servers' name of it; no two targets share one."""
     identity: str | None = None
     """Snapshot of whole weights; None is the model's own."""
     adapter: str | None = None
@@ -39,7 +39,7 @@ class Target:
 
 
 class ReplicaPublisher:
-    """Brings servers to a target. Snapshots are looked for under ``root``."""
+    """Has servers serve a target, whose snapshots are under ``root``."""
 
     def __init__(
         self, root: str, *, vocab_size: int, dtype: str, drain: Literal["wait", "abort"]
@@ -60,16 +60,16 @@ class ReplicaPublisher:
         """
         client = replica.client
         await self._apply(client, self.current)
-        self._expected = self._agree([await self._probe(client)], self._expected)
+        self._expected = self._check_probes([await self._probe(client)], self._expected)
 
     async def publish(self, fleet: Fleet, target: Target, running: RunningRequests) -> None:
-        """Have all replicas serve ``target``, or all go on with what they serve.
+        """Have all replicas serve ``target``, or all continue to serve ``current``.
 
-        With ``keep`` what runs goes on with the new weights, on keys and values that are computed
-        again. A replica that dies meanwhile is replaced by one that serves the outcome.
+        With ``keep`` running requests continue on the new weights, with keys and values computed
+        again. A replica that dies meanwhile is replaced by one that serves the result.
 
         Raises:
-            EngineError: a replica refuses it, or they do not agree on it; ``current`` is served.
+            EngineError: a replica refuses it, or their probes differ; ``current`` is served.
         """
         async with fleet.lock:
             fleet.shut()
@@ -79,7 +79,8 @@ class ReplicaPublisher:
                         fleet.interrupt()
                     await fleet.idle()
                 replicas = fleet.ready()
-                await self._all(fleet, replicas, lambda one: one.pause(_pause_mode(running)))
+                mode = "keep" if running == "keep" else "wait"
+                await self._call_all(fleet, replicas, lambda client: client.pause(mode))
                 for replica in replicas:
                     replica.lane.forget()
                 await self._switch(fleet, target)
@@ -87,33 +88,35 @@ class ReplicaPublisher:
                 fleet.open()
 
     async def _switch(self, fleet: Fleet, target: Target) -> None:
-        """Load into paused servers, and have them run again."""
+        """Load into paused servers, then resume them."""
         before, expected = self.current, self._expected
-        outcomes = await self._all(fleet, fleet.ready(), lambda one: self._apply(one, target))
-        failures = [error for _, error in outcomes if error is not None]
+        results = await self._call_all(
+            fleet, fleet.ready(), lambda client: self._apply(client, target)
+        )
+        failures = [error for _, error in results if error is not None]
         if not failures and not fleet.ready():
             failures = [EngineError("deployment must have a replica to take new weights, got none")]
         if not failures:
-            await self._all(fleet, fleet.ready(), lambda one: one.resume())
+            await self._call_all(fleet, fleet.ready(), lambda client: client.resume())
             try:
                 self._expected = await self._compare(fleet)
                 self.current = target
                 return
             except (EngineError, RequestError) as error:
                 failures = [error]
-                # What has run on since the swap was drawn with weights that nobody is to see.
+                # Requests that have run since the swap used weights that are taken back.
                 fleet.interrupt()
-                await self._all(fleet, fleet.ready(), lambda one: one.pause("abort"))
-                outcomes = [(one, None) for one in fleet.ready()]
+                await self._call_all(fleet, fleet.ready(), lambda client: client.pause("abort"))
+                results = [(replica, None) for replica in fleet.ready()]
         self._expected = expected
-        await self._roll_back(fleet, outcomes, before)
+        await self._roll_back(fleet, results, before)
         raise failures[0]
 
     async def _roll_back(
-        self, fleet: Fleet, outcomes: Sequence[tuple[Replica, Exception | None]], before: Target
+        self, fleet: Fleet, results: Sequence[tuple[Replica, Exception | None]], before: Target
     ) -> None:
-        """Have servers that took a target go back, and end those of which nobody knows."""
-        for replica, error in outcomes:
+        """Load ``before`` again into servers that loaded a target; end those in unknown states."""
+        for replica, error in results:
             if not replica.serves:
                 continue
             try:
@@ -123,7 +126,9 @@ class ReplicaPublisher:
                     raise error
                 await replica.client.resume()
             except (EngineError, RequestError, LostError) as reason:
-                logger.warning("%s did not go back, and is replaced: %s", replica.name, reason)
+                logger.warning(
+                    "%s could not go back to its weights and is replaced: %s", replica.name, reason
+                )
                 await fleet.discard(replica)
 
     async def _apply(self, client: VllmClient, target: Target) -> None:
@@ -137,72 +142,67 @@ class ReplicaPublisher:
 
     async def _compare(self, fleet: Fleet) -> list[float]:
         """The probe's logprobs, on which all replicas agree."""
-        found: list[list[float]] = []
+        probes: list[list[float]] = []
 
         async def score(client: VllmClient) -> None:
-            found.append(await self._probe(client))
+            probes.append(await self._probe(client))
 
-        outcomes = await self._all(fleet, fleet.ready(), score)
-        for _, error in outcomes:
+        for _, error in await self._call_all(fleet, fleet.ready(), score):
             if error is not None:
                 raise error
-        return self._agree(found, None)
+        return self._check_probes(probes, None)
 
     async def _probe(self, client: VllmClient) -> list[float]:
         body: dict[str, Any] = {
             "token_ids": self._probe_tokens,
             "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0},
         }
-        rows = (await client.draw(body)).prompt or []
+        listed = (await client.generate(body)).prompt or []
         return [
-            row[token]
-            for row, token in zip(rows, self._probe_tokens, strict=True)
-            if row is not None
+            logprobs[token]
+            for logprobs, token in zip(listed, self._probe_tokens, strict=True)
+            if logprobs is not None
         ]
 
-    def _agree(
-        self, found: Sequence[Sequence[float]], expected: Sequence[float] | None
+    def _check_probes(
+        self, probes: Sequence[Sequence[float]], expected: Sequence[float] | None
     ) -> list[float]:
-        """What all have found.
+        """The logprobs on which all probes agree.
 
         Raises:
-            EngineError: a number is none, or two servers are too far apart.
+            EngineError: a logprob is not a number, or two servers differ too much.
         """
-        if not found:
+        if not probes:
             raise EngineError("deployment must have a replica to take new weights, got none")
-        wanted = list(expected if expected is not None else found[0])
-        for one in found:
-            if any(not -1000 < value <= 0 for value in one):
+        reference = list(expected if expected is not None else probes[0])
+        for probe in probes:
+            if any(not -1000 < value <= 0 for value in probe):
                 raise EngineError(
-                    f"logprobs of the probe must be numbers, got {list(one)}: the weights are "
+                    f"logprobs of the probe must be numbers, got {list(probe)}: the weights are "
                     "broken, or overflow in this dtype"
                 )
-            apart = max(abs(a - b) for a, b in zip(one, wanted, strict=True))
-            if math.isnan(apart) or apart > self._tolerance:
+            difference = max(abs(a - b) for a, b in zip(probe, reference, strict=True))
+            if math.isnan(difference) or difference > self._tolerance:
                 raise EngineError(
                     f"replicas must score the probe within {self._tolerance} of each other, got "
-                    f"{apart:.3g}: they do not serve the same weights"
+                    f"{difference:.3g}: they do not serve the same weights"
                 )
-        return wanted
+        return reference
 
     @staticmethod
-    async def _all(
+    async def _call_all(
         fleet: Fleet, replicas: Sequence[Replica], call: Callable[[VllmClient], Awaitable[None]]
     ) -> list[tuple[Replica, Exception | None]]:
-        """Call each server at once; one that is lost leaves, and is replaced by its own watch."""
+        """Call all servers at once; one that is lost is discarded, and its watch replaces it."""
 
-        async def one(replica: Replica) -> tuple[Replica, Exception | None]:
+        async def call_one(replica: Replica) -> tuple[Replica, Exception | None]:
             try:
                 await call(replica.client)
             except LostError as error:
-                logger.warning("%s left a weight sync: %s", replica.name, error)
+                logger.warning("%s was lost during a weight sync: %s", replica.name, error)
                 await fleet.discard(replica)
             except (EngineError, RequestError) as error:
                 return replica, error
             return replica, None
 
-        return list(await asyncio.gather(*map(one, replicas)))
-
-
-def _pause_mode(running: RunningRequests) -> Literal["wait", "keep"]:
-    return "keep" if running == "keep" else "wait"
+        return list(await asyncio.gather(*map(call_one, replicas)))

@@ -47,10 +47,10 @@ class Heard:
         self.tokens: list[int] = []
         self.prompts = 0
 
-    def prefilled(self, prompt_logprobs: list[float | None] | None) -> None:
+    def on_prefill(self, prompt_logprobs: list[float | None] | None) -> None:
         self.prompts += 1
 
-    def drew(self, token: SampledToken) -> None:
+    def on_token(self, token: SampledToken) -> None:
         self.tokens.append(token.token_id)
 
 

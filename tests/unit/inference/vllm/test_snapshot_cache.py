@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from hearth.errors import EngineError
-from hearth.inference.vllm.plugin.source import SnapshotSource, block_of, of_blocks
+from hearth.inference.vllm.plugin.source import SnapshotSource, block_of, select_blocks
 from hearth.inference.vllm.snapshot_cache import SnapshotCache
 from hearth.models.lora import LoraOptions
 from hearth.sync.chain import Published
@@ -49,13 +49,13 @@ def test_a_base_is_read_whole_and_a_delta_as_the_block_that_it_changes(trainer, 
     source = SnapshotSource()
     shelf.add(trainer.save("base"))
     base = source.read(shelf.root, "base")
-    source.loaded(base)
+    source.note_loaded(base)
     assert set(base.tensors) == set(NAMES)
 
     for number, changed in enumerate(NAMES):
         shelf.add(trainer.save(f"delta-{number}", changed))
         update = source.read(shelf.root, f"delta-{number}")
-        source.loaded(update)
+        source.note_loaded(update)
         # The first delta has nothing yet that it could be applied to.
         assert set(update.tensors) == (set(NAMES) if number == 0 else {changed})
         assert torch.equal(update.tensors[changed], trainer.weights[changed])
@@ -74,7 +74,7 @@ def test_a_damaged_snapshot_is_refused_and_the_next_goes_on_as_before(trainer, s
     source = SnapshotSource()
     for identity, changed in (("base", None), ("one", NAMES[0])):
         shelf.add(trainer.save(identity, changed))
-        source.loaded(source.read(shelf.root, identity))
+        source.note_loaded(source.read(shelf.root, identity))
     shelf.add(trainer.save("two", NAMES[1]))
     file = shelf.root / "two" / "weights.safetensors"
     intact = file.read_bytes()
@@ -159,4 +159,4 @@ def test_blocks_hold_what_vllm_packs_together() -> None:
         "lm_head",
     ]
     whole = dict.fromkeys(names, torch.zeros(1))
-    assert list(of_blocks(whole, [names[1]])) == names[:2]
+    assert list(select_blocks(whole, [names[1]])) == names[:2]

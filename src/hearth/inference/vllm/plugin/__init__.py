@@ -1,1 +1,1 @@
-"""What runs inside vLLM's processes, in vLLM's environment: no import here may need another."""
+"""Code that runs inside vLLM's processes, so it may import only what vLLM's environment has."""

@@ -1,4 +1,4 @@
-"""Who may ask a vLLM server: since its endpoints change weights, only its worker is answered."""
+"""Access to a vLLM server: only its worker may call it, since its endpoints change weights."""
 
 from __future__ import annotations
 

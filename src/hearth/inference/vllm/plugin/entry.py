@@ -1,16 +1,16 @@
-"""What vLLM calls in each of its processes (entry point ``vllm.general_plugins``)."""
+"""The entry point ``vllm.general_plugins``, which vLLM calls in each of its processes."""
 
 from __future__ import annotations
 
 NAME = "hearth"
-"""Of the weight-transfer engine, as ``--weight-transfer-config`` names it."""
+"""Name of the weight-transfer engine in ``--weight-transfer-config``."""
 UNCHANGED = "the served weights are unchanged"
 """Begins the error of an update that failed before it changed a weight; ``client`` looks for it."""
 
 
 def register() -> None:
-    """Make the engine that reads snapshot folders known; calling it again changes nothing."""
-    # vLLM is only there where this is called.
+    """Register the engine that reads snapshot folders; another call changes nothing."""
+    # vLLM exists only in the environment where this is called.
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # pyright: ignore[reportMissingImports]
 
     try:

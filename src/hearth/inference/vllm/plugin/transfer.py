@@ -1,11 +1,11 @@
 """A weight-transfer engine of vLLM that loads Hearth's snapshot folders.
 
-vLLM's own engines receive tensors over NCCL or CUDA's IPC. This one is told a folder and reads it,
-in each of a server's workers. Modelled on the interface that vLLM documents for such engines
+vLLM's own engines receive tensors over NCCL or CUDA's IPC. This one gets a folder's path and reads
+it in each of a server's workers. It implements the interface that vLLM documents for such engines
 (``vllm.distributed.weight_transfer.base``).
 """
 
-# vLLM is no dependency of Hearth's: this runs in its environment alone.
+# vLLM is not a dependency of Hearth: this runs only in vLLM's environment.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from hearth.inference.vllm.plugin.source import SnapshotSource
 
 @dataclass
 class SnapshotInit(WeightTransferInitInfo):
-    """Nothing has to be agreed on."""
+    """No options."""
 
 
 @dataclass
 class SnapshotUpdate(WeightTransferUpdateInfo):
-    """What to serve: a snapshot under ``root``, or of None the model that the server began with."""
+    """A snapshot under ``root``; with None the model with which the server started."""
 
     root: str
     identity: str | None = None
 
 
 class SnapshotTransferEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate]):
-    """Loads a snapshot in one call of ``update_weights``; start and finish have nothing to do.
+    """Loads a snapshot in one call of ``update_weights``; start and finish do nothing.
 
-    What can fail in reading comes before the first weight is touched, and its error says so.
+    A snapshot is read and verified before the first weight is changed; the error of a failed read
+    begins with ``UNCHANGED``.
     """
 
     init_info_cls = SnapshotInit
@@ -59,7 +60,7 @@ class SnapshotTransferEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate])
         """Nothing to do."""
 
     def start_weight_update(self) -> None:
-        """Nothing to do: what is served stays whole until the snapshot is read."""
+        """Nothing to do: the served weights stay whole until the snapshot is read."""
 
     def finish_weight_update(self) -> None:
         """Nothing to do."""
@@ -68,7 +69,7 @@ class SnapshotTransferEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate])
         """Nothing to release."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Read, prove and load what ``update_info`` names."""
+        """Read, verify and load the snapshot of ``update_info``."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -77,7 +78,7 @@ class SnapshotTransferEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate])
         """Load a snapshot, or the model's own weights again.
 
         Raises:
-            RuntimeError: the snapshot cannot be used, and what is served was not touched.
+            RuntimeError: the snapshot cannot be used; the served weights are unchanged.
         """
         if update_info.identity is None:
             self._source.forget()
@@ -87,10 +88,10 @@ class SnapshotTransferEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate])
             update = self._source.read(Path(update_info.root), update_info.identity)
         except Exception as error:
             raise RuntimeError(f"{UNCHANGED}: {error}") from error
-        # Should loading fail, nobody knows what is in place.
+        # If loading fails, it is unknown which weights are served.
         self._source.forget()
         self._load(iter(update.tensors.items()))
-        self._source.loaded(update)
+        self._source.note_loaded(update)
 
     def _own_weights(self) -> Iterable[tuple[str, Tensor]]:
         from vllm.model_executor.model_loader import get_model_loader
@@ -115,8 +116,8 @@ class SnapshotTransferEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate])
 def _pack_heads(model: nn.Module) -> None:
     """Pack the heads' weights again.
 
-    On a CPU a head computes with a packed copy. vLLM renews it with the head's own weights, and a
-    tied head has none.
+    On a CPU a head computes with a packed copy. vLLM packs it again when the head's own weights are
+    loaded, and a tied head has none.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
@@ -131,13 +132,12 @@ def _pack_heads(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside the ``with`` the layers that carry adapters stand bare, under their plain names."""
+    """Inside the ``with`` layers with adapters are replaced by their base layers."""
     wrapped: list[tuple[nn.Module, str, nn.Module]] = []
     for owner in model.modules():
         for name, layer in owner.named_children():
-            # Only layers with adapters have one.
-            bare = layer._modules.get("base_layer")
-            if bare is not None:
+            # Only layers with adapters have a base layer.
+            if layer._modules.get("base_layer") is not None:
                 wrapped.append((owner, name, layer))
     for owner, name, layer in wrapped:
         setattr(owner, name, layer.get_submodule("base_layer"))
