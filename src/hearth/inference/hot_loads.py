@@ -1,7 +1,7 @@
-"""Weight syncs of one deployment: from which bucket, what is remembered, and what it says of them.
+"""Weight syncs of one deployment: their buckets, their state, and the file that survives a restart.
 
-What is served is kept in ``serving.json``, so that a deployment that is started again serves the
-same weights under the same version number.
+``serving.json`` names the served snapshot, so that a deployment serves the same weights under the
+same version number after a restart.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SERVING_FILE = "serving.json"
 
 
 class Served(Record):
-    """What a deployment serves, as it stands in ``serving.json``."""
+    """The served snapshot in ``serving.json``."""
 
     identity: str = Field(min_length=1)
     weight_version: int = Field(ge=1)
@@ -46,21 +46,21 @@ class Served(Record):
 
 @dataclass(frozen=True)
 class Sources:
-    """Where snapshots come from: one store, or buckets with a default among them."""
+    """Where snapshots come from: one store, or several buckets with a default."""
 
     snapshots: SnapshotStore | Buckets
     default_bucket: str
 
-    def bucket_of(self, named: str | None) -> str:
-        """The bucket to take from, when a request named ``named`` or nothing.
+    def bucket_of(self, name: str | None) -> str:
+        """The bucket of a request that names ``name``, or the default one for None.
 
         Raises:
-            RequestError: it is no valid name, or there is but one store and it is not that.
+            RequestError: the name is not valid, or there is only one store with another name.
         """
-        # It brings torch along, which whoever has snapshots has loaded.
+        # It imports torch, which a process that has snapshots has loaded.
         from hearth.sync.manifest import check_name
 
-        bucket = check_name(named or self.default_bucket, "x-hearth-snapshot-bucket")
+        bucket = check_name(name or self.default_bucket, "x-hearth-snapshot-bucket")
         if bucket != self.default_bucket and not hasattr(self.snapshots, "bucket"):
             raise RequestError(
                 f"x-hearth-snapshot-bucket must be {self.default_bucket!r}, got {bucket!r}: this "
@@ -69,28 +69,28 @@ class Sources:
         return bucket
 
     def get(self, bucket: str, identity: str, previous: str | None = None) -> Snapshot:
-        """A snapshot of a bucket; errors as those of the stores.
+        """A snapshot of a bucket; errors are those of the stores.
 
         Raises:
             EngineError: it is a delta on another snapshot than ``previous``.
         """
-        # As above.
+        # It imports torch as well.
         from hearth.sync.chain import check_previous
 
         store = self.snapshots
         if hasattr(store, "bucket"):
             store = cast("Buckets", store).bucket(bucket)
-        found = cast("SnapshotStore", store).get(identity)
+        snapshot = cast("SnapshotStore", store).get(identity)
         if previous is not None:
-            check_previous(found, previous)
-        return found
+            check_previous(snapshot, previous)
+        return snapshot
 
 
 class HotLoads:
-    """The weight syncs of a deployment. Takes up again what it served before it was started.
+    """The weight syncs of a deployment. Begins with the snapshot that it served before a restart.
 
     Raises:
-        ConfigError: what it served cannot be read from ``state_dir``.
+        ConfigError: the file in ``state_dir`` cannot be read.
     """
 
     def __init__(self, backend: InferenceBackend, sources: Sources, state_dir: Path | None) -> None:
@@ -101,18 +101,18 @@ class HotLoads:
         self._underway: dict[str, str] = {}
         self._served: Served | None = None
         self.restored: Future[ServingState] | None = self._restore()
-        """The outcome of taking it up again; None when there is nothing to take up."""
+        """The load of the snapshot from before the restart; None without one."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are drawn with the weights that they should be drawn with."""
+        """Whether the snapshot from before the restart has been loaded."""
         return self.restored is None or self.restored.done()
 
     def require_ready(self) -> None:
-        """Pass when ready.
+        """Raise unless ready.
 
         Raises:
-            NotReadyError: the snapshot of before the start is still being loaded.
+            NotReadyError: the snapshot from before the restart is still being loaded.
         """
         if not self.is_ready:
             target = self._backend.state().target_identity
@@ -123,29 +123,29 @@ class HotLoads:
     def load(
         self,
         identity: str,
-        named_bucket: str | None,
+        bucket_name: str | None,
         previous: str | None = None,
         *,
         running_requests: RunningRequests = "drain",
     ) -> None:
-        """Serve a snapshot from now on; one that is served or under way is not loaded again.
+        """Serve a snapshot; one that is served or under way is not loaded again.
 
-        A delta on another snapshot than ``previous`` will not be served. ``running_requests`` is
-        that of ``HotLoadRequest``.
+        A delta on another snapshot than ``previous`` is refused. ``running_requests`` is that of
+        ``HotLoadRequest``.
 
         Raises:
-            RequestError: the bucket is no valid name.
-            ConflictError: the identity is one of another bucket here.
+            RequestError: the bucket's name is not valid.
+            ConflictError: the identity is served or loaded from another bucket.
             ClosedError: the deployment was shut down.
         """
-        bucket = self._sources.bucket_of(named_bucket)
-        known = self._underway.get(identity)
+        bucket = self._sources.bucket_of(bucket_name)
+        current = self._underway.get(identity)
         if self._served is not None and self._served.identity == identity:
-            known = self._served.bucket
-        if known not in (None, bucket):
+            current = self._served.bucket
+        if current not in (None, bucket):
             raise ConflictError(
-                f"identity must be new, got {identity!r}: it is one of bucket {known!r} here, not "
-                f"of {bucket!r}; save it under another name"
+                f"identity must be new, got {identity!r}: it is one of bucket {current!r} here, "
+                f"not of {bucket!r}; save it under another name"
             )
         self._load(identity, bucket, previous=previous, running_requests=running_requests)
 
@@ -177,8 +177,8 @@ class HotLoads:
             bucket = self._sources.bucket_of(served.bucket)
         except (OSError, RequestError) as error:
             raise ConfigError(
-                f"{self._file} must say what is served, got {error}: mend it, or remove it to "
-                "start with the base weights"
+                f"{self._file} must name the served snapshot, got {error}: repair it, or remove it "
+                "to start with the base weights"
             ) from None
         logger.info("serving %s of bucket %s again", served.identity, bucket)
         return self._load(served.identity, bucket, served.weight_version)
@@ -202,7 +202,7 @@ class HotLoads:
         return done
 
     def _note_end(self, done: Future[ServingState], identity: str, bucket: str) -> None:
-        """Write down what is served, before those who wait for it are told."""
+        """Record what is served, before the futures that wait for it are resolved."""
         self._underway.pop(identity, None)
         if done.cancelled() or done.exception() is not None:
             return
@@ -211,16 +211,14 @@ class HotLoads:
             return
         served = Served(identity=identity, weight_version=state.weight_version, bucket=bucket)
         with self._lock:
-            # A late word of an older version must not take the place of a newer one's.
+            # The end of an older sync may be reported after that of a newer one.
             if self._served is not None and self._served.weight_version >= served.weight_version:
                 return
             self._served = served
-            self._write_down(served)
-
-    def _write_down(self, served: Served) -> None:
-        if self._file is None:
-            return
-        try:
-            write_file(self._file, served.dump())
-        except OSError:
-            logger.exception("%s could not be written: a restart serves older weights", self._file)
+            if self._file is None:
+                return
+            try:
+                write_file(self._file, served.dump())
+            except OSError:
+                message = "%s could not be written: a restart serves older weights"
+                logger.exception(message, self._file)

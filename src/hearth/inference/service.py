@@ -1,4 +1,4 @@
-"""A deployment's HTTP face: parses, asks its backend, answers. The app has no other state.
+"""A deployment's HTTP app: parses requests, calls its backend and makes the responses.
 
 Handlers may run on any number of event loops at once.
 """
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from hearth.errors import EngineError, NotFoundError, RequestError
+from hearth.errors import NotFoundError, RequestError
 from hearth.inference.backend import InferenceBackend, Phase, SampledSequence, SampleRequest
 from hearth.inference.chat import chat_prompt, chat_response
 from hearth.inference.events import ChatEvents, CompletionEvents
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from hearth.sync.store import Buckets, SnapshotStore
 
 LONGEST_POLL_S = 600.0
-"""Longest that a question for a hot-load's end is held."""
+"""Longest wait of a request for a hot-load's end."""
 BUCKET_HEADER = "x-hearth-snapshot-bucket"
-"""Names the bucket that a hot-load takes its snapshot from."""
+"""Names the bucket from which a hot-load takes its snapshot."""
 
 
 def create_app(
@@ -55,22 +55,20 @@ def create_app(
     state_dir: Path | None = None,
     default_bucket: str = "default",
     on_phase: Callable[[Phase], None] | None = None,
-    failed: Future[EngineError] | None = None,
 ) -> Starlette:
     """The app of one deployment, an ASGI application.
 
     Completions, chat and models of OpenAI's API under ``/v1`` and ``/inference/v1``, weight syncs
-    under ``/hot_load/v1/models/hot_load``, ``/healthz``. Requests are not checked for their
-    ``model``: whoever routed them here has done that.
+    under ``/hot_load/v1/models/hot_load``, ``/healthz``. The ``model`` of a request is not checked:
+    the gateway has done that.
 
     With ``state_dir`` the deployment remembers what it serves. After a restart it loads that
-    snapshot again and answers 425 until it has (``app.state.restored``, a future or None); if it
-    cannot, it serves its base weights and says so in the hot-load's ``loading_state``. ``on_phase``
-    is told at every change whether the backend samples, loads a snapshot or idles. ``failed`` has
-    an error once the backend cannot go on (``app.state.failed``): whoever runs the app ends it.
+    snapshot again and answers 425 until it is loaded (``app.state.restored``, a future or None). If
+    that fails, it serves its base weights, and the hot-load's ``loading_state`` has the error.
+    ``on_phase`` is called whenever the backend begins to sample, to load a snapshot or to idle.
 
     Raises:
-        ConfigError: what was served cannot be read from ``state_dir``.
+        ConfigError: the file in ``state_dir`` cannot be read.
     """
     if on_phase is not None:
         backend.watch_phase(on_phase)
@@ -94,15 +92,13 @@ def create_app(
     for prefix in ("/inference/v1", "/v1"):
         app.direct["POST", f"{prefix}/completions"] = catch_errors(deployment.complete)
     app.state.restored = hot_loads.restored
-    app.state.failed = failed
     return app
 
 
 class _App(Starlette):
-    """Starlette, and ``direct`` handlers by method and path, for what is asked for most.
+    """Starlette, and ``direct`` handlers by method and path for the most frequent requests.
 
-    They answer every error themselves, and so need neither a walk through all routes nor the
-    layers that answer errors.
+    They answer every error themselves, so they skip the routes and the middleware for errors.
     """
 
     def __init__(self, routes: list[Route]) -> None:
@@ -131,16 +127,21 @@ class _Deployment:
         call = read_completion(await request.body())
         tokenizer = self._backend.tokenizer
         prompts = prompt_ids(call, tokenizer)
-        wanted = completion_requests(call, prompts)
+        samples = completion_requests(call, prompts)
         if call.stream and not is_whole(call):
             events = CompletionEvents(
                 call, prompts, model_name=self._model_name, tokenizer=tokenizer
             )
-            return await self._stream(request, wanted, events)
-        drawn = await self._draw(request, wanted)
-        metrics = perf_metrics(prompts, drawn, time.perf_counter() - start_s)
+            return await self._stream(request, samples, events)
+        completions = await self._sample(request, samples)
+        metrics = perf_metrics(prompts, completions, time.perf_counter() - start_s)
         body = completion_response(
-            call, prompts, drawn, model_name=self._model_name, metrics=metrics, tokenizer=tokenizer
+            call,
+            prompts,
+            completions,
+            model_name=self._model_name,
+            metrics=metrics,
+            tokenizer=tokenizer,
         ).dump()
         headers = _metric_headers(metrics)
         if not call.stream:
@@ -151,19 +152,24 @@ class _Deployment:
     async def chat(self, request: Request) -> Response:
         start_s = time.perf_counter()
         self._hot_loads.require_ready()
-        asked = read_chat(await request.body())
+        call = read_chat(await request.body())
         tokenizer = self._backend.tokenizer
-        prompt = chat_prompt(asked, tokenizer)
-        wanted = chat_requests(asked, prompt, max_seq_len=self._backend.max_seq_len)
-        if asked.stream:
-            events = ChatEvents(asked, prompt, model_name=self._model_name, tokenizer=tokenizer)
-            return await self._stream(request, wanted, events)
-        drawn = await self._draw(request, wanted)
-        metrics = perf_metrics([prompt], drawn, time.perf_counter() - start_s)
-        body = chat_response(
-            asked, prompt, drawn, model_name=self._model_name, tokenizer=tokenizer, metrics=metrics
-        ).dump()
-        return json_response(body, headers=_metric_headers(metrics))
+        prompt = chat_prompt(call, tokenizer)
+        samples = chat_requests(call, prompt, max_seq_len=self._backend.max_seq_len)
+        if call.stream:
+            events = ChatEvents(call, prompt, model_name=self._model_name, tokenizer=tokenizer)
+            return await self._stream(request, samples, events)
+        completions = await self._sample(request, samples)
+        metrics = perf_metrics([prompt], completions, time.perf_counter() - start_s)
+        response = chat_response(
+            call,
+            prompt,
+            completions,
+            model_name=self._model_name,
+            tokenizer=tokenizer,
+            metrics=metrics,
+        )
+        return json_response(response, headers=_metric_headers(metrics))
 
     async def models(self, _: Request) -> Response:
         return json_response(ModelList(data=[self._model()]))
@@ -175,14 +181,13 @@ class _Deployment:
         return json_response(self._model())
 
     async def hot_load(self, request: Request) -> Response:
-        wanted = HotLoadRequest.parse(await request.body())
-        attached = wanted.incremental_snapshot_metadata
-        previous = attached and attached.previous_snapshot_identity
+        load = HotLoadRequest.parse(await request.body())
+        metadata = load.incremental_snapshot_metadata
         self._hot_loads.load(
-            wanted.identity,
+            load.identity,
             request.headers.get(BUCKET_HEADER),
-            previous,
-            running_requests=wanted.running_requests,
+            metadata and metadata.previous_snapshot_identity,
+            running_requests=load.running_requests,
         )
         return json_response(self._hot_loads.state())
 
@@ -190,13 +195,13 @@ class _Deployment:
         identity = request.query_params.get("wait_for")
         if identity:
             timeout_s = _seconds(request.query_params.get("timeout_s", "0"))
-            settled = asyncio.wrap_future(self._backend.watch_sync(identity))
+            sync = asyncio.wrap_future(self._backend.watch_sync(identity))
             try:
-                await asyncio.wait([settled], timeout=timeout_s)
-                if settled.done():
-                    settled.result()
+                await asyncio.wait([sync], timeout=timeout_s)
+                if sync.done():
+                    sync.result()
             finally:
-                settled.cancel()
+                sync.cancel()
         return json_response(self._hot_loads.state())
 
     async def health(self, _: Request) -> Response:
@@ -212,25 +217,25 @@ class _Deployment:
             max_model_len=self._backend.max_seq_len,
         )
 
-    def _submit(self, wanted: Sequence[SampleRequest]) -> list[Future[SampledSequence]]:
+    def _submit(self, samples: Sequence[SampleRequest]) -> list[Future[SampledSequence]]:
         """Queue all or, when one is refused, none."""
         futures: list[Future[SampledSequence]] = []
         try:
-            for one in wanted:
-                futures.append(self._backend.submit(one))
+            for sample in samples:
+                futures.append(self._backend.submit(sample))
         except RequestError as error:
             _cancel(futures)
-            raise _of_its_prompt(error, wanted, len(futures)) from None
+            raise _name_prompt(error, samples, len(futures)) from None
         except BaseException:
             _cancel(futures)
             raise
         return futures
 
-    async def _draw(
-        self, request: Request, wanted: Sequence[SampleRequest]
+    async def _sample(
+        self, request: Request, samples: Sequence[SampleRequest]
     ) -> list[SampledSequence]:
-        """Draw all; whatever ends this early (an error, a client that is gone) ends the draws."""
-        futures = self._submit(wanted)
+        """Run all; an error or a client that disconnects cancels them."""
+        futures = self._submit(samples)
         try:
             return await await_connected(
                 request, asyncio.gather(*map(asyncio.wrap_future, futures))
@@ -241,11 +246,11 @@ class _Deployment:
     async def _stream(
         self,
         request: Request,
-        wanted: Sequence[SampleRequest],
+        samples: Sequence[SampleRequest],
         events: Callable[[list[StreamPiece]], Iterable[bytes]],
     ) -> Response:
-        """Answer with events from the first piece on; what fails before it has its own status."""
-        stream = CompletionStream(wanted, self._submit, self._backend.tokenizer)
+        """Answer with events from the first piece on; an earlier error has its own status."""
+        stream = CompletionStream(samples, self._submit, self._backend.tokenizer)
         try:
             first = await await_connected(request, asyncio.ensure_future(stream.next()))
         except BaseException:
@@ -262,14 +267,12 @@ def _cancel(futures: Iterable[Future[SampledSequence]]) -> None:
         future.cancel()
 
 
-def _of_its_prompt(
-    error: RequestError, wanted: Sequence[SampleRequest], place: int
-) -> RequestError:
-    """The error of the request at ``place``; of several prompts it says which."""
-    prompts = list(dict.fromkeys(id(one.prompt) for one in wanted))
+def _name_prompt(error: RequestError, samples: Sequence[SampleRequest], place: int) -> RequestError:
+    """The error of the sample at ``place``; with several prompts it has the prompt's number."""
+    prompts = list(dict.fromkeys(id(sample.prompt) for sample in samples))
     if len(prompts) == 1:
         return error
-    number = prompts.index(id(wanted[place].prompt))
+    number = prompts.index(id(samples[place].prompt))
     return RequestError(f"prompt {number} of {len(prompts)}: {error}")
 
 

@@ -91,8 +91,9 @@ def build(
         default_bucket=options.bucket,
         state_dir=Path(options.state_dir) if options.state_dir else None,
         on_phase=on_phase,
-        failed=backend.failed if isinstance(backend, VllmBackend) else None,
     )
+    # Resolved when the backend has failed; the process that runs the app then ends it.
+    app.state.failed = backend.failed if isinstance(backend, VllmBackend) else None
     return app, backend.close
 
 

@@ -203,7 +203,7 @@ def test_a_damaged_memory_stops_the_start_instead_of_serving_other_weights(
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "serving.json").write_bytes(content)
 
-    with pytest.raises(ConfigError, match=r"serving.json must say what is served"):
+    with pytest.raises(ConfigError, match=r"serving.json must name the served snapshot"):
         deploy()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.inference.vllm.scripted import install, python_with
+from tests.integration.inference.scripted import install, python_with
 from tests.unit.tiny import write_qwen
 
 from hearth.errors import ConfigError

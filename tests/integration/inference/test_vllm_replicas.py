@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.inference.vllm.scripted import Scripted, snapshot
+from tests.integration.inference.scripted import Scripted, snapshot
 
 from hearth.errors import ClosedError, ConfigError, EngineError, RequestError
-from hearth.inference.backend import SampledToken, SampleRequest, ServingState
+from hearth.inference.backend import SampleRequest, ServingState, TokenListener
 from hearth.inference.vllm.replicas import MOST_RESTARTS
 
 PATIENCE_S = 20.0
@@ -42,16 +42,15 @@ def loaded(scripted: Scripted, identity: str, **fields: Any) -> ServingState:
     return future.result(PATIENCE_S)
 
 
-class Heard:
+class Collector:
+    """Collects what a listener is called with."""
+
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.prompts = 0
-
-    def on_prefill(self, prompt_logprobs: list[float | None] | None) -> None:
-        self.prompts += 1
-
-    def on_token(self, token: SampledToken) -> None:
-        self.tokens.append(token.token_id)
+        self.prompts: list[Any] = []
+        self.listener = TokenListener(
+            self.prompts.append, lambda token: self.tokens.append(token.token_id)
+        )
 
 
 def test_a_completion_has_its_tokens_version_and_logprobs(scripted) -> None:
@@ -105,11 +104,11 @@ def test_nothing_to_draw_is_answered_at_once(scripted) -> None:
 
 
 def test_a_listener_hears_each_token(scripted) -> None:
-    heard = Heard()
-    drawn = scripted().start().submit(request(listener=heard)).result(PATIENCE_S)
+    collector = Collector()
+    drawn = scripted().start().submit(request(listener=collector.listener)).result(PATIENCE_S)
 
-    assert heard.tokens == drawn.token_ids == [11, 18, 25, 32]
-    assert heard.prompts == 1
+    assert collector.tokens == drawn.token_ids == [11, 18, 25, 32]
+    assert len(collector.prompts) == 1
 
 
 def test_requests_beyond_one_replicas_room_go_to_the_other(scripted) -> None:
@@ -162,15 +161,15 @@ def test_a_stream_goes_on_where_its_replica_died(scripted) -> None:
     one = scripted()
     backend = one.start()
     one.order("hold-streams")
-    heard = Heard()
-    future = backend.submit(request(listener=heard))
-    until(lambda: len(heard.tokens) == 2)
+    collector = Collector()
+    future = backend.submit(request(listener=collector.listener))
+    until(lambda: len(collector.tokens) == 2)
 
     os.kill(one.pids()[0], signal.SIGKILL)
     until(lambda: len(one.pids()) == 2)
     one.withdraw("hold-streams")
 
-    assert future.result(PATIENCE_S).token_ids == heard.tokens == [11, 18, 25, 32]
+    assert future.result(PATIENCE_S).token_ids == collector.tokens == [11, 18, 25, 32]
 
 
 def test_a_replica_that_dies_too_often_ends_the_deployment(scripted) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.inference.vllm.scripted import Scripted
+from tests.integration.inference.scripted import Scripted
 
 
 @pytest.fixture
