@@ -56,7 +56,7 @@ class APIFuture(Generic[T]):
         return self._inner.done()
 
     def cancel(self) -> bool:
-        """Give the operation up."""
+        """Cancel the operation."""
         return self._inner.cancel()
 
     def __await__(self) -> Generator[Any, None, T]:

@@ -53,7 +53,7 @@ def split_datums(
 
 @dataclass(frozen=True)
 class DatumBatch:
-    """Datums of one request, as it has them."""
+    """The datums of one request."""
 
     body: Mapping[str, Any]
     """``data`` or ``columns`` of a request's input."""
@@ -66,10 +66,10 @@ class DatumBatch:
         return len(self.body["data"] if self.lengths is None else self.lengths)
 
     def with_weights(self, weights: Sequence[NDArray[np.float32]]) -> DatumBatch:
-        """The same datums with these ``weights`` of their targets, one row each."""
+        """The same datums with these ``weights`` of their targets, one array each."""
         if self.lengths is None:
-            rows = zip(self.body["data"], weights, strict=True)
-            return DatumBatch({"data": [_add_weights(body, row) for body, row in rows]}, None)
+            pairs = zip(self.body["data"], weights, strict=True)
+            return DatumBatch({"data": [_add_weights(*pair) for pair in pairs]}, None)
         columns = _add_weights(self.body["columns"], np.concatenate(weights))
         return DatumBatch({"columns": columns}, self.lengths)
 
@@ -82,9 +82,9 @@ def build_batch(
     Raises:
         RequestError: an input is not made of token ids.
     """
-    found = _build_columns(data, only) if as_columns else None
-    if found is not None:
-        return found
+    batch = _build_columns(data, only) if as_columns else None
+    if batch is not None:
+        return batch
     return DatumBatch({"data": [_build_datum(datum, only) for datum in data]}, None)
 
 
@@ -107,10 +107,10 @@ def _build_columns(data: Sequence[tinker.Datum], only: Collection[str] | None) -
             record = inputs.get(name)
             if record is None or record.dtype != first[name].dtype:
                 return None
-            row = record.to_numpy()
-            if row.shape != shape:
+            array = record.to_numpy()
+            if array.shape != shape:
                 return None
-            values[name].append(row)
+            values[name].append(array)
         lengths.append(len(own))
         tokens.append(own)
     try:
@@ -121,8 +121,8 @@ def _build_columns(data: Sequence[tinker.Datum], only: Collection[str] | None) -
         "lengths": encoded(lengths, "int64", TENSOR_ENCODING),
         "tokens": encoded(ids, "int64", TENSOR_ENCODING),
         "loss_fn_inputs": {
-            name: encoded(np.concatenate(rows), first[name].dtype, TENSOR_ENCODING)
-            for name, rows in values.items()
+            name: encoded(np.concatenate(arrays), first[name].dtype, TENSOR_ENCODING)
+            for name, arrays in values.items()
         },
     }
     return DatumBatch({"columns": columns}, lengths)

@@ -27,7 +27,7 @@ class CompletionsCall(Coroutine[Any, Any, list[T]], Sequence[T]):
         self._steps: Generator[Any, Any, list[T]] | None = None
 
     def result(self, timeout: float | None = None) -> list[T]:
-        """The completions, or the error that there are none.
+        """The completions, or the error of the requests.
 
         Raises:
             TimeoutError: not within ``timeout`` seconds; the requests go on.
@@ -80,7 +80,7 @@ class CompletionsCall(Coroutine[Any, Any, list[T]], Sequence[T]):
             self._steps = None
 
     def _take_step(self, step: Callable[[Generator[Any, Any, list[T]]], Any]) -> Any:
-        """One step; after the last one the call may be awaited anew."""
+        """One step; after the last one the call may be awaited again."""
         assert self._steps is not None
         try:
             return step(self._steps)

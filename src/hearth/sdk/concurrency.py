@@ -1,7 +1,7 @@
-"""How many sampling requests may be in flight: a fixed number, or one that finds itself.
+"""How many sampling requests may be in flight: a fixed number, or one that adapts.
 
-A controller is asked before each attempt and told of its outcome after it. Nothing here belongs to
-an event loop while no request waits, so a controller outlives the loops it is used on.
+Each attempt acquires its controller first, and releases it with the outcome. A controller holds
+no event loop while no request waits, so it may outlive the loops it is used on.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class FixedConcurrencyController(_Gate):
 class AdaptiveConcurrencyController(_Gate):
     """A window of requests in flight that grows by adding and shrinks by multiplying.
 
-    Once a deployment has told how long requests queue for their prefill, that alone steers: after
+    Once a deployment reports how long requests queue for their prefill, that alone steers: after
     every ``adjustment_interval`` attempts (0: never) and at ``step_completed`` the mean queue time
     goes into a moving average; above ``prefill_queue_target`` seconds the window shrinks by
     ``multiplicative_decrease``, else it grows by ``additive_increase`` times the headroom
@@ -136,13 +136,14 @@ class AdaptiveConcurrencyController(_Gate):
     window at once (twice over from the third attempt on), at most every ``shrink_cooldown_s``; an
     interval with successes and no congestion adds ``additive_increase``.
 
-    A window below what is in flight admits nobody until that many have come back (``debt``).
+    A window below what is in flight admits no attempt until enough have ended (``debt``).
     ``now`` is the clock, in seconds.
 
     Raises:
         ConfigError: a bound or a rate breaks its rule.
     """
 
+    # Each parameter is a setting of its own, with a default: callers name the few that they change.
     def __init__(
         self,
         initial_window: int = 8,
@@ -199,18 +200,18 @@ class AdaptiveConcurrencyController(_Gate):
 
     @property
     def debt(self) -> int:
-        """How many attempts in flight are beyond the window; none is admitted for these."""
+        """How many attempts in flight are beyond the window."""
         return max(0, self.in_flight - self.window)
 
     def release(self, outcome: RequestOutcome | None = None) -> None:
-        """Give one attempt's room back, and learn from its outcome."""
+        """Give one attempt's room back, and adapt to its outcome."""
         if outcome is not None:
             with self._lock:
                 self._record_outcome(outcome)
         self._leave()
 
     def step_completed(self) -> dict[str, float]:
-        """Adjust to the step's queue times; what the step was like, and count anew.
+        """Adjust to the step's queue times, return the step's numbers, and reset the counts.
 
         ``window``, ``prefill_queue_s`` (the moving average, once there is one), ``requests``,
         ``failures``, ``congested``, ``grown``, ``shrunk`` (how often) and ``in_flight_max``.
@@ -232,7 +233,7 @@ class AdaptiveConcurrencyController(_Gate):
                 summary["prefill_queue_s"] = self._queue_ema_s
             self.high_water = self.in_flight
         if self._waiting:
-            # The waiting are woken on their own loop, which may run in another thread.
+            # Wake the waiting attempts on their own loop, which may run in another thread.
             self._waiting[0].get_loop().call_soon_threadsafe(self._admit)
         return summary
 

@@ -1,4 +1,4 @@
-"""What a deployment is to be, and what the platform says it is."""
+"""The config of a deployment, and the platform's description of one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DeploymentConfig:
     max_batch_size: int | None = None
 
     def validate(self) -> None:
-        """Judge the fields without asking the platform.
+        """Check the fields without a request to the platform.
 
         Raises:
             ConfigError: one breaks its rule, or two exclude each other.
@@ -77,7 +77,7 @@ class DeploymentConfig:
             "max_batch_size": self.max_batch_size,
         }
         values = {name: value for name, value in own.items() if value is not None}
-        asked = Deployment(
+        record = Deployment(
             base_model=self.base_model,
             display_name=self.display_name,
             description="a training run's deployment",
@@ -93,7 +93,7 @@ class DeploymentConfig:
             extra_args=self.extra_args,
             extra_values={**(self.extra_values or {}), **values} or None,
         ).as_dict()
-        return {**asked, "placement": {"region": self.region}} if self.region else asked
+        return {**record, "placement": {"region": self.region}} if self.region else record
 
     def params(self) -> dict[str, str]:
         """The request's query."""

@@ -1,4 +1,4 @@
-"""Deployments: asking for one, linking it to a trainer, and which snapshot it serves."""
+"""Deployments: creating one, linking it to a trainer, and which snapshot it serves."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _DELETE = {"ignoreChecks": "true", "hard": "true"}
 class DeploymentManager:
     """The deployments of one account, and what they serve.
 
-    ``account_id`` ``""`` or None: the platform is asked on first use. Methods block; those ending
-    in ``_async`` return a future instead (``await`` it, or ``.result()``).
+    ``account_id`` ``""`` or None: the key's own account. Methods block; those that end in
+    ``_async`` return a future instead (``await`` it, or ``.result()``).
 
     Raises:
         ConfigError: no key or no URL, neither here nor in the environment.
@@ -78,7 +78,7 @@ class DeploymentManager:
         ``force_recreate`` deletes a living one first.
 
         Raises:
-            ConfigError: the config breaks a rule; nothing was asked for.
+            ConfigError: the config breaks a rule; no request was sent.
             EngineError: the old one was still there a minute after its deletion.
         """
         config.validate()
@@ -175,7 +175,7 @@ class DeploymentManager:
         start(stop()).result()
 
     def delete(self, deployment_id: str) -> None:
-        """Delete it for good; one that is gone is left alone."""
+        """Delete it for good; no error where there is none."""
 
         async def delete() -> None:
             await self._control.delete(await self._resolve_name(deployment_id), _DELETE)
@@ -220,16 +220,16 @@ class DeploymentManager:
         incremental: DeltaMetadata | None = None,
         running_requests: RunningRequests = "drain",
     ) -> None:
-        """Ask for the snapshot ``identity`` to be served, and return at once.
+        """Request that the snapshot ``identity`` is served, and return at once.
 
         ``running_requests`` is that of ``hotload_and_wait``.
         """
         request = build_load_request(identity, incremental, running_requests)
 
-        async def ask() -> None:
+        async def request_load() -> None:
             await (await self._make_loader(deployment_id, base_model)).request_load(request)
 
-        start(ask()).result()
+        start(request_load()).result()
 
     def hotload_and_wait(
         self,
@@ -244,7 +244,7 @@ class DeploymentManager:
         """Serve the snapshot ``identity``; returns when it is served.
 
         Completions that run end on the old weights before that (``drain``), or go on under the new
-        ones (``keep``). A deployment that is started anew meanwhile is asked again.
+        ones (``keep``). A deployment that restarts meanwhile gets the request again.
 
         Raises:
             ConfigError: ``running_requests`` is neither.

@@ -1,7 +1,7 @@
-"""What must be done again on a trainer that was started anew, in order.
+"""The operations that a restarted trainer must get again, in order.
 
-Kept are the operations that have changed the model since its last checkpoint, and those whose
-result nobody has seen yet.
+These are the operations that have changed the model since its last checkpoint, and those whose
+result has not arrived yet.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class JournalEntry:
 
     name: str
     content: bytes | None
-    """Its JSON object, without model and number. None: too much was kept, and it was dropped."""
+    """Its JSON object, without model and number. None: dropped, since the journal was too large."""
     request_id: str | None = None
     """That of its last submission."""
     has_succeeded: bool | None = None
@@ -36,9 +36,9 @@ class JournalEntry:
     restarts: int = 0
     """How often the trainer was lost over it."""
     reconnects: int = 0
-    """How often only the way to the trainer was."""
+    """How often only the connection was lost over it."""
     loss: HearthError | None = None
-    """How the trainer was lost last."""
+    """The last loss of the trainer over it."""
 
     @property
     def is_start(self) -> bool:
@@ -52,16 +52,13 @@ class JournalEntry:
         return head if self.content == b"{}" else head[:-1] + b"," + self.content[1:]
 
     def allow_overwrite(self) -> None:
-        """Let a save take the place of what it may have written before."""
+        """Let a save replace what it may have written before."""
         assert self.content is not None, "an operation that is sent is whole"
         self.content = orjson.dumps({**orjson.loads(self.content), "overwrite": True})
 
 
 class Journal:
-    """The operations to be sent again, after ``checkpoint`` was loaded.
-
-    To note an operation takes as long in a long journal as in a short one.
-    """
+    """The operations to send again after loading ``checkpoint``. Adding one takes constant time."""
 
     def __init__(self, limit: int = JOURNAL_BYTES) -> None:
         self.limit = limit
@@ -72,17 +69,17 @@ class Journal:
         self._kept: dict[JournalEntry, int] = {}
         """Bytes by operation, in the order in which they were sent."""
         self._may_rebase = False
-        """Whether a checkpoint stands behind other operations."""
+        """Whether a checkpoint follows other operations."""
 
     @property
     def operations(self) -> list[JournalEntry]:
-        """What is to be sent again, in order."""
+        """What to send again, in order."""
         return list(self._kept)
 
     @property
     def is_complete(self) -> bool:
         """Whether sending it again gives the same weights."""
-        return all(one.content is not None for one in self._kept)
+        return all(operation.content is not None for operation in self._kept)
 
     def add(self, operation: JournalEntry) -> None:
         """Keep an operation that is about to be sent, if it is not kept already."""
@@ -97,7 +94,7 @@ class Journal:
         self.size -= self._kept.pop(operation, 0)
 
     def record_result(self, operation: JournalEntry, *, succeeded: bool) -> None:
-        """An operation has its result."""
+        """Note that an operation has its result."""
         operation.has_succeeded = succeeded
         if operation not in self._kept:
             return
@@ -121,8 +118,8 @@ class Journal:
     def _rebase(self) -> None:
         """Start from the newest checkpoint before which every result is known."""
         operations = self.operations
-        answered = list(takewhile(lambda one: one.has_succeeded is not None, operations))
-        starts = [place for place, one in enumerate(answered) if one.is_start]
+        answered = list(takewhile(lambda entry: entry.has_succeeded is not None, operations))
+        starts = [place for place, entry in enumerate(answered) if entry.is_start]
         if not starts:
             return
         place = starts[-1]
@@ -134,10 +131,10 @@ class Journal:
         else:
             self.checkpoint = None
             self._replace([start, *later])
-        self._may_rebase = any(one.is_start for one in later)
+        self._may_rebase = any(entry.is_start for entry in later)
 
     def _find_gradient(self, end: int) -> list[JournalEntry]:
-        """What has accumulated up to a save, which does not hold it."""
+        """The accumulated gradient up to a save, which does not hold it."""
         pending: list[JournalEntry] = []
         for operation in self.operations[:end]:
             if operation.name == "forward_backward" or (
@@ -149,19 +146,19 @@ class Journal:
         return pending
 
     def _shrink(self) -> None:
-        """Drop all data but the newest's; what is left of it says that something is missing."""
+        """Drop all data but the newest's; an entry without content marks the gap."""
         operations = self.operations
         for operation in operations[:-1]:
             if operation.name in _LARGE:
                 operation.content = None
         ends = [
             place
-            for place, one in enumerate(operations)
-            if one.has_succeeded and one.name in _CHANGING and one.name not in _LARGE
+            for place, entry in enumerate(operations)
+            if entry.has_succeeded and entry.name in _CHANGING and entry.name not in _LARGE
         ]
         if ends:
             last = ends[-1]
-            # Nothing before it is in the gradient any more, so that one says it for all of them.
+            # Nothing before it is in the gradient any more, so it marks the gap for all of them.
             operations[last].content = None
             kept = [operation for operation in operations[:last] if operation.has_succeeded is None]
             operations = [*kept, *operations[last:]]

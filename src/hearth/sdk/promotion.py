@@ -15,7 +15,7 @@ _POST_TIMEOUT_S = 300.0
 
 
 def check_output_model(output_model_id: str) -> None:
-    """Judge a model id before a run is spent on it.
+    """Check a model id before a run starts.
 
     Raises:
         ConfigError: it breaks its rule.

@@ -1,4 +1,4 @@
-"""Waiting until a trainer job or a deployment answers, or is known not to."""
+"""Waiting until a trainer job or a deployment answers, or has failed."""
 
 from __future__ import annotations
 

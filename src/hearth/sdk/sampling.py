@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 
@@ -23,38 +23,26 @@ from hearth.wire.completions import (
     RawOutput,
 )
 
+if TYPE_CHECKING:  # two seconds to import, for a type
+    from transformers import PreTrainedTokenizerBase
+
 _PATH = "/inference/v1/completions"
 _SEED_STRIDE = 0x9E3779B97F4A7C15
-
-
-class Tokenizer(Protocol):
-    """What the sampler needs of a tokenizer."""
-
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, str]],
-        *,
-        tokenize: bool,
-        add_generation_prompt: bool,
-        return_dict: bool,
-    ) -> list[int]:
-        """Token ids of a conversation that the model is to continue."""
-        ...
 
 
 @dataclass(frozen=True)
 class SampledCompletion:
     """One completion of one prompt.
 
-    ``inference_logprobs`` are those of the distribution that was drawn from, one per completion
+    ``inference_logprobs`` are those of the distribution that was sampled from, one per completion
     token; with ``logprobs_echoed`` one per token after the first, prompt included (there the
     prompt's are the model's own). ``raw_logprobs`` are the model's before temperature.
-    ``weight_version`` is the oldest that drew one of its tokens. ``versions`` are run lengths
+    ``weight_version`` is the oldest that sampled one of its tokens. ``versions`` are run lengths
     ``[weight version, tokens]``, several where a weight sync kept what ran (``running_requests``).
     ``routing_matrices`` are the experts that a mixture-of-experts model took, if
     ``include_routing_matrix`` asked for them: one text per completion token; with ``echo`` or
     ``include_prompt_routing`` one per token after the first. They are those of the position that
-    the token was drawn at, the one before its own.
+    the token was sampled at, the one before its own.
     """
 
     text: str
@@ -72,7 +60,7 @@ class SampledCompletion:
 
     @property
     def completion_len(self) -> int:
-        """Number of drawn tokens."""
+        """Number of sampled tokens."""
         return len(self.full_tokens) - self.prompt_len
 
 
@@ -90,7 +78,7 @@ class DeploymentSampler:
         inference_url: str,
         model: str,
         api_key: str,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         concurrency_controller: ConcurrencyController | None = None,
         http_timeout_s: float = 600.0,
@@ -225,12 +213,13 @@ class DeploymentSampler:
                 "tokenizer must be given to sample from messages, got None: pass "
                 "DeploymentSampler(tokenizer=...) or call sample_with_prompt_tokens"
             )
-        return self.tokenizer.apply_chat_template(
+        tokens = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tokenize=True,
             add_generation_prompt=True,
             return_dict=False,
         )
+        return cast("list[int]", tokens)
 
     def _target_within(self, timeout_s: float | None) -> SamplingTarget:
         return replace(self.target, timeout_s=timeout_s) if timeout_s else self.target
@@ -289,7 +278,7 @@ def read_scores(choice: Choice, sequence: Sequence[int], last: int | None = None
     """
     raw = choice.raw_output
     echoed = list(sequence) if last is None else list(sequence[-last:])
-    # Nothing stands before a sequence's first token, which so has no probability.
+    # Nothing stands before a sequence's first token, so it has no probability.
     rows = (
         None if raw is None else _all_or_none(raw.logprobs, skip=int(len(echoed) == len(sequence)))
     )
@@ -302,16 +291,16 @@ def read_scores(choice: Choice, sequence: Sequence[int], last: int | None = None
 
 
 def completion_seed(seed: int, index: int) -> int:
-    """The seed of completion ``index`` of a prompt drawn with ``seed``; below 2**63."""
+    """The seed of completion ``index`` of a prompt sampled with ``seed``; below 2**63."""
     return (seed + (index + 1) * _SEED_STRIDE) % 2**63
 
 
 def parse_completion(response: CompletionResponse, request: CompletionRequest) -> SampledCompletion:
-    """The first choice of a response, checked against what was asked.
+    """The first choice of a response, checked against the request.
 
     Raises:
         TransportError: token ids are missing, or with ``echo`` do not begin with the prompt; or
-            experts are told of another number of tokens.
+            the experts are of another number of tokens.
     """
     choice = response.choices[0]
     prompt = request.prompt if isinstance(request.prompt, list) else []
@@ -342,23 +331,23 @@ def parse_completion(response: CompletionResponse, request: CompletionRequest) -
 
 
 def _read_sampling_logprobs(choice: Choice, echo: bool) -> list[float] | None:
-    """Sampling logprobs; with ``echo`` prompt rows, which nobody sampled, are the model's own."""
+    """Sampling logprobs; with ``echo`` the prompt's, which was not sampled, are the model's own."""
     raw = choice.raw_output
     assert raw is not None
     if raw.sampling_logprobs is None:
         return None
     if not echo:
         return _all_or_none(raw.sampling_logprobs, skip=0)
-    model_rows = raw.logprobs or [None] * len(raw.sampling_logprobs)
+    model_logprobs = raw.logprobs or [None] * len(raw.sampling_logprobs)
     merged = [
-        own if drawn is None else drawn
-        for drawn, own in zip(raw.sampling_logprobs, model_rows, strict=True)
+        own if sampled is None else sampled
+        for sampled, own in zip(raw.sampling_logprobs, model_logprobs, strict=True)
     ]
     return _all_or_none(merged, skip=1)
 
 
 def _read_routing(raw: RawOutput, *, skip: int) -> list[str] | None:
-    """The experts of the drawn tokens, those of the prompt's before them where they are told."""
+    """The experts of the sampled tokens, after those of the prompt where these are given."""
     if raw.routing_matrices is None:
         return None
     if len(raw.routing_matrices) != len(raw.completion_token_ids):
@@ -370,6 +359,6 @@ def _read_routing(raw: RawOutput, *, skip: int) -> list[str] | None:
     return own if skip else [*(raw.prompt_routing_matrices or []), *own]
 
 
-def _all_or_none(rows: list[float | None] | None, *, skip: int) -> list[float] | None:
-    known = None if rows is None else rows[skip:]
+def _all_or_none(logprobs: list[float | None] | None, *, skip: int) -> list[float] | None:
+    known = None if logprobs is None else logprobs[skip:]
     return None if known is None or None in known else cast("list[float]", known)

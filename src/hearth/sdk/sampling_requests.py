@@ -30,8 +30,8 @@ _BOOTING = frozenset({404, 425})
 class SamplingRetryPolicy:
     """How long one sampling request is tried for.
 
-    ``retries`` counts attempts that failed. A deployment that is not there yet is asked again
-    every ``boot_pause_s`` seconds for ``boot_s`` seconds; these attempts do not count.
+    ``retries`` counts attempts that failed. A deployment that still boots gets the request
+    again every ``boot_pause_s`` seconds for ``boot_s`` seconds; these attempts do not count.
     """
 
     retries: RetryPolicy = field(default_factory=lambda: RetryPolicy(attempts=7, base_s=1.0))

@@ -103,7 +103,8 @@ async def select_shape(
             "platform choose"
         )
     best = max(
-        fitting, key=lambda one: (one.snapshot.base_model is not None, one.create_time or "")
+        fitting,
+        key=lambda version: (version.snapshot.base_model is not None, version.create_time or ""),
     )
     return TrainingShapeProfile.from_version(best)
 
@@ -120,4 +121,4 @@ def _describe(versions: Sequence[TrainingShapeVersion], base_model: str) -> str:
     own = [version for version in versions if version.snapshot.base_model in (None, base_model)]
     if not own:
         return f"none of this model among {len(versions)}"
-    return ", ".join(f"{one.name} ({one.snapshot.trainer_mode})" for one in own)
+    return ", ".join(f"{version.name} ({version.snapshot.trainer_mode})" for version in own)

@@ -1,10 +1,10 @@
 """One model's operations: numbered, sent in order, and sent again to a restarted trainer.
 
-A trainer executes a model's operations once each, in the order of their numbers. A connection that
-breaks costs nothing: the same number posted twice is executed once. A trainer that dies takes with
-it what no checkpoint holds, so the stream keeps a journal (``hearth.sdk.journal``): a trainer
-started again loads the last checkpoint and is sent the rest once more. What was executed is so
-executed once in the history of the weights, and on one kind of CPU they have the same bits.
+A trainer executes a model's operations once each, in the order of their numbers. A broken
+connection costs nothing: the same number posted twice is executed once. A trainer that dies loses
+what no checkpoint holds, so the stream keeps a journal (``hearth.sdk.journal``): a restarted
+trainer loads the last checkpoint and gets the rest again. Each operation therefore counts once in
+the history of the weights, which on one kind of CPU have the same bits.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ T = TypeVar("T")
 RecordT = TypeVar("RecordT", bound=Record)
 
 MOST_RESTARTS = 3
-"""A trainer that dies more often than this over one operation is given up."""
+"""How often a trainer may die over one operation."""
 MOST_RECONNECTS = 10
-"""So often one operation is tried again on a trainer that is there all the same."""
+"""How often one operation is retried on a trainer that still runs."""
 
-# The server holds a question for about 25 s; a little more and the answer is lost.
+# The server holds a request for about 25 s; much later the answer is lost.
 _POLL_TIMEOUT_S = 45.0
 LOST = (ClosedError, NotFoundError, NotReadyError, TransportError)
-"""What a client sees of a trainer that is gone, or that does not know the model any more."""
+"""The errors of a trainer that is gone, or that has lost the model."""
 
 
 @dataclass(frozen=True)
 class Revival:
-    """How a lost model comes back: ``trainer`` returns once the trainer runs again, and ``model``
-    makes the model anew on it and returns its id."""
+    """How a lost model is rebuilt: ``revive_trainer`` returns once the trainer runs again, and
+    ``create_model`` makes a new model on it and returns its id."""
 
-    trainer: Callable[[], Awaitable[object]]
-    model: Callable[[], Awaitable[str]]
+    revive_trainer: Callable[[], Awaitable[object]]
+    create_model: Callable[[], Awaitable[str]]
 
 
 class OperationStream:
     """Submits one model's operations and waits for their results. Lives on the SDK's loop.
 
-    Without a ``revival`` a lost trainer is the caller's error. Whoever stops waiting (a timeout, a
-    cancelled task) leaves no hole: what was begun is finished behind him.
+    Without a ``revival`` a lost trainer is the caller's error. A caller that stops waiting leaves
+    no gap in the numbers: its operation is finished in the background.
     """
 
     def __init__(self, http: Http, model_id: str, *, revival: Revival | None = None) -> None:
         self.model_id = model_id
         self.turn = asyncio.Lock()
-        """Held by whoever submits several operations that belong together."""
+        """Held while several operations that belong together are submitted."""
         self.restarts = 0
-        """How often the model was made anew."""
+        """How often the model was rebuilt."""
         self.journal = Journal()
         self._http = http
         self._revival = revival
@@ -114,7 +114,7 @@ class OperationStream:
             self._end = ClosedError(f"model {self.model_id!r} must be loaded, got it unloaded")
 
     async def close(self) -> None:
-        """Bring nothing back any more; who still waits gets ``ClosedError``."""
+        """Stop all recoveries; calls that still wait raise ``ClosedError``."""
         self._end = self._end or ClosedError(
             f"the client of {self._http.base_url} must be used before it is closed: keep the "
             "training loop inside the `with` block that provisioned it"
@@ -125,7 +125,7 @@ class OperationStream:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start work that goes on whoever waits for it."""
+        """Start work that continues without a waiting caller."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._drop_task)
@@ -134,10 +134,10 @@ class OperationStream:
     def _drop_task(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # seen, so that nobody complains of it when nobody waits any more
+            task.exception()  # retrieved, so that asyncio logs no warning when nobody awaits it
 
     async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """The work's result. Half of a post or of a recovery would leave a number in doubt."""
+        """The work's result. It is shielded: half a post would leave its number in doubt."""
         task = self._start(work)
         try:
             return await asyncio.shield(task)
@@ -157,7 +157,7 @@ class OperationStream:
                 try:
                     await self._post(operation)
                 except LOST as error:
-                    # A trainer that was started again is sent it with the rest of the journal.
+                    # A restarted trainer gets it with the rest of the journal.
                     await self._recover(operation, error)
 
     async def _fetch(self, operation: JournalEntry, kind: type[RecordT]) -> RecordT:
@@ -175,7 +175,7 @@ class OperationStream:
             except LOST as error:
                 async with self._gate:
                     self._refuse_after_end()
-                    # Otherwise somebody has just brought the model back.
+                    # Otherwise another operation has just recovered the model.
                     if operation.request_id == request_id:
                         await self._recover(operation, error)
             else:
@@ -200,17 +200,17 @@ class OperationStream:
         operation.request_id = FutureRef.parse(answer).request_id
 
     async def _recover(self, operation: JournalEntry, error: HearthError) -> None:
-        """See that the trainer runs and has the model; the caller holds the gate.
+        """Make sure that the trainer runs and has the model; the caller holds the gate.
 
         Raises:
-            HearthError: ``error`` itself where nothing can be done, else why it could not be done;
-                later operations meet the same end.
+            HearthError: ``error`` itself where there is no recovery, else why the recovery failed;
+                later operations raise the same.
         """
         if self._revival is None or self._http.is_closed:
             raise error
         try:
             while not await self._try_to_recover(operation, error, self._revival):
-                error = operation.loss or error  # newer than what this began with
+                error = operation.loss or error  # the newest loss
         except HearthError as end:
             if end is not error:
                 self._end = self._end or end
@@ -219,10 +219,10 @@ class OperationStream:
     async def _try_to_recover(
         self, operation: JournalEntry, error: HearthError, revival: Revival
     ) -> bool:
-        """One attempt to bring the model back; False when the trainer was lost once more.
+        """One attempt to recover the model; False when the trainer was lost once more.
 
         Raises:
-            HearthError: it is in vain.
+            HearthError: the model cannot be recovered.
         """
         if operation.restarts >= MOST_RESTARTS:
             raise EngineError(
@@ -233,7 +233,7 @@ class OperationStream:
         logger.warning("the trainer is lost over %s: %s", operation.name, error)
         operation.loss = error
         try:
-            await revival.trainer()
+            await revival.revive_trainer()
         except EngineError as died:
             operation.loss = died
             operation.restarts += 1
@@ -243,7 +243,7 @@ class OperationStream:
             if not is_there:
                 operation.restarts += 1
                 self._refuse_incomplete(error)
-                self.model_id = await revival.model()
+                self.model_id = await revival.create_model()
                 self.restarts += 1
                 await self._replay()
         except LOST as again:
@@ -254,7 +254,7 @@ class OperationStream:
         return True
 
     async def _has_model(self) -> bool:
-        """Whether the trainer still has the model: then only the way to it was broken."""
+        """Whether the trainer still has the model: then only the connection broke."""
         with contextlib.suppress(NotFoundError):
             await self._http.post("/get_info", orjson.dumps({"model_id": self.model_id}))
             return True
@@ -265,7 +265,7 @@ class OperationStream:
         if operation.reconnects > MOST_RECONNECTS:
             raise error
         if isinstance(error, NotFoundError):
-            # Executed, and so long ago that its result was thrown away.
+            # Executed so long ago that its result was discarded.
             self.journal.record_result(operation, succeeded=True)
             raise error
 
@@ -291,7 +291,7 @@ class OperationStream:
             await retrieve(self._http, loading.request_id, Record)
         for operation in self.journal.operations:
             if operation.name == "save_weights":
-                operation.allow_overwrite()  # half of it may have been written
+                operation.allow_overwrite()  # a part of it may be written
             await self._send(operation)
         logger.warning(
             "the trainer is back at %s; %d operations were sent again",
@@ -301,7 +301,7 @@ class OperationStream:
 
 
 async def retrieve(http: Http, request_id: str, kind: type[RecordT]) -> RecordT:
-    """Ask for a future until it is done.
+    """Poll a future until it is done.
 
     Raises:
         RequestFailedError: the operation failed; the message is the platform's own.

@@ -1,4 +1,4 @@
-"""What a trainer job is to be, judged before the platform is asked."""
+"""The config of a trainer job, checked before the platform gets it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TrainerJobConfig:
         return self.forward_only or "--forward-only" in (self.extra_args or [])
 
     def validate(self) -> None:
-        """Judge the fields without asking the platform.
+        """Check the fields without a request to the platform.
 
         Raises:
             ConfigError: one breaks its rule, or two exclude each other.
@@ -85,10 +85,10 @@ class TrainerJobConfig:
         self._refuse_two_owners()
 
     def _refuse_two_owners(self) -> None:
-        one, other = self.training_shape_id, self.training_shape_ref
-        if one and other and one != other:
+        shape, other = self.training_shape_id, self.training_shape_ref
+        if shape and other and shape != other:
             raise ConfigError(
-                f"training_shape_id must equal training_shape_ref, got {one!r} and {other!r}: "
+                f"training_shape_id must equal training_shape_ref, got {shape!r} and {other!r}: "
                 "they are two names of one setting"
             )
         owned = ("accelerator_type", "accelerator_count", "node_count", "custom_image_tag")

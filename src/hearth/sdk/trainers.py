@@ -1,4 +1,4 @@
-"""Trainer jobs: asking for one, waiting until it answers, and what it leaves behind."""
+"""Trainer jobs: creating one, waiting until it answers, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PENDING_TIMEOUT_S = 48 * 3600.0
 
 @dataclass(frozen=True)
 class CreatedJob:
-    """A job that was asked for; it may still be starting."""
+    """A job that was created; it may still be starting."""
 
     job_id: str
     job_name: str
@@ -50,8 +50,8 @@ class CreatedJob:
 class TrainerJobManager:
     """The trainer jobs of one account.
 
-    ``account_id`` ``""`` or None: the platform is asked on first use. Methods block; those ending
-    in ``_async`` return a future instead (``await`` it, or ``.result()``).
+    ``account_id`` ``""`` or None: the key's own account. Methods block; those that end in
+    ``_async`` return a future instead (``await`` it, or ``.result()``).
 
     Raises:
         ConfigError: no key or no URL, neither here nor in the environment.
@@ -80,12 +80,12 @@ class TrainerJobManager:
         return trainer_url(self.base_url, name)
 
     def create(self, config: TrainerJobConfig) -> CreatedJob:
-        """Ask for a job and return at once; a job that has this id already is taken as it is.
+        """Create a job and return at once; a job that has this id already is used as it is.
 
-        The platform's objection to that, a job asked for otherwise, is logged.
+        Where that job was created with another config, the platform's objection is logged.
 
         Raises:
-            ConfigError: the config breaks a rule; nothing was asked for.
+            ConfigError: the config breaks a rule; no request was sent.
             NotFoundError: the id belonged to a job that was deleted.
         """
         config.validate()
@@ -147,7 +147,7 @@ class TrainerJobManager:
     def wait_for_existing(
         self, job_id: str, timeout_s: float = READY_TIMEOUT_S, on_status: OnStatus | None = None
     ) -> TrainerEndpoint:
-        """``wait_for_ready`` for a job that somebody else asked for."""
+        """``wait_for_ready`` for a job that another program created."""
         return self.wait_for_ready(job_id, timeout_s, on_status)
 
     def reconnect_and_wait(
@@ -195,12 +195,12 @@ class TrainerJobManager:
         self._post_action(job_id, "resume")
 
     def cancel(self, job_id: str) -> None:
-        """End a job's trainer; its checkpoints stay. A job that has ended is left alone."""
+        """End a job's trainer; its checkpoints stay. No error where it has ended."""
         with contextlib.suppress(NotFoundError, ConflictError, ClosedError):
             self._post_action(job_id, "cancel")
 
     def delete(self, job_id: str) -> None:
-        """End a job and forget it; its checkpoints stay. A job that is gone is left alone."""
+        """End a job and delete its record; its checkpoints stay. No error where there is none."""
 
         async def delete() -> None:
             await self._control.delete(await self._control.resolve_name(JOBS, job_id))
@@ -220,13 +220,13 @@ class TrainerJobManager:
     def list_checkpoints(self, job_id: str) -> list[CheckpointEntry]:
         """A job's checkpoints and snapshots, oldest first; also after the job was deleted."""
 
-        async def rows() -> list[CheckpointEntry]:
+        async def entries() -> list[CheckpointEntry]:
             name = await self._control.resolve_name(JOBS, job_id)
             return await self._control.list_records(
                 f"{name}/checkpoints", CheckpointPage, lambda page: page.checkpoints
             )
 
-        return start(rows()).result()
+        return start(entries()).result()
 
     def find_model(self, model_id: str) -> Model | None:
         """A registered or promoted model by its id or full name; None where there is none."""
@@ -254,7 +254,7 @@ class TrainerJobManager:
         ``merge_adapter`` writes an adapter as a whole model.
 
         Raises:
-            ConfigError: ``output_model_id`` breaks its rule; nothing was asked for.
+            ConfigError: ``output_model_id`` breaks its rule; no request was sent.
             EngineError: the platform could not, or not within ``timeout`` seconds.
         """
         check_output_model(output_model_id)

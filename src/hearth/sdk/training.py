@@ -1,8 +1,8 @@
 """The training side of the SDK: sessions, models, and operations that return futures.
 
 Each model has one stream of operations. A client takes its turn, gets the next sequence number,
-posts, gives the turn back, and then waits for the result; so operations are executed in the order
-in which they were called, and a custom loss keeps its turn between its forward and its backward.
+posts, gives the turn back, and then waits for the result. Operations are therefore executed in the
+order of the calls, and a custom loss keeps its turn between its forward and its backward pass.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ LossFunction = Callable[
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Where a save went. ``snapshot_name`` is the identity that a deployment loads.
+    """What a save wrote. ``snapshot_name`` is the identity that a deployment loads.
 
     After a load ``metadata`` are those that the checkpoint was saved with.
     """
@@ -76,7 +76,7 @@ class FiretitanServiceClient:
     """One session on one trainer.
 
     ``revive``, where it is given, is awaited when the trainer is lost: it returns once the trainer
-    runs again, or raises. Clients then bring their models back, to the operation.
+    runs again, or raises. Clients then rebuild their models as of the last operation.
 
     Raises:
         ConfigError: the base URL or the key is missing.
@@ -98,6 +98,7 @@ class FiretitanServiceClient:
         self._owner = uuid.uuid4().hex
         self._streams: list[OperationStream] = []
 
+    # The parameters are those of tinker's create_lora_training_client.
     def create_training_client(
         self,
         base_model: str,
@@ -127,39 +128,34 @@ class FiretitanServiceClient:
                 train_attn=train_attn,
                 train_unembed=train_unembed,
             )
-        return self._create(base_model, lora, base_only=False, replace=replace)
+        return self._create_client(
+            self._request_for(base_model, lora_config=lora, replace_policy=replace)
+        )
 
     def create_base_reference(self, base_model: str) -> FiretitanTrainingClient:
         """A client of the frozen base weights: ``forward`` works, training is refused."""
-        return self._create(base_model, None, base_only=True, replace=False)
+        return self._create_client(self._request_for(base_model, base_only=True))
 
-    def _create(
-        self, base_model: str, lora: LoraSpec | None, *, base_only: bool, replace: bool
-    ) -> FiretitanTrainingClient:
-        made = start(self._create_first_model(base_model, lora, base_only, replace)).result()
-        rank = lora.rank if lora is not None else 0
+    def _request_for(self, base_model: str, **options: Any) -> CreateModel:
+        """The request for a model; its session is filled in when it is sent."""
+        return CreateModel(session_id="", base_model=base_model, owner=self._owner, **options)
+
+    def _create_client(self, request: CreateModel) -> FiretitanTrainingClient:
+        model = start(self._create_first_model(request)).result()
         client = FiretitanTrainingClient(
             self._http,
-            made.model_id,
-            base_model=base_model,
-            lora_rank=rank,
-            is_frozen=base_only,
+            request,
+            model,
             max_chunk_datums=self._max_chunk_datums,
-            revival=self._make_revival(base_model, lora, base_only),
+            revival=self._make_revival(request),
         )
         self._streams.append(client.stream)
-        client.max_seq_len = made.max_seq_len
-        client.supports_router_replay = bool(made.supports_router_replay)
-        client.keeps_graphs = bool(made.keeps_graphs)
-        client.takes_columns = bool(made.takes_columns)
         return client
 
-    async def _create_first_model(
-        self, base_model: str, lora: LoraSpec | None, base_only: bool, replace: bool
-    ) -> ModelRef:
+    async def _create_first_model(self, request: CreateModel) -> ModelRef:
         for attempts_left in reversed(range(MOST_RESTARTS)):
             try:
-                return await self._create_model(base_model, lora, base_only, replace)
+                return await self._create_model(request)
             except LOST as error:
                 if self._revive is None or self._http.is_closed or attempts_left == 0:
                     raise
@@ -168,34 +164,26 @@ class FiretitanServiceClient:
                 self._session_id = None
         raise AssertionError("the last attempt returns or raises")
 
-    async def _create_model(
-        self, base_model: str, lora: LoraSpec | None, base_only: bool, replace: bool = False
-    ) -> ModelRef:
+    async def _create_model(self, request: CreateModel) -> ModelRef:
         if self._session_id is None:
             opened = await self._http.post("/create_session", CreateSession().dump())
             self._session_id = SessionRef.parse(opened).session_id
         number, self._models = self._models, self._models + 1
-        request = CreateModel(
-            session_id=self._session_id,
-            model_seq_id=number,
-            base_model=base_model,
-            lora_config=lora,
-            base_only=base_only,
-            owner=self._owner,
-            replace_policy=replace,
-        )
-        accepted = FutureRef.parse(await self._http.post("/create_model", request.dump()))
+        sent = request.model_copy(update={"session_id": self._session_id, "model_seq_id": number})
+        accepted = FutureRef.parse(await self._http.post("/create_model", sent.dump()))
         return await retrieve(self._http, accepted.request_id, ModelRef)
 
-    def _make_revival(
-        self, base_model: str, lora: LoraSpec | None, base_only: bool
-    ) -> Revival | None:
-        async def model() -> str:
-            # A trainer that was started again knows no session of before.
-            self._session_id = None
-            return (await self._create_model(base_model, lora, base_only)).model_id
+    def _make_revival(self, request: CreateModel) -> Revival | None:
+        if self._revive is None:
+            return None
+        again = request.model_copy(update={"replace_policy": False})
 
-        return None if self._revive is None else Revival(self._revive, model)
+        async def create_model() -> str:
+            # A restarted trainer does not know the old session.
+            self._session_id = None
+            return (await self._create_model(again)).model_id
+
+        return Revival(self._revive, create_model)
 
     def close(self) -> None:
         """Close the session's connections; its clients refuse further calls, waiting ones too."""
@@ -216,28 +204,26 @@ class FiretitanTrainingClient:
     def __init__(
         self,
         http: Http,
-        model_id: str,
+        request: CreateModel,
+        model: ModelRef,
         *,
-        base_model: str,
-        lora_rank: int,
-        is_frozen: bool,
         max_chunk_datums: int = MAX_CHUNK_DATUMS,
         revival: Revival | None = None,
     ) -> None:
-        self.base_model = base_model
-        self.lora_rank = lora_rank
-        self.is_frozen = is_frozen
-        self.max_seq_len: int | None = None
-        """Most input tokens of a datum, where the trainer said so."""
-        self.supports_router_replay = False
+        self.base_model = request.base_model
+        self.lora_rank = request.lora_config.rank if request.lora_config is not None else 0
+        self.is_frozen = request.base_only
+        self.max_seq_len = model.max_seq_len
+        """Most input tokens of a datum, where the trainer states it."""
+        self.supports_router_replay = bool(model.supports_router_replay)
         """Whether the model sends tokens to experts, and to those of a ``RoutedModelInput``."""
-        self.keeps_graphs = False
+        self.keeps_graphs = bool(model.keeps_graphs)
         """Whether the trainer keeps a forward pass for a later backward pass."""
-        self.takes_columns = False
+        self.takes_columns = bool(model.takes_columns)
         """Whether the trainer takes many datums as a few tensors."""
         self._http = http
         self._max_chunk_datums = max_chunk_datums
-        self.stream = OperationStream(http, model_id, revival=revival)
+        self.stream = OperationStream(http, model.model_id, revival=revival)
         """The order of its operations."""
         self._suffix = uuid.uuid4().hex[:8]
 
@@ -248,7 +234,7 @@ class FiretitanTrainingClient:
 
     @property
     def restarts(self) -> int:
-        """How often the model was brought back on a restarted trainer."""
+        """How often the model was rebuilt on a restarted trainer."""
         return self.stream.restarts
 
     def forward(
@@ -347,7 +333,7 @@ class FiretitanTrainingClient:
     def resolve_checkpoint_path(self, name: str, source_job_id: str | None = None) -> str:
         """What ``load_state`` takes for a checkpoint of this job or of ``source_job_id``.
 
-        Asks nobody: whether it exists is seen on loading.
+        It sends no request: loading shows whether the checkpoint exists.
 
         Raises:
             ConfigError: a part is empty or has a ``/``.
@@ -456,9 +442,9 @@ class FiretitanTrainingClient:
     async def _fetch_results(
         self, accepted: list[JournalEntry], kind: type[RecordT]
     ) -> list[RecordT]:
-        """Each chunk's result; each is waited for before an error is raised."""
+        """Each chunk's result; an error is raised once all have ended."""
         parts = await asyncio.gather(
-            *(self.stream.result(one, kind) for one in accepted), return_exceptions=True
+            *(self.stream.result(entry, kind) for entry in accepted), return_exceptions=True
         )
         done: list[RecordT] = []
         for part in parts:

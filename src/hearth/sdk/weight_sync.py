@@ -7,11 +7,11 @@ sends its whole adapter). A failed load breaks the chain: the next snapshot is a
 from __future__ import annotations
 
 import logging
-from typing import Protocol
 
 from hearth.errors import ConfigError
 from hearth.sdk.deployments import DeploymentManager
 from hearth.sdk.snapshot_loading import check_running_requests
+from hearth.sdk.training import FiretitanTrainingClient
 from hearth.wire.completions import DeltaMetadata, ReplicaState, RunningRequests
 from hearth.wire.tinker import CheckpointType
 
@@ -20,41 +20,23 @@ logger = logging.getLogger(__name__)
 REPLICA_TIMEOUT_S = 300.0
 
 
-class SnapshotSaver(Protocol):
-    """The side that holds the weights; its ``lora_rank`` is read where it has one."""
-
-    def save_weights_for_sampler_ext(
-        self, name: str, checkpoint_type: CheckpointType = "base"
-    ) -> SavedSnapshot:
-        """Save a snapshot under a name made unique for this client."""
-        ...
-
-
-class SavedSnapshot(Protocol):
-    """What a save returns."""
-
-    @property
-    def snapshot_name(self) -> str:
-        """The identity that a deployment loads."""
-        ...
-
-
 class WeightSyncer:
     """Saves snapshots of a policy and has a deployment serve them.
 
-    ``lora_rank`` is for a policy client that does not say its own; with a rank above 0 every
-    snapshot is a base. ``running_requests`` says what each weight sync means for completions that
-    run: they end on the old weights, and the weight sync waits for them (``drain``), or they go on
-    under the new ones (``keep``), and name both versions.
+    ``lora_rank`` is by default the policy client's, or 0 where it has none; with a rank above 0
+    every snapshot is a base. ``running_requests`` decides about completions that run during a
+    weight sync: they end on the old weights, and the weight sync waits for them (``drain``), or
+    they continue under the new ones (``keep``), and name both versions.
 
     Raises:
         ConfigError: ``first_checkpoint_type`` is neither ``base`` nor ``delta``, or
             ``running_requests`` neither ``drain`` nor ``keep``.
     """
 
+    # The parameters are the product documents'.
     def __init__(
         self,
-        policy_client: SnapshotSaver,
+        policy_client: FiretitanTrainingClient,
         deploy_mgr: DeploymentManager,
         deployment_id: str,
         base_model: str,
@@ -76,7 +58,7 @@ class WeightSyncer:
         self._base_model = base_model
         self._timeout_s = hotload_timeout
         self.running_requests: RunningRequests = running_requests
-        # What to save where no chain can go on.
+        # What to save where no chain can continue.
         self._chainless_type: CheckpointType = first_checkpoint_type
         self._saved: tuple[str, CheckpointType] | None = None
         self._served: str | None = None
@@ -113,7 +95,7 @@ class WeightSyncer:
             if not self._has_replica:
                 self.wait_for_hotload_ready()
                 self._has_replica = True
-            # What was served before this syncer is no predecessor: first comes a whole one.
+            # A snapshot from before this syncer is no predecessor: start with a base.
             incremental = None
             if kind == "delta" and self.lora_rank == 0 and self._served is not None:
                 incremental = DeltaMetadata(previous_snapshot_identity=self._served)

@@ -68,7 +68,7 @@ def _read_routing(choice: ChatChoice) -> list[str] | None:
 
 
 def build_answer(answer: ChatResponse, form: AnswerForm) -> dict[str, Any]:
-    """The answer without what the client has not asked for; all of it with ``raw_output``."""
+    """The answer with the fields that the client requested; all of it with ``raw_output``."""
     body = answer.as_dict()
     (choice,) = body["choices"]
     if not form.logprobs:

@@ -12,7 +12,7 @@ class CapturedTurn:
 
     They are those of the distribution that it was sampled from. ``versions`` are run lengths
     ``[weight version, tokens]`` over the completion. ``routing_matrices`` are the experts of each
-    completion token, where they were asked for.
+    completion token, where they were requested.
     """
 
     prompt_tokens: list[int]
