@@ -237,7 +237,7 @@ OTHER = [
     ({"top_p": 0.9}, r"top_p must be 1 in a rollout that is trained, got 0\.9: 1 is off, and"),
     ({"top_k": 50}, "top_k must be 0 in a rollout that is trained, got 50: 0 is off, and"),
     ({"temperature": 0.0}, r"temperature must be 0\.7 in a rollout that is trained, got 0\.0"),
-    ({"temperature": 1.0}, r"temperature must be 0\.7 in a rollout .* the run's \(config\.temperature\)"),
+    ({"temperature": 1.0}, r"temperature must be 0\.7 .* the run's \(config\.temperature\)"),
 ]
 
 
