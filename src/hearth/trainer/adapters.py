@@ -1,4 +1,4 @@
-"""Which adapters a client may start a policy from."""
+"""The adapters that a client may start a policy from."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _PROMOTED = "accounts/me/models/"
 
 @dataclass(frozen=True)
 class AdapterStore:
-    """Promoted adapters by name, and folders where requests may name them."""
+    """Promoted adapters by name, and other folders if requests may name them."""
 
     models_dir: Path | None = None
     allow_folders: bool = True
 
     def find_folder(self, adapter_path: str) -> Path:
-        """The folder of ``accounts/me/models/NAME``, or the folder that is named itself.
+        """The folder of ``accounts/me/models/NAME``, or of a path.
 
         Raises:
             NotFoundError: no such adapter was promoted.
-            RequestError: the name is none, or folders may not be named.
+            RequestError: the name is invalid, or paths are not allowed.
         """
         if adapter_path.startswith(_PROMOTED):
             name = check_name(adapter_path.removeprefix(_PROMOTED), "adapter_path")

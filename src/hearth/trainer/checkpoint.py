@@ -1,7 +1,7 @@
-"""Resumable checkpoints: everything a trainer goes on from, in one folder, written at once.
+"""Resumable checkpoints: a trainer's whole state in one folder, which appears complete or not.
 
 A folder holds ``manifest.json`` and ``data``, the tensors as torch DCP writes them
-(``hearth.trainer.dcp``). What is no tensor is in the manifest. Neither is ever unpickled.
+(``hearth.trainer.dcp``). All other values are in the manifest. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ _WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """What a checkpoint's manifest says of it."""
+    """Facts of a checkpoint, from its manifest."""
 
     base_model: str
     lora: LoraOptions | None
@@ -50,41 +50,37 @@ class CheckpointFacts:
     created_s: float
     """Unix time at which the save began."""
     seq_id: int | None = None
-    """The model's operations up to this number are in it."""
+    """Number of the model's last operation that is in it."""
     metadata: Mapping[str, Any] = field(default_factory=lambda: {})
     """The client's own: row cursor, weight version, config. With ``"pinned": true`` it stays."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainerState:
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     facts: CheckpointFacts
     weights: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     rng: Mapping[str, str]
-    """As ``rng_state`` gives it."""
+    """As ``read_rng`` returns it."""
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by the names that they have in the folder."""
-        named = {f"{_WEIGHTS}{name}": one for name, one in self.weights.items()}
-        return named | {f"{_OPTIMIZER}{name}": one for name, one in self.optimizer.items()}
+        named = {f"{_WEIGHTS}{name}": tensor for name, tensor in self.weights.items()}
+        return named | {f"{_OPTIMIZER}{name}": tensor for name, tensor in self.optimizer.items()}
 
-
-def state_of(
-    facts: CheckpointFacts, tensors: Mapping[str, Tensor], rng: Mapping[str, str]
-) -> TrainerState:
-    """The reverse of ``TrainerState.tensors``."""
-    return TrainerState(
-        facts=facts,
-        weights=_below(_WEIGHTS, tensors),
-        optimizer=_below(_OPTIMIZER, tensors),
-        rng=rng,
-    )
+    @classmethod
+    def from_tensors(
+        cls, facts: CheckpointFacts, tensors: Mapping[str, Tensor], rng: Mapping[str, str]
+    ) -> Self:
+        """The reverse of ``tensors``."""
+        weights, optimizer = (_select_below(part, tensors) for part in (_WEIGHTS, _OPTIMIZER))
+        return cls(facts, weights, optimizer, rng)
 
 
 def write_manifest(draft: Path, state: TrainerState, files: Mapping[str, FileEntry]) -> None:
-    """Write down what the files of a draft are."""
+    """Write the manifest of a draft's files."""
     manifest: dict[str, Any] = {
         "format": _FORMAT,
         "hearth": hearth.__version__,
@@ -93,16 +89,16 @@ def write_manifest(draft: Path, state: TrainerState, files: Mapping[str, FileEnt
         "rng": dict(state.rng),
         "files": dict(files),
     }
-    # As a reader will find it: JSON has lists for tuples and texts for keys.
+    # As a reader parses it: JSON turns tuples into lists and keys into texts.
     manifest = json.loads(json.dumps(manifest))
-    text = json.dumps({**manifest, "checksum": _digest(manifest)}, indent=1)
+    text = json.dumps({**manifest, "checksum": _compute_digest(manifest)}, indent=1)
     (draft / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 
 class CheckpointFolder:
     """The checkpoints of one trainer, a folder each under ``root``.
 
-    With ``keep`` the oldest beyond that many go after a save; pinned ones stay and do not count.
+    With ``keep`` a save removes the oldest beyond that many; pinned ones stay and do not count.
 
     Raises:
         ConfigError: ``keep`` is below 1.
@@ -122,14 +118,14 @@ class CheckpointFolder:
         return folder_names(self._root)
 
     def facts(self, name: str) -> CheckpointFacts:
-        """What a checkpoint is; its tensors are not read.
+        """The facts of a checkpoint; its tensors are not read.
 
         Raises:
             NotFoundError: there is none of that name; the message lists the names.
-            RequestError: it is no name, or the folder is of another format.
+            RequestError: the name is invalid, or the folder has another format.
             EngineError: its manifest is damaged.
         """
-        return _facts_of(self._manifest(name))
+        return _parse_facts(self._read_manifest(name))
 
     def write(self, name: str, state: TrainerState, *, overwrite: bool) -> None:
         """Write a checkpoint; it appears complete or not at all, also in the place of an old one.
@@ -146,15 +142,15 @@ class CheckpointFolder:
     def draft(
         self, name: str, facts: CheckpointFacts, *, overwrite: bool
     ) -> Generator[Path, None, None]:
-        """An empty folder that is the checkpoint once the ``with`` ends well; raises as ``write``.
+        """A new folder that becomes the checkpoint if the ``with`` succeeds. Raises as ``write``.
 
-        Its tensors go into ``DATA``, and ``write_manifest`` comes last.
+        The caller writes the tensors into ``DATA``, and calls ``write_manifest`` last.
         """
         check_name(name, "path")
         check_metadata(facts.metadata)
         with drafted(self._root / name, overwrite=overwrite) as draft:
             yield draft
-        self._retire()
+        self._remove_oldest()
 
     def read(self, name: str, *, base_model: str, lora: LoraOptions | None) -> TrainerState:
         """A checkpoint of this model, verified, on the CPU.
@@ -164,37 +160,37 @@ class CheckpointFolder:
             RequestError: it is of another base model, adapter or format.
             EngineError: it is damaged; the file is named.
         """
-        manifest = self._fitting(name, base_model, lora)
+        manifest = self._read_fitting(name, base_model, lora)
         try:
             tensors = load_tensors(self._root / name / DATA, manifest["files"])
         except EngineError:
             # Another process may have overwritten it between the manifest and the data.
-            if self._manifest(name) == manifest:
+            if self._read_manifest(name) == manifest:
                 raise
             return self.read(name, base_model=base_model, lora=lora)
-        return state_of(_facts_of(manifest), tensors, manifest["rng"])
+        return TrainerState.from_tensors(_parse_facts(manifest), tensors, manifest["rng"])
 
-    def verified(
+    def verify(
         self, name: str, *, base_model: str, lora: LoraOptions | None
     ) -> tuple[Path, CheckpointFacts, Mapping[str, str]]:
-        """Where a checkpoint's tensors are, its facts and its RNG states; raises as ``read``."""
-        manifest = self._fitting(name, base_model, lora)
+        """The folder of a checkpoint's tensors, its facts and RNG states; raises as ``read``."""
+        manifest = self._read_fitting(name, base_model, lora)
         folder = self._root / name / DATA
         verify_files(folder, manifest["files"])
-        return folder, _facts_of(manifest), manifest["rng"]
+        return folder, _parse_facts(manifest), manifest["rng"]
 
-    def _fitting(self, name: str, base_model: str, lora: LoraOptions | None) -> dict[str, Any]:
-        """The manifest of a checkpoint of this model."""
-        manifest = self._manifest(name)
-        facts = _facts_of(manifest)
-        if facts.base_model != base_model or _shape(facts.lora) != _shape(lora):
+    def _read_fitting(self, name: str, base_model: str, lora: LoraOptions | None) -> dict[str, Any]:
+        """The manifest of a checkpoint, which must be of this model."""
+        manifest = self._read_manifest(name)
+        facts = _parse_facts(manifest)
+        if facts.base_model != base_model or _drop_seed(facts.lora) != _drop_seed(lora):
             raise RequestError(
-                f"checkpoint {name!r} must be of {base_model!r} with adapter {_shape(lora)}, got "
-                f"{facts.base_model!r} with {_shape(facts.lora)}"
+                f"checkpoint {name!r} must be of {base_model!r} with adapter {_drop_seed(lora)}, "
+                f"got {facts.base_model!r} with {_drop_seed(facts.lora)}"
             )
         return manifest
 
-    def _manifest(self, name: str) -> dict[str, Any]:
+    def _read_manifest(self, name: str) -> dict[str, Any]:
         check_name(name, "path")
         known = self.names()
         if name not in known:
@@ -205,15 +201,15 @@ class CheckpointFolder:
                 f"path must name a resumable checkpoint ({_FORMAT}), got {name!r}, which is "
                 f"{manifest.get('format')!r}"
             )
-        if manifest.pop("checksum", None) != _digest(manifest):
+        if manifest.pop("checksum", None) != _compute_digest(manifest):
             raise EngineError(
                 f"{name}/{MANIFEST_FILE} must match its own checksum, got another one: the file "
                 "was changed after it was written"
             )
         return manifest
 
-    def _retire(self) -> None:
-        """Let the oldest beyond ``keep`` go. The new checkpoint stands whatever happens here."""
+    def _remove_oldest(self) -> None:
+        """Remove the oldest beyond ``keep``. A failure is only logged: the new one is complete."""
         if self._keep is None:
             return
         try:
@@ -227,14 +223,14 @@ class CheckpointFolder:
         try:
             return self.facts(name).metadata.get("pinned") is True
         except (EngineError, RequestError):
-            return True  # who looks into the damage decides
+            return True  # a damaged checkpoint is kept for a person to look at
 
 
 def parse_reference(path: str) -> tuple[str | None, str]:
     """``cross_job://<job>/<name>`` as job and name; a bare name has no job.
 
     Raises:
-        RequestError: a part can be no folder's name.
+        RequestError: a part is no valid name of a folder.
     """
     if not path.startswith(CROSS_JOB):
         return None, check_name(path, "path")
@@ -243,7 +239,7 @@ def parse_reference(path: str) -> tuple[str | None, str]:
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> None:
-    """Refuse what a manifest cannot hold.
+    """Refuse metadata that a manifest cannot hold.
 
     Raises:
         RequestError: it is no JSON, or too large.
@@ -256,7 +252,7 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
         raise RequestError(f"metadata must be at most {MAX_METADATA_BYTES} bytes, got {size}")
 
 
-def rng_state(device: torch.device) -> dict[str, str]:
+def read_rng(device: torch.device) -> dict[str, str]:
     """States of torch's generators of the CPU and of ``device``, in base64."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -267,10 +263,10 @@ def rng_state(device: torch.device) -> dict[str, str]:
 
 
 def restore_rng(states: Mapping[str, str], device: torch.device) -> None:
-    """Set torch's generators to what ``rng_state`` gave; one that was not saved stays.
+    """Set torch's generators to states of ``read_rng``; others stay as they are.
 
     Raises:
-        EngineError: a state is none of a generator of this torch.
+        EngineError: this torch cannot read a state.
     """
     for name, text in states.items():
         try:
@@ -286,7 +282,7 @@ def restore_rng(states: Mapping[str, str], device: torch.device) -> None:
             ) from None
 
 
-def _facts_of(manifest: Mapping[str, Any]) -> CheckpointFacts:
+def _parse_facts(manifest: Mapping[str, Any]) -> CheckpointFacts:
     lora = manifest["lora"]
     return CheckpointFacts(
         base_model=manifest["base_model"],
@@ -298,17 +294,21 @@ def _facts_of(manifest: Mapping[str, Any]) -> CheckpointFacts:
     )
 
 
-def _shape(lora: LoraOptions | None) -> dict[str, Any] | None:
-    """An adapter without its seed: where it started says nothing of whether a checkpoint fits."""
+def _drop_seed(lora: LoraOptions | None) -> dict[str, Any] | None:
+    """An adapter's options without its seed, which does not matter for what fits."""
     if lora is None:
         return None
     return {key: value for key, value in asdict(lora).items() if key != "seed"}
 
 
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key.removeprefix(prefix): one for key, one in tensors.items() if key.startswith(prefix)}
+def _select_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        key.removeprefix(prefix): tensor
+        for key, tensor in tensors.items()
+        if key.startswith(prefix)
+    }
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
+def _compute_digest(manifest: Mapping[str, Any]) -> str:
     text = json.dumps(manifest, sort_keys=True)
     return f"blake2b:{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"

@@ -1,6 +1,6 @@
-"""Datums, as they came over the wire, into checked examples.
+"""Checks datums of a request and turns them into examples.
 
-A datum is shifted already: its ``target_tokens[t]`` follow its input token t.
+Clients shift datums: ``target_tokens[t]`` follow input token t.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hearth.wire.tensors import ITEM_BYTES, NUMPY_DTYPES, TensorRecord
 from hearth.wire.tinker import DatumColumns, DatumRecord, ModelInputRecord
 
 Datums = Sequence[DatumRecord] | DatumColumns
-"""The data of a request, in either of their forms."""
+"""The data of a request: one record per datum, or a column per field."""
 
 _MULTI_TARGET_LOSS = "cross_entropy"
 
@@ -33,10 +33,13 @@ def read_datums(data: Datums, objective: BuiltinObjective, limits: Limits) -> li
     Raises:
         RequestError: there is no datum, or one breaks a rule; the message names its index.
     """
-    columns = _Columns.of(data) if isinstance(data, DatumColumns) else _Columns.joined(data)
-    together = columns and columns.examples(objective, limits)
-    if together:
-        return together
+    if isinstance(data, DatumColumns):
+        columns = _Columns(*data.arrays())
+    else:
+        columns = _Columns.from_datums(data)
+    examples = columns and columns.make_examples(objective, limits)
+    if examples:
+        return examples
     if isinstance(data, DatumColumns):
         data = data.datums()
     if not data:
@@ -46,24 +49,15 @@ def read_datums(data: Datums, objective: BuiltinObjective, limits: Limits) -> li
 
 @dataclass(frozen=True)
 class _Columns:
-    """Datums with one value per token, end to end; nothing is checked but that they fit."""
+    """Datums with one value per token, end to end; only their sizes are checked."""
 
     lengths: list[int]
     tokens: NDArray[np.int64]
     inputs: Mapping[str, NDArray[np.int64] | NDArray[np.float32]]
 
     @classmethod
-    def of(cls, data: DatumColumns) -> _Columns:
-        """Those that were sent.
-
-        Raises:
-            RequestError: a column is of another size than the lengths add up to.
-        """
-        return cls(*data.arrays())
-
-    @classmethod
-    def joined(cls, data: Sequence[DatumRecord]) -> _Columns | None:
-        """Those of datums one by one; None where one is of another form than our SDK's."""
+    def from_datums(cls, data: Sequence[DatumRecord]) -> _Columns | None:
+        """The columns of datums; None where one has another form than our SDK sends."""
         if not data:
             return None
         names = data[0].loss_fn_inputs.keys()
@@ -81,7 +75,8 @@ class _Columns:
             lengths += shape
             ids += chunk.tokens
         columns = {
-            name: _joined([datum.loss_fn_inputs[name] for datum in data], lengths) for name in names
+            name: _join_values([datum.loss_fn_inputs[name] for datum in data], lengths)
+            for name in names
         }
         if any(values is None for values in columns.values()):
             return None
@@ -91,8 +86,8 @@ class _Columns:
             return None
         return cls(lengths, tokens, {k: v for k, v in columns.items() if v is not None})
 
-    def examples(self, objective: BuiltinObjective, limits: Limits) -> list[Example] | None:
-        """All at once; None where one breaks a rule, which ``_read_datum`` then says."""
+    def make_examples(self, objective: BuiltinObjective, limits: Limits) -> list[Example] | None:
+        """All examples; None where a datum breaks a rule, which ``_read_datum`` then reports."""
         known = {"target_tokens", *objective.required_inputs, *objective.optional_inputs}
         if "target_tokens" not in self.inputs or not self.inputs.keys() <= known:
             return None
@@ -110,7 +105,7 @@ class _Columns:
             for name, values in self.inputs.items()
             if name != "target_tokens"
         }
-        rows = zip(
+        pairs = zip(
             torch.from_numpy(self.tokens.copy()).split(self.lengths),
             torch.from_numpy(targets.astype(np.int64)).unsqueeze(1).split(self.lengths),
             strict=True,
@@ -123,14 +118,14 @@ class _Columns:
                 target_shape=(self.lengths[index],),
                 inputs={name: parts[index] for name, parts in inputs.items()},
             )
-            for index, (tokens, targets) in enumerate(rows)
+            for index, (tokens, targets) in enumerate(pairs)
         ]
 
 
-def _joined(
+def _join_values(
     records: Sequence[TensorRecord], lengths: Sequence[int]
 ) -> NDArray[np.int64] | NDArray[np.float32] | None:
-    """The values of dense records end to end; None where one has another dtype or form."""
+    """The values of dense records end to end; None where a record has another dtype or form."""
     dtype = records[0].dtype
     parts: list[bytes] = []
     for record, length in zip(records, lengths, strict=True):
@@ -151,13 +146,13 @@ def _read_datum(
     index: int, datum: DatumRecord, objective: BuiltinObjective, limits: Limits
 ) -> Example:
     where = f"datum {index}"
-    tokens = _token_ids(where, datum.model_input)
+    tokens = _read_token_ids(where, datum.model_input)
     if not 0 < tokens.size <= limits.max_seq_len:
         raise RequestError(
             f"{where}: model_input must have 1 to {limits.max_seq_len} tokens, got {tokens.size}: "
             "cut or drop longer sequences, or create the trainer with a larger max_seq_len"
         )
-    targets = _targets(where, datum, tokens.size, objective)
+    targets = _read_targets(where, datum, tokens.size, objective)
     for name, values in (("model_input", tokens), ("target_tokens", targets)):
         _check_vocabulary(where, name, values, limits.vocab_size)
     known = {"target_tokens", *objective.required_inputs, *objective.optional_inputs}
@@ -171,12 +166,12 @@ def _read_datum(
         tokens=torch.from_numpy(tokens),
         targets=torch.from_numpy(targets.reshape(tokens.size, -1)),
         target_shape=targets.shape,
-        inputs=_loss_inputs(where, datum, targets.shape),
-        routing=_routing(where, datum.model_input, tokens.size, limits.routing),
+        inputs=_read_loss_inputs(where, datum, targets.shape),
+        routing=_read_routing(where, datum.model_input, tokens.size, limits.routing),
     )
 
 
-def _token_ids(where: str, model_input: ModelInputRecord) -> NDArray[np.int64]:
+def _read_token_ids(where: str, model_input: ModelInputRecord) -> NDArray[np.int64]:
     ids: list[int] = []
     for chunk in model_input.chunks:
         if chunk.type != "encoded_text" or chunk.tokens is None:
@@ -191,26 +186,27 @@ def _token_ids(where: str, model_input: ModelInputRecord) -> NDArray[np.int64]:
         raise RequestError(f"{where}: model_input must hold 64-bit token ids") from None
 
 
-def _routing(
+def _read_routing(
     where: str, model_input: ModelInputRecord, length: int, shape: RoutingShape | None
 ) -> Tensor | None:
-    rows = model_input.routing_matrices
-    if not rows or shape is None:
+    matrices = model_input.routing_matrices
+    if not matrices or shape is None:
         return None
-    if len(rows) != length:
+    if len(matrices) != length:
         raise RequestError(
-            f"{where}: routing_matrices must be one per input token, {length}, got {len(rows)}: N "
-            "tokens have N - 1 inputs; empty texts stand where the router is free"
+            f"{where}: routing_matrices must be one per input token, {length}, got "
+            f"{len(matrices)}: N tokens have N - 1 inputs; an empty text leaves the choice to the "
+            "router"
         )
-    if not any(rows):
+    if not any(matrices):
         return None
     try:
-        return torch.from_numpy(decode_routing(rows, shape))
+        return torch.from_numpy(decode_routing(matrices, shape))
     except RequestError as error:
         raise RequestError(f"{where}: {error}") from None
 
 
-def _targets(
+def _read_targets(
     where: str, datum: DatumRecord, length: int, objective: BuiltinObjective
 ) -> NDArray[np.int64]:
     if "target_tokens" not in datum.loss_fn_inputs:
@@ -239,12 +235,12 @@ def _check_vocabulary(where: str, name: str, ids: NDArray[np.int64], vocab_size:
         )
 
 
-def _loss_inputs(where: str, datum: DatumRecord, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _read_loss_inputs(where: str, datum: DatumRecord, shape: tuple[int, ...]) -> dict[str, Tensor]:
     inputs: dict[str, Tensor] = {}
     for name, record in datum.loss_fn_inputs.items():
         if name == "target_tokens":
             continue
-        # Clients send masks as int64 too; the name says what it is, not the dtype.
+        # Some clients send masks as int64: the name decides, not the dtype.
         values = np.array(record.to_numpy(), dtype=np.float32)
         if values.shape != shape:
             raise RequestError(

@@ -1,10 +1,9 @@
 """A checkpoint's tensors through torch DCP (torch.distributed.checkpoint), without a pickle.
 
-DCP's default storage describes its files in a pickled ``.metadata`` and stores whatever is no
-tensor with ``torch.save``, and unpickles both on reading. Its Hugging Face storage, used here,
-keeps names, shapes and offsets in the headers of safetensors files. It holds every tensor there
-is, also an optimizer's: moments, masters, step counts of no dimension. What is no tensor belongs
-into the checkpoint's manifest, as JSON.
+DCP's default storage pickles its ``.metadata`` and every value that is not a tensor, and unpickles
+both on reading. Its Hugging Face storage, used here, keeps names, shapes and offsets in the headers
+of safetensors files. It holds all tensors, also an optimizer's moments, masters and step counts
+(which have no dimension). Other values belong into the checkpoint's manifest, as JSON.
 
 Where ranks share a model, each calls ``save_tensors`` with its shards (DTensors) and the same
 folder, and each loads into its own.
@@ -54,11 +53,11 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileE
     """
     files = _HashedFiles()
     writer = dcp.HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping=_file_of_each(tensors), save_distributed=_is_shared()
+        str(folder), fqn_to_index_mapping=_assign_files(tensors), save_distributed=_is_shared()
     )
     writer.fs = files
-    state: dict[str, Any] = {name: one.detach().contiguous() for name, one in tensors.items()}
-    with _explained(f"{_where(folder)} must be writable"):
+    state: dict[str, Any] = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    with _explain_errors(f"{_shorten_path(folder)} must be writable"):
         dcp.save(state, storage_writer=writer, no_dist=not _is_shared())
     return files.entries
 
@@ -70,24 +69,27 @@ def load_tensors(folder: Path, entries: Mapping[str, FileEntry]) -> dict[str, Te
         EngineError: a file is missing, unknown, truncated or changed; it is named.
     """
     verify_files(folder, entries)
-    tensors = {name: torch.empty_like(one, device="cpu") for name, one in described(folder).items()}
+    tensors = {
+        name: torch.empty_like(stored, device="cpu")
+        for name, stored in describe_tensors(folder).items()
+    }
     load_into(folder, tensors)
     return tensors
 
 
-def described(folder: Path) -> dict[str, Tensor]:
-    """What a folder holds, as tensors on the meta device, which have a shape and a dtype only.
+def describe_tensors(folder: Path) -> dict[str, Tensor]:
+    """A folder's tensors on the meta device, where they have a shape and a dtype only.
 
     Raises:
         EngineError: a file cannot be read.
     """
     reader = dcp.HuggingFaceStorageReader(str(folder))
-    with _explained(f"{_where(folder)} must be readable"):
-        found = reader.read_metadata().state_dict_metadata
+    with _explain_errors(f"{_shorten_path(folder)} must be readable"):
+        metadata = reader.read_metadata().state_dict_metadata
         return {
-            name: torch.empty(one.size, dtype=one.properties.dtype, device="meta")
-            for name, one in found.items()
-            if isinstance(one, TensorStorageMetadata)
+            name: torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+            for name, stored in metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
         }
 
 
@@ -95,38 +97,38 @@ def load_into(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill ``tensors`` (whole ones, or DTensors: a rank's shards) from a verified folder.
 
     Raises:
-        EngineError: the folder has none of a name, or another shape.
+        EngineError: the folder lacks a tensor, or has another shape of it.
     """
     state: dict[str, Any] = dict(tensors)
     reader = dcp.HuggingFaceStorageReader(str(folder))
-    with _explained(f"{_where(folder)} must hold the tensors asked for"):
+    with _explain_errors(f"{_shorten_path(folder)} must hold the tensors to load"):
         dcp.load(state, storage_reader=reader, no_dist=not _is_shared())
 
 
 def verify_files(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Compare a folder's files with their entries; files that no reader opens do not matter.
+    """Compare a folder's files with their entries; only safetensors files matter.
 
     Raises:
         EngineError: a file is missing, unknown, truncated or changed; it is named.
     """
-    where = _where(folder)
+    where = _shorten_path(folder)
     unknown = {path.name for path in folder.glob("*.safetensors")} - entries.keys()
     if unknown:
         raise EngineError(
             f"{where} must hold the files of its manifest, got {sorted(unknown)[:4]} beside them"
         )
     with ThreadPoolExecutor(min(_HASHING_THREADS, max(1, len(entries)))) as pool:
-        found = pool.map(lambda name: _entry_of(folder / name), entries)
-        for name, one in zip(entries, found, strict=True):
-            if one != entries[name]:
+        actual = pool.map(lambda name: _read_entry(folder / name), entries)
+        for name, entry in zip(entries, actual, strict=True):
+            if entry != entries[name]:
                 raise EngineError(
-                    f"{where}/{name} must have {_text(entries[name])}, got {_text(one)}: the file "
-                    "was cut or changed after it was written"
+                    f"{where}/{name} must have {_format_entry(entries[name])}, got "
+                    f"{_format_entry(entry)}: the file was cut or changed after it was written"
                 )
 
 
 class _HashedFiles(FileSystem):
-    """Where DCP opens its files: hashes what goes by on the way to the disk."""
+    """Opens DCP's files, and hashes everything that is written to them."""
 
     def __init__(self) -> None:
         self.entries: dict[str, FileEntry] = {}
@@ -135,7 +137,7 @@ class _HashedFiles(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
         with super().create_stream(path, mode) as file:
             hashing = _HashingStream(cast("io.BufferedWriter", file))
-            # Not a stream by its class, and everything that DCP does with one.
+            # Not an ``IOBase`` subclass, but it has all methods that DCP calls.
             yield cast("io.IOBase", hashing)
         self.entries[Path(path).name] = hashing.entry()
 
@@ -153,13 +155,13 @@ class _HashingStream:
         return cast("Any", self._file).write(content)
 
     def entry(self) -> FileEntry:
-        return FileEntry(bytes=self._size, checksum=_checksum(self._hash))
+        return FileEntry(bytes=self._size, checksum=_format_checksum(self._hash))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
 
-def _entry_of(path: Path) -> FileEntry | None:
+def _read_entry(path: Path) -> FileEntry | None:
     """A file's entry; None where there is no readable file."""
     hashing, size = _new_hash(), 0
     try:
@@ -169,22 +171,22 @@ def _entry_of(path: Path) -> FileEntry | None:
                 size += len(content)
     except OSError:
         return None
-    return FileEntry(bytes=size, checksum=_checksum(hashing))
+    return FileEntry(bytes=size, checksum=_format_checksum(hashing))
 
 
 def _new_hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=16)
 
 
-def _checksum(hashing: hashlib.blake2b) -> str:
+def _format_checksum(hashing: hashlib.blake2b) -> str:
     return f"blake2b:{hashing.hexdigest()}"
 
 
-def _text(entry: FileEntry | None) -> str:
+def _format_entry(entry: FileEntry | None) -> str:
     return "no file" if entry is None else f"{entry['bytes']} bytes, {entry['checksum']}"
 
 
-def _file_of_each(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def _assign_files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Which file each tensor goes into, numbered from 1."""
     files: dict[str, int] = {}
     number, filled = 1, 0
@@ -197,7 +199,7 @@ def _file_of_each(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return files
 
 
-def _where(folder: Path) -> str:
+def _shorten_path(folder: Path) -> str:
     return f"{folder.parent.name}/{folder.name}"
 
 
@@ -206,10 +208,10 @@ def _is_shared() -> bool:
 
 
 @contextlib.contextmanager
-def _explained(rule: str) -> Generator[None, None, None]:
-    """DCP's failures as ours (its own is no ``Exception``), and no warning of its single process.
+def _explain_errors(rule: str) -> Generator[None, None, None]:
+    """Raise DCP's failures as EngineError (its own is no ``Exception``), and silence a warning.
 
-    Warning filters belong to the whole process, hence the lock.
+    DCP warns whenever only one process saves. Warning filters are process-wide, hence the lock.
     """
     try:
         with _filters, warnings.catch_warnings():

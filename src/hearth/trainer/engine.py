@@ -1,7 +1,7 @@
-"""One trainer: models on one set of base weights, and the operations on them. Knows no HTTP.
+"""One trainer: models on one set of base weights, and the operations on them. It knows no HTTP.
 
-Losses are raw sums. Gradients add up over calls until ``optim_step`` divides once, clips once and
-steps once. Operations run one at a time, whatever thread calls.
+Losses are raw sums. Gradients add up over calls until ``optim_step`` divides, clips and steps, once
+each. Operations run one at a time, whichever threads call them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from hearth.trainer.checkpoint import (
     TrainerState,
     check_metadata,
     parse_reference,
+    read_rng,
     restore_rng,
-    rng_state,
 )
 from hearth.trainer.datums import Datums, read_datums
 from hearth.trainer.options import TrainerOptions
@@ -51,26 +51,26 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a client may ask about a model."""
+    """Facts of a model for clients."""
 
     model_id: str
     arch: str
-    """The model type in transformers' words, such as ``qwen3``."""
+    """The model type as transformers names it, such as ``qwen3``."""
     lora_rank: int
     """0 for a frozen model or one that trains all parameters."""
 
 
-def _exclusive(
+def _run_alone(
     method: Callable[Concatenate[TrainerEngine, P], R],
 ) -> Callable[Concatenate[TrainerEngine, P], R]:
-    """Run a method alone, and not after ``close``."""
+    """Run a method under the engine's lock, and refuse it after ``close``."""
 
     @functools.wraps(method)
     def run(self: TrainerEngine, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.lock:
             if self.is_closed:
                 raise ClosedError(f"trainer {self.name!r} must be running, got a call after close")
-            with self.running(method.__name__, *args, **kwargs):
+            with self.around(method.__name__, *args, **kwargs):
                 return method(self, *args, **kwargs)
 
     return run
@@ -79,7 +79,7 @@ def _exclusive(
 class TrainerEngine:
     """Trains at most one policy; frozen models beside it only run ``forward``.
 
-    The base weights are loaded at once, so that a bad model fails here. The checkpoint folders of
+    The base weights are loaded here, so that a bad model fails at once. The checkpoint folders of
     other jobs are siblings of ``checkpoint_dir``, named by the jobs' ids.
 
     Raises:
@@ -87,7 +87,7 @@ class TrainerEngine:
     """
 
     keeps_graphs = True
-    """Whether ``forward`` keeps the graph that it is told to."""
+    """Whether ``forward`` keeps a graph for which it is given a name."""
 
     def __init__(
         self,
@@ -112,16 +112,16 @@ class TrainerEngine:
         self.options.check()
         base = self.load_base()
         self.architecture = str(base.config.model_type)
-        self._limits = _limits(base, self.options.max_seq_len)
-        first = [base]
-        self._residents = self._make_residents(lambda: first.pop() if first else self.load_base())
-        self._has_told_dense = False
+        self._limits = _make_limits(base, self.options.max_seq_len)
+        loaded = [base]
+        self._residents = self._make_residents(lambda: loaded.pop() if loaded else self.load_base())
+        self._has_warned_dense = False
         self._graph: tuple[str, KeptGraph] | None = None
-        """The pass that waits for its backward pass, by its name."""
+        """A forward pass with its graph, kept for its backward pass, and its name."""
 
     @property
     def supports_router_replay(self) -> bool:
-        """Whether tokens go to experts, and to given ones where a datum says so."""
+        """Whether datums can name the experts of their tokens."""
         return self._residents.routing is not None
 
     @property
@@ -129,7 +129,7 @@ class TrainerEngine:
         """Most input tokens of a datum."""
         return self._limits.max_seq_len
 
-    @_exclusive
+    @_run_alone
     def create_model(
         self,
         lora: LoraOptions | None = None,
@@ -138,15 +138,15 @@ class TrainerEngine:
         owner: str | None = None,
         replace: bool = False,
     ) -> str:
-        """A new model's id.
+        """Make a model; returns its id.
 
         A frozen model is the base weights: the LoRA policy's own with its adapter off, or a copy
-        beside a policy that trains all parameters. A forward-only trainer makes every model
-        without an adapter frozen. A new policy takes the place of its ``owner``'s earlier one;
-        with ``replace``, of whatever other clients have left here.
+        beside a policy that trains all parameters. On a forward-only trainer every model without
+        an adapter is frozen. A new policy replaces its ``owner``'s earlier one; with ``replace``,
+        also the models of other clients.
 
         Raises:
-            ForwardOnlyError: an adapter was asked of a forward-only trainer.
+            ForwardOnlyError: an adapter was requested on a forward-only trainer.
             RequestError: there is a policy already.
         """
         self._graph = None
@@ -163,7 +163,7 @@ class TrainerEngine:
         logger.info("trainer %s: model %s, lora %s", self.name, model.model_id, model.lora)
         return model.model_id
 
-    @_exclusive
+    @_run_alone
     def forward(
         self,
         model_id: str,
@@ -175,30 +175,30 @@ class TrainerEngine:
     ) -> PassResult:
         """Logprobs and loss without a gradient.
 
-        The graph of the pass is kept under the name ``graph``, as far as it has room, until the
-        weights or another pass of that kind come: ``forward_backward`` on the same data that
-        names it costs no second forward pass.
+        With a name ``graph`` the graph of the pass is kept, up to a memory limit, until weights
+        change or another graph is kept: ``forward_backward`` on the same data with the same name
+        then needs no second forward pass.
 
         ``config`` holds the options of the loss, and ``temperature``, which divides the logits.
-        Tokens go to the experts of a datum's ``routing_matrices``, but for a frozen model: what a
-        reference says of a token does not hang on who drew it.
+        Tokens go to the experts of a datum's ``routing_matrices``, except in a frozen model: a
+        reference's logprobs must not depend on the experts that the sampler chose.
 
         Raises:
             RequestError: a datum or the config breaks a rule; the datum is named.
-            ConfigError: the same, found by the objective.
+            ConfigError: as RequestError, where the objective checks the rule.
             NumericsError: an input or a logprob is unusable.
         """
         model = self._residents.get(model_id)
-        work = self._pass(model, data, loss_fn, config)
+        work = self._prepare_pass(model, data, loss_fn, config)
         with model.weights():
             if graph is None or model.optimizer is None or not self.keeps_graphs:
                 return work.forward()
             self._graph = None
-            result, kept = work.forward_keeping()
+            result, kept = work.forward_keeping_graph()
         self._graph = (graph, kept)
         return result
 
-    @_exclusive
+    @_run_alone
     def forward_backward(
         self,
         model_id: str,
@@ -212,28 +212,28 @@ class TrainerEngine:
 
         Raises:
             ForwardOnlyError: the model is frozen.
-            RequestError: as in ``forward``; what had accumulated stays.
-            NumericsError: an input is unusable, and what had accumulated stays. Or a logprob of
-                the model is, and the whole accumulated gradient is dropped.
+            RequestError: as in ``forward``; the accumulated gradient stays.
+            NumericsError: an input is unusable, and the accumulated gradient stays; or a logprob
+                of the model is, and the whole accumulated gradient is dropped.
         """
         model = self._residents.get(model_id)
         optimizer = require_trainable(model, "forward_backward")
-        work = self._pass(model, data, loss_fn, config)
-        kept = self._kept_graph(graph, work)
+        work = self._prepare_pass(model, data, loss_fn, config)
+        kept = self._take_graph(graph, work)
         try:
             result, counts = work.forward_backward(kept)
         except BaseException:
-            # Half of a request's gradient cannot be told from the whole of another.
+            # Part of this request's gradient is in the sum, and cannot be taken out again.
             optimizer.clear_gradient()
             raise
         optimizer.record_pass(counts)
         return result
 
-    @_exclusive
+    @_run_alone
     def optim_step(
         self, model_id: str, adam: AdamParams, normalization: Normalization | None = None
     ) -> dict[str, float]:
-        """One AdamW step on the accumulated gradient; None normalizes by nothing.
+        """One AdamW step on the accumulated gradient; ``normalization`` None does not divide it.
 
         Raises:
             ForwardOnlyError: the model is frozen.
@@ -246,7 +246,7 @@ class TrainerEngine:
         model.steps += metrics["skipped"] == 0
         return metrics | {"step": float(model.steps)}
 
-    @_exclusive
+    @_run_alone
     def save_state(
         self,
         model_id: str,
@@ -258,13 +258,13 @@ class TrainerEngine:
     ) -> str:
         """Write a resumable checkpoint; an accumulated gradient is not part of it.
 
-        ``metadata`` are the caller's own JSON values (``"pinned": true`` keeps the checkpoint);
-        ``seq_id`` is this operation's number. Both are in the checkpoint's facts.
+        ``metadata`` are JSON values of the caller (``"pinned": true`` keeps the checkpoint);
+        ``seq_id`` is this operation's number. Both become facts of the checkpoint.
 
         Raises:
             ForwardOnlyError: the model is frozen.
-            RequestError: the name is no valid one, or is taken and ``overwrite`` is False; or
-                the metadata are no JSON or above 1 MiB.
+            RequestError: the name is invalid, or is taken and ``overwrite`` is False; or the
+                metadata are no JSON or above 1 MiB.
         """
         created_s = time.time()
         model = self._residents.get(model_id)
@@ -280,19 +280,19 @@ class TrainerEngine:
         )
         state = TrainerState(
             facts=facts,
-            weights=self._stored(model),
+            weights=self._collect_stored(model),
             optimizer=optimizer.state_tensors(),
-            rng=rng_state(model.loaded.device),
+            rng=read_rng(model.loaded.device),
         )
         self._write_checkpoint(name, state, overwrite=overwrite)
         return name
 
-    @_exclusive
+    @_run_alone
     def load_state(self, model_id: str, name: str, *, with_optimizer: bool) -> str:
-        """Go on from a checkpoint: its weights, optimizer, step count and RNG.
+        """Load a checkpoint: its weights, optimizer, step count and RNG.
 
         ``cross_job://<job>/<name>`` names another job's. Without the optimizer only the weights
-        are taken, with a fresh optimizer at step 0.
+        are loaded; the optimizer starts at step 0.
 
         Raises:
             ForwardOnlyError: the model is frozen.
@@ -314,7 +314,7 @@ class TrainerEngine:
         model.steps = state.facts.steps if with_optimizer else 0
         return name
 
-    @_exclusive
+    @_run_alone
     def load_adapter(self, model_id: str, adapter_path: str) -> None:
         """Start a LoRA policy from a PEFT adapter's folder, with a fresh optimizer.
 
@@ -341,7 +341,7 @@ class TrainerEngine:
         optimizer.reset()
         model.steps = 0
 
-    @_exclusive
+    @_run_alone
     def save_for_sampler(
         self,
         model_id: str,
@@ -352,21 +352,21 @@ class TrainerEngine:
         """Put a snapshot of the current weights into the store; returns its identity.
 
         Of a LoRA model it is the adapter, or with ``merged_base`` the whole model with the adapter
-        merged in. A ``delta`` is what differs from this model's last snapshot; without one, after
-        weights were loaded, and for a LoRA model, the snapshot is whole and its kind says so.
+        merged in. A ``delta`` is the difference to this model's last snapshot. Where there is none,
+        after weights were loaded, and for a LoRA model, the snapshot is whole, and so is its kind.
 
         Raises:
-            RequestError: the identity is no valid name or is taken, or a tied head with an
-                adapter was to be merged.
+            RequestError: the identity is an invalid name or is taken, or an adapter on a tied
+                head cannot be merged.
         """
         model = self._residents.get(model_id)
         facts: dict[str, Any] = {"step": model.steps, "user": dict(metadata or {})}
         is_merged = model.lora is not None and kind == "merged_base"
-        tensors = self._merged(model) if is_merged else self._whole(model)
-        self._alone(lambda: self._publish(model, identity, kind, tensors, facts))
+        tensors = self._merge_adapter(model) if is_merged else self._collect_whole(model)
+        self._write_once(lambda: self._publish(model, identity, kind, tensors, facts))
         return identity
 
-    @_exclusive
+    @_run_alone
     def export(self, model_id: str, folder: Path) -> None:
         """Write the current weights as a Hugging Face folder; an adapter is merged in.
 
@@ -374,15 +374,17 @@ class TrainerEngine:
             NotFoundError: there is no such model.
         """
         model = self._residents.get(model_id)
-        tensors = self._merged(model) if model.lora is not None else self._whole(model)
-        self._alone(lambda: export_pretrained(model.loaded, tensors, folder))
+        tensors = (
+            self._merge_adapter(model) if model.lora is not None else self._collect_whole(model)
+        )
+        self._write_once(lambda: export_pretrained(model.loaded, tensors, folder))
 
-    @_exclusive
+    @_run_alone
     def unload(self, model_id: str) -> None:
-        """Forget a model and free what only it used.
+        """Remove a model and free the memory that only it used.
 
         Raises:
-            NotFoundError: there is none of that id.
+            NotFoundError: no model has this id.
         """
         self._graph = None
         self._residents.remove(model_id)
@@ -391,8 +393,8 @@ class TrainerEngine:
         """Names of the resumable checkpoints, oldest first."""
         return self._checkpoints.names()
 
-    def checkpoint_facts(self, name: str) -> CheckpointFacts:
-        """What a checkpoint is, named as in ``load_state``; answers while an operation runs.
+    def read_checkpoint_facts(self, name: str) -> CheckpointFacts:
+        """Facts of a checkpoint, named as in ``load_state``; does not wait for a running operation.
 
         Raises:
             NotFoundError: there is no such checkpoint; the message lists the names.
@@ -402,20 +404,20 @@ class TrainerEngine:
         return folder.facts(own_name)
 
     def facts(self, model_id: str) -> ModelFacts:
-        """What a model is; answers while an operation runs.
+        """Facts of a model; does not wait for a running operation.
 
         Raises:
-            NotFoundError: there is none of that id.
+            NotFoundError: no model has this id.
         """
         lora = self._residents.get(model_id).lora
         return ModelFacts(model_id, self.architecture, lora.rank if lora is not None else 0)
 
     def call_on_close(self, callback: Callable[[], None]) -> None:
-        """Have ``close`` call this first: whoever feeds the engine stops before it does."""
+        """Have ``close`` call this first, so that callers of the engine stop before it does."""
         self._closing.append(callback)
 
     def close(self) -> None:
-        """Free all models, after the running operation; later calls are ClosedError."""
+        """Free all models after the running operation; later calls raise ClosedError."""
         while self._closing:
             self._closing.pop()()
         with self.lock:
@@ -435,27 +437,27 @@ class TrainerEngine:
             trust_remote_code=options.trust_remote_code,
         )
 
-    def running(self, operation: str, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """Around an operation that runs alone, with what it was called with."""
+    def around(self, operation: str, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """A context manager around each operation, given its name and arguments."""
         return contextlib.nullcontext()
 
     def _make_residents(self, load: Callable[[], LoadedModel]) -> Residents:
         return Residents(load, self.options)
 
-    def _stored(self, model: Resident) -> Mapping[str, Tensor]:
-        """What makes a model, as a checkpoint has it."""
+    def _collect_stored(self, model: Resident) -> Mapping[str, Tensor]:
+        """A model's tensors for a checkpoint."""
         return model.tensors()
 
-    def _whole(self, model: Resident) -> Mapping[str, Tensor]:
-        """What makes a model, as a snapshot has it: its adapter, or all weights."""
+    def _collect_whole(self, model: Resident) -> Mapping[str, Tensor]:
+        """A model's tensors for a snapshot: its adapter, or all weights."""
         return model.tensors()
 
-    def _merged(self, model: Resident) -> Mapping[str, Tensor]:
+    def _merge_adapter(self, model: Resident) -> Mapping[str, Tensor]:
         """All weights of a LoRA model, with the adapter merged in."""
         return merged_tensors(model.loaded)
 
-    def _alone(self, write: Callable[[], None]) -> None:
-        """Have something written that is written once."""
+    def _write_once(self, write: Callable[[], None]) -> None:
+        """Call a function that writes files; where several ranks share a model, on one of them."""
         write()
 
     def _publish(
@@ -491,16 +493,16 @@ class TrainerEngine:
         return folder.read(name, base_model=self.name, lora=model.lora)
 
     def _make_room(self, owner: str | None, *, replace: bool) -> None:
-        policy = self._residents.policy()
-        leaving = self._residents.others(owner) if replace else []
+        policy = self._residents.find_policy()
+        leaving = self._residents.find_others(owner) if replace else []
         if policy is not None and owner is not None and policy.owner == owner:
             leaving.append(policy.model_id)
         for model_id in leaving:
-            logger.warning("trainer %s: model %s makes room for another", self.name, model_id)
+            logger.warning("trainer %s: model %s is removed for a new policy", self.name, model_id)
             self._residents.remove(model_id)
 
     def _find_checkpoint(self, path: str) -> tuple[CheckpointFolder, str]:
-        """The folder that a reference means, and the name in it."""
+        """The checkpoint folder of a reference, and the name in it."""
         job, name = parse_reference(path)
         folder = self._checkpoints if job is None else CheckpointFolder(self._jobs_dir / job)
         known = folder.names()
@@ -512,11 +514,13 @@ class TrainerEngine:
             )
         return folder, name
 
-    def _pass(self, model: Resident, data: Datums, loss_fn: str, config: LossConfig | None) -> Pass:
-        objective, temperature = _objective(loss_fn, config)
+    def _prepare_pass(
+        self, model: Resident, data: Datums, loss_fn: str, config: LossConfig | None
+    ) -> Pass:
+        objective, temperature = _parse_objective(loss_fn, config)
         is_replayed = model.optimizer is not None
         limits = replace(self._limits, routing=model.scorer.routing if is_replayed else None)
-        self._note_dense(data)
+        self._warn_if_dense(data)
         return self._make_pass(
             scorer=model.scorer,
             objective=objective,
@@ -529,31 +533,29 @@ class TrainerEngine:
     def _make_pass(self, **fields: Any) -> Pass:
         return Pass(**fields)
 
-    def _kept_graph(self, name: str | None, work: Pass) -> KeptGraph | None:
-        """The graph that an earlier pass has left for this one; it is used up."""
-        known, kept = self._graph or (None, None)
-        if kept is None or name != known:
+    def _take_graph(self, name: str | None, work: Pass) -> KeptGraph | None:
+        """Take the graph that an earlier pass kept for this one."""
+        kept_name, kept = self._graph or (None, None)
+        if kept is None or name != kept_name:
             return None
         self._graph = None
         return kept if kept.fits(work.examples, work.temperature) else None
 
-    def _note_dense(self, data: Datums) -> None:
-        """Say once that experts are given to a model that has none."""
-        if self.supports_router_replay or self._has_told_dense:
-            return
-        if isinstance(data, DatumColumns):
+    def _warn_if_dense(self, data: Datums) -> None:
+        """Log once that datums name experts, and that the model has none."""
+        if self.supports_router_replay or self._has_warned_dense or isinstance(data, DatumColumns):
             return
         if any(datum.model_input.routing_matrices for datum in data):
-            self._has_told_dense = True
+            self._has_warned_dense = True
             logger.warning(
                 "trainer %s: datums name experts, and the model has none that can be replayed: "
-                "routing_matrices are left out",
+                "routing_matrices are ignored",
                 self.name,
             )
 
 
-def _objective(loss_fn: str, config: LossConfig | None) -> tuple[BuiltinObjective, float]:
-    """The loss with its options, and the temperature, which belongs to the model's side."""
+def _parse_objective(loss_fn: str, config: LossConfig | None) -> tuple[BuiltinObjective, float]:
+    """The loss with its options, and the temperature, which the scorer applies."""
     options: dict[str, Any] = dict(config or {})
     temperature = options.pop("temperature", 1.0)
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
@@ -564,7 +566,7 @@ def _objective(loss_fn: str, config: LossConfig | None) -> tuple[BuiltinObjectiv
     return builtin_objective(loss_fn, options), float(temperature)
 
 
-def _limits(base: LoadedModel, max_seq_len: int | None) -> Limits:
+def _make_limits(base: LoadedModel, max_seq_len: int | None) -> Limits:
     if max_seq_len is not None and not 0 < max_seq_len <= base.max_position:
         raise ConfigError(
             f"max_seq_len must be in [1, {base.max_position}], the positions of {base.name!r}, "

@@ -1,6 +1,6 @@
-"""Results by request id: waited for from any event loop, and kept for a while after delivery.
+"""Results by request id. Any event loop can wait for them; they stay a while after delivery.
 
-A result is the bytes of its answer, a failure too; they are made by the thread that worked.
+A result is the bytes of a response, also of a failure; the trainer's thread makes them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from concurrent.futures import Future
 from hearth.errors import NotFoundError
 
 MAX_DELIVERED_BYTES = 8 * 2**20
-"""Three times the longest answer of our client, that to half a million tokens."""
+"""Three times the longest response to our client, that for half a million tokens."""
 MAX_RESULTS = 4096
 
 
 class FutureStore:
     """Hands out request ids and keeps their results. Safe to use from several threads.
 
-    A delivered result stays until newer ones fill ``delivered_bytes`` (a lost answer is asked for
-    again), one that nobody has asked for until newer ones are finished; in either case until there
-    are ``results`` of them.
+    A delivered result stays until newer ones fill ``delivered_bytes``, since clients request lost
+    responses again. Of delivered results, and of undelivered ones, at most ``results`` stay.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class FutureStore:
         return request_id
 
     def resolve(self, request_id: str, body: bytes) -> None:
-        """Set the result of a request and wake who waits for it; a second one is ignored."""
+        """Set the result of a request and wake its waiters; a second result is ignored."""
         with self._lock:
             future = self._futures.get(request_id)
             if future is None or future.done():
@@ -57,10 +56,10 @@ class FutureStore:
         future.set_result(body)
 
     async def wait(self, request_id: str, timeout_s: float) -> bytes | None:
-        """The result, or None when time is up.
+        """The result, or None after ``timeout_s``.
 
         Raises:
-            NotFoundError: nobody handed out this id, or its result is long gone.
+            NotFoundError: the id is unknown, or its result was dropped.
         """
         with self._lock:
             future = self._futures.get(request_id)
@@ -68,7 +67,7 @@ class FutureStore:
             raise NotFoundError(
                 f"request_id must name a pending or recent request, got {request_id!r}"
             )
-        # Bound to the caller's loop: the worker's thread sets it from outside.
+        # The trainer's thread sets the future; this binds it to the caller's loop.
         done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=timeout_s)
         if not done:
             return None

@@ -1,6 +1,6 @@
-"""Logprobs of given targets, without the logits of all tokens ever standing in memory.
+"""Logprobs of given targets, without the logits of all tokens in memory at one time.
 
-Legend: B rows of a micro-batch, L its padded length, H hidden size, V vocabulary, R tokens that
+Legend: B datums of a padded batch, L its padded length, H hidden size, V vocabulary, R tokens that
 are scored, K targets per token; N layers with experts, E experts that a token goes to.
 """
 
@@ -27,12 +27,12 @@ from hearth.trainer.packing import (
     Limits,
     MicroBatch,
     PackedBatch,
-    micro_batches,
-    packed_batches,
+    split_packed,
+    split_padded,
 )
 from hearth.trainer.segments import Kernel
 
-# Below 16 rows the CPU's matrix product takes another path, with other rounding.
+# Below 16 rows the CPU's matrix product takes another path, which rounds differently.
 _MIN_ROWS = 16
 
 
@@ -58,25 +58,25 @@ class TargetScorer:
         self._options = options or TrainerOptions()
         self._module: Any = loaded.module
         self._backbone: Any = self._module.base_model
-        self._shape = _logit_shape(loaded.config.get_text_config())
+        self._shape = _read_logit_transform(loaded.config.get_text_config())
         self._chunk_rows = max(2 * _MIN_ROWS, self._options.logit_budget // loaded.vocab_size)
         self._device = loaded.device
         self._check(loaded)
         self._routers = find_routers(loaded)
-        self._packed = self._packed_form(loaded, kernel)
+        self._packed = self._find_packed(loaded, kernel)
         self.routing = None if self._routers is None else self._routers.shape
-        """What its routers choose from; None for a dense model."""
+        """Its routers' layers and experts; None for a dense model."""
 
-    def _packed_form(
+    def _find_packed(
         self, loaded: LoadedModel, kernel: Kernel | None
     ) -> PackedDecoder | PackedModule | None:
-        """What runs rows without padding; None where nothing can."""
+        """The packed form of the model; None where it must be padded."""
         return PackedDecoder.of(loaded) or PackedModule.from_model(loaded, kernel)
 
     def replaying(self, routing: Tensor | None) -> contextlib.AbstractContextManager[None]:
         """Send tokens to given experts, backward passes included, inside the ``with``.
 
-        ``routing`` [B * L, N, E] is of the rows that ``states`` gets, and of a model with routers.
+        ``routing`` [B * L, N, E] is of the tokens that ``states`` gets.
         """
         if routing is None or self._routers is None:
             return contextlib.nullcontext()
@@ -84,7 +84,7 @@ class TargetScorer:
 
     def batches(
         self, examples: Sequence[Example], token_budget: int, limits: Limits
-    ) -> Sequence[MicroBatch | PackedBatch]:
+    ) -> Sequence[MicroBatch]:
         """Examples in batches of at most ``token_budget`` tokens, padding included.
 
         Raises:
@@ -92,68 +92,77 @@ class TargetScorer:
         """
         is_single = all(example.targets.shape[1] == 1 for example in examples)
         if self._packed is not None and is_single:
-            return packed_batches(examples, token_budget)
-        return micro_batches(examples, token_budget, limits)
+            return split_packed(examples, token_budget)
+        return split_padded(examples, token_budget, limits)
 
-    def states(self, batch: MicroBatch | PackedBatch) -> Tensor:
-        """Last hidden states of a batch, flat; its examples' tokens are at ``batch.rows``.
+    def states(self, batch: MicroBatch) -> Tensor:
+        """Last hidden states of a batch, flat; its examples' tokens are at ``batch.token_places``.
 
-        Padded rows are padded on the right and need no mask: attention is causal, so a token never
-        sees the padding behind it.
+        Padding is on the right and needs no mask: attention is causal, so a token never sees the
+        padding behind it.
         """
-        recompute = self._options.should_recompute(batch.num_rows)
+        recompute = self._options.should_recompute(batch.num_tokens)
         if isinstance(batch, PackedBatch):
-            assert self._packed is not None, "nobody else packs"
+            assert self._packed is not None, "only a scorer with a packed form makes packed batches"
             return self._packed.states(
                 batch.tokens, batch.positions, batch.tree, recompute=recompute
             )
         with recomputing(self._module) if recompute else contextlib.nullcontext():
-            return self._padded_states(batch.input_ids)
+            return self._run_padded(batch.input_ids)
 
-    def _padded_states(self, input_ids: Tensor) -> Tensor:
+    def _run_padded(self, input_ids: Tensor) -> Tensor:
         output = self._backbone(input_ids=input_ids.to(self._device), use_cache=False)
         return output.last_hidden_state.flatten(0, 1)
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
         """Logprobs [R, K] (float32) of ``targets`` [R, K] after ``hidden`` [R, H].
 
-        They are those of ``softmax(logits / temperature)``. Above the budget each chunk forgets
-        its logits and computes them once more in the backward pass.
+        They are those of ``softmax(logits / temperature)``. Above the budget each chunk drops its
+        logits and computes them again in the backward pass.
         """
         rows = hidden.shape[0]
         chunks = max(1, -(-rows // self._chunk_rows))
         hidden = torch.nn.functional.pad(hidden, (0, 0, 0, max(0, _MIN_ROWS - rows)))
         targets = torch.nn.functional.pad(targets, (0, 0, 0, max(0, _MIN_ROWS - rows)))
         parts = zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
-        run = self._chunk if chunks == 1 or not torch.is_grad_enabled() else self._forgetful_chunk
-        return torch.cat([run(one, wanted, temperature) for one, wanted in parts])[:rows]
+        run = (
+            self._score_chunk
+            if chunks == 1 or not torch.is_grad_enabled()
+            else self._score_chunk_again
+        )
+        return torch.cat([run(states, wanted, temperature) for states, wanted in parts])[:rows]
 
-    def _forgetful_chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    def _score_chunk_again(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
         scored = checkpoint(
-            self._chunk, hidden, targets, temperature, use_reentrant=False, preserve_rng_state=False
+            self._score_chunk,
+            hidden,
+            targets,
+            temperature,
+            use_reentrant=False,
+            preserve_rng_state=False,
         )
         assert isinstance(scored, Tensor)
         return scored
 
-    def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        logits = self._logits(hidden)
+    def _score_chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        logits = self._compute_logits(hidden)
         if isinstance(self._packed, PackedDecoder) and targets.shape[1] == 1:
             return score(logits, targets[:, 0].contiguous(), temperature)[:, None]
         if temperature != 1.0:
             logits = logits / temperature
         return torch.log_softmax(logits, dim=-1).gather(1, targets.to(logits.device))
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        # Asked for anew each time: an adapter may have replaced the head since.
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
+        # Read at each call: an adapter may have replaced the head.
         head = self._module.get_output_embeddings()
         return self._shape(head(hidden)).float()
 
     @torch.no_grad()
     def _check(self, loaded: LoadedModel) -> None:
-        """Compare with the model's own logits once; a silent difference would train on nonsense."""
+        """Compare with the model's own logits once; a difference would train on wrong logprobs."""
         ids = torch.arange(_MIN_ROWS, device=self._device)[None] % loaded.vocab_size
         try:
-            own = self._logits(self._padded_states(ids))
+            own = self._compute_logits(self._run_padded(ids))
         except (AttributeError, TypeError) as error:
             raise ConfigError(
                 f"base_model must have hidden states and an output head, got {loaded.name!r} "
@@ -169,8 +178,8 @@ class TargetScorer:
             )
 
 
-def _logit_shape(config: Any) -> Callable[[Tensor], Tensor]:
-    """What a model family does to its logits after the head, from its text config."""
+def _read_logit_transform(config: Any) -> Callable[[Tensor], Tensor]:
+    """How a model family changes its logits after the head, from its text config."""
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     scale = getattr(config, "logit_scale", None)  # Cohere
     multiplier = getattr(config, "lm_head_multiplier", None)  # Falcon-H1

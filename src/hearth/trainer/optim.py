@@ -1,4 +1,4 @@
-"""AdamW over an accumulated gradient: normalize, clip, step. Owns nothing of the loss."""
+"""AdamW over an accumulated gradient: normalize, clip, step. It knows nothing of the loss."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ class Optimizer:
         self.num_passes = 0
         """Backward passes since the last step; 0 means that no gradient has accumulated."""
         self._parameters = dict(parameters)
-        self._masters = {name: _master(one) for name, one in self._parameters.items()}
+        self._masters = {
+            name: _make_master(parameter) for name, parameter in self._parameters.items()
+        }
         self._hooks = [
-            one.register_post_accumulate_grad_hook(_moves_gradient_to(self._masters[name]))
-            for name, one in self._parameters.items()
-            if self._masters[name] is not one
+            parameter.register_post_accumulate_grad_hook(_make_gradient_hook(self._masters[name]))
+            for name, parameter in self._parameters.items()
+            if self._masters[name] is not parameter
         ]
         self.reset()
 
     def reset(self) -> None:
-        """Forget moments and gradient; masters start again from the parameters."""
+        """Drop moments and gradient; copy the parameters into their masters."""
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 self._masters[name].copy_(parameter)
@@ -51,7 +53,7 @@ class Optimizer:
         self.num_passes = 0
 
     def record_pass(self, counts: GradientCounts) -> None:
-        """Say that a backward pass has added a gradient with these counts."""
+        """Count a backward pass that has added a gradient with these counts."""
         self.counts += counts
         self.num_passes += 1
 
@@ -76,8 +78,8 @@ class Optimizer:
         }
         if self.num_passes == 0:
             return metrics | {"skipped": 1.0}
-        gradients = self._gradients()
-        norm = self._norm(gradients) / denominator
+        gradients = self._collect_gradients()
+        norm = self._compute_norm(gradients) / denominator
         if not math.isfinite(norm):
             self.clear_gradient()
             raise NumericsError(
@@ -105,7 +107,7 @@ class Optimizer:
         return tensors
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what ``state_tensors`` gave; drops the accumulated gradient.
+        """Load the tensors of ``state_tensors``; drops the accumulated gradient.
 
         Raises:
             EngineError: a tensor belongs to no parameter here, or has another shape.
@@ -125,12 +127,12 @@ class Optimizer:
                 self._adam.state[master][kind] = value.to(master.device, copy=True)
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Remove the hooks and the gradient from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self.clear_gradient()
 
-    def _gradients(self) -> list[Tensor]:
+    def _collect_gradients(self) -> list[Tensor]:
         """All gradients; a parameter that the loss did not reach has zeros."""
         gradients: list[Tensor] = []
         for master in self._masters.values():
@@ -139,8 +141,8 @@ class Optimizer:
             gradients.append(master.grad)
         return gradients
 
-    def _norm(self, gradients: Sequence[Tensor]) -> float:
-        """The L2 norm of all of them together."""
+    def _compute_norm(self, gradients: Sequence[Tensor]) -> float:
+        """The L2 norm of all gradients."""
         return float(torch.nn.utils.get_total_norm(gradients))
 
     def _apply(self, adam: AdamParams) -> None:
@@ -156,13 +158,13 @@ class Optimizer:
                     parameter.copy_(self._masters[name])
 
 
-def _master(parameter: nn.Parameter) -> nn.Parameter:
+def _make_master(parameter: nn.Parameter) -> nn.Parameter:
     if parameter.dtype == torch.float32:
         return parameter
     return nn.Parameter(parameter.detach().float())
 
 
-def _moves_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+def _make_gradient_hook(master: nn.Parameter) -> Callable[[Tensor], None]:
     def move(parameter: Tensor) -> None:
         gradient = parameter.grad
         parameter.grad = None

@@ -10,7 +10,7 @@ import orjson
 
 from hearth.errors import ConfigError
 from hearth.models.loading import best_device
-from hearth.sync.store import Buckets, SnapshotStore, buckets_of
+from hearth.sync.store import Buckets, buckets_of
 from hearth.trainer.adapters import AdapterStore
 
 DEFAULT_LOGIT_BUDGET = 2**26
@@ -92,12 +92,12 @@ class TrainerWorkerOptions(TrainerOptions):
 
     def engine_arguments(self) -> dict[str, Any]:
         """The keyword arguments of a ``TrainerEngine`` with these options."""
-        snapshots: SnapshotStore = buckets_of(self.buckets, self.keep_snapshots).bucket(self.bucket)
+        buckets = buckets_of(self.buckets, self.keep_snapshots)
         models_dir = Path(self.models_dir) if self.models_dir else None
         return {
             "source": self.source,
             "name": self.base_model,
-            "snapshots": snapshots,
+            "snapshots": buckets.bucket(self.bucket),
             "checkpoint_dir": Path(self.checkpoint_dir),
             "options": self,
             "adapters": AdapterStore(models_dir, allow_folders=self.allow_folders),

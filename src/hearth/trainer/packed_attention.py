@@ -1,7 +1,7 @@
-"""The place where a ``transformers`` module meets packed rows. Nothing of the module is changed.
+"""Packed tokens through an unchanged ``transformers`` module.
 
-Packed rows are one sequence to the module, each with its own position; which row sees which is in
-the segments that go with them through its layers.
+The module sees one sequence in which each token has its own position. Segments, passed through its
+layers as keyword arguments, say which token sees which.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hearth.trainer.segments import Kernel, Segments, attend
 
 
 def install(module: Any, name: str) -> None:
-    """Run the module's ``sdpa`` attention through ours, which transformers is to call ``name``.
+    """Register our attention with transformers as ``name``, and have the module use it.
 
-    Padded rows take the same way as ever.
+    Padded batches still run through ``sdpa``.
     """
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
@@ -30,11 +30,11 @@ def install(module: Any, name: str) -> None:
 def packed_states(
     backbone: Any, tokens: Tensor, positions: Tensor, segments: Segments, kernel: Kernel
 ) -> Tensor:
-    """Last hidden states [S, H] of rows with these tokens and positions [S]."""
+    """Last hidden states [S, H] of packed tokens and their positions [S]."""
     output = backbone(
         input_ids=tokens[None],
         position_ids=positions[None],
-        # Four dimensions mean that there is nothing to be made of it: no mask of rows by rows.
+        # A mask of four dimensions is used as it is; otherwise one of S by S would be made.
         attention_mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
         use_cache=False,
         packed_segments=segments,
@@ -49,11 +49,11 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    packed_segments: Segments | None = None,
-    packed_kernel: Kernel | None = None,
-    **rest: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if packed_segments is None or packed_kernel is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
-    q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
-    return attend(q, k, v, packed_segments, rest["scaling"], packed_kernel)[None], None
+    segments: Segments | None = options.pop("packed_segments", None)
+    kernel: Kernel | None = options.pop("packed_kernel", None)
+    if segments is None or kernel is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    return attend(q, k, v, segments, options["scaling"], kernel)[None], None

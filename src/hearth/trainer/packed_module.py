@@ -1,4 +1,4 @@
-"""Packed rows through a plain decoder's own module, with variable-length attention on a GPU."""
+"""Packed tokens through a plain decoder's own module, with variable-length attention on a GPU."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from hearth.kernels.tree import Tree
 from hearth.models.decoder import Decoder, read_decoder
 from hearth.models.loading import LoadedModel
 from hearth.models.recompute import recomputing
-from hearth.trainer.segments import LARGEST_DIM, Kernel, check_kernel, segments_of, torch_kernel
+from hearth.trainer.segments import (
+    LARGEST_DIM,
+    Kernel,
+    check_kernel,
+    find_segments,
+    find_torch_kernel,
+)
 
 logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "hearth_packed"
-"""As transformers names it from then on."""
+"""The attention's name in transformers."""
 
 
 class PackedModule:
-    """Runs rows without padding and a common prefix once; made by ``from_model`` where that can be.
+    """Runs texts without padding and common prefixes once. ``from_model`` makes it where possible.
 
-    No mask of rows by rows is ever made, however long the texts are.
+    It never makes a dense attention mask, however long the texts are.
     """
 
     def __init__(self, loaded: LoadedModel, kernel: Kernel) -> None:
-        # Importing transformers takes seconds, and whoever loaded a model has paid them.
+        # Importing transformers takes seconds; loading a model has imported it already.
         from hearth.trainer import packed_attention
 
         packed_attention.install(loaded.module, PACKED_ATTENTION)
@@ -37,7 +43,7 @@ class PackedModule:
 
     @classmethod
     def from_model(cls, loaded: LoadedModel, kernel: Kernel | None = None) -> PackedModule | None:
-        """The packed form of a plain decoder; None where there is none, or the kernel is unsound.
+        """The packed form of a plain decoder; None for other models, or where the kernel is wrong.
 
         ``kernel`` computes the attention; None takes torch's, for bfloat16 on a GPU.
         """
@@ -45,7 +51,7 @@ class PackedModule:
         if decoder is None or not _is_sdpa(loaded):
             return None
         if kernel is None:
-            kernel = _kernel_for(loaded, decoder)
+            kernel = _choose_kernel(loaded, decoder)
         if kernel is None:
             return None
         try:
@@ -59,7 +65,7 @@ class PackedModule:
             )
         except Exception as error:
             logger.warning(
-                "training of %s pads its rows and computes common prefixes anew: %s: %s",
+                "training of %s pads its texts and computes common prefixes once per text: %s: %s",
                 loaded.name,
                 type(error).__name__,
                 error,
@@ -71,9 +77,10 @@ class PackedModule:
     def states(
         self, tokens: Tensor, positions: Tensor, tree: Tree, *, recompute: bool = False
     ) -> Tensor:
-        """Last hidden states [S, H] of rows with these tokens and positions [S].
+        """Last hidden states [S, H] of packed tokens and their positions [S].
 
-        With ``recompute`` layers keep what enters them, and compute the rest again on the way back.
+        With ``recompute`` layers keep their inputs only, and the backward pass computes the rest
+        again.
         """
         device = torch.device(self._loaded.device)
         module = self._loaded.module
@@ -82,7 +89,7 @@ class PackedModule:
                 module.base_model,
                 tokens.to(device),
                 positions.to(device),
-                segments_of(tree, device),
+                find_segments(tree, device),
                 self._kernel,
             )
 
@@ -92,7 +99,7 @@ def _is_sdpa(loaded: LoadedModel) -> bool:
     return loaded.config._attn_implementation in ("sdpa", PACKED_ATTENTION)
 
 
-def _kernel_for(loaded: LoadedModel, decoder: Decoder) -> Kernel | None:
+def _choose_kernel(loaded: LoadedModel, decoder: Decoder) -> Kernel | None:
     is_on_gpu = torch.device(loaded.device).type == "cuda"
     fits = decoder.dim <= LARGEST_DIM and decoder.dim % 8 == 0
-    return torch_kernel() if is_on_gpu and loaded.dtype == torch.bfloat16 and fits else None
+    return find_torch_kernel() if is_on_gpu and loaded.dtype == torch.bfloat16 and fits else None

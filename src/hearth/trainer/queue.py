@@ -1,6 +1,6 @@
 """The order of operations: one worker thread, ``seq_id`` order per model, each number once.
 
-An operation has a name, which is announced while it runs: who shares the device waits by it.
+An operation's name is announced when it begins: processes that share the device read it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,18 @@ IDLE = "idle"
 
 @dataclass(frozen=True)
 class _Item:
-    """One operation. A numbered one counts in its model's ``stream`` when it has run."""
+    """One operation."""
 
     request_id: str
     work: Work
     phase: str
-    stream: _Stream | None = None
-    seq_id: int = 0
 
 
 @dataclass
 class _Stream:
-    """Operations of one model. ``held`` wait for lower numbers; ``seen`` were accepted."""
+    """Operations of one model: ``held`` ones wait for lower numbers; ``seen`` are accepted ids."""
 
     next_seq: int = 1
-    executed: int = 0
     held: dict[int, _Item] = field(default_factory=lambda: {})
     seen: OrderedDict[int, str] = field(default_factory=lambda: OrderedDict())
 
@@ -76,7 +73,7 @@ class OperationQueue:
     def submit(self, work: Work, *, key: str | None = None, phase: str = "operation") -> str:
         """Queue work that has no number; returns its request id.
 
-        A ``key`` that came before gives its first request id and runs nothing.
+        A repeated ``key`` returns its first request id and runs nothing.
 
         Raises:
             ClosedError: the queue was closed.
@@ -92,48 +89,39 @@ class OperationQueue:
         return request_id
 
     def open(self, model_id: str) -> None:
-        """Take operations of a new model, from number 1."""
+        """Accept operations of a new model, from number 1."""
         with self._lock:
             self._streams[model_id] = _Stream()
-
-    def executed(self, model_id: str) -> int:
-        """Number of the model's last operation that has ended, well or badly; 0 before the first.
-
-        Raises:
-            NotFoundError: the model is not open.
-        """
-        with self._lock:
-            return self._stream(model_id).executed
 
     def submit_numbered(
         self, model_id: str, seq_id: int, work: Work, *, phase: str = "operation"
     ) -> str:
-        """Queue a model's operation number ``seq_id``; it runs once all lower ones have come.
+        """Queue a model's operation number ``seq_id``; it runs once all lower numbers have arrived.
 
-        A number that came before gives its first request id and runs nothing.
+        A repeated number returns its first request id and runs nothing.
 
         Raises:
             ClosedError: the queue was closed.
-            NotFoundError: the model is not open; nobody waits for its numbers.
-            RequestError: the number is below 1, or so old that its request is forgotten.
+            NotFoundError: the model is not open.
+            RequestError: the number is below 1, or so old that its request id is dropped.
         """
         with self._lock:
             self._refuse_when_closed()
-            stream = self._stream(model_id)
+            stream = self._find_stream(model_id)
             if seq_id in stream.seen:
                 return stream.seen[seq_id]
             if seq_id < stream.next_seq:
                 raise RequestError(f"seq_id must be a new number >= 1, got {seq_id}")
             request_id = self._futures.create()
             _remember(stream.seen, seq_id, request_id)
-            stream.held[seq_id] = _Item(request_id, work, phase, stream, seq_id)
+            stream.held[seq_id] = _Item(request_id, work, phase)
             while stream.next_seq in stream.held:
                 self._ready.put(stream.held.pop(stream.next_seq))
                 stream.next_seq += 1
         return request_id
 
     def drop(self, model_id: str) -> None:
-        """Close a model's stream: what it still holds fails, its numbers are forgotten."""
+        """Close a model: its held operations fail, its numbers are dropped."""
         with self._lock:
             stream = self._streams.pop(model_id, _Stream())
         for item in stream.held.values():
@@ -155,7 +143,7 @@ class OperationQueue:
         if self._closed:
             raise ClosedError("the trainer must be running, got a request after it was closed")
 
-    def _stream(self, model_id: str) -> _Stream:
+    def _find_stream(self, model_id: str) -> _Stream:
         stream = self._streams.get(model_id)
         if stream is None:
             raise unknown_model(model_id)
@@ -169,8 +157,6 @@ class OperationQueue:
                 continue
             self._announce(item.phase)
             answer = self._answer(item)
-            if item.stream is not None:
-                item.stream.executed = item.seq_id
             self._announce(IDLE)
             self._futures.resolve(item.request_id, answer)
 
@@ -187,7 +173,7 @@ class OperationQueue:
             return
         try:
             self._on_phase(phase)
-        except Exception:  # who listens cannot stop the trainer
+        except Exception:  # a failing listener must not stop the trainer
             logger.exception("on_phase failed at %s", phase)
 
     def _fail(self, request_id: str, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""The models of one trainer: which weights are in memory, and who uses them."""
+"""The models of one trainer, and the weights in memory that they share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hearth.trainer.options import TrainerOptions
 
 @dataclass(eq=False)
 class Resident:
-    """A model that operations name. A frozen one has no optimizer and is always the base."""
+    """A model that operations name. A frozen one has no optimizer and is the base weights."""
 
     model_id: str
     loaded: LoadedModel
@@ -38,7 +38,7 @@ class Resident:
     steps: int = 0
     """Optimizer steps taken."""
     owner: str | None = None
-    """The client that made it, where it said who it is."""
+    """The client that made it, where it gave its name."""
     published: Published = field(default_factory=Published)
     """Its last snapshot for a sampler."""
 
@@ -48,13 +48,13 @@ class Resident:
         return self.loaded.lora if self.optimizer is not None else None
 
     def weights(self) -> contextlib.AbstractContextManager[None]:
-        """Inside the ``with`` the module computes as this model."""
+        """Inside the ``with`` the module computes this model: a frozen one without the adapter."""
         if self.optimizer is not None:
             return contextlib.nullcontext()
         return base_only(self.loaded)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live tensors that make this model: its adapter's, or all weights."""
+        """This model's own tensors, not copies: its adapter's, or all weights."""
         if self.lora is not None:
             return adapter_tensors(self.loaded)
         return base_tensors(self.loaded.module)
@@ -87,29 +87,29 @@ class Residents:
         self._options = options
         self._models: dict[str, Resident] = {}
         self._numbers = itertools.count(1)
-        # After a restart an id of before must not name another model.
+        # Makes ids differ from those before a restart, which must not name another model.
         self._process = secrets.token_hex(4)
         self._base: LoadedModel | None = load()
-        # A model that cannot be trained or scored is refused when the trainer starts.
+        # Refuses a model that cannot be scored when the trainer starts.
         self.routing = TargetScorer(self._base, options).routing
-        """What the model's routers choose from; None for a dense model."""
+        """The model's routers, layers and experts; None for a dense model."""
 
     def get(self, model_id: str) -> Resident:
         """The model of an id.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: no model has this id.
         """
         model = self._models.get(model_id)
         if model is None:
             raise unknown_model(model_id)
         return model
 
-    def policy(self) -> Resident | None:
-        """The trainable model, where there is one."""
+    def find_policy(self) -> Resident | None:
+        """The trainable model; None where there is none."""
         return next((model for model in self._models.values() if model.optimizer is not None), None)
 
-    def others(self, owner: str | None) -> list[str]:
+    def find_others(self, owner: str | None) -> list[str]:
         """Ids of the models that another client has made."""
         return [model.model_id for model in self._models.values() if model.owner != owner]
 
@@ -118,28 +118,28 @@ class Residents:
 
         Raises:
             RequestError: there is a policy already.
-            ConfigError: there is nothing for the adapter to adapt, or no memory.
+            ConfigError: the adapter fits no layer, or memory is too small.
         """
-        policy = self.policy()
+        policy = self.find_policy()
         if policy is not None:
             raise RequestError(
-                f"a trainer must have one policy at most, got a second beside {policy.model_id!r}, "
+                f"a trainer must have at most one policy, got a second beside {policy.model_id!r}, "
                 "which another client has made: unload that one first, or ask to replace it"
             )
-        loaded = self._own_weights() if lora is None else self._shared_weights()
+        loaded = self._load_own() if lora is None else self._load_shared()
         if lora is not None:
             attach_lora(loaded, lora)
-        return self._add("policy", loaded, self._optimizer(loaded), owner)
+        return self._add("policy", loaded, self._make_optimizer(loaded), owner)
 
     def add_frozen(self, owner: str | None = None) -> Resident:
-        """A model that is the base weights and stays so."""
-        return self._add("frozen", self._shared_weights(), None, owner)
+        """A model that is the base weights and never changes."""
+        return self._add("frozen", self._load_shared(), None, owner)
 
     def remove(self, model_id: str) -> None:
         """Free a model. The base weights stay in memory for the next one.
 
         Raises:
-            NotFoundError: there is none of that id.
+            NotFoundError: no model has this id.
         """
         model = self.get(model_id)
         del self._models[model_id]
@@ -160,23 +160,23 @@ class Residents:
         self, role: str, loaded: LoadedModel, optimizer: Optimizer | None, owner: str | None
     ) -> Resident:
         model_id = f"{role}-{next(self._numbers)}-{self._process}"
-        model = Resident(model_id, loaded, self._scorer(loaded), optimizer, owner=owner)
+        model = Resident(model_id, loaded, self._make_scorer(loaded), optimizer, owner=owner)
         self._models[model_id] = model
         return model
 
-    def _scorer(self, loaded: LoadedModel) -> TargetScorer:
+    def _make_scorer(self, loaded: LoadedModel) -> TargetScorer:
         return TargetScorer(loaded, self._options)
 
-    def _optimizer(self, loaded: LoadedModel) -> Optimizer:
-        return Optimizer(trainable(loaded))
+    def _make_optimizer(self, loaded: LoadedModel) -> Optimizer:
+        return Optimizer(find_trainable(loaded))
 
-    def _shared_weights(self) -> LoadedModel:
+    def _load_shared(self) -> LoadedModel:
         if self._base is None:
             self._base = self._load()
         return self._base
 
-    def _own_weights(self) -> LoadedModel:
-        """Weights that may change: the base's own when nobody else uses them."""
+    def _load_own(self) -> LoadedModel:
+        """Weights to train: the base weights themselves if no other model uses them."""
         is_shared = any(model.loaded is self._base for model in self._models.values())
         if self._base is None or is_shared:
             return self._load()
@@ -184,9 +184,13 @@ class Residents:
         return loaded
 
 
-def trainable(loaded: LoadedModel) -> dict[str, nn.Parameter]:
+def find_trainable(loaded: LoadedModel) -> dict[str, nn.Parameter]:
     """The parameters that a policy trains, by name."""
-    return {name: one for name, one in loaded.module.named_parameters() if one.requires_grad}
+    return {
+        name: parameter
+        for name, parameter in loaded.module.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def unknown_model(model_id: str) -> NotFoundError:

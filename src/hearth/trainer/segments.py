@@ -1,13 +1,14 @@
-"""Packed rows as segments, which torch's variable-length attention takes without any mask.
+"""Packed tokens as segments, which torch's variable-length attention takes without any mask.
 
-A segment is rows that follow each other and see, beside some rows before them, each other up to
-themselves: a prefix, a sequence behind its prefix, or a text alone. The keys of a shared prefix are
-gathered for every sequence behind it, since the kernel wants a segment's keys in one piece.
+A segment is consecutive tokens. Each sees the tokens of the segment up to itself, and all tokens of
+the segment's prefix: a segment is a prefix, a sequence behind its prefix, or a text alone. The keys
+of a shared prefix are gathered for every sequence behind it, since the kernel needs a segment's
+keys in one piece.
 
-Legend: S rows, n segments, E keys of all segments, A heads, G key heads, D size of a head.
+Legend: S tokens, n segments, E keys of all segments, A heads, G key heads, D size of a head.
 """
 
-# An autograd function's arguments are its own.
+# An autograd function chooses its own arguments.
 # pyright: reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
@@ -35,21 +36,22 @@ class Segments:
     """Where each segment's queries and keys begin and end."""
 
     query_starts: Tensor
-    """int32 [n + 1], in rows: segment i has the rows from the i-th to the next."""
+    """int32 [n + 1], in tokens: segment i has the tokens from entry i to the next."""
     key_starts: Tensor
-    """int32 [n + 1], in keys. A segment's last row sees its last key, the row before not, ..."""
+    """int32 [n + 1], in keys. A segment's last token sees all of its keys, the one before all but
+    the last, and so on."""
     most_queries: int
     most_keys: int
     keys: Tensor | None
-    """Row of each key, int64 [E]; None where they are the rows as they stand."""
+    """Token of each key, int64 [E]; None where keys are the tokens in their order."""
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
 """Queries [S, A, D], keys and values [E, G, D], segments, scale to [S, A, D]; differentiable."""
 
 
-def segments_of(tree: Tree, device: torch.device) -> Segments:
-    """The segments of a packed batch's rows, from the first row to the last."""
+def find_segments(tree: Tree, device: torch.device) -> Segments:
+    """The segments of a packed batch, in the order of its tokens."""
     queries: list[int] = []
     keys: list[Tensor] = []
     is_shared = False
@@ -59,14 +61,14 @@ def segments_of(tree: Tree, device: torch.device) -> Segments:
         if prefix:
             queries.append(prefix)
             keys.append(shared)
-        for row, length in sequences[first:end]:
+        for begin, length in sequences[first:end]:
             is_shared |= prefix > 0
             queries.append(length)
-            keys.append(torch.cat([shared, torch.arange(row, row + length)]))
+            keys.append(torch.cat([shared, torch.arange(begin, begin + length)]))
     counts = [key.numel() for key in keys]
     return Segments(
-        query_starts=_starts(queries, device),
-        key_starts=_starts(counts, device),
+        query_starts=_sum_starts(queries, device),
+        key_starts=_sum_starts(counts, device),
         most_queries=max(queries),
         most_keys=max(counts),
         keys=torch.cat(keys).to(device) if is_shared else None,
@@ -78,8 +80,8 @@ def attend(
 ) -> Tensor:
     """Attention [S, A, D] of queries [S, A, D] to keys and values [S, G, D] within segments.
 
-    Gathered keys are as many as all sequences have with their prefixes. They are not kept for the
-    backward pass but gathered again, and their gradients add up in float32.
+    Keys are gathered once per sequence, prefix included. They are not kept for the backward pass
+    but gathered again, and their gradients add up in float32.
     """
     if segments.keys is None:
         return kernel(q, k, v, segments, scale)
@@ -100,13 +102,13 @@ def attend(
     return mixed
 
 
-def torch_kernel() -> Kernel | None:
+def find_torch_kernel() -> Kernel | None:
     """torch's variable-length attention, for bfloat16 on a GPU; None where torch has none."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    # Older ones have other arguments.
+    # Earlier versions have other arguments.
     known = inspect.signature(varlen_attn).parameters
     if not known.keys() >= {"scale", "window_size", "enable_gqa"}:
         return None
@@ -136,29 +138,29 @@ def check_kernel(
     """Compare a kernel with attention under a dense mask once, gradients included.
 
     Raises:
-        EngineError: it differs; what it raises itself is passed on.
+        EngineError: it differs. The kernel's own errors are passed on.
     """
-    # A prefix of 5 rows with 3 and 7 behind it, and 6 rows alone.
+    # A prefix of 5 tokens with 3 and 7 behind it, and 6 tokens alone.
     tree = Tree(torch.tensor([[0, 5, 0, 2], [15, 6, 2, 2]]), torch.tensor([[5, 3], [8, 7]]), 12)
-    segments = segments_of(tree, device)
+    segments = find_segments(tree, device)
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(21, count, dim, generator=generator) for count in (heads, *[kv_heads] * 2)]
     weights = torch.randn(21, heads, dim, generator=generator).to(device, dtype)
     scale = dim**-0.5
-    q, k, v = (one.to(device, dtype).requires_grad_() for one in made)
-    found = attend(q, k, v, segments, scale, kernel)
-    expected = _dense(q.float(), k.float(), v.float(), visible(tree).to(device), scale)
-    for name, one, other in (
-        ("output", found.detach(), expected.detach()),
+    q, k, v = (tensor.to(device, dtype).requires_grad_() for tensor in made)
+    output = attend(q, k, v, segments, scale, kernel)
+    expected = _attend_dense(q.float(), k.float(), v.float(), make_mask(tree).to(device), scale)
+    for name, actual, wanted in (
+        ("output", output.detach(), expected.detach()),
         *zip(
             ("gradient of q", "gradient of k", "gradient of v"),
-            torch.autograd.grad((found * weights).sum(), (q, k, v)),
+            torch.autograd.grad((output * weights).sum(), (q, k, v)),
             torch.autograd.grad((expected * weights.float()).sum(), (q, k, v)),
             strict=True,
         ),
     ):
-        tolerance = (1e-4 if dtype == torch.float32 else 0.05) * float(other.abs().max())
-        difference = float((one.float() - other.float()).abs().max())
+        tolerance = (1e-4 if dtype == torch.float32 else 0.05) * float(wanted.abs().max())
+        difference = float((actual.float() - wanted.float()).abs().max())
         if not difference <= tolerance:
             raise EngineError(
                 f"variable-length attention must equal attention under a mask, got a difference "
@@ -166,20 +168,20 @@ def check_kernel(
             )
 
 
-def visible(tree: Tree) -> Tensor:
-    """Which row sees which as a dense mask, bool [S, S]; for comparisons."""
-    rows = int(max(int((one[0] + one[1]).max()) for one in (tree.clusters.T, tree.sequences.T)))
-    seen = torch.zeros(rows, rows, dtype=torch.bool)
+def make_mask(tree: Tree) -> Tensor:
+    """Which token sees which as a dense mask, bool [S, S]; for comparisons."""
+    ends = [int((spans[0] + spans[1]).max()) for spans in (tree.clusters.T, tree.sequences.T)]
+    seen = torch.zeros(max(ends), max(ends), dtype=torch.bool)
     sequences = tree.sequences.tolist()
     for start, prefix, first, end in tree.clusters.tolist():
-        for row, length in [(start, prefix), *sequences[first:end]]:
-            own = torch.arange(row, row + length)
-            seen[row : row + length, start : start + prefix] = True
-            seen[row : row + length, row : row + length] = own[:, None] >= own
+        for begin, length in [(start, prefix), *sequences[first:end]]:
+            own, span = torch.arange(length), slice(begin, begin + length)
+            seen[span, start : start + prefix] = True
+            seen[span, span] = own[:, None] >= own
     return seen
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+def _attend_dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
     mixed = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
@@ -200,13 +202,13 @@ def _attend_gathered(
 
 
 class _Gather(Function):
-    """Rows [S, G, D] at an index [E]; a row's gradients add up in float32."""
+    """Keys or values [S, G, D] at an index [E]; a token's gradients add up in float32."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: Any, states: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.shape = rows.shape
-        return rows.index_select(0, index)
+        ctx.shape = states.shape
+        return states.index_select(0, index)
 
     @staticmethod
     @once_differentiable
@@ -216,7 +218,7 @@ class _Gather(Function):
         return total.index_add_(0, index, grad.float()).to(grad.dtype), None
 
 
-def _starts(counts: list[int], device: torch.device) -> Tensor:
+def _sum_starts(counts: list[int], device: torch.device) -> Tensor:
     """0, and the sums up to each count."""
     sums = torch.tensor([0, *counts]).cumsum(0)
     return sums.to(device, torch.int32)

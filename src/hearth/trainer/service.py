@@ -1,7 +1,7 @@
-"""The trainer's HTTP face: reads the envelope, queues, answers. It computes nothing.
+"""The trainer's HTTP app: parses requests, queues operations, returns results. It computes nothing.
 
-An operation is accepted whatever it holds, as long as it says which model it is for and its number:
-what is wrong with it fails its future, so that its number is used up and the next ones go on.
+Any operation with a model and a number is accepted. Errors in its content fail its future, so that
+its number is used and the next operations run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from hearth.wire.tinker import (
 Content = dict[str, Any]
 
 POLL_S = 25.0
-"""How long a question for a result is held; clients give up at 45 s."""
+"""How long a request for a result waits; clients time out at 45 s."""
 
 # Above this, reading a body would hold the event loop for more than about a millisecond.
 _LARGE_BODY = 2**18
@@ -75,7 +75,7 @@ class Unloaded(Record):
 
 @dataclass(frozen=True)
 class Operations:
-    """The engine's operations from wire content to wire record; run by the queue's thread."""
+    """The engine's operations, from wire content to wire record; they run on the queue's thread."""
 
     engine: TrainerEngine
     queue: OperationQueue
@@ -93,7 +93,7 @@ class Operations:
                 f"projection_head_dim must be absent, got {request.projection_head_dim}: a model "
                 "here has its language model head only"
             )
-        lora = _lora_options(request.lora_config)
+        lora = _parse_lora(request.lora_config)
         model_id = self.engine.create_model(
             lora, is_frozen=request.base_only, owner=request.owner, replace=request.replace_policy
         )
@@ -114,22 +114,26 @@ class Operations:
         request = Forward.checked(content)
         given = request.forward_input
         result = self.engine.forward(
-            request.model_id, _data(given), given.loss_fn, given.loss_fn_config, graph=request.graph
+            request.model_id,
+            _read_data(given),
+            given.loss_fn,
+            given.loss_fn_config,
+            graph=request.graph,
         )
-        return _forward_output(
-            result, request.tensor_encoding, as_columns=given.columns is not None
-        )
+        return _make_output(result, request.tensor_encoding, as_columns=given.columns is not None)
 
     def forward_backward(self, content: Content) -> Record:
         """Run ``ForwardBackward``."""
         request = ForwardBackward.checked(content)
         given = request.forward_backward_input
         result = self.engine.forward_backward(
-            request.model_id, _data(given), given.loss_fn, given.loss_fn_config, graph=request.graph
+            request.model_id,
+            _read_data(given),
+            given.loss_fn,
+            given.loss_fn_config,
+            graph=request.graph,
         )
-        return _forward_output(
-            result, request.tensor_encoding, as_columns=given.columns is not None
-        )
+        return _make_output(result, request.tensor_encoding, as_columns=given.columns is not None)
 
     def optim_step(self, content: Content) -> Record:
         """Run ``OptimStep``."""
@@ -154,7 +158,7 @@ class Operations:
     def load_weights(self, content: Content) -> Record:
         """Run ``LoadWeights``."""
         request = LoadWeights.checked(content)
-        metadata = self.engine.checkpoint_facts(request.path).metadata
+        metadata = self.engine.read_checkpoint_facts(request.path).metadata
         name = self.engine.load_state(
             request.model_id, request.path, with_optimizer=request.optimizer
         )
@@ -192,7 +196,7 @@ def create_app(
 ) -> Starlette:
     """The ASGI app of one trainer, under ``/api/v1``. Its thread ends with ``engine.close()``.
 
-    ``on_phase`` hears the name of each operation that begins, and ``idle`` when it ends.
+    ``on_phase`` is called with the name of each operation that begins, and ``idle`` when it ends.
     """
     futures = FutureStore()
     queue = OperationQueue(futures, name=engine.name, on_phase=on_phase)
@@ -245,8 +249,8 @@ def _model_routes(operations: Operations) -> list[Route]:
     engine, queue = operations.engine, operations.queue
 
     async def create_model(request: Request) -> Response:
-        content = await _content(request)
-        # The session's own count makes a repeated request the same one.
+        content = await _read_content(request)
+        # Two requests with the same number of a session are the same request.
         session, number = content.get("session_id"), content.get("model_seq_id")
         key = None if session is None or number is None else f"{session}/{number}"
         request_id = queue.submit(
@@ -255,12 +259,12 @@ def _model_routes(operations: Operations) -> list[Route]:
         return json_response(FutureRef(request_id=request_id))
 
     async def unload_model(request: Request) -> Response:
-        content = await _content(request)
+        content = await _read_content(request)
         request_id = queue.submit(lambda: operations.unload_model(content), phase="unload_model")
         return json_response(FutureRef(request_id=request_id))
 
     async def get_info(request: Request) -> Response:
-        facts = engine.facts(GetInfo.checked(await _content(request)).model_id)
+        facts = engine.facts(GetInfo.checked(await _read_content(request)).model_id)
         data = ModelData(arch=facts.arch, model_name=engine.name, tokenizer_id=engine.source)
         info = ModelInfo(
             model_id=facts.model_id,
@@ -276,8 +280,8 @@ def _model_routes(operations: Operations) -> list[Route]:
         return json_response({"supported_models": [model]})
 
     async def weights_info(request: Request) -> Response:
-        asked = WeightsInfo.checked(await _content(request))
-        facts = engine.checkpoint_facts(asked.tinker_path)
+        named = WeightsInfo.checked(await _read_content(request))
+        facts = engine.read_checkpoint_facts(named.tinker_path)
         if facts.lora is None:
             return json_response(WeightsFacts(base_model=facts.base_model, is_lora=False))
         lora = facts.lora
@@ -309,8 +313,8 @@ def _operation_routes(operations: Operations) -> list[Route]:
 
     def route(run: Callable[[Content], Record]) -> Route:
         async def submit(request: Request) -> Response:
-            content = await _content(request)
-            model_id, seq_id = _address(content)
+            content = await _read_content(request)
+            model_id, seq_id = _read_address(content)
             request_id = operations.queue.submit_numbered(
                 model_id, seq_id, lambda: run(content), phase=run.__name__
             )
@@ -331,18 +335,18 @@ def _operation_routes(operations: Operations) -> list[Route]:
 
 def _future_routes(futures: FutureStore, poll_s: float) -> list[Route]:
     async def retrieve_future(request: Request) -> Response:
-        asked = RetrieveFuture.checked(await _content(request))
-        body = await futures.wait(asked.request_id, poll_s)
-        return json_response(body or TryAgain(request_id=asked.request_id))
+        request_id = RetrieveFuture.checked(await _read_content(request)).request_id
+        body = await futures.wait(request_id, poll_s)
+        return json_response(body or TryAgain(request_id=request_id))
 
     return [_post(retrieve_future)]
 
 
-async def _content(request: Request) -> Content:
-    """The body as plain containers; records and tensors are made of them on the worker.
+async def _read_content(request: Request) -> Content:
+    """The body as plain containers; the queue's thread makes records and tensors of them.
 
     Raises:
-        RequestError: it is no JSON object.
+        RequestError: the body is no JSON object.
     """
     body = await request.body()
     if len(body) > _LARGE_BODY:
@@ -360,11 +364,11 @@ def _parse(body: bytes) -> Content:
     return content
 
 
-def _address(content: Content) -> tuple[str, int]:
-    """Whose operation this is, and its number.
+def _read_address(content: Content) -> tuple[str, int]:
+    """The model and number of an operation.
 
     Raises:
-        RequestError: the content does not say.
+        RequestError: they are missing or have another type.
     """
     model_id, seq_id = content.get("model_id"), content.get("seq_id")
     if not isinstance(model_id, str) or not isinstance(seq_id, int) or isinstance(seq_id, bool):
@@ -374,7 +378,7 @@ def _address(content: Content) -> tuple[str, int]:
     return model_id, seq_id
 
 
-def _lora_options(spec: LoraSpec | None) -> LoraOptions | None:
+def _parse_lora(spec: LoraSpec | None) -> LoraOptions | None:
     if spec is None or spec.rank == 0:
         return None
     if spec.init_method not in (None, "kaiming"):
@@ -391,7 +395,7 @@ def _lora_options(spec: LoraSpec | None) -> LoraOptions | None:
     )
 
 
-def _data(given: ForwardInput) -> Datums:
+def _read_data(given: ForwardInput) -> Datums:
     if given.columns is None:
         return given.data
     if given.data:
@@ -399,20 +403,20 @@ def _data(given: ForwardInput) -> Datums:
     return given.columns
 
 
-def _forward_output(result: PassResult, encoding: Encoding, *, as_columns: bool) -> Record:
+def _make_output(result: PassResult, encoding: Encoding, *, as_columns: bool) -> Record:
     """The result as a record.
 
     Raises:
-        NumericsError: a metric is not finite, which JSON cannot say.
+        NumericsError: a metric is not finite, which JSON cannot hold.
     """
     odd = {name: value for name, value in result.metrics.items() if not math.isfinite(value)}
     if odd:
         raise NumericsError(
-            f"metrics must be finite, got {odd}: the loss has overflowed, and a gradient that has "
-            "too is refused by optim_step"
+            f"metrics must be finite, got {odd}: the loss has overflowed; "
+            "optim_step refuses a gradient that has overflowed, too"
         )
     if as_columns:
         columns = {"logprobs": encode(result.values, "float32", encoding)}
         return ForwardOutput(loss_fn_outputs=[], columns=columns, metrics=result.metrics)
-    outputs = [{"logprobs": encode(row, "float32", encoding)} for row in result.logprobs]
+    outputs = [{"logprobs": encode(values, "float32", encoding)} for values in result.logprobs]
     return ForwardOutput(loss_fn_outputs=outputs, metrics=result.metrics)

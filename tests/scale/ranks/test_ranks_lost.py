@@ -58,7 +58,7 @@ def test_a_rank_that_is_killed_is_named_with_its_last_lines(
     assert trainer.heard.has_failed.wait(SOON_S)
     assert trainer.heard.report is not None
     message = trainer.heard.report.describe()
-    assert "the ranks of a trainer must go on together, got: rank-1 ended by SIGKILL" in message
+    assert "the ranks of a trainer must all keep running, got: rank-1 ended by SIGKILL" in message
     assert f"process {pids[0]}," in message
     assert_gone(own, *pids)
 

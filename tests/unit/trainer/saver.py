@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from hearth.trainer.checkpoint import CheckpointFacts, CheckpointFolder, TrainerState, rng_state
+from hearth.trainer.checkpoint import CheckpointFacts, CheckpointFolder, TrainerState, read_rng
 
 NAME = "last"
 
@@ -24,7 +24,7 @@ NAME = "last"
 def state(step: int) -> TrainerState:
     facts = CheckpointFacts("tiny", None, step, time.time(), seq_id=step, metadata={"step": step})
     weights = {f"w{index}": torch.full((64, 64), float(step)) for index in range(4)}
-    return TrainerState(facts, weights, {"step/w0": torch.tensor(float(step))}, rng_state(CPU))
+    return TrainerState(facts, weights, {"step/w0": torch.tensor(float(step))}, read_rng(CPU))
 
 
 def save_forever(checkpoints: CheckpointFolder, step: int, report: int) -> None:

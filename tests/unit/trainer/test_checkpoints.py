@@ -329,7 +329,7 @@ def test_a_checkpoints_facts_are_read_without_its_tensors(
     for path in (tmp_path / "checkpoints" / "s" / "data").iterdir():
         path.unlink()
 
-    facts = engine.checkpoint_facts("s")
+    facts = engine.read_checkpoint_facts("s")
 
     assert (facts.base_model, facts.lora, facts.steps, facts.seq_id) == ("tiny", LORA, 2, 5)
     assert before <= facts.created_s <= time.time()
@@ -357,7 +357,7 @@ def test_metadata_that_a_manifest_cannot_hold_are_refused(
 
     with pytest.raises(RequestError, match=message):
         engine.save_state(model_id, "s", overwrite=True, metadata=metadata)
-    assert engine.checkpoint_facts("s").metadata == {"kept": True}
+    assert engine.read_checkpoint_facts("s").metadata == {"kept": True}
 
 
 def test_only_the_newest_stay_and_the_pinned(make_engine: MakeEngine, tmp_path: Path) -> None:

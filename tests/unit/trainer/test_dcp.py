@@ -73,7 +73,7 @@ def test_given_tensors_are_filled_in_place(tmp_path: Path) -> None:
     load_into(tmp_path / "data", {"weights/a.weight": own})
 
     assert torch.equal(own, TENSORS["weights/a.weight"])
-    with pytest.raises(EngineError, match="data must hold the tensors asked for, got"):
+    with pytest.raises(EngineError, match="data must hold the tensors to load, got"):
         load_into(tmp_path / "data", {"absent": own})
 
 

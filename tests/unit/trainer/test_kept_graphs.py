@@ -19,7 +19,7 @@ from hearth.models.lora import LoraOptions
 from hearth.sdk import FiretitanServiceClient, TrainerJobConfig, TrainerJobManager
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.logprobs import TargetScorer
-from hearth.trainer.packing import MicroBatch, PackedBatch
+from hearth.trainer.packing import PackedBatch, PaddedBatch
 from hearth.trainer.passes import KeptGraph
 from hearth.wire.tensors import encode
 from hearth.wire.tinker import AdamParams, DatumRecord
@@ -38,7 +38,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     seen: list[tuple[int, ...]] = []
     states = TargetScorer.states
 
-    def watched(self: TargetScorer, batch: MicroBatch | PackedBatch) -> torch.Tensor:
+    def watched(self: TargetScorer, batch: PaddedBatch | PackedBatch) -> torch.Tensor:
         seen.append(tuple(sorted(example.index for example in batch.examples)))
         return states(self, batch)
 
@@ -370,7 +370,7 @@ def test_what_is_not_kept_is_scored_without_a_graph(
     modes: list[bool] = []
     states = TargetScorer.states
 
-    def watched(self: TargetScorer, batch: MicroBatch | PackedBatch) -> torch.Tensor:
+    def watched(self: TargetScorer, batch: PaddedBatch | PackedBatch) -> torch.Tensor:
         modes.append(torch.is_grad_enabled())
         return states(self, batch)
 

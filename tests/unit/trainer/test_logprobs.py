@@ -14,7 +14,7 @@ from hearth.models.loading import load_model
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.options import TrainerOptions
-from hearth.trainer.packing import MicroBatch
+from hearth.trainer.packing import PaddedBatch
 
 IDS = torch.randint(0, 96, (3, 40), generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randint(0, 96, (120, 1), generator=torch.Generator().manual_seed(2))
@@ -24,7 +24,7 @@ FAMILIES = ["qwen", "gemma", "granite", "cohere", "phi", "gpt2"]
 def hidden_states(scorer: TargetScorer) -> torch.Tensor:
     """Of all of ``IDS``, padded as any model takes them."""
     nothing = torch.zeros(0, dtype=torch.int64)
-    return scorer.states(MicroBatch([], IDS, nothing, nothing))
+    return scorer.states(PaddedBatch([], IDS, nothing, nothing))
 
 
 class LargestTensor(TorchDispatchMode):

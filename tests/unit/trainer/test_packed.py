@@ -20,7 +20,7 @@ from hearth.models.packed import PackedDecoder
 from hearth.trainer.datums import read_datums
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.options import TrainerOptions
-from hearth.trainer.packing import Limits, MicroBatch, PackedBatch, packed_batches
+from hearth.trainer.packing import Limits, PackedBatch, PaddedBatch, split_packed
 from hearth.trainer.passes import Pass, PassResult
 from hearth.wire.tinker import DatumRecord
 
@@ -216,7 +216,7 @@ def test_all_parameters_get_the_plain_gradient(
     packed, padded = scorers(loaded)
 
     assert {type(batch) for batch in batches(packed, data)} == {PackedBatch}
-    assert {type(batch) for batch in batches(padded, data)} == {MicroBatch}
+    assert {type(batch) for batch in batches(padded, data)} == {PaddedBatch}
     assert_same(train(loaded, packed, data), train(loaded, padded, data))
 
 
@@ -346,7 +346,7 @@ def test_several_targets_per_token_take_padded_rows(
     several = datum([5, 6, 7], [[6, 8], [7, 9]], weights=[[0.5, 0.5], [1.0, 0.0]])
     mixed = [several, *data]
 
-    assert {type(batch) for batch in batches(packed, mixed)} == {MicroBatch}
+    assert {type(batch) for batch in batches(packed, mixed)} == {PaddedBatch}
     assert_same(train(loaded, packed, mixed), train(loaded, padded, mixed))
 
 
@@ -357,7 +357,7 @@ def test_a_model_that_is_no_plain_decoder_takes_padded_rows(
     loaded = read(kind)
     scorer, padded = scorers(loaded)
 
-    assert {type(batch) for batch in batches(scorer, data)} == {MicroBatch}
+    assert {type(batch) for batch in batches(scorer, data)} == {PaddedBatch}
     assert_same(train(loaded, scorer, data), train(loaded, padded, data))
 
 
@@ -366,7 +366,7 @@ def test_bfloat16_takes_padded_rows(
 ) -> None:
     scorer = TargetScorer(load_model(folder_of("qwen3"), dtype="bfloat16"))
 
-    assert {type(batch) for batch in batches(scorer, data)} == {MicroBatch}
+    assert {type(batch) for batch in batches(scorer, data)} == {PaddedBatch}
 
 
 def test_a_model_of_few_positions_fills_rows_up_all_the_same(
@@ -384,7 +384,7 @@ def test_a_model_of_few_positions_fills_rows_up_all_the_same(
 
     assert decoder is not None
     (batch,) = batches(packed, short)
-    assert batch.num_rows == 32
+    assert batch.num_tokens == 32
     # Every row that is computed has a rotation.
     assert decoder._turns[0].shape[0] > int(batch.positions.max())
     found, expected = train(loaded, packed, short), train(loaded, padded, short)
@@ -407,10 +407,10 @@ def test_a_shared_prefix_is_computed_once(data: list[DatumRecord], datum: Any) -
     prompt = list(range(1, 41))
     group = [datum([*prompt, 50 + one, *range(60, 80)]) for one in range(8)]
 
-    (batch,) = packed_batches(read_datums(group, OBJECTIVE, LIMITS), 4096)
+    (batch,) = split_packed(read_datums(group, OBJECTIVE, LIMITS), 4096)
 
     # 40 rows of the prompt and 20 of each completion, filled up to a multiple of 32.
-    assert batch.num_rows == 224
+    assert batch.num_tokens == 224
     assert batch.rows.numel() == 8 * 60
     assert batch.rows.unique().numel() == 40 + 8 * 20
 
@@ -419,15 +419,15 @@ def test_a_shared_prefix_is_computed_once(data: list[DatumRecord], datum: Any) -
 def test_packed_rows_are_the_texts_within_the_budget(data: list[DatumRecord], budget: int) -> None:
     examples = read_datums(data, OBJECTIVE, LIMITS)
 
-    found = packed_batches(examples, budget)
+    found = split_packed(examples, budget)
 
     assert sorted(example.index for batch in found for example in batch.examples) == list(
         range(len(data))
     )
     for batch in found:
         longest = max(example.length for example in batch.examples)
-        assert batch.num_rows % 32 == 0
-        assert batch.num_rows <= max(budget, -(-longest // 32) * 32)
+        assert batch.num_tokens % 32 == 0
+        assert batch.num_tokens <= max(budget, -(-longest // 32) * 32)
         lengths = [example.length for example in batch.examples]
         for one, rows in zip(batch.examples, batch.rows.split(lengths), strict=True):
             assert torch.equal(batch.tokens[rows], one.tokens)

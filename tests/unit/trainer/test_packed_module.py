@@ -28,9 +28,9 @@ from hearth.models.packed import PackedDecoder
 from hearth.trainer.datums import read_datums
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.packed_module import PackedModule
-from hearth.trainer.packing import Limits, MicroBatch, PackedBatch, packed_batches
+from hearth.trainer.packing import Limits, PackedBatch, PaddedBatch, split_packed
 from hearth.trainer.passes import Pass
-from hearth.trainer.segments import Segments, attend, check_kernel, segments_of, visible
+from hearth.trainer.segments import Segments, attend, check_kernel, find_segments, make_mask
 from hearth.wire.tinker import DatumRecord
 
 VOCAB_SIZE = 96
@@ -184,7 +184,7 @@ def test_segments_are_prefixes_and_what_stands_behind_them() -> None:
         5,
     )
 
-    found = segments_of(tree, CPU)
+    found = find_segments(tree, CPU)
 
     assert found.query_starts.tolist() == [0, 2, 3, 6, 9, 12]
     assert found.key_starts.tolist() == [0, 2, 5, 10, 13, 16]
@@ -197,7 +197,7 @@ def test_segments_are_prefixes_and_what_stands_behind_them() -> None:
 def test_nothing_is_gathered_where_nothing_is_shared() -> None:
     tree = Tree(torch.tensor([[0, 4, 0, 0], [4, 0, 0, 1]]), torch.tensor([[4, 2]]), 4)
 
-    found = segments_of(tree, CPU)
+    found = find_segments(tree, CPU)
 
     assert found.keys is None
     assert found.key_starts.tolist() == found.query_starts.tolist() == [0, 4, 6]
@@ -207,16 +207,16 @@ def test_nothing_is_gathered_where_nothing_is_shared() -> None:
 def test_attention_within_segments_is_that_under_the_dense_mask(
     data: list[DatumRecord], budget: int
 ) -> None:
-    for batch in packed_batches(read_datums(data, OBJECTIVE, LIMITS), budget):
-        rows = batch.num_rows
+    for batch in split_packed(read_datums(data, OBJECTIVE, LIMITS), budget):
+        rows = batch.num_tokens
         made = [torch.randn(rows, count, 8, dtype=torch.float64) for count in (4, 2, 2)]
         q, k, v = (one.requires_grad_() for one in made)
         weights = torch.randn(rows, 4, 8, dtype=torch.float64)
 
-        mixed = attend(q, k, v, segments_of(batch.tree, CPU), 0.3, kernel)
+        mixed = attend(q, k, v, find_segments(batch.tree, CPU), 0.3, kernel)
         dense = torch.nn.functional.scaled_dot_product_attention(
             *(one.transpose(0, 1) for one in (q, k, v)),
-            attn_mask=visible(batch.tree),
+            attn_mask=make_mask(batch.tree),
             scale=0.3,
             enable_gqa=True,
         ).transpose(0, 1)
@@ -235,8 +235,8 @@ def test_attention_within_segments_is_that_under_the_dense_mask(
 def test_visible_is_what_each_text_sees_of_itself(data: list[DatumRecord]) -> None:
     examples = read_datums(data, OBJECTIVE, LIMITS)
 
-    for batch in packed_batches(examples, 100):
-        seen = visible(batch.tree)
+    for batch in split_packed(examples, 100):
+        seen = make_mask(batch.tree)
         lengths = [example.length for example in batch.examples]
         for rows in batch.rows.split(lengths):
             count = len(rows)
@@ -247,9 +247,9 @@ def test_visible_is_what_each_text_sees_of_itself(data: list[DatumRecord]) -> No
 def test_gathered_keys_are_not_kept_for_the_backward_pass(datum: Any) -> None:
     prompt = list(range(1, 41))
     group = [datum([*prompt, 50 + one, *range(60, 80)]) for one in range(8)]
-    (batch,) = packed_batches(read_datums(group, OBJECTIVE, LIMITS), 4096)
-    segments = segments_of(batch.tree, CPU)
-    q, k, v = (torch.randn(batch.num_rows, 2, 8, requires_grad=True) for _ in range(3))
+    (batch,) = split_packed(read_datums(group, OBJECTIVE, LIMITS), 4096)
+    segments = find_segments(batch.tree, CPU)
+    q, k, v = (torch.randn(batch.num_tokens, 2, 8, requires_grad=True) for _ in range(3))
     saved: list[int] = []
 
     with torch.autograd.graph.saved_tensors_hooks(
@@ -259,8 +259,8 @@ def test_gathered_keys_are_not_kept_for_the_backward_pass(datum: Any) -> None:
 
     # 40 of the prompt and eight times 60, and the padding.
     assert segments.keys is not None
-    assert len(segments.keys) == 40 + 8 * 60 + batch.num_rows - 200
-    assert max(saved, default=0) <= batch.num_rows
+    assert len(segments.keys) == 40 + 8 * 60 + batch.num_tokens - 200
+    assert max(saved, default=0) <= batch.num_tokens
 
 
 def test_a_sound_kernel_passes_the_check() -> None:
@@ -285,7 +285,7 @@ def test_packed_rows_give_the_padded_gradient(
     packed, padded = TargetScorer(loaded, kernel=kernel), TargetScorer(other)
 
     assert kinds(packed, data) == {PackedBatch}
-    assert kinds(padded, data) == {MicroBatch}
+    assert kinds(padded, data) == {PaddedBatch}
     expected = train(other, padded, data)
     assert float(np.concatenate(expected[0]).std()) > 0.3
     assert_same(train(loaded, packed, data), expected)
@@ -320,7 +320,7 @@ def test_several_targets_per_token_take_padded_rows(
     mixed = [datum([5, 6, 7], [[6, 8], [7, 9]], weights=[[0.5, 0.5], [1.0, 0.0]]), *data]
     packed = TargetScorer(loaded, kernel=kernel)
 
-    assert kinds(packed, mixed) == {MicroBatch}
+    assert kinds(packed, mixed) == {PaddedBatch}
     assert_same(train(loaded, packed, mixed), train(other, TargetScorer(other), mixed))
 
 
@@ -328,7 +328,7 @@ def test_several_targets_per_token_take_padded_rows(
 def test_a_model_that_is_no_plain_decoder_takes_padded_rows(
     read: Any, data: list[DatumRecord], kind: str
 ) -> None:
-    assert kinds(TargetScorer(read(kind), kernel=kernel), data) == {MicroBatch}
+    assert kinds(TargetScorer(read(kind), kernel=kernel), data) == {PaddedBatch}
 
 
 def test_an_unsound_kernel_means_padded_rows_and_one_warning(
@@ -338,8 +338,8 @@ def test_an_unsound_kernel_means_padded_rows_and_one_warning(
         scorer = TargetScorer(read("qwen3"), kernel=upper_left)
 
     (record,) = caplog.records
-    assert "pads its rows" in record.getMessage()
-    assert kinds(scorer, data) == {MicroBatch}
+    assert "pads its texts" in record.getMessage()
+    assert kinds(scorer, data) == {PaddedBatch}
 
 
 def test_torchs_own_kernel_is_for_gpus(read: Any) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hearth.errors import ConfigError, RequestError
 from hearth.losses import builtin_objective
 from hearth.trainer.datums import read_datums
-from hearth.trainer.packing import Limits, MicroBatch, micro_batches
+from hearth.trainer.packing import Limits, PaddedBatch, split_padded
 from hearth.wire.tensors import encode
 from hearth.wire.tinker import DatumRecord
 
@@ -19,9 +19,9 @@ LIMITS = Limits(vocab_size=96, max_seq_len=100, max_position=100)
 CROSS_ENTROPY = builtin_objective("cross_entropy")
 
 
-def batches_of(lengths: list[int], budget: int, datum: Any) -> list[MicroBatch]:
+def batches_of(lengths: list[int], budget: int, datum: Any) -> list[PaddedBatch]:
     data = [datum([1] * (length + 1)) for length in lengths]
-    return micro_batches(read_datums(data, CROSS_ENTROPY, LIMITS), budget, LIMITS)
+    return split_padded(read_datums(data, CROSS_ENTROPY, LIMITS), budget, LIMITS)
 
 
 def test_batches_are_sorted_by_length_and_hold_the_budget(datum: Any) -> None:
@@ -59,7 +59,7 @@ def test_every_token_stands_in_exactly_one_place(lengths: list[int], budget: int
         )
 
     data = [make([index % 90 + 1] * (length + 1)) for index, length in enumerate(lengths)]
-    batches = micro_batches(read_datums(data, CROSS_ENTROPY, LIMITS), budget, LIMITS)
+    batches = split_padded(read_datums(data, CROSS_ENTROPY, LIMITS), budget, LIMITS)
 
     assert sorted(example.index for batch in batches for example in batch.examples) == list(
         range(len(data))

@@ -130,28 +130,6 @@ def test_an_operation_on_an_unknown_model_is_refused(operations: OperationQueue)
     message = "model_id must name a model of this trainer, got 'absent': the trainer may have been"
     with pytest.raises(NotFoundError, match=message):
         operations.submit_numbered("absent", 7, lambda: done("never"))
-    with pytest.raises(NotFoundError, match=message):
-        operations.executed("absent")
-
-
-async def test_executed_counts_what_has_ended_well_or_badly(
-    futures: FutureStore, operations: OperationQueue
-) -> None:
-    seen: list[int] = []
-
-    def bad() -> PathOutput:
-        seen.append(operations.executed("m"))
-        raise RequestError("no")
-
-    assert operations.executed("m") == 0
-    first = operations.submit_numbered("m", 1, bad)
-    await result(futures, first)
-    assert (seen, operations.executed("m")) == ([0], 1)
-    operations.submit_numbered("m", 3, lambda: done("held"))
-    await result(futures, operations.submit_numbered("m", 2, lambda: done("second")))
-    third = operations.submit_numbered("m", 3, lambda: done("again"))
-    assert await result(futures, third) == {"path": "held"}
-    assert operations.executed("m") == 3
 
 
 async def test_each_operation_is_announced_and_then_idle(futures: FutureStore) -> None:

@@ -19,7 +19,7 @@ from hearth.models.lora import LoraOptions
 from hearth.models.routing import find_routers
 from hearth.trainer.datums import read_datums
 from hearth.trainer.logprobs import TargetScorer
-from hearth.trainer.packing import Limits, micro_batches
+from hearth.trainer.packing import Limits, split_padded
 from hearth.trainer.passes import Pass
 from hearth.wire.routing import RoutingShape, encode_routing
 from hearth.wire.tinker import ModelInputRecord
@@ -194,7 +194,7 @@ def test_layers_that_are_computed_once_more_go_to_the_same_experts(folder, route
         gate.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         passes.forward_backward()
         gradients.append({n: p.grad for n, p in module.named_parameters()})
-        assert len(calls) == len(micro_batches(passes.examples, 128, limits)) * (1 + forgets)
+        assert len(calls) == len(split_padded(passes.examples, 128, limits)) * (1 + forgets)
 
     for name, one in gradients[0].items():
         assert torch.allclose(gradients[1][name], one, rtol=0, atol=1e-6 * one.abs().max()), name
@@ -293,7 +293,7 @@ def test_a_dense_model_passes_experts_over_with_one_line(
         engine.forward_backward(model, forced)
 
     assert len(caplog.records) == 1
-    assert "routing_matrices are left out" in caplog.records[0].getMessage()
+    assert "routing_matrices are ignored" in caplog.records[0].getMessage()
     assert np.array_equal(rows_of(results[0]), rows_of(engine.forward(model, plain)))
 
 

@@ -364,7 +364,7 @@ async def test_a_checkpoint_carries_its_number_and_the_clients_metadata(
 
     assert saved == {"path": "s"}
     assert loaded == {"path": "s", "metadata": metadata}
-    facts = engine.checkpoint_facts("s")
+    facts = engine.read_checkpoint_facts("s")
     assert (facts.seq_id, facts.metadata) == (2, metadata)
     assert before <= facts.created_s <= time.time()
 

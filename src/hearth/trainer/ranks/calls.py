@@ -1,4 +1,4 @@
-"""An operation as a message between ranks: JSON, so that nothing of a client's is unpickled."""
+"""Operations as messages between ranks. They are JSON: data of clients is never unpickled."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from hearth.models.lora import LoraOptions
 from hearth.wire.tinker import AdamParams, DatumColumns, DatumRecord
 
 _Tagged = tuple[str, Any]
-"""The kind of an argument, and JSON of it."""
+"""The kind of an argument, and its JSON."""
 
 
 def encode(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """An operation of the engine and what it is called with.
+    """A message of an operation of the engine and its arguments.
 
     Example: ``encode("unload", ["policy-1"], {})``
 
     Raises:
-        TypeError: an argument is of a kind that no operation takes.
+        TypeError: an argument has a type that no operation takes.
     """
-    named = {name: _tagged(one) for name, one in kwargs.items()}
-    return orjson.dumps([operation, [_tagged(arg) for arg in args], named])
+    named = {name: _encode_value(value) for name, value in kwargs.items()}
+    return orjson.dumps([operation, [_encode_value(arg) for arg in args], named])
 
 
 def decode(message: bytes) -> tuple[str, list[Any], dict[str, Any]]:
@@ -33,12 +33,12 @@ def decode(message: bytes) -> tuple[str, list[Any], dict[str, Any]]:
     operation, args, named = orjson.loads(message)
     return (
         operation,
-        [_made(*arg) for arg in args],
-        {name: _made(*one) for name, one in named.items()},
+        [_decode_value(*arg) for arg in args],
+        {name: _decode_value(*value) for name, value in named.items()},
     )
 
 
-def _tagged(value: Any) -> _Tagged:
+def _encode_value(value: Any) -> _Tagged:
     if isinstance(value, AdamParams):
         return "adam", value.as_dict()
     if isinstance(value, LoraOptions):
@@ -47,12 +47,12 @@ def _tagged(value: Any) -> _Tagged:
         return "path", str(value)
     if isinstance(value, DatumColumns):
         return "columns", value.as_dict()
-    if isinstance(value, Sequence) and any(isinstance(one, DatumRecord) for one in value):
-        return "data", [one.as_dict() for one in value]
+    if isinstance(value, Sequence) and any(isinstance(datum, DatumRecord) for datum in value):
+        return "data", [datum.as_dict() for datum in value]
     return "plain", value
 
 
-def _made(kind: str, content: Any) -> Any:
+def _decode_value(kind: str, content: Any) -> Any:
     if kind == "adam":
         return AdamParams.model_validate(content)
     if kind == "lora":
@@ -62,5 +62,5 @@ def _made(kind: str, content: Any) -> Any:
     if kind == "columns":
         return DatumColumns.model_validate(content)
     if kind == "data":
-        return [DatumRecord.model_validate(one) for one in content]
+        return [DatumRecord.model_validate(datum) for datum in content]
     return content

@@ -1,29 +1,28 @@
-"""Checkpoints that ranks write and read together, each its own parts of the tensors.
+"""Checkpoints that ranks write and read together, each rank its own parts of the tensors.
 
-The folder is that of one process (``hearth.trainer.checkpoint``), with more files in it, and any
-number of ranks reads what any other number wrote. All ranks see the same folder.
+The folder is as that of one process (``hearth.trainer.checkpoint``), with more files in it. Any
+number of ranks can read it. All ranks must see the same folder.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from hearth.models.lora import LoraOptions
-from hearth.trainer.checkpoint import DATA, CheckpointFolder, TrainerState, state_of, write_manifest
-from hearth.trainer.dcp import described, load_into, save_tensors
+from hearth.trainer.checkpoint import DATA, CheckpointFolder, TrainerState, write_manifest
+from hearth.trainer.dcp import describe_tensors, load_into, save_tensors
 from hearth.trainer.ranks.group import RankGroup
+from hearth.trainer.residents import Resident, find_trainable
 
 
-def write_together(
+def write_shared_checkpoint(
     group: RankGroup, folder: CheckpointFolder, name: str, state: TrainerState, *, overwrite: bool
 ) -> None:
-    """``CheckpointFolder.write`` of ranks; all raise what one of them does."""
+    """``CheckpointFolder.write`` of all ranks; an error on one rank is raised on all."""
     with contextlib.ExitStack() as stack:
-        draft = group.on_first(
+        draft = group.run_on_first(
             lambda: stack.enter_context(folder.draft(name, state.facts, overwrite=overwrite))
         )
         parts = group.collect(save_tensors(draft / DATA, state.tensors()))
@@ -33,38 +32,31 @@ def write_together(
             write_manifest(draft, state, files)
             stack.close()
 
-        group.on_first(finish)
+        group.run_on_first(finish)
 
 
-def read_together(
-    group: RankGroup,
-    folder: CheckpointFolder,
-    name: str,
-    *,
-    base_model: str,
-    lora: LoraOptions | None,
-    weights: Mapping[str, Tensor],
-    parameters: Mapping[str, Tensor],
+def read_shared_checkpoint(
+    group: RankGroup, folder: CheckpointFolder, name: str, base_model: str, model: Resident
 ) -> TrainerState:
-    """``CheckpointFolder.read`` of ranks, all of which raise what one does.
+    """``CheckpointFolder.read`` of all ranks; an error on one rank is raised on all.
 
-    Of a tensor that the model has in parts it is this rank's part: ``weights`` are the model's own
-    tensors, ``parameters`` those that its optimizer has moments of.
+    Of tensors that the model has in parts it returns this rank's part.
     """
-    data, facts, rng = group.on_first(
-        lambda: folder.verified(name, base_model=base_model, lora=lora)
+    data, facts, rng = group.run_on_first(
+        lambda: folder.verify(name, base_model=base_model, lora=model.lora)
     )
-    own = {f"weights/{name}": one for name, one in weights.items()}
+    weights = {f"weights/{name}": tensor for name, tensor in model.tensors().items()}
+    parameters = find_trainable(model.loaded)
     tensors: dict[str, Tensor] = {}
-    for key, stored in described(data).items():
+    for key, stored in describe_tensors(data).items():
         name = key.split("/", 2)[-1]  # optimizer/exp_avg/NAME
-        tensors[key] = _room(stored, own.get(key, parameters.get(name)))
+        tensors[key] = _make_target(stored, weights.get(key, parameters.get(name)))
     load_into(data, tensors)
-    return state_of(facts, tensors, rng)
+    return TrainerState.from_tensors(facts, tensors, rng)
 
 
-def _room(stored: Tensor, own: Tensor | None) -> Tensor:
-    """Where a stored tensor goes: parts as the model's own, or all of it on the CPU."""
+def _make_target(stored: Tensor, own: Tensor | None) -> Tensor:
+    """An empty tensor to load into: sharded as the model's own, or whole on the CPU."""
     if own is None or own.shape != stored.shape:
         return torch.empty_like(stored, device="cpu")
     return torch.empty_like(own.detach(), dtype=stored.dtype)

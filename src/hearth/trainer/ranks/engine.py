@@ -1,8 +1,8 @@
 """A trainer's engine as one of several ranks: all run the same operations in the same order.
 
-Rank 0 is called as any engine is; what it is called with, it tells the others. Each operation ends
-with a word from every rank of how it went. An error of ours is everybody's, or the trainer is
-broken: so it is after any other exception, for nobody knows what the others are waiting for then.
+Rank 0 is called like any engine, and sends the call to the other ranks. At the end of an operation
+all ranks exchange its outcome. A HearthError must be raised on all ranks; the trainer ends if it is
+not, and after any other exception, since the other ranks may then wait for a collective forever.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.options import TrainerWorkerOptions
 from hearth.trainer.passes import Pass
 from hearth.trainer.ranks.calls import decode, encode
-from hearth.trainer.ranks.checkpoints import read_together, write_together
+from hearth.trainer.ranks.checkpoints import read_shared_checkpoint, write_shared_checkpoint
 from hearth.trainer.ranks.group import RankGroup
 from hearth.trainer.ranks.passes import RankPass
 from hearth.trainer.ranks.residents import RankResidents
-from hearth.trainer.residents import Resident, Residents, trainable
+from hearth.trainer.residents import Resident, Residents
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,10 @@ _CLOSE = "close"
 
 
 class RankEngine(TrainerEngine):
-    """``TrainerEngine`` on this rank's part of the weights.
+    """``TrainerEngine`` on this rank's part of the weights; all ranks make theirs at the same time.
 
-    ``on_broken`` hears why the ranks cannot go on together; it is not expected to return. Graphs
-    are not kept from one operation to the next: a custom loss costs a second forward pass.
+    ``on_broken`` is called with the reason why the ranks cannot continue; it need not return.
+    Graphs are not kept between operations: a custom loss costs a second forward pass.
 
     Raises:
         ConfigError: as ``TrainerEngine``.
@@ -56,11 +56,11 @@ class RankEngine(TrainerEngine):
         super().__init__(**options.engine_arguments())
 
     @contextlib.contextmanager
-    def running(self, operation: str, *args: Any, **kwargs: Any) -> Generator[None, None, None]:
-        """Around an operation: the other ranks are told of it, and how it ends is compared."""
+    def around(self, operation: str, *args: Any, **kwargs: Any) -> Generator[None, None, None]:
+        """Send an operation to the other ranks before it runs; compare its outcomes after it."""
         try:
             if self._group.rank == 0:
-                self._group.tell(encode(operation, args, kwargs))
+                self._group.broadcast(encode(operation, args, kwargs))
             try:
                 yield
             except HearthError as error:
@@ -74,80 +74,72 @@ class RankEngine(TrainerEngine):
             raise
 
     def follow(self) -> None:
-        """Run what rank 0 tells, until it closes; for every other rank."""
+        """Run the operations that rank 0 sends, until it closes; for every other rank."""
         while True:
-            operation, args, kwargs = decode(self._group.listen())
+            operation, args, kwargs = decode(self._group.receive())
             if operation == _CLOSE:
                 self.close()
                 return
-            # The same error is rank 0's answer.
+            # Rank 0 raises the same error to its caller.
             with contextlib.suppress(HearthError):
                 getattr(self, operation)(*args, **kwargs)
 
     def close(self) -> None:
-        """Free all models, and let the other ranks end."""
+        """Free all models, and have the other ranks end."""
         is_first = not self.is_closed
         super().close()
         if not is_first:
             return
         if self._group.rank == 0:
             with contextlib.suppress(RuntimeError):  # they have ended already
-                self._group.tell(encode(_CLOSE, [], {}))
+                self._group.broadcast(encode(_CLOSE, [], {}))
         self._group.leave()
 
     def _compare(self, operation: str, outcome: str) -> None:
-        outcomes = self._group.collect(outcome)
+        outcomes = self._group.gather(outcome)
         if len(set(outcomes)) > 1:
-            self._on_broken(f"{operation} must end alike on all ranks, got {outcomes}")
+            self._on_broken(f"{operation} must have the same outcome on all ranks, got {outcomes}")
 
     def _make_residents(self, load: Callable[[], LoadedModel]) -> Residents:
         return RankResidents(
             load,
             self.options,
             self._group,
-            process=self._group.on_first(lambda: secrets.token_hex(4)),
+            process=self._group.run_on_first(lambda: secrets.token_hex(4)),
             offload=self._offload,
         )
 
     def _make_pass(self, **fields: Any) -> Pass:
         return RankPass(**fields, group=self._group)
 
-    def _stored(self, model: Resident) -> Mapping[str, Tensor]:
-        dtypes = _sharded(model).stored
+    def _collect_stored(self, model: Resident) -> Mapping[str, Tensor]:
+        dtypes = _require_sharded(model).stored
         return {
-            name: one.detach().to(dtypes.get(name, one.dtype))
-            for name, one in model.tensors().items()
+            name: tensor.detach().to(dtypes.get(name, tensor.dtype))
+            for name, tensor in model.tensors().items()
         }
 
-    def _whole(self, model: Resident) -> Mapping[str, Tensor]:
+    def _collect_whole(self, model: Resident) -> Mapping[str, Tensor]:
         keep = self._group.rank == 0
-        return gathered(model.tensors(), _sharded(model).stored, keep=keep)
+        return gathered(model.tensors(), _require_sharded(model).stored, keep=keep)
 
-    def _merged(self, model: Resident) -> Mapping[str, Tensor]:
-        loaded, keep = _sharded(model), self._group.rank == 0
+    def _merge_adapter(self, model: Resident) -> Mapping[str, Tensor]:
+        loaded, keep = _require_sharded(model), self._group.rank == 0
         whole = gathered(base_tensors(loaded.module), loaded.stored, keep=keep)
         return merged_tensors(loaded, whole) if keep else {}
 
-    def _alone(self, write: Callable[[], None]) -> None:
-        self._group.on_first(write)
+    def _write_once(self, write: Callable[[], None]) -> None:
+        self._group.run_on_first(write)
 
     def _write_checkpoint(self, name: str, state: TrainerState, *, overwrite: bool) -> None:
-        write_together(self._group, self._checkpoints, name, state, overwrite=overwrite)
+        write_shared_checkpoint(self._group, self._checkpoints, name, state, overwrite=overwrite)
 
     def _read_checkpoint(
         self, folder: CheckpointFolder, name: str, model: Resident
     ) -> TrainerState:
-        return read_together(
-            self._group,
-            folder,
-            name,
-            base_model=self.name,
-            lora=model.lora,
-            weights=model.tensors(),
-            parameters=trainable(model.loaded),
-        )
+        return read_shared_checkpoint(self._group, folder, name, base_model=self.name, model=model)
 
 
-def _sharded(model: Resident) -> ShardedModel:
-    assert isinstance(model.loaded, ShardedModel), "every resident of a rank is"
+def _require_sharded(model: Resident) -> ShardedModel:
+    assert isinstance(model.loaded, ShardedModel), "every model of a rank is sharded"
     return model.loaded

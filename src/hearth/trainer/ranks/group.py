@@ -1,10 +1,10 @@
-"""What the ranks of one trainer say to each other, beside the weights and gradients.
+"""Messages between the ranks of one trainer, beside their weights and gradients.
 
-Rank 0 decides: it tells the others which operation comes, and they all run it. Every conversation
-has a limit, except waiting for rank 0 itself: for the next operation, or until it has written.
+Rank 0 sends the next operation to the others, and all run it. Every collective has a time limit,
+except those that wait for rank 0: for the next operation, or until it has written a file.
 
-Objects that go between ranks are pickled. They are made by our own code on our own ranks; what a
-client sends crosses as JSON (``hearth.trainer.ranks.calls``).
+Objects between ranks are pickled: our own code on our own ranks makes them. Data of clients crosses
+as JSON (``hearth.trainer.ranks.calls``).
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 _START = timedelta(minutes=10)
-"""How long ranks may take to find each other; importing what they need is most of it."""
+"""How long ranks may take to connect; most of it is imports."""
 _FOREVER = timedelta(days=365)
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where ranks find each other: rank 1 keeps the list, at an address that all can reach."""
+    """Where ranks connect: rank 1 hosts torch's store, at an address that all can reach."""
 
     host: str
     port: int
     ranks: int
     timeout_s: float
-    """How long a rank may keep the others waiting in an operation."""
+    """How long the ranks wait for one of them in an operation."""
 
     def join(self, rank: int, device: torch.device) -> RankGroup:
-        """Wait for all ranks, and be one of them.
+        """Connect to all other ranks, as rank number ``rank``.
 
         Raises:
-            RuntimeError: they did not come in time, as torch says it.
+            RuntimeError: torch's, where a rank did not connect in time.
         """
-        # A machine's own name, where gloo looks, need not resolve to an address that others reach.
-        if interface := interface_to(self.host):
+        # By default gloo resolves the host name, which others may be unable to reach.
+        if interface := find_interface(self.host):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         limit = timedelta(seconds=self.timeout_s)
         store = dist.TCPStore(
@@ -69,12 +69,12 @@ class Rendezvous:
         return RankGroup(rank, self.ranks, device, limit)
 
 
-def interface_to(host: str) -> str | None:
-    """The network interface by which this machine reaches a host; None where there is none."""
+def find_interface(host: str) -> str | None:
+    """The network interface through which this machine reaches a host; None where none does."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # chooses the way, sends nothing
+            probe.connect(address)  # a datagram socket: chooses the route, sends nothing
             own = probe.getsockname()[0]
     except OSError:
         return None
@@ -85,40 +85,40 @@ def interface_to(host: str) -> str | None:
 
 
 class RankGroup:
-    """This process's place among the ranks; one conversation at a time."""
+    """This process as one of the ranks; one collective at a time."""
 
     def __init__(self, rank: int, ranks: int, device: torch.device, limit: timedelta) -> None:
         self.rank = rank
         self.ranks = ranks
         self.device = device
-        self._working = _group(timeout=limit)
-        self.mesh = DeviceMesh.from_group(self._working, device.type)
-        self._waiting = _group(backend="gloo", timeout=_FOREVER)
-        # Not the group of weights and gradients: a rank that failed must not be heard as one that
-        # sends its part of them.
-        self._talking = _group(backend="gloo", timeout=limit)
+        self._weights_group = _make_group(timeout=limit)
+        self.mesh = DeviceMesh.from_group(self._weights_group, device.type)
+        self._unlimited_group = _make_group(backend="gloo", timeout=_FOREVER)
+        # Separate from weights and gradients: the message of a rank that failed must not be taken
+        # for its part of them.
+        self._message_group = _make_group(backend="gloo", timeout=limit)
 
-    def tell(self, message: bytes) -> None:
-        """Rank 0: send the others a message."""
-        # The length alone goes where nobody counts the time; it never fills a socket.
-        dist.broadcast(torch.tensor([len(message)]), 0, group=self._waiting)
+    def broadcast(self, message: bytes) -> None:
+        """On rank 0: send a message to the others."""
+        # Others wait without a limit for the length only, which always fits a socket's buffer.
+        dist.broadcast(torch.tensor([len(message)]), 0, group=self._unlimited_group)
         dist.broadcast(
-            torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, group=self._talking
+            torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, group=self._message_group
         )
 
-    def listen(self) -> bytes:
-        """Another rank: wait for the next message, however long that takes."""
+    def receive(self) -> bytes:
+        """On other ranks: wait for the next message, without a limit."""
         length = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(length, 0, group=self._waiting)
+        dist.broadcast(length, 0, group=self._unlimited_group)
         message = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(message, 0, group=self._talking)
+        dist.broadcast(message, 0, group=self._message_group)
         return message.numpy().tobytes()
 
-    def on_first(self, function: Callable[[], R]) -> R:
-        """Call a function on rank 0 alone; what it returns or raises, all ranks do.
+    def run_on_first(self, function: Callable[[], R]) -> R:
+        """Call a function on rank 0 only; all ranks return its result or raise its error.
 
         Raises:
-            HearthError: rank 0's, an EngineError for any other.
+            HearthError: rank 0's; an EngineError in place of any other error.
         """
         outcome: list[Any] = [None, None]
         if self.rank == 0:
@@ -126,42 +126,44 @@ class RankGroup:
                 outcome[0] = function()
             except HearthError as error:
                 outcome[1] = error
-            except Exception as error:  # the boundary: the others wait for an answer
+            except Exception as error:  # the boundary: the others wait for the outcome
                 logger.exception("rank 0 failed")
-                outcome[1] = EngineError(f"rank 0 must go on, got {type(error).__name__}: {error}")
-        # Writing a large model takes its time; that rank 0 lives is the others' guards' business.
-        dist.broadcast_object_list(outcome, 0, group=self._waiting)
+                outcome[1] = EngineError(
+                    f"rank 0 must not fail, got {type(error).__name__}: {error}"
+                )
+        # Without a limit: large models take long to write, and sidecars end if rank 0 ends.
+        dist.broadcast_object_list(outcome, 0, group=self._unlimited_group)
         result, failure = outcome
         if failure is not None:
             raise failure
         return cast("R", result)
 
-    def collect(self, one: R) -> list[R]:
-        """What every rank gives, by rank."""
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, one, group=self._talking)
-        return found
+    def gather(self, value: R) -> list[R]:
+        """The values of all ranks, by rank."""
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value, group=self._message_group)
+        return values
 
-    def most(self, count: int) -> int:
+    def reduce_max(self, count: int) -> int:
         """The largest of the ranks' counts."""
-        found = torch.tensor([count])
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._talking)
-        return int(found)
+        largest = torch.tensor([count])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._message_group)
+        return int(largest)
 
-    def add(self, values: Tensor) -> Tensor:
-        """``values`` summed over ranks, in place; in CPU memory with the limit of conversations."""
-        is_here = values.device.type == "cpu"
-        dist.all_reduce(values, group=self._talking if is_here else self._working)
+    def reduce_sum(self, values: Tensor) -> Tensor:
+        """``values`` summed over ranks, in place."""
+        is_on_cpu = values.device.type == "cpu"
+        dist.all_reduce(values, group=self._message_group if is_on_cpu else self._weights_group)
         return values
 
     def leave(self) -> None:
-        """Be no rank any more."""
+        """Disconnect from the other ranks."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _group(**options: Any) -> dist.ProcessGroup:
+def _make_group(**options: Any) -> dist.ProcessGroup:
     """A group of all ranks, with connections of its own."""
-    made = dist.new_group(**options)
-    assert isinstance(made, dist.ProcessGroup), "every rank is in it"
-    return made
+    group = dist.new_group(**options)
+    assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+    return group

@@ -1,4 +1,4 @@
-"""The process of a trainer's rank other than 0: does what rank 0 tells.
+"""The process of a trainer's rank other than 0: runs the operations that rank 0 sends.
 
 python -m hearth.trainer.ranks.main RANK RANKS HOST PORT DEVICE TIMEOUT_S
 """
@@ -16,17 +16,17 @@ from hearth.telemetry import setup_logging
 from hearth.trainer.options import TrainerWorkerOptions
 from hearth.trainer.ranks.engine import RankEngine
 from hearth.trainer.ranks.group import Rendezvous
-from hearth.trainer.ranks.start import WAITED_IN_VAIN, rank_device
+from hearth.trainer.ranks.start import EXIT_GAVE_UP, choose_device
 
-# Not its own name, which is __main__ here and outside of what is logged.
+# The module's own name is __main__ here, for which nothing is logged.
 logger = logging.getLogger("hearth.trainer.ranks.main")
 
-# What torch says of a conversation that another rank has left or does not go on with.
-_ANOTHERS = ("timed out", "closed by peer", "reset by peer")
+# Parts of torch's messages when another rank has left a collective or hangs.
+_LOST_PEER = ("timed out", "closed by peer", "reset by peer")
 
 
 def main() -> None:
-    """Be the rank of ``sys.argv``, until rank 0 closes or something is beyond repair."""
+    """Run the rank of ``sys.argv`` until rank 0 closes or an operation breaks the ranks."""
     rank, ranks, host, port, device, timeout_s = sys.argv[1:]
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -42,18 +42,18 @@ def main() -> None:
             os.getpid(),
             torch.get_num_threads(),
         )
-        meeting = Rendezvous(host, int(port), int(ranks), float(timeout_s))
-        group = meeting.join(int(rank), rank_device(device, int(rank)))
-        options = TrainerWorkerOptions.parse(group.listen())
+        rendezvous = Rendezvous(host, int(port), int(ranks), float(timeout_s))
+        group = rendezvous.join(int(rank), choose_device(device, int(rank)))
+        options = TrainerWorkerOptions.parse(group.receive())
         RankEngine(options, group, logger.error).follow()
         code = 0
-    except Exception as error:  # the boundary: the log has it, and rank 0 reads the log
+    except Exception as error:  # the boundary: it is logged, and rank 0 reads the log
         logger.exception("rank %s ends", rank)
-        if any(sign in str(error).lower() for sign in _ANOTHERS):
-            code = WAITED_IN_VAIN
+        if any(message in str(error).lower() for message in _LOST_PEER):
+            code = EXIT_GAVE_UP
     finally:
         logging.shutdown()
-        # Not sys.exit: threads of the process group may wait for ranks that are gone.
+        # Not sys.exit: threads of the process group may wait for lost ranks.
         os._exit(code)
 
 

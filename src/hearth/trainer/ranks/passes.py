@@ -1,8 +1,8 @@
-"""A pass of one rank: its share of the examples, and as many collective steps as any other's.
+"""A pass of one rank: its share of the examples, in as many collective steps as on other ranks.
 
-Each layer's weights are whole only while all ranks run that layer, so all of them run as many
-forward and backward passes; a rank that has nothing left runs a blank one. A failure is told when
-all have ended: whoever left earlier would leave the others waiting.
+A layer's weights are whole only while all ranks run that layer, so all ranks run the same number of
+forward and backward passes; a rank without further examples runs a blank one. Errors are raised
+after the last pass: a rank that stopped earlier would leave the others waiting.
 
 Legend: T tokens of a datum, K targets per token, R real tokens of a micro-batch.
 """
@@ -23,18 +23,18 @@ from hearth.threads import refresh
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.options import TrainerOptions
 from hearth.trainer.packed_module import PackedModule
-from hearth.trainer.packing import Example
-from hearth.trainer.passes import Batch, KeptGraph, Pass, PassResult, count
+from hearth.trainer.packing import Example, MicroBatch
+from hearth.trainer.passes import KeptGraph, Pass, PassResult, count
 from hearth.trainer.ranks.group import RankGroup
-from hearth.trainer.ranks.shares import shares
+from hearth.trainer.ranks.shares import assign_sequences
 from hearth.trainer.segments import Kernel
 
 _BLANK = -1
-"""The index of an example that stands for none."""
+"""The index of a blank example."""
 
 
 class RankScorer(TargetScorer):
-    """Scores targets under a model that ranks share; made by all of them at the same time.
+    """Scores targets under a model that ranks share; all ranks make theirs at the same time.
 
     Raises:
         ConfigError: as ``TargetScorer``.
@@ -47,19 +47,19 @@ class RankScorer(TargetScorer):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether a beginning that examples share is computed once."""
+        """Whether a common prefix of examples is computed once."""
         return self._packed is not None
 
-    def _packed_form(
+    def _find_packed(
         self, loaded: LoadedModel, kernel: Kernel | None
     ) -> PackedDecoder | PackedModule | None:
-        # The loops in C read weights outside of their modules, where there are only parts.
+        # The loops in C read weights outside of their modules, where a rank has only its part.
         return PackedModule.from_model(loaded, kernel)
 
 
 @dataclass(frozen=True)
 class RankPass(Pass):
-    """One request, of which this rank computes a part and knows the whole result."""
+    """One request, of which this rank computes a part; every rank has the whole result."""
 
     scorer: RankScorer
     group: RankGroup = field(kw_only=True)
@@ -69,105 +69,107 @@ class RankPass(Pass):
         """Logprobs, loss and metrics of the whole request, without a gradient.
 
         Raises:
-            NumericsError: a logprob is not finite, of whatever rank.
+            NumericsError: a logprob is not finite, on any rank.
         """
-        return self._result(self._joined(self._score(self.examples)))
+        return self._make_result(self._sum_logprobs(self._score(self.examples)))
 
     def forward_backward(self, kept: KeptGraph | None = None) -> tuple[PassResult, GradientCounts]:
-        """The same, with the loss's gradient added to the parameters' parts; counts are of all.
+        """As ``forward``; adds the loss's gradient to the parameters' parts and counts all ranks.
 
-        Gradients add up here until the last micro-batch, which alone is reduced over ranks: a
-        request of several micro-batches holds a whole model's gradient meanwhile.
+        Gradients add up on each rank, and are reduced over ranks in the last micro-batch only: a
+        request of several micro-batches therefore holds a whole model's gradient.
 
         Raises:
-            NumericsError: a logprob is not finite, of whatever rank; the gradient is there.
+            NumericsError: a logprob is not finite, on any rank; the gradient stays.
         """
         is_trained = self._trained
-        batches = self._own_batches(
+        batches = self._make_own_batches(
             [example for example in self.examples if is_trained[example.index]]
         )
-        found = self._blank()
+        values = self._make_buffer()
         own = GradientCounts()
         for number, batch in enumerate(batches, start=1):
             self.scorer.model.reduce_gradients(is_last=number == len(batches))
             with self.scorer.replaying(batch.routing):
-                own += self._train(batch, found)
+                own += self._train(batch, values)
         with torch.no_grad():
-            found += self._score(
+            values += self._score(
                 [example for example in self.examples if not is_trained[example.index]]
             )
-        total = self.group.add(torch.tensor([own.tokens, own.sequences]))
+        total = self.group.reduce_sum(torch.tensor([own.tokens, own.sequences]))
         tokens, sequences = total.tolist()
-        return self._result(self._joined(found)), GradientCounts(tokens, sequences)
+        return self._make_result(self._sum_logprobs(values)), GradientCounts(tokens, sequences)
 
-    def _own_batches(self, examples: Sequence[Example]) -> list[Batch]:
-        """This rank's batches, and blank ones up to the number of the rank that has most."""
+    def _make_own_batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
+        """This rank's batches, and blank ones up to the largest number of any rank."""
         if not examples:
             return []
-        by_rank = shares(
+        by_rank = assign_sequences(
             [example.tokens for example in examples],
             self.group.ranks,
             shares_prefixes=self.scorer.shares_prefixes,
         )
         own = [examples[place] for place in by_rank[self.group.rank]]
         batches = list(self.scorer.batches(own, self.token_budget, self.limits))
-        missing = self.group.most(len(batches)) - len(batches)
+        missing = self.group.reduce_max(len(batches)) - len(batches)
         if missing:
-            (blank,) = self.scorer.batches([_blank()], self.token_budget, self.limits)
+            (blank,) = self.scorer.batches([_make_blank_example()], self.token_budget, self.limits)
             batches += [blank] * missing
         return batches
 
     def _score(self, examples: Sequence[Example]) -> Tensor:
-        """Logprobs of this rank's share of the examples; all ranks have the same examples."""
-        found = self._blank()
-        for batch in self._own_batches(examples):
+        """Logprobs of this rank's share of the examples, which are the same on all ranks."""
+        values = self._make_buffer()
+        for batch in self._make_own_batches(examples):
             with self.scorer.replaying(batch.routing):
                 logprobs = self.scorer.model.run(lambda batch=batch: self._score_batch(batch))
             if not _is_blank(batch):
-                found[self._cells(batch)] = logprobs.cpu()
-        found[-1] = 0.0
-        return found
+                values[self._locate_targets(batch)] = logprobs.cpu()
+        values[-1] = 0.0
+        return values
 
-    def _train(self, batch: Batch, found: Tensor) -> GradientCounts:
+    def _train(self, batch: MicroBatch, values: Tensor) -> GradientCounts:
         refresh()
         if _is_blank(batch):
             scored = self.scorer.model.run(lambda: self._score_batch(batch))
             scored.backward(torch.zeros_like(scored))
             return GradientCounts()
-        cells = self._cells(batch)
-        is_live = self._active[cells].any(dim=1)
-        live, rest = is_live.nonzero().squeeze(1), (~is_live).nonzero().squeeze(1)
-        scored, others = self.scorer.model.run(lambda: self._score_both(batch, live, rest))
+        cells = self._locate_targets(batch)
+        is_trained = self._active[cells].any(dim=1)
+        trained, rest = is_trained.nonzero().squeeze(1), (~is_trained).nonzero().squeeze(1)
+        scored, others = self.scorer.model.run(lambda: self._score_both(batch, trained, rest))
         logprobs = torch.zeros(batch.targets.shape)
-        logprobs[live] = scored.detach().cpu()
+        logprobs[trained] = scored.detach().cpu()
         logprobs[rest] = others.cpu()
-        found[cells] = logprobs
+        values[cells] = logprobs
         gradient = torch.zeros(batch.targets.shape)
         if bool(torch.isfinite(logprobs).all()):
-            gradient = self._loss_gradient(batch, cells, found)
-        scored.backward(gradient[live].to(scored.device))
+            gradient = self._compute_gradient(batch, cells, values)
+        scored.backward(gradient[trained].to(scored.device))
         return count(batch, gradient)
 
-    def _score_both(self, batch: Batch, live: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
-        """Logprobs of the places that are trained, and of the others without their graph."""
+    def _score_both(
+        self, batch: MicroBatch, trained: Tensor, rest: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs of the trained places, and of the others without a graph."""
         states = self.scorer.states(batch)
-        scored = self._score_places(states, batch, live)
+        scored = self._score_places(states, batch, trained)
         with torch.no_grad():
             return scored, self._score_places(states, batch, rest)
 
-    def _joined(self, found: Tensor) -> Tensor:
-        """Everybody's logprobs; what a rank did not score is 0 there."""
-        every = self.group.add(found)
-        self._check_finite(every)
-        return every
+    def _sum_logprobs(self, values: Tensor) -> Tensor:
+        """The logprobs of all ranks; ``values`` are 0 where this rank scored nothing."""
+        values = self.group.reduce_sum(values)
+        self._check_finite(values)
+        return values
 
 
-def _is_blank(batch: Batch) -> bool:
+def _is_blank(batch: MicroBatch) -> bool:
     return any(example.index == _BLANK for example in batch.examples)
 
 
-def _blank() -> Example:
-    """The least that there is to compute."""
+def _make_blank_example() -> Example:
+    """An example of one token, without a loss."""
     nothing = torch.zeros(1, dtype=torch.int64)
     return Example(
         index=_BLANK, tokens=nothing, targets=nothing[:, None], target_shape=(1,), inputs={}

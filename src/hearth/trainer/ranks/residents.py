@@ -1,7 +1,7 @@
-"""The models of a rank, and the optimizer of what it has of them.
+"""The models of a rank, and the optimizer of its parts of them.
 
-A full policy is trained in parts: each rank has its part's gradient, moments and float32 weights.
-An adapter is small; every rank has all of it, and its gradients are summed once per step.
+A full policy is sharded: each rank has gradient, moments and float32 weights of its part. An
+adapter is small: every rank has a whole copy, and the gradients are summed once per step.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hearth.trainer.optim import Optimizer
 from hearth.trainer.options import TrainerOptions
 from hearth.trainer.ranks.group import RankGroup
 from hearth.trainer.ranks.passes import RankScorer
-from hearth.trainer.residents import Residents, trainable
+from hearth.trainer.residents import Residents, find_trainable
 
 
 class RankResidents(Residents):
     """The models of one rank; all ranks add and remove the same ones in the same order.
 
-    ``process`` tells the trainer's models from those of an earlier one, on all ranks alike.
+    ``process`` makes model ids differ from those before a restart; it is the same on all ranks.
     """
 
     def __init__(
@@ -50,25 +50,25 @@ class RankResidents(Residents):
         # Sharded modules refer to themselves.
         gc.collect()
 
-    def _scorer(self, loaded: LoadedModel) -> TargetScorer:
-        assert isinstance(loaded, ShardedModel), "the weights' owners shard them"
+    def _make_scorer(self, loaded: LoadedModel) -> TargetScorer:
+        assert isinstance(loaded, ShardedModel), "all weights of ranks are sharded"
         return RankScorer(loaded, self._options)
 
-    def _optimizer(self, loaded: LoadedModel) -> Optimizer:
-        assert isinstance(loaded, ShardedModel), "the weights' owners shard them"
-        return RankOptimizer(trainable(loaded), self._group, loaded.stored)
+    def _make_optimizer(self, loaded: LoadedModel) -> Optimizer:
+        assert isinstance(loaded, ShardedModel), "all weights of ranks are sharded"
+        return RankOptimizer(find_trainable(loaded), self._group, loaded.stored)
 
-    def _shared_weights(self) -> LoadedModel:
-        base = super()._shared_weights()
+    def _load_shared(self) -> LoadedModel:
+        base = super()._load_shared()
         if not isinstance(base, ShardedModel):
             self._base = base = self._shard(base, is_trained=False)
         return base
 
-    def _own_weights(self) -> LoadedModel:
+    def _load_own(self) -> LoadedModel:
         if isinstance(self._base, ShardedModel) and not self._models:
-            # Nobody's any more, and in parts that were made to stay as they are.
+            # Unused now, and sharded as frozen weights.
             self._base = None
-        return self._shard(super()._own_weights(), is_trained=True)
+        return self._shard(super()._load_own(), is_trained=True)
 
     def _shard(self, loaded: LoadedModel, *, is_trained: bool) -> ShardedModel:
         return shard(
@@ -81,9 +81,10 @@ class RankResidents(Residents):
 
 
 class RankOptimizer(Optimizer):
-    """AdamW on this rank's parts of some parameters, or on all of parameters that ranks copy.
+    """AdamW on this rank's parts of sharded parameters, or on its copies of whole ones.
 
-    ``stored`` are the dtypes that weights have outside; parts of others are their masters.
+    ``stored`` are the dtypes of the weights in snapshots. Parts are float32: where the stored dtype
+    is another one, they are the master weights.
     """
 
     def __init__(
@@ -99,22 +100,22 @@ class RankOptimizer(Optimizer):
         super().__init__(parameters)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """As of a trainer that is one process."""
+        """As in a trainer that is one process."""
         masters = {f"master/{name}": self._masters[name].detach() for name in self._rounded}
         return super().state_tensors() | masters
 
-    def _gradients(self) -> list[Tensor]:
-        gradients = super()._gradients()
+    def _collect_gradients(self) -> list[Tensor]:
+        gradients = super()._collect_gradients()
         copied = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
         if copied:
-            total = self._group.add(torch.cat([one.flatten() for one in copied]))
-            parts = total.split([one.numel() for one in copied])
-            for one, part in zip(copied, parts, strict=True):
-                one.copy_(part.view_as(one))
+            total = self._group.reduce_sum(torch.cat([gradient.flatten() for gradient in copied]))
+            parts = total.split([gradient.numel() for gradient in copied])
+            for gradient, part in zip(copied, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
         return local_parts(gradients)
 
-    def _norm(self, gradients: Sequence[Tensor]) -> float:
-        own = super()._norm(gradients)
+    def _compute_norm(self, gradients: Sequence[Tensor]) -> float:
+        own = super()._compute_norm(gradients)
         if not any(isinstance(parameter, DTensor) for parameter in self._parameters.values()):
             return own
-        return math.sqrt(float(self._group.add(torch.tensor(own**2, dtype=torch.float64))))
+        return math.sqrt(float(self._group.reduce_sum(torch.tensor(own**2, dtype=torch.float64))))

@@ -1,4 +1,4 @@
-"""Which rank computes which examples: balanced by tokens, common beginnings together.
+"""Which rank computes which examples: balanced by tokens, common prefixes together.
 
 Legend: T tokens of an example.
 """
@@ -12,26 +12,28 @@ from torch import Tensor
 from hearth.models.prefixes import Cluster, clusters
 
 
-def shares(sequences: Sequence[Tensor], ranks: int, *, shares_prefixes: bool) -> list[list[int]]:
+def assign_sequences(
+    sequences: Sequence[Tensor], ranks: int, *, shares_prefixes: bool
+) -> list[list[int]]:
     """For each rank, the places of its token sequences (int64 [T] each), in rising order.
 
-    The longest first, each to the rank that has the fewest tokens, so that no rank has more than a
-    fair share and the longest piece. Where a pass computes a common beginning once
-    (``shares_prefixes``), sequences that have one stay together, up to a fair share. All ranks come
-    to the same answer.
+    The longest go first, each to the rank with the fewest tokens, so that no rank has more than a
+    fair share plus the longest piece. Where a pass computes a common prefix once
+    (``shares_prefixes``), sequences with one stay together, up to a fair share. The result is the
+    same on all ranks.
     """
     lengths = [sequence.numel() for sequence in sequences]
     if shares_prefixes:
-        found = clusters(sequences)
-        fair = -(-sum(one.tokens(lengths) for one in found) // ranks)
-        pieces = [part for one in found for part in one.cut(lengths, fair)]
+        whole = clusters(sequences)
+        fair = -(-sum(cluster.tokens(lengths) for cluster in whole) // ranks)
+        pieces = [part for cluster in whole for part in cluster.cut(lengths, fair)]
     else:
         pieces = [Cluster((place,), length) for place, length in enumerate(lengths)]
     pieces.sort(key=lambda piece: (-piece.tokens(lengths), piece.members))
-    taken: list[list[int]] = [[] for _ in range(ranks)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for piece in pieces:
-        rank = min(range(ranks), key=lambda one: (loads[one], one))
-        taken[rank] += piece.members
+        rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
+        shares[rank] += piece.members
         loads[rank] += piece.tokens(lengths)
-    return [sorted(places) for places in taken]
+    return [sorted(places) for places in shares]

@@ -1,4 +1,4 @@
-"""Rank 0 of a trainer: starts the other ranks, and ends with them when one of them is lost."""
+"""Rank 0 of a trainer: starts the other ranks, and ends the trainer when a rank is lost."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
 _CAUSE_S = 2.0
-"""How long a broken conversation waits for the death that may have broken it."""
+"""How long rank 0 waits, after a failed collective, for the lost rank that caused it."""
 _LINES = 12
-WAITED_IN_VAIN = 75
-"""The exit code of a rank that gave up because of another one."""
+EXIT_GAVE_UP = 75
+"""The exit code of a rank that ended because another rank was lost or hung."""
 
 
 def start_ranks(sidecars: Sidecars, options: TrainerWorkerOptions) -> RankEngine:
@@ -45,7 +45,7 @@ def start_ranks(sidecars: Sidecars, options: TrainerWorkerOptions) -> RankEngine
     watch = _Watch()
     place = ("{host}", "{port}")
     for rank in range(1, ranks):
-        # Rank 1 runs where it is told the address that all the others need.
+        # Rank 1 gets its own address for {host} and {port}; all others get that of rank 1.
         argv = [sys.executable, "-m", "hearth.trainer.ranks.main", str(rank), str(ranks), *place]
         started = sidecars.start(
             Command(
@@ -59,24 +59,24 @@ def start_ranks(sidecars: Sidecars, options: TrainerWorkerOptions) -> RankEngine
         if rank == 1:
             place = (started.host, str(started.port))
         watch.ranks[f"rank-{rank}"] = started
-    watch.begin()
+    watch.start()
     host, port = place
-    group = Rendezvous(host, int(port), ranks, timeout_s).join(0, rank_device(device, 0))
+    group = Rendezvous(host, int(port), ranks, timeout_s).join(0, choose_device(device, 0))
     # Each rank loads whole weights into the host's memory, and has its part on its device.
     options = replace(options, device="cpu")
-    group.tell(options.dump())
+    group.broadcast(options.dump())
     try:
-        engine = RankEngine(options, group, watch.end)
+        engine = RankEngine(options, group, watch.fail)
     except HearthError:
-        # The others fail alike, and are to end; what is wrong is told by whoever asked.
-        watch.rest()
+        # The other ranks fail in the same way and end; the caller reports the error.
+        watch.stop()
         raise
-    engine.call_on_close(watch.rest)
+    engine.call_on_close(watch.stop)
     return engine
 
 
-def rank_device(device: str, rank: int) -> torch.device:
-    """Where a rank computes: on a machine of several GPUs each on one of its own."""
+def choose_device(device: str, rank: int) -> torch.device:
+    """The device of a rank: where a machine has several GPUs, ranks take one each."""
     if not device.startswith("cuda"):
         return torch.device(device)
     chosen = torch.device("cuda", rank % torch.cuda.device_count())
@@ -86,51 +86,51 @@ def rank_device(device: str, rank: int) -> torch.device:
 
 @dataclass
 class _Watch:
-    """Looks after the other ranks."""
+    """Watches the other ranks."""
 
     ranks: dict[str, Sidecar] = field(default_factory=lambda: {})
-    _resting: threading.Event = field(default_factory=threading.Event)
-    _ending: threading.Lock = field(default_factory=threading.Lock)
+    _is_stopped: threading.Event = field(default_factory=threading.Event)
+    _failing: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self) -> None:
-        threading.Thread(target=self._look, name="hearth-ranks", daemon=True).start()
+    def start(self) -> None:
+        threading.Thread(target=self._poll, name="hearth-ranks", daemon=True).start()
 
-    def rest(self) -> None:
-        """Ranks may end from now on."""
-        self._resting.set()
+    def stop(self) -> None:
+        """Stop watching: ranks may end from now on."""
+        self._is_stopped.set()
 
-    def end(self, reason: str) -> NoReturn:
-        """Say why and what the rank at fault had to say, and end this process."""
-        self._ending.acquire()  # for good: the first reason is the one
+    def fail(self, reason: str) -> NoReturn:
+        """Log the reason and the last lines of the lost rank's log, and end this process."""
+        self._failing.acquire()  # never released: only the first reason is logged
         end_s = time.monotonic() + _CAUSE_S
-        while not (at_fault := self._lost()) and time.monotonic() < end_s:
+        while not (at_fault := self._find_lost()) and time.monotonic() < end_s:
             time.sleep(_LOOK_S)
-        # Where nobody was lost, somebody hangs: whoever has not given up waiting.
+        # If no rank was lost, the one that has not ended hangs.
         at_fault = at_fault or {
             name: "still runs, and does not answer"
-            for name, one in self.ranks.items()
-            if one.poll() is None
+            for name, rank in self.ranks.items()
+            if rank.poll() is None
         }
         for name in at_fault:
             for line in self.ranks[name].last_lines()[-_LINES:]:
                 logger.error("%s: %s", name, line)
         named = [f"{name} {how}" for name, how in at_fault.items()]
         logger.error(
-            "the ranks of a trainer must go on together, got: %s", "; ".join([*named, reason])
+            "the ranks of a trainer must all keep running, got: %s", "; ".join([*named, reason])
         )
         logging.shutdown()
         os._exit(1)
 
-    def _lost(self) -> Mapping[str, str]:
-        """The ranks that have ended for reasons of their own, and how."""
-        reports = {name: one.poll() for name, one in self.ranks.items()}
+    def _find_lost(self) -> Mapping[str, str]:
+        """How ranks have ended, other than because of another rank."""
+        reports = {name: rank.poll() for name, rank in self.ranks.items()}
         return {
-            name: replace(one, last_lines=(), peak_rss_mb=None).describe()
-            for name, one in reports.items()
-            if one is not None and one.code != WAITED_IN_VAIN
+            name: replace(report, last_lines=(), peak_rss_mb=None).describe()
+            for name, report in reports.items()
+            if report is not None and report.code != EXIT_GAVE_UP
         }
 
-    def _look(self) -> None:
-        while not self._resting.wait(_LOOK_S):
+    def _poll(self) -> None:
+        while not self._is_stopped.wait(_LOOK_S):
             if any(rank.poll() is not None for rank in self.ranks.values()):
-                self.end("the trainer ends")
+                self.fail("the trainer ends")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.trainer.ranks.shares import shares
+from hearth.trainer.ranks.shares import assign_sequences
 
 
 def texts(*lengths: int) -> list[torch.Tensor]:
@@ -22,7 +22,7 @@ def test_every_sequence_is_one_ranks(
 ) -> None:
     sequences = [torch.full((length,), place % kinds) for place, length in enumerate(lengths)]
 
-    split = shares(sequences, ranks, shares_prefixes=shares_prefixes)
+    split = assign_sequences(sequences, ranks, shares_prefixes=shares_prefixes)
 
     assert len(split) == ranks
     assert sorted(place for one in split for place in one) == list(range(len(lengths)))
@@ -31,19 +31,19 @@ def test_every_sequence_is_one_ranks(
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(1, 5))
 def test_no_rank_has_more_than_a_fair_share_and_the_longest(lengths: list[int], ranks: int) -> None:
-    split = shares(texts(*lengths), ranks, shares_prefixes=False)
+    split = assign_sequences(texts(*lengths), ranks, shares_prefixes=False)
 
     most = max(sum(lengths[place] for place in one) for one in split)
     assert most <= sum(lengths) / ranks + max(lengths)
 
 
 def test_a_long_text_is_weighed_against_several_short_ones() -> None:
-    assert shares(texts(30, 10, 10, 10), 2, shares_prefixes=False) == [[0], [1, 2, 3]]
+    assert assign_sequences(texts(30, 10, 10, 10), 2, shares_prefixes=False) == [[0], [1, 2, 3]]
 
 
 def test_fewer_texts_than_ranks_leave_some_with_none() -> None:
-    assert shares(texts(5), 3, shares_prefixes=False) == [[0], [], []]
-    assert shares([], 2, shares_prefixes=True) == [[], []]
+    assert assign_sequences(texts(5), 3, shares_prefixes=False) == [[0], [], []]
+    assert assign_sequences([], 2, shares_prefixes=True) == [[], []]
 
 
 def groups() -> list[torch.Tensor]:
@@ -53,12 +53,12 @@ def groups() -> list[torch.Tensor]:
 
 
 def test_what_shares_a_beginning_stays_together_where_it_is_computed_once() -> None:
-    assert shares(groups(), 2, shares_prefixes=True) == [[0, 2], [1, 3]]
+    assert assign_sequences(groups(), 2, shares_prefixes=True) == [[0, 2], [1, 3]]
 
 
 def test_a_beginning_that_all_share_is_computed_by_each_rank() -> None:
     one = [sequence for place, sequence in enumerate(groups()) if place % 2 == 0] * 4
 
-    split = shares(one, 2, shares_prefixes=True)
+    split = assign_sequences(one, 2, shares_prefixes=True)
 
     assert all(split)
