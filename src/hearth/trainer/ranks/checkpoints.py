@@ -25,7 +25,7 @@ def write_shared_checkpoint(
         draft = group.run_on_first(
             lambda: stack.enter_context(folder.draft(name, state.facts, overwrite=overwrite))
         )
-        parts = group.collect(save_tensors(draft / DATA, state.tensors()))
+        parts = group.gather(save_tensors(draft / DATA, state.tensors()))
 
         def finish() -> None:
             files = {file: entry for part in parts for file, entry in part.items()}
