@@ -62,7 +62,7 @@ class LoraSpec(Record):
 class CreateModel(Record):
     """Makes a trainable model, or with ``base_only`` a frozen one that only runs ``forward``.
 
-    A trainer has one policy at most. One of the same ``owner`` is replaced; with
+    A trainer has at most one policy. One of the same ``owner`` is replaced; with
     ``replace_policy`` so is what any other client has left there.
     """
 

@@ -79,8 +79,8 @@ def groups(start: Callable[..., RankTrainer]) -> Iterator[Callable[[int], RankTr
         return made[ranks]
 
     yield group
-    for one in made.values():
-        one.close()
+    for trainer in made.values():
+        trainer.close()
 
 
 @pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
@@ -94,7 +94,7 @@ def trainer(groups: Callable[[int], RankTrainer], ranks: int) -> RankTrainer:
 
 
 @pytest.fixture
-def make_one(model_folder: Path, checkpoints: Path) -> Iterator[Callable[..., OneProcess]]:
+def make_single(model_folder: Path, checkpoints: Path) -> Iterator[Callable[..., OneProcess]]:
     """A trainer that is one process, on the same model and checkpoints."""
     made: list[OneProcess] = []
 
@@ -111,10 +111,10 @@ def make_one(model_folder: Path, checkpoints: Path) -> Iterator[Callable[..., On
         return made[-1]
 
     yield make
-    for one in made:
-        one.engine.close()
+    for single in made:
+        single.engine.close()
 
 
 @pytest.fixture
-def one(make_one: Callable[..., OneProcess]) -> OneProcess:
-    return make_one()
+def single(make_single: Callable[..., OneProcess]) -> OneProcess:
+    return make_single()

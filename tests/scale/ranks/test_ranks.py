@@ -30,12 +30,12 @@ ADAM = AdamParams(learning_rate=1e-3, eps=1e-6, weight_decay=0.1, grad_clip_norm
 
 
 @contextmanager
-def policies(trainer: RankTrainer, one: OneProcess, *, lora: bool) -> Iterator[tuple[str, str]]:
+def policies(trainer: RankTrainer, single: OneProcess, *, lora: bool) -> Iterator[tuple[str, str]]:
     """The same new policy in both; those of the ranks are unloaded afterwards."""
     spec = {**LORA, "train_unembed": False}
     theirs = trainer.create_model(lora=spec if lora else None)
     try:
-        yield theirs, one.create_model(LoraOptions(**spec) if lora else None)
+        yield theirs, single.create_model(LoraOptions(**spec) if lora else None)
     finally:
         trainer.unload(theirs)
 
@@ -50,26 +50,30 @@ def same_logprobs(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("lengths", [UNEVEN, (40,)], ids=["uneven", "ranks with nothing"])
 def test_losses_logprobs_and_gradients_are_those_of_one_process(
-    trainer: RankTrainer, one: OneProcess, lora: bool, lengths: tuple[int, ...], checkpoints: Path
+    trainer: RankTrainer,
+    single: OneProcess,
+    lora: bool,
+    lengths: tuple[int, ...],
+    checkpoints: Path,
 ) -> None:
     data = random_data(lengths)
-    with policies(trainer, one, lora=lora) as (theirs, own):
+    with policies(trainer, single, lora=lora) as (theirs, own):
         found = trainer.forward_backward(theirs, data)
-        expected = one.forward_backward(own, data)
+        expected = single.forward_backward(own, data)
 
         same_logprobs(found, expected)
-        assert_close(gradient(trainer, theirs, checkpoints), gradient(one, own, checkpoints))
+        assert_close(gradient(trainer, theirs, checkpoints), gradient(single, own, checkpoints))
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_steps_over_several_requests_leave_the_weights_of_one_process(
-    trainer: RankTrainer, one: OneProcess, lora: bool, checkpoints: Path
+    trainer: RankTrainer, single: OneProcess, lora: bool, checkpoints: Path
 ) -> None:
     """Accumulated, divided by counts of all ranks, clipped by the norm of all parts."""
     weights: dict[str, dict[str, torch.Tensor]] = {}
     metrics: dict[str, list[dict[str, float]]] = {}
-    with policies(trainer, one, lora=lora) as ids:
-        for name, run, model in (("ranks", trainer, ids[0]), ("one", one, ids[1])):
+    with policies(trainer, single, lora=lora) as ids:
+        for name, run, model in (("ranks", trainer, ids[0]), ("one", single, ids[1])):
             metrics[name] = []
             for step in range(3):
                 run.forward_backward(model, random_data(UNEVEN, seed=step))
@@ -87,60 +91,60 @@ def test_steps_over_several_requests_leave_the_weights_of_one_process(
 
 
 def test_a_request_that_is_scored_only_comes_back_in_datum_order(
-    trainer: RankTrainer, one: OneProcess
+    trainer: RankTrainer, single: OneProcess
 ) -> None:
     data = random_data(UNEVEN, seed=3)
-    with policies(trainer, one, lora=False) as (theirs, own):
+    with policies(trainer, single, lora=False) as (theirs, own):
         config = {"temperature": 0.7}
         same_logprobs(
             trainer.forward(theirs, data, config=config),
-            one.forward(own, data, "cross_entropy", config),
+            single.forward(own, data, "cross_entropy", config),
         )
 
 
 def test_examples_without_a_trained_token_are_scored_and_not_counted(
-    trainer: RankTrainer, one: OneProcess, checkpoints: Path
+    trainer: RankTrainer, single: OneProcess, checkpoints: Path
 ) -> None:
     data = random_data(UNEVEN, seed=4)
     blank = random_data((12, 44), seed=5)
     for datum in blank:
         datum.loss_fn_inputs["weights"].data = [0.0] * len(datum.model_input.chunks[0].tokens or ())
     mixed = [data[0], blank[0], *data[1:], blank[1]]
-    with policies(trainer, one, lora=False) as (theirs, own):
-        same_logprobs(trainer.forward_backward(theirs, mixed), one.forward_backward(own, mixed))
+    with policies(trainer, single, lora=False) as (theirs, own):
+        same_logprobs(trainer.forward_backward(theirs, mixed), single.forward_backward(own, mixed))
         found = trainer.optim_step(theirs, AdamParams(learning_rate=0.0), "num_sequences")
-        expected = one.optim_step(own, AdamParams(learning_rate=0.0), "num_sequences")
+        expected = single.optim_step(own, AdamParams(learning_rate=0.0), "num_sequences")
 
     assert found == pytest.approx(expected, rel=1e-4)
     assert found["num_sequences"] == len(data)
 
 
 def test_a_frozen_model_beside_an_adapter_stays_the_base(
-    trainer: RankTrainer, one: OneProcess
+    trainer: RankTrainer, single: OneProcess
 ) -> None:
     data = random_data((30, 20, 10))
-    with policies(trainer, one, lora=True) as (theirs, own):
-        reference, other = trainer.create_model(is_frozen=True), one.create_model(is_frozen=True)
-        base = one.forward(other, data)
-        for run, model in ((trainer, theirs), (one, own)):
+    with policies(trainer, single, lora=True) as (theirs, own):
+        reference, other = trainer.create_model(is_frozen=True), single.create_model(is_frozen=True)
+        base = single.forward(other, data)
+        for run, model in ((trainer, theirs), (single, own)):
             run.forward_backward(model, data)
             run.optim_step(model, ADAM, "none")
 
         same_logprobs(trainer.forward(reference, data), base)
-        same_logprobs(trainer.forward(theirs, data), one.forward(own, data))
+        same_logprobs(trainer.forward(theirs, data), single.forward(own, data))
         trainer.unload(reference)
 
 
 def test_a_frozen_model_beside_a_full_policy_has_weights_of_its_own(
-    trainer: RankTrainer, one: OneProcess
+    trainer: RankTrainer, single: OneProcess
 ) -> None:
     data = random_data((30, 20, 10))
-    reference, other = trainer.create_model(is_frozen=True), one.create_model(is_frozen=True)
-    with policies(trainer, one, lora=False) as (theirs, _):
+    reference, other = trainer.create_model(is_frozen=True), single.create_model(is_frozen=True)
+    with policies(trainer, single, lora=False) as (theirs, _):
         trainer.forward_backward(theirs, data)
         trainer.optim_step(theirs, ADAM, "none")
 
-        same_logprobs(trainer.forward(reference, data), one.forward(other, data))
+        same_logprobs(trainer.forward(reference, data), single.forward(other, data))
     trainer.unload(reference)
 
 
@@ -155,7 +159,7 @@ def trained(run: Any, model: str, seed: int) -> None:
 )
 def test_any_number_of_ranks_goes_on_from_the_checkpoint_of_another(
     groups: Callable[[int], RankTrainer],
-    make_one: Callable[..., OneProcess],
+    make_single: Callable[..., OneProcess],
     checkpoints: Path,
     writers: int,
     readers: int,
@@ -168,7 +172,7 @@ def test_any_number_of_ranks_goes_on_from_the_checkpoint_of_another(
             return run.create_model(lora=spec if lora else None)
         return run.create_model(LoraOptions(**spec) if lora else None)
 
-    first, second = (make_one() if count == 1 else groups(count) for count in (writers, readers))
+    first, second = (make_single() if count == 1 else groups(count) for count in (writers, readers))
     own = policy(first)
     trained(first, own, 1)
     first.save_state(own, "half-way")
@@ -197,22 +201,22 @@ def test_snapshots_and_deltas_are_the_whole_weights(
     trainer.unload(model)
 
     saved = {
-        name.removeprefix("weights/"): one
-        for name, one in checkpoint_tensors(checkpoints, "published").items()
+        name.removeprefix("weights/"): tensor
+        for name, tensor in checkpoint_tensors(checkpoints, "published").items()
         if name.startswith("weights/")
     }
     assert delta.keys() == saved.keys() == base.keys()
-    assert all(torch.equal(delta[name], one) for name, one in saved.items())
-    assert any(not torch.equal(base[name], one) for name, one in saved.items())
+    assert all(torch.equal(delta[name], tensor) for name, tensor in saved.items())
+    assert any(not torch.equal(base[name], tensor) for name, tensor in saved.items())
 
 
-def test_an_adapter_is_published_alone_or_merged(trainer: RankTrainer, one: OneProcess) -> None:
-    with policies(trainer, one, lora=True) as (theirs, own):
-        for run, model in ((trainer, theirs), (one, own)):
+def test_an_adapter_is_published_alone_or_merged(trainer: RankTrainer, single: OneProcess) -> None:
+    with policies(trainer, single, lora=True) as (theirs, own):
+        for run, model in ((trainer, theirs), (single, own)):
             trained(run, model, 1)
-        one.save_for_sampler(own, "adapter")
-        one.save_for_sampler(own, "merged", "merged_base")
-        kept = one.engine._snapshots
+        single.save_for_sampler(own, "adapter")
+        single.save_for_sampler(own, "merged", "merged_base")
+        kept = single.engine._snapshots
 
         assert_close(trainer.published(theirs, "adapter"), dict(kept.get("adapter").tensors))
         assert_close(
@@ -221,20 +225,20 @@ def test_an_adapter_is_published_alone_or_merged(trainer: RankTrainer, one: OneP
 
 
 def test_a_refused_request_changes_nothing_and_the_ranks_go_on(
-    trainer: RankTrainer, one: OneProcess, checkpoints: Path
+    trainer: RankTrainer, single: OneProcess, checkpoints: Path
 ) -> None:
     data = random_data((20, 30))
-    with policies(trainer, one, lora=False) as (theirs, own):
+    with policies(trainer, single, lora=False) as (theirs, own):
         trainer.forward_backward(theirs, data)
         with pytest.raises(RefusedError, match="datum 0: model_input must have 1 to 256 tokens"):
             trainer.forward_backward(theirs, random_data((300,)))
         with pytest.raises(RefusedError, match="must name one of"):
             trainer.load_state(theirs, "nowhere")
-        with pytest.raises(RefusedError, match="one policy at most"):
+        with pytest.raises(RefusedError, match="at most one policy"):
             trainer.create_model()
-        one.forward_backward(own, data)
+        single.forward_backward(own, data)
 
-        assert_close(gradient(trainer, theirs, checkpoints), gradient(one, own, checkpoints))
+        assert_close(gradient(trainer, theirs, checkpoints), gradient(single, own, checkpoints))
 
 
 def test_weights_that_have_diverged_are_named_and_their_gradient_dropped(

@@ -41,44 +41,46 @@ def routed(data: list[DatumRecord]) -> list[DatumRecord]:
 
 def test_experts_are_replayed_on_every_rank(
     start: Callable[..., RankTrainer],
-    make_one: Callable[..., OneProcess],
+    make_single: Callable[..., OneProcess],
     checkpoints: Path,
     tmp_path: Path,
 ) -> None:
     folder = write_moe(tmp_path / "moe")
-    trainer, one = start(2, source=str(folder)), make_one(folder)
+    trainer, single = start(2, source=str(folder)), make_single(folder)
     data = routed(random_data(LENGTHS, vocabulary=64))
-    theirs, own = trainer.create_model(), one.create_model()
+    theirs, own = trainer.create_model(), single.create_model()
 
-    found, expected = trainer.forward_backward(theirs, data), one.forward_backward(own, data)
-    free, _ = one.forward(own, random_data(LENGTHS, vocabulary=64))
+    found, expected = trainer.forward_backward(theirs, data), single.forward_backward(own, data)
+    free, _ = single.forward(own, random_data(LENGTHS, vocabulary=64))
 
     for row, other in zip(found[0], expected[0], strict=True):
         np.testing.assert_allclose(row, other, atol=1e-5, rtol=0)
     assert np.abs(np.concatenate(found[0]) - np.concatenate(free)).max() > 0.1
-    assert_close(gradient(trainer, theirs, checkpoints), gradient(one, own, checkpoints))
+    assert_close(gradient(trainer, theirs, checkpoints), gradient(single, own, checkpoints))
     trainer.close()
 
 
 def test_bfloat16_has_float32_masters_and_one_process_goes_on_from_them(
-    start: Callable[..., RankTrainer], make_one: Callable[..., OneProcess], checkpoints: Path
+    start: Callable[..., RankTrainer], make_single: Callable[..., OneProcess], checkpoints: Path
 ) -> None:
     """Parts in the host's memory, layers recomputed: neither changes a number."""
     trainer = start(2, dtype="bfloat16", offload_optimizer=True, recompute_above=16)
-    one = make_one(dtype="bfloat16")
+    single = make_single(dtype="bfloat16")
     data = random_data(LENGTHS)
     adam = AdamParams(learning_rate=1e-3, eps=1e-6)
-    theirs, own = trainer.create_model(), one.create_model()
+    theirs, own = trainer.create_model(), single.create_model()
 
-    for run, model in ((trainer, theirs), (one, own)):
+    for run, model in ((trainer, theirs), (single, own)):
         _, metrics = run.forward_backward(model, data)
-        assert metrics["loss:sum"] == pytest.approx(one.forward(own, data)[1]["loss:sum"], rel=0.05)
+        assert metrics["loss:sum"] == pytest.approx(
+            single.forward(own, data)[1]["loss:sum"], rel=0.05
+        )
         run.optim_step(model, adam, "num_loss_tokens")
     trainer.save_state(theirs, "rounded")
     saved = checkpoint_tensors(checkpoints, "rounded")
     published = trainer.published(theirs, "rounded")
-    one.load_state(own, "rounded")
-    one.save_state(own, "read")
+    single.load_state(own, "rounded")
+    single.save_state(own, "read")
     trainer.close()
 
     name = "model.layers.0.mlp.up_proj.weight"

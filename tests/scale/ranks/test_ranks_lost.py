@@ -28,8 +28,8 @@ def start(start: Callable[..., RankTrainer]) -> Iterator[Callable[..., RankTrain
         return made[-1]
 
     yield begin
-    for one in made:
-        one.close()
+    for trainer in made:
+        trainer.close()
 
 
 def assert_gone(*pids: int) -> None:

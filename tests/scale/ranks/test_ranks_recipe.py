@@ -30,9 +30,9 @@ def test_rl_loop_has_the_losses_of_one_process_on_two_ranks(tmp_path: Path) -> N
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
-    one, two = records(tmp_path / "one"), records(tmp_path / "two")
-    assert len(one) == len(two) == 2
-    for left, right in zip(one, two, strict=True):
+    first, two = records(tmp_path / "one"), records(tmp_path / "two")
+    assert len(first) == len(two) == 2
+    for left, right in zip(first, two, strict=True):
         assert left.keys() == right.keys()
         compared = [name for name in left if name.startswith(("train/", "rollout/"))]
         assert "train/mean_loss" in compared

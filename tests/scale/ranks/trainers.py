@@ -129,7 +129,7 @@ class RankTrainer:
             "loss_fn_config": config,
         }
         answer = self.ask(operation, model_id=model_id, **{f"{operation}_input": given})
-        rows = [TensorRecord.checked(one["logprobs"]) for one in answer["loss_fn_outputs"]]
+        rows = [TensorRecord.checked(output["logprobs"]) for output in answer["loss_fn_outputs"]]
         return [row.to_numpy() for row in rows], answer["metrics"]
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,17 +201,17 @@ def gradient(trainer: Any, model_id: str, root: Path) -> dict[str, Tensor]:
     trainer.save_state(model_id, "gradient")
     prefix = "optimizer/exp_avg/"
     found = checkpoint_tensors(root, "gradient").items()
-    return {name.removeprefix(prefix): one for name, one in found if name.startswith(prefix)}
+    return {name.removeprefix(prefix): tensor for name, tensor in found if name.startswith(prefix)}
 
 
 def datum(tokens: Sequence[int], **inputs: Any) -> DatumRecord:
     """A datum of given token ids; keyword arguments are its loss inputs."""
     given = {"target_tokens": encode(np.asarray(tokens[1:]), "int64")}
-    given |= {name: encode(np.asarray(one), "float32") for name, one in inputs.items()}
+    given |= {name: encode(np.asarray(values), "float32") for name, values in inputs.items()}
     return DatumRecord.model_validate(
         {
             "model_input": {"chunks": [{"tokens": list(tokens[:-1])}]},
-            "loss_fn_inputs": {name: one.as_dict() for name, one in given.items()},
+            "loss_fn_inputs": {name: tensor.as_dict() for name, tensor in given.items()},
         }
     )
 
@@ -231,9 +231,9 @@ def assert_close(
 ) -> None:
     """Equal names, and values that differ by ``tolerance`` of the largest of each tensor."""
     assert found.keys() == expected.keys()
-    for name, one in expected.items():
-        limit = tolerance * max(1.0, float(one.abs().max()))
-        difference = float((found[name].float() - one.float()).abs().max())
+    for name, tensor in expected.items():
+        limit = tolerance * max(1.0, float(tensor.abs().max()))
+        difference = float((found[name].float() - tensor.float()).abs().max())
         assert difference <= limit, f"{name}: {difference:.2g}"
 
 

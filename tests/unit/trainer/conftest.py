@@ -130,11 +130,11 @@ def datum() -> Callable[..., DatumRecord]:
     def make(tokens: Sequence[int], targets: Any = None, **inputs: Any) -> DatumRecord:
         targets = tokens[1:] if targets is None else targets
         given = {"target_tokens": encode(np.asarray(targets), "int64")}
-        given |= {name: encode(np.asarray(one), "float32") for name, one in inputs.items()}
+        given |= {name: encode(np.asarray(values), "float32") for name, values in inputs.items()}
         return DatumRecord.model_validate(
             {
                 "model_input": {"chunks": [{"tokens": list(tokens[:-1])}]},
-                "loss_fn_inputs": {name: one.as_dict() for name, one in given.items()},
+                "loss_fn_inputs": {name: tensor.as_dict() for name, tensor in given.items()},
             }
         )
 

@@ -40,7 +40,7 @@ def train(engine: TrainerEngine, model_id: str, data: Any, steps: int = 1) -> No
 def held(root: Path, name: str) -> dict[str, str]:
     """Checksums of a checkpoint's tensors, weights and optimizer: equal ones have the same bits."""
     files = (root / "checkpoints" / name / "data").glob("*.safetensors")
-    return {key: checksum(one) for file in files for key, one in load_file(file).items()}
+    return {key: checksum(tensor) for file in files for key, tensor in load_file(file).items()}
 
 
 def flat(result: PassResult) -> np.ndarray:
@@ -54,16 +54,16 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(
 ) -> None:
     data = random_data(count=6)
     first, second = make_engine(dtype=dtype), make_engine(dtype=dtype)
-    one, other = first.create_model(lora), second.create_model(lora)
-    train(first, one, data, steps=3)
-    first.save_state(one, "step-3")
-    train(first, one, data, steps=2)
+    left, other = first.create_model(lora), second.create_model(lora)
+    train(first, left, data, steps=3)
+    first.save_state(left, "step-3")
+    train(first, left, data, steps=2)
 
     second.load_state(other, "step-3", with_optimizer=True)
     train(second, other, data, steps=2)
 
-    assert np.array_equal(flat(first.forward(one, data)), flat(second.forward(other, data)))
-    first.save_state(one, "unbroken")
+    assert np.array_equal(flat(first.forward(left, data)), flat(second.forward(other, data)))
+    first.save_state(left, "unbroken")
     second.save_state(other, "resumed")
     assert held(tmp_path, "resumed") == held(tmp_path, "unbroken")
     assert held(tmp_path, "resumed").keys() == held(tmp_path, "step-3").keys()
@@ -77,16 +77,16 @@ def test_without_its_optimizer_a_checkpoint_starts_a_fresh_one(
 ) -> None:
     data = random_data(count=6)
     first, second = make_engine(), make_engine()
-    one, other = first.create_model(), second.create_model()
-    train(first, one, data, steps=3)
-    first.save_state(one, "step-3")
+    left, other = first.create_model(), second.create_model()
+    train(first, left, data, steps=3)
+    first.save_state(left, "step-3")
 
     second.load_state(other, "step-3", with_optimizer=False)
 
-    assert np.array_equal(flat(first.forward(one, data)), flat(second.forward(other, data)))
-    train(first, one, data)
+    assert np.array_equal(flat(first.forward(left, data)), flat(second.forward(other, data)))
+    train(first, left, data)
     train(second, other, data)
-    assert not np.array_equal(flat(first.forward(one, data)), flat(second.forward(other, data)))
+    assert not np.array_equal(flat(first.forward(left, data)), flat(second.forward(other, data)))
 
 
 def test_loading_drops_the_accumulated_gradient(engine: TrainerEngine, random_data: Any) -> None:
@@ -302,7 +302,7 @@ def test_no_pickle_is_read_and_a_planted_one_is_never_opened(
     engine.load_state(model_id, "s", with_optimizer=True)
 
     assert str(folder / "manifest.json") in opened
-    assert not [one for one in opened if one.endswith(".metadata")]
+    assert not [path for path in opened if path.endswith(".metadata")]
 
 
 def test_the_rng_is_restored_with_the_optimizer_and_only_then(engine: TrainerEngine) -> None:
@@ -460,13 +460,13 @@ def test_a_snapshot_keeps_the_weights_of_its_moment(
     train(engine, model_id, data)
     module = load_model(qwen_folder).module
     assert engine.save_for_sampler(model_id, "step-1", metadata={"reward": 0.5}) == "step-1"
-    taken = {name: one.clone() for name, one in store.get("step-1").tensors.items()}
+    taken = {name: tensor.clone() for name, tensor in store.get("step-1").tensors.items()}
     train(engine, model_id, data)
 
     found = store.get("step-1")
     assert (found.kind, found.base_model) == ("base", "tiny")
     assert found.metadata == {"step": 1, "user": {"reward": 0.5}}
-    assert all(torch.equal(found.tensors[name], one) for name, one in taken.items())
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in taken.items())
     assert not torch.equal(found.tensors["model.norm.weight"], module.model.norm.weight)
     engine.close()
 
@@ -509,7 +509,7 @@ def test_a_merged_snapshot_is_a_whole_model(
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     snapshot = store.get("whole")
     assert snapshot.kind == "base"
-    assert all(torch.equal(merged[name], one) for name, one in snapshot.tensors.items())
+    assert all(torch.equal(merged[name], tensor) for name, tensor in snapshot.tensors.items())
     engine.close()
 
 

@@ -99,44 +99,44 @@ def test_forms_may_differ_from_datum_to_datum() -> None:
     ]
 
 
-def shorter_target(one: dict[str, Any]) -> None:
-    one["loss_fn_inputs"]["target_tokens"] = encode(np.arange(3), "int64", "base64").as_dict()
+def shorter_target(datum: dict[str, Any]) -> None:
+    datum["loss_fn_inputs"]["target_tokens"] = encode(np.arange(3), "int64", "base64").as_dict()
 
 
-def foreign_target(one: dict[str, Any]) -> None:
-    one["loss_fn_inputs"]["target_tokens"] = encode([1, 96, 3, 4], "int64", "base64").as_dict()
+def foreign_target(datum: dict[str, Any]) -> None:
+    datum["loss_fn_inputs"]["target_tokens"] = encode([1, 96, 3, 4], "int64", "base64").as_dict()
 
 
-def foreign_token(one: dict[str, Any]) -> None:
-    one["model_input"]["chunks"][0]["tokens"][2] = -1
+def foreign_token(datum: dict[str, Any]) -> None:
+    datum["model_input"]["chunks"][0]["tokens"][2] = -1
 
 
-def large_token(one: dict[str, Any]) -> None:
-    one["model_input"]["chunks"][0]["tokens"][2] = 2**70
+def large_token(datum: dict[str, Any]) -> None:
+    datum["model_input"]["chunks"][0]["tokens"][2] = 2**70
 
 
-def float_target(one: dict[str, Any]) -> None:
-    one["loss_fn_inputs"]["target_tokens"]["dtype"] = "float32"
+def float_target(datum: dict[str, Any]) -> None:
+    datum["loss_fn_inputs"]["target_tokens"]["dtype"] = "float32"
 
 
-def no_target(one: dict[str, Any]) -> None:
-    del one["loss_fn_inputs"]["target_tokens"]
+def no_target(datum: dict[str, Any]) -> None:
+    del datum["loss_fn_inputs"]["target_tokens"]
 
 
-def unknown_input(one: dict[str, Any]) -> None:
-    one["loss_fn_inputs"]["rewards"] = one["loss_fn_inputs"]["advantages"]
+def unknown_input(datum: dict[str, Any]) -> None:
+    datum["loss_fn_inputs"]["rewards"] = datum["loss_fn_inputs"]["advantages"]
 
 
-def no_base64(one: dict[str, Any]) -> None:
-    one["loss_fn_inputs"]["advantages"]["data"] = "no base64!"
+def no_base64(datum: dict[str, Any]) -> None:
+    datum["loss_fn_inputs"]["advantages"]["data"] = "no base64!"
 
 
-def few_bytes(one: dict[str, Any]) -> None:
-    one["loss_fn_inputs"]["advantages"]["data"] = "AAAAAA=="
+def few_bytes(datum: dict[str, Any]) -> None:
+    datum["loss_fn_inputs"]["advantages"]["data"] = "AAAAAA=="
 
 
-def no_tokens(one: dict[str, Any]) -> None:
-    one["model_input"]["chunks"] = []
+def no_tokens(datum: dict[str, Any]) -> None:
+    datum["model_input"]["chunks"] = []
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_large_states_go_into_several_files(
     parts = [name for name in entries if name.endswith(".safetensors")]
     assert len(parts) == 3
     sizes = [
-        sum(bits(one).__len__() for one in load_file(tmp_path / "data" / name).values())
+        sum(bits(tensor).__len__() for tensor in load_file(tmp_path / "data" / name).values())
         for name in parts
     ]
     assert max(sizes) <= 48

@@ -35,15 +35,15 @@ STEP = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, grad_clip
 POLICY_LOSSES = [name for name in BUILTIN_LOSSES if name != "cross_entropy"]
 
 
-def values(one: DatumRecord, name: str) -> torch.Tensor:
-    return torch.from_numpy(np.array(one.loss_fn_inputs[name].to_numpy()))
+def values(datum: DatumRecord, name: str) -> torch.Tensor:
+    return torch.from_numpy(np.array(datum.loss_fn_inputs[name].to_numpy()))
 
 
-def plain_logprobs(module: Any, one: DatumRecord) -> torch.Tensor:
+def plain_logprobs(module: Any, datum: DatumRecord) -> torch.Tensor:
     """Each datum alone, unpadded, through transformers' own logits."""
-    ids = torch.tensor([one.model_input.chunks[0].tokens])
+    ids = torch.tensor([datum.model_input.chunks[0].tokens])
     logprobs = module(ids).logits[0].float().log_softmax(-1)
-    return logprobs.gather(1, values(one, "target_tokens").reshape(len(logprobs), -1)).squeeze(1)
+    return logprobs.gather(1, values(datum, "target_tokens").reshape(len(logprobs), -1)).squeeze(1)
 
 
 def plain_gradient(module: Any, data: Data) -> Gradient:
@@ -51,17 +51,19 @@ def plain_gradient(module: Any, data: Data) -> Gradient:
     loss = torch.stack(
         [-(plain_logprobs(module, datum) * values(datum, "weights")).sum() for datum in data]
     ).sum()
-    named = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    named = {
+        name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
+    }
     found = torch.autograd.grad(loss, list(named.values()))
     return dict(zip(named, found, strict=True))
 
 
 def assert_same_gradient(found: Gradient, expected: Gradient, tolerance: float = 1e-5) -> None:
     assert found.keys() == expected.keys()
-    largest = max(float(one.abs().max()) for one in expected.values())
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
     assert largest > 0
-    for name, one in expected.items():
-        assert float((found[name] - one).abs().max()) <= tolerance * largest, name
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).abs().max()) <= tolerance * largest, name
 
 
 def flat(result: PassResult) -> np.ndarray:
@@ -78,16 +80,16 @@ def policy_data(engine: TrainerEngine, model_id: str, data: Data, seed: int = 0)
     rng = np.random.default_rng(seed)
     rows: list[Any] = []
     scored = engine.forward(model_id, data).logprobs
-    for one, logprobs in zip(data, scored, strict=True):
+    for datum, logprobs in zip(data, scored, strict=True):
         old = np.minimum(logprobs + rng.normal(size=logprobs.size) * 0.05, 0)
         inputs = {
-            "target_tokens": one.loss_fn_inputs["target_tokens"],
+            "target_tokens": datum.loss_fn_inputs["target_tokens"],
             "logprobs": encode(old, "float32"),
             "advantages": encode(
                 rng.normal(size=old.size) * (rng.random(old.size) < 0.7), "float32"
             ),
         }
-        rows.append(one.model_copy(update={"loss_fn_inputs": inputs}))
+        rows.append(datum.model_copy(update={"loss_fn_inputs": inputs}))
     return rows
 
 
@@ -208,8 +210,8 @@ def test_a_builtin_loss_and_the_clients_two_passes_give_one_gradient(
     loss = objective.evaluate(objective.make_batch(rows, inputs)).per_token.sum()
     loss.backward()
     weighted = [
-        _bare(one, weights=encode(-row.grad.numpy(), "float32"))  # pyright: ignore[reportOptionalMemberAccess]
-        for one, row in zip(data, rows, strict=True)
+        _bare(datum, weights=encode(-row.grad.numpy(), "float32"))  # pyright: ignore[reportOptionalMemberAccess]
+        for datum, row in zip(data, rows, strict=True)
     ]
     engine.forward_backward(model_id, weighted, "cross_entropy")
 
@@ -217,9 +219,9 @@ def test_a_builtin_loss_and_the_clients_two_passes_give_one_gradient(
     assert_same_gradient(gradient(engine, model_id), expected, tolerance=1e-6)
 
 
-def _bare(one: DatumRecord, **inputs: Any) -> DatumRecord:
-    kept = {"target_tokens": one.loss_fn_inputs["target_tokens"], **inputs}
-    return one.model_copy(update={"loss_fn_inputs": kept})
+def _bare(datum: DatumRecord, **inputs: Any) -> DatumRecord:
+    kept = {"target_tokens": datum.loss_fn_inputs["target_tokens"], **inputs}
+    return datum.model_copy(update={"loss_fn_inputs": kept})
 
 
 def test_gradients_add_up_over_calls(
@@ -294,13 +296,13 @@ def test_a_step_normalizes_the_accumulated_gradient(
 def test_temperature_divides_the_logits(
     engine: TrainerEngine, qwen_folder: Path, random_data: Any
 ) -> None:
-    (one,) = random_data(count=1)
-    result = engine.forward(engine.create_model(), [one], "cross_entropy", {"temperature": 0.5})
+    (datum,) = random_data(count=1)
+    result = engine.forward(engine.create_model(), [datum], "cross_entropy", {"temperature": 0.5})
 
     module = AutoModelForCausalLM.from_pretrained(qwen_folder).eval()
     with torch.no_grad():
-        logits = module(torch.tensor([one.model_input.chunks[0].tokens])).logits[0] / 0.5
-    expected = logits.log_softmax(-1).gather(1, values(one, "target_tokens")[:, None]).squeeze(1)
+        logits = module(torch.tensor([datum.model_input.chunks[0].tokens])).logits[0] / 0.5
+    expected = logits.log_softmax(-1).gather(1, values(datum, "target_tokens")[:, None]).squeeze(1)
     np.testing.assert_allclose(result.logprobs[0], expected.numpy(), rtol=0, atol=2e-5)
 
 
@@ -340,7 +342,7 @@ def test_a_step_without_a_gradient_changes_nothing(engine: TrainerEngine, tmp_pa
 
     assert (metrics["skipped"], metrics["step"]) == (1, 0)
     after = weights_of(engine, model_id, tmp_path / "after")
-    assert all(torch.equal(after[name], one) for name, one in before.items())
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("lora", [None, LoraOptions(rank=8, alpha=16)], ids=["full", "lora"])
@@ -503,7 +505,7 @@ def test_after_unloading_a_new_policy_starts_from_the_base(
     engine.forward_backward(first, data)
     engine.optim_step(first, STEP)
 
-    with pytest.raises(RequestError, match="one policy at most"):
+    with pytest.raises(RequestError, match="at most one policy"):
         engine.create_model()
     engine.unload(first)
     second = engine.create_model()
@@ -557,7 +559,7 @@ def test_sequences_up_to_the_models_last_position_are_scored(
 ) -> None:
     engine = make_engine(model_of("gpt2"))
     model_id = engine.create_model()
-    tokens = [int(one) for one in np.arange(101) % 90]
+    tokens = [int(token) for token in np.arange(101) % 90]
 
     assert engine.forward(model_id, [datum(tokens)]).logprobs[0].size == 100
     with pytest.raises(RequestError, match="1 to 100 tokens, got 101"):

@@ -77,11 +77,11 @@ def bare(data: Data) -> Data:
 
 
 def assert_same(found: Gradient, expected: Gradient, tolerance: float = 1e-6) -> None:
-    largest = max(float(one.abs().max()) for one in expected.values())
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
     assert largest > 0
     assert found.keys() == expected.keys()
-    for name, one in expected.items():
-        assert float((found[name] - one).abs().max()) <= tolerance * largest, name
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).abs().max()) <= tolerance * largest, name
 
 
 def trained(engine: TrainerEngine, model: str, data: Data, **options: Any) -> Any:
@@ -112,8 +112,8 @@ def test_the_gradient_of_two_calls_costs_one_forward_pass(
     assert len(passes) == 1
     assert_same(gradient(engine, model), expected)
     assert result.metrics == pytest.approx(expected_result.metrics, rel=1e-6)
-    for one, other in zip(result.logprobs, scored.logprobs, strict=True):
-        assert np.array_equal(one, other)
+    for logprobs, other in zip(result.logprobs, scored.logprobs, strict=True):
+        assert np.array_equal(logprobs, other)
     assert are_free(graphs)
 
 
@@ -154,7 +154,7 @@ def test_a_graph_is_used_up(
     trained(engine, model, data, graph="a")
 
     assert len(passes) == 1
-    assert_same(gradient(engine, model), {name: 2 * one for name, one in once.items()})
+    assert_same(gradient(engine, model), {name: 2 * value for name, value in once.items()})
 
 
 def test_gradients_of_kept_and_computed_passes_add_up(
@@ -217,9 +217,9 @@ def test_what_may_change_the_weights_forgets_the_graph(
     # With the weights of now.
     found = engine.forward(model, data)
     computed = trained(engine, model, data)
-    for one, expected in zip(computed.logprobs, found.logprobs, strict=True):
-        np.testing.assert_allclose(one, expected, rtol=0, atol=1e-6)
-    assert sum(float(one.abs().sum()) for one in gradient(engine, model).values()) > 0
+    for logprobs, expected in zip(computed.logprobs, found.logprobs, strict=True):
+        np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-6)
+    assert sum(float(tensor.abs().sum()) for tensor in gradient(engine, model).values()) > 0
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
@@ -467,8 +467,10 @@ def test_models_that_are_not_trained_keep_nothing(
     named = engine.forward(model, bare(data), graph="a")
 
     assert graphs == []
-    for one, other in zip(named.logprobs, engine.forward(model, bare(data)).logprobs, strict=True):
-        assert np.array_equal(one, other)
+    for logprobs, other in zip(
+        named.logprobs, engine.forward(model, bare(data)).logprobs, strict=True
+    ):
+        assert np.array_equal(logprobs, other)
     with pytest.raises(ForwardOnlyError):
         trained(engine, model, data, graph="a")
 

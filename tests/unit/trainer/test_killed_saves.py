@@ -18,8 +18,8 @@ def test_a_save_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path
     rounds = [json.loads(line) for line in ran.stdout.splitlines()]
     assert len(rounds) == 20
     # What had returned is there, or the one that was being written.
-    assert all(0 <= one["found"] - one["returned"] <= 1 for one in rounds)
+    assert all(0 <= counts["found"] - counts["returned"] <= 1 for counts in rounds)
     # Kills did interrupt saves, and the next save has swept what they left.
-    assert sum(bool(one["left"]) for one in rounds) >= 5
+    assert sum(bool(counts["left"]) for counts in rounds) >= 5
     assert rounds[-1]["found"] >= 5
     assert [path.name for path in root.iterdir()] == ["last"]

@@ -75,8 +75,8 @@ def test_chunks_change_neither_logprobs_nor_gradient(
 
     whole, in_chunks = run(2**20), run(1)
     assert torch.equal(whole[0], in_chunks[0])
-    for one, other in zip(whole[1], in_chunks[1], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    for gradient, other in zip(whole[1], in_chunks[1], strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
 
 
 def test_the_logits_of_all_tokens_never_exist_at_once(qwen_folder: Path) -> None:
@@ -105,7 +105,7 @@ def test_what_stays_for_the_backward_pass_is_not_the_logits(qwen_folder: Path) -
         saved.append(tensor.numel())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scorer.logprobs(hidden, torch.zeros(2000, 1, dtype=torch.int64))
 
     assert max(saved, default=0) <= 100 * 64
@@ -135,8 +135,8 @@ def test_several_targets_share_a_token(qwen_folder: Path) -> None:
         found = scorer.logprobs(hidden, every)
 
     torch.testing.assert_close(found.exp().sum(1), torch.ones(120), rtol=0, atol=1e-5)
-    one = scorer.logprobs(hidden, TARGETS)
-    torch.testing.assert_close(found.gather(1, TARGETS), one, rtol=0, atol=1e-5)
+    expected = scorer.logprobs(hidden, TARGETS)
+    torch.testing.assert_close(found.gather(1, TARGETS), expected, rtol=0, atol=1e-5)
 
 
 def test_a_head_that_does_more_than_its_config_says_is_refused(qwen_folder: Path) -> None:

@@ -22,7 +22,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
 
 
 def backward(given: dict[str, nn.Parameter], *gradient: float) -> None:
-    values = torch.cat([one.float() for one in given.values()])
+    values = torch.cat([parameter.float() for parameter in given.values()])
     (values * torch.tensor(gradient)).sum().backward()
 
 
@@ -42,7 +42,7 @@ def test_a_step_is_adamw_with_decoupled_decay() -> None:
             weights[index] *= 1 - adam.learning_rate * 0.2
             weights[index] -= adam.learning_rate * mean / (math.sqrt(scale) + 1e-8)
 
-    found = torch.cat([one.detach() for one in given.values()])
+    found = torch.cat([parameter.detach() for parameter in given.values()])
     torch.testing.assert_close(found, torch.tensor(weights), rtol=1e-5, atol=1e-6)
 
 
@@ -83,12 +83,12 @@ def test_clipping_is_off_at_zero() -> None:
 def test_without_a_gradient_nothing_happens_and_the_metrics_say_so() -> None:
     given = parameters()
     optimizer = Optimizer(given)
-    before = torch.cat([one.detach().clone() for one in given.values()])
+    before = torch.cat([parameter.detach().clone() for parameter in given.values()])
 
     metrics = optimizer.step(ADAM.model_copy(update={"weight_decay": 0.5}), "num_loss_tokens")
 
     assert (metrics["skipped"], metrics["denominator"], metrics["grad_norm"]) == (1, 1, 0)
-    assert torch.equal(torch.cat([one.detach() for one in given.values()]), before)
+    assert torch.equal(torch.cat([parameter.detach() for parameter in given.values()]), before)
     assert optimizer.state_tensors() == {}
 
 
@@ -150,22 +150,24 @@ def test_bfloat16_gradients_add_up_in_float32() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_restored_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
     first, second = parameters(dtype), parameters(dtype)
-    one, other = Optimizer(first), Optimizer(second)
+    original, other = Optimizer(first), Optimizer(second)
     for gradient in ((1.0, 2.0, 3.0), (0.3, -1.0, 2.0)):
         backward(first, *gradient)
-        one.record_pass(GradientCounts(1, 1))
-        one.step(ADAM)
+        original.record_pass(GradientCounts(1, 1))
+        original.step(ADAM)
 
     with torch.no_grad():
         for name, parameter in second.items():
             parameter.copy_(first[name])
-    other.load_state_tensors({name: value.clone() for name, value in one.state_tensors().items()})
-    for given, optimizer in ((first, one), (second, other)):
+    other.load_state_tensors(
+        {name: value.clone() for name, value in original.state_tensors().items()}
+    )
+    for given, optimizer in ((first, original), (second, other)):
         backward(given, 0.7, 0.1, -2.0)
         optimizer.record_pass(GradientCounts(1, 1))
         optimizer.step(ADAM)
 
-    mine, theirs = one.state_tensors(), other.state_tensors()
+    mine, theirs = original.state_tensors(), other.state_tensors()
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -157,7 +157,7 @@ def data(datum: Callable[..., DatumRecord]) -> list[DatumRecord]:
     # Also with the padding token, as any other.
     texts.append([7, 7, *tokens(4), 7])
     order = rng.permutation(len(texts))
-    return [datum(texts[one], weights=rng.normal(size=len(texts[one]) - 1)) for one in order]
+    return [datum(texts[place], weights=rng.normal(size=len(texts[place]) - 1)) for place in order]
 
 
 @dataclass(frozen=True)
@@ -183,12 +183,19 @@ def train(
     work = Pass(
         scorer, OBJECTIVE, read_datums(data, OBJECTIVE, LIMITS), LIMITS, budget, temperature
     )
-    named = {name: one for name, one in loaded.module.named_parameters() if one.requires_grad}
-    for one in named.values():
-        one.grad = None
+    named = {
+        name: parameter
+        for name, parameter in loaded.module.named_parameters()
+        if parameter.requires_grad
+    }
+    for parameter in named.values():
+        parameter.grad = None
     result, _ = work.forward_backward()
-    zeros = {name: torch.zeros_like(one) for name, one in named.items()}
-    gradient = {name: zeros[name] if one.grad is None else one.grad for name, one in named.items()}
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
+    gradient = {
+        name: zeros[name] if parameter.grad is None else parameter.grad
+        for name, parameter in named.items()
+    }
     return Trained(result, gradient)
 
 
@@ -197,11 +204,11 @@ def assert_same(found: Trained, expected: Trained, tolerance: float = 1e-5) -> N
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=tolerance)
     assert float(expected.logprobs.std()) > 0.3
     # Biases of keys move all scores of a query alike, and their gradient is noise about zero.
-    noise = 1e-5 * max(float(one.abs().max()) for one in expected.gradient.values())
+    noise = 1e-5 * max(float(gradient.abs().max()) for gradient in expected.gradient.values())
     assert found.gradient.keys() == expected.gradient.keys()
-    for name, one in expected.gradient.items():
-        allowed = max(noise, tolerance * float(one.abs().max()))
-        assert float((found.gradient[name] - one).abs().max()) <= allowed, name
+    for name, gradient in expected.gradient.items():
+        allowed = max(noise, tolerance * float(gradient.abs().max()))
+        assert float((found.gradient[name] - gradient).abs().max()) <= allowed, name
 
 
 def batches(scorer: TargetScorer, data: Sequence[DatumRecord], budget: int = 4096) -> Any:
@@ -285,13 +292,13 @@ def test_logprobs_do_not_depend_on_the_order_of_the_data_by_a_bit(
     order = np.random.default_rng(1).permutation(len(data))
 
     expected = train(loaded, packed, data, budget=100)
-    found = train(loaded, packed, [data[one] for one in order], budget=100)
+    found = train(loaded, packed, [data[place] for place in order], budget=100)
 
-    for place, one in enumerate(order):
-        assert np.array_equal(found.result.logprobs[place], expected.result.logprobs[one])
-    largest = max(float(one.abs().max()) for one in expected.gradient.values())
-    for name, one in expected.gradient.items():
-        assert float((found.gradient[name] - one).abs().max()) <= 1e-5 * largest
+    for place, source in enumerate(order):
+        assert np.array_equal(found.result.logprobs[place], expected.result.logprobs[source])
+    largest = max(float(gradient.abs().max()) for gradient in expected.gradient.values())
+    for name, gradient in expected.gradient.items():
+        assert float((found.gradient[name] - gradient).abs().max()) <= 1e-5 * largest
 
 
 def test_a_packed_text_scores_as_alone_by_a_bit(
@@ -302,8 +309,8 @@ def test_a_packed_text_scores_as_alone_by_a_bit(
 
     together = train(loaded, packed, data).result.logprobs
 
-    for one, expected in zip(data, together, strict=True):
-        assert np.array_equal(train(loaded, packed, [one]).result.logprobs[0], expected)
+    for datum, expected in zip(data, together, strict=True):
+        assert np.array_equal(train(loaded, packed, [datum]).result.logprobs[0], expected)
 
 
 def test_the_frozen_reference_is_the_base_without_its_adapter(
@@ -318,9 +325,9 @@ def test_the_frozen_reference_is_the_base_without_its_adapter(
     policy = work.forward().logprobs
 
     expected = train(base, scorers(base)[1], data).result.logprobs
-    for one, other in zip(reference, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
-    assert max(np.abs(one - two).max() for one, two in zip(policy, reference, strict=True)) > 0.1
+    for logprobs, other in zip(reference, expected, strict=True):
+        np.testing.assert_allclose(logprobs, other, rtol=0, atol=1e-5)
+    assert max(np.abs(left - two).max() for left, two in zip(policy, reference, strict=True)) > 0.1
 
 
 def test_the_padding_tokens_embedding_gets_no_gradient(
@@ -405,14 +412,14 @@ def test_rows_beyond_the_first_rotations_are_computed_too(
 
 def test_a_shared_prefix_is_computed_once(data: list[DatumRecord], datum: Any) -> None:
     prompt = list(range(1, 41))
-    group = [datum([*prompt, 50 + one, *range(60, 80)]) for one in range(8)]
+    group = [datum([*prompt, 50 + number, *range(60, 80)]) for number in range(8)]
 
     (batch,) = split_packed(read_datums(group, OBJECTIVE, LIMITS), 4096)
 
     # 40 rows of the prompt and 20 of each completion, filled up to a multiple of 32.
     assert batch.num_tokens == 224
-    assert batch.rows.numel() == 8 * 60
-    assert batch.rows.unique().numel() == 40 + 8 * 20
+    assert batch.token_places.numel() == 8 * 60
+    assert batch.token_places.unique().numel() == 40 + 8 * 20
 
 
 @pytest.mark.parametrize("budget", [1, 32, 33, 50, 64, 100, 129, 4096])
@@ -429,9 +436,9 @@ def test_packed_rows_are_the_texts_within_the_budget(data: list[DatumRecord], bu
         assert batch.num_tokens % 32 == 0
         assert batch.num_tokens <= max(budget, -(-longest // 32) * 32)
         lengths = [example.length for example in batch.examples]
-        for one, rows in zip(batch.examples, batch.rows.split(lengths), strict=True):
-            assert torch.equal(batch.tokens[rows], one.tokens)
-            assert torch.equal(batch.positions[rows], torch.arange(one.length))
+        for example, rows in zip(batch.examples, batch.token_places.split(lengths), strict=True):
+            assert torch.equal(batch.tokens[rows], example.tokens)
+            assert torch.equal(batch.positions[rows], torch.arange(example.length))
         assert torch.equal(
             batch.targets, torch.cat([example.targets for example in batch.examples])
         )

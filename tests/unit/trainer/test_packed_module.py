@@ -157,17 +157,21 @@ def train(
     loaded.module.zero_grad()
     work = Pass(scorer, OBJECTIVE, read_datums(data, OBJECTIVE, LIMITS), LIMITS, budget)
     result, _ = work.forward_backward()
-    named = {name: one for name, one in loaded.module.named_parameters() if one.requires_grad}
+    named = {
+        name: parameter
+        for name, parameter in loaded.module.named_parameters()
+        if parameter.requires_grad
+    }
     return result.logprobs, {name: one.grad.clone() for name, one in named.items()}  # type: ignore[union-attr]
 
 
 def assert_same(found: Trained, expected: Trained, tolerance: float = 1e-5) -> None:
-    for one, other in zip(found[0], expected[0], strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
-    largest = max(float(one.abs().max()) for one in expected[1].values())
+    for logprobs, other in zip(found[0], expected[0], strict=True):
+        np.testing.assert_allclose(logprobs, other, rtol=0, atol=tolerance)
+    largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
     assert found[1].keys() == expected[1].keys()
-    for name, one in expected[1].items():
-        assert float((found[1][name] - one).abs().max()) <= tolerance * largest, name
+    for name, gradient in expected[1].items():
+        assert float((found[1][name] - gradient).abs().max()) <= tolerance * largest, name
 
 
 def kinds(scorer: TargetScorer, data: list[DatumRecord]) -> set[type]:
@@ -210,12 +214,12 @@ def test_attention_within_segments_is_that_under_the_dense_mask(
     for batch in split_packed(read_datums(data, OBJECTIVE, LIMITS), budget):
         rows = batch.num_tokens
         made = [torch.randn(rows, count, 8, dtype=torch.float64) for count in (4, 2, 2)]
-        q, k, v = (one.requires_grad_() for one in made)
+        q, k, v = (tensor.requires_grad_() for tensor in made)
         weights = torch.randn(rows, 4, 8, dtype=torch.float64)
 
         mixed = attend(q, k, v, find_segments(batch.tree, CPU), 0.3, kernel)
         dense = torch.nn.functional.scaled_dot_product_attention(
-            *(one.transpose(0, 1) for one in (q, k, v)),
+            *(tensor.transpose(0, 1) for tensor in (q, k, v)),
             attn_mask=make_mask(batch.tree),
             scale=0.3,
             enable_gqa=True,
@@ -224,12 +228,12 @@ def test_attention_within_segments_is_that_under_the_dense_mask(
         assert mixed.shape == dense.shape
         assert float((mixed - dense).detach().abs().max()) <= 1e-12
         # Gradients of gathered rows add up in float32.
-        for one, other in zip(
+        for actual, other in zip(
             torch.autograd.grad((mixed * weights).sum(), (q, k, v)),
             torch.autograd.grad((dense * weights).sum(), (q, k, v)),
             strict=True,
         ):
-            assert float((one - other).abs().max()) <= 1e-6 * float(other.abs().max())
+            assert float((actual - other).abs().max()) <= 1e-6 * float(other.abs().max())
 
 
 def test_visible_is_what_each_text_sees_of_itself(data: list[DatumRecord]) -> None:
@@ -238,7 +242,7 @@ def test_visible_is_what_each_text_sees_of_itself(data: list[DatumRecord]) -> No
     for batch in split_packed(examples, 100):
         seen = make_mask(batch.tree)
         lengths = [example.length for example in batch.examples]
-        for rows in batch.rows.split(lengths):
+        for rows in batch.token_places.split(lengths):
             count = len(rows)
             assert torch.equal(seen[rows][:, rows], torch.ones(count, count).tril().bool())
             assert seen[rows[-1]].sum() == count
@@ -246,14 +250,14 @@ def test_visible_is_what_each_text_sees_of_itself(data: list[DatumRecord]) -> No
 
 def test_gathered_keys_are_not_kept_for_the_backward_pass(datum: Any) -> None:
     prompt = list(range(1, 41))
-    group = [datum([*prompt, 50 + one, *range(60, 80)]) for one in range(8)]
+    group = [datum([*prompt, 50 + number, *range(60, 80)]) for number in range(8)]
     (batch,) = split_packed(read_datums(group, OBJECTIVE, LIMITS), 4096)
     segments = find_segments(batch.tree, CPU)
     q, k, v = (torch.randn(batch.num_tokens, 2, 8, requires_grad=True) for _ in range(3))
     saved: list[int] = []
 
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda one: (saved.append(len(one)), one)[1], lambda one: one
+        lambda tensor: (saved.append(len(tensor)), tensor)[1], lambda tensor: tensor
     ):
         attend(q, k, v, segments, 0.3, kernel)
 
@@ -309,8 +313,8 @@ def test_several_scorers_of_one_module_all_pack(read: Any, data: list[DatumRecor
     work = Pass(second, OBJECTIVE, read_datums(data, OBJECTIVE, LIMITS), LIMITS, 4096)
     with base_only(loaded):
         found = work.forward().logprobs
-    for one, other in zip(found, train(base, TargetScorer(base), data)[0], strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+    for logprobs, other in zip(found, train(base, TargetScorer(base), data)[0], strict=True):
+        np.testing.assert_allclose(logprobs, other, rtol=0, atol=1e-5)
 
 
 def test_several_targets_per_token_take_padded_rows(
@@ -353,9 +357,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, tuple) else (made,):
-            if isinstance(one, Tensor):
-                self.elements = max(self.elements, one.numel())
+        for tensor in made if isinstance(made, tuple) else (made,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
         return made
 
 
@@ -364,7 +368,7 @@ def test_no_mask_of_rows_by_rows_is_made(read: Any) -> None:
     packed = PackedModule.from_model(loaded, kernel)
     assert packed is not None
     count, length = 48, 32
-    heads = torch.tensor([[one * length, length, 0, 0] for one in range(count)])
+    heads = torch.tensor([[number * length, length, 0, 0] for number in range(count)])
     tree = Tree(heads, torch.tensor([[0, 0]]), length)
     positions = torch.arange(length).repeat(count)
 

@@ -66,7 +66,7 @@ def test_every_token_stands_in_exactly_one_place(lengths: list[int], budget: int
     )
     for batch in batches:
         assert len(batch.examples) == 1 or batch.input_ids.numel() <= budget
-        flat = batch.input_ids.flatten()[batch.rows].tolist()
+        flat = batch.input_ids.flatten()[batch.token_places].tolist()
         assert flat == [
             example.index % 90 + 1 for example in batch.examples for _ in range(example.length)
         ]
@@ -79,20 +79,20 @@ def test_a_budget_below_one_is_refused(datum: Any) -> None:
 
 
 def test_chunks_of_an_input_are_joined(datum: Any) -> None:
-    one = datum([1, 2, 3, 4])
-    one.model_input.chunks *= 2
-    one.loss_fn_inputs["target_tokens"] = encode([5] * 6, "int64")
+    given = datum([1, 2, 3, 4])
+    given.model_input.chunks *= 2
+    given.loss_fn_inputs["target_tokens"] = encode([5] * 6, "int64")
 
-    (example,) = read_datums([one], CROSS_ENTROPY, LIMITS)
+    (example,) = read_datums([given], CROSS_ENTROPY, LIMITS)
 
     assert example.tokens.tolist() == [1, 2, 3, 1, 2, 3]
 
 
 def test_masks_may_be_integers(datum: Any) -> None:
-    one = datum([1, 2, 3])
-    one.loss_fn_inputs["loss_mask"] = encode([0, 1], "int64")
+    given = datum([1, 2, 3])
+    given.loss_fn_inputs["loss_mask"] = encode([0, 1], "int64")
 
-    (example,) = read_datums([one], CROSS_ENTROPY, LIMITS)
+    (example,) = read_datums([given], CROSS_ENTROPY, LIMITS)
 
     assert example.inputs["loss_mask"].tolist() == [0.0, 1.0]
 
@@ -101,25 +101,25 @@ Change = Callable[[DatumRecord], None]
 
 
 def set_input(name: str, values: Any, dtype: Any = "float32") -> Change:
-    def change(one: DatumRecord) -> None:
-        one.loss_fn_inputs[name] = encode(np.asarray(values), dtype)
+    def change(datum: DatumRecord) -> None:
+        datum.loss_fn_inputs[name] = encode(np.asarray(values), dtype)
 
     return change
 
 
 def set_tokens(*tokens: int) -> Change:
-    def change(one: DatumRecord) -> None:
-        one.model_input.chunks[0].tokens = list(tokens)
+    def change(datum: DatumRecord) -> None:
+        datum.model_input.chunks[0].tokens = list(tokens)
 
     return change
 
 
-def make_image(one: DatumRecord) -> None:
-    one.model_input.chunks[0].type = "image"
+def make_image(datum: DatumRecord) -> None:
+    datum.model_input.chunks[0].type = "image"
 
 
-def drop_targets(one: DatumRecord) -> None:
-    del one.loss_fn_inputs["target_tokens"]
+def drop_targets(datum: DatumRecord) -> None:
+    del datum.loss_fn_inputs["target_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -149,11 +149,11 @@ def test_a_bad_datum_is_named_with_its_index(datum: Any, change: Change, message
 
 
 def test_policy_losses_take_one_target_per_token(datum: Any) -> None:
-    one = datum([1, 2, 3], targets=[[1, 2], [3, 4]])
+    given = datum([1, 2, 3], targets=[[1, 2], [3, 4]])
 
     with pytest.raises(RequestError, match=r"target_tokens of ppo must have shape \[2\]"):
-        read_datums([one], builtin_objective("ppo"), LIMITS)
-    (example,) = read_datums([one], CROSS_ENTROPY, LIMITS)
+        read_datums([given], builtin_objective("ppo"), LIMITS)
+    (example,) = read_datums([given], CROSS_ENTROPY, LIMITS)
     assert example.target_shape == (2, 2)
 
 

@@ -147,7 +147,7 @@ async def test_each_operation_is_announced_and_then_idle(futures: FutureStore) -
         operations.submit_numbered("m", 1, lambda: done("a"), phase="forward"),
         operations.submit_numbered("m", 2, lambda: done(str(1 // 0)), phase="optim_step"),
     ]
-    answers = [await result(futures, one) for one in ran]
+    answers = [await result(futures, request_id) for request_id in ran]
     operations.close()
 
     assert answers[1] == {"path": "a"}

@@ -47,7 +47,7 @@ def kept_bytes(loaded: LoadedModel, data: Any, **options: Any) -> int:
             kept[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         scorer.states(batch)
     return sum(kept.values())
 
@@ -82,9 +82,9 @@ def test_gradients_have_the_same_bits(
     (result, kept), (other, computed_again) = found[None], found[1]
     assert all((a == b).all() for a, b in zip(result.logprobs, other.logprobs, strict=True))
     assert kept.keys() == computed_again.keys()
-    assert any(bool(one.any()) for one in kept.values())
-    for name, one in kept.items():
-        assert torch.equal(one, computed_again[name]), name
+    assert any(bool(gradient.any()) for gradient in kept.values())
+    for name, gradient in kept.items():
+        assert torch.equal(gradient, computed_again[name]), name
 
 
 def test_a_long_pass_keeps_what_enters_its_layers_and_a_short_one_everything(

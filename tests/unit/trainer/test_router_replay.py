@@ -85,9 +85,12 @@ def rows_of(result) -> np.ndarray:
 def test_logprobs_are_those_of_a_plain_computation_with_these_experts(trainer, loaded, routed_data):
     engine, model = trainer
     plain, forced, experts = routed_data()
-    exact = {name: one.double() for name, one in loaded.module.state_dict().items()}
+    exact = {name: tensor.double() for name, tensor in loaded.module.state_dict().items()}
 
-    for data, choices in ((forced, [one for _, one in experts]), (plain, [None] * len(plain))):
+    for data, choices in (
+        (forced, [choice for _, choice in experts]),
+        (plain, [None] * len(plain)),
+    ):
         expected = [
             plain_logprobs(exact, tokens, choice)[0].numpy()
             for (tokens, _), choice in zip(experts, choices, strict=True)
@@ -105,8 +108,8 @@ def test_gradients_are_those_of_a_plain_computation_in_float64(
     engine, model = trainer
     _, forced, experts = routed_data()
     exact = {
-        name: one.double().requires_grad_()
-        for name, one in loaded.module.state_dict().items()
+        name: tensor.double().requires_grad_()
+        for name, tensor in loaded.module.state_dict().items()
         if name != "lm_head.weight"
     }
     total = torch.zeros((), dtype=torch.float64)
@@ -119,9 +122,9 @@ def test_gradients_are_those_of_a_plain_computation_in_float64(
     found = gradient(engine, model)
 
     assert found.keys() == exact.keys()
-    for name, one in exact.items():
-        assert one.grad is not None
-        error = (found[name] - one.grad).abs().max() / one.grad.abs().max()
+    for name, tensor in exact.items():
+        assert tensor.grad is not None
+        error = (found[name] - tensor.grad).abs().max() / tensor.grad.abs().max()
         assert error <= 2e-5, name
     # The router learns of the experts that were forced on it.
     for layer in range(LAYERS):
@@ -148,8 +151,8 @@ def test_what_shares_a_pass_and_how_it_is_cut_changes_nothing(
 
     for other, found in zip(logprobs[1:], gradients[1:], strict=True):
         assert np.abs(other - logprobs[0]).max() <= 1e-5
-        for name, one in gradients[0].items():
-            assert (found[name] - one).abs().max() <= 2e-5 * one.abs().max(), name
+        for name, gradient in gradients[0].items():
+            assert (found[name] - gradient).abs().max() <= 2e-5 * gradient.abs().max(), name
 
 
 def test_own_choices_given_back_change_no_bit(trainer, loaded, datum):
@@ -196,8 +199,10 @@ def test_layers_that_are_computed_once_more_go_to_the_same_experts(folder, route
         gradients.append({n: p.grad for n, p in module.named_parameters()})
         assert len(calls) == len(split_padded(passes.examples, 128, limits)) * (1 + forgets)
 
-    for name, one in gradients[0].items():
-        assert torch.allclose(gradients[1][name], one, rtol=0, atol=1e-6 * one.abs().max()), name
+    for name, gradient in gradients[0].items():
+        assert torch.allclose(
+            gradients[1][name], gradient, rtol=0, atol=1e-6 * gradient.abs().max()
+        ), name
 
 
 # What it is for: a router that is off by next to nothing.
@@ -230,8 +235,8 @@ def test_replay_closes_the_gap_that_a_perturbed_router_opens(
     replayed = routed(free, before + encode_routing(drawn.routing))
 
     gaps = [
-        np.abs(rows_of(engine.forward(model, [one]))[len(prompt) - 1 :] - drawn.logprobs).max()
-        for one in (free, replayed)
+        np.abs(rows_of(engine.forward(model, [datum]))[len(prompt) - 1 :] - drawn.logprobs).max()
+        for datum in (free, replayed)
     ]
 
     assert gaps[0] > 0.1

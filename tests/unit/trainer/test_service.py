@@ -333,7 +333,10 @@ def test_one_app_serves_several_event_loops(
         given = data_of(datum([5, 6]))
         return await client.numbered("forward", client_state["id"], forward_input=given)
 
-    client_state |= {"id": asyncio.run(use(lambda one: one.create_model()))["model_id"], "seq": 0}
+    client_state |= {
+        "id": asyncio.run(use(lambda client: client.create_model()))["model_id"],
+        "seq": 0,
+    }
     first, second = asyncio.run(use(score)), asyncio.run(use(score))
 
     assert first == second

@@ -39,8 +39,8 @@ def updated(make_engine: MakeEngine, data: Sequence[DatumRecord], folder: Path) 
         engine.optim_step(model, AdamParams(learning_rate=1e-2, grad_clip_norm=1.0))
     engine.save_state(model, "after", overwrite=True)
     files = sorted((folder / "checkpoints" / "after" / "data").glob("*.safetensors"))
-    tensors = {name: one for file in files for name, one in load_file(file).items()}
-    return {name: one.numpy().tobytes() for name, one in tensors.items()}
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("threads", [2, 3])

@@ -60,8 +60,8 @@ def test_every_operation_of_the_engine_is_told_to_the_ranks() -> None:
     """What changes a model runs alone, and what runs alone is told."""
     told = {
         name
-        for name, one in vars(TrainerEngine).items()
-        if inspect.unwrap(one) is not one and callable(one)
+        for name, member in vars(TrainerEngine).items()
+        if inspect.unwrap(member) is not member and callable(member)
     }
 
     assert told == {

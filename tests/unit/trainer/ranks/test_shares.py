@@ -25,15 +25,15 @@ def test_every_sequence_is_one_ranks(
     split = assign_sequences(sequences, ranks, shares_prefixes=shares_prefixes)
 
     assert len(split) == ranks
-    assert sorted(place for one in split for place in one) == list(range(len(lengths)))
-    assert all(one == sorted(one) for one in split)
+    assert sorted(place for places in split for place in places) == list(range(len(lengths)))
+    assert all(places == sorted(places) for places in split)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(1, 5))
 def test_no_rank_has_more_than_a_fair_share_and_the_longest(lengths: list[int], ranks: int) -> None:
     split = assign_sequences(texts(*lengths), ranks, shares_prefixes=False)
 
-    most = max(sum(lengths[place] for place in one) for one in split)
+    most = max(sum(lengths[place] for place in places) for places in split)
     assert most <= sum(lengths) / ranks + max(lengths)
 
 
@@ -57,8 +57,8 @@ def test_what_shares_a_beginning_stays_together_where_it_is_computed_once() -> N
 
 
 def test_a_beginning_that_all_share_is_computed_by_each_rank() -> None:
-    one = [sequence for place, sequence in enumerate(groups()) if place % 2 == 0] * 4
+    sequences = [sequence for place, sequence in enumerate(groups()) if place % 2 == 0] * 4
 
-    split = assign_sequences(one, 2, shares_prefixes=True)
+    split = assign_sequences(sequences, 2, shares_prefixes=True)
 
     assert all(split)
