@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Generator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -283,15 +283,9 @@ def restore_rng(states: Mapping[str, str], device: torch.device) -> None:
 
 
 def _parse_facts(manifest: Mapping[str, Any]) -> CheckpointFacts:
-    lora = manifest["lora"]
-    return CheckpointFacts(
-        base_model=manifest["base_model"],
-        lora=LoraOptions(**lora) if lora else None,
-        steps=manifest["steps"],
-        created_s=manifest["created_s"],
-        seq_id=manifest["seq_id"],
-        metadata=manifest["metadata"],
-    )
+    values = {entry.name: manifest[entry.name] for entry in fields(CheckpointFacts)}
+    lora = LoraOptions(**values["lora"]) if values["lora"] else None
+    return CheckpointFacts(**{**values, "lora": lora})
 
 
 def _drop_seed(lora: LoraOptions | None) -> dict[str, Any] | None:
@@ -302,11 +296,7 @@ def _drop_seed(lora: LoraOptions | None) -> dict[str, Any] | None:
 
 
 def _select_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        key.removeprefix(prefix): tensor
-        for key, tensor in tensors.items()
-        if key.startswith(prefix)
-    }
+    return {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
 
 
 def _compute_digest(manifest: Mapping[str, Any]) -> str:

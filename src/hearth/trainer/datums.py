@@ -64,20 +64,18 @@ class _Columns:
         lengths: list[int] = []
         ids: list[int] = []
         for datum in data:
-            (chunk, *more), inputs = datum.model_input.chunks or (None,), datum.loss_fn_inputs
+            (chunk, *more), own = datum.model_input.chunks or (None,), datum.loss_fn_inputs
             if chunk is None or more or chunk.type != "encoded_text" or not chunk.tokens:
                 return None
-            if datum.model_input.routing_matrices or inputs.keys() != names:
+            if datum.model_input.routing_matrices or own.keys() != names:
                 return None
             shape = [len(chunk.tokens)]
-            if any(record.shape != shape for record in inputs.values()):
+            if any(record.shape != shape for record in own.values()):
                 return None
             lengths += shape
             ids += chunk.tokens
-        columns = {
-            name: _join_values([datum.loss_fn_inputs[name] for datum in data], lengths)
-            for name in names
-        }
+        sent = [datum.loss_fn_inputs for datum in data]
+        columns = {name: _join_values([own[name] for own in sent], lengths) for name in names}
         if any(values is None for values in columns.values()):
             return None
         try:

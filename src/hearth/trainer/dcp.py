@@ -69,10 +69,8 @@ def load_tensors(folder: Path, entries: Mapping[str, FileEntry]) -> dict[str, Te
         EngineError: a file is missing, unknown, truncated or changed; it is named.
     """
     verify_files(folder, entries)
-    tensors = {
-        name: torch.empty_like(stored, device="cpu")
-        for name, stored in describe_tensors(folder).items()
-    }
+    stored = describe_tensors(folder)
+    tensors = {name: torch.empty_like(stored[name], device="cpu") for name in stored}
     load_into(folder, tensors)
     return tensors
 

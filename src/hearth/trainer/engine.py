@@ -278,12 +278,8 @@ class TrainerEngine:
             seq_id=seq_id,
             metadata=dict(metadata or {}),
         )
-        state = TrainerState(
-            facts=facts,
-            weights=self._collect_stored(model),
-            optimizer=optimizer.state_tensors(),
-            rng=read_rng(model.loaded.device),
-        )
+        weights, moments = self._collect_stored(model), optimizer.state_tensors()
+        state = TrainerState(facts, weights, moments, read_rng(model.loaded.device))
         self._write_checkpoint(name, state, overwrite=overwrite)
         return name
 
@@ -433,7 +429,6 @@ class TrainerEngine:
             name=self.name,
             dtype=options.dtype,
             device=options.device,
-            attn_implementation=options.attn_implementation,
             trust_remote_code=options.trust_remote_code,
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hearth.errors import ConfigError, EngineError
-from hearth.models.loading import DTYPES, LoadedModel, export_pretrained, load_model
+from hearth.models.loading import DTYPES, export_pretrained, load_model
 from hearth.models.lora import (
     LoraOptions,
     attach_lora,
@@ -57,34 +57,30 @@ def export_snapshot(snapshot: Snapshot, options: ExportOptions) -> None:
     try:
         loaded = load_model(options.source, name=base_model, dtype=dtype, trust_remote_code=trust)
         with drafted(Path(options.folder).expanduser()) as draft:
+            if is_adapter:
+                attach_lora(loaded, LoraOptions.from_metadata(snapshot.metadata))
+                load_adapter_tensors(loaded, snapshot.tensors)
             if not is_adapter:
                 export_pretrained(loaded, snapshot.tensors, draft)
+            elif options.merge_adapter:
+                export_pretrained(loaded, merged_tensors(loaded), draft)
             else:
-                _write_lora(loaded, snapshot, draft, options.merge_adapter)
+                write_adapter(loaded, draft)
     except (ConfigError, OSError) as error:
         raise EngineError(
             f"snapshot {snapshot.identity!r} could not be exported: {error}"
         ) from error
 
 
-def _write_lora(loaded: LoadedModel, snapshot: Snapshot, folder: Path, is_merged: bool) -> None:
-    attach_lora(loaded, LoraOptions.from_metadata(snapshot.metadata))
-    load_adapter_tensors(loaded, snapshot.tensors)
-    if is_merged:
-        export_pretrained(loaded, merged_tensors(loaded), folder)
-    else:
-        write_adapter(loaded, folder)
-
-
 def _dtype_of(tensors: Mapping[str, Tensor]) -> str:
     """Name of the dtype of the first weight that has one that models are loaded in."""
-    found = (str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
-    return next((name for name in found if name in DTYPES), "float32")
+    names = (str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
+    return next((name for name in names if name in DTYPES), "float32")
 
 
 def _source_dtype(source: str, trust_remote_code: bool) -> str:
     """Name of the dtype that the source's own config states; float32 where it states none."""
-    # Two seconds to import, paid by whoever exports.
+    # Takes two seconds; only exports need it.
     import transformers
 
     try:

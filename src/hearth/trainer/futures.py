@@ -80,10 +80,9 @@ class FutureStore:
             self._waiting.pop(request_id, None)
             self._delivered_bytes += size - self._delivered.pop(request_id, 0)
             self._delivered[request_id] = size
-            while len(self._delivered) > 1 and self._has_too_many_delivered():
+            while len(self._delivered) > 1 and (
+                self._delivered_bytes > self._max_bytes or len(self._delivered) > self._max_results
+            ):
                 oldest, freed = self._delivered.popitem(last=False)
                 self._delivered_bytes -= freed
                 self._futures.pop(oldest, None)
-
-    def _has_too_many_delivered(self) -> bool:
-        return self._delivered_bytes > self._max_bytes or len(self._delivered) > self._max_results

@@ -125,11 +125,8 @@ class TargetScorer:
         hidden = torch.nn.functional.pad(hidden, (0, 0, 0, max(0, _MIN_ROWS - rows)))
         targets = torch.nn.functional.pad(targets, (0, 0, 0, max(0, _MIN_ROWS - rows)))
         parts = zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
-        run = (
-            self._score_chunk
-            if chunks == 1 or not torch.is_grad_enabled()
-            else self._score_chunk_again
-        )
+        is_kept = chunks == 1 or not torch.is_grad_enabled()
+        run = self._score_chunk if is_kept else self._score_chunk_again
         return torch.cat([run(states, wanted, temperature) for states, wanted in parts])[:rows]
 
     def _score_chunk_again(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:

@@ -26,13 +26,12 @@ class Optimizer:
         self.num_passes = 0
         """Backward passes since the last step; 0 means that no gradient has accumulated."""
         self._parameters = dict(parameters)
-        self._masters = {
-            name: _make_master(parameter) for name, parameter in self._parameters.items()
-        }
+        self._masters = {name: _make_master(weight) for name, weight in parameters.items()}
+        pairs = [(weight, self._masters[name]) for name, weight in parameters.items()]
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_make_gradient_hook(self._masters[name]))
-            for name, parameter in self._parameters.items()
-            if self._masters[name] is not parameter
+            weight.register_post_accumulate_grad_hook(_make_gradient_hook(master))
+            for weight, master in pairs
+            if master is not weight
         ]
         self.reset()
 

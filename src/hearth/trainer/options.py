@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-
-import orjson
 
 from hearth.errors import ConfigError
 from hearth.models.loading import best_device
@@ -36,8 +34,6 @@ class TrainerOptions:
     of the memory. None never does."""
     forward_only: bool = False
     """Refuse every operation that trains."""
-    attn_implementation: str | None = None
-    """As transformers names it; None is SDPA where the architecture has it."""
     trust_remote_code: bool = False
     keep_checkpoints: int | None = None
     """How many resumable checkpoints stay, beside pinned ones; None keeps all."""
@@ -80,15 +76,6 @@ class TrainerWorkerOptions(TrainerOptions):
     def from_values(cls, values: dict[str, Any]) -> Self:
         """The options of a launcher's values; ``device`` None takes a GPU where there is one."""
         return cls(**{**values, "device": values["device"] or best_device()})
-
-    def dump(self) -> bytes:
-        """JSON for the other ranks; ``parse`` reads it. The buckets must be a folder."""
-        return orjson.dumps(asdict(self))
-
-    @classmethod
-    def parse(cls, message: bytes) -> Self:
-        """The options of ``dump``."""
-        return cls(**orjson.loads(message))
 
     def engine_arguments(self) -> dict[str, Any]:
         """The keyword arguments of a ``TrainerEngine`` with these options."""

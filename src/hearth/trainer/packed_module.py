@@ -48,10 +48,11 @@ class PackedModule:
         ``kernel`` computes the attention; None takes torch's, for bfloat16 on a GPU.
         """
         decoder = read_decoder(loaded)
-        if decoder is None or not _is_sdpa(loaded):
+        # A policy and the frozen model beside it may be one module, which has our attention then.
+        is_sdpa = loaded.config._attn_implementation in ("sdpa", PACKED_ATTENTION)
+        if decoder is None or not is_sdpa:
             return None
-        if kernel is None:
-            kernel = _choose_kernel(loaded, decoder)
+        kernel = kernel or _choose_kernel(loaded, decoder)
         if kernel is None:
             return None
         try:
@@ -92,11 +93,6 @@ class PackedModule:
                 find_segments(tree, device),
                 self._kernel,
             )
-
-
-def _is_sdpa(loaded: LoadedModel) -> bool:
-    # A policy and the frozen model beside it may be one module.
-    return loaded.config._attn_implementation in ("sdpa", PACKED_ATTENTION)
 
 
 def _choose_kernel(loaded: LoadedModel, decoder: Decoder) -> Kernel | None:

@@ -57,11 +57,10 @@ class KeptGraph:
     def fits(self, examples: Sequence[Example], temperature: float) -> bool:
         """Whether it was computed for these data, in this order."""
         own = [example for batch, _ in self.parts for example in batch.examples]
-        if temperature != self.temperature or any(
-            example.index >= len(examples) for example in own
-        ):
+        places = [example.index for example in own]
+        if temperature != self.temperature or max(places, default=-1) >= len(examples):
             return False
-        return is_same_text(own, [examples[example.index] for example in own])
+        return is_same_text(own, [examples[place] for place in places])
 
 
 @dataclass(frozen=True)
@@ -245,8 +244,8 @@ class Pass:
     def _score_batch(self, batch: MicroBatch) -> Tensor:
         """Logprobs [R, K] of all targets."""
         refresh()
-        every = torch.arange(batch.targets.shape[0])
-        return self._score_places(self.scorer.states(batch), batch, every)
+        places = torch.arange(batch.targets.shape[0])
+        return self._score_places(self.scorer.states(batch), batch, places)
 
     def _score_places(self, states: Tensor, batch: MicroBatch, places: Tensor) -> Tensor:
         """Logprobs [len(places), K]; a target that several examples share is scored once."""

@@ -79,7 +79,7 @@ class OperationQueue:
             ClosedError: the queue was closed.
         """
         with self._lock:
-            self._refuse_when_closed()
+            self._check_open()
             if key is not None and key in self._keys:
                 return self._keys[key]
             request_id = self._futures.create()
@@ -106,7 +106,7 @@ class OperationQueue:
             RequestError: the number is below 1, or so old that its request id is dropped.
         """
         with self._lock:
-            self._refuse_when_closed()
+            self._check_open()
             stream = self._find_stream(model_id)
             if seq_id in stream.seen:
                 return stream.seen[seq_id]
@@ -139,7 +139,7 @@ class OperationQueue:
         if self._worker.is_alive():
             logger.warning("%s: an operation still runs after close", self._worker.name)
 
-    def _refuse_when_closed(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the trainer must be running, got a request after it was closed")
 

@@ -186,11 +186,8 @@ class Residents:
 
 def find_trainable(loaded: LoadedModel) -> dict[str, nn.Parameter]:
     """The parameters that a policy trains, by name."""
-    return {
-        name: parameter
-        for name, parameter in loaded.module.named_parameters()
-        if parameter.requires_grad
-    }
+    named = loaded.module.named_parameters()
+    return {name: parameter for name, parameter in named if parameter.requires_grad}
 
 
 def unknown_model(model_id: str) -> NotFoundError:

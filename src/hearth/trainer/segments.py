@@ -85,19 +85,10 @@ def attend(
     """
     if segments.keys is None:
         return kernel(q, k, v, segments, scale)
+    arguments = (q, k, v, segments, scale, kernel)
     if not torch.is_grad_enabled():
-        return _attend_gathered(q, k, v, segments, scale, kernel)
-    mixed = checkpoint(
-        _attend_gathered,
-        q,
-        k,
-        v,
-        segments,
-        scale,
-        kernel,
-        use_reentrant=False,
-        preserve_rng_state=False,
-    )
+        return _attend_gathered(*arguments)
+    mixed = checkpoint(_attend_gathered, *arguments, use_reentrant=False, preserve_rng_state=False)
     assert isinstance(mixed, Tensor)
     return mixed
 
@@ -114,18 +105,10 @@ def find_torch_kernel() -> Kernel | None:
         return None
 
     def run(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
-        mixed = varlen_attn(
-            q,
-            k,
-            v,
-            segments.query_starts,
-            segments.key_starts,
-            segments.most_queries,
-            segments.most_keys,
-            scale=scale,
-            window_size=(-1, 0),
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        starts = (segments.query_starts, segments.key_starts)
+        most = (segments.most_queries, segments.most_keys)
+        options = {"window_size": (-1, 0), "enable_gqa": q.shape[1] != k.shape[1]}
+        mixed = varlen_attn(q, k, v, *starts, *most, scale=scale, **options)
         assert isinstance(mixed, Tensor)
         return mixed
 
@@ -182,13 +165,9 @@ def make_mask(tree: Tree) -> Tensor:
 
 
 def _attend_dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))
     mixed = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k.transpose(0, 1)[None],
-        v.transpose(0, 1)[None],
-        attn_mask=seen,
-        scale=scale,
-        enable_gqa=True,
+        q, k, v, attn_mask=seen, scale=scale, enable_gqa=True
     )
     return mixed[0].transpose(0, 1)
 

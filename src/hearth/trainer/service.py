@@ -1,4 +1,4 @@
-"""The trainer's HTTP app: parses requests, queues operations, returns results. It computes nothing.
+"""The trainer's HTTP app: it parses requests, queues operations and returns results.
 
 Any operation with a model and a number is accepted. Errors in its content fail its future, so that
 its number is used and the next operations run.
@@ -21,42 +21,14 @@ from starlette.routing import Route
 
 from hearth.errors import HearthError, NumericsError, RequestError
 from hearth.models.lora import LoraOptions
-from hearth.trainer.datums import Datums
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.futures import FutureStore
 from hearth.trainer.passes import PassResult
 from hearth.trainer.queue import OperationQueue
+from hearth.wire import tinker
 from hearth.wire.base import Record
 from hearth.wire.http import Handler, handle_error, json_response
 from hearth.wire.tensors import Encoding, encode
-from hearth.wire.tinker import (
-    CheckpointNames,
-    CreateModel,
-    Forward,
-    ForwardBackward,
-    ForwardInput,
-    ForwardOutput,
-    FutureRef,
-    GetInfo,
-    LoadAdapter,
-    LoadAdapterOutput,
-    LoadWeights,
-    LoraSpec,
-    ModelData,
-    ModelInfo,
-    ModelRef,
-    OptimStep,
-    OptimStepOutput,
-    PathOutput,
-    RetrieveFuture,
-    SaveWeights,
-    SaveWeightsForSampler,
-    SessionRef,
-    TryAgain,
-    UnloadModel,
-    WeightsFacts,
-    WeightsInfo,
-)
 
 Content = dict[str, Any]
 
@@ -81,8 +53,7 @@ class Operations:
     queue: OperationQueue
 
     def create_model(self, content: Content) -> Record:
-        """Run ``CreateModel``."""
-        request = CreateModel.checked(content)
+        request = tinker.CreateModel.checked(content)
         if request.base_model not in (self.engine.name, self.engine.source):
             raise RequestError(
                 f"base_model must be {self.engine.name!r}, which this trainer serves, got "
@@ -98,7 +69,7 @@ class Operations:
             lora, is_frozen=request.base_only, owner=request.owner, replace=request.replace_policy
         )
         self.queue.open(model_id)
-        return ModelRef(
+        return tinker.ModelRef(
             model_id=model_id,
             base_model=self.engine.name,
             lora_rank=self.engine.facts(model_id).lora_rank,
@@ -110,42 +81,22 @@ class Operations:
         )
 
     def forward(self, content: Content) -> Record:
-        """Run ``Forward``."""
-        request = Forward.checked(content)
-        given = request.forward_input
-        result = self.engine.forward(
-            request.model_id,
-            _read_data(given),
-            given.loss_fn,
-            given.loss_fn_config,
-            graph=request.graph,
-        )
-        return _make_output(result, request.tensor_encoding, as_columns=given.columns is not None)
+        request = tinker.Forward.checked(content)
+        return _run_pass(self.engine.forward, request, request.forward_input)
 
     def forward_backward(self, content: Content) -> Record:
-        """Run ``ForwardBackward``."""
-        request = ForwardBackward.checked(content)
-        given = request.forward_backward_input
-        result = self.engine.forward_backward(
-            request.model_id,
-            _read_data(given),
-            given.loss_fn,
-            given.loss_fn_config,
-            graph=request.graph,
-        )
-        return _make_output(result, request.tensor_encoding, as_columns=given.columns is not None)
+        request = tinker.ForwardBackward.checked(content)
+        return _run_pass(self.engine.forward_backward, request, request.forward_backward_input)
 
     def optim_step(self, content: Content) -> Record:
-        """Run ``OptimStep``."""
-        request = OptimStep.checked(content)
+        request = tinker.OptimStep.checked(content)
         metrics = self.engine.optim_step(
             request.model_id, request.adam_params, request.grad_accumulation_normalization
         )
-        return OptimStepOutput(metrics=metrics)
+        return tinker.OptimStepOutput(metrics=metrics)
 
     def save_weights(self, content: Content) -> Record:
-        """Run ``SaveWeights``."""
-        request = SaveWeights.checked(content)
+        request = tinker.SaveWeights.checked(content)
         name = self.engine.save_state(
             request.model_id,
             request.path,
@@ -153,20 +104,18 @@ class Operations:
             metadata=request.metadata,
             seq_id=request.seq_id,
         )
-        return PathOutput(path=name)
+        return tinker.PathOutput(path=name)
 
     def load_weights(self, content: Content) -> Record:
-        """Run ``LoadWeights``."""
-        request = LoadWeights.checked(content)
+        request = tinker.LoadWeights.checked(content)
         metadata = self.engine.read_checkpoint_facts(request.path).metadata
         name = self.engine.load_state(
             request.model_id, request.path, with_optimizer=request.optimizer
         )
-        return PathOutput(path=name, metadata=dict(metadata) or None)
+        return tinker.PathOutput(path=name, metadata=dict(metadata) or None)
 
     def save_weights_for_sampler(self, content: Content) -> Record:
-        """Run ``SaveWeightsForSampler``."""
-        request = SaveWeightsForSampler.checked(content)
+        request = tinker.SaveWeightsForSampler.checked(content)
         if request.export_precision not in (None, "source"):
             raise RequestError(
                 f"export_precision must be 'source', got {request.export_precision!r}: snapshots "
@@ -175,17 +124,17 @@ class Operations:
         identity = self.engine.save_for_sampler(
             request.model_id, request.path, request.checkpoint_type, request.metadata
         )
-        return PathOutput(path=identity)
+        return tinker.PathOutput(path=identity)
 
     def load_adapter(self, content: Content) -> Record:
-        """Run ``LoadAdapter``."""
-        request = LoadAdapter.checked(content)
+        request = tinker.LoadAdapter.checked(content)
         self.engine.load_adapter(request.model_id, request.adapter_path)
-        return LoadAdapterOutput(model_id=request.model_id, adapter_path=request.adapter_path)
+        return tinker.LoadAdapterOutput(
+            model_id=request.model_id, adapter_path=request.adapter_path
+        )
 
     def unload_model(self, content: Content) -> Record:
-        """Run ``UnloadModel``."""
-        model_id = UnloadModel.checked(content).model_id
+        model_id = tinker.UnloadModel.checked(content).model_id
         self.engine.unload(model_id)
         self.queue.drop(model_id)
         return Unloaded(model_id=model_id)
@@ -211,37 +160,32 @@ def create_app(
     return Starlette(routes=routes, exception_handlers={HearthError: handle_error})
 
 
-def _post(handler: Handler, name: str | None = None) -> Route:
-    return Route(f"/api/v1/{name or handler.__name__}", handler, methods=["POST"])
+def _post(handler: Handler) -> Route:
+    return Route(f"/api/v1/{handler.__name__}", handler, methods=["POST"])
 
 
 def _get(handler: Handler) -> Route:
     return Route(f"/api/v1/{handler.__name__}", handler, methods=["GET"])
 
 
+def _constant(name: str, content: dict[str, Any], method: str = "POST") -> Route:
+    async def respond(_: Request) -> Response:
+        return json_response(content)
+
+    return Route(f"/api/v1/{name}", respond, methods=[method])
+
+
 def _session_routes() -> list[Route]:
-    async def healthz(_: Request) -> Response:
-        return json_response(b'{"status":"ok"}')
-
-    async def client_config(_: Request) -> Response:
-        flags = {"parallel_fwdbwd_chunks": True, "proto_write_fwdbwd": False}
-        return json_response(flags | {"proto_compress_fwdbwd": False})
-
     async def create_session(_: Request) -> Response:
-        return json_response(SessionRef(session_id=f"session-{uuid.uuid4().hex[:12]}"))
+        return json_response(tinker.SessionRef(session_id=f"session-{uuid.uuid4().hex[:12]}"))
 
-    async def session_heartbeat(_: Request) -> Response:
-        return json_response(b"{}")
-
-    async def telemetry(_: Request) -> Response:
-        return json_response(b'{"status":"accepted"}')
-
+    flags = {"parallel_fwdbwd_chunks": True, "proto_write_fwdbwd": False}
     return [
-        _get(healthz),
-        _post(client_config, "client/config"),
+        _constant("healthz", {"status": "ok"}, "GET"),
+        _constant("client/config", flags | {"proto_compress_fwdbwd": False}),
         _post(create_session),
-        _post(session_heartbeat),
-        _post(telemetry),
+        _constant("session_heartbeat", {}),
+        _constant("telemetry", {"status": "accepted"}),
     ]
 
 
@@ -256,17 +200,17 @@ def _model_routes(operations: Operations) -> list[Route]:
         request_id = queue.submit(
             lambda: operations.create_model(content), key=key, phase="create_model"
         )
-        return json_response(FutureRef(request_id=request_id))
+        return json_response(tinker.FutureRef(request_id=request_id))
 
     async def unload_model(request: Request) -> Response:
         content = await _read_content(request)
         request_id = queue.submit(lambda: operations.unload_model(content), phase="unload_model")
-        return json_response(FutureRef(request_id=request_id))
+        return json_response(tinker.FutureRef(request_id=request_id))
 
     async def get_info(request: Request) -> Response:
-        facts = engine.facts(GetInfo.checked(await _read_content(request)).model_id)
-        data = ModelData(arch=facts.arch, model_name=engine.name, tokenizer_id=engine.source)
-        info = ModelInfo(
+        facts = engine.facts(tinker.GetInfo.checked(await _read_content(request)).model_id)
+        data = tinker.ModelData(arch=facts.arch, model_name=engine.name, tokenizer_id=engine.source)
+        info = tinker.ModelInfo(
             model_id=facts.model_id,
             model_data=data,
             model_name=engine.name,
@@ -280,32 +224,20 @@ def _model_routes(operations: Operations) -> list[Route]:
         return json_response({"supported_models": [model]})
 
     async def weights_info(request: Request) -> Response:
-        named = WeightsInfo.checked(await _read_content(request))
+        named = tinker.WeightsInfo.checked(await _read_content(request))
         facts = engine.read_checkpoint_facts(named.tinker_path)
-        if facts.lora is None:
-            return json_response(WeightsFacts(base_model=facts.base_model, is_lora=False))
-        lora = facts.lora
-        info = WeightsFacts(
-            base_model=facts.base_model,
-            is_lora=True,
-            lora_rank=lora.rank,
-            train_unembed=lora.train_unembed,
-            train_mlp=lora.train_mlp,
-            train_attn=lora.train_attn,
-        )
+        info = tinker.WeightsFacts(base_model=facts.base_model, is_lora=facts.lora is not None)
+        if facts.lora is not None:
+            info.lora_rank = facts.lora.rank
+            info.train_unembed = facts.lora.train_unembed
+            info.train_mlp, info.train_attn = facts.lora.train_mlp, facts.lora.train_attn
         return json_response(info)
 
     async def list_checkpoints(_: Request) -> Response:
-        return json_response(CheckpointNames(checkpoints=engine.list_checkpoints()))
+        return json_response(tinker.CheckpointNames(checkpoints=engine.list_checkpoints()))
 
-    return [
-        _post(create_model),
-        _post(unload_model),
-        _post(get_info),
-        _get(get_server_capabilities),
-        _post(weights_info),
-        _get(list_checkpoints),
-    ]
+    posts = map(_post, (create_model, unload_model, get_info, weights_info))
+    return [*posts, *map(_get, (get_server_capabilities, list_checkpoints))]
 
 
 def _operation_routes(operations: Operations) -> list[Route]:
@@ -318,9 +250,9 @@ def _operation_routes(operations: Operations) -> list[Route]:
             request_id = operations.queue.submit_numbered(
                 model_id, seq_id, lambda: run(content), phase=run.__name__
             )
-            return json_response(FutureRef(request_id=request_id, model_id=model_id))
+            return json_response(tinker.FutureRef(request_id=request_id, model_id=model_id))
 
-        return _post(submit, run.__name__)
+        return Route(f"/api/v1/{run.__name__}", submit, methods=["POST"])
 
     return [
         route(operations.forward),
@@ -335,9 +267,9 @@ def _operation_routes(operations: Operations) -> list[Route]:
 
 def _future_routes(futures: FutureStore, poll_s: float) -> list[Route]:
     async def retrieve_future(request: Request) -> Response:
-        request_id = RetrieveFuture.checked(await _read_content(request)).request_id
+        request_id = tinker.RetrieveFuture.checked(await _read_content(request)).request_id
         body = await futures.wait(request_id, poll_s)
-        return json_response(body or TryAgain(request_id=request_id))
+        return json_response(body or tinker.TryAgain(request_id=request_id))
 
     return [_post(retrieve_future)]
 
@@ -378,7 +310,7 @@ def _read_address(content: Content) -> tuple[str, int]:
     return model_id, seq_id
 
 
-def _parse_lora(spec: LoraSpec | None) -> LoraOptions | None:
+def _parse_lora(spec: tinker.LoraSpec | None) -> LoraOptions | None:
     if spec is None or spec.rank == 0:
         return None
     if spec.init_method not in (None, "kaiming"):
@@ -395,12 +327,16 @@ def _parse_lora(spec: LoraSpec | None) -> LoraOptions | None:
     )
 
 
-def _read_data(given: ForwardInput) -> Datums:
-    if given.columns is None:
-        return given.data
-    if given.data:
+def _run_pass(
+    run: Callable[..., PassResult],
+    request: tinker.Forward | tinker.ForwardBackward,
+    given: tinker.ForwardInput,
+) -> Record:
+    if given.columns is not None and given.data:
         raise RequestError("data must be absent beside columns, got both: send the datums once")
-    return given.columns
+    data = given.data if given.columns is None else given.columns
+    result = run(request.model_id, data, given.loss_fn, given.loss_fn_config, graph=request.graph)
+    return _make_output(result, request.tensor_encoding, as_columns=given.columns is not None)
 
 
 def _make_output(result: PassResult, encoding: Encoding, *, as_columns: bool) -> Record:
@@ -417,6 +353,6 @@ def _make_output(result: PassResult, encoding: Encoding, *, as_columns: bool) ->
         )
     if as_columns:
         columns = {"logprobs": encode(result.values, "float32", encoding)}
-        return ForwardOutput(loss_fn_outputs=[], columns=columns, metrics=result.metrics)
+        return tinker.ForwardOutput(loss_fn_outputs=[], columns=columns, metrics=result.metrics)
     outputs = [{"logprobs": encode(values, "float32", encoding)} for values in result.logprobs]
-    return ForwardOutput(loss_fn_outputs=outputs, metrics=result.metrics)
+    return tinker.ForwardOutput(loss_fn_outputs=outputs, metrics=result.metrics)

@@ -99,66 +99,41 @@ def test_forms_may_differ_from_datum_to_datum() -> None:
     ]
 
 
-def shorter_target(datum: dict[str, Any]) -> None:
-    datum["loss_fn_inputs"]["target_tokens"] = encode(np.arange(3), "int64", "base64").as_dict()
+TARGETS, ADVANTAGES = ("loss_fn_inputs", "target_tokens"), ("loss_fn_inputs", "advantages")
+TOKENS = ("model_input", "chunks", 0, "tokens")
 
 
-def foreign_target(datum: dict[str, Any]) -> None:
-    datum["loss_fn_inputs"]["target_tokens"] = encode([1, 96, 3, 4], "int64", "base64").as_dict()
-
-
-def foreign_token(datum: dict[str, Any]) -> None:
-    datum["model_input"]["chunks"][0]["tokens"][2] = -1
-
-
-def large_token(datum: dict[str, Any]) -> None:
-    datum["model_input"]["chunks"][0]["tokens"][2] = 2**70
-
-
-def float_target(datum: dict[str, Any]) -> None:
-    datum["loss_fn_inputs"]["target_tokens"]["dtype"] = "float32"
-
-
-def no_target(datum: dict[str, Any]) -> None:
-    del datum["loss_fn_inputs"]["target_tokens"]
-
-
-def unknown_input(datum: dict[str, Any]) -> None:
-    datum["loss_fn_inputs"]["rewards"] = datum["loss_fn_inputs"]["advantages"]
-
-
-def no_base64(datum: dict[str, Any]) -> None:
-    datum["loss_fn_inputs"]["advantages"]["data"] = "no base64!"
-
-
-def few_bytes(datum: dict[str, Any]) -> None:
-    datum["loss_fn_inputs"]["advantages"]["data"] = "AAAAAA=="
-
-
-def no_tokens(datum: dict[str, Any]) -> None:
-    datum["model_input"]["chunks"] = []
+def int_tensor(*values: int) -> dict[str, Any]:
+    return encode(np.array(values), "int64", "base64").as_dict()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("path", "value", "message"),
     [
-        (shorter_target, r"datum 1: target_tokens of ppo must have shape \[4\]"),
-        (foreign_target, r"datum 1: target_tokens must be token ids .* got 96 at position 1"),
-        (foreign_token, r"datum 1: model_input must be token ids .* got -1 at position 2"),
-        (large_token, "datum 1: model_input must hold 64-bit token ids"),
-        (float_target, "datum 1: target_tokens must be int64"),
-        (no_target, "datum 1: loss_fn_inputs must hold target_tokens"),
-        (unknown_input, r"datum 1: loss_fn_inputs of ppo .* got \['rewards'\]"),
-        (no_base64, "data must be base64"),
-        (few_bytes, "shape must fit the data"),
-        (no_tokens, "datum 1: model_input must have 1 to 40 tokens, got 0"),
+        (TARGETS, int_tensor(0, 1, 2), r"datum 1: target_tokens of ppo must have shape \[4\]"),
+        (
+            TARGETS,
+            int_tensor(1, 96, 3, 4),
+            r"target_tokens must be token ids .* got 96 at position 1",
+        ),
+        ((*TOKENS, 2), -1, r"datum 1: model_input must be token ids .* got -1 at position 2"),
+        ((*TOKENS, 2), 2**70, "datum 1: model_input must hold 64-bit token ids"),
+        ((*TARGETS, "dtype"), "float32", "datum 1: target_tokens must be int64"),
+        (("loss_fn_inputs",), {}, "datum 1: loss_fn_inputs must hold target_tokens"),
+        (("loss_fn_inputs", "rewards"), int_tensor(1, 2, 3, 4), r"of ppo .* got \['rewards'\]"),
+        ((*ADVANTAGES, "data"), "no base64!", "data must be base64"),
+        ((*ADVANTAGES, "data"), "AAAAAA==", "shape must fit the data"),
+        (("model_input", "chunks"), [], "datum 1: model_input must have 1 to 40 tokens, got 0"),
     ],
 )
-def test_what_breaks_a_rule_is_named_as_ever(change: Any, said: str) -> None:
+def test_a_datum_that_breaks_a_rule_is_named(path: Any, value: Any, message: str) -> None:
     contents = [content(4, "base64", seed=place) for place in range(3)]
-    change(contents[1])
+    changed: Any = contents[1]
+    for key in path[:-1]:
+        changed = changed[key]
+    changed[path[-1]] = value
 
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=message):
         read_datums(records(contents), PPO, LIMITS)
 
 

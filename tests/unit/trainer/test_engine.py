@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.trainer.decoders import assert_same_gradient
 from transformers import AutoModelForCausalLM
 
 from hearth.errors import (
@@ -56,14 +57,6 @@ def plain_gradient(module: Any, data: Data) -> Gradient:
     }
     found = torch.autograd.grad(loss, list(named.values()))
     return dict(zip(named, found, strict=True))
-
-
-def assert_same_gradient(found: Gradient, expected: Gradient, tolerance: float = 1e-5) -> None:
-    assert found.keys() == expected.keys()
-    largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    assert largest > 0
-    for name, gradient in expected.items():
-        assert float((found[name] - gradient).abs().max()) <= tolerance * largest, name
 
 
 def flat(result: PassResult) -> np.ndarray:

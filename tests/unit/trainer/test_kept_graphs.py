@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from tests.unit.trainer.decoders import assert_same_gradient
 
 from hearth.errors import ForwardOnlyError, NumericsError
 from hearth.local import EmbeddedPlatform
@@ -76,14 +77,6 @@ def bare(data: Data) -> Data:
     ]
 
 
-def assert_same(found: Gradient, expected: Gradient, tolerance: float = 1e-6) -> None:
-    largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    assert largest > 0
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert float((found[name] - gradient).abs().max()) <= tolerance * largest, name
-
-
 def trained(engine: TrainerEngine, model: str, data: Data, **options: Any) -> Any:
     return engine.forward_backward(model, data, "cross_entropy", **options)
 
@@ -110,7 +103,7 @@ def test_the_gradient_of_two_calls_costs_one_forward_pass(
     result = trained(engine, model, data, config=config, graph="a")
 
     assert len(passes) == 1
-    assert_same(gradient(engine, model), expected)
+    assert_same_gradient(gradient(engine, model), expected, 1e-6)
     assert result.metrics == pytest.approx(expected_result.metrics, rel=1e-6)
     for logprobs, other in zip(result.logprobs, scored.logprobs, strict=True):
         assert np.array_equal(logprobs, other)
@@ -136,7 +129,7 @@ def test_padded_rows_are_kept_as_well(
     trained(engine, model, data, graph="a")
 
     assert passes == []
-    assert_same(gradient(engine, model), expected)
+    assert_same_gradient(gradient(engine, model), expected, 1e-6)
 
 
 def test_a_graph_is_used_up(
@@ -154,7 +147,9 @@ def test_a_graph_is_used_up(
     trained(engine, model, data, graph="a")
 
     assert len(passes) == 1
-    assert_same(gradient(engine, model), {name: 2 * value for name, value in once.items()})
+    assert_same_gradient(
+        gradient(engine, model), {name: 2 * value for name, value in once.items()}, 1e-6
+    )
 
 
 def test_gradients_of_kept_and_computed_passes_add_up(
@@ -170,7 +165,7 @@ def test_gradients_of_kept_and_computed_passes_add_up(
     trained(engine, model, second)
     trained(engine, model, first, graph="a")
 
-    assert_same(gradient(engine, model), expected)
+    assert_same_gradient(gradient(engine, model), expected, 1e-6)
 
 
 def step(engine: TrainerEngine, model: str) -> None:
@@ -245,7 +240,7 @@ def test_a_reference_pass_and_a_snapshot_in_between_leave_the_graph(
     trained(engine, model, data, graph="a")
 
     assert passes == []
-    assert_same(gradient(engine, model), expected)
+    assert_same_gradient(gradient(engine, model), expected, 1e-6)
 
 
 def shifted(data: Data) -> Data:
@@ -308,7 +303,7 @@ def test_a_graph_of_something_else_is_not_taken(
     trained(engine, model, other(data), **{"graph": "a"} | options)
 
     assert len(passes) == 1
-    assert_same(gradient(engine, model), expected)
+    assert_same_gradient(gradient(engine, model), expected, 1e-6)
 
 
 def test_data_that_came_to_a_kept_pass_are_computed_beside_it(
@@ -324,7 +319,7 @@ def test_data_that_came_to_a_kept_pass_are_computed_beside_it(
     trained(engine, model, data, graph="a")
 
     assert passes == [(len(data) - 2, len(data) - 1)]
-    assert_same(gradient(engine, model), expected)
+    assert_same_gradient(gradient(engine, model), expected, 1e-6)
 
 
 def test_another_models_graph_is_not_taken(
@@ -361,7 +356,7 @@ def test_of_a_pass_beyond_the_budget_a_part_is_kept(
     # One micro-batch's tokens, and the rest once more.
     computed = {index for batch in passes for index in batch}
     assert computed == set(range(20)) - set(forward[0])
-    assert_same(gradient(engine, model), expected, tolerance=1e-5)
+    assert_same_gradient(gradient(engine, model), expected, tolerance=1e-5)
 
 
 def test_what_is_not_kept_is_scored_without_a_graph(
@@ -397,7 +392,7 @@ def test_a_pass_above_the_budget_is_not_kept_and_trains_all_the_same(
     trained(engine, model, data, graph="a")
 
     assert sorted(passes) == [(0,), (1,), (2,)]
-    assert_same(gradient(engine, model), expected)
+    assert_same_gradient(gradient(engine, model), expected, 1e-6)
 
 
 def test_only_the_last_pass_is_kept(
@@ -455,7 +450,7 @@ def test_a_bad_loss_input_leaves_the_graph_for_the_next_call(
     trained(engine, model, data, graph="a")
 
     assert passes == []
-    assert_same(gradient(engine, model), expected)
+    assert_same_gradient(gradient(engine, model), expected, 1e-6)
 
 
 def test_models_that_are_not_trained_keep_nothing(

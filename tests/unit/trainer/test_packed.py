@@ -11,35 +11,29 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.unit.trainer.decoders import (
+    BODY,
+    LIMITS,
+    LORA,
+    OBJECTIVE,
+    VOCAB_SIZE,
+    assert_same_gradient,
+    load_trained,
+    make_folders,
+)
 
 from hearth.kernels.ops import kernels
-from hearth.losses import builtin_objective
 from hearth.models.loading import LoadedModel, load_model
-from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, base_only
+from hearth.models.lora import LoraOptions, base_only
 from hearth.models.packed import PackedDecoder
 from hearth.trainer.datums import read_datums
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.options import TrainerOptions
-from hearth.trainer.packing import Limits, PackedBatch, PaddedBatch, split_packed
+from hearth.trainer.packing import PackedBatch, PaddedBatch, split_packed
 from hearth.trainer.passes import Pass, PassResult
+from hearth.trainer.residents import find_trainable
 from hearth.wire.tinker import DatumRecord
 
-VOCAB_SIZE = 96
-LIMITS = Limits(VOCAB_SIZE, 256, 256)
-OBJECTIVE = builtin_objective("cross_entropy")
-BODY: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": 3,
-    "pad_token_id": 7,
-    "initializer_range": 0.15,
-}
 PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
     "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True, "head_dim": 8}),
@@ -80,7 +74,6 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
     ),
 }
-LORA = LoraOptions(rank=4, alpha=8.0, seed=1)
 
 ReadModel = Callable[..., LoadedModel]
 
@@ -89,42 +82,13 @@ pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler")
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a random model of a kind."""
-    made: dict[str, Path] = {}
-
-    def folder(kind: str) -> Path:
-        if kind not in made:
-            name, options = (PLAIN | OTHER)[kind]
-            made[kind] = tmp_path_factory.mktemp("model")
-            config = getattr(transformers, name)(**BODY | options)
-            torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(config)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    # As initialized norms are all one and biases all zero.
-                    if parameter.ndim == 1:
-                        parameter += 0.3 * torch.randn_like(parameter)
-            model.save_pretrained(made[kind])
-        return made[kind]
-
-    return folder
+    return make_folders(tmp_path_factory, PLAIN | OTHER)
 
 
 @pytest.fixture
 def read(folder_of: Callable[[str], Path]) -> ReadModel:
     """A model of a kind, with a trained adapter where options for one are given."""
-
-    def make(kind: str, lora: LoraOptions | None = None) -> LoadedModel:
-        loaded = load_model(folder_of(kind))
-        if lora is not None:
-            attach_lora(loaded, lora)
-            generator = torch.Generator().manual_seed(3)
-            with torch.no_grad():
-                for tensor in adapter_tensors(loaded).values():
-                    tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
-        return loaded
-
-    return make
+    return lambda kind, *options, **named: load_trained(folder_of(kind), *options, **named)
 
 
 @pytest.fixture
@@ -183,11 +147,7 @@ def train(
     work = Pass(
         scorer, OBJECTIVE, read_datums(data, OBJECTIVE, LIMITS), LIMITS, budget, temperature
     )
-    named = {
-        name: parameter
-        for name, parameter in loaded.module.named_parameters()
-        if parameter.requires_grad
-    }
+    named = find_trainable(loaded)
     for parameter in named.values():
         parameter.grad = None
     result, _ = work.forward_backward()
@@ -296,9 +256,7 @@ def test_logprobs_do_not_depend_on_the_order_of_the_data_by_a_bit(
 
     for place, source in enumerate(order):
         assert np.array_equal(found.result.logprobs[place], expected.result.logprobs[source])
-    largest = max(float(gradient.abs().max()) for gradient in expected.gradient.values())
-    for name, gradient in expected.gradient.items():
-        assert float((found.gradient[name] - gradient).abs().max()) <= 1e-5 * largest
+    assert_same_gradient(found.gradient, expected.gradient)
 
 
 def test_a_packed_text_scores_as_alone_by_a_bit(

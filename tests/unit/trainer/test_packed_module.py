@@ -15,40 +15,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
+from tests.unit.trainer.decoders import (
+    LIMITS,
+    LORA,
+    OBJECTIVE,
+    VOCAB_SIZE,
+    assert_same_gradient,
+    load_trained,
+    make_folders,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hearth.errors import EngineError
 from hearth.kernels.tree import Tree
-from hearth.losses import builtin_objective
-from hearth.models.loading import LoadedModel, load_model
-from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, base_only
+from hearth.models.loading import LoadedModel
+from hearth.models.lora import LoraOptions, base_only
 from hearth.models.packed import PackedDecoder
 from hearth.trainer.datums import read_datums
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.packed_module import PackedModule
-from hearth.trainer.packing import Limits, PackedBatch, PaddedBatch, split_packed
+from hearth.trainer.packing import PackedBatch, PaddedBatch, split_packed
 from hearth.trainer.passes import Pass
+from hearth.trainer.residents import find_trainable
 from hearth.trainer.segments import Segments, attend, check_kernel, find_segments, make_mask
 from hearth.wire.tinker import DatumRecord
 
-VOCAB_SIZE = 96
-LIMITS = Limits(VOCAB_SIZE, 256, 256)
-OBJECTIVE = builtin_objective("cross_entropy")
-BODY: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": 3,
-    "pad_token_id": 7,
-    "initializer_range": 0.15,
-}
 PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
     "mistral": ("MistralConfig", {"sliding_window": None, "num_key_value_heads": 1}),
@@ -59,7 +51,6 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma2Config", {"head_dim": 16}),
     "a sliding window": ("MistralConfig", {"sliding_window": 16}),
 }
-LORA = LoraOptions(rank=4, alpha=8.0, seed=1)
 CPU = torch.device("cpu")
 
 Trained = tuple[list[Any], dict[str, Tensor]]
@@ -99,33 +90,13 @@ def without_gradient_of_v(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def folder(kind: str) -> Path:
-        if kind not in made:
-            name, options = (PLAIN | OTHER)[kind]
-            made[kind] = tmp_path_factory.mktemp("model")
-            torch.manual_seed(0)
-            config = getattr(transformers, name)(**BODY | options)
-            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made[kind])
-        return made[kind]
-
-    return folder
+    return make_folders(tmp_path_factory, PLAIN | OTHER)
 
 
 @pytest.fixture
 def read(folder_of: Callable[[str], Path]) -> Callable[..., LoadedModel]:
-    def make(kind: str, lora: LoraOptions | None = None, dtype: str = "float32") -> LoadedModel:
-        loaded = load_model(folder_of(kind), dtype=dtype)
-        if lora is not None:
-            attach_lora(loaded, lora)
-            generator = torch.Generator().manual_seed(3)
-            with torch.no_grad():
-                for tensor in adapter_tensors(loaded).values():
-                    tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
-        return loaded
-
-    return make
+    """A model of a kind, with a trained adapter where options for one are given."""
+    return lambda kind, *options, **named: load_trained(folder_of(kind), *options, **named)
 
 
 @pytest.fixture(autouse=True)
@@ -157,21 +128,14 @@ def train(
     loaded.module.zero_grad()
     work = Pass(scorer, OBJECTIVE, read_datums(data, OBJECTIVE, LIMITS), LIMITS, budget)
     result, _ = work.forward_backward()
-    named = {
-        name: parameter
-        for name, parameter in loaded.module.named_parameters()
-        if parameter.requires_grad
-    }
-    return result.logprobs, {name: one.grad.clone() for name, one in named.items()}  # type: ignore[union-attr]
+    named = find_trainable(loaded)
+    return result.logprobs, {name: weight.grad.clone() for name, weight in named.items()}  # type: ignore[union-attr]
 
 
 def assert_same(found: Trained, expected: Trained, tolerance: float = 1e-5) -> None:
     for logprobs, other in zip(found[0], expected[0], strict=True):
         np.testing.assert_allclose(logprobs, other, rtol=0, atol=tolerance)
-    largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
-    assert found[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        assert float((found[1][name] - gradient).abs().max()) <= tolerance * largest, name
+    assert_same_gradient(found[1], expected[1], tolerance)
 
 
 def kinds(scorer: TargetScorer, data: list[DatumRecord]) -> set[type]:

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 
+import orjson
 import torch
 
 from hearth.telemetry import setup_logging
@@ -35,16 +36,11 @@ def main() -> None:
     faulthandler.enable()
     code = 1
     try:
-        logger.info(
-            "rank %s of %s: process %d, %d threads",
-            rank,
-            ranks,
-            os.getpid(),
-            torch.get_num_threads(),
-        )
+        pid, threads = os.getpid(), torch.get_num_threads()
+        logger.info("rank %s of %s: process %d, %d threads", rank, ranks, pid, threads)
         rendezvous = Rendezvous(host, int(port), int(ranks), float(timeout_s))
         group = rendezvous.join(int(rank), choose_device(device, int(rank)))
-        options = TrainerWorkerOptions.parse(group.receive())
+        options = TrainerWorkerOptions(**orjson.loads(group.receive()))
         RankEngine(options, group, logger.error).follow()
         code = 0
     except Exception as error:  # the boundary: it is logged, and rank 0 reads the log

@@ -8,9 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import NoReturn
 
+import orjson
 import torch
 
 from hearth.errors import HearthError
@@ -64,7 +65,7 @@ def start_ranks(sidecars: Sidecars, options: TrainerWorkerOptions) -> RankEngine
     group = Rendezvous(host, int(port), ranks, timeout_s).join(0, choose_device(device, 0))
     # Each rank loads whole weights into the host's memory, and has its part on its device.
     options = replace(options, device="cpu")
-    group.broadcast(options.dump())
+    group.broadcast(orjson.dumps(asdict(options)))
     try:
         engine = RankEngine(options, group, watch.fail)
     except HearthError:

@@ -1,0 +1,82 @@
+"""Random plain decoders on disk, and comparisons of gradients, for several test files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hearth.losses import builtin_objective
+from hearth.models.loading import LoadedModel, load_model
+from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora
+from hearth.trainer.packing import Limits
+
+Kinds = Mapping[str, tuple[str, dict[str, Any]]]
+VOCAB_SIZE = 96
+LIMITS = Limits(VOCAB_SIZE, 256, 256)
+OBJECTIVE = builtin_objective("cross_entropy")
+LORA = LoraOptions(rank=4, alpha=8.0, seed=1)
+BODY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+    "pad_token_id": 7,
+    "initializer_range": 0.15,
+}
+
+
+def make_folders(factory: pytest.TempPathFactory, kinds: Kinds) -> Callable[[str], Path]:
+    """The folder of a random model of a kind, a config's name and its options."""
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            name, options = kinds[kind]
+            made[kind] = factory.mktemp("model")
+            config = getattr(transformers, name)(**BODY | options)
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    # As initialized norms are all one and biases all zero.
+                    if parameter.ndim == 1:
+                        parameter += 0.3 * torch.randn_like(parameter)
+            model.save_pretrained(made[kind])
+        return made[kind]
+
+    return folder
+
+
+def load_trained(
+    folder: Path, lora: LoraOptions | None = None, dtype: str = "float32"
+) -> LoadedModel:
+    """A model, with an adapter that is not zero where options for one are given."""
+    loaded = load_model(folder, dtype=dtype)
+    if lora is not None:
+        attach_lora(loaded, lora)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for tensor in adapter_tensors(loaded).values():
+                tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
+    return loaded
+
+
+def assert_same_gradient(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float = 1e-5
+) -> None:
+    """All parameters' gradients, within a part of the largest of all."""
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert largest > 0
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).abs().max()) <= tolerance * largest, name
