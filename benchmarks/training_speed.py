@@ -276,7 +276,7 @@ def sample(text: Text) -> TrainSample:
         loss_mask=[0] * text.prompt_len + [1] * drawn,
         reward=text.advantage,
     )
-    return TrainSample.of(rollout, text.advantage)
+    return TrainSample.from_rollout(rollout, text.advantage)
 
 
 def timed(run: Callable[[], None]) -> tuple[float, float]:
@@ -321,7 +321,7 @@ def custom_loss(sizes: Sequence[str], rounds: int) -> dict[str, list[CustomLoss]
                 cleanup=cleanup,
             )
             stack.callback(infra.close)
-            calls = Calls(infra.policy.inner)
+            calls = Calls(infra.policy_client)
             found[size] = [calls.pair(is_custom_first=number % 2 == 0) for number in range(rounds)]
     return found
 

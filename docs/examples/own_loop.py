@@ -107,7 +107,7 @@ def main() -> list[float]:
         sampler = DeploymentSampler(
             deployments.inference_url, inference_model, api_key, tokenizer
         )  # fmt: skip
-        syncer = WeightSyncer(infra.policy.inner, deployments, deployment_id, BASE_MODEL)
+        syncer = WeightSyncer(infra.policy_client, deployments, deployment_id, BASE_MODEL)
 
         for step in range(1, STEPS + 1):
             batch = rows[(step - 1) * ROWS_PER_STEP : step * ROWS_PER_STEP]

@@ -23,7 +23,7 @@ from training.examples.rl.multihop_qa import train as multihop_train
 from training.examples.rl.multihop_qa.corpus import question_rows
 from training.examples.rl.multihop_qa.policy import ensure_model
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
-from training.platform.run_infra import PlatformSpec, RunInfra, provision
+from training.platform.run_infra import RunInfra, provision
 from training.quickstart import HELDOUT_ROWS
 from training.recipes import async_rl_loop, igpo_loop
 from training.samples.groups import PromptGroup, completion_sample
@@ -328,7 +328,7 @@ def test_answers_of_a_function_of_ones_own_are_scored(run, tmp_path):
 @pytest.fixture(scope="module")
 def infra(tmp_path_factory):
     folder = tmp_path_factory.mktemp("platform")
-    with provision(PlatformSpec.of(async_config(folder), folder)) as made:
+    with provision(async_config(folder)) as made:
         yield made
 
 
@@ -344,7 +344,8 @@ def scored(score: Scorer) -> list[list[float]]:
 
 def test_t170_both_scorers_take_token_ids_and_agree(infra: RunInfra):
     served, trained = (
-        scored(score) for score in (deployment_scorer(infra.sampler), trainer_scorer(infra.policy))
+        scored(score)
+        for score in (deployment_scorer(infra.sampler), trainer_scorer(infra.policy_client))
     )
 
     assert [len(one) for one in served] == [2, 2, 2]
@@ -353,10 +354,10 @@ def test_t170_both_scorers_take_token_ids_and_agree(infra: RunInfra):
 
 
 def test_t170_scoring_leaves_no_gradient(infra: RunInfra):
-    scored(trainer_scorer(infra.policy))
+    scored(trainer_scorer(infra.policy_client))
     scored(deployment_scorer(infra.sampler))
 
-    step = infra.policy.inner.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
+    step = infra.policy_client.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
     assert (step.metrics or {})["grad_norm"] == 0.0
 
 

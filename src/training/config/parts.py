@@ -7,7 +7,7 @@ from one nobody gave even when they are equal; ``agreed`` picks the given one an
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -115,6 +115,21 @@ class TrainerConfig:
     ranks: int = 1
     """Processes that share each trainer's weights (FSDP2); more than one needs
     ``placement="process"``, ``"ray"`` or a served platform."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Hearth's own settings of a trainer job, where they are given.
+
+        ``ranks`` is left out where it is 1, so that older runs still find their jobs.
+        """
+        options = {
+            "dtype": self.dtype,
+            "device": self.device,
+            "micro_batch_tokens": self.micro_batch_tokens,
+            "recompute_above": self.recompute_above,
+            "ranks": self.ranks if self.ranks > 1 else None,
+        }
+        return {name: value for name, value in options.items() if value is not None}
 
 
 @dataclass(kw_only=True)
@@ -307,7 +322,7 @@ def plain_config(config: Any) -> dict[str, Any]:
     return asdict(config, dict_factory=plain)
 
 
-def merged_sync(
+def merge_sync(
     config: object, weight_sync: WeightSyncConfig, hotload: HotloadConfig
 ) -> SyncSettings:
     """What the three generations of sync settings say together.
@@ -331,4 +346,27 @@ def merged_sync(
         dcp_save_interval=pick("dcp_save_interval", "dcp_save_interval"),
         dcp_timeout_s=pick("dcp_timeout", "dcp_timeout"),
         first_checkpoint_type="delta" if delta else "base",
+    )
+
+
+def merge_infra(trainer: TrainerConfig, infra: InfraConfig) -> InfraConfig:
+    """Both generations of trainer settings as one.
+
+    Raises:
+        ConfigError: two spellings of one setting differ.
+    """
+    return replace(
+        infra,
+        training_shape_id=agreed(
+            ("trainer.training_shape_id", trainer.training_shape_id),
+            ("infra.training_shape_id", infra.training_shape_id),
+        ),
+        ref_training_shape_id=agreed(
+            ("trainer.reference_training_shape_id", trainer.reference_training_shape_id),
+            ("infra.ref_training_shape_id", infra.ref_training_shape_id),
+        ),
+        trainer_timeout_s=agreed(
+            ("trainer.timeout_s", trainer.timeout_s),
+            ("infra.trainer_timeout_s", infra.trainer_timeout_s),
+        ),
     )

@@ -22,7 +22,9 @@ from training.config.parts import (
     TrainerConfig,
     WandBConfig,
     WeightSyncConfig,
-    merged_sync,
+    is_given,
+    merge_infra,
+    merge_sync,
 )
 
 GSM8K_SAMPLE = (
@@ -189,7 +191,27 @@ class RecipeConfig:
         Raises:
             ConfigError: two spellings of one setting differ.
         """
-        return merged_sync(self, self.weight_sync, self.hotload)
+        return merge_sync(self, self.weight_sync, self.hotload)
+
+    @property
+    def merged_infra(self) -> InfraConfig:
+        """Where trainers run, from both spellings.
+
+        Raises:
+            ConfigError: two spellings of one setting differ.
+        """
+        return merge_infra(self.trainer, self.infra)
+
+    @property
+    def kept_checkpoints(self) -> int | None:
+        """Checkpoints to keep: never fewer than two, or None for all.
+
+        The trainer drops the older one before the manifest names the newer. Where the user asked
+        for no checkpoints, the automatic ones are two.
+        """
+        if self.keep_checkpoints is not None:
+            return max(2, self.keep_checkpoints)
+        return None if is_given(self.sync.dcp_save_interval) else 2
 
     @property
     def needs_reference(self) -> bool:

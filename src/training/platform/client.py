@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 import tinker
 
-from hearth.errors import ClosedError, ConfigError
+from hearth.errors import ClosedError
 from hearth.sdk import (
     APIFuture,
     FiretitanServiceClient,
@@ -18,11 +18,10 @@ from hearth.sdk import (
     TrainerEndpoint,
     TrainerJobManager,
 )
+from training.platform.spec import DCP_TIMEOUT_S, STEP_TIMEOUT_S
 
 T = TypeVar("T")
 
-STEP_TIMEOUT_S = 3600.0
-DCP_TIMEOUT_S = 2700.0
 _ENDED_ON_PURPOSE = frozenset(
     {
         "JOB_STATE_CANCELLED",
@@ -34,13 +33,30 @@ _ENDED_ON_PURPOSE = frozenset(
 )
 
 
+def open_session(
+    trainers: TrainerJobManager, endpoint: TrainerEndpoint, api_key: str
+) -> FiretitanServiceClient:
+    """A session with a running trainer, which resumes its job when the trainer is lost."""
+
+    def revive() -> Awaitable[object]:
+        return trainers.reconnect_and_wait_async(endpoint.job_id, unless=_ENDED_ON_PURPOSE)
+
+    return FiretitanServiceClient(endpoint.base_url, api_key, revive=revive)
+
+
+def close_session(session: FiretitanServiceClient) -> None:
+    """Close a session; it may be closed already, or its platform."""
+    with contextlib.suppress(ClosedError):
+        session.close()
+
+
 class ReconnectableClient:
     """Blocking calls on one model; ``inner`` is the SDK's client, whose calls return futures.
 
     When the trainer is lost, ``inner`` waits until it runs again (resuming a job that failed),
-    loads the last checkpoint and sends again what changed the model since: an operation that was
-    executed is executed once in the history of the weights. A call that waits for its result just
-    waits longer. Jobs that were cancelled or deleted stay so: calls are then ``ClosedError``.
+    loads the last checkpoint and repeats the operations that changed the model since, so the
+    weights see each of them exactly once. The waiting call takes longer. Jobs that were cancelled
+    or deleted are not resumed: calls then raise ``ClosedError``.
     """
 
     def __init__(
@@ -48,85 +64,16 @@ class ReconnectableClient:
         inner: FiretitanTrainingClient,
         *,
         endpoint: TrainerEndpoint | None = None,
-        service: FiretitanServiceClient | None = None,
+        session: FiretitanServiceClient | None = None,
         timeout_s: float = STEP_TIMEOUT_S,
         dcp_timeout_s: float = DCP_TIMEOUT_S,
     ) -> None:
         self.inner = inner
         self.endpoint = endpoint
-        self._service = service
+        self._session = session
         self._timeout_s = timeout_s
         self._dcp_timeout_s = dcp_timeout_s
         self._is_closed = False
-
-    @classmethod
-    def connect(
-        cls,
-        trainers: TrainerJobManager,
-        endpoint: TrainerEndpoint,
-        *,
-        api_key: str,
-        base_model: str,
-        lora_rank: int = 0,
-        seed: int | None = None,
-        frozen: bool = False,
-        replace: bool = False,
-        timeout_s: float = STEP_TIMEOUT_S,
-        dcp_timeout_s: float = DCP_TIMEOUT_S,
-    ) -> ReconnectableClient:
-        """A client of a new model on a running trainer.
-
-        ``frozen`` makes it the base weights, which only run ``forward``; ``replace`` takes the
-        place of the policy that a client before this one has left there.
-
-        Raises:
-            RequestFailedError: the trainer cannot make that model.
-        """
-        service = FiretitanServiceClient(
-            endpoint.base_url,
-            api_key,
-            revive=lambda: trainers.reconnect_and_wait_async(
-                endpoint.job_id, unless=_ENDED_ON_PURPOSE
-            ),
-        )
-        try:
-            if frozen:
-                inner = service.create_base_reference(base_model)
-            else:
-                inner = service.create_training_client(
-                    base_model, lora_rank, seed=seed, replace=replace
-                )
-        except BaseException:
-            service.close()
-            raise
-        return cls(
-            inner,
-            endpoint=endpoint,
-            service=service,
-            timeout_s=timeout_s,
-            dcp_timeout_s=dcp_timeout_s,
-        )
-
-    def create_base_reference(self) -> ReconnectableClient:
-        """A client of the frozen base weights of the same trainer, on the same session.
-
-        Raises:
-            ClosedError: this client was closed.
-            ConfigError: it shares the session of another, or was not made by ``connect``.
-        """
-        self._check_open()
-        if self._service is None:
-            raise ConfigError(
-                "create_base_reference must be called on the client that connect() has made, got "
-                "one without a session of its own"
-            )
-        frozen = self._service.create_base_reference(self.inner.base_model)
-        return ReconnectableClient(
-            frozen,
-            endpoint=self.endpoint,
-            timeout_s=self._timeout_s,
-            dcp_timeout_s=self._dcp_timeout_s,
-        )
 
     def __enter__(self) -> ReconnectableClient:
         return self
@@ -217,9 +164,8 @@ class ReconnectableClient:
 
     def close(self) -> None:
         """Refuse further calls. Clients that share a session close it with its owner."""
-        if not self._is_closed and self._service is not None:
-            with contextlib.suppress(ClosedError):
-                self._service.close()
+        if not self._is_closed and self._session is not None:
+            close_session(self._session)
         self._is_closed = True
 
     def _wait(self, call: Callable[[], APIFuture[T]], timeout_s: float | None = None) -> T:

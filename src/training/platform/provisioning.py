@@ -1,18 +1,16 @@
-"""The parts of provisioning: a trainer job, a deployment, and taking them down again."""
+"""Trainer jobs and deployments: asked for all together, then waited for side by side."""
 
 from __future__ import annotations
 
-import logging
-import signal
-import threading
-import time
+import contextlib
 import uuid
-from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from hearth.errors import ConfigError, HearthError
+from hearth.errors import ConfigError, EngineError, HearthError, NotFoundError
 from hearth.sdk import (
+    APIFuture,
     CreatedJob,
     DeploymentConfig,
     DeploymentInfo,
@@ -20,172 +18,36 @@ from hearth.sdk import (
     TrainerEndpoint,
     TrainerJobConfig,
     TrainerJobManager,
+    TrainingShapeProfile,
 )
-from hearth.sdk.readiness import GONE
+from hearth.sdk.readiness import GONE, RESUMABLE
 from training.config.parts import DeployConfig, InfraConfig
+from training.platform.cleanup import ResourceCleanup
+from training.platform.existing_jobs import ExistingJob, find_jobs, leaf_of
 from training.platform.managers import own_deployments, own_trainers
-
-logger = logging.getLogger(__name__)
-
-DeploymentAction = Literal["scale_to_zero", "delete"]
-
-
-class ResourceCleanup:
-    """Takes down what was registered when its scope ends, in reverse order.
-
-    First whatever was given to ``callback``, then the trainers (cancelled), then the deployments
-    (scaled to zero or deleted). It does so however the body ends, by SIGTERM and Ctrl-C too; a step
-    that fails is logged, the others still run, and the body's own exception goes on. A second
-    Ctrl-C gives up the step that it interrupts, a second SIGTERM waits for the end.
-    """
-
-    def __init__(
-        self, rlor_mgr: TrainerJobManager, deploy_mgr: DeploymentManager | None = None
-    ) -> None:
-        self._trainers = own_trainers(rlor_mgr)
-        self._deployments = None if deploy_mgr is None else own_deployments(deploy_mgr)
-        self._callbacks: list[tuple[str, Callable[[], None]]] = []
-        self._jobs: list[str] = []
-        self._actions: dict[str, DeploymentAction] = {}
-        self._before: Any = None
-        self._is_handling = False
-        self._is_ending = False
-        self._is_terminated = False
-
-    def __enter__(self) -> ResourceCleanup:
-        if threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGTERM)
-            if before in (signal.SIG_DFL, None):
-                self._before = before
-                signal.signal(signal.SIGTERM, self._on_sigterm)
-                self._is_handling = True
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._is_ending = True
-        try:
-            self.close()
-        except KeyboardInterrupt:
-            if error is None:
-                raise
-        finally:
-            if self._is_handling:
-                signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
-                self._is_handling = False
-        if self._is_terminated and error is None:
-            raise SystemExit(143)
-
-    def trainer(self, job_id: str) -> None:
-        """Cancel this job when the scope ends."""
-        if job_id not in self._jobs:
-            self._jobs.append(job_id)
-
-    def deployment(self, deployment_id: str, action: DeploymentAction = "scale_to_zero") -> None:
-        """Scale this deployment to zero, or delete it, when the scope ends.
-
-        Raises:
-            ConfigError: there is no manager of deployments, or no such action.
-        """
-        if self._deployments is None:
-            raise ConfigError("deploy_mgr must be given to clean up deployments, got None")
-        if action not in ("scale_to_zero", "delete"):
-            raise ConfigError(f"action must be 'scale_to_zero' or 'delete', got {action!r}")
-        self._actions[deployment_id] = action
-
-    def callback(self, name: str, close: Callable[[], None]) -> None:
-        """Call ``close`` when the scope ends; ``name`` is for the log."""
-        self._callbacks.append((name, close))
-
-    def cancel_trainer(self, job_id: str) -> None:
-        """Cancel a job now."""
-        self._trainers.cancel(job_id)
-        if job_id in self._jobs:
-            self._jobs.remove(job_id)
-
-    def close(self) -> None:
-        """Take everything down now; what is taken down once is not again.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C came meanwhile; the other steps were still taken.
-        """
-        interrupt: KeyboardInterrupt | None = None
-        while (step := self._next_step()) is not None:
-            name, end = step
-            try:
-                end()
-            except KeyboardInterrupt as error:
-                logger.warning("%s may still run: interrupted", name)
-                interrupt = error
-            except (HearthError, OSError) as error:
-                logger.warning("%s could not be taken down: %s", name, error)
-            except Exception:
-                logger.exception("%s could not be taken down", name)
-        if interrupt is not None:
-            raise interrupt
-
-    def _next_step(self) -> tuple[str, Callable[[], None]] | None:
-        if self._callbacks:
-            return self._callbacks.pop()
-        if self._jobs:
-            job_id = self._jobs.pop()
-            return f"trainer job {job_id}", lambda: self._trainers.cancel(job_id)
-        if self._actions:
-            deployment_id, action = self._actions.popitem()
-            manager = self._deployments
-            assert manager is not None, "checked when it was registered"
-            end = manager.delete if action == "delete" else manager.scale_to_zero
-            return f"deployment {deployment_id}", lambda: end(deployment_id)
-        return None
-
-    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
-        if self._is_ending:
-            self._is_terminated = True
-            return
-        raise SystemExit(143)
+from training.platform.spec import InfraSpec
 
 
 def request_trainer_job(
-    rlor_mgr: TrainerJobManager,
-    *,
-    base_model: str,
+    trainers: TrainerJobManager,
     infra: InfraConfig,
-    lora_rank: int = 0,
-    display_name: str | None = None,
-    hot_load_deployment_id: str | None = None,
-    extra_args: list[str] | None = None,
-    forward_only: bool = False,
-    max_seq_len: int | None = None,
-    learning_rate: float = 1e-5,
-    job_id: str | None = None,
-    training_shape_id: str | None = None,
+    job: TrainerJobConfig,
     cleanup: ResourceCleanup | None = None,
-    extra_values: dict[str, Any] | None = None,
 ) -> CreatedJob:
-    """Ask for a trainer job and return at once; it is registered with ``cleanup`` first.
+    """Ask for a job where ``infra`` says, and return at once; ``cleanup`` learns of it first.
 
     Raises:
         ConfigError, HearthError: a setting breaks its rule, or the platform refuses the job.
     """
-    is_frozen = forward_only or "--forward-only" in (extra_args or [])
-    job_id = job_id or f"training-api-service-{uuid.uuid4().hex[:8]}"
-    shape = training_shape_id
-    if shape is None:
-        shape = infra.ref_training_shape_id if is_frozen else infra.training_shape_id
-    config = TrainerJobConfig(
-        base_model=base_model,
-        training_shape_id=shape,
-        lora_rank=lora_rank,
-        max_context_length=max_seq_len,
-        learning_rate=learning_rate,
-        display_name=display_name,
-        hot_load_deployment_id=hot_load_deployment_id,
+    is_frozen = job.is_forward_only
+    shape = infra.ref_training_shape_id if is_frozen else infra.training_shape_id
+    job_id = job.job_id or f"training-api-service-{uuid.uuid4().hex[:8]}"
+    config = replace(
+        job,
+        job_id=job_id,
+        training_shape_id=job.training_shape_id or shape,
         forward_only=is_frozen,
-        extra_args=[*(infra.extra_args or []), *(extra_args or [])] or None,
+        extra_args=[*(infra.extra_args or []), *(job.extra_args or [])] or None,
         region=infra.region,
         custom_image_tag=infra.custom_image_tag,
         accelerator_type=infra.accelerator_type,
@@ -194,14 +56,12 @@ def request_trainer_job(
         trainer_replica_count=None if is_frozen else infra.trainer_replica_count,
         purpose=infra.purpose,
         managed_by=infra.managed_by,
-        job_id=job_id,
         skip_validations=infra.skip_validations,
-        extra_values=extra_values,
     )
     config.validate()
     if cleanup is not None:
         cleanup.trainer(job_id)  # the request may reach the platform and its answer not us
-    return rlor_mgr.create(config)
+    return trainers.create(config)
 
 
 def create_trainer_job(
@@ -216,83 +76,63 @@ def create_trainer_job(
     cleanup: ResourceCleanup | None = None,
     **options: Any,
 ) -> TrainerEndpoint:
-    """A trainer job that answers (document 003). ``options`` are ``request_trainer_job``'s.
+    """A trainer job that answers (document 003). ``options`` are ``TrainerJobConfig``'s.
 
     Raises:
         EngineError: the job failed, with the platform's reason, or was not ready in time.
         ConfigError, HearthError: a setting breaks its rule, or the platform refuses the job.
     """
     trainers = own_trainers(rlor_mgr)
-    created = request_trainer_job(
-        trainers,
+    job = TrainerJobConfig(
         base_model=base_model,
-        infra=infra,
         lora_rank=lora_rank,
         display_name=display_name,
         hot_load_deployment_id=hot_load_deployment_id,
         extra_args=extra_args,
-        cleanup=cleanup,
         **options,
     )
+    created = request_trainer_job(trainers, infra, job, cleanup)
     return trainers.wait_for_ready(created.job_id, infra.trainer_timeout_s)
 
 
-def deployment_config(
-    deploy_cfg: DeployConfig,
-    base_model: str,
-    *,
-    deployment_id: str | None = None,
-    hot_load_trainer_job: str | None = None,
-    max_seq_len: int | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    display_name: str | None = None,
-    lora_rank: int = 0,
-) -> DeploymentConfig:
-    """What to ask the platform for; without an id one is made up of the model's name and the time.
+def deployment_config(spec: InfraSpec, trainer_job: str | None = None) -> DeploymentConfig:
+    """The deployment to ask for; it serves the snapshots of ``trainer_job`` where one is given.
 
     Raises:
         ConfigError: ``tokenizer_model`` is missing, or ``replicas`` is below 1.
     """
-    if not deploy_cfg.tokenizer_model:
+    deployment = spec.deployment
+    if not deployment.tokenizer_model:
         raise ConfigError(
             "deployment.tokenizer_model must be a tokenizer's folder or hub id, got '': prompts "
             "are tokenized on the client"
         )
-    if deploy_cfg.replicas < 1:
-        raise ConfigError(f"deployment.replicas must be >= 1, got {deploy_cfg.replicas}")
-    chosen = deployment_id or deploy_cfg.deployment_id or made_up_id(base_model)
-    wanted = {
-        "engine": deploy_cfg.engine,
-        "engine_options": deploy_cfg.engine_options,
-        "lora_rank": lora_rank,
+    if deployment.replicas < 1:
+        raise ConfigError(f"deployment.replicas must be >= 1, got {deployment.replicas}")
+    own_values = {
+        "engine": deployment.engine,
+        "engine_options": deployment.engine_options,
+        "lora_rank": spec.lora_rank,
     }
     return DeploymentConfig(
-        deployment_id=chosen,
-        base_model=base_model,
-        deployment_shape=deploy_cfg.deployment_shape,
-        hot_load_trainer_job=hot_load_trainer_job or deploy_cfg.hot_load_trainer_job,
-        region=deploy_cfg.deployment_region,
-        max_batch_size=deploy_cfg.max_batch_size,
-        tokenizer_model=deploy_cfg.tokenizer_model,
-        max_context_length=max_seq_len,
-        dtype=dtype,
-        device=device,
-        display_name=display_name,
-        max_replica_count=deploy_cfg.replicas,
-        extra_values={name: value for name, value in wanted.items() if value} or None,
+        deployment_id=spec.deployment_id,
+        base_model=spec.base_model,
+        deployment_shape=deployment.deployment_shape,
+        hot_load_trainer_job=trainer_job or deployment.hot_load_trainer_job,
+        region=deployment.deployment_region,
+        max_batch_size=deployment.max_batch_size,
+        tokenizer_model=deployment.tokenizer_model,
+        max_context_length=spec.max_seq_len,
+        dtype=spec.trainer_options.get("dtype"),
+        device=spec.trainer_options.get("device"),
+        display_name=spec.name_part("deployment"),
+        max_replica_count=deployment.replicas,
+        extra_values={name: value for name, value in own_values.items() if value} or None,
     )
 
 
-def made_up_id(base_model: str, suffix: str = "") -> str:
-    """A deployment's id: the model's last name and ``suffix``, by default the time."""
-    leaf = base_model.rstrip("/").rsplit("/", 1)[-1].lower()
-    plain = "".join(one if one.isascii() and one.isalnum() else "-" for one in leaf)
-    return f"{plain[:40].strip('-') or 'model'}-{suffix or int(time.time())}"
-
-
 def request_deployment(
-    deploy_mgr: DeploymentManager,
+    deployments: DeploymentManager,
     config: DeploymentConfig,
     *,
     cleanup: ResourceCleanup | None = None,
@@ -309,15 +149,19 @@ def request_deployment(
         ConfigError: it serves another model.
         HearthError: the platform refuses.
     """
-    info = deploy_mgr.get(config.deployment_id)
+    info = deployments.get(config.deployment_id)
     if info is not None and info.state in GONE:
         info = None
-    if info is not None:
-        check_base_model(info, config.base_model)
-    if cleanup is not None and (info is None or is_own_id or not _is_brought(info, config)):
+    if info is not None and info.base_model != config.base_model:
+        raise ConfigError(
+            f"deployment.deployment_id must name a deployment of {config.base_model!r}, got "
+            f"{info.deployment_id!r}, which serves {info.base_model!r}: choose another id, or "
+            "delete that deployment"
+        )
+    if cleanup is not None and (info is None or is_own_id or not _is_of_others(info, config)):
         cleanup.deployment(config.deployment_id)
     if info is None:
-        info = deploy_mgr.create_or_get(config)
+        info = deployments.create_or_get(config)
     changes: dict[str, Any] = {}
     if info.max_replica_count == 0:
         changes = {"min_replica_count": 1, "max_replica_count": config.max_replica_count}
@@ -325,18 +169,13 @@ def request_deployment(
     if trainer is not None and leaf_of(info.hot_load_trainer_job) != leaf_of(trainer):
         # In one request: a replica that starts for another trainer starts with the base weights.
         changes["hot_load_trainer_job"] = trainer
-    return deploy_mgr.update(config.deployment_id, **changes) if changes else info
+    return deployments.update(config.deployment_id, **changes) if changes else info
 
 
-def _is_brought(info: DeploymentInfo, config: DeploymentConfig) -> bool:
+def _is_of_others(info: DeploymentInfo, config: DeploymentConfig) -> bool:
     """Whether somebody else runs it: it has a replica, and not this run's label."""
     is_labelled = config.display_name is not None and info.display_name == config.display_name
     return info.max_replica_count > 0 and not is_labelled
-
-
-def leaf_of(name: str | None) -> str:
-    """The id in a resource's full name; an id stays as it is, and None is ``""``."""
-    return (name or "").rsplit("/", 1)[-1]
 
 
 def setup_deployment(
@@ -346,32 +185,174 @@ def setup_deployment(
     infra: InfraConfig | None = None,
     *,
     cleanup: ResourceCleanup | None = None,
-    **options: Any,
 ) -> DeploymentInfo:
     """A deployment that answers: the one of that id, scaled up again, or a new one (document 003).
 
-    ``infra`` is taken as the documents pass it; deployments have their own settings. ``options``
-    are ``deployment_config``'s.
+    ``infra`` is taken as the documents pass it; deployments have their own settings.
 
     Raises:
         ConfigError: a setting breaks its rule, or the id names a deployment of another model.
         EngineError: it failed, with the platform's reason, or was not ready in time.
     """
-    config = deployment_config(deploy_cfg, base_model, **options)
+    config = deployment_config(InfraSpec(base_model=base_model, deployment=deploy_cfg))
     deployments = own_deployments(deploy_mgr)
     request_deployment(deployments, config, cleanup=cleanup)
     return deployments.wait_for_ready(config.deployment_id, deploy_cfg.deployment_timeout_s)
 
 
-def check_base_model(info: DeploymentInfo, base_model: str) -> None:
-    """Refuse a deployment that serves another model.
+@dataclass(frozen=True)
+class ProvisionedParts:
+    """Trainers and deployment that answer; ``shapes`` are the trainers', by role."""
 
-    Raises:
-        ConfigError: it does.
-    """
-    if info.base_model != base_model:
-        raise ConfigError(
-            f"deployment.deployment_id must name a deployment of {base_model!r}, got "
-            f"{info.deployment_id!r}, which serves {info.base_model!r}: choose another id, or "
-            "delete that deployment"
+    policy: TrainerEndpoint
+    reference: TrainerEndpoint | None
+    deployment: DeploymentInfo | None
+    shapes: dict[str, TrainingShapeProfile | None]
+
+
+@dataclass(frozen=True)
+class Provisioner:
+    """Asks a platform for everything that a spec names."""
+
+    spec: InfraSpec
+    trainers: TrainerJobManager
+    deployments: DeploymentManager | None
+    cleanup: ResourceCleanup
+
+    def provision(self, on_status: Callable[[str], None]) -> ProvisionedParts:
+        """Ask for everything in order, then wait for all of it side by side.
+
+        Raises:
+            ConfigError: an existing job does not fit, or a setting breaks its rule.
+            EngineError: parts failed; each is named.
+        """
+        spec = self.spec
+        existing = find_jobs(self.trainers, spec)
+        shapes = self._choose_shapes(existing)
+        parts = [*existing, "deployment"] if spec.needs_inference else [*existing]
+        if spec.publishes_into_deployment:
+            parts = ["deployment", *existing]
+        jobs: dict[str, CreatedJob] = {}
+        deployment: DeploymentInfo | None = None
+        for part in parts:
+            try:
+                if part == "deployment":
+                    # The policy's job is known by now, unless the deployment comes first.
+                    policy = jobs.get("policy")
+                    deployment = self._request_deployment(policy.job_name if policy else None)
+                else:
+                    job = existing[part]
+                    jobs[part] = job.job if job else self._request_trainer(part, shapes[part])
+            except ConfigError:
+                raise  # a mistake in a setting, and the message says what to do
+            except (HearthError, OSError) as error:
+                name = part if part == "deployment" else f"{part} trainer"
+                raise _failure({name: error}, len(parts)) from error
+        job_ids = ", ".join(job.job_id for job in jobs.values())
+        on_status(f"waiting for {job_ids}" + (f" and {spec.deployment_id}" if deployment else ""))
+        return self._wait(jobs, deployment, shapes)
+
+    def _choose_shapes(
+        self, existing: Mapping[str, ExistingJob | None]
+    ) -> dict[str, TrainingShapeProfile | None]:
+        """The trainers' shapes: given ones, else what fits; None where the platform picks.
+
+        Raises:
+            HearthError: a given shape is unknown.
+        """
+        infra = self.spec.infra
+        given = {"policy": infra.training_shape_id, "reference": infra.ref_training_shape_id}
+        # Where the user chooses hardware, no shape does.
+        hardware = (
+            infra.accelerator_type,
+            infra.accelerator_count,
+            infra.node_count,
+            infra.custom_image_tag,
         )
+        shapes: dict[str, TrainingShapeProfile | None] = dict.fromkeys(existing)
+        for role, job in existing.items():
+            shape = given[role] if job is None else job.training_shape
+            if shape:
+                shapes[role] = self.trainers.resolve_training_profile(shape)
+            elif job is None and hardware == (None,) * 4:
+                # A folder or hub id that no catalog lists has no shape.
+                with contextlib.suppress(NotFoundError):
+                    shapes[role] = self.trainers.auto_select_training_shape(
+                        self.spec.base_model, self.spec.lora_rank, role == "reference"
+                    )
+        return shapes
+
+    def _request_trainer(self, role: str, profile: TrainingShapeProfile | None) -> CreatedJob:
+        spec, is_policy = self.spec, role == "policy"
+        is_tied = spec.publishes_into_deployment and is_policy
+        job = TrainerJobConfig(
+            base_model=spec.base_model,
+            training_shape_id=profile.training_shape_version if profile is not None else None,
+            lora_rank=spec.lora_rank if is_policy else 0,
+            max_context_length=spec.max_seq_len,
+            learning_rate=spec.learning_rate,
+            display_name=f"{spec.role_prefix}-{role}",
+            hot_load_deployment_id=spec.deployment_id if is_tied else None,
+            forward_only=not is_policy,
+            job_id=spec.name_part(role),
+            extra_values=spec.trainer_options or None,
+        )
+        return request_trainer_job(self.trainers, spec.infra, job, self.cleanup)
+
+    def _request_deployment(self, trainer_job: str | None) -> DeploymentInfo:
+        spec = self.spec
+        assert self.deployments is not None, "checked by build_infra"
+        info = request_deployment(
+            self.deployments,
+            deployment_config(spec, trainer_job),
+            cleanup=self.cleanup,
+            is_own_id=spec.deployment.deployment_id is None,
+        )
+        if spec.publishes_into_deployment and info.hot_load_trainer_job:
+            raise ConfigError(
+                f"deployment.weight_sync_scope must be PER_TRAINER for deployment "
+                f"{spec.deployment_id!r}, got PER_DEPLOYMENT: it reads the snapshots of "
+                f"{info.hot_load_trainer_job!r}; choose another deployment_id"
+            )
+        return info
+
+    def _wait(
+        self,
+        jobs: dict[str, CreatedJob],
+        deployment: DeploymentInfo | None,
+        shapes: dict[str, TrainingShapeProfile | None],
+    ) -> ProvisionedParts:
+        trainers, timeout_s = self.trainers, self.spec.infra.trainer_timeout_s
+        waits: dict[str, APIFuture[Any]] = {}
+        for role, job in jobs.items():
+            # A job that has ended is the user's, or this very run's from before an interruption.
+            is_ended = job.state in RESUMABLE
+            wait = trainers.reconnect_and_wait_async if is_ended else trainers.wait_for_ready_async
+            waits[f"{role} trainer {job.job_id}"] = wait(job.job_id, timeout_s)
+        if deployment is not None:
+            assert self.deployments is not None, "checked by build_infra"
+            waits[f"deployment {deployment.deployment_id}"] = self.deployments.wait_for_ready_async(
+                deployment.deployment_id, self.spec.deployment.deployment_timeout_s
+            )
+        ready: dict[str, Any] = {}
+        failures: dict[str, Exception] = {}
+        try:
+            for name, wait in waits.items():
+                try:
+                    ready[name.split()[0]] = wait.result()
+                except (HearthError, OSError) as error:
+                    failures[name] = error
+        finally:
+            for wait in waits.values():
+                wait.cancel()
+        if failures:
+            raise _failure(failures, len(waits))
+        return ProvisionedParts(
+            ready["policy"], ready.get("reference"), ready.get("deployment"), shapes
+        )
+
+
+def _failure(failures: Mapping[str, Exception], parts: int) -> EngineError:
+    """One error that names every part that failed."""
+    lines = "".join(f"\n  - {name}: {error}" for name, error in failures.items())
+    return EngineError(f"provisioning failed, {len(failures)} of {parts} parts:{lines}")

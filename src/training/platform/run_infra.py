@@ -7,13 +7,12 @@ inside this process and ends with the run.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from hearth.errors import ConfigError
 from hearth.local import EmbeddedPlatform, check_tokenizer, resolve_model
@@ -26,16 +25,11 @@ from hearth.sdk import (
 )
 from hearth.sdk.sampling_requests import SamplingRetryPolicy
 from hearth.sdk.transport import RetryPolicy
-from training.config.parts import (
-    DeployConfig,
-    InfraConfig,
-    SyncSettings,
-    TrainerConfig,
-    agreed,
-    is_given,
-)
-from training.platform.infra import Infra, setup_infra
-from training.platform.provisioning import ResourceCleanup
+from training.config.parts import DeployConfig
+from training.config.recipe import RecipeConfig
+from training.platform.cleanup import ResourceCleanup
+from training.platform.infra import Infra, build_infra
+from training.platform.spec import InfraSpec
 
 logger = logging.getLogger(__name__)
 
@@ -46,144 +40,6 @@ _WHERE = {
     "process": "in processes of its own",
     "ray": "in a Ray cluster",
 }
-
-
-class ProvisionedConfig(Protocol):
-    """The settings of a recipe that decide what is provisioned."""
-
-    base_model: str
-    trainer: TrainerConfig
-    infra: InfraConfig
-    deployment: DeployConfig
-    max_seq_len: int
-    learning_rate: float
-    lora_rank: int
-    seed: int
-    keep_checkpoints: int | None
-    cleanup_on_exit: bool
-    placement: Literal["inline", "process", "ray"]
-    snapshot_store: Literal["folder", "ray"]
-
-    @property
-    def sync(self) -> SyncSettings:
-        """Weight sync settings of all spellings together."""
-        ...
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether anything asks for reference logprobs."""
-        ...
-
-    @property
-    def max_concurrent(self) -> int:
-        """Sampling requests that may be in flight."""
-        ...
-
-
-@dataclass(frozen=True)
-class PlatformSpec:
-    """What to provision, and where the run keeps its files."""
-
-    base_model: str
-    trainer: TrainerConfig
-    infra: InfraConfig
-    deployment: DeployConfig
-    sync: SyncSettings
-    max_seq_len: int
-    learning_rate: float
-    lora_rank: int
-    needs_reference: bool
-    max_concurrent: int
-    seed: int
-    keep_checkpoints: int | None
-    cleanup_on_exit: bool
-    placement: Literal["inline", "process", "ray"]
-    work_dir: Path
-    snapshot_store: Literal["folder", "ray"] = "folder"
-    running_requests: Literal["drain", "keep"] = "drain"
-    """What becomes of completions that are being drawn when new weights come."""
-
-    @classmethod
-    def of(cls, config: ProvisionedConfig, work_dir: Path) -> PlatformSpec:
-        """What a recipe's config asks for."""
-        return cls(
-            base_model=config.base_model,
-            trainer=config.trainer,
-            infra=config.infra,
-            deployment=config.deployment,
-            sync=config.sync,
-            max_seq_len=config.max_seq_len,
-            learning_rate=config.learning_rate,
-            lora_rank=config.lora_rank,
-            needs_reference=config.needs_reference,
-            max_concurrent=config.max_concurrent,
-            seed=config.seed,
-            keep_checkpoints=_kept(config),
-            cleanup_on_exit=config.cleanup_on_exit,
-            placement=config.placement,
-            snapshot_store=config.snapshot_store,
-            work_dir=work_dir,
-        )
-
-    def infra_config(self) -> InfraConfig:
-        """Both generations of trainer settings as one.
-
-        Raises:
-            ConfigError: two names of one setting were given different values.
-        """
-        return replace(
-            self.infra,
-            training_shape_id=agreed(
-                ("trainer.training_shape_id", self.trainer.training_shape_id),
-                ("infra.training_shape_id", self.infra.training_shape_id),
-            ),
-            ref_training_shape_id=agreed(
-                ("trainer.reference_training_shape_id", self.trainer.reference_training_shape_id),
-                ("infra.ref_training_shape_id", self.infra.ref_training_shape_id),
-            ),
-            trainer_timeout_s=agreed(
-                ("trainer.timeout_s", self.trainer.timeout_s),
-                ("infra.trainer_timeout_s", self.infra.trainer_timeout_s),
-            ),
-        )
-
-    def values(self) -> dict[str, Any]:
-        """Hearth's own settings of a trainer."""
-        own = {
-            "dtype": self.trainer.dtype,
-            "device": self.trainer.device,
-            "micro_batch_tokens": self.trainer.micro_batch_tokens,
-            "recompute_above": self.trainer.recompute_above,
-            # Not where it is 1, or runs from before would not find their jobs again.
-            "ranks": self.trainer.ranks if self.trainer.ranks > 1 else None,
-            "keep_checkpoints": self.keep_checkpoints,
-        }
-        return {name: value for name, value in own.items() if value is not None}
-
-    def suffix(self) -> str:
-        """Tells this run's jobs from others': the same folder and model give the same again."""
-        parts = (
-            self.work_dir.resolve(),
-            self.base_model,
-            self.lora_rank,
-            self.max_seq_len,
-            self.learning_rate,
-            self.needs_reference,
-            self.values(),
-            self.infra_config(),
-            self.deployment,
-        )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
-
-
-def _kept(config: ProvisionedConfig) -> int | None:
-    """Checkpoints to keep; of those that nobody asked for, two.
-
-    Never fewer: the trainer drops the older one before the manifest names the newer.
-    """
-    if config.keep_checkpoints is not None:
-        return max(2, config.keep_checkpoints)
-    return None if is_given(config.sync.dcp_save_interval) else 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,13 +66,13 @@ def is_embedded() -> bool:
     return not os.environ.get(BASE_URL)
 
 
-def check_platform(spec: PlatformSpec) -> None:
-    """Judge what needs no model to be loaded and no platform to be asked.
+def check_platform(config: RecipeConfig) -> None:
+    """Judge what needs neither a loaded model nor an answer of the platform.
 
     Raises:
         ConfigError: the platform's key is missing, or a setting breaks its rule.
     """
-    spec.infra_config()
+    _ = config.merged_infra
     if not is_embedded():
         if not os.environ.get(API_KEY):
             raise ConfigError(
@@ -224,67 +80,96 @@ def check_platform(spec: PlatformSpec) -> None:
                 "platform on this machine without keys"
             )
         return
-    if spec.trainer.job_id or spec.trainer.reference_job_id:
+    trainer = config.trainer
+    if trainer.job_id or trainer.reference_job_id:
         raise ConfigError(
-            f"trainer.job_id must name a job of a served platform, got {spec.trainer.job_id!r} and "
-            f"no {BASE_URL}: the embedded platform starts empty"
+            f"trainer.job_id must name a job of a served platform, got {trainer.job_id!r} and no "
+            f"{BASE_URL}: the embedded platform starts empty"
         )
-    if spec.trainer.ranks > 1 and spec.placement == "inline":
+    if trainer.ranks > 1 and config.placement == "inline":
         raise ConfigError(
-            f"trainer.ranks must be 1 with placement='inline', got {spec.trainer.ranks}: a process "
+            f"trainer.ranks must be 1 with placement='inline', got {trainer.ranks}: a process "
             "group does not belong into the recipe's process; use placement='process'"
         )
-    resolve_model(spec.base_model)
+    resolve_model(config.base_model)
 
 
 @contextlib.contextmanager
 def provision(
-    spec: PlatformSpec, *, on_status: Callable[[str], None] = logger.info
+    config: RecipeConfig,
+    *,
+    max_concurrent: int = 32,
+    running_requests: Literal["drain", "keep"] = "drain",
+    on_status: Callable[[str], None] = logger.info,
 ) -> Iterator[RunInfra]:
     """Everything a recipe needs, for the body of the ``with``; after it the clients are closed.
 
-    ``on_status`` is told in one line where the platform is. With ``cleanup_on_exit`` trainers and
-    deployment that the run asked for are taken down; those that were brought go on running.
+    ``max_concurrent`` sampling requests may be in flight; ``running_requests`` says what becomes of
+    them when new weights come. ``on_status`` receives one line that names the platform. With
+    ``cleanup_on_exit`` the trainers and the deployment that the run started are taken down; those
+    that the user named go on running.
 
     Raises:
         ConfigError: a model or tokenizer cannot be loaded, or they do not belong together.
         HearthError: the platform cannot be reached, or refuses.
     """
     with contextlib.ExitStack() as stack:
-        base_url, api_key = _platform(spec, stack, on_status)
+        spec = InfraSpec.from_config(config)
+        base_url, api_key = _find_platform(config, stack, on_status)
         trainers = TrainerJobManager(api_key, base_url=base_url)
         stack.callback(trainers.close)
         deployments = DeploymentManager(api_key, base_url=base_url)
         stack.callback(deployments.close)
         cleanup = None
-        if spec.cleanup_on_exit or is_embedded():
+        if config.cleanup_on_exit or is_embedded():
             cleanup = stack.enter_context(ResourceCleanup(trainers, deployments))
-        tokenizer = load_tokenizer(spec.deployment)
+        tokenizer = load_tokenizer(config.deployment)
         if is_embedded():
-            check_tokenizer(tokenizer, spec.deployment.tokenizer_model, spec.base_model)
-        infra = setup_infra(
-            rlor_mgr=trainers,
-            deploy_mgr=deployments,
-            base_model=spec.base_model,
-            infra_cfg=spec.infra_config(),
-            deploy_cfg=spec.deployment,
-            lora_rank=spec.lora_rank,
-            max_seq_len=spec.max_seq_len,
-            learning_rate=spec.learning_rate,
-            dcp_timeout=spec.sync.dcp_timeout_s,
-            policy_job_id=spec.trainer.job_id,
-            reference_job_id=spec.trainer.reference_job_id,
-            needs_reference=spec.needs_reference,
-            needs_inference=True,
-            api_key=api_key,
-            cleanup=cleanup,
-            on_status=logger.debug,
-            seed=spec.seed,
-            extra_values=spec.values(),
-            job_suffix=spec.suffix(),
-        )
+            check_tokenizer(tokenizer, config.deployment.tokenizer_model, config.base_model)
+        infra = build_infra(spec, trainers, deployments, api_key, cleanup, logger.debug)
         stack.callback(infra.close)
-        yield _with_sampler(spec, infra, trainers, deployments, tokenizer, api_key, stack)
+        assert infra.deployment_id is not None, "a recipe's spec needs inference"
+        assert infra.inference_model is not None, "a recipe's spec needs inference"
+        syncer = WeightSyncer(
+            infra.policy_client,
+            deployments,
+            infra.deployment_id,
+            spec.base_model,
+            hotload_timeout=config.sync.timeout_s,
+            first_checkpoint_type=config.sync.first_checkpoint_type,
+            running_requests=running_requests,
+        )
+        sampler = DeploymentSampler(
+            deployments.inference_url,
+            infra.inference_model,
+            api_key,
+            tokenizer,
+            concurrency_controller=FixedConcurrencyController(max_concurrent),
+            http_timeout_s=config.deployment.sample_timeout,
+            retry_policy=SamplingRetryPolicy(
+                # Long enough for a platform and a deployment that start again and load the model.
+                retries=RetryPolicy(attempts=9, base_s=1.0),
+                boot_s=config.deployment.deployment_timeout_s,
+            ),
+        )
+        stack.callback(sampler.close)
+        # It may have died since it was ready; then it comes back.
+        replica = deployments.wait_for_replica(
+            infra.deployment_id, spec.base_model, config.deployment.deployment_timeout_s
+        )
+        yield RunInfra(
+            **vars(infra),
+            inference_url=deployments.inference_url,
+            api_key=api_key,
+            sampler=sampler,
+            syncer=syncer,
+            tokenizer=tokenizer,
+            trainers=trainers,
+            is_embedded=is_embedded(),
+            work_dir=Path(config.log_path),
+            serves_older_snapshot=replica.current_snapshot_identity is not None,
+            served_version=replica.weight_version,
+        )
 
 
 def load_tokenizer(deployment: DeployConfig) -> Any:
@@ -312,73 +197,21 @@ def load_tokenizer(deployment: DeployConfig) -> Any:
         ) from None
 
 
-def _platform(
-    spec: PlatformSpec, stack: contextlib.ExitStack, on_status: Callable[[str], None]
+def _find_platform(
+    config: RecipeConfig, stack: contextlib.ExitStack, on_status: Callable[[str], None]
 ) -> tuple[str, str]:
     """Base URL and key of the platform, which is started here when none is named."""
     base_url = os.environ.get(BASE_URL)
     if base_url:
-        on_status(f"the platform is at {base_url} ({BASE_URL}), with {spec.base_model}")
+        on_status(f"the platform is at {base_url} ({BASE_URL}), with {config.base_model}")
         return base_url, os.environ[API_KEY]
-    where = _WHERE[spec.placement]
-    on_status(f"{BASE_URL} is not set: the platform runs {where}, with {spec.base_model}")
+    where = _WHERE[config.placement]
+    on_status(f"{BASE_URL} is not set: the platform runs {where}, with {config.base_model}")
     platform = stack.enter_context(
         EmbeddedPlatform(
-            work_dir=spec.work_dir, placement=spec.placement, snapshot_store=spec.snapshot_store
+            work_dir=Path(config.log_path),
+            placement=config.placement,
+            snapshot_store=config.snapshot_store,
         )
     )
     return platform.base_url, os.environ.get(API_KEY) or "embedded"
-
-
-def _with_sampler(
-    spec: PlatformSpec,
-    infra: Infra,
-    trainers: TrainerJobManager,
-    deployments: DeploymentManager,
-    tokenizer: Any,
-    api_key: str,
-    stack: contextlib.ExitStack,
-) -> RunInfra:
-    assert infra.deployment_id is not None, "asked for with needs_inference"
-    assert infra.inference_model is not None, "asked for with needs_inference"
-    syncer = WeightSyncer(
-        infra.policy.inner,
-        deployments,
-        infra.deployment_id,
-        spec.base_model,
-        hotload_timeout=spec.sync.timeout_s,
-        first_checkpoint_type=spec.sync.first_checkpoint_type,
-        running_requests=spec.running_requests,
-    )
-    sampler = DeploymentSampler(
-        deployments.inference_url,
-        infra.inference_model,
-        api_key,
-        tokenizer,
-        concurrency_controller=FixedConcurrencyController(spec.max_concurrent),
-        http_timeout_s=spec.deployment.sample_timeout,
-        retry_policy=SamplingRetryPolicy(
-            # A platform that is started again, and a deployment: its model is loaded anew.
-            retries=RetryPolicy(attempts=9, base_s=1.0),
-            boot_s=spec.deployment.deployment_timeout_s,
-        ),
-    )
-    stack.callback(sampler.close)
-    # Not just asked for: it may have died since it was ready, and then it comes back.
-    served = deployments.wait_for_replica(
-        infra.deployment_id, spec.base_model, spec.deployment.deployment_timeout_s
-    )
-    known = {field.name: getattr(infra, field.name) for field in fields(Infra)}
-    return RunInfra(
-        **known,
-        inference_url=deployments.inference_url,
-        api_key=api_key,
-        sampler=sampler,
-        syncer=syncer,
-        tokenizer=tokenizer,
-        trainers=trainers,
-        is_embedded=is_embedded(),
-        work_dir=spec.work_dir,
-        serves_older_snapshot=served.current_snapshot_identity is not None,
-        served_version=served.weight_version,
-    )

@@ -28,14 +28,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from hearth.errors import ConfigError, HearthError
 from training.config.async_recipe import AsyncConfig
 from training.config.validation import validate
 from training.data.rows import Row, check_object, epoch_rows, load_rows
-from training.platform.run_infra import PlatformSpec, RunInfra
+from training.platform.run_infra import RunInfra
 from training.rollouts.cluster import run_on_cluster
 from training.rollouts.queue import RolloutQueue, TakenGroup
 from training.rollouts.router_replay import routing_options
@@ -134,13 +133,16 @@ def run_rows(
     eval_rows: Sequence[Row] = (),
 ) -> RunSummary:
     """Provision, train on the rows, take down."""
-    spec = replace(
-        PlatformSpec.of(config, Path(config.log_path)),
-        running_requests="keep" if config.in_flight_weight_updates else "drain",
-    )
     if config.rollout_workers == "ray":
         rollout_fn_factory = run_on_cluster(rollout_fn_factory, config.rollout_worker_count)
-    with begin_run(config, spec, rows, eval_rows) as (infra, run):
+    running_requests = "keep" if config.in_flight_weight_updates else "drain"
+    with begin_run(
+        config,
+        rows,
+        eval_rows,
+        max_concurrent=config.max_concurrent,
+        running_requests=running_requests,
+    ) as (infra, run):
         setup = rollout_setup(config, infra)
         with setup.closing, RolloutThread() as thread:
             rollout_fn = rollout_fn_factory(setup)

@@ -113,7 +113,9 @@ def information_gain(
 def scorer(name: ScorerName, infra: RunInfra) -> Scorer:
     """Who scores the right answer."""
     return (
-        deployment_scorer(infra.sampler) if name == "deployment" else trainer_scorer(infra.policy)
+        deployment_scorer(infra.sampler)
+        if name == "deployment"
+        else trainer_scorer(infra.policy_client)
     )
 
 

@@ -24,7 +24,6 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Literal
 
 from hearth.errors import ConfigError, NotFoundError, RequestError, TransportError
@@ -33,7 +32,7 @@ from training.config.recipe import RecipeConfig
 from training.config.validation import counts_below_one, validate
 from training.data.rows import IndexedRow, Row, epoch_rows, load_rows, prompt_messages
 from training.data.seeds import row_seed
-from training.platform.run_infra import PlatformSpec, RunInfra
+from training.platform.run_infra import RunInfra
 from training.rewards import (
     AnyReward,
     GuardedReward,
@@ -171,8 +170,7 @@ def main(
         rows = load_rows(config.dataset, config.max_rows)
     if eval_rows is None:
         eval_rows = load_rows(config.eval_dataset, config.eval_rows) if config.eval_dataset else []
-    spec = PlatformSpec.of(config, Path(config.log_path))
-    with begin_run(config, spec, rows, eval_rows) as (infra, run):
+    with begin_run(config, rows, eval_rows, max_concurrent=config.max_concurrent) as (infra, run):
         refuse_pipelined_trainer(config, infra.policy_profile)
         run_until_signal(train(config, infra, run, reward_fn))
         return run.summary(infra)

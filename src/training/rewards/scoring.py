@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from training.rewards.guard import GuardedReward
 from training.rewards.score import RewardFunction, Score, ScoringReward, Unscored, as_score
-from training.together import all_of
+
+T = TypeVar("T")
 
 AnyReward = RewardFunction | GuardedReward
 """A reward function, plain, async or guarded."""
@@ -28,10 +30,22 @@ async def scored(
     outcomes = [_call_reward(reward_fn, completion, row) for completion in completions]
     waiting = [place for place, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
     if waiting:
-        results = await all_of([outcomes[place] for place in waiting])
+        results = await gather_or_cancel([outcomes[place] for place in waiting])
         for place, result in zip(waiting, results, strict=True):
             outcomes[place] = result
     return [outcome if isinstance(outcome, Unscored) else as_score(outcome) for outcome in outcomes]
+
+
+async def gather_or_cancel(work: Sequence[Awaitable[T]]) -> list[T]:
+    """All results in order; the first failure cancels the others and waits for them to end."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def disagreements(outcomes: Sequence[Score | Unscored]) -> list[float]:

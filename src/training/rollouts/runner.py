@@ -19,12 +19,12 @@ from hearth.errors import ConfigError
 from training.config.async_recipe import AsyncConfig
 from training.data.rows import IndexedRow
 from training.data.seeds import row_seed
+from training.rewards.scoring import gather_or_cancel
 from training.rollouts.failures import CircuitBreaker, is_recoverable, with_retries
 from training.rollouts.sampler import RolloutContext, current_rollout
 from training.rollouts.thread import describe_place
 from training.samples.groups import ExampleAnswer, PromptGroup, RowOutcome
 from training.samples.rollout import OPTIONAL_ARGUMENTS, Rollout, RolloutFn, RolloutRun, runs_of
-from training.together import all_of
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Rollouts:
         self.lengths[index] = []
         samples = range(self._config.completions_per_prompt)
         try:
-            return await all_of([self._draw_one(submitted, sample) for sample in samples])
+            return await gather_or_cancel([self._draw_one(submitted, sample) for sample in samples])
         finally:
             self.lengths.pop(index, None)
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from training.config.async_recipe import AsyncConfig
 from training.data.rows import IndexedRow, Row
+from training.rewards.scoring import gather_or_cancel
 from training.rollouts.runner import Rollouts, RowTrajectories, Submission
 from training.run.evaluation import EVAL_SEED_OFFSET, EvalResult, EvalSample
 from training.run.state import Run
 from training.samples.rollout import RolloutFn, RolloutRun
-from training.together import all_of
 
 DrawRow = Callable[[], Coroutine[Any, Any, RowTrajectories]]
 
@@ -116,7 +116,7 @@ class BackgroundEvaluation:
             return drawn
 
         rows = self._run.eval_rows
-        drawn = await all_of([one(place, row) for place, row in enumerate(rows)])
+        drawn = await gather_or_cancel([one(place, row) for place, row in enumerate(rows)])
         samples = [
             trajectory_judged(row, place, run)
             for place, (row, trajectories) in enumerate(zip(rows, drawn, strict=True))

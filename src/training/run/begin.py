@@ -6,11 +6,12 @@ import contextlib
 import gc
 import time
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from training.config.parts import plain_config
 from training.config.recipe import RecipeConfig
 from training.data.rows import Row
-from training.platform.run_infra import PlatformSpec, RunInfra, check_platform, provision
+from training.platform.run_infra import RunInfra, check_platform, provision
 from training.rollouts.router_replay import warn_dense_policy
 from training.run.checkpoints import choose_checkpoint, read_manifest
 from training.run.log_path import hold_log_path, prepare_log_path, write_config
@@ -23,7 +24,12 @@ COLLECT_EVERY = 5_000
 
 @contextlib.contextmanager
 def begin_run(
-    config: RecipeConfig, spec: PlatformSpec, rows: Sequence[Row], eval_rows: Sequence[Row] = ()
+    config: RecipeConfig,
+    rows: Sequence[Row],
+    eval_rows: Sequence[Row] = (),
+    *,
+    max_concurrent: int,
+    running_requests: Literal["drain", "keep"] = "drain",
 ) -> Iterator[tuple[RunInfra, Run]]:
     """A run on its platform, with what it starts from loaded; after the ``with`` both are closed.
 
@@ -36,7 +42,7 @@ def begin_run(
     """
     started = time.perf_counter()
     log_path = prepare_log_path(config.log_path)
-    check_platform(spec)
+    check_platform(config)
     with hold_log_path(log_path):
         checkpoints = read_manifest(log_path)
         resumed = choose_checkpoint(checkpoints, config.resume.resume_from, config.seed)
@@ -46,7 +52,12 @@ def begin_run(
         resumed_step = resumed.step if resumed is not None else None
         with (
             Display.open(len(rows) * config.epochs) as display,
-            provision(spec, on_status=display.note) as infra,
+            provision(
+                config,
+                max_concurrent=max_concurrent,
+                running_requests=running_requests,
+                on_status=display.note,
+            ) as infra,
             MetricsLog.open(log_path, config.wandb, plain_config(config), resumed_step) as log,
         ):
             run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)

@@ -12,12 +12,11 @@ from hearth.sdk import DeploymentSampler, SampledCompletion
 from training.data.rows import Row, prompt_messages
 from training.data.seeds import row_seed
 from training.rewards.score import Score
-from training.rewards.scoring import AnyReward, scored
+from training.rewards.scoring import AnyReward, gather_or_cancel, scored
 from training.rollouts.failures import with_retries
 from training.rollouts.sampler import get_versions
 from training.run.pass_at_k import pass_rates
 from training.samples.reward_metrics import CORRECT, parse_metrics
-from training.together import all_of
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +167,7 @@ async def evaluate(
             error.add_note(f"in the evaluation of held-out row {place}")
             raise
 
-    parts = await all_of([one(place, row) for place, row in enumerate(rows)])
+    parts = await gather_or_cancel([one(place, row) for place, row in enumerate(rows)])
     judged = [sample for part in parts for sample in part]
     samples = [sample for sample in judged if sample is not None]
     return EvalResult(samples, failed_rewards=len(judged) - len(samples))

@@ -26,9 +26,9 @@ from torch import Tensor
 from training.config.async_recipe import AsyncConfig
 from training.data.seeds import call_seed
 from training.platform.run_infra import RunInfra
+from training.rewards.scoring import gather_or_cancel
 from training.rollouts.router_replay import routing_options
 from training.samples.groups import PromptGroup, TrainSample, completion_sample
-from training.together import all_of
 from training.update.parity import logprob_gaps, parity_metrics
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class ParityProbe:
         ]
         return [
             TrainSample.from_rollout(completion_sample(completion, reward=0.0), 0.0, config.replay)
-            for completions in await all_of(calls)
+            for completions in await gather_or_cancel(calls)
             for completion in completions
         ]
 
@@ -212,7 +212,7 @@ class ParityProbe:
         self, samples: Sequence[TrainSample], version: int, is_settled: asyncio.Event
     ) -> list[Tensor]:
         """The gaps of the samples that ``version`` has drawn."""
-        scoring = self._infra.policy.inner.forward(
+        scoring = self._infra.policy_client.forward(
             [sample.datum for sample in samples],
             "cross_entropy",
             {"temperature": self._config.temperature},

@@ -206,7 +206,7 @@ class Run:
         )
         with self.clock.span("perf/dcp_save_time"):
             started = self.now()
-            saving = infra.policy.inner.save_state(
+            saving = infra.policy_client.save_state(
                 name, overwrite=True, metadata={**asdict(point), "config": plain_config(config)}
             )
             await saving.result_async(config.sync.dcp_timeout_s)
@@ -282,7 +282,7 @@ class Run:
     def _restore(self, config: RecipeConfig, infra: RunInfra, checkpoint: Checkpoint) -> None:
         path = checkpoint.name
         if checkpoint.job not in (None, infra.policy_job_id):
-            path = infra.policy.inner.resolve_checkpoint_path(checkpoint.name, checkpoint.job)
+            path = infra.policy_client.resolve_checkpoint_path(checkpoint.name, checkpoint.job)
         infra.policy.load_state_with_optimizer(path)
         self.step = config.resume.step_offset or checkpoint.step
         self.cursor = Cursor(checkpoint.cursor, set(checkpoint.beyond))
@@ -301,14 +301,14 @@ class Run:
         """Promote the final weights, where ``output_model_id`` names a model."""
         if config.output_model_id is None:
             return
-        saving = infra.policy.inner.save_weights_for_sampler(f"final-{self.step:05d}", "base")
+        saving = infra.policy_client.save_weights_for_sampler(f"final-{self.step:05d}", "base")
         saved = await saving.result_async(config.sync.dcp_timeout_s)
         model = await asyncio.to_thread(
             infra.trainers.promote_checkpoint,
             infra.policy_job_id,
             saved.snapshot_name,
             config.output_model_id,
-            infra.policy.inner.base_model,
+            infra.policy_client.base_model,
             merge_adapter=config.merge_adapter,
         )
         self.model_path = Path(model.source) if model.source else None

@@ -15,10 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from hearth.errors import ConfigError, NumericsError
-from hearth.sdk import DeploymentSampler
+from hearth.sdk import DeploymentSampler, FiretitanTrainingClient
 from training.config.turn_credit import TurnCreditConfig
 from training.data.rows import Row
-from training.platform.client import ReconnectableClient
 from training.samples.datums import datum_from_tokens_weights
 from training.samples.groups import PromptGroup, TrainSample
 from training.samples.rollout import RolloutSample
@@ -46,14 +45,14 @@ def deployment_scorer(sampler: DeploymentSampler) -> Scorer:
     return score
 
 
-def trainer_scorer(policy: ReconnectableClient) -> Scorer:
+def trainer_scorer(client: FiretitanTrainingClient) -> Scorer:
     """Scores by the weights in training: the trainer's forward, in its turn among other work."""
 
     async def score(sequences: Sequence[Sequence[int]], last: int) -> Sequence[Sequence[float]]:
         data = [
             datum_from_tokens_weights(sequence, [1.0] * len(sequence)) for sequence in sequences
         ]
-        scored = await policy.inner.forward(data, "cross_entropy")
+        scored = await client.forward(data, "cross_entropy")
         return [output["logprobs"].data[-last:] for output in scored.loss_fn_outputs]
 
     return score

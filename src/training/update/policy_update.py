@@ -113,7 +113,7 @@ class PolicyUpdate:
     async def _policy_gradient(
         self, samples: Sequence[TrainSample]
     ) -> tinker.ForwardBackwardOutput:
-        config, policy = self._config, self._infra.policy.inner
+        config, policy = self._config, self._infra.policy_client
         objective, tis = self._objective(), tis_options(config)
         if config.runs_builtin_loss:
             call = builtin_call(objective, config.policy_loss, tis, samples)
@@ -144,10 +144,10 @@ class PolicyUpdate:
 
     async def _score_reference(self, samples: Sequence[TrainSample]) -> None:
         """Give every sample the frozen reference's logprobs, where there is a reference."""
-        if self._infra.reference is None:
+        if self._infra.reference_client is None:
             return
         with self._clock.span("perf/ref_forward_time"):
-            scored = await self._infra.reference.inner.forward(
+            scored = await self._infra.reference_client.forward(
                 [sample.reference_datum for sample in samples],
                 "cross_entropy",
                 {"temperature": self._config.temperature},
@@ -162,7 +162,7 @@ class PolicyUpdate:
         logprobs as the old ones, and one inside the trainer goes backward through this very pass.
         """
         with self._clock.span("perf/old_policy_forward_time"):
-            scored = await self._infra.policy.inner.forward(
+            scored = await self._infra.policy_client.forward(
                 [sample.datum for sample in samples],
                 "cross_entropy",
                 {"temperature": self._config.temperature},
@@ -187,7 +187,7 @@ class PolicyUpdate:
         if self._before_step is not None:
             await self._before_step()
         with self._clock.span("perf/optim_step_time"):
-            done = await self._infra.policy.inner.optim_step(
+            done = await self._infra.policy_client.optim_step(
                 params, config.grad_accumulation_normalization
             )
         self.optimizer_steps += 1

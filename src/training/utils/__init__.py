@@ -16,7 +16,8 @@ from training.config.parts import (
     WeightSyncConfig,
     WeightSyncScope,
 )
-from training.platform.provisioning import ResourceCleanup, create_trainer_job, setup_deployment
+from training.platform.cleanup import ResourceCleanup
+from training.platform.provisioning import create_trainer_job, setup_deployment
 
 __all__ = [
     "CISPOConfig",

@@ -55,10 +55,6 @@ class ScriptedTrainer:
     running_at_training: list[int] = field(default_factory=list[int])
     saved: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
-    @property
-    def inner(self) -> ScriptedTrainer:
-        return self
-
     async def forward_backward_custom(
         self, data: list[tinker.Datum], loss_fn: LossFunction, *, temperature: float
     ) -> tinker.ForwardBackwardOutput:
@@ -174,7 +170,9 @@ def infra_of(trainer: ScriptedTrainer, folder: Path, **changes: Any) -> RunInfra
     nobody = cast("Any", None)
     known: dict[str, Any] = {
         "policy": trainer,
+        "policy_client": trainer,
         "reference": None,
+        "reference_client": None,
         "policy_profile": None,
         "policy_job_id": "policy",
         "reference_job_id": None,

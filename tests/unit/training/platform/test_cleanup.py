@@ -8,7 +8,7 @@ import pytest
 
 from hearth.errors import ClosedError, ConfigError, EngineError
 from hearth.sdk import DeploymentConfig, DeploymentSampler, TrainerJobConfig, WeightSyncer
-from training.platform.run_infra import PlatformSpec, provision
+from training.platform.run_infra import provision
 from training.quickstart import MODEL
 from training.recipes.rl_loop import Config
 from training.run.command import run_until_signal
@@ -257,16 +257,15 @@ def test_clients_used_after_the_block_say_to_keep_the_loop_inside(stage, datums,
             lora_rank=lora_rank, needs_reference=True, needs_inference=True, cleanup=cleanup
         )
     assert set(stage.states().values()) == {"JOB_STATE_CANCELLED"}
-    syncer = WeightSyncer(infra.policy.inner, stage.deployments, "serving", BASE)
+    syncer = WeightSyncer(infra.policy_client, stage.deployments, "serving", BASE)
     sampler = DeploymentSampler(stage.deployments.inference_url, infra.inference_model, "key")
 
     for call in (
         lambda: infra.policy.forward(datums(1)),
-        lambda: infra.policy.inner.forward(datums(1)).result(timeout=5),
+        lambda: infra.policy_client.forward(datums(1)).result(timeout=5),
         lambda: infra.policy.save_state("late"),
-        lambda: infra.policy.create_base_reference(),
         lambda: infra.reference.forward(datums(1)),
-        lambda: infra.reference.inner.forward(datums(1)).result(timeout=5),
+        lambda: infra.reference_client.forward(datums(1)).result(timeout=5),
         lambda: syncer.save_and_hotload("late"),
         lambda: sampler.sample_with_prompt_tokens([5, 6], n=1, max_tokens=2).result(timeout=5),
     ):
@@ -292,10 +291,14 @@ def test_a_recipe_that_leaves_its_trainers_running_closes_its_clients(
     monkeypatch.setenv("FIREWORKS_BASE_URL", stage.url)
     monkeypatch.setenv("FIREWORKS_API_KEY", "x")
     config = Config(
-        base_model=BASE, max_seq_len=128, cleanup_on_exit=False, deployment=stage.serving()
+        log_path=str(tmp_path),
+        base_model=BASE,
+        max_seq_len=128,
+        cleanup_on_exit=False,
+        deployment=stage.serving(),
     )
 
-    with provision(PlatformSpec.of(config, tmp_path)) as infra:
+    with provision(config) as infra:
         assert infra.reference is not None
         assert len(infra.reference.forward(datums(1)).loss_fn_outputs) == 1
 

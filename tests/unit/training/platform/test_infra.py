@@ -80,7 +80,7 @@ def test_the_scope_says_who_is_asked_for_first_and_who_names_whom(stage, scope):
             job_suffix="1",
             cleanup=cleanup,
         )
-        syncer = WeightSyncer(infra.policy.inner, stage.deployments, "serving", BASE)
+        syncer = WeightSyncer(infra.policy_client, stage.deployments, "serving", BASE)
         served = syncer.save_and_hotload("step-00001")
 
         state = stage.deployments.replica_state("serving", BASE)
@@ -306,7 +306,7 @@ def test_what_is_given_by_id_is_attached_to_and_goes_on_running(stage, datums):
             job_suffix="1",
             cleanup=cleanup,
         )
-        syncer = WeightSyncer(infra.policy.inner, stage.deployments, "serving", BASE)
+        syncer = WeightSyncer(infra.policy_client, stage.deployments, "serving", BASE)
         syncer.save_and_hotload("step-00001")
         assert len(infra.reference.forward(datums(1), "cross_entropy").loss_fn_outputs) == 1
 
@@ -538,7 +538,7 @@ def test_a_loop_of_ones_own_trains_on_what_it_was_given(stage, datums):
 def test_a_weight_sync_that_fails_makes_the_next_snapshot_a_base(stage):
     with stage.cleanup() as cleanup:
         infra = stage.setup(needs_inference=True, cleanup=cleanup)
-        syncer = WeightSyncer(infra.policy.inner, stage.deployments, "serving", BASE)
+        syncer = WeightSyncer(infra.policy_client, stage.deployments, "serving", BASE)
         syncer.save_and_hotload("step-00001")
         stage.wire.rule("POST /hot_load", status=400, message="disk full", times=1)
         with pytest.raises(Exception, match="disk full"):
@@ -553,7 +553,7 @@ def test_a_weight_sync_that_fails_makes_the_next_snapshot_a_base(stage):
 def test_a_lora_policy_always_publishes_its_whole_adapter(stage):
     with stage.cleanup() as cleanup:
         infra = stage.setup(lora_rank=4, needs_inference=True, cleanup=cleanup)
-        syncer = WeightSyncer(infra.policy.inner, stage.deployments, "serving", BASE)
+        syncer = WeightSyncer(infra.policy_client, stage.deployments, "serving", BASE)
         for step in (1, 2):
             syncer.save_and_hotload(f"step-{step:05d}")
 

@@ -7,14 +7,14 @@ from dataclasses import asdict, replace
 import pytest
 
 from hearth.errors import ConfigError, EngineError
-from hearth.sdk import DeploymentConfig, FiretitanServiceClient
+from hearth.sdk import DeploymentConfig, FiretitanServiceClient, TrainerJobConfig
 from training.platform.provisioning import (
     deployment_config,
-    made_up_id,
     request_deployment,
     request_trainer_job,
 )
-from training.platform.run_infra import PlatformSpec, check_platform, load_tokenizer
+from training.platform.run_infra import check_platform, load_tokenizer
+from training.platform.spec import InfraSpec, make_up_id
 from training.quickstart import MODEL
 from training.recipes.rl_loop import Config
 from training.utils import (
@@ -94,7 +94,7 @@ def test_a_deployments_id_is_made_up_where_none_is_given(stage):
     ],
 )
 def test_a_made_up_id_is_a_name_that_platforms_take(model, start):
-    config = DeploymentConfig(deployment_id=made_up_id(model, "0a1b2c3d"), base_model=model)
+    config = DeploymentConfig(deployment_id=make_up_id(model, "0a1b2c3d"), base_model=model)
 
     config.validate()
     assert config.deployment_id == start + "0a1b2c3d"
@@ -207,24 +207,25 @@ def test_a_job_is_known_to_the_cleanup_before_its_answer_comes(stage):
     stage.wire.rule(f"POST {JOBS}$", status=400, message="answer lost", after=True)
 
     with pytest.raises(ValueError, match="answer lost"), stage.cleanup() as cleanup:
-        request_trainer_job(stage.trainers, base_model=BASE, infra=InfraConfig(), cleanup=cleanup)
+        request_trainer_job(
+            stage.trainers, InfraConfig(), TrainerJobConfig(base_model=BASE), cleanup
+        )
 
     assert list(stage.states().values()) == ["JOB_STATE_CANCELLED"]
 
 
-def test_a_served_platform_needs_a_key(monkeypatch, tmp_path):
+def test_a_served_platform_needs_a_key(monkeypatch):
     config = Config(base_model=BASE, deployment=DeployConfig(tokenizer_model=BASE))
-    spec = PlatformSpec.of(config, tmp_path)
     monkeypatch.setenv("FIREWORKS_BASE_URL", "http://somewhere.test")
     monkeypatch.delenv("FIREWORKS_API_KEY", raising=False)
 
     with pytest.raises(ConfigError, match="FIREWORKS_API_KEY must be set"):
-        check_platform(spec)
+        check_platform(config)
     monkeypatch.setenv("FIREWORKS_API_KEY", "x")
-    check_platform(spec)
+    check_platform(config)
 
 
-def test_the_embedded_platform_has_no_jobs_to_attach_to(monkeypatch, tmp_path):
+def test_the_embedded_platform_has_no_jobs_to_attach_to(monkeypatch):
     monkeypatch.delenv("FIREWORKS_BASE_URL", raising=False)
     config = Config(
         base_model=BASE,
@@ -233,10 +234,10 @@ def test_the_embedded_platform_has_no_jobs_to_attach_to(monkeypatch, tmp_path):
     )
 
     with pytest.raises(ConfigError, match="the embedded platform starts empty"):
-        check_platform(PlatformSpec.of(config, tmp_path))
+        check_platform(config)
 
 
-def test_two_generations_of_trainer_settings_must_agree(tmp_path):
+def test_two_generations_of_trainer_settings_must_agree():
     shape = "accounts/x/trainingShapes/y"
     common = {"base_model": BASE, "deployment": DeployConfig(tokenizer_model=BASE)}
     for names in itertools.permutations(["a", "b"]):
@@ -246,31 +247,36 @@ def test_two_generations_of_trainer_settings_must_agree(tmp_path):
             **common,
         )
         with pytest.raises(ConfigError, match=r"trainer\.training_shape_id and infra\.training_sh"):
-            PlatformSpec.of(config, tmp_path).infra_config()
+            InfraSpec.from_config(config)
 
     config = Config(infra=InfraConfig(trainer_timeout_s=5.0, region="here"), **common)
-    merged = PlatformSpec.of(config, tmp_path).infra_config()
+    merged = InfraSpec.from_config(config).infra
     assert (merged.trainer_timeout_s, merged.region) == (5.0, "here")
 
 
 def test_the_same_run_gets_the_same_ids_and_another_run_others(tmp_path):
     def suffix(folder="a", **changes):
-        config = Config(base_model=BASE, deployment=DeployConfig(tokenizer_model=BASE), **changes)
-        return PlatformSpec.of(config, tmp_path / folder).suffix()
+        config = Config(
+            log_path=str(tmp_path / folder),
+            base_model=BASE,
+            deployment=DeployConfig(tokenizer_model=BASE),
+            **changes,
+        )
+        return InfraSpec.from_config(config).job_suffix
 
     others = [suffix("b"), suffix(lora_rank=4), suffix(max_seq_len=64), suffix(learning_rate=1.0)]
     assert suffix() == suffix(epochs=3)
     assert len({suffix(), *others}) == 5
 
 
-def test_a_trainers_own_settings_are_asked_for_where_they_are_given(tmp_path):
+def test_a_trainers_own_settings_are_asked_for_where_they_are_given():
     config = Config(
         base_model=BASE,
         deployment=DeployConfig(tokenizer_model=BASE),
         trainer=TrainerConfig(dtype="bfloat16", recompute_above=4096),
     )
 
-    values = PlatformSpec.of(config, tmp_path).values()
+    values = InfraSpec.from_config(config).trainer_options
 
     assert values["dtype"] == "bfloat16"
     assert values["recompute_above"] == 4096
@@ -281,7 +287,7 @@ def test_a_deployment_says_its_engine_replicas_and_the_rank_of_its_adapters():
     asked = DeployConfig(
         tokenizer_model=BASE, engine="vllm", replicas=2, engine_options={"drain": "abort"}
     )
-    config = deployment_config(asked, BASE, lora_rank=4)
+    config = deployment_config(InfraSpec(base_model=BASE, deployment=asked, lora_rank=4))
 
     assert config.max_replica_count == 2
     assert config.extra_values == {
@@ -289,9 +295,12 @@ def test_a_deployment_says_its_engine_replicas_and_the_rank_of_its_adapters():
         "engine_options": {"drain": "abort"},
         "lora_rank": 4,
     }
-    assert deployment_config(DeployConfig(tokenizer_model=BASE), BASE).extra_values is None
+    plain = InfraSpec(base_model=BASE, deployment=DeployConfig(tokenizer_model=BASE))
+    assert deployment_config(plain).extra_values is None
 
 
 def test_a_deployment_without_replicas_is_refused():
+    none = InfraSpec(base_model=BASE, deployment=DeployConfig(tokenizer_model=BASE, replicas=0))
+
     with pytest.raises(ConfigError, match=r"deployment.replicas must be >= 1, got 0"):
-        deployment_config(DeployConfig(tokenizer_model=BASE, replicas=0), BASE)
+        deployment_config(none)

@@ -12,7 +12,7 @@ import pytest
 
 from hearth.errors import ConfigError, EngineError
 from training.data.rows import load_rows, prompt_messages
-from training.platform.run_infra import PlatformSpec, provision
+from training.platform.run_infra import provision
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.rl_loop import Config
 from training.utils import DeployConfig
@@ -39,12 +39,16 @@ def copy_tokenizer(folder: Path) -> None:
         shutil.copy(MODEL / name, folder)
 
 
-def spec_of(tokenizer: Path, folder: Path) -> PlatformSpec:
+def config_of(tokenizer: Path, folder: Path) -> Config:
     deployment = DeployConfig(tokenizer_model=str(tokenizer))
-    config = Config(
-        base_model=str(MODEL), max_seq_len=128, kl_beta=0.0, deployment=deployment, max_concurrent=4
+    return Config(
+        log_path=str(folder),
+        base_model=str(MODEL),
+        max_seq_len=128,
+        kl_beta=0.0,
+        deployment=deployment,
+        max_concurrent=4,
     )
-    return PlatformSpec.of(config, folder)
 
 
 def test_an_embedded_run_with_another_models_tokenizer_ends_before_anything_is_provisioned(
@@ -55,7 +59,7 @@ def test_an_embedded_run_with_another_models_tokenizer_ends_before_anything_is_p
 
     with (
         pytest.raises(ConfigError, match=r"'a', .* instead of") as refused,
-        provision(spec_of(other_tokenizer, tmp_path / "run")),
+        provision(config_of(other_tokenizer, tmp_path / "run")),
     ):
         pass
 
@@ -68,7 +72,7 @@ def test_an_embedded_run_with_a_copy_of_the_models_tokenizer_draws(tmp_path, mon
     copy_tokenizer(tmp_path / "copy")
     messages = prompt_messages(load_rows(str(TRAIN_ROWS), 1)[0])
 
-    with provision(spec_of(tmp_path / "copy", tmp_path / "run")) as infra:
+    with provision(config_of(tmp_path / "copy", tmp_path / "run")) as infra:
         (drawn,) = infra.sampler.sample_with_tokens(messages, n=1, max_tokens=4)
 
     assert drawn.completion_len > 0

@@ -413,7 +413,7 @@ def test_t153_the_recipe_owns_kl_tis_and_the_minibatch_loop(play):
         max_head_offpolicy_versions=1, ppo_n_minibatches=2, kl_beta=0.1, parity_probe_tokens=0
     )
     reference = ScriptedTrainer(Seconds(), now, lambda: 0)
-    scene.infra = {"reference": reference}
+    scene.infra = {"reference_client": reference}
 
     records = play(scene).records()
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from hearth.errors import ConfigError
 from training.config.parts import WandBConfig, plain_config
 from training.data.rows import load_rows
-from training.platform.run_infra import PlatformSpec, RunInfra, provision
+from training.platform.run_infra import RunInfra, provision
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.rl_loop import Config
 from training.run.checkpoints import (
@@ -103,7 +103,7 @@ def stepped(tmp_path, monkeypatch):
             path.mkdir(exist_ok=True)
             config = config_of(path, **changes)
             checkpoints = read_manifest(path)
-            infra = stack.enter_context(provision(PlatformSpec.of(config, path)))
+            infra = stack.enter_context(provision(config))
             log = stack.enter_context(MetricsLog.open(path, WandBConfig(), {}))
             run = Run(
                 path,
