@@ -222,11 +222,7 @@ class AdaptiveConcurrencyController(_Gate):
             counts, self._step = self._step, _StepCounts()
             summary = {
                 "window": float(self.window),
-                "requests": float(counts.requests),
-                "failures": float(counts.failures),
-                "congested": float(counts.congested),
-                "grown": float(counts.grown),
-                "shrunk": float(counts.shrunk),
+                **{name: float(count) for name, count in vars(counts).items()},
                 "in_flight_max": float(self.high_water),
             }
             if self._queue_ema_s is not None:

@@ -185,9 +185,8 @@ class SamplingRequest(Generic[CompletionT]):
 
 def _queue_s(headers: Mapping[str, str], metrics: Mapping[str, str]) -> float | None:
     """How long the request queued for its prefill, where the deployment says."""
-    names = (_QUEUE_METRIC, f"fireworks-{_QUEUE_METRIC}")
     for source in (metrics, headers):
-        for name in names:
+        for name in (_QUEUE_METRIC, f"fireworks-{_QUEUE_METRIC}"):
             if name in source:
                 try:
                     return float(source[name])

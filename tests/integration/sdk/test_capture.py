@@ -53,8 +53,8 @@ def platform(tmp_path_factory):
             {"<|assistant|>": CALL, "<|again|>": ANSWER},
             chat_template=template,
         )
-    with EmbeddedPlatform(work_dir=tmp_path_factory.mktemp("platform")) as one:
-        deployments = DeploymentManager("key", one.base_url)
+    with EmbeddedPlatform(work_dir=tmp_path_factory.mktemp("platform")) as platform:
+        deployments = DeploymentManager("key", platform.base_url)
         for name, model in models.items():
             deployments.create_or_get(
                 DeploymentConfig(
@@ -63,7 +63,7 @@ def platform(tmp_path_factory):
             )
         for name in models:
             deployments.wait_for_ready(name)
-        yield one
+        yield platform
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ async def test_the_client_gets_logprobs_and_token_ids_if_it_asks_for_them(server
     first, second = session.turns
     told = rows.choices[0].logprobs.content
     assert len(told) == len(first.completion_tokens)
-    assert {len(one.top_logprobs) for one in told} == {2}
+    assert {len(token.top_logprobs) for token in told} == {2}
     assert told[0].model_extra == told[0].top_logprobs[0].model_extra == {}
     choice = raw.choices[0].model_dump(exclude_unset=True)
     assert choice["raw_output"]["completion_token_ids"] == second.completion_tokens
@@ -160,7 +160,7 @@ async def test_a_stream_says_what_the_whole_answer_says(server, connect):
         client = await connect(session)
         whole = await ask(client, seed=4)
         stream = await ask(client, seed=4, stream=True, stream_options={"include_usage": True})
-        chunks = [one async for one in stream]
+        chunks = [chunk async for chunk in stream]
 
     first, second = session.turns
     assert first == second
@@ -217,7 +217,7 @@ async def test_turns_that_the_template_renders_differently_are_two_chains(captur
 async def test_a_streamed_call_comes_whole(capture, connect):
     with capture("exact").session() as session:
         stream = await ask(await connect(session), ADDED, tools=TOOLS, stream=True)
-        chunks = [one async for one in stream]
+        chunks = [chunk async for chunk in stream]
 
     (call,) = chunks[0].choices[0].delta.tool_calls
     assert (call.index, call.function.name, call.function.arguments) == (0, "add", '{"a": 2}')
@@ -370,7 +370,7 @@ async def test_a_body_that_is_too_long_is_refused(capture, connect):
 
 async def test_the_models_are_the_one_that_is_trained(server, connect):
     with server.session() as session:
-        listed = [one.id async for one in (await connect(session)).models.list()]
+        listed = [model.id async for model in (await connect(session)).models.list()]
 
     assert listed == ["accounts/me/deployments/chat"]
 

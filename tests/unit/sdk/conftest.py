@@ -64,12 +64,14 @@ class Peer:
 
     def requests(self, method: str, path: str) -> list[Seen]:
         """What came in on a route."""
-        return [one for one in self.seen if (one.method, one.path) == (method, path)]
+        return [
+            request for request in self.seen if (request.method, request.path) == (method, path)
+        ]
 
     @property
     def log(self) -> list[str]:
         """Method and last part of the path of each request."""
-        return [f"{one.method} {one.path.rsplit('/', 1)[-1]}" for one in self.seen]
+        return [f"{request.method} {request.path.rsplit('/', 1)[-1]}" for request in self.seen]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         message = await receive()

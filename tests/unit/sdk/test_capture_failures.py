@@ -55,9 +55,9 @@ def server(peer):
 async def client(server):
     """A client of a session, with the retries that OpenAI's client has by default."""
     session = server.session(seed=1)
-    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as one:
-        one.session = session
-        yield one
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        client.session = session
+        yield client
 
 
 @pytest.fixture
@@ -123,8 +123,8 @@ async def test_a_deployment_that_comes_back_costs_the_client_nothing(
     assert told.choices[0].message.content == "hi"
     assert len(turns) == 1
     assert len(sent) == 4
-    assert len({one.headers["x-request-id"] for one in sent}) == 1
-    assert len({one.body["seed"] for one in sent}) == 1
+    assert len({request.headers["x-request-id"] for request in sent}) == 1
+    assert len({request.body["seed"] for request in sent}) == 1
 
 
 @pytest.mark.parametrize("status", [404, 425])

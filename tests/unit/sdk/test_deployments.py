@@ -250,7 +250,7 @@ def test_the_list_has_all_pages(peer, answer, manager):
     first = {"deployments": [row("a")], "nextPageToken": "b"}
     peer.on("GET", ALL, answer(first), answer({"deployments": [row("b")]}))
 
-    assert [one.deployment_id for one in manager.list()] == ["a", "b"]
+    assert [info.deployment_id for info in manager.list()] == ["a", "b"]
 
 
 def test_warming_up_draws_until_the_deployment_answers(peer, answer, manager):

@@ -148,7 +148,7 @@ def test_reconnecting_to_a_living_job_only_waits(peer, healthy, manager, job):
 
     manager.reconnect_and_wait("policy", timeout_s=5)
 
-    assert [one for one in peer.log if one.startswith("POST")] == []
+    assert [line for line in peer.log if line.startswith("POST")] == []
 
 
 def test_a_resumed_job_that_fails_again_is_an_error(peer, answer, manager, job):
@@ -167,5 +167,5 @@ def test_waits_overlap_as_futures_and_may_be_awaited(peer, healthy, manager, job
             manager.wait_for_ready_async("policy"), manager.wait_for_ready_async("policy")
         )
 
-    assert [one.job_id for one in asyncio.run(both())] == ["policy", "policy"]
+    assert [endpoint.job_id for endpoint in asyncio.run(both())] == ["policy", "policy"]
     assert peer.most_in_flight == 2

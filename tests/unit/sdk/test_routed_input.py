@@ -36,9 +36,9 @@ def test_a_routed_input_crosses_the_wire_and_a_plain_one_says_nothing():
 def test_experts_count_where_a_batch_is_cut():
     tokens, row = [1] * (MAX_CHUNK_TOKENS // 4), "A" * 32
 
-    assert [len(one) for one in split_datums([datum_of(tokens)] * 4)] == [4]
+    assert [len(chunk) for chunk in split_datums([datum_of(tokens)] * 4)] == [4]
     routed = [datum_of(tokens, [row] * len(tokens))] * 4
-    assert [len(one) for one in split_datums(routed)] == [2, 2]
+    assert [len(chunk) for chunk in split_datums(routed)] == [2, 2]
 
 
 @pytest.mark.parametrize("rows", [["a"], ["a", "b", "c"]])

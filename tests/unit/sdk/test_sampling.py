@@ -55,20 +55,20 @@ def test_n_completions_are_n_overlapping_requests_of_one(peer, sampler, drawn):
     sent = peer.requests(*COMPLETIONS)
     assert len(sent) == len(completions) == 4
     assert peer.most_in_flight == 4
-    assert {one.body["n"] for one in sent} == {1}
-    assert {(one.body["top_p"], one.body["top_k"]) for one in sent} == {(1.0, 0)}
+    assert {request.body["n"] for request in sent} == {1}
+    assert {(request.body["top_p"], request.body["top_k"]) for request in sent} == {(1.0, 0)}
     assert sent[0].body["prompt"] == [3, 1]
     assert sent[0].body["max_tokens"] == 512
-    assert len({one.headers["x-request-id"] for one in sent}) == 4
+    assert len({request.headers["x-request-id"] for request in sent}) == 4
     assert completions[0].full_tokens == [3, 1, 5, 6]
     assert completions[0].prompt_len == 2
     assert completions[0].inference_logprobs == [-0.25, -0.25]
 
 
 def test_a_script_may_use_asyncio_run_again_and_again(sampler, drawn):
-    one = sampler(concurrency_controller=FixedConcurrencyController(2))
+    limited = sampler(concurrency_controller=FixedConcurrencyController(2))
 
-    lengths = [len(asyncio.run(one.sample_with_tokens(MESSAGES, n=4))) for _ in range(2)]
+    lengths = [len(asyncio.run(limited.sample_with_tokens(MESSAGES, n=4))) for _ in range(2)]
 
     assert lengths == [4, 4]
 
@@ -100,11 +100,11 @@ def test_the_documents_loop_skips_a_group_whose_rewards_are_uniform(sampler, dra
 
 def test_a_call_may_be_awaited_gathered_and_made_a_task(sampler, drawn):
     async def run() -> list[int]:
-        one = sampler()
-        first = await one.sample_with_prompt_tokens([1, 2], n=2)
-        call = one.sample_with_prompt_tokens([1, 2])
+        own_sampler = sampler()
+        first = await own_sampler.sample_with_prompt_tokens([1, 2], n=2)
+        call = own_sampler.sample_with_prompt_tokens([1, 2])
         task = asyncio.create_task(call)
-        both = await asyncio.gather(one.sample_with_prompt_tokens([1, 2]), task)
+        both = await asyncio.gather(own_sampler.sample_with_prompt_tokens([1, 2]), task)
         again = await call
         return [len(first), len(both[0]), len(both[1]), len(again)]
 
@@ -134,10 +134,10 @@ def test_a_call_that_nobody_uses_sends_nothing_and_warns_of_nothing(peer, sample
 
 def test_cancelling_the_task_ends_the_requests(peer, answer, completion_body, sampler):
     peer.on(*COMPLETIONS, answer(completion_body(), delay_s=30))
-    one = sampler()
+    own_sampler = sampler()
 
     async def run() -> None:
-        task = asyncio.create_task(one.sample_with_prompt_tokens([1, 2], n=3))
+        task = asyncio.create_task(own_sampler.sample_with_prompt_tokens([1, 2], n=3))
         while peer.in_flight < 3:
             await asyncio.sleep(0.001)
         task.cancel()
@@ -147,7 +147,7 @@ def test_cancelling_the_task_ends_the_requests(peer, answer, completion_body, sa
             await asyncio.sleep(0.001)
 
     asyncio.run(asyncio.wait_for(run(), 10))
-    assert one.concurrency.in_flight == 0
+    assert own_sampler.concurrency.in_flight == 0
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
@@ -158,7 +158,7 @@ def test_transient_statuses_are_tried_again_under_one_request_id(
 
     assert len(asyncio.run(sampler().sample_with_prompt_tokens([1, 2]))) == 1
     assert len(peer.requests(*COMPLETIONS)) == 7
-    assert len({one.headers["x-request-id"] for one in peer.seen}) == 1
+    assert len({request.headers["x-request-id"] for request in peer.seen}) == 1
 
 
 def test_the_seventh_failure_is_final_and_says_what_was_tried(peer, answer, sampler):

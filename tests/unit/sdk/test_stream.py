@@ -280,7 +280,7 @@ async def test_many_who_wait_bring_the_model_back_once(life):
     for name in "abcdef":
         given = {"data": [name], "loss_fn": "cross_entropy"}
         posted.append(await life.post("forward_backward", forward_backward_input=given))
-    waits = asyncio.gather(*(life.stream.result(one, ForwardOutput) for one in posted))
+    waits = asyncio.gather(*(life.stream.result(entry, ForwardOutput) for entry in posted))
     await asyncio.sleep(0.005)
 
     life.trainer.die()
@@ -573,7 +573,7 @@ def test_a_frozen_reference_comes_back_beside_its_policy(served):
     trainer.die()
 
     scoring = [client.forward([_datum()]) for client in (policy, reference)]
-    rows = [one.result(10).loss_fn_outputs[0]["logprobs"].data for one in scoring]
+    rows = [future.result(10).loss_fn_outputs[0]["logprobs"].data for future in scoring]
 
     assert rows == [[-1.0, -2.0], [-1.0, -2.0]]
     assert (policy.restarts, reference.restarts) == (1, 1)

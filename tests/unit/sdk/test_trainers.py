@@ -184,7 +184,7 @@ def test_jobs_are_created_side_by_side_from_three_threads(peer, answer, quick, j
         list(pool.map(manager.create, [TrainerJobConfig(base_model=BASE)] * 3))
 
     assert peer.most_in_flight == 3
-    assert len({one.query["rlorTrainerJobId"] for one in peer.seen}) == 3
+    assert len({request.query["rlorTrainerJobId"] for request in peer.seen}) == 3
 
 
 def test_cancelling_and_deleting_are_safe_to_repeat(peer, answer, manager):
@@ -223,8 +223,8 @@ def test_lists_have_the_rows_of_all_pages(peer, answer, manager):
 
     first = {"checkpoints": [row("step-1"), row("step-2")], "nextPageToken": "2"}
     peer.on("GET", f"{JOB}/checkpoints", answer(first), answer({"checkpoints": [row("step-3")]}))
-    one = {"name": "accounts/me/rlorTrainerJobs/a", "trainingConfig": {"baseModel": BASE}}
-    peer.on("GET", JOBS, answer({"rlorTrainerJobs": [one]}))
+    record = {"name": "accounts/me/rlorTrainerJobs/a", "trainingConfig": {"baseModel": BASE}}
+    peer.on("GET", JOBS, answer({"rlorTrainerJobs": [record]}))
 
     rows = manager.list_checkpoints("policy")
 

@@ -105,7 +105,7 @@ def syncer(manager):
 
 def predecessors(serving) -> list[str | None]:
     metadata = [order.get("incremental_snapshot_metadata") for order in serving.orders]
-    return [one and one["previous_snapshot_identity"] for one in metadata]
+    return [entry and entry["previous_snapshot_identity"] for entry in metadata]
 
 
 def test_full_parameters_send_a_base_first_and_then_deltas_on_what_is_served(serving, syncer):
@@ -242,7 +242,7 @@ def test_only_the_wish_to_keep_what_runs_is_sent(serving, syncer, manager, optio
     manager.hotload("d", BASE, "step-2", **options)
 
     assert serving.orders == [
-        {"identity": one, "reset_prompt_cache": True} | said for one in (identity, "step-2")
+        {"identity": name, "reset_prompt_cache": True} | said for name in (identity, "step-2")
     ]
 
 
