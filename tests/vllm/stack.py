@@ -175,7 +175,7 @@ def datum(tokens: list[int]) -> DatumRecord:
     return DatumRecord.model_validate(
         {
             "model_input": {"chunks": [{"tokens": tokens[:-1]}]},
-            "loss_fn_inputs": {name: one.as_dict() for name, one in inputs.items()},
+            "loss_fn_inputs": {name: input.as_dict() for name, input in inputs.items()},
         }
     )
 

@@ -25,7 +25,9 @@ def test_adapters_are_served_and_a_base_takes_them_away(adapted, policy, tmp_pat
         policy.step(learning_rate=1e-2)
         state = adapted.hot_load(policy.save(f"adapter-{version}"))
         assert state["current_snapshot_identity"] == f"adapter-{version}", state
-        assert [one["identity"] for one in state["loaded_adapters"]] == [f"adapter-{version}"]
+        assert [loaded_adapter["identity"] for loaded_adapter in state["loaded_adapters"]] == [
+            f"adapter-{version}"
+        ]
         for choice in adapted.complete(n=4):
             assert choice["raw_output"]["versions"] == [[version, 12]]
             assert policy.gap(choice) < TOLERANCE

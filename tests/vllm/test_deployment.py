@@ -28,7 +28,7 @@ def published(deployment, trainer):
 def test_it_serves_and_a_seed_repeats(deployment):
     drawn, again = (deployment.complete(n=4) for _ in range(2))
 
-    tokens = [one["raw_output"]["completion_token_ids"] for one in drawn]
+    tokens = [completion["raw_output"]["completion_token_ids"] for completion in drawn]
     assert [one["raw_output"]["completion_token_ids"] for one in again] == tokens
     assert len({tuple(token) for token in tokens}) > 1
     assert all(len(token) == 12 for token in tokens)
@@ -85,7 +85,7 @@ def test_the_most_probable_tokens_are_told_in_order(deployment):
     (drawn,) = deployment.complete(**asked)
     (greedy,) = deployment.complete(**asked, temperature=0.0)
     for row in drawn["logprobs"]["content"]:
-        listed = [one["logprob"] for one in row["top_logprobs"]]
+        listed = [top_logprob["logprob"] for top_logprob in row["top_logprobs"]]
         assert len(listed) == 4
         assert listed == sorted(listed, reverse=True)
     for row in greedy["logprobs"]["content"]:
@@ -162,11 +162,13 @@ def test_requests_that_are_kept_go_on_under_the_new_version(deployment, trainer)
     running = deployment.running(16, max_tokens=240)
     state = deployment.hot_load(identity, running_requests="keep")
     number = state["weight_version"]
-    drawn = [one.result()[0] for one in running]
+    drawn = [number.result()[0] for number in running]
 
-    runs = [one["raw_output"]["versions"] for one in drawn]
+    runs = [completion["raw_output"]["versions"] for completion in drawn]
     assert all(sum(count for _, count in run) == 240 for run in runs)
-    ran_across = [one for one in drawn if len(one["raw_output"]["versions"]) == 2]
+    ran_across = [
+        completion for completion in drawn if len(completion["raw_output"]["versions"]) == 2
+    ]
     assert ran_across, runs
     for one in ran_across:
         (before, old), (after, _) = one["raw_output"]["versions"]

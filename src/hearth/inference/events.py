@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
 
 from hearth.inference.backend import SampledSequence, SampledToken, Tokenizer
 from hearth.inference.requests import wants_logprobs
@@ -28,21 +29,21 @@ from hearth.wire.completions import (
     ChunkChoice,
     CompletionCall,
     CompletionChunk,
-    DrawFields,
     RawOutput,
     TokenLogprob,
 )
 from hearth.wire.routing import encode_routing
 
 Chunk = CompletionChunk | ChatChunk
+Fields = TypeVar("Fields", CompletionCall, ChatRequest)
 
 
-class _Events(ABC):
+class _Events(ABC, Generic[Fields]):
     """What both kinds share. Called with each list of pieces; yields the events' bodies."""
 
     def __init__(
         self,
-        fields: DrawFields,
+        fields: Fields,
         prompts: Sequence[list[int]],
         *,
         model_name: str,
@@ -105,19 +106,8 @@ class _Events(ABC):
         )
 
 
-class CompletionEvents(_Events):
+class CompletionEvents(_Events[CompletionCall]):
     """Events of ``/v1/completions``; with ``echo`` the first of a choice begins with its prompt."""
-
-    def __init__(
-        self,
-        call: CompletionCall,
-        prompts: Sequence[list[int]],
-        *,
-        model_name: str,
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        super().__init__(call, prompts, model_name=model_name, tokenizer=tokenizer)
-        self._call = call
 
     def _empty(self) -> CompletionChunk:
         return CompletionChunk(
@@ -125,13 +115,13 @@ class CompletionEvents(_Events):
         )
 
     def _chunk(self, piece: StreamPiece) -> CompletionChunk | None:
-        echoes = piece.is_first and self._call.echo
-        has_logprobs = wants_logprobs(self._call) and bool(piece.tokens)
+        echoes = piece.is_first and self._fields.echo
+        has_logprobs = wants_logprobs(self._fields) and bool(piece.tokens)
         if not (piece.end or piece.text or has_logprobs or echoes):
             return None
         text = piece.text
         if echoes and self._tokenizer is not None:
-            prompt = self._prompts[piece.index // self._call.n]
+            prompt = self._prompts[piece.index // self._fields.n]
             text = self._tokenizer.decode(prompt, skip_special_tokens=True) + text
         chunk = self._empty()
         chunk.choices.append(
@@ -139,13 +129,13 @@ class CompletionEvents(_Events):
                 index=piece.index,
                 text=text,
                 finish_reason=piece.end.finish_reason if piece.end else None,
-                logprobs=self._logprobs(piece, echoes) if wants_logprobs(self._call) else None,
+                logprobs=self._logprobs(piece, echoes) if wants_logprobs(self._fields) else None,
             )
         )
         return chunk
 
     def _logprobs(self, piece: StreamPiece, echoes: bool) -> ChoiceLogprobs:
-        prompt = self._prompts[piece.index // self._call.n] if echoes else []
+        prompt = self._prompts[piece.index // self._fields.n] if echoes else []
         unknown = [None] * len(prompt)
         scores = (piece.prompt_logprobs or unknown) if echoes else []
         content = token_logprobs(prompt, scores, unknown, unknown, self._tokenizer)
@@ -155,7 +145,7 @@ class CompletionEvents(_Events):
         return choice_logprobs(content, logprobs, with_top=with_top)
 
 
-class ChatEvents(_Events):
+class ChatEvents(_Events[ChatRequest]):
     """Events of ``/v1/chat/completions``; the first of an answer has its role."""
 
     def __init__(
@@ -167,7 +157,6 @@ class ChatEvents(_Events):
         tokenizer: Tokenizer | None,
     ) -> None:
         super().__init__(request, [prompt], model_name=model_name, tokenizer=tokenizer)
-        self._request = request
         self._readers: defaultdict[int, ToolCallReader] = defaultdict(ToolCallReader)
         self._num_calls: Counter[int] = Counter()
 
@@ -194,14 +183,14 @@ class ChatEvents(_Events):
                 ),
                 finish_reason=self._finish_reason(piece),
                 logprobs=logprobs,
-                raw_output=chat_raw_output(self._request, self._prompts[0], end) if end else None,
+                raw_output=chat_raw_output(self._fields, self._prompts[0], end) if end else None,
             )
         )
         return chunk
 
     def _parse(self, piece: StreamPiece) -> ParsedText:
         """The piece's text, and its calls if tools were offered."""
-        if not self._request.offered_tools:
+        if not self._fields.offered_tools:
             return ParsedText(piece.text)
         reader = self._readers[piece.index]
         parsed = reader.push(piece.text)
@@ -229,7 +218,7 @@ class ChatEvents(_Events):
         return chat_finish_reason(piece.end.finish_reason, has_calls=has_calls)
 
     def _logprobs(self, piece: StreamPiece) -> ChatLogprobs | None:
-        if not wants_logprob_objects(self._request) or not (piece.tokens or piece.end):
+        if not wants_logprob_objects(self._fields) or not (piece.tokens or piece.end):
             return None
         return ChatLogprobs.model_construct(content=as_chat(self._token_logprobs(piece.tokens)))
 

@@ -17,5 +17,5 @@ def scripted(tmp_path: Path) -> Iterator[Callable[..., Scripted]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for item in made:
+        item.close()

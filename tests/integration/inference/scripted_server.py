@@ -130,15 +130,15 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("content-type", "text/event-stream")
         self.send_header("connection", "close")
         self.end_headers()
-        for place, one in enumerate(content):
+        for place, token in enumerate(content):
             is_last = place == count - 1
             if place == count // 2:
                 while ordered("hold-streams"):
                     time.sleep(0.01)
             event = {
                 "index": 0,
-                "logprobs": {"content": [one]},
-                "token_ids": [one["token_id"]],
+                "logprobs": {"content": [token]},
+                "token_ids": [token["token_id"]],
                 "finish_reason": "length" if is_last else None,
                 "weight_versions": choice["weight_versions"] if is_last else None,
             }

@@ -134,8 +134,8 @@ def test_no_client_sees_a_replica_die(scripted) -> None:
     until(lambda: len(two.pids()) == 3)
     two.withdraw("hold")
 
-    for seed, one in enumerate(futures):
-        drawn = one.result(PATIENCE_S)
+    for seed, future in enumerate(futures):
+        drawn = future.result(PATIENCE_S)
         assert drawn.token_ids[0] == (6 + seed) % 50
         assert (drawn.weight_version, drawn.snapshot_identity) == (1, "s-1")
     assert state.weight_version == 1

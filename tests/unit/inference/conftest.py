@@ -120,8 +120,8 @@ def start(
         return engines[-1]
 
     yield engine
-    for one in engines:
-        one.close()
+    for engine in engines:
+        engine.close()
 
 
 @pytest.fixture

@@ -70,8 +70,8 @@ def test_a_completion_is_the_same_alone_and_among_forty_others(start, model, len
     assert crowded.result().token_ids == alone.token_ids
     assert_same(crowded.result().logprobs, alone.logprobs)
     assert_same(crowded.result().prompt_logprobs[1:], alone.prompt_logprobs[1:])
-    for future, one in zip(futures, others, strict=True):
-        assert len(future.result().token_ids) == one.max_tokens
+    for future, other in zip(futures, others, strict=True):
+        assert len(future.result().token_ids) == other.max_tokens
     torch.set_num_threads(1)
 
 
@@ -161,7 +161,9 @@ def test_completions_of_one_prompt_share_its_prefill_whenever_they_come(start):
 
     assert engine.stats().prefill_tokens == 64
     assert engine.stats().cached_prompt_tokens == 8 * 40
-    assert sorted(one.cached_prompt_tokens for one in [*drawn, late]) == [0] + [40] * 8
+    assert (
+        sorted(completion.cached_prompt_tokens for completion in [*drawn, late]) == [0] + [40] * 8
+    )
 
 
 def test_a_shared_prefill_draws_what_an_own_prefill_draws(start):
@@ -243,7 +245,9 @@ def test_a_special_token_given_as_stop_string_stops_by_its_id(start, load):
 
     drawn = [engine.submit(ask(seed=seed, max_tokens=100, stop=["<|end|>"])) for seed in range(8)]
 
-    stopped = [one.result() for one in drawn if one.result().finish_reason == "stop"]
+    stopped = [
+        completion.result() for completion in drawn if completion.result().finish_reason == "stop"
+    ]
     assert len(stopped) >= 4
     assert all(one.token_ids.index(257) == len(one.token_ids) - 1 for one in stopped)
     assert all("<|end|>" not in one.text for one in stopped)

@@ -309,9 +309,9 @@ def test_both_ways_draw_the_same_completions(start: Any, monkeypatch: pytest.Mon
     module = {"max_seq_len": 400, "decoder": "module"}
     plain = [start(build("qwen2"), **module).submit(request) for request in requests]
 
-    for one, other in zip(fused, plain, strict=True):
-        assert one.result().token_ids == other.result().token_ids
-        np.testing.assert_allclose(one.result().logprobs, other.result().logprobs, atol=1e-5)
+    for future, other in zip(fused, plain, strict=True):
+        assert future.result().token_ids == other.result().token_ids
+        np.testing.assert_allclose(future.result().logprobs, other.result().logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", OTHER)

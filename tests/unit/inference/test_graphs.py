@@ -227,9 +227,9 @@ def test_weights_that_are_taken_in_place_keep_recordings_and_show_at_once(
     assert float((found - decoded(plain, cache_of(plain), start=0, steps=3)).abs().max()) <= 1e-4
     assert float((found - before).abs().max()) > 0.1
     # The snapshot is the trainer's, and stays as it is when the next one is taken.
-    kept = {name: one.clone() for name, one in snapshot.tensors.items()}
+    kept = {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
     served.swap_in(served.prepare(replace(snapshot, tensors={n: o + 1 for n, o in kept.items()})))
-    assert all(torch.equal(one, kept[name]) for name, one in snapshot.tensors.items())
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in snapshot.tensors.items())
 
 
 def test_the_least_recently_used_recording_goes_first(load: Load, cache_of: Any) -> None:
@@ -283,9 +283,9 @@ def test_a_replay_that_differs_is_not_used(
     (record,) = caplog.records
     assert "replayed step must give the logits" in record.getMessage()
     expected_cache = cache_of(plain)
-    for step, one in enumerate(found):
+    for step, item in enumerate(found):
         expected = plain.decode(tokens, positions + step, expected_cache)
-        assert float((one - expected).abs().max()) <= 1e-4
+        assert float((item - expected).abs().max()) <= 1e-4
     assert not graphs.is_recording
 
 
@@ -327,10 +327,10 @@ def test_an_engine_draws_the_same_with_recorded_steps(load: Load, start: Any) ->
             [one.result() for one in [which.submit(request) for request in requests]]
             for which in (engine, plain)
         )
-        assert {one.weight_version for one in found} == {version}
-        for one, other in zip(found, expected, strict=True):
-            assert one.token_ids == other.token_ids
-            assert max(abs(np.subtract(one.logprobs, other.logprobs))) <= 1e-4
+        assert {item.weight_version for item in found} == {version}
+        for item, other in zip(found, expected, strict=True):
+            assert item.token_ids == other.token_ids
+            assert max(abs(np.subtract(item.logprobs, other.logprobs))) <= 1e-4
         assert tape.replayed > 20 * (version + 1)
         for which in (engine, plain):
             which.load_snapshot(snapshot).result()

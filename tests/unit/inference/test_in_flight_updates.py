@@ -74,7 +74,7 @@ def chained(load):
             tensors = base_tensors(model.module)
             shake(tensors, 1)
             if identity == "b":
-                shake({name: one for name, one in tensors.items() if "layers.1" in name}, 2)
+                shake({name: tensor for name, tensor in tensors.items() if "layers.1" in name}, 2)
             published.publish(store, identity, "qwen", tensors, {}, as_delta=True)
             pairs.append((model, store.get(identity)))
         assert [snapshot.kind for _, snapshot in pairs] == ["base", "delta"]
@@ -189,10 +189,12 @@ def test_a_group_that_shares_a_prefill_goes_on_together_and_a_late_member_starts
 
     assert engine.stats().prefill_tokens == 2 * 32
     assert drawn[-1].versions == [[0, 5], [1, 35]]
-    for one in drawn:
-        assert [version for version, _ in one.versions] == [0, 1]
-        assert sum(count for _, count in one.versions) == len(one.token_ids) == 40
-        assert furthest(one.sampling_logprobs, replayed({0: load(), 1: new}, one)) < 1e-4
+    for completion in drawn:
+        assert [version for version, _ in completion.versions] == [0, 1]
+        assert sum(count for _, count in completion.versions) == len(completion.token_ids) == 40
+        assert (
+            furthest(completion.sampling_logprobs, replayed({0: load(), 1: new}, completion)) < 1e-4
+        )
     # It was there before the swap, was admitted in the same step, and has nothing of the old.
     (joined,) = (future.result() for future in late)
     assert (joined.versions, joined.cached_prompt_tokens) == ([[1, 40]], 0)
@@ -365,8 +367,8 @@ async def test_a_deployment_asked_to_keep_what_runs_answers_with_every_version(
     assert (replica["weight_version"], replica["loading_state"]["stage"]) == (1, "done")
     assert early == []
     last = [
-        orjson.loads(one.text.strip().split("\n\n")[-2].removeprefix("data: "))
-        for one in (events, chat_events)
+        orjson.loads(event.text.strip().split("\n\n")[-2].removeprefix("data: "))
+        for event in (events, chat_events)
     ]
     for body in (plain.json(), chat_plain.json(), *last):
         assert body["weight_version"] == 0

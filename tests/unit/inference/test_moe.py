@@ -75,7 +75,7 @@ def test_recording_changes_nothing_and_goes_to_those_who_ask(start, moe):
 
     drawn = [engine.submit(ask(PROMPTS[0], routing=one)) for one in wanted]
 
-    results = [one.result() for one in drawn]
+    results = [completion.result() for completion in drawn]
     assert [result.routing is not None for result in results] == wanted
     assert [result.prompt_routing is not None for result in results] == wanted
     assert len({tuple(result.token_ids) for result in results}) == 1
@@ -121,7 +121,7 @@ def test_experts_are_told_of_rows_that_move_and_of_prompts_that_only_score(start
 def test_after_a_weight_sync_the_experts_are_those_of_the_new_weights(start, moe):
     engine = start(moe)
     before = engine.submit(ask(PROMPTS[0])).result()
-    weights = {name: one.detach().clone() for name, one in base_tensors(moe.module).items()}
+    weights = {name: tensor.detach().clone() for name, tensor in base_tensors(moe.module).items()}
     for name in weights:
         if name.endswith("gate.weight"):
             weights[name] = weights[name].flip(0)
@@ -131,7 +131,7 @@ def test_after_a_weight_sync_the_experts_are_those_of_the_new_weights(start, moe
 
     assert (state.weight_version, after.weight_version) == (1, 1)
     # The first layer's routers are each other's mirror image.
-    first_layer = [stacked(one.prompt_routing)[:, 0] for one in (before, after)]
+    first_layer = [stacked(item.prompt_routing)[:, 0] for item in (before, after)]
     assert torch.equal(7 - first_layer[0], first_layer[1])
 
 
@@ -163,7 +163,9 @@ def test_a_dense_model_answers_without_experts_and_says_so_once(start, caplog):
     with caplog.at_level(logging.WARNING):
         drawn = [engine.submit(ask([1, 2, 3])).result() for _ in range(3)]
 
-    assert [(one.routing, one.prompt_routing) for one in drawn] == [(None, None)] * 3
+    assert [(completion.routing, completion.prompt_routing) for completion in drawn] == [
+        (None, None)
+    ] * 3
     told = [record for record in caplog.records if "experts" in record.getMessage()]
     assert len(told) == 1
 

@@ -59,8 +59,8 @@ def serve(start):
         return made[-1]
 
     yield run
-    for one in made:
-        one.close()
+    for item in made:
+        item.close()
 
 
 @pytest.fixture(scope="module")
@@ -190,8 +190,8 @@ def test_top_logprobs_of_the_training_protocol_are_lists_of_ids(served):
 
     for choice in answer["choices"]:
         for row in choice["logprobs"]["content"]:
-            values = [one["logprob"] for one in row["top_logprobs"]]
-            assert len({one["token_id"] for one in row["top_logprobs"]}) == 8
+            values = [top["logprob"] for top in row["top_logprobs"]]
+            assert len({top["token_id"] for top in row["top_logprobs"]}) == 8
             assert values == sorted(values, reverse=True)
             # Two sums of one distribution.
             assert row["logprob"] <= values[0] + 1e-5

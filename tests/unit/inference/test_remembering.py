@@ -218,7 +218,7 @@ async def test_the_header_names_the_bucket_and_the_default_is_the_deployments_ow
     second = await deployment.load("step-2", bucket="job-b")
     missing = await deployment.load("step-3", bucket="job-b")
 
-    assert [one["weight_version"] for one in (first, second)] == [1, 2]
+    assert [item["weight_version"] for item in (first, second)] == [1, 2]
     assert remembered(tmp_path)["bucket"] == "job-b"
     assert missing["loading_state"]["stage"] == "error"
     after = deploy(default_bucket="job-a")
@@ -319,7 +319,7 @@ def test_a_watcher_that_fails_does_not_stop_the_engine(start):
         engine.submit(SampleRequest(prompt=[1], max_tokens=3, ignore_eos=True)).result()
         for _ in range(2)
     ]
-    assert [len(one.token_ids) for one in drawn] == [3, 3]
+    assert [len(completion.token_ids) for completion in drawn] == [3, 3]
 
 
 def test_the_engine_rests_before_its_last_answer_is_told(start):

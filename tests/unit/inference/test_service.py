@@ -181,7 +181,7 @@ async def test_n_completions_are_those_of_n_requests_of_the_sdk(site):
     ]
 
     ids = [choice["raw_output"]["completion_token_ids"] for choice in together["choices"]]
-    assert ids == [one["choices"][0]["raw_output"]["completion_token_ids"] for one in single]
+    assert ids == [answer["choices"][0]["raw_output"]["completion_token_ids"] for answer in single]
     assert [choice["index"] for choice in together["choices"]] == [0, 1, 2, 3, 4]
     assert together["usage"]["completion_tokens"] == 40
 

@@ -247,8 +247,8 @@ def test_a_call_that_is_sent_back_renders_as_it_was_drawn(client):
 
     second = choice_of(client, messages=[*asked, first["message"], result], tools=TOOLS)
 
-    prompts = [one["raw_output"]["prompt_token_ids"] for one in (first, second)]
+    prompts = [item["raw_output"]["prompt_token_ids"] for item in (first, second)]
     drawn = first["raw_output"]["completion_token_ids"]
     assert prompts[1][: len(prompts[0]) + len(drawn)] == prompts[0] + drawn
-    ids = [one["message"]["tool_calls"][0]["id"] for one in (first, second)]
+    ids = [item["message"]["tool_calls"][0]["id"] for item in (first, second)]
     assert ids[0] != ids[1]

@@ -341,17 +341,19 @@ def test_a_delta_touches_only_the_tensors_that_changed(start, load, folder):
     engine = start(served)
     policy.save("a")
     serve(engine, folder, "a")
-    before = {name: one.data_ptr() for name, one in base_tensors(served.module).items()}
+    before = {name: tensor.data_ptr() for name, tensor in base_tensors(served.module).items()}
 
     policy.save("b")
     serve(engine, folder, "b")
 
-    after = {name: one.data_ptr() for name, one in base_tensors(served.module).items()}
+    after = {name: tensor.data_ptr() for name, tensor in base_tensors(served.module).items()}
     moved = {name for name in before if before[name] != after[name]}
     assert moved == delta.changed_names(folder.get("b").tensors)
     assert 0 < len(moved) < len(before)
     weights = base_tensors(policy.model.module)
-    assert all(torch.equal(one, weights[name]) for name, one in base_tensors(served.module).items())
+    assert all(
+        torch.equal(tensor, weights[name]) for name, tensor in base_tensors(served.module).items()
+    )
 
 
 def test_a_delta_on_what_is_served_reads_nothing_else(start, load, folder, root):
@@ -444,8 +446,8 @@ def test_deltas_of_another_dtype_than_the_served_one_are_made_whole(start, load,
 
     expected = base_tensors(model.module)
     assert all(
-        torch.equal(one, expected[name].bfloat16())
-        for name, one in base_tensors(served.module).items()
+        torch.equal(tensor, expected[name].bfloat16())
+        for name, tensor in base_tensors(served.module).items()
     )
 
 
@@ -555,7 +557,7 @@ def test_a_parent_served_under_its_name_with_other_weights_is_refused(start, loa
 
 
 def trained_snapshot(load):
-    tensors = {name: one + 1 for name, one in base_tensors(load().module).items()}
+    tensors = {name: tensor + 1 for name, tensor in base_tensors(load().module).items()}
     return Snapshot.capture("other", "base", "qwen", tensors)
 
 
@@ -580,12 +582,12 @@ def test_a_base_that_fails_halfway_changes_nothing(start, load, trained):
     served, snapshot = load(), trained()[1]
     *_, last = snapshot.tensors
     engine = start(served)
-    before = {name: one.data_ptr() for name, one in base_tensors(served.module).items()}
+    before = {name: tensor.data_ptr() for name, tensor in base_tensors(served.module).items()}
     # As large as it says, and not there to be read: converting it fails.
     snapshot.tensors[last] = snapshot.tensors[last].to("meta")
 
     state = engine.load_snapshot(snapshot).result()
 
     assert state.stage == "error"
-    after = {name: one.data_ptr() for name, one in base_tensors(served.module).items()}
+    after = {name: tensor.data_ptr() for name, tensor in base_tensors(served.module).items()}
     assert after == before

@@ -227,7 +227,8 @@ class ModelRunner:
         """Try prefill and decoding against a plain forward; returns what a cached token holds."""
         prompt = tuple(token % self.loaded.vocab_size for token in (1, 2, 0, 1, 2))
         try:
-            plain = self._whole(prompt)
+            input_ids = torch.tensor([prompt], device=self.device)
+            plain = self.loaded.module(input_ids=input_ids, use_cache=False).logits[0].float()
             self._selects_rows = self._can_select(prompt)
             (prefilled,), _ = self.prefill([prompt[:-1]], Extras())
             keys, values = prefilled.keys, prefilled.values
@@ -264,10 +265,6 @@ class ModelRunner:
             logger.warning("decoding runs the whole module: %s", error)
             return False
         return True
-
-    def _whole(self, prompt: tuple[int, ...]) -> Tensor:
-        input_ids = torch.tensor([prompt], device=self.device)
-        return self.loaded.module(input_ids=input_ids, use_cache=False).logits[0].float()
 
     def _can_select(self, prompt: tuple[int, ...]) -> bool:
         """Whether the module computes logits at chosen places only (a 2-D ``logits_to_keep``)."""

@@ -103,7 +103,7 @@ class ServedWeights:
             snapshot.parent is not None
             and snapshot.parent == self._identity
             and entries.keys() == own.keys()
-            and all(entries[name]["dtype"] == _dtype_name(own[name]) for name in own)
+            and all(f"torch.{entries[name]['dtype']}" == str(own[name].dtype) for name in own)
         )
 
     def _resolve_whole(self, snapshot: Snapshot) -> Snapshot:
@@ -135,7 +135,8 @@ def _adopt_adapter(loaded: LoadedModel, snapshot: Snapshot, *, in_place: bool) -
         _check(own, snapshot.tensors, snapshot.identity)
         _assign(own, _convert(own, snapshot.tensors), in_place=in_place)
         return
-    old = dict(_values(adapter_tensors(loaded))) if before is not None else {}
+    own = {} if before is None else adapter_tensors(loaded)
+    old = {name: tensor.data for name, tensor in own.items()}
     try:
         _replace_adapter(loaded, options)
         own = adapter_tensors(loaded)
@@ -165,10 +166,6 @@ def _check(own: Mapping[str, Tensor], given: Mapping[str, Tensor], identity: str
         ) from None
 
 
-def _values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.data for name, tensor in tensors.items()}
-
-
 def _convert(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The given tensors in the module's dtypes and on its device; copied only where needed."""
     converted: dict[str, Tensor] = {}
@@ -186,7 +183,3 @@ def _assign(own: Mapping[str, Tensor], values: Mapping[str, Tensor], *, in_place
             own[name].data.copy_(value)
         else:
             own[name].data = value
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -39,21 +39,13 @@ class UnchangedError(EngineError):
 
 
 @dataclass(frozen=True)
-class ListedLogprob:
-    """A token that a server lists at one position."""
-
-    token_id: int
-    logprob: float
-
-
-@dataclass(frozen=True)
 class GeneratedToken:
     """A sampled token; logprobs are of the distribution that was sampled."""
 
     token_id: int
     logprob: float
-    top: Sequence[ListedLogprob] = ()
-    """The sampled one first, then the most probable ones."""
+    top: Mapping[int, float] = field(default_factory=lambda: {})
+    """Logprobs of the sampled one and the most probable ones."""
 
 
 @dataclass
@@ -218,7 +210,7 @@ def _read_part(choice: Mapping[str, Any]) -> GeneratedPart:
         GeneratedToken(
             token["token_id"],
             _check_logprob(token["logprob"]),
-            [ListedLogprob(top["token_id"], top["logprob"]) for top in token["top_logprobs"]],
+            {top["token_id"]: top["logprob"] for top in token["top_logprobs"]},
         )
         for token in content
     ]

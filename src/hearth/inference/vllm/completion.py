@@ -223,8 +223,7 @@ class CompletionRun:
         self, token: GeneratedToken, place: int, own: Sequence[TokenLogprobs] | None
     ) -> SampledToken:
         if own is None:
-            listed = {other.token_id: other.logprob for other in token.top}
-            logprob = token.logprob
+            listed, logprob = token.top, token.logprob
             sampling_logprob = 0.0 if self.request.temperature == 0 else logprob
         else:
             listed = own[place]

@@ -105,7 +105,7 @@ def test_the_plugin_folder_shows_the_entry_point_and_no_other_package(tmp_path: 
     folder = write_plugin(write_plugin(tmp_path / "plugin"))
 
     found = importlib.metadata.distributions(path=[str(folder)])
-    points = [point for one in found for point in one.entry_points]
+    points = [point for item in found for point in item.entry_points]
     assert [(point.group, point.name) for point in points] == [("vllm.general_plugins", "hearth")]
     assert points[0].load() is register
     assert {path.name for path in folder.iterdir()} == {"hearth", "hearth_vllm_plugin-1.dist-info"}

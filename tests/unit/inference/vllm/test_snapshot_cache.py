@@ -67,7 +67,9 @@ def test_a_delta_is_made_whole_where_something_else_was_loaded(trainer, shelf) -
     update = SnapshotSource().read(shelf.root, "delta")
 
     assert set(update.tensors) == set(NAMES)
-    assert all(torch.equal(one, trainer.weights[name]) for name, one in update.tensors.items())
+    assert all(
+        torch.equal(tensor, trainer.weights[name]) for name, tensor in update.tensors.items()
+    )
 
 
 def test_a_damaged_snapshot_is_refused_and_the_next_goes_on_as_before(trainer, shelf) -> None:
