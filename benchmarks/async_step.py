@@ -55,15 +55,15 @@ def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
         completions = await sampler.sample_with_tokens(row["messages"], n=1, **options)
         if not completions:
             return None
-        (one,) = completions
-        drawn = len(one.full_tokens) - one.prompt_len
+        (completion,) = completions
+        drawn = len(completion.full_tokens) - completion.prompt_len
         return RolloutSample(
-            tokens=list(one.full_tokens),
-            logprobs=[0.0] * one.prompt_len + list(one.inference_logprobs or []),
-            loss_mask=[0] * one.prompt_len + [1] * drawn,
-            reward=digit_share(one.text, row),
-            finish_reason=one.finish_reason,
-            text=one.text,
+            tokens=list(completion.full_tokens),
+            logprobs=[0.0] * completion.prompt_len + list(completion.inference_logprobs or []),
+            loss_mask=[0] * completion.prompt_len + [1] * drawn,
+            reward=digit_share(completion.text, row),
+            finish_reason=completion.finish_reason,
+            text=completion.text,
         )
 
     return rollout_fn
@@ -92,7 +92,7 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
         )
         main(config, rollout_fn_factory=make_rollout_fn, rows=make_rows(PROMPTS * asked.steps))
         lines = Path(folder, "run", "metrics.jsonl").read_bytes().splitlines()
-    records = [one for one in map(orjson.loads, lines) if one["type"] == "train"][WARM_UP:]
+    records = [record for record in map(orjson.loads, lines) if record["type"] == "train"][WARM_UP:]
     step_s = statistics.fmean(record["perf/step_wall_time"] for record in records)
     return {
         "samples_per_s": PROMPTS * GROUP / step_s,

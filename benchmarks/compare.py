@@ -115,12 +115,12 @@ def contenders(asked: argparse.Namespace) -> Iterator[Contender]:
         Contender("floor", sys.executable, bench / "floor_cpu_bench.py"),
         Contender("hearth", sys.executable, HERE / "grpo_step.py"),
     )
-    for one in every:
-        reason = one.missing()
+    for contender in every:
+        reason = contender.missing()
         if reason is None:
-            yield one
+            yield contender
         else:
-            sys.stdout.write(f"without {one.name}: {reason}\n")
+            sys.stdout.write(f"without {contender.name}: {reason}\n")
 
 
 def measure(asked: argparse.Namespace) -> dict[str, dict[str, list[Result]]]:
@@ -128,14 +128,14 @@ def measure(asked: argparse.Namespace) -> dict[str, dict[str, list[Result]]]:
     able = list(contenders(asked))
     found: dict[str, dict[str, list[Result]]] = {}
     for workload in asked.only or WORKLOADS:
-        found[workload] = {one.name: [] for one in able}
+        found[workload] = {contender.name: [] for contender in able}
         for number in range(asked.rounds):
-            for one in able:
+            for contender in able:
                 started = time.perf_counter()
-                result = one.run(workload, asked.steps)
-                found[workload][one.name].append(result)
+                result = contender.run(workload, asked.steps)
+                found[workload][contender.name].append(result)
                 sys.stderr.write(
-                    f"{workload}, round {number + 1}, {one.name}: {result['samples_per_s']} "
+                    f"{workload}, round {number + 1}, {contender.name}: {result['samples_per_s']} "
                     f"samples/s, sgemm {result['sgemm_gflops_before_after']}, "
                     f"{time.perf_counter() - started:.0f} s\n"
                 )

@@ -100,8 +100,8 @@ def hearth(folder: str, decoder: Any = None) -> Iterator[Draw]:
             for prompt in prompts
             for _ in range(GROUP)
         ]
-        done = [one.result() for one in asked]
-        return [(one.token_ids, one.sampling_logprobs) for one in done]
+        done = [future.result() for future in asked]
+        return [(sample.token_ids, sample.sampling_logprobs) for sample in done]
 
     yield draw
     engine.close()
@@ -310,12 +310,12 @@ def contenders(asked: argparse.Namespace) -> Iterator[Contender]:
 def vllm_environment(asked: argparse.Namespace, name: str) -> dict[str, str]:
     """What vLLM is told of the machine."""
     folders = [Path(asked.vllm_python).parent.parent / "lib", Path("/usr/lib/x86_64-linux-gnu")]
-    there = [folder / one for one in VLLM_PRELOADED for folder in folders]
+    there = [folder / name for name in VLLM_PRELOADED for folder in folders]
     bound = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{asked.threads - 1}"}
     return {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
-        "LD_PRELOAD": ":".join(str(one) for one in there if one.exists()),
+        "LD_PRELOAD": ":".join(str(path) for path in there if path.exists()),
     } | (bound if name == "vllm, both cores" else {})
 
 
@@ -329,13 +329,14 @@ def measure(asked: argparse.Namespace) -> dict[str, dict[str, list[Result]]]:
     found: dict[str, dict[str, list[Result]]] = {}
     for size in asked.models:
         with tempfile.TemporaryDirectory() as folder:
-            found[size] = {one.name: [] for one in able}
+            found[size] = {contender.name: [] for contender in able}
             model = make_workload(Path(folder) / "model", size, asked.batches)
-            for number, one in itertools.product(range(asked.rounds), able):
-                result = one.run(model, asked.threads)
-                found[size][one.name].append(result)
+            for number, contender in itertools.product(range(asked.rounds), able):
+                result = contender.run(model, asked.threads)
+                found[size][contender.name].append(result)
                 sys.stderr.write(
-                    f"{size}, round {number + 1}, {one.name}: {result.tokens_per_s:,.0f} tokens/s, "
+                    f"{size}, round {number + 1}, {contender.name}: "
+                    f"{result.tokens_per_s:,.0f} tokens/s, "
                     f"{result.tokens_per_s_all:,.0f} over all batches, "
                     f"sgemm {result.sgemm_gflops_before_after}\n"
                 )
@@ -413,8 +414,8 @@ def command() -> None:
         rate
         for ways in found.values()
         for results in ways.values()
-        for one in results
-        for rate in one.sgemm_gflops_before_after
+        for result in results
+        for rate in result.sgemm_gflops_before_after
     ]
     sys.stdout.write(
         f"{processor()}, {asked.threads} threads, load {load:.1f} at the start, sgemm "

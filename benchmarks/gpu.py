@@ -89,10 +89,12 @@ class Setting:
     @property
     def layer_parameters(self) -> int:
         """All layers' matrices."""
-        one = self.shape
-        heads = (2 * one["num_attention_heads"] + 2 * one["num_key_value_heads"]) * one["head_dim"]
-        width = one["num_hidden_layers"] * one["hidden_size"]
-        return width * (heads + 3 * one["intermediate_size"])
+        shape = self.shape
+        heads = (2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]) * shape[
+            "head_dim"
+        ]
+        width = shape["num_hidden_layers"] * shape["hidden_size"]
+        return width * (heads + 3 * shape["intermediate_size"])
 
     @property
     def head_parameters(self) -> int:
@@ -107,15 +109,17 @@ class Setting:
 
     def operations_per_token(self, length: int) -> float:
         """Of a forward and a backward pass over samples of ``length`` tokens; see above."""
-        one = self.shape
+        shape = self.shape
         products = self.layer_parameters + self.head_parameters
-        heads = one["num_hidden_layers"] * one["num_attention_heads"] * one["head_dim"]
+        heads = shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"]
         return (4 if self.lora_rank else 6) * products + 6 * heads * length
 
     def bytes_of_a_step(self, rows: int) -> float:
         """What a decoding step reads at the completions' mean length, in bfloat16."""
-        one = self.shape
-        per_token = 2 * one["num_hidden_layers"] * one["num_key_value_heads"] * one["head_dim"]
+        shape = self.shape
+        per_token = (
+            2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+        )
         tokens = rows * (self.prompt + self.new / 2)
         return 2 * (self.layer_parameters + self.head_parameters + per_token * tokens)
 
@@ -379,12 +383,12 @@ class Bench:
         with self._trainer(length) as trainer, self._engine(rows) as engine:
             for number in range(1 + TRAINED_STEPS):
                 prompts = self._prompts(max(1, rows // GROUP), number)
-                grouped = [prompts[one % len(prompts)] for one in range(rows)]
+                grouped = [prompts[index % len(prompts)] for index in range(rows)]
                 with times.of("rollout_s"):
                     drawn = self._draw(engine, grouped, setting.new)
                 data = [
-                    datum_of([*prompt, *one.token_ids], setting.prompt, seed)
-                    for seed, (prompt, one) in enumerate(zip(grouped, drawn, strict=True))
+                    datum_of([*prompt, *completion.token_ids], setting.prompt, seed)
+                    for seed, (prompt, completion) in enumerate(zip(grouped, drawn, strict=True))
                 ]
                 with times.of("forward_backward_s"):
                     trainer.engine.forward_backward(trainer.model_id, data)
@@ -394,7 +398,7 @@ class Bench:
                     trainer.sync(engine, f"step-{number}", Times(self.device))
         seconds = times.medians()
         total_s = sum(seconds.values())
-        shares = {f"{name[:-2]}_share": one / total_s for name, one in seconds.items()}
+        shares = {f"{name[:-2]}_share": span_s / total_s for name, span_s in seconds.items()}
         return seconds | {"step_s": total_s, "samples_per_s": rows / total_s} | shares
 
     @contextlib.contextmanager
@@ -438,10 +442,10 @@ class Bench:
         self, engine: InferenceEngine, prompts: Sequence[list[int]], new: int
     ) -> list[SampledSequence]:
         pending = [
-            engine.submit(SampleRequest(prompt=one, max_tokens=new, seed=seed, ignore_eos=True))
-            for seed, one in enumerate(prompts)
+            engine.submit(SampleRequest(prompt=prompt, max_tokens=new, seed=seed, ignore_eos=True))
+            for seed, prompt in enumerate(prompts)
         ]
-        return [one.result() for one in pending]
+        return [future.result() for future in pending]
 
     def _prompts(self, rows: int, seed: int) -> list[list[int]]:
         rng = np.random.default_rng(seed)
@@ -465,7 +469,7 @@ def datum_of(tokens: list[int], prompt: int, seed: int) -> DatumRecord:
     return DatumRecord.model_validate(
         {
             "model_input": {"chunks": [{"tokens": tokens[:-1]}]},
-            "loss_fn_inputs": {name: one.as_dict() for name, one in inputs.items()},
+            "loss_fn_inputs": {name: value.as_dict() for name, value in inputs.items()},
         }
     )
 

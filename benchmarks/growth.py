@@ -118,8 +118,8 @@ def measure(sizes: Sequence[Size], asked: argparse.Namespace) -> list[Result]:
     return [
         Result(
             size=size,
-            step_s=statistics.median(one["step_s"] for one in found[size]),
-            peak_mib=statistics.median(one["peak_rss_mib"] for one in found[size]),
+            step_s=statistics.median(run["step_s"] for run in found[size]),
+            peak_mib=statistics.median(run["peak_rss_mib"] for run in found[size]),
             needed_mib=statistics.median(needed[size]),
             calls=-(-size.samples // size.budget),
         )

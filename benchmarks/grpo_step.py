@@ -114,7 +114,7 @@ def measure(asked: argparse.Namespace, folder: Path) -> Result:
     )
     summary = main(config, (rows * (1 + count // ROWS))[:count], reward_fn=digit_share)
     lines = (folder / "run" / "metrics.jsonl").read_bytes().splitlines()
-    records = [one for one in map(orjson.loads, lines) if one["type"] == "train"]
+    records = [record for record in map(orjson.loads, lines) if record["type"] == "train"]
     return Result(
         model=asked.model,
         **facts(model),
@@ -159,7 +159,7 @@ class PhaseWatch:
             if phase in COMPUTING:
                 last = phase
         steps = len(records)
-        idle_ms = {name: round(1e3 * one / steps, 1) for name, one in gaps.items()}
+        idle_ms = {name: round(1e3 * gap_s / steps, 1) for name, gap_s in gaps.items()}
         return {"overhead_share": round(sum(gaps.values()) / total_s, 4), "idle_ms": idle_ms}
 
 
@@ -196,14 +196,14 @@ def step_figures(records: list[dict[str, Any]], asked: argparse.Namespace) -> di
     """What the steps' records come to."""
     batch = asked.prompts * asked.group
     measured = records[asked.warmup :]
-    tokens = {id(one): one["rollout/response_len/mean"] * batch for one in measured}
-    quick = sorted(measured, key=lambda one: one["perf/step_wall_time"] / tokens[id(one)])
+    tokens = {id(record): record["rollout/response_len/mean"] * batch for record in measured}
+    quick = sorted(measured, key=lambda record: record["perf/step_wall_time"] / tokens[id(record)])
     used = quick[: max(1, len(measured) // 2)]
 
     def mean(name: str, of: list[dict[str, Any]] = used) -> float:
-        return statistics.fmean(one.get(name, 0.0) for one in of)
+        return statistics.fmean(record.get(name, 0.0) for record in of)
 
-    drawn = statistics.fmean(tokens[id(one)] for one in used)
+    drawn = statistics.fmean(tokens[id(record)] for record in used)
     seconds = {name: mean(metric) for name, metric in PHASES.items()}
     step_s = mean("perf/step_wall_time")
     return {

@@ -131,7 +131,7 @@ def table(results: Mapping[str, Sequence[Result]]) -> str:
         cells = [f"{statistics.fmean(run.curve[step] for run in runs):.3f}" for step in steps]
         for level in LEVELS:
             each = sorted(run.rollouts_to(level) for run in runs)
-            shown = ["never" if math.isinf(one) else f"{one:.0f}" for one in each]
+            shown = ["never" if math.isinf(steps_to) else f"{steps_to:.0f}" for steps_to in each]
             cells.append(", ".join(shown))
         cells.append(f"{statistics.fmean(run.step_s for run in runs):.2f}")
         cells.append(f"{statistics.fmean(run.scoring_ratio for run in runs):.3f}")

@@ -52,7 +52,7 @@ class Times:
 
     def medians(self) -> dict[str, float]:
         """Of each name, without the first."""
-        return {name: statistics.median(one[1:]) for name, one in self._seconds.items()}
+        return {name: statistics.median(samples[1:]) for name, samples in self._seconds.items()}
 
 
 def measure(device: torch.device, *, copied: int, size: int) -> Machine:

@@ -111,7 +111,7 @@ def cpu_seconds() -> dict[str, float]:
     """CPU seconds by part so far."""
     found = dict.fromkeys(PARTS, 0.0)
     for thread in threading.enumerate():
-        part = next((one for one, names in PARTS.items() if thread.name.startswith(names)), None)
+        part = next((part for part, names in PARTS.items() if thread.name.startswith(names)), None)
         if part is not None and thread.native_id is not None:
             found[part] += thread_seconds(thread.native_id)
     return found | {"rest": time.process_time() - sum(found.values())}
@@ -175,7 +175,7 @@ def measure(asked: argparse.Namespace, rows: int) -> Result:
         main(config, rollout_fn_factory=canned_rollouts(watch, asked.drawn), rows=make_rows(rows))
         watch.end()
         lines = Path(folder, "run", "metrics.jsonl").read_bytes().splitlines()
-    records = [one for one in map(orjson.loads, lines) if one["type"] == "train"]
+    records = [record for record in map(orjson.loads, lines) if record["type"] == "train"]
     # The last step may have fewer rows.
     counted = records[WARM_UP:-1]
     rss = watch.rss[len(watch.rss) // 10 :]
@@ -185,9 +185,9 @@ def measure(asked: argparse.Namespace, rows: int) -> Result:
         steps=len(records),
         samples_per_s=asked.prompts
         * GROUP
-        / statistics.fmean(one["perf/step_wall_time"] for one in counted),
+        / statistics.fmean(record["perf/step_wall_time"] for record in counted),
         rss_mib=(statistics.fmean(watch.rss[:half]), statistics.fmean(watch.rss[half:])),
-        rss_mib_by_tenth=[round(one, 1) for one in rss[::tenth]],
+        rss_mib_by_tenth=[round(mib, 1) for mib in rss[::tenth]],
         cpu_ms_per_1000={
             part: 1e6 * (seconds - watch.first[part]) / (rows * GROUP)
             for part, seconds in watch.last.items()

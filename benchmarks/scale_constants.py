@@ -71,7 +71,7 @@ def measure() -> dict[str, float]:
     """``scale_simulation.Constants`` of this machine, by name."""
     trained = [pipeline_s(drawn) for drawn in DRAWN]
     asked, passed = zip(*map(requests_s, DRAWN), strict=True)
-    recipe_s, recipe_token_s = line([sum(one) for one in zip(trained, asked, strict=True)])
+    recipe_s, recipe_token_s = line([sum(pair) for pair in zip(trained, asked, strict=True)])
     gateway_s, gateway_token_s = line(passed)
     sync = sync_costs()
     return {
@@ -79,8 +79,8 @@ def measure() -> dict[str, float]:
         "recipe_token_s": recipe_token_s,
         "gateway_s": gateway_s,
         "gateway_token_s": gateway_token_s,
-        "answer_bytes_per_token": per_token([len(answer(one)) for one in DRAWN]),
-        "datum_bytes_per_token": per_token([len(datum(one)) for one in DRAWN]),
+        "answer_bytes_per_token": per_token([len(answer(count)) for count in DRAWN]),
+        "datum_bytes_per_token": per_token([len(datum(count)) for count in DRAWN]),
         **sync,
     }
 
@@ -153,7 +153,7 @@ async def draw(sampler: DeploymentSampler, count: int, drawn: int) -> None:
     """Ask for so many completions."""
     prompt = list(range(PROMPT_TOKENS))
     found = await sampler.sample_with_prompt_tokens(prompt, n=count, max_tokens=drawn)
-    assert {one.completion_len for one in found} == {drawn}
+    assert {sample.completion_len for sample in found} == {drawn}
 
 
 def cpu_s(pid: int) -> float:
@@ -195,7 +195,7 @@ def answer(drawn: int) -> bytes:
         raw_output=True,
         perf_metrics_in_response=True,
     )
-    one = SampledSequence(
+    sequence = SampledSequence(
         token_ids=[chance.randrange(VOCAB) for _ in range(drawn)],
         logprobs=[-chance.expovariate(1.0) for _ in range(drawn)],
         sampling_logprobs=[-chance.expovariate(1.0) for _ in range(drawn)],
@@ -214,10 +214,10 @@ def answer(drawn: int) -> bytes:
     return completion_response(
         call,
         [prompt],
-        [one],
+        [sequence],
         model_name="m",
         tokenizer=None,
-        metrics=perf_metrics([prompt], [one], 1.0),
+        metrics=perf_metrics([prompt], [sequence], 1.0),
     ).dump()
 
 

@@ -519,13 +519,15 @@ def table(reports: dict[int, tuple[Fleet, Report]]) -> str:
         "| trainer | recipe process | gateway | sync | sync s | mean, most late | bottleneck |",
         "|---:|---:|---:|---:|---:|" + "---:|" * 7 + "---|",
     ]
-    for gpus, (fleet, one) in reports.items():
+    for gpus, (fleet, report) in reports.items():
         lines.append(
             f"| {gpus:,} | {fleet.ranks} + {fleet.replicas} x {fleet.gpus_of_a_replica} "
             f"| {fleet.batch:,} "
-            f"| {one.samples_per_s:,.1f} | {one.step_s:.1f} | {one.samplers:.2f} "
-            f"| {one.trainer:.2f} | {one.recipe:.2f} | {one.gateway:.2f} | {one.sync:.2f} "
-            f"| {one.sync_s:.1f} | {one.mean_offset:.2f}, {one.most_offset} | {one.bottleneck} |"
+            f"| {report.samples_per_s:,.1f} | {report.step_s:.1f} | {report.samplers:.2f} "
+            f"| {report.trainer:.2f} | {report.recipe:.2f} "
+            f"| {report.gateway:.2f} | {report.sync:.2f} "
+            f"| {report.sync_s:.1f} | {report.mean_offset:.2f}, {report.most_offset} "
+            f"| {report.bottleneck} |"
         )
     return "\n".join(lines)
 
@@ -591,8 +593,13 @@ def command() -> None:
         reports[gpus] = fleet, simulate(fleet, asked.steps)
     if asked.json:
         runs = [
-            {"gpus": gpus, "fleet": asdict(fleet), **asdict(one), "bottleneck": one.bottleneck}
-            for gpus, (fleet, one) in reports.items()
+            {
+                "gpus": gpus,
+                "fleet": asdict(fleet),
+                **asdict(report),
+                "bottleneck": report.bottleneck,
+            }
+            for gpus, (fleet, report) in reports.items()
         ]
         said = orjson.dumps({"constants": asdict(found), "runs": runs}).decode()
         sys.stdout.write(f"{said}\n")

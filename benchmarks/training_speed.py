@@ -129,16 +129,16 @@ def texts(seed: int = 0) -> list[Text]:
 
 def computed_tokens(batch: Sequence[Text]) -> int:
     """Tokens that pass through the model."""
-    prompts = sum(one.prompt_len for one in batch[::GROUP])
-    return prompts + sum(len(one.tokens) - 1 - one.prompt_len for one in batch)
+    prompts = sum(sample.prompt_len for sample in batch[::GROUP])
+    return prompts + sum(len(sample.tokens) - 1 - sample.prompt_len for sample in batch)
 
 
 def step_flops(size: str, params: int, batch: Sequence[Text]) -> float:
     """Floating-point operations of one step, as the module's docstring counts them."""
-    pairs = sum(_causal(one.prompt_len) for one in batch[::GROUP])
-    for one in batch:
-        own = len(one.tokens) - 1 - one.prompt_len
-        pairs += own * one.prompt_len + _causal(own)
+    pairs = sum(_causal(sample.prompt_len) for sample in batch[::GROUP])
+    for sample in batch:
+        own = len(sample.tokens) - 1 - sample.prompt_len
+        pairs += own * sample.prompt_len + _causal(own)
     shape = SIZES[size]
     per_pair = shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"]
     return 6.0 * params * computed_tokens(batch) + 12.0 * per_pair * pairs
@@ -159,7 +159,7 @@ class DirectTrainer:
         )
         self._model_id = self._engine.create_model()
         batch = texts()
-        self._data = [record(one) for one in batch]
+        self._data = [record(sample) for sample in batch]
         self._tokens = computed_tokens(batch)
         self._flops = step_flops(size, count_parameters(folder / "model"), batch)
         for _ in range(WARM_UP):
@@ -208,7 +208,7 @@ def record(text: Text) -> DatumRecord:
     return DatumRecord.model_validate(
         {
             "model_input": {"chunks": [{"tokens": text.tokens[:-1]}]},
-            "loss_fn_inputs": {name: one.as_dict() for name, one in inputs.items()},
+            "loss_fn_inputs": {name: value.as_dict() for name, value in inputs.items()},
         }
     )
 
@@ -220,9 +220,9 @@ class Calls:
         self._client = client
         self._objective = GRPO(kl_beta=0.0)
         self._samples = [sample(text) for text in texts()]
-        scored = client.forward([sample.datum for sample in self._samples]).result()
-        for one, output in zip(self._samples, scored.loss_fn_outputs, strict=True):
-            one.old_logprobs = output["logprobs"].data
+        scored = client.forward([train_sample.datum for train_sample in self._samples]).result()
+        for train_sample, output in zip(self._samples, scored.loss_fn_outputs, strict=True):
+            train_sample.old_logprobs = output["logprobs"].data
         for _ in range(WARM_UP):
             self.pair(is_custom_first=True)
 
@@ -342,10 +342,10 @@ def throughput_table(found: Mapping[str, Sequence[Throughput]]) -> str:
 
         shares = sorted(result.share for result in results)
         lines.append(
-            f"| {size} | {median(lambda one: one.tokens_per_s):,.0f} "
-            f"| {median(lambda one: one.computed_tokens_per_s):,.0f} "
-            f"| {median(lambda one: one.gflops):.0f} "
-            f"| {median(lambda one: max(one.sgemm_gflops_before_after)):.0f} "
+            f"| {size} | {median(lambda result: result.tokens_per_s):,.0f} "
+            f"| {median(lambda result: result.computed_tokens_per_s):,.0f} "
+            f"| {median(lambda result: result.gflops):.0f} "
+            f"| {median(lambda result: max(result.sgemm_gflops_before_after)):.0f} "
             f"| {statistics.median(shares):.2f} | {shares[0]:.2f} to {shares[-1]:.2f} |"
         )
     return "\n".join(lines)
@@ -400,8 +400,12 @@ def command() -> None:
     if asked.json:
         every: dict[str, Any] = {
             "load": load,
-            "throughput": {size: [asdict(one) for one in found] for size, found in speed.items()},
-            "custom_loss": {size: [asdict(one) for one in found] for size, found in custom.items()},
+            "throughput": {
+                size: [asdict(result) for result in found] for size, found in speed.items()
+            },
+            "custom_loss": {
+                size: [asdict(result) for result in found] for size, found in custom.items()
+            },
         }
         sys.stdout.write(json.dumps(every) + "\n")
         return

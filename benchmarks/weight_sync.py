@@ -99,7 +99,7 @@ def datum(rng: np.random.Generator) -> DatumRecord:
     return DatumRecord.model_validate(
         {
             "model_input": {"chunks": [{"tokens": tokens[:-1].tolist()}]},
-            "loss_fn_inputs": {name: one.as_dict() for name, one in inputs.items()},
+            "loss_fn_inputs": {name: value.as_dict() for name, value in inputs.items()},
         }
     )
 
@@ -206,7 +206,7 @@ def measure_plain(source: Path, work_dir: Path, rounds: int) -> Row:
     """One file with everything, written, read and copied over a module's weights."""
     row = Row("plain safetensors file")
     trained, served = load_model(source, dtype="bfloat16"), load_model(source, dtype="bfloat16")
-    tensors = {name: one.detach() for name, one in base_tensors(trained.module).items()}
+    tensors = {name: tensor.detach() for name, tensor in base_tensors(trained.module).items()}
     for number in range(rounds):
         path = work_dir / f"plain-{number}.safetensors"
 
@@ -237,12 +237,12 @@ def parts_of_a_delta(source: Path, rounds: int) -> tuple[str, list[tuple[str, fl
     encoded = delta.encode(old, new)
     fresh = delta.apply(encoded, old)
     changed = sum(
-        int((old[name].view(torch.int16) != one.view(torch.int16)).sum())
-        for name, one in new.items()
+        int((old[name].view(torch.int16) != tensor.view(torch.int16)).sum())
+        for name, tensor in new.items()
     )
-    total = sum(one.numel() for one in new.values())
+    total = sum(tensor.numel() for tensor in new.values())
     names = len(delta.changed_names(encoded))
-    each = sum(one.nbytes for one in encoded.values()) / changed
+    each = sum(part.nbytes for part in encoded.values()) / changed
     summary = (
         f"{changed:,} of {total:,} elements changed ({changed / total:.2%}), in {names} of "
         f"{len(new)} tensors; {each:.2f} bytes each"
@@ -252,7 +252,7 @@ def parts_of_a_delta(source: Path, rounds: int) -> tuple[str, list[tuple[str, fl
         ("fingerprints of the changed tensors (each side)", lambda: fingerprints(fresh)),
         ("their blake2b, for scale", lambda: describe(fresh)),
         ("apply to the old tensors", lambda: delta.apply(encoded, old)),
-        ("copy of all tensors, for scale", lambda: [one.clone() for one in new.values()]),
+        ("copy of all tensors, for scale", lambda: [tensor.clone() for tensor in new.values()]),
     ]
     return summary, [(name, min(timed(work) for _ in range(rounds))) for name, work in works]
 

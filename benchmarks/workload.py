@@ -122,7 +122,7 @@ def make_rows(count: int, *, seed: int = 0, prompt_pad: int = 0) -> list[dict[st
 
 def digit_share(text: str, row: Mapping[str, Any]) -> float:
     """The share of digits among the characters: dense, and learned within some dozen steps."""
-    return sum(one.isdigit() for one in text) / max(1, len(text))
+    return sum(character.isdigit() for character in text) / max(1, len(text))
 
 
 def sgemm_gflops(size: int = 1024, rounds: int = 12) -> float:

@@ -211,8 +211,8 @@ class Pretraining:
     def __post_init__(self) -> None:
         """Make the two optimizers."""
         named = list(self.model.named_parameters())
-        matrices = [one for name, one in named if one.ndim == 2 and "embed" not in name]
-        rest = [one for name, one in named if one.ndim != 2 or "embed" in name]
+        matrices = [weight for name, weight in named if weight.ndim == 2 and "embed" not in name]
+        rest = [weight for name, weight in named if weight.ndim != 2 or "embed" in name]
         self.optimizers: list[torch.optim.Optimizer] = [
             torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(rest, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.98)),

@@ -1,16 +1,16 @@
-"""The exception tree: what a failure is called, its HTTP status and its code on the wire.
+"""The exception tree: each failure's class, HTTP status and code on the wire.
 
     HearthError
     |-- ConfigError (ValueError)             a setting, row or argument breaks its rule
     |-- RequestError (ValueError)            one request's content breaks its rule
-    |   |-- NumericsError                    NaN, infinity or a positive logprob on a live token
-    |   |-- ForwardOnlyError                 training asked of a frozen model
+    |   |-- NumericsError                    NaN, infinity or a positive logprob on a trained token
+    |   |-- ForwardOnlyError                 training requested of a frozen model
     |   |-- ConflictError                    the name is taken, or the state forbids it
     |   `-- TooLargeError                    the body is longer than the platform takes
     |-- NotFoundError (LookupError)          no such model, job, deployment, snapshot or future
     |-- AuthError (PermissionError)          missing or wrong API key
     |-- ClosedError (RuntimeError)           a client, job or platform used after its end
-    |-- NotReadyError (RuntimeError)         it starts, or takes new weights; ask again soon
+    |-- NotReadyError (RuntimeError)         it starts, or loads new weights; retry soon
     |-- EngineError (RuntimeError)           the platform itself failed
     |-- RequestFailedError (RuntimeError)    what a client sees when its future failed
     `-- TransportError (ConnectionError)     no answer, or one that the protocol does not know
@@ -29,7 +29,7 @@ class HearthError(Exception):
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal"
     category: ClassVar[str] = "server"
-    """``user`` when the caller can mend it, ``server`` when the platform must."""
+    """``user`` if the caller can fix it, ``server`` if the platform must."""
 
 
 class ConfigError(HearthError, ValueError):
@@ -49,11 +49,11 @@ class RequestError(HearthError, ValueError):
 
 
 class NumericsError(RequestError):
-    """A NaN, an infinity or a positive logprob stands where a token counts."""
+    """A NaN, an infinity or a positive logprob on a token that is trained."""
 
 
 class ForwardOnlyError(RequestError):
-    """Training was asked of a model that is frozen."""
+    """Training was requested of a frozen model."""
 
     code = "failed_precondition"
 
@@ -104,11 +104,11 @@ class NotReadyError(HearthError, RuntimeError):
 
 
 class EngineError(HearthError, RuntimeError):
-    """The platform failed at something it promised."""
+    """The platform itself failed."""
 
 
 class RequestFailedError(HearthError, RuntimeError):
-    """A future failed on the platform; ``category`` says who can mend it."""
+    """A future failed on the platform; ``category`` says who can fix it."""
 
     def __init__(self, message: str, *, category: str = "server") -> None:
         """Keep the platform's own text and its category."""
@@ -117,7 +117,7 @@ class RequestFailedError(HearthError, RuntimeError):
 
 
 class TransportError(HearthError, ConnectionError):
-    """The platform cannot be reached, or gave an answer that the protocol does not know."""
+    """The platform cannot be reached, or its answer does not follow the protocol."""
 
     status = 503
     code = "unavailable"

@@ -1,6 +1,6 @@
-"""What a served platform is told: where it listens, keeps its data, and what it may use.
+"""The settings of a served platform: where it listens, keeps its data, and what it may use.
 
-From a TOML file and flags; keys only from the environment or a file of their own.
+They come from a TOML file and flags; keys only from the environment or a file of their own.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         for setting in fields(self):
-            kinds, said = _KINDS[str(setting.type)]
+            kinds, rule = _KINDS[str(setting.type)]
             value = getattr(self, setting.name)
-            # True is a number to Python, and to nobody who writes a setting.
+            # To Python, True is a number; in a setting it is a mistake.
             fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-            _require(fits, setting.name, said, value)
+            _require(fits, setting.name, rule, value)
         is_known = self.placement in ("process", "inline", "ray")
         _require(is_known, "placement", "'process', 'inline' or 'ray'", self.placement)
         is_known = self.snapshot_store in ("folder", "ray")
@@ -93,11 +93,11 @@ class Settings:
 
     @property
     def may_name_folders(self) -> bool:
-        """``allow_folders``, or what the address suggests."""
+        """``allow_folders``; if not set, whether the address is a loopback address."""
         return is_loopback(self.host) if self.allow_folders is None else self.allow_folders
 
     def api_keys(self) -> frozenset[str]:
-        """Keys that are let in; none means that any is, on a loopback address.
+        """Accepted keys; if there are none, any key is accepted, on a loopback address only.
 
         Raises:
             ConfigError: ``api_keys_file`` cannot be read, or has no key.
@@ -106,7 +106,7 @@ class Settings:
         if self.api_keys_file is not None:
             try:
                 lines = self.api_keys_file.expanduser().read_text(encoding="utf-8").splitlines()
-                # Whoever names a file wants it locked.
+                # A platform whose key file is empty must not be open to all.
                 if not any(line.strip() for line in lines):
                     raise ValueError("it has no key")
                 listed += lines
@@ -157,11 +157,11 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "Literal['process', 'inline', 'ray']": ((str,), "a text"),
     "Literal['folder', 'ray']": ((str,), "a text"),
 }
-"""What a value of each field's type may be: a file says anything."""
+"""Allowed values of each field's type: a file may hold anything."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
+    """Whether ``host`` is reachable from this machine only."""
     if host == "localhost":
         return True
     try:

@@ -1,6 +1,6 @@
 """Processes that belong to one worker: the other ranks of a trainer, the servers of a deployment.
 
-A worker says what is to run and what it needs; where it runs is its launcher's business.
+A worker states what to run and what it needs; its launcher decides where it runs.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class ExitReport:
     """What is known of a worker that ended."""
 
     code: int | None = None
-    """Exit status; None where a signal ended it or nobody could see it end."""
+    """Exit status; None if a signal ended it or its end was not observed."""
     signal: str | None = None
     """Such as ``SIGKILL``."""
     peak_rss_mb: float | None = None
     phase: str | None = None
-    """What it was doing last, such as ``forward_backward``."""
+    """Its last phase, such as ``forward_backward``."""
     last_lines: Sequence[str] = field(default_factory=tuple)
     """The end of its log."""
     reason: str | None = None
-    """Said by who watched: it never started, or was gone when it was looked for."""
+    """From the launcher: the worker never started, or was gone when the launcher looked for it."""
 
     def describe(self) -> str:
         """One paragraph for a person."""
@@ -57,11 +57,11 @@ class Command:
     """
 
     name: str
-    """``rank-1``, ``replica-0``: one of its worker's own at a time. Names its log."""
+    """``rank-1``, ``replica-0``: unique within its worker. Names its log."""
     argv: Sequence[str]
-    """``{host}`` and ``{port}`` stand for the address of where it runs and a port free there."""
+    """``{host}`` and ``{port}`` stand for the address of its machine and a free port there."""
     env: Mapping[str, str] = field(default_factory=lambda: {})
-    """Added to the environment of where it runs."""
+    """Added to the environment of its machine."""
     cpus: float = 1.0
     gpus: float = 0.0
 
@@ -84,11 +84,11 @@ class Sidecar(Protocol):
         ...
 
     def last_lines(self) -> Sequence[str]:
-        """The end of what it has printed."""
+        """The last lines of its output."""
         ...
 
     def stop(self, grace_s: float = GRACE_S) -> None:
-        """SIGTERM, and SIGKILL to all that it started when that takes longer than ``grace_s``."""
+        """Send SIGTERM, and after ``grace_s`` SIGKILL to it and its child processes."""
         ...
 
 
@@ -96,14 +96,14 @@ class Sidecars(Protocol):
     """Starts the processes of one worker. Safe to use from several threads."""
 
     def start(self, command: Command) -> Sidecar:
-        """Start a process, and return when there is one.
+        """Start a process, and return once it exists.
 
         Raises:
             EngineError: it cannot be started here; the message says what is missing.
-            ClosedError: the worker ends.
+            ClosedError: the worker is ending.
         """
         ...
 
     def close(self) -> None:
-        """Stop all that still run."""
+        """Stop all processes that still run."""
         ...

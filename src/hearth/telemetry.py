@@ -1,4 +1,4 @@
-"""Logging set-up, wall-clock spans and what the process uses."""
+"""Logging set-up, request ids, wall-clock spans and the memory of the process."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def _renew() -> None:
     _process = secrets.token_hex(8)
 
 
-# Forked workers would otherwise all count under one name.
+# Without this, forked workers would share one prefix.
 os.register_at_fork(after_in_child=_renew)
 
 
 def new_request_id() -> str:
     """An id that no other request has: random per process, then counted.
 
-    A random id per request would be a system call, which gives the interpreter's lock to whoever
-    computes; measured at 0.2 ms each while an engine runs.
+    A random id per request would need a system call, which releases the GIL to a computing thread;
+    measured at 0.2 ms each while an engine runs.
     """
     return f"{_process}-{next(_requests):x}"
 
@@ -56,7 +56,7 @@ def peak_rss_mb() -> float:
 
 
 class BusyClock:
-    """How long sampler and trainer worked at the same time, and how long each worked alone.
+    """Measures how long sampler and trainer worked at the same time, and each alone.
 
     ``now`` is the clock, in seconds.
     """
@@ -64,7 +64,7 @@ class BusyClock:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._last = now()
-        self._draws = 0
+        self._samples = 0
         self._is_training = False
         self.both_s = 0.0
         self.sampling_s = 0.0
@@ -72,14 +72,14 @@ class BusyClock:
 
     @contextmanager
     def draw(self) -> Iterator[None]:
-        """One row is being sampled during the body; any number may be."""
+        """A row is sampled during the body; several bodies may run at once."""
         self._tick()
-        self._draws += 1
+        self._samples += 1
         try:
             yield
         finally:
             self._tick()
-            self._draws -= 1
+            self._samples -= 1
 
     @contextmanager
     def train(self) -> Iterator[None]:
@@ -93,7 +93,7 @@ class BusyClock:
             self._is_training = False
 
     def take(self) -> tuple[float, float, float]:
-        """Seconds of both, of sampling alone and of training alone, and start again from 0."""
+        """Seconds of both, of sampling alone and of training alone; resets them to 0."""
         self._tick()
         seconds = (self.both_s, self.sampling_s, self.training_s)
         self.both_s = self.sampling_s = self.training_s = 0.0
@@ -102,9 +102,9 @@ class BusyClock:
     def _tick(self) -> None:
         now = self._now()
         passed, self._last = now - self._last, now
-        if self._draws and self._is_training:
+        if self._samples and self._is_training:
             self.both_s += passed
-        elif self._draws:
+        elif self._samples:
             self.sampling_s += passed
         elif self._is_training:
             self.training_s += passed
@@ -131,6 +131,6 @@ class Stopwatch:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """All phases so far, and start again from nothing."""
+        """Seconds by phase; resets them."""
         seconds, self._seconds = self._seconds, {}
         return seconds

@@ -1,12 +1,13 @@
 """One budget of CPU threads for all workers of a platform.
 
 Two workers that compute at once, each with a thread on every core, wait for each other's cores in
-every parallel loop, and are slower than one after the other. So who computes alone has all threads,
-and who computes beside others has a share. Shares are looked up when an operation begins and amid
-it (``refresh``): in every decoding step, in every layer of a forward or backward pass.
+every parallel loop, and are slower than one after the other. So a worker that computes alone uses
+all threads, and workers that compute at the same time share them. A worker reads its share when an
+operation begins and during it (``refresh``): in every decoding step, in every layer of a forward or
+backward pass.
 
-Who computes stands on a board: one record per worker, in memory where the workers are threads of
-one process, in a file where they are processes. A worker that died does not count.
+A board records which workers compute: one record per worker, in memory if the workers are threads
+of one process, in a file if they are processes. A worker that died does not count.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 logger = logging.getLogger(__name__)
 
 RESTING = frozenset({"idle", "load_snapshot"})
-"""Phases that need no threads: nothing is computed, or one thread copies."""
+"""Phases without parallel work: nothing is computed, or one thread copies."""
 _RECORDS = 64
 _PID, _COMPUTES = 0, 1
 
@@ -33,13 +34,13 @@ _this = threading.local()
 
 
 class ThreadBudget:
-    """``total`` threads (by default torch's own number), split among those who compute.
+    """``total`` threads (by default torch's own number), shared by the workers that compute.
 
-    ``board`` is a file that all processes of the budget name; None keeps the board in memory.
+    ``board`` is a file that all processes of the budget share; None keeps the board in memory.
     """
 
     def __init__(self, total: int | None = None, board: Path | None = None) -> None:
-        import torch  # here, so that a process that only launches workers does without
+        import torch  # here, so that a process that only launches workers need not import it
 
         self.total = total or torch.get_num_threads()
         self._set, self._get = torch.set_num_threads, torch.get_num_threads
@@ -49,29 +50,31 @@ class ThreadBudget:
         memory = mmap.mmap(-1 if self._descriptor is None else self._descriptor, size)
         self._records = np.frombuffer(memory, np.int32).reshape(_RECORDS, 2)
 
-    def member(self) -> Member:
-        """A record on the board, until ``Member.leave`` or the process's end."""
+    def add_member(self) -> Member:
+        """Take a record on the board, until ``Member.leave`` or the process's end."""
         with self._locked():
             for number, (pid, _) in enumerate(self._records):
                 if pid == 0 or not _is_alive(int(pid)):
                     self._records[number] = os.getpid(), 0
                     return Member(self, number)
-        logger.warning("more than %d workers: one more is not in the budget of threads", _RECORDS)
+        logger.warning(
+            "more than %d workers: this one does not share the budget of threads", _RECORDS
+        )
         return Member(self, None)
 
     def note(self, number: int, *, computes: bool) -> None:
-        """Write down whether a member computes."""
+        """Record whether a member computes."""
         self._records[number, _COMPUTES] = computes
 
     def free(self, number: int) -> None:
-        """Give a member's record to whoever comes next."""
+        """Make a member's record available to the next member."""
         self._records[number] = 0, 0
 
     def share(self, number: int | None) -> int:
-        """The threads of a member that computes: at least one, and all if nobody else does."""
+        """The threads of a member that computes: at least one, and all if no other member does."""
         if number is None:
             return self.total
-        # Other processes write the board at any time, so everything is judged on a copy of it.
+        # Other processes write the board at any time, so this reads a copy.
         records = self._records.copy()
         own = os.getpid()
         busy = [
@@ -85,7 +88,7 @@ class ThreadBudget:
         return max(1, each + (busy.index(number) < left))
 
     def use(self, threads: int) -> None:
-        """Have this thread's operations use so many threads from now on."""
+        """Set the number of threads of this thread's operations."""
         if self._get() != threads:
             self._set(threads)
 
@@ -103,16 +106,16 @@ class ThreadBudget:
 
 
 class Member:
-    """One worker's place in a budget."""
+    """One worker's record in a budget."""
 
     def __init__(self, budget: ThreadBudget, number: int | None) -> None:
         self._budget = budget
         self.number = number
-        """Of its record on the board; None when it has none."""
+        """Index of its record on the board; None without a record."""
 
     def note(self, phase: str) -> None:
-        """``phase`` begins; to be called on the thread that computes, and before anyone is told
-        that an operation has ended: whoever is told may be the next to compute."""
+        """Record that ``phase`` begins. Call it on the computing thread, before the end of an
+        operation is reported: the receiver of that report may compute next."""
         computes = phase not in RESTING
         _this.member = self if computes else None
         if self.number is not None:
@@ -120,18 +123,18 @@ class Member:
         self.take_share()
 
     def take_share(self) -> None:
-        """Use what is this member's share now."""
+        """Use this member's current share."""
         self._budget.use(self._budget.share(self.number))
 
     def leave(self) -> None:
-        """Be no longer on the board."""
+        """Give the record back."""
         number, self.number = self.number, None
         if number is not None:
             self._budget.free(number)
 
 
 def refresh() -> None:
-    """Use this thread's share as it is now; nothing outside a budget's members."""
+    """Use this thread's current share; does nothing in a thread that is no member."""
     member: Member | None = getattr(_this, "member", None)
     if member is not None:
         member.take_share()

@@ -107,7 +107,9 @@ def plain_logprobs(
 
 def _part(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {
-        name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)
+        name.removeprefix(prefix): weight
+        for name, weight in weights.items()
+        if name.startswith(prefix)
     }
 
 

@@ -58,8 +58,8 @@ def write_reciter(
         model.model.layers[0].mlp.down_proj.weight.zero_()
         model.lm_head.weight.zero_()
         for cue, said in answers.items():
-            for one, following in pairwise([cue, *said, END]):
-                place = tokenizer.token_to_id(following), tokenizer.token_to_id(one)
+            for piece, following in pairwise([cue, *said, END]):
+                place = tokenizer.token_to_id(following), tokenizer.token_to_id(piece)
                 model.lm_head.weight[place] = _CERTAIN
     model.save_pretrained(folder)
     PreTrainedTokenizerFast(

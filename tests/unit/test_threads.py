@@ -61,7 +61,7 @@ def test_who_is_alone_has_all_threads_and_who_is_not_a_share(
     total: int, shares: tuple[int, int]
 ) -> None:
     budget = ThreadBudget(total)
-    trainer, sampler = Worker(budget.member()), Worker(budget.member())
+    trainer, sampler = Worker(budget.add_member()), Worker(budget.add_member())
 
     assert trainer.note("forward_backward") == total
     assert sampler.note("sampling") == shares[1]
@@ -72,7 +72,7 @@ def test_who_is_alone_has_all_threads_and_who_is_not_a_share(
 
 def test_loading_a_snapshot_takes_no_share() -> None:
     budget = ThreadBudget(2)
-    trainer, sampler = Worker(budget.member()), Worker(budget.member())
+    trainer, sampler = Worker(budget.add_member()), Worker(budget.add_member())
 
     sampler.note("load_snapshot")
 
@@ -81,7 +81,7 @@ def test_loading_a_snapshot_takes_no_share() -> None:
 
 def test_more_workers_than_threads_have_one_each() -> None:
     budget = ThreadBudget(2)
-    workers = [Worker(budget.member()) for _ in range(5)]
+    workers = [Worker(budget.add_member()) for _ in range(5)]
     for worker in workers:
         worker.note("sampling")
 
@@ -90,7 +90,7 @@ def test_more_workers_than_threads_have_one_each() -> None:
 
 def test_who_has_left_counts_no_longer() -> None:
     budget = ThreadBudget(2)
-    trainer, sampler = Worker(budget.member()), Worker(budget.member())
+    trainer, sampler = Worker(budget.add_member()), Worker(budget.add_member())
     trainer.note("forward_backward")
     sampler.note("sampling")
 
@@ -102,7 +102,7 @@ def test_who_has_left_counts_no_longer() -> None:
 def test_whoever_rests_leaves_the_process_its_threads() -> None:
     """Threads that are made later take torch's number of then."""
     budget = ThreadBudget(4)
-    trainer, sampler = Worker(budget.member()), Worker(budget.member())
+    trainer, sampler = Worker(budget.add_member()), Worker(budget.add_member())
     trainer.note("forward_backward")
     assert sampler.note("sampling") == 2
 
@@ -121,11 +121,11 @@ def test_a_thread_outside_a_budget_keeps_its_number() -> None:
 def test_a_full_board_takes_no_part(caplog: pytest.LogCaptureFixture) -> None:
     budget = ThreadBudget(2)
     for _ in range(64):
-        budget.member().note("sampling")
+        budget.add_member().note("sampling")
 
-    budget.member().note("sampling")
+    budget.add_member().note("sampling")
 
-    assert "not in the budget" in caplog.text
+    assert "does not share the budget" in caplog.text
     assert torch.get_num_threads() == 2
 
 
@@ -134,7 +134,7 @@ import sys
 from pathlib import Path
 from hearth.threads import ThreadBudget
 import torch
-member = ThreadBudget(2, Path(sys.argv[1])).member()
+member = ThreadBudget(2, Path(sys.argv[1])).add_member()
 for line in sys.stdin:
     member.note(line.strip())
     print(torch.get_num_threads(), flush=True)
@@ -143,7 +143,7 @@ for line in sys.stdin:
 
 def test_processes_share_by_a_file_and_a_dead_one_does_not_count(tmp_path: Path) -> None:
     board = tmp_path / "threads"
-    own = ThreadBudget(2, board).member()
+    own = ThreadBudget(2, board).add_member()
     with subprocess.Popen(
         [sys.executable, "-c", OTHER, str(board)],
         stdin=subprocess.PIPE,
@@ -167,12 +167,14 @@ def test_processes_share_by_a_file_and_a_dead_one_does_not_count(tmp_path: Path)
 
     refresh()
     assert torch.get_num_threads() == 2
-    assert ThreadBudget(2, board).member().number == 1, "the dead process's record is free again"
+    assert ThreadBudget(2, board).add_member().number == 1, (
+        "the dead process's record is free again"
+    )
 
 
 def test_a_share_can_be_looked_up_while_another_process_writes_the_board(tmp_path: Path) -> None:
     board = tmp_path / "threads"
-    member = ThreadBudget(4, board).member()
+    member = ThreadBudget(4, board).add_member()
     member.note("forward")
     program = (
         "import sys, numpy; board = numpy.memmap(sys.argv[1], numpy.int32, 'r+', shape=(64, 2));"

@@ -1,4 +1,4 @@
-"""Finds its verbs through the ``hearth.verbs`` entry points, so that other packages can add some.
+"""The ``hearth`` command: finds verbs by the ``hearth.verbs`` entry points, which packages may add.
 
 A verb is a function ``(arguments: list[str]) -> int``; the first line of its docstring is its help.
 """
@@ -33,13 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = f"error: verb must be one of {sorted(verbs)}, got {given[0]!r}"
         Console(stderr=True).print(message, style="red", highlight=False, markup=False)
         return 2
-    _own_threads()
+    _set_openmp_waiting()
     verb: Verb = verbs[given[0]].load()
     return verb(given[1:])
 
 
-def _own_threads() -> None:
-    """Have idle OpenMP threads sleep; read by the library when torch is first imported.
+def _set_openmp_waiting() -> None:
+    """Let idle OpenMP threads sleep; the library reads this when torch is first imported.
 
     Trainer and sampler take turns on the same cores. Threads that spin while they wait made a
     forward and backward pass 2 to 10 times slower on two busy cores.

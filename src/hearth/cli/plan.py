@@ -11,11 +11,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from hearth.cli.complaint import exit_code
 from hearth.control.catalog import read_catalog
+from hearth.exit_codes import exit_code
 from hearth.planning.architecture import read_architecture
 from hearth.planning.memory import GIB, ITEMSIZE
-from hearth.planning.plan import Layout, Plan, Question, answer
+from hearth.planning.plan import Layout, Plan, PlanRequest, make_plan
 from hearth.planning.shapes import catalog_entry
 
 
@@ -26,11 +26,11 @@ class PlanFlags:
     model: str
     """A registered name, a folder with a config.json, or a hub id, of which only that is read."""
     gpus: int
-    """How many there are."""
+    """Number of GPUs."""
     context: int
     """Tokens of the longest sequence, prompt included."""
     gpu_memory_gib: float = 80.0
-    """Memory of each."""
+    """Memory of each GPU, in GiB."""
     lora_rank: int | None = None
     """Train an adapter of this rank instead of all parameters."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -50,10 +50,10 @@ def plan(arguments: list[str]) -> int:
     flags = tyro.cli(PlanFlags, args=arguments, prog="hearth plan")
 
     def run() -> None:
-        from hearth.models.configs import read_config  # heavy, and --help is not
+        from hearth.models.configs import read_config  # slow to import, and --help must be fast
 
         source = read_catalog().model(flags.model).source
-        question = Question(
+        request = PlanRequest(
             model=read_architecture(read_config(source)),
             gpus=flags.gpus,
             context=flags.context,
@@ -64,72 +64,74 @@ def plan(arguments: list[str]) -> int:
             offload_optimizer=flags.offload_optimizer,
             concurrent=flags.concurrent,
         )
-        found = answer(question)
+        result = make_plan(request)
         if flags.json:
-            said = orjson.dumps(as_json(flags, question, found)).decode()
-            Console(soft_wrap=True).print_json(said)
+            text = orjson.dumps(as_json(flags, request, result)).decode()
+            Console(soft_wrap=True).print_json(text)
         else:
-            _show(flags, question, found)
+            _show(flags, request, result)
 
     return exit_code(run)
 
 
-def as_json(flags: PlanFlags, question: Question, found: Plan) -> dict[str, object]:
-    """Everything that the tables show, in bytes."""
-    model = question.model
+def as_json(flags: PlanFlags, request: PlanRequest, plan: Plan) -> dict[str, object]:
+    """All that the tables show, in bytes."""
+    model = request.model
     return {
         "model": flags.model,
         "parameters": model.parameters,
         "active_parameters": model.active_parameters,
-        "trained_parameters": _trained(question),
-        "kv_bytes_per_token": model.kv_bytes_per_token(ITEMSIZE[question.dtype]),
-        "usable_bytes": question.room,
-        **asdict(found),
-        "catalog": catalog_entry(flags.model, question, found.layout) if found.fits else None,
+        "trained_parameters": _count_trained(request),
+        "kv_bytes_per_token": model.kv_bytes_per_token(ITEMSIZE[request.dtype]),
+        "usable_bytes": request.room,
+        **asdict(plan),
+        "catalog": catalog_entry(flags.model, request, plan.layout) if plan.fits else None,
     }
 
 
-def _show(flags: PlanFlags, question: Question, found: Plan) -> None:
+def _show(flags: PlanFlags, request: PlanRequest, plan: Plan) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    model, layout = question.model, found.layout
+    model, layout = request.model, plan.layout
     console.print(
-        f"{flags.model}: {model.parameters:,} parameters, {_trained(question):,} trained; a token "
-        f"of context takes {model.kv_bytes_per_token(ITEMSIZE[question.dtype]):,} bytes"
+        f"{flags.model}: {model.parameters:,} parameters, {_count_trained(request):,} trained; a "
+        f"token of context takes {model.kv_bytes_per_token(ITEMSIZE[request.dtype]):,} bytes"
     )
-    machine = f"{question.gpus} x {question.gpu_memory_gib:g} GiB at {question.context:,} tokens"
-    console.print(f"{'fits' if found.fits else 'does not fit'} {machine}: {_divided(layout)}\n")
-    _table(console, "trainer, each rank", layout.trainer_bytes)
-    _table(console, "deployment, each GPU of a replica", layout.replica_bytes)
-    console.print(f"usable of a GPU: {_gib(question.room)} GiB")
+    machine = f"{request.gpus} x {request.gpu_memory_gib:g} GiB at {request.context:,} tokens"
     console.print(
-        f"weight sync: base {_gib(found.base_bytes)} GiB, later ones about "
-        f"{_gib(found.delta_bytes)} GiB; CPU memory for it {_gib(found.host_bytes)} GiB\n"
+        f"{'fits' if plan.fits else 'does not fit'} {machine}: {_describe_layout(layout)}\n"
     )
-    for who, missing in found.shortage.items():
+    _print_table(console, "trainer, each rank", layout.trainer_bytes)
+    _print_table(console, "deployment, each GPU of a replica", layout.replica_bytes)
+    console.print(f"usable of a GPU: {_gib(request.room)} GiB")
+    console.print(
+        f"weight sync: base {_gib(plan.base_bytes)} GiB, later ones about "
+        f"{_gib(plan.delta_bytes)} GiB; CPU memory for it {_gib(plan.host_bytes)} GiB\n"
+    )
+    for who, missing in plan.shortage.items():
         console.print(f"short: GPU memory of the {who}, by {_gib(missing)} GiB")
-    for one in found.advice:
-        console.print(f"  {one}")
-    if found.fits:
+    for advice in plan.advice:
+        console.print(f"  {advice}")
+    if plan.fits:
         console.print("# for a catalog file (hearth serve --catalog FILE, or HEARTH_CATALOG)")
-        console.print(catalog_entry(flags.model, question, layout))
+        console.print(catalog_entry(flags.model, request, layout))
         console.print(
             f"# of the recipe: placement={layout.placement!r}, replicas={layout.replicas}"
         )
 
 
-def _divided(layout: Layout) -> str:
+def _describe_layout(layout: Layout) -> str:
     if layout.is_shared:
         return "trainer and deployment on one GPU"
     each = f" of {layout.replica.gpus} GPUs" if layout.replica.gpus > 1 else ""
-    ranks, replicas = _some(layout.trainer.ranks, "rank"), _some(layout.replicas, "replica")
+    ranks, replicas = _count(layout.trainer.ranks, "rank"), _count(layout.replicas, "replica")
     return f"{ranks} of the trainer, {replicas}{each}"
 
 
-def _some(count: int, name: str) -> str:
+def _count(count: int, name: str) -> str:
     return f"{count} {name}{'s' if count > 1 else ''}"
 
 
-def _table(console: Console, title: str, parts: Mapping[str, int]) -> None:
+def _print_table(console: Console, title: str, parts: Mapping[str, int]) -> None:
     table = Table(title, "GiB", box=None, pad_edge=False)
     table.columns[1].justify = "right"
     for name, num_bytes in parts.items():
@@ -138,10 +140,10 @@ def _table(console: Console, title: str, parts: Mapping[str, int]) -> None:
     console.print(table)
 
 
-def _trained(question: Question) -> int:
-    if question.lora_rank is None:
-        return question.model.parameters
-    return question.model.lora_parameters(question.lora_rank)
+def _count_trained(request: PlanRequest) -> int:
+    if request.lora_rank is None:
+        return request.model.parameters
+    return request.model.lora_parameters(request.lora_rank)
 
 
 def _gib(num_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""``hearth ps``, ``hearth logs`` and ``hearth stop``: what runs, what it says, and ending it."""
+"""``hearth ps``, ``hearth logs`` and ``hearth stop``: list, read and stop what runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hearth.cli.complaint import exit_code
 from hearth.errors import NotFoundError, TransportError
+from hearth.exit_codes import exit_code
 from hearth.sdk import DeploymentManager, TrainerJobManager
 from hearth.sdk.background import start
 from hearth.sdk.messages import HttpRequest
@@ -27,34 +27,34 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 ACCOUNT = "me"
 _DEFAULT_URL = "http://127.0.0.1:8000"
-_ENDED = ("JOB_STATE_CANCELLED", "JOB_STATE_COMPLETED")
+_FINISHED_STATES = ("JOB_STATE_CANCELLED", "JOB_STATE_COMPLETED")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """Which platform is meant."""
+    """Flags that name a platform."""
 
     base_url: str = ""
-    """Its URL; not given, FIREWORKS_BASE_URL, else http://127.0.0.1:8000."""
+    """URL of the platform; default FIREWORKS_BASE_URL, else http://127.0.0.1:8000."""
     api_key: str = ""
-    """Its key; not given, FIREWORKS_API_KEY."""
+    """API key; default FIREWORKS_API_KEY."""
 
     @property
     def url(self) -> str:
-        """The URL that is meant."""
+        """The URL to use."""
         return self.base_url or os.environ.get("FIREWORKS_BASE_URL") or _DEFAULT_URL
 
     @property
     def key(self) -> str:
-        """The key that is meant; a platform without keys takes any."""
+        """The key to use; a platform without keys accepts any."""
         return self.api_key or os.environ.get("FIREWORKS_API_KEY") or "none"
 
     def get(self, path: str, kind: type[RecordT], **params: str) -> RecordT:
-        """A record below the account."""
-        http = Http(self.url, self.key, retries=_FEW)
-        asked = http.request(HttpRequest("GET", f"/v1/accounts/{ACCOUNT}/{path}", params=params))
+        """Fetch a record of the account."""
+        http = Http(self.url, self.key, retries=_FEW_RETRIES)
+        request = http.request(HttpRequest("GET", f"/v1/accounts/{ACCOUNT}/{path}", params=params))
         try:
-            return kind.parse(start(asked).result().content)
+            return kind.parse(start(request).result().content)
         except TransportError as error:
             raise TransportError(
                 f"base_url must be a platform that answers, got {self.url}: {error} Start one with "
@@ -85,7 +85,7 @@ class LogsFlags(Platform):
     id: Annotated[str, tyro.conf.Positional]
     """A trainer job's or a deployment's id."""
     lines: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 100
-    """How many lines of the end."""
+    """Number of last lines to show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class StopFlags(Platform):
 
 _COLUMNS = ("ID", "KIND", "STATE", "MODEL", "PID", "MEMORY", "AGE", "NOTE")
 _SHORTEST_NOTE = 20
-_FEW = RetryPolicy(attempts=2, base_s=0.2)
+_FEW_RETRIES = RetryPolicy(attempts=2, base_s=0.2)
 
 
 class LogLines(Record):
@@ -112,18 +112,18 @@ def ps(arguments: list[str]) -> int:
     flags = tyro.cli(PsFlags, args=arguments, prog="hearth ps")
 
     def run() -> None:
-        rows: list[list[str]] = []
+        lines: list[list[str]] = []
         for job in flags.jobs():
-            if flags.all or job.state not in _ENDED:
+            if flags.all or job.state not in _FINISHED_STATES:
                 kind = "reference" if job.forward_only else "trainer"
                 state = (job.state or "").removeprefix("JOB_STATE_")
-                rows.append(_columns(job, kind, state, job.training_config.base_model))
+                lines.append(_columns(job, kind, state, job.training_config.base_model))
         for deployment in flags.deployments():
-            rows.append(
+            lines.append(
                 _columns(deployment, "deployment", deployment.state or "", deployment.base_model)
             )
-        if rows:
-            _show(rows)
+        if lines:
+            _show(lines)
         else:
             Console(soft_wrap=True).print(f"nothing runs at {flags.url}", highlight=False)
 
@@ -150,19 +150,21 @@ def stop(arguments: list[str]) -> int:
 
     def run() -> None:
         if _kind(flags, flags.id) == "trainer":
-            TrainerJobManager(flags.key, ACCOUNT, flags.url, retries=_FEW).cancel(flags.id)
-            said = f"trainer job {flags.id} is cancelled; its checkpoints are kept"
+            TrainerJobManager(flags.key, ACCOUNT, flags.url, retries=_FEW_RETRIES).cancel(flags.id)
+            message = f"trainer job {flags.id} is cancelled; its checkpoints are kept"
         else:
-            manager = DeploymentManager(flags.key, flags.url, account_id=ACCOUNT, retries=_FEW)
+            manager = DeploymentManager(
+                flags.key, flags.url, account_id=ACCOUNT, retries=_FEW_RETRIES
+            )
             manager.scale_to_zero(flags.id)
-            said = f"deployment {flags.id} is scaled to zero"
-        Console().print(said, highlight=False, soft_wrap=True)
+            message = f"deployment {flags.id} is scaled to zero"
+        Console().print(message, highlight=False, soft_wrap=True)
 
     return exit_code(run)
 
 
 def _kind(flags: Platform, id: str) -> str:
-    """Whether an id is a trainer job's or a deployment's.
+    """``trainer`` or ``deployment``, the kind of an id.
 
     Raises:
         NotFoundError: it is neither; the message lists both.
@@ -176,30 +178,30 @@ def _kind(flags: Platform, id: str) -> str:
     raise NotFoundError(f"id must be one of {jobs + deployments}, got {id!r}")
 
 
-def _show(rows: list[list[str]]) -> None:
-    """One line per row. Ids are whole whatever the width: they are what one types next."""
-    columns = zip(_COLUMNS, *rows, strict=True)
+def _show(lines: list[list[str]]) -> None:
+    """Print a table. Ids are never cut: the next command needs them."""
+    columns = zip(_COLUMNS, *lines, strict=True)
     *widths, _ = [max(map(len, column)) for column in columns]
     taken = sum(widths) + 2 * len(widths)
     room = max(_SHORTEST_NOTE, Console().width - taken)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, width in zip(_COLUMNS, [*widths, room], strict=True):
         table.add_column(name, no_wrap=True, overflow="ellipsis", min_width=width, max_width=width)
-    for row in rows:
-        table.add_row(*map(Text, row))
+    for line in lines:
+        table.add_row(*map(Text, line))
     Console(width=taken + room).print(table, crop=False)
 
 
-def _columns(one: TrainerJob | Deployment, kind: str, state: str, model: str) -> list[str]:
-    note = (one.status_message or "").split("; its log")[0]
+def _columns(resource: TrainerJob | Deployment, kind: str, state: str, model: str) -> list[str]:
+    note = (resource.status_message or "").split("; its log")[0]
     return [
-        (one.name or "").rsplit("/", 1)[-1],
+        (resource.name or "").rsplit("/", 1)[-1],
         kind,
         state,
         _short(model),
-        str(one.pid or ""),
-        _memory(one.pid),
-        _age(one.create_time),
+        str(resource.pid or ""),
+        _memory(resource.pid),
+        _age(resource.create_time),
         " ".join(note.split()),
     ]
 
@@ -209,7 +211,7 @@ def _short(model: str) -> str:
 
 
 def _memory(pid: int | None) -> str:
-    """Resident memory of a process of this machine."""
+    """Resident memory of a process on this machine; empty if there is none."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):

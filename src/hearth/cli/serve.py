@@ -9,14 +9,14 @@ from typing import Literal
 import tyro
 from rich.console import Console
 
-from hearth.cli.complaint import exit_code
+from hearth.exit_codes import exit_code
 from hearth.settings import Settings, read_settings
 from hearth.telemetry import setup_logging
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFlags:
-    """Flags of ``hearth serve``; what is not given comes from the settings file."""
+    """Flags of ``hearth serve``; defaults come from the settings file."""
 
     settings: Path | None = None
     """TOML file with the same names as these flags, underscores for dashes."""
@@ -64,14 +64,14 @@ def serve(arguments: list[str]) -> int:
         given = {name: value for name, value in vars(flags).items() if value is not None}
         settings = read_settings(given.pop("settings", None), given)
         setup_logging()
-        serve_platform(settings, on_ready=lambda url: _say(url, settings))
+        serve_platform(settings, on_ready=lambda url: _print_address(url, settings))
 
     return exit_code(run)
 
 
-def _say(url: str, settings: Settings) -> None:
+def _print_address(url: str, settings: Settings) -> None:
     key = "any text" if not settings.api_keys() else "one of its keys"
-    # Not wrapped, whatever the width: the second line is to be copied.
+    # Never wrapped: people copy the second line.
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(f"serving at {url}, data in {settings.data_dir}")
     console.print(f"export FIREWORKS_BASE_URL={url} FIREWORKS_API_KEY=x   # the key is {key}")

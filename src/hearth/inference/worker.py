@@ -29,7 +29,7 @@ from hearth.models.loading import best_device, load_model, load_tokenizer
 from hearth.models.vocabulary import check_tokenizer
 from hearth.settings import vllm_python
 from hearth.sidecars import Sidecars
-from hearth.sync.store import Buckets, buckets_of
+from hearth.sync.store import Buckets, open_buckets
 
 OnPhase = Callable[[str], None]
 
@@ -87,7 +87,7 @@ def build(
     app = create_app(
         backend,
         model_name=options.name,
-        snapshots=buckets_of(options.buckets),
+        snapshots=open_buckets(options.buckets),
         default_bucket=options.bucket,
         state_dir=Path(options.state_dir) if options.state_dir else None,
         on_phase=on_phase,

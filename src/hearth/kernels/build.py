@@ -1,7 +1,7 @@
 """Compiles ``cpu.c`` for this machine once, and keeps the result in the user's cache.
 
-No compiler, or one that fails, is no error: whoever asks is told None and takes torch's own way.
-``HEARTH_KERNELS=0`` says the same.
+Without a compiler, with one that fails and with ``HEARTH_KERNELS=0`` there is no library, and
+callers use torch's own operations.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 SWITCH = "HEARTH_KERNELS"
 SOURCE = Path(__file__).with_name("cpu.c")
 COMPILERS = ("cc", "gcc", "clang")
-# Only sums that the source says so (omp simd) are taken in any order: elsewhere the order is what
-# makes them exact. NaN and infinity stay what they are.
+# Only sums that the source marks (omp simd) may be reordered: elsewhere the order makes them exact.
+# NaN and infinity keep their meaning.
 FLAGS = (
     "-O3",
     "-march=native",
@@ -38,73 +38,73 @@ FLAGS = (
     "-fno-signed-zeros",
     "-ffp-contract=fast",
 )
-# Where the processor has them; compilers prefer half of that by themselves.
+# Compilers use half of this width by default, where the processor has it.
 WIDE = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()
 TIMEOUT_S = 120.0
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
     """The compiled loops; None where they are switched off or cannot be compiled."""
     if os.environ.get(SWITCH) == "0":
         return None
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        logger.info("no C compiler (%s): torch's own loops are used", ", ".join(COMPILERS))
+        logger.info("no C compiler (%s): using torch's own loops", ", ".join(COMPILERS))
         return None
     try:
-        return ctypes.CDLL(str(_compiled(compiler, cache_folder())))
+        return ctypes.CDLL(str(_compile_once(compiler, cache_folder())))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.warning("the loops in C cannot be compiled, torch's own are used: %s", error)
+        logger.warning("the loops in C cannot be compiled, using torch's own: %s", error)
         return None
 
 
 @functools.cache
-def torch_symbol(name: str) -> int | None:
-    """The address of a function that torch's own library shows; None where it does not.
+def find_torch_symbol(name: str) -> int | None:
+    """The address of a function that torch's own library exports; None if it does not.
 
     BLAS's ``sgemm_`` is its matrix product, MKL's ``MKL_Set_Num_Threads_Local`` the number of
     threads of a thread's products.
     """
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        found = getattr(ctypes.CDLL(str(path)), name, None)
+        symbol = getattr(ctypes.CDLL(str(path)), name, None)
     except OSError:
         return None
-    return None if found is None else ctypes.cast(found, ctypes.c_void_p).value
+    return None if symbol is None else ctypes.cast(symbol, ctypes.c_void_p).value
 
 
 def cache_folder() -> Path:
     """Where compiled loops are kept.
 
     Raises:
-        RuntimeError: nothing says where the user's home is.
+        RuntimeError: the user's home folder is unknown.
     """
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "hearth" / "kernels"
 
 
-def _compiled(compiler: str, folder: Path) -> Path:
-    """The shared library for this source, compiler, torch and processor; compiled where missing."""
-    parts = (SOURCE.read_text(), compiler, torch.__version__, " ".join(FLAGS), _processor())
+def _compile_once(compiler: str, folder: Path) -> Path:
+    """The shared library for this source, compiler, torch and processor; compiled if missing."""
+    parts = (SOURCE.read_text(), compiler, torch.__version__, " ".join(FLAGS), _processor_flags())
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     target = folder / f"cpu-{key}.so"
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / "cpu.so"
-        _compile(compiler, made)
-        made.replace(target)  # another process may have been first, with the same
+        library = Path(scratch) / "cpu.so"
+        _compile(compiler, library)
+        library.replace(target)  # another process may have been first, with the same content
     return target
 
 
-def _compile(compiler: str, made: Path) -> None:
-    command = [compiler, *FLAGS, *WIDE, str(SOURCE), "-o", str(made), "-lm"]
+def _compile(compiler: str, library: Path) -> None:
+    command = [compiler, *FLAGS, *WIDE, str(SOURCE), "-o", str(library), "-lm"]
     try:
         _run([*command, "-fopenmp"])
     except subprocess.CalledProcessError as error:
-        logger.info("without OpenMP: %s", error.stderr.strip().splitlines()[:1])
+        logger.info("compiling without OpenMP: %s", error.stderr.strip().splitlines()[:1])
         _run(command)
 
 
@@ -112,8 +112,8 @@ def _run(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
-def _processor() -> str:
-    """What ``-march=native`` hangs on: a home folder may be shared by different machines."""
+def _processor_flags() -> str:
+    """What ``-march=native`` depends on: different machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

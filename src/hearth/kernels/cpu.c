@@ -73,7 +73,7 @@ void hearth_silu_mul(const float *gate_up, int64_t rows, int64_t n, float *out, 
 }
 
 /* One head: bias, norm and rotation as far as they are given; `to` may not be `from`. */
-static inline void turn_head(const float *from, const float *bias, const float *norm, float eps,
+static inline void rotate_head(const float *from, const float *bias, const float *norm, float eps,
                              const float *cosine, const float *sine, int64_t dim, float *to) {
     for (int64_t i = 0; i < dim; i++) to[i] = from[i] + (bias ? bias[i] : 0.0f);
     if (norm) norm_row(to, norm, eps, dim, to);
@@ -98,16 +98,16 @@ static inline __attribute__((always_inline)) void attend(
     int64_t count, int64_t longest, float scale, float *out, const int64_t dim) {
     for (int64_t k = 0; k < count; k++) {
         const float *key = keys + k * dim;
-        for (int64_t one = 0; one < group; one++) {
-            const float *query = queries + one * dim;
+        for (int64_t query_head = 0; query_head < group; query_head++) {
+            const float *query = queries + query_head * dim;
             float dot = 0.0f;
             #pragma omp simd reduction(+ : dot)
             for (int64_t i = 0; i < dim; i++) dot += query[i] * key[i];
-            weights[one * longest + k] = dot * scale;
+            weights[query_head * longest + k] = dot * scale;
         }
     }
-    for (int64_t one = 0; one < group; one++) {
-        float *weight = weights + one * longest;
+    for (int64_t query_head = 0; query_head < group; query_head++) {
+        float *weight = weights + query_head * longest;
         float most = weight[0], sum = 0.0f;
         for (int64_t k = 1; k < count; k++) most = weight[k] > most ? weight[k] : most;
         #pragma omp simd reduction(+ : sum)
@@ -116,7 +116,7 @@ static inline __attribute__((always_inline)) void attend(
             sum += weight[k];
         }
         const float share = 1.0f / sum;
-        float *to = out + one * dim;
+        float *to = out + query_head * dim;
         float mean[dim];
         for (int64_t i = 0; i < dim; i++) mean[i] = 0.0f;
         for (int64_t k = 0; k < count; k++) {
@@ -153,14 +153,14 @@ static void attend_token(const float *qkv, int64_t row, int64_t at, const LayerA
         const int64_t place = row * shape->row_stride + head * shape->head_stride;
         float *key = layer->keys + place, *value = layer->values + place;
         const int64_t k_at = (heads + head) * dim, v_at = k_at + kv_heads * dim;
-        turn_head(qkv + k_at, bias ? bias + k_at : NULL, layer->k_norm, eps, cosine, sine, dim,
+        rotate_head(qkv + k_at, bias ? bias + k_at : NULL, layer->k_norm, eps, cosine, sine, dim,
                   key + at * dim);
         for (int64_t i = 0; i < dim; i++)
             value[at * dim + i] = qkv[v_at + i] + (bias ? bias[v_at + i] : 0.0f);
-        for (int64_t one = 0; one < group; one++) {
-            const int64_t q_at = (head * group + one) * dim;
-            turn_head(qkv + q_at, bias ? bias + q_at : NULL, layer->q_norm, eps, cosine, sine, dim,
-                      queries + one * dim);
+        for (int64_t query_head = 0; query_head < group; query_head++) {
+            const int64_t q_at = (head * group + query_head) * dim;
+            rotate_head(qkv + q_at, bias ? bias + q_at : NULL, layer->q_norm, eps, cosine, sine,
+                        dim, queries + query_head * dim);
         }
         float *to = out + head * group * dim;
         #define ATTEND(size) \
@@ -212,13 +212,13 @@ typedef void (*Sgemm)(const char *, const char *, const int *, const int *, cons
                       const float *, const float *, const int *, const float *, const int *,
                       const float *, float *, const int *);
 
-/* out [rows][n] = x [rows][k] times weight, which is [k][n], or [n][k] where it is `turned`. */
+/* out [rows][n] = x [rows][k] times weight, which is [k][n], or [n][k] if `transposed`. */
 static void product(Sgemm sgemm, const float *x, int64_t rows, int64_t k, const float *weight,
-                    int64_t n, int turned, float *out) {
+                    int64_t n, int transposed, float *out) {
     const int m = (int)n, count = (int)rows, depth = (int)k;
     const float one = 1.0f, zero = 0.0f;
-    sgemm(turned ? "T" : "N", "N", &m, &count, &depth, &one, weight, turned ? &depth : &m, x,
-          &depth, &zero, out, &m);
+    sgemm(transposed ? "T" : "N", "N", &m, &count, &depth, &one, weight,
+          transposed ? &depth : &m, x, &depth, &zero, out, &m);
 }
 
 typedef struct {
@@ -316,9 +316,9 @@ static inline double masses(const float *x, float most, float scale, int64_t n, 
 }
 
 /* A token per row: the first whose cumulative probability is above fraction times the whole. */
-int hearth_draw(const float *logits, const float *temperatures, const double *fractions,
+int hearth_sample(const float *logits, const float *temperatures, const double *fractions,
                 int64_t rows, int64_t vocab, int64_t *tokens, float *logprobs,
-                float *drawn_logprobs, int threads) {
+                float *sampled_logprobs, int threads) {
     int failed = 0;
     #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
     {
@@ -348,7 +348,7 @@ int hearth_draw(const float *logits, const float *temperatures, const double *fr
             const float above = own[found] - most;
             tokens[row] = found;
             logprobs[row] = total == total ? above - (float)log(whole) : NAN;
-            drawn_logprobs[row] = total == total ? above * scale - (float)log(total) : NAN;
+            sampled_logprobs[row] = total == total ? above * scale - (float)log(total) : NAN;
         }
         free(mass);
     }
@@ -450,18 +450,19 @@ typedef struct {
     int64_t rows, heads, dim;
     float eps;
     int32_t threads;
-} TurnShape;
+} RopeShape;
 
 /* Heads of every row: normalized where `norm` is given, and rotated to their row's position. */
-void hearth_turn_forward(const float *x, const float *norm, const float *cosine,
+void hearth_rope_forward(const float *x, const float *norm, const float *cosine,
                          const float *sine, const int64_t *positions, float *out, float *scales,
-                         const TurnShape *shape) {
+                         const RopeShape *shape) {
     const int64_t dim = shape->dim, heads = shape->heads, rows = shape->rows, half = dim / 2;
     const float eps = shape->eps;
     const int threads = shape->threads;
     #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
-        const float *turn_cos = cosine + positions[row] * dim, *turn_sin = sine + positions[row] * dim;
+        const float *rope_cos = cosine + positions[row] * dim;
+        const float *rope_sin = sine + positions[row] * dim;
         for (int64_t head = 0; head < heads; head++) {
             const int64_t at = (row * heads + head) * dim;
             const float *from = x + at;
@@ -476,17 +477,17 @@ void hearth_turn_forward(const float *x, const float *norm, const float *cosine,
             #pragma omp simd
             for (int64_t i = 0; i < half; i++) {
                 const float low = from[i], high = from[i + half];
-                to[i] = low * turn_cos[i] - high * turn_sin[i];
-                to[i + half] = high * turn_cos[i + half] + low * turn_sin[i + half];
+                to[i] = low * rope_cos[i] - high * rope_sin[i];
+                to[i + half] = high * rope_cos[i + half] + low * rope_sin[i + half];
             }
         }
     }
 }
 
-void hearth_turn_backward(const float *x, const float *norm, const float *scales,
+void hearth_rope_backward(const float *x, const float *norm, const float *scales,
                           const float *cosine, const float *sine, const int64_t *positions,
                           const float *grad, float *x_grad, float *norm_grads,
-                          const TurnShape *shape) {
+                          const RopeShape *shape) {
     const int64_t dim = shape->dim, heads = shape->heads, rows = shape->rows, half = dim / 2;
     const int threads = shape->threads;
     #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
@@ -494,8 +495,8 @@ void hearth_turn_backward(const float *x, const float *norm, const float *scales
         const int64_t stop = rows * (part + 1) / PARTS;
         float *own = norm_grads ? norm_grads + part * dim : NULL;
         for (int64_t row = rows * part / PARTS; row < stop; row++) {
-            const float *turn_cos = cosine + positions[row] * dim;
-            const float *turn_sin = sine + positions[row] * dim;
+            const float *rope_cos = cosine + positions[row] * dim;
+            const float *rope_sin = sine + positions[row] * dim;
             for (int64_t head = 0; head < heads; head++) {
                 const int64_t at = (row * heads + head) * dim;
                 const float *from = grad + at;
@@ -503,8 +504,8 @@ void hearth_turn_backward(const float *x, const float *norm, const float *scales
                 #pragma omp simd
                 for (int64_t i = 0; i < half; i++) {
                     const float low = from[i], high = from[i + half];
-                    to[i] = low * turn_cos[i] + high * turn_sin[i + half];
-                    to[i + half] = high * turn_cos[i + half] - low * turn_sin[i];
+                    to[i] = low * rope_cos[i] + high * rope_sin[i + half];
+                    to[i + half] = high * rope_cos[i + half] - low * rope_sin[i];
                 }
                 if (norm)
                     norm_row_backward(x + at, norm, scales[row * heads + head], to, NULL, dim, to,
@@ -593,13 +594,13 @@ typedef struct {
     float *keys, *values, *key_grads, *value_grads; /* [most_keys][columns] */
     float *weights, *pulls;                         /* [most_keys][TILE] */
     float *queries, *given, *mixed;                 /* [TILE][columns] */
-    float *turned_queries, *turned_given;           /* [columns][TILE] */
+    float *queries_t, *given_t;                  /* [columns][TILE] */
     int64_t places[TILE];                           /* of the queries, counted in heads */
     int32_t seen[TILE];                             /* keys that each of them sees */
 } TreeScratch;
 
 /* Work arrays of one thread, in one piece of memory that starts with `keys`; 1 where it lacks. */
-static int tree_scratch(const TreeShape *shape, int is_backward, TreeScratch *s) {
+static int allocate_scratch(const TreeShape *shape, int is_backward, TreeScratch *s) {
     const int64_t columns = padded(shape->dim), size = shape->most_keys * columns;
     const int64_t wide = shape->most_keys * TILE, tile = TILE * columns;
     const int64_t count = is_backward ? 4 * size + 2 * wide + 5 * tile : 2 * size + wide + 2 * tile;
@@ -612,13 +613,13 @@ static int tree_scratch(const TreeShape *shape, int is_backward, TreeScratch *s)
     TAKE(keys, size);
     TAKE(values, size);
     TAKE(weights, wide);
-    TAKE(turned_queries, tile);
+    TAKE(queries_t, tile);
     TAKE(mixed, tile);
     if (is_backward) {
         TAKE(key_grads, size);
         TAKE(value_grads, size);
         TAKE(pulls, wide);
-        TAKE(turned_given, tile);
+        TAKE(given_t, tile);
         TAKE(queries, tile);
         TAKE(given, tile);
     }
@@ -631,10 +632,10 @@ typedef struct {
     int64_t start, rows, before;
 } Stretch;
 
-/* Stretch `one` of a cluster: -1 is its prefix, others its sequences. */
-static inline Stretch stretch_of(const int64_t *cluster, const int64_t *sequences, int64_t one) {
-    if (one < 0) return (Stretch){cluster[0], cluster[1], 0};
-    const int64_t *sequence = sequences + 2 * (cluster[2] + one);
+/* Stretch `number` of a cluster: -1 is its prefix, others its sequences. */
+static inline Stretch stretch_of(const int64_t *cluster, const int64_t *sequences, int64_t number) {
+    if (number < 0) return (Stretch){cluster[0], cluster[1], 0};
+    const int64_t *sequence = sequences + 2 * (cluster[2] + number);
     return (Stretch){sequence[0], sequence[1], cluster[1]};
 }
 
@@ -652,19 +653,19 @@ static inline int64_t take_tile(const Stretch *stretch, int64_t first, int64_t h
     const int64_t group = shape->heads / shape->kv_heads, left = stretch->rows * group - first;
     const int64_t count = left < TILE ? left : TILE;
     for (int64_t j = 0; j < TILE; j++) {
-        const int64_t one = first + (j < count ? j : count - 1), row = one / group;
-        s->places[j] = (stretch->start + row) * shape->heads + head * group + one % group;
+        const int64_t place = first + (j < count ? j : count - 1), row = place / group;
+        s->places[j] = (stretch->start + row) * shape->heads + head * group + place % group;
         s->seen[j] = (int32_t)(stretch->before + row + 1);
     }
     return count;
 }
 
-/* The tile's heads in `turned` [dim][TILE], and in `plain` [TILE][columns] where it is given. */
+/* The tile's heads in `transposed` [dim][TILE], and in `plain` [TILE][columns] unless NULL. */
 static inline void take_heads(const float *from, const int64_t *places, int64_t count, int64_t dim,
-                              int64_t columns, float *turned, float *plain) {
+                              int64_t columns, float *transposed, float *plain) {
     for (int64_t j = 0; j < count; j++) {
         const float *head = from + places[j] * dim;
-        for (int64_t i = 0; i < dim; i++) turned[i * TILE + j] = head[i];
+        for (int64_t i = 0; i < dim; i++) transposed[i * TILE + j] = head[i];
         if (plain) memcpy(plain + j * columns, head, sizeof(float) * (size_t)dim);
     }
 }
@@ -703,8 +704,8 @@ static void tree_stretch_forward(const float *q, const Stretch *stretch, int64_t
         const int64_t count = take_tile(stretch, first, head, shape, s), wide = padded(count);
         const int64_t most = s->seen[TILE - 1];
         float largest[TILE], sums[TILE];
-        take_heads(q, s->places, count, dim, columns, s->turned_queries, NULL);
-        multiply(s->keys, columns, 1, s->turned_queries, TILE, dim, most, wide, s->weights, TILE,
+        take_heads(q, s->places, count, dim, columns, s->queries_t, NULL);
+        multiply(s->keys, columns, 1, s->queries_t, TILE, dim, most, wide, s->weights, TILE,
                  0);
         for (int64_t c = 0; c < wide; c += LANES)
             soften(s->weights + c, s->seen + c, most, shape->scale, largest + c, sums + c);
@@ -713,9 +714,9 @@ static void tree_stretch_forward(const float *q, const Stretch *stretch, int64_t
             multiply(s->weights + j, 1, TILE, s->values, columns, common, rows, columns,
                      s->mixed + j * columns, columns, 0);
             /* A query never touches what it does not see: it may be no number. */
-            for (int64_t one = j + 1; one < j + rows; one++)
-                multiply(s->weights + common * TILE + one, 1, TILE, s->values + common * columns,
-                         columns, s->seen[one] - common, 1, columns, s->mixed + one * columns,
+            for (int64_t query = j + 1; query < j + rows; query++)
+                multiply(s->weights + common * TILE + query, 1, TILE, s->values + common * columns,
+                         columns, s->seen[query] - common, 1, columns, s->mixed + query * columns,
                          columns, 1);
         }
         for (int64_t j = 0; j < count; j++) {
@@ -738,13 +739,13 @@ int hearth_tree_forward(const float *q, const float *k, const float *v, const in
     #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
     {
         TreeScratch s;
-        const int lacks = tree_scratch(shape, 0, &s);
+        const int lacks = allocate_scratch(shape, 0, &s);
         failed |= lacks;
         #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < shape->clusters * kv_heads; task++) {
             const int64_t *cluster = clusters + 4 * (task / kv_heads), head = task % kv_heads;
-            for (int64_t one = -1; one < cluster[3] - cluster[2] && !lacks; one++) {
-                const Stretch stretch = stretch_of(cluster, sequences, one);
+            for (int64_t number = -1; number < cluster[3] - cluster[2] && !lacks; number++) {
+                const Stretch stretch = stretch_of(cluster, sequences, number);
                 gather(k + head * dim, stride, &stretch, dim, s.columns, s.keys);
                 gather(v + head * dim, stride, &stretch, dim, s.columns, s.values);
                 tree_stretch_forward(q, &stretch, head, shape, &s, out, totals);
@@ -776,9 +777,9 @@ static inline void soften_backward(float *weights, float *pulls, const int32_t *
         #pragma omp simd
         for (int j = 0; j < LANES; j++) {
             const float part = exp_fast(weight[j] * scale - totals[j]);
-            const float drawn = part * (pull[j] - levels[j]) * scale;
+            const float slope = part * (pull[j] - levels[j]) * scale;
             weight[j] = at < seen[j] ? part : 0.0f;
-            pull[j] = at < seen[j] ? drawn : 0.0f;
+            pull[j] = at < seen[j] ? slope : 0.0f;
         }
     }
 }
@@ -791,15 +792,15 @@ static void tree_stretch_backward(const float *q, const float *out, const float 
         const int64_t count = take_tile(stretch, first, head, shape, s), wide = padded(count);
         const int64_t most = s->seen[TILE - 1];
         float levels[TILE], logs[TILE] = {0};
-        take_heads(grad, s->places, count, dim, columns, s->turned_given, s->given);
-        take_heads(out, s->places, count, dim, columns, s->turned_queries, NULL);
+        take_heads(grad, s->places, count, dim, columns, s->given_t, s->given);
+        take_heads(out, s->places, count, dim, columns, s->queries_t, NULL);
         for (int64_t c = 0; c < wide; c += LANES)
-            dot_columns(s->turned_given + c, s->turned_queries + c, dim, levels + c);
-        take_heads(q, s->places, count, dim, columns, s->turned_queries, s->queries);
+            dot_columns(s->given_t + c, s->queries_t + c, dim, levels + c);
+        take_heads(q, s->places, count, dim, columns, s->queries_t, s->queries);
         for (int64_t j = 0; j < count; j++) logs[j] = totals[s->places[j]];
-        multiply(s->keys, columns, 1, s->turned_queries, TILE, dim, most, wide, s->weights, TILE,
+        multiply(s->keys, columns, 1, s->queries_t, TILE, dim, most, wide, s->weights, TILE,
                  0);
-        multiply(s->values, columns, 1, s->turned_given, TILE, dim, most, wide, s->pulls, TILE, 0);
+        multiply(s->values, columns, 1, s->given_t, TILE, dim, most, wide, s->pulls, TILE, 0);
         for (int64_t c = 0; c < wide; c += LANES)
             soften_backward(s->weights + c, s->pulls + c, s->seen + c, most, shape->scale, logs + c,
                             levels + c);
@@ -834,19 +835,19 @@ int hearth_tree_backward(const float *q, const float *k, const float *v, const f
     #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
     {
         TreeScratch s;
-        const int lacks = tree_scratch(shape, 1, &s);
+        const int lacks = allocate_scratch(shape, 1, &s);
         failed |= lacks;
         #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < shape->clusters * kv_heads; task++) {
             const int64_t *cluster = clusters + 4 * (task / kv_heads), head = task % kv_heads;
             const Stretch prefix = stretch_of(cluster, sequences, -1);
             float *k_to = k_grad + head * dim, *v_to = v_grad + head * dim;
-            for (int64_t one = -1; one < cluster[3] - cluster[2] && !lacks; one++) {
-                const Stretch stretch = stretch_of(cluster, sequences, one);
+            for (int64_t number = -1; number < cluster[3] - cluster[2] && !lacks; number++) {
+                const Stretch stretch = stretch_of(cluster, sequences, number);
                 gather(k + head * dim, stride, &stretch, dim, s.columns, s.keys);
                 gather(v + head * dim, stride, &stretch, dim, s.columns, s.values);
                 tree_stretch_backward(q, out, totals, grad, &stretch, head, shape, &s, q_grad);
-                if (one < 0) continue; /* all that follow add to the prefix */
+                if (number < 0) continue; /* all that follow add to the prefix */
                 put(s.key_grads, &stretch, stride, dim, s.columns, k_to);
                 put(s.value_grads, &stretch, stride, dim, s.columns, v_to);
             }

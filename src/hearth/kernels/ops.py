@@ -1,4 +1,4 @@
-"""What the compiled loops compute, as calls on tensors. Legend: R rows, H columns, V vocabulary.
+"""The compiled loops as calls on tensors. Legend: R rows of a matrix, H columns, V vocabulary.
 
 All tensors are float32, contiguous and on the CPU; nothing is checked here, since every call is
 made thousands of times a second. ``Kernels`` exists where the loops could be compiled.
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hearth.kernels.build import library
+from hearth.kernels.build import load_library
 
-_LITTLE = 2**17
-_TAKE_MEMORY = ("decode_attention", "decode_step", "draw", "tree_forward", "tree_backward")
+_SMALL_WORK = 2**17
+_ALLOCATING = ("decode_attention", "decode_step", "sample", "tree_forward", "tree_backward")
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
 class AttentionShape(ctypes.Structure):
-    """What ``decode_attention`` needs to know beside its tensors; ``*_stride`` in elements."""
+    """Sizes for ``decode_attention``; a ``*_stride`` counts elements of the KV cache."""
 
     _fields_ = (
         ("rows", _INT64),
@@ -57,7 +57,7 @@ class StepLayer(ctypes.Structure):
 
 
 class StepModel(ctypes.Structure):
-    """What ``decode_step`` needs to know of a model; ``layer_stride`` is the cache's."""
+    """The sizes and weights for ``decode_step``; ``layer_stride`` is the cache's, in elements."""
 
     _fields_ = (
         ("sgemm", _POINTER),
@@ -77,8 +77,8 @@ class StepModel(ctypes.Structure):
     )
 
 
-class TurnShape(ctypes.Structure):
-    """What ``turn_*`` needs to know beside its tensors."""
+class RopeShape(ctypes.Structure):
+    """Sizes for ``rope_*``."""
 
     _fields_ = (
         ("rows", _INT64),
@@ -90,7 +90,7 @@ class TurnShape(ctypes.Structure):
 
 
 class TreeShape(ctypes.Structure):
-    """What ``tree_*`` needs to know beside its tensors."""
+    """Sizes for ``tree_*``."""
 
     _fields_ = (
         ("clusters", _INT64),
@@ -105,7 +105,7 @@ class TreeShape(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Kernels:
-    """The compiled loops; torch's number of threads is theirs."""
+    """The compiled loops; they run on torch's number of threads."""
 
     library: ctypes.CDLL
 
@@ -140,35 +140,34 @@ class Kernels:
     def decode_attention(
         self,
         qkv: Tensor,
-        bias: Tensor | None,
-        norms: tuple[Tensor, Tensor] | None,
-        turns: tuple[Tensor, Tensor],
+        layer: StepLayer,
+        rotations: tuple[Tensor, Tensor],
         positions: Tensor,
         cache: tuple[Tensor, Tensor],
-        out: Tensor,
         shape: AttentionShape,
-    ) -> None:
-        """Attention of one token per row, from projections to heads' outputs.
+    ) -> Tensor:
+        """Attention of one token per row, from projections to heads' outputs [R, heads D].
 
-        ``qkv`` [R, (heads + 2 kv_heads) D] gets ``bias``, queries and keys the RMS ``norms`` of
-        their heads (both may be None) and the rotation of their ``positions`` [R] (int64) from the
-        tables ``turns`` (cosines and sines [C, D]). Keys and values go into ``cache``, and every
-        query looks at the keys up to its own.
+        ``qkv`` [R, (heads + 2 kv_heads) D] gets the layer's bias, queries and keys the RMS norms of
+        their heads (a layer may lack both) and the rotation of their ``positions`` [R] (int64) from
+        ``rotations`` (cosines and sines [C, D]). Keys and values go into ``cache``, and every query
+        looks at the keys up to its own.
         """
-        q_norm, k_norm = norms or (None, None)
+        out = qkv.new_empty(shape.rows, shape.heads * shape.dim)
         self.library.hearth_decode_attention(
             qkv.data_ptr(),
-            _address(bias),
-            _address(q_norm),
-            _address(k_norm),
-            turns[0].data_ptr(),
-            turns[1].data_ptr(),
+            layer.bias,
+            layer.q_norm,
+            layer.k_norm,
+            rotations[0].data_ptr(),
+            rotations[1].data_ptr(),
             positions.data_ptr(),
             cache[0].data_ptr(),
             cache[1].data_ptr(),
             out.data_ptr(),
             ctypes.byref(shape),
         )
+        return out
 
     def decode_step(
         self,
@@ -177,14 +176,14 @@ class Kernels:
         tokens: Tensor,
         positions: Tensor,
         cache: tuple[Tensor, Tensor],
-        logits: Tensor,
         *,
         least_rows: int,
-    ) -> None:
-        """A whole decoding step: ``logits`` [R, V] after ``tokens`` at ``positions`` [R] (int64).
+    ) -> Tensor:
+        """A whole decoding step: logits [R, V] after ``tokens`` at ``positions`` [R] (int64).
 
         Each thread takes some of the rows, ``least_rows`` at least, through all layers.
         """
+        logits = torch.empty(shape.rows, model.vocab)
         self.library.hearth_decode_step(
             ctypes.byref(model),
             ctypes.byref(shape),
@@ -195,20 +194,21 @@ class Kernels:
             cache[1].data_ptr(),
             logits.data_ptr(),
         )
+        return logits
 
-    def draw(
+    def sample(
         self, logits: Tensor, temperatures: Tensor, fractions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [R] (int64), and their logprobs [R] before and after the temperature.
 
         A token is the first whose cumulative probability under ``softmax(logits / temperature)``
-        [R, V], in vocabulary order and float64, is above its fraction [R] (float64, in [0, 1)) of
-        the whole. ``temperatures`` [R] are float32 and above 0.
+        [R, V], in vocabulary order and float64, exceeds its fraction [R] (float64, in [0, 1)) of
+        the total. ``temperatures`` [R] are float32 and above 0.
         """
         rows, vocab = logits.shape
         tokens = torch.empty(rows, dtype=torch.int64)
-        logprobs, drawn_logprobs = torch.empty(2, rows)
-        self.library.hearth_draw(
+        logprobs, sampled_logprobs = torch.empty(2, rows)
+        self.library.hearth_sample(
             logits.data_ptr(),
             temperatures.data_ptr(),
             fractions.data_ptr(),
@@ -216,17 +216,17 @@ class Kernels:
             vocab,
             tokens.data_ptr(),
             logprobs.data_ptr(),
-            drawn_logprobs.data_ptr(),
+            sampled_logprobs.data_ptr(),
             _threads(rows * vocab),
         )
-        return tokens, logprobs, drawn_logprobs
+        return tokens, logprobs, sampled_logprobs
 
 
 @functools.cache
 def kernels() -> Kernels | None:
-    """The compiled loops; None where there are none."""
-    found = library()
-    if found is None:
+    """The compiled loops; None where ``load_library`` has none."""
+    library = load_library()
+    if library is None:
         return None
     p, n, f, i = _POINTER, _INT64, _FLOAT, _INT
     for name, types in {
@@ -248,30 +248,26 @@ def kernels() -> Kernels | None:
         "norm_backward": (p, p, p, p, p, n, n, p, p, i),
         "silu_forward": (p, p, n, p, i),
         "silu_backward": (p, p, p, n, p, p, i),
-        "turn_forward": (*(p,) * 7, ctypes.POINTER(TurnShape)),
-        "turn_backward": (*(p,) * 9, ctypes.POINTER(TurnShape)),
+        "rope_forward": (*(p,) * 7, ctypes.POINTER(RopeShape)),
+        "rope_backward": (*(p,) * 9, ctypes.POINTER(RopeShape)),
         "tree_forward": (*(p,) * 7, ctypes.POINTER(TreeShape)),
         "tree_backward": (*(p,) * 11, ctypes.POINTER(TreeShape)),
         "score_forward": (p, p, f, n, n, p, p, p, i),
         "score_backward": (p, p, f, p, p, p, n, n, i),
-        "draw": (p, p, p, n, n, p, p, p, i),
+        "sample": (p, p, p, n, n, p, p, p, i),
     }.items():
-        function = getattr(found, f"hearth_{name}")
+        function = getattr(library, f"hearth_{name}")
         function.argtypes, function.restype = types, None
-        if name in _TAKE_MEMORY:
+        if name in _ALLOCATING:
             function.restype, function.errcheck = i, _check_memory
-    return Kernels(found)
+    return Kernels(library)
 
 
 def _check_memory(failed: int, function: Any, _arguments: Any) -> None:
     if failed:
-        raise MemoryError(f"{function.__name__} has no room for its work arrays")
+        raise MemoryError(f"{function.__name__} cannot allocate its work arrays")
 
 
 def _threads(work: int) -> int:
-    """Threads for so many multiplications: a second one is not woken for little."""
-    return torch.get_num_threads() if work > _LITTLE else 1
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    """Threads for this number of multiplications: waking a second one must be worth it."""
+    return torch.get_num_threads() if work > _SMALL_WORK else 1

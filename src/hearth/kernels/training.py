@@ -1,10 +1,10 @@
 """The compiled loops as differentiable functions, for packed float32 rows on the CPU.
 
-Legend: R rows, H hidden size, A heads, G key heads, D size of a head, V vocabulary. All tensors are
-contiguous. ``library`` must be there (``hearth.kernels.ops.kernels``).
+Legend: R tokens, H hidden size, A heads, G key heads, D size of a head, V vocabulary. All tensors
+are contiguous. The loops must be available (``hearth.kernels.ops.kernels``).
 """
 
-# An autograd function's arguments are its own.
+# Each autograd function has arguments of its own, and as many as torch must pass one by one.
 # pyright: reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from hearth.kernels.ops import TreeShape, TurnShape, kernels
+from hearth.kernels.ops import RopeShape, TreeShape, kernels
 from hearth.kernels.tree import Tree
 from hearth.threads import refresh
 
 _PARTS = 16
-"""Sums that a norm's gradient comes in (``PARTS`` in cpu.c)."""
+"""Partial sums of a norm's weight gradient (``PARTS`` in cpu.c)."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -40,14 +40,14 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return _SiluMul.apply(gate, up)  # pyright: ignore[reportReturnType]
 
 
-def turn(
-    x: Tensor, norm: Tensor | None, eps: float, turns: tuple[Tensor, Tensor], positions: Tensor
+def rope(
+    x: Tensor, norm: Tensor | None, eps: float, rotations: tuple[Tensor, Tensor], positions: Tensor
 ) -> Tensor:
     """Heads [R, A, D], RMS-normalized where ``norm`` [D] is given, rotated to their positions.
 
-    ``turns`` are cosines and sines [C, D] (arXiv:2104.09864), ``positions`` [R] int64.
+    ``rotations`` are cosines and sines [C, D] (arXiv:2104.09864), ``positions`` [R] int64.
     """
-    return _Turn.apply(x, norm, eps, *turns, positions)  # pyright: ignore[reportReturnType]
+    return _Rope.apply(x, norm, eps, *rotations, positions)  # pyright: ignore[reportReturnType]
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: Tree, scale: float) -> Tensor:
@@ -58,7 +58,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: Tree, scale: float) ->
 def products(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """x [R, H] times each of ``weights`` [O, H], transposed: [R, O] each.
 
-    The gradients in x are added up inside the products, where separate ones would be summed after.
+    The backward pass adds the gradients in x up inside the products instead of afterwards.
     """
     return _Products.apply(x, *weights)  # pyright: ignore[reportReturnType]
 
@@ -66,16 +66,15 @@ def products(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 def score(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
     """Logprobs [R] of ``targets`` [R] under softmax(logits / temperature) [R, V].
 
-    The backward pass turns the logits into their own gradient, in their own memory: nobody else
-    may use them.
+    The backward pass overwrites the logits with their gradient: no other code may use them.
     """
     return _Score.apply(logits, targets, 1.0 / temperature)  # pyright: ignore[reportReturnType]
 
 
 def _loops() -> ctypes.CDLL:
-    found = kernels()
-    assert found is not None, "asked for only where there are any"
-    return found.library
+    loops = kernels()
+    assert loops is not None, "callers check kernels() first"
+    return loops.library
 
 
 class _Norm(Function):
@@ -174,7 +173,7 @@ class _SiluMul(Function):
         return gate_grad, up_grad
 
 
-class _Turn(Function):
+class _Rope(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -187,8 +186,8 @@ class _Turn(Function):
     ) -> Tensor:
         rows, heads, dim = x.shape
         out, scales = torch.empty_like(x), x.new_empty(rows, heads)
-        ctx.shape = TurnShape(rows, heads, dim, eps, torch.get_num_threads())
-        _loops().hearth_turn_forward(
+        ctx.shape = RopeShape(rows, heads, dim, eps, torch.get_num_threads())
+        _loops().hearth_rope_forward(
             x.data_ptr(),
             _address(norm),
             cosines.data_ptr(),
@@ -210,7 +209,7 @@ class _Turn(Function):
         x_grad, partial = torch.empty_like(grad), None
         if norm is not None and norm.requires_grad:
             partial = norm.new_zeros(_PARTS, norm.shape[0])
-        _loops().hearth_turn_backward(
+        _loops().hearth_rope_backward(
             _address(x),
             _address(norm),
             scales.data_ptr(),

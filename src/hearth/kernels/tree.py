@@ -1,4 +1,4 @@
-"""Rows of one packed batch, and which of them attention lets see which."""
+"""Tokens of one packed batch, and which of them may attend to which."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Which rows see which: clusters of sequences that share a prefix.
+    """Clusters of sequences that share a prefix.
 
-    ``clusters`` [n, 4] (int64): first row and number of rows of the prefix, first and end index of
-    its sequences. ``sequences`` [m, 2]: first row and number of rows. A row sees the prefix of its
-    cluster and its own sequence, both up to itself.
+    ``clusters`` [n, 4] (int64): first token and number of tokens of the prefix, first and end index
+    of its sequences. ``sequences`` [m, 2]: first token and number of tokens. A token attends to the
+    prefix of its cluster and to its own sequence, both up to itself.
     """
 
     clusters: Tensor
     sequences: Tensor
     most_keys: int
-    """The most rows that any row sees."""
+    """The most tokens that any token attends to."""

@@ -187,7 +187,7 @@ def use_threads(task: Task) -> Callable[[str], None]:
     if task.threads is None and task.thread_board is not None:
         budget = ThreadBudget(board=Path(task.thread_board))
         logger.info("worker %s: process %d, its share of %d threads", name, pid, budget.total)
-        return budget.member().note
+        return budget.add_member().note
     if task.threads is not None:
         # For the processes that the worker itself may start.
         os.environ["OMP_NUM_THREADS"] = str(task.threads)

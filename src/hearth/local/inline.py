@@ -55,7 +55,7 @@ class InlineWorker:
     ) -> None:
         self.spec = spec
         self.pid = None
-        self._threads = budget.member()
+        self._threads = budget.add_member()
         self._sidecars = sidecars
         self._buckets = buckets
         self._watcher = watcher

@@ -11,20 +11,20 @@ _TIMEOUT_S = 10.0
 
 
 def read_config(source: str) -> dict[str, Any]:
-    """The text config of a folder or hub id; what the file leaves out is as its family has it.
+    """The text config of a folder or hub id, with its family's defaults for missing values.
 
-    Of a hub id nothing but ``config.json`` is downloaded.
+    From the hub only ``config.json`` is downloaded.
 
     Raises:
         ConfigError: there is no such model, its config cannot be read, or the hub does not answer
             and its cache has no copy.
     """
-    # Seconds to import, and only this needs it.
+    # Importing takes seconds, and only this function needs it.
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
     path = Path(source).expanduser()
-    folder = path if path.is_dir() else _downloaded(source)
+    folder = path if path.is_dir() else _download_config(source)
     try:
         config = transformers.AutoConfig.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
@@ -35,7 +35,7 @@ def read_config(source: str) -> dict[str, Any]:
     return config.get_text_config().to_dict()
 
 
-def _downloaded(name: str) -> Path:
+def _download_config(name: str) -> Path:
     """The folder of a hub id's ``config.json``."""
     import huggingface_hub
     from huggingface_hub.errors import (
@@ -48,7 +48,7 @@ def _downloaded(name: str) -> Path:
 
     unreachable: Exception | None = None
     try:
-        # One question up front: a download is tried again for a while where nobody answers.
+        # One request up front: a download retries for a while when the hub does not answer.
         huggingface_hub.HfApi().model_info(name, timeout=_TIMEOUT_S)
     except (HFValidationError, RepositoryNotFoundError) as error:
         first = str(error).strip().splitlines()[0]
@@ -58,15 +58,15 @@ def _downloaded(name: str) -> Path:
     except (OSError, HTTPError) as error:
         unreachable = error
     try:
-        found = huggingface_hub.hf_hub_download(
+        file = huggingface_hub.hf_hub_download(
             name, "config.json", local_files_only=unreachable is not None
         )
     except LocalEntryNotFoundError:
         raise ConfigError(
-            f"model must be a folder where the hub cannot be reached, got {name!r}: its config is "
-            f"not in the hub's cache ({unreachable}); a folder with its config.json is enough"
+            f"model must be a folder when the hub cannot be reached, got {name!r}: its config is "
+            f"not in the hub's cache ({unreachable}); a folder with config.json is enough"
         ) from None
     except (EntryNotFoundError, OSError, HTTPError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(f"model must have a config.json, got {name!r}: {first}") from None
-    return Path(found).parent
+    return Path(file).parent

@@ -1,7 +1,7 @@
-"""The parts of a plain pre-norm decoder (Llama, Mistral, Qwen2, Qwen3), for those who fuse them.
+"""The parts of a plain pre-norm decoder (Llama, Mistral, Qwen2, Qwen3), for fused code.
 
-Families that do anything else (experts, sliding windows that bind, capped logits, partial
-rotation) are not read; their own module runs them.
+Families that do anything else (experts, sliding windows, capped logits, partial rotation) are not
+read; their own module runs them.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor, nn
 from hearth.models.loading import LoadedModel
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-# Heads stand on the stack while they are computed.
+# The C loops keep a head on the stack.
 _LARGEST_DIM = 1024
-# Rotations that depend on the position alone, whatever a sequence's length.
+# Rotations that depend on the position alone, not on the sequence's length.
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
-    """The modules of one layer; linear ones may carry an adapter."""
+    """The modules of one layer; linear ones may have an adapter."""
 
     input_norm: Any
     q_proj: Any
     k_proj: Any
     v_proj: Any
     q_norm: Any | None
-    """The RMS norm of a query's head; None where the family has none."""
+    """The RMS norm of a query's head; None in families without one."""
     k_norm: Any | None
     o_proj: Any
     post_norm: Any
@@ -65,7 +65,7 @@ class Decoder:
     eps: float
     """Of the RMS norms."""
     scale: float
-    """What attention's dot products are multiplied by."""
+    """Factor of attention's dot products."""
 
     @property
     def backbone(self) -> Any:
@@ -73,7 +73,7 @@ class Decoder:
         return self.module.base_model
 
     @torch.no_grad()
-    def turns(self, positions: int) -> tuple[Tensor, Tensor]:
+    def compute_rotations(self, positions: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [C, D] (float32) of the first positions."""
         at = torch.arange(positions, device=self.backbone.embed_tokens.weight.device)[None]
         like = torch.zeros(1, dtype=torch.float32, device=at.device)
@@ -88,7 +88,7 @@ def read_decoder(loaded: LoadedModel) -> Decoder | None:
         return None
     module: Any = loaded.module
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layers = [_layer(layer) for layer in module.base_model.layers]
+    layers = [_read_layer(layer) for layer in module.base_model.layers]
     if any(
         _has_bias(layer.o_proj, layer.gate_proj, layer.up_proj, layer.down_proj) for layer in layers
     ):
@@ -107,7 +107,7 @@ def read_decoder(loaded: LoadedModel) -> Decoder | None:
 
 
 def plain_weight(linear: nn.Module) -> Tensor:
-    """The weight that a linear module computes with; an adapter's update is added to it."""
+    """The weight of a linear module, with its adapter's update added."""
     base = getattr(linear, "base_layer", None)
     if base is None:
         return linear.get_parameter("weight")
@@ -134,7 +134,7 @@ def _is_plain(config: Any) -> bool:
     )
 
 
-def _layer(module: Any) -> DecoderLayer:
+def _read_layer(module: Any) -> DecoderLayer:
     attention, mlp = module.self_attn, module.mlp
     return DecoderLayer(
         input_norm=module.input_layernorm,

@@ -1,7 +1,7 @@
 """Causal LMs and tokenizers, from a folder or the hub into memory and back into a folder.
 
-Owns what may go wrong on the way in, and the names of the weights on the way out. Training,
-sampling and adapters are elsewhere.
+Owns the errors of loading and the names of the weights. Training, sampling and adapters are
+elsewhere.
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hearth.errors import ConfigError, EngineError
-
-if TYPE_CHECKING:
-    from hearth.models.lora import LoraOptions
+from hearth.models.lora_options import LoraOptions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Names of the dtypes that models are loaded in."""
 
 UNBOUNDED_POSITIONS = 2**30
-"""``max_position`` of a model whose config states none."""
+"""``max_position`` of a model whose config has no limit."""
 
 # transformers patches torch.nn.init and torch's default dtype while it loads, for all threads.
-_loading = threading.Lock()
+_loading_lock = threading.Lock()
 
 
 @dataclass
@@ -39,17 +37,17 @@ class LoadedModel:
     module: nn.Module
     """The transformers module; a LoRA adapter replaces some of its linear layers in place."""
     name: str
-    """What it is called on the wire."""
+    """Its name on the wire."""
     source: str
-    """The folder or hub id that it came from."""
+    """The folder or hub id that it was loaded from."""
     dtype: torch.dtype
     device: torch.device
     eos_token_ids: tuple[int, ...]
-    """Token ids that end a generation; empty when the model names none."""
+    """Token ids that end a generation; may be empty."""
     vocab_size: int
     """Rows of the embedding: token ids are below it."""
     max_position: int
-    """Longest sequence that the model has positions for."""
+    """Longest sequence, in tokens, that the model has positions for."""
     lora: LoraOptions | None = None
     """The options of the attached adapter."""
 
@@ -68,26 +66,26 @@ def load_model(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Any causal LM that transformers knows, from a folder or a hub id.
+    """Load any causal LM that transformers knows, from a folder or a hub id.
 
     ``name`` defaults to the source; ``attn_implementation`` to SDPA where the architecture has it.
-    The weights require gradients; who serves or freezes them says so.
+    The weights require gradients until a caller freezes them.
 
     Raises:
         ConfigError: the folder does not exist, the hub does not answer, the architecture is
             unknown or no causal LM, weights are missing or misshapen, the dtype or device is not
             usable, or memory is short.
     """
-    # Two seconds to import, paid by whoever loads a model and not by `hearth --help`.
+    # Importing takes two seconds, which `hearth --help` must not.
     import transformers
 
-    where = _source_of(source, "base_model")
+    where = _check_source(source, "base_model")
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    target = _device_of(device)
-    with _loading, _without_progress_bars(), _explained(where, target):
+    target = _check_device(device)
+    with _loading_lock, _hide_progress_bars(), _convert_errors(where, target):
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            _reachable(where),
+            _resolve_source(where),
             dtype=DTYPES[dtype],
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
@@ -108,28 +106,28 @@ def load_model(
         source=where,
         dtype=DTYPES[dtype],
         device=target,
-        eos_token_ids=_eos_token_ids(module),
+        eos_token_ids=_read_eos_token_ids(module),
         vocab_size=int(module.get_input_embeddings().num_embeddings),
         max_position=int(getattr(config, "max_position_embeddings", None) or UNBOUNDED_POSITIONS),
     )
 
 
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a folder or hub id.
+    """Load the tokenizer of a folder or hub id.
 
     Raises:
         ConfigError: there is none, or the hub does not answer.
     """
-    # Two seconds to import, as above.
+    # Importing takes two seconds, as above.
     import transformers
 
-    # Texts are encoded one by one: threads of its own only take time from the engines'.
+    # Texts are encoded one at a time: the tokenizer's own threads only take time from the engines.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    where = _source_of(source, "tokenizer")
-    with _loading:
+    where = _check_source(source, "tokenizer")
+    with _loading_lock:
         try:
             return transformers.AutoTokenizer.from_pretrained(
-                _reachable(where), trust_remote_code=trust_remote_code
+                _resolve_source(where), trust_remote_code=trust_remote_code
             )
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
@@ -139,19 +137,18 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
 
 
 def base_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The model's own weights by their plain names: live, each shared tensor once, no adapter.
+    """The model's own weights by their plain names: not copied, shared tensors once, no adapter.
 
-    Parameters and persistent buffers; names are those of the module without an adapter, so that
-    they do not depend on whether one is attached.
+    Parameters and persistent buffers. An attached adapter does not change their names.
     """
     seen: set[int] = set()
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if ".lora_" in name or id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        found[name.replace(".base_layer.", ".")] = tensor
-    return found
+        tensors[name.replace(".base_layer.", ".")] = tensor
+    return tensors
 
 
 def load_base_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -197,7 +194,7 @@ def export_pretrained(
 
     Config and generation config are the loaded model's; ``tensors`` are named as
     ``base_tensors`` names them, and may hold a tied head's weight in addition, which unties it.
-    The tokenizer is copied when its source has one; with None the model's own source is asked.
+    The tokenizer is that of ``tokenizer_source``; with None the model's own, if it has one.
 
     Raises:
         EngineError: the tensors are not those of the model.
@@ -210,7 +207,7 @@ def export_pretrained(
         expected[head] = tensors[head]
     check_same_tensors(expected, tensors)
     is_tied = head is not None and head not in tensors
-    with _loading, _without_progress_bars(), _tied(module.config, is_tied):
+    with _loading_lock, _hide_progress_bars(), _set_tied(module.config, is_tied):
         state = {name: tensor.detach() for name, tensor in tensors.items()}
         module.save_pretrained(str(folder), state_dict=state)
     try:
@@ -230,7 +227,7 @@ def tied_head_name(module: Any) -> str | None:
     return None if name is None or weight in base_tensors(module) else weight
 
 
-def _source_of(source: str | Path, field: str) -> str:
+def _check_source(source: str | Path, field: str) -> str:
     where = str(source)
     path = Path(where).expanduser()
     if where and path.is_dir():
@@ -241,17 +238,17 @@ def _source_of(source: str | Path, field: str) -> str:
     return where
 
 
-def _reachable(where: str) -> str:
-    """What to load from: the folder, the hub id, or its cached copy when the hub does not answer.
+def _resolve_source(where: str) -> str:
+    """The folder, the hub id, or its cached copy when the hub does not answer.
 
-    One question up front: transformers itself asks for many files, and retries each for a while.
+    One request up front: transformers itself requests many files, and retries each for a while.
 
     Raises:
         OSError: the hub knows no such model, or does not answer and there is no cached copy.
     """
     if Path(where).is_dir():
         return where
-    # Imported by the caller already, as a part of transformers.
+    # Importing it costs nothing: the caller has imported transformers.
     import huggingface_hub
     from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -268,7 +265,7 @@ def _reachable(where: str) -> str:
         raise OSError(unreachable) from None
 
 
-def _device_of(device: str | torch.device) -> torch.device:
+def _check_device(device: str | torch.device) -> torch.device:
     try:
         target = torch.device(device)
     except RuntimeError as error:
@@ -278,7 +275,7 @@ def _device_of(device: str | torch.device) -> torch.device:
     return target
 
 
-def _eos_token_ids(module: Any) -> tuple[int, ...]:
+def _read_eos_token_ids(module: Any) -> tuple[int, ...]:
     generation = getattr(module, "generation_config", None)
     eos = getattr(generation, "eos_token_id", None)
     if eos is None:
@@ -289,8 +286,8 @@ def _eos_token_ids(module: Any) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    # Imported by the caller already; a recipe's terminal belongs to the recipe.
+def _hide_progress_bars() -> Iterator[None]:
+    # A recipe's terminal belongs to the recipe.
     from transformers.utils import logging as transformers_logging
 
     was_on = transformers_logging.is_progress_bar_enabled()
@@ -303,8 +300,8 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _tied(config: Any, is_tied: bool) -> Iterator[None]:
-    """What the config says of the head inside the ``with``, when it has to be untied."""
+def _set_tied(config: Any, is_tied: bool) -> Iterator[None]:
+    """Let the config say inside the ``with`` whether the head is tied."""
     before = config.tie_word_embeddings
     config.tie_word_embeddings = before and is_tied
     try:
@@ -314,24 +311,24 @@ def _tied(config: Any, is_tied: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(where: str, device: torch.device) -> Iterator[None]:
-    """Turn what transformers and torch raise while loading into one clear line."""
+def _convert_errors(where: str, device: torch.device) -> Iterator[None]:
+    """Convert exceptions of transformers and torch to a ConfigError of one line."""
     try:
         yield
     except ConfigError:
         raise
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise ConfigError(_no_room(where, device, error)) from None
+        raise ConfigError(_describe_memory_error(where, device, error)) from None
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         if "not enough memory" in str(error) or "out of memory" in str(error):
-            raise ConfigError(_no_room(where, device, error)) from None
+            raise ConfigError(_describe_memory_error(where, device, error)) from None
         raise ConfigError(
             f"base_model must be a causal LM's folder or hub id that can be loaded, got "
             f"{where!r}: {_first_line(error)}"
         ) from None
 
 
-def _no_room(where: str, device: torch.device, error: BaseException) -> str:
+def _describe_memory_error(where: str, device: torch.device, error: BaseException) -> str:
     return (
         f"base_model must fit the memory of {device}, got {where!r}: {_first_line(error)}; use "
         "dtype='bfloat16', a smaller model or another device"

@@ -1,7 +1,7 @@
 """LoRA adapters (arXiv:2106.09685) through ``peft``: attach, switch off, move, merge.
 
 An adapter is injected into the module in place. Its tensors are float32 whatever the model's
-dtype, and carry the names that PEFT writes to disk, so that folders go both ways.
+dtype, and have the names that PEFT writes, so that either side reads the other's folders.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hearth.errors import ConfigError, EngineError
+from hearth.errors import ConfigError
 from hearth.models.loading import LoadedModel, base_tensors, check_same_tensors
+from hearth.models.lora_options import LoraOptions
 from hearth.models.naming import Part, linear_parts
 
 _ADAPTER = "default"
@@ -30,56 +30,17 @@ _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
 
 
-@dataclass(frozen=True)
-class LoraOptions:
-    """What an adapter adapts, and how. The update is scaled by ``alpha / rank``."""
-
-    rank: int
-    alpha: float = 32.0
-    seed: int = 0
-    """Fixes the initial values."""
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = False
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"lora rank must be >= 1, got {self.rank}")
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ConfigError(f"lora alpha must be finite and > 0, got {self.alpha}")
-        if not (self.train_attn or self.train_mlp or self.train_unembed):
-            raise ConfigError(
-                "lora must train at least one of attn, mlp and unembed, got none of them"
-            )
-
-    @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any]) -> LoraOptions:
-        """The options in a snapshot's or checkpoint's ``metadata["lora"]``.
-
-        Raises:
-            EngineError: there are none.
-        """
-        try:
-            return cls(**metadata["lora"])
-        except (KeyError, TypeError) as error:
-            raise EngineError(f"metadata must describe a LoRA adapter, got {error}") from None
-
-    def as_metadata(self) -> dict[str, Any]:
-        """What ``from_metadata`` reads: ``{"lora": {...}}``."""
-        return {"lora": asdict(self)}
-
-
 def attach_lora(loaded: LoadedModel, options: LoraOptions) -> None:
-    """Add an adapter to ``loaded``, which at first changes nothing, and freeze all other weights.
+    """Add an adapter to ``loaded`` and freeze all other weights. Its initial update is 0.
 
-    The down projections are drawn (Kaiming uniform) from ``options.seed`` alone, in the order of
-    their names and on the CPU, so that every process and device starts from the same bits; the up
+    The down projections are Kaiming uniform from ``options.seed`` alone, generated in the order of
+    their names on the CPU, so that every process and device starts from the same bits; the up
     projections are 0.
 
     Raises:
         ConfigError: the model has no linear layer of the wanted parts, or has an adapter already.
     """
-    # Three seconds to import, and only LoRA needs it.
+    # Importing takes three seconds, and only LoRA needs it.
     import peft
 
     if loaded.lora is not None:
@@ -96,7 +57,7 @@ def attach_lora(loaded: LoadedModel, options: LoraOptions) -> None:
     )
     with warnings.catch_warnings():
         # A tied head gets an adapter of its own here; its base stays tied, as intended. GPT-2's
-        # transposed layers are recognized, with a warning that says so.
+        # transposed layers are recognized, with a warning.
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
         peft.inject_adapter_in_model(config, loaded.module, _ADAPTER)
@@ -105,17 +66,17 @@ def attach_lora(loaded: LoadedModel, options: LoraOptions) -> None:
     generator = torch.Generator().manual_seed(options.seed)
     with torch.no_grad():
         for name, parameter in sorted(_adapter_parameters(loaded).items()):
-            parameter.data = _initial(name, parameter, generator).to(loaded.device)
+            parameter.data = _initial_value(name, parameter, generator).to(loaded.device)
             parameter.requires_grad_(True)
     loaded.module.eval()
 
 
 def detach_lora(loaded: LoadedModel) -> None:
-    """Take the adapter away; the base weights are as before ``attach_lora``."""
+    """Remove the adapter; the base weights are those from before ``attach_lora``."""
     for name, _, base in _adapted_layers(loaded.module):
         owner, _, attribute = name.rpartition(".")
         setattr(loaded.module.get_submodule(owner), attribute, base)
-    # Left by the injection; transformers would take the module for an adapted one.
+    # The injection leaves it, and transformers would treat the module as adapted.
     if hasattr(loaded.module, "peft_config"):
         del loaded.module.peft_config
     loaded.module.requires_grad_(True)
@@ -141,7 +102,7 @@ def target_modules(module: nn.Module, options: LoraOptions) -> list[str]:
 
 
 def adapter_tensors(loaded: LoadedModel) -> dict[str, Tensor]:
-    """The adapter's live tensors under PEFT's names.
+    """The adapter's tensors, not copied, under PEFT's names.
 
     Raises:
         ConfigError: no adapter is attached.
@@ -168,7 +129,7 @@ def load_adapter_tensors(loaded: LoadedModel, tensors: Mapping[str, Tensor]) -> 
 
 @contextlib.contextmanager
 def base_only(loaded: LoadedModel) -> Iterator[None]:
-    """Inside the ``with`` the module computes as if it had no adapter; without one, as always."""
+    """Inside the ``with`` the module computes without its adapter, if it has one."""
     layers = [layer for _, layer, _ in _adapted_layers(loaded.module)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -182,13 +143,13 @@ def base_only(loaded: LoadedModel) -> Iterator[None]:
 def merged_tensors(
     loaded: LoadedModel, whole: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """``base_tensors`` with the adapter's update added in float32; copies where it adds.
+    """``base_tensors`` with the adapter's update added in float32; changed tensors are copies.
 
-    A head that is tied to the embedding and has an adapter comes out under its own name, untied.
+    A head that is tied to the embedding and has an adapter gets its own name, untied.
     ``whole`` are the base tensors where the model's own are shards.
     """
     own = base_tensors(loaded.module)
-    names = {id(one): name for name, one in own.items()}
+    names = {id(tensor): name for name, tensor in own.items()}
     merged = dict(own if whole is None else whole)
     with torch.no_grad():
         for name, layer, base in _adapted_layers(loaded.module):
@@ -235,8 +196,8 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ) from None
     if config.get("peft_type") != "LORA":
         raise ConfigError(f"adapter must be LORA, got {config.get('peft_type')!r} in {folder}")
-    # PEFT adds the whole frozen head when the head is adapted; it is not part of the update.
-    return config, {name: one for name, one in tensors.items() if ".lora_" in name}
+    # PEFT adds the whole frozen head when the head is adapted; the update does not need it.
+    return config, {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
 
 
 def _adapted_layers(module: nn.Module) -> list[tuple[str, Any, nn.Module]]:
@@ -255,7 +216,7 @@ def _adapter_parameters(loaded: LoadedModel) -> dict[str, nn.Parameter]:
     }
 
 
-def _initial(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
+def _initial_value(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
     value = torch.zeros(parameter.shape, dtype=torch.float32)
     if ".lora_A." in name:
         nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)

@@ -1,24 +1,22 @@
 """Which part of a model a linear layer belongs to, by its name.
 
-Covers the names that the decoder families in transformers use; a linear layer inside a block that
-matches neither list counts as MLP, so that every layer has a part.
+Covers the names that the decoder families in transformers use; a linear layer that matches neither
+list counts as MLP, so that every layer has a part.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from torch import nn
 
 Part = Literal["attn", "mlp", "unembed"]
 
-# fmt: off
-_ATTENTION_NAMES = frozenset({
-    "q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "query_key_value", "Wqkv",
-    "c_attn", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "W_pack", "wq", "wk",
-    "wv", "wo",
-})
-# fmt: on
+_ATTENTION_NAME = re.compile(
+    "(q|k|v|o|out|qkv|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|query_key_value|Wqkv|c_attn|W_pack"
+    "|w[qkvo]"
+)
 _ATTENTION_BLOCKS = ("attn", "attention")
 
 
@@ -44,4 +42,4 @@ def _is_linear(layer: nn.Module) -> bool:
 def _part_of(name: str) -> Part:
     *blocks, last = name.split(".")
     in_attention = any(word in block.lower() for block in blocks for word in _ATTENTION_BLOCKS)
-    return "attn" if in_attention or last in _ATTENTION_NAMES else "mlp"
+    return "attn" if in_attention or _ATTENTION_NAME.fullmatch(last) else "mlp"

@@ -1,6 +1,6 @@
-"""Packed rows, and their forward pass through a plain decoder in fused loops and plain products.
+"""Packed tokens, and their forward pass through a plain decoder in fused loops and plain products.
 
-Legend: S rows, T tokens of a sequence, H hidden size, A heads, G key heads, D size of a head.
+Legend: S packed tokens, T tokens of a sequence, H hidden size, A heads, G key heads, D head size.
 """
 
 from __future__ import annotations
@@ -15,74 +15,74 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hearth.kernels.ops import kernels
-from hearth.kernels.training import add_rms_norm, products, rms_norm, silu_mul, tree_attention, turn
+from hearth.kernels.training import add_rms_norm, products, rms_norm, rope, silu_mul, tree_attention
 from hearth.kernels.tree import Tree
 from hearth.models.decoder import Decoder, DecoderLayer, read_decoder
 from hearth.models.loading import LoadedModel
 from hearth.models.prefixes import Cluster
 
 PAD_MULTIPLE = 32
-"""Lengths are padded to it: on the CPU in float32 a row then has the same bits in any batch."""
+"""Lengths are padded to it: on the CPU in float32 a token then has the same bits in any batch."""
 _FIRST_POSITIONS = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class PackedRows:
+class PackedTokens:
     """Token sequences that share one forward pass without padding, each common prefix once."""
 
     tokens: Tensor
-    """int64 [S], row after row; S is a multiple of 32."""
+    """int64 [S]; S is a multiple of 32."""
     positions: Tensor
     """int64 [S]."""
     tree: Tree
-    """Which rows see which."""
+    """Which tokens attend to which."""
     places: list[Tensor]
-    """The rows of each sequence's tokens, int64 [T], in the clusters' order; a shared row stands
-    there for each."""
+    """Where each sequence's tokens are, int64 [T], in the clusters' order; sequences that share a
+    prefix share its places."""
 
 
-def pack(sequences: Sequence[Tensor], packed: Sequence[Cluster]) -> PackedRows:
-    """The members of some clusters as rows; ``sequences`` are int64 [T]."""
+def pack(sequences: Sequence[Tensor], packed: Sequence[Cluster]) -> PackedTokens:
+    """The members of some clusters end to end; ``sequences`` are int64 [T]."""
     tokens: list[Tensor] = []
     positions: list[Tensor] = []
     places: list[Tensor] = []
     heads: list[tuple[int, int, int, int]] = []
     tails: list[tuple[int, int]] = []
-    row = most = 0
+    place = most = 0
     for cluster in packed:
-        start, prefix, first = row, cluster.prefix, len(tails)
+        start, prefix, first = place, cluster.prefix, len(tails)
         tokens.append(sequences[cluster.members[0]][:prefix])
         positions.append(torch.arange(prefix))
-        row += prefix
+        place += prefix
         for member in cluster.members:
             own = sequences[member].numel() - prefix
             shared = torch.arange(start, start + prefix)
-            places.append(torch.cat([shared, torch.arange(row, row + own)]))
+            places.append(torch.cat([shared, torch.arange(place, place + own)]))
             most = max(most, prefix + own)
             if own:
                 tokens.append(sequences[member][prefix:])
                 positions.append(torch.arange(prefix, prefix + own))
-                tails.append((row, own))
-                row += own
+                tails.append((place, own))
+                place += own
         heads.append((start, prefix, first, len(tails)))
-    if missing := -row % PAD_MULTIPLE:
-        heads.append((row, missing, 0, 0))
+    if missing := -place % PAD_MULTIPLE:
+        heads.append((place, missing, 0, 0))
         tokens.append(torch.zeros(missing, dtype=torch.int64))
         positions.append(torch.arange(missing))
     tree = Tree(torch.tensor(heads), torch.tensor(tails or [(0, 0)]), max(most, PAD_MULTIPLE))
-    return PackedRows(torch.cat(tokens), torch.cat(positions), tree, places)
+    return PackedTokens(torch.cat(tokens), torch.cat(positions), tree, places)
 
 
 class PackedDecoder:
-    """Runs rows without padding; made by ``of`` where model and machine allow it."""
+    """Runs packed tokens without padding; ``from_model`` makes it where model and machine allow."""
 
     def __init__(self, loaded: LoadedModel, decoder: Decoder) -> None:
         self._loaded = loaded
-        self._turns = decoder.turns(self._room(_FIRST_POSITIONS))
+        self._rotations = decoder.compute_rotations(self._room(_FIRST_POSITIONS))
 
     @classmethod
-    def of(cls, loaded: LoadedModel) -> PackedDecoder | None:
-        """The packed form of a model; None for another than a plain decoder in float32 on a CPU."""
+    def from_model(cls, loaded: LoadedModel) -> PackedDecoder | None:
+        """The packed form of a model; None unless it is a plain decoder in float32 on a CPU."""
         is_plain = loaded.dtype == torch.float32 and torch.device(loaded.device).type == "cpu"
         decoder = read_decoder(loaded) if is_plain and kernels() is not None else None
         return None if decoder is None else cls(loaded, decoder)
@@ -96,21 +96,21 @@ class PackedDecoder:
         recompute: bool = False,
         cache: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
-        """Last hidden states [S, H] of rows with these tokens and positions [S].
+        """Last hidden states [S, H] of these tokens at these positions [S].
 
-        With ``recompute`` layers keep what enters them, and compute the rest again on the way back.
+        With ``recompute`` layers keep their inputs and compute the rest again in the backward pass.
         Each layer's keys and values [S, G, D] are added to ``cache``.
         """
-        # Read anew: an adapter replaces linear layers.
+        # Read again in each pass: an adapter replaces linear layers.
         decoder = read_decoder(self._loaded)
-        assert decoder is not None, "an adapter makes no other model of it"
-        turns = self._turns_for(decoder, tree.most_keys)
+        assert decoder is not None, "an adapter keeps a plain decoder plain"
+        rotations = self._rotations_for(decoder, tree.most_keys)
         x = decoder.backbone.embed_tokens(tokens)
         normed = rms_norm(x, decoder.layers[0].input_norm.weight, decoder.eps)
         followers = [*(layer.input_norm for layer in decoder.layers[1:]), decoder.backbone.norm]
 
         def run(layer: DecoderLayer, following: Any, x: Tensor, normed: Tensor) -> Any:
-            q, k, v = _heads(decoder, layer, normed, turns, positions)
+            q, k, v = _heads(decoder, layer, normed, rotations, positions)
             if cache is not None:
                 cache.append((k, v))
             mixed = tree_attention(q, k, v, tree, decoder.scale)
@@ -125,13 +125,13 @@ class PackedDecoder:
             x, normed = run(layer, following, x, normed)
         return normed
 
-    def _turns_for(self, decoder: Decoder, positions: int) -> tuple[Tensor, Tensor]:
-        if positions > self._turns[0].shape[0]:
-            self._turns = decoder.turns(self._room(2 * positions))
-        return self._turns
+    def _rotations_for(self, decoder: Decoder, positions: int) -> tuple[Tensor, Tensor]:
+        if positions > self._rotations[0].shape[0]:
+            self._rotations = decoder.compute_rotations(self._room(2 * positions))
+        return self._rotations
 
     def _room(self, positions: int) -> int:
-        """As many positions, as far as the model has them; those of the padding in any case."""
+        """This number of positions, at most the model's and at least those of the padding."""
         return max(PAD_MULTIPLE, min(self._loaded.max_position, positions))
 
 
@@ -139,31 +139,30 @@ def _heads(
     decoder: Decoder,
     layer: DecoderLayer,
     normed: Tensor,
-    turns: tuple[Tensor, Tensor],
+    rotations: tuple[Tensor, Tensor],
     positions: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [S, A, D], keys and values [S, G, D] of one layer."""
-    rows, dim = normed.shape[0], decoder.dim
-
+    tokens, dim = normed.shape[0], decoder.dim
     projections = _linears((layer.q_proj, layer.k_proj, layer.v_proj), normed)
-    q, k, v = (projection.view(rows, -1, dim) for projection in projections)
+    q, k, v = (projection.view(tokens, -1, dim) for projection in projections)
 
-    def turned(heads: Tensor, norm: Any | None) -> Tensor:
+    def rotate(heads: Tensor, norm: Any | None) -> Tensor:
         weight = None if norm is None else norm.weight
-        return turn(heads, weight, decoder.eps, turns, positions)
+        return rope(heads, weight, decoder.eps, rotations, positions)
 
-    return turned(q, layer.q_norm), turned(k, layer.k_norm), v
+    return rotate(q, layer.q_norm), rotate(k, layer.k_norm), v
 
 
 def _linears(linears: Sequence[Any], x: Tensor) -> tuple[Tensor, ...]:
-    """The products of several layers with the same rows."""
+    """The outputs of several layers for the same input."""
     if all(type(linear) is nn.Linear and linear.bias is None for linear in linears):
         return products(x, *(linear.weight for linear in linears))
     return tuple(_linear(linear, x) for linear in linears)
 
 
 def _linear(linear: Any, x: Tensor) -> Tensor:
-    """A plain layer's product without the module's overhead; an adapter's as it does it."""
+    """A plain layer's output without the module's overhead; an adapted layer runs as a module."""
     if type(linear) is nn.Linear:
         return nn.functional.linear(x, linear.weight, linear.bias)
     return linear(x).contiguous()

@@ -1,7 +1,7 @@
 """A model whose weights several ranks share: FSDP2 (``fully_shard``), arXiv:2304.11277.
 
 Every rank keeps a part of each weight, and has a layer's whole weights only while that layer runs.
-Gradients come back to the parts as sums over ranks, never as means: who divides is the optimizer.
+Gradients come back to the parts as sums over ranks, never as means: the optimizer divides.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ R = TypeVar("R")
 
 
 class _Root(nn.Module):
-    """Runs a function while the weights that belong to no layer are whole.
+    """Runs a function while the weights outside of all layers are whole.
 
-    A function, not one forward: heads are asked in chunks and after the backbone, and a first look
-    at a model goes through parts of it.
+    It takes a function because heads run in chunks and after the backbone, and because the first
+    inspection of a model runs parts of it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -44,38 +44,38 @@ class _Root(nn.Module):
 
 @dataclass
 class ShardedModel(LoadedModel):
-    """A model of which this rank has a part. ``device`` is where it computes."""
+    """A model of which this rank has a part; ``device`` is where it computes."""
 
     root: Any = None
     stored: Mapping[str, torch.dtype] = field(default_factory=lambda: {})
-    """The dtype of each base tensor as the model came; trained ones are float32 in the parts."""
+    """The dtype of each base tensor as loaded; trained ones are float32 in the parts."""
 
     def run(self, function: Callable[[], R]) -> R:
         """Call a function that runs the module; all ranks do so at the same time.
 
-        Tensors that it returns may be differentiated. What it reads of weights is only right
-        inside of modules, and inside of ``run``.
+        Tensors that it returns may be differentiated. Weights may only be read inside of modules
+        and inside of ``run``.
         """
         return cast("R", self.root(function))
 
     def reduce_gradients(self, *, is_last: bool) -> None:
-        """Have the next backward pass add its gradient up here, or, the last, over all ranks."""
+        """Let the next backward pass sum gradients here, or over all ranks if ``is_last``."""
         self.root.set_requires_gradient_sync(is_last)
 
 
 def shard(
     loaded: LoadedModel, mesh: DeviceMesh, device: torch.device, *, is_trained: bool, offload: bool
 ) -> ShardedModel:
-    """Share a model that all ranks have loaded; ``loaded`` itself is used up.
+    """Shard a model that all ranks have loaded; ``loaded`` must not be used afterwards.
 
     A model that is trained keeps its parts in float32 and computes in its own dtype, its gradients
-    are added up in float32; a frozen one is as it came. With ``offload`` parts, gradients and what
-    an optimizer makes of them stay in the host's memory. Weights go to ``device`` layer by layer.
+    are added up in float32; a frozen one keeps its dtype. With ``offload`` parts, gradients and
+    optimizer state stay in the host's memory. Weights go to ``device`` layer by layer.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     module = loaded.module
-    stored = {name: one.dtype for name, one in base_tensors(module).items()}
+    stored = {name: tensor.dtype for name, tensor in base_tensors(module).items()}
     module.requires_grad_(is_trained)
     if is_trained:
         for parameter in module.parameters():
@@ -90,16 +90,16 @@ def shard(
     layers = [
         module for module in module.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
-    for one in (*layers, root):
-        # Also the root: its weights would else stay whole, and stale, after the optimizer's step.
+    for part in (*layers, root):
+        # Also the root: otherwise its weights would stay whole, and stale, after an optimizer step.
         fully_shard(
-            one, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=away
+            part, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=away
         )
-    for one in root.modules():
-        if isinstance(one, FSDPModule):
-            one.set_gradient_divide_factor(1.0)
-            one.set_force_sum_reduction_for_comms(True)
-    # A rank's tokens may have gone past an expert that another's have met.
+    for part in root.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+    # An expert may get tokens on one rank and none on another.
     cast("FSDPModule", root).set_reduce_scatter_unused_params(True)
     given: dict[str, Any] = {
         field.name: getattr(loaded, field.name) for field in fields(LoadedModel)
@@ -108,21 +108,20 @@ def shard(
     return ShardedModel(**given, root=root, stored=stored)
 
 
-def gathered(
+def gather_tensors(
     tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], *, keep: bool
 ) -> dict[str, Tensor]:
     """Whole tensors in CPU memory, on the ranks that ``keep`` them; all ranks call it.
 
     One tensor at a time is whole on a rank's device.
     """
-    found: dict[str, Tensor] = {}
-    for name, one in tensors.items():
-        part = one.detach()
-        part = part.to(dtypes.get(name, part.dtype))
+    gathered: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        part = tensor.detach().to(dtypes.get(name, tensor.dtype))
         whole = part.full_tensor() if isinstance(part, DTensor) else part
         if keep:
-            found[name] = whole.cpu()
-    return found
+            gathered[name] = whole.cpu()
+    return gathered
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Which examples share a beginning, and which of those are worth computing it once for.
+"""Finds token sequences that share a prefix, so that a forward pass computes it once.
 
 Completions of one prompt share it; prompts may share a system text. Every example belongs to one
 cluster, whose common prefix is computed once (one level: no prefixes of prefixes).
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Cluster:
-    """Examples by their places in what was given, and how many first tokens they share."""
+    """Examples by their indices, and the number of first tokens that they share."""
 
     members: tuple[int, ...]
     prefix: int
@@ -28,10 +28,10 @@ class Cluster:
         """Tokens to compute: the prefix once, and the rest of every member."""
         return self.prefix + sum(lengths[member] - self.prefix for member in self.members)
 
-    def cut(self, lengths: Sequence[int], most: int) -> list[Cluster]:
-        """The cluster in parts of at most ``most`` tokens, its prefix in each.
+    def split(self, lengths: Sequence[int], most: int) -> list[Cluster]:
+        """The cluster in parts of at most ``most`` tokens, each with the prefix.
 
-        A member that is longer than that is a part of its own.
+        A longer member becomes a part of its own.
         """
         parts: list[Cluster] = []
         members: list[int] = []
@@ -46,26 +46,29 @@ class Cluster:
         return [*parts, Cluster(tuple(members), self.prefix)]
 
 
-def clusters(sequences: Sequence[Tensor]) -> list[Cluster]:
+def find_clusters(sequences: Sequence[Tensor]) -> list[Cluster]:
     """A partition of token sequences (int64 [T] each) that saves many tokens.
 
-    Clusters are neighbours in the sequences' order, and of all that nest in each other those that
-    save the most. O(n log n) comparisons for n sequences, plus one pass over the tokens.
+    Members of a cluster are neighbors in lexicographic order; of clusters that nest in each other,
+    those that save the most are taken. O(n log n) comparisons for n sequences, plus one pass over
+    the tokens.
     """
     arrays = [sequence.numpy() for sequence in sequences]
-    # Whatever order bytes have, sequences with one beginning stand together.
+    # Any order of bytes puts sequences with a common beginning side by side.
     keys = [array.tobytes() for array in arrays]
     order = sorted(range(len(arrays)), key=keys.__getitem__)
-    shared = [_common(arrays[left], arrays[right]) for left, right in itertools.pairwise(order)]
-    found: list[Cluster] = []
+    shared = [
+        _common_length(arrays[left], arrays[right]) for left, right in itertools.pairwise(order)
+    ]
+    clusters: list[Cluster] = []
     for start, stop, prefix in _best_cuts(shared, len(order)):
         is_alone = stop - start == 1
         members = tuple(sorted(order[start:stop]))
-        found.append(Cluster(members, arrays[members[0]].size if is_alone else prefix))
-    return sorted(found, key=lambda one: one.members)
+        clusters.append(Cluster(members, arrays[members[0]].size if is_alone else prefix))
+    return sorted(clusters, key=lambda cluster: cluster.members)
 
 
-def _common(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
+def _common_length(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
     """The length of the common prefix."""
     size = min(left.size, right.size)
     differs = np.flatnonzero(left[:size] != right[:size])
@@ -75,8 +78,8 @@ def _common(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
 def _best_cuts(shared: Sequence[int], count: int) -> list[tuple[int, int, int]]:
     """(start, stop, prefix) of the ranges of sorted sequences that save the most together.
 
-    A range saves its shortest neighbouring overlap once per member but one, or what the ranges
-    that it falls into at that overlap save. They nest, so one pass with a stack finds them.
+    A range saves its smallest overlap of neighbors once for each member but the first; splitting it
+    at that overlap may save more. Ranges nest, so one pass with a stack finds the best.
     """
     if not count:
         return []
@@ -84,17 +87,17 @@ def _best_cuts(shared: Sequence[int], count: int) -> list[tuple[int, int, int]]:
     for place, overlap in enumerate([*shared, -1]):
         current = _Range(place, place + 1, overlap, 0, [(place, place + 1, 0)])
         while stack and stack[-1].overlap > overlap:
-            current = _closed(stack.pop(), current)
+            current = _merge(stack.pop(), current)
         if stack and stack[-1].overlap == overlap:
             current = stack.pop().with_next(current)
         current.overlap = overlap
         stack.append(current)
-    return [cut for one in stack for cut in one.cuts]
+    return [cut for merged in stack for cut in merged.cuts]
 
 
 @dataclass
 class _Range:
-    """Sequences start..stop, the best cuts of them, and the overlap with what comes next."""
+    """Sequences start..stop, their best cuts, and the overlap with the next sequence."""
 
     start: int
     stop: int
@@ -103,13 +106,13 @@ class _Range:
     cuts: list[tuple[int, int, int]]
 
     def with_next(self, other: _Range) -> _Range:
-        """Both, side by side; the first is used up."""
+        """Both, side by side; ``self`` must not be used afterwards."""
         self.cuts.extend(other.cuts)
         return _Range(self.start, other.stop, self.overlap, self.saved + other.saved, self.cuts)
 
 
-def _closed(left: _Range, right: _Range) -> _Range:
-    """Two neighbours that overlap in ``left.overlap``, as one cluster where that saves more."""
+def _merge(left: _Range, right: _Range) -> _Range:
+    """Two neighbors that overlap in ``left.overlap``, as one cluster where that saves more."""
     both = left.with_next(right)
     saved = (both.stop - both.start - 1) * left.overlap
     if saved > both.saved:

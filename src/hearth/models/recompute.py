@@ -1,4 +1,4 @@
-"""Activation checkpointing: a forward pass that keeps what enters each layer and nothing within."""
+"""Activation checkpointing: a forward pass that keeps each layer's input and nothing inside it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 @contextlib.contextmanager
 def recomputing(module: nn.Module) -> Iterator[None]:
-    """Inside the ``with``, layers forget what they compute, and their backward passes do it again.
+    """Inside the ``with``, layers keep no activations; their backward passes compute them again.
 
     A third more arithmetic for a fraction of the memory (arXiv:1604.06174); gradients have the
-    same bits. Layers are those that transformers knows how to checkpoint, and a model without any
-    runs as ever. The backward pass may be outside of the ``with``.
+    same bits. Only layers that transformers can checkpoint are affected. The backward pass may
+    run outside of the ``with``.
     """
-    # Importing transformers takes seconds, and whoever loaded a model has paid them.
+    # Importing transformers takes seconds; a process that has loaded a model has imported it.
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [

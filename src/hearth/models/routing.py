@@ -1,8 +1,8 @@
-"""Which experts a mixture-of-experts model sends its tokens to: recorded, or chosen once more.
+"""Records and replays which experts a mixture-of-experts model sends its tokens to.
 
-What a router does is left to the model's own module. Hooks that last as long as a ``with`` read
-its choice, or put another one in its place; the weights of the chosen experts then come from the
-router's own logits, so that it is trained as ever (R3, arXiv:2510.11370).
+The model's own module does the routing. Hooks inside a ``with`` read its choice or replace it; the
+weights of the chosen experts then come from the router's own logits, so that the router is trained
+as without replay (R3, arXiv:2510.11370).
 
 Legend: N layers with experts, E experts of each, K experts per token, T tokens of a forward.
 """
@@ -24,24 +24,24 @@ from hearth.models.loading import LoadedModel
 from hearth.wire.routing import RoutingShape
 
 _PROBED_TOKENS = 16
-# As the families' configs call the number of experts.
+# Names of the number of experts in the families' configs.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 _Decision = tuple[Tensor, Tensor, Tensor]
-"""What a router returns: logits [T, E], weights of the chosen experts [T, K], the chosen [T, K]."""
+"""A router's output: logits [T, E], weights of the chosen experts [T, K], their ids [T, K]."""
 _Weighting = Callable[[Tensor, Tensor], Tensor]
 """Logits [T, E] and chosen experts [T, K] to their weights [T, K]."""
 
 
 @dataclass
 class Recording:
-    """What routers have chosen in the last forward of a ``with``; nothing if nobody listened."""
+    """The choices of all routers in the last forward of a ``with``; None without a shape."""
 
     shape: RoutingShape | None = None
     _layers: dict[int, Tensor] = field(default_factory=lambda: {})
 
     def note(self, layer: int, chosen: Tensor) -> None:
-        """Take the choice [T, K] of a layer."""
+        """Store the choice [T, K] of a layer."""
         self._layers[layer] = chosen
 
     def choices(self) -> NDArray[np.unsignedinteger] | None:
@@ -76,8 +76,8 @@ class Routers:
     def replaying(self, choices: Tensor) -> Iterator[None]:
         """Have the routers choose ``choices`` [T, N, K] for the flattened tokens of each forward.
 
-        A token whose experts are ``FREE`` goes where its router sends it. A backward pass that
-        computes a layer once more (gradient checkpointing) must run inside the ``with`` too.
+        A token whose experts are ``FREE`` keeps its router's choice. A backward pass that
+        computes a layer again (gradient checkpointing) must run inside the ``with`` too.
         """
 
         def replace(layer: int, _module: nn.Module, _args: Any, output: _Decision) -> _Decision:
@@ -95,29 +95,29 @@ class Routers:
 def find_routers(loaded: LoadedModel) -> Routers | None:
     """The model's routers; None for a dense model.
 
-    They are found by what they return in a short forward pass. Also None where there are experts,
-    but a router returns something else, or weighs what it chose in a way that is not known here.
+    A short forward pass finds them by the form of their output. Also None for a model with experts
+    whose router returns something else, or weights its experts by none of the rules here.
     """
     config = loaded.config.get_text_config()
     if not any(getattr(config, name, None) for name in _EXPERTS):
         return None
-    found: dict[nn.Module, _Decision] = {}
+    decisions: dict[nn.Module, _Decision] = {}
 
     def note(module: nn.Module, _args: Any, output: object) -> None:
         if _is_decision(output):
-            found[module] = cast("_Decision", output)
+            decisions[module] = cast("_Decision", output)
 
     modules = list(loaded.module.modules())
     ids = torch.arange(_PROBED_TOKENS, device=loaded.device)[None] % loaded.vocab_size
     with _hooked(modules, [note] * len(modules)):
         loaded.module(input_ids=ids, use_cache=False)
-    weightings = [_weighting_of(module, decision) for module, decision in found.items()]
+    weightings = [_weighting_of(module, decision) for module, decision in decisions.items()]
     known = [weighting for weighting in weightings if weighting is not None]
-    shapes = {(logits.shape[1], own.shape[1]) for logits, _, own in found.values()}
+    shapes = {(logits.shape[1], own.shape[1]) for logits, _, own in decisions.values()}
     if len(known) < len(weightings) or len(shapes) != 1:
         return None
     ((experts, top_k),) = shapes
-    return Routers(RoutingShape(len(known), experts, top_k), list(found), known)
+    return Routers(RoutingShape(len(known), experts, top_k), list(decisions), known)
 
 
 @contextlib.contextmanager
@@ -138,7 +138,7 @@ def _is_decision(output: object) -> bool:
 
 
 def _weighting_of(module: nn.Module, decision: _Decision) -> _Weighting | None:
-    """The rule that gives what the router itself gave; None when none does."""
+    """The rule that reproduces the router's weights; None if none does."""
     logits, weights, own = decision
     # DeepSeek and its relatives.
     scale = float(getattr(module, "routed_scaling_factor", 1.0))

@@ -1,7 +1,7 @@
-"""Whether a tokenizer means by a token id what a model means by it.
+"""Checks that a tokenizer belongs to a model.
 
-Trainers and deployments see ids alone, so nobody behind the tokenizer could notice that it belongs
-to another model: prompts would only read as noise, and rewards, ratios and KL be numbers about it.
+Trainers and deployments see token ids alone, so they cannot notice a tokenizer of another model:
+prompts would be noise to the model, and rewards, ratios and KL would be meaningless.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ def check_tokenizer(
 ) -> None:
     """Refuse a tokenizer of another model than that of ``source``, a folder or hub id.
 
-    Where the model comes with a tokenizer, a token that both know must have one id, and there must
-    be such tokens; more or fewer tokens than the model's are fine. Where it comes without, each id
-    must be a row of the model's embedding. A model that cannot be read is not judged: loading it
-    will tell what is wrong.
+    If the model comes with a tokenizer, a token that both know must have one id, and there must be
+    such tokens; more or fewer tokens than the model's are fine. Without, each id must be a row of
+    the model's embedding. A model that cannot be read is not checked: loading it reports why.
 
     Raises:
         ConfigError: ``field``, whose value is ``name``, names a tokenizer that does not fit.
@@ -34,8 +33,8 @@ def check_tokenizer(
     if name == source:
         return
     ids: dict[str, int] = tokenizer.get_vocab()
-    own = _own_vocabulary(source, trust_remote_code)
-    fault = _other_ids(ids, own) if own else _beyond_embedding(ids, source)
+    own = _read_vocabulary(source, trust_remote_code)
+    fault = _compare_ids(ids, own) if own else _compare_embedding(ids, source)
     if fault is not None:
         raise ConfigError(
             f"{field} must be the tokenizer of {source!r}, got {name!r}: {fault}; the model sees "
@@ -43,19 +42,19 @@ def check_tokenizer(
         )
 
 
-def _own_vocabulary(source: str, trust_remote_code: bool) -> dict[str, int]:
+def _read_vocabulary(source: str, trust_remote_code: bool) -> dict[str, int]:
     """The ids of the tokenizer beside the model; empty where there is none."""
     try:
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     except ConfigError:
         return {}
     ids: dict[str, int] = tokenizer.get_vocab()
-    # From a model's config alone transformers makes up a tokenizer that knows no text.
+    # From a model's config alone transformers builds a tokenizer with special tokens only.
     return ids if ids.keys() - set(tokenizer.all_special_tokens) else {}
 
 
-def _other_ids(ids: Mapping[str, int], own: Mapping[str, int]) -> str | None:
-    """What two vocabularies do not agree on."""
+def _compare_ids(ids: Mapping[str, int], own: Mapping[str, int]) -> str | None:
+    """The difference of two vocabularies in one sentence; None if they agree."""
     shared = ids.keys() & own.keys()
     if not shared:
         return "the two have no token in common"
@@ -69,9 +68,9 @@ def _other_ids(ids: Mapping[str, int], own: Mapping[str, int]) -> str | None:
     )
 
 
-def _beyond_embedding(ids: Mapping[str, int], source: str) -> str | None:
-    """Ids that the model has no row for, by its config."""
-    import transformers  # two seconds to import, paid by whoever has no tokenizer to compare with
+def _compare_embedding(ids: Mapping[str, int], source: str) -> str | None:
+    """The excess of the ids over the model's embedding in one sentence; None if they fit."""
+    import transformers  # takes two seconds, and only this case needs it
 
     try:
         config, _ = transformers.PretrainedConfig.get_config_dict(source)

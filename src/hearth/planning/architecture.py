@@ -120,7 +120,7 @@ class Architecture:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token is multiplied with: a lookup in the embedding is no product."""
+        """Those that one token is multiplied with: an embedding lookup is no product."""
         idle = self.sparse_layers * (self.experts - self.experts_per_token) * self.expert_parameters
         lookup = 0 if self.is_tied else self.vocab * self.hidden
         return self.parameters - idle - lookup
@@ -135,7 +135,7 @@ class Architecture:
     def lora_parameters(self, rank: int) -> int:
         """Of an adapter of that rank on all linear layers but the head.
 
-        Experts and their routers are no linear layers to PEFT: an adapter leaves them alone.
+        PEFT does not treat experts and their routers as linear layers: an adapter leaves them out.
         """
         attention = sum(a + b for a, b in self.attention_linears)
         mlp = sum(a + b for a, b in self.mlp_linears)
@@ -160,7 +160,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         )
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     num_layers = _size(config, "num_hidden_layers")
-    found = Architecture(
+    architecture = Architecture(
         model_type=family,
         num_layers=num_layers,
         hidden=hidden,
@@ -174,18 +174,18 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         **_FAMILIES[family](config),
     )
     if family == "qwen3_moe":
-        return _with_experts(found, config)
-    return found
+        return _with_experts(architecture, config)
+    return architecture
 
 
-def _with_experts(found: Architecture, config: Mapping[str, Any]) -> Architecture:
-    every, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    layers = range(found.num_layers)
+def _with_experts(dense: Architecture, config: Mapping[str, Any]) -> Architecture:
+    every, without = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    layers = range(dense.num_layers)
     # transformers writes the number under either name.
     name = "num_local_experts" if "num_local_experts" in config else "num_experts"
     return replace(
-        found,
-        sparse_layers=sum(layer not in dense and (layer + 1) % every == 0 for layer in layers),
+        dense,
+        sparse_layers=sum(layer not in without and (layer + 1) % every == 0 for layer in layers),
         experts=_size(config, name),
         experts_per_token=_size(config, "num_experts_per_tok"),
         expert_inner=_size(config, "moe_intermediate_size"),
@@ -213,7 +213,7 @@ _FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], dict[str, bool]]] = {
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3,
 }
-"""What a family's layers have beside their weights."""
+"""Biases and norms of a family's layers."""
 
 
 def _weights(linears: list[Linear]) -> int:

@@ -1,7 +1,7 @@
 """Whether a model can be trained and served on some GPUs, and how to divide them.
 
-One GPU is shared by trainer and deployment. More are divided: some for the trainer's ranks, some
-for the deployment's replicas, so that neither waits long for the other.
+Trainer and deployment share a single GPU. More GPUs are divided between the trainer's ranks and the
+deployment's replicas, so that neither waits long for the other.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from hearth.planning.memory import (
     snapshot_bytes,
     trainer_bytes,
 )
-from hearth.planning.rates import Gpu, drawing_tokens_per_s, training_tokens_per_s
+from hearth.planning.rates import Gpu, sampling_tokens_per_s, training_tokens_per_s
 
 USABLE_SHARE = 0.9
 """Of a GPU's memory. The rest is for CUDA itself, communication buffers and fragments."""
 GPUS_OF_A_MACHINE = 8
-"""More than these are several machines, which Ray places workers on."""
+"""More GPUs are several machines, on which Ray places the workers."""
 MOST_REPLICAS = 64
 """Of one deployment."""
 MICRO_BATCH_TOKENS = 16384
-"""What a trainer packs into a pass where nobody says otherwise."""
+"""Default size of a trainer's pass."""
 CHANGED_SHARE = 0.03
 """Bytes of a delta over those of a base, as measured in benchmarks/RESULTS.md for bfloat16."""
 _SPLITS = (1, 2, 4, 8)
 _MOST_GPUS = 1024
-_FINE = 128
+_MOST_FINE_STEPS = 128
 _SMALL_RANK = 32
 
 Placement = Literal["inline", "process", "ray"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is to be planned.
+class PlanRequest:
+    """A model, the GPUs there are, and how they are to be used.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -87,7 +87,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Who gets which GPUs, and what each then holds."""
+    """The GPUs of trainer and deployment, and what each GPU holds."""
 
     placement: Placement
     trainer: TrainerSetting
@@ -108,182 +108,181 @@ class Layout:
         return self.trainer.ranks + self.replicas * self.replica.gpus
 
     def excess(self, room: int) -> dict[str, int]:
-        """Bytes that are missing on a GPU, by who is short of them; empty where all fits."""
+        """Bytes that a GPU lacks, by the worker that needs them; empty if everything fits."""
         trainer, replica = sum(self.trainer_bytes.values()), sum(self.replica_bytes.values())
-        wanted = {"trainer": trainer, "deployment": replica}
+        needed = {"trainer": trainer, "deployment": replica}
         if self.is_shared:
-            wanted = {"trainer and deployment": trainer + replica}
-        return {name: one - room for name, one in wanted.items() if one > room}
+            needed = {"trainer and deployment": trainer + replica}
+        return {name: size - room for name, size in needed.items() if size > room}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer to a question."""
+    """The answer to a ``PlanRequest``."""
 
     fits: bool
     layout: Layout
-    """Where nothing fits, the nearest that there is."""
+    """If nothing fits, the layout that misses least memory."""
     host_bytes: int
     """CPU memory of the trainer for publishing weights."""
     base_bytes: int
-    """Of a weight sync that sends everything."""
+    """Of a weight sync that sends all weights."""
     delta_bytes: int
-    """Of one that sends what has changed, roughly."""
+    """Estimate for a weight sync that sends changed elements."""
     shortage: dict[str, int]
-    """Bytes that are missing on a GPU, by who is short of them."""
+    """Bytes that a GPU lacks, by the worker that needs them."""
     advice: list[str] = field(default_factory=list[str])
-    """What would fit."""
+    """Single changes that would fit."""
 
 
-def answer(question: Question) -> Plan:
-    """Whether it fits, how to divide the GPUs, and else what would."""
-    best = best_layout(question)
-    layout = best or nearest_layout(question)
-    base = snapshot_bytes(question.model, layout.trainer)
+def make_plan(request: PlanRequest) -> Plan:
+    """Whether it fits, how to divide the GPUs, and if not, what would fit."""
+    best = find_best_layout(request)
+    layout = best or find_nearest_layout(request)
+    base = snapshot_bytes(request.model, layout.trainer)
     return Plan(
         fits=best is not None,
         layout=layout,
-        host_bytes=0
-        if layout.placement == "inline"
-        else host_bytes(question.model, layout.trainer),
+        host_bytes=0 if layout.placement == "inline" else host_bytes(request.model, layout.trainer),
         base_bytes=base,
-        delta_bytes=base if question.lora_rank is not None else _delta_bytes(base, question.dtype),
-        shortage={} if best is not None else layout.excess(question.room),
-        advice=[] if best is not None else list(_advice(question)),
+        delta_bytes=base if request.lora_rank is not None else _delta_bytes(base, request.dtype),
+        shortage={} if best is not None else layout.excess(request.room),
+        advice=[] if best is not None else list(_advice(request)),
     )
 
 
-def best_layout(question: Question) -> Layout | None:
-    """The layout that fits and makes steps shortest; None where none fits."""
-    if question.gpus == 1:
+def find_best_layout(request: PlanRequest) -> Layout | None:
+    """The layout that fits and makes steps shortest; None if none fits."""
+    if request.gpus == 1:
         return next(
-            (layout for layout in _shared_layouts(question) if not layout.excess(question.room)),
-            None,
+            (layout for layout in _shared_layouts(request) if not layout.excess(request.room)), None
         )
     gpu = Gpu()
-    found: list[Layout] = []
+
+    def cost(layout: Layout) -> tuple[float, int]:
+        # Of equally fast layouts, the one with fewer GPUs.
+        return _token_s(request, layout, gpu), layout.gpus
+
+    candidates: list[Layout] = []
     for split in _SPLITS:
         fitting = [
-            layout
-            for layout in _divided_layouts(question, split)
-            if not layout.excess(question.room)
+            layout for layout in _divided_layouts(request, split) if not layout.excess(request.room)
         ]
-        # Of layouts that are as fast, the one with fewer GPUs.
-        found += sorted(fitting, key=lambda one: (_token_s(question, one, gpu), one.gpus))[:1]
-        # Several GPUs to a replica are for where one is too small, or replicas would be too many.
-        if found and found[-1].replicas < MOST_REPLICAS:
+        candidates += sorted(fitting, key=cost)[:1]
+        # A replica needs several GPUs only if one is too small, or replicas would be too many.
+        if candidates and candidates[-1].replicas < MOST_REPLICAS:
             break
-    return min(found, key=lambda one: (_token_s(question, one, gpu), one.gpus), default=None)
+    return min(candidates, key=cost, default=None)
 
 
-def nearest_layout(question: Question) -> Layout:
+def find_nearest_layout(request: PlanRequest) -> Layout:
     """The layout that misses least memory."""
-    found = list(_shared_layouts(question))
-    if question.gpus > 1:
-        found = [layout for split in _SPLITS for layout in _divided_layouts(question, split)]
-    return min(found, key=lambda one: sum(one.excess(question.room).values()))
+    layouts = list(_shared_layouts(request))
+    if request.gpus > 1:
+        layouts = [layout for split in _SPLITS for layout in _divided_layouts(request, split)]
+    return min(layouts, key=lambda layout: sum(layout.excess(request.room).values()))
 
 
-def _shared_layouts(question: Question) -> Iterator[Layout]:
+def _shared_layouts(request: PlanRequest) -> Iterator[Layout]:
     """One GPU: the whole platform in the recipe's process, then in processes of their own."""
-    served = _replica(question, engine="embedded", gpus=1, sequences=question.concurrent)
+    embedded = _replica(request, engine="embedded", gpus=1, sequences=request.concurrent)
     placements: tuple[Placement, ...] = ("inline", "process")
     for placement in placements:
-        # In one process a snapshot in memory is both what is kept and what is loaded from.
+        # In one process the deployment loads from the snapshots that the trainer keeps in memory.
         kept = SNAPSHOTS_IN_MEMORY if placement == "inline" else 0
-        replica = replace(served, stages_weights=placement == "process")
-        held = replica_bytes(question.model, replica)
-        trainer = _trainer(question, ranks=1, room=question.room - sum(held.values()), kept=kept)
+        replica = replace(embedded, stages_weights=placement == "process")
+        used = replica_bytes(request.model, replica)
+        trainer = _trainer(request, ranks=1, room=request.room - sum(used.values()), kept=kept)
         yield Layout(
             placement=placement,
             trainer=trainer,
             replica=replica,
             replicas=1,
             is_shared=True,
-            trainer_bytes=trainer_bytes(question.model, trainer),
-            replica_bytes=held,
+            trainer_bytes=trainer_bytes(request.model, trainer),
+            replica_bytes=used,
         )
 
 
-def _divided_layouts(question: Question, split: int) -> Iterator[Layout]:
+def _divided_layouts(request: PlanRequest, split: int) -> Iterator[Layout]:
     """Some GPUs for ranks, the others for replicas of ``split`` each."""
-    placement: Placement = "process" if question.gpus <= GPUS_OF_A_MACHINE else "ray"
-    for ranks in _rank_counts(question.gpus):
-        replicas = min(MOST_REPLICAS, (question.gpus - ranks) // split)
-        if replicas == 0 or split > question.model.kv_heads:
+    placement: Placement = "process" if request.gpus <= GPUS_OF_A_MACHINE else "ray"
+    for ranks in _rank_counts(request.gpus):
+        replicas = min(MOST_REPLICAS, (request.gpus - ranks) // split)
+        if replicas == 0 or split > request.model.kv_heads:
             continue
-        trainer = _trainer(question, ranks=ranks, room=question.room)
-        sequences = -(-question.concurrent // replicas)
-        replica = _replica(question, engine="vllm", gpus=split, sequences=sequences)
+        trainer = _trainer(request, ranks=ranks, room=request.room)
+        sequences = -(-request.concurrent // replicas)
+        replica = _replica(request, engine="vllm", gpus=split, sequences=sequences)
         yield Layout(
             placement=placement,
             trainer=trainer,
             replica=replica,
             replicas=replicas,
             is_shared=False,
-            trainer_bytes=trainer_bytes(question.model, trainer),
-            replica_bytes=replica_bytes(question.model, replica),
+            trainer_bytes=trainer_bytes(request.model, trainer),
+            replica_bytes=replica_bytes(request.model, replica),
         )
 
 
 def _rank_counts(gpus: int) -> range:
     """Ranks to try: any number of few GPUs, whole machines of many."""
-    if gpus <= _FINE:
+    if gpus <= _MOST_FINE_STEPS:
         return range(1, gpus)
     return range(GPUS_OF_A_MACHINE, gpus, GPUS_OF_A_MACHINE)
 
 
 def _replica(
-    question: Question, *, engine: Literal["embedded", "vllm"], gpus: int, sequences: int
+    request: PlanRequest, *, engine: Literal["embedded", "vllm"], gpus: int, sequences: int
 ) -> ReplicaSetting:
     return ReplicaSetting(
         engine=engine,
-        dtype=question.dtype,
+        dtype=request.dtype,
         gpus=gpus,
-        context=question.context,
+        context=request.context,
         sequences=sequences,
-        lora_rank=question.lora_rank,
+        lora_rank=request.lora_rank,
     )
 
 
-def _trainer(question: Question, *, ranks: int, room: int, kept: int = 0) -> TrainerSetting:
+def _trainer(request: PlanRequest, *, ranks: int, room: int, kept: int = 0) -> TrainerSetting:
     """The fastest setting that fits: large passes, and activations kept as far as there is room."""
     plain = TrainerSetting(
-        dtype=question.dtype,
+        dtype=request.dtype,
         ranks=ranks,
-        lora_rank=question.lora_rank,
-        has_reference=question.has_reference,
+        lora_rank=request.lora_rank,
+        has_reference=request.has_reference,
         snapshots_on_device=kept,
-        offload_optimizer=question.offload_optimizer and ranks > 1,
-        micro_batch_tokens=max(question.context, MICRO_BATCH_TOKENS),
+        offload_optimizer=request.offload_optimizer and ranks > 1,
+        micro_batch_tokens=max(request.context, MICRO_BATCH_TOKENS),
     )
-    if _needs(question, plain) <= room:
+    if _needs(request, plain) <= room:
         return plain
-    large = _recomputing(question, plain, room)
-    if _needs(question, large) <= room:
+    large = _recomputing(request, plain, room)
+    if _needs(request, large) <= room:
         return large
-    small = replace(plain, micro_batch_tokens=question.context)
-    return small if _needs(question, small) <= room else _recomputing(question, small, room)
+    small = replace(plain, micro_batch_tokens=request.context)
+    return small if _needs(request, small) <= room else _recomputing(request, small, room)
 
 
-def _recomputing(question: Question, plain: TrainerSetting, room: int) -> TrainerSetting:
-    """With recomputation above as many tokens as there is room for without."""
-    least = replace(plain, recompute_above=1)
-    held = trainer_bytes(question.model, least)
-    rest = sum(held.values()) - held["activations"] - held.get("recomputed layer", 0)
-    most = (room - rest) // activation_bytes_per_token(question.model, plain)
+def _recomputing(request: PlanRequest, plain: TrainerSetting, room: int) -> TrainerSetting:
+    """With recomputation of passes that have too many tokens for the room."""
+    smallest = replace(plain, recompute_above=1)
+    used = trainer_bytes(request.model, smallest)
+    rest = sum(used.values()) - used["activations"] - used.get("recomputed layer", 0)
+    most = (room - rest) // activation_bytes_per_token(request.model, plain)
     return replace(plain, recompute_above=max(1, min(most, plain.micro_batch_tokens - 1)))
 
 
-def _needs(question: Question, setting: TrainerSetting) -> int:
-    return sum(trainer_bytes(question.model, setting).values())
+def _needs(request: PlanRequest, setting: TrainerSetting) -> int:
+    return sum(trainer_bytes(request.model, setting).values())
 
 
-def _token_s(question: Question, layout: Layout, gpu: Gpu) -> float:
-    """Seconds of a token, drawn and trained side by side: the slower of the two."""
-    trained = training_tokens_per_s(question.model, layout.trainer, question.context, gpu)
-    drawn = drawing_tokens_per_s(question.model, layout.replica, gpu)
-    return max(1 / (trained * layout.trainer.ranks), 1 / (drawn * layout.replicas))
+def _token_s(request: PlanRequest, layout: Layout, gpu: Gpu) -> float:
+    """Seconds per token while sampling and training run side by side: the slower of the two."""
+    trained = training_tokens_per_s(request.model, layout.trainer, request.context, gpu)
+    sampled = sampling_tokens_per_s(request.model, layout.replica, gpu)
+    return max(1 / (trained * layout.trainer.ranks), 1 / (sampled * layout.replicas))
 
 
 def _delta_bytes(base: int, dtype: Dtype) -> int:
@@ -291,36 +290,36 @@ def _delta_bytes(base: int, dtype: Dtype) -> int:
     return base if ITEMSIZE[dtype] == 4 else round(CHANGED_SHARE * base)
 
 
-def _advice(question: Question) -> Iterator[str]:
+def _advice(request: PlanRequest) -> Iterator[str]:
     """Single changes that make it fit."""
-    if question.dtype == "float32" and _fits(replace(question, dtype="bfloat16")):
+    if request.dtype == "float32" and _fits(replace(request, dtype="bfloat16")):
         yield "bfloat16 fits: --dtype bfloat16"
-    if question.lora_rank is None and _fits(replace(question, lora_rank=_SMALL_RANK)):
+    if request.lora_rank is None and _fits(replace(request, lora_rank=_SMALL_RANK)):
         yield f"an adapter fits: --lora-rank {_SMALL_RANK}"
-    gpus = next((one for one in _doubled(question.gpus) if _fits(replace(question, gpus=one))), 0)
-    if gpus:
+    more = (gpus for gpus in _doubles(request.gpus) if _fits(replace(request, gpus=gpus)))
+    if gpus := next(more, 0):
         yield f"more GPUs fit, with more ranks or replicas: --gpus {gpus}"
     for name in ("context", "concurrent"):
-        value: int = getattr(question, name)
-        less = next((one for one in _halved(value) if _fits(replace(question, **{name: one}))), 0)
-        if less:
-            yield f"less of it at a time fits: --{name} {less}"
-    away = replace(question, offload_optimizer=True)
-    if question.gpus > 2 and not question.offload_optimizer and _fits(away):
+        value: int = getattr(request, name)
+        less = (half for half in _halves(value) if _fits(replace(request, **{name: half})))
+        if half := next(less, 0):
+            yield f"less of it at a time fits: --{name} {half}"
+    away = replace(request, offload_optimizer=True)
+    if request.gpus > 2 and not request.offload_optimizer and _fits(away):
         yield "weights and moments in the host's memory fit: --offload-optimizer"
-    if question.has_reference and _fits(replace(question, has_reference=False)):
+    if request.has_reference and _fits(replace(request, has_reference=False)):
         yield "no reference fits: kl_beta=0, or an adapter, which shares its base with it"
 
 
-def _fits(question: Question) -> bool:
-    return best_layout(question) is not None
+def _fits(request: PlanRequest) -> bool:
+    return find_best_layout(request) is not None
 
 
-def _doubled(value: int) -> Iterator[int]:
+def _doubles(value: int) -> Iterator[int]:
     while (value := 2 * value) <= _MOST_GPUS:
         yield value
 
 
-def _halved(value: int) -> Iterator[int]:
+def _halves(value: int) -> Iterator[int]:
     while (value := value // 2) >= 1:
         yield value

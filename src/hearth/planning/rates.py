@@ -1,6 +1,6 @@
-"""How fast a GPU draws and trains, estimated from its datasheet: enough to divide GPUs by.
+"""How fast a GPU samples and trains, estimated from its datasheet, to divide GPUs by.
 
-These are estimates, good to a factor of about two; ``benchmarks/gpu.py`` measures a real device.
+The estimates are good to a factor of about two; ``benchmarks/gpu.py`` measures a real device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hearth.planning.memory import ITEMSIZE, ReplicaSetting, TrainerSetting
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU. The defaults are an H100's (SXM) datasheet, and what programs get of it."""
+    """One GPU. The defaults are an H100's (SXM) datasheet, and the share that programs reach."""
 
     operations_per_s: float = 989e12
     """bfloat16 products, dense."""
@@ -24,7 +24,7 @@ class Gpu:
     decoding_share: float = 0.5
     """Of the memory's bandwidth, in a decoding step."""
     split_share: float = 0.85
-    """What is left of a GPU's speed for each time that a replica is split in two."""
+    """Factor of a GPU's speed each time that a replica is split in two."""
 
 
 def training_tokens_per_s(
@@ -41,20 +41,22 @@ def training_tokens_per_s(
     return gpu.training_share * gpu.operations_per_s / operations
 
 
-def drawing_tokens_per_s(model: Architecture, setting: ReplicaSetting, gpu: Gpu) -> float:
-    """Tokens that one replica draws in a second, its sequences half done on average.
+def sampling_tokens_per_s(model: Architecture, setting: ReplicaSetting, gpu: Gpu) -> float:
+    """Tokens that one replica samples in a second, its sequences half done on average.
 
-    A step reads the weights once and every sequence's keys and values. The experts that are read
-    are those that some sequence goes to, where experts are equally likely.
+    A step reads the weights once and every sequence's keys and values. Of experts it reads those
+    that at least one sequence uses; all experts are taken as equally likely.
     """
-    size, rows = ITEMSIZE[setting.dtype], setting.sequences
+    size, sequences = ITEMSIZE[setting.dtype], setting.sequences
     weights = model.active_parameters
     if model.sparse_layers:
-        missed = (1 - model.experts_per_token / model.experts) ** rows
-        read = model.experts * (1 - missed) - model.experts_per_token
+        unused = (1 - model.experts_per_token / model.experts) ** sequences
+        read = model.experts * (1 - unused) - model.experts_per_token
         weights += round(model.sparse_layers * read * model.expert_parameters)
-    cache = rows * setting.context // 2 * model.kv_bytes_per_token(size)
+    cache = sequences * setting.context // 2 * model.kv_bytes_per_token(size)
     read_s = (size * weights + cache) / (gpu.decoding_share * gpu.bytes_per_s)
-    product_s = 2 * model.active_parameters * rows / (gpu.training_share * gpu.operations_per_s)
+    product_s = (
+        2 * model.active_parameters * sequences / (gpu.training_share * gpu.operations_per_s)
+    )
     split = setting.gpus * gpu.split_share ** math.log2(setting.gpus)
-    return rows * split / max(read_s, product_s)
+    return sequences * split / max(read_s, product_s)

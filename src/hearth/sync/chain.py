@@ -1,4 +1,4 @@
-"""Chains of snapshots: a base and the deltas on top of it. Made here, and made whole again here."""
+"""Chains of snapshots, a base and the deltas on top of it: published and resolved."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from torch import Tensor
 from hearth.errors import EngineError, HearthError, NotFoundError, RequestError
 from hearth.sync import delta
 from hearth.sync.manifest import TensorEntry, digest, fingerprints
-from hearth.sync.store import Snapshot, SnapshotStore, no_parent
+from hearth.sync.store import Snapshot, SnapshotStore, missing_parent
 
 logger = logging.getLogger(__name__)
 
-_LONGEST = 64
-_MOST_BASES = 2
+_MOST_LINKS = 64
+_MOST_DELTA_SHARE = 2
+"""Bytes of all deltas of a chain over those of its base."""
 
 
 def resolve(store: SnapshotStore, identity: str) -> Snapshot:
     """The snapshot with all its tensors: a delta's base with every delta of the chain applied.
 
-    Of a delta it comes back as a ``base`` under the delta's identity; every tensor was checked
-    against the checksum in the delta's manifest.
+    A delta becomes a ``base`` under the delta's identity; every tensor is checked against the
+    checksum in the delta's manifest.
 
     Raises:
         NotFoundError: the identity is not kept.
-        EngineError: a link is missing, damaged, or not the one that the next was made on; it is
-            named with what was expected and what was found.
+        EngineError: a link is missing, damaged, or not the parent of the next one; the message
+            names it, with expected and found value.
     """
     links = [store.get(identity)]
     while (last := links[-1]).weights is None:
-        links.append(_parent(store, last, [link.identity for link in links]))
+        links.append(_get_parent(store, last, [link.identity for link in links]))
     base = links.pop()
     if not links and base.kind != "delta":
         return base
@@ -43,17 +44,17 @@ def resolve(store: SnapshotStore, identity: str) -> Snapshot:
         tensors = {**tensors, **delta.apply(link.tensors, tensors)}
     top = links[0] if links else base
     if links:
-        _check(top, fingerprints(tensors))
+        _check_entries(top, fingerprints(tensors))
     return replace(top, kind="base", tensors=tensors, whole=None, parent=None, parent_digest=None)
 
 
 def check_previous(snapshot: Snapshot, previous: str) -> None:
-    """Refuse a delta on another snapshot than ``previous``, which its sender says it is on.
+    """Refuse a delta whose parent is not ``previous``, the parent that the request names.
 
-    A trainer may have given a base where a delta was asked for; that goes on top of anything.
+    A base passes: a trainer may publish one although a delta was requested.
 
     Raises:
-        EngineError: it is on another one.
+        EngineError: the parent is another snapshot.
     """
     if snapshot.kind == "delta" and snapshot.parent != previous:
         raise EngineError(
@@ -65,27 +66,26 @@ def check_previous(snapshot: Snapshot, previous: str) -> None:
 def apply_verified(
     top: Snapshot, served: Mapping[str, Tensor], entries: Mapping[str, TensorEntry] | None
 ) -> dict[str, Tensor]:
-    """The tensors that a delta changes, made from those that are served (its parent's), verified.
+    """The tensors that a delta changes, computed from the served ones (its parent's) and verified.
 
-    ``entries`` are the parent's where they are known: what the delta leaves alone is hashed only
-    without them.
+    ``entries`` are the parent's, if known: without them unchanged tensors are hashed too.
 
     Raises:
-        EngineError: the result would differ from the delta's manifest.
+        EngineError: the result differs from the delta's manifest.
     """
     if entries is not None:
         _check_parent(top, entries)
     fresh = delta.apply(top.tensors, served)
-    left = {name: one for name, one in served.items() if name not in fresh}
-    _check(top, {**(entries or fingerprints(left)), **fingerprints(fresh)})
+    unchanged = {name: tensor for name, tensor in served.items() if name not in fresh}
+    _check_entries(top, {**(entries or fingerprints(unchanged)), **fingerprints(fresh)})
     return fresh
 
 
 class Published:
-    """What one policy has published last, from which its next delta is made.
+    """The last snapshot of one policy, from which its next delta is made.
 
-    It holds one copy of the weights: the snapshot's own tensors where the store shares them, else
-    a copy in CPU memory that every delta brings up to date.
+    It holds one copy of the weights: the snapshot's own tensors if the store shares them, else a
+    copy in CPU memory that every delta updates.
     """
 
     def __init__(self) -> None:
@@ -105,10 +105,10 @@ class Published:
         *,
         as_delta: bool,
     ) -> None:
-        """Put a snapshot of live tensors into the store.
+        """Put a snapshot of the tensors into the store, a base or, ``as_delta``, a delta.
 
-        A delta was asked for and a base made: there is nothing to make it from, the store has
-        dropped that, or the chain has grown so long that starting anew is cheaper.
+        Instead of a delta it publishes a base if there is no last snapshot, if the store has
+        dropped it, or if the chain is so long that a base is cheaper.
 
         Raises:
             RequestError: the identity is no valid name or is taken; the next one is a base.
@@ -116,7 +116,7 @@ class Published:
         last = self._last if as_delta else None
         if last is not None and not _can_follow(last, store, identity, tensors):
             last = None
-        # After a failure nobody knows what is kept, so that the next one is a base.
+        # After a failure the store's content is unknown, so the next snapshot is a base.
         self._last = None
         if last is None:
             self._last = _publish_base(store, identity, base_model, tensors, metadata)
@@ -138,12 +138,12 @@ def _can_follow(
     last: _Last, store: SnapshotStore, identity: str, tensors: Mapping[str, Tensor]
 ) -> bool:
     return (
-        # Saved a second time: the store says whether it is the same.
+        # The same identity again: the store compares the weights.
         last.identity != identity
         and last.identity in store.names()
-        and last.links < _LONGEST
-        and last.delta_bytes < _MOST_BASES * last.base_bytes
-        and delta.is_alike(last.tensors, tensors)
+        and last.links < _MOST_LINKS
+        and last.delta_bytes < _MOST_DELTA_SHARE * last.base_bytes
+        and delta.has_same_layout(last.tensors, tensors)
     )
 
 
@@ -154,7 +154,7 @@ def _publish_base(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, Any],
 ) -> _Last:
-    copies = _copies(tensors, on_cpu=not store.shares_tensors)
+    copies = _copy(tensors, on_cpu=not store.shares_tensors)
     store.put(Snapshot(identity, "base", base_model, copies, dict(metadata)))
     return _Last(identity, copies, base_bytes=_num_bytes(copies))
 
@@ -167,12 +167,14 @@ def _publish_delta(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, Any],
 ) -> _Last:
-    # A store that writes them out can do so from the live ones: nothing changes them meanwhile.
+    # A store that writes files may read the policy's own tensors: nothing changes them meanwhile.
     is_shared = store.shares_tensors
-    fresh = _copies(tensors, on_cpu=False) if is_shared else _on_cpu(tensors)
+    fresh = _copy(tensors, on_cpu=False) if is_shared else _on_cpu(tensors)
     parts = delta.encode(last.tensors, fresh)
     changed = delta.changed_names(parts)
-    whole = {name: one if name in changed else last.tensors[name] for name, one in fresh.items()}
+    whole = {
+        name: tensor if name in changed else last.tensors[name] for name, tensor in fresh.items()
+    }
     store.put(
         Snapshot(
             identity, "delta", base_model, parts, dict(metadata), parent=last.identity, whole=whole
@@ -190,8 +192,8 @@ def _publish_delta(
     )
 
 
-def _parent(store: SnapshotStore, child: Snapshot, seen: list[str]) -> Snapshot:
-    """The snapshot that a delta was made on."""
+def _get_parent(store: SnapshotStore, child: Snapshot, seen: list[str]) -> Snapshot:
+    """The parent of a delta."""
     if child.parent in seen:
         raise EngineError(
             f"the chain of {seen[0]!r} must end in a base, got {child.parent!r} as the parent of "
@@ -200,7 +202,7 @@ def _parent(store: SnapshotStore, child: Snapshot, seen: list[str]) -> Snapshot:
     try:
         parent = store.get(child.parent or "")
     except (NotFoundError, RequestError):
-        raise no_parent(child, store.names()) from None
+        raise missing_parent(child, store.names()) from None
     except HearthError as error:
         raise EngineError(
             f"delta {child.identity!r} must follow its parent {child.parent!r}: {error}"
@@ -223,7 +225,7 @@ def _check_parent(child: Snapshot, entries: Mapping[str, TensorEntry]) -> None:
         )
 
 
-def _check(top: Snapshot, found: Mapping[str, TensorEntry]) -> None:
+def _check_entries(top: Snapshot, found: Mapping[str, TensorEntry]) -> None:
     """Refuse weights that are not those of a delta's manifest."""
     expected = top.entries or {}
     for name in sorted(expected.keys() | found.keys()):
@@ -234,15 +236,15 @@ def _check(top: Snapshot, found: Mapping[str, TensorEntry]) -> None:
             )
 
 
-def _copies(tensors: Mapping[str, Tensor], *, on_cpu: bool) -> dict[str, Tensor]:
+def _copy(tensors: Mapping[str, Tensor], *, on_cpu: bool) -> dict[str, Tensor]:
     return {
-        name: one.detach().to("cpu" if on_cpu else one.device, copy=True)
-        for name, one in tensors.items()
+        name: tensor.detach().to("cpu" if on_cpu else tensor.device, copy=True)
+        for name, tensor in tensors.items()
     }
 
 
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: one.detach().cpu() for name, one in tensors.items()}
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
 def _num_bytes(tensors: Mapping[str, Tensor]) -> int:

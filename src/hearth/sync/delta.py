@@ -1,17 +1,17 @@
 """Deltas: the elements of some tensors whose bits differ from those of other tensors, lossless.
 
-Elements are compared as integers, so that a NaN keeps its payload and -0.0 is not 0.0. Of a tensor
-``t`` that changed nowhere there is nothing; of any other there are, in the order of the flat index:
+Elements are compared as integers, so that a NaN keeps its payload and -0.0 is not 0.0. An unchanged
+tensor has no part. A changed tensor ``t`` has parts in the order of the flat index:
 
     t/values    the new elements that differ, in the tensor's own dtype
-    t/gaps8     uint8: before each of them, how many elements in a row are as before; 255 stands
-                for 255 of them and goes on
+    t/gaps8     uint8: before each of them, the number of unchanged elements; 255 is an escape for
+                255 of them, and the gap continues
     t/gaps16    uint16: the same with 65535
     t/bitmap    uint8: a bit per element of ``t``, 1 where it differs, the lowest bit first
     t/whole     the new tensor itself
 
-Beside ``values`` stands one of gaps8, gaps16 and bitmap; ``whole`` stands alone. Each tensor has
-what is smallest for it.
+``values`` comes with one of gaps8, gaps16 and bitmap; ``whole`` comes alone. Each tensor has its
+smallest form.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hearth.sync.manifest import THREADS
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ESCAPES = {"gaps8": 255, "gaps16": 65535}
 _GAP_TYPES: dict[str, Any] = {"gaps8": np.uint8, "gaps16": np.uint16}
-_WORTH_THREADS = 2**20
+_MIN_FOR_THREADS = 2**20
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -40,14 +40,14 @@ B = TypeVar("B")
 def encode(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parts that lead from ``old`` to ``new``, in the format above, on the CPU.
 
-    A ``whole`` part is the given tensor itself where that is on the CPU.
+    A ``whole`` part is the given tensor itself if that is on the CPU.
 
     Raises:
         EngineError: names, dtypes or shapes differ.
     """
-    if not is_alike(old, new):
+    if not has_same_layout(old, new):
         raise EngineError("a delta must be between tensors of the same names, dtypes and shapes")
-    encoded = _in_threads(lambda name: _encode_one(old[name], new[name]), new, new)
+    encoded = _in_threads(lambda name: _encode_tensor(old[name], new[name]), new, new)
     return {
         f"{name}/{part}": value
         for name, parts in zip(new, encoded, strict=True)
@@ -56,7 +56,7 @@ def encode(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def apply(parts: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that changed, new and on the device of the ``old`` ones, which stay as they are.
+    """The changed tensors, new and on the device of the ``old`` ones, which stay as they are.
 
     Raises:
         EngineError: the parts do not fit the old tensors; the first one is named.
@@ -67,8 +67,8 @@ def apply(parts: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, T
         by_name.setdefault(name, {})[part] = value
     for name in by_name:
         if name not in old:
-            raise EngineError(f"a delta must be of tensors that are there, got {name!r}")
-    fresh = _in_threads(lambda name: _apply_one(name, by_name[name], old[name]), by_name, old)
+            raise EngineError(f"a delta must be of existing tensors, got {name!r}")
+    fresh = _in_threads(lambda name: _apply_to_tensor(name, by_name[name], old[name]), by_name, old)
     return dict(zip(by_name, fresh, strict=True))
 
 
@@ -77,30 +77,30 @@ def changed_names(parts: Mapping[str, Tensor]) -> set[str]:
     return {key.rpartition("/")[0] for key in parts}
 
 
-def is_alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether names, dtypes and shapes are the same, so that there can be a delta."""
-    return one.keys() == other.keys() and all(
+def has_same_layout(tensors: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether names, dtypes and shapes are equal, as a delta needs."""
+    return tensors.keys() == other.keys() and all(
         tensor.dtype == other[name].dtype and tensor.shape == other[name].shape
-        for name, tensor in one.items()
+        for name, tensor in tensors.items()
     )
 
 
-def is_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether all bits are the same too."""
-    return is_alike(one, other) and all(
+def is_same(tensors: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether names, dtypes, shapes and all bits are equal."""
+    return has_same_layout(tensors, other) and all(
         tensor is other[name] or torch.equal(_bits(tensor), _bits(other[name]).to(tensor.device))
-        for name, tensor in one.items()
+        for name, tensor in tensors.items()
     )
 
 
-def _encode_one(old: Tensor, new: Tensor) -> dict[str, Tensor]:
+def _encode_tensor(old: Tensor, new: Tensor) -> dict[str, Tensor]:
     bits = _bits(new)
     mask = _differs(_bits(old).to(bits.device), bits)
     count, size = int(np.count_nonzero(mask)), bits.element_size()
     if count == 0:
         return {}
     bitmap_bytes = (mask.size + 7) // 8
-    # Gaps need a byte per element at least.
+    # Gaps need at least a byte per element.
     if count * size + min(count, bitmap_bytes) >= mask.size * size:
         return {"whole": new.detach().cpu().contiguous()}
     where = np.flatnonzero(mask)
@@ -111,11 +111,11 @@ def _encode_one(old: Tensor, new: Tensor) -> dict[str, Tensor]:
         return {"bitmap": _tensor(packed), "values": values}
     gaps = np.diff(where, prepend=-1) - 1
     sizes = {part: _gap_bytes(gaps, part) for part in _ESCAPES}
-    part = min(sizes, key=lambda siz: sizes[siz])
+    part = min(sizes, key=sizes.__getitem__)
     return {part: _tensor(_encode_gaps(gaps, part)), "values": values}
 
 
-def _apply_one(name: str, parts: Mapping[str, Tensor], old: Tensor) -> Tensor:
+def _apply_to_tensor(name: str, parts: Mapping[str, Tensor], old: Tensor) -> Tensor:
     if set(parts) == {"whole"}:
         new = parts["whole"]
         if (new.dtype, new.shape) != (old.dtype, old.shape):
@@ -134,7 +134,7 @@ def _apply_one(name: str, parts: Mapping[str, Tensor], old: Tensor) -> Tensor:
     if values.dtype != old.dtype or values.numel() != where.size or last >= old.numel():
         raise _misfit(name, f"{values.numel()} {values.dtype} up to element {last}", old)
     new = old.detach().clone(memory_format=torch.contiguous_format)
-    # Not _bits: that of a tensor without dimensions might be a copy.
+    # Not _bits: for a tensor without dimensions that could be a copy.
     flat = new.view(-1).view(_INTEGERS[old.element_size()])
     flat[_tensor(where).to(flat.device)] = _bits(values).to(flat.device)
     return new
@@ -158,7 +158,7 @@ def _differs(old: Tensor, new: Tensor) -> NDArray[np.bool_]:
     return np.not_equal(old.numpy(), new.numpy())
 
 
-# torch's own annotation is partly unknown to a strict type checker.
+# A strict type checker knows torch's own annotation only in part.
 def _tensor(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
 
@@ -179,7 +179,7 @@ def _encode_gaps(gaps: NDArray[np.int64], part: str) -> NDArray[Any]:
 
 def _decode_gaps(stored: NDArray[Any], part: str) -> NDArray[np.int64]:
     is_element = stored != _ESCAPES[part]
-    # An escape moves on by its own value, a gap by itself and the element behind it.
+    # An escape advances by its value, a gap by its value and the element behind it.
     ends = np.cumsum(stored.astype(np.int64) + is_element)
     return ends[is_element] - 1
 
@@ -187,8 +187,8 @@ def _decode_gaps(stored: NDArray[Any], part: str) -> NDArray[np.int64]:
 def _in_threads(
     run: Callable[[str], B], names: Iterable[str], tensors: Mapping[str, Tensor]
 ) -> list[B]:
-    """``run`` of every name; threads where there is enough to do."""
-    if sum(tensor.numel() for tensor in tensors.values()) < _WORTH_THREADS:
+    """``run`` of every name, in threads if there is enough work."""
+    if sum(tensor.numel() for tensor in tensors.values()) < _MIN_FOR_THREADS:
         return [run(name) for name in names]
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(run, names))

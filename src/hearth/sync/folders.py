@@ -1,7 +1,7 @@
-"""Folders that change at once: written as a draft beside their name, then put in its place.
+"""Folders that change atomically: written as a draft beside their name, then renamed.
 
-Whoever writes a draft holds a lock on it (``flock``), and the lock ends with its process, however
-that ends. So a draft that can be locked belongs to nobody, and the next writer sweeps it.
+The writer of a draft holds a lock on it (``flock``), which ends with its process. A draft that can
+be locked therefore has no writer, and the next writer removes it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 @contextlib.contextmanager
 def drafted(folder: Path, *, overwrite: bool = False) -> Generator[Path, None, None]:
-    """An empty draft, which is ``folder`` once the ``with`` ends and never before.
+    """An empty draft that becomes ``folder`` when the ``with`` ends.
 
-    Its files are on the disk by then. An overwritten folder is the old one up to that moment and
-    the new one from then on; after an error there is no trace of the draft. What killed writers
-    left under the same parent is swept first.
+    Its files are on the disk by then. An overwritten folder changes from the old to the new content
+    in one step; after an error the draft is gone. First, what killed writers left under the same
+    parent is cleaned up.
 
     Raises:
         RequestError: the folder exists and ``overwrite`` is False.
@@ -56,10 +56,10 @@ def drafted(folder: Path, *, overwrite: bool = False) -> Generator[Path, None, N
 
 
 def sweep(root: Path) -> None:
-    """Finish what killed writers left: a folder that had stepped aside returns, drafts go."""
+    """Clean up after killed writers: a folder that was moved aside returns, drafts go."""
     for aside in root.glob(f"{_ASIDE}*"):
         folder = root / aside.name.removeprefix(_ASIDE).rpartition("-")[0]
-        # Waits for a living writer, which is between its two renames.
+        # Waits for a living writer between its two renames.
         with _locked(aside) as is_locked:
             if not is_locked or not aside.exists():
                 continue
@@ -74,17 +74,17 @@ def sweep(root: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder; it is complete or gone, however this ends."""
-    gone = folder.parent / f"{_DRAFT}{folder.name}-{secrets.token_hex(4)}"
-    folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    """Remove a folder; it is complete or gone, even if this process is killed."""
+    draft = folder.parent / f"{_DRAFT}{folder.name}-{secrets.token_hex(4)}"
+    folder.rename(draft)
+    shutil.rmtree(draft, ignore_errors=True)
 
 
 def put_in_place(draft: Path, folder: Path, *, overwrite: bool, can_exchange: bool = True) -> None:
-    """Give the draft its folder's name. An old version has the draft's name afterwards, or is gone.
+    """Rename the draft to its folder. An old version then has the draft's name, or is gone.
 
-    ``can_exchange`` False takes the way of systems that cannot swap two names in one step: the old
-    version steps aside, and ``sweep`` brings it back if nothing took its place.
+    ``can_exchange=False`` does it as on systems that cannot swap two names in one step: the old
+    version moves aside, and ``sweep`` moves it back if nothing took its place.
 
     Raises:
         RequestError: the folder exists and ``overwrite`` is False.
@@ -107,7 +107,7 @@ def put_in_place(draft: Path, folder: Path, *, overwrite: bool, can_exchange: bo
 
 
 def write_file(file: Path, content: bytes) -> None:
-    """Replace a file's content on the disk; it is the old or the new one however this ends."""
+    """Replace a file's content on the disk; a killed process leaves the old or the new content."""
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_name(f".{file.name}.draft")
     draft.write_bytes(content)
@@ -124,7 +124,7 @@ def _new_draft(root: Path, name: str) -> tuple[Path, int | None]:
     while True:
         draft = root / f"{_DRAFT}{name}-{secrets.token_hex(4)}"
         draft.mkdir()
-        # Another writer's sweep may come between the two, and has removed it then.
+        # Another writer's sweep may have removed it between the two calls.
         lock = _lock(draft, wait=True)
         if draft.exists():
             return draft, lock
@@ -144,7 +144,7 @@ def _locked(folder: Path, *, wait: bool = True) -> Generator[bool, None, None]:
 
 
 def _lock(folder: Path, *, wait: bool) -> int | None:
-    """A descriptor that holds the lock; None where it is held, the folder gone, or no locks are."""
+    """A descriptor that holds the lock; None if it is taken, the folder is gone or cannot lock."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -157,12 +157,12 @@ def _lock(folder: Path, *, wait: bool) -> int | None:
     return descriptor
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(path: Path, other: Path) -> bool:
     """Swap two names in one step; False where the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    names = os.fsencode(one), os.fsencode(other)
+    names = os.fsencode(path), os.fsencode(other)
     if rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()

@@ -1,7 +1,7 @@
 """Tensor folders: safetensors data beside a JSON manifest, written whole or not at all.
 
-Snapshots and checkpoints are both such folders. A manifest states each tensor's dtype, shape and
-checksum; whoever reads checks them.
+Snapshots and checkpoints are such folders. A manifest has each tensor's dtype, shape and checksum,
+and every read checks them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hearth.sync.folders import drafted
 
 MANIFEST_FILE = "manifest.json"
 THREADS = min(8, os.cpu_count() or 1)
-"""Threads that hash, compare and copy tensors; all of it runs outside the interpreter's lock."""
+"""Threads that hash, compare and copy tensors, all without holding the GIL."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 _LEAF = 2**24
-_WORTH_THREADS = 2**22
+_MIN_FOR_THREADS = 2**22
 
 
 class TensorEntry(TypedDict):
@@ -46,11 +46,11 @@ class TensorEntry(TypedDict):
 
 
 def check_name(name: str, field: str) -> str:
-    """``name``, when it can be a folder's name and nothing else.
+    """``name``, if it is a valid name of a folder.
 
     Raises:
-        RequestError: it has other characters than ``a-z 0-9 . _ -``, begins with a mark, is empty
-            or longer than 128.
+        RequestError: it has other characters than ``a-z 0-9 . _ -``, does not begin with a letter
+            or digit, is empty, or has more than 128 characters.
     """
     if not _NAME.fullmatch(name):
         raise RequestError(
@@ -61,29 +61,29 @@ def check_name(name: str, field: str) -> str:
 
 
 def checksum(tensor: Tensor) -> str:
-    """Of the tensor's bytes in row-major order; dtype and shape are not part of it.
+    """The checksum of the tensor's bytes in row-major order, without dtype and shape.
 
-    Up to 16 MiB it is their blake2b; beyond, the blake2b of those of the 16 MiB pieces, so that
-    one large tensor can be hashed by several threads.
+    Up to 16 MiB it is their blake2b; beyond, the blake2b of the hashes of 16 MiB pieces, so that
+    several threads can hash one large tensor.
     """
     return describe({"": tensor})[""]["checksum"]
 
 
 def describe(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     """Manifest entries of ``tensors``, as they are in a file."""
-    return _described(tensors, _checksums(tensors, "blake2b", _blake2b))
+    return _make_entries(tensors, _checksums(tensors, "blake2b", _blake2b))
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     """Manifest entries of ``tensors``, as they are in memory.
 
-    Their checksum is a CRC-32 (of each 16 MiB, as above): it finds what goes wrong by accident as
-    well, in a fifth of the time, and is taken of a whole model at every weight sync.
+    Their checksum is a CRC-32 (of each 16 MiB, as above): it finds accidental damage too, in a
+    fifth of the time, and every weight sync computes it for a whole model.
     """
-    return _described(tensors, _checksums(tensors, "crc32", _crc32))
+    return _make_entries(tensors, _checksums(tensors, "crc32", _crc32))
 
 
-def _described(tensors: Mapping[str, Tensor], sums: Mapping[str, str]) -> dict[str, TensorEntry]:
+def _make_entries(tensors: Mapping[str, Tensor], sums: Mapping[str, str]) -> dict[str, TensorEntry]:
     return {
         name: TensorEntry(
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -173,7 +173,7 @@ def read_tensors(folder: Path, manifest: Mapping[str, Any], name: str) -> dict[s
         raise EngineError(
             f"{where} must be readable and hold {expected} bytes of tensors, got {found}: {error}"
         ) from None
-    # The file is mapped: whoever truncates or rewrites it would do so to whoever uses the tensors.
+    # The file is mapped: without a copy, truncating it would break the tensors in use.
     tensors = {key: tensor.clone() for key, tensor in mapped.items()}
     verify(entries, tensors, where)
     return tensors
@@ -197,15 +197,15 @@ def _checksums(
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         leaves.extend(flat[start : start + _LEAF] for start in range(0, max(1, len(flat)), _LEAF))
         ends.append(len(leaves))
-    if sum(map(len, leaves)) < _WORTH_THREADS:
+    if sum(map(len, leaves)) < _MIN_FOR_THREADS:
         hashes = [hash_of(leaf) for leaf in leaves]
     else:
         with ThreadPoolExecutor(THREADS) as pool:
             hashes = list(pool.map(hash_of, leaves))
     sums: dict[str, str] = {}
     for name, start, end in zip(tensors, [0, *ends], ends, strict=False):
-        one = hashes[start:end]
-        total = one[0] if len(one) == 1 else _blake2b(b"".join(one))
+        pieces = hashes[start:end]
+        total = pieces[0] if len(pieces) == 1 else _blake2b(b"".join(pieces))
         sums[name] = f"{name_of_hash}:{total.hex()}"
     return sums
 
@@ -222,7 +222,7 @@ def _size(entry: TensorEntry) -> int:
     return math.prod(entry["shape"]) * getattr(torch, entry["dtype"]).itemsize
 
 
-# safetensors' own annotations are partly unknown to a strict type checker.
+# A strict type checker knows safetensors' own annotations only in part.
 def _save_file(tensors: dict[str, Tensor], path: str) -> None:
     safetensors_torch.save_file(tensors, path, {"format": "pt"})  # pyright: ignore[reportUnknownMemberType]
 

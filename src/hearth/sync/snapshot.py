@@ -1,4 +1,4 @@
-"""What a snapshot of weights is, and what is asked of whoever keeps snapshots."""
+"""A snapshot of weights, and the interface of stores that keep snapshots."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ SnapshotKind = Literal["base", "delta", "lora"]
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """Weights at one moment. Nobody writes to the tensors: a deployment may serve from them.
+    """Weights at one moment. The tensors are read-only: a deployment may serve from them.
 
     ``base`` holds all weights under the model's own names (``models.loading.base_tensors``);
-    ``delta`` holds what of them differs from snapshot ``parent`` (``sync.delta`` has the format);
+    ``delta`` holds their differences from snapshot ``parent`` (``sync.delta`` has the format);
     ``lora`` holds an adapter under PEFT's names, and ``metadata["lora"]`` its options.
     """
 
     identity: str
     kind: SnapshotKind
     base_model: str
-    """Name of the model that these weights belong to, or that the adapter adapts."""
+    """Name of the model of these weights or of this adapter."""
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, Any] = field(default_factory=lambda: {})
     """JSON values only."""
     parent: str | None = None
-    """Of a delta: the identity that it goes on top of."""
+    """Of a delta: the identity of the snapshot that it changes."""
     created_s: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     whole: Mapping[str, Tensor] | None = None
-    """Of a delta: all weights that it leads to, where they are at hand; no folder keeps them."""
+    """Of a delta: the whole weights after it, if available; no folder keeps them."""
     entries: Mapping[str, TensorEntry] | None = None
-    """``manifest.fingerprints`` of the whole weights, as a manifest states them; None before."""
+    """``manifest.fingerprints`` of the whole weights, if read from a manifest."""
     parent_digest: str | None = None
-    """``manifest.digest`` of the parent's entries, as the manifest states it."""
+    """``manifest.digest`` of the parent's entries, if read from a manifest."""
     source: SnapshotStore | None = None
-    """Of a delta that was read: the store that has the rest of its chain."""
+    """Of a delta from a folder: the store that has the rest of its chain."""
 
     @classmethod
     def capture(
@@ -52,19 +52,19 @@ class Snapshot:
         tensors: Mapping[str, Tensor],
         metadata: Mapping[str, Any] | None = None,
     ) -> Snapshot:
-        """A snapshot of live tensors: they are copied, on their device."""
+        """A snapshot with copies of the tensors, on their device."""
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         return cls(identity, kind, base_model, copies, dict(metadata or {}))
 
     @property
     def weights(self) -> Mapping[str, Tensor] | None:
-        """All tensors of the weights; None for a delta that must be resolved first."""
+        """All tensors of the weights; None for a delta that is not resolved."""
         return self.whole if self.kind == "delta" else self.tensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotFacts:
-    """What a listing tells of a snapshot."""
+    """One snapshot in a listing."""
 
     identity: str
     kind: SnapshotKind
@@ -76,15 +76,15 @@ class SnapshotFacts:
 
 
 class SnapshotStore(Protocol):
-    """Keeps snapshots by identity. Safe to use from several threads."""
+    """Snapshots by identity: memory, folders, Ray. Safe to use from several threads."""
 
     @property
     def shares_tensors(self) -> bool:
-        """Whether ``get`` gives the very tensors that were put: who put them may never write."""
+        """Whether ``get`` returns the tensors of ``put``, which must then never change."""
         ...
 
     def put(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot; nothing happens when the identity has the same weights already.
+        """Store a snapshot; does nothing if the identity has the same weights already.
 
         Raises:
             RequestError: the identity is no valid name, or is taken by other weights.
@@ -93,18 +93,18 @@ class SnapshotStore(Protocol):
         ...
 
     def get(self, identity: str) -> Snapshot:
-        """The snapshot of an identity; a delta as it is (``sync.chain.resolve`` makes it whole).
+        """The snapshot of an identity; ``sync.chain.resolve`` resolves a delta.
 
         Raises:
-            NotFoundError: it is not kept; the message lists what is.
+            NotFoundError: it is not kept; the message lists the kept ones.
             EngineError: its data are damaged.
         """
         ...
 
     def names(self) -> list[str]:
-        """Identities that are kept, oldest first."""
+        """Identities, oldest first."""
         ...
 
     def facts(self) -> list[SnapshotFacts]:
-        """What is kept, oldest first; snapshots that cannot be read are left out."""
+        """Facts of all snapshots, oldest first; unreadable ones are left out."""
         ...

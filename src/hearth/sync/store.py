@@ -1,4 +1,4 @@
-"""Where snapshots of weights are kept between a trainer and a deployment: memory or folders."""
+"""Stores of weight snapshots between a trainer and a deployment: in memory or in folders."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class MemorySnapshotStore:
     """The newest ``keep`` snapshots, in this process; ``put`` and ``get`` copy nothing.
 
     A delta from this process's trainer comes with its whole weights, which share every unchanged
-    tensor with its parent's. So it needs no parent, ``keep`` may drop any snapshot, and a
-    deployment serves from the trainer's own copy. A delta without them is made whole when it is
-    put: the tensors that changed are copied once.
+    tensor with its parent's. It therefore needs no parent, ``keep`` may drop any snapshot, and a
+    deployment serves from the trainer's own copy. ``put`` resolves a delta that comes without whole
+    weights: the changed tensors are copied once.
 
     Raises:
         ConfigError: ``keep`` is below 1.
@@ -64,7 +64,7 @@ class MemorySnapshotStore:
         self._lock = threading.Lock()
 
     def put(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot and let the oldest beyond ``keep`` go."""
+        """Store a snapshot and drop the oldest beyond ``keep``."""
         identity = check_name(snapshot.identity, "identity")
         with self._lock:
             snapshot = self._with_weights(snapshot)
@@ -82,7 +82,7 @@ class MemorySnapshotStore:
         with self._lock:
             if identity in self._snapshots:
                 return self._snapshots[identity]
-            raise _unknown(identity, list(self._snapshots))
+            raise _not_kept(identity, list(self._snapshots))
 
     def names(self) -> list[str]:
         """Identities, oldest first."""
@@ -90,17 +90,26 @@ class MemorySnapshotStore:
             return list(self._snapshots)
 
     def facts(self) -> list[SnapshotFacts]:
-        """What is kept, oldest first."""
+        """Facts of all snapshots, oldest first."""
         with self._lock:
-            kept = list(self._snapshots.values())
-        return [_facts(one, sum(tensor.nbytes for tensor in one.tensors.values())) for one in kept]
+            snapshots = list(self._snapshots.values())
+        return [
+            SnapshotFacts(
+                identity=snapshot.identity,
+                kind=snapshot.kind,
+                created_s=snapshot.created_s,
+                base_model=snapshot.base_model,
+                num_bytes=sum(tensor.nbytes for tensor in snapshot.tensors.values()),
+            )
+            for snapshot in snapshots
+        ]
 
     def _with_weights(self, snapshot: Snapshot) -> Snapshot:
         if snapshot.weights is not None:
             return snapshot
         parent = self._snapshots.get(snapshot.parent or "")
         if parent is None or parent.weights is None:
-            raise no_parent(snapshot, list(self._snapshots))
+            raise missing_parent(snapshot, list(self._snapshots))
         whole = {**parent.weights, **delta.apply(snapshot.tensors, parent.weights)}
         return replace(snapshot, whole=whole)
 
@@ -108,8 +117,8 @@ class MemorySnapshotStore:
 class FolderSnapshotStore:
     """One folder per snapshot under ``root``: ``manifest.json`` and ``weights.safetensors``.
 
-    With ``keep`` a put removes what is older than the newest ``keep`` snapshots and is the base or
-    a link of none of them. Several processes may use one root.
+    With ``keep`` a put removes snapshots that are neither among the newest ``keep`` nor a base or
+    link of one of those. Several processes may use one root.
 
     Raises:
         ConfigError: ``keep`` is below 1.
@@ -140,15 +149,15 @@ class FolderSnapshotStore:
                 "metadata": dict(snapshot.metadata),
             }
             if snapshot.kind == "delta":
-                manifest |= self._links(snapshot)
+                manifest |= self._delta_fields(snapshot)
             else:
                 manifest["weights"] = _entries_of(snapshot)
             write_folder(folder, manifest, {_DATA: snapshot.tensors})
-            self._clean()
+            self._remove_old()
 
     def get(self, identity: str) -> Snapshot:
         """The snapshot on the CPU, every tensor of its own checked against its checksum."""
-        manifest = self._manifest(identity)
+        manifest = self._read_manifest(identity)
         tensors = read_tensors(self._root / identity, manifest, _DATA)
         return Snapshot(
             identity,
@@ -171,7 +180,7 @@ class FolderSnapshotStore:
         """
         folder = self._root / check_name(identity, "identity")
         if not folder.is_dir():
-            raise _unknown(identity, self.names())
+            raise _not_kept(identity, self.names())
         return folder
 
     def names(self) -> list[str]:
@@ -179,26 +188,26 @@ class FolderSnapshotStore:
         return folder_names(self._root)
 
     def facts(self) -> list[SnapshotFacts]:
-        """What is kept, oldest first; snapshots that cannot be read are left out."""
-        found: list[SnapshotFacts] = []
+        """Facts of all snapshots, oldest first; unreadable ones are left out."""
+        listed: list[SnapshotFacts] = []
         for name in self.names():
             try:
-                one = self._manifest(name)
+                manifest = self._read_manifest(name)
                 size = sum(path.stat().st_size for path in (self._root / name).iterdir())
             except (EngineError, NotFoundError, OSError) as error:
-                logger.warning("snapshot %s was left out: %s", name, error)
+                logger.warning("snapshot %s is left out: %s", name, error)
                 continue
             facts = SnapshotFacts(
                 identity=name,
-                kind=one["kind"],
-                created_s=float(one.get("created_s", 0.0)),
-                base_model=one["base_model"],
+                kind=manifest["kind"],
+                created_s=float(manifest.get("created_s", 0.0)),
+                base_model=manifest["base_model"],
                 num_bytes=size,
             )
-            found.append(facts)
-        return found
+            listed.append(facts)
+        return listed
 
-    def _manifest(self, identity: str) -> dict[str, Any]:
+    def _read_manifest(self, identity: str) -> dict[str, Any]:
         manifest = read_manifest(self.folder(identity))
         is_snapshot = manifest.get("format") == _FORMAT and "weights" in manifest
         if not is_snapshot or manifest.get("kind") not in get_args(SnapshotKind):
@@ -208,12 +217,12 @@ class FolderSnapshotStore:
             )
         return manifest
 
-    def _links(self, snapshot: Snapshot) -> dict[str, Any]:
-        """What ties a delta to its parent, and the entries of the weights that it leads to."""
+    def _delta_fields(self, snapshot: Snapshot) -> dict[str, Any]:
+        """A delta's manifest fields: its parent, and the entries of its whole weights."""
         try:
-            parent = self._manifest(snapshot.parent or "")["weights"]
+            parent = self._read_manifest(snapshot.parent or "")["weights"]
         except (NotFoundError, RequestError):
-            raise no_parent(snapshot, self.names()) from None
+            raise missing_parent(snapshot, self.names()) from None
         return {
             "parent": snapshot.parent,
             "parent_digest": snapshot.parent_digest or digest(parent),
@@ -221,7 +230,7 @@ class FolderSnapshotStore:
         }
 
     def _require_same(self, snapshot: Snapshot) -> None:
-        kept = self._manifest(snapshot.identity)
+        kept = self._read_manifest(snapshot.identity)
         if (
             kept["base_model"] != snapshot.base_model
             or (kept["kind"] == "lora") != (snapshot.kind == "lora")
@@ -230,7 +239,7 @@ class FolderSnapshotStore:
         ):
             raise _taken(snapshot.identity)
 
-    def _clean(self) -> None:
+    def _remove_old(self) -> None:
         names = self.names()
         if self._keep is None or len(names) <= self._keep:
             return
@@ -239,20 +248,20 @@ class FolderSnapshotStore:
             link: str | None = name
             while link is not None and link not in needed:
                 needed.add(link)
-                link = self._parent(link)
+                link = self._read_parent(link)
         for name in names:
             if name not in needed:
                 remove_folder(self._root / name)
 
-    def _parent(self, identity: str) -> str | None:
+    def _read_parent(self, identity: str) -> str | None:
         try:
-            return self._manifest(identity).get("parent")
+            return self._read_manifest(identity).get("parent")
         except (EngineError, NotFoundError):
             return None
 
 
 class Buckets(Protocol):
-    """Stores by bucket id. Safe to use from several threads."""
+    """Stores by bucket id: memory, folders, Ray. Safe to use from several threads."""
 
     def bucket(self, bucket_id: str) -> SnapshotStore:
         """The store of a bucket; it begins empty.
@@ -290,7 +299,7 @@ class FolderBuckets:
         self._lock = threading.Lock()
 
     def bucket(self, bucket_id: str) -> FolderSnapshotStore:
-        """The store of a bucket; its folder is there once something was put."""
+        """The store of a bucket; the first ``put`` makes its folder."""
         folder = self._root / check_name(bucket_id, "bucket_id")
         with self._lock:
             if bucket_id not in self._stores:
@@ -298,8 +307,8 @@ class FolderBuckets:
             return self._stores[bucket_id]
 
 
-def no_parent(snapshot: Snapshot, known: list[str]) -> EngineError:
-    """Says which parent a delta expects and what is there instead."""
+def missing_parent(snapshot: Snapshot, known: list[str]) -> EngineError:
+    """The error for a delta whose parent is not in the store."""
     return EngineError(
         f"delta {snapshot.identity!r} must follow its parent: expected {snapshot.parent!r}, found "
         f"{known}: send a base"
@@ -309,7 +318,7 @@ def no_parent(snapshot: Snapshot, known: list[str]) -> EngineError:
 def _entries_of(
     snapshot: Snapshot, parent: Mapping[str, TensorEntry] | None = None
 ) -> Mapping[str, TensorEntry]:
-    """Entries of a snapshot's whole weights; what a delta leaves unchanged has the parent's."""
+    """Entries of a snapshot's whole weights; unchanged tensors of a delta have the parent's."""
     if snapshot.entries is not None:
         return snapshot.entries
     weights = snapshot.weights
@@ -318,8 +327,8 @@ def _entries_of(
             f"delta {snapshot.identity!r} must have its whole weights or their entries, got neither"
         )
     fresh = delta.changed_names(snapshot.tensors) if snapshot.kind == "delta" else weights.keys()
-    old = {name: one for name, one in (parent or {}).items() if name not in fresh}
-    new = fingerprints({name: one for name, one in weights.items() if name not in old})
+    old = {name: entry for name, entry in (parent or {}).items() if name not in fresh}
+    new = fingerprints({name: tensor for name, tensor in weights.items() if name not in old})
     return {name: new[name] if name in new else old[name] for name in weights}
 
 
@@ -334,27 +343,17 @@ def _is_same(kept: Snapshot, given: Snapshot) -> bool:
     )
 
 
-def _facts(snapshot: Snapshot, num_bytes: int) -> SnapshotFacts:
-    return SnapshotFacts(
-        identity=snapshot.identity,
-        kind=snapshot.kind,
-        created_s=snapshot.created_s,
-        base_model=snapshot.base_model,
-        num_bytes=num_bytes,
-    )
-
-
 def _taken(identity: str) -> RequestError:
     return RequestError(f"identity must be new, got {identity!r}: it is taken by other weights")
 
 
-def _unknown(identity: str, known: list[str]) -> NotFoundError:
+def _not_kept(identity: str, known: list[str]) -> NotFoundError:
     return NotFoundError(
         f"snapshot must be one of {known}, got {identity!r}: it was never saved here, or newer "
-        "ones have taken its place"
+        "ones have replaced it"
     )
 
 
-def buckets_of(given: str | Buckets, keep: int | None = None) -> Buckets:
-    """The buckets under a folder, each with its newest ``keep``; buckets are themselves."""
-    return FolderBuckets(Path(given), keep) if isinstance(given, str) else given
+def open_buckets(where: str | Buckets, keep: int | None = None) -> Buckets:
+    """The buckets of a folder, with the newest ``keep`` snapshots each; ``Buckets`` as they are."""
+    return FolderBuckets(Path(where), keep) if isinstance(where, str) else where

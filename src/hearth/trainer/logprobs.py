@@ -71,7 +71,7 @@ class TargetScorer:
         self, loaded: LoadedModel, kernel: Kernel | None
     ) -> PackedDecoder | PackedModule | None:
         """The packed form of the model; None where it must be padded."""
-        return PackedDecoder.of(loaded) or PackedModule.from_model(loaded, kernel)
+        return PackedDecoder.from_model(loaded) or PackedModule.from_model(loaded, kernel)
 
     def replaying(self, routing: Tensor | None) -> contextlib.AbstractContextManager[None]:
         """Send tokens to given experts, backward passes included, inside the ``with``.

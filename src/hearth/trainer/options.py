@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from hearth.errors import ConfigError
 from hearth.models.loading import best_device
-from hearth.sync.store import Buckets, buckets_of
+from hearth.sync.store import Buckets, open_buckets
 from hearth.trainer.adapters import AdapterStore
 
 DEFAULT_LOGIT_BUDGET = 2**26
@@ -79,7 +79,7 @@ class TrainerWorkerOptions(TrainerOptions):
 
     def engine_arguments(self) -> dict[str, Any]:
         """The keyword arguments of a ``TrainerEngine`` with these options."""
-        buckets = buckets_of(self.buckets, self.keep_snapshots)
+        buckets = open_buckets(self.buckets, self.keep_snapshots)
         models_dir = Path(self.models_dir) if self.models_dir else None
         return {
             "source": self.source,

@@ -16,7 +16,7 @@ from torch import Tensor
 from hearth.errors import ConfigError
 from hearth.kernels.tree import Tree
 from hearth.models.packed import PAD_MULTIPLE, pack
-from hearth.models.prefixes import Cluster, clusters
+from hearth.models.prefixes import Cluster, find_clusters
 from hearth.wire.routing import FREE, RoutingShape
 
 
@@ -166,8 +166,8 @@ def split_packed(examples: Sequence[Example], token_budget: int) -> list[PackedB
     waiting: list[Cluster] = []
     room = token_budget
     lengths = [example.length for example in examples]
-    for cluster in clusters([example.tokens for example in examples]):
-        for part in cluster.cut(lengths, token_budget):
+    for cluster in find_clusters([example.tokens for example in examples]):
+        for part in cluster.split(lengths, token_budget):
             cost = part.tokens(lengths)
             if waiting and cost > room:
                 batches.append(_pack(examples, waiting))

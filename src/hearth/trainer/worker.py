@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - see
 from hearth.errors import ConfigError
 from hearth.sidecars import Sidecars
 from hearth.sync.chain import resolve
-from hearth.sync.store import Buckets, buckets_of
+from hearth.sync.store import Buckets, open_buckets
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.export import ExportOptions, export_snapshot
 from hearth.trainer.options import TrainerWorkerOptions
@@ -67,6 +67,6 @@ def export(
         EngineError: it cannot be read or written.
     """
     on_phase("reading snapshot")
-    snapshot = resolve(buckets_of(buckets).bucket(bucket), identity)
+    snapshot = resolve(open_buckets(buckets).bucket(bucket), identity)
     on_phase("writing model")
     export_snapshot(snapshot, ExportOptions(**values))

@@ -26,6 +26,6 @@ def quickstart(arguments: list[str] | None = None) -> int:
     options = tyro.cli(Options, args=given, prog="hearth quickstart")
     # Importing torch takes a second; --help and a misspelled flag answer without it.
     from training.quickstart.run import train_and_report
-    from training.run.command import exit_code
+    from training.run.command import run_to_exit_code
 
-    return exit_code(lambda: train_and_report(options.log_path, options.seed, started))
+    return run_to_exit_code(lambda: train_and_report(options.log_path, options.seed, started))

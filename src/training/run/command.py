@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import tyro
-from rich.console import Console
 
-from hearth.errors import ConfigError, HearthError
+from hearth.errors import ConfigError
+from hearth.exit_codes import exit_code
 from hearth.telemetry import setup_logging
 from training.rollouts.daemon_threads import DaemonThreads
 
@@ -28,27 +27,13 @@ def run_command(
 ) -> int:
     """Parse the flags and run ``main``; returns the exit code."""
     config = tyro.cli(config_type, args=arguments, prog=program)
-    return exit_code(lambda: main(config))
+    return run_to_exit_code(lambda: main(config))
 
 
-def exit_code(run: Callable[[], Any]) -> int:
-    """0 after ``run()``; 2 for a user's mistake, 1 for ours, 130 for Ctrl-C, each with one line."""
+def run_to_exit_code(run: Callable[[], object]) -> int:
+    """``exit_code`` of a recipe, which logs to stderr."""
     setup_logging()
-    try:
-        run()
-    except HearthError as error:
-        complain(error)
-        return 2 if error.category == "user" else 1
-    except KeyboardInterrupt:
-        complain("interrupted: finished steps and metrics are in log_path")
-        return 130
-    return 0
-
-
-def complain(error: object) -> None:
-    """One message on stderr."""
-    console = Console(file=sys.stderr)
-    console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+    return exit_code(run, interrupted="interrupted: finished steps and metrics are in log_path")
 
 
 def refuse_inside_event_loop() -> None:

@@ -87,11 +87,11 @@ def serving(tmp_path):
         return made[-1]
 
     yield make
-    for one in made:
-        if one.process.poll() is None:
-            one.process.terminate()
-            one.process.wait(20)
-        forkserver = one.forkserver()
+    for server in made:
+        if server.process.poll() is None:
+            server.process.terminate()
+            server.process.wait(20)
+        forkserver = server.forkserver()
         if forkserver is not None:
             os.kill(forkserver.pid, signal.SIGTERM)
             until(lambda forkserver=forkserver: not forkserver.is_alive(), 15)

@@ -20,7 +20,7 @@ from hearth.inference.engine.fused import FusedDecoder
 from hearth.inference.engine.prompts import EVERY, Extras
 from hearth.inference.engine.runner import ModelRunner
 from hearth.inference.engine.sampler import SampledTokens, SamplingValues, sample
-from hearth.kernels.build import torch_symbol
+from hearth.kernels.build import find_torch_symbol
 from hearth.kernels.ops import kernels
 from hearth.models.loading import LoadedModel, base_tensors
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, detach_lora
@@ -106,8 +106,8 @@ def runner(
 ) -> Callable[..., ModelRunner]:
     """A model's runner, decoding in fused loops (in both their ways) or through the module."""
     if request.param == "loop by loop":
-        monkeypatch.setattr("hearth.inference.engine.fused.torch_symbol", lambda _name: None)
-    elif torch_symbol("sgemm_") is None:
+        monkeypatch.setattr("hearth.inference.engine.fused.find_torch_symbol", lambda _name: None)
+    elif find_torch_symbol("sgemm_") is None:
         pytest.skip("torch does not show its matrix product")
 
     def make(loaded: LoadedModel, *, fused: bool, max_seq_len: int = 600) -> ModelRunner:
@@ -338,7 +338,7 @@ def test_the_shortest_sequences_leave_room_to_try_the_decoder(
     made = runner(build("llama"), fused=True, max_seq_len=max_seq_len)
 
     # Which is done at the fifth token.
-    assert made._fused._turns[0].shape[0] >= 5
+    assert made._fused._rotations[0].shape[0] >= 5
 
 
 def values(count: int, **given: Any) -> SamplingValues:

@@ -10,7 +10,7 @@ from hearth.kernels.ops import Kernels, kernels
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[Callable[[int], None]]:
-    """Set torch's number of threads, which is one unless a test says otherwise."""
+    """Set torch's number of threads; a test starts with one."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield torch.set_num_threads
@@ -19,7 +19,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.fixture
 def loops() -> Kernels:
-    found = kernels()
-    if found is None:
+    loops = kernels()
+    if loops is None:
         pytest.skip("needs a C compiler")
-    return found
+    return loops

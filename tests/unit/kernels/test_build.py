@@ -56,14 +56,16 @@ def files(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-def found() -> ctypes.CDLL | None:
-    """The library, as a process sees it that asks for the first time."""
-    return build.library.__wrapped__()
+def load() -> ctypes.CDLL | None:
+    """What a process gets that loads the library for the first time."""
+    return build.load_library.__wrapped__()
 
 
-def doubled(library: ctypes.CDLL) -> list[float]:
+def double(library: ctypes.CDLL) -> list[float]:
     """A calculation of the library: [1, 2] added to itself."""
-    x, weight, out = ((ctypes.c_float * 2)(*one) for one in ([1.0, 2.0], [1.0, 1.0], [0.0, 0.0]))
+    x, weight, out = (
+        (ctypes.c_float * 2)(*values) for values in ([1.0, 2.0], [1.0, 1.0], [0.0, 0.0])
+    )
     library.hearth_add_rms_norm(
         x, x, weight, ctypes.c_float(0.0), ctypes.c_int64(1), ctypes.c_int64(2), out, 1
     )
@@ -73,22 +75,22 @@ def doubled(library: ctypes.CDLL) -> list[float]:
 def test_without_a_compiler_there_are_no_loops(install: Install, tmp_path: Path) -> None:
     install()
 
-    assert found() is None
+    assert load() is None
     assert files(tmp_path) == []
 
 
-def test_a_compiler_that_fails_is_told_once_and_leaves_nothing(
+def test_a_compiler_that_fails_is_logged_once_and_leaves_nothing(
     install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     install("cc", script="echo no such processor >&2; exit 1")
 
     with caplog.at_level(logging.WARNING):
-        assert found() is None
+        assert load() is None
 
     assert len(calls(tmp_path)) == 2
     assert files(tmp_path) == []
     assert [record.getMessage()[:38] for record in caplog.records] == [
-        "the loops in C cannot be compiled, tor"
+        "the loops in C cannot be compiled, usi"
     ]
 
 
@@ -96,16 +98,17 @@ def test_a_compiler_that_hangs_is_given_up(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("cc", script="exec sleep 600")
+    # Without this the test would take two minutes; nobody else needs another timeout.
     monkeypatch.setattr(build, "TIMEOUT_S", 0.05)
 
-    assert found() is None
+    assert load() is None
     assert files(tmp_path) == []
 
 
 def test_what_a_compiler_made_may_be_no_library(install: Install) -> None:
     install("cc", script='while [ "$1" != -o ]; do shift; done; echo nonsense > "$2"')
 
-    assert found() is None
+    assert load() is None
 
 
 @needs_compiler
@@ -113,23 +116,23 @@ def test_what_a_compiler_made_may_be_no_library(install: Install) -> None:
 def test_any_of_the_usual_compilers_will_do(install: Install, name: str) -> None:
     install(name)
 
-    library = found()
+    library = load()
 
     assert library is not None
-    assert doubled(library) == [2.0, 4.0]
+    assert double(library) == [2.0, 4.0]
 
 
 @needs_compiler
 def test_a_compiler_without_openmp_makes_loops_for_one_thread(
     install: Install, tmp_path: Path
 ) -> None:
-    refuse = 'for one in "$@"; do [ "$one" = -fopenmp ] && exit 1; done\n'
+    refuse = 'for flag in "$@"; do [ "$flag" = -fopenmp ] && exit 1; done\n'
     install("cc", script=refuse + COMPILE)
 
-    library = found()
+    library = load()
 
     assert library is not None
-    assert doubled(library) == [2.0, 4.0]
+    assert double(library) == [2.0, 4.0]
     assert ["-fopenmp" in call.split() for call in calls(tmp_path)] == [True, False]
 
 
@@ -139,7 +142,7 @@ def test_switched_off_nothing_is_compiled(
     install("cc")
     monkeypatch.setenv("HEARTH_KERNELS", "0")
 
-    assert found() is None
+    assert load() is None
     assert calls(tmp_path) == []
 
 
@@ -149,8 +152,8 @@ def test_what_was_compiled_once_is_taken_by_all_that_follow(
 ) -> None:
     install("cc")
 
-    assert found() is not None
-    assert found() is not None
+    assert load() is not None
+    assert load() is not None
 
     assert len(calls(tmp_path)) == 1
     assert len(files(tmp_path)) == 1
@@ -160,17 +163,19 @@ def test_what_was_compiled_once_is_taken_by_all_that_follow(
 def test_two_at_once_both_get_a_whole_library(install: Install, tmp_path: Path) -> None:
     # Neither compiles before the other has begun.
     meet = (
-        f"echo >> {tmp_path}/begun\n"
-        f"while [ $(wc -l < {tmp_path}/begun) -lt 2 ]; do sleep 0.01; done\n"
+        f"echo >> {tmp_path}/started\n"
+        f"while [ $(wc -l < {tmp_path}/started) -lt 2 ]; do sleep 0.01; done\n"
     )
     folder = install("cc", script=meet + COMPILE)
 
     with ThreadPoolExecutor(2) as pool:
-        made = list(pool.map(build._compiled, [str(folder / "cc")] * 2, [build.cache_folder()] * 2))
+        compiled = list(
+            pool.map(build._compile_once, [str(folder / "cc")] * 2, [build.cache_folder()] * 2)
+        )
 
-    assert made[0] == made[1]
-    assert files(tmp_path) == [made[0].name]
-    assert doubled(ctypes.CDLL(str(made[0]))) == [2.0, 4.0]
+    assert compiled[0] == compiled[1]
+    assert files(tmp_path) == [compiled[0].name]
+    assert double(ctypes.CDLL(str(compiled[0]))) == [2.0, 4.0]
 
 
 @needs_compiler
@@ -178,12 +183,13 @@ def test_a_changed_source_is_compiled_anew(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("cc")
-    first = found()
+    first = load()
     changed = tmp_path / "cpu.c"
     changed.write_text(build.SOURCE.read_text() + "int hearth_answer(void) { return 42; }\n")
+    # A new version of Hearth changes the file itself.
     monkeypatch.setattr(build, "SOURCE", changed)
 
-    second = found()
+    second = load()
 
     assert first is not None
     assert second is not None
@@ -199,7 +205,7 @@ def test_a_cache_that_cannot_be_written_means_no_loops(
     (tmp_path / "cache").write_text("a file where a folder should be")
 
     with caplog.at_level(logging.WARNING):
-        assert found() is None
+        assert load() is None
 
     assert "cannot be compiled" in caplog.text
     assert calls(tmp_path) == []
@@ -216,4 +222,4 @@ def test_a_user_without_a_home_has_no_loops(
 
     monkeypatch.setattr(Path, "home", homeless)
 
-    assert found() is None
+    assert load() is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hearth.kernels.ops import AttentionShape, Kernels
+from hearth.kernels.ops import AttentionShape, Kernels, StepLayer
 
 SetThreads = Callable[[int], None]
 EPS = 1e-6
@@ -27,6 +27,11 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> No
     """Within a part of the largest value."""
     largest = max(1e-30, float(expected.abs().max()))
     assert float((found.double() - expected).abs().max()) <= tolerance * largest
+
+
+def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for tensor, other in zip(found, expected, strict=True):
+        assert torch.equal(tensor, other)
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -93,7 +98,7 @@ class Case:
     qkv: Tensor
     bias: Tensor | None
     norms: tuple[Tensor, Tensor] | None
-    turns: tuple[Tensor, Tensor]
+    rotations: tuple[Tensor, Tensor]
     positions: Tensor
     keys: Tensor
     values: Tensor
@@ -101,7 +106,6 @@ class Case:
     def run(self, loops: Kernels) -> tuple[Tensor, Tensor, Tensor]:
         """Heads' outputs [R, A, D], and the caches afterwards."""
         keys, values = self.keys.clone(), self.values.clone()
-        out = torch.empty(len(self.qkv), self.heads, self.dim)
         shape = AttentionShape(
             len(self.qkv),
             self.heads,
@@ -113,12 +117,17 @@ class Case:
             EPS,
             self.dim**-0.5,
         )
-        loops.decode_attention(
-            self.qkv, self.bias, self.norms, self.turns, self.positions, (keys, values), out, shape
+        q_norm, k_norm = self.norms or (None, None)
+        weights = {"bias": self.bias, "q_norm": q_norm, "k_norm": k_norm}
+        layer = StepLayer(
+            **{name: weight.data_ptr() for name, weight in weights.items() if weight is not None}
         )
-        return out, keys, values
+        out = loops.decode_attention(
+            self.qkv, layer, self.rotations, self.positions, (keys, values), shape
+        )
+        return out.view(len(self.qkv), self.heads, self.dim), keys, values
 
-    def of(self, row: int) -> Case:
+    def select_row(self, row: int) -> Case:
         """The same with one row alone."""
         rows = slice(row, row + 1)
         return Case(
@@ -128,7 +137,7 @@ class Case:
             self.qkv[rows].clone(),
             self.bias,
             self.norms,
-            self.turns,
+            self.rotations,
             self.positions[rows].clone(),
             self.keys[rows].clone(),
             self.values[rows].clone(),
@@ -141,7 +150,7 @@ class Case:
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.norms is not None:
             q, k = normed(q, self.norms[0]), normed(k, self.norms[1])
-        q, k = self._turned(q), self._turned(k)
+        q, k = self._rotate(q), self._rotate(k)
         keys, values = self.keys.double(), self.values.double()
         out: list[Tensor] = []
         for row, at in enumerate(self.positions.tolist()):
@@ -153,8 +162,8 @@ class Case:
             out.append(torch.einsum("ak,akd->ad", scores.softmax(-1), mixed))
         return torch.stack(out), keys, values
 
-    def _turned(self, x: Tensor) -> Tensor:
-        cosines, sines = (turn.double()[self.positions][:, None] for turn in self.turns)
+    def _rotate(self, x: Tensor) -> Tensor:
+        cosines, sines = (table.double()[self.positions][:, None] for table in self.rotations)
         low, high = x.chunk(2, dim=-1)
         return x * cosines + torch.cat([-high, low], dim=-1) * sines
 
@@ -207,8 +216,8 @@ def test_a_decoding_step_attends_as_written(
 
     found, expected = case.run(loops), case.expected()
 
-    for one, other in zip(found, expected, strict=True):
-        assert_close(one, other)
+    for tensor, exact in zip(found, expected, strict=True):
+        assert_close(tensor, exact)
     # Beside the new token's place nothing was written.
     untouched = torch.ones(case.keys.shape[:3], dtype=torch.bool)
     untouched[torch.arange(len(case.positions)), :, case.positions] = False
@@ -241,7 +250,7 @@ def test_a_rows_attention_has_the_same_bits_in_any_batch_on_any_threads(
     case = step(dim, 6, 2, bias=True, norm=True, positions=tuple(range(0, 130, 5)))
 
     together = case.run(loops)[0]
-    alone = [case.of(row).run(loops)[0] for row in range(len(together))]
+    alone = [case.select_row(row).run(loops)[0] for row in range(len(together))]
     threads(2)
 
     assert torch.equal(together, torch.cat(alone))
@@ -264,18 +273,17 @@ def test_other_loops_give_a_row_the_same_bits_in_any_batch_on_any_threads(
 
     together = outputs(slice(None))
     for row in (0, 1, 17, MANY - 1):
-        for one, other in zip(outputs(slice(row, row + 1)), together, strict=True):
-            assert torch.equal(one[0], other[row])
+        alone = outputs(slice(row, row + 1))
+        assert_equal([output[0] for output in alone], [output[row] for output in together])
     threads(2)
-    for one, other in zip(outputs(slice(None)), together, strict=True):
-        assert torch.equal(one, other)
+    assert_equal(outputs(slice(None)), together)
 
 
-def drawn(
+def sample(
     loops: Kernels, logits: Tensor, temperature: float = 1.0, fraction: float = 0.5
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = len(logits)
-    return loops.draw(
+    return loops.sample(
         logits, torch.full((rows,), temperature), torch.full((rows,), fraction, dtype=torch.float64)
     )
 
@@ -291,7 +299,7 @@ def test_a_draw_inverts_the_cumulative_distribution(
     fractions = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     temperatures = torch.full((200,), temperature)
-    tokens, logprobs, drawn_logprobs = loops.draw(logits, temperatures, fractions)
+    tokens, logprobs, sampled_logprobs = loops.sample(logits, temperatures, fractions)
 
     exact = logits.double()
     picked = tokens[:, None]
@@ -304,7 +312,7 @@ def test_a_draw_inverts_the_cumulative_distribution(
     sure = torch.searchsorted(cumulative, fractions[:, None], right=True)[:, 0]
     assert int((sure != tokens).sum()) <= 1
     assert_close(logprobs, exact.log_softmax(-1).gather(1, picked)[:, 0])
-    assert_close(drawn_logprobs, (exact / temperature).log_softmax(-1).gather(1, picked)[:, 0])
+    assert_close(sampled_logprobs, (exact / temperature).log_softmax(-1).gather(1, picked)[:, 0])
 
 
 LAST = math.nextafter(1.0, 0.0)
@@ -324,11 +332,11 @@ def test_a_token_without_probability_is_never_drawn(
     # An exponential of this is 0 in float32, at any of these temperatures.
     logits[:, 1] = -1000.0
 
-    tokens, logprobs, drawn_logprobs = drawn(loops, logits, temperature, fraction)
+    tokens, logprobs, sampled_logprobs = sample(loops, logits, temperature, fraction)
 
     own = logits.gather(1, tokens[:, None])[:, 0]
     assert bool((own > -500).all())
-    assert bool(logprobs.isfinite().all() and drawn_logprobs.isfinite().all())
+    assert bool(logprobs.isfinite().all() and sampled_logprobs.isfinite().all())
     if fraction == 0.0:
         counts = (logits - logits.amax(1, keepdim=True)) / temperature >= -87
         assert torch.equal(tokens, counts.float().argmax(1))
@@ -341,11 +349,11 @@ def test_a_tiny_temperature_takes_the_most_probable_token(
 ) -> None:
     logits = random(50, 997, scale=3.0)
 
-    tokens, logprobs, drawn_logprobs = drawn(loops, logits, temperature, fraction)
+    tokens, logprobs, sampled_logprobs = sample(loops, logits, temperature, fraction)
 
     assert torch.equal(tokens, logits.argmax(1))
     assert_close(logprobs, logits.double().log_softmax(-1).amax(1))
-    assert drawn_logprobs.abs().max() <= 1e-3
+    assert sampled_logprobs.abs().max() <= 1e-3
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -354,18 +362,18 @@ def test_logits_that_are_no_distribution_give_nan_and_harm_no_other_row(
     loops: Kernels, temperature: float, fraction: float
 ) -> None:
     logits = random(8, 97)
-    healthy = drawn(loops, logits, temperature, fraction)
+    healthy = sample(loops, logits, temperature, fraction)
     logits[0, 0], logits[1, 50], logits[2, 96] = math.nan, math.nan, math.nan
     logits[3, 7] = math.inf
     logits[4] = -math.inf
     logits[5] = math.nan
 
-    tokens, logprobs, drawn_logprobs = drawn(loops, logits, temperature, fraction)
+    tokens, logprobs, sampled_logprobs = sample(loops, logits, temperature, fraction)
 
-    assert bool(logprobs[:6].isnan().all() and drawn_logprobs[:6].isnan().all())
+    assert bool(logprobs[:6].isnan().all() and sampled_logprobs[:6].isnan().all())
     assert bool(((tokens >= 0) & (tokens < 97)).all())
-    for one, other in zip((tokens, logprobs, drawn_logprobs), healthy, strict=True):
-        assert torch.equal(one[6:], other[6:])
+    outputs = (tokens, logprobs, sampled_logprobs)
+    assert_equal([output[6:] for output in outputs], [output[6:] for output in healthy])
 
 
 def test_the_only_possible_token_is_drawn_surely(loops: Kernels) -> None:
@@ -373,9 +381,9 @@ def test_the_only_possible_token_is_drawn_surely(loops: Kernels) -> None:
     logits.fill_diagonal_(-3.0)
 
     for fraction in (0.0, 0.5, LAST):
-        tokens, logprobs, drawn_logprobs = drawn(loops, logits, 0.7, fraction)
+        tokens, logprobs, sampled_logprobs = sample(loops, logits, 0.7, fraction)
         assert tokens.tolist() == list(range(97))
-        assert logprobs.abs().max() == drawn_logprobs.abs().max() == 0
+        assert logprobs.abs().max() == sampled_logprobs.abs().max() == 0
 
 
 def test_a_draw_has_the_same_bits_in_any_batch_on_any_threads(
@@ -385,24 +393,22 @@ def test_a_draw_has_the_same_bits_in_any_batch_on_any_threads(
     temperatures = torch.linspace(0.5, 1.5, MANY)
     fractions = torch.linspace(0, 0.99, MANY, dtype=torch.float64)
 
-    together = loops.draw(logits, temperatures, fractions)
+    together = loops.sample(logits, temperatures, fractions)
     for row in (0, 1, 17, MANY - 1):
         rows = slice(row, row + 1)
-        alone = loops.draw(logits[rows].clone(), temperatures[rows].clone(), fractions[rows])
-        for one, other in zip(alone, together, strict=True):
-            assert torch.equal(one[0], other[row])
+        alone = loops.sample(logits[rows].clone(), temperatures[rows].clone(), fractions[rows])
+        assert_equal([output[0] for output in alone], [output[row] for output in together])
     threads(2)
-    for one, other in zip(loops.draw(logits, temperatures, fractions), together, strict=True):
-        assert torch.equal(one, other)
+    assert_equal(loops.sample(logits, temperatures, fractions), together)
 
 
 def test_no_room_for_work_arrays_is_an_error_and_no_crash(loops: Kernels) -> None:
     case = step(8, 2, 1, positions=(3,))
-    pointers: Any = [one.data_ptr() for one in (case.qkv, *case.turns, case.positions)]
+    pointers: Any = [tensor.data_ptr() for tensor in (case.qkv, *case.rotations, case.positions)]
     shape = AttentionShape(1, 2, 1, 8, 8, 8, 1, EPS, 1.0)
     case.positions[0] = 2**55
 
-    with pytest.raises(MemoryError, match="hearth_decode_attention has no room"):
+    with pytest.raises(MemoryError, match="hearth_decode_attention cannot allocate"):
         loops.library.hearth_decode_attention(
             pointers[0],
             None,

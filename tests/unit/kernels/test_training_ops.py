@@ -13,10 +13,10 @@ from hearth.kernels.training import (
     add_rms_norm,
     products,
     rms_norm,
+    rope,
     score,
     silu_mul,
     tree_attention,
-    turn,
 )
 from hearth.kernels.tree import Tree
 
@@ -38,8 +38,8 @@ def run(function: Function, inputs: Sequence[Tensor]) -> tuple[list[Tensor], lis
     found = function(*[leaf * 1.0 for leaf in leaves])
     outputs = list(found) if isinstance(found, tuple) else [found]
     total = sum(
-        (one * random(*one.shape, seed=90 + place).to(one)).sum()
-        for place, one in enumerate(outputs)
+        (output * random(*output.shape, seed=90 + place).to(output)).sum()
+        for place, output in enumerate(outputs)
     )
     assert isinstance(total, Tensor)
     gradients = torch.autograd.grad(total, leaves)
@@ -51,10 +51,15 @@ def assert_same(
 ) -> None:
     """Values and gradients within a part of the largest of each."""
     found, expected = run(fast, inputs), run(plain, [input_.double() for input_ in inputs])
-    for ones, others in zip(found, expected, strict=True):
-        for one, other in zip(ones, others, strict=True):
-            largest = float(other.abs().max()) or 0.1
-            assert float((one.double() - other).abs().max()) <= tolerance * largest
+    for tensors, exacts in zip(found, expected, strict=True):
+        for tensor, exact in zip(tensors, exacts, strict=True):
+            largest = float(exact.abs().max()) or 0.1
+            assert float((tensor.double() - exact).abs().max()) <= tolerance * largest
+
+
+def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for tensor, other in zip(found, expected, strict=True):
+        assert torch.equal(tensor, other)
 
 
 def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -91,10 +96,10 @@ def test_one_output_of_two_may_be_all_that_is_used(used: int) -> None:
 def test_frozen_weights_get_no_gradient() -> None:
     x, weight = random(5, 64).requires_grad_(), random(64)
     heads, norm = random(5, 2, 8).requires_grad_(), random(8)
-    turns = (torch.ones(9, 8), torch.zeros(9, 8))
+    rotations = (torch.ones(9, 8), torch.zeros(9, 8))
 
-    turned = turn(heads, norm, EPS, turns, torch.arange(5))
-    (rms_norm(x, weight, EPS).sum() + turned.sum()).backward()
+    rotated = rope(heads, norm, EPS, rotations, torch.arange(5))
+    (rms_norm(x, weight, EPS).sum() + rotated.sum()).backward()
 
     assert x.grad is not None
     assert heads.grad is not None
@@ -122,7 +127,7 @@ def test_products_with_the_same_rows_have_the_plain_values_and_gradients(
 
     assert_same(
         lambda x, *ws: products(x, *ws),
-        lambda x, *ws: tuple(x @ one.T for one in ws),
+        lambda x, *ws: tuple(x @ weight.T for weight in ws),
         [random(37, 48), *weights],
     )
 
@@ -130,8 +135,7 @@ def test_products_with_the_same_rows_have_the_plain_values_and_gradients(
 def test_products_give_gradients_to_those_that_want_them() -> None:
     x, first, second = random(5, 8), random(3, 8).requires_grad_(), random(4, 8)
 
-    one, other = products(x, first, second)
-    (one.sum() + other.sum()).backward()
+    torch.cat(products(x, first, second), dim=1).sum().backward()
 
     assert first.grad is not None
     torch.testing.assert_close(first.grad, x.sum(0).expand(3, 8))
@@ -139,38 +143,38 @@ def test_products_give_gradients_to_those_that_want_them() -> None:
     assert second.grad is None
 
 
-def plain_turn(x: Tensor, turns: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
-    cosines, sines = (turn.to(x)[positions][:, None] for turn in turns)
+def plain_rope(x: Tensor, rotations: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
+    cosines, sines = (table.to(x)[positions][:, None] for table in rotations)
     low, high = x.chunk(2, dim=-1)
     return x * cosines + torch.cat([-high, low], dim=-1) * sines
 
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dim", [2, 6, 8, 32, 64, 80, 128])
-def test_turned_heads_have_the_plain_values_and_gradients(
+def test_rotated_heads_have_the_plain_values_and_gradients(
     threads: SetThreads, dim: int, count: int
 ) -> None:
     threads(count)
     # Cosines and sines of both halves differ here, as no model's do, so that none is mistaken.
     angles = random(50, dim, seed=7)
-    turns = (angles.cos(), angles.sin())
+    rotations = (angles.cos(), angles.sin())
     positions = torch.tensor([0, 49, 3, 3, 17, 20, 1])
     x, norm = random(7, 3, dim, scale=3.0), random(dim, seed=1)
 
     assert_same(
-        lambda a: turn(a, None, EPS, turns, positions),
-        lambda a: plain_turn(a, turns, positions),
+        lambda a: rope(a, None, EPS, rotations, positions),
+        lambda a: plain_rope(a, rotations, positions),
         [x],
     )
     assert_same(
-        lambda a, w: turn(a, w, EPS, turns, positions),
-        lambda a, w: plain_turn(plain_norm(a, w), turns, positions),
+        lambda a, w: rope(a, w, EPS, rotations, positions),
+        lambda a, w: plain_rope(plain_norm(a, w), rotations, positions),
         [x, norm],
     )
 
 
-def tree_of(clusters: Sequence[tuple[int, Sequence[int]]]) -> Tree:
-    """A tree of (rows of the prefix, rows of each sequence)."""
+def make_tree(clusters: Sequence[tuple[int, Sequence[int]]]) -> Tree:
+    """A tree of (tokens of the prefix, tokens of each sequence)."""
     heads: list[tuple[int, int, int, int]] = []
     sequences: list[tuple[int, int]] = []
     row = most = 0
@@ -204,7 +208,7 @@ def rows_of(tree: Tree) -> int:
 
 
 def visible(tree: Tree) -> Tensor:
-    """Which rows [R, R] see which."""
+    """Which tokens [R, R] attend to which."""
     seen = torch.zeros(rows_of(tree), rows_of(tree), dtype=torch.bool)
     for start, prefix, first, end in tree.clusters.tolist():
         seen[start : start + prefix, start : start + prefix] = True
@@ -240,7 +244,7 @@ def test_attention_in_a_tree_is_masked_attention(
     threads: SetThreads, dim: int, heads: int, kv_heads: int, count: int
 ) -> None:
     threads(count)
-    tree = tree_of(TREES["clusters of all kinds"])
+    tree = make_tree(TREES["clusters of all kinds"])
 
     assert_same(
         lambda q, k, v: tree_attention(q, k, v, tree, dim**-0.5),
@@ -252,7 +256,7 @@ def test_attention_in_a_tree_is_masked_attention(
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize("heads", [2, 6])
 def test_attention_takes_any_tree(kind: str, heads: int) -> None:
-    tree = tree_of(TREES[kind])
+    tree = make_tree(TREES[kind])
 
     assert_same(
         lambda q, k, v: tree_attention(q, k, v, tree, 0.3),
@@ -262,7 +266,7 @@ def test_attention_takes_any_tree(kind: str, heads: int) -> None:
 
 
 def test_attention_takes_scores_that_no_exponential_holds() -> None:
-    tree = tree_of([(9, [4, 7])])
+    tree = make_tree([(9, [4, 7])])
     inputs = attention_inputs(tree, 2, 1, 32, scale=10.0)
 
     assert_same(
@@ -277,14 +281,14 @@ def test_attention_takes_scores_that_no_exponential_holds() -> None:
 def test_a_rows_attention_has_the_same_bits_whatever_it_is_packed_with(
     threads: SetThreads, dim: int
 ) -> None:
-    tree = tree_of([(9, [4, 11]), (21, [5]), (0, [64])])
+    tree = make_tree([(9, [4, 11]), (21, [5]), (0, [64])])
     q, k, v = attention_inputs(tree, 4, 2, dim)
     scale = dim**-0.5
 
     together = tree_attention(q, k, v, tree, scale)
     # The second sequence of the first cluster, with a copy of its prefix.
     own = torch.tensor([*range(9), *range(13, 24)])
-    for alone in (tree_of([(9, [11])]), tree_of([(0, [20])]), tree_of([(20, [])])):
+    for alone in (make_tree([(9, [11])]), make_tree([(0, [20])]), make_tree([(20, [])])):
         found = tree_attention(q[own], k[own], v[own], alone, scale)
         assert torch.equal(found, together[own])
     threads(2)
@@ -294,24 +298,23 @@ def test_a_rows_attention_has_the_same_bits_whatever_it_is_packed_with(
 def test_attentions_gradient_has_the_same_bits_on_any_number_of_threads(
     threads: SetThreads,
 ) -> None:
-    tree = tree_of(TREES["more queries than a tile holds"])
+    tree = make_tree(TREES["more queries than a tile holds"])
     inputs = attention_inputs(tree, 6, 2, 32)
 
     def gradients(count: int) -> list[Tensor]:
         threads(count)
         return run(lambda q, k, v: tree_attention(q, k, v, tree, 0.3), inputs)[1]
 
-    for one, other in zip(gradients(1), gradients(2), strict=True):
-        assert torch.equal(one, other)
+    assert_equal(gradients(1), gradients(2))
 
 
 @pytest.mark.parametrize("place", [3, 35])
 def test_no_row_is_harmed_by_a_later_one(place: int) -> None:
-    tree = tree_of([(0, [40])])
+    tree = make_tree([(0, [40])])
     q, k, v = attention_inputs(tree, 1, 1, 32)
     sound = tree_attention(q, k, v, tree, 0.3)
-    for one in (q, k, v):
-        one[place] = math.nan
+    for tensor in (q, k, v):
+        tensor[place] = math.nan
 
     found = tree_attention(q, k, v, tree, 0.3)
 
@@ -325,31 +328,30 @@ def test_other_loops_give_a_row_the_same_bits_in_any_batch_on_any_threads(
     rows, size = 37, 513
     x, y, weight = random(rows, size), random(rows, size, seed=1), random(size, seed=2)
     angles = random(50, 80, seed=3)
-    turns, positions = (angles.cos(), angles.sin()), torch.arange(rows)
+    rotations, positions = (angles.cos(), angles.sin()), torch.arange(rows)
     heads, norm = random(rows, 3, 80, seed=4), random(80, seed=5)
     logits, targets = random(rows, 997, seed=6), torch.arange(rows)
 
     def outputs(at: slice) -> list[Tensor]:
         """Values, and gradients in what has rows."""
         own, more = x[at].clone().requires_grad_(), y[at].clone().requires_grad_()
-        turning, scoring = heads[at].clone().requires_grad_(), logits[at].clone().requires_grad_()
+        rotating, scoring = heads[at].clone().requires_grad_(), logits[at].clone().requires_grad_()
         values = [
             *add_rms_norm(own, more, weight, EPS),
             silu_mul(own, more),
-            turn(turning, norm, EPS, turns, positions[at].clone()),
+            rope(rotating, norm, EPS, rotations, positions[at].clone()),
             score(scoring * 1.0, targets[at].clone(), 0.7),
         ]
         total = torch.stack([value.square().sum() for value in values]).sum()
-        gradients = torch.autograd.grad(total, [own, more, turning, scoring])
+        gradients = torch.autograd.grad(total, [own, more, rotating, scoring])
         return [*(value.detach() for value in values), *gradients]
 
     together = outputs(slice(None))
     for row in (0, 1, 17, rows - 1):
-        for one, other in zip(outputs(slice(row, row + 1)), together, strict=True):
-            assert torch.equal(one[0], other[row])
+        alone = outputs(slice(row, row + 1))
+        assert_equal([output[0] for output in alone], [output[row] for output in together])
     threads(2)
-    for one, other in zip(outputs(slice(None)), together, strict=True):
-        assert torch.equal(one, other)
+    assert_equal(outputs(slice(None)), together)
 
 
 def plain_score(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
@@ -392,7 +394,7 @@ def test_impossible_tokens_have_no_gradient() -> None:
 def test_numbers_that_are_none_stay_visible(value: float) -> None:
     logits, x = random(3, 9), random(3, 8)
     logits[1, 4] = x[1, 4] = value
-    tree = tree_of([(0, [2]), (0, [1])])
+    tree = make_tree([(0, [2]), (0, [1])])
     heads = x.view(3, 1, 8).clone()
 
     scored = score(logits, torch.zeros(3, dtype=torch.int64))
@@ -415,30 +417,30 @@ def test_a_loss_twice_through_the_same_rows_is_refused() -> None:
 
 
 def test_no_room_for_work_arrays_is_an_error_and_no_crash() -> None:
-    tree = tree_of([(2, [1])])
+    tree = make_tree([(2, [1])])
     endless = Tree(tree.clusters, tree.sequences, 2**50)
     q, k, v = attention_inputs(tree, 1, 1, 8)
 
-    with pytest.raises(MemoryError, match="hearth_tree_forward has no room"):
+    with pytest.raises(MemoryError, match="hearth_tree_forward cannot allocate"):
         tree_attention(q, k, v, endless, 1.0)
 
 
 def test_a_norms_gradient_has_the_same_bits_on_any_number_of_threads() -> None:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(1003, 4, 32, generator=generator)
-    weight, turns = torch.randn(32, generator=generator), torch.randn(2, 1003, 32)
+    weight, rotations = torch.randn(32, generator=generator), torch.randn(2, 1003, 32)
     grad = torch.randn(1003, 4, 32, generator=generator)
     positions = torch.arange(1003)
 
     def gradients(threads: int) -> list[torch.Tensor]:
         torch.set_num_threads(threads)
-        one, other = (weight.clone().requires_grad_() for _ in range(2))
-        turn(x, one, EPS, (turns[0], turns[1]), positions).backward(grad)
-        rms_norm(x.flatten(0, 1), other, EPS).backward(grad.flatten(0, 1))
+        head_weight, weight_of_all = (weight.clone().requires_grad_() for _ in range(2))
+        rope(x, head_weight, EPS, (rotations[0], rotations[1]), positions).backward(grad)
+        rms_norm(x.flatten(0, 1), weight_of_all, EPS).backward(grad.flatten(0, 1))
         torch.set_num_threads(1)
-        return [value for value in (one.grad, other.grad) if value is not None]
+        return [leaf.grad for leaf in (head_weight, weight_of_all) if leaf.grad is not None]
 
-    alone, together = gradients(1), gradients(2)
+    alone = gradients(1)
 
     assert len(alone) == 2
-    assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
+    assert_equal(alone, gradients(2))

@@ -41,7 +41,7 @@ def test_a_config_that_is_none_is_refused(tmp_path: Path, content: str | None) -
 
 
 @pytest.mark.parametrize("kind", [OSError, HTTPError])
-def test_a_hub_that_cannot_be_reached_is_said_at_once(
+def test_a_hub_that_cannot_be_reached_is_reported_at_once(
     monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     def unreachable(*_: object, **__: object) -> NoReturn:
@@ -49,7 +49,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
 
-    with pytest.raises(ConfigError, match=r"must be a folder where the hub cannot.*no route"):
+    with pytest.raises(ConfigError, match=r"must be a folder when the hub cannot.*no route"):
         read_config("somebody/a-model-that-nobody-has")
 
 
@@ -77,7 +77,7 @@ def test_a_gone_cache_and_a_bad_name_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", gone)
 
-    with pytest.raises(ConfigError, match="must be a folder where the hub cannot be reached"):
+    with pytest.raises(ConfigError, match="must be a folder when the hub cannot be reached"):
         read_config("somebody/a-model")
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="model must be a registered name, a folder or a hub id"):

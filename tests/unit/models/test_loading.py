@@ -36,7 +36,7 @@ def test_bfloat16_weights_are_the_rounded_float32_weights(qwen_folder: Path) -> 
     exact = base_tensors(load_model(qwen_folder).module)
     rounded = base_tensors(load_model(qwen_folder, dtype="bfloat16").module)
 
-    assert all(torch.equal(rounded[name], one.bfloat16()) for name, one in exact.items())
+    assert all(torch.equal(rounded[name], tensor.bfloat16()) for name, tensor in exact.items())
 
 
 def test_a_tied_head_is_one_tensor_under_the_embeddings_name(qwen_folder: Path) -> None:
@@ -76,7 +76,7 @@ def test_an_export_refuses_tensors_of_another_model(qwen_folder: Path, tmp_path:
 
 def test_misshapen_weights_change_nothing(qwen_folder: Path) -> None:
     module = load_model(qwen_folder).module
-    given = {name: torch.zeros_like(one) for name, one in base_tensors(module).items()}
+    given = {name: torch.zeros_like(tensor) for name, tensor in base_tensors(module).items()}
     given["model.norm.weight"] = torch.zeros(7)
 
     with pytest.raises(EngineError, match=r"model.norm.weight \[7\] instead of \[32\]"):

@@ -73,7 +73,7 @@ def test_only_the_adapter_requires_gradients_and_it_is_float32(qwen_folder: Path
     loaded = load_model(qwen_folder, dtype="bfloat16")
     attach_lora(loaded, LoraOptions(rank=4))
 
-    trained = {name for name, one in loaded.module.named_parameters() if one.requires_grad}
+    trained = {name for name, weight in loaded.module.named_parameters() if weight.requires_grad}
     assert all(".lora_" in name for name in trained)
     assert {tensor.dtype for tensor in adapter_tensors(loaded).values()} == {torch.float32}
 
@@ -170,7 +170,7 @@ def test_merging_leaves_the_base_weights_alone(qwen_folder: Path) -> None:
     merged = merged_tensors(loaded)
 
     own, expected = base_tensors(loaded.module), base_tensors(plain.module)
-    assert all(torch.equal(own[name], one) for name, one in expected.items())
+    assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
     assert not torch.equal(
         merged["model.layers.0.mlp.up_proj.weight"], expected["model.layers.0.mlp.up_proj.weight"]
     )

@@ -37,13 +37,13 @@ def bare(qwen_folder: Path, tmp_path: Path) -> str:
 OWN = {f"w{number}": number for number in range(64)}
 FITTING = [
     ("a copy", OWN),
-    ("fewer tokens", {name: one for name, one in OWN.items() if one < 9}),
+    ("fewer tokens", {name: id for name, id in OWN.items() if id < 9}),
     ("tokens of its own", {**OWN, "<tool>": 64}),
-    ("another name for an id", {"<tool>": 0, **{name: one for name, one in OWN.items() if one}}),
+    ("another name for an id", {"<tool>": 0, **{name: id for name, id in OWN.items() if id}}),
 ]
 
 
-@pytest.mark.parametrize("ids", [one for _, one in FITTING], ids=[one for one, _ in FITTING])
+@pytest.mark.parametrize("ids", [ids for _, ids in FITTING], ids=[name for name, _ in FITTING])
 def test_a_tokenizer_with_the_models_ids_fits(qwen_folder, tmp_path, ids):
     check_tokenizer(tokenizer_of(tmp_path / "mine", ids), "mine", str(qwen_folder))
 

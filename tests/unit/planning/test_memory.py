@@ -62,7 +62,7 @@ def datum() -> DatumRecord:
     return DatumRecord.model_validate(
         {
             "model_input": {"chunks": [{"tokens": tokens[:-1].tolist()}]},
-            "loss_fn_inputs": {name: one.as_dict() for name, one in inputs.items()},
+            "loss_fn_inputs": {name: value.as_dict() for name, value in inputs.items()},
         }
     )
 
@@ -75,7 +75,7 @@ def live() -> dict[str, int]:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     groups = {"parameters": parameters, "gradients": gradients, "all": [*tensors, *gradients]}
     return {
-        name: sum({one.untyped_storage().data_ptr(): one.nbytes for one in group}.values())
+        name: sum({tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in group}.values())
         for name, group in groups.items()
     }
 
@@ -125,7 +125,7 @@ def kept_bytes(loaded: LoadedModel, **options: Any) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         states = scorer.states(batch)
     del states
     return sum(kept.values())
@@ -155,7 +155,7 @@ def test_activations_are_those_that_autograd_keeps_within_a_tenth(
     rank: int | None,
 ) -> None:
     if way == "module":
-        monkeypatch.setattr(PackedDecoder, "of", lambda _: None)
+        monkeypatch.setattr(PackedDecoder, "from_model", lambda _: None)
     model = saved(tmp_path, kind)
     loaded = load_model(tmp_path, dtype=dtype)
     if rank is not None:
@@ -214,8 +214,8 @@ def test_what_is_offloaded_is_the_hosts() -> None:
 
 
 def test_a_replica_divides_weights_and_cache_as_far_as_it_has_heads() -> None:
-    one = replica_bytes(QWEN_8B, ReplicaSetting(context=1024, sequences=32))
+    single = replica_bytes(QWEN_8B, ReplicaSetting(context=1024, sequences=32))
     two = replica_bytes(QWEN_8B, ReplicaSetting(context=1024, sequences=32, gpus=2))
 
-    assert one["weights"] == 2 * two["weights"] == 2 * QWEN_8B.parameters
-    assert one["KV cache"] == 2 * two["KV cache"] == 32 * 1024 * 147_456
+    assert single["weights"] == 2 * two["weights"] == 2 * QWEN_8B.parameters
+    assert single["KV cache"] == 2 * two["KV cache"] == 32 * 1024 * 147_456

@@ -13,47 +13,48 @@ from hearth.control.catalog import read_catalog
 from hearth.errors import ConfigError
 from hearth.planning.architecture import read_architecture
 from hearth.planning.memory import GIB, trainer_bytes
-from hearth.planning.plan import Question, answer, best_layout
-from hearth.planning.rates import Gpu, drawing_tokens_per_s, training_tokens_per_s
+from hearth.planning.plan import PlanRequest, find_best_layout, make_plan
+from hearth.planning.rates import Gpu, sampling_tokens_per_s, training_tokens_per_s
 from hearth.planning.shapes import catalog_entry, shape_name
 
 
-def question(name: str, gpus: int, context: int, **more: Any) -> Question:
+def make_request(name: str, gpus: int, context: int, **more: Any) -> PlanRequest:
     model = read_architecture(PUBLISHED[name]().to_dict())
-    return Question(model=model, gpus=gpus, context=context, **more)
+    return PlanRequest(model=model, gpus=gpus, context=context, **more)
 
 
 def test_a_small_model_is_trained_and_served_on_one_gpu() -> None:
-    found = answer(question("qwen3-0p6b", 1, 2048, gpu_memory_gib=24, concurrent=16))
+    plan = make_plan(make_request("qwen3-0p6b", 1, 2048, gpu_memory_gib=24, concurrent=16))
 
-    assert found.fits
-    assert found.layout.is_shared
-    assert (found.layout.trainer.ranks, found.layout.replicas) == (1, 1)
-    assert found.layout.replica.engine == "embedded"
-    held = [*found.layout.trainer_bytes.values(), *found.layout.replica_bytes.values()]
+    assert plan.fits
+    assert plan.layout.is_shared
+    assert (plan.layout.trainer.ranks, plan.layout.replicas) == (1, 1)
+    assert plan.layout.replica.engine == "embedded"
+    held = [*plan.layout.trainer_bytes.values(), *plan.layout.replica_bytes.values()]
     assert sum(held) <= 0.9 * 24 * GIB
 
 
 def test_one_process_of_its_own_each_where_snapshots_in_memory_do_not_fit() -> None:
-    asked = question("qwen3-0p6b", 1, 2048, gpu_memory_gib=24, concurrent=16)
-    roomy = answer(replace(asked, gpu_memory_gib=48)).layout
+    request = make_request("qwen3-0p6b", 1, 2048, gpu_memory_gib=24, concurrent=16)
+    roomy = make_plan(replace(request, gpu_memory_gib=48)).layout
 
     tight = [
-        answer(replace(asked, gpu_memory_gib=memory)).layout.placement for memory in range(12, 48)
+        make_plan(replace(request, gpu_memory_gib=memory)).layout.placement
+        for memory in range(12, 48)
     ]
 
     assert roomy.placement == "inline"
-    assert roomy.trainer_bytes["snapshots"] == 4 * 2 * asked.model.parameters
+    assert roomy.trainer_bytes["snapshots"] == 4 * 2 * request.model.parameters
     assert "process" in tight
     # Once the whole platform fits into one process it goes on fitting.
     assert "process" not in tight[tight.index("inline") + 1 :] or tight[0] == "inline"
 
 
 def test_eight_gpus_are_divided_among_ranks_and_replicas() -> None:
-    found = answer(question("qwen3-8b", 8, 8192))
+    plan = make_plan(make_request("qwen3-8b", 8, 8192))
 
-    layout = found.layout
-    assert found.fits
+    layout = plan.layout
+    assert plan.fits
     assert layout.placement == "process"
     assert layout.trainer.ranks + layout.replicas * layout.replica.gpus <= 8
     # 16 bytes a parameter: float32 weights, gradients, moments.
@@ -66,77 +67,79 @@ def test_eight_gpus_are_divided_among_ranks_and_replicas() -> None:
 
 
 def test_ranks_share_a_trainer_until_it_fits() -> None:
-    model = question("qwen3-8b", 8, 8192)
+    model = make_request("qwen3-8b", 8, 8192)
 
-    layouts = [best_layout(replace(model, gpus=gpus)) for gpus in (2, 4, 8)]
+    layouts = [find_best_layout(replace(model, gpus=gpus)) for gpus in (2, 4, 8)]
 
     # 131 GB of state fit no GPU, and no three beside 33 GB of gradients that wait for their sum.
     assert [layout is not None for layout in layouts] == [False, False, True]
 
 
 def test_activations_are_kept_as_far_as_there_is_room() -> None:
-    asked = question("qwen3-8b", 8, 8192)
-    layout = answer(asked).layout
+    request = make_request("qwen3-8b", 8, 8192)
+    layout = make_plan(request).layout
     setting = layout.trainer
 
     assert setting.recompute_above is not None
     fewer = replace(setting, micro_batch_tokens=setting.recompute_above, recompute_above=None)
-    assert sum(trainer_bytes(asked.model, fewer).values()) <= asked.room
+    assert sum(trainer_bytes(request.model, fewer).values()) <= request.room
 
 
 def test_more_than_a_machine_is_placed_by_ray() -> None:
-    layout = answer(question("qwen3-30b-a3b", 16, 8192)).layout
+    layout = make_plan(make_request("qwen3-30b-a3b", 16, 8192)).layout
 
     assert layout.placement == "ray"
     assert layout.gpus <= 16
 
 
 def test_what_does_not_fit_says_what_is_short_and_what_would() -> None:
-    asked = question("qwen3-8b", 1, 4096, concurrent=16)
-    found = answer(asked)
+    request = make_request("qwen3-8b", 1, 4096, concurrent=16)
+    plan = make_plan(request)
 
-    assert not found.fits
-    ((who, missing),) = found.shortage.items()
-    held = [*found.layout.trainer_bytes.values(), *found.layout.replica_bytes.values()]
+    assert not plan.fits
+    ((who, missing),) = plan.shortage.items()
+    held = [*plan.layout.trainer_bytes.values(), *plan.layout.replica_bytes.values()]
     assert who == "trainer and deployment"
-    assert missing == sum(held) - asked.room
-    assert found.advice[0] == "an adapter fits: --lora-rank 32"
-    assert best_layout(replace(asked, lora_rank=32)) is not None
-    assert found.advice[1].endswith("--gpus 8")
-    assert best_layout(replace(asked, gpus=8)) is not None
+    assert missing == sum(held) - request.room
+    assert plan.advice[0] == "an adapter fits: --lora-rank 32"
+    assert find_best_layout(replace(request, lora_rank=32)) is not None
+    assert plan.advice[1].endswith("--gpus 8")
+    assert find_best_layout(replace(request, gpus=8)) is not None
 
 
 def test_advice_is_of_what_fits_alone() -> None:
-    found = answer(question("qwen3-32b", 1, 4096, gpu_memory_gib=8))
+    plan = make_plan(make_request("qwen3-32b", 1, 4096, gpu_memory_gib=8))
 
-    assert all("--lora-rank" not in one and "--context" not in one for one in found.advice)
+    assert all("--lora-rank" not in advice and "--context" not in advice for advice in plan.advice)
 
 
 def test_a_long_context_is_shortened_or_asked_for_less_often() -> None:
-    asked = question("qwen3-0p6b", 1, 40960, gpu_memory_gib=24)
-    found = answer(asked)
+    request = make_request("qwen3-0p6b", 1, 40960, gpu_memory_gib=24)
+    plan = make_plan(request)
 
-    assert not found.fits
-    less = {one.rsplit("--", 1)[-1].split()[0]: int(one.split()[-1]) for one in found.advice}
-    assert best_layout(replace(asked, context=less["context"])) is not None
-    assert best_layout(replace(asked, context=2 * less["context"])) is None
+    assert not plan.fits
+    less = {
+        advice.rsplit("--", 1)[-1].split()[0]: int(advice.split()[-1]) for advice in plan.advice
+    }
+    assert find_best_layout(replace(request, context=less["context"])) is not None
+    assert find_best_layout(replace(request, context=2 * less["context"])) is None
 
 
 def test_the_hosts_memory_takes_what_ranks_have_no_room_for() -> None:
-    asked = question("qwen3-8b", 4, 8192)
+    request = make_request("qwen3-8b", 4, 8192)
 
-    found = answer(asked)
-    away = answer(replace(asked, offload_optimizer=True))
+    plan = make_plan(request)
+    away = make_plan(replace(request, offload_optimizer=True))
 
-    assert not found.fits
-    assert any("--offload-optimizer" in one for one in found.advice)
+    assert not plan.fits
+    assert any("--offload-optimizer" in advice for advice in plan.advice)
     assert away.fits
-    assert away.host_bytes >= 16 * asked.model.parameters
-    assert "offload_optimizer = true" in catalog_entry("m", asked, away.layout)
+    assert away.host_bytes >= 16 * request.model.parameters
+    assert "offload_optimizer = true" in catalog_entry("m", request, away.layout)
 
 
 def test_more_gpus_than_a_deployment_has_replicas_go_several_to_a_replica() -> None:
-    layout = answer(question("qwen3-8b", 512, 4096, concurrent=8192)).layout
+    layout = make_plan(make_request("qwen3-8b", 512, 4096, concurrent=8192)).layout
 
     assert layout.replicas <= 64
     assert layout.replica.gpus > 1
@@ -145,55 +148,55 @@ def test_more_gpus_than_a_deployment_has_replicas_go_several_to_a_replica() -> N
 
 
 def test_a_reference_takes_memory_but_beside_an_adapter() -> None:
-    asked = question("qwen3-8b", 8, 8192)
+    request = make_request("qwen3-8b", 8, 8192)
 
-    full = answer(replace(asked, has_reference=True)).layout
-    adapter = answer(replace(asked, has_reference=True, lora_rank=16)).layout
+    full = make_plan(replace(request, has_reference=True)).layout
+    adapter = make_plan(replace(request, has_reference=True, lora_rank=16)).layout
 
-    assert full.trainer_bytes["reference"] == -(-2 * asked.model.parameters // full.trainer.ranks)
+    assert full.trainer_bytes["reference"] == -(-2 * request.model.parameters // full.trainer.ranks)
     assert "reference" not in adapter.trainer_bytes
 
 
 def test_a_sync_of_an_adapter_is_small_and_one_in_float32_is_whole() -> None:
-    asked = question("qwen3-0p6b", 2, 1024)
+    request = make_request("qwen3-0p6b", 2, 1024)
 
-    full = answer(asked)
-    adapter = answer(replace(asked, lora_rank=8))
-    wide = answer(replace(asked, dtype="float32"))
+    full = make_plan(request)
+    adapter = make_plan(replace(request, lora_rank=8))
+    wide = make_plan(replace(request, dtype="float32"))
 
-    assert full.base_bytes == 2 * asked.model.parameters
+    assert full.base_bytes == 2 * request.model.parameters
     assert full.delta_bytes == round(0.03 * full.base_bytes)
-    assert adapter.base_bytes == adapter.delta_bytes == 4 * asked.model.lora_parameters(8)
-    assert wide.base_bytes == wide.delta_bytes == 4 * asked.model.parameters
+    assert adapter.base_bytes == adapter.delta_bytes == 4 * request.model.lora_parameters(8)
+    assert wide.base_bytes == wide.delta_bytes == 4 * request.model.parameters
 
 
 def test_rates_are_those_of_the_datasheet_by_hand() -> None:
-    asked = question("qwen3-8b", 8, 4096)
-    layout = answer(asked).layout
+    request = make_request("qwen3-8b", 8, 4096)
+    layout = make_plan(request).layout
     setting = replace(layout.trainer, recompute_above=None, lora_rank=None)
     replica = replace(layout.replica, sequences=16, context=4096, gpus=1)
 
     active = 8_190_735_360 - 151936 * 4096
     per_token = 3 * (2 * active + 2 * 36 * 4096 * 4096)
-    assert training_tokens_per_s(asked.model, setting, 4096, Gpu()) == pytest.approx(
+    assert training_tokens_per_s(request.model, setting, 4096, Gpu()) == pytest.approx(
         0.35 * 989e12 / per_token
     )
     read = 2 * active + 16 * 2048 * 147_456
-    assert drawing_tokens_per_s(asked.model, replica, Gpu()) == pytest.approx(
+    assert sampling_tokens_per_s(request.model, replica, Gpu()) == pytest.approx(
         16 * 0.5 * 3.35e12 / read
     )
 
 
 @pytest.mark.parametrize("rank", [None, 16])
 def test_a_catalog_takes_the_shape(tmp_path: Path, rank: int | None) -> None:
-    asked = question("qwen3-8b", 8, 8192, lora_rank=rank, concurrent=16)
+    request = make_request("qwen3-8b", 8, 8192, lora_rank=rank, concurrent=16)
     name = "accounts/fireworks/models/qwen3-8b"
-    layout = answer(asked).layout
+    layout = make_plan(request).layout
     file = tmp_path / "catalog.toml"
 
-    file.write_text(catalog_entry(name, asked, layout))
+    file.write_text(catalog_entry(name, request, layout))
 
-    shape = read_catalog(file).shape(shape_name(name, asked))
+    shape = read_catalog(file).shape(shape_name(name, request))
     assert shape.name == "accounts/mine/trainingShapes/qwen3-8b-8x80g"
     assert shape.base_model == name
     assert shape.trainer_mode == ("POLICY_TRAINER" if rank is None else "LORA_TRAINER")
@@ -216,4 +219,4 @@ def test_a_catalog_takes_the_shape(tmp_path: Path, rank: int | None) -> None:
 )
 def test_a_question_that_breaks_a_rule_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        replace(question("qwen3-0p6b", 1, 64), **values)
+        replace(make_request("qwen3-0p6b", 1, 64), **values)

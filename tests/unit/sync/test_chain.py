@@ -40,7 +40,7 @@ class Trainer:
         self.published.publish(
             self.store, identity, "tiny", self.weights, {"step": len(self.history)}, as_delta=delta
         )
-        self.history[identity] = {name: one.clone() for name, one in self.weights.items()}
+        self.history[identity] = {name: tensor.clone() for name, tensor in self.weights.items()}
 
     def run(self, *identities: str) -> None:
         for identity in identities:
@@ -50,7 +50,7 @@ class Trainer:
 
 def same(found: Any, expected: Tensors) -> bool:
     return found.keys() == expected.keys() and all(
-        checksum(found[name]) == checksum(one) for name, one in expected.items()
+        checksum(found[name]) == checksum(tensor) for name, tensor in expected.items()
     )
 
 
@@ -222,7 +222,7 @@ def test_a_chain_of_large_deltas_ends_early(folder: FolderSnapshotStore) -> None
     trainer = Trainer(folder)
     for number in range(6):
         trainer.save(f"s{number}")
-        trainer.weights = {name: one + 1 for name, one in trainer.weights.items()}
+        trainer.weights = {name: tensor + 1 for name, tensor in trainer.weights.items()}
 
     kinds = [folder.get(name).kind for name in trainer.history]
     # Two deltas of a base's size each.
@@ -340,7 +340,7 @@ def test_a_delta_on_other_weights_than_its_parents_is_refused(
     folder: FolderSnapshotStore, tensor: str
 ) -> None:
     Trainer(folder).run("a", "b")
-    served = {name: one.clone() for name, one in folder.get("a").tensors.items()}
+    served = {name: tensor.clone() for name, tensor in folder.get("a").tensors.items()}
     served[tensor].view(-1)[-1] += 1
 
     with pytest.raises(EngineError, match=f"tensor '{tensor}' must be that of snapshot 'b'"):

@@ -35,7 +35,7 @@ def parts_of(encoded: dict[str, torch.Tensor]) -> set[str]:
 
 
 def num_bytes(encoded: dict[str, torch.Tensor]) -> int:
-    return sum(one.nbytes for one in encoded.values())
+    return sum(part.nbytes for part in encoded.values())
 
 
 @settings(deadline=None, max_examples=60)
@@ -125,7 +125,7 @@ def test_shapes_of_every_kind_come_back() -> None:
         "matrix": torch.zeros(30, 40),
         "transposed": torch.arange(1200.0).reshape(40, 30).T,
     }
-    new = {name: one.clone() for name, one in old.items()}
+    new = {name: tensor.clone() for name, tensor in old.items()}
     new["scalar"] = torch.tensor(-0.0)
     new["matrix"][29, 39] = 1
     new["transposed"] = torch.arange(1200.0).reshape(40, 30).T.contiguous()
@@ -140,16 +140,21 @@ def test_shapes_of_every_kind_come_back() -> None:
 
 def test_threads_give_what_one_thread_gives() -> None:
     old = {f"w{i}": random_bits(300_000, torch.bfloat16, i) for i in range(5)}
-    new = {name: changed(one, torch.arange(0, one.numel(), 90)) for name, one in old.items()}
+    new = {
+        name: changed(tensor, torch.arange(0, tensor.numel(), 90)) for name, tensor in old.items()
+    }
 
     together = delta.encode(old, new)
 
     for name in old:
         alone = delta.encode({name: old[name]}, {name: new[name]})
-        assert {key: checksum(one) for key, one in alone.items()} == {
-            key: checksum(one) for key, one in together.items() if key.startswith(f"{name}/")
+        assert {key: checksum(part) for key, part in alone.items()} == {
+            key: checksum(part) for key, part in together.items() if key.startswith(f"{name}/")
         }
-    assert all(checksum(one) == checksum(new[n]) for n, one in delta.apply(together, old).items())
+    assert all(
+        checksum(tensor) == checksum(new[name])
+        for name, tensor in delta.apply(together, old).items()
+    )
 
 
 @pytest.mark.parametrize(

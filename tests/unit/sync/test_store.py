@@ -46,10 +46,12 @@ def test_a_snapshot_comes_back_with_the_same_bytes(store: SnapshotStore) -> None
 
     assert (found.identity, found.kind, found.base_model) == ("step-1-ab12", "base", "tiny")
     assert found.metadata == {"step": 3}
-    assert {name: one.dtype for name, one in found.tensors.items()} == {
-        name: one.dtype for name, one in TENSORS.items()
+    assert {name: tensor.dtype for name, tensor in found.tensors.items()} == {
+        name: tensor.dtype for name, tensor in TENSORS.items()
     }
-    assert all(checksum(found.tensors[name]) == checksum(one) for name, one in TENSORS.items())
+    assert all(
+        checksum(found.tensors[name]) == checksum(tensor) for name, tensor in TENSORS.items()
+    )
 
 
 def test_a_snapshot_is_a_copy() -> None:
@@ -138,7 +140,7 @@ def test_facts_leave_out_what_cannot_be_read(
     (tmp_path / "bad" / "manifest.json").write_text("{")
 
     assert [fact.identity for fact in store.facts()] == ["good"]
-    assert "snapshot bad was left out" in caplog.text
+    assert "snapshot bad is left out" in caplog.text
 
 
 def test_tensors_do_not_hang_on_the_file(tmp_path: Path) -> None:
@@ -190,8 +192,8 @@ def buckets(request: pytest.FixtureRequest, tmp_path: Path) -> Buckets:
 
 
 def test_buckets_know_nothing_of_each_other(buckets: Buckets) -> None:
-    one, other = buckets.bucket("job-1"), buckets.bucket("job-2")
-    one.put(snapshot("s"))
+    first, other = buckets.bucket("job-1"), buckets.bucket("job-2")
+    first.put(snapshot("s"))
 
     assert buckets.bucket("job-1").names() == ["s"]
     assert other.names() == []
@@ -271,7 +273,7 @@ def test_a_missing_tensor_is_found_and_named(tmp_path: Path) -> None:
     store.put(snapshot("s"))
     tensors = load_file(tmp_path / "s" / "weights.safetensors")
     save_file(
-        {name: one for name, one in tensors.items() if name != "c"},
+        {name: tensor for name, tensor in tensors.items() if name != "c"},
         tmp_path / "s" / "weights.safetensors",
     )
 

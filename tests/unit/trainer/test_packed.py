@@ -98,7 +98,7 @@ def scorers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[TargetScorer
     def make(loaded: LoadedModel, **options: Any) -> tuple[TargetScorer, TargetScorer]:
         packed = TargetScorer(loaded, TrainerOptions(**options))
         with monkeypatch.context() as patch:
-            patch.setattr(PackedDecoder, "of", lambda _: None)
+            patch.setattr(PackedDecoder, "from_model", lambda _: None)
             return packed, TargetScorer(loaded, TrainerOptions(**options))
 
     return make
@@ -345,13 +345,13 @@ def test_a_model_of_few_positions_fills_rows_up_all_the_same(
     packed, padded = scorers(loaded)
     short = [datum([1, 2, 3, 4], weights=[1.0, 2.0, 3.0]), datum([1, 5], weights=[1.0])]
 
-    decoder = PackedDecoder.of(loaded)
+    decoder = PackedDecoder.from_model(loaded)
 
     assert decoder is not None
     (batch,) = batches(packed, short)
     assert batch.num_tokens == 32
     # Every row that is computed has a rotation.
-    assert decoder._turns[0].shape[0] > int(batch.positions.max())
+    assert decoder._rotations[0].shape[0] > int(batch.positions.max())
     found, expected = train(loaded, packed, short), train(loaded, padded, short)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
 

@@ -102,7 +102,7 @@ def read(folder_of: Callable[[str], Path]) -> Callable[..., LoadedModel]:
 @pytest.fixture(autouse=True)
 def through_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: no loops in C."""
-    monkeypatch.setattr(PackedDecoder, "of", lambda _: None)
+    monkeypatch.setattr(PackedDecoder, "from_model", lambda _: None)
 
 
 @pytest.fixture

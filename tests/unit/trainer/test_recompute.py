@@ -55,7 +55,7 @@ def kept_bytes(loaded: LoadedModel, data: Any, **options: Any) -> int:
 @pytest.fixture(params=["loops in C", "module"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "module":
-        monkeypatch.setattr(PackedDecoder, "of", lambda _: None)
+        monkeypatch.setattr(PackedDecoder, "from_model", lambda _: None)
     return request.param
 
 

@@ -62,7 +62,7 @@ def test_an_update_has_the_same_bits_while_its_share_of_threads_changes(
     torch.set_num_threads(1)
     alone = updated(make_engine, data, tmp_path)
     budget = ThreadBudget(2)
-    trainer, sampler = budget.member(), budget.member()
+    trainer, sampler = budget.add_member(), budget.add_member()
     assert sampler.number is not None
     stop = threading.Event()
     seen: set[int] = set()

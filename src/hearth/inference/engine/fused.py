@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hearth.inference.engine.cache import MIN_ROWS, SlotCache
-from hearth.kernels.build import torch_symbol
+from hearth.kernels.build import find_torch_symbol
 from hearth.kernels.ops import AttentionShape, Kernels, StepLayer, StepModel, kernels
 from hearth.models.decoder import Decoder, DecoderLayer, plain_bias, plain_weight, read_decoder
 from hearth.models.loading import LoadedModel
@@ -60,7 +60,7 @@ class FusedDecoder:
         self._loaded = loaded
         self._decoder = decoder
         self._loops = loops
-        self._turns = decoder.turns(max(positions, _LEAST_POSITIONS))
+        self._rotations = decoder.compute_rotations(max(positions, _LEAST_POSITIONS))
         self._layers: list[_LayerWeights] = []
         self._head: tuple[Tensor, Tensor | None] | None = None
         self._buffers: dict[int, _StepBuffers] = {}
@@ -102,17 +102,15 @@ class FusedDecoder:
             else:
                 loops.add_rms_norm(x, added, layer.input_norm, eps, work.normed)
             torch.mm(work.normed, layer.qkv, out=work.qkv)
-            loops.decode_attention(
+            heads = loops.decode_attention(
                 work.qkv,
-                layer.bias,
-                layer.norms,
-                self._turns,
+                layer.addresses(),
+                self._rotations,
                 at,
                 (cache.keys[number], cache.values[number]),
-                work.heads,
                 shape,
             )
-            torch.mm(work.heads, layer.o, out=work.added)
+            torch.mm(heads, layer.o, out=work.added)
             loops.add_rms_norm(x, work.added, layer.post_norm, eps, work.normed)
             torch.mm(work.normed, layer.gate_up, out=work.gate_up)
             loops.silu_mul(work.gate_up, work.inner)
@@ -133,7 +131,10 @@ class FusedDecoder:
         return self._head
 
     def _make_step_model(self, head: Tensor, head_bias: Tensor | None) -> StepModel | None:
-        product, own_threads = torch_symbol("sgemm_"), torch_symbol("MKL_Set_Num_Threads_Local")
+        product, own_threads = (
+            find_torch_symbol("sgemm_"),
+            find_torch_symbol("MKL_Set_Num_Threads_Local"),
+        )
         if product is None:
             return None
         backbone, layers = self._decoder.backbone, self._layers
@@ -146,8 +147,8 @@ class FusedDecoder:
             backbone.norm.weight.data_ptr(),
             head.data_ptr(),
             None if head_bias is None else head_bias.data_ptr(),
-            self._turns[0].data_ptr(),
-            self._turns[1].data_ptr(),
+            self._rotations[0].data_ptr(),
+            self._rotations[1].data_ptr(),
             len(layers),
             head.shape[1],
             layers[0].gate_up.shape[1] // 2,
@@ -161,19 +162,15 @@ class FusedDecoder:
         positions: NDArray[np.int64],
         cache: SlotCache,
     ) -> Tensor:
-        rows = len(tokens)
-        logits = torch.empty(rows, step.vocab)
         step.layer_stride = cache.keys.stride(0)
-        self._loops.decode_step(
+        return self._loops.decode_step(
             step,
-            self._attention_shape(rows, cache),
+            self._attention_shape(len(tokens), cache),
             torch.from_numpy(tokens),
             torch.from_numpy(positions),
             (cache.keys, cache.values),
-            logits,
             least_rows=MIN_ROWS,
         )
-        return logits
 
     def _attention_shape(self, rows: int, cache: SlotCache) -> AttentionShape:
         decoder, keys = self._decoder, cache.keys
@@ -191,12 +188,11 @@ class FusedDecoder:
 
     def _make_buffers(self, rows: int) -> _StepBuffers:
         """Buffers for steps of so many rows; those for another number are freed."""
-        decoder, layer = self._decoder, self._layers[0]
+        layer = self._layers[0]
         hidden = layer.qkv.shape[0]
         buffers = _StepBuffers(
             normed=torch.empty(rows, hidden),
             qkv=torch.empty(rows, layer.qkv.shape[1]),
-            heads=torch.empty(rows, decoder.heads * decoder.dim),
             added=torch.empty(rows, hidden),
             gate_up=torch.empty(rows, layer.gate_up.shape[1]),
             inner=torch.empty(rows, layer.gate_up.shape[1] // 2),
@@ -209,7 +205,6 @@ class FusedDecoder:
 class _StepBuffers:
     normed: Tensor
     qkv: Tensor
-    heads: Tensor
     added: Tensor
     gate_up: Tensor
     inner: Tensor

@@ -28,11 +28,11 @@ class PlainStep:
     def __init__(self, loaded: LoadedModel, decoder: Decoder, *, positions: int) -> None:
         self._loaded = loaded
         self._decoder = decoder
-        cosines, sines = decoder.turns(max(positions, _LEAST_POSITIONS))
+        cosines, sines = decoder.compute_rotations(max(positions, _LEAST_POSITIONS))
         half = decoder.dim // 2
         # Rotation swaps the halves and negates the first; here the sign is in the sines.
         signed = torch.cat([-sines[:, :half], sines[:, half:]], dim=1)
-        self._turns = torch.stack([cosines, signed], dim=1).to(loaded.dtype)
+        self._rotations = torch.stack([cosines, signed], dim=1).to(loaded.dtype)
 
     @classmethod
     def for_model(cls, loaded: LoadedModel, *, positions: int) -> PlainStep | None:
@@ -57,11 +57,11 @@ class PlainStep:
         mask = torch.zeros(seen.shape, dtype=cache.shape.dtype, device=tokens.device)
         mask = mask.masked_fill_(~seen, -torch.inf)[:, None, None]
         # Cosines and sines of each row, for all its heads alike.
-        turns = self._turns[at].transpose(0, 1).unsqueeze(2)
+        rotations = self._rotations[at].transpose(0, 1).unsqueeze(2)
         x = decoder.backbone.embed_tokens(tokens)
         for number, layer in enumerate(decoder.layers):
             normed = self._norm(x, layer.input_norm)
-            q, k, v = self._heads(layer, normed, turns)
+            q, k, v = self._heads(layer, normed, rotations)
             keys, values = cache.keys[number, : len(rows)], cache.values[number, : len(rows)]
             keys[rows, :, at], values[rows, :, at] = k, v
             mixed = self._attend(q, keys[:, :, :span], values[:, :, :span], mask)
@@ -73,7 +73,7 @@ class PlainStep:
         return head(self._norm(x, decoder.backbone.norm))
 
     def _heads(
-        self, layer: DecoderLayer, normed: Tensor, turns: Tensor
+        self, layer: DecoderLayer, normed: Tensor, rotations: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, A, D], keys and values [B, G, D]; the first two rotated."""
         shape = (normed.shape[0], -1, self._decoder.dim)
@@ -82,7 +82,7 @@ class PlainStep:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         both = torch.cat([q, k], dim=1)
-        cosines, sines = turns
+        cosines, sines = rotations
         other_half = both.roll(self._decoder.dim // 2, dims=2)
         turned = torch.addcmul(both * cosines, other_half, sines)
         q, k = turned.split([self._decoder.heads, self._decoder.kv_heads], dim=1)

@@ -17,7 +17,7 @@ from hearth.inference.engine.prompts import Prompt
 from hearth.kernels.training import score
 from hearth.models.loading import LoadedModel
 from hearth.models.packed import PackedDecoder, pack
-from hearth.models.prefixes import clusters
+from hearth.models.prefixes import find_clusters
 
 _MAX_LOGITS = 2**26
 """Most logits in memory at one time (256 MiB in float32)."""
@@ -34,7 +34,7 @@ class PackedPrefill:
     @classmethod
     def for_model(cls, loaded: LoadedModel) -> PackedPrefill | None:
         """The packed prefill of a model; None for another than a plain float32 one on a CPU."""
-        decoder = PackedDecoder.of(loaded)
+        decoder = PackedDecoder.from_model(loaded)
         return None if decoder is None else cls(loaded, decoder)
 
     @torch.inference_mode()
@@ -42,7 +42,7 @@ class PackedPrefill:
         """Prefilled prompts, with logprobs of each prompt's last ``scored`` tokens, and the number
         of tokens that were computed."""
         sequences = [torch.tensor(prompt) for prompt in prompts]
-        prefixes = clusters(sequences)
+        prefixes = find_clusters(sequences)
         packed = pack(sequences, prefixes)
         order = [member for cluster in prefixes for member in cluster.members]
         places_of = dict(zip(order, packed.places, strict=True))

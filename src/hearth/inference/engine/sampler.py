@@ -109,7 +109,7 @@ def _sample_fast(
     if loops is None:
         return None
     temperatures = np.where(simple, values.temperature, 1.0).astype(np.float32)
-    tokens, logprobs, drawn_logprobs = loops.draw(
+    tokens, logprobs, drawn_logprobs = loops.sample(
         logits.contiguous(), torch.from_numpy(temperatures), torch.from_numpy(fractions)
     )
     sampled = SampledTokens(tokens.numpy(), logprobs.numpy(), drawn_logprobs.numpy())

@@ -19,7 +19,7 @@ from hearth.errors import EngineError, NotFoundError
 from hearth.sync.folders import drafted, remove_folder
 from hearth.sync.manifest import check_name
 from hearth.sync.snapshot import Snapshot, SnapshotFacts
-from hearth.sync.store import FolderSnapshotStore, no_parent
+from hearth.sync.store import FolderSnapshotStore, missing_parent
 
 _TIMEOUT_S = 600.0
 
@@ -64,7 +64,7 @@ class RaySnapshotStore:
         with self._lock:
             kept = self.names()
             if snapshot.kind == "delta" and snapshot.parent not in kept:
-                raise no_parent(snapshot, kept)
+                raise missing_parent(snapshot, kept)
             for one in {identity, snapshot.parent or ""} & set(kept):
                 self._fetch(one)
             self._mirror.put(snapshot)

@@ -18,7 +18,7 @@ from torch import Tensor
 from hearth.errors import HearthError
 from hearth.models.loading import LoadedModel, base_tensors
 from hearth.models.lora import merged_tensors
-from hearth.models.parallel import ShardedModel, gathered
+from hearth.models.parallel import ShardedModel, gather_tensors
 from hearth.trainer.checkpoint import CheckpointFolder, TrainerState
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.options import TrainerWorkerOptions
@@ -121,11 +121,11 @@ class RankEngine(TrainerEngine):
 
     def _collect_whole(self, model: Resident) -> Mapping[str, Tensor]:
         keep = self._group.rank == 0
-        return gathered(model.tensors(), _require_sharded(model).stored, keep=keep)
+        return gather_tensors(model.tensors(), _require_sharded(model).stored, keep=keep)
 
     def _merge_adapter(self, model: Resident) -> Mapping[str, Tensor]:
         loaded, keep = _require_sharded(model), self._group.rank == 0
-        whole = gathered(base_tensors(loaded.module), loaded.stored, keep=keep)
+        whole = gather_tensors(base_tensors(loaded.module), loaded.stored, keep=keep)
         return merged_tensors(loaded, whole) if keep else {}
 
     def _write_once(self, write: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hearth.models.prefixes import Cluster, clusters
+from hearth.models.prefixes import Cluster, find_clusters
 
 
 def assign_sequences(
@@ -24,9 +24,9 @@ def assign_sequences(
     """
     lengths = [sequence.numel() for sequence in sequences]
     if shares_prefixes:
-        whole = clusters(sequences)
+        whole = find_clusters(sequences)
         fair = -(-sum(cluster.tokens(lengths) for cluster in whole) // ranks)
-        pieces = [part for cluster in whole for part in cluster.cut(lengths, fair)]
+        pieces = [part for cluster in whole for part in cluster.split(lengths, fair)]
     else:
         pieces = [Cluster((place,), length) for place, length in enumerate(lengths)]
     pieces.sort(key=lambda piece: (-piece.tokens(lengths), piece.members))

@@ -17,7 +17,7 @@ from rich.console import Console
 from hearth.errors import ConfigError
 from training.rewards import marked_answer
 from training.run.checkpoints import write_atomically
-from training.run.command import exit_code
+from training.run.command import run_to_exit_code
 
 INSTRUCTION = "Solve the problem and put the final number into <answer></answer>."
 
@@ -81,7 +81,7 @@ def command(arguments: list[str] | None = None) -> int:
         count = convert(options.source, options.output, options.max_rows)
         Console().print(f"{count} rows in {options.output}", highlight=False)
 
-    return exit_code(run)
+    return run_to_exit_code(run)
 
 
 if __name__ == "__main__":

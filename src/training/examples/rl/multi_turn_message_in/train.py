@@ -19,7 +19,7 @@ from training.examples.rl.multi_turn_message_in.rollout import make_rollout_fn
 from training.examples.rl.trend import reward_trend
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.async_rl_loop import Config, main
-from training.run.command import exit_code
+from training.run.command import run_to_exit_code
 from training.utils import DeployConfig
 
 DESCRIPTION = "Train the shipped model on arithmetic in which a wrong answer may be mended once."
@@ -78,7 +78,7 @@ def command(arguments: Sequence[str] | None = None) -> int:
         description=DESCRIPTION,
         prog="python -m training.examples.rl.multi_turn_message_in.train",
     )
-    return exit_code(lambda: train(config))
+    return run_to_exit_code(lambda: train(config))
 
 
 if __name__ == "__main__":

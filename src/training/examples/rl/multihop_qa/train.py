@@ -20,7 +20,7 @@ from training.examples.rl.multihop_qa.rollout import make_rollout_fn
 from training.examples.rl.multihop_qa.search import SearchIndex
 from training.examples.rl.trend import reward_trend
 from training.recipes.igpo_loop import Config, main
-from training.run.command import exit_code
+from training.run.command import run_to_exit_code
 from training.samples.groups import PromptGroup
 from training.utils import DeployConfig
 
@@ -95,7 +95,7 @@ def command(arguments: Sequence[str] | None = None) -> int:
         description=DESCRIPTION,
         prog="python -m training.examples.rl.multihop_qa.train",
     )
-    return exit_code(lambda: train(config))
+    return run_to_exit_code(lambda: train(config))
 
 
 if __name__ == "__main__":

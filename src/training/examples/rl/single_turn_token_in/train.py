@@ -19,7 +19,7 @@ from training.examples.rl.trend import reward_trend
 from training.platform.run_infra import load_tokenizer
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.async_rl_loop import Config, main
-from training.run.command import exit_code
+from training.run.command import run_to_exit_code
 from training.utils import DeployConfig
 
 DESCRIPTION = "Train the shipped model on arithmetic, with prompts that are tokenized already."
@@ -74,7 +74,7 @@ def command(arguments: Sequence[str] | None = None) -> int:
         description=DESCRIPTION,
         prog="python -m training.examples.rl.single_turn_token_in.train",
     )
-    return exit_code(lambda: train(config))
+    return run_to_exit_code(lambda: train(config))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from hearth.errors import ConfigError
 from training.examples.rl.tool_use.problems import problem_rows
 from training.examples.rl.trend import reward_trend, trend
 from training.recipes.async_rl_loop import Config, main
-from training.run.command import exit_code
+from training.run.command import run_to_exit_code
 from training.utils import DeployConfig
 
 DESCRIPTION = "Train an agent with a calculator, which only knows OpenAI's client."
@@ -124,7 +124,7 @@ def command(arguments: Sequence[str] | None = None) -> int:
         description=DESCRIPTION,
         prog="python -m training.examples.rl.tool_use.train",
     )
-    return exit_code(lambda: train(config))
+    return run_to_exit_code(lambda: train(config))
 
 
 if __name__ == "__main__":
