@@ -38,19 +38,6 @@ class DecoderLayer:
     up_proj: Any
     down_proj: Any
 
-    @property
-    def linears(self) -> tuple[Any, ...]:
-        """All linear modules."""
-        return (
-            self.q_proj,
-            self.k_proj,
-            self.v_proj,
-            self.o_proj,
-            self.gate_proj,
-            self.up_proj,
-            self.down_proj,
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class Decoder:

@@ -17,8 +17,7 @@ from hearth.sync.store import Snapshot, SnapshotStore, missing_parent
 logger = logging.getLogger(__name__)
 
 _MOST_LINKS = 64
-_MOST_DELTA_SHARE = 2
-"""Bytes of all deltas of a chain over those of its base."""
+_MOST_DELTA_SHARE = 2  # of the base's bytes, all deltas together
 
 
 def resolve(store: SnapshotStore, identity: str) -> Snapshot:
