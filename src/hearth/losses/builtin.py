@@ -216,7 +216,9 @@ def builtin_objective(
         if isinstance(value, bool) or not _is_finite(value):
             raise ConfigError(f"loss_fn_config.{key} must be a finite number, got {value!r}")
         changes[keys[key].option] = keys[key].convert(float(value))
-    return replace(builtin, objective=replace(builtin.objective, **changes))
+    objective = replace(builtin.objective, **changes)
+    objective.validate()
+    return replace(builtin, objective=objective)
 
 
 def _is_finite(value: object) -> bool:

@@ -65,7 +65,7 @@ def resolve_objective(name: str, config: Objective | None = None) -> Objective:
 
     Raises:
         ConfigError: the name is unknown (it is a ValueError and lists the policy losses), or
-            ``config`` belongs to another objective.
+            ``config`` belongs to another objective or breaks a rule.
     """
     entry = OBJECTIVES.get(name)
     if entry is None:
@@ -79,6 +79,7 @@ def resolve_objective(name: str, config: Objective | None = None) -> Objective:
         raise ConfigError(
             f"config must be {entry.options.__name__} for {name!r}, got {type(config).__name__}"
         )
+    config.validate()
     return config
 
 
@@ -104,6 +105,7 @@ def evaluate(objective: Objective, batch: TokenBatch, tis: TIS | None = None) ->
     if tis is None:
         term = objective.policy_term(batch)
     else:
+        tis.validate()
         term = objective.weighted_term(batch, tis.weights(batch))
     penalty = objective.penalty(batch)
     metrics = shared_metrics(batch, term, penalty) | objective.metrics(batch)

@@ -27,7 +27,8 @@ class CISPO(Objective):
     ratio_log_cap: float = RATIO_LOG_CAP
     """Largest absolute log ratio; >= 0."""
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
+        """Check the options; see ``Objective``."""
         require_at_least(self, 0, "eps_low", "eps_high", "ratio_log_cap")
 
     def policy_term(self, batch: TokenBatch) -> Tensor:

@@ -65,8 +65,9 @@ class GRPO(WithReference):
     ratio_log_cap: float = RATIO_LOG_CAP
     """Largest absolute log ratio; >= 0."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        """Check the options; see ``Objective``."""
+        super().validate()
         require_at_least(self, 0, "eps_clip", "eps_clip_high", "ratio_log_cap")
 
     @property
@@ -106,7 +107,8 @@ class DAPO(Objective):
     ratio_log_cap: float = RATIO_LOG_CAP
     """Largest absolute log ratio; >= 0."""
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
+        """Check the options; see ``Objective``."""
         require_at_least(self, 0, "eps_clip", "eps_clip_high", "ratio_log_cap")
         if self.eps_clip_c is not None and not self.eps_clip_c > 1:
             raise ConfigError(f"DAPO.eps_clip_c must be > 1, got {self.eps_clip_c}")

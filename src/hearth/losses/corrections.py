@@ -39,7 +39,12 @@ class TIS:
     icepop_threshold: float | None = None
     """Token level, >= 1: a ratio outside [1/threshold, threshold] gives weight 0; None caps."""
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
+        """Check the options; ``evaluate`` does so before it uses them.
+
+        Raises:
+            ConfigError: one breaks its rule.
+        """
         if not self.cap >= 0:
             raise ConfigError(f"tis.cap must be >= 0, got {self.cap}")
         for name, choices in (("level", TISLevel), ("sequence_mean", SequenceMean)):
@@ -137,7 +142,8 @@ class WithReference(Objective):
     kl_estimator: KLEstimator = "k3"
     """k1, k2 or k3; k1's gradient does not pull toward the reference."""
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
+        """Check the options; see ``Objective``."""
         require_at_least(self, 0, "kl_beta")
         if self.kl_estimator not in get_args(KLEstimator):
             raise ConfigError(

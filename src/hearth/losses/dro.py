@@ -23,7 +23,8 @@ class DRO(Objective):
     gated: bool = False
     """Drop the quadratic term where the advantage is 0."""
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
+        """Check the options; see ``Objective``."""
         require_at_least(self, 0, "beta")
 
     def policy_term(self, batch: TokenBatch) -> Tensor:

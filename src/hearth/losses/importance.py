@@ -29,7 +29,8 @@ class ImportanceSampling(Objective):
     ratio_max: float | None = None
     """Largest ratio, >= 1; None sets no bound."""
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
+        """Check the options; see ``Objective``."""
         require_at_least(self, 0, "ratio_log_cap", "ratio_min")
         require_at_least(self, 1, "ratio_max")
         if self.ratio_min is not None and self.ratio_min > 1:

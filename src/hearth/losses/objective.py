@@ -27,6 +27,14 @@ class Objective(ABC):
     def policy_term(self, batch: TokenBatch) -> Tensor:
         """Loss per token [T] without KL penalty; exactly 0 where the mask is 0."""
 
+    def validate(self) -> None:
+        """Check the options.
+
+        Raises:
+            ConfigError: one breaks its rule.
+        """
+        return
+
     def weighted_term(self, batch: TokenBatch, weights: Tensor) -> Tensor:
         """``policy_term`` under constant importance weights [T]."""
         return weights * self.policy_term(batch)

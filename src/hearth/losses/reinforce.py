@@ -26,8 +26,9 @@ class Reinforce(WithReference):
     ratio_log_cap: float = RATIO_LOG_CAP
     """Largest absolute log ratio; >= 0."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        """Check the options; see ``Objective``."""
+        super().validate()
         require_at_least(self, 0, "ratio_log_cap")
 
     def policy_term(self, batch: TokenBatch) -> Tensor:

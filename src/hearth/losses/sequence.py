@@ -27,7 +27,8 @@ class GSPO(Objective):
     seq_ratio_log_cap: float = 10.0
     """Largest log ratio of a sequence; >= 0."""
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
+        """Check the options; see ``Objective``."""
         require_at_least(self, 0, "clip_ratio_low", "clip_ratio_high", "seq_ratio_log_cap")
 
     def policy_term(self, batch: TokenBatch) -> Tensor:

@@ -12,6 +12,11 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from hearth.errors import ConfigError
+from hearth.losses.cispo import CISPO
+from hearth.losses.clipped import DAPO
+from hearth.losses.corrections import TIS
+from hearth.losses.dro import DRO
+from hearth.losses.sequence import GSPO
 
 CheckpointType = Literal["base", "delta"]
 Replay = Literal["none", "completion", "all"]
@@ -225,22 +230,12 @@ class ResumeConfig:
     """Number of the step that the checkpoint counts as; 0 takes the checkpoint's own."""
 
 
-@dataclass(kw_only=True)
-class TISConfig:
-    """Truncated importance sampling between the trainer's old policy and the sampler's."""
-
-    cap: float = 2.0
-    """Largest weight."""
-    level: Literal["token", "sequence"] = "token"
-    """One weight per token, or one per sample."""
-    sequence_mean: Literal["product", "geometric"] = "product"
-    """How a sample's tokens make its weight."""
-    icepop_threshold: float | None = None
-    """Token level: weights outside [1/threshold, threshold] become 0 instead of being capped."""
+TISConfig, DAPOConfig, GSPOConfig, CISPOConfig, DROConfig = TIS, DAPO, GSPO, CISPO, DRO
+"""The options of the losses, as the documents name them."""
 
 
-@dataclass(kw_only=True)
-class ISConfig(TISConfig):
+@dataclass(frozen=True, kw_only=True)
+class ISConfig(TIS):
     """``TISConfig`` as document 003 calls it."""
 
     clip_high: float | None = None
@@ -249,55 +244,7 @@ class ISConfig(TISConfig):
     def __post_init__(self) -> None:
         """Move the older name's value to the newer name."""
         if self.clip_high is not None:
-            self.cap = self.clip_high
-
-
-@dataclass(kw_only=True)
-class DAPOConfig:
-    """Asymmetric clipping (arXiv:2503.14476)."""
-
-    eps_clip: float = 0.2
-    """Lower clip: ratios below 1 - eps_clip stop moving."""
-    eps_clip_high: float = 0.28
-    """Upper clip: ratios above 1 + eps_clip_high stop moving."""
-    eps_clip_c: float | None = None
-    """Dual clip for negative advantages, above 1; None switches it off."""
-    ratio_log_cap: float = 20.0
-    """Guard on the log ratio's size."""
-
-
-@dataclass(kw_only=True)
-class GSPOConfig:
-    """Sequence-level clipping (arXiv:2507.18071)."""
-
-    clip_ratio_low: float = 0.2
-    """Lower clip of the sequence ratio; the paper's is 3e-4."""
-    clip_ratio_high: float = 0.2
-    """Upper clip of the sequence ratio; the paper's is 4e-4."""
-    seq_ratio_log_cap: float = 10.0
-    """Guard on the sequence's log ratio."""
-
-
-@dataclass(kw_only=True)
-class CISPOConfig:
-    """Clipped importance weights (arXiv:2506.13585)."""
-
-    eps_low: float = 0.2
-    """Weights are at least 1 - eps_low."""
-    eps_high: float = 0.28
-    """Weights are at most 1 + eps_high."""
-    ratio_log_cap: float = 20.0
-    """Guard on the log ratio's size."""
-
-
-@dataclass(kw_only=True)
-class DROConfig:
-    """Quadratic pull toward the old policy (arXiv:2405.19107)."""
-
-    beta: float = 0.05
-    """Weight of the quadratic term."""
-    gated: bool = False
-    """Drop the quadratic term where the advantage is 0."""
+            object.__setattr__(self, "cap", self.clip_high)
 
 
 @dataclass(frozen=True)

@@ -118,12 +118,19 @@ def _number_problems(config: RecipeConfig) -> Iterator[str]:
 def _loss_problems(config: RecipeConfig) -> Iterator[str]:
     if config.policy_loss not in POLICY_LOSSES:
         yield f"policy_loss must be one of {list(POLICY_LOSSES)}, got {config.policy_loss!r}"
-    else:
-        try:
-            objective_options(config)
-            tis_options(config)
-        except ConfigError as error:
-            yield str(error)
+        return
+    objective, tis = objective_options(config), tis_options(config)
+    try:
+        objective.validate()
+    except ConfigError as error:
+        problem = str(error).removeprefix(f"{type(objective).__name__}.")
+        # The options of dapo, gspo, cispo and dro are a record of their own.
+        yield f"{config.policy_loss}.{problem}" if hasattr(config, config.policy_loss) else problem
+    try:
+        if tis is not None:
+            tis.validate()
+    except ConfigError as error:
+        yield str(error)
 
 
 def _kl_target_problems(config: RecipeConfig) -> Iterator[str]:

@@ -69,13 +69,12 @@ def _off_policy_problems(config: AsyncConfig) -> Iterator[str]:
     why = f"max_head_offpolicy_versions={config.max_head_offpolicy_versions}"
     if config.in_flight_weight_updates:
         why += " and in_flight_weight_updates"
-    with contextlib.suppress(ConfigError):  # of the options, which validate() tells of
-        if not objective_options(config).has_trust_region:
-            yield (
-                f"policy_loss must have a trust region with {why}, got {config.policy_loss!r}: "
-                "nothing holds its ratio near 1 on stale samples; use grpo, dapo, gspo, cispo or "
-                "dro, or set allow_uncorrected_off_policy"
-            )
+    if not objective_options(config).has_trust_region:
+        yield (
+            f"policy_loss must have a trust region with {why}, got {config.policy_loss!r}: "
+            "nothing holds its ratio near 1 on stale samples; use grpo, dapo, gspo, cispo or "
+            "dro, or set allow_uncorrected_off_policy"
+        )
     if not config.uses_tis:
         yield (
             f"tis_enabled must be None or True with {why}, got False: clips compare with the "

@@ -72,7 +72,7 @@ def test_without_old_logprobs_the_weight_is_from_policy_to_behavior():
 )
 def test_bad_tis_options_are_refused(options, rule):
     with pytest.raises(ConfigError, match=rule):
-        TIS(**options)
+        TIS(**options).validate()
 
 
 def test_tis_without_behavior_logprobs_is_an_error():
@@ -131,7 +131,7 @@ def test_the_kl_term_alone_has_a_gradient_toward_the_reference():
 
 def test_an_unknown_estimator_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"one of \['k1', 'k2', 'k3'\], got 'k4'"):
-        GRPO(kl_estimator="k4")  # pyright: ignore[reportArgumentType]
+        GRPO(kl_estimator="k4").validate()  # pyright: ignore[reportArgumentType]
 
 
 def test_tis_metrics_report_weights_and_the_share_that_was_cut():
