@@ -230,8 +230,12 @@ class ResumeConfig:
     """Number of the step that the checkpoint counts as; 0 takes the checkpoint's own."""
 
 
-TISConfig, DAPOConfig, GSPOConfig, CISPOConfig, DROConfig = TIS, DAPO, GSPO, CISPO, DRO
-"""The options of the losses, as the documents name them."""
+# The options of the losses, as the documents name them.
+TISConfig = TIS
+DAPOConfig = DAPO
+GSPOConfig = GSPO
+CISPOConfig = CISPO
+DROConfig = DRO
 
 
 @dataclass(frozen=True, kw_only=True)

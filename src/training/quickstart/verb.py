@@ -10,7 +10,7 @@ import tyro
 
 
 @dataclass(kw_only=True)
-class Options:
+class QuickstartOptions:
     """Train the shipped model with GRPO and show it before and after."""
 
     log_path: str = "runs/quickstart"
@@ -23,7 +23,7 @@ def quickstart(arguments: list[str] | None = None) -> int:
     """Train the shipped model with GRPO and show it before and after."""
     started = time.perf_counter()
     given = sys.argv[1:] if arguments is None else arguments
-    options = tyro.cli(Options, args=given, prog="hearth quickstart")
+    options = tyro.cli(QuickstartOptions, args=given, prog="hearth quickstart")
     # Importing torch takes a second; --help and a misspelled flag answer without it.
     from training.quickstart.run import train_and_report
     from training.run.command import run_to_exit_code

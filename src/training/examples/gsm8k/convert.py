@@ -23,7 +23,7 @@ INSTRUCTION = "Solve the problem and put the final number into <answer></answer>
 
 
 @dataclass(kw_only=True)
-class Options:
+class ConvertOptions:
     """Convert GSM8K's lines to rows for the recipes."""
 
     source: str
@@ -75,7 +75,7 @@ def convert(source: str, output: str, max_rows: int = 0) -> int:
 
 def command(arguments: list[str] | None = None) -> int:
     """Convert as the flags say."""
-    options = tyro.cli(Options, args=arguments)
+    options = tyro.cli(ConvertOptions, args=arguments)
 
     def run() -> None:
         count = convert(options.source, options.output, options.max_rows)
