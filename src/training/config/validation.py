@@ -140,7 +140,7 @@ def _kl_target_problems(config: RecipeConfig) -> Iterator[str]:
     if not (math.isfinite(target) and target > 0):
         yield f"kl_target must be > 0 or None, got {target}"
     if loss is not None and not loss.has_kl:
-        able = [name for name, one in POLICY_LOSSES.items() if one.has_kl]
+        able = [name for name, loss_kind in POLICY_LOSSES.items() if loss_kind.has_kl]
         yield (
             f"policy_loss must be one of {able} with kl_target, got {loss.name!r}: it has no KL "
             "whose weight could be adapted"

@@ -112,8 +112,8 @@ class GRPOPipeline:
             return None
         drawn = [(group.prompt, completion) for group in groups for completion in group.completions]
         advantages = [advantage for group in groups for advantage in group.advantages]
-        log_probs = [float(log_prob_fn(*one)) for one in drawn]
-        references = [float(ref_log_prob_fn(*one)) for one in drawn]
+        log_probs = [float(log_prob_fn(*pair)) for pair in drawn]
+        references = [float(ref_log_prob_fn(*pair)) for pair in drawn]
         loss = self.trainer.compute_loss(log_probs, references, advantages)
         kl = mean_difference(log_probs, references)
         self.trainer.observe_kl(kl)

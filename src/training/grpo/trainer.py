@@ -174,11 +174,11 @@ class GRPOTrainer:
     ) -> UpdateResult:
         """One step on all groups, whose gradients add up one by one to bound the memory."""
         optimizer.zero_grad()
-        total = sum(len(one.sample.completions) for one in scored)
+        total = sum(len(group.sample.completions) for group in scored)
         loss = kl = ref_kl = clipped = tokens = 0.0
-        for one in scored:
-            batch, output = self._loss_per_token(policy, one)
-            share = len(one.sample.completions) / total
+        for group in scored:
+            batch, output = self._loss_per_token(policy, group)
+            share = len(group.sample.completions) / total
             group_loss = share * reduce_loss(output.per_token, batch, "sequence_mean")
             if group_loss.requires_grad:  # not where all completions are empty
                 torch.autograd.backward(group_loss)
@@ -243,7 +243,7 @@ def _check_parameters(trained: Sequence[torch.nn.Parameter], reference: TorchPol
         raise ConfigError("policy must have a parameter that requires a gradient, got none")
     if reference is None:
         return
-    own = {id(one) for one in trained}
+    own = {id(parameter) for parameter in trained}
     if any(id(parameter) in own for parameter in reference.module.parameters()):
         raise ConfigError(
             "reference must share no trained parameter with the policy, got one that does: it "

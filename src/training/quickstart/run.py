@@ -110,8 +110,8 @@ def _write_plot(folder: Path, done: RunSummary) -> Path:
 
 
 def _write_rollouts(path: Path, result: EvalResult) -> None:
-    one_per_row = {id(sample.row): sample for sample in reversed(result.samples)}
-    samples = list(one_per_row.values())[::-1][:SHOWN_ROLLOUTS]
+    sample_of_row = {id(sample.row): sample for sample in reversed(result.samples)}
+    samples = list(sample_of_row.values())[::-1][:SHOWN_ROLLOUTS]
     shown = "\n".join(_readable(sample) for sample in samples)
     right = f"{result.accuracy:.3f} of {len(result.samples)} held-out answers are right\n\n"
     path.write_text(right + shown, encoding="utf-8")
@@ -131,7 +131,7 @@ def _print_table(
         "held-out rows, sampled at temperature 1", "before", "after", title_justify="left"
     )
     table.add_row("accuracy", f"{before.accuracy:.3f}", f"{after.accuracy:.3f}")
-    lengths = [f"{one.metrics()['eval/response_len/mean']:.1f}" for one in (before, after)]
+    lengths = [f"{result.metrics()['eval/response_len/mean']:.1f}" for result in (before, after)]
     table.add_row("answer length, tokens", *lengths)
     table.add_row(f"for example: {_question(before.samples)}", *map(_first, (before, after)))
     console.print(table)

@@ -105,24 +105,24 @@ class BackgroundEvaluation:
         self._rollouts = rollouts = self._fresh_rollouts()
         room = asyncio.Semaphore(self._rows_at_once)
 
-        async def one(place: int, row: Row) -> RowTrajectories:
+        async def sample_row(place: int, row: Row) -> RowTrajectories:
             async with room:
                 version = self._run.version
                 where = IndexedRow(place, epoch=0, row=row, source=place)
                 submission = Submission(where, version, version, is_trained=False)
-                drawn = await self._submit(lambda: rollouts.trajectories(submission))
+                trajectories = await self._submit(lambda: rollouts.trajectories(submission))
             if self._is_last:
                 self._run.on_progress()
-            return drawn
+            return trajectories
 
         rows = self._run.eval_rows
-        drawn = await gather_or_cancel([one(place, row) for place, row in enumerate(rows)])
+        sampled = await gather_or_cancel([sample_row(place, row) for place, row in enumerate(rows)])
         samples = [
             trajectory_judged(row, place, run)
-            for place, (row, trajectories) in enumerate(zip(rows, drawn, strict=True))
+            for place, (row, trajectories) in enumerate(zip(rows, sampled, strict=True))
             for run in trajectories.runs
         ]
-        return EvalResult(samples, failed_samples=sum(one.failed for one in drawn))
+        return EvalResult(samples, failed_samples=sum(row.failed for row in sampled))
 
 
 def trajectory_judged(row: Row, place: int, run: RolloutRun) -> EvalSample:

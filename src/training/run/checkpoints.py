@@ -7,11 +7,11 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import orjson
 
 from hearth.errors import ConfigError
+from training.platform.run_infra import RunInfra
 
 MANIFEST = "run.json"
 
@@ -113,21 +113,7 @@ def choose_checkpoint(
     return chosen
 
 
-class CheckpointHolder(Protocol):
-    """What a reference to a checkpoint depends on."""
-
-    @property
-    def work_dir(self) -> Path:
-        """The run's folder."""
-        ...
-
-    @property
-    def is_embedded(self) -> bool:
-        """Whether the platform keeps its data in that folder."""
-        ...
-
-
-def checkpoint_reference(wanted: str, infra: CheckpointHolder) -> str:
+def checkpoint_reference(wanted: str, infra: RunInfra) -> str:
     """What a trainer loads for ``init_from_checkpoint``: a folder, or ``JOB:NAME``.
 
     The embedded platform only reads checkpoints inside the run's folder, so that another run's is

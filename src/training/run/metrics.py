@@ -153,7 +153,7 @@ class Display:
 
     def step(self, step: int, rows_done: int, metrics: Metrics) -> None:
         """Show a finished step."""
-        line = f"step {step:>4}  " + "  ".join(_shown(metrics))
+        line = f"step {step:>4}  " + "  ".join(_format_metrics(metrics))
         if self._bar is None:
             self.note(line)
         else:
@@ -166,7 +166,7 @@ class Display:
             self._bar = None
 
 
-def _shown(metrics: Metrics) -> list[str]:
+def _format_metrics(metrics: Metrics) -> list[str]:
     drawn, trained = "rollout/raw_reward", "rollout/reward"
     wanted = (
         ("reward", drawn if drawn in metrics else trained, ".3f"),

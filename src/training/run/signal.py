@@ -1,7 +1,7 @@
 """Whether a run has something to learn from: what is wrong with a step, in plain words.
 
-``findings`` judges the metrics of one step; ``SignalWatch`` says them now and then, and ends a run
-whose rows have not taught anything for a long time.
+``find_problems`` judges the metrics of one step. ``SignalWatch`` logs the findings now and then,
+and ends a run whose rows have not taught anything for a long time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from training.samples.reward_metrics import CORRECT
 Metrics = Mapping[str, float]
 
 TRUNCATED = 0.5
-"""Share of cut answers from which on it is said."""
+"""Share of cut answers from which on it is reported."""
 USELESS_ROWS = 0.75
 """Share of rows that teach nothing, likewise."""
 UNPARSED = 0.5
@@ -28,18 +28,18 @@ UNPARSED = 0.5
 FAILED_REWARDS = 0.25
 """Share of answers whose reward failed, likewise."""
 EFFECTIVE = 0.25
-"""Share of trained samples with an advantage at or below which it is said."""
+"""Share of trained samples with an advantage at or below which it is reported."""
 EXPLODING = 10.0
 """Times the running median of the gradient norm."""
-FAR = 1.0
+FAR_KL = 1.0
 """KL to the reference in nats per token: the policy is then another model."""
 COLLAPSED = 0.1
 """Share of the first steps' entropy."""
 FIRST_STEPS = 5
 """Steps that there must be before one is compared with others."""
 REMEMBERED_STEPS = 50
-SAY_AGAIN_AFTER = 20
-"""Steps until a finding of the same kind is said again."""
+REPEAT_AFTER = 20
+"""Steps until a finding of the same kind is logged again."""
 MOST_LINES = 2
 """Findings per step."""
 MOST_CHARACTERS = 1000
@@ -51,7 +51,7 @@ class NoSignalError(HearthError, RuntimeError):
 
 
 class Finding(NamedTuple):
-    """Something that is wrong with a step; findings of one ``kind`` are not said every time."""
+    """Something that is wrong with a step; findings of one ``kind`` are not logged every time."""
 
     kind: str
     line: str
@@ -59,7 +59,7 @@ class Finding(NamedTuple):
 
 def signal_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     """``signal/*`` of what a step trains: samples whose advantage is not 0."""
-    samples = [one for group in groups for one in group.flat()]
+    samples = [sample for group in groups for sample in group.flat()]
     effective = sum(sample.is_effective for sample in samples)
     return {
         "signal/effective_samples": float(effective),
@@ -67,7 +67,7 @@ def signal_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     }
 
 
-def findings(metrics: Metrics, past: Sequence[Metrics] = ()) -> list[Finding]:
+def find_problems(metrics: Metrics, past: Sequence[Metrics] = ()) -> list[Finding]:
     """What is wrong with a step, the gravest first; ``past`` are earlier steps, oldest first.
 
     A metric that is not there is not judged.
@@ -134,7 +134,7 @@ def _rows(metrics: Metrics) -> Iterator[Finding]:
 
 def _policy(metrics: Metrics, past: Sequence[Metrics]) -> Iterator[Finding]:
     kl = metrics.get("train/ref_kl", 0.0)
-    if not kl <= FAR:
+    if not kl <= FAR_KL:
         yield Finding(
             "kl",
             f"the KL to the reference is {kl:.3g} nats per token: raise kl_beta or lower "
@@ -152,7 +152,7 @@ def _policy(metrics: Metrics, past: Sequence[Metrics]) -> Iterator[Finding]:
 
 def _median(name: str, past: Sequence[Metrics]) -> float | None:
     """The median of a metric over earlier steps; None where these are too few to tell."""
-    known = [one[name] for one in past if math.isfinite(one.get(name, math.nan))]
+    known = [metrics[name] for metrics in past if math.isfinite(metrics.get(name, math.nan))]
     return statistics.median(known) if len(known) >= FIRST_STEPS else None
 
 
@@ -239,7 +239,7 @@ class SignalWatch:
         self._stretch = Stretch()
         self._first: list[Metrics] = []
         self._past: deque[Metrics] = deque(maxlen=REMEMBERED_STEPS)
-        self._said: dict[str, int] = {}
+        self._reported_at: dict[str, int] = {}
         self._steps = 0
 
     def see_row(self, draw: RowOutcome) -> None:
@@ -266,38 +266,39 @@ class SignalWatch:
             return
         raise NoSignalError(
             f"rows must have something to learn from, got none in {stretch.rows} rows in a row "
-            f"(no_signal_patience={patience}): {stretch.likely_cause()}{self._shown(stretch)}"
+            f"(no_signal_patience={patience}): {stretch.likely_cause()}"
+            + self._format_example(stretch)
         )
 
     def see_step(self, step: int, metrics: Metrics) -> None:
         """Say what is wrong with a step, unless it was said not long ago."""
         self._steps += 1
         past = [*self._first, *self._past]
-        new = [finding for finding in findings(metrics, past) if self._is_due(finding.kind)]
-        for one in new[:MOST_LINES]:
-            self.say(step, one)
+        new = [finding for finding in find_problems(metrics, past) if self._is_due(finding.kind)]
+        for finding in new[:MOST_LINES]:
+            self.report(step, finding)
         if len(self._first) < FIRST_STEPS:
             self._first.append(metrics)
         else:
             self._past.append(metrics)
 
-    def say(self, step: int, finding: Finding) -> None:
+    def report(self, step: int, finding: Finding) -> None:
         """Say what somebody else has found, unless it was said not long ago."""
         if self._is_due(finding.kind):
-            self._said[finding.kind] = self._steps
+            self._reported_at[finding.kind] = self._steps
             self._note(f"step {step:>4}  {finding.line}")
 
     def _is_due(self, kind: str) -> bool:
-        return self._steps - self._said.get(kind, -SAY_AGAIN_AFTER) >= SAY_AGAIN_AFTER
+        return self._steps - self._reported_at.get(kind, -REPEAT_AFTER) >= REPEAT_AFTER
 
-    def _shown(self, stretch: Stretch) -> str:
-        one = stretch.example
-        if one is None:
+    def _format_example(self, stretch: Stretch) -> str:
+        example = stretch.example
+        if example is None:
             return ""
-        text = (one.text or self._decode(one.tokens)).strip()
+        text = (example.text or self._decode(example.tokens)).strip()
         if len(text) > MOST_CHARACTERS:
             text = text[:MOST_CHARACTERS] + " ..."
-        facts = ["no reward" if one.reward is None else f"reward {one.reward:g}"]
-        facts += ["no answer found"] if one.parsed is False else []
-        facts += [f"finish reason {one.finish_reason!r}"]
+        facts = ["no reward" if example.reward is None else f"reward {example.reward:g}"]
+        facts += ["no answer found"] if example.parsed is False else []
+        facts += [f"finish reason {example.finish_reason!r}"]
         return f"\none of the last answers ({', '.join(facts)}):\n{text}"

@@ -342,7 +342,7 @@ class Run:
             return
         if config.parity_stops:
             raise ParityError(f"step {self.step}: {problem}")
-        self.signal.say(self.step, Finding("parity", problem))
+        self.signal.report(self.step, Finding("parity", problem))
 
     def start_step(self) -> None:
         """Begin counting for the next step."""

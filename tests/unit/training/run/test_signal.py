@@ -11,7 +11,7 @@ import pytest
 from tests.unit.training.drawn import config_of, draw_row, group_of, row_of, sample_of
 
 from hearth.errors import ConfigError
-from training.run.signal import NoSignalError, SignalWatch, findings, signal_metrics
+from training.run.signal import NoSignalError, SignalWatch, find_problems, signal_metrics
 from training.samples.groups import ExampleAnswer, RolloutStats, RowOutcome, rollout_metrics
 
 WELL: dict[str, float] = {
@@ -32,8 +32,8 @@ WELL: dict[str, float] = {
 
 
 def test_of_a_step_that_is_well_nothing_is_said():
-    assert findings(WELL, [WELL] * 10) == []
-    assert findings({}) == []
+    assert find_problems(WELL, [WELL] * 10) == []
+    assert find_problems({}) == []
 
 
 ILL = [
@@ -54,7 +54,7 @@ ILL = [
 
 @pytest.mark.parametrize(("changes", "kind", "line"), ILL)
 def test_what_is_wrong_is_said_with_its_number(changes, kind, line):
-    (found,) = findings(WELL | changes, [WELL] * 5)
+    (found,) = find_problems(WELL | changes, [WELL] * 5)
 
     assert found.kind == kind
     assert line in found.line
@@ -75,20 +75,20 @@ WELL_ENOUGH = [
 
 @pytest.mark.parametrize("changes", WELL_ENOUGH)
 def test_below_its_limit_nothing_is_said(changes):
-    assert findings(WELL | changes, [WELL] * 5) == []
+    assert find_problems(WELL | changes, [WELL] * 5) == []
 
 
 def test_a_step_is_not_compared_with_fewer_than_five_others():
     step = WELL | {"train/grad_norm": 1e3, "rollout/entropy": 1e-3}
 
-    assert findings(step, [WELL] * 4) == []
-    assert [finding.kind for finding in findings(step, [WELL] * 5)] == ["gradient", "entropy"]
+    assert find_problems(step, [WELL] * 4) == []
+    assert [finding.kind for finding in find_problems(step, [WELL] * 5)] == ["gradient", "entropy"]
 
 
 def test_the_median_is_not_moved_by_one_step_and_the_entropy_is_the_first_steps():
     past = [WELL] * 5 + [WELL | {"train/grad_norm": 1e6, "rollout/entropy": 0.05}]
 
-    found = findings(WELL | {"train/grad_norm": 30.0, "rollout/entropy": 0.05}, past)
+    found = find_problems(WELL | {"train/grad_norm": 30.0, "rollout/entropy": 0.05}, past)
 
     assert [one.kind for one in found] == ["gradient", "entropy"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _ONSETS = ("b", "d", "f", "g", "k", "l", "m", "n", "r", "s", "t", "v")
-_STEMS = [one + vowel for one, vowel in itertools.product(_ONSETS, "aeiou")]
+_STEMS = [onset + vowel for onset, vowel in itertools.product(_ONSETS, "aeiou")]
 
 
 def _names(suffix: str, count: int) -> tuple[str, ...]:

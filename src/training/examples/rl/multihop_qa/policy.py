@@ -138,8 +138,10 @@ def warm_up(
 ) -> None:
     """Train on ``steps`` batches of demonstrations."""
     named = list(model.named_parameters())
-    matrices = [one for name, one in named if one.ndim == 2 and "embed" not in name]
-    rest = [one for name, one in named if one.ndim != 2 or "embed" in name]
+    matrices = [
+        parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name
+    ]
+    rest = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.98)),
@@ -190,7 +192,7 @@ class Pupil:
 def _answer(question: Question, num_known: int, rng: random.Random) -> str:
     """Names of which the first are known, and the others anything of their kind."""
     known, unknown = question.answer[:num_known], question.answer[num_known:]
-    made_up = [rng.choice(next(names for names in _KINDS if one in names)) for one in unknown]
+    made_up = [rng.choice(next(names for names in _KINDS if word in names)) for word in unknown]
     return " ".join([*known, *made_up])
 
 
@@ -207,13 +209,13 @@ def turn_loss(
         ]
         for demonstration in demonstrations
     ]
-    width = max(sum(len(ids) for ids, _ in one) for one in told)
+    width = max(sum(len(ids) for ids, _ in parts) for parts in told)
     # Padding stands on the right, where causal attention keeps it from what counts.
     tokens = torch.zeros((len(told), width), dtype=torch.long)
     counted = torch.zeros((len(told), width), dtype=torch.bool)
-    for row, one in enumerate(told):
+    for row, parts in enumerate(told):
         place = 0
-        for ids, is_said in one:
+        for ids, is_said in parts:
             tokens[row, place : place + len(ids)] = torch.tensor(ids)
             counted[row, place : place + len(ids)] = is_said
             place += len(ids)

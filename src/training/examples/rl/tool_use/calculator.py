@@ -88,8 +88,8 @@ def _value(node: ast.expr, expression: str) -> Fraction:
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             return _power(_value(left, expression), _value(right, expression))
         case ast.BinOp(left=left, op=op, right=right) if operation := _OPERATIONS.get(type(op)):
-            one, other = _value(left, expression), _value(right, expression)
-            return _bounded(lambda: operation(one, other))
+            first, second = _value(left, expression), _value(right, expression)
+            return _bounded(lambda: operation(first, second))
         case _:
             raise _refusal(expression)
 

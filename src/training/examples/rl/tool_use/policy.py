@@ -140,8 +140,10 @@ def lesson_loss(model: Any, tokenizer: Any, lessons: Sequence[list[Message]]) ->
 def _optimizers(model: Any) -> list[torch.optim.Optimizer]:
     """Muon for the matrices, AdamW for the embeddings and the norms."""
     named = list(model.named_parameters())
-    matrices = [one for name, one in named if one.ndim == 2 and "embed" not in name]
-    rest = [one for name, one in named if one.ndim != 2 or "embed" in name]
+    matrices = [
+        parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name
+    ]
+    rest = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
     return [
         torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.98)),
