@@ -55,7 +55,7 @@ async def test_an_agents_requests_obey_the_runs_limit(tmp_path: Path) -> None:
     config = Config(log_path=str(tmp_path), max_concurrency_rollout_sample=2)
     limit = FixedConcurrencyController(config.max_concurrent)
     sampler = DeploymentSampler(URL, "model", "key", concurrency_controller=limit)
-    policy = cast("Any", SimpleNamespace(inner=SimpleNamespace(supports_router_replay=False)))
+    policy = cast("Any", SimpleNamespace(supports_router_replay=False))
     infra = infra_of(policy, tmp_path, inference_url=URL, api_key="k", sampler=sampler)
     setup = rollout_setup(config, infra)
     deployment = Deployment()
