@@ -370,11 +370,11 @@ def test_the_trained_model_is_promoted_once_after_the_last_save(trial, served):
     names = [row.name.rsplit("/", 1)[-1] for row in rows]
     assert names[-1].startswith("final-00002-")
     assert sum(name.startswith("final-") for name in names) == 1
-    assert [model.source for model in served.platform.plane.models() if "/me/" in model.name] == [
-        str(run.summary.model_path)
-    ]
-    assert served.platform.plane.store.operations.all(("running",)) == []
-    assert len(served.platform.plane.store.operations.all()) == 1
+    assert [
+        model.source for model in served.platform.plane.list_models() if "/me/" in model.name
+    ] == [str(run.summary.model_path)]
+    assert served.platform.plane.store.operations.list_all(("running",)) == []
+    assert len(served.platform.plane.store.operations.list_all()) == 1
     assert [name.rsplit("-", 1)[0] for name in names if name.count("-") == 2] == [
         "step-00001",
         "step-00002",

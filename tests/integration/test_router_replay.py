@@ -98,7 +98,7 @@ def writing_down(app: Any, seen: Sent, draws: list[dict[str, Any]]) -> Any:
             draws.append(orjson.loads(body))
         if operation in ("forward", "forward_backward"):
             content = orjson.loads(body)
-            given = ForwardInput.checked(content[f"{operation}_input"])
+            given = ForwardInput.from_dict(content[f"{operation}_input"])
             seen.extend(
                 (content["model_id"].startswith("frozen"), datum) for datum in given.datums()
             )

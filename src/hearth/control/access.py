@@ -1,4 +1,4 @@
-"""Who may come into a platform, judged before anything else is looked at."""
+"""Who may send requests to a platform; checked before anything else."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hearth.wire.asgi import Scope
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Who may come in, and with how much."""
+    """Which requests are accepted, and how long they may be."""
 
     api_keys: Collection[str] = ()
-    """Keys that are let in; with none, anyone on this machine is."""
+    """Accepted keys; without any, every request to this machine is."""
     is_local: bool = True
     """Without keys, refuse names that are not this machine's: a web page may send requests too."""
     max_body: int = 2**30
     """Longest body to a trainer, in bytes."""
 
     def check(self, scope: Scope) -> None:
-        """Let a request in.
+        """Accept a request.
 
         Raises:
             AuthError: no key, a wrong one, or a host that is not this machine.
@@ -40,15 +40,15 @@ class Access:
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         given = headers.get(b"x-api-key") or (bearer if scheme.lower() == b"bearer" else b"")
         digest = hashlib.sha256(given).digest()
-        # Every key is compared, and in constant time, so that the time tells nothing.
+        # Compare every key in constant time, so that the time reveals nothing.
         matches = [
             hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest())
             for key in self.api_keys
         ]
         if not any(matches):
-            found = "a wrong one" if given else "none"
+            shown = "a wrong one" if given else "none"
             raise AuthError(
-                f"x-api-key must be a key of this platform, got {found}: export FIREWORKS_API_KEY"
+                f"x-api-key must be a key of this platform, got {shown}: export FIREWORKS_API_KEY"
             )
 
     def _check_local(self, name: str, value: bytes) -> None:

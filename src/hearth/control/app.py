@@ -16,9 +16,9 @@ from starlette.routing import Route
 import hearth
 from hearth.control.access import Access
 from hearth.control.gateway import Gateway
-from hearth.control.names import ACCOUNT, check_account, leaf
+from hearth.control.long_poll import wait_for_state, wait_until
 from hearth.control.plane import ControlPlane
-from hearth.control.waiting import once, settled
+from hearth.control.resource_names import ACCOUNT, check_account, parse_id
 from hearth.errors import ClosedError, HearthError, NotFoundError, RequestError
 from hearth.wire.base import Record
 from hearth.wire.fireworks import (
@@ -97,16 +97,16 @@ def _model_routes(plane: ControlPlane) -> list[Route]:
 
     async def list_models(request: Request) -> Response:
         account = request.path_params["account"]
-        models = await run_in_threadpool(plane.models)
+        models = await run_in_threadpool(plane.list_models)
         owned = [model for model in models if account in ("-", model.name.split("/")[1])]
         return json_response(ModelPage(models=owned))
 
     async def get_model(request: Request) -> Response:
         name = "accounts/{account}/models/{model}".format(**request.path_params)
-        return json_response(await run_in_threadpool(plane.model, name))
+        return json_response(await run_in_threadpool(plane.find_model, name))
 
     async def list_served_models(_: Request) -> Response:
-        deployments = await run_in_threadpool(plane.deployments.all)
+        deployments = await run_in_threadpool(plane.deployments.list_all)
         data = [_model_card(served) for served in deployments if served.state == "READY"]
         return json_response({"object": "list", "data": data})
 
@@ -137,16 +137,16 @@ def _shape_routes(plane: ControlPlane) -> list[Route]:
         account, shape = request.path_params["account"], request.path_params["shape"]
         if shape != "-":
             name = f"accounts/{account}/trainingShapes/{shape}"
-            shapes = [await run_in_threadpool(catalog.shape, name)]
+            shapes = [await run_in_threadpool(catalog.find_shape, name)]
         else:
-            known = await run_in_threadpool(catalog.all_shapes)
+            known = await run_in_threadpool(catalog.list_shapes)
             shapes = [entry for entry in known if account in ("-", entry.name.split("/")[1])]
         versions = [entry.version() for entry in shapes]
         return json_response(TrainingShapePage(training_shape_versions=versions))
 
     async def get_version(request: Request) -> Response:
         name = "accounts/{account}/trainingShapes/{shape}".format(**request.path_params)
-        entry = await run_in_threadpool(catalog.shape, name)
+        entry = await run_in_threadpool(catalog.find_shape, name)
         version, shape = request.path_params["version"], request.path_params["shape"]
         if version not in ("1", "latest"):
             raise NotFoundError(f"version must be 1, the only one of {shape!r}, got {version!r}")
@@ -163,25 +163,27 @@ def _job_routes(plane: ControlPlane) -> list[Route]:
         query = _parse_query(TrainerJobQuery, request)
         job = await _parse_body(TrainerJob, request)
         given, tied = query.deployment_id, job.hot_load_deployment_id
-        if given and tied and leaf(tied) != leaf(given):
+        if given and tied and parse_id(tied) != parse_id(given):
             raise RequestError(
                 f"deploymentId must be the body's hotLoadDeploymentId {tied!r}, got {given!r}: a "
                 "trainer publishes into one deployment"
             )
         if deployment := tied or given:
             job = job.model_copy(update={"hot_load_deployment_id": deployment})
-            await asyncio.to_thread(plane.deployments.tie, leaf(deployment))
+            await asyncio.to_thread(plane.deployments.use_own_bucket, parse_id(deployment))
         shape = query.training_shape or None
         return json_response(
             await asyncio.to_thread(jobs.create, query.rlor_trainer_job_id, job, shape)
         )
 
     async def list_jobs(_: Request) -> Response:
-        return json_response(TrainerJobPage(rlor_trainer_jobs=await run_in_threadpool(jobs.all)))
+        return json_response(
+            TrainerJobPage(rlor_trainer_jobs=await run_in_threadpool(jobs.list_all))
+        )
 
     async def get_job(request: Request) -> Response:
         query = _parse_query(WaitQuery, request)
-        return json_response(await settled(jobs, request.path_params["job"], query))
+        return json_response(await wait_for_state(jobs, request.path_params["job"], query))
 
     async def resume_job(request: Request) -> Response:
         return json_response(await run_in_threadpool(jobs.resume, request.path_params["job"]))
@@ -212,11 +214,15 @@ def _deployment_routes(plane: ControlPlane) -> list[Route]:
         return json_response(await asyncio.to_thread(deployments.create, deployment_id, body))
 
     async def list_deployments(_: Request) -> Response:
-        return json_response(DeploymentPage(deployments=await run_in_threadpool(deployments.all)))
+        return json_response(
+            DeploymentPage(deployments=await run_in_threadpool(deployments.list_all))
+        )
 
     async def get_deployment(request: Request) -> Response:
         query = _parse_query(WaitQuery, request)
-        return json_response(await settled(deployments, request.path_params["deployment"], query))
+        return json_response(
+            await wait_for_state(deployments, request.path_params["deployment"], query)
+        )
 
     async def patch_deployment(request: Request) -> Response:
         change = await _parse_body(DeploymentPatch, request)
@@ -241,7 +247,7 @@ def _checkpoint_routes(plane: ControlPlane) -> list[Route]:
 
     async def list_checkpoints(request: Request) -> Response:
         query = _parse_query(PageQuery, request)
-        entries = await run_in_threadpool(checkpoints.rows, request.path_params["job"])
+        entries = await run_in_threadpool(checkpoints.list_entries, request.path_params["job"])
         token = query.page_token
         if token and token not in map(str, range(len(entries) + 1)):
             raise RequestError(f"pageToken must be one that a page ended with, got {token[:80]!r}")
@@ -258,9 +264,9 @@ def _checkpoint_routes(plane: ControlPlane) -> list[Route]:
         operation = await asyncio.to_thread(checkpoints.promote, checkpoint, order)
         if order.async_promotion:
             return json_response(Promoted(operation=operation))
-        changes, id = plane.store.operations.changes, leaf(operation.name)
-        read = partial(checkpoints.operation, id)
-        ended = await once(read, changes, id, lambda state: state.done, None)
+        changes, id = plane.store.operations.changes, parse_id(operation.name)
+        read = partial(checkpoints.get_operation, id)
+        ended = await wait_until(read, changes, id, lambda state: state.done, None)
         if ended.error is not None:
             raise RequestError(ended.error.message)
         if not ended.done:
@@ -269,7 +275,7 @@ def _checkpoint_routes(plane: ControlPlane) -> list[Route]:
 
     async def get_operation(request: Request) -> Response:
         operation_id = request.path_params["operation"]
-        return json_response(await run_in_threadpool(checkpoints.operation, operation_id))
+        return json_response(await run_in_threadpool(checkpoints.get_operation, operation_id))
 
     return [
         _own_route("GET", "/rlorTrainerJobs/{job}/checkpoints", list_checkpoints),
@@ -285,7 +291,7 @@ async def _read_log(plane: ControlPlane, request: Request) -> Response:
 
 
 def _parse_query(kind: type[QueryT], request: Request) -> QueryT:
-    return kind.checked(dict(request.query_params))
+    return kind.from_dict(dict(request.query_params))
 
 
 async def _parse_body(kind: type[RecordT], request: Request) -> RecordT:

@@ -108,7 +108,7 @@ class Catalog:
     allow_folders: bool = True
     """Whether a request may name a folder of this machine; where others ask, it may not."""
 
-    def model(self, name: str, promoted: Mapping[str, ModelEntry] | None = None) -> ModelEntry:
+    def find_model(self, name: str, promoted: Mapping[str, ModelEntry] | None = None) -> ModelEntry:
         """What a name stands for; a folder or a hub id stands for itself.
 
         Raises:
@@ -117,14 +117,14 @@ class Catalog:
         """
         known = {**self.models, **(promoted or {})}
         if name in known:
-            return _with_config(known[name])
+            return _add_config_facts(known[name])
         if name.startswith("accounts/"):
             raise ConfigError(
                 f"base_model must be a registered name, a folder or a hub id, got {name!r}: "
                 f"registered are {sorted(known)}; a catalog file ({CATALOG_VARIABLE}) adds more"
             )
         self.check_source(name, "base_model")
-        return _with_config(ModelEntry(name=name, source=name))
+        return _add_config_facts(ModelEntry(name=name, source=name))
 
     def check_source(self, name: str, field: str) -> None:
         """Refuse what is neither a hub id nor a folder that a request may name.
@@ -142,7 +142,7 @@ class Catalog:
         if looks_like_a_path and not is_folder:
             raise ConfigError(f"{field} must be an existing folder, got {name!r}")
 
-    def shape(self, name: str) -> ShapeEntry:
+    def find_shape(self, name: str) -> ShapeEntry:
         """The shape of a name, with or without its version.
 
         Raises:
@@ -152,18 +152,18 @@ class Catalog:
         if bare in self.shapes:
             return self.shapes[bare]
         for model in self.models.values():
-            for shape in _own_shapes(model):
+            for shape in _derive_shapes(model):
                 if shape.name == bare:
                     return shape
-        known = [shape.name for shape in self.all_shapes()]
+        known = [shape.name for shape in self.list_shapes()]
         raise NotFoundError(
             f"training_shape_id must be a known shape, got {name!r}: known are {known}; leave it "
             "unset to have one chosen"
         )
 
-    def all_shapes(self) -> list[ShapeEntry]:
+    def list_shapes(self) -> list[ShapeEntry]:
         """Every shape: the registered ones, then each model's own."""
-        own = [shape for model in self.models.values() for shape in _own_shapes(model)]
+        own = [shape for model in self.models.values() for shape in _derive_shapes(model)]
         return [*self.shapes.values(), *own]
 
 
@@ -173,10 +173,10 @@ def read_catalog(path: Path | None = None, *, allow_folders: bool = True) -> Cat
     Raises:
         ConfigError: the file cannot be read, or an entry breaks its rule.
     """
-    catalog = _read(_BUILT_IN)
+    catalog = _read_file(_BUILT_IN)
     variable = os.environ.get(CATALOG_VARIABLE)
     chosen = path or (Path(variable) if variable else None)
-    added = _read(chosen.expanduser()) if chosen is not None else Catalog()
+    added = _read_file(chosen.expanduser()) if chosen is not None else Catalog()
     return Catalog(
         {**catalog.models, **added.models}, {**catalog.shapes, **added.shapes}, allow_folders
     )
@@ -189,7 +189,7 @@ def _is_folder(name: str) -> bool:
         return False
 
 
-def _read(path: Path) -> Catalog:
+def _read_file(path: Path) -> Catalog:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -198,17 +198,17 @@ def _read(path: Path) -> Catalog:
     if unknown or not all(isinstance(table, dict) for table in content.values()):
         raise ConfigError(f"catalog must have the tables models and shapes, got {sorted(content)}")
     models = {
-        name: _entry(_MODELS, "models", name, values)
+        name: _parse_entry(_MODELS, "models", name, values)
         for name, values in content.get("models", {}).items()
     }
     shapes = {
-        name: _entry(_SHAPES, "shapes", name, values)
+        name: _parse_entry(_SHAPES, "shapes", name, values)
         for name, values in content.get("shapes", {}).items()
     }
     return Catalog(models, shapes)
 
 
-def _entry(kind: TypeAdapter[EntryT], table: str, name: str, values: Any) -> EntryT:
+def _parse_entry(kind: TypeAdapter[EntryT], table: str, name: str, values: Any) -> EntryT:
     parts = name.split("/")
     middle = "trainingShapes" if table == "shapes" else "models"
     if len(parts) != 4 or parts[0] != "accounts" or parts[2] != middle or not all(parts):
@@ -222,20 +222,20 @@ def _entry(kind: TypeAdapter[EntryT], table: str, name: str, values: Any) -> Ent
         raise ConfigError(f"catalog entry {name!r} must have known fields: {shown}") from None
 
 
-def _own_shapes(model: ModelEntry) -> list[ShapeEntry]:
+def _derive_shapes(model: ModelEntry) -> list[ShapeEntry]:
     account, leaf = model.name.split("/")[1], model.name.split("/")[-1]
     return [
         ShapeEntry(
             name=f"accounts/{account}/trainingShapes/{leaf}{suffix}",
             base_model=model.name,
             trainer_mode=mode,
-            context_length=_with_config(model).context_length,
+            context_length=_add_config_facts(model).context_length,
         )
         for suffix, mode in MODES.items()
     ]
 
 
-def _with_config(entry: ModelEntry) -> ModelEntry:
+def _add_config_facts(entry: ModelEntry) -> ModelEntry:
     """Fill in what a model's own folder says of it."""
     if entry.context_length is not None and entry.parameters is not None:
         return entry

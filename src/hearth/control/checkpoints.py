@@ -13,10 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hearth.control.context import Context, promoted_models
+from hearth.control.context import Context, list_promoted
 from hearth.control.jobs import Jobs
-from hearth.control.names import ACCOUNT, job_name, leaf, promoted_leaf, timestamp
-from hearth.control.store import Row, Store
+from hearth.control.resource_names import (
+    ACCOUNT,
+    format_timestamp,
+    job_name,
+    parse_id,
+    parse_model_id,
+)
+from hearth.control.store import Store, StoredRecord
 from hearth.errors import (
     ClosedError,
     ConflictError,
@@ -51,7 +57,7 @@ _KINDS: dict[str, CheckpointKind] = {
 
 
 _MAKING = "making"
-"""In a model's row: the promotion under way, of which nothing shows yet."""
+"""In a model's record: the promotion under way, of which nothing shows yet."""
 
 
 class Checkpoints:
@@ -64,24 +70,24 @@ class Checkpoints:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hearth-promote")
         self._lock = threading.Lock()
 
-    def rows(self, job_id: str) -> list[CheckpointEntry]:
+    def list_entries(self, job_id: str) -> list[CheckpointEntry]:
         """Everything that a job has saved, oldest first; also of a job that was deleted.
 
         Raises:
             NotFoundError: there never was such a job.
         """
-        bucket = self._jobs.bucket(job_id)
-        found = [
-            *self._resumable(job_id),
-            *map(_snapshot_row, self._context.launcher.snapshots(bucket)),
+        bucket = self._jobs.find_bucket(job_id)
+        entries = [
+            *self._list_resumable(job_id),
+            *map(_describe_snapshot, self._context.launcher.snapshots(bucket)),
         ]
         return [
-            row.model_copy(update={"name": f"{job_name(job_id)}/checkpoints/{row.name}"})
-            for row in sorted(found, key=lambda one: one.create_time)
+            entry.model_copy(update={"name": f"{job_name(job_id)}/checkpoints/{entry.name}"})
+            for entry in sorted(entries, key=lambda entry: entry.create_time)
         ]
 
-    def promote(self, checkpoint_id: str, asked: Promote) -> Operation:
-        """Begin to make a model of a sampler snapshot; ``operation`` tells how that goes.
+    def promote(self, checkpoint_id: str, request: Promote) -> Operation:
+        """Begin to make a model of a sampler snapshot; ``get_operation`` returns how that goes.
 
         Asking again for the same one changes nothing. The job that made a model may make it anew of
         another of its snapshots, as a run that is repeated does: the model is the old one until the
@@ -94,37 +100,37 @@ class Checkpoints:
             NotReadyError: it is being made of another snapshot.
             ClosedError: the platform ends.
         """
-        promoted_leaf(asked.output_model)
-        job_id = leaf(asked.trainer_job_id)
-        snapshot = self._promotable(job_id, checkpoint_id)
-        job = self._jobs.asked_for(job_id)
-        if asked.base_model and asked.base_model != job.training_config.base_model:
+        parse_model_id(request.output_model)
+        job_id = parse_id(request.trainer_job_id)
+        snapshot = self._find_promotable(job_id, checkpoint_id)
+        job = self._jobs.get_request(job_id)
+        if request.base_model and request.base_model != job.training_config.base_model:
             raise RequestError(
                 f"base_model must be {job.training_config.base_model!r}, which the job trained, "
-                f"got {asked.base_model!r}"
+                f"got {request.base_model!r}"
             )
-        return self._begin(job_id, snapshot, asked, job)
+        return self._begin(job_id, snapshot, request, job)
 
-    def operation(self, operation_id: str) -> Operation:
+    def get_operation(self, operation_id: str) -> Operation:
         """How a promotion stands.
 
         Raises:
             NotFoundError: there is no such operation.
         """
-        return Operation.checked(self._store.operations.get(operation_id).body)
+        return Operation.from_dict(self._store.operations.get(operation_id).body)
 
     def recover(self) -> None:
         """After a restart: promotions that were under way have failed."""
         shutil.rmtree(self._staging, ignore_errors=True)
-        for row in self._store.operations.all(("running",)):
+        for record in self._store.operations.list_all(("running",)):
             error = OperationError(
                 code=UNAVAILABLE, message="the platform was restarted: promote again"
             )
-            self._finish(row.id, Operation.checked(row.body), error=error)
-        for row in self._store.models.all():
-            self._give_up(row)
+            self._finish(record.id, Operation.from_dict(record.body), error=error)
+        for record in self._store.models.list_all():
+            self._give_up(record)
 
-    def refuse(self) -> None:
+    def stop_accepting(self) -> None:
         """Begin no more promotions; those that wait for their turn stay undone."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -137,17 +143,17 @@ class Checkpoints:
         """Where models are written before they take their places; a dot is in no model's id."""
         return self._context.models_dir / ".promoting"
 
-    def _resumable(self, job_id: str) -> list[CheckpointEntry]:
-        rows: list[CheckpointEntry] = []
+    def _list_resumable(self, job_id: str) -> list[CheckpointEntry]:
+        entries: list[CheckpointEntry] = []
         for path in self._context.checkpoint_dir(job_id).glob("*/manifest.json"):
             manifest = read_json(path)
             if manifest is None or path.parent.name.startswith("."):
                 continue
-            moment = timestamp(float(manifest.get("created_s") or path.stat().st_mtime))
+            moment = format_timestamp(float(manifest.get("created_s") or path.stat().st_mtime))
             kind: CheckpointKind = "CHECKPOINT_TYPE_TRAINING"
             if manifest.get("lora"):
                 kind = "CHECKPOINT_TYPE_TRAINING_LORA"
-            rows.append(
+            entries.append(
                 CheckpointEntry(
                     name=path.parent.name,
                     create_time=moment,
@@ -157,15 +163,15 @@ class Checkpoints:
                     metadata=manifest.get("metadata"),
                 )
             )
-        return rows
+        return entries
 
-    def _promotable(self, job_id: str, checkpoint_id: str) -> SnapshotRecord:
+    def _find_promotable(self, job_id: str, checkpoint_id: str) -> SnapshotRecord:
         kept = {
             snapshot.identity: snapshot
-            for snapshot in self._context.launcher.snapshots(self._jobs.bucket(job_id))
+            for snapshot in self._context.launcher.snapshots(self._jobs.find_bucket(job_id))
         }
         if checkpoint_id not in kept:
-            resumable = [row.name for row in self._resumable(job_id)]
+            resumable = [entry.name for entry in self._list_resumable(job_id)]
             what = "a resumable checkpoint" if checkpoint_id in resumable else "unknown"
             raise NotFoundError(
                 f"checkpoint must be a sampler snapshot of job {job_id!r}, got {checkpoint_id!r}, "
@@ -179,13 +185,13 @@ class Checkpoints:
         return kept[checkpoint_id]
 
     def _begin(
-        self, job_id: str, snapshot: SnapshotRecord, asked: Promote, job: TrainerJob
+        self, job_id: str, snapshot: SnapshotRecord, request: Promote, job: TrainerJob
     ) -> Operation:
-        name = asked.output_model
-        origin = {"job": job_id, "identity": snapshot.identity, "merge": asked.merge_adapter}
+        name = request.output_model
+        origin = {"job": job_id, "identity": snapshot.identity, "merge": request.merge_adapter}
         with self._lock:
             existing = self._store.models.find(name)
-            if existing is not None and (same := self._same(existing, origin)) is not None:
+            if existing is not None and (same := self._find_same(existing, origin)) is not None:
                 return same
             operation_id = uuid.uuid4().hex[:12]
             operation = Operation(name=f"accounts/{ACCOUNT}/operations/{operation_id}", done=False)
@@ -198,7 +204,7 @@ class Checkpoints:
             else:
                 self._store.models.update(name, body={**existing.body, _MAKING: making})
             try:
-                self._pool.submit(self._export, operation, making, snapshot, asked, job)
+                self._pool.submit(self._export, operation, making, snapshot, request, job)
             except RuntimeError:
                 raise ClosedError(
                     "platform must be open to promote, got one that ends: promote again once it "
@@ -206,24 +212,24 @@ class Checkpoints:
                 ) from None
         return operation
 
-    def _same(self, row: Row, origin: dict[str, Any]) -> Operation | None:
+    def _find_same(self, record: StoredRecord, origin: dict[str, Any]) -> Operation | None:
         """The operation that makes or made this very model; None when it is to be made anew.
 
         Raises:
             ConflictError: it was made by another job.
             NotReadyError: it is being made of another snapshot.
         """
-        making = row.body.get(_MAKING)
-        latest = making or row.body
+        making = record.body.get(_MAKING)
+        latest = making or record.body
         if latest["origin"] == origin:
-            return self.operation(latest["operation"])
+            return self.get_operation(latest["operation"])
         if latest["origin"]["job"] != origin["job"]:
             raise ConflictError(
-                f"output_model must be new, got {row.id!r}: it was made of {latest['origin']}"
+                f"output_model must be new, got {record.id!r}: it was made of {latest['origin']}"
             )
         if making is not None:
             raise NotReadyError(
-                f"output_model must not be in the making, got {row.id!r}: it is being made of "
+                f"output_model must not be in the making, got {record.id!r}: it is being made of "
                 f"{making['origin']}; promote again when that is done"
             )
         return None
@@ -233,64 +239,64 @@ class Checkpoints:
         operation: Operation,
         making: dict[str, Any],
         snapshot: SnapshotRecord,
-        asked: Promote,
+        request: Promote,
         job: TrainerJob,
     ) -> None:
         """Write the folder and finish the operation; runs on the pool."""
         try:
-            model = self._written(making["operation"], snapshot, asked, job)
+            model = self._write_model(making["operation"], snapshot, request, job)
         except Exception as error:  # the boundary: whoever waits must hear of it
             if not isinstance(error, HearthError | OSError):
-                logger.exception("promotion of %s", asked.output_model)
-            logger.warning("promotion of %s failed: %s", asked.output_model, error)
-            self._give_up(self._store.models.get(asked.output_model))
+                logger.exception("promotion of %s", request.output_model)
+            logger.warning("promotion of %s failed: %s", request.output_model, error)
+            self._give_up(self._store.models.get(request.output_model))
             self._finish(making["operation"], operation, error=OperationError(message=str(error)))
             return
         self._store.models.update(
-            asked.output_model, state="READY", body={**making, **model.as_dict()}
+            request.output_model, state="READY", body={**making, **model.as_dict()}
         )
         self._finish(making["operation"], operation, response=model)
 
-    def _give_up(self, row: Row) -> None:
+    def _give_up(self, record: StoredRecord) -> None:
         """A model that was being made stays what it was before."""
-        if row.state == "CREATING":
-            self._store.models.delete(row.id)
-        elif _MAKING in row.body:
-            kept = {name: value for name, value in row.body.items() if name != _MAKING}
-            self._store.models.update(row.id, body=kept)
+        if record.state == "CREATING":
+            self._store.models.delete(record.id)
+        elif _MAKING in record.body:
+            kept = {name: value for name, value in record.body.items() if name != _MAKING}
+            self._store.models.update(record.id, body=kept)
 
-    def _written(
-        self, operation_id: str, snapshot: SnapshotRecord, asked: Promote, job: TrainerJob
+    def _write_model(
+        self, operation_id: str, snapshot: SnapshotRecord, request: Promote, job: TrainerJob
     ) -> Model:
         """The model, its folder complete and in its place."""
-        folder = self._context.models_dir / promoted_leaf(asked.output_model)
+        folder = self._context.models_dir / parse_model_id(request.output_model)
         draft = self._staging / operation_id
         base = job.training_config.base_model
-        entry = self._context.catalog.model(base, promoted_models(self._store.models))
+        entry = self._context.catalog.find_model(base, list_promoted(self._store.models))
         try:
             self._context.launcher.export(
                 ExportSpec(
-                    bucket=self._jobs.bucket(leaf(asked.trainer_job_id)),
+                    bucket=self._jobs.find_bucket(parse_id(request.trainer_job_id)),
                     identity=snapshot.identity,
                     base_model=base,
                     source=entry.source,
                     folder=str(draft),
-                    merge_adapter=asked.merge_adapter,
+                    merge_adapter=request.merge_adapter,
                     trust_remote_code=entry.trust_remote_code,
                 )
             )
-            # Also over a folder without a row: its platform ended just before it wrote that.
+            # Also over a folder without a record: its platform ended just before it wrote that.
             put_in_place(draft, folder, overwrite=True)
         finally:
             # After an exchange the draft is what the model was before.
             shutil.rmtree(draft, ignore_errors=True)
-        is_adapter = snapshot.kind == "lora" and not asked.merge_adapter
+        is_adapter = snapshot.kind == "lora" and not request.merge_adapter
         return Model(
-            name=asked.output_model,
+            name=request.output_model,
             kind="HF_PEFT_ADDON" if is_adapter else "HF_BASE_MODEL",
             source=str(folder),
-            create_time=timestamp(),
-            source_job=asked.trainer_job_id,
+            create_time=format_timestamp(),
+            source_job=request.trainer_job_id,
             base_model_details=BaseModelDetails(moe=entry.moe),
             peft_details=_peft_details(folder, base) if is_adapter else None,
         )
@@ -307,8 +313,8 @@ class Checkpoints:
         self._store.operations.update(operation_id, state="done", body=done.as_dict())
 
 
-def _snapshot_row(facts: SnapshotRecord) -> CheckpointEntry:
-    moment = timestamp(facts.created_s)
+def _describe_snapshot(facts: SnapshotRecord) -> CheckpointEntry:
+    moment = format_timestamp(facts.created_s)
     return CheckpointEntry(
         name=facts.identity,
         create_time=moment,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hearth.control.catalog import Catalog, ModelEntry
-from hearth.control.store import Rows
+from hearth.control.store import Records
 from hearth.launch.spec import Launcher
 
 
@@ -33,10 +33,10 @@ class Context:
         return self.data_dir / "checkpoints" / job_id
 
 
-def promoted_models(models: Rows) -> dict[str, ModelEntry]:
+def list_promoted(models: Records) -> dict[str, ModelEntry]:
     """Models that were promoted here."""
     return {
-        row.id: ModelEntry(name=row.id, source=row.body["source"])
-        for row in models.all()
-        if row.body.get("kind", "HF_BASE_MODEL") == "HF_BASE_MODEL"
+        record.id: ModelEntry(name=record.id, source=record.body["source"])
+        for record in models.list_all()
+        if record.body.get("kind", "HF_BASE_MODEL") == "HF_BASE_MODEL"
     }

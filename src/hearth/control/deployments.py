@@ -1,4 +1,4 @@
-"""Deployments: asked for, started, kept alive, tied to trainers, scaled to zero and deleted.
+"""Deployments: created, started, kept alive, attached to trainers, scaled to zero and deleted.
 
 A deployment holds no state that cannot be had again, so one that dies is started again by itself;
 in a process of its own it then loads the snapshot that it served. One that dies again and again is
@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
-from hearth.control.context import Context, promoted_models
+from hearth.control.context import Context, list_promoted
+from hearth.control.extra_values import ExtraValues
 from hearth.control.jobs import ALIVE as JOB_ALIVE
 from hearth.control.jobs import Jobs
-from hearth.control.names import check_id, deployment_name, leaf, timestamp
-from hearth.control.store import Row, Rows
-from hearth.control.values import Values
-from hearth.control.workers import Live, LiveTable
+from hearth.control.resource_names import check_id, deployment_name, format_timestamp, parse_id
+from hearth.control.store import Records, StoredRecord
+from hearth.control.workers import LiveEntry, LiveTable
 from hearth.errors import (
     ClosedError,
     ConfigError,
@@ -42,7 +42,7 @@ MOST_REPLICAS = 64
 """Of one deployment, where its engine can have several."""
 SCALED_TO_ZERO = "scaled to zero"
 _PREFIX = "deployment-"
-_ANSWERED = (
+_RESPONSE_FIELDS = (
     "name",
     "state",
     "status_message",
@@ -51,7 +51,7 @@ _ANSWERED = (
     "worker_placement",
     "pid",
 )
-"""What only answers say; a client that sends back what it read is not taken at its word."""
+"""Fields of responses alone: a request that repeats a response does not set them."""
 
 
 class Deployments:
@@ -59,24 +59,24 @@ class Deployments:
 
     def __init__(
         self,
-        rows: Rows,
-        models: Rows,
+        records: Records,
+        models: Records,
         jobs: Jobs,
         context: Context,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.rows = rows
+        self.records = records
         self.live = LiveTable()
         self._models = models
         self._jobs = jobs
         self._context = context
         self._now = now
         self._deaths: dict[str, deque[float]] = {}
-        # A row and its live entry change together, whoever changes them.
+        # A record and its live entry change together.
         self._lock = threading.RLock()
 
-    def create(self, deployment_id: str, asked: Deployment) -> Deployment:
-        """Start a deployment; it is ``CREATING`` until it answers. Asking again changes nothing.
+    def create(self, deployment_id: str, request: Deployment) -> Deployment:
+        """Start a deployment; it is ``CREATING`` until it answers. Repeating it changes nothing.
 
         Raises:
             RequestError: a field breaks its rule.
@@ -84,20 +84,20 @@ class Deployments:
             ConflictError: another deployment has this id.
         """
         check_id(deployment_id, "deploymentId")
-        asked = asked.model_copy(update=dict.fromkeys(_ANSWERED))
-        spec = self._spec(deployment_id, asked)
-        self._check_replicas(asked, spec.engine)
-        if asked.hot_load_trainer_job:
-            self._check_attachable(deployment_id, asked.hot_load_trainer_job)
-        with self.live.turn(deployment_id), self._lock:
-            existing = self.rows.find(deployment_id)
+        request = request.model_copy(update=dict.fromkeys(_RESPONSE_FIELDS))
+        spec = self._build_spec(deployment_id, request)
+        self._check_replicas(request, spec.engine)
+        if request.hot_load_trainer_job:
+            self._check_attachable(deployment_id, request.hot_load_trainer_job)
+        with self.live.hold(deployment_id), self._lock:
+            existing = self.records.find(deployment_id)
             if existing is not None:
-                return self._same(existing, asked)
-            has_replica = asked.max_replica_count > 0
+                return self._match_existing(existing, request)
+            has_replica = request.max_replica_count > 0
             state, message = ("CREATING", "") if has_replica else ("READY", SCALED_TO_ZERO)
-            self.rows.insert(deployment_id, state, asked.as_dict(), message)
+            self.records.insert(deployment_id, state, request.as_dict(), message)
             if has_replica:
-                self._start(deployment_id, asked, "CREATING")
+                self._start(deployment_id, request, "CREATING")
             return self.get(deployment_id)
 
     def get(self, deployment_id: str) -> Deployment:
@@ -106,11 +106,11 @@ class Deployments:
         Raises:
             NotFoundError: there is none of that id.
         """
-        return self.record(self._row(deployment_id))
+        return self.describe(self._get_record(deployment_id))
 
-    def all(self) -> list[Deployment]:
+    def list_all(self) -> list[Deployment]:
         """Every deployment, oldest first."""
-        return [self.record(row) for row in self.rows.all()]
+        return [self.describe(record) for record in self.records.list_all()]
 
     def patch(self, deployment_id: str, change: DeploymentPatch) -> Deployment:
         """Scale, or attach to another trainer. One that has failed is started again by any change.
@@ -124,46 +124,48 @@ class Deployments:
             NotFoundError: there is no such deployment or trainer.
             RequestError: a value breaks its rule, or the trainer publishes elsewhere.
         """
-        with self.live.turn(deployment_id):
+        with self.live.hold(deployment_id):
             with self._lock:
-                worker = self._patched(self._row(deployment_id), change)
-            # Not under the lock: its last news may be on the way, and wants it.
+                worker = self._apply_patch(self._get_record(deployment_id), change)
+            # Not under the lock: its last call of ``failed`` may wait for the lock.
             if worker is not None:
                 worker.stop()
                 self._resume_resized(deployment_id)
         return self.get(deployment_id)
 
-    def _patched(self, row: Row, change: DeploymentPatch) -> Worker | None:
-        """Write a change and act on it; what comes back is to be stopped."""
+    def _apply_patch(self, record: StoredRecord, change: DeploymentPatch) -> Worker | None:
+        """Write a change and act on it; returns the worker to stop."""
         if change.hot_load_trainer_job:
-            self._check_attachable(row.id, change.hot_load_trainer_job)
-        before = Deployment.checked(row.body)
+            self._check_attachable(record.id, change.hot_load_trainer_job)
+        before = Deployment.from_dict(record.body)
         after = before.model_copy(update=change.model_dump(exclude_none=True))
-        engine = self._spec(row.id, after).engine if after.max_replica_count > 1 else "embedded"
+        engine = (
+            self._build_spec(record.id, after).engine if after.max_replica_count > 1 else "embedded"
+        )
         self._check_replicas(after, engine)
-        self.rows.update(row.id, body=after.as_dict())
+        self.records.update(record.id, body=after.as_dict())
         if after.max_replica_count == 0:
-            self.rows.update(row.id, state="READY", message=SCALED_TO_ZERO, worker=None)
-            return self.live.take_worker(row.id, Live("READY", SCALED_TO_ZERO))
-        if before.max_replica_count == 0 or row.state == "FAILED":
-            self._deaths.pop(row.id, None)
+            self.records.update(record.id, state="READY", message=SCALED_TO_ZERO, worker=None)
+            return self.live.take_worker(record.id, LiveEntry("READY", SCALED_TO_ZERO))
+        if before.max_replica_count == 0 or record.state == "FAILED":
+            self._deaths.pop(record.id, None)
             if after.hot_load_trainer_job != before.hot_load_trainer_job:
-                self._forget_served(row.id)
-            self.rows.update(row.id, state="UPDATING", message="", worker=None)
-            self._start(row.id, after, "UPDATING")
+                self._delete_served_state(record.id)
+            self.records.update(record.id, state="UPDATING", message="", worker=None)
+            self._start(record.id, after, "UPDATING")
         elif after.max_replica_count != before.max_replica_count:
-            self.rows.update(row.id, state="UPDATING", message="", worker=None)
-            return self.live.take_worker(row.id, Live("UPDATING"))
+            self.records.update(record.id, state="UPDATING", message="", worker=None)
+            return self.live.take_worker(record.id, LiveEntry("UPDATING"))
         return None
 
     def _resume_resized(self, deployment_id: str) -> None:
         """Start a deployment that was stopped to have another number of replicas."""
         with self._lock:
-            row = self._row(deployment_id)
-            if row.state == "UPDATING" and row.worker is None:
-                self._start(deployment_id, Deployment.checked(row.body), "UPDATING")
+            record = self._get_record(deployment_id)
+            if record.state == "UPDATING" and record.worker is None:
+                self._start(deployment_id, Deployment.from_dict(record.body), "UPDATING")
 
-    def tie(self, deployment_id: str) -> None:
+    def use_own_bucket(self, deployment_id: str) -> None:
         """Have a deployment read its own bucket: a trainer is about to publish into it.
 
         It may not be there yet. Its attachment to a trainer that has ended is given up.
@@ -171,12 +173,12 @@ class Deployments:
         Raises:
             RequestError: the trainer that it is attached to is alive.
         """
-        with self.live.turn(deployment_id), self._lock:
-            row = self.rows.find(deployment_id)
-            body = Deployment.checked(row.body) if row is not None else None
+        with self.live.hold(deployment_id), self._lock:
+            record = self.records.find(deployment_id)
+            body = Deployment.from_dict(record.body) if record is not None else None
             if body is None or not body.hot_load_trainer_job:
                 return
-            job = self._jobs.rows.find(leaf(body.hot_load_trainer_job))
+            job = self._jobs.records.find(parse_id(body.hot_load_trainer_job))
             if job is not None and job.state in JOB_ALIVE:
                 raise RequestError(
                     f"hotLoadDeploymentId must name a deployment with a bucket of its own, got "
@@ -184,9 +186,9 @@ class Deployments:
                     "that one, or leave hotLoadDeploymentId out and attach the deployment"
                 )
             untied = body.model_copy(update={"hot_load_trainer_job": None})
-            self.rows.update(deployment_id, body=untied.as_dict())
+            self.records.update(deployment_id, body=untied.as_dict())
             if body.max_replica_count == 0:
-                self._forget_served(deployment_id)
+                self._delete_served_state(deployment_id)
 
     def delete(self, deployment_id: str) -> None:
         """End a deployment and forget it, with what it served; its id is free again.
@@ -194,20 +196,20 @@ class Deployments:
         Raises:
             NotFoundError: there is no such deployment.
         """
-        with self.live.turn(deployment_id):
+        with self.live.hold(deployment_id):
             with self._lock:
-                self._row(deployment_id)
-                self.rows.update(deployment_id, state="DELETING", worker=None)
-                worker = self.live.take_worker(deployment_id, Live("DELETING"))
+                self._get_record(deployment_id)
+                self.records.update(deployment_id, state="DELETING", worker=None)
+                worker = self.live.take_worker(deployment_id, LiveEntry("DELETING"))
             if worker is not None:
                 worker.stop()
             with self._lock:
-                self.rows.delete(deployment_id)
+                self.records.delete(deployment_id)
                 self.live.forget(deployment_id)
                 self._deaths.pop(deployment_id, None)
-            self._forget_served(deployment_id)
+            self._delete_served_state(deployment_id)
 
-    def endpoint(self, name: str) -> Endpoint:
+    def find_endpoint(self, name: str) -> Endpoint:
         """Where a deployment answers; ``name`` is its full name, its id, or ``MODEL#NAME``.
 
         Raises:
@@ -215,45 +217,47 @@ class Deployments:
             NotReadyError: it is starting.
             ClosedError: it has failed, or is scaled to zero; the message says what to do.
         """
-        deployment_id = leaf(name.rpartition("#")[2])
+        deployment_id = parse_id(name.rpartition("#")[2])
         live = self.live.get(deployment_id)
         if live is not None and (found := live.endpoint) is not None:
             return found
-        row = self._row(deployment_id)
-        if row.state == "FAILED":
+        record = self._get_record(deployment_id)
+        if record.state == "FAILED":
             raise ClosedError(
-                f"deployment {deployment_id!r} must be ready, got FAILED ({row.message}): patch "
+                f"deployment {deployment_id!r} must be ready, got FAILED ({record.message}): patch "
                 "maxReplicaCount to 1 to start it again, or delete it"
             )
-        if row.state == "DELETING":
+        if record.state == "DELETING":
             raise ClosedError(f"deployment {deployment_id!r} must be ready, got DELETING")
-        if Deployment.checked(row.body).max_replica_count == 0:
+        if Deployment.from_dict(record.body).max_replica_count == 0:
             raise ClosedError(
                 f"deployment {deployment_id!r} must have a replica, got none: it is scaled to "
                 "zero, as a `with ResourceCleanup` block leaves it; use it inside the `with` block "
                 "that provisioned it, or patch maxReplicaCount to 1"
             )
         raise NotReadyError(
-            f"deployment {deployment_id!r} must be ready, got {row.state}: ask soon"
+            f"deployment {deployment_id!r} must be ready, got {record.state}: ask soon"
         )
 
-    def bucket(self, name: str) -> str:
+    def find_bucket(self, name: str) -> str:
         """Where a deployment's snapshots come from now.
 
         Raises:
             NotFoundError: there is no such deployment.
         """
-        deployment_id = leaf(name.rpartition("#")[2])
-        return self._bucket(deployment_id, Deployment.checked(self._row(deployment_id).body))
+        deployment_id = parse_id(name.rpartition("#")[2])
+        return self._find_bucket(
+            deployment_id, Deployment.from_dict(self._get_record(deployment_id).body)
+        )
 
     def ready(self, worker: Worker) -> None:
         """A replica answers (``Watcher``)."""
         deployment_id = worker.spec.worker_id.removeprefix(_PREFIX)
         with self._lock:
-            if not self.live.belongs(deployment_id, worker):
+            if not self.live.is_current(deployment_id, worker):
                 return
-            self.live.put(deployment_id, Live("READY", worker=worker, is_ready=True))
-            self.rows.update(
+            self.live.put(deployment_id, LiveEntry("READY", worker=worker, is_ready=True))
+            self.records.update(
                 deployment_id, only_from=ALIVE, state="READY", message="", worker=worker.record()
             )
         logger.info("deployment %s is ready", deployment_id)
@@ -263,64 +267,64 @@ class Deployments:
         deployment_id = worker.spec.worker_id.removeprefix(_PREFIX)
         with self._lock:
             live = self.live.get(deployment_id)
-            if live is None or not self.live.belongs(deployment_id, worker):
+            if live is None or not self.live.is_current(deployment_id, worker):
                 return
             # A first start that fails is not tried again.
             has_run = live.is_ready or bool(self._deaths.get(deployment_id))
-            self._replace(deployment_id, report, may_restart=has_run)
+            self._restart_or_fail(deployment_id, report, may_restart=has_run)
 
     def recover(self) -> None:
         """After a restart: find the replicas that still run, and start the others again."""
-        # Its worker, if that was not stopped any more, ends by itself: nobody asks it for anything.
-        for row in self.rows.all(("DELETING",)):
-            self.delete(row.id)
-        for row in self.rows.all(ALIVE):
-            body = Deployment.checked(row.body)
+        # A worker that was not stopped ends by itself when it gets no requests.
+        for record in self.records.list_all(("DELETING",)):
+            self.delete(record.id)
+        for record in self.records.list_all(ALIVE):
+            body = Deployment.from_dict(record.body)
             if body.max_replica_count > 0:
                 with self._lock:
-                    self._find_again(row, body)
+                    self._recover(record, body)
 
-    def _find_again(self, row: Row, body: Deployment) -> None:
-        if row.worker is None:
-            self._start(row.id, body, row.state)
+    def _recover(self, record: StoredRecord, body: Deployment) -> None:
+        if record.worker is None:
+            self._start(record.id, body, record.state)
             return
-        self.live.put(row.id, Live(row.state, is_starting=True))
-        found = self._context.launcher.adopt(row.worker, self)
+        self.live.put(record.id, LiveEntry(record.state, is_starting=True))
+        found = self._context.launcher.adopt(record.worker, self)
         if isinstance(found, ExitReport):
-            self._replace(row.id, found, may_restart=True)
+            self._restart_or_fail(record.id, found, may_restart=True)
         else:
-            self.live.begun(row.id, found)
+            self.live.set_worker(record.id, found)
 
-    def record(self, row: Row) -> Deployment:
-        """A row as clients read it."""
-        live = self.live.get(row.id)
+    def describe(self, record: StoredRecord) -> Deployment:
+        """A record as clients read it."""
+        live = self.live.get(record.id)
         worker = live.worker if live is not None else None
-        return Deployment.checked(row.body).model_copy(
+        return Deployment.from_dict(record.body).model_copy(
             update={
-                "name": deployment_name(row.id),
-                "state": row.state,
-                "status_message": row.message or None,
-                "create_time": timestamp(row.created_s),
-                "update_time": timestamp(row.updated_s),
+                "name": deployment_name(record.id),
+                "state": record.state,
+                "status_message": record.message or None,
+                "create_time": format_timestamp(record.created_s),
+                "update_time": format_timestamp(record.updated_s),
                 "worker_placement": self._context.launcher.placement,
                 "pid": worker.pid if worker is not None else None,
             }
         )
 
-    def _same(self, existing: Row, asked: Deployment) -> Deployment:
-        if existing.state == "DELETING" or existing.body != asked.as_dict():
+    def _match_existing(self, existing: StoredRecord, request: Deployment) -> Deployment:
+        if existing.state == "DELETING" or existing.body != request.as_dict():
             raise ConflictError(
                 f"deploymentId must be new, got {existing.id!r}: a deployment of that id exists "
                 f"({existing.state}) and was asked for otherwise"
             )
-        return self.record(existing)
+        return self.describe(existing)
 
-    def _row(self, deployment_id: str) -> Row:
-        row = self.rows.find(deployment_id)
-        if row is None:
-            known = [one.id for one in self.rows.all()]
+    def _get_record(self, deployment_id: str) -> StoredRecord:
+        record = self.records.find(deployment_id)
+        if record is None:
+            known = [record.id for record in self.records.list_all()]
             raise NotFoundError(f"deployment must be one of {known}, got {deployment_id!r}")
-        return row
+        return record
 
     def _check_replicas(self, body: Deployment, engine: Engine) -> None:
         least, most = body.min_replica_count, body.max_replica_count
@@ -339,37 +343,37 @@ class Deployments:
             NotFoundError: there is no such trainer.
             RequestError: it is tied to another deployment.
         """
-        tied = self._jobs.asked_for(leaf(job)).hot_load_deployment_id
+        tied = self._jobs.get_request(parse_id(job)).hot_load_deployment_id
         if tied:
             raise RequestError(
                 f"hotLoadTrainerJob must name a trainer with a bucket of its own, got {job!r}, "
-                f"which publishes into deployment {leaf(tied)!r}: set exactly one of "
+                f"which publishes into deployment {parse_id(tied)!r}: set exactly one of "
                 f"hotLoadTrainerJob on deployment {deployment_id!r} and hotLoadDeploymentId on "
                 "the trainer"
             )
 
-    def _bucket(self, deployment_id: str, body: Deployment) -> str:
+    def _find_bucket(self, deployment_id: str, body: Deployment) -> str:
         if body.hot_load_trainer_job:
-            return self._jobs.bucket(body.hot_load_trainer_job)
+            return self._jobs.find_bucket(body.hot_load_trainer_job)
         return f"{_PREFIX}{deployment_id}"
 
-    def _spec(self, deployment_id: str, body: Deployment) -> DeploymentSpec:
-        entry = self._context.catalog.model(body.base_model, promoted_models(self._models))
+    def _build_spec(self, deployment_id: str, body: Deployment) -> DeploymentSpec:
+        entry = self._context.catalog.find_model(body.base_model, list_promoted(self._models))
         shape = None
         if body.deployment_shape:
             shape_name = body.deployment_shape.replace("/deploymentShapes/", "/trainingShapes/")
-            shape = self._context.catalog.shape(shape_name)
+            shape = self._context.catalog.find_shape(shape_name)
             if shape.base_model != body.base_model:
                 raise RequestError(
                     f"deploymentShape must be one of {body.base_model!r}, got "
                     f"{body.deployment_shape!r}, which is one of {shape.base_model!r}"
                 )
-        values = Values(body.extra_values or {}, shape)
+        values = ExtraValues(body.extra_values or {}, shape)
         lengths = [entry.context_length, shape.context_length if shape is not None else None]
         longest = min((length for length in lengths if length is not None), default=None)
-        engine = cast("Engine", values.choice("engine", ("embedded", "vllm"), "embedded"))
-        engine_options = values.mapping("engine_options")
-        lora_rank = values.count("lora_rank")
+        engine = cast("Engine", values.read_choice("engine", ("embedded", "vllm"), "embedded"))
+        engine_options = values.read_mapping("engine_options")
+        lora_rank = values.read_count("lora_rank")
         if engine == "vllm" and lora_rank is not None:
             engine_options.setdefault("lora_rank", lora_rank)
         return DeploymentSpec(
@@ -377,65 +381,67 @@ class Deployments:
             name=deployment_name(deployment_id),
             base_model=entry.name,
             source=entry.source,
-            bucket=self._bucket(deployment_id, body),
+            bucket=self._find_bucket(deployment_id, body),
             state_dir=str(self._context.data_dir / "deployments" / deployment_id),
-            tokenizer=self._tokenizer(values),
+            tokenizer=self._read_tokenizer(values),
             engine=engine,
             replicas=max(1, body.max_replica_count),
             engine_options=engine_options,
-            dtype=values.choice("dtype", ("float32", "bfloat16"), "float32"),
-            device=values.text("device"),
-            max_seq_len=values.count("max_context_length") or longest,
-            max_batch_size=values.count("max_batch_size") or 64,
-            threads=values.count("threads") or self._context.deployment_threads,
+            dtype=values.read_choice("dtype", ("float32", "bfloat16"), "float32"),
+            device=values.read_text("device"),
+            max_seq_len=values.read_count("max_context_length") or longest,
+            max_batch_size=values.read_count("max_batch_size") or 64,
+            threads=values.read_count("threads") or self._context.deployment_threads,
             trust_remote_code=entry.trust_remote_code,
         )
 
     def _start(self, deployment_id: str, body: Deployment, state: str) -> None:
         try:
-            spec = self._spec(deployment_id, body)
+            spec = self._build_spec(deployment_id, body)
         except (ConfigError, NotFoundError, RequestError) as error:
-            self._give_up(deployment_id, f"cannot be started: {error}")
+            self._fail(deployment_id, f"cannot be started: {error}")
             return
-        self.live.put(deployment_id, Live(state, is_starting=True))
+        self.live.put(deployment_id, LiveEntry(state, is_starting=True))
         try:
             worker = self._context.launcher.start(spec, self)
         except ConfigError as error:
-            self._give_up(deployment_id, f"cannot be started: {error}")
+            self._fail(deployment_id, f"cannot be started: {error}")
             return
-        if self.live.begun(deployment_id, worker):
-            self.rows.update(deployment_id, only_from=(state,), worker=worker.record())
+        if self.live.set_worker(deployment_id, worker):
+            self.records.update(deployment_id, only_from=(state,), worker=worker.record())
 
-    def _forget_served(self, deployment_id: str) -> None:
+    def _delete_served_state(self, deployment_id: str) -> None:
         state = self._context.data_dir / "deployments" / deployment_id / "serving.json"
         state.unlink(missing_ok=True)
 
-    def _tokenizer(self, values: Values) -> str | None:
-        name = values.text("tokenizer")
+    def _read_tokenizer(self, values: ExtraValues) -> str | None:
+        name = values.read_text("tokenizer")
         if name is not None:
             self._context.catalog.check_source(name, "extraValues.tokenizer")
         return name
 
-    def _replace(self, deployment_id: str, report: ExitReport, *, may_restart: bool) -> None:
+    def _restart_or_fail(
+        self, deployment_id: str, report: ExitReport, *, may_restart: bool
+    ) -> None:
         deaths = self._deaths.setdefault(deployment_id, deque())
         deaths.append(self._now())
         while deaths[0] < self._now() - RESTART_WINDOW_S:
             deaths.popleft()
         message = report.describe()
         if not may_restart or len(deaths) > MOST_RESTARTS:
-            self._give_up(deployment_id, message)
+            self._fail(deployment_id, message)
             return
         logger.warning("deployment %s is started again: %s", deployment_id, message)
-        moved = self.rows.update(
+        moved = self.records.update(
             deployment_id, only_from=ALIVE, state="UPDATING", message=message, worker=None
         )
         if moved:
-            body = Deployment.checked(self._row(deployment_id).body)
+            body = Deployment.from_dict(self._get_record(deployment_id).body)
             self._start(deployment_id, body, "UPDATING")
 
-    def _give_up(self, deployment_id: str, message: str) -> None:
-        self.live.put(deployment_id, Live("FAILED", message))
-        self.rows.update(
+    def _fail(self, deployment_id: str, message: str) -> None:
+        self.live.put(deployment_id, LiveEntry("FAILED", message))
+        self.records.update(
             deployment_id, only_from=ALIVE, state="FAILED", message=message, worker=None
         )
         logger.warning("deployment %s failed: %s", deployment_id, message)

@@ -1,4 +1,4 @@
-"""The one way into a platform: sends each request where it belongs, past the access.
+"""The one way into a platform: checks access and forwards each request.
 
 A trainer is named by the path, a deployment by a header or by ``model`` in the body; the rest is
 the control plane's own. A worker in this process is called directly; one in a process of its own is
@@ -17,11 +17,12 @@ from urllib.parse import quote
 
 import httpx
 import orjson
+from starlette.requests import ClientDisconnect
 
 from hearth.control.access import Access
 from hearth.control.deployments import Deployments
 from hearth.control.jobs import Jobs
-from hearth.control.names import leaf
+from hearth.control.resource_names import parse_id
 from hearth.errors import HearthError, NotFoundError, RequestError, TooLargeError, TransportError
 from hearth.launch.spec import Endpoint
 from hearth.wire.asgi import TOKEN_HEADER, App, Message, Receive, Scope, Send
@@ -29,11 +30,13 @@ from hearth.wire.http import error_response, error_status
 
 TRAINER_PREFIX = "/training/v1/rlorTrainerJobs/"
 BUCKET_HEADER = b"x-hearth-snapshot-bucket"
-"""Names the bucket that a hot-load reads; only the gateway may say it."""
+"""Names the bucket that a hot-load reads; only the gateway sets it."""
 _SAMPLING_PATHS = ("/inference/", "/hot_load/", "/v1/completions", "/v1/chat/completions")
-_FOR_THE_DOOR = frozenset({b"authorization", b"x-api-key", b"cookie", BUCKET_HEADER, TOKEN_HEADER})
-"""No worker hears these from a client."""
-_OF_THE_CONNECTION = frozenset(
+_ACCESS_HEADERS = frozenset(
+    {b"authorization", b"x-api-key", b"cookie", BUCKET_HEADER, TOKEN_HEADER}
+)
+"""A client's are not forwarded to workers."""
+_CONNECTION_HEADERS = frozenset(
     {
         b"host",
         b"connection",
@@ -47,11 +50,11 @@ _OF_THE_CONNECTION = frozenset(
         b"server",
     }
 )
-"""Each connection has its own."""
-_LAST_S = 1.0
+"""Not forwarded: each connection has its own."""
+_GRACE_S = 1.0
 """How long a platform that ends waits for its workers' answers."""
-_SMALLER = 16
-"""Only trainers take bodies of the full length; others a fraction of it."""
+_TRAINER_BODY_RATIO = 16
+"""How many times longer a body to a trainer may be than another."""
 _CONNECT_TIMEOUT_S = 10.0
 _KEEPALIVE: tuple[tuple[int, int, int], ...] = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -82,7 +85,7 @@ class Gateway:
             try:
                 self._access.check(scope)
                 await self._route(scope, receive, send)
-            except _LeftError:
+            except ClientDisconnect:
                 return
             except HearthError as error:
                 is_early = error_status(error) in (425, 503)
@@ -90,15 +93,15 @@ class Gateway:
                 await error_response(error, headers=headers)(scope, receive, send)
 
     def end(self) -> None:
-        """What workers have not answered a second from now is answered with 503.
+        """Respond with 503 to what workers have not answered in a second.
 
         To be called on the loop that the requests run on.
         """
-        ending = self._ends()
+        ending = self._end_future()
         if not ending.done():
             ending.set_result(None)
 
-    def _ends(self) -> asyncio.Future[None]:
+    def _end_future(self) -> asyncio.Future[None]:
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_future()
         return self._ending
@@ -113,20 +116,22 @@ class Gateway:
         path: str = scope["path"]
         if path.startswith(TRAINER_PREFIX):
             job_id, inner = _split_trainer_path(path)
-            receive = _bounded(scope, receive, self._access.max_body)
-            endpoint = await _found(self._jobs.endpoint, job_id, self._jobs.live.get(job_id))
-            await self._forward(endpoint, _for_worker(scope, inner), receive, send)
+            receive = _limit_body(scope, receive, self._access.max_body)
+            endpoint = await _find_endpoint(
+                self._jobs.find_endpoint, job_id, self._jobs.live.get(job_id)
+            )
+            await self._forward(endpoint, _build_worker_scope(scope, inner), receive, send)
             return
-        receive = _bounded(scope, receive, self._access.max_body // _SMALLER)
+        receive = _limit_body(scope, receive, self._access.max_body // _TRAINER_BODY_RATIO)
         if path.startswith(_SAMPLING_PATHS):
-            name, receive = await _deployment_name(scope, receive)
-            live = self._deployments.live.get(leaf(name.rpartition("#")[2]))
-            endpoint = await _found(self._deployments.endpoint, name, live)
-            asked = _for_worker(scope, path)
+            name, receive = await _read_deployment_name(scope, receive)
+            live = self._deployments.live.get(parse_id(name.rpartition("#")[2]))
+            endpoint = await _find_endpoint(self._deployments.find_endpoint, name, live)
+            worker_scope = _build_worker_scope(scope, path)
             if path.startswith("/hot_load/") and scope["method"] == "POST":
-                bucket = await asyncio.to_thread(self._deployments.bucket, name)
-                asked["headers"].append((BUCKET_HEADER, bucket.encode()))
-            await self._forward(endpoint, asked, receive, send)
+                bucket = await asyncio.to_thread(self._deployments.find_bucket, name)
+                worker_scope["headers"].append((BUCKET_HEADER, bucket.encode()))
+            await self._forward(endpoint, worker_scope, receive, send)
             return
         await self._control(scope, receive, send)
 
@@ -136,20 +141,20 @@ class Gateway:
         if endpoint.app is not None:
             await endpoint.app(scope, receive, send)
             return
-        request = _request(scope, await _body(receive), endpoint)
-        client = await self._client(endpoint)
-        sent = _Sent(send)
+        request = _build_request(scope, await _read_body(receive), endpoint)
+        client = await self._get_client(endpoint)
+        sent = _TrackedSend(send)
         answering = asyncio.create_task(_pass_on(client, request, sent))
-        leaving = asyncio.create_task(_disconnected(receive))
-        ended = self._ends()
+        leaving = asyncio.create_task(_await_disconnect(receive))
+        ended = self._end_future()
         try:
             tasks = {answering, leaving}
             await asyncio.wait({*tasks, ended}, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
                 first = asyncio.FIRST_COMPLETED
-                await asyncio.wait(tasks, timeout=_LAST_S, return_when=first)
+                await asyncio.wait(tasks, timeout=_GRACE_S, return_when=first)
         finally:
-            # Who has left wants no answer: the worker sees the connection close, and stops.
+            # After a disconnect the worker sees its connection close, and stops.
             is_late = not leaving.done() and not answering.done()
             leaving.cancel()
             answering.cancel()
@@ -158,7 +163,7 @@ class Gateway:
         if is_late and not sent.has_begun:
             raise TransportError("platform must be open, got a request while it ends: ask again")
 
-    async def _client(self, endpoint: Endpoint) -> httpx.AsyncClient:
+    async def _get_client(self, endpoint: Endpoint) -> httpx.AsyncClient:
         """The client of a worker; those of workers that have ended go."""
         address = endpoint.socket or endpoint.url
         assert address is not None, "an endpoint is an app, a socket or a URL"
@@ -172,18 +177,16 @@ class Gateway:
             transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=_KEEPALIVE)
         timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
         self._clients[address] = client = httpx.AsyncClient(transport=transport, timeout=timeout)
-        for gone in [
-            client for client in self._clients if client != address and self._has_ended(client)
-        ]:
+        for gone in [known for known in self._clients if known != address and self._is_gone(known)]:
             await self._clients.pop(gone).aclose()
         return client
 
-    def _has_ended(self, address: str) -> bool:
+    def _is_gone(self, address: str) -> bool:
         """Whether the worker at a socket or URL is gone."""
         if address.startswith("/"):
             return not Path(address).exists()
         living = [*self._jobs.live.endpoints(), *self._deployments.live.endpoints()]
-        return all(one.url != address for one in living)
+        return all(endpoint.url != address for endpoint in living)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
@@ -195,7 +198,7 @@ class Gateway:
                 return
 
 
-class _Sent:
+class _TrackedSend:
     """``send`` that knows whether an answer has begun."""
 
     def __init__(self, send: Send) -> None:
@@ -207,13 +210,9 @@ class _Sent:
         self.has_begun = True
 
 
-class _LeftError(Exception):
-    """The client is gone before it has said what it wants."""
-
-
-def _request(scope: Scope, body: bytes, endpoint: Endpoint) -> httpx.Request:
+def _build_request(scope: Scope, body: bytes, endpoint: Endpoint) -> httpx.Request:
     """The request as it came in, and nothing added to it but the worker's token."""
-    headers = [pair for pair in scope["headers"] if pair[0] not in _OF_THE_CONNECTION]
+    headers = [pair for pair in scope["headers"] if pair[0] not in _CONNECTION_HEADERS]
     if endpoint.token is not None:
         headers.append((TOKEN_HEADER, endpoint.token.encode()))
     # As it came in: a path's %3F must not turn into the beginning of a query.
@@ -224,7 +223,7 @@ def _request(scope: Scope, body: bytes, endpoint: Endpoint) -> httpx.Request:
     return httpx.Request(scope["method"], url, headers=headers, content=body)
 
 
-async def _pass_on(client: httpx.AsyncClient, request: httpx.Request, send: _Sent) -> None:
+async def _pass_on(client: httpx.AsyncClient, request: httpx.Request, send: _TrackedSend) -> None:
     """A worker's answer, as it comes.
 
     Raises:
@@ -237,7 +236,7 @@ async def _pass_on(client: httpx.AsyncClient, request: httpx.Request, send: _Sen
             headers = [
                 (name.lower(), value)
                 for name, value in response.headers.raw
-                if name.lower() not in _OF_THE_CONNECTION
+                if name.lower() not in _CONNECTION_HEADERS
             ]
             start = {"type": "http.response.start", "status": response.status_code}
             await send({**start, "headers": headers})
@@ -257,9 +256,9 @@ async def _pass_on(client: httpx.AsyncClient, request: httpx.Request, send: _Sen
         ) from None
 
 
-def _for_worker(scope: Scope, path: str) -> dict[str, Any]:
-    """What a worker is asked: the worker's own path, and nothing that was for the access."""
-    headers = [pair for pair in scope["headers"] if pair[0] not in _FOR_THE_DOOR]
+def _build_worker_scope(scope: Scope, path: str) -> dict[str, Any]:
+    """A worker's request: its own path, without the headers of access."""
+    headers = [pair for pair in scope["headers"] if pair[0] not in _ACCESS_HEADERS]
     return {**scope, "path": path, "headers": headers}
 
 
@@ -277,14 +276,14 @@ def _split_trainer_path(path: str) -> tuple[str, str]:
     return parts[1], "/" + parts[2]
 
 
-async def _found(find: Callable[[str], Endpoint], name: str, live: Any) -> Endpoint:
-    """The endpoint of a running worker at once; what is wrong else is asked of the database."""
+async def _find_endpoint(find: Callable[[str], Endpoint], name: str, live: Any) -> Endpoint:
+    """The endpoint of a running worker; only where there is none, the database is read."""
     if live is not None and (endpoint := live.endpoint) is not None:
         return endpoint
     return await asyncio.to_thread(find, name)
 
 
-async def _deployment_name(scope: Scope, receive: Receive) -> tuple[str, Receive]:
+async def _read_deployment_name(scope: Scope, receive: Receive) -> tuple[str, Receive]:
     """Which deployment is meant, and the body for who reads it next.
 
     Raises:
@@ -293,7 +292,7 @@ async def _deployment_name(scope: Scope, receive: Receive) -> tuple[str, Receive
     for key, value in scope["headers"]:
         if key == b"fireworks-deployment":
             return value.decode("latin-1"), receive
-    body = await _body(receive)
+    body = await _read_body(receive)
     content: Any = {}
     if body:
         try:
@@ -308,10 +307,10 @@ async def _deployment_name(scope: Scope, receive: Receive) -> tuple[str, Receive
             f"model must name a deployment, got {str(name)[:80]!r}: set it in the body, or send "
             "the header fireworks-deployment"
         )
-    return name, _replay(body, receive)
+    return name, _replay_body(body, receive)
 
 
-def _bounded(scope: Scope, receive: Receive, limit: int) -> Receive:
+def _limit_body(scope: Scope, receive: Receive, limit: int) -> Receive:
     """``receive`` that stops a body longer than ``limit`` bytes.
 
     Raises:
@@ -334,24 +333,24 @@ def _bounded(scope: Scope, receive: Receive, limit: int) -> Receive:
     return bounded
 
 
-async def _body(receive: Receive) -> bytes:
+async def _read_body(receive: Receive) -> bytes:
     parts: list[bytes] = []
-    async for part in _parts(receive):
+    async for part in _read_parts(receive):
         parts.append(part)
     return b"".join(parts)
 
 
-async def _parts(receive: Receive) -> AsyncIterator[bytes]:
+async def _read_parts(receive: Receive) -> AsyncIterator[bytes]:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _LeftError
+            raise ClientDisconnect
         yield message.get("body", b"")
         if not message.get("more_body"):
             return
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def _replay_body(body: bytes, receive: Receive) -> Receive:
     """``receive`` again from the start, for an app that has seen nothing yet."""
     is_read = False
 
@@ -365,6 +364,6 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _await_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

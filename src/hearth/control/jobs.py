@@ -1,8 +1,8 @@
-"""Trainer jobs: asked for, started, watched, resumed and ended.
+"""Trainer jobs: created, started, watched, resumed and ended.
 
-A job's row says what was asked and where it stands; its worker does the work. A worker that dies
-makes its job FAILED with what is known of the death; nobody starts it again unasked, because its
-weights since the last checkpoint are gone with it.
+A job's record has its request and its state; its worker does the work. A worker that dies makes its
+job FAILED with what is known of the death. Only a request starts it again, because its weights
+since the last checkpoint are lost.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import threading
 from typing import Any
 
 from hearth.control.catalog import ModelEntry, ShapeEntry
-from hearth.control.context import Context, promoted_models
-from hearth.control.names import check_id, job_name, leaf, timestamp
-from hearth.control.store import Row, Rows
-from hearth.control.values import Values
-from hearth.control.workers import Live, LiveTable, ask
+from hearth.control.context import Context, list_promoted
+from hearth.control.extra_values import ExtraValues
+from hearth.control.resource_names import check_id, format_timestamp, job_name, parse_id
+from hearth.control.store import Records, StoredRecord
+from hearth.control.workers import LiveEntry, LiveTable, fetch_json
 from hearth.errors import (
     ClosedError,
     ConfigError,
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 ALIVE = ("JOB_STATE_CREATING", "JOB_STATE_RUNNING")
 RESUMABLE = ("JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_PAUSED", "JOB_STATE_COMPLETED")
 _PREFIX = "trainer-"
-_LEARNED = "learnedContextLength"
-"""In a row's body: what the trainer said, where nobody could say before it ran."""
-_ANSWERED = (
+_FETCHED_LENGTH = "learnedContextLength"
+"""In a record's body: the trainer's own length, where none was known before it ran."""
+_RESPONSE_FIELDS = (
     "name",
     "state",
     "status_message",
@@ -45,22 +45,22 @@ _ANSWERED = (
     "worker_placement",
     "pid",
 )
-"""What only answers say; a client that sends back what it read is not taken at its word."""
+"""Fields of responses alone: a request that repeats a response does not set them."""
 
 
 class Jobs:
     """The trainer jobs of one platform. Safe to use from several threads."""
 
-    def __init__(self, rows: Rows, models: Rows, context: Context) -> None:
-        self.rows = rows
+    def __init__(self, records: Records, models: Records, context: Context) -> None:
+        self.records = records
         self.live = LiveTable()
         self._models = models
         self._context = context
-        # A row and its live entry change together, whoever changes them.
+        # A record and its live entry change together.
         self._lock = threading.RLock()
 
-    def create(self, job_id: str, asked: TrainerJob, training_shape: str | None) -> TrainerJob:
-        """Start a job; it is ``CREATING`` until its trainer answers. Asking again changes nothing.
+    def create(self, job_id: str, request: TrainerJob, training_shape: str | None) -> TrainerJob:
+        """Start a job; it is ``CREATING`` until its trainer answers. Repeating it changes nothing.
 
         Raises:
             RequestError: a field breaks its rule.
@@ -68,13 +68,15 @@ class Jobs:
             ConflictError: another job has this id, or had it and was deleted.
         """
         check_id(job_id, "rlorTrainerJobId")
-        asked = asked.model_copy(update={"training_shape": training_shape or asked.training_shape})
-        body = self._resolved(job_id, asked)
-        with self.live.turn(job_id), self._lock:
-            existing = self.rows.find(job_id)
+        request = request.model_copy(
+            update={"training_shape": training_shape or request.training_shape}
+        )
+        body = self._resolve(job_id, request)
+        with self.live.hold(job_id), self._lock:
+            existing = self.records.find(job_id)
             if existing is not None:
-                return self._same(existing, body)
-            self.rows.insert(job_id, "JOB_STATE_CREATING", body.as_dict())
+                return self._match_existing(existing, body)
+            self.records.insert(job_id, "JOB_STATE_CREATING", body.as_dict())
             self._start(job_id, body)
             return self.get(job_id)
 
@@ -84,11 +86,15 @@ class Jobs:
         Raises:
             NotFoundError: there is none of that id.
         """
-        return self.record(self._row(job_id))
+        return self.describe(self._get_record(job_id))
 
-    def all(self) -> list[TrainerJob]:
+    def list_all(self) -> list[TrainerJob]:
         """Every job that was not deleted, oldest first."""
-        return [self.record(row) for row in self.rows.all() if row.state != "JOB_STATE_DELETED"]
+        return [
+            self.describe(record)
+            for record in self.records.list_all()
+            if record.state != "JOB_STATE_DELETED"
+        ]
 
     def resume(self, job_id: str) -> TrainerJob:
         """Start a job's trainer again, from its base weights; its checkpoints are still there.
@@ -97,19 +103,19 @@ class Jobs:
             NotFoundError: there is no such job.
             ConflictError: it was deleted.
         """
-        with self.live.turn(job_id), self._lock:
-            row = self._row(job_id)
-            if row.state in ALIVE:
-                return self.record(row)
-            moved = self.rows.update(
+        with self.live.hold(job_id), self._lock:
+            record = self._get_record(job_id)
+            if record.state in ALIVE:
+                return self.describe(record)
+            moved = self.records.update(
                 job_id, only_from=RESUMABLE, state="JOB_STATE_CREATING", message="", worker=None
             )
             if not moved:
                 raise ConflictError(
-                    f"job must be in one of {list(RESUMABLE)} to be resumed, got {row.state} of "
+                    f"job must be in one of {list(RESUMABLE)} to be resumed, got {record.state} of "
                     f"{job_id!r}: create a new one"
                 )
-            self._start(job_id, TrainerJob.checked(row.body))
+            self._start(job_id, TrainerJob.from_dict(record.body))
             return self.get(job_id)
 
     def cancel(self, job_id: str) -> TrainerJob:
@@ -118,7 +124,7 @@ class Jobs:
         Raises:
             NotFoundError: there is no such job.
         """
-        self._row(job_id)
+        self._get_record(job_id)
         self._end(job_id, "JOB_STATE_CANCELLED", "cancelled by request", only_from=ALIVE)
         return self.get(job_id)
 
@@ -128,10 +134,10 @@ class Jobs:
         Raises:
             NotFoundError: there is no such job.
         """
-        self._row(job_id)
+        self._get_record(job_id)
         self._end(job_id, "JOB_STATE_DELETED", "deleted by request", only_from=None)
 
-    def endpoint(self, job_id: str) -> Endpoint:
+    def find_endpoint(self, job_id: str) -> Endpoint:
         """Where a job's trainer answers.
 
         Raises:
@@ -142,49 +148,49 @@ class Jobs:
         live = self.live.get(job_id)
         if live is not None and (found := live.endpoint) is not None:
             return found
-        row = self._row(job_id)
-        if row.state in ALIVE:
+        record = self._get_record(job_id)
+        if record.state in ALIVE:
             raise NotReadyError(
-                f"trainer job {job_id!r} must be running, got {row.state}: ask soon"
+                f"trainer job {job_id!r} must be running, got {record.state}: ask soon"
             )
-        action = "resume it" if row.state in RESUMABLE else "create a new one"
+        action = "resume it" if record.state in RESUMABLE else "create a new one"
         raise ClosedError(
-            f"trainer job {job_id!r} must be running, got {row.state} "
-            f"({row.message or 'no reason known'}): {action}"
+            f"trainer job {job_id!r} must be running, got {record.state} "
+            f"({record.message or 'no reason known'}): {action}"
         )
 
-    def bucket(self, job: str) -> str:
+    def find_bucket(self, job: str) -> str:
         """The bucket into which a job publishes; ``job`` is an id or a full name.
 
         Raises:
             NotFoundError: there never was such a job.
         """
-        return bucket_of(leaf(job), self.asked_for(leaf(job)))
+        return name_bucket(parse_id(job), self.get_request(parse_id(job)))
 
-    def asked_for(self, job_id: str) -> TrainerJob:
-        """A job as it was asked for, also one that was deleted.
+    def get_request(self, job_id: str) -> TrainerJob:
+        """A job as it was requested, also one that was deleted.
 
         Raises:
             NotFoundError: there never was one of that id.
         """
-        return TrainerJob.checked(self._row(job_id).body)
+        return TrainerJob.from_dict(self._get_record(job_id).body)
 
     def ready(self, worker: Worker) -> None:
         """A trainer answers (``Watcher``)."""
         job_id = worker.spec.worker_id.removeprefix(_PREFIX)
-        # Asked before the job is said to run: whoever sees it running sees its length too.
-        learned = self._learned(job_id, worker)
+        # Before the job is RUNNING: a client that sees it running sees its length too.
+        fetched = self._fetch_context_length(job_id, worker)
         with self._lock:
-            row = self.rows.find(job_id)
-            if row is None or not self.live.belongs(job_id, worker):
+            record = self.records.find(job_id)
+            if record is None or not self.live.is_current(job_id, worker):
                 return
-            self.live.put(job_id, Live("JOB_STATE_RUNNING", worker=worker, is_ready=True))
-            self.rows.update(
+            self.live.put(job_id, LiveEntry("JOB_STATE_RUNNING", worker=worker, is_ready=True))
+            self.records.update(
                 job_id,
                 only_from=ALIVE,
                 state="JOB_STATE_RUNNING",
                 worker=worker.record(),
-                body={**row.body, **learned},
+                body={**record.body, **fetched},
             )
         logger.info("trainer job %s is running", job_id)
 
@@ -192,72 +198,76 @@ class Jobs:
         """A trainer could not start, or died (``Watcher``)."""
         job_id = worker.spec.worker_id.removeprefix(_PREFIX)
         with self._lock:
-            if self.live.belongs(job_id, worker):
+            if self.live.is_current(job_id, worker):
                 self._fail(job_id, report)
 
     def recover(self) -> None:
         """After a restart: find the trainers that still run, and report the others as failed."""
-        for row in self.rows.all(ALIVE):
+        for record in self.records.list_all(ALIVE):
             with self._lock:
-                self._find_again(row)
+                self._recover(record)
 
-    def _find_again(self, row: Row) -> None:
-        if row.worker is None:
-            self._start(row.id, TrainerJob.checked(row.body))
+    def _recover(self, record: StoredRecord) -> None:
+        if record.worker is None:
+            self._start(record.id, TrainerJob.from_dict(record.body))
             return
-        self.live.put(row.id, Live(row.state, is_starting=True))
-        found = self._context.launcher.adopt(row.worker, self)
+        self.live.put(record.id, LiveEntry(record.state, is_starting=True))
+        found = self._context.launcher.adopt(record.worker, self)
         if isinstance(found, ExitReport):
-            self._fail(row.id, found)
+            self._fail(record.id, found)
         else:
-            self.live.begun(row.id, found)
+            self.live.set_worker(record.id, found)
 
-    def record(self, row: Row) -> TrainerJob:
-        """A row as clients read it."""
-        live = self.live.get(row.id)
+    def describe(self, record: StoredRecord) -> TrainerJob:
+        """A record as clients read it."""
+        live = self.live.get(record.id)
         worker = live.worker if live is not None else None
-        body = TrainerJob.checked(row.body)
+        body = TrainerJob.from_dict(record.body)
         config = body.training_config
-        length = config.max_context_length or row.body.get(_LEARNED)
+        length = config.max_context_length or record.body.get(_FETCHED_LENGTH)
         return body.model_copy(
             update={
                 "training_config": config.model_copy(update={"max_context_length": length}),
-                "name": job_name(row.id),
-                "state": row.state,
-                "status_message": row.message or None,
-                "create_time": timestamp(row.created_s),
-                "update_time": timestamp(row.updated_s),
+                "name": job_name(record.id),
+                "state": record.state,
+                "status_message": record.message or None,
+                "create_time": format_timestamp(record.created_s),
+                "update_time": format_timestamp(record.updated_s),
                 "worker_placement": self._context.launcher.placement,
                 "pid": worker.pid if worker is not None else None,
             }
         )
 
-    def _row(self, job_id: str) -> Row:
-        row = self.rows.find(job_id)
-        if row is None:
-            known = [one.id for one in self.rows.all() if one.state != "JOB_STATE_DELETED"]
+    def _get_record(self, job_id: str) -> StoredRecord:
+        record = self.records.find(job_id)
+        if record is None:
+            known = [job.id for job in self.records.list_all() if job.state != "JOB_STATE_DELETED"]
             raise NotFoundError(f"trainer job must be one of {known}, got {job_id!r}")
-        return row
+        return record
 
-    def _same(self, existing: Row, body: TrainerJob) -> TrainerJob:
+    def _match_existing(self, existing: StoredRecord, body: TrainerJob) -> TrainerJob:
         if existing.state == "JOB_STATE_DELETED":
             raise ConflictError(
                 f"rlorTrainerJobId must be new, got {existing.id!r}: a job of that id was deleted, "
                 "and its checkpoints are kept under it; choose another"
             )
-        before = {name: value for name, value in existing.body.items() if name != _LEARNED}
+        before = {name: value for name, value in existing.body.items() if name != _FETCHED_LENGTH}
         if before != body.as_dict():
             raise ConflictError(
                 f"rlorTrainerJobId must be new, got {existing.id!r}: a job of that id exists "
                 f"({existing.state}) and was asked for otherwise"
             )
-        return self.record(existing)
+        return self.describe(existing)
 
-    def _resolved(self, job_id: str, asked: TrainerJob) -> TrainerJob:
+    def _resolve(self, job_id: str, request: TrainerJob) -> TrainerJob:
         """The job with everything filled in that decides what is started."""
-        config = asked.training_config
-        entry = self._context.catalog.model(config.base_model, promoted_models(self._models))
-        shape = self._context.catalog.shape(asked.training_shape) if asked.training_shape else None
+        config = request.training_config
+        entry = self._context.catalog.find_model(config.base_model, list_promoted(self._models))
+        shape = (
+            self._context.catalog.find_shape(request.training_shape)
+            if request.training_shape
+            else None
+        )
         if config.lora_rank < 0:
             raise RequestError(f"loraRank must be >= 0, got {config.lora_rank}")
         if config.max_context_length is not None and config.max_context_length < 1:
@@ -267,46 +277,48 @@ class Jobs:
                 f"trainingShape must be one of {config.base_model!r}, got {shape.name!r}, which is "
                 f"one of {shape.base_model!r}"
             )
-        is_frozen = asked.forward_only or "--forward-only" in (config.extra_args or [])
+        is_frozen = request.forward_only or "--forward-only" in (config.extra_args or [])
         is_frozen = is_frozen or (shape is not None and shape.trainer_mode == "FORWARD_ONLY")
-        length = config.max_context_length or _shortest(shape, entry)
-        body = asked.model_copy(
+        length = config.max_context_length or _min_context_length(shape, entry)
+        body = request.model_copy(
             update={
-                **dict.fromkeys(_ANSWERED),
+                **dict.fromkeys(_RESPONSE_FIELDS),
                 "forward_only": is_frozen,
                 "training_config": config.model_copy(update={"max_context_length": length}),
-                "bucket": bucket_of(job_id, asked),
+                "bucket": name_bucket(job_id, request),
             }
         )
-        self._spec(job_id, body)  # judges the values before anything is written
+        self._build_spec(job_id, body)  # raises before anything is written
         return body
 
-    def _spec(self, job_id: str, body: TrainerJob) -> TrainerSpec:
-        entry = self._context.catalog.model(
-            body.training_config.base_model, promoted_models(self._models)
+    def _build_spec(self, job_id: str, body: TrainerJob) -> TrainerSpec:
+        entry = self._context.catalog.find_model(
+            body.training_config.base_model, list_promoted(self._models)
         )
-        shape = self._context.catalog.shape(body.training_shape) if body.training_shape else None
-        values = Values(body.extra_values or {}, shape)
-        ranks = self._ranks(values)
-        threads = values.count("threads") or self._context.trainer_threads
+        shape = (
+            self._context.catalog.find_shape(body.training_shape) if body.training_shape else None
+        )
+        values = ExtraValues(body.extra_values or {}, shape)
+        ranks = self._read_ranks(values)
+        threads = values.read_count("threads") or self._context.trainer_threads
         if ranks > 1:
             threads = max(1, (threads or os.cpu_count() or 1) // ranks)
         return TrainerSpec(
             worker_id=f"{_PREFIX}{job_id}",
             base_model=entry.name,
             source=entry.source,
-            bucket=bucket_of(job_id, body),
+            bucket=name_bucket(job_id, body),
             checkpoint_dir=str(self._context.checkpoint_dir(job_id)),
             forward_only=body.forward_only,
             ranks=ranks,
-            rank_timeout_s=values.count("rank_timeout_s") or 300,
-            offload_optimizer=values.flag("offload_optimizer"),
-            dtype=values.choice("dtype", ("float32", "bfloat16"), "float32"),
-            device=values.text("device"),
+            rank_timeout_s=values.read_count("rank_timeout_s") or 300,
+            offload_optimizer=values.read_flag("offload_optimizer"),
+            dtype=values.read_choice("dtype", ("float32", "bfloat16"), "float32"),
+            device=values.read_text("device"),
             max_seq_len=body.training_config.max_context_length,
-            micro_batch_tokens=values.count("micro_batch_tokens") or 16384,
-            recompute_above=values.count("recompute_above"),
-            keep_checkpoints=values.count("keep_checkpoints"),
+            micro_batch_tokens=values.read_count("micro_batch_tokens") or 16384,
+            recompute_above=values.read_count("recompute_above"),
+            keep_checkpoints=values.read_count("keep_checkpoints"),
             threads=threads,
             keep_snapshots=self._context.keep_snapshots,
             models_dir=str(self._context.models_dir),
@@ -314,24 +326,24 @@ class Jobs:
             trust_remote_code=entry.trust_remote_code,
         )
 
-    def _ranks(self, values: Values) -> int:
+    def _read_ranks(self, values: ExtraValues) -> int:
         """How many processes share the weights.
 
         Raises:
             RequestError: the placement has no room for them, or what they are to do is unknown.
         """
-        ranks = values.count("ranks") or 1
+        ranks = values.read_count("ranks") or 1
         if ranks > 1 and self._context.launcher.placement == "inline":
             raise RequestError(
                 f"ranks must be 1 with the inline placement, got {ranks}: a process group does not "
                 "belong into the user's process; use placement='process', or hearth serve"
             )
-        if ranks == 1 and values.flag("offload_optimizer"):
+        if ranks == 1 and values.read_flag("offload_optimizer"):
             raise RequestError(
                 "offload_optimizer must be off with ranks=1, got True: only weights that ranks "
                 "share can be kept in the host's memory"
             )
-        if (parallel := values.count("context_parallel") or 1) > 1:
+        if (parallel := values.read_count("context_parallel") or 1) > 1:
             raise RequestError(
                 f"context_parallel must be 1, got {parallel}: it is not supported on CPU, where "
                 "torch's context_parallel has no attention kernel, and not connected on a GPU; "
@@ -341,60 +353,62 @@ class Jobs:
 
     def _start(self, job_id: str, body: TrainerJob) -> None:
         try:
-            spec = self._spec(job_id, body)
+            spec = self._build_spec(job_id, body)
         except (ConfigError, NotFoundError, RequestError) as error:
             # A catalog that changed while the platform was down.
             self._fail(job_id, ExitReport(reason=f"cannot be started: {error}"))
             return
-        self.live.put(job_id, Live("JOB_STATE_CREATING", is_starting=True))
+        self.live.put(job_id, LiveEntry("JOB_STATE_CREATING", is_starting=True))
         try:
             worker = self._context.launcher.start(spec, self)
         except ConfigError as error:
             self._fail(job_id, ExitReport(reason=f"cannot be started: {error}"))
             return
-        if self.live.begun(job_id, worker):
-            self.rows.update(job_id, only_from=("JOB_STATE_CREATING",), worker=worker.record())
+        if self.live.set_worker(job_id, worker):
+            self.records.update(job_id, only_from=("JOB_STATE_CREATING",), worker=worker.record())
 
-    def _learned(self, job_id: str, worker: Worker) -> dict[str, int]:
-        """The context length that a trainer answers, as a part of its row, where none is known."""
-        row = self.rows.find(job_id)
-        if row is None or TrainerJob.checked(row.body).training_config.max_context_length:
+    def _fetch_context_length(self, job_id: str, worker: Worker) -> dict[str, int]:
+        """A trainer's own context length, as a part of its record, where none is known."""
+        record = self.records.find(job_id)
+        if record is None or TrainerJob.from_dict(record.body).training_config.max_context_length:
             return {}
-        answer = ask(worker.endpoint, "/api/v1/get_server_capabilities")
+        answer = fetch_json(worker.endpoint, "/api/v1/get_server_capabilities")
         try:
-            return {_LEARNED: int(answer["supported_models"][0]["max_context_length"])}
+            return {_FETCHED_LENGTH: int(answer["supported_models"][0]["max_context_length"])}
         except (LookupError, TypeError, ValueError):
             logger.warning("trainer job %s does not say how long its context is", job_id)
             return {}
 
     def _fail(self, job_id: str, report: ExitReport) -> None:
         message = report.describe()
-        self.live.put(job_id, Live("JOB_STATE_FAILED", message))
-        moved = self.rows.update(
+        self.live.put(job_id, LiveEntry("JOB_STATE_FAILED", message))
+        moved = self.records.update(
             job_id, only_from=ALIVE, state="JOB_STATE_FAILED", message=message, worker=None
         )
         if moved:
             logger.warning("trainer job %s failed: %s", job_id, message)
 
     def _end(self, job_id: str, state: str, message: str, *, only_from: Any) -> None:
-        with self.live.turn(job_id):
+        with self.live.hold(job_id):
             with self._lock:
-                moved = self.rows.update(
+                moved = self.records.update(
                     job_id, only_from=only_from, state=state, message=message, worker=None
                 )
-                worker = self.live.take_worker(job_id, Live(state, message)) if moved else None
-            # Not under the lock: its last news may be on the way, and wants it.
+                worker = self.live.take_worker(job_id, LiveEntry(state, message)) if moved else None
+            # Not under the lock: its last call of ``failed`` may wait for the lock.
             if worker is not None:
                 worker.stop()
 
 
-def bucket_of(job_id: str, body: TrainerJob) -> str:
+def name_bucket(job_id: str, body: TrainerJob) -> str:
     """Where a job's snapshots go: its own bucket, or that of the deployment it is tied to."""
     if body.hot_load_deployment_id:
-        return f"deployment-{check_id(leaf(body.hot_load_deployment_id), 'hotLoadDeploymentId')}"
+        return (
+            f"deployment-{check_id(parse_id(body.hot_load_deployment_id), 'hotLoadDeploymentId')}"
+        )
     return f"{_PREFIX}{job_id}"
 
 
-def _shortest(shape: ShapeEntry | None, entry: ModelEntry) -> int | None:
+def _min_context_length(shape: ShapeEntry | None, entry: ModelEntry) -> int | None:
     lengths = [entry.context_length, shape.context_length if shape is not None else None]
     return min((length for length in lengths if length is not None), default=None)

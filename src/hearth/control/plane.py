@@ -9,7 +9,7 @@ from hearth.control.checkpoints import Checkpoints
 from hearth.control.context import Context
 from hearth.control.deployments import Deployments
 from hearth.control.jobs import Jobs
-from hearth.control.store import Row, Store
+from hearth.control.store import Store, StoredRecord
 from hearth.errors import NotFoundError
 from hearth.wire.fireworks import BaseModelDetails, Model
 
@@ -32,25 +32,25 @@ class ControlPlane:
         self.jobs.recover()
         self.deployments.recover()
 
-    def model(self, name: str) -> Model:
+    def find_model(self, name: str) -> Model:
         """A registered or promoted model.
 
         Raises:
             NotFoundError: there is none of that name; the message lists those that there are.
         """
-        row = self.store.models.find(name)
-        if row is not None and row.state == "READY":
-            return _promoted(row)
+        record = self.store.models.find(name)
+        if record is not None and record.state == "READY":
+            return _describe_promoted(record)
         if name not in self.context.catalog.models:
-            known = [model.name for model in self.models()]
+            known = [model.name for model in self.list_models()]
             raise NotFoundError(f"model must be one of {known}, got {name!r}")
-        return _registered(self.context.catalog.model(name))
+        return _describe_entry(self.context.catalog.find_model(name))
 
-    def models(self) -> list[Model]:
+    def list_models(self) -> list[Model]:
         """All registered models by name, then the promoted ones, oldest first."""
         known = self.context.catalog
-        registered = [_registered(known.model(name)) for name in sorted(known.models)]
-        promoted = [_promoted(row) for row in self.store.models.all(("READY",))]
+        registered = [_describe_entry(known.find_model(name)) for name in sorted(known.models)]
+        promoted = [_describe_promoted(record) for record in self.store.models.list_all(("READY",))]
         return registered + promoted
 
     def read_log(self, worker: str) -> list[str]:
@@ -76,13 +76,13 @@ class ControlPlane:
     def close(self) -> None:
         """Stop every worker and close the database."""
         # A promotion that began after the launcher's end would start another forkserver.
-        self.checkpoints.refuse()
+        self.checkpoints.stop_accepting()
         self.context.launcher.close()
         self.checkpoints.close()
         self.store.close()
 
 
-def _registered(entry: ModelEntry) -> Model:
+def _describe_entry(entry: ModelEntry) -> Model:
     return Model(
         name=entry.name,
         source=entry.source,
@@ -91,5 +91,5 @@ def _registered(entry: ModelEntry) -> Model:
     )
 
 
-def _promoted(row: Row) -> Model:
-    return Model.checked({**row.body, "name": row.id})
+def _describe_promoted(record: StoredRecord) -> Model:
+    return Model.from_dict({**record.body, "name": record.id})

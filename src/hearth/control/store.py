@@ -1,8 +1,7 @@
-"""What the control plane must not forget, in one database.
+"""The control plane's durable state, in one database.
 
 SQLite in WAL mode by default; any other SQLAlchemy URL (PostgreSQL is tested) works the same. A
-resource is a row with its id, its state and its body as JSON; who changes a row tells whoever waits
-for it.
+resource is a record with its id, its state and its body as JSON. A change wakes whoever waits for it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _METADATA = sql.MetaData()
 
 
 @dataclass(frozen=True)
-class Row:
+class StoredRecord:
     """One resource. ``body`` is its record as JSON, ``worker`` what finds its worker again."""
 
     id: str
@@ -66,29 +65,29 @@ class Store:
             self._engine = _open(url)
             _METADATA.create_all(self._engine)
         except (SQLAlchemyError, ImportError) as error:
-            shown = str(error).splitlines()[0]
+            shown, reason = _hide_password(url), str(error).splitlines()[0]
             raise ConfigError(
-                f"database_url must name a database that opens, got {_hidden(url)!r}: {shown}"
+                f"database_url must name a database that opens, got {shown!r}: {reason}"
             ) from None
         # One statement at a time: they are few, and an in-memory database has one connection.
         lock = threading.Lock()
-        self.jobs = Rows(self._engine, "jobs", lock)
-        self.deployments = Rows(self._engine, "deployments", lock)
-        self.models = Rows(self._engine, "models", lock)
-        self.operations = Rows(self._engine, "operations", lock)
+        self.jobs = Records(self._engine, "jobs", lock)
+        self.deployments = Records(self._engine, "deployments", lock)
+        self.models = Records(self._engine, "models", lock)
+        self.operations = Records(self._engine, "operations", lock)
 
-    def end_waiting(self) -> None:
-        """Wake whoever waits for a change, and let nobody wait any more: the platform ends."""
-        for rows in (self.jobs, self.deployments, self.models, self.operations):
-            rows.changes.end()
+    def release_waiters(self) -> None:
+        """Wake all that wait for a change, and let nothing wait from now on: the platform ends."""
+        for records in (self.jobs, self.deployments, self.models, self.operations):
+            records.changes.close()
 
     def close(self) -> None:
         """Close the connections and wake whoever waits."""
-        self.end_waiting()
+        self.release_waiters()
         self._engine.dispose()
 
 
-class Rows:
+class Records:
     """The resources of one kind. Safe to use from several threads."""
 
     def __init__(self, engine: sql.Engine, name: str, lock: threading.Lock) -> None:
@@ -98,55 +97,57 @@ class Rows:
         self._engine = engine
         self._table = _TABLES[name]
 
-    def insert(self, id: str, state: str, body: Mapping[str, Any], message: str = "") -> Row:
-        """A new row.
+    def insert(
+        self, id: str, state: str, body: Mapping[str, Any], message: str = ""
+    ) -> StoredRecord:
+        """A new record.
 
         Raises:
             ConflictError: the id is taken.
         """
         now = time.time()
-        row = Row(id, state, message, dict(body), None, now, now)
+        record = StoredRecord(id, state, message, dict(body), None, now, now)
         try:
             with self._lock, self._engine.begin() as connection:
-                connection.execute(self._table.insert().values(vars(row)))
+                connection.execute(self._table.insert().values(vars(record)))
         except IntegrityError:
             raise ConflictError(
                 f"id must be new among {self.kind}, got {id!r}: it exists"
             ) from None
-        self.changes.tell(id)
-        return row
+        self.changes.notify(id)
+        return record
 
-    def find(self, id: str) -> Row | None:
-        """The row of an id, or None."""
+    def find(self, id: str) -> StoredRecord | None:
+        """The record of an id, or None."""
         if "\0" in id:  # PostgreSQL does not even compare it
             return None
         with self._lock, self._engine.connect() as connection:
             query = self._table.select().where(self._table.c.id == id)
             found = connection.execute(query).mappings().first()
-        return Row(**found) if found is not None else None
+        return StoredRecord(**found) if found is not None else None
 
-    def get(self, id: str) -> Row:
-        """The row of an id.
+    def get(self, id: str) -> StoredRecord:
+        """The record of an id.
 
         Raises:
             NotFoundError: there is none; the message lists the ids.
         """
-        row = self.find(id)
-        if row is None:
-            known = [one.id for one in self.all()]
+        record = self.find(id)
+        if record is None:
+            known = [record.id for record in self.list_all()]
             raise NotFoundError(f"{self.kind} must include the id, got {id!r}: known are {known}")
-        return row
+        return record
 
-    def all(self, states: Collection[str] | None = None) -> list[Row]:
-        """All rows, oldest first; with ``states`` those in one of them."""
+    def list_all(self, states: Collection[str] | None = None) -> list[StoredRecord]:
+        """All records, oldest first; with ``states`` those in one of them."""
         query = self._table.select().order_by(self._table.c.created_s, self._table.c.id)
         if states is not None:
             query = query.where(self._table.c.state.in_(list(states)))
         with self._lock, self._engine.connect() as connection:
-            return [Row(**found) for found in connection.execute(query).mappings()]
+            return [StoredRecord(**found) for found in connection.execute(query).mappings()]
 
     def update(self, id: str, *, only_from: Collection[str] | None = None, **values: Any) -> bool:
-        """Change columns of a row; False when it is not in one of the states ``only_from``."""
+        """Change columns of a record; False when it is not in one of the states ``only_from``."""
         change = self._table.update().where(self._table.c.id == id)
         if only_from is not None:
             change = change.where(self._table.c.state.in_(list(only_from)))
@@ -155,48 +156,48 @@ class Rows:
         with self._lock, self._engine.begin() as connection:
             done = connection.execute(change.values(updated_s=time.time(), **values))
         if done.rowcount:
-            self.changes.tell(id)
+            self.changes.notify(id)
         return bool(done.rowcount)
 
     def delete(self, id: str) -> None:
-        """Forget a row."""
+        """Forget a record."""
         with self._lock, self._engine.begin() as connection:
             connection.execute(self._table.delete().where(self._table.c.id == id))
-        self.changes.tell(id)
+        self.changes.notify(id)
 
 
 @dataclass
 class Changes:
-    """Wakes whoever waits for a row to change."""
+    """Wakes whoever waits for a record to change."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _waiting: dict[str, list[Future[None]]] = field(default_factory=lambda: {})
-    is_over: bool = False
-    """Nobody is woken any more: what stands is what is told."""
+    is_closed: bool = False
+    """Nothing wakes from now on: readers return the present state."""
 
-    def next(self, id: str) -> Future[None]:
-        """Done when the row changes next. Ask for it before you read the row."""
+    def next_change(self, id: str) -> Future[None]:
+        """Done when the record changes next. Ask for it before you read the record."""
         future: Future[None] = Future()
         with self._lock:
-            waiting = [one for one in self._waiting.get(id, []) if not one.done()]
+            waiting = [future for future in self._waiting.get(id, []) if not future.done()]
             self._waiting[id] = [*waiting, future]
         return future
 
-    def tell(self, id: str) -> None:
-        """A row has changed."""
+    def notify(self, id: str) -> None:
+        """A record has changed."""
         with self._lock:
             waiting = self._waiting.pop(id, [])
         for future in waiting:
             if future.set_running_or_notify_cancel():
                 future.set_result(None)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Wake everyone, for the last time."""
-        self.is_over = True
+        self.is_closed = True
         with self._lock:
             ids = list(self._waiting)
         for id in ids:
-            self.tell(id)
+            self.notify(id)
 
 
 def _open(url: str) -> sql.Engine:
@@ -220,7 +221,7 @@ def _open(url: str) -> sql.Engine:
     return engine
 
 
-def _hidden(url: str) -> str:
+def _hide_password(url: str) -> str:
     """The URL without its password."""
     try:
         return sql.engine.make_url(url).render_as_string(hide_password=True)

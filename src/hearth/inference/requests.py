@@ -80,7 +80,7 @@ def read_completion(body: bytes) -> CompletionCall:
     best_of = content.get("best_of")
     if best_of is not None and best_of != content.get("n", 1):
         raise _unsupported("best_of", best_of)
-    call = CompletionCall.checked(content)
+    call = CompletionCall.from_dict(content)
     _check_logprobs(call)
     _check_echo_last(call)
     _check_routing(call, wants_logprobs(call))
@@ -102,7 +102,7 @@ def read_chat(body: bytes) -> ChatRequest:
             raise _unsupported(name, content[name])
     if content.get("tool_choice", "auto") not in ("auto", "none"):
         raise _unsupported("tool_choice", content["tool_choice"])
-    request = ChatRequest.checked(content)
+    request = ChatRequest.from_dict(content)
     if request.top_logprobs and not request.logprobs:
         raise RequestError(
             f"logprobs must be true when top_logprobs is given, got top_logprobs="

@@ -88,7 +88,7 @@ def resolve_model(name: str) -> str:
         ConfigError: the name looks registered (``accounts/...``) and is not, or looks like a path
             and is no folder.
     """
-    return read_catalog().model(name).source
+    return read_catalog().find_model(name).source
 
 
 def check_tokenizer(tokenizer: Any, tokenizer_model: str, base_model: str) -> None:

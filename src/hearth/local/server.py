@@ -65,7 +65,7 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
         gateway = create_gateway(plane, access)
 
         def let_go() -> None:
-            store.end_waiting()
+            store.release_waiters()
             gateway.end()
 
         server = _Server(

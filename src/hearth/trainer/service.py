@@ -53,7 +53,7 @@ class Operations:
     queue: OperationQueue
 
     def create_model(self, content: Content) -> Record:
-        request = tinker.CreateModel.checked(content)
+        request = tinker.CreateModel.from_dict(content)
         if request.base_model not in (self.engine.name, self.engine.source):
             raise RequestError(
                 f"base_model must be {self.engine.name!r}, which this trainer serves, got "
@@ -81,22 +81,22 @@ class Operations:
         )
 
     def forward(self, content: Content) -> Record:
-        request = tinker.Forward.checked(content)
+        request = tinker.Forward.from_dict(content)
         return _run_pass(self.engine.forward, request, request.forward_input)
 
     def forward_backward(self, content: Content) -> Record:
-        request = tinker.ForwardBackward.checked(content)
+        request = tinker.ForwardBackward.from_dict(content)
         return _run_pass(self.engine.forward_backward, request, request.forward_backward_input)
 
     def optim_step(self, content: Content) -> Record:
-        request = tinker.OptimStep.checked(content)
+        request = tinker.OptimStep.from_dict(content)
         metrics = self.engine.optim_step(
             request.model_id, request.adam_params, request.grad_accumulation_normalization
         )
         return tinker.OptimStepOutput(metrics=metrics)
 
     def save_weights(self, content: Content) -> Record:
-        request = tinker.SaveWeights.checked(content)
+        request = tinker.SaveWeights.from_dict(content)
         name = self.engine.save_state(
             request.model_id,
             request.path,
@@ -107,7 +107,7 @@ class Operations:
         return tinker.PathOutput(path=name)
 
     def load_weights(self, content: Content) -> Record:
-        request = tinker.LoadWeights.checked(content)
+        request = tinker.LoadWeights.from_dict(content)
         metadata = self.engine.read_checkpoint_facts(request.path).metadata
         name = self.engine.load_state(
             request.model_id, request.path, with_optimizer=request.optimizer
@@ -115,7 +115,7 @@ class Operations:
         return tinker.PathOutput(path=name, metadata=dict(metadata) or None)
 
     def save_weights_for_sampler(self, content: Content) -> Record:
-        request = tinker.SaveWeightsForSampler.checked(content)
+        request = tinker.SaveWeightsForSampler.from_dict(content)
         if request.export_precision not in (None, "source"):
             raise RequestError(
                 f"export_precision must be 'source', got {request.export_precision!r}: snapshots "
@@ -127,14 +127,14 @@ class Operations:
         return tinker.PathOutput(path=identity)
 
     def load_adapter(self, content: Content) -> Record:
-        request = tinker.LoadAdapter.checked(content)
+        request = tinker.LoadAdapter.from_dict(content)
         self.engine.load_adapter(request.model_id, request.adapter_path)
         return tinker.LoadAdapterOutput(
             model_id=request.model_id, adapter_path=request.adapter_path
         )
 
     def unload_model(self, content: Content) -> Record:
-        model_id = tinker.UnloadModel.checked(content).model_id
+        model_id = tinker.UnloadModel.from_dict(content).model_id
         self.engine.unload(model_id)
         self.queue.drop(model_id)
         return Unloaded(model_id=model_id)
@@ -208,7 +208,7 @@ def _model_routes(operations: Operations) -> list[Route]:
         return json_response(tinker.FutureRef(request_id=request_id))
 
     async def get_info(request: Request) -> Response:
-        facts = engine.facts(tinker.GetInfo.checked(await _read_content(request)).model_id)
+        facts = engine.facts(tinker.GetInfo.from_dict(await _read_content(request)).model_id)
         data = tinker.ModelData(arch=facts.arch, model_name=engine.name, tokenizer_id=engine.source)
         info = tinker.ModelInfo(
             model_id=facts.model_id,
@@ -224,7 +224,7 @@ def _model_routes(operations: Operations) -> list[Route]:
         return json_response({"supported_models": [model]})
 
     async def weights_info(request: Request) -> Response:
-        named = tinker.WeightsInfo.checked(await _read_content(request))
+        named = tinker.WeightsInfo.from_dict(await _read_content(request))
         facts = engine.read_checkpoint_facts(named.tinker_path)
         info = tinker.WeightsFacts(base_model=facts.base_model, is_lora=facts.lora is not None)
         if facts.lora is not None:
@@ -267,7 +267,7 @@ def _operation_routes(operations: Operations) -> list[Route]:
 
 def _future_routes(futures: FutureStore, poll_s: float) -> list[Route]:
     async def retrieve_future(request: Request) -> Response:
-        request_id = tinker.RetrieveFuture.checked(await _read_content(request)).request_id
+        request_id = tinker.RetrieveFuture.from_dict(await _read_content(request)).request_id
         body = await futures.wait(request_id, poll_s)
         return json_response(body or tinker.TryAgain(request_id=request_id))
 

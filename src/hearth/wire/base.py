@@ -23,12 +23,12 @@ class Record(BaseModel):
             RequestError: the body is no JSON, or a field breaks its type (the first is named).
         """
         try:
-            return cls.checked(orjson.loads(body))
+            return cls.from_dict(orjson.loads(body))
         except orjson.JSONDecodeError as error:
             raise RequestError(f"body must be JSON, got {bytes(body[:40])!r}: {error}") from None
 
     @classmethod
-    def checked(cls, content: Any) -> Self:
+    def from_dict(cls, content: Any) -> Self:
         """The record of a parsed body.
 
         Raises:

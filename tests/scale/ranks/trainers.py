@@ -129,7 +129,7 @@ class RankTrainer:
             "loss_fn_config": config,
         }
         answer = self.ask(operation, model_id=model_id, **{f"{operation}_input": given})
-        rows = [TensorRecord.checked(output["logprobs"]) for output in answer["loss_fn_outputs"]]
+        rows = [TensorRecord.from_dict(output["logprobs"]) for output in answer["loss_fn_outputs"]]
         return [row.to_numpy() for row in rows], answer["metrics"]
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> Any:

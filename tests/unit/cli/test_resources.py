@@ -39,7 +39,7 @@ class Platform:
 
     def job(self, id, **more):
         body = {"trainingConfig": {"baseModel": str(MODEL)}} | more
-        self.plane.jobs.create(id, TrainerJob.checked(body), None)
+        self.plane.jobs.create(id, TrainerJob.from_dict(body), None)
         self.script.last(id).starts()
         return self.script.last(id)
 
@@ -63,11 +63,11 @@ def platform(served, monkeypatch):
     monkeypatch.setenv("FIREWORKS_BASE_URL", served.url)
     monkeypatch.setenv("FIREWORKS_API_KEY", "the-key")
     monkeypatch.setenv("COLUMNS", "80")
-    for row in served.plane.store.jobs.all():
-        served.plane.jobs.cancel(row.id)
-        served.plane.store.jobs.delete(row.id)
-    for row in served.plane.store.deployments.all():
-        served.plane.deployments.delete(row.id)
+    for record in served.plane.store.jobs.list_all():
+        served.plane.jobs.cancel(record.id)
+        served.plane.store.jobs.delete(record.id)
+    for record in served.plane.store.deployments.list_all():
+        served.plane.deployments.delete(record.id)
     return served
 
 

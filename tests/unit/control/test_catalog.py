@@ -29,9 +29,9 @@ def test_the_documented_models_are_there():
     catalog = read_catalog()
 
     assert len(catalog.models) >= 7
-    entry = catalog.model(QWEN)
+    entry = catalog.find_model(QWEN)
     assert (entry.source, entry.context_length, entry.moe) == ("Qwen/Qwen3-8B", 40960, False)
-    assert catalog.model("accounts/fireworks/models/qwen3-30b-a3b").moe is True
+    assert catalog.find_model("accounts/fireworks/models/qwen3-30b-a3b").moe is True
 
 
 def test_a_file_adds_to_them_and_may_replace_them(read):
@@ -50,10 +50,10 @@ def test_a_file_adds_to_them_and_may_replace_them(read):
         threads = 2
     ''')
 
-    assert catalog.model(MINE) == ModelEntry(MINE, "me/mine", context_length=2048)
-    assert catalog.model(QWEN).source == "me/another"
+    assert catalog.find_model(MINE) == ModelEntry(MINE, "me/mine", context_length=2048)
+    assert catalog.find_model(QWEN).source == "me/another"
     assert "accounts/fireworks/models/qwen3-32b" in catalog.models
-    shape = catalog.shape("accounts/me-too/trainingShapes/small")
+    shape = catalog.find_shape("accounts/me-too/trainingShapes/small")
     assert (shape.dtype, shape.micro_batch_tokens, shape.threads) == ("bfloat16", 1024, 2)
     version = shape.version()
     assert version.name == "accounts/me-too/trainingShapes/small/versions/1"
@@ -76,21 +76,22 @@ def test_every_registered_model_has_a_shape_of_its_own_for_each_mode():
     shape = "accounts/fireworks/trainingShapes/qwen3-8b"
 
     modes = {
-        suffix: catalog.shape(shape + suffix).trainer_mode for suffix in ("", "-lora", "-forward")
+        suffix: catalog.find_shape(shape + suffix).trainer_mode
+        for suffix in ("", "-lora", "-forward")
     }
     assert modes == {"": "POLICY_TRAINER", "-lora": "LORA_TRAINER", "-forward": "FORWARD_ONLY"}
-    assert catalog.shape(f"{shape}/versions/1") == catalog.shape(shape)
-    assert catalog.shape(shape).context_length == 40960
-    assert len(catalog.all_shapes()) == len(catalog.shapes) + 3 * len(catalog.models)
+    assert catalog.find_shape(f"{shape}/versions/1") == catalog.find_shape(shape)
+    assert catalog.find_shape(shape).context_length == 40960
+    assert len(catalog.list_shapes()) == len(catalog.shapes) + 3 * len(catalog.models)
 
 
 def test_an_unknown_shape_lists_all_that_there_are():
     catalog = read_catalog()
 
     with pytest.raises(NotFoundError) as failed:
-        catalog.shape("accounts/x/trainingShapes/none")
+        catalog.find_shape("accounts/x/trainingShapes/none")
 
-    for shape in catalog.all_shapes():
+    for shape in catalog.list_shapes():
         assert repr(shape.name) in str(failed.value)
 
 
@@ -176,7 +177,7 @@ async def test_a_shape_is_found_with_its_versions_over_http(ask):
 
 
 async def test_all_shapes_are_listed_and_those_of_an_account(ask, plane):
-    every = len(plane.context.catalog.all_shapes())
+    every = len(plane.context.catalog.list_shapes())
 
     for account, count in (("-", every), ("fireworks", every), ("nobody", 0)):
         _, versions = await ask("GET", f"/v1/accounts/{account}/trainingShapes/-/versions")

@@ -47,7 +47,7 @@ async def test_pages_follow_each_other_and_end(ask, script, running):
         path = f"{JOBS}/j/checkpoints?pageSize=2&pageToken={token}"
         _, page = await ask("GET", path)
         assert len(page["checkpoints"]) == expected
-        names += [row["name"].rsplit("/", 1)[-1] for row in page["checkpoints"]]
+        names += [record["name"].rsplit("/", 1)[-1] for record in page["checkpoints"]]
         token = page["nextPageToken"]
 
     assert token == ""
@@ -311,7 +311,7 @@ async def test_a_deleted_jobs_snapshots_are_listed_and_promoted(ask, script, run
     await ask("DELETE", f"{JOBS}/j")
 
     _, page = await ask("GET", f"{JOBS}/j/checkpoints")
-    assert [row["promotable"] for row in page["checkpoints"]] == [True]
+    assert [record["promotable"] for record in page["checkpoints"]] == [True]
     status, _ = await ask("POST", "checkpoints/s:promote", promotion(base))
 
     assert (status, weights(plane)) == (200, "s")
@@ -330,7 +330,7 @@ async def test_a_promotion_that_a_restart_interrupts_is_failed_and_can_be_asked_
     _, again = await ask("POST", "checkpoints/new:promote", promotion(base, async_promotion=True))
     other = {"output_model": "accounts/me/models/other", "async_promotion": True}
     _, queued = await ask("POST", "checkpoints/new:promote", promotion(base, **other))
-    # What a killed platform leaves: a half-written folder, and rows that say it goes on.
+    # What a killed platform leaves: a half-written folder, and records that say it goes on.
     left = first.context.models_dir / ".promoting" / "half"
     left.mkdir(parents=True)
 
@@ -368,7 +368,7 @@ async def test_a_folder_whose_row_was_never_written_is_made_anew(ask, script, ru
 async def test_a_platform_that_ends_begins_no_promotion(ask, script, running, plane, base):
     await running()
     script.saves("trainer-j", "s")
-    plane.checkpoints.refuse()
+    plane.checkpoints.stop_accepting()
 
     message = await ask.refused(410, "POST", "checkpoints/s:promote", promotion(base))
 
@@ -388,7 +388,7 @@ async def test_who_waits_for_a_promotion_when_the_platform_ends_is_told_so(
     await asyncio.sleep(0.1)
     assert not waiting.done()
 
-    plane.store.end_waiting()
+    plane.store.release_waiters()
 
     message = await asyncio.wait_for(waiting, 1)
     assert message == "platform must be open to promote, got one that ends: promote again"

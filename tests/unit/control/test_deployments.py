@@ -432,5 +432,5 @@ def test_scaling_down_and_up_at_once_leaves_one_replica_or_none(plane, script, b
 
     living = [worker for worker in script.started if worker.stops == 0]
     assert all(worker.stops <= 1 for worker in script.started)
-    wanted = Deployment.checked(plane.store.deployments.get("d").body).max_replica_count
+    wanted = Deployment.from_dict(plane.store.deployments.get("d").body).max_replica_count
     assert len(living) == wanted

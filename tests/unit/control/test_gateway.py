@@ -105,7 +105,7 @@ def served(tmp_path_factory, base):
     plane = ControlPlane(Store(), context)
     config = {"baseModel": base, "maxContextLength": 9}
     for id in ("j", "brief"):
-        plane.jobs.create(id, TrainerJob.checked({"trainingConfig": config}), None)
+        plane.jobs.create(id, TrainerJob.from_dict({"trainingConfig": config}), None)
     plane.deployments.create("d", Deployment(base_model=base))
     for worker in context.launcher.started:
         worker.starts()

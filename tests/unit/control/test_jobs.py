@@ -432,7 +432,7 @@ async def test_who_waits_when_the_platform_ends_is_told_how_it_stands(ask, job, 
     await asyncio.sleep(0.1)
     assert not waiting.done()
 
-    plane.store.end_waiting()
+    plane.store.release_waiters()
 
     for answer in (waiting, ask("GET", path)):
         _, content = await asyncio.wait_for(answer, 1)
@@ -454,7 +454,7 @@ async def test_waiting_for_an_unknown_job_is_404_at_once(ask):
 
 def test_of_two_that_create_one_job_at_once_one_starts_it(plane, script, job):
     made, gate = [], threading.Barrier(4)
-    asked = TrainerJob.checked(job())
+    asked = TrainerJob.from_dict(job())
 
     def create():
         gate.wait()
@@ -483,7 +483,7 @@ def test_a_cancel_while_the_worker_is_being_asked_for_stops_it(plane, script, jo
 
     script.__class__ = Slow
     creating = threading.Thread(
-        target=plane.jobs.create, args=("j", TrainerJob.checked(job()), None)
+        target=plane.jobs.create, args=("j", TrainerJob.from_dict(job()), None)
     )
     creating.start()
     assert begun.wait(5)
@@ -508,15 +508,15 @@ def test_news_that_come_before_the_launcher_returns_are_heard(plane, script, job
             return worker
 
     script.__class__ = Eager
-    plane.jobs.create("j", TrainerJob.checked(job()), None)
+    plane.jobs.create("j", TrainerJob.from_dict(job()), None)
 
     assert plane.jobs.get("j").state == "JOB_STATE_RUNNING"
-    assert plane.jobs.endpoint("j").app is not None
+    assert plane.jobs.find_endpoint("j").app is not None
 
 
 def test_a_whole_job_life_on_postgresql(make_plane, script, postgres_url, job):
     plane = make_plane(script, postgres_url)
-    asked = TrainerJob.checked(job())
+    asked = TrainerJob.from_dict(job())
 
     plane.jobs.create("j", asked, None)
     script.last("j").starts()
@@ -531,5 +531,7 @@ def test_a_whole_job_life_on_postgresql(make_plane, script, postgres_url, job):
         plane.jobs.create("j", asked, None)
 
     again = Store(postgres_url)
-    assert [(row.id, row.state) for row in again.jobs.all()] == [("j", "JOB_STATE_DELETED")]
+    assert [(record.id, record.state) for record in again.jobs.list_all()] == [
+        ("j", "JOB_STATE_DELETED")
+    ]
     again.close()

@@ -43,10 +43,12 @@ class Platform:
         status, content = self("POST", f"{JOBS}?rlorTrainerJobId={id}", body)
         assert status == 200, content
         return (
-            self.settled(f"{JOBS}/{id}", "JOB_STATE_RUNNING,JOB_STATE_FAILED") if wait else content
+            self.wait_for_state(f"{JOBS}/{id}", "JOB_STATE_RUNNING,JOB_STATE_FAILED")
+            if wait
+            else content
         )
 
-    def settled(self, path, states):
+    def wait_for_state(self, path, states):
         return self("GET", f"{path}?waitForState={states}&timeoutS=20")[1]
 
     def train(self, id, base=BASE, lora_rank=0):
@@ -80,7 +82,7 @@ def trained(platform):
     return platform, before_s
 
 
-def rows(platform, id):
+def records(platform, id):
     status, page = platform("GET", f"{JOBS}/{id}/checkpoints")
     assert status == 200
     return page["checkpoints"]
@@ -88,13 +90,17 @@ def rows(platform, id):
 
 def kinds(platform, id):
     return [
-        (row["name"].rsplit("/", 1)[-1].split("-")[0], row["checkpointType"], row["promotable"])
-        for row in rows(platform, id)
+        (
+            record["name"].rsplit("/", 1)[-1].split("-")[0],
+            record["checkpointType"],
+            record["promotable"],
+        )
+        for record in records(platform, id)
     ]
 
 
 def identity(platform, id, prefix):
-    names = [row["name"].rsplit("/", 1)[-1] for row in rows(platform, id)]
+    names = [record["name"].rsplit("/", 1)[-1] for record in records(platform, id)]
     return next(name for name in names if name.startswith(prefix))
 
 
@@ -125,7 +131,7 @@ def test_no_row_is_older_than_the_request_that_made_it(trained):
     # As clients compare it: texts, in UTC, to the microsecond.
     before = datetime.fromtimestamp(before_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
-    times = [row["createTime"] for row in rows(platform, "policy")]
+    times = [record["createTime"] for record in records(platform, "policy")]
 
     assert all(time >= before for time in times)
     assert times == sorted(times)
@@ -193,12 +199,12 @@ def test_the_rows_of_a_deleted_job_are_listed_and_promoted(platform):
     client = platform.train("brief")
     client.save_state("step-1").result()
     client.save_weights_for_sampler_ext("last", checkpoint_type="base")
-    listed = rows(platform, "brief")
+    listed = records(platform, "brief")
     assert len(listed) == 2
 
     assert platform("DELETE", f"{JOBS}/brief") == (200, {})
 
-    assert rows(platform, "brief") == listed
+    assert records(platform, "brief") == listed
     assert promote(platform, "brief", "last", "late")[0] == 200
 
 
@@ -208,7 +214,7 @@ def test_a_length_that_no_config_says_is_the_trainers_own(platform, tmp_path):
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
 
     created = platform.job("gpt", base=str(tmp_path), wait=False)
-    running = platform.settled(f"{JOBS}/gpt", "JOB_STATE_RUNNING,JOB_STATE_FAILED")
+    running = platform.wait_for_state(f"{JOBS}/gpt", "JOB_STATE_RUNNING,JOB_STATE_FAILED")
 
     assert "maxContextLength" not in created["trainingConfig"]
     assert running["state"] == "JOB_STATE_RUNNING"
@@ -224,7 +230,7 @@ def test_a_model_that_does_not_load_fails_its_job_and_its_deployment_with_the_re
     assert job["state"] == "JOB_STATE_FAILED"
     assert job["statusMessage"].startswith("could not start: ")
     platform("POST", "deployments?deploymentId=bad", {"baseModel": str(tmp_path)})
-    deployment = platform.settled("deployments/bad", "READY,FAILED")
+    deployment = platform.wait_for_state("deployments/bad", "READY,FAILED")
     assert deployment["state"] == "FAILED"
     assert deployment["statusMessage"].startswith("could not start: ")
     status, content = platform("POST", "/v1/completions", {"model": "bad"})
@@ -237,7 +243,10 @@ def test_a_cancelled_job_is_resumed_with_its_checkpoints(platform):
 
     assert platform("POST", f"{JOBS}/paused:cancel")[1]["state"] == "JOB_STATE_CANCELLED"
     assert platform("POST", f"{JOBS}/paused:resume")[1]["state"] == "JOB_STATE_CREATING"
-    assert platform.settled(f"{JOBS}/paused", "JOB_STATE_RUNNING")["state"] == "JOB_STATE_RUNNING"
+    assert (
+        platform.wait_for_state(f"{JOBS}/paused", "JOB_STATE_RUNNING")["state"]
+        == "JOB_STATE_RUNNING"
+    )
 
     path = "/training/v1/rlorTrainerJobs/me/paused/api/v1/list_checkpoints"
     assert platform("GET", path) == (200, {"checkpoints": ["step-3"]})
@@ -251,7 +260,7 @@ def test_a_deployment_loads_what_the_trainer_it_is_attached_to_has_published(tra
     platform.train(other).save_weights_for_sampler_ext("only", checkpoint_type="base")
     body = {"baseModel": BASE, "hotLoadTrainerJob": f"accounts/me/{JOBS}/policy"}
     platform("POST", "deployments?deploymentId=d", body)
-    assert platform.settled("deployments/d", "READY,FAILED")["state"] == "READY"
+    assert platform.wait_for_state("deployments/d", "READY,FAILED")["state"] == "READY"
     theirs, own = identity(platform, other, "only"), identity(platform, "policy", "first")
 
     assert loaded(platform, own) is True

@@ -22,7 +22,7 @@ def again(make_plane, script):
 
 
 def asked(base):
-    return TrainerJob.checked({"trainingConfig": {"baseModel": base}})
+    return TrainerJob.from_dict({"trainingConfig": {"baseModel": base}})
 
 
 def test_jobs_and_deployments_that_still_run_are_running_again(make_plane, again, script, base):
@@ -40,12 +40,12 @@ def test_jobs_and_deployments_that_still_run_are_running_again(make_plane, again
     worker.spec.worker_id = "trainer-j"
     worker.starts()
     assert second.jobs.get("j").state == "JOB_STATE_RUNNING"
-    assert second.jobs.endpoint("j").app == worker.answer
+    assert second.jobs.find_endpoint("j").app == worker.answer
     replica = found.started[1]
     assert replica.number == script.last("d").number
     replica.spec.worker_id = "deployment-d"
     replica.starts()
-    assert second.deployments.endpoint("d").app == replica.answer
+    assert second.deployments.find_endpoint("d").app == replica.answer
     second.jobs.cancel("j")
     assert worker.stops == 1
 
@@ -75,7 +75,7 @@ def test_jobs_whose_trainers_ended_are_failed_and_deployments_start_again(
 
 def test_what_was_written_and_never_started_is_started(make_plane, again, script, base):
     first = make_plane(script)
-    # As a platform leaves it that is killed between writing a row and starting its worker.
+    # As a platform leaves it that is killed between writing a record and starting its worker.
     first.store.jobs.insert("j", "JOB_STATE_CREATING", asked(base).as_dict())
     first.store.deployments.insert("d", "CREATING", Deployment(base_model=base).as_dict())
 
@@ -120,7 +120,7 @@ def test_a_job_whose_model_left_the_catalog_is_failed_with_that_reason(
     make_plane, again, script, base
 ):
     first = make_plane(script)
-    gone = TrainerJob.checked({"trainingConfig": {"baseModel": "accounts/x/models/gone"}})
+    gone = TrainerJob.from_dict({"trainingConfig": {"baseModel": "accounts/x/models/gone"}})
     first.store.jobs.insert("j", "JOB_STATE_CREATING", gone.as_dict())
     model = Deployment(base_model="accounts/x/models/gone")
     first.store.deployments.insert("d", "CREATING", model.as_dict())
@@ -141,7 +141,7 @@ def test_a_deployment_that_was_being_deleted_is_gone(make_plane, again, script, 
 
     second, found = again()
 
-    assert second.deployments.all() == []
+    assert second.deployments.list_all() == []
     assert found.started == []
 
 
@@ -167,11 +167,11 @@ def test_after_a_restart_inline_jobs_are_failed_and_deployments_serve_again(
     await_state(second.store.jobs, "j", "JOB_STATE_RUNNING")
 
 
-def await_state(rows, id, state):
+def await_state(records, id, state):
     while True:
-        changed = rows.changes.next(id)
-        row = rows.get(id)
-        if row.state == state:
+        changed = records.changes.next_change(id)
+        record = records.get(id)
+        if record.state == state:
             return
-        assert row.state in ("JOB_STATE_CREATING", "CREATING", "UPDATING"), row
+        assert record.state in ("JOB_STATE_CREATING", "CREATING", "UPDATING"), record
         changed.result(20)

@@ -32,7 +32,7 @@ def test_an_id_is_taken_among_its_kind_only(store):
         store.jobs.insert("one", "NEW", {})
 
     store.deployments.insert("one", "NEW", {})
-    assert [row.id for row in store.deployments.all()] == ["one"]
+    assert [record.id for record in store.deployments.list_all()] == ["one"]
 
 
 def test_of_two_that_insert_one_id_at_once_exactly_one_wins(store):
@@ -71,16 +71,16 @@ def test_two_connections_to_one_database_cannot_both_insert_an_id(request, tmp_p
 
 
 def test_a_row_moves_only_from_the_states_that_are_named(store):
-    row = store.jobs.insert("one", "NEW", {})
+    record = store.jobs.insert("one", "NEW", {})
 
     assert not store.jobs.update("one", only_from=("RUNNING",), state="DONE")
-    assert store.jobs.find("one") == row
+    assert store.jobs.find("one") == record
     assert store.jobs.update("one", only_from=("NEW", "RUNNING"), state="DONE", worker={"pid": 1})
 
     moved = store.jobs.get("one")
     assert (moved.state, moved.worker) == ("DONE", {"pid": 1})
-    assert moved.created_s == row.created_s
-    assert moved.updated_s >= row.updated_s
+    assert moved.created_s == record.created_s
+    assert moved.updated_s >= record.updated_s
 
 
 def test_a_worker_that_is_none_is_none_again(store):
@@ -96,9 +96,9 @@ def test_rows_are_listed_oldest_first_and_by_state(store):
     for id, state in (("c", "NEW"), ("a", "DONE"), ("b", "NEW")):
         store.jobs.insert(id, state, {})
 
-    assert [row.id for row in store.jobs.all()] == ["c", "a", "b"]
-    assert [row.id for row in store.jobs.all(("NEW",))] == ["c", "b"]
-    assert store.jobs.all(()) == []
+    assert [record.id for record in store.jobs.list_all()] == ["c", "a", "b"]
+    assert [record.id for record in store.jobs.list_all(("NEW",))] == ["c", "b"]
+    assert store.jobs.list_all(()) == []
 
 
 def test_an_unknown_id_lists_the_known_ones(store):
@@ -131,7 +131,7 @@ def test_whoever_waits_is_woken_by_each_change_of_that_row_only(store):
     store.jobs.insert("one", "NEW", {})
     store.jobs.insert("two", "NEW", {})
 
-    waiting = [store.jobs.changes.next("one") for _ in range(2)]
+    waiting = [store.jobs.changes.next_change("one") for _ in range(2)]
     store.jobs.update("two", state="DONE")
     assert not any(one.done() for one in waiting)
     store.jobs.update("one", only_from=("RUNNING",), state="DONE")
@@ -139,14 +139,14 @@ def test_whoever_waits_is_woken_by_each_change_of_that_row_only(store):
     store.jobs.update("one", state="DONE")
     assert all(one.done() for one in waiting)
 
-    gone = store.jobs.changes.next("one")
+    gone = store.jobs.changes.next_change("one")
     store.jobs.delete("one")
     assert gone.done()
 
 
 def test_who_stopped_waiting_is_not_woken(store):
     store.jobs.insert("one", "NEW", {})
-    left = store.jobs.changes.next("one")
+    left = store.jobs.changes.next_change("one")
 
     assert left.cancel()
     store.jobs.update("one", state="DONE")
@@ -155,7 +155,7 @@ def test_who_stopped_waiting_is_not_woken(store):
 
 
 def test_closing_wakes_all_who_wait(store):
-    waiting = store.models.changes.next("one")
+    waiting = store.models.changes.next_change("one")
 
     store.close()
 
@@ -165,23 +165,23 @@ def test_closing_wakes_all_who_wait(store):
 def test_what_was_written_is_there_when_the_database_is_opened_again(tmp_path):
     url = f"sqlite:///{tmp_path / 'control.db'}"
     first = Store(url)
-    row = first.jobs.insert("one", "NEW", {"n": 1})
+    record = first.jobs.insert("one", "NEW", {"n": 1})
     first.close()
 
     again = Store(url)
 
-    assert again.jobs.all() == [row]
+    assert again.jobs.list_all() == [record]
     again.close()
 
 
 def test_what_was_written_is_there_when_postgresql_is_opened_again(postgres_url):
     first = Store(postgres_url)
-    row = first.jobs.insert("one", "NEW", {"n": 1})
+    record = first.jobs.insert("one", "NEW", {"n": 1})
     first.close()
 
     again = Store(postgres_url)
 
-    assert again.jobs.all() == [row]
+    assert again.jobs.list_all() == [record]
     again.close()
 
 

@@ -17,7 +17,7 @@ from hearth.control.catalog import read_catalog
 from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
-from hearth.control.workers import ask
+from hearth.control.workers import fetch_json
 from hearth.launch.app_server import AppServer, listener_at
 from hearth.launch.spec import Endpoint
 from hearth.wire.asgi import TOKEN_HEADER
@@ -81,7 +81,7 @@ def here(worker: OnNetwork, tmp_path: Any, base: str) -> Iterator[httpx.Client]:
     context = Context(launcher=Script(There), catalog=read_catalog(), data_dir=tmp_path)
     plane = ControlPlane(Store(), context)
     config = {"baseModel": base, "maxContextLength": 9}
-    plane.jobs.create("j", TrainerJob.checked({"trainingConfig": config}), None)
+    plane.jobs.create("j", TrainerJob.from_dict({"trainingConfig": config}), None)
     context.launcher.last("j").starts()
     gateway = create_gateway(plane, Access())
     with Listening(gateway) as listening, httpx.Client(base_url=listening.url) as http:
@@ -111,8 +111,8 @@ def test_the_gateway_shows_the_token_and_the_app_does_not_see_it(
 
 
 def test_the_control_plane_asks_with_the_token(worker: OnNetwork) -> None:
-    assert ask(worker.endpoint, "/any") == {"is": "well"}
-    assert ask(Endpoint(url=worker.endpoint.url, token="another"), "/any") is None
+    assert fetch_json(worker.endpoint, "/any") == {"is": "well"}
+    assert fetch_json(Endpoint(url=worker.endpoint.url, token="another"), "/any") is None
 
 
 def test_a_worker_that_is_gone_is_503(worker: OnNetwork, here: httpx.Client) -> None:

@@ -259,7 +259,7 @@ async def test_the_sdk_has_one_text_per_drawn_token_or_per_token_after_the_first
     call, options, count
 ):
     fields = COMPLETIONS | {"raw_output": True, "logprob_format": "arrays"} | options
-    request = CompletionRequest.checked(fields)
+    request = CompletionRequest.from_dict(fields)
     answer = CompletionResponse.parse((await call(**fields)).encode())
 
     assert len(parse_completion(answer, request).routing_matrices or []) == count

@@ -55,7 +55,7 @@ def test_a_deployment_that_tells_experts_of_another_number_of_tokens_is_not_beli
     }
 
     with pytest.raises(TransportError, match=f"must be one per token, 2, got {len(rows)}"):
-        parse_completion(CompletionResponse.checked(answer), CompletionRequest(prompt=[1]))
+        parse_completion(CompletionResponse.from_dict(answer), CompletionRequest(prompt=[1]))
 
 
 def turn(prompt, drawn, routing) -> CapturedTurn:
@@ -88,7 +88,7 @@ def chat_answer(raw, rows=None) -> ChatResponse:
         "raw_output": {"completion_token_ids": [3], "prompt_token_ids": [1], **raw},
         "logprobs": None if rows is None else {"content": rows},
     }
-    return ChatResponse.checked(
+    return ChatResponse.from_dict(
         {
             "id": "x",
             "created": 0,

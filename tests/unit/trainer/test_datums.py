@@ -48,13 +48,13 @@ def columns(contents: list[dict[str, Any]]) -> DatumColumns:
         tinker.Datum(
             model_input=tinker.ModelInput.from_ints(content["model_input"]["chunks"][0]["tokens"]),
             loss_fn_inputs={
-                name: tinker.TensorData.from_numpy(TensorRecord.checked(record).to_numpy())
+                name: tinker.TensorData.from_numpy(TensorRecord.from_dict(record).to_numpy())
                 for name, record in content["loss_fn_inputs"].items()
             },
         )
         for content in contents
     ]
-    return DatumColumns.checked(build_batch(data, as_columns=True).body["columns"])
+    return DatumColumns.from_dict(build_batch(data, as_columns=True).body["columns"])
 
 
 def assert_same(first: Example, second: Example) -> None:

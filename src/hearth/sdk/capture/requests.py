@@ -46,7 +46,7 @@ def read_request(body: bytes) -> ClientRequest:
         raise RequestError(f"body must be a JSON object, got {str(content)[:80]!r}")
     given = cast("dict[str, Any]", content)
     fields = {name: value for name, value in given.items() if value is not None}
-    form = AnswerForm.checked(fields)
+    form = AnswerForm.from_dict(fields)
     if form.n != 1:
         raise RequestError(
             f"n must be 1, got {form.n}: a session is one trajectory; ask again for another "

@@ -105,7 +105,7 @@ class Seen:
     def datums(self) -> list[list[DatumRecord]]:
         """Of every forward and backward call the data."""
         inputs = [body["forward_backward_input"] for body in self.bodies(TRAIN)]
-        return [ForwardInput.checked(input_).datums() for input_ in inputs]
+        return [ForwardInput.from_dict(input_).datums() for input_ in inputs]
 
     def completions(self) -> list[list[int]]:
         """What was drawn of every sample that was trained, from its first token to its last."""

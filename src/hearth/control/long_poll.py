@@ -1,4 +1,4 @@
-"""Questions that are held until the answer is the one waited for."""
+"""Requests that are held until a resource is in the wanted state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hearth.wire.fireworks import LONGEST_WAIT_S, Deployment, TrainerJob, WaitQu
 T = TypeVar("T")
 
 
-async def settled(
+async def wait_for_state(
     resources: Jobs | Deployments, id: str, query: WaitQuery
 ) -> TrainerJob | Deployment:
     """The resource, once it is in one of the wanted states or the time is over.
@@ -33,32 +33,32 @@ async def settled(
         return await asyncio.to_thread(read)
     wanted = query.wait_for_state.split(",")
     wait_s = min(max(query.timeout_s, 0.0), LONGEST_WAIT_S)
-    changes = resources.rows.changes
-    return await once(read, changes, id, lambda resource: resource.state in wanted, wait_s)
+    changes = resources.records.changes
+    return await wait_until(read, changes, id, lambda resource: resource.state in wanted, wait_s)
 
 
-async def once(
+async def wait_until(
     read: Callable[[], T],
     changes: Changes,
     id: str,
     is_met: Callable[[T], bool],
     wait_s: float | None,
 ) -> T:
-    """What ``read`` gives as soon as that is as asked for; as it stands when the time is over.
+    """What ``read`` returns once ``is_met`` holds of it, or when the time is over.
 
-    The time is over for everyone when the platform ends.
+    The time is over for all when the platform ends.
 
-    It is read again when the row ``id`` changes, not from time to time. None waits for ever.
+    It is read again when the record ``id`` changes, not from time to time. None waits for ever.
     """
     deadline = math.inf if wait_s is None else time.monotonic() + wait_s
     while True:
-        # Asked for before it is read, so that no change falls between the two.
-        changed = asyncio.wrap_future(changes.next(id))
+        # Before the read, so that no change is missed between the two.
+        change = asyncio.wrap_future(changes.next_change(id))
         try:
-            found = await asyncio.to_thread(read)
+            value = await asyncio.to_thread(read)
             left_s = deadline - time.monotonic()
-            if is_met(found) or left_s <= 0 or changes.is_over:
-                return found
-            await asyncio.wait([changed], timeout=None if wait_s is None else left_s)
+            if is_met(value) or left_s <= 0 or changes.is_closed:
+                return value
+            await asyncio.wait([change], timeout=None if wait_s is None else left_s)
         finally:
-            changed.cancel()
+            change.cancel()

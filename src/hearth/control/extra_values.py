@@ -1,4 +1,4 @@
-"""What ``extraValues`` of a request says, checked value by value."""
+"""``extraValues`` of a request, checked value by value."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hearth.control.catalog import ShapeEntry
 from hearth.errors import RequestError
 
 
-class Values:
+class ExtraValues:
     """``extraValues`` of a request, checked one by one; a shape's fields are the defaults."""
 
     def __init__(self, given: Mapping[str, Any], shape: ShapeEntry | None = None) -> None:
         self._given = given
         self._shape = shape
 
-    def text(self, name: str) -> str | None:
+    def read_text(self, name: str) -> str | None:
         """A text, or None where nothing is given.
 
         Raises:
@@ -27,18 +27,18 @@ class Values:
             raise RequestError(f"extraValues.{name} must be a text, got {value!r}")
         return value
 
-    def choice(self, name: str, among: tuple[str, ...], default: str) -> str:
+    def read_choice(self, name: str, among: tuple[str, ...], default: str) -> str:
         """One of a few texts.
 
         Raises:
             RequestError: it is another one.
         """
-        value = self.text(name) or default
+        value = self.read_text(name) or default
         if value not in among:
             raise RequestError(f"extraValues.{name} must be one of {list(among)}, got {value!r}")
         return value
 
-    def count(self, name: str) -> int | None:
+    def read_count(self, name: str) -> int | None:
         """A whole number from 1 on, also as a text; None where nothing is given.
 
         Raises:
@@ -55,7 +55,7 @@ class Values:
             raise RequestError(f"extraValues.{name} must be a whole number >= 1, got {value!r}")
         return number
 
-    def flag(self, name: str) -> bool:
+    def read_flag(self, name: str) -> bool:
         """True or false; false where nothing is given.
 
         Raises:
@@ -66,8 +66,8 @@ class Values:
             raise RequestError(f"extraValues.{name} must be true or false, got {value!r}")
         return bool(value)
 
-    def mapping(self, name: str) -> dict[str, Any]:
-        """Values by name; empty where nothing is given. A request's stand over the shape's.
+    def read_mapping(self, name: str) -> dict[str, Any]:
+        """ExtraValues by name; empty where nothing is given. A request's override the shape's.
 
         Raises:
             RequestError: it is something else.

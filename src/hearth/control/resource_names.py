@@ -1,4 +1,4 @@
-"""Resource names: what may stand in a path, and who owns it."""
+"""Resource names: which ids and accounts are valid, and the id in a name."""
 
 from __future__ import annotations
 
@@ -50,28 +50,28 @@ def deployment_name(deployment_id: str) -> str:
     return f"accounts/{ACCOUNT}/deployments/{deployment_id}"
 
 
-def leaf(name: str) -> str:
-    """The id of a name ``accounts/me/KIND/ID``; what is no such name is its own."""
-    found = _NAME.fullmatch(name)
-    return found.group(1) if found is not None else name
+def parse_id(name: str) -> str:
+    """The id of a name ``accounts/me/KIND/ID``; another name is returned as it is."""
+    match = _NAME.fullmatch(name)
+    return match.group(1) if match is not None else name
 
 
-def promoted_leaf(name: str) -> str:
+def parse_model_id(name: str) -> str:
     """The id of a model that is to be promoted.
 
     Raises:
         RequestError: the name is not ``accounts/me/models/ID`` with an id of at most 63.
     """
-    found = _MODEL_NAME.fullmatch(name)
-    if found is None:
+    match = _MODEL_NAME.fullmatch(name)
+    if match is None:
         raise RequestError(
             f"output_model must be accounts/{ACCOUNT}/models/ID with 1 to 63 of a-z, 0-9 and '-', "
             f"got {name[:120]!r}"
         )
-    return found.group(1)
+    return match.group(1)
 
 
-def timestamp(seconds: float | None = None) -> str:
+def format_timestamp(seconds: float | None = None) -> str:
     """UTC as clients compare it: microseconds, then ``Z``."""
     moment = datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC)
     return moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ")

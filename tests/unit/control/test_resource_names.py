@@ -2,7 +2,7 @@
 
 import pytest
 
-from hearth.control.names import check_id, leaf, promoted_leaf
+from hearth.control.resource_names import check_id, parse_id, parse_model_id
 from hearth.errors import RequestError
 
 ODD = {
@@ -148,13 +148,17 @@ def test_other_ids_are_refused_with_their_field(id):
 
 @pytest.mark.parametrize("id", ["a", "-", "a" * 63])
 def test_a_models_name_ends_with_its_id(id):
-    assert promoted_leaf(f"accounts/me/models/{id}") == id
+    assert parse_model_id(f"accounts/me/models/{id}") == id
 
 
 def test_an_id_is_its_own_leaf():
-    assert (leaf("j"), leaf("accounts/me/rlorTrainerJobs/j"), leaf("")) == ("j", "j", "")
+    assert (parse_id("j"), parse_id("accounts/me/rlorTrainerJobs/j"), parse_id("")) == (
+        "j",
+        "j",
+        "",
+    )
 
 
 @pytest.mark.parametrize("name", ["a/j", "accounts/you/rlorTrainerJobs/j", "../j", "/j", "j/"])
 def test_what_is_no_name_of_this_account_is_no_id_either(name):
-    assert leaf(name) == name
+    assert parse_id(name) == name
