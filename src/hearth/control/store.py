@@ -1,7 +1,7 @@
 """The control plane's durable state, in one database.
 
 SQLite in WAL mode by default; any other SQLAlchemy URL (PostgreSQL is tested) works the same. A
-resource is a record with its id, its state and its body as JSON. A change wakes whoever waits for it.
+resource is a record with its id, its state and its body as JSON; a change wakes its waiters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``hearth ps``, ``logs`` and ``stop`` against a platform that listens in this process."""
 
 import pytest
-from tests.unit.control.conftest import Script
-from tests.unit.control.listening import Listening
+from tests.listening import AppListener
+from tests.unit.control.conftest import ScriptedLauncher
 
 from hearth.cli.resources import logs, ps, stop
 from hearth.control.access import Access
@@ -18,7 +18,7 @@ LONG = "an" + "-long" * 12 + "x"
 """As long as an id may be, and nothing that a terminal would break at."""
 
 
-class Logged(Script):
+class Logged(ScriptedLauncher):
     """Its workers have logs."""
 
     folder = None
@@ -52,7 +52,7 @@ class Platform:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     platform = Platform(tmp_path_factory.mktemp("platform"))
-    with Listening(platform.app) as listening:
+    with AppListener(platform.app) as listening:
         platform.url = listening.url
         yield platform
     platform.plane.close()

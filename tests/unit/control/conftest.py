@@ -1,19 +1,15 @@
-"""Control planes over a launcher that does as told, a real platform in memory, and PostgreSQL.
+"""Control planes over a scripted launcher.
 
 A death at a given moment cannot be had from a real launcher; whatever can is shown on the real one.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -35,7 +31,7 @@ CONTEXT_LENGTH = 77
 """What a scripted trainer says of itself."""
 
 
-class Told:
+class ScriptedWorker:
     """A worker whose life is told by the test; it answers with what it was asked."""
 
     def __init__(self, spec: Any, watcher: Watcher, number: int) -> None:
@@ -77,14 +73,14 @@ class Told:
         await send({"type": "http.response.body", "body": answer})
 
 
-class Script:
+class ScriptedLauncher:
     """A launcher that starts nothing and says what the test tells it to."""
 
     placement = "inline"
 
-    def __init__(self, kind: type[Told] = Told) -> None:
+    def __init__(self, kind: type[ScriptedWorker] = ScriptedWorker) -> None:
         self.kind = kind
-        self.started: list[Told] = []
+        self.started: list[ScriptedWorker] = []
         self.adopts = False
         self.reason = "it was gone"
         self.buckets: dict[str, list[SnapshotRecord]] = {}
@@ -94,19 +90,18 @@ class Script:
         self.export_error: Exception | None = None
         self.closed = False
 
-    def start(self, spec: WorkerSpec, watcher: Watcher) -> Told:
+    def start(self, spec: WorkerSpec, watcher: Watcher) -> ScriptedWorker:
         self.started.append(self.kind(spec, watcher, len(self.started)))
         return self.started[-1]
 
-    def adopt(self, record: dict[str, Any], watcher: Watcher) -> Told | ExitReport:
+    def adopt(self, record: dict[str, Any], watcher: Watcher) -> ScriptedWorker | ExitReport:
         if not self.adopts:
             return ExitReport(reason=self.reason)
-        spec = Anything(f"trainer-{record['number']}")
-        found = Told(spec, watcher, record["number"])
-        self.started.append(found)
-        return found
+        spec = SimpleNamespace(worker_id=f"trainer-{record['number']}")
+        self.started.append(ScriptedWorker(spec, watcher, record["number"]))
+        return self.started[-1]
 
-    def last(self, id: str) -> Told:
+    def last(self, id: str) -> ScriptedWorker:
         found = [one for one in self.started if one.spec.worker_id.endswith(f"-{id}")]
         assert found, f"{id} was never started"
         return found[-1]
@@ -138,14 +133,7 @@ class Script:
         self.export_error = EngineError("the launcher was closed")
 
 
-class Anything:
-    """A spec of which only the id is read."""
-
-    def __init__(self, worker_id: str) -> None:
-        self.worker_id = worker_id
-
-
-class Asked:
+class PlatformClient:
     """A platform over HTTP, without a socket between."""
 
     def __init__(self, plane: ControlPlane, access: Access | None = None) -> None:
@@ -175,8 +163,8 @@ class Asked:
 
 
 @pytest.fixture
-def script() -> Script:
-    return Script()
+def script() -> ScriptedLauncher:
+    return ScriptedLauncher()
 
 
 @pytest.fixture
@@ -196,23 +184,23 @@ def make_plane(tmp_path: Path) -> Iterator[Callable[..., ControlPlane]]:
 
 
 @pytest.fixture
-def plane(make_plane: Callable[..., ControlPlane], script: Script) -> ControlPlane:
+def plane(make_plane: Callable[..., ControlPlane], script: ScriptedLauncher) -> ControlPlane:
     return make_plane(script, "sqlite://")
 
 
 @pytest.fixture
-async def ask(plane: ControlPlane) -> AsyncIterator[Asked]:
-    asked = Asked(plane)
+async def ask(plane: ControlPlane) -> AsyncIterator[PlatformClient]:
+    asked = PlatformClient(plane)
     yield asked
     await asked.close()
 
 
 @pytest.fixture
-async def make_ask() -> AsyncIterator[Callable[..., Asked]]:
-    made: list[Asked] = []
+async def make_ask() -> AsyncIterator[Callable[..., PlatformClient]]:
+    made: list[PlatformClient] = []
 
-    def make(plane: ControlPlane, access: Access | None = None) -> Asked:
-        made.append(Asked(plane, access))
+    def make(plane: ControlPlane, access: Access | None = None) -> PlatformClient:
+        made.append(PlatformClient(plane, access))
         return made[-1]
 
     yield make
@@ -237,10 +225,12 @@ def job(base: str) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def running(ask: Asked, script: Script, job: Callable[..., Any]) -> Callable[..., Any]:
+def running(
+    ask: PlatformClient, script: ScriptedLauncher, job: Callable[..., Any]
+) -> Callable[..., Any]:
     """Make a scripted job and have it answer."""
 
-    async def make(id: str = "j", more: dict[str, Any] | None = None) -> Told:
+    async def make(id: str = "j", more: dict[str, Any] | None = None) -> ScriptedWorker:
         status, content = await ask("POST", f"rlorTrainerJobs?rlorTrainerJobId={id}", job(more))
         assert status == 200, content
         script.last(id).starts()
@@ -250,10 +240,10 @@ def running(ask: Asked, script: Script, job: Callable[..., Any]) -> Callable[...
 
 
 @pytest.fixture
-def deployed(ask: Asked, script: Script, base: str) -> Callable[..., Any]:
+def deployed(ask: PlatformClient, script: ScriptedLauncher, base: str) -> Callable[..., Any]:
     """Make a scripted deployment and have it answer."""
 
-    async def make(id: str = "d", **more: Any) -> Told:
+    async def make(id: str = "d", **more: Any) -> ScriptedWorker:
         status, content = await ask(
             "POST", f"deployments?deploymentId={id}", {"baseModel": base} | more
         )
@@ -262,83 +252,3 @@ def deployed(ask: Asked, script: Script, base: str) -> Callable[..., Any]:
         return script.last(id)
 
     return make
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[str]:
-    """The URL of a PostgreSQL server of our own, at a Unix socket in a folder of its own."""
-    binaries = _postgres_binaries()
-    if binaries is None:
-        pytest.skip("needs PostgreSQL's initdb and postgres")
-    # Not below pytest's folder: another user must get there.
-    folder = Path(tempfile.mkdtemp(prefix="hearth-pg-"))
-    user = _unprivileged(folder)
-    run = {"cwd": folder, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **user}
-    quick = ["--no-sync", "--auth=trust", "--username=hearth", "--encoding=UTF8", "--locale=C"]
-    data = str(folder / "data")
-    server = None
-    try:
-        subprocess.run([str(binaries / "initdb"), "-D", data, *quick], check=True, **run)
-        options = {"listen_addresses": "", "unix_socket_directories": str(folder), "fsync": "off"}
-        server = subprocess.Popen(
-            [str(binaries / "postgres"), "-D", data]
-            + [word for name, value in options.items() for word in ("-c", f"{name}={value}")],
-            **run,
-        )
-        url = f"postgresql+psycopg://hearth@/postgres?host={folder}"
-        _await_answer(url, server)
-        yield url
-    finally:
-        if server is not None:
-            server.terminate()
-            server.wait(20)
-        shutil.rmtree(folder)
-
-
-@pytest.fixture
-def postgres_url(postgres: str, request: pytest.FixtureRequest) -> str:
-    """The URL of an empty schema of that server."""
-    import sqlalchemy as sql
-
-    schema = f"test_{time.monotonic_ns()}"
-    engine = sql.create_engine(postgres, isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
-        connection.execute(sql.text(f"CREATE SCHEMA {schema}"))
-    engine.dispose()
-    return f"{postgres}&options=-csearch_path%3D{schema}"
-
-
-def _postgres_binaries() -> Path | None:
-    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    config = shutil.which("pg_config")
-    if config is not None:
-        found = subprocess.run([config, "--bindir"], capture_output=True, text=True, check=False)
-        folders.append(Path(found.stdout.strip() or "/"))
-    return next((folder for folder in folders if (folder / "postgres").exists()), None)
-
-
-def _unprivileged(folder: Path) -> dict[str, Any]:
-    """As whom to run it: PostgreSQL refuses to run as root."""
-    if os.geteuid() != 0:
-        return {}
-    for name in ("postgres", "nobody"):
-        with contextlib.suppress(LookupError):
-            shutil.chown(folder, user=name)
-            return {"user": name, "extra_groups": []}
-    pytest.skip("needs an unprivileged user to run PostgreSQL as")
-
-
-def _await_answer(url: str, server: subprocess.Popen[Any]) -> None:
-    import sqlalchemy as sql
-
-    engine = sql.create_engine(url)
-    end_s = time.monotonic() + 20
-    while True:
-        try:
-            engine.connect().close()
-            break
-        except sql.exc.OperationalError:
-            assert server.poll() is None, "PostgreSQL ended"
-            assert time.monotonic() < end_s, "PostgreSQL does not answer"
-            time.sleep(0.02)
-    engine.dispose()

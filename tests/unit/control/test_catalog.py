@@ -68,7 +68,7 @@ def test_the_variable_names_the_file_too(tmp_path, monkeypatch):
     path.write_text(f'[models."{MINE}"]\nsource = "me/mine"\n')
     monkeypatch.setenv("HEARTH_CATALOG", str(path))
 
-    assert read_catalog().model(MINE).source == "me/mine"
+    assert read_catalog().find_model(MINE).source == "me/mine"
 
 
 def test_every_registered_model_has_a_shape_of_its_own_for_each_mode():
@@ -145,7 +145,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 def test_a_folders_own_config_says_what_the_model_is(tmp_path, config, length, moe):
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    entry = read_catalog().model(str(tmp_path))
+    entry = read_catalog().find_model(str(tmp_path))
 
     assert (entry.source, entry.context_length, entry.moe) == (str(tmp_path), length, moe)
 
@@ -154,11 +154,11 @@ def test_a_folders_own_config_says_what_the_model_is(tmp_path, config, length, m
 def test_a_folder_whose_config_cannot_be_read_is_a_model_all_the_same(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
 
-    assert read_catalog().model(str(tmp_path)).context_length is None
+    assert read_catalog().find_model(str(tmp_path)).context_length is None
 
 
 def test_a_hub_id_stands_for_itself():
-    assert read_catalog().model("somebody/a-model") == ModelEntry(
+    assert read_catalog().find_model("somebody/a-model") == ModelEntry(
         "somebody/a-model", "somebody/a-model"
     )
 

@@ -4,8 +4,6 @@ import time
 
 import pytest
 
-from hearth.control.store import Store
-from hearth.errors import ConflictError
 from hearth.wire.fireworks import TrainerJob
 
 TRAINER = "/training/v1/rlorTrainerJobs/me"
@@ -512,26 +510,3 @@ def test_news_that_come_before_the_launcher_returns_are_heard(plane, script, job
 
     assert plane.jobs.get("j").state == "JOB_STATE_RUNNING"
     assert plane.jobs.find_endpoint("j").app is not None
-
-
-def test_a_whole_job_life_on_postgresql(make_plane, script, postgres_url, job):
-    plane = make_plane(script, postgres_url)
-    asked = TrainerJob.from_dict(job())
-
-    plane.jobs.create("j", asked, None)
-    script.last("j").starts()
-    assert plane.jobs.get("j").state == "JOB_STATE_RUNNING"
-    script.last("j").dies("a log line with \0 in it")
-    assert plane.jobs.get("j").status_message == "a log line with  in it"
-    plane.jobs.resume("j")
-    script.last("j").starts()
-    plane.jobs.cancel("j")
-    plane.jobs.delete("j")
-    with pytest.raises(ConflictError):
-        plane.jobs.create("j", asked, None)
-
-    again = Store(postgres_url)
-    assert [(record.id, record.state) for record in again.jobs.list_all()] == [
-        ("j", "JOB_STATE_DELETED")
-    ]
-    again.close()

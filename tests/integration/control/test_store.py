@@ -4,6 +4,7 @@ import pytest
 
 from hearth.control.store import Store
 from hearth.errors import ConfigError, ConflictError, NotFoundError
+from hearth.wire.fireworks import TrainerJob
 
 
 @pytest.fixture(params=["sqlite-file", "sqlite-memory", "postgresql"])
@@ -200,3 +201,26 @@ def test_the_password_of_a_database_is_in_no_message(tmp_path):
 
     assert "hunter2" not in str(failed.value)
     assert "user" in str(failed.value)
+
+
+def test_a_whole_job_life_on_postgresql(make_plane, script, postgres_url, job):
+    plane = make_plane(script, postgres_url)
+    asked = TrainerJob.from_dict(job())
+
+    plane.jobs.create("j", asked, None)
+    script.last("j").starts()
+    assert plane.jobs.get("j").state == "JOB_STATE_RUNNING"
+    script.last("j").dies("a log line with \0 in it")
+    assert plane.jobs.get("j").status_message == "a log line with  in it"
+    plane.jobs.resume("j")
+    script.last("j").starts()
+    plane.jobs.cancel("j")
+    plane.jobs.delete("j")
+    with pytest.raises(ConflictError):
+        plane.jobs.create("j", asked, None)
+
+    again = Store(postgres_url)
+    assert [(record.id, record.state) for record in again.jobs.list_all()] == [
+        ("j", "JOB_STATE_DELETED")
+    ]
+    again.close()

@@ -8,7 +8,7 @@ import pytest
 import tinker
 import torch
 import transformers
-from tests.unit.control.conftest import Asked
+from tests.unit.control.conftest import PlatformClient
 
 from hearth.local import EmbeddedPlatform
 from hearth.sdk import FiretitanServiceClient
@@ -30,7 +30,7 @@ class Platform:
 
     def __call__(self, method, path, body=None):
         async def run():
-            asked = Asked(self.plane)
+            asked = PlatformClient(self.plane)
             try:
                 return await asked(method, path, body)
             finally:
@@ -276,7 +276,7 @@ def loaded(platform, identity):
     path = "/hot_load/v1/models/hot_load"
 
     async def run():
-        asked = Asked(platform.plane)
+        asked = PlatformClient(platform.plane)
         named = {"fireworks-deployment": "accounts/me/deployments/d"}
         status, content = await asked("POST", path, {"identity": identity}, headers=named)
         if status == 200:
@@ -298,7 +298,7 @@ def test_a_chunked_body_that_grows_too_long_is_413_inline_too(platform):
             for _ in range(40):
                 yield b"x" * 100
 
-        asked = Asked(platform.plane, Access(is_local=False, max_body=2000))
+        asked = PlatformClient(platform.plane, Access(is_local=False, max_body=2000))
         answer = await asked.http.post(path, content=body(), headers=named)
         await asked.close()
         return answer.status_code, answer.json()["error"]["message"]

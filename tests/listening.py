@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 
-class Listening:
+class AppListener:
     """Serves from ``with`` on to its end; ``url`` says where, unless it is a Unix socket."""
 
     def __init__(self, app: Any, path: Path | None = None) -> None:
@@ -30,7 +30,7 @@ class Listening:
             self.loop = runner.get_loop()
             runner.run(self._server.serve(sockets=[self._listener]))
 
-    def __enter__(self) -> Listening:
+    def __enter__(self) -> AppListener:
         self._thread.start()
         while not self._server.started:
             self._thread.join(0.002)

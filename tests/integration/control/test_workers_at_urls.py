@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.unit.control.conftest import Script, Told
-from tests.unit.control.listening import Listening
+from tests.listening import AppListener
+from tests.unit.control.conftest import ScriptedLauncher, ScriptedWorker
 
 from hearth.control.access import Access
 from hearth.control.app import create_gateway
@@ -73,18 +73,18 @@ def worker() -> Iterator[OnNetwork]:
 
 @pytest.fixture
 def here(worker: OnNetwork, tmp_path: Any, base: str) -> Iterator[httpx.Client]:
-    class There(Told):
+    class There(ScriptedWorker):
         @property
         def endpoint(self) -> Endpoint:
             return worker.endpoint
 
-    context = Context(launcher=Script(There), catalog=read_catalog(), data_dir=tmp_path)
+    context = Context(launcher=ScriptedLauncher(There), catalog=read_catalog(), data_dir=tmp_path)
     plane = ControlPlane(Store(), context)
     config = {"baseModel": base, "maxContextLength": 9}
     plane.jobs.create("j", TrainerJob.from_dict({"trainingConfig": config}), None)
     context.launcher.last("j").starts()
     gateway = create_gateway(plane, Access())
-    with Listening(gateway) as listening, httpx.Client(base_url=listening.url) as http:
+    with AppListener(gateway) as listening, httpx.Client(base_url=listening.url) as http:
         yield http
     plane.close()
 

@@ -8,8 +8,8 @@ import time
 import httpx
 import orjson
 import pytest
-from tests.unit.control.conftest import Script, Told
-from tests.unit.control.listening import Listening
+from tests.listening import AppListener
+from tests.unit.control.conftest import ScriptedLauncher, ScriptedWorker
 
 from hearth.control.access import Access
 from hearth.control.app import create_gateway
@@ -96,12 +96,12 @@ def served(tmp_path_factory, base):
     folder = tmp_path_factory.mktemp("gateway")
     sockets = {"trainer-j": "w", "deployment-d": "w", "trainer-brief": "brief"}
 
-    class AtSocket(Told):
+    class AtSocket(ScriptedWorker):
         @property
         def endpoint(self):
             return Endpoint(socket=str(folder / sockets[self.spec.worker_id]))
 
-    context = Context(launcher=Script(AtSocket), catalog=read_catalog(), data_dir=folder)
+    context = Context(launcher=ScriptedLauncher(AtSocket), catalog=read_catalog(), data_dir=folder)
     plane = ControlPlane(Store(), context)
     config = {"baseModel": base, "maxContextLength": 9}
     for id in ("j", "brief"):
@@ -111,8 +111,8 @@ def served(tmp_path_factory, base):
         worker.starts()
     peer = Peer()
     with (
-        Listening(peer, folder / "w"),
-        Listening(create_gateway(plane, Access(max_body=16000))) as gateway,
+        AppListener(peer, folder / "w"),
+        AppListener(create_gateway(plane, Access(max_body=16000))) as gateway,
         httpx.Client(base_url=gateway.url) as http,
     ):
         yield http, peer, folder, plane
@@ -201,7 +201,7 @@ def test_an_answer_that_breaks_off_breaks_off_at_the_client(here):
 
 def test_a_dead_worker_is_503_with_when_to_ask_again(here, peer, folder):
     path = "/training/v1/rlorTrainerJobs/me/brief/x"
-    with Listening(peer, folder / "brief"):
+    with AppListener(peer, folder / "brief"):
         assert here.get(path).status_code == 200
 
     for _ in range(2):
@@ -325,7 +325,7 @@ def test_a_trainers_path_without_an_operation_says_what_it_must_be(here, path):
 def test_a_platform_that_ends_answers_what_its_workers_hold(served, peer):
     gateway = create_gateway(served[3])
     answers = []
-    with Listening(gateway) as listening:
+    with AppListener(gateway) as listening:
         asking = threading.Thread(
             target=lambda: answers.append(httpx.get(f"{listening.url}{TRAINER}/hold", timeout=10))
         )
