@@ -52,7 +52,7 @@ def plan(arguments: list[str]) -> int:
     def run() -> None:
         from hearth.models.configs import read_config  # slow to import, and --help must be fast
 
-        source = read_catalog().model(flags.model).source
+        source = read_catalog().find_model(flags.model).source
         request = PlanRequest(
             model=read_architecture(read_config(source)),
             gpus=flags.gpus,

@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
-from hearth.control.context import Context, list_promoted
+from hearth.control.context import RESPONSE_FIELDS, Context, list_promoted
 from hearth.control.extra_values import ExtraValues
 from hearth.control.jobs import ALIVE as JOB_ALIVE
 from hearth.control.jobs import Jobs
-from hearth.control.resource_names import check_id, deployment_name, format_timestamp, parse_id
+from hearth.control.resource_names import check_id, deployment_name, parse_id
 from hearth.control.store import Records, StoredRecord
 from hearth.control.workers import LiveEntry, LiveTable
 from hearth.errors import (
@@ -42,16 +42,6 @@ MOST_REPLICAS = 64
 """Of one deployment, where its engine can have several."""
 SCALED_TO_ZERO = "scaled to zero"
 _PREFIX = "deployment-"
-_RESPONSE_FIELDS = (
-    "name",
-    "state",
-    "status_message",
-    "create_time",
-    "update_time",
-    "worker_placement",
-    "pid",
-)
-"""Fields of responses alone: a request that repeats a response does not set them."""
 
 
 class Deployments:
@@ -84,7 +74,7 @@ class Deployments:
             ConflictError: another deployment has this id.
         """
         check_id(deployment_id, "deploymentId")
-        request = request.model_copy(update=dict.fromkeys(_RESPONSE_FIELDS))
+        request = request.model_copy(update=dict.fromkeys(RESPONSE_FIELDS))
         spec = self._build_spec(deployment_id, request)
         self._check_replicas(request, spec.engine)
         if request.hot_load_trainer_job:
@@ -219,8 +209,8 @@ class Deployments:
         """
         deployment_id = parse_id(name.rpartition("#")[2])
         live = self.live.get(deployment_id)
-        if live is not None and (found := live.endpoint) is not None:
-            return found
+        if live is not None and (endpoint := live.endpoint) is not None:
+            return endpoint
         record = self._get_record(deployment_id)
         if record.state == "FAILED":
             raise ClosedError(
@@ -289,26 +279,16 @@ class Deployments:
             self._start(record.id, body, record.state)
             return
         self.live.put(record.id, LiveEntry(record.state, is_starting=True))
-        found = self._context.launcher.adopt(record.worker, self)
-        if isinstance(found, ExitReport):
-            self._restart_or_fail(record.id, found, may_restart=True)
+        worker = self._context.launcher.adopt(record.worker, self)
+        if isinstance(worker, ExitReport):
+            self._restart_or_fail(record.id, worker, may_restart=True)
         else:
-            self.live.set_worker(record.id, found)
+            self.live.set_worker(record.id, worker)
 
     def describe(self, record: StoredRecord) -> Deployment:
         """A record as clients read it."""
-        live = self.live.get(record.id)
-        worker = live.worker if live is not None else None
         return Deployment.from_dict(record.body).model_copy(
-            update={
-                "name": deployment_name(record.id),
-                "state": record.state,
-                "status_message": record.message or None,
-                "create_time": format_timestamp(record.created_s),
-                "update_time": format_timestamp(record.updated_s),
-                "worker_placement": self._context.launcher.placement,
-                "pid": worker.pid if worker is not None else None,
-            }
+            update={"name": deployment_name(record.id), **self._context.describe(record, self.live)}
         )
 
     def _match_existing(self, existing: StoredRecord, request: Deployment) -> Deployment:

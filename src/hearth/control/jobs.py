@@ -13,9 +13,9 @@ import threading
 from typing import Any
 
 from hearth.control.catalog import ModelEntry, ShapeEntry
-from hearth.control.context import Context, list_promoted
+from hearth.control.context import RESPONSE_FIELDS, Context, list_promoted
 from hearth.control.extra_values import ExtraValues
-from hearth.control.resource_names import check_id, format_timestamp, job_name, parse_id
+from hearth.control.resource_names import check_id, job_name, parse_id
 from hearth.control.store import Records, StoredRecord
 from hearth.control.workers import LiveEntry, LiveTable, fetch_json
 from hearth.errors import (
@@ -36,16 +36,6 @@ RESUMABLE = ("JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_PAUSED", "JOB
 _PREFIX = "trainer-"
 _FETCHED_LENGTH = "learnedContextLength"
 """In a record's body: the trainer's own length, where none was known before it ran."""
-_RESPONSE_FIELDS = (
-    "name",
-    "state",
-    "status_message",
-    "create_time",
-    "update_time",
-    "worker_placement",
-    "pid",
-)
-"""Fields of responses alone: a request that repeats a response does not set them."""
 
 
 class Jobs:
@@ -146,8 +136,8 @@ class Jobs:
             ClosedError: it has ended; the message says how, and what to do.
         """
         live = self.live.get(job_id)
-        if live is not None and (found := live.endpoint) is not None:
-            return found
+        if live is not None and (endpoint := live.endpoint) is not None:
+            return endpoint
         record = self._get_record(job_id)
         if record.state in ALIVE:
             raise NotReadyError(
@@ -212,16 +202,14 @@ class Jobs:
             self._start(record.id, TrainerJob.from_dict(record.body))
             return
         self.live.put(record.id, LiveEntry(record.state, is_starting=True))
-        found = self._context.launcher.adopt(record.worker, self)
-        if isinstance(found, ExitReport):
-            self._fail(record.id, found)
+        worker = self._context.launcher.adopt(record.worker, self)
+        if isinstance(worker, ExitReport):
+            self._fail(record.id, worker)
         else:
-            self.live.set_worker(record.id, found)
+            self.live.set_worker(record.id, worker)
 
     def describe(self, record: StoredRecord) -> TrainerJob:
         """A record as clients read it."""
-        live = self.live.get(record.id)
-        worker = live.worker if live is not None else None
         body = TrainerJob.from_dict(record.body)
         config = body.training_config
         length = config.max_context_length or record.body.get(_FETCHED_LENGTH)
@@ -229,12 +217,7 @@ class Jobs:
             update={
                 "training_config": config.model_copy(update={"max_context_length": length}),
                 "name": job_name(record.id),
-                "state": record.state,
-                "status_message": record.message or None,
-                "create_time": format_timestamp(record.created_s),
-                "update_time": format_timestamp(record.updated_s),
-                "worker_placement": self._context.launcher.placement,
-                "pid": worker.pid if worker is not None else None,
+                **self._context.describe(record, self.live),
             }
         )
 
@@ -263,11 +246,7 @@ class Jobs:
         """The job with everything filled in that decides what is started."""
         config = request.training_config
         entry = self._context.catalog.find_model(config.base_model, list_promoted(self._models))
-        shape = (
-            self._context.catalog.find_shape(request.training_shape)
-            if request.training_shape
-            else None
-        )
+        shape = self._find_shape(request)
         if config.lora_rank < 0:
             raise RequestError(f"loraRank must be >= 0, got {config.lora_rank}")
         if config.max_context_length is not None and config.max_context_length < 1:
@@ -282,7 +261,7 @@ class Jobs:
         length = config.max_context_length or _min_context_length(shape, entry)
         body = request.model_copy(
             update={
-                **dict.fromkeys(_RESPONSE_FIELDS),
+                **dict.fromkeys(RESPONSE_FIELDS),
                 "forward_only": is_frozen,
                 "training_config": config.model_copy(update={"max_context_length": length}),
                 "bucket": name_bucket(job_id, request),
@@ -291,13 +270,15 @@ class Jobs:
         self._build_spec(job_id, body)  # raises before anything is written
         return body
 
+    def _find_shape(self, job: TrainerJob) -> ShapeEntry | None:
+        name = job.training_shape
+        return self._context.catalog.find_shape(name) if name else None
+
     def _build_spec(self, job_id: str, body: TrainerJob) -> TrainerSpec:
         entry = self._context.catalog.find_model(
             body.training_config.base_model, list_promoted(self._models)
         )
-        shape = (
-            self._context.catalog.find_shape(body.training_shape) if body.training_shape else None
-        )
+        shape = self._find_shape(body)
         values = ExtraValues(body.extra_values or {}, shape)
         ranks = self._read_ranks(values)
         threads = values.read_count("threads") or self._context.trainer_threads
@@ -403,9 +384,8 @@ class Jobs:
 def name_bucket(job_id: str, body: TrainerJob) -> str:
     """Where a job's snapshots go: its own bucket, or that of the deployment it is tied to."""
     if body.hot_load_deployment_id:
-        return (
-            f"deployment-{check_id(parse_id(body.hot_load_deployment_id), 'hotLoadDeploymentId')}"
-        )
+        deployment_id = parse_id(body.hot_load_deployment_id)
+        return f"deployment-{check_id(deployment_id, 'hotLoadDeploymentId')}"
     return f"{_PREFIX}{job_id}"
 
 

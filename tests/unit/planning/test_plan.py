@@ -196,7 +196,7 @@ def test_a_catalog_takes_the_shape(tmp_path: Path, rank: int | None) -> None:
 
     file.write_text(catalog_entry(name, request, layout))
 
-    shape = read_catalog(file).shape(shape_name(name, request))
+    shape = read_catalog(file).find_shape(shape_name(name, request))
     assert shape.name == "accounts/mine/trainingShapes/qwen3-8b-8x80g"
     assert shape.base_model == name
     assert shape.trainer_mode == ("POLICY_TRAINER" if rank is None else "LORA_TRAINER")
