@@ -74,12 +74,13 @@ class ThreadBudget:
         """The threads of a member that computes: at least one, and all if no other member does."""
         if number is None:
             return self.total
-        # Other processes write the board at any time, so this reads a copy.
+        # Other processes write the board at any time, so this reads a copy. A record counts when it
+        # has an owner and computes.
         records = self._records.copy()
         own = os.getpid()
         busy = [
             record
-            for record in records[:, _COMPUTES].nonzero()[0].tolist()
+            for record in records.all(axis=1).nonzero()[0].tolist()
             if records[record, _PID] == own or _is_alive(int(records[record, _PID]))
         ]
         if number not in busy:
