@@ -36,7 +36,7 @@ def start_round(contender: str, root: Path) -> list[list[float]]:
     """Wall seconds, CPU seconds and private MiB of a cold and a warm start."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(WORKER_MODULES))
-    client = ForkserverClient(root, preload=WORKER_MODULES, die_with_parent=True, idle_s=60)
+    client = ForkserverClient(root, preload=WORKER_MODULES, die_with_parent=True)
 
     def start(task: Task, folder: WorkerFolder, socket: Path) -> None:
         if contender == CONTENDERS[0]:

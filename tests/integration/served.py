@@ -101,8 +101,8 @@ class Served:
 
     def workers(self) -> list[int]:
         """The processes of trainers and deployments that run now."""
-        forkserver = _read(self.data_dir / "forkserver.json").get("pid")
-        return [pid for pid in self.processes() if pid != forkserver]
+        paths = (self.data_dir / "workers").glob("*/process.json")
+        return [pid for path in paths if (pid := _read(path).get("pid")) in self.processes()]
 
     def resources(self, kind: str, of: str = "") -> list[dict[str, Any]]:
         """What `hearth ps -a` reads: ``rlorTrainerJobs`` or ``deployments`` whose id has ``of``."""

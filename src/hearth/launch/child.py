@@ -24,7 +24,7 @@ from hearth.errors import EngineError, HearthError
 from hearth.launch.app_server import serve_app
 from hearth.launch.gpus import GpuBoard, WorkerGpus, own_gpu, visible_gpus
 from hearth.launch.phase import PhaseFile
-from hearth.launch.records import WorkerFolder, remove_socket, write_json
+from hearth.launch.records import WorkerFolder, write_json
 from hearth.launch.sidecars import LocalSidecars
 from hearth.telemetry import setup_logging
 from hearth.threads import ThreadBudget
@@ -81,7 +81,7 @@ def run_task(
         logger.exception("worker %s ends", task.worker_id)
     finally:
         with contextlib.suppress(BaseException):
-            remove_socket(socket)
+            socket.unlink(missing_ok=True)
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()

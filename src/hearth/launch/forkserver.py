@@ -1,10 +1,12 @@
-"""A process that has imported everything a worker needs, and forks one for whoever asks.
+"""A process that has imported everything a worker needs, and forks workers for one launcher.
 
 Importing takes seconds and a fork a millisecond, so a worker starts as fast as its model loads. The
-forkserver has one thread, computes nothing and touches no GPU: only then is a forked copy sound. It
-answers at a Unix socket. Each connection brings one line of JSON, a ``Task``, and is answered with
-one, ``{"error": null}`` once the worker's process.json is written. SIGTERM ends it and its workers;
-after SIGUSR1 it ends with its last worker.
+forkserver has one thread, computes nothing and touches no GPU: only then is a forked copy sound.
+
+Over a socket that it inherits from its owner it reads one line of JSON per worker, a ``Task``, and
+answers with one, ``{"error": null}`` once the worker's process.json is written. SIGTERM ends it and
+its workers. When its owner closes the socket or dies, it ends with its last worker; with
+``--end-with-owner`` it then ends its workers at once.
 
 As the workers' parent it sees how they end, and writes it into their folders.
 """
@@ -19,118 +21,78 @@ import json
 import logging
 import os
 import secrets
-import selectors
+import select
 import signal
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hearth.errors import ConfigError, EngineError, HearthError
 from hearth.launch.child import Task, run_task
-from hearth.launch.records import (
-    ProcessFacts,
-    ProcessId,
-    WorkerFolder,
-    read_json,
-    remove_socket,
-    write_json,
-)
+from hearth.launch.records import ProcessFacts, ProcessId, WorkerFolder, write_json
 from hearth.telemetry import setup_logging
 
 # Run as a program its own name is another.
 logger = logging.getLogger("hearth.launch.forkserver")
 
-SOCKET_NAME = "forkserver"
-_REQUEST_TIMEOUT_S = 5.0
 _GRACE_S = 5.0
 """How long children may take to end."""
 
 
-class _Forked(BaseException):
-    """Takes a child out of the forkserver's frames, to where it calls what it is given."""
-
-    def __init__(self, go_on: Callable[[], NoReturn]) -> None:
-        self.go_on = go_on
-
-
 class Forkserver:
-    """Answers at ``folder/forkserver`` until it is shut down or of no more use to anybody.
+    """Forks what ``channel`` asks for; the workers' sockets are in ``folder``.
 
-    Of use is it while a worker lives or the process that asked last, and for ``idle_s`` after it
-    was asked. With ``owner`` it ends, and ends its workers, as soon as that process does.
+    ``owner`` is a descriptor of the launcher's process.
     """
 
     def __init__(
-        self, folder: Path, workers_dir: Path, *, idle_s: float, owner: ProcessId | None = None
+        self,
+        channel: socket.socket,
+        owner: int,
+        folder: Path,
+        workers_dir: Path,
+        *,
+        end_with_owner: bool,
     ) -> None:
+        self._channel = channel
+        self._owner = owner
         self._folder = folder
         self._workers_dir = workers_dir
-        self._idle_s = idle_s
+        self._end_with_owner = end_with_owner
         self._children: dict[int, tuple[str, Path]] = {}
-        self._last_s = time.monotonic()
-        self._client = ProcessId.of(os.getppid())
-        self._is_ending = self._is_retiring = False
-        self._listener = socket.socket(socket.AF_UNIX)
-        draft = folder / f".{SOCKET_NAME}"
-        self._listener.bind(str(draft))
-        self._listener.listen(128)
-        # Under its name it is not seen before it can be connected to.
-        draft.rename(folder / SOCKET_NAME)
-        self._listener.setblocking(False)
+        self._is_ending = self._is_released = False
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._owner = None if owner is None else owner.open()
-        self._owner_is_gone = owner is not None and self._owner is None
 
     def run(self) -> None:
         """Serve until the end."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._end)
-        signal.signal(signal.SIGUSR1, self._retire)
         signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
-        self._last_s = time.monotonic()
-        while not (self._is_ending or self._owner_is_gone or self._is_useless()):
-            self._turn(timeout_s=max(0.1, min(60.0, self._idle_s / 10)))
+        while not self._is_ending and (self._children or not self._is_released):
+            self._take_turn()
         self._end_children()
-        remove_socket(self._folder / SOCKET_NAME)
+        with contextlib.suppress(OSError):  # a worker's socket may still be there
+            self._folder.rmdir()
 
-    def _turn(self, timeout_s: float) -> None:
-        with selectors.PollSelector() as selector:
-            selector.register(self._wake_in, selectors.EVENT_READ)
-            selector.register(self._listener, selectors.EVENT_READ)
-            if self._owner is not None:
-                selector.register(self._owner, selectors.EVENT_READ)
-            ready = {key.fd for key, _ in selector.select(timeout_s)}
+    def _take_turn(self) -> None:
+        """Wait for a request, for the owner's end or for a signal, and do what is to be done."""
+        owner = () if self._is_released else (self._channel, self._owner)
+        ready = select.select([self._wake_in, *owner], [], [])[0]
         if self._wake_in in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_in, 4096)
         self._reap()
-        self._owner_is_gone = self._owner in ready
-        if self._listener.fileno() in ready and not self._owner_is_gone:
-            with contextlib.suppress(BlockingIOError):
-                connection, _ = self._listener.accept()
-                with connection:
-                    self._converse(connection)
-
-    def _converse(self, connection: socket.socket) -> None:
-        """Read one request and answer it."""
-        connection.settimeout(_REQUEST_TIMEOUT_S)
-        self._last_s = time.monotonic()
-        self._client = _peer(connection)
-        try:
-            request = read_line(connection)
-            connection.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                if connection.recv(1) == b"":
-                    return  # Whoever asked is gone, so nobody would look after what is started.
-            error = self._start(request)
-            connection.settimeout(_REQUEST_TIMEOUT_S)
-            connection.sendall(json.dumps({"error": error}).encode() + b"\n")
-        except (OSError, ValueError) as error:
-            logger.warning("forkserver: a request was not answered: %s", error)
+        if self._owner in ready:  # nobody would look after what is started now
+            self._is_released, self._is_ending = True, self._end_with_owner
+        elif self._channel in ready:
+            try:
+                error = self._start(read_line(self._channel))
+                self._channel.sendall(json.dumps({"error": error}).encode() + b"\n")
+            except OSError:  # the owner has closed its end
+                self._is_released, self._is_ending = True, self._end_with_owner
 
     def _start(self, request: dict[str, Any]) -> str | None:
         """Fork for a request; returns why it cannot be done."""
@@ -154,18 +116,13 @@ class Forkserver:
             logger.warning("a library started threads before the fork: workers will not have them")
         folder = WorkerFolder(self._workers_dir / task.worker_id)
         path = self._folder / secrets.token_hex(4)
-        inherited = [
-            self._listener.fileno(),
-            self._wake_in,
-            self._wake_out,
-            *([] if self._owner is None else [self._owner]),
-        ]
+        inherited = [self._channel.fileno(), self._owner, self._wake_in, self._wake_out]
         forkserver = ProcessId.of(os.getpid())
         assert forkserver is not None, "this process runs"
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         pid = os.fork()
         if pid == 0:
-            raise _Forked(lambda: run_task(task, folder, path, inherited, forkserver.pid))
+            run_task(task, folder, path, inherited, forkserver.pid)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         self._children[pid] = (task.worker_id, path)
         # A child that is dead already has a start time all the same: it was not reaped yet.
@@ -191,8 +148,7 @@ class Forkserver:
                 "peak_rss_mb": usage.ru_maxrss / 1024,
                 "ended_s": time.time(),
             }
-            with contextlib.suppress(OSError):
-                path.unlink()
+            path.unlink(missing_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 write_json(WorkerFolder(self._workers_dir / worker_id).exit, content)
 
@@ -213,85 +169,57 @@ class Forkserver:
             self._reap()
             time.sleep(0.01)
 
-    def _is_useless(self) -> bool:
-        if self._children:
-            return False
-        is_wanted = self._client is not None and self._client.is_alive()
-        is_idle = not is_wanted and time.monotonic() - self._last_s > self._idle_s
-        return self._is_retiring or is_idle
-
     def _end(self, *_: object) -> None:
         self._is_ending = True
 
-    def _retire(self, *_: object) -> None:
-        self._is_retiring = True
 
-
-def _peer(connection: socket.socket) -> ProcessId | None:
-    size = struct.calcsize("3i")
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    return ProcessId.of(struct.unpack("3i", credentials)[0])
-
-
-def read_line(connection: socket.socket) -> dict[str, Any]:
+def read_line(channel: socket.socket) -> dict[str, Any]:
     """The JSON object that comes in on one line.
 
     Raises:
         ConnectionError: the line does not end.
-        ValueError: it is no JSON object.
     """
     parts = bytearray()
     while not parts.endswith(b"\n"):
-        more = connection.recv(65536)
+        more = channel.recv(65536)
         if not more:
             raise ConnectionError("the connection ended early")
         parts += more
-    content = json.loads(parts)
-    if not isinstance(content, dict):
-        raise ValueError(f"a request must be a JSON object, got {type(content).__name__}")
-    return content
+    return json.loads(parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Listen, import, and serve."""
+    """Import, and serve."""
     parser = argparse.ArgumentParser(
         description="Fork workers from a process that is ready for them."
     )
+    parser.add_argument("--channel", type=int, required=True, help="descriptor of a socket")
+    parser.add_argument("--owner", type=int, required=True, help="process at its other end")
+    parser.add_argument("--end-with-owner", action="store_true", help="end workers with it, too")
     parser.add_argument("--folder", type=Path, required=True, help="private folder for sockets")
     parser.add_argument("--workers-dir", type=Path, required=True)
-    parser.add_argument("--idle-s", type=float, required=True)
-    parser.add_argument("--owner", type=int, default=None, help="end when this process does")
     parser.add_argument("--preload", nargs="*", default=[])
     given = parser.parse_args(arguments)
     setup_logging()
-    owner = None
-    if given.owner is not None:
-        owner = ProcessId.of(given.owner)
-        if owner is None or os.getppid() != given.owner:
-            return
-    # It listens before it imports: whoever asks meanwhile waits, instead of trying again.
-    forkserver = Forkserver(given.folder, given.workers_dir, idle_s=given.idle_s, owner=owner)
+    owner = ProcessId.of(given.owner)
+    descriptor = None if owner is None or os.getppid() != given.owner else owner.open()
+    if descriptor is None:
+        return
     start_s = time.perf_counter()
-    try:
-        for name in given.preload:
-            importlib.import_module(name)
-    except BaseException:
-        remove_socket(given.folder / SOCKET_NAME)
-        raise
+    for name in given.preload:
+        importlib.import_module(name)
     # What is here now stays for good; a collection in a child would copy every page of it.
     gc.collect()
     gc.freeze()
     logger.info("forkserver %d ready after %.1f s", os.getpid(), time.perf_counter() - start_s)
-    child = None
-    try:
-        forkserver.run()
-    except _Forked as forked:
-        child = forked.go_on
-    if child is not None:
-        child()
-    pid_file = given.workers_dir.parent / "forkserver.json"
-    if (read_json(pid_file) or {}).get("pid") == os.getpid():
-        pid_file.unlink(missing_ok=True)
+    with socket.socket(fileno=given.channel) as channel:
+        Forkserver(
+            channel,
+            descriptor,
+            given.folder,
+            given.workers_dir,
+            end_with_owner=given.end_with_owner,
+        ).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The launcher's side of the forkserver: find a living one or start one, and ask it."""
+"""The launcher's side of the forkserver: start one, and have it fork."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import hearth
 from hearth.errors import ConfigError, EngineError
 from hearth.launch.child import Task
-from hearth.launch.forkserver import SOCKET_NAME, read_line
-from hearth.launch.records import Living, ProcessId, last_lines, read_json, write_json
+from hearth.launch.forkserver import read_line
+from hearth.launch.records import last_lines
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_SOCKET_PATH = 107
+_LONGEST_SOCKET_FOLDER = 107 - len("/") - 8
+"""Bytes that a socket's path may have, less those of a worker's name in it."""
 _ANSWER_TIMEOUT_S = 300.0
-_END_GRACE_S = 5.0
+_ENDING_S = 1.0
+"""How long a forkserver that does not answer may take until it counts as hung, not as ended."""
+_END_GRACE_S = 10.0
+"""It gives its workers a grace period of its own."""
 
 ENVIRONMENT = {
     # A worker's idle threads must not take the cores from its neighbours.
@@ -40,42 +43,36 @@ ENVIRONMENT = {
 
 
 class ForkserverClient:
-    """One forkserver for a data folder, made when it is first needed and again when it has died.
+    """This process's forkserver, made when it is first needed and again when it has died.
 
-    With ``die_with_parent`` it is this process's own and ends with it. Otherwise it outlives this
-    process together with its workers, and the next one goes on with it.
+    With ``die_with_parent`` its workers end with this process. Otherwise the forkserver outlives
+    this process for as long as it has workers. Safe to use from several threads.
     """
 
-    def __init__(
-        self, data_dir: Path, *, preload: Sequence[str], die_with_parent: bool, idle_s: float
-    ) -> None:
-        self.workers_dir = data_dir / "workers"
-        self._facts = data_dir / "forkserver.json"
+    def __init__(self, data_dir: Path, *, preload: Sequence[str], die_with_parent: bool) -> None:
+        self._workers_dir = data_dir / "workers"
         self._log = data_dir / "forkserver.log"
         self._preload = tuple(preload)
         self._die_with_parent = die_with_parent
-        self._idle_s = idle_s
         self._lock = threading.Lock()
-        self._process: ProcessId | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
         self._folder: Path | None = None
-        self._popen: subprocess.Popen[bytes] | None = None
+        """Of its workers' sockets."""
 
     @property
     def pid(self) -> int | None:
         """The forkserver's process; None before there is one."""
         return None if self._process is None else self._process.pid
 
-    def warm(self) -> Path:
-        """See that a forkserver lives; returns its folder. One that was just started still imports.
+    def warm(self) -> None:
+        """See that a forkserver lives. One that was just started still imports.
 
         Raises:
             ConfigError: the folder for its sockets has too long a path.
         """
         with self._lock:
-            if self._process is not None and self._folder is not None and self._process.is_alive():
-                return self._folder
-            self._forget()
-            return self._find() or self._begin()
+            self._find_or_start()
 
     def fork(self, task: Task) -> None:
         """Have a child forked for ``task``; its folder says which process it is.
@@ -83,161 +80,87 @@ class ForkserverClient:
         Raises:
             EngineError: the forkserver refuses, or ended before it answered.
         """
-        with self._connect() as connection:
+        with self._lock:
+            channel = self._find_or_start()
             try:
-                connection.sendall(json.dumps(task.as_dict()).encode() + b"\n")
-                answer = read_line(connection)
+                channel.sendall(json.dumps(task.as_dict()).encode() + b"\n")
+                answer = read_line(channel)
             except OSError as error:
-                raise self._unanswered(error) from None
+                if self._process is not None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self._process.wait(_ENDING_S)
+                self._let_go()
+                raise EngineError(
+                    f"the forkserver must answer, got {error}; its log ends with: "
+                    f"{' | '.join(last_lines(self._log)[-3:])}"
+                ) from None
         if answer["error"] is not None:
             raise EngineError(f"the forkserver must fork, got a refusal: {answer['error']}")
-
-    def _connect(self) -> socket.socket:
-        """A connection; to a new forkserver, where the one that there was is just ending."""
-        try:
-            return self._connection()
-        except OSError:
-            if (process := self._process) is not None:
-                Living(process).wait(_END_GRACE_S)
-        try:
-            return self._connection()
-        except OSError as error:
-            raise self._unanswered(error) from None
-
-    def _connection(self) -> socket.socket:
-        path = self.warm() / SOCKET_NAME
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(_ANSWER_TIMEOUT_S)
-        try:
-            connection.connect(str(path))
-        except OSError:
-            connection.close()
-            raise
-        return connection
-
-    def _unanswered(self, error: OSError) -> EngineError:
-        end = " | ".join(last_lines(self._log)[-3:])
-        return EngineError(f"the forkserver must answer, got {error}; its log ends with: {end}")
 
     def end(self) -> None:
         """End the forkserver, and whatever it still has running."""
         with self._lock:
-            if self._process is None and not self._die_with_parent:
-                self._find()
-            process = self._process
-        if process is not None and process.is_alive():
-            living = Living(process)
-            living.send(signal.SIGTERM)
-            # It gives its workers a grace period of its own.
-            if not living.wait(2 * _END_GRACE_S):
-                living.kill_group()
-                living.wait(None)
-        with self._lock:
-            self._forget()
-            if not self._die_with_parent:
-                self._facts.unlink(missing_ok=True)
+            if self._process is not None and self._process.poll() is None:
+                self._process.terminate()
+                try:
+                    self._process.wait(_END_GRACE_S)
+                except subprocess.TimeoutExpired:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(self._process.pid, signal.SIGKILL)
+                    self._process.wait()
+            self._let_go()
 
     def release(self) -> None:
-        """Let it live on."""
+        """Let it end with its last worker."""
         with self._lock:
-            # Not waited for any more, and not warned of: it is nobody's child from now on.
-            if self._popen is not None:
-                self._popen.returncode = self._popen.poll() or 0
+            self._let_go()
 
-    def _find(self) -> Path | None:
-        """The folder of the forkserver that an earlier launcher left, if it is of use."""
-        if self._die_with_parent:
-            return None
-        known = read_json(self._facts)
-        if known is None:
-            return None
-        process, folder = ProcessId(known["pid"], known["started"]), Path(known["folder"])
-        if not process.is_alive():
-            _clear(folder)
-            return None
-        if known["code"] != _code_mark():
-            logger.info("forkserver %d has older code and retires", process.pid)
-            Living(process).send(signal.SIGUSR1)
-            return None
-        self._process, self._folder = process, folder
-        return folder
-
-    def _begin(self) -> Path:
-        folder = _socket_folder()
-        self.workers_dir.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "hearth.launch.forkserver",
-            "--folder",
-            str(folder),
-            "--workers-dir",
-            str(self.workers_dir),
-            "--idle-s",
-            str(self._idle_s),
-            *(["--owner", str(os.getpid())] if self._die_with_parent else []),
-            "--preload",
-            *self._preload,
-        ]
-        with self._log.open("wb") as log:
-            self._popen = subprocess.Popen(
-                command,
+    def _find_or_start(self) -> socket.socket:
+        """The way to a forkserver that lives."""
+        if self._channel is not None and self._process is not None:
+            if self._process.poll() is None:
+                return self._channel
+            self._let_go()
+        self._folder = _make_socket_folder()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._channel, theirs = socket.socketpair()
+        self._channel.settimeout(_ANSWER_TIMEOUT_S)
+        command = [sys.executable, "-m", "hearth.launch.forkserver"]
+        command += ["--channel", str(theirs.fileno()), "--owner", str(os.getpid())]
+        command += ["--folder", str(self._folder), "--workers-dir", str(self._workers_dir)]
+        command += ["--end-with-owner"] if self._die_with_parent else []
+        with theirs, self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, "--preload", *self._preload],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                pass_fds=[theirs.fileno()],
                 env={**os.environ, **ENVIRONMENT},
             )
-        process = ProcessId.of(self._popen.pid)
-        self._await_listening(folder)
-        self._process, self._folder = process, folder
-        if process is not None and not self._die_with_parent:
-            facts = {"pid": process.pid, "started": process.started, "folder": str(folder)}
-            write_json(self._facts, facts | {"code": _code_mark()})
-        logger.info("forkserver %d starts", self._popen.pid)
-        return folder
+        logger.info("forkserver %d starts", self._process.pid)
+        return self._channel
 
-    def _await_listening(self, folder: Path) -> None:
-        assert self._popen is not None, "it was just started"
-        while not (folder / SOCKET_NAME).exists():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._popen.wait(0.01)
-                _clear(folder)
-                raise EngineError(
-                    "the forkserver must start, got an early end; its log ends with: "
-                    f"{' | '.join(last_lines(self._log)[-3:])}"
-                )
-
-    def _forget(self) -> None:
-        if self._popen is not None:
-            self._popen.poll()
-        if self._folder is not None:
-            _clear(self._folder)
-        self._process = self._folder = self._popen = None
+    def _let_go(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        if self._process is not None:
+            if self._process.poll() is None:
+                # Not waited for any more, and not warned of: it is nobody's child from now on.
+                self._process.returncode = 0
+            elif self._folder is not None:
+                with contextlib.suppress(OSError):  # a worker's socket may still be there
+                    self._folder.rmdir()
+        self._process = self._channel = self._folder = None
 
 
-def _socket_folder() -> Path:
+def _make_socket_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="hearth-"))
-    longest = len(str(folder)) + 1 + len(SOCKET_NAME)
-    if longest > _LONGEST_SOCKET_PATH:
+    if len(str(folder)) > _LONGEST_SOCKET_FOLDER:
         shutil.rmtree(folder)
         raise ConfigError(
-            f"TMPDIR must be short, got {str(folder.parent)!r}: a socket's path has "
-            f"{_LONGEST_SOCKET_PATH} bytes at most"
+            f"TMPDIR must be short, got {str(folder.parent)!r}: a folder of sockets in it has "
+            f"{_LONGEST_SOCKET_FOLDER} bytes at most"
         )
     return folder
-
-
-def _clear(folder: Path) -> None:
-    """Remove a dead forkserver's socket, and the folder when no worker's socket is in it."""
-    with contextlib.suppress(OSError):
-        (folder / SOCKET_NAME).unlink()
-    with contextlib.suppress(OSError):
-        folder.rmdir()
-
-
-def _code_mark() -> str:
-    """Differs when Hearth's code does: an old forkserver must not fork old code."""
-    root = Path(hearth.__file__).parent
-    newest = max(path.stat().st_mtime_ns for path in root.rglob("*.py"))
-    return f"{root} {newest}"

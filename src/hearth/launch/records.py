@@ -88,16 +88,13 @@ class Living:
             # Not sooner: another thread may be waiting on it.
             weakref.finalize(self, os.close, self._descriptor)
 
-    def wait(self, timeout_s: float | None, *, wake: int | None = None) -> bool:
-        """Whether it has ended, after ``timeout_s`` at most, or once ``wake`` is readable."""
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether it has ended, after ``timeout_s`` at most."""
         if self._descriptor is None:
             return True
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
-        if wake is not None:
-            poll.register(wake, select.POLLIN)
-        ready = poll.poll(None if timeout_s is None else max(0, timeout_s) * 1000)
-        return any(descriptor == self._descriptor for descriptor, _ in ready)
+        return bool(poll.poll(None if timeout_s is None else max(0, timeout_s) * 1000))
 
     def send(self, number: signal.Signals) -> None:
         """Send it a signal, if it still runs."""
@@ -222,11 +219,3 @@ def last_lines(path: Path) -> tuple[str, ...]:
         # One process of several points to another's exception.
         crash += [line for line in before if _EXCEPTION.match(line)]
     return (*crash[-1:], *tail)
-
-
-def remove_socket(path: Path) -> None:
-    """Delete a socket, and its folder when that was the last one in it."""
-    with contextlib.suppress(OSError):
-        path.unlink()
-    with contextlib.suppress(OSError):
-        path.parent.rmdir()

@@ -86,21 +86,6 @@ def _exit_on_sigterm(_number: int, _frame: FrameType | None) -> None:
     raise SystemExit(143)
 
 
-@contextlib.contextmanager
-def _deferred_signals() -> Iterator[None]:
-    """A process that is being started and not written down yet would be nobody's to end."""
-    came: list[int] = []
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-        for number in came[:1]:
-            signal.raise_signal(number)
-
-
 def _be_undisturbed() -> None:
     """Closing takes seconds; a second signal would leave behind what is not closed yet."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -132,8 +117,7 @@ def _launcher(settings: Settings, data_dir: Path, stack: contextlib.ExitStack) -
     if settings.placement == "process":
         launcher = ProcessLauncher(data_dir, orphan_timeout_s=settings.orphan_timeout_s)
         stack.callback(launcher.close)
-        with _deferred_signals():
-            launcher.warm()
+        launcher.warm()
         return launcher
     if settings.placement == "ray":
         launcher = make_ray_launcher(

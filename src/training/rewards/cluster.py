@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
-import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -96,18 +94,10 @@ def connect_to_ray() -> bool:
 
     False when this process was connected before.
     """
-    import ray
+    from hearth.launch.ray.cluster import connect
 
     with _connecting:
-        if ray.is_initialized():
-            return False
-        address = os.environ.get("RAY_ADDRESS") or "local"
-        own: dict[str, Any] = {}
-        if address == "local":
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            own = {"include_dashboard": False}
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
-        return True
+        return connect(least_cpus=None)
 
 
 def _score_in_task(pickled: bytes, completion: str, row: Mapping[str, Any]) -> Iterator[Any]:

@@ -53,33 +53,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One data folder for a module's tests, so that one forkserver serves them all."""
+    """One data folder for a module's tests."""
     return tmp_path_factory.mktemp("data")
 
 
-@pytest.fixture(scope="module")
-def last_launcher(data_dir: Path) -> Iterator[None]:
-    """Ends, after a module's tests, the forkserver that their launchers have left to each other."""
-    yield
-    known = read_json(data_dir / "forkserver.json")
-    ProcessLauncher(data_dir).close()
-    if known is not None:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(known["pid"], 0)
-
-
-@pytest.fixture
-def make_launcher(data_dir: Path, last_launcher: None) -> Iterator[Callable[..., ProcessLauncher]]:
-    """Launchers on the module's folder; their workers end with the test."""
-    made: list[ProcessLauncher] = []
-
-    def make(**options: Any) -> ProcessLauncher:
-        made.append(ProcessLauncher(data_dir, **options))
-        return made[-1]
-
-    yield make
-    for launcher in made:
-        launcher.release()
+def end_workers(data_dir: Path) -> None:
+    """SIGKILL to all workers of a folder."""
     for path in (data_dir / "workers").glob("*/process.json"):
         content = read_json(path)
         assert content is not None
@@ -89,8 +68,32 @@ def make_launcher(data_dir: Path, last_launcher: None) -> Iterator[Callable[...,
 
 
 @pytest.fixture
-def launcher(make_launcher: Callable[..., ProcessLauncher]) -> ProcessLauncher:
-    return make_launcher()
+def make_launcher(data_dir: Path) -> Iterator[Callable[..., ProcessLauncher]]:
+    """Launchers on the module's folder; their workers end with the test, their forkservers too."""
+    launchers: list[ProcessLauncher] = []
+
+    def make(**options: Any) -> ProcessLauncher:
+        launchers.append(ProcessLauncher(data_dir, **options))
+        return launchers[-1]
+
+    yield make
+    for launcher in launchers:
+        launcher.release()
+    end_workers(data_dir)
+
+
+@pytest.fixture(scope="module")
+def shared_launcher(data_dir: Path) -> Iterator[ProcessLauncher]:
+    launcher = ProcessLauncher(data_dir)
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def launcher(shared_launcher: ProcessLauncher, data_dir: Path) -> Iterator[ProcessLauncher]:
+    """A module's launcher, so that one forkserver serves many tests; workers end with the test."""
+    yield shared_launcher
+    end_workers(data_dir)
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from hearth.errors import ConfigError
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 _LEAST_CPUS = 16
+"""Workers of one machine share its cores by themselves (``hearth.threads``): a laptop with two
+cores may have a trainer, a reference and a deployment."""
 
 
 @dataclass(frozen=True)
@@ -32,33 +34,48 @@ class Node:
         return f"node {self.node_id[:8]} ({self.address})"
 
 
-def connect(namespace: str) -> bool:
-    """Connect to the cluster that ``RAY_ADDRESS`` names, or start one on this machine.
-
-    False when this process was connected before: then somebody else ends the connection.
+def check_is_node() -> None:
+    """Refuse an address at which this machine would only be a client of the cluster.
 
     Raises:
-        ConfigError: the cluster cannot be reached, or this machine is no node of it.
+        ConfigError: ``RAY_ADDRESS`` is such an address.
     """
-    if ray.is_initialized():
-        return False
     address = os.environ.get(ADDRESS_VARIABLE, "")
     if address.startswith("ray://"):
         raise ConfigError(
             f"{ADDRESS_VARIABLE} must be HOST:PORT of a cluster that this machine is a node of, "
             f"got {address!r}: run `ray start --address=HOST:PORT --num-cpus=0` here first"
         )
-    with_own = {} if address else _own_cluster()
-    # Ray ends the process by SIGTERM in a way of its own; whoever had the signal keeps it.
+
+
+def connect(namespace: str | None = None, *, least_cpus: int | None = _LEAST_CPUS) -> bool:
+    """Connect to the cluster that ``RAY_ADDRESS`` names, or start one on this machine.
+
+    One that is started counts as many CPUs as the machine has, and at least ``least_cpus``. Returns
+    False when this process was connected before: then somebody else ends the connection.
+
+    Raises:
+        ConfigError: the cluster cannot be reached.
+    """
+    if ray.is_initialized():
+        return False
+    address = os.environ.get(ADDRESS_VARIABLE, "")
+    own_cluster: dict[str, Any] = {}
+    if not address:
+        # What runs here is nobody else's business, unless somebody says that it is.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        cpus = None if least_cpus is None else max(least_cpus, os.cpu_count() or 1)
+        own_cluster = {"num_cpus": cpus, "include_dashboard": False}
+    # Ray replaces the handler of SIGTERM; it is put back.
     is_main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGTERM) if is_main else None
+    handler = signal.getsignal(signal.SIGTERM) if is_main else None
     try:
         ray.init(
             address=address or "local",
             namespace=namespace,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            **with_own,
+            **own_cluster,
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -66,17 +83,9 @@ def connect(namespace: str) -> bool:
             f"{_first_line(error)}; `ray status` shows what runs"
         ) from None
     finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
     return True
-
-
-def _own_cluster() -> dict[str, Any]:
-    # What runs here is nobody else's business, unless somebody says that it is.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Workers of one machine share its cores by themselves (hearth.threads): a laptop with two
-    # cores may have a trainer, a reference and a deployment.
-    return {"num_cpus": max(_LEAST_CPUS, os.cpu_count() or 1), "include_dashboard": False}
 
 
 def living_nodes() -> list[Node]:

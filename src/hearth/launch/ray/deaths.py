@@ -12,17 +12,17 @@ _DETAIL = re.compile(
 _LONGEST = 300
 
 
-def death_of(error: Exception, lost_node: str | None) -> str:
+def explain_death(error: Exception, lost_node: str | None) -> str:
     """The reason of an actor's end; ``lost_node`` names its node where that is gone, too."""
     text = str(error)
     if lost_node is not None:
         return f"its machine was lost: {lost_node} is no longer in the cluster"
     if isinstance(error, OutOfMemoryError) or "running low on memory" in text:
-        return f"its machine ran out of memory: {said(error)}"
-    return f"its actor died: {said(error)}"
+        return f"its machine ran out of memory: {shorten_error(error)}"
+    return f"its actor died: {shorten_error(error)}"
 
 
-def said(error: Exception) -> str:
+def shorten_error(error: Exception) -> str:
     """What an error of Ray's says, without its advice."""
     text = str(error)
     found = _DETAIL.search(text)

@@ -211,6 +211,6 @@ class WorkerHost:
             ray.util.remove_placement_group(group)
 
 
-def report_of(folder: str, reason: str) -> Any:
+def read_report(folder: str, reason: str) -> Any:
     """How the worker of a folder ended, as the folder of this node has it."""
     return WorkerFolder(Path(folder)).report(reason)

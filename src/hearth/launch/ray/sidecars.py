@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hearth.errors import ClosedError, EngineError, HearthError
-from hearth.launch.ray.deaths import death_of, said
+from hearth.launch.ray.deaths import explain_death, shorten_error
 from hearth.launch.ray.placing import Place
 from hearth.launch.ray.sharing import Probe
 from hearth.launch.sidecars import LocalSidecars
@@ -113,7 +113,7 @@ class RaySidecar:
             except GetTimeoutError:
                 return  # a node that is gone is noticed by Ray, and then an error of its own
             except RayError as error:
-                report = ExitReport(reason=death_of(error, None), last_lines=self._lines)
+                report = ExitReport(reason=explain_death(error, None), last_lines=self._lines)
             if report is not None:
                 self._end(report)
 
@@ -199,7 +199,8 @@ class RaySidecars:
                 actor.start.remote(command), timeout=_START_TIMEOUT_S
             )
         except RayError as error:
-            address = f"{command.name} must start within {_START_TIMEOUT_S:g} s, got: {said(error)}"
+            reason = shorten_error(error)
+            address = f"{command.name} must start within {_START_TIMEOUT_S:g} s, got: {reason}"
         if isinstance(address, str):
             ray.kill(actor)
             raise EngineError(address)
