@@ -1,4 +1,4 @@
-"""One ASGI app at one socket, until it is asked to end or nobody asks for it any more."""
+"""Serves one ASGI app at one socket until it is ended, or until it is an orphan."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 _DRAIN_S = 2
 """How long requests that are held (a poll for a result) may delay the end."""
 _KEEP_ALIVE_S = 600
-"""Longer than any client keeps an idle connection: who closes it must be the client."""
-_NOT_YET = (425, 503)
+"""Longer than any client keeps an idle connection: the client must be the one that closes it."""
+_NOT_READY = (425, 503)
 """Statuses of an app that answers, but still gets ready."""
 
 
-class Watched:
-    """An app, and how long nobody has asked it anything."""
+class IdleTracker:
+    """An app, and how long it has been without a request."""
 
     def __init__(self, app: App, now: Callable[[], float] = time.monotonic) -> None:
         self._app = app
@@ -41,7 +41,7 @@ class Watched:
             self._running -= scope["type"] != "lifespan"
             self._last_s = self._now()
 
-    def greet(self) -> None:
+    def touch(self) -> None:
         """Count this moment as an answer."""
         self._last_s = self._now()
 
@@ -69,16 +69,16 @@ class AppServer:
     ) -> None:
         import uvicorn
 
-        # Strangers do not count: who has no token keeps no orphan alive.
-        self._watched = Watched(app)
-        self._listener = listener
+        # Inside of the check: a request without the token keeps no orphan alive.
+        self._tracker = IdleTracker(app)
+        self._open_listener = listener
         self._health = _health_request(health_path, token)
         self._health_path = health_path
         self._on_ready = on_ready
         self._orphan_timeout_s = orphan_timeout_s
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self._watched if token is None else TokenCheck(self._watched, token),
+                self._tracker if token is None else TokenCheck(self._tracker, token),
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=_DRAIN_S,
@@ -98,30 +98,30 @@ class AppServer:
         """Answer no more, soon; from any thread, or a signal's handler."""
         self._server.should_exit = True
 
-    def greet(self) -> None:
-        """Somebody is there, although nobody asks: it is no orphan."""
-        self._watched.greet()
+    def touch(self) -> None:
+        """Note that its launcher lives, although no request comes: it is no orphan."""
+        self._tracker.touch()
 
     async def _serve(self) -> None:
         server, orphan_timeout_s = self._server, self._orphan_timeout_s
-        address = self._listener.getsockname()
-        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        address = self._open_listener.getsockname()
+        serving = asyncio.create_task(server.serve(sockets=[self._open_listener]))
         status = 0
         while not serving.done() and status != 200:
             await asyncio.sleep(0.005 if status == 0 else 0.05)
             status = await _status(address, self._health) if server.started else 0
-            if status not in (0, 200, *_NOT_YET):
+            if status not in (0, 200, *_NOT_READY):
                 server.should_exit = True
         if status == 200:
             self._on_ready()
         while not serving.done():
             await asyncio.wait([serving], timeout=min(1.0, (orphan_timeout_s or 10.0) / 10))
-            if orphan_timeout_s is not None and self._watched.idle_s() > orphan_timeout_s:
-                logger.warning("nobody has asked for %.0f s: the worker ends", orphan_timeout_s)
+            if orphan_timeout_s is not None and self._tracker.idle_s() > orphan_timeout_s:
+                logger.warning("no request for %.0f s: the worker ends", orphan_timeout_s)
                 server.should_exit = True
                 orphan_timeout_s = None
         await serving
-        if not server.started or status not in (0, 200, *_NOT_YET):
+        if not server.started or status not in (0, 200, *_NOT_READY):
             raise EngineError(
                 f"the worker must answer GET {self._health_path} with 200, got {status}"
             )
@@ -135,8 +135,9 @@ def serve_app(
     orphan_timeout_s: float | None,
     on_ready: Callable[[], None],
 ) -> None:
-    """Answer at the Unix socket ``path`` until SIGTERM, or until nobody has asked for
-    ``orphan_timeout_s``; to be called on the main thread, which receives the signals.
+    """Answer at the Unix socket ``path`` until SIGTERM, or ``orphan_timeout_s`` without a request.
+
+    Must be called on the main thread, which receives the signals.
 
     Raises:
         EngineError: the app does not answer.

@@ -12,13 +12,13 @@ _KINDS = ("base", "delta", "lora")
 
 def read_bucket(folder: Path) -> list[SnapshotRecord]:
     """The snapshots of a bucket, oldest first; without a readable manifest a folder is none."""
-    found = [
-        facts
+    records = [
+        record
         for path in folder.glob("*/manifest.json")
         # Drafts and what is being removed begin with a dot.
-        if not path.parent.name.startswith(".") and (facts := _read(path)) is not None
+        if not path.parent.name.startswith(".") and (record := _read(path)) is not None
     ]
-    return sorted(found, key=lambda one: (one.created_s, one.identity))
+    return sorted(records, key=lambda record: (record.created_s, record.identity))
 
 
 def _read(manifest: Path) -> SnapshotRecord | None:

@@ -1,6 +1,7 @@
-"""The first and the last that a forked process does: leave its parent behind, build, serve, report.
+"""What a forked process does: leave its parent behind, build its worker, serve it, report its end.
 
-Runs in a copy of the forkserver, which has imported what the work needs and has one thread.
+It is a copy of the forkserver, which has imported what the work needs and has one thread. Actors of
+the ``ray`` placement share some of it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib
-import io
 import logging
 import os
 import signal
@@ -32,6 +32,7 @@ from hearth.threads import ThreadBudget
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +46,13 @@ class Task:
     there is to do."""
     arguments: dict[str, Any]
     health_path: str | None
-    """Where the app says that it is well; None: there is no app."""
+    """Where the app reports its health; None: there is no app."""
     working_dir: str
     threads: int | None = None
     """CPU threads, always; None: a share of all, by the ``thread_board``."""
     thread_board: str | None = None
     gpu_board: str | None = None
-    """Where a platform's processes say which GPU they use; None: somebody else assigns them."""
+    """Where a platform's processes write which GPU they use; None: Ray assigns them."""
     device: str | None = None
     """``cuda`` or ``cuda:N`` where the worker itself computes on a GPU if there is one."""
     dies_with_parent: bool = False
@@ -73,7 +74,7 @@ def run_task(
     code = 1
     try:
         _leave_parent(task, folder, inherited, parent)
-        _work(task, folder, socket)
+        _run_entry(task, folder, socket)
         code = 0
     except HearthError as error:
         logger.error("worker %s ends: %s", task.worker_id, error)
@@ -102,51 +103,31 @@ def _leave_parent(task: Task, folder: WorkerFolder, inherited: Sequence[int], pa
             os._exit(0)
     for descriptor in inherited:
         os.close(descriptor)
-    log = os.open(folder.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    os.close(log)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # What was printed before a SIGKILL is in the log, too.
-        sys.stdout.reconfigure(line_buffering=True)
-    faulthandler.enable()
+    open_log(folder.log)
     os.chdir(task.working_dir)
 
 
-def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
-    setup_logging()
-    phase = PhaseFile(folder.phase)
-    phase("starting")
-    note = use_threads(task)
-
-    def on_phase(name: str) -> None:
-        phase(name)
-        note(name)
-
+def _run_entry(task: Task, folder: WorkerFolder, socket: Path) -> None:
+    on_phase = start_phases(task, folder)
     sidecars: LocalSidecars | None = None
     try:
-        sidecars = LocalSidecars(folder.path / "sidecars", gpus=_gpus_of(task))
-        also = {} if task.health_path is None else {"sidecars": sidecars}
-        module, _, name = task.entry.partition(":")
-        entry: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        made = entry(**task.arguments, on_phase=on_phase, **also)
+        sidecars = LocalSidecars(folder.path / "sidecars", gpus=_assign_gpus(task))
+        options = {} if task.health_path is None else {"sidecars": sidecars}
+        result = load_entry(task.entry)(**task.arguments, on_phase=on_phase, **options)
     except Exception as error:
         if sidecars is not None:
             sidecars.close()
-        write_json(folder.failure, failure_of(error))
+        write_json(folder.failure, describe_failure(error))
         raise
     if task.health_path is None:
         return
-    app, close = made
-    # Of a trainer there is none.
+    app, close = result
+    # A trainer's app has no such future.
     failed: Future[EngineError] | None = getattr(app.state, "failed", None)
     if failed is not None:
         failed.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
 
-    def ready() -> None:
+    def report_ready() -> None:
         logger.info("worker %s answers", task.worker_id)
         folder.ready.touch()
 
@@ -156,7 +137,7 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
             socket,
             health_path=task.health_path,
             orphan_timeout_s=task.orphan_timeout_s,
-            on_ready=ready,
+            on_ready=report_ready,
         )
     finally:
         logger.info("worker %s closes", task.worker_id)
@@ -166,7 +147,7 @@ def _work(task: Task, folder: WorkerFolder, socket: Path) -> None:
         raise failed.result()
 
 
-def _gpus_of(task: Task) -> WorkerGpus | None:
+def _assign_gpus(task: Task) -> WorkerGpus | None:
     """What this worker and its sidecars compute on; from now on it sees no other worker's."""
     if task.gpu_board is None:
         return None
@@ -178,8 +159,41 @@ def _gpus_of(task: Task) -> WorkerGpus | None:
     return WorkerGpus(board, own)
 
 
-def use_threads(task: Task) -> Callable[[str], None]:
-    """Set how many threads an operation may use; returns who wants to be told of each phase."""
+def open_log(log: Path) -> None:
+    """Make ``log`` the output of this process, and log into it."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+    # In the place of Ray's; line by line, so that a SIGKILL loses nothing that was printed.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable()
+    logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, force=True)
+    setup_logging()
+
+
+def load_entry(entry: str) -> Callable[..., Any]:
+    """The function of a task's ``entry``."""
+    module, _, name = entry.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def start_phases(task: Task, folder: WorkerFolder) -> Callable[[str], None]:
+    """Divide the machine's threads; returns what is to be called with the name of each phase."""
+    phase_file = PhaseFile(folder.phase)
+    phase_file("starting")
+    set_share = _use_threads(task)
+
+    def on_phase(name: str) -> None:
+        phase_file(name)
+        set_share(name)
+
+    return on_phase
+
+
+def _use_threads(task: Task) -> Callable[[str], None]:
+    """Set how many threads an operation may use; returns what changes it with each phase."""
     # The forkserver has imported it; a process that only launches workers never does.
     import torch
 
@@ -196,8 +210,8 @@ def use_threads(task: Task) -> Callable[[str], None]:
     return lambda name: None
 
 
-def failure_of(error: Exception) -> dict[str, Any]:
-    """What a worker's ``failure.json`` says of the error that kept it from starting."""
+def describe_failure(error: Exception) -> dict[str, Any]:
+    """The ``failure.json`` of an error that kept a worker from starting."""
     text = " ".join(str(error).split())
     if not isinstance(error, HearthError):
         text = f"{type(error).__name__}: {text}"

@@ -1,8 +1,9 @@
 """The GPUs of this machine, and which of a platform's processes computes on which of them.
 
-Neither torch nor CUDA is asked: a process that only launches workers does without, and one that has
-asked could not be told to see less. What there is stands in the environment, or in the names of the
-devices' files. Who uses what stands on a board, a file that all workers of a platform name.
+It uses neither torch nor CUDA: a process that only launches workers needs none, and once CUDA has
+been asked a process cannot be made to see fewer GPUs. The environment names the GPUs that there
+are, or else the names of the devices' files do. A file that all workers of a platform share, the
+board, says which process uses which GPU.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ def visible_gpus(
     environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")
 ) -> tuple[str, ...]:
     """The names by which ``CUDA_VISIBLE_DEVICES`` may choose from what this process sees."""
-    said = environment.get(VISIBLE_VARIABLE)
-    if said is None:
+    visible = environment.get(VISIBLE_VARIABLE)
+    if visible is None:
         files = [path for path in devices.glob("nvidia*") if _DEVICE.fullmatch(path.name)]
         return tuple(map(str, range(len(files))))
-    names = [part.strip() for part in said.split(",")]
+    names = [part.strip() for part in visible.split(",")]
     # As CUDA reads it: -1, or nothing, ends the list.
-    return tuple(takewhile(lambda one: one not in ("", "-1"), names))
+    return tuple(takewhile(lambda name: name not in ("", "-1"), names))
 
 
 def device_of(spec: WorkerSpec) -> str | None:
@@ -57,9 +58,9 @@ def device_of(spec: WorkerSpec) -> str | None:
 
 
 class GpuBoard:
-    """Who uses which of ``gpus``. Safe to use from several threads and processes.
+    """Which process uses which of ``gpus``. Safe to use from several threads and processes.
 
-    A process that has ended uses none, whatever stands there.
+    A process that has ended uses none, whatever the file says.
     """
 
     def __init__(self, path: Path, gpus: Sequence[str]) -> None:
@@ -74,10 +75,11 @@ class GpuBoard:
         """
         with self._uses() as uses:
             used = Counter(gpu for gpu, _, _ in uses)
-            left = sorted((one for one in self.gpus if one not in apart_from), key=used.__getitem__)
-            if len(left) < count:
+            others = [gpu for gpu in self.gpus if gpu not in apart_from]
+            if len(others) < count:
                 return None
-            chosen = sorted(left[:count], key=self.gpus.index)
+            least_used = sorted(others, key=used.__getitem__)[:count]
+            chosen = sorted(least_used, key=self.gpus.index)
             uses.extend(map(_use, chosen))
             return chosen
 
@@ -95,12 +97,12 @@ class GpuBoard:
 
     @contextlib.contextmanager
     def _uses(self) -> Iterator[list[Use]]:
-        """What stands on the board, for the body of the ``with`` to change."""
+        """The board's entries, for the body of the ``with`` to change."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.touch(mode=0o600)
         with self._path.open("r+", encoding="ascii") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
-            uses = [one for one in _read(file.read()) if ProcessId(*one[1:]).is_alive()]
+            uses = [use for use in _read(file.read()) if ProcessId(*use[1:]).is_alive()]
             yield uses
             file.seek(0)
             file.truncate()
@@ -129,23 +131,23 @@ class WorkerGpus:
         if not count or not has:
             return []
         with self._lock:
-            found = self._board.take(count, apart_from=self._held)
-            if found is None:
+            gpus = self._board.take(count, apart_from=self._held)
+            if gpus is None:
                 raise EngineError(
                     f"{command.name} must have {_gpus(count)} that no other process of its worker "
                     f"has, got {has - len(self._held)} left of {has} on this machine: lower "
                     "replicas, tensor_parallel_size or ranks, or use placement='ray' on several "
                     "machines"
                 )
-            self._held += found
-        return found
+            self._held += gpus
+        return gpus
 
     def give_back(self, gpus: Sequence[str]) -> None:
         """Let go of what a process of the worker's had."""
         if gpus:
             with self._lock:
-                for one in gpus:
-                    self._held.remove(one)
+                for gpu in gpus:
+                    self._held.remove(gpu)
                 self._board.give_back(gpus)
 
     def close(self) -> None:
@@ -172,10 +174,10 @@ def own_gpu(board: GpuBoard, device: str | None, *, alone: bool) -> list[str]:
                 f"are visible here, got {device!r}"
             )
     elif alone:
-        found = board.take(1)
-        assert found is not None, "there is one"
-        os.environ[VISIBLE_VARIABLE] = found[0]
-        return found
+        gpus = board.take(1)
+        assert gpus is not None, "there is one"
+        os.environ[VISIBLE_VARIABLE] = gpus[0]
+        return gpus
     gpu = board.gpus[int(number or 0)]
     board.note(gpu)
     return [gpu]
@@ -188,7 +190,7 @@ def _use(gpu: str) -> Use:
 
 
 def _read(text: str) -> list[Use]:
-    # Whoever was killed while it wrote has left half a text.
+    # A process that was killed while it wrote has left half a text.
     with contextlib.suppress(ValueError):
         return [(gpu, pid, started) for gpu, pid, started in json.loads(text)]
     return []

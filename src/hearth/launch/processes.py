@@ -25,7 +25,7 @@ from hearth.errors import ClosedError, ConfigError, EngineError
 from hearth.launch.base import ENTRIES, BaseLauncher, raise_failure
 from hearth.launch.forkserver_client import ForkserverClient
 from hearth.launch.gpus import device_of
-from hearth.launch.records import Living, WorkerFolder, read_json
+from hearth.launch.records import ProcessHandle, WorkerFolder, read_json
 from hearth.launch.spec import (
     ExitReport,
     ExportSpec,
@@ -129,7 +129,7 @@ class ProcessLauncher(BaseLauncher[ProcessWorker]):
             self._fork(worker_id, spec)
             facts = folder.read_process()
             assert facts is not None, "the forkserver writes it before it answers"
-            Living(facts.process).wait(None)
+            ProcessHandle(facts.process).wait(None)
             folder.wait_for_exit(facts.forkserver)
             failure = read_json(folder.failure)
             report = folder.report("ended, and its exit status was not recorded")
@@ -162,13 +162,13 @@ class ProcessLauncher(BaseLauncher[ProcessWorker]):
                 self._fork_worker(worker)
         finally:
             worker.has_begun.set()
-        facts, living = worker.facts, worker.living
+        facts, handle = worker.facts, worker.handle
         assert facts is not None, "it was attached to its process"
-        assert living is not None, "like its facts"
-        while not (has_ended := living.wait(_POLL_S)) and not self._leaves.is_set():
+        assert handle is not None, "like its facts"
+        while not (has_ended := handle.wait(_POLL_S)) and not self._leaves.is_set():
             if worker.folder.ready.exists():
                 self._report_ready(worker, watcher, start_s)
-                has_ended = self._wait_and_ping(worker, living, facts.socket)
+                has_ended = self._wait_and_ping(worker, handle, facts.socket)
                 break
         if not has_ended:
             return None
@@ -180,12 +180,12 @@ class ProcessLauncher(BaseLauncher[ProcessWorker]):
                 path.parent.rmdir()
         return worker.folder.report("ended after its forkserver, which records how workers end")
 
-    def _wait_and_ping(self, worker: ProcessWorker, living: Living, socket: str) -> bool:
+    def _wait_and_ping(self, worker: ProcessWorker, handle: ProcessHandle, socket: str) -> bool:
         """Wait for a worker's end, and keep it from being an orphan; False on leaving."""
         every_s = math.inf if self._orphan_timeout_s is None else self._orphan_timeout_s / 3
         health_path = ENTRIES[type(worker.spec)][1] or "/healthz"
         last_s = time.monotonic()
-        while not living.wait(min(_RELEASE_POLL_S, every_s)):
+        while not handle.wait(min(_RELEASE_POLL_S, every_s)):
             if self._leaves.is_set():
                 return False
             if time.monotonic() - last_s >= every_s:
@@ -201,7 +201,7 @@ class ProcessLauncher(BaseLauncher[ProcessWorker]):
                 worker.spec.worker_id,
                 stray.process.pid,
             )
-            end_process(Living(stray.process), _STRAY_GRACE_S)
+            end_process(ProcessHandle(stray.process), _STRAY_GRACE_S)
             worker.folder.wait_for_exit(stray.forkserver)
         # How an earlier worker of that id ended is no news of this one.
         worker.folder.prepare()

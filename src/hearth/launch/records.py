@@ -1,13 +1,13 @@
-"""What the processes of a worker's life tell each other through its folder. JSON only.
+"""The files of a worker's folder, through which its processes inform each other. JSON only.
 
     <folder>/log            what the worker printed and logged; log.1 is what came before
     <folder>/phase          what it does right now
     <folder>/process.json   which process it is and where it answers; by the forkserver, at the fork
     <folder>/ready          it answers; by the worker
-    <folder>/failure.json   why it could not start or go on, in its own words; by the worker
+    <folder>/failure.json   why it could not start or go on; by the worker
     <folder>/exit.json      how it ended; by the forkserver, when it reaps it
 
-Whoever comes later, after any of them has crashed, finds there what was last known.
+After a crash of any of them the folder still has what was last known.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ProcessId:
         return None
 
 
-class Living:
+class ProcessHandle:
     """A process that is watched through a descriptor; it need not be a child of this one.
 
     Safe to use from several threads.
@@ -132,7 +132,7 @@ class WorkerFolder:
         self.exit = path / "exit.json"
 
     def prepare(self) -> None:
-        """Make the folder for a new life: what was said of an earlier one is gone, but its log."""
+        """Make the folder for a new process: of an earlier one only the log stays."""
         self.path.mkdir(parents=True, exist_ok=True)
         for path in (self.phase, self.ready, self.process, self.failure, self.exit):
             path.unlink(missing_ok=True)
@@ -141,7 +141,7 @@ class WorkerFolder:
                 self.log.replace(self.log.with_name("log.1"))
 
     def write_process(self, facts: ProcessFacts) -> None:
-        """Say which process the worker is."""
+        """Write which process the worker is."""
         content = {
             "pid": facts.process.pid,
             "started": facts.process.started,
@@ -169,18 +169,18 @@ class WorkerFolder:
             time.sleep(0.002)
 
     def report(self, otherwise: str) -> ExitReport:
-        """How the worker ended; ``otherwise`` is the reason where nobody has said."""
+        """How the worker ended; ``otherwise`` is the reason where none was recorded."""
         failure = read_json(self.failure)
-        seen = read_json(self.exit)
+        ended = read_json(self.exit)
         report = ExitReport(
             phase=read_phase(self.phase),
             last_lines=last_lines(self.log),
             reason=failure["reason"] if failure is not None else None,
         )
-        if seen is None:
+        if ended is None:
             return replace(report, reason=report.reason or otherwise)
         return replace(
-            report, code=seen["code"], signal=seen["signal"], peak_rss_mb=seen["peak_rss_mb"]
+            report, code=ended["code"], signal=ended["signal"], peak_rss_mb=ended["peak_rss_mb"]
         )
 
 

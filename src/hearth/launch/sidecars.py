@@ -43,28 +43,28 @@ class LocalSidecar:
         self._name = command.name
         self.host = host
         self.gpus = gpus
-        """Those that it sees; () leaves it what its worker sees."""
+        """Those that are visible to it; () leaves it its worker's."""
         self._log = folder / "log"
         self._exit = folder / "exit.json"
-        self._held = held_port(host)
+        self._held = hold_port(host)
         self.port: int = self._held.getsockname()[1]
         folder.mkdir(parents=True, exist_ok=True)
         self._exit.unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
             if self._log.stat().st_size > LOG_LIMIT_BYTES:
                 self._log.replace(self._log.with_name("log.1"))
-        argv = filled(command.argv, self.host, self.port)
+        argv = fill_address(command.argv, self.host, self.port)
         program = [sys.executable, "-I", "-S", str(_SUPERVISOR)]
         supervisor = [*program, str(os.getpid()), str(self._exit)]
         if kills_children:
-            # Who ends so kills its supervisor as well, and this one then has one of its own.
+            # The outer supervisor is killed with this process, and then the inner one ends it all.
             outer = [*program, str(os.getpid()), str(self._exit.with_name("outer-exit.json"))]
             supervisor = [*outer, *program, "0", str(self._exit)]
-        sees = {VISIBLE_VARIABLE: ",".join(gpus)} if gpus else {}
+        visible = {VISIBLE_VARIABLE: ",".join(gpus)} if gpus else {}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*supervisor, *argv],
-                env={**os.environ, **command.env, **sees},
+                env={**os.environ, **command.env, **visible},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -81,13 +81,13 @@ class LocalSidecar:
         if self._process.poll() is None:
             return None
         self._held.close()
-        seen = read_json(self._exit) or {}
-        reason = None if seen else "was killed together with its supervisor"
+        content = read_json(self._exit) or {}
+        reason = None if content else "was killed together with its supervisor"
         return ExitReport(
-            code=seen.get("code"),
-            signal=seen.get("signal"),
-            peak_rss_mb=seen.get("peak_rss_mb"),
-            reason=seen.get("reason") or reason,
+            code=content.get("code"),
+            signal=content.get("signal"),
+            peak_rss_mb=content.get("peak_rss_mb"),
+            reason=content.get("reason") or reason,
             last_lines=self.last_lines(),
         )
 
@@ -113,7 +113,7 @@ class LocalSidecars:
 
     ``host`` is the address that others reach this machine at. ``kills_children`` says that this
     process kills its direct children when it ends, as a Ray actor's does. ``gpus`` are the worker's
-    to give; None leaves it to somebody else who sees what.
+    to give; None leaves the environment as it is.
     """
 
     def __init__(
@@ -149,10 +149,10 @@ class LocalSidecars:
         with self._lock:
             if self._is_closed:
                 raise ClosedError(f"worker must be running, got a start of {command.name} after it")
-            before = self._running.get(command.name)
-            if before is not None and before.poll() is None:
+            namesake = self._running.get(command.name)
+            if namesake is not None and namesake.poll() is None:
                 raise EngineError(f"sidecar must be new, got {command.name!r}, which runs")
-            self._let_go_of_ended()
+            self._drop_ended()
             started = LocalSidecar(
                 command,
                 self._folder / command.name,
@@ -163,37 +163,42 @@ class LocalSidecars:
             self._running[command.name] = started
         return started
 
-    def _let_go_of_ended(self) -> None:
+    def _drop_ended(self) -> None:
         """Give back the GPUs of those that have ended."""
-        for name, one in list(self._running.items()):
-            if one.poll() is not None:
+        for name, sidecar in list(self._running.items()):
+            if sidecar.poll() is not None:
                 del self._running[name]
                 if self._gpus is not None:
-                    self._gpus.give_back(one.gpus)
+                    self._gpus.give_back(sidecar.gpus)
 
     def close(self) -> None:
         """Stop all that still run, at once."""
         with self._lock:
             self._is_closed = True
             running, self._running = list(self._running.values()), {}
-        stopping = [threading.Thread(target=one.stop, daemon=True) for one in running]
-        for one in stopping:
-            one.start()
-        for one in stopping:
-            one.join()
+        stop_all(running)
         if self._gpus is not None:
             self._gpus.close()
 
 
-def filled(argv: Sequence[str], host: str, port: int) -> list[str]:
+def stop_all(sidecars: Sequence[Sidecar]) -> None:
+    """Stop sidecars, all at once."""
+    threads = [threading.Thread(target=sidecar.stop, daemon=True) for sidecar in sidecars]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def fill_address(argv: Sequence[str], host: str, port: int) -> list[str]:
     """``argv`` with its address in the place of ``{host}`` and ``{port}``."""
-    return [one.replace("{host}", host).replace("{port}", str(port)) for one in argv]
+    return [word.replace("{host}", host).replace("{port}", str(port)) for word in argv]
 
 
-def held_port(host: str = "127.0.0.1") -> socket.socket:
-    """A socket at a port of ``host`` that nobody else is given until the socket is closed.
+def hold_port(host: str = "127.0.0.1") -> socket.socket:
+    """A socket that keeps a free port of ``host`` reserved until it is closed.
 
-    Only who allows addresses to be used again, as servers do, can listen there meanwhile.
+    Only a program that sets ``SO_REUSEADDR``, as servers do, can listen there meanwhile.
     """
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
-"""What a worker is to run, what is known of one that runs, and what is said of one that ended.
+"""What a worker is to run, where it answers, and what calls a launcher makes.
 
 A worker is one trainer or one deployment. A launcher starts it inside this process or in one of
-its own; whoever asked for it is told of its life by a ``Watcher``. Specs and reports are plain
+its own, and calls a ``Watcher`` when it is ready and when it fails. Specs and reports are plain
 data, so that they can be written down and read again after a restart.
 """
 
@@ -79,11 +79,11 @@ class DeploymentSpec:
     tokenizer: str | None = None
     """A folder or hub id; None is the model's own."""
     engine: Engine = "embedded"
-    """What draws tokens: Hearth's own engine, or vLLM's server."""
+    """What samples tokens: Hearth's own engine, or vLLM's server."""
     replicas: int = 1
     """Servers that answer side by side."""
     engine_options: Mapping[str, Any] = field(default_factory=lambda: {})
-    """What the engine is told beyond that; JSON values."""
+    """Further settings of the engine; JSON values."""
     dtype: str = "float32"
     device: str | None = None
     max_seq_len: int | None = None
@@ -118,7 +118,7 @@ class Endpoint:
     socket: str | None = None
     url: str | None = None
     token: str | None = None
-    """What every request to ``url`` must carry (``TOKEN_HEADER``); others are refused."""
+    """Every request to ``url`` must carry it (``TOKEN_HEADER``); others are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,19 +153,22 @@ class Worker(Protocol):
         ...
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """End it, and return when it has ended. Its watcher hears nothing of it."""
+        """End it, and return when it has ended. Its watcher is not called."""
         ...
 
 
 class Watcher(Protocol):
-    """Told of a worker's life, from a thread of the launcher's."""
+    """Called when a worker is ready or fails, from a thread of the launcher's.
+
+    The control plane has one for jobs and one for deployments.
+    """
 
     def ready(self, worker: Worker) -> None:
         """It answers now."""
         ...
 
     def failed(self, worker: Worker, report: ExitReport) -> None:
-        """It could not start, or ended without being asked to."""
+        """It could not start, or ended although nobody stopped it."""
         ...
 
 

@@ -1,10 +1,10 @@
-"""Runs one command, and sees to it that nothing of it outlives the process that asked for it.
+"""Runs one command, and ends all of it when the process that started it ends.
 
     python -I -S supervisor.py PARENT_PID EXIT_FILE COMMAND...      PARENT_PID 0: whoever started it
 
-A program of its own on the standard library alone: it must start in milliseconds. It leads the
-process group of all that the command starts. SIGTERM is passed on. When the command ends, how it
-ended is written to EXIT_FILE as JSON; when the parent ends first, the command is ended.
+It imports the standard library alone, since it must start in milliseconds. It leads the process
+group of all that the command starts, and passes SIGTERM on. When the command ends, it writes how to
+EXIT_FILE as JSON; when the parent ends first, it ends the command.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 _GRACE_S = 5.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 """How often the parent is looked for where the system has no descriptors of processes."""
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     # This process ends the command; a SIGTERM to the group must not end this process first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        child = subprocess.Popen(argv, preexec_fn=_heed_sigterm)
+        child = subprocess.Popen(argv, preexec_fn=_restore_sigterm)
     except OSError as error:
         _write(exit_file, {"code": 127, "signal": None, "reason": f"could not start: {error}"})
         return
@@ -40,7 +40,7 @@ def main() -> None:
         child.terminate()
 
     signal.signal(signal.SIGTERM, end)
-    if not _outlives(child, parent):
+    if not _wait_for_child(child, parent):
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_GRACE_S)
@@ -54,16 +54,16 @@ def main() -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _heed_sigterm() -> None:
+def _restore_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _outlives(child: subprocess.Popen[bytes], parent: int) -> bool:
-    """Wait for the first to end; False when that is the parent."""
+def _wait_for_child(child: subprocess.Popen[bytes], parent: int) -> bool:
+    """Wait until the child or the parent ends; False when that is the parent."""
     if not hasattr(os, "pidfd_open"):
         while os.getppid() == parent:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_LOOK_S)
+                child.wait(_POLL_S)
                 return True
         return False
     try:

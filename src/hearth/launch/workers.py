@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hearth.launch.base import BaseWorker
-from hearth.launch.records import Living, ProcessFacts, WorkerFolder
+from hearth.launch.records import ProcessFacts, ProcessHandle, WorkerFolder
 from hearth.launch.spec import Endpoint, WorkerSpec, spec_as_dict
 
 logger = logging.getLogger(__name__)
@@ -26,13 +26,13 @@ class ProcessWorker(BaseWorker):
         super().__init__(spec)
         self.folder = folder
         self.facts: ProcessFacts | None = None
-        self.living: Living | None = None
+        self.handle: ProcessHandle | None = None
         self.has_begun = threading.Event()
         """Set when it has a process, or will have none."""
 
     def attach(self, facts: ProcessFacts) -> None:
         """Take the process that was started for it."""
-        self.facts, self.living = facts, Living(facts.process)
+        self.facts, self.handle = facts, ProcessHandle(facts.process)
         self.has_begun.set()
 
     @property
@@ -59,18 +59,18 @@ class ProcessWorker(BaseWorker):
         """
         self.is_stopping = True
         self.has_begun.wait()
-        if self.living is not None and not end_process(self.living, grace_s):
+        if self.handle is not None and not end_process(self.handle, grace_s):
             logger.warning("worker %s did not end in time and was killed", self.spec.worker_id)
         self.wait_for_end()
 
 
-def end_process(living: Living, grace_s: float) -> bool:
+def end_process(handle: ProcessHandle, grace_s: float) -> bool:
     """End a process; False when it had to be killed."""
-    living.send(signal.SIGTERM)
-    if living.wait(grace_s):
+    handle.send(signal.SIGTERM)
+    if handle.wait(grace_s):
         return True
-    living.kill_group()
-    living.wait(None)
+    handle.kill_group()
+    handle.wait(None)
     return False
 
 

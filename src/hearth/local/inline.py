@@ -76,11 +76,11 @@ class InlineWorker:
         return Endpoint(app=self._app)
 
     def begin(self) -> None:
-        """Load the model in a thread of its own, and tell the watcher."""
+        """Load the model in a thread of its own, and call the watcher."""
         self._thread.start()
 
     def record(self) -> dict[str, Any]:
-        """Only says which it was: a thread does not outlive its process."""
+        """Names the worker only: a thread does not outlive its process."""
         return {"worker_id": self.spec.worker_id, "placement": "inline"}
 
     def stop(self, grace_s: float = 5.0) -> None:
@@ -88,7 +88,7 @@ class InlineWorker:
         self._stopping.set()
         with contextlib.suppress(RuntimeError):  # never begun, or called by itself
             self._thread.join()
-        # Let go of as well: who still holds the worker must not hold its weights.
+        # A reference to the worker must not keep its weights in memory.
         close, self._close, self._app = self._close, None, None
         if close is not None:
             close()
@@ -98,7 +98,7 @@ class InlineWorker:
 
     def _start(self) -> None:
         try:
-            app, self._close = _build(self.spec, self._buckets, self._sidecars, self._note)
+            app, self._close = _build(self.spec, self._buckets, self._sidecars, self._set_phase)
             self._app = app
         except Exception as error:  # the boundary: its watcher must hear of it
             if not isinstance(error, HearthError):
@@ -111,13 +111,13 @@ class InlineWorker:
             return
         if not self._stopping.is_set():
             self._watcher.ready(self)
-        # Of a trainer there is none.
+        # A trainer's app has no such future.
         failed: Future[EngineError] | None = getattr(app.state, "failed", None)
         if failed is not None:
             failed.add_done_callback(self._fail)
 
     def _fail(self, failed: Future[EngineError]) -> None:
-        """Tell of an engine that cannot go on, which is closed on a thread of its own."""
+        """Report an engine that cannot go on, and close it on a thread of its own."""
 
         def end() -> None:
             if not self._stopping.is_set():
@@ -126,7 +126,7 @@ class InlineWorker:
 
         threading.Thread(target=end, name=f"hearth-end-{self.spec.worker_id}", daemon=True).start()
 
-    def _note(self, phase: str) -> None:
+    def _set_phase(self, phase: str) -> None:
         self.phase = phase
         self._threads.note(phase)
 
@@ -161,8 +161,8 @@ class InlineLauncher:
         with self._lock:
             if self._is_closed:
                 raise ClosedError("launcher must be open, got a call after close")
-            living = [worker for worker in self._workers if not worker.has_ended.is_set()]
-            self._workers = [*living, worker]
+            running = [worker for worker in self._workers if not worker.has_ended.is_set()]
+            self._workers = [*running, worker]
         worker.begin()
         return worker
 

@@ -1,4 +1,4 @@
-"""A platform on a port: the control plane with its launcher, served until somebody ends it."""
+"""A platform on a port: the control plane with its launcher, served until it is ended."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ logger = logging.getLogger(__name__)
 
 
 def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C; ``on_ready`` is told the URL once requests are answered.
+    """Serve until SIGTERM or Ctrl-C; ``on_ready`` is called with the URL at the start.
 
-    What an earlier platform with the same ``data_dir`` had started is found again first.
+    It first adopts what an earlier platform with the same ``data_dir`` had started.
 
     Raises:
         ConfigError: the address is taken, the folder, the catalog or the database cannot be used,
             or another platform uses the folder.
     """
-    # From here on the signal closes what was begun. uvicorn takes it while it serves, ends, and
+    # From here on the signal closes what was opened. uvicorn handles it while it serves, ends, and
     # raises it again.
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
     catalog = read_catalog(settings.catalog, allow_folders=settings.may_name_folders)
     with contextlib.ExitStack() as stack:
-        data_dir = _prepared(settings.data_dir, stack)
-        listener = stack.enter_context(_listener(settings))
-        url = f"http://{_shown(settings.host)}:{listener.getsockname()[1]}"
+        data_dir = _prepare_folder(settings.data_dir, stack)
+        listener = stack.enter_context(_open_listener(settings))
+        url = f"http://{_format_host(settings.host)}:{listener.getsockname()[1]}"
         database = settings.database_url or f"sqlite:///{data_dir / 'control.db'}"
         store = Store(database)
         stack.callback(store.close)
@@ -59,12 +59,12 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
             ),
         )
         stack.callback(plane.close)
-        stack.callback(_be_undisturbed)
+        stack.callback(_ignore_signals)
         plane.recover()
         access = Access(api_keys=settings.api_keys(), max_body=settings.max_body_mb * 2**20)
         gateway = create_gateway(plane, access)
 
-        def let_go() -> None:
+        def end_waiting() -> None:
             store.release_waiters()
             gateway.end()
 
@@ -77,7 +77,7 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
                 timeout_graceful_shutdown=5,
             ),
             on_ready=lambda: on_ready(url),
-            on_end=let_go,
+            on_end=end_waiting,
         )
         server.run(sockets=[listener])
 
@@ -86,14 +86,14 @@ def _exit_on_sigterm(_number: int, _frame: FrameType | None) -> None:
     raise SystemExit(143)
 
 
-def _be_undisturbed() -> None:
+def _ignore_signals() -> None:
     """Closing takes seconds; a second signal would leave behind what is not closed yet."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
 class _Server(uvicorn.Server):
-    """Says when it answers, and when it begins to end."""
+    """Calls back when it answers, and when it begins to end."""
 
     def __init__(
         self, config: uvicorn.Config, *, on_ready: Callable[[], None], on_end: Callable[[], None]
@@ -103,12 +103,12 @@ class _Server(uvicorn.Server):
         self._on_end = on_end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to answer, then say so."""
+        """Begin to answer, then call ``on_ready``."""
         await super().startup(sockets)
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let go of what is held, so that whoever waits is answered; then end."""
+        """Answer the requests that wait, then end."""
         self._on_end()
         await super().shutdown(sockets)
 
@@ -133,7 +133,7 @@ def _launcher(settings: Settings, data_dir: Path, stack: contextlib.ExitStack) -
     return InlineLauncher(data_dir)
 
 
-def _prepared(folder: Path, stack: contextlib.ExitStack) -> Path:
+def _prepare_folder(folder: Path, stack: contextlib.ExitStack) -> Path:
     """The data folder, made if it is missing, and this platform's alone.
 
     Raises:
@@ -157,7 +157,7 @@ def _prepared(folder: Path, stack: contextlib.ExitStack) -> Path:
 
 
 @contextlib.contextmanager
-def _listener(settings: Settings) -> Iterator[socket.socket]:
+def _open_listener(settings: Settings) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -174,5 +174,5 @@ def _listener(settings: Settings) -> Iterator[socket.socket]:
         yield listener
 
 
-def _shown(host: str) -> str:
+def _format_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host

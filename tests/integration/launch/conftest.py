@@ -19,7 +19,7 @@ from hearth.launch.records import read_json
 from hearth.launch.spec import DeploymentSpec, ExitReport, TrainerSpec, Worker
 
 
-class Heard:
+class RecordingWatcher:
     """A watcher that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -133,5 +133,5 @@ def deployment_spec(model_folder: Path, data_dir: Path) -> DeploymentSpec:
 
 
 @pytest.fixture
-def heard() -> Callable[[], Heard]:
-    return Heard
+def make_watcher() -> Callable[[], RecordingWatcher]:
+    return RecordingWatcher

@@ -22,7 +22,7 @@ from hearth.errors import ClosedError, ConfigError, NotFoundError
 from hearth.inference import worker as deployment_worker
 from hearth.launch.gpus import VISIBLE_VARIABLE
 from hearth.launch.processes import ProcessLauncher
-from hearth.launch.records import Living, ProcessId, WorkerFolder
+from hearth.launch.records import ProcessHandle, ProcessId, WorkerFolder
 from hearth.launch.spec import (
     DeploymentSpec,
     Endpoint,
@@ -49,8 +49,8 @@ def connect(endpoint: Endpoint) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://worker", timeout=30)
 
 
-def started(launcher: ProcessLauncher, spec: Any, heard: Any) -> Any:
-    watcher = heard()
+def start_worker(launcher: ProcessLauncher, spec: Any, make_watcher: Any) -> Any:
+    watcher = make_watcher()
     worker = launcher.start(spec, watcher)
     watcher.wait_ready()
     return worker, watcher
@@ -74,12 +74,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = LIMIT_S) -> Non
 
 
 def test_a_start_from_a_warm_forkserver_takes_seconds_at_most(
-    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any, record_property: Any
+    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any, record_property: Any
 ) -> None:
-    first, _ = started(launcher, trainer_spec(1), heard)
+    first, _ = start_worker(launcher, trainer_spec(1), make_watcher)
 
     start_s = time.perf_counter()
-    second, _ = started(launcher, trainer_spec(2), heard)
+    second, _ = start_worker(launcher, trainer_spec(2), make_watcher)
     took_s = time.perf_counter() - start_s
 
     record_property("warm_start_s", took_s)
@@ -90,9 +90,9 @@ def test_a_start_from_a_warm_forkserver_takes_seconds_at_most(
 
 
 async def test_a_trainer_answers_at_its_socket(
-    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
 ) -> None:
-    worker, _ = started(launcher, trainer_spec(), heard)
+    worker, _ = start_worker(launcher, trainer_spec(), make_watcher)
 
     async with connect(worker.endpoint) as http:
         assert (await http.get("/api/v1/healthz")).status_code == 200
@@ -114,10 +114,13 @@ async def test_a_trainer_answers_at_its_socket(
 
 
 async def test_a_deployment_serves_what_a_trainer_published_also_after_a_crash(
-    launcher: ProcessLauncher, trainer_spec: Specs, deployment_spec: DeploymentSpec, heard: Any
+    launcher: ProcessLauncher,
+    trainer_spec: Specs,
+    deployment_spec: DeploymentSpec,
+    make_watcher: Any,
 ) -> None:
-    trainer, _ = started(launcher, trainer_spec(bucket=deployment_spec.bucket), heard)
-    worker, watcher = started(launcher, deployment_spec, heard)
+    trainer, _ = start_worker(launcher, trainer_spec(bucket=deployment_spec.bucket), make_watcher)
+    worker, watcher = start_worker(launcher, deployment_spec, make_watcher)
 
     async with connect(trainer.endpoint) as http:
         model = await run(http, "create_model", base_model="tiny", session_id="s", model_seq_id=0)
@@ -134,15 +137,15 @@ async def test_a_deployment_serves_what_a_trainer_published_also_after_a_crash(
 
     os.kill(worker.pid, signal.SIGKILL)
     watcher.wait_failed(LIMIT_S)
-    again, _ = started(launcher, deployment_spec, heard)
+    again, _ = start_worker(launcher, deployment_spec, make_watcher)
     async with connect(again.endpoint) as http:
         assert (await http.get("/healthz")).json() == {"status": "ok", "weight_version": 1}
 
 
 def test_a_killed_worker_is_reported_within_two_seconds(
-    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any, record_property: Any
+    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any, record_property: Any
 ) -> None:
-    worker, watcher = started(launcher, trainer_spec(), heard)
+    worker, watcher = start_worker(launcher, trainer_spec(), make_watcher)
 
     start_s = time.perf_counter()
     os.kill(worker.pid, signal.SIGKILL)
@@ -157,9 +160,9 @@ def test_a_killed_worker_is_reported_within_two_seconds(
 
 
 def test_a_crash_leaves_its_traceback_at_the_end_of_the_log(
-    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
 ) -> None:
-    worker, watcher = started(launcher, trainer_spec(), heard)
+    worker, watcher = start_worker(launcher, trainer_spec(), make_watcher)
 
     os.kill(worker.pid, signal.SIGSEGV)
 
@@ -169,9 +172,9 @@ def test_a_crash_leaves_its_traceback_at_the_end_of_the_log(
 
 
 def test_a_worker_that_cannot_load_its_model_says_why(
-    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
 ) -> None:
-    watcher = heard()
+    watcher = make_watcher()
     launcher.start(trainer_spec(source="/nonexistent/model"), watcher)
 
     report = watcher.wait_failed(60)
@@ -186,12 +189,12 @@ def test_a_worker_that_cannot_load_its_model_says_why(
 
 
 def test_each_worker_has_its_own_thread_budget(
-    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
 ) -> None:
     logs = []
     for threads in (1, 3):
         spec = trainer_spec(threads, threads=threads)
-        started(launcher, spec, heard)
+        start_worker(launcher, spec, make_watcher)
         logs.append(launcher.log_path(spec.worker_id).read_text())
 
     assert "1 threads" in logs[0]
@@ -199,14 +202,14 @@ def test_each_worker_has_its_own_thread_budget(
 
 
 def test_workers_are_given_gpus_of_their_own(
-    tmp_path: Path, trainer_spec: Specs, heard: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, trainer_spec: Specs, make_watcher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VISIBLE_VARIABLE, "0,1")
     launcher = ProcessLauncher(tmp_path, die_with_parent=True)
     try:
         for number, given in enumerate(["GPU 0 of 0, 1", "GPU 1 of 0, 1"]):
             # Where torch sees no GPU it computes on the CPU all the same.
-            worker, _ = started(launcher, trainer_spec(number, device=None), heard)
+            worker, _ = start_worker(launcher, trainer_spec(number, device=None), make_watcher)
             log = launcher.log_path(worker.spec.worker_id).read_text()
             assert f"worker {worker.spec.worker_id}: {given}" in log
     finally:
@@ -214,18 +217,18 @@ def test_workers_are_given_gpus_of_their_own(
 
 
 def test_the_forkserver_forks_from_one_thread(
-    launcher: ProcessLauncher, trainer_spec: Specs, data_dir: Path, heard: Any
+    launcher: ProcessLauncher, trainer_spec: Specs, data_dir: Path, make_watcher: Any
 ) -> None:
-    started(launcher, trainer_spec(), heard)
+    start_worker(launcher, trainer_spec(), make_watcher)
 
     assert len(list(Path(f"/proc/{launcher.forkserver_pid}/task").iterdir())) == 1
     assert "threads of its own" not in (data_dir / "forkserver.log").read_text()
 
 
 def test_an_end_that_was_asked_for_is_clean_and_no_news(
-    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
 ) -> None:
-    worker, watcher = started(launcher, trainer_spec(), heard)
+    worker, watcher = start_worker(launcher, trainer_spec(), make_watcher)
     folder = WorkerFolder(launcher.log_path(worker.spec.worker_id).parent)
 
     worker.stop()
@@ -237,9 +240,9 @@ def test_an_end_that_was_asked_for_is_clean_and_no_news(
 
 
 def test_a_worker_that_does_not_end_in_time_is_killed(
-    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
 ) -> None:
-    worker, watcher = started(launcher, trainer_spec(), heard)
+    worker, watcher = start_worker(launcher, trainer_spec(), make_watcher)
     os.kill(worker.pid, signal.SIGSTOP)
 
     worker.stop(grace_s=0.1)
@@ -249,9 +252,9 @@ def test_a_worker_that_does_not_end_in_time_is_killed(
 
 
 def test_a_worker_can_be_stopped_before_it_answers(
-    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
 ) -> None:
-    watcher = heard()
+    watcher = make_watcher()
     worker = launcher.start(trainer_spec(), watcher)
 
     worker.stop()
@@ -262,23 +265,23 @@ def test_a_worker_can_be_stopped_before_it_answers(
 
 
 def test_an_id_that_runs_is_not_started_twice(
-    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
 ) -> None:
-    worker, _ = started(launcher, trainer_spec(), heard)
+    worker, _ = start_worker(launcher, trainer_spec(), make_watcher)
 
     with pytest.raises(ConfigError, match="worker_id must be new"):
-        launcher.start(trainer_spec(), heard())
+        launcher.start(trainer_spec(), make_watcher())
     assert is_alive(worker.pid)
 
 
 def test_an_id_that_has_ended_may_start_again_and_keeps_its_log(
-    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
 ) -> None:
-    worker, watcher = started(launcher, trainer_spec(), heard)
+    worker, watcher = start_worker(launcher, trainer_spec(), make_watcher)
     os.kill(worker.pid, signal.SIGKILL)
     watcher.wait_failed(LIMIT_S)
 
-    again, second = started(launcher, trainer_spec(), heard)
+    again, second = start_worker(launcher, trainer_spec(), make_watcher)
 
     assert again.pid != worker.pid
     assert not second.has_failed.is_set()
@@ -287,21 +290,21 @@ def test_an_id_that_has_ended_may_start_again_and_keeps_its_log(
 
 @pytest.mark.parametrize("worker_id", ["", "../x", "a/b", ".hidden"])
 def test_an_id_that_is_no_folders_name_is_refused(
-    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any, worker_id: str
+    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any, worker_id: str
 ) -> None:
     with pytest.raises(ConfigError, match="worker_id must be letters"):
-        launcher.start(trainer_spec(worker_id=worker_id), heard())
+        launcher.start(trainer_spec(worker_id=worker_id), make_watcher())
 
 
 def test_a_later_launcher_adopts_what_still_runs(
-    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, heard: Any
+    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, make_watcher: Any
 ) -> None:
     first = make_launcher()
-    worker, _ = started(first, trainer_spec(), heard)
+    worker, _ = start_worker(first, trainer_spec(), make_watcher)
     record, forkserver = worker.record(), first.forkserver_pid
     first.release()
 
-    second, watcher = make_launcher(), heard()
+    second, watcher = make_launcher(), make_watcher()
     adopted = second.adopt(record, watcher)
 
     assert not isinstance(adopted, ExitReport)
@@ -318,16 +321,16 @@ def test_a_later_launcher_adopts_what_still_runs(
 
 
 def test_what_ended_while_nobody_watched_is_reported_from_its_folder(
-    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, heard: Any
+    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, make_watcher: Any
 ) -> None:
     first = make_launcher()
-    worker, _ = started(first, trainer_spec(), heard)
+    worker, _ = start_worker(first, trainer_spec(), make_watcher)
     first.release()
     os.kill(worker.pid, signal.SIGKILL)
     folder = WorkerFolder(first.log_path(worker.spec.worker_id).parent)
     wait_until(folder.exit.exists)
 
-    report = make_launcher().adopt(worker.record(), heard())
+    report = make_launcher().adopt(worker.record(), make_watcher())
 
     assert isinstance(report, ExitReport)
     assert (report.signal, report.phase) == ("SIGKILL", "idle")
@@ -335,32 +338,32 @@ def test_what_ended_while_nobody_watched_is_reported_from_its_folder(
 
 
 def test_a_record_of_nothing_is_honestly_gone(
-    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
 ) -> None:
     record = {"worker_id": trainer_spec().worker_id, "spec": spec_as_dict(trainer_spec())}
 
-    report = launcher.adopt(record, heard())
+    report = launcher.adopt(record, make_watcher())
 
     assert report == ExitReport(reason="was gone when the control plane came back")
 
 
 def test_a_process_that_nobody_adopted_is_ended_when_its_id_starts_again(
-    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, heard: Any
+    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, make_watcher: Any
 ) -> None:
     first = make_launcher()
-    stray, _ = started(first, trainer_spec(), heard)
+    stray, _ = start_worker(first, trainer_spec(), make_watcher)
     first.release()
 
-    worker, _ = started(make_launcher(), trainer_spec(), heard)
+    worker, _ = start_worker(make_launcher(), trainer_spec(), make_watcher)
 
     assert not is_alive(stray.pid)
     assert is_alive(worker.pid)
 
 
 def test_workers_outlive_their_forkserver_and_their_ends_are_noticed(
-    launcher: ProcessLauncher, trainer_spec: Specs, heard: Any
+    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
 ) -> None:
-    worker, watcher = started(launcher, trainer_spec(1), heard)
+    worker, watcher = start_worker(launcher, trainer_spec(1), make_watcher)
     forkserver = launcher.forkserver_pid
     os.kill(forkserver, signal.SIGKILL)
     wait_until(lambda: not is_alive(forkserver))
@@ -371,40 +374,40 @@ def test_workers_outlive_their_forkserver_and_their_ends_are_noticed(
     report = watcher.wait_failed(LIMIT_S)
     assert report.reason == "ended after its forkserver, which records how workers end"
     assert report.phase == "idle"
-    replacement, _ = started(launcher, trainer_spec(2), heard)
+    replacement, _ = start_worker(launcher, trainer_spec(2), make_watcher)
     assert launcher.forkserver_pid not in (None, forkserver)
     assert is_alive(replacement.pid)
 
 
 def test_a_worker_whose_launcher_is_gone_ends_itself(
-    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, heard: Any
+    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, make_watcher: Any
 ) -> None:
     launcher = make_launcher(orphan_timeout_s=0.5)
-    worker, _ = started(launcher, trainer_spec(), heard)
+    worker, _ = start_worker(launcher, trainer_spec(), make_watcher)
 
     launcher.release()
 
     wait_until(lambda: not is_alive(worker.pid), 10)
     log = launcher.log_path(worker.spec.worker_id)
     assert log is not None
-    assert "nobody has asked for 0 s" in log.read_text(encoding="utf-8")
+    assert "no request for 0 s" in log.read_text(encoding="utf-8")
 
 
 def test_an_idle_worker_lives_as_long_as_its_launcher(
-    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, heard: Any
+    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, make_watcher: Any
 ) -> None:
     launcher = make_launcher(orphan_timeout_s=0.5)
-    worker, watcher = started(launcher, trainer_spec(), heard)
+    worker, watcher = start_worker(launcher, trainer_spec(), make_watcher)
 
     assert not watcher.has_failed.wait(2.0)
     assert is_alive(worker.pid)
 
 
 def test_close_ends_workers_and_forkserver_and_leaves_no_socket(
-    tmp_path: Path, trainer_spec: Specs, heard: Any
+    tmp_path: Path, trainer_spec: Specs, make_watcher: Any
 ) -> None:
     launcher = ProcessLauncher(tmp_path, preload=())
-    worker = launcher.start(trainer_spec(), heard())
+    worker = launcher.start(trainer_spec(), make_watcher())
     wait_until(lambda: worker.pid is not None, 30)
     forkserver, folder = launcher.forkserver_pid, Path(worker.endpoint.socket).parent
 
@@ -414,7 +417,7 @@ def test_close_ends_workers_and_forkserver_and_leaves_no_socket(
     assert not is_alive(forkserver)
     assert not folder.exists()
     with pytest.raises(ClosedError, match="launcher must be open"):
-        launcher.start(trainer_spec(), heard())
+        launcher.start(trainer_spec(), make_watcher())
 
 
 _PARENT = """
@@ -537,12 +540,12 @@ def test_closing_a_launcher_that_started_nothing_starts_nothing(tmp_path: Path) 
 
 
 def test_a_forkserver_that_cannot_import_says_so_and_leaves_no_folder(
-    tmp_path: Path, trainer_spec: Specs, heard: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, trainer_spec: Specs, make_watcher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sockets = tmp_path / "sockets"
     sockets.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(sockets))
-    launcher, watcher = ProcessLauncher(tmp_path, preload=("no.such_module",)), heard()
+    launcher, watcher = ProcessLauncher(tmp_path, preload=("no.such_module",)), make_watcher()
     launcher.start(trainer_spec(), watcher)
 
     report = watcher.wait_failed(30)
@@ -558,12 +561,12 @@ def test_what_remains_of_a_process_until_it_is_reaped_does_not_live() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         process = ProcessId.of(child.pid)
         assert process is not None
-        living = Living(process)
-        assert not living.wait(0)
+        handle = ProcessHandle(process)
+        assert not handle.wait(0)
         child.kill()
-        assert living.wait(2)
+        assert handle.wait(2)
         assert not process.is_alive()
-        assert Living(process).wait(0)
+        assert ProcessHandle(process).wait(0)
 
 
 def test_forked_processes_have_request_ids_of_their_own() -> None:

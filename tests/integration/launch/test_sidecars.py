@@ -27,7 +27,7 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", textwrap.dedent(code)]
 
 
-def printed(sidecar: object, wanted: int) -> list[str]:
+def read_lines(sidecar: object, wanted: int) -> list[str]:
     """The lines of a sidecar, once there are as many as wanted."""
     end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s:
@@ -51,7 +51,7 @@ def test_a_sidecar_is_told_its_address_and_environment(tmp_path: Path) -> None:
     started = sidecars.start(
         Command(name="one", argv=[*python(code), "{host}", "at:{port}"], env={"COLOR": "red"})
     )
-    assert printed(started, 1) == [f"127.0.0.1 at:{started.port} red"]
+    assert read_lines(started, 1) == [f"127.0.0.1 at:{started.port} red"]
     report = wait_for_end(started, PATIENCE_S)
     assert report is not None
     assert (report.code, report.signal) == (0, None)
@@ -69,7 +69,7 @@ def test_its_port_is_kept_for_it_until_it_ends(tmp_path: Path) -> None:
     started = sidecars.start(Command(name="one", argv=[*python(code), "{port}"]))
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", started.port))
-    assert printed(started, 1) == ["listens"]
+    assert read_lines(started, 1) == ["listens"]
     assert wait_for_end(started, PATIENCE_S) is not None
     with socket.socket() as other:
         other.bind(("127.0.0.1", started.port))
@@ -90,7 +90,7 @@ def test_a_killed_one_says_by_what(tmp_path: Path) -> None:
     sidecars = LocalSidecars(tmp_path)
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     started = sidecars.start(Command(name="one", argv=python(code)))
-    os.kill(int(printed(started, 1)[0]), signal.SIGKILL)
+    os.kill(int(read_lines(started, 1)[0]), signal.SIGKILL)
     report = wait_for_end(started, PATIENCE_S)
     assert report is not None
     assert report.signal == "SIGKILL"
@@ -106,7 +106,7 @@ def test_stopping_ends_what_it_started_itself(tmp_path: Path) -> None:
         time.sleep(60)
     """
     started = sidecars.start(Command(name="one", argv=python(code)))
-    pid = int(printed(started, 1)[0])
+    pid = int(read_lines(started, 1)[0])
     sidecars.close()
     assert started.poll() is not None
     assert is_gone(pid)
@@ -121,7 +121,7 @@ def test_one_that_does_not_listen_is_killed(tmp_path: Path) -> None:
         time.sleep(60)
     """
     started = sidecars.start(Command(name="one", argv=python(code)))
-    pid = int(printed(started, 1)[0])
+    pid = int(read_lines(started, 1)[0])
     started.stop(grace_s=0.2)
     assert is_gone(pid)
     sidecars.close()

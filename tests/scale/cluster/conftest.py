@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.conftest import Trial
-from tests.integration.launch.conftest import Heard
+from tests.integration.launch.conftest import RecordingWatcher
 from tests.scale.cluster.clusters import Nodes
 from tests.scale.cluster.greedy import Greedy, trained
 from tests.unit.tiny import write_qwen
@@ -64,5 +64,5 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def heard() -> type[Heard]:
-    return Heard
+def make_watcher() -> type[RecordingWatcher]:
+    return RecordingWatcher

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from tests.integration.launch.conftest import Heard
+from tests.integration.launch.conftest import RecordingWatcher
 from tests.scale.cluster.clusters import Nodes, actors, wait_until
 
 from hearth.errors import ConfigError
@@ -53,8 +53,8 @@ def spec(model_folder: Path, tmp_path: Path) -> Callable[..., TrainerSpec]:
     return make
 
 
-def started(launcher: RayLauncher, spec: TrainerSpec) -> tuple[Any, Heard]:
-    watcher = Heard()
+def start_worker(launcher: RayLauncher, spec: TrainerSpec) -> tuple[Any, RecordingWatcher]:
+    watcher = RecordingWatcher()
     worker = launcher.start(spec, watcher)
     watcher.wait_ready()
     return worker, watcher
@@ -87,7 +87,7 @@ def test_a_trainer_publishes_what_the_control_plane_lists_and_exports(
     model_folder: Path,
 ) -> None:
     launcher = make_launcher(snapshot_store=snapshot_store)
-    worker, _ = started(launcher, spec())
+    worker, _ = start_worker(launcher, spec())
 
     assert httpx.get(f"{worker.endpoint.url}/api/v1/healthz").status_code == 401
     publish(worker.endpoint, "v1")
@@ -114,7 +114,7 @@ def test_a_worker_that_is_killed_is_reported_with_its_last_lines(
     make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
 ) -> None:
     launcher = make_launcher()
-    worker, watcher = started(launcher, spec())
+    worker, watcher = start_worker(launcher, spec())
 
     os.kill(worker.pid, signal.SIGKILL)
     report = watcher.wait_failed(SOON_S)
@@ -124,13 +124,13 @@ def test_a_worker_that_is_killed_is_reported_with_its_last_lines(
     assert report.phase == "idle"
     assert any("its share" in line or "threads" in line for line in report.last_lines)
     # What was reserved is free again.
-    started(launcher, spec())
+    start_worker(launcher, spec())
 
 
 def test_a_worker_that_cannot_start_says_why(
     make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec], tmp_path: Path
 ) -> None:
-    watcher = Heard()
+    watcher = RecordingWatcher()
     make_launcher().start(spec(source=str(tmp_path / "none")), watcher)
 
     report = watcher.wait_failed(SOON_S)
@@ -149,7 +149,7 @@ def test_a_placement_that_cannot_be_met_says_which_resource_is_short(
     options: dict[str, Any],
     resource: str,
 ) -> None:
-    watcher = Heard()
+    watcher = RecordingWatcher()
     make_launcher(placement_timeout_s=1.0).start(spec(**options), watcher)
 
     report = watcher.wait_failed(SOON_S)
@@ -161,7 +161,7 @@ def test_a_placement_that_cannot_be_met_says_which_resource_is_short(
 def test_a_worker_that_waits_for_room_can_be_stopped(
     make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
 ) -> None:
-    watcher = Heard()
+    watcher = RecordingWatcher()
     worker = make_launcher().start(spec(threads=8), watcher)
     worker.stop()
     assert not watcher.has_failed.is_set()
@@ -174,7 +174,7 @@ def test_a_folder_that_nodes_do_not_share_is_refused(
     launcher = make_launcher()
     # As on a node where another folder is mounted under this name.
     (tmp_path / "data" / ".shared-with-every-node").write_text("another", encoding="ascii")
-    watcher = Heard()
+    watcher = RecordingWatcher()
     launcher.start(spec(), watcher)
 
     report = watcher.wait_failed(SOON_S)
@@ -186,7 +186,7 @@ def test_a_folder_that_nodes_do_not_share_is_refused(
 def test_a_lost_node_is_named(
     cluster: Nodes, make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
 ) -> None:
-    worker, watcher = started(make_launcher(), spec())
+    worker, watcher = start_worker(make_launcher(), spec())
     lost = worker.facts.node_id
 
     cluster.add(1)
@@ -201,12 +201,12 @@ def test_workers_outlive_their_launcher_and_are_adopted(
     make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
 ) -> None:
     first = make_launcher(die_with_parent=False)
-    worker, _ = started(first, spec())
+    worker, _ = start_worker(first, spec())
     record, pid = worker.record(), worker.pid
     first.release()
 
     second = make_launcher(die_with_parent=False)
-    watcher = Heard()
+    watcher = RecordingWatcher()
     found = second.adopt(record, watcher)
     assert not isinstance(found, ExitReport)
     watcher.wait_ready()
@@ -225,7 +225,7 @@ def test_a_worker_that_nobody_asks_ends_by_itself_and_frees_its_place(
     make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
 ) -> None:
     first = make_launcher(die_with_parent=False, orphan_timeout_s=1.0)
-    worker, _ = started(first, spec())
+    worker, _ = start_worker(first, spec())
     first.release()
 
     make_launcher(die_with_parent=False)
@@ -237,11 +237,11 @@ def test_a_stray_of_an_earlier_launcher_is_ended_first(
     make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
 ) -> None:
     first = make_launcher(die_with_parent=False)
-    stray, _ = started(first, spec())
+    stray, _ = start_worker(first, spec())
     first.release()
 
     second = make_launcher(die_with_parent=False)
-    worker, _ = started(second, spec())
+    worker, _ = start_worker(second, spec())
     assert set(actors()) == {worker.name}
     assert worker.name != stray.name
 
@@ -260,7 +260,7 @@ def test_without_an_address_a_cluster_of_this_machine_runs_and_ends_with_the_lau
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     before = signal.getsignal(signal.SIGTERM)
     launcher = RayLauncher(tmp_path / "data", die_with_parent=True)
-    worker, _ = started(launcher, spec(threads=None))
+    worker, _ = start_worker(launcher, spec(threads=None))
     assert signal.getsignal(signal.SIGTERM) is before
     assert ProcessId.of(worker.pid) is not None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hearth.launch.app_server import Watched
+from hearth.launch.app_server import IdleTracker
 from hearth.launch.child import Task
 from hearth.launch.phase import PhaseFile, read_phase
 from hearth.launch.records import (
@@ -168,15 +168,15 @@ async def test_an_app_is_idle_only_while_it_answers_nobody() -> None:
 
     async def app(scope: object, receive: object, send: object) -> None:
         clock[0] += 100
-        seen.append(watched.idle_s())
+        seen.append(tracker.idle_s())
 
-    watched = Watched(app, now=lambda: clock[0])
+    tracker = IdleTracker(app, now=lambda: clock[0])
     clock[0] = 5
-    assert watched.idle_s() == 5
-    await watched({"type": "http"}, None, None)  # type: ignore[arg-type]
+    assert tracker.idle_s() == 5
+    await tracker({"type": "http"}, None, None)  # type: ignore[arg-type]
     assert seen == [0]
     clock[0] += 7
-    assert watched.idle_s() == 7
+    assert tracker.idle_s() == 7
 
 
 def test_an_exception_that_the_last_lines_point_to_is_told_first(tmp_path: Path) -> None:

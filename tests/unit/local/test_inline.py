@@ -13,7 +13,7 @@ from hearth.local.inline import InlineLauncher
 from training.quickstart import MODEL
 
 
-class Heard:
+class RecordingWatcher:
     """A watcher that keeps what it is told."""
 
     def __init__(self):
@@ -52,11 +52,11 @@ def spec(tmp_path):
     return make
 
 
-def started(launcher, spec):
-    heard = Heard()
-    worker = launcher.start(spec, heard)
-    assert heard.is_told.wait(30)
-    return worker, heard
+def start_worker(launcher, spec):
+    watcher = RecordingWatcher()
+    worker = launcher.start(spec, watcher)
+    assert watcher.is_told.wait(30)
+    return worker, watcher
 
 
 async def get(app, path):
@@ -65,7 +65,7 @@ async def get(app, path):
 
 
 async def test_a_trainer_answers_when_its_watcher_is_told_so(launcher, spec):
-    worker, heard = started(launcher, spec())
+    worker, heard = start_worker(launcher, spec())
 
     assert heard.news == [(worker, "ready")]
     assert worker.pid is None
@@ -84,7 +84,7 @@ async def test_a_deployment_answers_too(launcher, tmp_path):
         state_dir=str(tmp_path / "state"),
         device="cpu",
     )
-    worker, heard = started(launcher, made)
+    worker, heard = start_worker(launcher, made)
 
     assert heard.news == [(worker, "ready")]
     assert (await get(worker.endpoint.app, "/healthz"))["status"] == "ok"
@@ -99,7 +99,7 @@ def test_a_start_that_fails_tells_why(launcher, spec, tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
 
-    worker, heard = started(launcher, spec(source=str(tmp_path)))
+    worker, heard = start_worker(launcher, spec(source=str(tmp_path)))
 
     assert len(heard.news) == 1
     assert heard.news[0][1].startswith("could not start: ")
@@ -109,7 +109,7 @@ def test_a_start_that_fails_tells_why(launcher, spec, tmp_path, content):
 
 
 def test_of_a_worker_that_was_stopped_nothing_is_heard(launcher, spec):
-    heard = Heard()
+    heard = RecordingWatcher()
     worker = launcher.start(spec(), heard)
 
     worker.stop()
@@ -122,7 +122,7 @@ def test_of_a_worker_that_was_stopped_nothing_is_heard(launcher, spec):
 
 
 def test_a_stopped_worker_holds_no_engine(launcher, spec):
-    worker, _ = started(launcher, spec())
+    worker, _ = start_worker(launcher, spec())
     app = weakref.ref(worker.endpoint.app)
 
     worker.stop()
@@ -132,7 +132,7 @@ def test_a_stopped_worker_holds_no_engine(launcher, spec):
 
 
 def test_a_watcher_may_stop_the_worker_it_hears_of(launcher, spec):
-    class Stopping(Heard):
+    class Stopping(RecordingWatcher):
         def ready(self, worker):
             worker.stop()
             super().ready(worker)
@@ -148,8 +148,8 @@ def test_no_thread_is_left_when_it_is_closed(spec, tmp_path):
     before = set(threading.enumerate())
     launcher = InlineLauncher(tmp_path)
     for number in range(2):
-        started(launcher, spec(f"trainer-{number}"))
-    loading = launcher.start(spec("trainer-loading"), Heard())
+        start_worker(launcher, spec(f"trainer-{number}"))
+    loading = launcher.start(spec("trainer-loading"), RecordingWatcher())
 
     launcher.close()
 
@@ -157,13 +157,13 @@ def test_no_thread_is_left_when_it_is_closed(spec, tmp_path):
     assert set(threading.enumerate()) <= before
     launcher.close()
     with pytest.raises(ClosedError, match="launcher must be open, got a call after close"):
-        launcher.start(spec(), Heard())
+        launcher.start(spec(), RecordingWatcher())
 
 
 def test_what_ran_in_a_process_before_is_not_found_again(launcher, spec):
-    worker, _ = started(launcher, spec())
+    worker, _ = start_worker(launcher, spec())
 
-    report = launcher.adopt(worker.record(), Heard())
+    report = launcher.adopt(worker.record(), RecordingWatcher())
 
     assert report.describe() == "it ran inside a process that has ended"
 

@@ -1,4 +1,4 @@
-"""What Ray says of an actor that died, in one line."""
+"""Ray's reason for the death of an actor, in one line."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def explain_death(error: Exception, lost_node: str | None) -> str:
 
 
 def shorten_error(error: Exception) -> str:
-    """What an error of Ray's says, without its advice."""
+    """The text of an error of Ray's, without its advice."""
     text = str(error)
-    found = _DETAIL.search(text)
-    useful = found["detail"] if found is not None else text
+    match = _DETAIL.search(text)
+    useful = match["detail"] if match is not None else text
     line = " ".join(useful.split()) or type(error).__name__
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."

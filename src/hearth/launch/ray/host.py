@@ -7,15 +7,12 @@ worker's token. Ray carries no request, only the worker's life: its start, its h
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import importlib
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,18 +21,14 @@ import ray
 
 from hearth.errors import HearthError
 from hearth.launch.app_server import AppServer, listener_at
-from hearth.launch.child import Task, failure_of, use_threads
-from hearth.launch.phase import PhaseFile
+from hearth.launch.child import Task, describe_failure, load_entry, open_log, start_phases
 from hearth.launch.ray.placing import Place
 from hearth.launch.ray.sharing import Probe
 from hearth.launch.ray.sidecars import RaySidecars
 from hearth.launch.ray.snapshot_actor import buckets_through
 from hearth.launch.records import WorkerFolder, write_json
-from hearth.telemetry import setup_logging
 
 logger = logging.getLogger(__name__)
-
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +75,15 @@ class WorkerHost:
         self._has_ended = threading.Event()
 
     def begin(self) -> str | None:
-        """Begin to build the worker; why that cannot be, where the node lacks something."""
+        """Begin to build the worker; returns why that cannot be, where the node lacks something."""
         try:
             if self._plan.probe is not None:
                 self._plan.probe.check(f"the node at {self._address}")
             self._folder.prepare()
             self._take_over()
         except (HearthError, OSError) as error:
-            return failure_of(error)["reason"]
-        threading.Thread(target=self._live, name="hearth-worker", daemon=True).start()
+            return describe_failure(error)["reason"]
+        threading.Thread(target=self._run_worker, name="hearth-worker", daemon=True).start()
         return None
 
     def facts(self) -> HostFacts:
@@ -106,10 +99,10 @@ class WorkerHost:
     def wait_end(self, timeout_s: float) -> tuple[bool, str | None]:
         """Whether it has ended, ``timeout_s`` from now at the latest, and why by itself.
 
-        Who waits is somebody who may ask: the worker is no orphan.
+        A launcher that waits lives: the worker is no orphan.
         """
         if self._server is not None:
-            self._server.greet()
+            self._server.touch()
         return self._has_ended.wait(timeout_s), self._failure
 
     def end(self) -> None:
@@ -119,24 +112,15 @@ class WorkerHost:
 
     def _take_over(self) -> None:
         """Make the process the worker's: its log, its folder, its environment."""
-        log = os.open(self._folder.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        for descriptor in (1, 2):
-            os.dup2(log, descriptor)
-        os.close(log)
-        # Ray may have put files of its own in their place.
-        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-        faulthandler.enable()
+        open_log(self._folder.log)
         if self._plan.task.threads is None:
             # Ray's own, as many as the place has CPUs; the worker takes its share of the machine.
             os.environ.pop("OMP_NUM_THREADS", None)
         os.environ.update(self._plan.environment)
         with contextlib.suppress(OSError):
             os.chdir(self._plan.task.working_dir)
-        logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, force=True)
-        setup_logging()
 
-    def _live(self) -> None:
+    def _run_worker(self) -> None:
         """The worker's whole life; runs on a thread of its own."""
         scratch = Path(tempfile.gettempdir(), self._plan.scratch)
         scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -146,7 +130,7 @@ class WorkerHost:
         except Exception as error:  # the boundary: its launcher must hear of it
             if not isinstance(error, HearthError):
                 logger.exception("worker %s ends", self._plan.task.worker_id)
-            failure = failure_of(error)
+            failure = describe_failure(error)
             write_json(self._folder.failure, failure)
             self._failure = failure["reason"]
         finally:
@@ -159,14 +143,8 @@ class WorkerHost:
     def _serve(self, scratch: Path, mirror: Path) -> None:
         task = self._plan.task
         assert task.health_path is not None, "workers have apps"
-        phase = PhaseFile(self._folder.phase)
-        phase("starting")
-        note = use_threads(replace(task, thread_board=str(scratch / "threads")))
-
-        def on_phase(name: str) -> None:
-            phase(name)
-            note(name)
-
+        shared = replace(task, thread_board=str(scratch / "threads"))
+        on_phase = start_phases(shared, self._folder)
         sidecars = RaySidecars(
             ray.util.get_current_placement_group(),
             self._plan.places[1:],
@@ -174,14 +152,12 @@ class WorkerHost:
             self._plan.probe,
         )
         try:
-            module, _, name = task.entry.partition(":")
-            build: Callable[..., Any] = getattr(importlib.import_module(module), name)
             arguments = dict(task.arguments)
             if self._plan.snapshot_actor is not None:
                 arguments["buckets"] = buckets_through(
                     self._plan.snapshot_actor, mirror, self._plan.keep_snapshots
                 )
-            app, close = build(**arguments, on_phase=on_phase, sidecars=sidecars)
+            app, close = load_entry(task.entry)(**arguments, on_phase=on_phase, sidecars=sidecars)
             try:
                 self._answer(app, task.health_path)
             finally:

@@ -57,20 +57,21 @@ def shortage(
         if needed > left or largest > max(has, default=0.0):
             return (
                 f"placement must be met within {waited_s:g} s, got too few {resource}s: it needs "
-                f"{needed:g} ({_listed(places, resource)}), the {len(nodes)} nodes have "
-                f"{sum(has):g} ({_joined(has)}), {left:g} of them free: add nodes, end other "
+                f"{needed:g} ({_list_needs(places, resource)}), the {len(nodes)} nodes have "
+                f"{sum(has):g} ({_join_numbers(has)}), {left:g} of them free: add nodes, end other "
                 "workers, or ask for less"
             )
     return (
         f"placement must be met within {waited_s:g} s, got none for {len(places)} processes, "
-        f"although enough is free in all: no node has enough for one of {_listed(places, 'CPU')}"
+        "although enough is free in all: no node has enough for one of "
+        f"{_list_needs(places, 'CPU')}"
     )
 
 
-def _listed(places: Sequence[Place], resource: str) -> str:
+def _list_needs(places: Sequence[Place], resource: str) -> str:
     parts = [f"{place.name} {place.bundle().get(resource, 0.0):g}" for place in places]
     return ", ".join(parts)
 
 
-def _joined(values: Sequence[float]) -> str:
+def _join_numbers(values: Sequence[float]) -> str:
     return " + ".join(f"{value:g}" for value in values) or "none"

@@ -22,11 +22,11 @@ from hearth.errors import ClosedError, EngineError, HearthError
 from hearth.launch.ray.deaths import explain_death, shorten_error
 from hearth.launch.ray.placing import Place
 from hearth.launch.ray.sharing import Probe
-from hearth.launch.sidecars import LocalSidecars
+from hearth.launch.sidecars import LocalSidecars, stop_all
 from hearth.sidecars import GRACE_S, Command, ExitReport, Sidecar
 
 _START_TIMEOUT_S = 120.0
-_ASK_TIMEOUT_S = 30.0
+_CALL_TIMEOUT_S = 30.0
 
 
 class SidecarHost:
@@ -86,12 +86,12 @@ class RaySidecar:
 
     def poll(self) -> ExitReport | None:
         """How it ended; None while it runs."""
-        self._look()
+        self._update()
         return self._report
 
     def last_lines(self) -> Sequence[str]:
         """The end of what it has printed."""
-        self._look()
+        self._update()
         return self._lines
 
     def stop(self, grace_s: float = GRACE_S) -> None:
@@ -99,17 +99,17 @@ class RaySidecar:
         if self.poll() is not None:
             return
         with contextlib.suppress(RayError):
-            ray.get(self.actor.stop.remote(grace_s), timeout=grace_s + _ASK_TIMEOUT_S)
+            ray.get(self.actor.stop.remote(grace_s), timeout=grace_s + _CALL_TIMEOUT_S)
         if self.poll() is None:
             with self._lock:
-                self._end(ExitReport(reason="was stopped, and did not say how it ended"))
+                self._end(ExitReport(reason="was stopped, and its exit status is unknown"))
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         with self._lock:
             if self._report is not None:
                 return
             try:
-                report, self._lines = ray.get(self.actor.state.remote(), timeout=_ASK_TIMEOUT_S)
+                report, self._lines = ray.get(self.actor.state.remote(), timeout=_CALL_TIMEOUT_S)
             except GetTimeoutError:
                 return  # a node that is gone is noticed by Ray, and then an error of its own
             except RayError as error:
@@ -133,7 +133,7 @@ class RaySidecars:
         self, group: Any, places: Sequence[Place], folder: Path, probe: Probe | None
     ) -> None:
         self._group = group
-        self._reserved = [_Reserved(one, number) for number, one in enumerate(places, start=1)]
+        self._reserved = [_Reserved(place, number) for number, place in enumerate(places, start=1)]
         self._folder = folder
         self._probe = probe
         self._lock = threading.Lock()
@@ -150,36 +150,32 @@ class RaySidecars:
         with self._lock:
             if self._is_closed:
                 raise ClosedError(f"worker must be running, got a start of {command.name} after it")
-            reserved = self._place_for(command)
-            reserved.taken_by = self._started(command, reserved)
+            reserved = self._find_place(command)
+            reserved.taken_by = self._start_on(reserved, command)
             return reserved.taken_by
 
     def close(self) -> None:
         """Stop all that still run, at once."""
         with self._lock:
             self._is_closed = True
-            running = [one.taken_by for one in self._reserved if one.taken_by is not None]
-        stopping = [threading.Thread(target=one.stop, daemon=True) for one in running]
-        for one in stopping:
-            one.start()
-        for one in stopping:
-            one.join()
+            running = [slot.taken_by for slot in self._reserved if slot.taken_by is not None]
+        stop_all(running)
 
-    def _place_for(self, command: Command) -> _Reserved:
-        busy = [one for one in self._reserved if not one.is_free]
-        if any(one.taken_by is not None and one.taken_by.name == command.name for one in busy):
+    def _find_place(self, command: Command) -> _Reserved:
+        busy = [slot for slot in self._reserved if not slot.is_free]
+        if any(slot.taken_by is not None and slot.taken_by.name == command.name for slot in busy):
             raise EngineError(f"sidecar must be new, got {command.name!r}, which runs")
-        free = [one for one in self._reserved if one not in busy and _fits(command, one.place)]
+        free = [slot for slot in self._reserved if slot not in busy and _fits(command, slot.place)]
         if not free:
-            places = [f"{one.place.name} ({one.place.gpus:g} GPUs)" for one in self._reserved]
+            places = [f"{slot.place.name} ({slot.place.gpus:g} GPUs)" for slot in self._reserved]
             raise EngineError(
                 f"{command.name} must have one of the places that its worker reserved, got "
                 f"{command.gpus:g} GPUs where {len(busy)} of {places} are taken"
             )
-        named = [one for one in free if one.place.name == command.name]
+        named = [slot for slot in free if slot.place.name == command.name]
         return (named or free)[0]
 
-    def _started(self, command: Command, reserved: _Reserved) -> RaySidecar:
+    def _start_on(self, reserved: _Reserved, command: Command) -> RaySidecar:
         place = reserved.place
         command = replace(command, env={**hearth_variables(), **command.env})
         actor: Any = (

@@ -26,7 +26,7 @@ Files = Mapping[str, Any]
 
 
 @dataclass
-class _Kept:
+class _StoredSnapshot:
     facts: SnapshotRecord
     parent: str | None
     files: Any = field(repr=False)
@@ -37,7 +37,7 @@ class SnapshotActor:
     """The actor. A call at a time."""
 
     def __init__(self) -> None:
-        self._buckets: dict[str, dict[str, _Kept]] = {}
+        self._buckets: dict[str, dict[str, _StoredSnapshot]] = {}
 
     def put(self, bucket: str, identity: str, files: Files, keep: int | None) -> None:
         """Keep a snapshot, and with it the newest ``keep`` and what they are made on."""
@@ -47,10 +47,10 @@ class SnapshotActor:
             kind=manifest["kind"],
             base_model=manifest["base_model"],
             created_s=float(manifest.get("created_s", 0.0)),
-            num_bytes=sum(one.nbytes for one in files.values()),
+            num_bytes=sum(file.nbytes for file in files.values()),
         )
         # Put anew: what a trainer has put goes with the trainer.
-        kept = _Kept(facts, manifest.get("parent"), ray.put(dict(files)))
+        kept = _StoredSnapshot(facts, manifest.get("parent"), ray.put(dict(files)))
         snapshots = self._buckets.setdefault(bucket, {})
         snapshots[identity] = kept
         _drop_old(snapshots, keep or KEEP)
@@ -63,7 +63,7 @@ class SnapshotActor:
 
     def facts(self, bucket: str) -> list[dict[str, Any]]:
         """What a bucket holds, oldest first."""
-        return [asdict(one.facts) for one in self._buckets.get(bucket, {}).values()]
+        return [asdict(snapshot.facts) for snapshot in self._buckets.get(bucket, {}).values()]
 
 
 def buckets_through(snapshot_actor: Any, mirror: Path, keep: int | None) -> Any:
@@ -76,7 +76,7 @@ def buckets_through(snapshot_actor: Any, mirror: Path, keep: int | None) -> Any:
     return store.RayBuckets(snapshot_actor, mirror, keep)
 
 
-def _drop_old(snapshots: dict[str, _Kept], keep: int) -> None:
+def _drop_old(snapshots: dict[str, _StoredSnapshot], keep: int) -> None:
     needed: set[str] = set()
     for name in list(snapshots)[-keep:]:
         link: str | None = name

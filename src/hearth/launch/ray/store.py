@@ -65,12 +65,12 @@ class RaySnapshotStore:
             kept = self.names()
             if snapshot.kind == "delta" and snapshot.parent not in kept:
                 raise missing_parent(snapshot, kept)
-            for one in {identity, snapshot.parent or ""} & set(kept):
-                self._fetch(one)
+            for name in {identity, snapshot.parent or ""} & set(kept):
+                self._fetch(name)
             self._mirror.put(snapshot)
             if identity not in kept:
                 files = _read(self._root / identity)
-                self._ask("put", self._bucket, identity, files, self._keep)
+                self._call_actor("put", self._bucket, identity, files, self._keep)
             self._clean({*kept, identity})
 
     def get(self, identity: str) -> Snapshot:
@@ -87,20 +87,20 @@ class RaySnapshotStore:
 
     def facts(self) -> list[SnapshotFacts]:
         """What the snapshot actor has, oldest first."""
-        return [SnapshotFacts(**one) for one in self._ask("facts", self._bucket)]
+        return [SnapshotFacts(**facts) for facts in self._call_actor("facts", self._bucket)]
 
     def _fetch(self, identity: str) -> None:
         """Have a snapshot in the mirror."""
         folder = self._root / identity
         if folder.is_dir():
             return
-        found = self._ask("get", self._bucket, identity)
-        if found is None:
+        reference = self._call_actor("get", self._bucket, identity)
+        if reference is None:
             raise NotFoundError(
                 f"snapshot must be one of {self.names()}, got {identity!r}: it was never saved "
                 "here, or newer ones have taken its place"
             )
-        files = _got(found[0])
+        files = _fetch_result(reference[0])
         with drafted(folder) as draft:
             for name, content in files.items():
                 (draft / name).write_bytes(content)
@@ -110,11 +110,11 @@ class RaySnapshotStore:
             if name not in wanted:
                 remove_folder(self._root / name)
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        return _got(getattr(self._snapshot_actor, method).remote(*arguments))
+    def _call_actor(self, method: str, *arguments: Any) -> Any:
+        return _fetch_result(getattr(self._snapshot_actor, method).remote(*arguments))
 
 
-def _got(reference: Any) -> Any:
+def _fetch_result(reference: Any) -> Any:
     try:
         return ray.get(reference, timeout=_TIMEOUT_S)
     except RayError as error:
