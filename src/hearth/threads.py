@@ -80,7 +80,7 @@ class ThreadBudget:
         own = os.getpid()
         busy = [
             record
-            for record in records.all(axis=1).nonzero()[0].tolist()
+            for record in np.flatnonzero(records.all(axis=1)).tolist()
             if records[record, _PID] == own or _is_alive(int(records[record, _PID]))
         ]
         if number not in busy:
