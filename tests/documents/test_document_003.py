@@ -14,7 +14,7 @@ import torch
 
 import training.utils
 from hearth.errors import HearthError
-from training.samples.datums import align_behavior_logprobs, datum_from_tokens_weights
+from training.samples.datums import datum_from_tokens_weights, token_logprobs
 from training.utils import DeployConfig, HotloadConfig, ISConfig, WandBConfig
 from training.utils.rl import (
     build_grpo_datums,
@@ -173,7 +173,7 @@ def test_the_prefill_gives_the_trainers_logprobs_of_the_served_weights(
     length = len(completion.full_tokens)
     assert values[0] is None
     assert len(values) == length + 1
-    rows = align_behavior_logprobs(values, num_tokens=length, prompt_len=completion.prompt_len)
+    _, *rows = token_logprobs(values, num_tokens=length, prompt_len=completion.prompt_len)
     (trainers,) = logprobs(trained["policy_client"], trained["datums"][:1])
     assert rows == pytest.approx(trainers, abs=1e-4)
 

@@ -578,7 +578,7 @@ def test_completions_go_on_under_new_weights_and_their_oldest_token_counts(async
     assert max(record["train/inference_diff"] for record in records) > 1e-4
     for sample in taken:
         drawn = [value for value in sample.behavior_logprobs if value != 0.0]
-        expected = [one for one in behavior[tuple(sample.drawn.tokens)] if one != 0.0]
+        expected = [one for one in behavior[tuple(sample.rollout.tokens)] if one != 0.0]
         assert drawn == expected
 
 

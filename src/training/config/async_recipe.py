@@ -79,3 +79,8 @@ class AsyncConfig(RecipeConfig):
     def uses_tis(self) -> bool:
         """Whether samples are weighted by how far the sampler's policy is off."""
         return self.is_off_policy if self.tis_enabled is None else self.tis_enabled
+
+    @property
+    def trains_early(self) -> bool:
+        """Only off-policy, where a step's groups are there at different times."""
+        return self.overlaps

@@ -235,3 +235,8 @@ class RecipeConfig:
     def runs_builtin_loss(self) -> bool:
         """Whether the loss runs inside the trainer."""
         return False
+
+    @property
+    def trains_early(self) -> bool:
+        """Whether a step's first groups are trained while its others are still being sampled."""
+        return True

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
+from typing import get_args
 
 from hearth.errors import ConfigError
 from hearth.losses.catalog import POLICY_LOSSES
 from training.config.objective import objective_options, tis_options
 from training.config.recipe import RecipeConfig
+from training.config.single_turn import RewardWorkers, SingleTurnConfig
 
+WITHOUT_KERNEL = frozenset({"reinforce"})
+"""Losses that the trainer cannot compute itself."""
 _MODEL_ID = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -52,6 +56,10 @@ def _problems(config: RecipeConfig) -> Iterator[str]:
     yield from _kl_target_problems(config)
     yield from _batching_problems(config)
     yield from _sync_problems(config)
+    if config.runs_builtin_loss:
+        yield from _builtin_loss_problems(config)
+    if isinstance(config, SingleTurnConfig):
+        yield from _reward_problems(config)
     if config.output_model_id is not None and not _MODEL_ID.fullmatch(config.output_model_id):
         yield (
             "output_model_id must be 1 to 63 characters of a-z, 0-9 and -, got "
@@ -182,3 +190,40 @@ def _sync_problems(config: RecipeConfig) -> Iterator[str]:
     ):
         if not value > 0:
             yield f"{name} must be > 0 seconds, got {value}"
+
+
+def _builtin_loss_problems(config: RecipeConfig) -> Iterator[str]:
+    if config.kl_beta > 0:
+        yield (
+            f"kl_beta must be 0 with loss_path='builtin', got {config.kl_beta}: the trainer's "
+            "built-in losses have no KL; set kl_beta=0 or loss_path='client'"
+        )
+    if config.policy_loss in WITHOUT_KERNEL:
+        yield (
+            f"policy_loss must have a built-in kernel with loss_path='builtin', got "
+            f"{config.policy_loss!r}: use loss_path='client'"
+        )
+    if config.policy_loss == "dro" and config.dro.gated:
+        yield "dro.gated must be False with loss_path='builtin', got True: use 'client'"
+
+
+def _reward_problems(config: SingleTurnConfig) -> Iterator[str]:
+    yield from counts_below_one(config, "max_concurrent")
+    if config.reward_timeout_s is not None and not config.reward_timeout_s > 0:
+        yield f"reward_timeout_s must be > 0 seconds or None, got {config.reward_timeout_s}"
+    if config.reward_errors not in ("raise", "drop"):
+        yield f"reward_errors must be 'raise' or 'drop', got {config.reward_errors!r}"
+    older = config.rollout_workers
+    if older is not None and config.reward_workers not in ("loop", older):
+        yield (
+            f"reward_workers and rollout_workers must agree, got {config.reward_workers!r} and "
+            f"{older!r}: they are two names of one setting, give reward_workers"
+        )
+    workers = older or config.reward_workers
+    if workers not in get_args(RewardWorkers):
+        yield f"reward_workers must be 'loop', 'process' or 'ray', got {workers!r}"
+    elif workers != "loop" and config.reward_timeout_s is None:
+        yield (
+            f"reward_timeout_s must be given with reward_workers={workers!r}, got None: the run "
+            "would wait forever for a call that never ends"
+        )

@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from hearth.errors import ConfigError
 from training.config.turn_credit import ScorerName, TurnCreditConfig, turn_credit_problems
 from training.config.validation import validate
+from training.data.given_rows import checked_eval_rows, checked_rows
 from training.data.rows import Row
 from training.platform.run_infra import RunInfra
 from training.recipes import async_rl_loop
-from training.recipes.async_rl_loop import checked_eval_rows, checked_rows, run_rows
+from training.recipes.async_rl_loop import run_rows
 from training.rollouts.runner import GroupCredit, GroupFilter
 from training.rollouts.validation import rollout_problems
 from training.run.command import refuse_inside_event_loop

@@ -14,6 +14,7 @@ from training.rewards.length import soft_overlong_reward
 from training.rewards.mathematics import math_reward
 from training.rewards.score import RewardFunction, Score, ScoringReward, Unscored
 from training.rewards.scoring import AnyReward, disagreements, scored
+from training.rewards.workers import guard_reward
 
 __all__ = [
     "AnyReward",
@@ -29,6 +30,7 @@ __all__ = [
     "answer_reward",
     "disagreements",
     "exact_match",
+    "guard_reward",
     "guarded",
     "marked_answer",
     "math_reward",

@@ -17,6 +17,7 @@ from training.config.async_recipe import AsyncConfig
 from training.data.rows import IndexedRow
 from training.rollouts.runner import Submission
 from training.rollouts.staleness import GateLimits, StalenessGate, Taken
+from training.samples.batching import count_due_groups
 from training.samples.groups import PromptGroup, RowOutcome
 
 
@@ -167,20 +168,14 @@ class RolloutQueue:
 
     def _due(self) -> int:
         """How many groups go through forward and backward now; 0 waits for more."""
-        config, gate = self._config, self.gate
-        ready, places = gate.ready(), gate.places_left()
-        if not ready or (config.synchronous_training and self._running):
+        if self._config.synchronous_training and self._running:
             return 0
-        most = max(1, config.max_samples_per_fwd_bwd // config.completions_per_prompt)
-        least = places
-        if config.ppo_n_minibatches > 1:
-            most = places  # minibatches are cut from the whole batch
-        elif config.min_samples_per_fwd_bwd is not None:
-            least = max(1, config.min_samples_per_fwd_bwd // config.completions_per_prompt)
-        elif gate.limits.max_head_offpolicy_versions > 0:
-            least = most
-        is_last = not self._running and self._failure is None
-        return min(ready, most) if is_last or ready >= min(least, places) else 0
+        return count_due_groups(
+            self._config,
+            ready=self.gate.ready(),
+            places=self.gate.places_left(),
+            is_last=not self._running and self._failure is None,
+        )
 
     async def _wait(self) -> None:
         """Wait until a row ends; give late rows up when their time is over."""

@@ -71,6 +71,10 @@ class _Drawn:
     error: Exception | None = None
 
 
+GroupMaker = Callable[[Submission, list[RolloutRun], dict[str, Any] | None], PromptGroup]
+"""Makes a row's trajectories a group, given what belongs to the row (``Rollout.row_meta``)."""
+
+
 class Rollouts:
     """Draws whole rows with a rollout function.
 
@@ -84,6 +88,7 @@ class Rollouts:
         config: AsyncConfig,
         *,
         num_rows: int,
+        make_group: GroupMaker | None = None,
         accepts: GroupFilter | None = None,
         breaker: CircuitBreaker | None = None,
         credit: GroupCredit | None = None,
@@ -93,6 +98,7 @@ class Rollouts:
         self._declared = find_declared_arguments(rollout_fn)
         self._config = config
         self._num_rows = num_rows
+        self._make_group = make_group
         self._accepts = accepts
         self._credit = credit
         self._breaker = breaker or CircuitBreaker()
@@ -227,13 +233,8 @@ class Rollouts:
             reason = "failed" if errors else "too_few"
         else:
             metas = [one.row_meta for one in drawn if one.row_meta is not None]
-            group = PromptGroup.from_rollouts(
-                submitted.row,
-                [run.segments for run in runs],
-                metas[0] if metas else None,
-                submitted.version,
-                replay=self._config.replay,
-            )
+            assert self._make_group is not None, "rollouts that are trained make groups"
+            group = self._make_group(submitted, runs, metas[0] if metas else None)
             group, reason = await self._judged(group, errors)
         return RowOutcome(
             submitted.row,

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from hearth.errors import ConfigError, HearthError
+from hearth.errors import ConfigError
 from hearth.telemetry import BusyClock, Stopwatch
-from training.config.parts import is_given, plain_config
 from training.config.recipe import RecipeConfig
 from training.data.rows import Row
 from training.platform.run_infra import RunInfra, is_embedded
-from training.rewards.scoring import AnyReward
 from training.run.checkpoints import (
     Checkpoint,
     Cursor,
     check_adapter,
     check_reference,
     checkpoint_reference,
-    write_manifest,
 )
-from training.run.evaluation import EvalResult, evaluate
+from training.run.evaluation import EvalResult
 from training.run.metrics import Display, MetricsLog
-from training.run.signal import Finding, SignalWatch
-from training.samples.groups import PromptGroup, RolloutStats
+from training.run.signal import SignalWatch
+from training.samples.groups import RolloutStats, RowOutcome
 from training.update.kl_control import AdaptiveKL, kl_control
-from training.update.parity import ParityError, parity_problem
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +41,6 @@ def check_start(config: RecipeConfig) -> None:
     if config.warm_start_from_adapter is not None:
         check_adapter(config.warm_start_from_adapter, is_embedded=is_embedded())
 
-
-AUTOMATIC_SAVE_RATIO = 50.0
-"""Checkpoints that nobody asked for wait this many times as long as the last one took."""
 
 _WHY_DROPPED = {
     "uniform": "whose completions all earned the same reward",
@@ -138,29 +130,6 @@ class Run:
             model_path=self.model_path,
         )
 
-    async def evaluate_if_due(
-        self, config: RecipeConfig, infra: RunInfra, reward_fn: AnyReward, *, always: bool = False
-    ) -> None:
-        """Held-out accuracy of what the deployment serves, every ``eval_every`` steps."""
-        if not self.is_eval_due(config, self.step, always=always):
-            return
-        self.eval_begun = self.step
-        with self.clock.span("perf/eval_time"):
-            try:
-                result = await evaluate(
-                    infra.sampler,
-                    self.eval_rows,
-                    reward_fn,
-                    temperature=config.temperature,
-                    samples_per_prompt=config.eval_samples_per_prompt,
-                    max_tokens=config.max_completion_tokens,
-                    seed=config.seed,
-                )
-            except Exception as error:  # noqa: BLE001 - whatever a reward function raises
-                self.note_failed_evaluation(self.step, error)
-                return
-        self.note_evaluation(self.step, result)
-
     def is_eval_due(self, config: RecipeConfig, step: int, *, always: bool = False) -> bool:
         """Whether the weights of ``step`` are to be evaluated, and have not been."""
         if not self.eval_rows or self.eval_begun == step:
@@ -186,48 +155,6 @@ class Run:
             notes,
             exc_info=error,
         )
-
-    async def save_if_due(
-        self, config: RecipeConfig, infra: RunInfra, *, is_last: bool = False
-    ) -> None:
-        """A resumable checkpoint and, only when it is written, the manifest that names it."""
-        if not self.is_save_due(config, infra, is_last=is_last):
-            return
-        name = f"step-{self.step:05d}"
-        point = Checkpoint(
-            name=name,
-            step=self.step,
-            cursor=self.cursor.start,
-            beyond=sorted(self.cursor.beyond),
-            seed=config.seed,
-            version=self.version,
-            job=infra.policy_job_id,
-            kl_beta=self.kl.coefficient if self.kl else None,
-        )
-        with self.clock.span("perf/dcp_save_time"):
-            started = self.now()
-            saving = infra.policy_client.save_state(
-                name, overwrite=True, metadata={**asdict(point), "config": plain_config(config)}
-            )
-            await saving.result_async(config.sync.dcp_timeout_s)
-            self.saved_at = self.now()
-            self.save_s = self.saved_at - started
-        self.saved = (self.step, self.cursor.count)
-        known = [checkpoint for checkpoint in self.checkpoints if checkpoint.name != name] + [point]
-        self.checkpoints = await asyncio.to_thread(_unretired, known, infra)
-        write_manifest(self.log_path, self.checkpoints)
-
-    def is_save_due(self, config: RecipeConfig, infra: RunInfra, *, is_last: bool = False) -> bool:
-        """Whether ``save_if_due`` would write a checkpoint now."""
-        if self.step == 0 or (self.step, self.cursor.count) == self.saved:
-            return False
-        interval = config.sync.dcp_save_interval
-        is_automatic = not is_given(interval) and infra.is_embedded
-        if is_last:
-            return config.save_final_checkpoint and (is_automatic or interval > 0)
-        if is_automatic:
-            return self.now() - self.saved_at >= AUTOMATIC_SAVE_RATIO * self.save_s
-        return 0 < interval <= self.step - self.saved[0]
 
     def begin(self, config: RecipeConfig, infra: RunInfra, checkpoint: Checkpoint | None) -> None:
         """Load what the run starts from, and say it in one line.
@@ -297,22 +224,16 @@ class Run:
             f"{len(self.rows) * config.epochs} rows done"
         )
 
-    async def export_model(self, config: RecipeConfig, infra: RunInfra) -> None:
-        """Promote the final weights, where ``output_model_id`` names a model."""
-        if config.output_model_id is None:
-            return
-        saving = infra.policy_client.save_weights_for_sampler(f"final-{self.step:05d}", "base")
-        saved = await saving.result_async(config.sync.dcp_timeout_s)
-        model = await asyncio.to_thread(
-            infra.trainers.promote_checkpoint,
-            infra.policy_job_id,
-            saved.snapshot_name,
-            config.output_model_id,
-            infra.policy_client.base_model,
-            merge_adapter=config.merge_adapter,
-        )
-        self.model_path = Path(model.source) if model.source else None
-        self.display.note(f"the trained model is {model.name}, in {model.source}")
+    def count_outcome(self, outcome: RowOutcome) -> None:
+        """Count what became of a row; one without a group is finished.
+
+        Raises:
+            NoSignalError: for ``no_signal_patience`` steps no row had anything to learn from.
+        """
+        self.stats.add(outcome)
+        if outcome.group is None:
+            self.cursor.finish([outcome.row.index])
+        self.signal.see_row(outcome)
 
     def mention_untrained_rows(self) -> None:
         """Say why, when the rows since the last step left nothing to train on."""
@@ -330,99 +251,7 @@ class Run:
         """The weight version that the trainer's weights are served as; None where they are not."""
         return self.version if self.synced_step == self.step else None
 
-    def see_step(self, config: RecipeConfig, metrics: Mapping[str, float]) -> None:
-        """Say what is wrong with a step that is written down.
-
-        Raises:
-            ParityError: sampler and trainer disagree, and ``parity_stops`` is on.
-        """
-        self.signal.see_step(self.step, metrics)
-        problem = parity_problem(metrics, config.parity_threshold)
-        if problem is None:
-            return
-        if config.parity_stops:
-            raise ParityError(f"step {self.step}: {problem}")
-        self.signal.report(self.step, Finding("parity", problem))
-
     def start_step(self) -> None:
         """Begin counting for the next step."""
         self.stats = RolloutStats()
         self.step_started = self.now()
-
-
-def _unretired(checkpoints: list[Checkpoint], infra: RunInfra) -> list[Checkpoint]:
-    """Those that the trainer still has; of another job's nothing is known, and they stay."""
-    try:
-        kept = infra.policy.list_checkpoints()
-    except HearthError:  # the checkpoint is written; to tidy the manifest can wait
-        return checkpoints
-    return [
-        checkpoint
-        for checkpoint in checkpoints
-        if checkpoint.job != infra.policy_job_id or checkpoint.name in kept
-    ]
-
-
-def step_times(run: Run, groups: Sequence[PromptGroup]) -> dict[str, float]:
-    """``perf/*`` of the step that ends now: seconds by phase, shares of the wall time, rates.
-
-    Weight sync and checkpoint come after their step's record and so count in the next one.
-    """
-    wall = max(run.now() - run.step_started, 1e-9)
-    times = run.clock.take()
-    both, sampling, training = run.busy.take()
-    tokens = sum(len(one.drawn.tokens) for group in groups for one in group.flat())
-    drawn = sum(sum(group.completion_lens) for group in groups)
-    train = times.get("perf/fwd_bwd_time", 0.0) + times.get("perf/optim_step_time", 0.0)
-    metrics = times | {
-        "perf/step_wall_time": wall,
-        "perf/overlap_ratio": both / wall,
-        "perf/trainer_wait_for_sampler_time": sampling,
-        "perf/sampler_wait_for_trainer_time": training,
-        "perf/wait_time_ratio": times.get("perf/sample_wait_time", 0.0) / wall,
-        "perf/weight_sync_ratio": times.get("perf/weight_sync_time", 0.0) / wall,
-        "perf/rollout_tokens_per_s": drawn / wall,
-        "perf/rollout_samples_per_s": run.stats.samples / wall,
-    }
-    if train:
-        metrics["perf/train_tokens_per_s"] = tokens / train
-    if times.get("perf/ref_forward_time"):
-        metrics["perf/ref_tokens_per_s"] = tokens / times["perf/ref_forward_time"]
-    return metrics
-
-
-def batch_metrics(
-    results: Sequence[tuple[int, Mapping[str, float]]], completions_per_prompt: int
-) -> dict[str, float]:
-    """How the step was cut into calls: (samples, metrics) of each; 0 samples is an optimizer's.
-
-    Groups are counted as ``completions_per_prompt`` samples.
-    """
-    samples = [count for count, _ in results if count]
-    optimizer_calls = sum(count == 0 for count, _ in results)
-    groups = [count / completions_per_prompt for count in samples]
-    return {
-        "rollout/fwd_bwd_count": float(len(samples)),
-        "train/effective_grad_accum_steps": len(samples) / max(1, optimizer_calls),
-        "batch/mean_samples_per_fwd_bwd": sum(samples) / len(samples),
-        "batch/mean_prompt_groups_per_fwd_bwd": sum(groups) / len(groups),
-        "batch/max_prompt_groups_per_fwd_bwd": max(groups),
-        "batch/min_prompt_groups_per_fwd_bwd": min(groups),
-    }
-
-
-def merged_metrics(results: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Metrics of a step's calls as one: sums for ``name:sum``, else means.
-
-    Means weigh each forward and backward call by its samples, and optimizer calls equally.
-    """
-    totals: dict[str, float] = {}
-    weights: dict[str, float] = {}
-    for count, metrics in results:
-        for name, value in metrics.items():
-            is_sum = name.endswith(":sum")
-            name = name.removesuffix(":mean").replace(":", "_")
-            weight = 1.0 if is_sum or count == 0 else float(count)
-            totals[name] = totals.get(name, 0.0) + weight * value
-            weights[name] = 1.0 if is_sum else weights.get(name, 0.0) + weight
-    return {name: total / weights[name] for name, total in totals.items()}

@@ -1,6 +1,6 @@
-"""Tokens to training datums, and the one place that converts the sampler's alignment.
+"""Tokens to training datums, and the sampler's logprobs and experts to one value per token.
 
-Rows are target-aligned: N tokens give N - 1 rows, row t is about token t + 1.
+A datum of N tokens is target-aligned: it has N - 1 values, of which value t is about token t + 1.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def datum_from_tokens_weights(
         ids, values = ids[:max_length], values[:max_length]
     if len(ids) < 2:
         raise ConfigError(f"tokens must hold at least 2 ids, got {len(ids)}: no target is left")
-    rows = len(ids) - 1
+    length = len(ids) - 1
     model_input = tinker.ModelInput.from_ints(ids[:-1].tolist())
     if routing is not None:
         model_input = RoutedModelInput(
-            chunks=model_input.chunks, routing_matrices=list(routing[:rows])
+            chunks=model_input.chunks, routing_matrices=list(routing[:length])
         )
     return tinker.Datum(
         model_input=model_input,
         loss_fn_inputs={
-            "target_tokens": tinker.TensorData(data=ids[1:], dtype="int64", shape=[rows]),
-            "weights": tinker.TensorData(data=values[1:], dtype="float32", shape=[rows]),
+            "target_tokens": tinker.TensorData(data=ids[1:], dtype="int64", shape=[length]),
+            "weights": tinker.TensorData(data=values[1:], dtype="float32", shape=[length]),
         },
     )
 
@@ -83,7 +83,7 @@ def build_grpo_datums(
 ) -> list[tinker.Datum]:
     """One datum per completion, as document 003 builds them: prompt 0, completion 1.
 
-    Keeps the first ``max_seq_len`` tokens and then shifts, which leaves ``max_seq_len - 1`` rows.
+    Keeps the first ``max_seq_len`` tokens and then shifts: ``max_seq_len - 1`` targets are left.
     """
     return [
         completion_datum(completion.full_tokens, completion.prompt_len, max_seq_len)
@@ -91,53 +91,52 @@ def build_grpo_datums(
     ]
 
 
-def align_behavior_logprobs(
+def token_logprobs(
     logprobs: Sequence[float | None] | None,
     *,
     num_tokens: int,
     prompt_len: int,
     is_echoed: bool = False,
 ) -> list[float]:
-    """The sampler's logprobs of a sequence of N tokens as N - 1 target-aligned rows.
+    """The sampler's logprobs of a sequence of N tokens, one per token; 0 where it gave none.
 
-    Understood are: N values beginning with None (echo); N + 1 such values, the last about a
-    token that was generated beside an echoed prefill and is left out; one value per completion
-    token, N - ``prompt_len`` of them, with 0 put on the prompt's rows; and, when ``is_echoed``,
-    N - 1 values whose leading None is already gone. Nothing else: an off-by-one list would train
-    without a complaint.
+    Four forms are accepted: N values beginning with None (echo); N + 1 such values, the last about
+    a token that was generated beside an echoed prefill and is left out; one value per completion
+    token, N - ``prompt_len`` of them; and, when ``is_echoed``, N - 1 values whose leading None is
+    already gone. Any other length is an error: a list that is off by one would train silently.
 
     Raises:
         ConfigError: nothing was given, the length fits no form, or a completion token has None.
     """
     if not 1 <= prompt_len <= num_tokens:
         raise ConfigError(f"prompt_len must be in [1, {num_tokens}], got {prompt_len}")
-    num_drawn = num_tokens - prompt_len
-    if logprobs is None or (not logprobs and num_drawn):
+    num_sampled = num_tokens - prompt_len
+    if logprobs is None or (not logprobs and num_sampled):
         raise ConfigError(
-            f"behavior logprobs must be given for {num_drawn} completion tokens, got "
+            f"behavior logprobs must be given for {num_sampled} completion tokens, got "
             f"{logprobs!r}: sample with logprobs=True"
         )
     values = list(logprobs)
-    if values and values[0] is None and len(values) in (num_tokens, num_tokens + 1):
-        rows = values[1:num_tokens]
+    has_leading_none = bool(values) and values[0] is None
+    if has_leading_none and len(values) in (num_tokens, num_tokens + 1):
+        values = values[:num_tokens]
     elif is_echoed and len(values) == num_tokens - 1:
-        rows = values
-    elif not is_echoed and len(values) == num_drawn:
-        rows = [0.0] * (prompt_len - 1) + values
+        values = [None, *values]
+    elif not is_echoed and len(values) == num_sampled:
+        values = [0.0] * prompt_len + values
     else:
-        short = "None first" if values and values[0] is None else "no leading None"
+        form = "None first" if has_leading_none else "no leading None"
         raise ConfigError(
             f"behavior logprobs must be {num_tokens} or {num_tokens + 1} values with None first, "
-            f"{num_drawn} of the completion, or {num_tokens - 1} echoed ones without the None, got "
-            f"{len(values)} with {short} (is_echoed={is_echoed}): they would be off by one"
+            f"{num_sampled} of the completion, or {num_tokens - 1} echoed ones without the None, "
+            f"got {len(values)} with {form} (is_echoed={is_echoed}): they would be off by one"
         )
-    for position, value in enumerate(rows):
-        if value is None and position >= prompt_len - 1:
-            raise ConfigError(
-                f"behavior logprobs must be numbers on completion tokens, got None for token "
-                f"{position + 1} of {num_tokens}"
-            )
-    return [0.0 if value is None else float(value) for value in rows]
+    if None in values[prompt_len:]:
+        raise ConfigError(
+            "behavior logprobs must be numbers on completion tokens, got None for token "
+            f"{values.index(None, prompt_len)} of {num_tokens}"
+        )
+    return [0.0 if value is None else float(value) for value in values]
 
 
 def align_routing(
@@ -145,24 +144,24 @@ def align_routing(
 ) -> list[str]:
     """The sampler's experts of a sequence of N tokens as N - 1 texts, one per input token.
 
-    Understood are: N - 1 texts, and one per token from the first drawn one on, N - ``prompt_len``
-    of them, as a sampler gives them. The prompt's own (the first ``prompt_len`` - 1) are left empty
-    unless ``with_prompt``: there the trainer's router decides.
+    Two forms are accepted: N - 1 texts, and N - ``prompt_len`` of them, one per token from the
+    first sampled one on. Without ``with_prompt`` the prompt's own (the first ``prompt_len`` - 1)
+    are left empty: there the trainer's router decides.
 
     Raises:
         ConfigError: the length fits neither form.
     """
-    rows = list(routing)
+    texts = list(routing)
     blank = [""] * (prompt_len - 1)
-    if len(rows) != num_tokens - 1:
-        if len(rows) != num_tokens - prompt_len:
-            raise ConfigError(
-                f"routing_matrices must be {num_tokens - 1}, one per token but the last, or "
-                f"{num_tokens - prompt_len}, one per drawn token, got {len(rows)}: they would be "
-                "replayed at other tokens"
-            )
-        rows = blank + rows
-    return rows if with_prompt else blank + rows[len(blank) :]
+    if prompt_len > 1 and len(texts) == num_tokens - prompt_len:
+        texts = blank + texts
+    if len(texts) != num_tokens - 1:
+        raise ConfigError(
+            f"routing_matrices must be {num_tokens - 1}, one per token but the last, or "
+            f"{num_tokens - prompt_len}, one per sampled token, got {len(texts)}: they would be "
+            "replayed at other tokens"
+        )
+    return texts if with_prompt else blank + texts[len(blank) :]
 
 
 def _listed(values: Sequence[float] | torch.Tensor) -> Sequence[float]:

@@ -1,4 +1,4 @@
-"""Groups of samples: what one row's draws become before they are trained."""
+"""Groups of samples: what the completions of one row become before they are trained."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tinker
+import torch
+from torch import Tensor
 
 from hearth.sdk import RoutedModelInput, SampledCompletion
 from training.config.parts import Replay
 from training.data.rows import IndexedRow
-from training.samples.advantages import group_advantages
-from training.samples.datums import (
-    align_behavior_logprobs,
-    align_routing,
-    datum_from_tokens_weights,
-)
+from training.samples.datums import align_routing, datum_from_tokens_weights, token_logprobs
 from training.samples.reward_metrics import (
     disagreement_metrics,
     group_reward_metrics,
@@ -33,42 +30,47 @@ from training.samples.turn_advantages import TurnCredit
 class TrainSample:
     """One token sequence on its way through the losses.
 
-    Logprobs are target-aligned rows of N - 1 values for N tokens. ``old_logprobs`` None stands for
-    the policy's own.
+    Logprobs are target-aligned: N - 1 values for N tokens. ``old_logprobs`` None stands for the
+    policy's own.
     """
 
     datum: tinker.Datum
     advantage: float | Sequence[float]
-    """What every drawn token earned, or target-aligned rows of what each did."""
+    """What every sampled token earned, or target-aligned values of what each did."""
     behavior_logprobs: Sequence[float]
-    drawn: RolloutSample
+    rollout: RolloutSample
     old_logprobs: Sequence[float] | None = None
     ref_logprobs: Sequence[float] | None = None
 
     @classmethod
     def from_rollout(
-        cls, drawn: RolloutSample, advantage: float, replay: Replay = "none"
+        cls, rollout: RolloutSample, advantage: float, replay: Replay = "none"
     ) -> TrainSample:
-        """A sample's datum, and the sampler's logprobs where it drew.
+        """The one place that shifts a rollout's tokens, mask and logprobs to their targets.
 
         Raises:
             ConfigError: the experts that are to be replayed are not one per token.
         """
-        rows = zip(drawn.logprobs[1:], drawn.loss_mask[1:], strict=True)
+        pairs = zip(rollout.logprobs[1:], rollout.loss_mask[1:], strict=True)
         routing = None
-        if replay != "none" and drawn.routing_matrices is not None:
+        if replay != "none" and rollout.routing_matrices is not None:
             routing = align_routing(
-                drawn.routing_matrices,
-                num_tokens=len(drawn.tokens),
-                prompt_len=drawn.prompt_len,
+                rollout.routing_matrices,
+                num_tokens=len(rollout.tokens),
+                prompt_len=rollout.prompt_len,
                 with_prompt=replay == "all",
             )
         return cls(
-            datum=datum_from_tokens_weights(drawn.tokens, drawn.loss_mask, routing=routing),
+            datum=datum_from_tokens_weights(rollout.tokens, rollout.loss_mask, routing=routing),
             advantage=advantage,
-            behavior_logprobs=[value if live else 0.0 for value, live in rows],
-            drawn=drawn,
+            behavior_logprobs=[logprob if is_sampled else 0.0 for logprob, is_sampled in pairs],
+            rollout=rollout,
         )
+
+    @property
+    def mask(self) -> Tensor:
+        """1 on targets that the policy sampled; float32 [N - 1]."""
+        return torch.tensor(self.rollout.loss_mask[1:], dtype=torch.float32)
 
     @property
     def is_effective(self) -> bool:
@@ -77,11 +79,27 @@ class TrainSample:
 
     @property
     def reference_datum(self) -> tinker.Datum:
-        """The datum for a reference: its router goes its own ways."""
+        """The datum for a reference, whose router chooses its own experts."""
         routed = self.datum.model_input
         if not isinstance(routed, RoutedModelInput):
             return self.datum
         return tinker.Datum(model_input=routed.unrouted(), loss_fn_inputs=self.datum.loss_fn_inputs)
+
+
+def to_datums(
+    trajectories: Sequence[Sequence[RolloutSample]],
+    advantages: Sequence[float],
+    replay: Replay = "none",
+) -> list[list[TrainSample]]:
+    """The datums of each trajectory, with what a loss needs beside them: advantage and logprobs.
+
+    Raises:
+        ConfigError: the experts that are to be replayed are not one per token.
+    """
+    return [
+        [TrainSample.from_rollout(sample, advantage, replay) for sample in samples]
+        for samples, advantage in zip(trajectories, advantages, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -102,30 +120,6 @@ class PromptGroup:
     credit: TurnCredit | None = None
     """What each turn is worth, where samples have an advantage per token."""
 
-    @classmethod
-    def from_rollouts(
-        cls,
-        row: IndexedRow,
-        trajectories: Sequence[Sequence[RolloutSample]],
-        row_meta: dict[str, Any] | None = None,
-        submit_version: int = 0,
-        *,
-        replay: Replay = "none",
-    ) -> PromptGroup:
-        """A group with its advantages; the samples of one trajectory have one reward.
-
-        Raises:
-            ConfigError: fewer than two trajectories, a reward that is not finite, or experts to
-                replay that are not one per token.
-        """
-        rewards = [float(samples[0].reward) for samples in trajectories]
-        advantages = group_advantages(rewards)
-        trained = [
-            [TrainSample.from_rollout(sample, advantage, replay) for sample in samples]
-            for samples, advantage in zip(trajectories, advantages, strict=True)
-        ]
-        return cls(row, rewards, advantages, trained, row_meta, submit_version)
-
     def flat(self) -> list[TrainSample]:
         """All samples, in order."""
         return [sample for samples in self.samples for sample in samples]
@@ -133,37 +127,39 @@ class PromptGroup:
     @property
     def effective_samples(self) -> int:
         """Samples that teach anything."""
-        return sum(one.is_effective for one in self.flat())
+        return sum(sample.is_effective for sample in self.flat())
 
     @property
     def prompt_lens(self) -> list[int]:
-        """Tokens before the first drawn one, of each sample."""
-        return [one.drawn.prompt_len for one in self.flat()]
+        """Tokens before the first sampled one, of each sample."""
+        return [sample.rollout.prompt_len for sample in self.flat()]
 
     @property
     def completion_lens(self) -> list[int]:
-        """Drawn tokens of each trajectory."""
-        return [sum(sample.drawn.completion_len for sample in samples) for samples in self.samples]
+        """Sampled tokens of each trajectory."""
+        return [
+            sum(sample.rollout.completion_len for sample in samples) for samples in self.samples
+        ]
 
     @property
     def truncated(self) -> list[bool]:
         """Whether each trajectory ended at a length limit."""
-        return [samples[-1].drawn.finish_reason == "length" for samples in self.samples]
+        return [samples[-1].rollout.finish_reason == "length" for samples in self.samples]
 
     @property
     def completions(self) -> list[str]:
         """The text of each trajectory."""
-        return [samples[-1].drawn.text for samples in self.samples]
+        return [samples[-1].rollout.text for samples in self.samples]
 
     @property
     def data(self) -> list[tinker.Datum]:
         """The datum of each sample."""
-        return [one.datum for one in self.flat()]
+        return [sample.datum for sample in self.flat()]
 
     @property
     def inf_logprobs(self) -> list[Sequence[float]]:
         """The sampler's logprobs of each sample, target-aligned."""
-        return [one.behavior_logprobs for one in self.flat()]
+        return [sample.behavior_logprobs for sample in self.flat()]
 
 
 @dataclass(frozen=True)
@@ -172,19 +168,19 @@ class ExampleAnswer:
 
     text: str
     tokens: Sequence[int]
-    """The drawn tokens."""
+    """The sampled tokens."""
     reward: float | None
     finish_reason: str
     parsed: bool | None = None
-    """Whether the reward found the answer that it looks for; None where it does not say."""
+    """Whether the reward found an answer; None where it does not say."""
 
 
 @dataclass(frozen=True)
 class RowOutcome:
     """The outcome of one row: a group to train on, or the reason why there is none.
 
-    ``completions`` counts what was drawn, ``truncated`` those that were cut; ``rewards`` are those
-    that were given, trained or not.
+    ``completions`` counts what was sampled, ``truncated`` what ended at a length limit; ``rewards``
+    are those that were given, trained or not.
     """
 
     row: IndexedRow
@@ -195,22 +191,22 @@ class RowOutcome:
     rewards: Sequence[float] = ()
     error: Exception | None = None
     failed_samples: int = 0
-    """Draws that were given up after their last attempt."""
+    """Samples that were given up after their last attempt."""
     empty_samples: int = 0
-    """Draws whose rollout returned None, or drew nothing."""
+    """Samples whose rollout returned None, or no sampled token."""
     failed_rewards: int = 0
     """Completions that have no reward, since their reward function failed."""
     disagreements: Sequence[float] = ()
     """A reward ensemble's, of each reward."""
     parsed: Sequence[bool] = ()
-    """Whether the reward found the answer that it looks for, of each completion where it says."""
+    """For each completion whose reward says so: whether the reward found an answer."""
     example: ExampleAnswer | None = None
     """One of the answers, trained or not."""
 
 
 @dataclass
 class RolloutStats:
-    """Counts over the draws since the last step."""
+    """Counts over the rows that ended since the last step."""
 
     rows: int = 0
     useful_rows: int = 0
@@ -227,24 +223,24 @@ class RolloutStats:
     parsed: list[bool] = field(default_factory=list[bool])
     dropped: Counter[str] = field(default_factory=Counter[str])
     stale_lengths: list[int] = field(default_factory=list[int])
-    """Tokens of the draws that had ended in rows that were given up as too late."""
+    """Tokens of the finished samples of rows that were given up as too late."""
 
-    def add(self, draw: RowOutcome) -> None:
+    def add(self, outcome: RowOutcome) -> None:
         """Count one row's outcome."""
         self.rows += 1
-        self.useful_rows += draw.group is not None and draw.group.effective_samples > 0
-        self.samples += draw.completions
-        self.truncated += draw.truncated
-        self.failed_samples += draw.failed_samples
-        self.empty_samples += draw.empty_samples
-        self.failed_rewards += draw.failed_rewards
-        self.rewards.extend(draw.rewards)
-        self.disagreements.extend(draw.disagreements)
-        self.parsed.extend(draw.parsed)
-        if draw.rewards:
-            self.group_rewards.append(draw.rewards)
-        if draw.dropped is not None:
-            self.dropped[draw.dropped] += 1
+        self.useful_rows += outcome.group is not None and outcome.group.effective_samples > 0
+        self.samples += outcome.completions
+        self.truncated += outcome.truncated
+        self.failed_samples += outcome.failed_samples
+        self.empty_samples += outcome.empty_samples
+        self.failed_rewards += outcome.failed_rewards
+        self.rewards.extend(outcome.rewards)
+        self.disagreements.extend(outcome.disagreements)
+        self.parsed.extend(outcome.parsed)
+        if outcome.rewards:
+            self.group_rewards.append(outcome.rewards)
+        if outcome.dropped is not None:
+            self.dropped[outcome.dropped] += 1
 
 
 def completion_sample(
@@ -253,10 +249,10 @@ def completion_sample(
     """A completion of one turn with what it earned, and whether an answer was found in it.
 
     Raises:
-        ConfigError: the deployment sent no logprobs, or not one per drawn token.
+        ConfigError: the deployment sent no logprobs, or not one per sampled token.
     """
     prompt = completion.prompt_len
-    rows = align_behavior_logprobs(
+    logprobs = token_logprobs(
         completion.inference_logprobs,
         num_tokens=len(completion.full_tokens),
         prompt_len=prompt,
@@ -264,7 +260,7 @@ def completion_sample(
     )
     return RolloutSample(
         tokens=completion.full_tokens,
-        logprobs=[0.0] * prompt + rows[prompt - 1 :],
+        logprobs=[0.0] * prompt + logprobs[prompt:],
         loss_mask=[0] * prompt + [1] * completion.completion_len,
         reward=reward,
         finish_reason=completion.finish_reason,
@@ -276,7 +272,7 @@ def completion_sample(
 
 
 def rollout_metrics(stats: RolloutStats, groups: Sequence[PromptGroup]) -> dict[str, float]:
-    """``rollout/*`` of one step: raw numbers over all draws, the rest over what is trained."""
+    """``rollout/*`` of one step: raw numbers over all samples, the rest over the trained ones."""
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [length for group in groups for length in group.completion_lens]
     metrics = {
@@ -300,7 +296,8 @@ def rollout_metrics(stats: RolloutStats, groups: Sequence[PromptGroup]) -> dict[
     metrics |= group_reward_metrics(stats.group_rewards)
     metrics |= disagreement_metrics(stats.disagreements)
     metrics |= parse_metrics(stats.parsed, "rollout")
-    routed = [one.drawn.routing_matrices is not None for group in groups for one in group.flat()]
+    samples = [sample for group in groups for sample in group.flat()]
+    routed = [sample.rollout.routing_matrices is not None for sample in samples]
     if any(routed):
         metrics["rollout/router_replay_ratio"] = _mean(routed)
     for reason, count in sorted(stats.dropped.items()):
@@ -321,18 +318,18 @@ def _rejected(stats: RolloutStats) -> int:
 
 
 def entropy_estimate(groups: Iterable[PromptGroup]) -> float:
-    """Estimated entropy in nats per token: mean of minus the behavior logprob over drawn tokens."""
+    """Entropy in nats per token, estimated by the mean of minus the behavior logprob."""
     total, count = 0.0, 0
-    for sample in (one for group in groups for one in group.flat()):
+    for sample in (sample for group in groups for sample in group.flat()):
         total -= math.fsum(sample.behavior_logprobs)
-        count += sample.drawn.completion_len
+        count += sample.rollout.completion_len
     return total / count if count else 0.0
 
 
 def version_metrics(groups: Sequence[PromptGroup], version: int) -> dict[str, float]:
     """How many weight syncs old the trained samples are, by their oldest token."""
-    drawn = [one.drawn for group in groups for one in group.flat()]
-    ages = [version - min(by for by, _ in one.versions) for one in drawn if one.versions]
+    versions = [sample.rollout.versions for group in groups for sample in group.flat()]
+    ages = [version - min(number for number, _ in pairs) for pairs in versions if pairs]
     if not ages:
         return {}
     return {
@@ -342,5 +339,5 @@ def version_metrics(groups: Sequence[PromptGroup], version: int) -> dict[str, fl
 
 
 def _mean(values: Sequence[float]) -> float:
-    # The order in which rows end is not the run's to know: the exact sum has none.
+    # Rows end in any order: the exact sum does not depend on it.
     return math.fsum(values) / len(values) if values else 0.0

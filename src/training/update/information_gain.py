@@ -99,7 +99,7 @@ class InformationGain:
         # The cookbook's normalization compares the last turn's gain too.
         ends_too = self._config.ig_normalization == "pooled"
         prefixes = [
-            turn_prefixes([sample.drawn for sample in samples], with_whole=ends_too)
+            turn_prefixes([sample.rollout for sample in samples], with_whole=ends_too)
             for samples in group.samples
         ]
         logprobs = await self._mean_logprobs({one for many in prefixes for one in many}, answer)
@@ -180,8 +180,8 @@ def credited(samples: Sequence[TrainSample], per_turn: Sequence[float]) -> list[
     left = list(per_turn)
     found: list[TrainSample] = []
     for sample in samples:
-        count = len(turn_spans(sample.drawn.loss_mask))
-        rows = target_rows(sample.drawn.loss_mask, left[:count])
+        count = len(turn_spans(sample.rollout.loss_mask))
+        rows = target_rows(sample.rollout.loss_mask, left[:count])
         found.append(replace(sample, advantage=rows))
         left = left[count:]
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import tinker
@@ -17,6 +18,11 @@ from torch import Tensor
 
 from hearth.errors import ConfigError
 from hearth.losses import TIS, Objective, TokenBatch, policy_loss_per_token, resolve_objective
+from hearth.losses.corrections import WithReference
+from training.config.objective import objective_options, tis_options
+from training.config.recipe import RecipeConfig
+from training.samples.groups import TrainSample
+from training.update.builtin_loss import BuiltinLoss
 
 LossFunction = Callable[[list[tinker.Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]
 Rows = Sequence[float] | Tensor
@@ -53,44 +59,140 @@ def make_policy_loss_fn(
             loss, lists that are not as long as ``advantages``, ``tis`` without behavior logprobs,
             or a KL penalty without reference logprobs.
     """
-    objective = resolve_objective(name, config)
     count = len(advantages)
-    behavior = _constants("behavior_logprobs", behavior_logprobs, count)
-    old = _constants("old_logprobs", old_logprobs, count)
-    reference = _constants("ref_logprobs", ref_logprobs, count)
-    earned = [
-        advantage
-        if isinstance(advantage, int | float)
-        else torch.as_tensor(advantage, dtype=torch.float64)
-        for advantage in advantages
-    ]
     starts = _response_starts(prompt_lens, count)
-    # An objective without samples: says now what would fail at the first step.
-    nothing = _empty_metrics(name, objective, tis, behavior is not None, reference is not None)
+    loss = _PolicyLoss(
+        name,
+        resolve_objective(name, config),
+        tis,
+        advantages=[_advantage(advantage) for advantage in advantages],
+        behavior=_constants("behavior_logprobs", behavior_logprobs, count),
+        old=_constants("old_logprobs", old_logprobs, count),
+        reference=_constants("ref_logprobs", ref_logprobs, count),
+    )
 
     def loss_fn(
         data: list[tinker.Datum], logprobs: list[Tensor]
     ) -> tuple[Tensor, dict[str, float]]:
         require_counts(count, data, logprobs)
-        if not count:
-            return torch.zeros((), requires_grad=True), {**nothing}
         masks = [
-            _mask(index, datum, row, start)
-            for index, (datum, row, start) in enumerate(zip(data, logprobs, starts, strict=True))
+            _mask(index, datum, policy, start)
+            for index, (datum, policy, start) in enumerate(zip(data, logprobs, starts, strict=True))
         ]
+        return loss.evaluate(logprobs, masks, starts)
+
+    return loss_fn
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Samples of a step that go through forward and backward in one call."""
+
+    samples: Sequence[TrainSample]
+    kl_beta: float
+    """Weight of the KL in force."""
+    begins_minibatch: bool = False
+    """Whether an optimizer step comes before it."""
+
+
+def policy_loss(config: RecipeConfig, batch: StepBatch) -> LossFunction | BuiltinLoss:
+    """The loss that ``config`` names, over a batch: to run here, or inside the trainer.
+
+    The one that runs here is ``loss_fn(datums, logprobs) -> (loss, metrics)``: ``logprobs`` are the
+    policy's with gradient, one tensor [N - 1] per sample; the loss is a sum over tokens, which the
+    optimizer step divides.
+
+    Raises:
+        ConfigError: the loss needs logprobs that the samples do not have.
+    """
+    objective, tis = objective_options(config), tis_options(config)
+    if isinstance(objective, WithReference):
+        objective = replace(objective, kl_beta=batch.kl_beta)
+    if config.runs_builtin_loss:
+        return BuiltinLoss(config.policy_loss, objective, tis)
+    samples, count = batch.samples, len(batch.samples)
+    masks, starts = [sample.mask for sample in samples], [None] * count
+    loss = _PolicyLoss(
+        config.policy_loss,
+        objective,
+        tis,
+        advantages=[_advantage(sample.advantage) for sample in samples],
+        behavior=_constants(
+            "behavior_logprobs", [sample.behavior_logprobs for sample in samples], count
+        ),
+        old=_constants("old_logprobs", _given([sample.old_logprobs for sample in samples]), count),
+        reference=_constants(
+            "ref_logprobs", _given([sample.ref_logprobs for sample in samples]), count
+        ),
+    )
+
+    def loss_fn(
+        _data: list[tinker.Datum], logprobs: list[Tensor]
+    ) -> tuple[Tensor, dict[str, float]]:
+        return loss.evaluate(logprobs, masks, starts)
+
+    return loss_fn
+
+
+class _PolicyLoss:
+    """A policy loss over some samples, but for their policy logprobs and masks.
+
+    Raises:
+        ConfigError: the objective or ``tis`` needs logprobs that are not there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        objective: Objective,
+        tis: TIS | None,
+        *,
+        advantages: list[float | Tensor],
+        behavior: list[Tensor | None] | None,
+        old: list[Tensor | None] | None,
+        reference: list[Tensor | None] | None,
+    ) -> None:
+        self._name = name
+        self._objective = objective
+        self._tis = tis
+        self._advantages = advantages
+        self._behavior = behavior
+        self._old = old
+        self._reference = reference
+        # Evaluated without samples: what would fail at the first step fails now.
+        self._metrics_of_nothing = _empty_metrics(
+            name, objective, tis, behavior is not None, reference is not None
+        )
+
+    def evaluate(
+        self, logprobs: list[Tensor], masks: list[Tensor], starts: Sequence[int | None]
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The loss, a sum over active tokens, and its metrics."""
+        if not logprobs:
+            return torch.zeros((), requires_grad=True), {**self._metrics_of_nothing}
         batch = TokenBatch.concat(
             logprobs,
-            advantages=earned,
+            advantages=self._advantages,
             mask=masks,
-            old_logprobs=_filled("old_logprobs", old, masks),
-            behavior_logprobs=_filled("behavior_logprobs", behavior, masks),
-            ref_logprobs=_filled("ref_logprobs", reference, masks),
+            old_logprobs=_filled("old_logprobs", self._old, masks),
+            behavior_logprobs=_filled("behavior_logprobs", self._behavior, masks),
+            ref_logprobs=_filled("ref_logprobs", self._reference, masks),
         )
-        output = policy_loss_per_token(name, batch, objective, tis)
+        output = policy_loss_per_token(self._name, batch, self._objective, self._tis)
         metrics = _as_floats(output.metrics) | _response_metrics(masks, starts)
         return output.per_token.sum(), metrics
 
-    return loss_fn
+
+def _advantage(advantage: float | Rows) -> float | Tensor:
+    if isinstance(advantage, int | float):
+        return advantage
+    return torch.as_tensor(advantage, dtype=torch.float64)
+
+
+def _given(samples: Sequence[Rows | None]) -> Sequence[Rows] | None:
+    """The logprobs of every sample; None unless all have them."""
+    given = [logprobs for logprobs in samples if logprobs is not None]
+    return given if len(given) == len(samples) else None
 
 
 def require_counts(count: int, data: Sequence[tinker.Datum], logprobs: Sequence[Tensor]) -> None:

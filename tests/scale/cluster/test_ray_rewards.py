@@ -15,8 +15,7 @@ from tests.scale.cluster.scores import length
 
 from hearth.errors import ConfigError
 from hearth.launch.ray.cluster import connect
-from training.recipes.rl_loop import guarded_reward
-from training.rewards import RewardDiedError, RewardTimeoutError, Score, Unscored, guarded, scored
+from training.rewards import RewardDiedError, RewardTimeoutError, Score, Unscored, guard_reward, guarded, scored
 
 
 @pytest.fixture
@@ -59,16 +58,16 @@ def test_a_call_that_fails_is_dropped_or_raised(
 
 
 def test_a_recipe_says_where_its_rewards_run(tmp_path: Any) -> None:
-    asked = config(tmp_path, rollout_workers="ray")
-    with pytest.raises(ConfigError, match="reward_timeout_s must be given with rollout_workers"):
+    asked = config(tmp_path, reward_workers="ray")
+    with pytest.raises(ConfigError, match="reward_timeout_s must be given with reward_workers"):
         asked.validate()
-    asked = config(tmp_path, rollout_workers="somewhere")
-    with pytest.raises(ConfigError, match="rollout_workers must be 'loop', 'process' or 'ray'"):
+    asked = config(tmp_path, reward_workers="somewhere")
+    with pytest.raises(ConfigError, match="reward_workers must be 'loop', 'process' or 'ray'"):
         asked.validate()
 
 
 def test_a_recipes_rewards_run_there(connected: None, tmp_path: Any) -> None:
     here = os.getpid()
-    asked = config(tmp_path, rollout_workers="ray", reward_timeout_s=60.0)
-    reward = guarded_reward(asked, lambda text, row: float(os.getpid() != here))
+    asked = config(tmp_path, reward_workers="ray", reward_timeout_s=60.0)
+    reward = guard_reward(asked, lambda text, row: float(os.getpid() != here))
     assert outcomes(reward, "a") == [Score(1.0)]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from tests.unit.virtual_time import run_virtual
 
 from training.data.rows import IndexedRow
-from training.recipes.async_rl_loop import Config
+from training.recipes.async_rl_loop import Config, make_group
 from training.rollouts.runner import Rollouts, Submission
 from training.rollouts.sampler import current_rollout
 from training.samples.groups import PromptGroup, RowOutcome
-from training.samples.rollout import RolloutFn, RolloutSample
+from training.samples.rollout import RolloutFn, RolloutRun, RolloutSample
 from training.utils import DeployConfig
 
 
@@ -36,9 +37,21 @@ def group_of(
     index: int = 0, rewards: Sequence[float] = (1.0, 0.0), *, submit_version: int = 0
 ) -> PromptGroup:
     """A group of one-turn trajectories that earned ``rewards``."""
-    return PromptGroup.from_rollouts(
-        row_of(index), [[sample_of(reward)] for reward in rewards], None, submit_version
+    return group_from(
+        row_of(index), [[sample_of(reward)] for reward in rewards], submit_version=submit_version
     )
+
+
+def group_from(
+    row: IndexedRow,
+    trajectories: Sequence[Sequence[RolloutSample]],
+    row_meta: dict[str, Any] | None = None,
+    submit_version: int = 0,
+) -> PromptGroup:
+    """The group that ``async_rl_loop`` makes of a row's trajectories."""
+    runs = [RolloutRun(list(samples)) for samples in trajectories]
+    submission = Submission(row, submit_version, weight_version=submit_version)
+    return make_group(config_of(), submission, runs, row_meta)
 
 
 def config_of(**changes: Any) -> Config:
@@ -54,8 +67,9 @@ def config_of(**changes: Any) -> Config:
 
 def rollouts_of(fn: RolloutFn, *, num_rows: int = 10, **options: Any) -> Rollouts:
     """Rollouts with ``fn``; ``options`` are the config's fields, ``accepts`` and ``breaker``."""
-    own = {name: options.pop(name, None) for name in ("accepts", "breaker")}
-    return Rollouts(fn, config_of(**options), num_rows=num_rows, **own)
+    own = {name: options.pop(name, None) for name in ("accepts", "breaker", "credit")}
+    config = config_of(**options)
+    return Rollouts(fn, config, num_rows=num_rows, make_group=partial(make_group, config), **own)
 
 
 def draw_row(fn: RolloutFn, row: IndexedRow, **options: Any) -> RowOutcome:

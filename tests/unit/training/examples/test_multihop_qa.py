@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from tests.unit.training.drawn import group_from
 
 from hearth.errors import ConfigError
 from hearth.models.loading import load_model
@@ -148,7 +149,7 @@ def group_at(index: int, text: str = "search Ada\nanswer Bob", reward: float = 0
         tokens=[1, 2, 3, 4], logprobs=[0, 0, 0, 0], loss_mask=[0, 1, 0, 1], reward=reward, text=text
     )
     asked = {"messages": [{"role": "user", "content": "who ?"}], "ground_truth": "Bob"}
-    plain = PromptGroup.from_rollouts(IndexedRow(index, 0, asked), [[sample], [sample]])
+    plain = group_from(IndexedRow(index, 0, asked), [[sample], [sample]])
     return replace(plain, credit=TurnCredit([[0.5], [0.5]], [[1.25, 2.0], [1.25, 2.0]], -3.0))
 
 

@@ -15,8 +15,9 @@ from hearth.losses import POLICY_LOSSES, TIS
 from training.config.objective import tis_options
 from training.config.parts import plain_config
 from training.config.recipe import RecipeConfig
+from training.data.given_rows import checked_rows
 from training.recipes import rl_loop
-from training.recipes.async_rl_loop import Config, checked_rows, main
+from training.recipes.async_rl_loop import Config, main
 from training.samples.rollout import RolloutFn, RolloutSetup
 from training.utils import (
     DeployConfig,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from tests.unit.virtual_time import now, run_virtual
 
 from hearth.telemetry import BusyClock, Stopwatch
 from training.data.rows import epoch_rows
-from training.recipes.async_rl_loop import Config, Loop, describe, note_draw, train
+from training.recipes.async_rl_loop import Config, make_group, train
 from training.rollouts.queue import RolloutQueue
 from training.rollouts.runner import Rollouts
+from training.run.async_loop import AsyncLoop, count_outcome
 from training.run.checkpoints import read_manifest
 from training.run.metrics import Display, MetricsLog
 from training.run.state import Run
@@ -116,20 +118,26 @@ class Scene:
         finally:
             log.close()
 
-    def _loop(self, infra: Any) -> Loop:
+    def _loop(self, infra: Any) -> AsyncLoop:
         config, run = self.config, self.run
         fn = self.fn or self.rollout_fn
-        rollouts = Rollouts(fn, config, num_rows=self.rows, accepts=self.accepts)
+        rollouts = Rollouts(
+            fn,
+            config,
+            num_rows=self.rows,
+            make_group=partial(make_group, config),
+            accepts=self.accepts,
+        )
         queue = RolloutQueue(
             config,
             epoch_rows(run.rows, epochs=1, shuffle=False, seed=0),
             draw=rollouts.draw,
-            note=lambda draw: note_draw(run, draw, rollouts),
+            note=lambda outcome: count_outcome(run, outcome, rollouts),
             weight_version=lambda: run.version,
             busy=run.busy,
             now=run.now,
         )
-        return Loop(config, infra, run, queue, self.publisher)
+        return AsyncLoop(config, infra, run, queue, self.publisher)
 
     def records(self) -> list[dict[str, float]]:
         """The metrics of the steps."""
@@ -683,7 +691,7 @@ def test_who_waits_for_whom_is_told(tmp_path):
         task = asyncio.create_task(scene.play(tmp_path))
         for at in (5.0, 18.0, 35.0):
             await asyncio.sleep(at - now())
-            told.append(describe(scene.loop))
+            told.append(scene.loop.describe())
         task.cancel()
         await asyncio.wait([task])
 

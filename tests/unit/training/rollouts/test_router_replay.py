@@ -3,20 +3,14 @@
 import logging
 
 import pytest
-from tests.unit.training.drawn import config_of, draw_row, row_of, sample_of
+from tests.unit.training.drawn import config_of, draw_row, group_from, row_of, sample_of
 
 from hearth.errors import ConfigError
 from hearth.sdk import RoutedModelInput, SampledCompletion
 from training.rollouts.router_replay import find_routing, routing_options, warn_dense_policy
 from training.rollouts.sampler import current_rollout
 from training.samples.datums import align_routing, datum_from_tokens_weights
-from training.samples.groups import (
-    PromptGroup,
-    RolloutStats,
-    TrainSample,
-    completion_sample,
-    rollout_metrics,
-)
+from training.samples.groups import RolloutStats, TrainSample, completion_sample, rollout_metrics
 from training.samples.rollout import judged_sample
 
 
@@ -204,7 +198,7 @@ def test_a_rollout_that_says_nothing_of_experts_replays_what_its_sampler_saw(giv
 def test_the_share_of_replayed_samples_is_a_metric_where_there_are_any():
     def ratio(*given):
         samples = [[sample_of(float(place), routing_matrices=r)] for place, r in enumerate(given)]
-        metrics = rollout_metrics(RolloutStats(), [PromptGroup.from_rollouts(row_of(0), samples)])
+        metrics = rollout_metrics(RolloutStats(), [group_from(row_of(0), samples)])
         return metrics.get("rollout/router_replay_ratio")
 
     assert ratio(None, None) is None

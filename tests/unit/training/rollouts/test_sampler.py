@@ -216,7 +216,7 @@ def test_a_sample_has_the_versions_that_were_seen_or_that_of_its_submission(
     group = draw_row(rollout_fn, ROW).group
 
     assert group is not None
-    assert [one.drawn.versions for one in group.flat()][:2] == [versions] * 2
+    assert [one.rollout.versions for one in group.flat()][:2] == [versions] * 2
 
 
 # The distribution that is drawn from

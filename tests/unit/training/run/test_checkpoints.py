@@ -26,6 +26,7 @@ from training.run.checkpoints import (
     read_manifest,
 )
 from training.run.log_path import hold_log_path
+from training.run.loop import Loop
 from training.run.metrics import Display, MetricsLog
 from training.run.state import Run
 from training.utils import DeployConfig, ResumeConfig, WeightSyncConfig
@@ -63,7 +64,7 @@ class Stepped:
         self.run.cursor.finish(range(start, start + rows))
 
     def save(self, *, is_last: bool = False) -> None:
-        asyncio.run(self.run.save_if_due(self.config, self.infra, is_last=is_last))
+        asyncio.run(Loop(self.config, self.infra, self.run).save_if_due(is_last=is_last))
 
     @property
     def named(self) -> list[str]:

@@ -9,7 +9,7 @@ from rich.console import Console
 from hearth.errors import ConfigError
 from hearth.telemetry import BusyClock
 from training.run.metrics import Display, MetricsLog
-from training.run.state import batch_metrics
+from training.run.step_metrics import batch_metrics
 from training.utils import WandBConfig
 
 STEP = {"rollout/raw_reward": 0.25, "train/grad_norm": 1.5, "perf/step_wall_time": 0.125}

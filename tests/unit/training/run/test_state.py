@@ -13,7 +13,7 @@ from training.run.checkpoints import (
     write_manifest,
 )
 from training.run.metrics import MetricsLog
-from training.run.state import merged_metrics
+from training.run.step_metrics import merged_metrics
 
 
 @given(st.permutations(range(12)))

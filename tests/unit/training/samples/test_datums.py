@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from hearth.errors import ConfigError
-from training.samples.datums import (
-    align_behavior_logprobs,
-    completion_datum,
-    datum_from_tokens_weights,
-)
+from training.samples.datums import completion_datum, datum_from_tokens_weights, token_logprobs
 from training.utils.rl import build_grpo_datums
 
 TOKENS = [10, 11, 12, 13, 14, 15]
@@ -89,9 +85,9 @@ ALIGNED = {
 
 
 @pytest.mark.parametrize(("values", "is_echoed", "rows"), ALIGNED.values(), ids=ALIGNED)
-def test_every_form_of_the_sampler_becomes_n_minus_1_target_aligned_rows(values, is_echoed, rows):
-    aligned = align_behavior_logprobs(values, num_tokens=6, prompt_len=3, is_echoed=is_echoed)
-    assert aligned == rows
+def test_every_form_of_the_sampler_becomes_one_logprob_per_token(values, is_echoed, rows):
+    logprobs = token_logprobs(values, num_tokens=6, prompt_len=3, is_echoed=is_echoed)
+    assert logprobs == [0.0, *rows]
 
 
 @pytest.mark.parametrize(
@@ -109,19 +105,19 @@ def test_every_form_of_the_sampler_becomes_n_minus_1_target_aligned_rows(values,
 )
 def test_an_off_by_one_list_is_refused(values, is_echoed):
     with pytest.raises(ConfigError, match=f"got {len(values)} with .*off by one"):
-        align_behavior_logprobs(values, num_tokens=6, prompt_len=3, is_echoed=is_echoed)
+        token_logprobs(values, num_tokens=6, prompt_len=3, is_echoed=is_echoed)
 
 
 @pytest.mark.parametrize("values", [None, []])
 def test_missing_logprobs_are_refused(values):
     with pytest.raises(ConfigError, match="must be given for 3 completion tokens, got"):
-        align_behavior_logprobs(values, num_tokens=6, prompt_len=3)
+        token_logprobs(values, num_tokens=6, prompt_len=3)
 
 
 def test_an_empty_completion_needs_no_logprobs():
-    assert align_behavior_logprobs([], num_tokens=3, prompt_len=3) == [0.0, 0.0]
+    assert token_logprobs([], num_tokens=3, prompt_len=3) == [0.0, 0.0, 0.0]
 
 
 def test_a_none_on_a_completion_token_is_refused():
     with pytest.raises(ConfigError, match="got None for token 4 of 6"):
-        align_behavior_logprobs([-0.4, None, -0.6], num_tokens=6, prompt_len=3)
+        token_logprobs([-0.4, None, -0.6], num_tokens=6, prompt_len=3)

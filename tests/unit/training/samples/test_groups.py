@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.unit.training.drawn import group_of, row_of, sample_of
+from tests.unit.training.drawn import group_from, group_of, row_of, sample_of
 
 from hearth.errors import ConfigError
 from hearth.sdk import SampledCompletion
@@ -81,7 +81,7 @@ def test_t145_both_assistant_spans_train_and_the_tool_span_does_not():
 
 
 def test_t145_a_group_counts_both_spans_and_the_prompt_before_the_first():
-    group = PromptGroup.from_rollouts(row_of(0), [[TWO_TURNS], [sample_of(0.0, length=4)]])
+    group = group_from(row_of(0), [[TWO_TURNS], [sample_of(0.0, length=4)]])
 
     assert group.prompt_lens == [2, 2]
     assert group.completion_lens == [3, 4]
@@ -103,7 +103,7 @@ def test_a_groups_advantages_are_centered_and_scaled_by_the_sample_deviation():
 
 def test_the_segments_of_a_run_share_its_advantage_and_count_as_one_trajectory():
     long = [sample_of(2.0, length=3), sample_of(2.0, length=1, finish_reason="length", text="end")]
-    group = PromptGroup.from_rollouts(row_of(0), [long, [sample_of(0.0)]])
+    group = group_from(row_of(0), [long, [sample_of(0.0)]])
 
     first, second = group.advantages
     assert (first, second) == pytest.approx((0.5**0.5, -(0.5**0.5)))
@@ -119,14 +119,14 @@ def test_the_segments_of_a_run_share_its_advantage_and_count_as_one_trajectory()
 
 
 def test_a_group_keeps_its_row_its_meta_and_the_version_of_its_submission():
-    group = PromptGroup.from_rollouts(row_of(9), [[sample_of(1.0)], [sample_of(0.0)]], {"k": 1}, 6)
+    group = group_from(row_of(9), [[sample_of(1.0)], [sample_of(0.0)]], {"k": 1}, 6)
 
     assert (group.row.index, group.row_meta, group.submit_version) == (9, {"k": 1}, 6)
 
 
 def test_one_trajectory_makes_no_group():
     with pytest.raises(ConfigError, match="rewards must hold at least 2 values, got 1"):
-        PromptGroup.from_rollouts(row_of(0), [[sample_of(1.0), sample_of(1.0)]])
+        group_from(row_of(0), [[sample_of(1.0), sample_of(1.0)]])
 
 
 def test_a_completion_of_one_turn_becomes_a_sample():
@@ -155,7 +155,7 @@ def test_a_completion_of_one_turn_becomes_a_sample():
 
 def versioned(*versions: list[list[int]] | None) -> list[PromptGroup]:
     drawn = [sample_of(float(i), versions=one) for i, one in enumerate(versions)]
-    return [PromptGroup.from_rollouts(row_of(0), [[one] for one in drawn])]
+    return [group_from(row_of(0), [[one] for one in drawn])]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import httpx
 
 from hearth.control.access import Access
 from hearth.control.app import create_gateway
-from training.samples.datums import align_behavior_logprobs
+from training.samples.datums import token_logprobs
 
 REQUEST: dict[str, Any] = {
     "model": "accounts/me/deployments/serving",
@@ -38,7 +38,7 @@ async def test_the_documents_prefill_request_is_answered_to_whoever_has_a_key(st
     values = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
     assert len(values) == len(body["prompt"]) + 1
     assert values[0] is None
-    rows = align_behavior_logprobs(values, num_tokens=len(body["prompt"]), prompt_len=2)
+    _, *rows = token_logprobs(values, num_tokens=len(body["prompt"]), prompt_len=2)
     scored = infra.policy.forward([datum], "cross_entropy").loss_fn_outputs
     assert max(abs(a - b) for a, b in zip(rows, scored[0]["logprobs"].data, strict=True)) < 1e-5
 

@@ -10,14 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.training.drawn import config_of, draw_row, number_of_draw, row_of, sample_of
+from tests.unit.training.drawn import (
+    draw_row,
+    group_from,
+    number_of_draw,
+    rollouts_of,
+    row_of,
+    sample_of,
+)
 from tests.unit.virtual_time import run_virtual
 
 from hearth.errors import ConfigError, NumericsError, TransportError
 from hearth.losses import POLICY_LOSSES
 from training.config.objective import objective_options
 from training.recipes import igpo_loop
-from training.rollouts.runner import Rollouts, Submission
+from training.rollouts.runner import Submission
 from training.samples.groups import PromptGroup, RowOutcome
 from training.samples.rollout import RolloutSample
 from training.update.information_gain import (
@@ -72,7 +79,7 @@ def credit(
     answer: Sequence[int] = ANSWER,
     **changes: Any,
 ) -> PromptGroup:
-    group = PromptGroup.from_rollouts(row_of(3), trajectories)
+    group = group_from(row_of(3), trajectories)
     gain = InformationGain(gain_config(**changes), scorer or Scored(), lambda _row: answer, opening)
     return run_virtual(lambda: gain(group))
 
@@ -290,7 +297,7 @@ def drawn_with(credit_of: Callable[[PromptGroup], Any], **options: Any) -> RowOu
     async def rollout_fn(_row: dict[str, Any]) -> RolloutSample:
         return two_turns(0.0, 30 + 10 * number_of_draw())
 
-    rollouts = Rollouts(rollout_fn, config_of(**options), num_rows=10, credit=credit_of)
+    rollouts = rollouts_of(rollout_fn, credit=credit_of, **options)
     return run_virtual(lambda: rollouts.draw(Submission(row_of(3), 0, 0)))
 
 
@@ -305,7 +312,7 @@ def test_a_drawn_group_has_its_credit_and_the_filter_sees_it():
         return True
 
     gain = InformationGain(gain_config(), Scored(), lambda _row: ANSWER)
-    rollouts = Rollouts(rollout_fn, config_of(), num_rows=10, accepts=accepts, credit=gain)
+    rollouts = rollouts_of(rollout_fn, accepts=accepts, credit=gain)
     done = run_virtual(lambda: rollouts.draw(Submission(row_of(3), 0, 0)))
 
     assert [done.group] == seen
@@ -377,10 +384,7 @@ def test_without_credit_a_group_is_that_of_its_rewards():
 
 def test_metrics_count_turns_and_mean_gains_without_outcomes():
     short = sample_of(1.0, tokens=[5, 6, 7, 8])
-    groups = [
-        credit([[two_turns(1.0, 30)], [short]]),
-        PromptGroup.from_rollouts(row_of(1), [[short], [short]]),
-    ]
+    groups = [credit([[two_turns(1.0, 30)], [short]]), group_from(row_of(1), [[short], [short]])]
 
     metrics = credit_metrics(groups, step_s=2.0)
 
@@ -392,10 +396,7 @@ def test_metrics_count_turns_and_mean_gains_without_outcomes():
 
 
 def test_without_credit_there_are_no_metrics_of_it():
-    assert (
-        credit_metrics([PromptGroup.from_rollouts(row_of(1), [[sample_of()], [sample_of()]])], 1.0)
-        == {}
-    )
+    assert credit_metrics([group_from(row_of(1), [[sample_of()], [sample_of()]])], 1.0) == {}
 
 
 @pytest.mark.parametrize(

@@ -7,21 +7,23 @@ import io
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from rich.console import Console
-from tests.unit.training.drawn import config_of, row_of, sample_of
+from tests.unit.training.drawn import config_of, group_from, row_of, sample_of
 from tests.unit.training.platform_script import ScriptedTrainer, Seconds, infra_of
 
 from hearth.errors import ConfigError
 from hearth.telemetry import Stopwatch
+from training.run.loop import Loop
 from training.run.metrics import Display, MetricsLog
 from training.run.signal import SignalWatch
 from training.run.state import Run
 from training.samples.groups import PromptGroup, TrainSample
 from training.update.parity import ParityError, logprob_gaps, parity_metrics, parity_problem
+from training.update.policy_losses import policy_loss
 from training.update.policy_update import PolicyUpdate
 
 
@@ -97,18 +99,18 @@ def group(versions: list[list[int]], *logprobs: float) -> PromptGroup:
         [sample_of(float(place), logprobs=[0.0, 0.0, one, one], versions=versions)]
         for place, one in enumerate(logprobs)
     ]
-    return PromptGroup.from_rollouts(row_of(0), samples)
+    return group_from(row_of(0), samples)
 
 
 def parity_of(folder: Path, piece: PromptGroup, version: int | None, **options: Any) -> Any:
     trainer = ScriptedTrainer(Seconds(fwd_bwd=0.0, optim_step=0.0), lambda: 0.0, lambda: 0)
-    update = PolicyUpdate(
-        config_of(**options), infra_of(trainer, folder), Stopwatch(), version=version
-    )
+    config = config_of(**options)
+    update = PolicyUpdate(config, infra_of(trainer, folder), Stopwatch(), version=version)
 
     async def train() -> None:
-        await update.add([piece])
-        await update.finish()
+        for batch in await update.prepare([piece]):
+            await update.forward_backward(batch, policy_loss(config, batch))
+        await update.optim_step()
 
     asyncio.run(train())
     return update.parity()
@@ -146,14 +148,17 @@ def test_a_run_says_it_now_and_then_and_ends_only_where_it_is_asked_to(run):
     said: list[str] = []
     run.signal = SignalWatch(note=said.append)
 
+    def check(**options: Any) -> None:
+        Loop(config_of(**options), cast("Any", None), run).check_parity(APART)
+
     for _ in range(3):
-        run.see_step(config_of(), APART)
-    run.see_step(config_of(parity_threshold=0.5, parity_stops=True), APART)
+        check()
+    check(parity_threshold=0.5, parity_stops=True)
 
     assert len(said) == 1
     assert "sampler and trainer must agree within parity_threshold=0.2 nats" in said[0]
     with pytest.raises(ParityError, match=r"step 7: sampler and trainer must agree"):
-        run.see_step(config_of(parity_stops=True), APART)
+        check(parity_stops=True)
 
 
 def test_versions_compare_only_while_the_deployment_serves_what_the_trainer_has(run):

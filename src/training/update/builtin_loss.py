@@ -1,4 +1,4 @@
-"""From a recipe's config and its groups to what the two loss paths take."""
+"""Policy losses that run inside the trainer: what its ``forward_backward`` is given."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import tinker
 import torch
 
+from hearth.errors import ConfigError
 from hearth.losses.batch import TokenBatch
 from hearth.losses.cispo import CISPO
 from hearth.losses.clipped import DAPO, GRPO
@@ -16,61 +17,44 @@ from hearth.losses.dro import DRO
 from hearth.losses.importance import ImportanceSampling
 from hearth.losses.objective import Objective
 from hearth.losses.sequence import GSPO
-from training.samples.groups import PromptGroup, TrainSample
+from hearth.sdk import TrainingShapeProfile
+from training.config.recipe import RecipeConfig
+from training.samples.groups import TrainSample
 
 
 @dataclass(frozen=True)
-class BuiltinCall:
-    """Arguments of ``forward_backward`` for a loss that runs inside the trainer."""
+class BuiltinLoss:
+    """A policy loss for the trainer to compute; ``request`` is what it is asked for."""
 
-    loss_fn: str
-    data: list[tinker.Datum]
-    loss_fn_config: dict[str, float]
+    name: str
+    objective: Objective
+    tis: TIS | None
 
+    def request(
+        self, samples: Sequence[TrainSample]
+    ) -> tuple[str, list[tinker.Datum], dict[str, float]]:
+        """Loss name, datums and loss config; the TIS weight goes into the advantages.
 
-def samples_of(groups: Sequence[PromptGroup]) -> list[TrainSample]:
-    """All samples of some groups, in order."""
-    return [one for group in groups for one in group.flat()]
-
-
-def old_rows(samples: Sequence[TrainSample]) -> list[Sequence[float]] | None:
-    """Every sample's old logprobs, or None when nobody scored them."""
-    rows = [sample.old_logprobs for sample in samples if sample.old_logprobs is not None]
-    return rows if len(rows) == len(samples) else None
-
-
-def ref_rows(samples: Sequence[TrainSample]) -> list[Sequence[float]] | None:
-    """Every sample's reference logprobs, or None when there is no reference."""
-    rows = [sample.ref_logprobs for sample in samples if sample.ref_logprobs is not None]
-    return rows if len(rows) == len(samples) else None
-
-
-def builtin_call(
-    objective: Objective, policy_loss: str, tis: TIS | None, samples: Sequence[TrainSample]
-) -> BuiltinCall:
-    """The same objective for the trainer's own loss; the TIS weight goes into the advantages.
-
-    Needs every sample's ``old_logprobs``.
-    """
-    weights = _tis_weights(tis, samples)
-    data: list[tinker.Datum] = []
-    for sample, weight in zip(samples, weights, strict=True):
-        assert sample.old_logprobs is not None, "the built-in losses need old logprobs"
-        mask = sample.datum.loss_fn_inputs["weights"]
-        advantages = torch.as_tensor(sample.advantage) * weight * mask.to_torch()
-        inputs = {
-            "target_tokens": sample.datum.loss_fn_inputs["target_tokens"],
-            "logprobs": tinker.TensorData(data=list(sample.old_logprobs), dtype="float32"),
-            "advantages": tinker.TensorData.from_torch(advantages.float()),
-            "weights": mask,
-        }
-        data.append(tinker.Datum(model_input=sample.datum.model_input, loss_fn_inputs=inputs))
-    loss_fn, config = _wire_loss(objective, policy_loss)
-    return BuiltinCall(loss_fn, data, config)
+        Needs every sample's ``old_logprobs``.
+        """
+        weights = _tis_weights(self.tis, samples)
+        data: list[tinker.Datum] = []
+        for sample, weight in zip(samples, weights, strict=True):
+            assert sample.old_logprobs is not None, "the built-in losses need old logprobs"
+            advantages = torch.as_tensor(sample.advantage) * weight * sample.mask
+            inputs = {
+                "target_tokens": sample.datum.loss_fn_inputs["target_tokens"],
+                "logprobs": tinker.TensorData(data=list(sample.old_logprobs), dtype="float32"),
+                "advantages": tinker.TensorData.from_torch(advantages.float()),
+                "weights": sample.datum.loss_fn_inputs["weights"],
+            }
+            data.append(tinker.Datum(model_input=sample.datum.model_input, loss_fn_inputs=inputs))
+        loss_fn, config = _wire_loss(self.objective, self.name)
+        return loss_fn, data, config
 
 
 def _tis_weights(tis: TIS | None, samples: Sequence[TrainSample]) -> list[torch.Tensor]:
-    masks = [sample.datum.loss_fn_inputs["weights"].to_torch().float() for sample in samples]
+    masks = [sample.mask for sample in samples]
     if tis is None:
         return [torch.ones_like(mask) for mask in masks]
     old = [torch.tensor(sample.old_logprobs) for sample in samples]
@@ -113,3 +97,16 @@ def _wire_loss(objective: Objective, policy_loss: str) -> tuple[str, dict[str, f
 
 def _bounds(low: float, high: float) -> dict[str, float]:
     return {"clip_low_threshold": 1 - low, "clip_high_threshold": 1 + high}
+
+
+def refuse_pipelined_trainer(config: RecipeConfig, shape: TrainingShapeProfile | None) -> None:
+    """Check the policy trainer's shape, which is known only once the platform has chosen it.
+
+    Raises:
+        ConfigError: the loss is to run inside a trainer that cuts its model into stages.
+    """
+    if config.runs_builtin_loss and shape is not None and shape.pipeline_parallelism > 1:
+        raise ConfigError(
+            f"loss_path must be 'client' on {shape.training_shape_version}, got 'builtin': the "
+            f"built-in losses need the whole model in one stage, not {shape.pipeline_parallelism}"
+        )

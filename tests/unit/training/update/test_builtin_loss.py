@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.unit.training.drawn import group_from
 
 from hearth.losses import POLICY_LOSSES, TIS, builtin_objective
 from training.config.objective import objective_options, tis_options
@@ -10,7 +11,7 @@ from training.data.seeds import row_seed
 from training.recipes.rl_loop import Config
 from training.samples.groups import PromptGroup, entropy_estimate
 from training.samples.rollout import RolloutSample
-from training.update.objectives import builtin_call, samples_of
+from training.update.builtin_loss import BuiltinLoss
 from training.update.policy_losses import make_policy_loss_fn
 from training.utils import DAPOConfig, TISConfig
 
@@ -26,7 +27,7 @@ def group() -> PromptGroup:
         )
         for row, reward in zip(rows, (1.0, 0.0, 0.0), strict=True)
     ]
-    return PromptGroup.from_rollouts(IndexedRow(0, 0, {}), [[one] for one in drawn])
+    return group_from(IndexedRow(0, 0, {}), [[one] for one in drawn])
 
 
 @pytest.mark.parametrize("name", [loss for loss in POLICY_LOSSES if loss != "reinforce"])
@@ -34,16 +35,15 @@ def group() -> PromptGroup:
 def test_the_built_in_call_has_the_closures_loss(name, tis):
     config = Config(policy_loss=name, kl_beta=0.0, dapo=DAPOConfig(eps_clip_c=3.0))
     objective = objective_options(config)
-    samples = samples_of([group()])
+    samples = group().flat()
     policy = [torch.full((len(s.behavior_logprobs),), -0.4, requires_grad=True) for s in samples]
     for sample in samples:
         sample.old_logprobs = [-0.6] * len(sample.behavior_logprobs)
 
-    call = builtin_call(objective, name, tis, samples)
-    builtin = builtin_objective(call.loss_fn, call.loss_fn_config)
+    loss_fn, data, loss_config = BuiltinLoss(name, objective, tis).request(samples)
+    builtin = builtin_objective(loss_fn, loss_config)
     inputs = [
-        {key: value.to_torch() for key, value in datum.loss_fn_inputs.items()}
-        for datum in call.data
+        {key: value.to_torch() for key, value in datum.loss_fn_inputs.items()} for datum in data
     ]
     in_trainer = builtin.evaluate(builtin.make_batch(policy, inputs)).per_token.sum()
     closure = make_policy_loss_fn(

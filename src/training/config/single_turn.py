@@ -1,0 +1,30 @@
+"""The settings of recipes that sample a row's completions in one turn and score them here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from training.config.recipe import RecipeConfig
+
+RewardWorkers = Literal["loop", "process", "ray"]
+
+
+@dataclass(kw_only=True)
+class SingleTurnConfig(RecipeConfig):
+    """Settings of sampling and rewards beside those that all recipes share."""
+
+    max_concurrent: int = 32
+    """Sampling requests in flight, counted one by one."""
+    truncated_completions: Literal["drop", "score"] = "drop"
+    """What becomes of completions cut by max_completion_tokens."""
+    reward_timeout_s: float | None = None
+    """Seconds that the reward of one completion may take, off the event loop; None: no limit."""
+    reward_errors: Literal["raise", "drop"] = "raise"
+    """What a reward function that fails or is late does: end the run, or drop the completion."""
+    reward_workers: RewardWorkers = "loop"
+    """Where reward functions run: on this program's event loop (with reward_timeout_s on threads
+    beside it), in processes of this machine, or as tasks of the Ray cluster that RAY_ADDRESS
+    names; the last two need reward_timeout_s and a picklable function."""
+    rollout_workers: RewardWorkers | None = None
+    """Older name of reward_workers."""

@@ -1,0 +1,203 @@
+"""What the steps of a recipe work on, and what every recipe does between its steps."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from hearth.errors import HearthError
+from training.config.parts import is_given, plain_config
+from training.config.recipe import RecipeConfig
+from training.data.rows import IndexedRow, epoch_rows
+from training.platform.run_infra import RunInfra
+from training.rewards.scoring import AnyReward
+from training.run.checkpoints import Checkpoint, write_manifest
+from training.run.evaluation import evaluate
+from training.run.signal import Finding
+from training.run.state import Run, RunSummary
+from training.run.step_metrics import step_metrics
+from training.update.parity import ParityError, parity_problem
+from training.update.policy_update import PolicyUpdate
+
+__all__ = ["Loop", "RunSummary"]
+
+ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
+
+AUTOMATIC_SAVE_RATIO = 50.0
+"""Automatic checkpoints are this many times as far apart as the last one took to write."""
+
+
+@dataclass
+class Loop(Generic[ConfigT]):
+    """A run with its config and the platform that it runs on."""
+
+    config: ConfigT
+    infra: RunInfra
+    run: Run
+
+    def rows(self) -> Iterator[IndexedRow]:
+        """The unfinished rows of all epochs, in training order."""
+        config = self.config
+        return epoch_rows(
+            self.run.rows,
+            epochs=config.epochs,
+            shuffle=config.shuffle,
+            seed=config.seed,
+            done=self.run.cursor.finished(),
+        )
+
+    def windows(self) -> Iterator[list[IndexedRow]]:
+        """The same rows, cut where the deployment gets new weights."""
+        left = self.rows()
+        size = self.config.sync.interval * self.config.prompt_groups_per_step
+        while window := list(islice(left, size) if size else left):
+            yield window
+
+    async def sync_weights(self) -> None:
+        """Publish the policy's weights: the deployment samples with them from now on."""
+        with self.run.clock.span("perf/weight_sync_time"):
+            await asyncio.to_thread(self.infra.syncer.save_and_hotload, f"step-{self.run.step:05d}")
+        self.run.version = self.infra.syncer.version
+        self.run.synced_step = self.run.step
+
+    def count_step(self, update: PolicyUpdate) -> None:
+        """Count the optimizer steps of an update that is done."""
+        run = self.run
+        run.step += update.optimizer_steps
+        if math.isnan(run.first_step_s):
+            run.first_step_s = time.perf_counter() - run.started
+
+    def step_metrics(self, update: PolicyUpdate, version: int) -> dict[str, float]:
+        """The metrics of a finished step, for ``log_step``."""
+        return step_metrics(self.run, update, self.config.completions_per_prompt, version)
+
+    def log_step(self, metrics: dict[str, float]) -> None:
+        """Write, show and judge a step's metrics, and start counting for the next step.
+
+        Raises:
+            ParityError: sampler and trainer disagree, and ``parity_stops`` is on.
+        """
+        run = self.run
+        run.log.write("train", run.step, metrics)
+        run.display.step(run.step, run.cursor.count, metrics)
+        run.signal.see_step(run.step, metrics)
+        self.check_parity(metrics)
+        run.start_step()
+
+    def check_parity(self, metrics: dict[str, float]) -> None:
+        """Log it, or end the run, when sampler and trainer disagree.
+
+        Raises:
+            ParityError: they do, and ``parity_stops`` is on.
+        """
+        problem = parity_problem(metrics, self.config.parity_threshold)
+        if problem is None:
+            return
+        if self.config.parity_stops:
+            raise ParityError(f"step {self.run.step}: {problem}")
+        self.run.signal.report(self.run.step, Finding("parity", problem))
+
+    async def evaluate_if_due(self, reward_fn: AnyReward, *, always: bool = False) -> None:
+        """Held-out accuracy of what the deployment serves, every ``eval_every`` steps."""
+        config, run = self.config, self.run
+        if not run.is_eval_due(config, run.step, always=always):
+            return
+        run.eval_begun = run.step
+        with run.clock.span("perf/eval_time"):
+            try:
+                result = await evaluate(
+                    self.infra.sampler,
+                    run.eval_rows,
+                    reward_fn,
+                    temperature=config.temperature,
+                    samples_per_prompt=config.eval_samples_per_prompt,
+                    max_tokens=config.max_completion_tokens,
+                    seed=config.seed,
+                )
+            except Exception as error:  # noqa: BLE001 - whatever a reward function raises
+                run.note_failed_evaluation(run.step, error)
+                return
+        run.note_evaluation(run.step, result)
+
+    async def save_if_due(self, *, is_last: bool = False) -> None:
+        """A resumable checkpoint and, only when it is written, the manifest that names it."""
+        config, infra, run = self.config, self.infra, self.run
+        if not self.is_save_due(is_last=is_last):
+            return
+        name = f"step-{run.step:05d}"
+        checkpoint = Checkpoint(
+            name=name,
+            step=run.step,
+            cursor=run.cursor.start,
+            beyond=sorted(run.cursor.beyond),
+            seed=config.seed,
+            version=run.version,
+            job=infra.policy_job_id,
+            kl_beta=run.kl.coefficient if run.kl else None,
+        )
+        metadata = {**asdict(checkpoint), "config": plain_config(config)}
+        with run.clock.span("perf/dcp_save_time"):
+            started = run.now()
+            saving = infra.policy_client.save_state(name, overwrite=True, metadata=metadata)
+            await saving.result_async(config.sync.dcp_timeout_s)
+            run.saved_at = run.now()
+            run.save_s = run.saved_at - started
+        run.saved = (run.step, run.cursor.count)
+        known = [older for older in run.checkpoints if older.name != name] + [checkpoint]
+        run.checkpoints = await asyncio.to_thread(_still_held, known, infra)
+        write_manifest(run.log_path, run.checkpoints)
+
+    def is_save_due(self, *, is_last: bool = False) -> bool:
+        """Whether ``save_if_due`` would write a checkpoint now."""
+        config, run = self.config, self.run
+        if run.step == 0 or (run.step, run.cursor.count) == run.saved:
+            return False
+        interval = config.sync.dcp_save_interval
+        is_automatic = not is_given(interval) and self.infra.is_embedded
+        if is_last:
+            return config.save_final_checkpoint and (is_automatic or interval > 0)
+        if is_automatic:
+            return run.now() - run.saved_at >= AUTOMATIC_SAVE_RATIO * run.save_s
+        return 0 < interval <= run.step - run.saved[0]
+
+    async def save_and_export(self) -> None:
+        """What a finished run leaves behind: a last checkpoint, and the model if it is to be kept.
+
+        Where the rows since the last step left nothing to train on, one line says why.
+        """
+        self.run.mention_untrained_rows()
+        await self.save_if_due(is_last=True)
+        config, infra, run = self.config, self.infra, self.run
+        if config.output_model_id is None:
+            return
+        saving = infra.policy_client.save_weights_for_sampler(f"final-{run.step:05d}", "base")
+        saved = await saving.result_async(config.sync.dcp_timeout_s)
+        model = await asyncio.to_thread(
+            infra.trainers.promote_checkpoint,
+            infra.policy_job_id,
+            saved.snapshot_name,
+            config.output_model_id,
+            infra.policy_client.base_model,
+            merge_adapter=config.merge_adapter,
+        )
+        run.model_path = Path(model.source) if model.source else None
+        run.display.note(f"the trained model is {model.name}, in {model.source}")
+
+
+def _still_held(checkpoints: list[Checkpoint], infra: RunInfra) -> list[Checkpoint]:
+    """The checkpoints that the trainer still has, and those of other jobs, which it cannot list."""
+    try:
+        held = infra.policy.list_checkpoints()
+    except HearthError:  # the new checkpoint is written; the manifest may name older ones for now
+        return checkpoints
+    return [
+        checkpoint
+        for checkpoint in checkpoints
+        if checkpoint.job != infra.policy_job_id or checkpoint.name in held
+    ]
