@@ -37,7 +37,7 @@ def run_async(folder: Path, **changes: Any) -> Trial:
     names = inspect.signature(async_rl_loop.Config).parameters
     plain = vars(config(folder, dataset="", shuffle=False))
     shared = {name: value for name, value in plain.items() if name in names}
-    shared |= {"tis_enabled": None, "weight_sync_interval": 1}
+    shared |= {"tis_enabled": None, "weight_sync_interval": 1, "rollout_workers": "loop"}
     rows = load_rows(str(TRAIN_ROWS), changes.pop("max_rows", 2 * EXACT_STEPS))
     asked = async_rl_loop.Config(**(shared | changes))
     return Trial(folder, async_rl_loop.main(asked, rollout_fn_factory=make_rollout_fn, rows=rows))

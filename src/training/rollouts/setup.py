@@ -30,4 +30,5 @@ def rollout_setup(config: AsyncConfig, infra: RunInfra) -> RolloutSetup:
         completions_per_prompt=config.completions_per_prompt,
         extras=dict(config.rollout_extras),
         boot_timeout_s=config.deployment.deployment_timeout_s,
+        concurrency=infra.sampler.concurrency,
     )
