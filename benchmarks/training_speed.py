@@ -68,7 +68,7 @@ from hearth.wire.tensors import encode
 from hearth.wire.tinker import AdamParams, DatumRecord
 from training.samples.groups import TrainSample
 from training.samples.rollout import RolloutSample
-from training.update.objectives import builtin_call, old_rows
+from training.update.builtin_loss import BuiltinLoss
 from training.utils import ResourceCleanup
 from training.utils.rl import make_policy_loss_fn, setup_infra
 
@@ -249,14 +249,14 @@ class Calls:
             "grpo",
             advantages=[sample.advantage for sample in samples],
             behavior_logprobs=[sample.behavior_logprobs for sample in samples],
-            old_logprobs=old_rows(samples),
+            old_logprobs=[sample.old_logprobs or () for sample in samples],
             config=self._objective,
         )
         self._client.forward_backward_custom([sample.datum for sample in samples], loss_fn).result()
 
     def _builtin(self) -> None:
-        call = builtin_call(self._objective, "grpo", None, self._samples)
-        self._client.forward_backward(call.data, call.loss_fn, call.loss_fn_config).result()
+        loss_fn, data, options = BuiltinLoss("grpo", self._objective, None).request(self._samples)
+        self._client.forward_backward(data, loss_fn, options).result()
 
     def _clear(self) -> float:
         """Drop the gradient; its norm."""

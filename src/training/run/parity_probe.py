@@ -24,9 +24,9 @@ from torch import Tensor
 from training.config.async_recipe import AsyncConfig
 from training.data.seeds import call_seed
 from training.platform.run_infra import RunInfra
+from training.rewards.scoring import gather_or_cancel
 from training.rollouts.router_replay import routing_options
 from training.samples.groups import PromptGroup, TrainSample, completion_sample
-from training.rewards.scoring import gather_or_cancel
 from training.update.parity import logprob_gaps, parity_metrics
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,15 @@ from tests.scale.cluster.scores import length
 
 from hearth.errors import ConfigError
 from hearth.launch.ray.cluster import connect
-from training.rewards import RewardDiedError, RewardTimeoutError, Score, Unscored, guard_reward, guarded, scored
+from training.rewards import (
+    RewardDiedError,
+    RewardTimeoutError,
+    Score,
+    Unscored,
+    guard_reward,
+    guarded,
+    scored,
+)
 
 
 @pytest.fixture
