@@ -83,7 +83,7 @@ class Served:
         """A manager of its deployments."""
         return DeploymentManager(KEY, base_url=self.url)
 
-    def snapshots(self, job_id: str, one: str) -> list[str]:
+    def snapshots(self, job_id: str, entry: str) -> list[str]:
         """Names of what the client has saved that saved ``one``, without its suffix, oldest first.
 
         A job that publishes into a deployment's bucket lists what others have left there too.
@@ -91,14 +91,14 @@ class Served:
         with contextlib.closing(self.trainers()) as trainers:
             rows = trainers.list_checkpoints(job_id)
         names = [str(row.name).rsplit("/", 1)[-1].rsplit("-", 1) for row in rows]
-        return [name for name, suffix in names if suffix == one.rsplit("-", 1)[1]]
+        return [name for name, suffix in names if suffix == entry.rsplit("-", 1)[1]]
 
     def states(self) -> tuple[list[str | None], list[int]]:
         """The jobs' states, and how many replicas each deployment has."""
         with contextlib.closing(self.trainers()) as trainers:
-            jobs = [one.state for one in trainers.list()]
+            jobs = [entry.state for entry in trainers.list()]
         with contextlib.closing(self.deployments()) as deployments:
-            return jobs, [one.max_replica_count for one in deployments.list()]
+            return jobs, [entry.max_replica_count for entry in deployments.list()]
 
     def clear(self) -> None:
         """Delete every job and deployment."""
@@ -106,8 +106,8 @@ class Served:
             for job in trainers.list():
                 trainers.delete(str(job.name).rsplit("/", 1)[-1])
         with contextlib.closing(self.deployments()) as deployments:
-            for one in deployments.list():
-                deployments.delete(one.deployment_id)
+            for entry in deployments.list():
+                deployments.delete(entry.deployment_id)
 
 
 @pytest.fixture(scope="session")

@@ -96,14 +96,14 @@ def _may_go_on(code: str) -> bool:
 
 def _has_substance(code: str) -> bool:
     body = ast.parse(code).body
-    is_class = any(isinstance(one, ast.ClassDef) for one in body)
-    return is_class or any(isinstance(one, _SUBSTANCE) for one in body)
+    is_class = any(isinstance(entry, ast.ClassDef) for entry in body)
+    return is_class or any(isinstance(entry, _SUBSTANCE) for entry in body)
 
 
 def one_block(provision: str, loop: str) -> str:
     """Two snippets as one, with all that stands behind the first one's ``with`` moved into it."""
     lines = provision.splitlines()
-    block = next(one for one in ast.parse(provision).body if isinstance(one, ast.With))
+    block = next(entry for entry in ast.parse(provision).body if isinstance(entry, ast.With))
     behind = "\n".join([*lines[block.end_lineno :], loop])
     return "\n".join([*lines[: block.end_lineno], textwrap.indent(behind, "    ")])
 
@@ -146,7 +146,9 @@ def _statements(lines: list[str]) -> Iterator[str]:
     for line in lines:
         parts.append(line)
         joined = "\n".join(parts)
-        if sum(joined.count(one) for one in "([{") == sum(joined.count(one) for one in ")]}"):
+        if sum(joined.count(entry) for entry in "([{") == sum(
+            joined.count(entry) for entry in ")]}"
+        ):
             yield joined
             parts = []
 

@@ -42,10 +42,10 @@ def test_the_modules_and_names_it_gives_exist(document):
     dotted = set(re.findall(r"\btraining(?:\.\w+)+", text))
     files = set(re.findall(r"\btraining/[\w/]+\.py\b", text))
     assert (len(dotted), len(files)) == (1, 1)
-    for one in dotted | {file.removesuffix(".py").replace("/", ".") for file in files}:
-        module, _, name = one.rpartition(".")
+    for entry in dotted | {file.removesuffix(".py").replace("/", ".") for file in files}:
+        module, _, name = entry.rpartition(".")
         parent = importlib.import_module(module)
-        assert hasattr(parent, name) or importlib.import_module(one)
+        assert hasattr(parent, name) or importlib.import_module(entry)
     assert {"make_grpo_loss_fn", "build_grpo_datums"} <= set(dir(training_utils_rl()))
 
 
@@ -136,7 +136,7 @@ def test_synchronous_scripts_wrap_sampling_with_asyncio_run(wired):
 
     first, second = (asyncio.run(draw(sampler)) for _ in range(2))
 
-    assert [one.full_tokens for one in first] == [one.full_tokens for one in second]
+    assert [entry.full_tokens for entry in first] == [entry.full_tokens for entry in second]
     assert len(first) == 3
 
 
@@ -179,7 +179,7 @@ def test_the_reference_is_shared_with_a_lora_policy_and_refuses_to_train(wired):
 
     assert infra.reference_job_id is None
     assert len(platform.states()[0]) == 1
-    assert reference == [list(one["logprobs"].data) for one in before]
+    assert reference == [list(value["logprobs"].data) for value in before]
     assert policy != reference
     with pytest.raises(HearthError, match="frozen"):
         infra.reference.optim_step(tinker.AdamParams(learning_rate=1e-2))

@@ -51,7 +51,9 @@ def test_the_recipe_trains_against_a_reference_and_leaves_nothing_running(
 def test_the_loop_trains_inside_the_block_that_provisioned_it(
     document, substituted, platform, names, extraction
 ):
-    provision, loop = (substituted(document("001").after(one).text) for one in (PROVISION, LOOP))
+    provision, loop = (
+        substituted(document("001").after(entry).text) for entry in (PROVISION, LOOP)
+    )
     seen = {}
 
     def look() -> None:
@@ -84,7 +86,9 @@ def test_the_loop_trains_inside_the_block_that_provisioned_it(
 def test_as_written_the_clients_say_that_their_block_has_ended(
     document, substituted, platform, names, extraction
 ):
-    provision, loop = (substituted(document("001").after(one).text) for one in (PROVISION, LOOP))
+    provision, loop = (
+        substituted(document("001").after(entry).text) for entry in (PROVISION, LOOP)
+    )
 
     extraction.execute(provision, names)
     states, replicas = platform.states()

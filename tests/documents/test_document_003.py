@@ -105,7 +105,9 @@ def test_every_snippet_has_a_test(document):
 
 def test_both_trainers_run_and_the_reference_is_frozen(names, platform):
     trainers = platform.trainers()
-    policy, reference = (trainers.get(names[f"{one}_ep"].job_id) for one in ("policy", "reference"))
+    policy, reference = (
+        trainers.get(names[f"{entry}_ep"].job_id) for entry in ("policy", "reference")
+    )
     trainers.close()
 
     assert (policy.state, reference.state) == ("JOB_STATE_RUNNING", "JOB_STATE_RUNNING")
@@ -123,9 +125,11 @@ def test_its_datums_are_ours(names):
 
     theirs, ours = names["build_grpo_datums"](drawn), build_grpo_datums(drawn)
 
-    for one in (theirs, ours):
-        assert [datum.model_input.to_ints() for datum in one] == [c.full_tokens[:-1] for c in drawn]
-        values = [{name: row.data for name, row in datum.loss_fn_inputs.items()} for datum in one]
+    for entry in (theirs, ours):
+        assert [datum.model_input.to_ints() for datum in entry] == [
+            c.full_tokens[:-1] for c in drawn
+        ]
+        values = [{name: row.data for name, row in datum.loss_fn_inputs.items()} for datum in entry]
         assert values == [
             {
                 "target_tokens": c.full_tokens[1:],
@@ -181,8 +185,8 @@ def test_the_prefill_gives_the_trainers_logprobs_of_the_served_weights(
 def test_the_off_policy_fragment_completed_is_ours(document, trained, extraction):
     tree = ast.parse(document("003").after(OFF_POLICY).text)
     outer = tree.body[0]
-    closure = next(one for one in outer.body if isinstance(one, ast.FunctionDef))
-    loop = next(one for one in closure.body if isinstance(one, ast.For))
+    closure = next(entry for entry in outer.body if isinstance(entry, ast.FunctionDef))
+    loop = next(entry for entry in closure.body if isinstance(entry, ast.For))
     loop.body[3:3] = ast.parse(SAMPLE).body
     closure.body[:0] = ast.parse(TOTALS).body
     outer.body[:0] = ast.parse(OUTER).body

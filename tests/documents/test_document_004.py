@@ -35,7 +35,7 @@ def test_rl_loop_takes_the_newest_names(
     extraction.execute(substituted(document("004").after(RL_LOOP).text), names)
 
     lines = (tmp_path / "grpo_logs" / "metrics.jsonl").read_bytes().splitlines()
-    steps = [one for one in map(orjson.loads, lines) if one["type"] == "train"]
+    steps = [line for line in map(orjson.loads, lines) if line["type"] == "train"]
     assert len(steps) >= 2
     assert all(step["train/grad_norm"] > 0 and "train/mean_kl" in step for step in steps)
     states, replicas = platform.states()
@@ -79,7 +79,7 @@ def test_the_rollout_function_draws_from_a_deployment_and_the_recipe_trains_on_i
     )
 
     lines = (tmp_path / "gsm8k_logs" / "metrics.jsonl").read_bytes().splitlines()
-    steps = [one for one in map(orjson.loads, lines) if one["type"] == "train"]
+    steps = [line for line in map(orjson.loads, lines) if line["type"] == "train"]
     assert [step["rollout/valid_prompt_groups"] for step in steps] == [8.0, 4.0]
     assert all(step["train/grad_norm"] > 0 for step in steps)
     assert all(step["async/version_offset_max"] <= 4 for step in steps)
@@ -99,9 +99,9 @@ def test_the_rollout_function_draws_from_a_deployment_and_the_recipe_trains_on_i
 def with_rows(code: str) -> str:
     """The snippet with rows where it has only dots."""
     tree = ast.parse(code)
-    for one in tree.body:
-        if isinstance(one, ast.Assign) and ast.unparse(one.value) == "[...]":
-            one.value = ast.parse("rows_of_mine", mode="eval").body
+    for entry in tree.body:
+        if isinstance(entry, ast.Assign) and ast.unparse(entry.value) == "[...]":
+            entry.value = ast.parse("rows_of_mine", mode="eval").body
     return ast.unparse(ast.fix_missing_locations(tree))
 
 

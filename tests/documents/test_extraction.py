@@ -27,7 +27,7 @@ def test_code_is_told_from_the_prose_around_it(extraction):
 
     found = list(extraction.runs(text))
 
-    assert [one.line for one in found] == [3, 11]
+    assert [entry.line for entry in found] == [3, 11]
     assert found[0].text.startswith("import os\n")
     assert found[0].text.endswith("    2,\n)\n")
     assert found[1].text == "def double(x):\n    return 2 * x\n"

@@ -36,14 +36,14 @@ def functions_of(path: Path) -> Mapping[str, frozenset[str]]:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     everywhere = {
         name
-        for one in body
-        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "pytestmark"
-        for name in marks_in(one.value)
+        for entry in body
+        if isinstance(entry, ast.Assign) and ast.unparse(entry.targets[0]) == "pytestmark"
+        for name in marks_in(entry.value)
     }
     return {
-        one.name: frozenset(everywhere.union(*map(marks_in, one.decorator_list)))
-        for one in body
-        if isinstance(one, kinds) and one.name.startswith("test_")
+        entry.name: frozenset(everywhere.union(*map(marks_in, entry.decorator_list)))
+        for entry in body
+        if isinstance(entry, kinds) and entry.name.startswith("test_")
     }
 
 
@@ -57,8 +57,8 @@ def texts_of(path: Path) -> frozenset[str]:
 
 def marks_in(node: ast.AST) -> set[str]:
     """The names behind ``pytest.mark.``."""
-    named = (one for one in ast.walk(node) if isinstance(one, ast.Attribute))
-    return {one.attr for one in named if ast.unparse(one.value) == "pytest.mark"}
+    named = (node for node in ast.walk(node) if isinstance(node, ast.Attribute))
+    return {value.attr for value in named if ast.unparse(value.value) == "pytest.mark"}
 
 
 def fault_of(node: str) -> str | None:

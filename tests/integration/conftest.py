@@ -69,10 +69,10 @@ def logging_as_before() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("hearth", "training")]
     before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
     yield
-    for one, (level, propagate, handlers) in zip(loggers, before, strict=True):
-        one.setLevel(level)
-        one.propagate = propagate
-        one.handlers[:] = handlers
+    for entry, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        entry.setLevel(level)
+        entry.propagate = propagate
+        entry.handlers[:] = handlers
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ class Served:
     def resources(self, kind: str, of: str = "") -> list[dict[str, Any]]:
         """What `hearth ps -a` reads: ``rlorTrainerJobs`` or ``deployments`` whose id has ``of``."""
         answer = httpx.get(f"{self.url}{ACCOUNT}/{kind}", headers=KEY, timeout=30)
-        return [one for one in answer.json()[kind] if of in one["name"]]
+        return [entry for entry in answer.json()[kind] if of in entry["name"]]
 
     def _answers(self) -> bool:
         assert self._process is not None
@@ -340,6 +340,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as entry:
+        entry.bind(("127.0.0.1", 0))
+        return entry.getsockname()[1]

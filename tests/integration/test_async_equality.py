@@ -43,8 +43,8 @@ def run_async(folder: Path, **changes: Any) -> Trial:
     return Trial(folder, async_rl_loop.main(asked, rollout_fn_factory=make_rollout_fn, rows=rows))
 
 
-def same_weights(one: Trial, other: Trial) -> bool:
-    left, right = one.weights(), other.weights()
+def same_weights(first: Trial, other: Trial) -> bool:
+    left, right = first.weights(), other.weights()
     assert left.keys() == right.keys()
     return all(torch.equal(left[name], right[name]) for name in left)
 
@@ -115,9 +115,9 @@ def test_a_step_in_pieces_has_the_gradient_of_one_piece(tmp_path, pieces):
     whole = run_async(tmp_path / "whole", **asked)
     parts = run_async(tmp_path / "parts", **asked, **pieces)
 
-    (one,), (other,) = whole.records(), parts.records()
-    assert one["rollout/fwd_bwd_count"] == 1 < other["rollout/fwd_bwd_count"]
-    assert one["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-5)
+    (entry,), (other,) = whole.records(), parts.records()
+    assert entry["rollout/fwd_bwd_count"] == 1 < other["rollout/fwd_bwd_count"]
+    assert entry["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-5)
     left, right = whole.weights(), parts.weights()
     for name, value in left.items():
         torch.testing.assert_close(value, right[name], rtol=0, atol=1e-6 * float(value.abs().max()))

@@ -35,14 +35,16 @@ class Done:
     def __init__(self, folder, model):
         self.weights = load_file(model / "model.safetensors")
         self.records = [
-            {name: value for name, value in one.items() if not name.startswith("perf/")}
-            for one in map(orjson.loads, (folder / "metrics.jsonl").read_bytes().splitlines())
+            {name: value for name, value in line.items() if not name.startswith("perf/")}
+            for line in map(orjson.loads, (folder / "metrics.jsonl").read_bytes().splitlines())
         ]
         self.last = read_manifest(folder)[-1]
 
     def has_weights_of(self, other):
         assert self.weights.keys() == other.weights.keys()
-        return all(torch.equal(one, other.weights[name]) for name, one in self.weights.items())
+        return all(
+            torch.equal(weight, other.weights[name]) for name, weight in self.weights.items()
+        )
 
     def is_complete(self):
         """Each step once, each row in one of them: the steps hold as many as there are."""

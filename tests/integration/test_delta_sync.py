@@ -75,11 +75,11 @@ class Stack:
         scored = self.policy.forward(build_grpo_datums(completions)).result().loss_fn_outputs
         return all(
             torch.allclose(
-                torch.tensor(output["logprobs"].data)[one.prompt_len - 1 :],
-                torch.tensor(one.inference_logprobs),
+                torch.tensor(output["logprobs"].data)[completion.prompt_len - 1 :],
+                torch.tensor(completion.inference_logprobs),
                 atol=0.05,
             )
-            for one, output in zip(completions, scored, strict=True)
+            for completion, output in zip(completions, scored, strict=True)
         )
 
     def close(self):
@@ -99,41 +99,41 @@ def stack(tmp_path):
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for entry in made:
+        entry.close()
 
 
-def served_bits(one):
-    module = one.engine._loaded.module  # what it computes with, and nobody else tells
+def served_bits(deployment):
+    module = deployment.engine._loaded.module  # what it computes with, and nobody else tells
     return {name: tensor.detach().view(torch.int16) for name, tensor in module.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", ["memory", "folder"])
 def test_base_then_deltas_serve_the_trainers_bits(stack, kind, tmp_path):
-    one = stack(MemorySnapshotStore() if kind == "memory" else None)
+    deployment = stack(MemorySnapshotStore() if kind == "memory" else None)
 
     for version in (1, 2, 3):
-        identity = one.syncer.save_and_hotload(f"step-{version}")
-        one.trainer.export(one.policy.model_id, tmp_path / "exported")
+        identity = deployment.syncer.save_and_hotload(f"step-{version}")
+        deployment.trainer.export(deployment.policy.model_id, tmp_path / "exported")
         expected = load_file(tmp_path / "exported" / "model.safetensors")
-        bits = served_bits(one)
+        bits = served_bits(deployment)
         assert bits.keys() == expected.keys()
         assert all(torch.equal(bits[name], expected[name].view(torch.int16)) for name in expected)
-        assert one.sample(n=1)[0].snapshot_identity == identity
-        assert one.agrees()
-        one.step()
+        assert deployment.sample(n=1)[0].snapshot_identity == identity
+        assert deployment.agrees()
+        deployment.step()
 
-    assert one.syncer.version == 3
-    assert one.kinds() == ["base", "delta", "delta"]
+    assert deployment.syncer.version == 3
+    assert deployment.kinds() == ["base", "delta", "delta"]
 
 
 def test_one_step_at_a_small_learning_rate_makes_a_small_delta(stack, tmp_path):
-    one = stack()
-    base = one.syncer.save_and_hotload("step-1")
-    one.step(1e-6)
-    delta = one.syncer.save_and_hotload("step-2")
+    deployment = stack()
+    base = deployment.syncer.save_and_hotload("step-1")
+    deployment.step(1e-6)
+    delta = deployment.syncer.save_and_hotload("step-2")
 
-    assert one.kinds() == ["base", "delta"]
+    assert deployment.kinds() == ["base", "delta"]
     sizes = [
         (tmp_path / "snapshots" / name / "weights.safetensors").stat().st_size
         for name in (base, delta)
@@ -141,106 +141,108 @@ def test_one_step_at_a_small_learning_rate_makes_a_small_delta(stack, tmp_path):
     assert sizes[1] * 10 < sizes[0]
     manifest = json.loads((tmp_path / "snapshots" / delta / "manifest.json").read_text())
     assert (manifest["kind"], manifest["parent"]) == ("delta", base)
-    assert manifest["weights"].keys() == one.store.get(base).tensors.keys()
+    assert manifest["weights"].keys() == deployment.store.get(base).tensors.keys()
 
 
 def test_a_truncated_delta_is_refused_served_on_and_mended_by_a_base(stack, tmp_path):
-    one = stack()
-    first = one.syncer.save_and_hotload("step-1")
-    before = one.sample()
-    one.step(1e-2)
-    damaged = one.syncer.save_only("step-2")
+    deployment = stack()
+    first = deployment.syncer.save_and_hotload("step-1")
+    before = deployment.sample()
+    deployment.step(1e-2)
+    damaged = deployment.syncer.save_only("step-2")
     path = tmp_path / "snapshots" / damaged / "weights.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
 
     with pytest.raises(EngineError, match=r"must be readable and hold \d+ bytes.*got \d+ bytes"):
-        one.syncer.hotload(damaged, "delta")
+        deployment.syncer.hotload(damaged, "delta")
 
-    after = one.sample()
+    after = deployment.sample()
     assert {o.snapshot_identity for o in after} == {first}
     assert [o.inference_logprobs for o in after] == [o.inference_logprobs for o in before]
-    one.syncer.save_and_hotload("step-3")
-    assert one.kinds() == ["base", "delta", "base"]
-    assert one.syncer.version == 2
-    assert one.agrees()
-    one.step()
-    one.syncer.save_and_hotload("step-4")
-    assert one.kinds()[-1] == "delta"
-    assert one.agrees()
+    deployment.syncer.save_and_hotload("step-3")
+    assert deployment.kinds() == ["base", "delta", "base"]
+    assert deployment.syncer.version == 2
+    assert deployment.agrees()
+    deployment.step()
+    deployment.syncer.save_and_hotload("step-4")
+    assert deployment.kinds()[-1] == "delta"
+    assert deployment.agrees()
 
 
 def test_a_stale_attachment_is_refused_with_expected_and_found(stack):
-    one = stack()
-    first = one.syncer.save_and_hotload("step-1")
-    one.step()
-    delta = one.syncer.save_only("step-2")
+    deployment = stack()
+    first = deployment.syncer.save_and_hotload("step-1")
+    deployment.step()
+    delta = deployment.syncer.save_only("step-2")
     stale = DeltaMetadata(previous_snapshot_identity="step-0-dead")
 
     message = f"expected '{first}', found 'step-0-dead'"
     with pytest.raises(EngineError, match=re.escape(message)):
-        one.deployments.hotload_and_wait("d", BASE, delta, incremental=stale, timeout_s=30)
+        deployment.deployments.hotload_and_wait("d", BASE, delta, incremental=stale, timeout_s=30)
 
-    assert one.sample(n=1)[0].snapshot_identity == first
+    assert deployment.sample(n=1)[0].snapshot_identity == first
     right = DeltaMetadata(previous_snapshot_identity=first)
-    state = one.deployments.hotload_and_wait("d", BASE, delta, incremental=right, timeout_s=30)
+    state = deployment.deployments.hotload_and_wait(
+        "d", BASE, delta, incremental=right, timeout_s=30
+    )
     assert (state.current_snapshot_identity, state.weight_version) == (delta, 2)
 
 
 def test_a_missing_link_is_refused_with_expected_and_found(stack, tmp_path):
-    one = stack()
-    first = one.syncer.save_and_hotload("step-1")
-    one.step()
-    middle = one.syncer.save_only("step-2")
-    one.step()
-    last = one.syncer.save_only("step-3", "delta")
+    deployment = stack()
+    first = deployment.syncer.save_and_hotload("step-1")
+    deployment.step()
+    middle = deployment.syncer.save_only("step-2")
+    deployment.step()
+    last = deployment.syncer.save_only("step-3", "delta")
     shutil.rmtree(tmp_path / "snapshots" / middle)
 
     message = f"expected parent '{middle}', found '{first}'"
     with pytest.raises(EngineError, match=re.escape(message)):
-        one.deployments.hotload_and_wait("d", BASE, last, timeout_s=30)
+        deployment.deployments.hotload_and_wait("d", BASE, last, timeout_s=30)
 
-    assert one.sample(n=1)[0].snapshot_identity == first
+    assert deployment.sample(n=1)[0].snapshot_identity == first
 
 
 def test_after_loading_a_checkpoint_the_next_sync_is_a_base_by_itself(stack):
-    one = stack()
-    one.policy.save_state("kept").result()
-    one.syncer.save_and_hotload("step-1")
-    one.step(1e-2)
-    one.syncer.save_and_hotload("step-2")
+    deployment = stack()
+    deployment.policy.save_state("kept").result()
+    deployment.syncer.save_and_hotload("step-1")
+    deployment.step(1e-2)
+    deployment.syncer.save_and_hotload("step-2")
 
-    one.policy.load_state_with_optimizer("kept").result()
-    identity = one.syncer.save_and_hotload("step-3")
+    deployment.policy.load_state_with_optimizer("kept").result()
+    identity = deployment.syncer.save_and_hotload("step-3")
 
-    assert one.kinds() == ["base", "delta", "base"]
-    assert one.sample(n=1)[0].snapshot_identity == identity
-    assert one.agrees()
+    assert deployment.kinds() == ["base", "delta", "base"]
+    assert deployment.sample(n=1)[0].snapshot_identity == identity
+    assert deployment.agrees()
 
 
 def test_an_adapter_is_always_whole(stack):
-    one = stack(lora_rank=4)
+    deployment = stack(lora_rank=4)
 
     for version in (1, 2):
-        one.syncer.save_and_hotload(f"step-{version}")
-        assert one.agrees()
-        one.step(1e-3)
-    one.policy.save_weights_for_sampler_ext("asked", "delta")
+        deployment.syncer.save_and_hotload(f"step-{version}")
+        assert deployment.agrees()
+        deployment.step(1e-3)
+    deployment.policy.save_weights_for_sampler_ext("asked", "delta")
 
-    assert one.kinds() == ["lora", "lora", "lora"]
+    assert deployment.kinds() == ["lora", "lora", "lora"]
 
 
 def test_a_deployment_that_starts_later_takes_the_whole_chain(stack, tmp_path):
-    one = stack()
+    deployment = stack()
     for version in (1, 2, 3):
-        last = one.syncer.save_and_hotload(f"step-{version}")
-        one.step()
+        last = deployment.syncer.save_and_hotload(f"step-{version}")
+        deployment.step()
     other = InferenceEngine(load_model(BASE, dtype="bfloat16"))
 
-    state = other.hot_load(last, lambda: one.store.get(last)).result(timeout=30)
+    state = other.hot_load(last, lambda: deployment.store.get(last)).result(timeout=30)
     other.close()
 
     assert (state.stage, state.current_identity) == ("done", last)
-    assert one.kinds() == ["base", "delta", "delta"]
-    expected = resolve(one.store, last).tensors
-    bits = served_bits(one)
+    assert deployment.kinds() == ["base", "delta", "delta"]
+    expected = resolve(deployment.store, last).tensors
+    bits = served_bits(deployment)
     assert all(torch.equal(bits[name], expected[name].view(torch.int16)) for name in expected)

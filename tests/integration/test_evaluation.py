@@ -24,9 +24,9 @@ def all_records(run):
     return [orjson.loads(line) for line in (run.folder / "metrics.jsonl").read_bytes().splitlines()]
 
 
-def same_training(one, other) -> bool:
-    left, right = one.weights(), other.weights()
-    return one.records() == other.records() and all(
+def same_training(first, other) -> bool:
+    left, right = first.weights(), other.weights()
+    return first.records() == other.records() and all(
         torch.equal(left[name], right[name]) for name in left
     )
 

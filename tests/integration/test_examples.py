@@ -165,7 +165,7 @@ def test_an_example_trains_with_nothing_set_up(name, tmp_path, monkeypatch, caps
 
     assert end.value.code == 0
     lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
-    steps = [one for one in map(orjson.loads, lines) if one["type"] == "train"]
+    steps = [line for line in map(orjson.loads, lines) if line["type"] == "train"]
     assert [step["rollout/valid_prompt_groups"] for step in steps] == [2.0, 2.0]
     assert any(step["train/grad_norm"] > 0 for step in steps)
     assert reward_trend(tmp_path) in capsys.readouterr().out

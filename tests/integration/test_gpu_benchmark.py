@@ -61,8 +61,8 @@ def test_every_part_runs_on_a_cpu() -> None:
         assert all(value > 0 for value in figures.values() if isinstance(value, float)), name
     assert report["parts"]["step"]["step_s"] == pytest.approx(
         sum(
-            report["parts"]["step"][f"{one}_s"]
-            for one in ("rollout", "forward_backward", "optim", "sync")
+            report["parts"]["step"][f"{entry}_s"]
+            for entry in ("rollout", "forward_backward", "optim", "sync")
         )
     )
     assert set(report["against_generate"]) == {"4", "8"}
@@ -88,7 +88,7 @@ def test_a_part_that_finds_no_memory_says_so_and_the_others_go_on(gpu: ModuleTyp
 def test_parts_that_find_no_time_are_said(gpu: ModuleType) -> None:
     report = run("--budget-s", "0")
 
-    assert {one["failed"] for one in report["parts"].values()} == {"not begun within 0 s"}
+    assert {entry["failed"] for entry in report["parts"].values()} == {"not begun within 0 s"}
 
 
 def test_sizes_are_those_of_the_published_models(gpu: ModuleType) -> None:

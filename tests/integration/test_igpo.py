@@ -54,16 +54,16 @@ def two_turns(reward: float | None = None) -> RolloutFnFactory:
             prompt = setup.tokenizer.apply_chat_template(
                 row["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
             )
-            (one,) = await sampler.sample_with_prompt_tokens(prompt, n=1, **asked)
-            (two,) = await sampler.sample_with_prompt_tokens([*one.full_tokens, *TOOL], **asked)
-            assert one.inference_logprobs is not None
+            (entry,) = await sampler.sample_with_prompt_tokens(prompt, n=1, **asked)
+            (two,) = await sampler.sample_with_prompt_tokens([*entry.full_tokens, *TOOL], **asked)
+            assert entry.inference_logprobs is not None
             assert two.inference_logprobs is not None
-            rows = [one.inference_logprobs, [0.0] * len(TOOL), two.inference_logprobs]
+            rows = [entry.inference_logprobs, [0.0] * len(TOOL), two.inference_logprobs]
             return RolloutSample(
                 tokens=two.full_tokens,
                 logprobs=[0.0] * len(prompt) + [value for part in rows for value in part],
                 loss_mask=[0] * len(prompt) + [1] * 4 + [0] * len(TOOL) + [1] * 4,
-                reward=spread(one.text + two.text, row) if reward is None else reward,
+                reward=spread(entry.text + two.text, row) if reward is None else reward,
                 finish_reason=two.finish_reason,
             )
 
@@ -137,7 +137,7 @@ def test_a_step_says_how_many_turns_there_were_and_what_they_gained(run):
         assert record["igpo/baseline_logp"] < 0
         assert record["igpo/scoring_time"] > 0
         assert 0 < record["igpo/scoring_ratio"] < 1
-    gains = [one for many in run.gains() for one in many]
+    gains = [entry for many in run.gains() for entry in many]
     context = [record["igpo/mean_ig"] for record in run.trial.records()]
     assert sum(context) / 2 == pytest.approx(sum(gains) / len(gains))
 
@@ -146,8 +146,8 @@ def test_a_run_repeats_to_the_bit(run, tmp_path):
     again = Run(tmp_path / "again", two_turns())
 
     timed = ("igpo/scoring_time", "igpo/scoring_ratio")
-    for one, other in zip(run.trial.records(), again.trial.records(), strict=True):
-        assert {k: v for k, v in one.items() if k not in timed} == {
+    for record, other in zip(run.trial.records(), again.trial.records(), strict=True):
+        assert {k: v for k, v in record.items() if k not in timed} == {
             k: v for k, v in other.items() if k not in timed
         }
 
@@ -158,7 +158,7 @@ def test_t168_every_policy_loss_takes_advantages_per_token(tmp_path, policy_loss
 
     (record,) = done.trial.records()
     assert record["train/grad_norm"] > 0
-    assert all(math.isfinite(one) for one in record.values() if isinstance(one, float))
+    assert all(math.isfinite(entry) for entry in record.values() if isinstance(entry, float))
 
 
 def test_minibatches_and_staleness_take_them_too(tmp_path):
@@ -249,7 +249,7 @@ def any_shape() -> RolloutFnFactory:
                     parts = ([], TOOL, [9, 9])
                     return RolloutRun([await segment([*start, *some], 0.5) for some in parts])
                 case _:
-                    runs = [RolloutRun([await segment(start, one)]) for one in (0.25, 0.75)]
+                    runs = [RolloutRun([await segment(start, entry)]) for entry in (0.25, 0.75)]
                     return Rollout(runs)
 
         return rollout_fn
@@ -268,9 +268,9 @@ def test_trajectories_of_any_shape_are_credited_and_trained_together(tmp_path, n
         assert turns == [1, 2, 3, 1, 1] == [len(samples) for samples in group.samples]
         assert group.truncated == [True] * 5
         for samples, advantages in zip(group.samples, group.credit.advantages, strict=True):
-            for sample, one in zip(samples, advantages, strict=True):
+            for sample, entry in zip(samples, advantages, strict=True):
                 assert isinstance(sample.advantage, list)
-                assert sample.advantage[-4:] == [one] * 4
+                assert sample.advantage[-4:] == [entry] * 4
                 assert not any(sample.advantage[:-4])
 
 
@@ -305,15 +305,15 @@ def test_deployment_and_trainer_see_the_same_gains(run, tmp_path):
     by_trainer = Run(tmp_path / "trainer", two_turns(), ig_scorer="trainer")
 
     count = 2 * 4  # of the first step, which both draw from the same weights
-    for one, other in zip(run.gains()[:count], by_trainer.gains()[:count], strict=True):
-        assert one == pytest.approx(other, abs=1e-4)
+    for gain, other in zip(run.gains()[:count], by_trainer.gains()[:count], strict=True):
+        assert gain == pytest.approx(other, abs=1e-4)
 
 
 @pytest.mark.parametrize("scorer", ["deployment", "trainer"])
 def test_beliefs_are_the_models_own_whatever_temperature_is_drawn_at(run, tmp_path, scorer):
     sharp = Run(tmp_path, two_turns(), ig_scorer=scorer, temperature=0.3)
 
-    before = [one.trial.records()[0] for one in (run, sharp)]
+    before = [entry.trial.records()[0] for entry in (run, sharp)]
     assert before[1]["igpo/baseline_logp"] == pytest.approx(before[0]["igpo/baseline_logp"])
     assert before[1]["rollout/entropy"] < before[0]["rollout/entropy"]
 
@@ -337,7 +337,7 @@ SEQUENCES = [[5, 17, 40, 41, 9, 12], [5, 17, 40], [7, 7, 30, 31, 32, 33, 34, 35]
 
 def scored(score: Scorer) -> list[list[float]]:
     async def ask() -> list[list[float]]:
-        return [list(one) for one in await score(SEQUENCES, 2)]
+        return [list(entry) for entry in await score(SEQUENCES, 2)]
 
     return asyncio.run(ask())
 
@@ -348,9 +348,9 @@ def test_t170_both_scorers_take_token_ids_and_agree(infra: RunInfra):
         for score in (deployment_scorer(infra.sampler), trainer_scorer(infra.policy_client))
     )
 
-    assert [len(one) for one in served] == [2, 2, 2]
-    for one, other in zip(served, trained, strict=True):
-        assert one == pytest.approx(other, abs=1e-4)
+    assert [len(entry) for entry in served] == [2, 2, 2]
+    for entry, other in zip(served, trained, strict=True):
+        assert entry == pytest.approx(other, abs=1e-4)
 
 
 def test_t170_scoring_leaves_no_gradient(infra: RunInfra):

@@ -75,27 +75,27 @@ def stack(tmp_path):
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for entry in made:
+        entry.close()
 
 
 @pytest.mark.parametrize("running_requests", ["keep", "drain"])
 async def test_a_weight_sync_waits_for_a_long_completion_only_if_it_is_to_drain(
     stack, running_requests
 ):
-    one = stack(running_requests)
-    identity = one.syncer.save_only("step-1")
-    long = asyncio.ensure_future(one.draw(max_tokens=LONG))
+    entry = stack(running_requests)
+    identity = entry.syncer.save_only("step-1")
+    long = asyncio.ensure_future(entry.draw(max_tokens=LONG))
     await asyncio.sleep(0)
     # The deployment takes requests in their order: the long one runs when this one has ended.
-    await one.draw(max_tokens=4)
+    await entry.draw(max_tokens=4)
 
-    await asyncio.to_thread(one.syncer.hotload, identity)
+    await asyncio.to_thread(entry.syncer.hotload, identity)
     was_done = long.done()
-    late = await one.draw(max_tokens=4)
+    late = await entry.draw(max_tokens=4)
     completion = await long
 
-    assert one.syncer.version == 1
+    assert entry.syncer.version == 1
     assert late.versions == [[1, 4]]
     assert sum(count for _, count in completion.versions) == completion.completion_len == LONG
     assert len(completion.inference_logprobs) == LONG

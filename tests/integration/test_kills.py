@@ -35,15 +35,17 @@ class Done:
         self.weights = load_file(model / "model.safetensors")
         lines = (folder / "metrics.jsonl").read_bytes().splitlines()
         self.records = [
-            {name: value for name, value in one.items() if not name.startswith("perf/")}
-            for one in map(orjson.loads, lines)
-            if one["type"] == "train"
+            {name: value for name, value in line.items() if not name.startswith("perf/")}
+            for line in map(orjson.loads, lines)
+            if line["type"] == "train"
         ]
         self.last = _checkpoints(folder)[-1]
 
     def has_weights_of(self, other):
         assert self.weights.keys() == other.weights.keys()
-        return all(torch.equal(one, other.weights[name]) for name, one in self.weights.items())
+        return all(
+            torch.equal(weight, other.weights[name]) for name, weight in self.weights.items()
+        )
 
 
 @pytest.fixture(scope="module")

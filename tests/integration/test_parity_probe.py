@@ -72,10 +72,10 @@ def probed(run):
 def test_where_every_sample_is_stale_probes_agree(async_trial, changes):
     run = async_trial(make=stale, max_rows=12, learning_rate=1e-2, **STALE, **changes)
 
-    for one in probed(run):
-        assert 8 <= one["parity/tokens"] <= 64
-        assert 0 <= one["parity/p50"] <= one["parity/p95"] <= one["parity/max"] < 1e-4
-        assert one["parity/mean_exp"] == pytest.approx(1.0, abs=1e-4)
+    for entry in probed(run):
+        assert 8 <= entry["parity/tokens"] <= 64
+        assert 0 <= entry["parity/p50"] <= entry["parity/p95"] <= entry["parity/max"] < 1e-4
+        assert entry["parity/mean_exp"] == pytest.approx(1.0, abs=1e-4)
     assert max(record["train/inference_diff"] for record in run.records()) > 1e-2
 
 
@@ -100,7 +100,7 @@ def test_a_deployment_that_computes_otherwise_shows(async_trial, tmp_path, monke
             **STALE,
         )
 
-    assert all(one["parity/p95"] > 1e-3 for one in probed(run))
+    assert all(entry["parity/p95"] > 1e-3 for entry in probed(run))
 
 
 def test_probes_replay_the_experts_that_drew_them(async_trial, moe, sent, draws):
@@ -109,7 +109,7 @@ def test_probes_replay_the_experts_that_drew_them(async_trial, moe, sent, draws)
     trained = sum(record["train/num_sequences"] for record in run.records())
     policy = [datum for is_frozen, datum in sent if not is_frozen]
     assert len(policy) - 2 * trained == 8 * len(probed(run))
-    assert all(any(blanks_of(one)) and not all(blanks_of(one)) for one in policy)
+    assert all(any(blanks_of(tensor)) and not all(blanks_of(tensor)) for tensor in policy)
     assert all(draw["include_routing_matrix"] for draw in draws)
     assert all(record.get("parity/max", 0.0) < 1e-4 for record in run.records())
 

@@ -80,34 +80,34 @@ def stack(tmp_path):
         return made[-1]
 
     yield make
-    for one in made:
-        one.platform.close()
+    for entry in made:
+        entry.platform.close()
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
 def test_sampler_and_trainer_agree_on_logprobs_before_and_after_training(stack, lora_rank):
-    one = stack(lora_rank=lora_rank)
+    platform = stack(lora_rank=lora_rank)
 
     for version in (0, 1, 2):
-        completions = one.sample()
-        scored = one.policy.forward(build_grpo_datums(completions)).result()
+        completions = platform.sample()
+        scored = platform.policy.forward(build_grpo_datums(completions)).result()
         for completion, output in zip(completions, scored.loss_fn_outputs, strict=True):
             trained = torch.tensor(output["logprobs"].data)[completion.prompt_len - 1 :]
             drawn = torch.tensor(completion.inference_logprobs)
             assert completion.weight_version == version
             assert (trained - drawn).abs().max() < 1e-5
-        one.step(completions)
-        one.syncer.save_and_hotload(f"step-{version + 1:05d}")
+        platform.step(completions)
+        platform.syncer.save_and_hotload(f"step-{version + 1:05d}")
 
 
 def test_training_moves_the_served_distribution_only_after_the_weight_sync(stack):
-    one = stack()
-    before = one.sample()
-    one.step(before)
+    platform = stack()
+    before = platform.sample()
+    platform.step(before)
 
-    unsynced = one.sample()
-    one.syncer.save_and_hotload("step-00001")
-    synced = one.sample()
+    unsynced = platform.sample()
+    platform.syncer.save_and_hotload("step-00001")
+    synced = platform.sample()
 
     assert [o.inference_logprobs for o in unsynced] == [o.inference_logprobs for o in before]
     assert [o.inference_logprobs for o in synced] != [o.inference_logprobs for o in before]
@@ -115,10 +115,10 @@ def test_training_moves_the_served_distribution_only_after_the_weight_sync(stack
 
 
 def test_a_draw_depends_on_its_seed_only(stack):
-    one = stack()
+    platform = stack()
 
-    together = one.sample(n=8)
-    alone = one.sample(n=2)
+    together = platform.sample(n=8)
+    alone = platform.sample(n=2)
 
     assert [o.full_tokens for o in together[:2]] == [o.full_tokens for o in alone]
     assert [o.inference_logprobs for o in together[:2]] == [o.inference_logprobs for o in alone]
@@ -126,10 +126,10 @@ def test_a_draw_depends_on_its_seed_only(stack):
 
 
 def test_echo_gives_target_aligned_rows_for_the_prompt_too(stack):
-    one = stack()
+    platform = stack()
 
-    (plain,) = one.sample(n=1)
-    (echoed,) = one.sample(n=1, echo=True)
+    (plain,) = platform.sample(n=1)
+    (echoed,) = platform.sample(n=1, echo=True)
 
     assert echoed.full_tokens == plain.full_tokens
     assert echoed.logprobs_echoed
@@ -138,27 +138,27 @@ def test_echo_gives_target_aligned_rows_for_the_prompt_too(stack):
 
 
 def test_a_custom_loss_that_raises_leaves_the_client_usable(stack):
-    one = stack()
-    completions = one.sample()
+    platform = stack()
+    completions = platform.sample()
     datums = build_grpo_datums(completions)
 
     def broken(data, logprobs):
         raise KeyError("my mistake")
 
     with pytest.raises(KeyError, match="my mistake"):
-        one.policy.forward_backward_custom(datums, broken).result(timeout=30)
-    assert one.step(completions).metrics["loss:sum"] is not None
+        platform.policy.forward_backward_custom(datums, broken).result(timeout=30)
+    assert platform.step(completions).metrics["loss:sum"] is not None
 
 
 def test_a_bad_datum_fails_its_own_future_and_the_next_operation_runs(stack):
-    one = stack()
+    platform = stack()
     bad = tinker.Datum(
         model_input=tinker.ModelInput.from_ints([1, 2]),
         loss_fn_inputs={"target_tokens": tinker.TensorData(data=[2, 99_999], dtype="int64")},
     )
 
-    failing = one.policy.forward([bad])
-    working = one.policy.forward(build_grpo_datums(one.sample()))
+    failing = platform.policy.forward([bad])
+    working = platform.policy.forward(build_grpo_datums(platform.sample()))
 
     with pytest.raises(RequestFailedError, match="datum 0"):
         failing.result(timeout=30)
@@ -166,9 +166,9 @@ def test_a_bad_datum_fails_its_own_future_and_the_next_operation_runs(stack):
 
 
 def test_the_shared_reference_keeps_the_base_weights_and_refuses_training(stack):
-    one = stack(lora_rank=4)
-    reference = one.service.create_base_reference(BASE)
-    completions = one.sample()
+    platform = stack(lora_rank=4)
+    reference = platform.service.create_base_reference(BASE)
+    completions = platform.sample()
     datums = build_grpo_datums(completions)
 
     def score(client):
@@ -176,11 +176,11 @@ def test_the_shared_reference_keeps_the_base_weights_and_refuses_training(stack)
         return torch.cat([torch.tensor(output["logprobs"].data) for output in outputs])
 
     before = score(reference)
-    assert torch.equal(before, score(one.policy))
-    one.step(completions)
+    assert torch.equal(before, score(platform.policy))
+    platform.step(completions)
 
     assert torch.equal(score(reference), before)
-    assert not torch.equal(score(one.policy), before)
+    assert not torch.equal(score(platform.policy), before)
     with pytest.raises(ForwardOnlyError, match="frozen"):
         reference.optim_step(ADAM)
 
@@ -204,21 +204,21 @@ def test_an_unknown_sampling_option_is_refused(stack):
 
 
 def test_a_deployment_that_does_not_exist_lists_the_known_ones(stack):
-    one = stack()
-    other = DeploymentSampler(one.platform.base_url, "accounts/me/deployments/x", "key")
+    platform = stack()
+    other = DeploymentSampler(platform.platform.base_url, "accounts/me/deployments/x", "key")
 
     with pytest.raises(NotFoundError, match=r"must be one of \['d'\]"):
         asyncio.run(other.sample_with_prompt_tokens(PROMPT))
 
 
 def test_clients_used_after_the_platform_is_closed_say_so(stack):
-    one = stack()
-    one.platform.close()
+    platform = stack()
+    platform.platform.close()
 
     with pytest.raises(ClosedError, match="inside the `with` block"):
-        one.sample()
+        platform.sample()
     with pytest.raises(ClosedError):
-        one.policy.optim_step(ADAM).result()
+        platform.policy.optim_step(ADAM).result()
 
 
 def test_an_unknown_model_name_lists_the_registered_ones(tmp_path):
@@ -248,15 +248,15 @@ class RecordingPolicy:
     ids=["full", "lora"],
 )
 def test_a_failed_hot_load_makes_the_next_snapshot_a_base(stack, lora_rank, kinds):
-    one = stack(lora_rank=lora_rank)
-    policy = RecordingPolicy(one.policy)
-    syncer = WeightSyncer(policy, one.deployments, "d", BASE, hotload_timeout=30)
+    platform = stack(lora_rank=lora_rank)
+    policy = RecordingPolicy(platform.policy)
+    syncer = WeightSyncer(policy, platform.deployments, "d", BASE, hotload_timeout=30)
 
     syncer.save_and_hotload("step-00001")
     served = syncer.save_and_hotload("step-00002")
     with pytest.raises(EngineError, match="'never-saved' was refused"):
         syncer.hotload("never-saved")
-    assert one.sample(n=1)[0].snapshot_identity == served
+    assert platform.sample(n=1)[0].snapshot_identity == served
     syncer.save_and_hotload("step-00003")
     syncer.save_and_hotload("step-00004")
 
@@ -265,10 +265,10 @@ def test_a_failed_hot_load_makes_the_next_snapshot_a_base(stack, lora_rank, kind
 
 
 def test_a_long_batch_goes_in_chunks_and_comes_back_as_one(stack):
-    one = stack()
-    datums = build_grpo_datums(one.sample(n=7))
-    whole = one.policy.forward_backward(datums).result()
-    step_of_whole = one.policy.optim_step(ADAM).result().metrics["grad_norm"]
+    platform = stack()
+    datums = build_grpo_datums(platform.sample(n=7))
+    whole = platform.policy.forward_backward(datums).result()
+    step_of_whole = platform.policy.optim_step(ADAM).result().metrics["grad_norm"]
 
     again = stack(max_chunk_datums=3)
     pieces = again.policy.forward_backward(datums).result()
@@ -282,16 +282,16 @@ def test_a_long_batch_goes_in_chunks_and_comes_back_as_one(stack):
 
 
 def test_a_checkpoint_brings_weights_and_optimizer_back(stack):
-    one = stack()
-    completions = one.sample()
-    one.step(completions)
-    one.policy.save_state("kept").result()
-    one.step(completions)
-    after = one.policy.forward(build_grpo_datums(completions)).result().loss_fn_outputs
+    platform = stack()
+    completions = platform.sample()
+    platform.step(completions)
+    platform.policy.save_state("kept").result()
+    platform.step(completions)
+    after = platform.policy.forward(build_grpo_datums(completions)).result().loss_fn_outputs
 
-    one.policy.load_state_with_optimizer("kept").result()
-    one.step(completions)
-    again = one.policy.forward(build_grpo_datums(completions)).result().loss_fn_outputs
+    platform.policy.load_state_with_optimizer("kept").result()
+    platform.step(completions)
+    again = platform.policy.forward(build_grpo_datums(completions)).result().loss_fn_outputs
 
-    assert one.policy.list_checkpoints() == ["kept"]
+    assert platform.policy.list_checkpoints() == ["kept"]
     assert [o["logprobs"].data for o in again] == [o["logprobs"].data for o in after]

@@ -85,14 +85,14 @@ class Served:
         return {(job.name or "").rsplit("/", 1)[-1]: job.state or "" for job in jobs}
 
     def replicas(self) -> dict[str, int]:
-        return {one.deployment_id: one.max_replica_count for one in self.deployments.list()}
+        return {entry.deployment_id: entry.max_replica_count for entry in self.deployments.list()}
 
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-    one = Served(tmp_path / "platform", monkeypatch)
-    yield one
-    one.platform.close()
+    entry = Served(tmp_path / "platform", monkeypatch)
+    yield entry
+    entry.platform.close()
 
 
 def serving(deployment_id="serving") -> DeployConfig:
@@ -118,7 +118,7 @@ def test_from_every_step_a_run_goes_on_to_the_same_weights(trial, rows):
         assert again.records() == records
         assert same(again.weights(), weights)
         assert again.summary.steps == 4
-        assert [one.step for one in read_manifest(again.folder)] == [1, 2, 3, 4]
+        assert [entry.step for entry in read_manifest(again.folder)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("interval", [3, 0])
@@ -181,7 +181,9 @@ def test_without_an_interval_the_embedded_platform_saves_now_and_then(trial, cap
     first = trial(**common)
     lines = (first.folder / "metrics.jsonl").read_bytes().splitlines()
     saves = [
-        one["perf/dcp_save_time"] for one in map(orjson.loads, lines) if "perf/dcp_save_time" in one
+        line["perf/dcp_save_time"]
+        for line in map(orjson.loads, lines)
+        if "perf/dcp_save_time" in line
     ]
 
     # The first is due at once; the later ones wait fifty times as long as the one before took.
@@ -203,7 +205,7 @@ def test_the_manifest_names_only_checkpoints_that_are_kept(trial):
     run = trial(reward_fn=spread, dcp_save_interval=1, keep_checkpoints=2)
 
     (job,) = (run.folder / "checkpoints").iterdir()
-    named = [one.name for one in read_manifest(run.folder)]
+    named = [entry.name for entry in read_manifest(run.folder)]
     assert named == ["step-00003", "step-00004"]
     assert sorted(path.name for path in job.iterdir() if not path.name.startswith(".")) == named
 
@@ -307,10 +309,10 @@ def test_an_adapter_is_where_a_lora_run_may_start(trial, rows, capsys):
     assert "starting at step 0 from adapter" in capsys.readouterr().out
     assert all(record["train/inference_diff"] < 1e-5 for record in second.records())
     assert second.summary.version == 3
-    one, other = (
+    entry, other = (
         load_file(run.summary.model_path / "adapter_model.safetensors") for run in (first, second)
     )
-    assert max((other[name] - one[name]).abs().max() for name in one) < 1e-6
+    assert max((other[name] - entry[name]).abs().max() for name in entry) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -354,10 +356,10 @@ def test_on_a_served_platform_a_run_is_ended_by_sigterm_and_goes_on(trial, serve
     resumed = trial(**common, folder="ended", output_model_id="ended")
 
     assert resumed.records() == whole.records()
-    one, other = (
+    entry, other = (
         load_file(run.summary.model_path / "model.safetensors") for run in (whole, resumed)
     )
-    assert same(one, other)
+    assert same(entry, other)
     assert set(served.states().values()) == {"JOB_STATE_CANCELLED"}
     assert len(served.states()) == 2
     assert served.replicas() == {"serving": 0}
@@ -430,14 +432,14 @@ def test_versions_of_a_deployment_made_anew_count_its_own_weight_syncs(trial, ro
     common = {"rows": rows[:8], "reward_fn": spread, "dcp_save_interval": 1, "folder": "run"}
     whole = trial(**common)
     assert whole.summary.version == 4
-    assert [one.version for one in read_manifest(whole.folder)] == [0, 1, 2, 3]
+    assert [entry.version for entry in read_manifest(whole.folder)] == [0, 1, 2, 3]
 
     resumed = trial(**common, resume=ResumeConfig(resume_from="step-00002"))
 
     # The restored weights, and those of two steps.
     assert resumed.summary.version == 3
     assert [record["version/sample_staleness_max"] for record in resumed.records()] == [0.0] * 4
-    assert [one.version for one in read_manifest(resumed.folder)] == [0, 1, 1, 2]
+    assert [entry.version for entry in read_manifest(resumed.folder)] == [0, 1, 1, 2]
 
 
 def test_what_was_brought_goes_on_running(trial, served):

@@ -51,7 +51,9 @@ def test_however_a_reward_is_called_the_run_has_the_same_numbers(trial):
     for other in others:
         assert other.records() == plain.records()
         assert other.records("eval") == plain.records("eval")
-        assert all(torch.equal(one, other.weights()[name]) for name, one in plain.weights().items())
+        assert all(
+            torch.equal(weight, other.weights()[name]) for name, weight in plain.weights().items()
+        )
 
 
 def test_a_completion_whose_reward_is_late_is_dropped_and_its_group_trains(trial):
@@ -169,7 +171,9 @@ def test_the_kl_coefficient_follows_the_kl_and_survives_a_resume(trial):
     )
     assert manifest["checkpoints"][-1]["kl_beta"] == coefficients[2]
     assert resumed.records() == records
-    assert all(torch.equal(one, whole.weights()[name]) for name, one in resumed.weights().items())
+    assert all(
+        torch.equal(weight, whole.weights()[name]) for name, weight in resumed.weights().items()
+    )
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -201,7 +205,7 @@ def test_the_kl_coefficient_survives_a_resume_in_the_async_recipe_too(async_tria
     # The checkpoint has what the next step takes, and that is where the resumed run goes on.
     assert (point.step, point.kl_beta) == (2, coefficients[2])
     if late == 0:
-        assert [learned(one) for one in after] == [learned(one) for one in before]
+        assert [learned(value) for value in after] == [learned(value) for value in before]
         left, right = resumed.weights(), whole.weights()
         assert all(torch.equal(left[name], right[name]) for name in left)
 

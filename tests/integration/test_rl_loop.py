@@ -40,7 +40,9 @@ def test_two_runs_with_one_seed_leave_the_same_numbers(trial):
     first, second = (trial(reward_fn=spread, seed=3, kl_beta=0.01) for _ in range(2))
 
     assert first.records() == second.records()
-    assert all(torch.equal(one, second.weights()[name]) for name, one in first.weights().items())
+    assert all(
+        torch.equal(weight, second.weights()[name]) for name, weight in first.weights().items()
+    )
     assert first.records() != trial(reward_fn=spread, seed=4, kl_beta=0.01).records()
 
 
@@ -117,7 +119,9 @@ def test_a_lora_policy_trains_and_exports_a_merged_model(trial):
     run = trial(lora_rank=4, reward_fn=spread, kl_beta=0.01, learning_rate=1e-2, merge_adapter=True)
 
     base = load_file(MODEL / "model.safetensors")
-    changed = {name for name, one in run.weights().items() if not torch.equal(one, base[name])}
+    changed = {
+        name for name, weight in run.weights().items() if not torch.equal(weight, base[name])
+    }
     assert run.summary.reference_job_id is None
     assert any("q_proj" in name for name in changed)
     assert not any("norm" in name for name in changed)
@@ -173,7 +177,9 @@ def test_bfloat16_trains_on_float32_master_weights(trial):
 
     base = load_file(MODEL / "model.safetensors")
     moved = [
-        name for name, one in run.weights().items() if not torch.equal(one.float(), base[name])
+        name
+        for name, weight in run.weights().items()
+        if not torch.equal(weight.float(), base[name])
     ]
     assert run.summary.steps == 4
     assert moved
@@ -205,7 +211,9 @@ def test_a_crashed_run_goes_on_as_if_it_had_not_crashed(trial):
     resumed = trial(**common, folder="crashed")
 
     assert resumed.records() == whole.records()
-    assert all(torch.equal(one, whole.weights()[name]) for name, one in resumed.weights().items())
+    assert all(
+        torch.equal(weight, whole.weights()[name]) for name, weight in resumed.weights().items()
+    )
 
 
 @pytest.mark.parametrize("interval", [1, 3, 0])

@@ -138,12 +138,12 @@ def check_sent(sent: Sent) -> None:
     reference = [datum for is_frozen, datum in sent if is_frozen]
     # Of the policy a forward pass and a backward pass.
     assert len(policy) == 2 * len(reference) > 0
-    assert all(one.model_input.routing_matrices is None for one in reference)
+    assert all(entry.model_input.routing_matrices is None for entry in reference)
     weights = {
-        tokens_of(one): one.loss_fn_inputs["weights"].to_numpy().tolist() for one in reference
+        tokens_of(entry): entry.loss_fn_inputs["weights"].to_numpy().tolist() for entry in reference
     }
-    for one in policy:
-        assert blanks_of(one) == [weight == 0.0 for weight in weights[tokens_of(one)]]
+    for tensor in policy:
+        assert blanks_of(tensor) == [weight == 0.0 for weight in weights[tokens_of(tensor)]]
 
 
 def test_rl_loop_replays_what_was_drawn_in_policy_passes_alone(moe, trial, sent, draws):
@@ -151,7 +151,7 @@ def test_rl_loop_replays_what_was_drawn_in_policy_passes_alone(moe, trial, sent,
 
     first, second = run.records()
     assert (run.summary.steps, run.summary.version) == (2, 2)
-    assert [one["rollout/router_replay_ratio"] for one in (first, second)] == [1.0, 1.0]
+    assert [entry["rollout/router_replay_ratio"] for entry in (first, second)] == [1.0, 1.0]
     assert first["train/mean_kl"] != second["train/mean_kl"]
     assert all(draw["include_routing_matrix"] for draw in draws)
     check_sent(sent)
@@ -165,15 +165,15 @@ def test_async_rl_loop_replays_what_a_rollout_function_of_the_documents_form_has
         sampler = build_deployment_sampler(setup)
 
         async def rollout_fn(row: dict[str, Any]) -> RolloutSample:
-            (one,) = await sampler.sample_with_tokens(
+            (entry,) = await sampler.sample_with_tokens(
                 prompt_messages(row), n=1, max_tokens=12, temperature=1.0
             )
-            assert one.inference_logprobs is not None
+            assert entry.inference_logprobs is not None
             return RolloutSample(
-                tokens=one.full_tokens,
-                logprobs=[0.0] * one.prompt_len + one.inference_logprobs,
-                loss_mask=[0] * one.prompt_len + [1] * one.completion_len,
-                reward=spread(one.text, row),
+                tokens=entry.full_tokens,
+                logprobs=[0.0] * entry.prompt_len + entry.inference_logprobs,
+                loss_mask=[0] * entry.prompt_len + [1] * entry.completion_len,
+                reward=spread(entry.text, row),
             )
 
         return rollout_fn
@@ -217,7 +217,7 @@ def test_prompts_are_replayed_too_where_that_is_asked_for(moe, async_trial, tria
 
     # Two recipes, a forward and a backward pass, two groups of four.
     assert len(sent) == 2 * 2 * 8
-    assert not any(any(blanks_of(one)) for _, one in sent)
+    assert not any(any(blanks_of(message)) for _, message in sent)
 
 
 def test_the_built_in_losses_replay_as_well(moe, trial, sent):
@@ -225,7 +225,7 @@ def test_the_built_in_losses_replay_as_well(moe, trial, sent):
 
     # Old logprobs are the policy's, and go by the same experts.
     assert len(sent) == 2 * 8
-    assert all(any(blanks_of(one)) and not all(blanks_of(one)) for _, one in sent)
+    assert all(any(blanks_of(message)) and not all(blanks_of(message)) for _, message in sent)
 
 
 def test_without_router_replay_nothing_is_asked_for_or_sent(moe, trial, sent, draws):
@@ -233,7 +233,7 @@ def test_without_router_replay_nothing_is_asked_for_or_sent(moe, trial, sent, dr
 
     assert len(draws) == 2 * 4
     assert not any(draw["include_routing_matrix"] for draw in draws)
-    assert all(one.model_input.routing_matrices is None for _, one in sent)
+    assert all(message.model_input.routing_matrices is None for _, message in sent)
     assert "rollout/router_replay_ratio" not in run.records()[0]
 
 
@@ -261,7 +261,7 @@ def test_a_run_with_replay_has_the_samplers_logprobs_where_one_without_has_other
 
     assert free[0]["parity/max"] > 0.1
     assert "parity/max" in replayed[0]
-    assert all(one["parity/max"] <= 1e-5 for one in replayed if "parity/max" in one)
+    assert all(entry["parity/max"] <= 1e-5 for entry in replayed if "parity/max" in entry)
 
 
 @pytest.mark.parametrize("loss_path", ["client", "builtin"])
@@ -273,7 +273,7 @@ def test_both_loss_paths_close_the_gap_in_rl_loop(undecided, trial, loss_path):
     )
 
     assert free[0]["parity/max"] > 0.1
-    assert all(one["parity/max"] <= 1e-5 for one in replayed)
+    assert all(entry["parity/max"] <= 1e-5 for entry in replayed)
 
 
 def two_turns(setup: RolloutSetup) -> RolloutFn:
@@ -282,17 +282,17 @@ def two_turns(setup: RolloutSetup) -> RolloutFn:
 
     async def rollout_fn(row: dict[str, Any]) -> RolloutSample:
         asked = setup.sample_kwargs | {"max_tokens": 5, "ignore_eos": True}
-        (one,) = await sampler.sample_with_tokens(prompt_messages(row), n=1, **asked)
-        (two,) = await sampler.sample_with_prompt_tokens([*one.full_tokens, 40, 41, 9], **asked)
-        assert one.inference_logprobs is not None
+        (entry,) = await sampler.sample_with_tokens(prompt_messages(row), n=1, **asked)
+        (two,) = await sampler.sample_with_prompt_tokens([*entry.full_tokens, 40, 41, 9], **asked)
+        assert entry.inference_logprobs is not None
         assert two.inference_logprobs is not None
-        start = [0] * one.prompt_len
+        start = [0] * entry.prompt_len
         return RolloutSample(
             tokens=two.full_tokens,
             logprobs=[0.0 * at for at in start]
-            + [*one.inference_logprobs, 0.0, 0.0, 0.0, *two.inference_logprobs],
+            + [*entry.inference_logprobs, 0.0, 0.0, 0.0, *two.inference_logprobs],
             loss_mask=[*start, *[1] * 5, 0, 0, 0, *[1] * 5],
-            reward=spread(one.text + two.text, row),
+            reward=spread(entry.text + two.text, row),
         )
 
     return rollout_fn
@@ -310,7 +310,7 @@ def test_with_prompts_what_the_tool_said_is_replayed_too(moe, async_trial, sent)
     async_trial(make=two_turns, **settings)
 
     assert len(sent) == 2 * 8
-    assert not any(any(blanks_of(one)) for _, one in sent)
+    assert not any(any(blanks_of(message)) for _, message in sent)
 
 
 def test_igpo_replays_what_it_trains_and_not_what_it_scores(moe, tmp_path, sent):
@@ -321,13 +321,13 @@ def test_igpo_replays_what_it_trains_and_not_what_it_scores(moe, tmp_path, sent)
         rollout_fn_factory=two_turns,
     )
 
-    trained = [one for _, one in sent if one.model_input.routing_matrices is not None]
-    scored = [one for _, one in sent if one.model_input.routing_matrices is None]
+    trained = [message for _, message in sent if message.model_input.routing_matrices is not None]
+    scored = [message for _, message in sent if message.model_input.routing_matrices is None]
     assert len(trained) == 2 * 8
-    assert not any(all(blanks_of(one)) for one in trained)
-    longest = min(len(tokens_of(one)) for one in trained)
+    assert not any(all(blanks_of(sample)) for sample in trained)
+    longest = min(len(tokens_of(sample)) for sample in trained)
     assert scored
-    assert all(len(tokens_of(one)) < longest + 5 for one in scored)
+    assert all(len(tokens_of(sample)) < longest + 5 for sample in scored)
 
 
 def test_experts_and_scores_cross_a_served_platform(undecided, served, tmp_path, monkeypatch):
@@ -351,7 +351,7 @@ def test_experts_and_scores_cross_a_served_platform(undecided, served, tmp_path,
 def test_a_trained_mixture_of_experts_is_exported_as_it_was_found(moe, trial):
     run = trial(reward_fn=spread, **on_moe(moe, max_rows=2, output_model_id="out"))
 
-    found, made = (tensors_in(one) for one in (moe, run.folder / "models" / "out"))
+    found, made = (tensors_in(entry) for entry in (moe, run.folder / "models" / "out"))
     assert any("experts" in name for name in found)
     assert made == found
 
@@ -368,5 +368,5 @@ def test_a_dense_model_trains_as_ever_and_one_line_says_so(trial, caplog):
     told = [record.getMessage() for record in caplog.records if "experts" in record.getMessage()]
     plain = trial(reward_fn=spread, max_rows=4)
 
-    assert [one.partition(":")[0] for one in told] == ["router_replay does nothing"]
+    assert [message.partition(":")[0] for message in told] == ["router_replay does nothing"]
     assert replayed.records() == plain.records()

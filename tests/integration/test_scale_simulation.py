@@ -94,7 +94,7 @@ def test_two_servers_in_a_row_are_as_slow_as_the_slower_one(scale: ModuleType) -
         first.put(2.0, lambda: second.put(3.0, lambda: ends.append(clock.now)))
     clock.run(never)
 
-    assert ends == pytest.approx([2 + 3 * one for one in range(1, 11)])
+    assert ends == pytest.approx([2 + 3 * number for number in range(1, 11)])
     assert (first.busy_s, second.busy_s) == (20.0, 30.0)
 
 
@@ -170,7 +170,7 @@ def test_completions_go_to_the_replica_with_least_to_do(scale: ModuleType, fleet
         ({"save_s": 0.0, "load_s": 0.0}, "a faster weight sync"),
         ({"late": 2}, "more overlap"),
     ],
-    ids=lambda one: one if isinstance(one, str) else "",
+    ids=lambda case: case if isinstance(case, str) else "",
 )
 def test_nothing_that_is_better_makes_a_run_slower(
     scale: ModuleType, fleet: Any, better: dict[str, float], name: str

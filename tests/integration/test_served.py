@@ -27,13 +27,13 @@ def in_a_terminal(url, folder):
 def records(folder):
     lines = (folder / "metrics.jsonl").read_bytes().splitlines()
     return [
-        {name: value for name, value in one.items() if not name.startswith("perf/")}
-        for one in map(orjson.loads, lines)
+        {name: value for name, value in line.items() if not name.startswith("perf/")}
+        for line in map(orjson.loads, lines)
     ]
 
 
-def is_same_model(one, other):
-    left, right = (load_file(folder / "model.safetensors") for folder in (one, other))
+def is_same_model(first, other):
+    left, right = (load_file(folder / "model.safetensors") for folder in (first, other))
     assert left.keys() == right.keys()
     return all(torch.equal(tensor, right[name]) for name, tensor in left.items())
 

@@ -74,8 +74,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def platform(folders, tmp_path_factory):
-    with EmbeddedPlatform(work_dir=tmp_path_factory.mktemp("platform")) as one:
-        deployments = DeploymentManager("key", one.base_url)
+    with EmbeddedPlatform(work_dir=tmp_path_factory.mktemp("platform")) as entry:
+        deployments = DeploymentManager("key", entry.base_url)
         models = folders | dict.fromkeys(CONTEXTS, folders["keeps"])
         for name, folder in models.items():
             deployments.create_or_get(
@@ -88,7 +88,7 @@ def platform(folders, tmp_path_factory):
             )
         for name in models:
             deployments.wait_for_ready(name)
-        yield one
+        yield entry
 
 
 @pytest.fixture

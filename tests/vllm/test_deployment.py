@@ -29,7 +29,7 @@ def test_it_serves_and_a_seed_repeats(deployment):
     drawn, again = (deployment.complete(n=4) for _ in range(2))
 
     tokens = [completion["raw_output"]["completion_token_ids"] for completion in drawn]
-    assert [one["raw_output"]["completion_token_ids"] for one in again] == tokens
+    assert [entry["raw_output"]["completion_token_ids"] for entry in again] == tokens
     assert len({tuple(token) for token in tokens}) > 1
     assert all(len(token) == 12 for token in tokens)
 
@@ -60,10 +60,10 @@ def test_the_models_own_logprobs_are_the_trainers(deployment, trainer, published
 
 
 def test_sampling_logprobs_are_of_the_distribution_that_was_drawn_from(deployment):
-    for one in deployment.complete(temperature=0.0):
-        assert one["raw_output"]["sampling_logprobs"] == [0.0] * 12
-    for one in deployment.complete():
-        assert one["raw_output"]["sampling_logprobs"] == logprobs_of(one)
+    for entry in deployment.complete(temperature=0.0):
+        assert entry["raw_output"]["sampling_logprobs"] == [0.0] * 12
+    for entry in deployment.complete():
+        assert entry["raw_output"]["sampling_logprobs"] == logprobs_of(entry)
     (cut,) = deployment.complete(top_k=1)
     assert cut["raw_output"]["sampling_logprobs"] == pytest.approx([0.0] * 12, abs=1e-5)
     assert min(logprobs_of(cut)) < -1e-3
@@ -125,9 +125,9 @@ def test_a_stream_tells_what_an_answer_tells(deployment):
     }
     told = events(deployment.ask("POST", "/v1/completions", body))
 
-    assert "".join(one["choices"][0]["text"] for one in told) == whole["text"]
+    assert "".join(message["choices"][0]["text"] for message in told) == whole["text"]
     assert told[-1]["choices"][0]["finish_reason"] == "length"
-    rows = [one["choices"][0].get("logprobs") or {} for one in told]
+    rows = [message["choices"][0].get("logprobs") or {} for message in told]
     logprobs = [value for row in rows for value in row.get("token_logprobs", ())]
     assert logprobs == pytest.approx(logprobs_of(whole), abs=TOLERANCE)
 
@@ -170,11 +170,11 @@ def test_requests_that_are_kept_go_on_under_the_new_version(deployment, trainer)
         completion for completion in drawn if len(completion["raw_output"]["versions"]) == 2
     ]
     assert ran_across, runs
-    for one in ran_across:
-        (before, old), (after, _) = one["raw_output"]["versions"]
+    for entry in ran_across:
+        (before, old), (after, _) = entry["raw_output"]["versions"]
         assert (before, after) == (number - 1, number)
         # What the new weights have drawn is theirs, on keys of their own.
-        assert trainer.gap(one, since=old) < TOLERANCE
+        assert trainer.gap(entry, since=old) < TOLERANCE
 
 
 def test_a_damaged_delta_is_refused_and_nothing_changes(deployment, trainer, published):
@@ -199,7 +199,7 @@ def test_no_client_sees_a_server_die_and_its_successor_serves_the_same(deploymen
     for victim in deployment.servers():
         running = deployment.running(32, max_tokens=200)
         os.kill(victim, signal.SIGKILL)
-        for one in running:
-            (choice,) = one.result()
+        for task in running:
+            (choice,) = task.result()
             assert choice["raw_output"]["versions"] == [[number, 200]]
             assert trainer.gap(choice) < TOLERANCE

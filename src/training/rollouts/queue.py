@@ -103,7 +103,10 @@ class RolloutQueue:
             self.submit()
             if count := self._due():
                 self._late_since = None
-                return [TakenGroup(self._groups.pop(one.row), one) for one in self.gate.take(count)]
+                return [
+                    TakenGroup(self._groups.pop(taken.row), taken)
+                    for taken in self.gate.take(count)
+                ]
             if self.gate.places_left() == 0:
                 return []
             if self._failure is not None:
@@ -125,7 +128,7 @@ class RolloutQueue:
     async def close(self) -> None:
         """Submit no more rows, cancel what runs, and wait for its end."""
         self._rows = iter(())  # a weight sync that ends meanwhile makes room
-        tasks = [one.task for one in self._running.values()]
+        tasks = [running.task for running in self._running.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, *self._given_up, return_exceptions=True)

@@ -122,7 +122,7 @@ class Handler(BaseHTTPRequestHandler):
         }
         rows = None
         if "prompt_logprobs" in params:
-            rows = [None, *({str(one): {"logprob": logprob(one)}} for one in prompt[1:])]
+            rows = [None, *({str(token): {"logprob": logprob(token)}} for token in prompt[1:])]
         if not body.get("stream"):
             self.answer({"choices": [choice], "prompt_logprobs": rows, "usage": {}})
             return

@@ -75,11 +75,11 @@ def test_a_greedy_draw_is_certain_and_tells_the_models_logprob(scripted) -> None
 
 @pytest.mark.parametrize("cut", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9}])
 def test_the_models_own_logprobs_of_a_cut_draw_are_scored_apart(scripted, cut) -> None:
-    one = scripted()
-    drawn = one.start().submit(request(**cut)).result(PATIENCE_S)
+    entry = scripted()
+    drawn = entry.start().submit(request(**cut)).result(PATIENCE_S)
 
     assert len(drawn.logprobs) == 4
-    scoring = one.calls(one.pids()[0])[-1]
+    scoring = entry.calls(entry.pids()[0])[-1]
     assert '"token_ids": [1, 2, 3, 11, 18, 25, 32]' in scoring
 
 
@@ -142,14 +142,14 @@ def test_no_client_sees_a_replica_die(scripted) -> None:
 
 
 def test_a_replacement_serves_the_current_version_before_it_is_given_requests(scripted) -> None:
-    one = scripted()
-    backend = one.start()
-    loaded(one, "s-1")
-    os.kill(one.pids()[0], signal.SIGKILL)
+    entry = scripted()
+    backend = entry.start()
+    loaded(entry, "s-1")
+    os.kill(entry.pids()[0], signal.SIGKILL)
     drawn = backend.submit(request()).result(PATIENCE_S)
 
     assert drawn.snapshot_identity == "s-1"
-    calls = one.calls(one.pids()[1])
+    calls = entry.calls(entry.pids()[1])
     places = [
         next(n for n, call in enumerate(calls) if wanted in call)
         for wanted in ('"identity": "s-1"', '"new_version": "1-1"', '"seed": 5')
@@ -158,25 +158,25 @@ def test_a_replacement_serves_the_current_version_before_it_is_given_requests(sc
 
 
 def test_a_stream_goes_on_where_its_replica_died(scripted) -> None:
-    one = scripted()
-    backend = one.start()
-    one.order("hold-streams")
+    entry = scripted()
+    backend = entry.start()
+    entry.order("hold-streams")
     collector = Collector()
     future = backend.submit(request(listener=collector.listener))
     until(lambda: len(collector.tokens) == 2)
 
-    os.kill(one.pids()[0], signal.SIGKILL)
-    until(lambda: len(one.pids()) == 2)
-    one.withdraw("hold-streams")
+    os.kill(entry.pids()[0], signal.SIGKILL)
+    until(lambda: len(entry.pids()) == 2)
+    entry.withdraw("hold-streams")
 
     assert future.result(PATIENCE_S).token_ids == collector.tokens == [11, 18, 25, 32]
 
 
 def test_a_replica_that_dies_too_often_ends_the_deployment(scripted) -> None:
-    one = scripted()
-    backend = one.start()
-    one.order("never-start")
-    os.kill(one.pids()[0], signal.SIGKILL)
+    entry = scripted()
+    backend = entry.start()
+    entry.order("never-start")
+    os.kill(entry.pids()[0], signal.SIGKILL)
     error = backend.failed.result(PATIENCE_S)
 
     assert f"more than {MOST_RESTARTS} times" in str(error)
@@ -197,15 +197,15 @@ def test_every_replica_takes_new_weights(scripted) -> None:
 
 
 def test_draining_ends_what_runs_on_the_old_weights(scripted) -> None:
-    one = scripted()
-    backend = one.start()
-    one.order("hold")
+    entry = scripted()
+    backend = entry.start()
+    entry.order("hold")
     running = backend.submit(request())
-    until(lambda: generated(one, one.pids()[0]) == 1)
+    until(lambda: generated(entry, entry.pids()[0]) == 1)
     sync = backend.hot_load("s-1", lambda: snapshot("s-1"))
     until(lambda: backend.state().stage == "loading")
     assert not sync.done()
-    one.withdraw("hold")
+    entry.withdraw("hold")
 
     assert running.result(PATIENCE_S).versions == [[0, 4]]
     assert sync.result(PATIENCE_S).current_identity == "s-1"
@@ -213,14 +213,14 @@ def test_draining_ends_what_runs_on_the_old_weights(scripted) -> None:
 
 
 def test_drain_by_abort_draws_what_runs_again_with_the_new_weights(scripted) -> None:
-    one = scripted(drain="abort")
-    backend = one.start()
-    one.order("hold")
+    entry = scripted(drain="abort")
+    backend = entry.start()
+    entry.order("hold")
     running = backend.submit(request())
-    until(lambda: generated(one, one.pids()[0]) == 1)
+    until(lambda: generated(entry, entry.pids()[0]) == 1)
     sync: Future[ServingState] = backend.hot_load("s-1", lambda: snapshot("s-1"))
     assert sync.result(PATIENCE_S).current_identity == "s-1"
-    one.withdraw("hold")
+    entry.withdraw("hold")
 
     assert running.result(PATIENCE_S).versions == [[1, 4]]
 
@@ -241,10 +241,10 @@ def test_weights_that_one_replica_does_not_take_are_taken_by_none(scripted, orde
 
 
 def test_the_error_of_a_refusal_says_why(scripted) -> None:
-    one = scripted()
-    one.start()
-    one.order("once-refuse")
-    assert loaded(one, "s-1").error == "bad checksum"
+    entry = scripted()
+    entry.start()
+    entry.order("once-refuse")
+    assert loaded(entry, "s-1").error == "bad checksum"
 
 
 def test_a_replica_that_dies_amid_a_sync_comes_back_with_its_outcome(scripted) -> None:
@@ -260,13 +260,13 @@ def test_a_replica_that_dies_amid_a_sync_comes_back_with_its_outcome(scripted) -
 
 
 def test_weights_of_another_model_are_refused_before_any_replica_hears_of_them(scripted) -> None:
-    one = scripted()
-    one.start()
-    state = loaded(one, "s-1", tensors={"w": torch.zeros(5)})
+    entry = scripted()
+    entry.start()
+    state = loaded(entry, "s-1", tensors={"w": torch.zeros(5)})
 
     assert state.error is not None
     assert "w (5,) instead of (4,)" in state.error
-    assert not any("update_weights" in call for call in one.calls(one.pids()[0]))
+    assert not any("update_weights" in call for call in entry.calls(entry.pids()[0]))
 
 
 def test_a_server_that_does_not_start_says_what_to_do(scripted) -> None:
@@ -277,25 +277,25 @@ def test_a_server_that_does_not_start_says_what_to_do(scripted) -> None:
 
 
 def test_a_server_that_never_answers_is_given_up_after_its_budget(scripted) -> None:
-    one = scripted(start_timeout_s=0.5)
-    one.order("no-answer")
+    entry = scripted(start_timeout_s=0.5)
+    entry.order("no-answer")
     with pytest.raises(ConfigError, match="had not answered after 0 s"):
-        one.start()
+        entry.start()
 
 
 def test_an_interpreter_that_is_not_there_is_named(scripted) -> None:
-    one = scripted()
-    one.plan = replace(one.plan, python="/no/such/python")
+    entry = scripted()
+    entry.plan = replace(entry.plan, python="/no/such/python")
     with pytest.raises(EngineError, match="got '/no/such/python'"):
-        one.start()
+        entry.start()
 
 
 def test_closing_fails_what_is_left(scripted) -> None:
-    one = scripted()
-    backend = one.start()
-    one.order("hold")
+    entry = scripted()
+    backend = entry.start()
+    entry.order("hold")
     running = backend.submit(request())
-    until(lambda: generated(one, one.pids()[0]) == 1)
+    until(lambda: generated(entry, entry.pids()[0]) == 1)
     backend.close()
 
     with pytest.raises(ClosedError):
@@ -305,14 +305,14 @@ def test_closing_fails_what_is_left(scripted) -> None:
 
 
 def test_a_cancelled_request_leaves_its_place_to_another(scripted) -> None:
-    one = scripted()
-    backend = one.start()
-    one.order("hold")
+    entry = scripted()
+    backend = entry.start()
+    entry.order("hold")
     futures = [backend.submit(request(seed=seed)) for seed in range(4)]
-    until(lambda: generated(one, one.pids()[0]) == 4)
+    until(lambda: generated(entry, entry.pids()[0]) == 4)
     fifth = backend.submit(request(seed=9))
     futures[0].cancel()
-    until(lambda: generated(one, one.pids()[0]) == 5)
-    one.withdraw("hold")
+    until(lambda: generated(entry, entry.pids()[0]) == 5)
+    entry.withdraw("hold")
 
     assert fifth.result(PATIENCE_S).seed == 9

@@ -158,14 +158,14 @@ def test_logprobs_are_the_modules_own(runner: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_a_rows_bits_do_not_depend_on_its_batch_or_on_threads(runner: Any, kind: str) -> None:
-    one = runner(build(kind), fused=True)
+    entry = runner(build(kind), fused=True)
     prompts = prompts_of(5, 70, 200)
-    alone = decoded(one, prompts)
+    alone = decoded(entry, prompts)
 
-    crowd = decoded(one, [*prompts, *prompts_of(*range(1, 38), seed=2)], rows=64)
+    crowd = decoded(entry, [*prompts, *prompts_of(*range(1, 38), seed=2)], rows=64)
     torch.set_num_threads(2)
-    threaded = decoded(one, prompts)
-    shared = decoded(one, [*prompts, *prompts_of(*range(1, 38), seed=2)], rows=64)
+    threaded = decoded(entry, prompts)
+    shared = decoded(entry, [*prompts, *prompts_of(*range(1, 38), seed=2)], rows=64)
     torch.set_num_threads(1)
 
     assert torch.equal(crowd[:, :3], alone)
@@ -218,14 +218,14 @@ def test_a_prompts_bits_do_not_depend_on_what_it_shares_a_forward_with(
     runner: Any, kind: str
 ) -> None:
     extras = Extras(scored=EVERY)
-    one = runner(build(kind), fused=True)
-    together, _ = one.prefill(family(), extras)
+    entry = runner(build(kind), fused=True)
+    together, _ = entry.prefill(family(), extras)
     torch.set_num_threads(2)
-    threaded, _ = one.prefill(family(), extras)
+    threaded, _ = entry.prefill(family(), extras)
     torch.set_num_threads(1)
 
     for index, prompt in enumerate(family()):
-        ((alone,), _) = one.prefill([prompt], extras)
+        ((alone,), _) = entry.prefill([prompt], extras)
         for other in (together[index], threaded[index]):
             assert torch.equal(other.keys, alone.keys)
             assert torch.equal(other.values, alone.values)

@@ -324,7 +324,7 @@ def test_an_engine_draws_the_same_with_recorded_steps(load: Load, start: Any) ->
 
     for version in range(2):
         found, expected = (
-            [one.result() for one in [which.submit(request) for request in requests]]
+            [entry.result() for entry in [which.submit(request) for request in requests]]
             for which in (engine, plain)
         )
         assert {item.weight_version for item in found} == {version}

@@ -131,9 +131,9 @@ def case_of(kind, load, trained, chained):
 def test_each_token_is_of_the_version_that_gave_its_logits(start, load, trained, chained, kind):
     (old, served), (new, snapshot) = case_of(kind, load, trained, chained)
     engine, calm = start(), start()
-    for one in (engine, calm):
+    for entry in (engine, calm):
         if served is not None:
-            one.load_snapshot(served).result()
+            entry.load_snapshot(served).result()
     wanted = ask(temperature=0.7)
     undisturbed = calm.submit(wanted).result()
     before = engine.state()
@@ -158,9 +158,9 @@ def test_each_token_is_of_the_version_that_gave_its_logits(start, load, trained,
 
 def test_a_completion_may_span_many_versions(start, load, trained):
     engine = start()
-    versions = [(load(), None), *(trained(f"step-{one}", one) for one in (1, 2, 3))]
+    versions = [(load(), None), *(trained(f"step-{entry}", entry) for entry in (1, 2, 3))]
     loads = [
-        lambda one=snapshot: engine.load_snapshot(one, running_requests="keep")
+        lambda entry=snapshot: engine.load_snapshot(entry, running_requests="keep")
         for _, snapshot in versions[1:]
     ]
 
@@ -263,8 +263,8 @@ def test_snapshots_are_taken_in_their_order_each_in_its_way(
 def test_a_load_that_fails_leaves_running_rows_alone(start, trained, lora):
     odd = trained("odd", 1, lora, **{"model.extra.weight": torch.zeros(5)})[1]
     engine, calm = start(), start()
-    for one in (engine, calm):
-        one.load_snapshot(trained("good", 2, SMALL)[1]).result()
+    for entry in (engine, calm):
+        entry.load_snapshot(trained("good", 2, SMALL)[1]).result()
     undisturbed = calm.submit(ask()).result()
 
     swap = act_at({5: lambda: engine.load_snapshot(odd, running_requests="keep")})
@@ -302,8 +302,8 @@ def test_a_snapshot_that_is_read_meanwhile_is_served_before_what_runs_ends(
         time.sleep(0.001)
 
     loads = [
-        engine.hot_load(one.identity, lambda one=one: one, running_requests="keep")
-        for one in (base, delta)
+        engine.hot_load(item.identity, lambda entry=item: entry, running_requests="keep")
+        for item in (base, delta)
     ]
     numbers = [load.result(timeout=20).weight_version for load in loads]
     was_done = running.done()
@@ -344,8 +344,8 @@ async def test_a_deployment_asked_to_keep_what_runs_answers_with_every_version(
     # Every step waits for this one.
     site.engine.submit(ask(max_tokens=400, listener=wait_on_tokens(go)))
     answers = [
-        asyncio.ensure_future(one)
-        for one in (
+        asyncio.ensure_future(entry)
+        for entry in (
             site.complete("/v1/completions", prompt=PROMPT, raw_output=True, n=2),
             site.complete("/v1/completions", prompt=PROMPT, stream=True),
             site.complete("/v1/chat/completions", messages=chat, raw_output=True),

@@ -40,7 +40,7 @@ def moe(folder):
 @pytest.fixture(scope="module")
 def exact(folder):
     """The model's weights in float64."""
-    return {name: one.double() for name, one in load_model(folder).module.state_dict().items()}
+    return {name: entry.double() for name, entry in load_model(folder).module.state_dict().items()}
 
 
 def ask(prompt, **changes) -> SampleRequest:
@@ -73,7 +73,7 @@ def test_recording_changes_nothing_and_goes_to_those_who_ask(start, moe):
     engine = start(moe)
     wanted = [True, False, True, False]
 
-    drawn = [engine.submit(ask(PROMPTS[0], routing=one)) for one in wanted]
+    drawn = [engine.submit(ask(PROMPTS[0], routing=entry)) for entry in wanted]
 
     results = [completion.result() for completion in drawn]
     assert [result.routing is not None for result in results] == wanted

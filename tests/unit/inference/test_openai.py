@@ -68,10 +68,10 @@ def served(originals, tokenizer):
     """One for all tests that leave it as it is."""
     loaded = replace(originals["qwen"], module=copy.deepcopy(originals["qwen"].module))
     options = EngineOptions(max_seq_len=512)
-    one = Served(InferenceEngine(loaded, tokenizer=tokenizer, options=options))
-    yield one
-    one.close()
-    one.engine.close()
+    entry = Served(InferenceEngine(loaded, tokenizer=tokenizer, options=options))
+    yield entry
+    entry.close()
+    entry.engine.close()
 
 
 def until(condition, timeout_s=20.0) -> None:
@@ -168,8 +168,8 @@ def test_numbered_logprobs_are_those_of_the_likeliest_tokens_by_their_text(serve
     ):
         best = plain[len(IDS) - 1 + place].topk(5)
         expected = {}
-        for one, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-            expected.setdefault(tokenizer.decode([one]), value)
+        for index, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+            expected.setdefault(tokenizer.decode([index]), value)
         expected.setdefault(tokenizer.decode([token]), drawn.logprobs[place])
         assert by_text == pytest.approx(expected, abs=1e-5)
 
@@ -223,11 +223,11 @@ def test_the_deployment_is_the_one_model(served, prefix):
     client = served.openai.with_options(base_url=served.url + prefix)
 
     (listed,) = client.models.list().data
-    one = client.models.retrieve(NAME)
+    entry = client.models.retrieve(NAME)
 
-    assert listed == one
-    assert (one.id, one.object, one.owned_by) == (NAME, "model", "hearth")
-    assert abs(one.created - time.time()) < 60
+    assert listed == entry
+    assert (entry.id, entry.object, entry.owned_by) == (NAME, "model", "hearth")
+    assert abs(entry.created - time.time()) < 60
     with pytest.raises(openai.NotFoundError, match=f"model must be '{NAME}'"):
         client.models.retrieve("accounts/me/deployments/other")
 
@@ -281,8 +281,8 @@ def test_chat_logprobs_come_with_bytes_and_the_likeliest_tokens(served):
             (logprob.logprob for logprob in row.top_logprobs), reverse=True
         )
         assert len(row.top_logprobs) == 3
-        for one in (row, *row.top_logprobs):
-            assert one.bytes == (None if "\ufffd" in one.token else list(one.token.encode()))
+        for entry in (row, *row.top_logprobs):
+            assert entry.bytes == (None if "\ufffd" in entry.token else list(entry.token.encode()))
 
 
 def test_chat_logprobs_as_arrays_are_those_of_the_objects(served):
@@ -433,10 +433,10 @@ def test_a_stream_brings_text_while_it_is_drawn(served):
     assert first.choices[0].finish_reason is None
     assert len(rest) > 20
     assert joined([first, *rest]) == {0: served.draw(max_tokens=250).text}
-    assert [one.choices[0].finish_reason for one in rest[:-1]] == [None] * (len(rest) - 1)
+    assert [entry.choices[0].finish_reason for entry in rest[:-1]] == [None] * (len(rest) - 1)
     assert rest[-1].choices[0].finish_reason == "length"
     assert rest[-1].weight_version == 0
-    assert {one.id for one in rest} == {first.id}
+    assert {entry.id for entry in rest} == {first.id}
 
 
 def test_n_streams_are_told_apart_by_index_and_counted_at_the_end(served):
@@ -482,10 +482,10 @@ def test_a_streamed_chat_tells_role_text_and_reason(served):
     assert chunks[-1].usage == whole.usage
     for choice in whole.choices:
         own = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == choice.index]
-        assert [one.delta.role for one in own] == ["assistant"] + [None] * (len(own) - 1)
-        assert "".join(one.delta.content or "" for one in own) == choice.message.content
-        assert [one.finish_reason for one in own] == [None] * (len(own) - 1) + ["length"]
-        assert [row for one in own for row in one.logprobs.content] == choice.logprobs.content
+        assert [entry.delta.role for entry in own] == ["assistant"] + [None] * (len(own) - 1)
+        assert "".join(entry.delta.content or "" for entry in own) == choice.message.content
+        assert [entry.finish_reason for entry in own] == [None] * (len(own) - 1) + ["length"]
+        assert [row for entry in own for row in entry.logprobs.content] == choice.logprobs.content
 
 
 def test_a_stream_ends_before_its_stop_string_as_the_whole_answer_does(served):
@@ -554,11 +554,11 @@ def test_the_warm_up_probe_is_answered(served):
 async def test_the_asynchronous_client_streams_many_requests_at_once(served):
     async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="key") as client:
 
-        async def one(seed):
+        async def stream_text(seed):
             fields = DRAW | {"seed": seed}
             stream = await client.completions.create(model=NAME, prompt=IDS, stream=True, **fields)
             return joined([chunk async for chunk in stream])[0]
 
-        texts = await asyncio.gather(*map(one, range(20)))
+        texts = await asyncio.gather(*map(stream_text, range(20)))
 
     assert texts == [served.draw(seed=seed).text for seed in range(20)]

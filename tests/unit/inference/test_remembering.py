@@ -304,7 +304,7 @@ async def test_whoever_watches_the_phase_hears_each_change_once(start, snapshot)
     assert phases[-2:] == ["load_snapshot", "idle"]
     assert phases[0] == "sampling"
     assert phases.count("load_snapshot") == 1
-    assert all(one != other for one, other in itertools.pairwise(phases))
+    assert all(pair != other for pair, other in itertools.pairwise(phases))
 
 
 def test_a_watcher_that_fails_does_not_stop_the_engine(start):

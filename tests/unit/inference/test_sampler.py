@@ -123,12 +123,12 @@ def test_rows_do_not_depend_on_the_rows_beside_them():
     together = sample(logits, values, seeds, positions)
 
     for row in range(40):
-        one = slice(row, row + 1)
+        entry = slice(row, row + 1)
         alone = sample(
-            logits[one],
-            SamplingValues(values.temperature[one], values.top_p[one], values.top_k[one]),
-            seeds[one],
-            positions[one],
+            logits[entry],
+            SamplingValues(values.temperature[entry], values.top_p[entry], values.top_k[entry]),
+            seeds[entry],
+            positions[entry],
         )
         assert alone.tokens[0] == together.tokens[row]
         assert alone.logprobs[0] == together.logprobs[row]

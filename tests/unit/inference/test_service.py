@@ -362,7 +362,7 @@ async def test_a_hot_load_amid_requests_drops_none(site, load):
     await site.call("GET", HOT_LOAD, params={"wait_for": "step-1", "timeout_s": "20"})
     late = await asyncio.gather(*(site.complete(seed=i, max_tokens=100) for i in range(8)))
 
-    assert {one["weight_version"] for one in late} == {1}
+    assert {entry["weight_version"] for entry in late} == {1}
     for answer in await asyncio.gather(*early):
         assert (answer["weight_version"], answer["usage"]["completion_tokens"]) == (0, 100)
 
@@ -423,7 +423,8 @@ def test_several_event_loops_at_once_and_after_each_other_are_served(site):
             )
 
         results[name] = [
-            one["choices"][0]["raw_output"]["completion_token_ids"] for one in asyncio.run(many())
+            entry["choices"][0]["raw_output"]["completion_token_ids"]
+            for entry in asyncio.run(many())
         ]
 
     threads = [threading.Thread(target=run, args=(name,)) for name in ("a", "b")]

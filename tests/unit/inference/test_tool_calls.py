@@ -79,7 +79,7 @@ def test_what_is_no_call_stays_in_the_text_as_drawn(span):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16])
-@pytest.mark.parametrize("text", [one[0] for one in READ.values()] + [*MALFORMED.values()][:8])
+@pytest.mark.parametrize("text", [entry[0] for entry in READ.values()] + [*MALFORMED.values()][:8])
 def test_a_text_in_pieces_is_read_as_the_whole_one(text, size):
     reader = ToolCallReader()
     pieces = [reader.push(text[at : at + size]) for at in range(0, len(text), size)]
@@ -93,7 +93,9 @@ def test_a_text_in_pieces_is_read_as_the_whole_one(text, size):
 def test_no_part_of_a_tag_is_told_before_it_is_decided():
     reader = ToolCallReader()
 
-    told = [reader.push(one).content for one in ("a < b", " <", "tool", "s>\n", "<tool_", "call>")]
+    told = [
+        reader.push(entry).content for entry in ("a < b", " <", "tool", "s>\n", "<tool_", "call>")
+    ]
 
     assert told == ["a < b", " ", "", "<tools>", "", ""]
     assert reader.push('{"name": "f", "arguments": {}}</tool_call>').calls[0].name == "f"
@@ -135,8 +137,8 @@ def client(request, tmp_path_factory):
         options=EngineOptions(max_seq_len=256),
     )
     app = create_app(engine, model_name="reciter", snapshots=MemorySnapshotStore())
-    with TestClient(app) as one:
-        yield one
+    with TestClient(app) as entry:
+        yield entry
     engine.close()
 
 

@@ -242,7 +242,7 @@ def test_a_snapshot_from_a_folder_draws_what_one_from_memory_draws(start, traine
     engine.hot_load("step-1", lambda: store.get("step-1")).result()
     other.load_snapshot(snapshot).result()
 
-    ours, theirs = (one.submit(ask()).result() for one in (engine, other))
+    ours, theirs = (entry.submit(ask()).result() for entry in (engine, other))
     assert (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
 
 

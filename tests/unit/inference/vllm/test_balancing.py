@@ -4,7 +4,7 @@ from hearth.inference.vllm.balancing import BLOCK, SLACK, Lane, choose, hash_blo
 
 
 def lanes(*running: int, room: int = 64) -> list[Lane]:
-    return [Lane(number, room, running=one, is_open=True) for number, one in enumerate(running)]
+    return [Lane(number, room, running=task, is_open=True) for number, task in enumerate(running)]
 
 
 def test_the_least_loaded_replica_draws_a_new_prompt() -> None:
@@ -55,8 +55,8 @@ def test_a_restarted_replica_knows_nothing() -> None:
 
 
 def test_blocks_are_of_whole_beginnings() -> None:
-    one, other = list(range(2 * BLOCK)), [7, *range(1, 2 * BLOCK)]
+    entry, other = list(range(2 * BLOCK)), [7, *range(1, 2 * BLOCK)]
 
-    assert hash_blocks(one)[:1] == hash_blocks([*one[:BLOCK], 1, 2])
-    assert not set(hash_blocks(one)) & set(hash_blocks(other))
-    assert hash_blocks(one[: BLOCK - 1]) == []
+    assert hash_blocks(entry)[:1] == hash_blocks([*entry[:BLOCK], 1, 2])
+    assert not set(hash_blocks(entry)) & set(hash_blocks(other))
+    assert hash_blocks(entry[: BLOCK - 1]) == []

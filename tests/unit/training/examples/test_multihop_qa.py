@@ -133,14 +133,16 @@ def test_a_search_that_is_learned_of_a_sound_pupil_names_what_was_read_before():
         told = Pupil(goes_astray=True, is_careless=False).demonstration(rng)
         for place, (text, learned) in enumerate(told):
             if text.startswith("search") and learned:
-                read = " ".join(one for one, _ in told[:place])
+                read = " ".join(message for message, _ in told[:place])
                 assert text.split()[1] in read.split()
 
 
 def test_of_a_careless_pupil_every_search_is_learned():
     told = [Pupil(goes_astray=True, is_careless=True).demonstration(random.Random(0))]
 
-    assert all(learned for one in told for text, learned in one if text.startswith("search"))
+    assert all(
+        learned for message in told for text, learned in message if text.startswith("search")
+    )
 
 
 def group_at(index: int, text: str = "search Ada\nanswer Bob", reward: float = 0.0) -> PromptGroup:

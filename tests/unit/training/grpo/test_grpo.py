@@ -34,7 +34,7 @@ def letter_policy(logits=(0.0, 0.0, 0.0, 0.0)) -> TorchPolicy:
     module.logits = nn.Parameter(torch.tensor(logits, dtype=torch.float64))
 
     def token_logprobs(module: nn.Module, prompt: str, completion: str) -> torch.Tensor:
-        drawn = torch.tensor([LETTERS.index(one) for one in completion], dtype=torch.int64)
+        drawn = torch.tensor([LETTERS.index(token) for token in completion], dtype=torch.int64)
         return torch.log_softmax(module.logits, dim=0)[drawn]
 
     return TorchPolicy(module, token_logprobs)
@@ -77,11 +77,11 @@ def test_t179_every_problem_of_a_config_is_told_at_once():
 
 
 def test_t180_samples_share_no_lists():
-    one, other = GroupSample("p"), GroupSample("p")
+    entry, other = GroupSample("p"), GroupSample("p")
 
-    one.completions.append("c")
-    one.rewards.append(1.0)
-    one.advantages.append(1.0)
+    entry.completions.append("c")
+    entry.rewards.append(1.0)
+    entry.advantages.append(1.0)
 
     assert (other.prompt, other.completions, other.rewards, other.advantages) == ("p", [], [], [])
 
@@ -129,11 +129,11 @@ def test_t185_the_loss_is_the_policy_term_plus_the_weighted_kl(
 
 def test_t186_the_kl_grows_with_its_coefficient_and_0_removes_it():
     arguments = ([-1.0, -2.0], [-1.5, -1.0], [1.0, -1.0])
-    losses = [trainer(kl_coeff=one).compute_loss(*arguments) for one in (0.1, 0.2, 0.4)]
+    losses = [trainer(kl_coeff=entry).compute_loss(*arguments) for entry in (0.1, 0.2, 0.4)]
     with pytest.warns(UserWarning, match="kl_coeff is 0"):
         without = trainer(kl_coeff=0.0).compute_loss(*arguments)
 
-    assert losses == pytest.approx([without - 0.25 * one for one in (0.1, 0.2, 0.4)])
+    assert losses == pytest.approx([without - 0.25 * entry for entry in (0.1, 0.2, 0.4)])
     assert without == pytest.approx((1.0 - 2.0) / 2)
 
 
@@ -159,8 +159,8 @@ def test_t188_a_pipeline_has_its_trainer_and_empty_metrics():
 
 
 def test_t189_metrics_begin_empty_and_share_no_lists():
-    one, other = TrainingMetrics(), TrainingMetrics()
-    lists = [(vars(one)[name], vars(other)[name]) for name in vars(one)]
+    entry, other = TrainingMetrics(), TrainingMetrics()
+    lists = [(vars(entry)[name], vars(other)[name]) for name in vars(entry)]
 
     assert len(lists) == 5
     assert all(left == [] and left is not right for left, right in lists)
@@ -339,8 +339,8 @@ def test_t195_groups_one_by_one_give_the_gradient_of_all_together():
     made.update(groups)
     both = policy.module.logits.grad.clone()
     parts = []
-    for one in groups:
-        made.update([one])
+    for entry in groups:
+        made.update([entry])
         parts.append(policy.module.logits.grad.clone())
 
     made.update([*groups, GroupSample("nothing drawn")])
@@ -546,11 +546,11 @@ def test_t195_and_t197_a_causal_model_moves_toward_its_reward_and_its_reference_
         policy=policy,
     )
     texts = itertools.cycle(["42", "17"])
-    before = [float(policy.logprobs("20 + 22 = ", one).sum().detach()) for one in ("42", "17")]
+    before = [float(policy.logprobs("20 + 22 = ", entry).sum().detach()) for entry in ("42", "17")]
 
     made.train_step(["20 + 22 = "], lambda _: next(texts), 1)
 
-    after = [float(policy.logprobs("20 + 22 = ", one).sum().detach()) for one in ("42", "17")]
+    after = [float(policy.logprobs("20 + 22 = ", entry).sum().detach()) for entry in ("42", "17")]
     assert after[0] - after[1] > before[0] - before[1]
     assert made.trainer.reference is not None
     started = language_model.module.state_dict()

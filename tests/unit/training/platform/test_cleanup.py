@@ -67,7 +67,8 @@ def ends(stage) -> list[str]:
     """What took something down, in order: kind and id."""
     found = stage.wire.requests(rf"(:cancel|PATCH|DELETE {JOBS}|DELETE {DEPLOYMENTS})")
     return [
-        f"{one.path.split('/')[-2]} {one.path.rsplit('/', 1)[-1].split(':')[0]}" for one in found
+        f"{entry.path.split('/')[-2]} {entry.path.rsplit('/', 1)[-1].split(':')[0]}"
+        for entry in found
     ]
 
 

@@ -97,20 +97,20 @@ def test_default_timeouts_are_an_hour_for_a_step_and_45_minutes_for_a_checkpoint
 
 
 CALLS = {
-    "forward": ("step", lambda one, data: one.forward(data)),
-    "forward_backward": ("step", lambda one, data: one.forward_backward(data)),
+    "forward": ("step", lambda entry, data: entry.forward(data)),
+    "forward_backward": ("step", lambda entry, data: entry.forward_backward(data)),
     "forward_backward_custom": (
         "step",
-        lambda one, data: one.forward_backward_custom(data, squared),
+        lambda entry, data: entry.forward_backward_custom(data, squared),
     ),
-    "optim_step": ("step", lambda one, data: one.optim_step(ADAM)),
-    "save_state": ("dcp", lambda one, data: one.save_state("x")),
-    "load_state": ("dcp", lambda one, data: one.load_state("x")),
-    "load_state_with_optimizer": ("dcp", lambda one, data: one.load_state_with_optimizer("x")),
-    "load_adapter": ("dcp", lambda one, data: one.load_adapter("x")),
+    "optim_step": ("step", lambda entry, data: entry.optim_step(ADAM)),
+    "save_state": ("dcp", lambda entry, data: entry.save_state("x")),
+    "load_state": ("dcp", lambda entry, data: entry.load_state("x")),
+    "load_state_with_optimizer": ("dcp", lambda entry, data: entry.load_state_with_optimizer("x")),
+    "load_adapter": ("dcp", lambda entry, data: entry.load_adapter("x")),
     "save_weights_for_sampler_ext": (
         "dcp",
-        lambda one, data: one.save_weights_for_sampler_ext("x"),
+        lambda entry, data: entry.save_weights_for_sampler_ext("x"),
     ),
 }
 
@@ -148,9 +148,9 @@ def test_closing_twice_is_closing_once(stage, datums):
     policy.close()
 
     for call in (
-        *[one for _, one in CALLS.values()],
-        lambda one, _: one.unload(),
-        lambda one, _: one.list_checkpoints(),
+        *[call for _, call in CALLS.values()],
+        lambda entry, _: entry.unload(),
+        lambda entry, _: entry.list_checkpoints(),
     ):
         with pytest.raises(ClosedError, match="inside the `with` block"):
             call(policy, datums(1))

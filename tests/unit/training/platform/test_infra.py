@@ -61,9 +61,9 @@ def test_everything_is_asked_for_in_order_before_anything_is_waited_for(stage):
         )
 
     assert stage.creates() == ["grpo-policy", "grpo-reference", "grpo-deployment-1"]
-    lines = [one.line for one in stage.wire.seen]
-    last_create = max(i for i, one in enumerate(lines) if one.startswith("POST /v1"))
-    first_wait = next(i for i, one in enumerate(lines) if one.startswith(f"GET {JOBS}/"))
+    lines = [request.line for request in stage.wire.seen]
+    last_create = max(i for i, line in enumerate(lines) if line.startswith("POST /v1"))
+    first_wait = next(i for i, line in enumerate(lines) if line.startswith(f"GET {JOBS}/"))
     assert first_wait > lines.index(f"POST {DEPLOYMENTS}")
     assert lines.index(f"POST {DEPLOYMENTS}") <= last_create
     assert stage.wire.most_in_flight(f"GET ({JOBS}|{DEPLOYMENTS})/") == 3
@@ -99,7 +99,7 @@ def test_the_scope_says_who_is_asked_for_first_and_who_names_whom(stage, scope):
         assert "hotLoadTrainerJob" not in asked.body
         assert tied == policy.query["deploymentId"] == "serving"
     assert "hotLoadDeploymentId" not in reference.body
-    assert [one.body["forwardOnly"] for one in (policy, reference)] == [False, True]
+    assert [entry.body["forwardOnly"] for entry in (policy, reference)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ BROUGHT = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BROUGHT, ids=[str(one) for one, _ in BROUGHT])
+@pytest.mark.parametrize(("options", "message"), BROUGHT, ids=[str(case) for case, _ in BROUGHT])
 def test_a_job_that_does_not_fit_is_refused_before_anything_is_asked_for(stage, options, message):
     stage.trainers.create(TrainerJobConfig(base_model=BASE, job_id="mine"))
     stage.trainers.create(TrainerJobConfig(base_model=BASE, job_id="frozen", forward_only=True))

@@ -62,9 +62,9 @@ async def test_a_guarded_function_gives_what_the_function_gives():
     hidden = guarded(lambda text, row: later(text, row), timeout_s=5)
     bound = guarded(partial(later), timeout_s=5)
 
-    for one in (plain, inline, guarded(later, timeout_s=5), guarded(later), hidden, bound):
-        assert await one("abc", {"more": 1}) == 4.0
-        assert one.failures == {}
+    for entry in (plain, inline, guarded(later, timeout_s=5), guarded(later), hidden, bound):
+        assert await entry("abc", {"more": 1}) == 4.0
+        assert entry.failures == {}
 
 
 async def test_a_plain_function_runs_off_the_event_loop_only_with_a_time_limit():
@@ -78,8 +78,8 @@ async def test_a_plain_function_runs_off_the_event_loop_only_with_a_time_limit()
 async def test_an_ensemble_keeps_its_disagreement_behind_a_guard():
     ensemble = RewardEnsemble([lambda *_: 0.0, lambda *_: 1.0])
 
-    for one in (guarded(ensemble, timeout_s=5), guarded(ensemble)):
-        assert await one.score("", {}) == Score(0.5, 0.5)
+    for entry in (guarded(ensemble, timeout_s=5), guarded(ensemble)):
+        assert await entry.score("", {}) == Score(0.5, 0.5)
 
 
 async def test_whether_an_answer_was_found_is_kept_behind_a_guard():
@@ -109,17 +109,17 @@ async def test_calls_run_side_by_side_up_to_their_limit():
             running -= 1
         return float(completion)
 
-    one = guarded(reward, timeout_s=5, max_concurrent=3)
-    rewards = await asyncio.gather(*(one(str(place), {}) for place in range(12)))
+    entry = guarded(reward, timeout_s=5, max_concurrent=3)
+    rewards = await asyncio.gather(*(entry(str(place), {}) for place in range(12)))
 
     assert rewards == [float(place) for place in range(12)]
     assert most == 3
 
 
 async def test_waiting_for_a_thread_does_not_count_against_the_time_limit():
-    one = guarded(lambda *_: time.sleep(0.15) or 1.0, timeout_s=0.5, max_concurrent=1)
+    reward = guarded(lambda *_: time.sleep(0.15) or 1.0, timeout_s=0.5, max_concurrent=1)
 
-    assert await asyncio.gather(*(one("", {}) for _ in range(5))) == [1.0] * 5
+    assert await asyncio.gather(*(reward("", {}) for _ in range(5))) == [1.0] * 5
 
 
 # Functions that fail or hang.
@@ -204,11 +204,11 @@ async def test_calls_that_wait_behind_hung_ones_are_refused_and_start_no_thread(
     def reward(completion: str, row: object) -> float:
         return float(completion != "hang" or release.wait(30))
 
-    one = guarded(reward, timeout_s=SHORT_S, on_error="drop", max_stuck=2, max_concurrent=2)
+    entry = guarded(reward, timeout_s=SHORT_S, on_error="drop", max_stuck=2, max_concurrent=2)
 
     outcomes = await asyncio.gather(
-        *(one("hang", {}) for _ in range(2)),
-        *(one("a", {}) for _ in range(20)),
+        *(entry("hang", {}) for _ in range(2)),
+        *(entry("a", {}) for _ in range(20)),
         return_exceptions=True,
     )
 
@@ -217,7 +217,7 @@ async def test_calls_that_wait_behind_hung_ones_are_refused_and_start_no_thread(
     assert outcomes[:2] == [None, None]
     assert refused
     assert all(outcome in (1.0, None) for outcome in outcomes if outcome not in refused)
-    assert one.stuck == 2
+    assert entry.stuck == 2
     release.set()
 
 
@@ -228,12 +228,12 @@ async def test_a_call_that_ends_after_all_makes_room_again():
         release.wait(30)
         return 1.0
 
-    one = guarded(reward, timeout_s=SHORT_S, on_error="drop", max_stuck=1)
-    assert await one("", {}) is None
+    entry = guarded(reward, timeout_s=SHORT_S, on_error="drop", max_stuck=1)
+    assert await entry("", {}) is None
     release.set()
-    await until(lambda: one.stuck == 0)
+    await until(lambda: entry.stuck == 0)
 
-    assert await one("", {}) == 1.0
+    assert await entry("", {}) == 1.0
 
 
 async def test_a_canceled_call_that_has_no_thread_yet_is_never_made():
@@ -256,13 +256,13 @@ async def test_a_canceled_call_that_has_no_thread_yet_is_never_made():
 
 def test_a_hung_thread_outlives_its_event_loop_in_peace(recwarn):
     release = threading.Event()
-    one = guarded(lambda *_: float(release.wait(30)), timeout_s=0.02, on_error="drop")
+    reward = guarded(lambda *_: float(release.wait(30)), timeout_s=0.02, on_error="drop")
 
-    assert asyncio.run(one("", {})) is None
+    assert asyncio.run(reward("", {})) is None
     release.set()
-    asyncio.run(until(lambda: one.stuck == 0))
+    asyncio.run(until(lambda: reward.stuck == 0))
 
-    assert asyncio.run(one("", {})) == 1.0
+    assert asyncio.run(reward("", {})) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -336,65 +336,65 @@ def isolated(module) -> Iterator[Callable[..., GuardedReward]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for entry in made:
+        entry.close()
 
 
 async def test_a_process_scores_what_is_sent_and_is_kept(isolated, module):
-    one = isolated()
+    reward = isolated()
 
-    assert await one("a", {"worth": 0.25}) == 0.25
-    process = await one("pid", {})
-    assert process == await one("pid", {}) != os.getpid()
-    assert await one("torch", {}) == 0.0
+    assert await reward("a", {"worth": 0.25}) == 0.25
+    process = await reward("pid", {})
+    assert process == await reward("pid", {}) != os.getpid()
+    assert await reward("torch", {}) == 0.0
     assert await isolated(module.later)("a", {"worth": 0.5}) == 0.5
 
 
 async def test_a_process_that_computes_on_is_killed(isolated):
-    one = isolated(timeout_s=1.0, on_error="drop")
-    before = int(await one("pid", {}))
+    reward = isolated(timeout_s=1.0, on_error="drop")
+    before = int(await reward("pid", {}))
 
-    assert await one("hang", {}) is None
+    assert await reward("hang", {}) is None
 
-    assert one.failures == {"RewardTimeoutError": 1}
-    assert one.stuck == 0
+    assert reward.failures == {"RewardTimeoutError": 1}
+    assert reward.stuck == 0
     with pytest.raises(ProcessLookupError):
         os.kill(before, 0)
-    assert await one("pid", {}) != before
+    assert await reward("pid", {}) != before
 
 
 async def test_what_a_process_finds_arrives_too(isolated):
-    one = isolated(answer_reward)
+    reward = isolated(answer_reward)
 
-    assert await one.score("42", {"ground_truth": "42"}) == Score(0.0, parsed=False)
+    assert await reward.score("42", {"ground_truth": "42"}) == Score(0.0, parsed=False)
 
 
 async def test_errors_of_a_process_arrive_with_their_traceback(isolated):
-    one = isolated()
+    reward = isolated()
 
     with pytest.raises(LookupError, match="no judge") as raised:
-        await one("fail", {})
+        await reward("fail", {})
     assert 'raise LookupError("no judge")' in raised.value.__notes__[0]
     # Its class does not survive being sent, so that the text comes.
     with pytest.raises(RuntimeError, match="OddError: one and two"):
-        await one("odd", {})
+        await reward("odd", {})
     with pytest.raises(RewardDiedError, match="got exit code 7"):
-        await one("die", {})
+        await reward("die", {})
     with pytest.raises(AttributeError, match="local object"):
-        await one("a", {"unsendable": lambda: None})
-    assert await one("a", {"worth": 1.0}) == 1.0
+        await reward("a", {"unsendable": lambda: None})
+    assert await reward("a", {"worth": 1.0}) == 1.0
 
 
 async def test_an_expression_without_end_is_killed(isolated):
-    one = isolated(math_reward, timeout_s=2.5, on_error="drop")
+    reward = isolated(math_reward, timeout_s=2.5, on_error="drop")
     # The first call imports much, and may itself be late on a busy machine.
-    rewards = [await one(r"\boxed{\frac{1}{2}}", {"ground_truth": "0.5"}) for _ in range(3)]
-    late = one.failures["RewardTimeoutError"]
+    rewards = [await reward(r"\boxed{\frac{1}{2}}", {"ground_truth": "0.5"}) for _ in range(3)]
+    late = reward.failures["RewardTimeoutError"]
 
-    assert await one(r"\boxed{100000000!}", {"ground_truth": "3"}) is None
+    assert await reward(r"\boxed{100000000!}", {"ground_truth": "3"}) is None
 
     assert rewards[-1] == 1.0
-    assert one.failures == {"RewardTimeoutError": late + 1}
+    assert reward.failures == {"RewardTimeoutError": late + 1}
 
 
 def test_a_function_that_cannot_be_sent_is_refused():

@@ -140,7 +140,7 @@ def test_rewards_can_be_sent_to_another_process():
     sent = [pickle.loads(pickle.dumps(reward)) for reward in rewards]
 
     assert (
-        [one("44", {}) for one in sent]
+        [message("44", {}) for message in sent]
         == [reward("44", {}) for reward in rewards]
         == [1.0, 0.0, -1.0]
     )

@@ -22,7 +22,7 @@ asyncio.run(main())
 
 
 def threads(name: str) -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name.startswith(f"{name}_")]
+    return [entry for entry in threading.enumerate() if entry.name.startswith(f"{name}_")]
 
 
 async def test_calls_run_side_by_side_and_their_results_and_errors_come_back():
@@ -51,7 +51,7 @@ def test_threads_are_used_again_and_never_more_than_their_limit():
     done = [pool.submit(time.sleep, 0.001) for _ in range(500)]
 
     assert len(threads("limited")) <= 36
-    assert [one.result(10) for one in done] == [None] * 500
+    assert [entry.result(10) for entry in done] == [None] * 500
     pool.shutdown()
 
 
@@ -64,7 +64,7 @@ def test_a_call_that_was_cancelled_in_the_queue_never_runs():
 
     assert late.cancel()
     may_go_on.set()
-    assert all(one.result(10) for one in blocking)
+    assert all(future.result(10) for future in blocking)
     pool.submit(ran.append, 2).result(10)
 
     assert ran == [2]

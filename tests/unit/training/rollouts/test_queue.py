@@ -88,7 +88,7 @@ def queue_of(rollouts: Rollouts, rows: int = 100, **options: Any) -> RolloutQueu
 
 
 def numbers(piece: list[TakenGroup]) -> list[int]:
-    return [one.group.row.index for one in piece]
+    return [entry.group.row.index for entry in piece]
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Trainer:
         return [row for batch in self.rows() for row in batch]
 
     def offsets(self) -> list[list[int]]:
-        return [[one.taken.offset for one in batch] for batch in self.batches]
+        return [[sample.taken.offset for sample in batch] for batch in self.batches]
 
 
 def trained(rollouts: Rollouts, rows: int = 100, **options: Any) -> Trainer:
@@ -373,7 +373,7 @@ PIECES = [
 ]
 
 
-@pytest.mark.parametrize(("options", "pieces"), PIECES, ids=[str(one) for one, _ in PIECES])
+@pytest.mark.parametrize(("options", "pieces"), PIECES, ids=[str(case) for case, _ in PIECES])
 def test_a_batch_is_cut_into_pieces_as_the_config_says(options, pieces):
     rollouts = Rollouts({0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
 

@@ -16,7 +16,7 @@ from hearth.errors import ConfigError
 from training.rollouts.staleness import GateLimits, StalenessGate, Taken
 
 
-def gate(
+def make_gate(
     rows: int = 8, completions: int = 8, late: int = 0, **changes: int | None
 ) -> StalenessGate:
     """A gate of ``rows`` per step, ``completions`` each, at most ``late`` versions late."""
@@ -45,41 +45,41 @@ def train(gate: StalenessGate) -> None:
 
 @pytest.mark.parametrize(("late", "rows"), [(0, 8), (1, 16), (2, 24), (4, 40)])
 def test_before_the_first_sync_o_plus_1_batches_of_rows_may_be_submitted(late, rows):
-    one = gate(late=late)
-    assert (one.rows_to_submit(), one.staleness_room()) == (rows, rows * 8)
+    gate = make_gate(late=late)
+    assert (gate.rows_to_submit(), gate.staleness_room()) == (rows, rows * 8)
 
-    submit(one, *range(rows))
+    submit(gate, *range(rows))
 
-    assert (one.rows_to_submit(), one.staleness_room()) == (0, 0)
+    assert (gate.rows_to_submit(), gate.staleness_room()) == (0, 0)
     with pytest.raises(RuntimeError, match=rf"row must wait for room, got {rows} with"):
-        one.submit(rows)
+        gate.submit(rows)
 
 
 def test_the_room_after_each_event_is_the_formulas():
-    one = gate(rows=2, completions=4, late=1)
+    gate = make_gate(rows=2, completions=4, late=1)
     seen: list[tuple[int, int, int]] = []
 
     def note() -> None:
-        seen.append((one.staleness_room(), one.running_samples, one.accepted_samples))
+        seen.append((gate.staleness_room(), gate.running_samples, gate.accepted_samples))
 
-    submit(one, 0, 1, 2)
+    submit(gate, 0, 1, 2)
     note()
-    one.finish(0)
+    gate.finish(0)
     note()
-    one.reject(1)
+    gate.reject(1)
     note()
-    one.finish(2)
+    gate.finish(2)
     note()
-    one.reject(2)
+    gate.reject(2)
     note()
-    submit(one, 3)
-    finish(one, 3)
+    submit(gate, 3)
+    finish(gate, 3)
     note()
-    assert take(one) == [0, 3]
+    assert take(gate) == [0, 3]
     note()
-    one.end_batch()
+    gate.end_batch()
     note()
-    one.published()
+    gate.published()
     note()
 
     assert seen == [
@@ -96,16 +96,16 @@ def test_the_room_after_each_event_is_the_formulas():
 
 
 def test_at_o_0_the_next_rows_wait_for_the_publication():
-    one = gate(rows=2, completions=1)
-    submit(one, 0, 1)
-    finish(one, 1, 0)
-    assert take(one) == [0, 1]
+    gate = make_gate(rows=2, completions=1)
+    submit(gate, 0, 1)
+    finish(gate, 1, 0)
+    assert take(gate) == [0, 1]
 
-    one.end_batch()
-    assert (one.step, one.version, one.rows_to_submit()) == (1, 0, 0)
+    gate.end_batch()
+    assert (gate.step, gate.version, gate.rows_to_submit()) == (1, 0, 0)
 
-    one.published()
-    assert (one.step, one.version, one.rows_to_submit()) == (1, 1, 2)
+    gate.published()
+    assert (gate.step, gate.version, gate.rows_to_submit()) == (1, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -113,189 +113,189 @@ def test_at_o_0_the_next_rows_wait_for_the_publication():
     [(None, 40, None), (8, 1, 8), (15, 1, 15), (16, 2, 16), (999, 40, 999)],
 )
 def test_rows_start_whole_within_the_limit_of_samples_in_flight(limit, rows, room):
-    one = gate(late=4, max_concurrency_rollout_sample=limit)
-    assert (one.rows_to_submit(), one.concurrency_room()) == (rows, room)
+    gate = make_gate(late=4, max_concurrency_rollout_sample=limit)
+    assert (gate.rows_to_submit(), gate.concurrency_room()) == (rows, room)
 
 
 def test_a_finished_row_frees_its_samples_in_flight_but_not_its_room():
-    one = gate(rows=2, completions=4, late=1, max_concurrency_rollout_sample=9)
-    submit(one, 0, 1)
-    assert (one.rows_to_submit(), one.concurrency_room(), one.staleness_room()) == (0, 1, 8)
+    gate = make_gate(rows=2, completions=4, late=1, max_concurrency_rollout_sample=9)
+    submit(gate, 0, 1)
+    assert (gate.rows_to_submit(), gate.concurrency_room(), gate.staleness_room()) == (0, 1, 8)
 
-    one.finish(0)
-    assert (one.rows_to_submit(), one.concurrency_room(), one.staleness_room()) == (1, 5, 8)
+    gate.finish(0)
+    assert (gate.rows_to_submit(), gate.concurrency_room(), gate.staleness_room()) == (1, 5, 8)
 
 
 def test_a_partial_batch_leaves_no_room_that_later_batches_have_no_places_for():
-    one = gate(rows=4, completions=1)
-    submit(one, 0)
-    finish(one, 0)
-    assert take(one) == [0]
+    gate = make_gate(rows=4, completions=1)
+    submit(gate, 0)
+    finish(gate, 0)
+    assert take(gate) == [0]
 
-    train(one)
+    train(gate)
 
-    assert one.rows_to_submit() == 4
+    assert gate.rows_to_submit() == 4
 
 
 def test_a_batch_takes_finished_rows_in_the_order_of_submission():
-    one = gate(rows=3, completions=2, late=1)
-    submit(one, 10, 7, 12, 5)
-    finish(one, 12, 10, 7)
-    assert one.ready() == 3
+    gate = make_gate(rows=3, completions=2, late=1)
+    submit(gate, 10, 7, 12, 5)
+    finish(gate, 12, 10, 7)
+    assert gate.ready() == 3
 
-    assert take(one) == [10, 7, 12]
-    assert (one.ready(), one.places_left(), one.unresolved) == (0, 0, 1)
+    assert take(gate) == [10, 7, 12]
+    assert (gate.ready(), gate.places_left(), gate.unresolved) == (0, 0, 1)
 
 
 @pytest.mark.parametrize(("slack", "batch"), [(0, []), (1, [2]), (2, [2, 3])])
 def test_slack_is_how_many_unfinished_rows_a_batch_may_leave_behind(slack, batch):
-    one = gate(rows=2, completions=1, late=3, fifo_slack=slack)
-    submit(one, *range(6))
-    finish(one, 2, 3, 4)
+    gate = make_gate(rows=2, completions=1, late=3, fifo_slack=slack)
+    submit(gate, *range(6))
+    finish(gate, 2, 3, 4)
 
-    assert take(one) == batch
-    assert one.ready() == 0
+    assert take(gate) == batch
+    assert gate.ready() == 0
 
 
 def test_with_slack_0_each_batch_has_exactly_the_next_rows():
-    one = gate(rows=2, completions=1, late=1, fifo_slack=0)
-    submit(one, 0, 1, 2, 3)
-    finish(one, 3, 2, 1)
+    gate = make_gate(rows=2, completions=1, late=1, fifo_slack=0)
+    submit(gate, 0, 1, 2, 3)
+    finish(gate, 3, 2, 1)
 
     # Row 1 is among the next two, so it may go in first; rows 2 and 3 wait for the next batch.
-    assert take(one) == [1]
-    one.finish(0)
-    assert take(one) == [0]
-    train(one)
-    assert take(one) == [2, 3]
+    assert take(gate) == [1]
+    gate.finish(0)
+    assert take(gate) == [0]
+    train(gate)
+    assert take(gate) == [2, 3]
 
 
 def test_a_rejected_row_makes_the_window_reach_one_row_further():
-    one = gate(rows=2, completions=1, late=3, fifo_slack=0)
-    submit(one, 0, 1, 2)
-    one.finish(2)
-    assert one.ready() == 0
+    gate = make_gate(rows=2, completions=1, late=3, fifo_slack=0)
+    submit(gate, 0, 1, 2)
+    gate.finish(2)
+    assert gate.ready() == 0
 
-    one.reject(0)
-    assert take(one) == [2]
+    gate.reject(0)
+    assert take(gate) == [2]
 
 
 def test_taking_in_parts_gives_what_taking_at_once_gives():
-    parts, whole = (gate(rows=4, completions=1, late=2, fifo_slack=1) for _ in range(2))
-    for one in (parts, whole):
-        submit(one, *range(8))
-        finish(one, 7, 6, 4, 2, 1, 0)
+    parts, whole = (make_gate(rows=4, completions=1, late=2, fifo_slack=1) for _ in range(2))
+    for entry in (parts, whole):
+        submit(entry, *range(8))
+        finish(entry, 7, 6, 4, 2, 1, 0)
 
     assert [take(parts, 1), take(parts, 2), take(parts, 0), take(parts)] == [[0], [1, 2], [], [4]]
     assert take(whole) == [0, 1, 2, 4]
 
 
 def test_a_row_that_is_not_due_leaves_the_places_of_due_rows_free():
-    one = gate(rows=3, completions=1, late=1, fifo_slack=1)
-    submit(one, 0, 1, 2, 3, 4)
-    finish(one, 0, 1, 2)
-    assert take(one) == [0, 1, 2]
-    train(one)
-    submit(one, 5, 6, 7)
-    finish(one, 5, 6, 7)
+    gate = make_gate(rows=3, completions=1, late=1, fifo_slack=1)
+    submit(gate, 0, 1, 2, 3, 4)
+    finish(gate, 0, 1, 2)
+    assert take(gate) == [0, 1, 2]
+    train(gate)
+    submit(gate, 5, 6, 7)
+    finish(gate, 5, 6, 7)
 
     # Rows 3 and 4 are of version 0 and due now: one of three places is not theirs.
-    assert one.late_rows() == [3, 4]
-    assert take(one) == [5]
-    assert one.ready() == 0
-    one.drop(3)
-    assert take(one) == [6]
-    one.finish(4)
-    assert take(one) == [4]
+    assert gate.late_rows() == [3, 4]
+    assert take(gate) == [5]
+    assert gate.ready() == 0
+    gate.drop(3)
+    assert take(gate) == [6]
+    gate.finish(4)
+    assert take(gate) == [4]
 
 
 def test_a_taken_row_tells_where_its_versions_went():
-    one = gate(rows=1, completions=1, late=3)
-    submit(one, 0, 1, 2)
-    finish(one, 0)
-    assert one.take() == [Taken(0, submit_version=0, finish_version=0, offset=0)]
-    train(one)
-    finish(one, 2, 1)
-    assert take(one) == [1]
-    one.end_batch()
+    gate = make_gate(rows=1, completions=1, late=3)
+    submit(gate, 0, 1, 2)
+    finish(gate, 0)
+    assert gate.take() == [Taken(0, submit_version=0, finish_version=0, offset=0)]
+    train(gate)
+    finish(gate, 2, 1)
+    assert take(gate) == [1]
+    gate.end_batch()
 
-    (taken,) = one.take()
+    (taken,) = gate.take()
 
     assert taken == Taken(2, submit_version=0, finish_version=1, offset=2)
     assert (taken.in_flight, taken.in_queue) == (1, 1)
 
 
 def test_at_o_1_a_slow_row_is_overtaken_once_and_then_waited_for():
-    one = gate(rows=2, completions=1, late=1)
-    submit(one, 0, 1, 2, 3)
-    finish(one, 1, 2, 3)
-    assert take(one) == [1, 2]
-    assert one.late_rows() == []
-    train(one)
+    gate = make_gate(rows=2, completions=1, late=1)
+    submit(gate, 0, 1, 2, 3)
+    finish(gate, 1, 2, 3)
+    assert take(gate) == [1, 2]
+    assert gate.late_rows() == []
+    train(gate)
 
     # The others go on as far as O allows: rows 4 and 5 may run while row 0 is waited for.
-    assert (one.late_rows(), one.oldest_running()) == ([0], 0)
-    assert one.rows_to_submit() == 2
-    submit(one, 4, 5)
-    finish(one, 4, 5)
-    assert take(one) == [3]
-    assert one.rows_to_submit() == one.ready() == 0
+    assert (gate.late_rows(), gate.oldest_running()) == ([0], 0)
+    assert gate.rows_to_submit() == 2
+    submit(gate, 4, 5)
+    finish(gate, 4, 5)
+    assert take(gate) == [3]
+    assert gate.rows_to_submit() == gate.ready() == 0
     with pytest.raises(RuntimeError, match="with 3 unresolved, 1 of them late"):
-        one.end_batch()
+        gate.end_batch()
 
-    one.finish(0)
-    assert [(taken.row, taken.offset) for taken in one.take()] == [(0, 1)]
-    train(one)
-    assert take(one) == [4, 5]
+    gate.finish(0)
+    assert [(taken.row, taken.offset) for taken in gate.take()] == [(0, 1)]
+    train(gate)
+    assert take(gate) == [4, 5]
 
 
 def test_a_late_row_that_is_given_up_is_counted_and_replaced():
-    one = gate(rows=2, completions=1, late=1)
-    submit(one, 0, 1, 2, 3)
-    finish(one, 1, 2, 3)
-    assert take(one) == [1, 2]
-    train(one)
-    submit(one, 4, 5)
-    assert (take(one), one.rows_to_submit()) == ([3], 0)
+    gate = make_gate(rows=2, completions=1, late=1)
+    submit(gate, 0, 1, 2, 3)
+    finish(gate, 1, 2, 3)
+    assert take(gate) == [1, 2]
+    train(gate)
+    submit(gate, 4, 5)
+    assert (take(gate), gate.rows_to_submit()) == ([3], 0)
 
-    one.drop(0)
+    gate.drop(0)
 
-    assert (one.stale_drops, one.late_rows(), one.rows_to_submit()) == (1, [], 1)
-    one.finish(4)
-    assert take(one) == [4]
-    train(one)
-    assert one.unresolved == 1
+    assert (gate.stale_drops, gate.late_rows(), gate.rows_to_submit()) == (1, [], 1)
+    gate.finish(4)
+    assert take(gate) == [4]
+    train(gate)
+    assert gate.unresolved == 1
 
 
 def test_only_a_late_row_can_be_dropped():
-    one = gate(rows=2, completions=1, late=1)
-    submit(one, 0, 1, 2)
-    one.finish(0)
+    gate = make_gate(rows=2, completions=1, late=1)
+    submit(gate, 0, 1, 2)
+    gate.finish(0)
 
     for row in (0, 1, 99):
         with pytest.raises(RuntimeError, match=rf"row must be late, got {row}: .* is \[\]"):
-            one.drop(row)
-    assert (one.stale_drops, one.unresolved) == (0, 3)
+            gate.drop(row)
+    assert (gate.stale_drops, gate.unresolved) == (0, 3)
 
 
 def test_at_o_0_every_running_row_is_late():
-    one = gate(rows=3, completions=1)
-    submit(one, 0, 1, 2)
-    one.finish(1)
-    assert one.late_rows() == [0, 2]
+    gate = make_gate(rows=3, completions=1)
+    submit(gate, 0, 1, 2)
+    gate.finish(1)
+    assert gate.late_rows() == [0, 2]
 
 
 def test_a_row_submitted_during_a_publication_is_bound_by_the_old_version():
-    one = gate(rows=1, completions=1, late=1)
-    submit(one, 0)
-    finish(one, 0)
-    assert take(one) == [0]
-    one.end_batch()
+    gate = make_gate(rows=1, completions=1, late=1)
+    submit(gate, 0)
+    finish(gate, 0)
+    assert take(gate) == [0]
+    gate.end_batch()
 
-    submit(one, 1)
+    submit(gate, 1)
 
     # It has version 0 and is therefore due in batch 1.
-    assert (one.version, one.step, one.late_rows()) == (0, 1, [1])
+    assert (gate.version, gate.step, gate.late_rows()) == (0, 1, [1])
 
 
 @pytest.mark.parametrize(
@@ -321,78 +321,78 @@ def test_the_slack_is_a_quarter_of_a_batch_and_at_least_one_row(rows, slack):
 
 
 def test_a_row_is_submitted_once():
-    one = gate(late=1)
-    submit(one, 3, 4)
-    one.reject(4)
+    gate = make_gate(late=1)
+    submit(gate, 3, 4)
+    gate.reject(4)
 
     for row in (3, 4):
         with pytest.raises(RuntimeError, match=f"row must be new to the gate, got {row} again"):
-            one.submit(row)
+            gate.submit(row)
 
 
 def test_a_row_ends_once():
-    one = gate(rows=2, completions=1)
-    submit(one, 0, 1)
-    finish(one, 0)
-    assert take(one) == [0]
+    gate = make_gate(rows=2, completions=1)
+    submit(gate, 0, 1)
+    finish(gate, 0)
+    assert take(gate) == [0]
 
     for row in (0, 9):
         with pytest.raises(RuntimeError, match=f"row must be running, got {row}"):
-            one.finish(row)
+            gate.finish(row)
         with pytest.raises(RuntimeError, match=f"waiting for its batch, got {row}"):
-            one.reject(row)
-    one.finish(1)
+            gate.reject(row)
+    gate.finish(1)
     with pytest.raises(RuntimeError, match="row must be running, got 1"):
-        one.finish(1)
-    assert (one.running_samples, one.accepted_samples) == (0, 2)
+        gate.finish(1)
+    assert (gate.running_samples, gate.accepted_samples) == (0, 2)
 
 
 def test_a_batch_ends_when_it_is_full_or_has_the_last_rows():
-    one = gate(rows=2, completions=1)
+    gate = make_gate(rows=2, completions=1)
     with pytest.raises(RuntimeError, match="got 0 rows of 2"):
-        one.end_batch()
-    submit(one, 0, 1)
-    finish(one, 0)
-    assert take(one) == [0]
+        gate.end_batch()
+    submit(gate, 0, 1)
+    finish(gate, 0)
+    assert take(gate) == [0]
     with pytest.raises(RuntimeError, match="got 1 rows of 2 with 1 unresolved, 1 of them late"):
-        one.end_batch()
+        gate.end_batch()
 
-    one.reject(1)
-    one.end_batch()
-    assert one.step == 1
+    gate.reject(1)
+    gate.end_batch()
+    assert gate.step == 1
 
 
 def test_a_batch_is_published_after_its_end_and_before_the_next_ones():
-    one = gate(rows=1, completions=1, late=2)
+    gate = make_gate(rows=1, completions=1, late=2)
     with pytest.raises(RuntimeError, match="got a publication at version 0 and step 0"):
-        one.published()
-    submit(one, 0, 1)
-    finish(one, 0, 1)
-    assert take(one) == [0]
-    one.end_batch()
-    assert take(one) == [1]
+        gate.published()
+    submit(gate, 0, 1)
+    finish(gate, 0, 1)
+    assert take(gate) == [0]
+    gate.end_batch()
+    assert take(gate) == [1]
 
     with pytest.raises(RuntimeError, match="got the end of step 1 at version 0"):
-        one.end_batch()
+        gate.end_batch()
 
-    one.published()
-    one.end_batch()
-    assert (one.version, one.step) == (1, 2)
+    gate.published()
+    gate.end_batch()
+    assert (gate.version, gate.step) == (1, 2)
 
 
 def test_a_hundred_thousand_rows_take_seconds_at_most():
-    one = gate(rows=1000, completions=2, late=4)
+    gate = make_gate(rows=1000, completions=2, late=4)
     rows = count()
     started_s = time.process_time()
 
     for _ in range(100):
-        for _ in range(one.rows_to_submit()):
+        for _ in range(gate.rows_to_submit()):
             row = next(rows)
-            one.submit(row)
-            one.finish(row)
-        while one.places_left():
-            assert len(one.take(20)) == 20
-        train(one)
+            gate.submit(row)
+            gate.finish(row)
+        while gate.places_left():
+            assert len(gate.take(20)) == 20
+        train(gate)
 
     assert next(rows) == 104_000
     assert time.process_time() - started_s < 20
@@ -531,13 +531,13 @@ class GateMachine(RuleBasedStateMachine):
 
         limit = ready if most is None else min(most, ready)
         assert len(taken) == limit
-        assert [one.row for one in taken] == self.model.take(limit)
-        for one in taken:
-            assert one.offset == step - self.model.rows[one.row].version
-            assert 0 <= one.offset <= self.model.limits.max_head_offpolicy_versions
-            assert one.offset == one.in_flight + one.in_queue
-            assert one.in_flight >= 0
-            assert one.in_queue >= 0
+        assert [entry.row for entry in taken] == self.model.take(limit)
+        for entry in taken:
+            assert entry.offset == step - self.model.rows[entry.row].version
+            assert 0 <= entry.offset <= self.model.limits.max_head_offpolicy_versions
+            assert entry.offset == entry.in_flight + entry.in_queue
+            assert entry.in_flight >= 0
+            assert entry.in_queue >= 0
 
     @precondition(lambda self: self.may_end())
     @rule()
@@ -725,9 +725,9 @@ class Simulation:
         if self.training or (publishing and not weather.pipelined):
             return False
         taken = gate.take(weather.chunk)
-        for one in taken:
-            self.trained.append((one.row, gate.step))
-            self.ends[one.row] += 1
+        for entry in taken:
+            self.trained.append((entry.row, gate.step))
+            self.ends[entry.row] += 1
         partial = 0 < gate.places_left() < gate.limits.prompt_groups_per_step
         last = self.next_row == weather.rows and gate.unresolved == 0
         if gate.places_left() == 0 or (partial and last):
