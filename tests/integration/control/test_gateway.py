@@ -220,8 +220,8 @@ def test_a_clients_own_bucket_header_is_not_passed_on(here, peer):
     here.post(f"{TRAINER}/x", content=b"{}", headers=forged)
 
     buckets = [
-        [value for name, value in one["headers"] if name == "x-hearth-snapshot-bucket"]
-        for one in peer.asked
+        [value for name, value in request["headers"] if name == "x-hearth-snapshot-bucket"]
+        for request in peer.asked
     ]
     assert buckets == [["deployment-d"], [], []]
 
@@ -303,7 +303,7 @@ def test_a_body_that_says_it_is_too_long_is_413_before_it_is_sent(here):
 def test_a_body_of_the_longest_length_is_taken(here, peer):
     assert here.post(f"{TRAINER}/x", content=b"x" * 16000).status_code == 200
     assert here.post(f"{TRAINER}/x", content=chunks(100, 160)).status_code == 200
-    assert [len(one["body"]) for one in peer.asked] == [16000, 16000]
+    assert [len(request["body"]) for request in peer.asked] == [16000, 16000]
 
 
 def test_a_client_that_leaves_within_its_body_reaches_no_worker(here, peer):
@@ -312,7 +312,7 @@ def test_a_client_that_leaves_within_its_body_reaches_no_worker(here, peer):
         connection.sendall(head.encode() + b'{"a":')
     assert here.get(f"{TRAINER}/after").status_code == 200
 
-    assert [one["path"] for one in peer.asked] == ["/after"]
+    assert [request["path"] for request in peer.asked] == ["/after"]
 
 
 @pytest.mark.parametrize("path", ["", "/", "/me", "/me/", "/me/j"])

@@ -61,13 +61,13 @@ def test_of_two_that_insert_one_id_at_once_exactly_one_wins(store):
 
 def test_two_connections_to_one_database_cannot_both_insert_an_id(request, tmp_path):
     url = f"sqlite:///{tmp_path / 'shared.db'}"
-    one, other = Store(url), Store(url)
-    one.jobs.insert("one", "NEW", {})
+    entry, other = Store(url), Store(url)
+    entry.jobs.insert("one", "NEW", {})
 
     with pytest.raises(ConflictError):
         other.jobs.insert("one", "NEW", {})
 
-    one.close()
+    entry.close()
     other.close()
 
 
@@ -134,11 +134,11 @@ def test_whoever_waits_is_woken_by_each_change_of_that_row_only(store):
 
     waiting = [store.jobs.changes.next_change("one") for _ in range(2)]
     store.jobs.update("two", state="DONE")
-    assert not any(one.done() for one in waiting)
+    assert not any(entry.done() for entry in waiting)
     store.jobs.update("one", only_from=("RUNNING",), state="DONE")
-    assert not any(one.done() for one in waiting)
+    assert not any(entry.done() for entry in waiting)
     store.jobs.update("one", state="DONE")
-    assert all(one.done() for one in waiting)
+    assert all(entry.done() for entry in waiting)
 
     gone = store.jobs.changes.next_change("one")
     store.jobs.delete("one")

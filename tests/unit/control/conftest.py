@@ -102,7 +102,7 @@ class ScriptedLauncher:
         return self.started[-1]
 
     def last(self, id: str) -> ScriptedWorker:
-        found = [one for one in self.started if one.spec.worker_id.endswith(f"-{id}")]
+        found = [entry for entry in self.started if entry.spec.worker_id.endswith(f"-{id}")]
         assert found, f"{id} was never started"
         return found[-1]
 
@@ -204,8 +204,8 @@ async def make_ask() -> AsyncIterator[Callable[..., PlatformClient]]:
         return made[-1]
 
     yield make
-    for one in made:
-        await one.close()
+    for entry in made:
+        await entry.close()
 
 
 @pytest.fixture(scope="session")

@@ -231,4 +231,4 @@ def test_no_json_body_makes_the_platform_fail(make_plane, script, make_ask, base
     finally:
         loop.close()
     for _, path in BODIES:
-        assert {status for one, status in seen if one == path} >= {200, 400}, path
+        assert {status for request, status in seen if request == path} >= {200, 400}, path

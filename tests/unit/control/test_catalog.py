@@ -169,7 +169,7 @@ async def test_a_shape_is_found_with_its_versions_over_http(ask):
 
     _, versions = await ask("GET", path + query)
     found = versions["trainingShapeVersions"]
-    assert [one["name"] for one in found] == [path.removeprefix("/v1/") + "/1"]
+    assert [entry["name"] for entry in found] == [path.removeprefix("/v1/") + "/1"]
     assert found[0]["snapshot"]["maxSupportedContextLength"] == 40960
     assert found[0]["snapshot"]["trainerMode"] == "POLICY_TRAINER"
     assert await ask("GET", f"{path}/1") == (200, found[0])

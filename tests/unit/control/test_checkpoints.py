@@ -123,15 +123,15 @@ async def test_a_promoted_model_is_listed_and_can_be_a_base_model(
     script.saves("trainer-j", "s")
     await ask("POST", "checkpoints/s:promote", promotion(base))
 
-    status, one = await ask("GET", f"/v1/{MODEL}")
-    assert (status, one["source"]) == (200, str(plane.context.models_dir / "tuned"))
-    assert one["baseModelDetails"]["moe"] is False
+    status, run = await ask("GET", f"/v1/{MODEL}")
+    assert (status, run["source"]) == (200, str(plane.context.models_dir / "tuned"))
+    assert run["baseModelDetails"]["moe"] is False
     _, listed = await ask("GET", "/v1/accounts/me/models")
     assert [model["name"] for model in listed["models"]] == [MODEL]
 
     status, _ = await ask("POST", f"{JOBS}?rlorTrainerJobId=next", job(baseModel=MODEL))
     assert status == 200
-    assert script.last("next").spec.source == one["source"]
+    assert script.last("next").spec.source == run["source"]
     body = job(baseModel="accounts/me/models/other")
     message = await ask.refused(400, "POST", f"{JOBS}?rlorTrainerJobId=x", body)
     assert MODEL in message

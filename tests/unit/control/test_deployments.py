@@ -34,7 +34,7 @@ async def test_a_deployment_is_created_and_answers(ask, script, base):
     status, content = await ask("POST", COMPLETIONS, sampled())
     assert (status, content["worker"]) == (200, "deployment-d")
     _, listed = await ask("GET", DEPLOYMENTS)
-    assert [one["name"] for one in listed["deployments"]] == ["accounts/me/deployments/d"]
+    assert [entry["name"] for entry in listed["deployments"]] == ["accounts/me/deployments/d"]
 
 
 @pytest.mark.parametrize("name", ["d", "accounts/me/deployments/d", "m#accounts/me/deployments/d"])
@@ -46,7 +46,10 @@ async def test_a_deployment_is_sampled_by_its_id_its_name_or_its_model_and_name(
     assert (await ask("POST", COMPLETIONS, {"model": name}))[0] == 200
     named = {"fireworks-deployment": name}
     assert (await ask("POST", COMPLETIONS, b"{}", headers=named))[0] == 200
-    assert [one["body"] for one in worker.asked] == [f'{{"model":"{name}"}}'.encode(), b"{}"]
+    assert [request["body"] for request in worker.asked] == [
+        f'{{"model":"{name}"}}'.encode(),
+        b"{}",
+    ]
 
 
 async def test_one_that_dies_is_started_again_by_itself(ask, script, deployed):
@@ -261,7 +264,10 @@ async def test_a_hot_load_reads_the_bucket_of_the_trainer_it_is_attached_to(ask,
     assert content["hotLoadTrainerJob"] == "accounts/me/rlorTrainerJobs/two"
     await ask("POST", HOT_LOAD, {"identity": "s"}, headers=named)
 
-    assert [one["headers"][BUCKET] for one in worker.asked] == ["trainer-one", "trainer-two"]
+    assert [request["headers"][BUCKET] for request in worker.asked] == [
+        "trainer-one",
+        "trainer-two",
+    ]
     assert worker.stops == 0, "attaching needs no restart"
 
 
@@ -406,9 +412,9 @@ async def test_ready_deployments_are_openai_models(ask, script, deployed, base):
     await ask("POST", f"{DEPLOYMENTS}?deploymentId=starting", {"baseModel": base})
 
     _, listed = await ask("GET", "/v1/models")
-    assert [one["id"] for one in listed["data"]] == ["accounts/me/deployments/d"]
-    _, one = await ask("GET", "/v1/models/accounts/me/deployments/d")
-    assert one == listed["data"][0]
+    assert [entry["id"] for entry in listed["data"]] == ["accounts/me/deployments/d"]
+    _, value = await ask("GET", "/v1/models/accounts/me/deployments/d")
+    assert value == listed["data"][0]
     await ask.refused(404, "GET", "/v1/models/accounts/me/deployments/other")
 
 
@@ -416,7 +422,7 @@ def test_scaling_down_and_up_at_once_leaves_one_replica_or_none(plane, script, b
     plane.deployments.create("d", Deployment(base_model=base))
     script.last("d").starts()
     zero = DeploymentPatch(min_replica_count=0, max_replica_count=0)
-    one = DeploymentPatch(min_replica_count=1, max_replica_count=1)
+    entry = DeploymentPatch(min_replica_count=1, max_replica_count=1)
     gate = threading.Barrier(4)
 
     def scale(change):
@@ -424,7 +430,7 @@ def test_scaling_down_and_up_at_once_leaves_one_replica_or_none(plane, script, b
         for _ in range(10):
             plane.deployments.patch("d", change)
 
-    threads = [threading.Thread(target=scale, args=(change,)) for change in (zero, one) * 2]
+    threads = [threading.Thread(target=scale, args=(change,)) for change in (zero, entry) * 2]
     for thread in threads:
         thread.start()
     for thread in threads:

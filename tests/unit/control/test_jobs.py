@@ -465,7 +465,7 @@ def test_of_two_that_create_one_job_at_once_one_starts_it(plane, script, job):
         thread.join()
 
     assert len(made) == 4
-    assert len({one.create_time for one in made}) == 1
+    assert len({entry.create_time for entry in made}) == 1
     assert len(script.started) == 1
 
 
