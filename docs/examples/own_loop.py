@@ -72,9 +72,7 @@ def grpo_loss(advantages: list[float], ref_logprobs: list[torch.Tensor]) -> Any:
 def train_step(infra: Infra, groups: list[list[Any]], scores: list[list[float]]) -> bool:
     """One optimizer step; False when no group has spread, and so nothing was taught."""
     assert infra.reference is not None, "asked for with needs_reference"
-    taught = [
-        pair for pair in zip(groups, scores, strict=True) if max(pair[1]) > min(pair[1])
-    ]  # fmt: skip
+    taught = [pair for pair in zip(groups, scores, strict=True) if max(pair[1]) > min(pair[1])]
     datums = build_grpo_datums([one for group, _ in taught for one in group])
     advantages = [value for _, score in taught for value in group_advantages(score)]
     if not datums:
@@ -96,17 +94,22 @@ def main() -> list[float]:
         deployments = DeploymentManager(api_key, base_url=base_url)
         cleanup = stack.enter_context(ResourceCleanup(trainers, deployments))
         infra = setup_infra(
-            rlor_mgr=trainers, deploy_mgr=deployments, base_model=BASE_MODEL, api_key=api_key,
-            deploy_cfg=DeployConfig(tokenizer_model=BASE_MODEL), max_seq_len=128,
-            needs_reference=True, needs_inference=True, role_prefix="own-loop", cleanup=cleanup,
-        )  # fmt: skip
+            rlor_mgr=trainers,
+            deploy_mgr=deployments,
+            base_model=BASE_MODEL,
+            api_key=api_key,
+            deploy_cfg=DeployConfig(tokenizer_model=BASE_MODEL),
+            max_seq_len=128,
+            needs_reference=True,
+            needs_inference=True,
+            role_prefix="own-loop",
+            cleanup=cleanup,
+        )
         deployment_id = str(infra.deployment_id)
         cleanup.deployment(deployment_id, "delete")
         tokenizer = transformers.AutoTokenizer.from_pretrained(BASE_MODEL)
         inference_model = str(infra.inference_model)
-        sampler = DeploymentSampler(
-            deployments.inference_url, inference_model, api_key, tokenizer
-        )  # fmt: skip
+        sampler = DeploymentSampler(deployments.inference_url, inference_model, api_key, tokenizer)
         syncer = WeightSyncer(infra.policy_client, deployments, deployment_id, BASE_MODEL)
 
         for step in range(1, STEPS + 1):
