@@ -50,14 +50,14 @@ def no_platform(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def same(one, other) -> bool:
-    left, right = one.weights(), other.weights()
+def same(entry, other) -> bool:
+    left, right = entry.weights(), other.weights()
     return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
 
 
-def difference(one, other) -> float:
+def difference(entry, other) -> float:
     """Largest difference of two runs' weights, relative to what the first run changed."""
-    left, right, base = one.weights(), other.weights(), load_file(MODEL / "model.safetensors")
+    left, right, base = entry.weights(), other.weights(), load_file(MODEL / "model.safetensors")
     moved = max(float((left[name] - base[name]).abs().max()) for name in left)
     assert moved > 0, "the run did not train"
     return max(float((left[name] - right[name]).abs().max()) for name in left) / moved
@@ -113,7 +113,7 @@ def test_every_policy_loss_trains_on_policy_and_off(async_trial, policy_loss, la
     assert all(record["train/grad_norm"] > 0 for record in records)
     assert ("train/tis/weight_mean" in records[0]) == (late > 0)
     base = load_file(MODEL / "model.safetensors")
-    assert any(not torch.equal(one, base[name]) for name, one in run.weights().items())
+    assert any(not torch.equal(weight, base[name]) for name, weight in run.weights().items())
 
 
 def test_kl_minibatches_and_tis_go_together_off_policy(async_trial):
@@ -179,7 +179,9 @@ def test_a_lora_policy_trains_off_policy_and_exports_a_merged_model(async_trial)
     )
 
     base = load_file(MODEL / "model.safetensors")
-    changed = {name for name, one in run.weights().items() if not torch.equal(one, base[name])}
+    changed = {
+        name for name, weight in run.weights().items() if not torch.equal(weight, base[name])
+    }
     assert run.summary.reference_job_id is None
     assert any("q_proj" in name for name in changed)
     assert not any("norm" in name for name in changed)
@@ -209,15 +211,15 @@ def in_segments(setup):
 
 
 def test_a_run_in_two_segments_has_the_gradient_of_its_tokens_in_one_sample(async_trial):
-    one = async_trial(**PLAIN_STEP)
+    entry = async_trial(**PLAIN_STEP)
     two = async_trial(make=in_segments, **PLAIN_STEP)
 
-    (whole,), (halves,) = one.records(), two.records()
+    (whole,), (halves,) = entry.records(), two.records()
     assert halves["train/num_sequences"] > whole["train/num_sequences"] == 2 * GROUP
     assert halves["train/active_tokens"] == whole["train/active_tokens"]
     assert halves["rollout/reward"] == whole["rollout/reward"]
     assert halves["rollout/response_len/mean"] == whole["rollout/response_len/mean"]
-    assert difference(one, two) < 1e-4
+    assert difference(entry, two) < 1e-4
 
 
 def seeded(per_draw: int):
@@ -358,7 +360,7 @@ def test_each_epoch_has_every_row_in_an_order_of_its_own(async_trial, rows, late
 
 def test_rows_of_a_file_need_no_messages(async_trial, tmp_path):
     file = tmp_path / "rows.jsonl"
-    file.write_bytes(b"\n".join(orjson.dumps({"terms": [one, 2]}) for one in range(9)))
+    file.write_bytes(b"\n".join(orjson.dumps({"terms": [number, 2]}) for number in range(9)))
 
     def make_rollout_fn(setup):
         sampler = build_deployment_sampler(setup)
@@ -418,14 +420,14 @@ def test_no_sample_is_later_than_allowed_whatever_rollouts_take(async_trial):
 
     records = timed_records(run)
     assert len(records) == 12
-    for number, one in enumerate(records):
-        assert one.keys() >= PROMISED
-        assert one["async/trained_against_version"] == number
-        assert one["async/version_offset_max"] <= 2
+    for number, entry in enumerate(records):
+        assert entry.keys() >= PROMISED
+        assert entry["async/trained_against_version"] == number
+        assert entry["async/version_offset_max"] <= 2
         # By what the deployment says of each token; it may be younger than its row.
-        assert one["version/sample_staleness_max"] <= one["async/version_offset_max"]
-        assert phases_s(one) <= one["perf/step_time"]
-        assert one["perf/train_chunk_wait_time"] <= one["perf/train_wait_time"]
+        assert entry["version/sample_staleness_max"] <= entry["async/version_offset_max"]
+        assert phases_s(entry) <= entry["perf/step_time"]
+        assert entry["perf/train_chunk_wait_time"] <= entry["perf/train_wait_time"]
     assert max(record["version/sample_staleness_max"] for record in records) >= 1
     assert max(record["perf/overlap_ratio"] for record in records) > 0
     assert run.summary.rows == 24
@@ -578,7 +580,7 @@ def test_completions_go_on_under_new_weights_and_their_oldest_token_counts(async
     assert max(record["train/inference_diff"] for record in records) > 1e-4
     for sample in taken:
         drawn = [value for value in sample.behavior_logprobs if value != 0.0]
-        expected = [one for one in behavior[tuple(sample.rollout.tokens)] if one != 0.0]
+        expected = [entry for entry in behavior[tuple(sample.rollout.tokens)] if entry != 0.0]
         assert drawn == expected
 
 
@@ -636,8 +638,8 @@ def states(platform):
     trainers = TrainerJobManager("x", base_url=platform.base_url)
     deployments = DeploymentManager("x", base_url=platform.base_url)
     with contextlib.closing(trainers), contextlib.closing(deployments):
-        jobs = [one.state for one in trainers.list()]
-        return jobs, [one.max_replica_count for one in deployments.list()]
+        jobs = [entry.state for entry in trainers.list()]
+        return jobs, [entry.max_replica_count for entry in deployments.list()]
 
 
 @pytest.mark.parametrize("late", [0, 2])
@@ -661,7 +663,7 @@ def test_a_rollouts_own_error_ends_the_run_as_it_is(async_trial, tmp_path, monke
     lines = (tmp_path / "failed" / "metrics.jsonl").read_bytes().splitlines()
     assert [orjson.loads(line)["step"] for line in lines] == [1, 2][: len(lines)]
     assert len(lines) == 2 or late > 0
-    assert "hearth-rollouts" not in {one.name for one in threading.enumerate()}
+    assert "hearth-rollouts" not in {entry.name for entry in threading.enumerate()}
 
 
 def test_rollouts_that_keep_failing_end_the_run(async_trial):
@@ -913,11 +915,11 @@ def test_a_finished_run_trains_nothing_more_and_promotes_the_same_model(async_tr
 
     second = async_trial(**common, make=drawing(drawn))
 
-    assert [one.step for one in read_manifest(first.folder)] == [3, 4]
+    assert [entry.step for entry in read_manifest(first.folder)] == [3, 4]
     assert drawn.draws == []
     assert second.summary.steps == 4
     assert second.summary.model_path == second.folder / "models" / "out"
-    assert all(torch.equal(one, second.weights()[name]) for name, one in weights.items())
+    assert all(torch.equal(weight, second.weights()[name]) for name, weight in weights.items())
 
 
 def test_a_config_that_cannot_be_is_refused_before_anything_is_started(async_trial, tmp_path):

@@ -119,7 +119,8 @@ class Rollouts:
         """All draws of a row as they are, for who only looks at them; raises as ``draw``."""
         drawn = await self._draw_all(submitted)
         return RowTrajectories(
-            [run for one in drawn for run in one.runs], failed=sum(not one.runs for one in drawn)
+            [run for sample in drawn for run in sample.runs],
+            failed=sum(not sample.runs for sample in drawn),
         )
 
     def places(self, limit: int) -> list[str]:
@@ -225,14 +226,14 @@ class Rollouts:
             raise
 
     async def _outcome(self, submitted: Submission, drawn: list[_Drawn]) -> RowOutcome:
-        runs = [run for one in drawn for run in one.runs]
-        errors = [one.error for one in drawn if one.error is not None]
-        kept = sum(bool(one.runs) for one in drawn)
+        runs = [run for sample in drawn for run in sample.runs]
+        errors = [sample.error for sample in drawn if sample.error is not None]
+        kept = sum(bool(sample.runs) for sample in drawn)
         group, reason = None, None
         if kept < self._config.min_group_size or len(runs) < 2:
             reason = "failed" if errors else "too_few"
         else:
-            metas = [one.row_meta for one in drawn if one.row_meta is not None]
+            metas = [sample.row_meta for sample in drawn if sample.row_meta is not None]
             assert self._make_group is not None, "rollouts that are trained make groups"
             group = self._make_group(submitted, runs, metas[0] if metas else None)
             group, reason = await self._judged(group, errors)
@@ -244,8 +245,8 @@ class Rollouts:
             truncated=sum(run.segments[-1].finish_reason == "length" for run in runs),
             rewards=[run.reward for run in runs],
             error=errors[-1] if errors else None,
-            failed_samples=sum(one.error is not None for one in drawn),
-            empty_samples=sum(not one.runs and one.error is None for one in drawn),
+            failed_samples=sum(sample.error is not None for sample in drawn),
+            empty_samples=sum(not sample.runs and sample.error is None for sample in drawn),
             example=_example(runs) if runs else None,
             parsed=[run.parsed for run in runs if run.parsed is not None],
         )
@@ -304,8 +305,8 @@ def find_declared_arguments(rollout_fn: RolloutFn) -> list[str]:
     # The first parameter is the row, whatever it is called.
     first, rest = list(signature.parameters)[:1], list(signature.parameters.values())[1:]
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = [one.name for one in rest if one.kind in by_name]
-    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in rest)
+    named = [parameter.name for parameter in rest if parameter.kind in by_name]
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in rest)
     declared = [
         name for name in OPTIONAL_ARGUMENTS if name in named or (takes_any and name not in first)
     ]

@@ -23,14 +23,15 @@ def staleness_metrics(batch: Sequence[TakenGroup]) -> dict[str, float]:
     ``async/version_offset_*`` counts from the row's submission, so it never exceeds
     ``max_head_offpolicy_versions``.
     """
-    offsets = [one.taken.offset for one in batch]
+    offsets = [group.taken.offset for group in batch]
     count = len(offsets)
     return {
         "async/version_offset_mean": sum(offsets) / count,
         "async/version_offset_max": float(max(offsets)),
         "async/version_offset_min": float(min(offsets)),
-        "async/version_offset_in_flight_mean": sum(one.taken.in_flight for one in batch) / count,
-        "async/version_offset_in_queue_mean": sum(one.taken.in_queue for one in batch) / count,
+        "async/version_offset_in_flight_mean": sum(group.taken.in_flight for group in batch)
+        / count,
+        "async/version_offset_in_queue_mean": sum(group.taken.in_queue for group in batch) / count,
     }
 
 

@@ -22,18 +22,20 @@ def group_reward_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
     kept = [group for group in groups if len(group) > 1 and all(map(math.isfinite, group))]
     if not kept:
         return {}
-    stds = [population_std(one) for one in kept]
-    right = [sum(reward > CORRECT for reward in one) for one in kept]
+    stds = [population_std(rewards) for rewards in kept]
+    right = [sum(reward > CORRECT for reward in rewards) for rewards in kept]
     return {
         "rollout/group_reward_std_mean": statistics.fmean(stds),
         "rollout/group_reward_std_min": min(stds),
         "rollout/group_reward_std_max": max(stds),
-        "rollout/group_reward_mean_std": population_std([statistics.fmean(one) for one in kept]),
+        "rollout/group_reward_mean_std": population_std(
+            [statistics.fmean(rewards) for rewards in kept]
+        ),
         "rollout/group_uniform_ratio": statistics.fmean(
-            float(max(one) == min(one)) for one in kept
+            float(max(rewards) == min(rewards)) for rewards in kept
         ),
         "rollout/group_solved_ratio": statistics.fmean(
-            float(count == len(one)) for count, one in zip(right, kept, strict=True)
+            float(count == len(rewards)) for count, rewards in zip(right, kept, strict=True)
         ),
         "rollout/group_unsolved_ratio": statistics.fmean(float(count == 0) for count in right),
     }

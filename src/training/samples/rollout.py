@@ -186,8 +186,8 @@ def _judged_run(run: object, where: str) -> RolloutRun:
             f"{where}: segments must hold at least 1 sample, got []: return None to drop it"
         )
     samples = [
-        judged_sample(one, where if len(run.segments) == 1 else f"{where}, segment {number}")
-        for number, one in enumerate(run.segments)
+        judged_sample(segment, where if len(run.segments) == 1 else f"{where}, segment {number}")
+        for number, segment in enumerate(run.segments)
     ]
     rewards = [sample.reward for sample in samples]
     if len(set(rewards)) > 1:
@@ -327,7 +327,7 @@ def _check_routing(sample: RolloutSample, num_tokens: int, where: str) -> None:
             f"{where}: routing_matrices must be {num_tokens - 1}, one per token but the last, or "
             f"{from_first_drawn}, one per token from the first drawn one on, got {len(matrices)}"
         )
-    wrong = {place: one for place, one in enumerate(matrices) if not isinstance(one, str)}
+    wrong = {place: matrix for place, matrix in enumerate(matrices) if not isinstance(matrix, str)}
     if wrong:
         raise ConfigError(f"{where}: routing_matrices must be texts, got {_first(wrong)}")
 

@@ -93,7 +93,7 @@ def turn_advantages(
     _check(gains, outcomes, normalization)
     if ig_weight == 0:
         plain = group_advantages(outcomes)
-        return [[one] * len(turns) for one, turns in zip(plain, gains, strict=True)]
+        return [[advantage] * len(turns) for advantage, turns in zip(plain, gains, strict=True)]
     if normalization == "separate":
         gained, earned = _separate(gains, outcomes)
     else:
@@ -153,14 +153,16 @@ def _separate(
     earned = standardized(outcomes, OUTCOME_FLOOR)
     return (
         [[*turns, 0.0] for turns in inner],
-        [[0.0] * (len(turns) - 1) + [one] for turns, one in zip(gains, earned, strict=True)],
+        [[0.0] * (len(turns) - 1) + [reward] for turns, reward in zip(gains, earned, strict=True)],
     )
 
 
 def _pooled(
     gains: Sequence[Sequence[float]], outcomes: Sequence[float]
 ) -> tuple[list[list[float]], list[list[float]]]:
-    earned = [[0.0] * (len(turns) - 1) + [one] for turns, one in zip(gains, outcomes, strict=True)]
+    earned = [
+        [0.0] * (len(turns) - 1) + [outcome] for turns, outcome in zip(gains, outcomes, strict=True)
+    ]
     return (
         _in_shape(standardized([turn for turns in gains for turn in turns], GAIN_FLOOR), gains),
         _in_shape(standardized([turn for turns in earned for turn in turns], OUTCOME_FLOOR), gains),

@@ -116,7 +116,7 @@ def _weighted_sums(
     # where, not only a product: a masked NaN times 0 is NaN.
     live = weights != 0
     row, reference, behavior = (
-        torch.where(live, one[:length].float(), 0.0) for one in (policy, reference, behavior)
+        torch.where(live, entry[:length].float(), 0.0) for entry in (policy, reference, behavior)
     )
     return _Sums(
         policy=torch.dot(row, weights),

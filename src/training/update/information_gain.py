@@ -102,8 +102,10 @@ class InformationGain:
             turn_prefixes([sample.rollout for sample in samples], with_whole=ends_too)
             for samples in group.samples
         ]
-        logprobs = await self._mean_logprobs({one for many in prefixes for one in many}, answer)
-        beliefs = [[self._belief(logprobs.get(one)) for one in many] for many in prefixes]
+        logprobs = await self._mean_logprobs(
+            {prefix for turns in prefixes for prefix in turns}, answer
+        )
+        beliefs = [[self._belief(logprobs.get(prefix)) for prefix in turns] for turns in prefixes]
         gains = [information_gains(many) for many in beliefs]
         advantages = turn_advantages(
             gains if ends_too else [[*turns, 0.0] for turns in gains],
@@ -120,7 +122,7 @@ class InformationGain:
             scored_from_s=started,
             scored_until_s=time.perf_counter(),
         )
-        samples = [credited(*one) for one in zip(group.samples, advantages, strict=True)]
+        samples = [credited(*pair) for pair in zip(group.samples, advantages, strict=True)]
         return replace(group, samples=samples, credit=credit)
 
     def _belief(self, mean_logprob: float | None) -> float | None:
@@ -199,7 +201,7 @@ def credit_metrics(groups: Sequence[PromptGroup], step_s: float) -> dict[str, fl
     if not credits:
         return {}
     turns = [len(advantage) for credit in credits for advantage in credit.advantages]
-    gains = [gain for credit in credits for one in credit.gains for gain in one]
+    gains = [gain for credit in credits for turns in credit.gains for gain in turns]
     baselines = [credit.baseline for credit in credits if credit.baseline is not None]
     seconds = covered([(credit.scored_from_s, credit.scored_until_s) for credit in credits])
     metrics = {

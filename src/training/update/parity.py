@@ -34,13 +34,16 @@ def logprob_gaps(
     stands on their keys and values.
     """
     pairs = zip(samples, policy, strict=True)
-    compared = [(one, rows) for one, rows in pairs if _has_drawn(version, one.rollout)]
+    compared = [(sample, rows) for sample, rows in pairs if _has_drawn(version, sample.rollout)]
     if not compared:
         return torch.zeros(0, dtype=torch.float64)
     scored, behavior, is_drawn = (
         np.concatenate([np.asarray(rows, dtype=np.float64) for rows in column])
         for column in zip(
-            *((rows, one.behavior_logprobs, one.rollout.loss_mask[1:]) for one, rows in compared),
+            *(
+                (rows, sample.behavior_logprobs, sample.rollout.loss_mask[1:])
+                for sample, rows in compared
+            ),
             strict=True,
         )
     )

@@ -142,9 +142,9 @@ class Nodes:
     def _living(self) -> dict[str, str]:
         """Ids of the nodes that are alive, by address; the head's too."""
         return {
-            one["NodeManagerAddress"]: one["NodeID"]
-            for one in self._cluster.global_state.node_table()
-            if one["Alive"]
+            entry["NodeManagerAddress"]: entry["NodeID"]
+            for entry in self._cluster.global_state.node_table()
+            if entry["Alive"]
         }
 
 

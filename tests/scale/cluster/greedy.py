@@ -109,11 +109,11 @@ class Greedy:
 
     def tokens(self) -> dict[tuple[int, int], list[int]]:
         """All tokens of each draw."""
-        return {place: one.tokens for place, one in self.drawn.items()}
+        return {place: sample.tokens for place, sample in self.drawn.items()}
 
     def logprobs(self) -> dict[tuple[int, int], list[float]]:
         """Of the tokens, 0 where nothing was drawn."""
-        return {place: one.logprobs for place, one in self.drawn.items()}
+        return {place: sample.logprobs for place, sample in self.drawn.items()}
 
 
 def trained(folder: Path, greedy: Greedy, **shape: Any) -> Trial:
@@ -140,7 +140,7 @@ def check_same(mine: tuple[Trial, Greedy], theirs: tuple[Trial, Greedy]) -> None
     assert greedy.tokens() == expected.tokens()
     for place, logprobs in expected.logprobs().items():
         assert greedy.logprobs()[place] == pytest.approx(logprobs, abs=LOGPROB_TOLERANCE), place
-    for one, other in zip(trial.records(), whole.records(), strict=True):
-        assert [one[name] for name in LOSSES] == pytest.approx(
+    for record, other in zip(trial.records(), whole.records(), strict=True):
+        assert [record[name] for name in LOSSES] == pytest.approx(
             [other[name] for name in LOSSES], rel=LOSS_TOLERANCE
         )

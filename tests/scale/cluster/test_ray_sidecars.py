@@ -49,11 +49,11 @@ def test_sidecars_run_on_their_places_and_know_their_address(sidecars: RaySideca
         )
         for name in ("rank-1", "rank-2")
     ]
-    for one in started:
-        report = wait_for_end(one, PATIENCE_S)
+    for entry in started:
+        report = wait_for_end(entry, PATIENCE_S)
         assert report is not None
         assert report.code == 0
-        assert list(report.last_lines) == [f"{one.host} at:{one.port} red"]
+        assert list(report.last_lines) == [f"{entry.host} at:{entry.port} red"]
 
 
 def test_a_place_is_one_sidecars_at_a_time(sidecars: RaySidecars) -> None:

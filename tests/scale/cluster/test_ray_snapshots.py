@@ -52,7 +52,7 @@ def test_what_one_process_puts_another_gets_bit_for_bit(store: Any) -> None:
     got = store("deployment").get("v1")
 
     assert (got.identity, got.kind, got.base_model) == ("v1", "base", "m")
-    assert all(torch.equal(got.tensors[name], one) for name, one in put.tensors.items())
+    assert all(torch.equal(got.tensors[name], tensor) for name, tensor in put.tensors.items())
     (facts,) = store("any").facts()
     assert (facts.identity, facts.kind) == ("v1", "base")
     assert facts.num_bytes > sum(tensor.nbytes for tensor in put.tensors.values())
@@ -71,7 +71,7 @@ def test_a_chain_of_deltas_is_made_whole_elsewhere_and_old_snapshots_go(store: A
     assert store("any").names() == ["v4", "v5"]
 
     whole = resolve(store("deployment"), "v5")
-    assert all(torch.equal(whole.tensors[name], one) for name, one in weights(5.0).items())
+    assert all(torch.equal(whole.tensors[name], weight) for name, weight in weights(5.0).items())
     with pytest.raises(NotFoundError, match=r"must be one of \['v4', 'v5'\], got 'v1'"):
         store("deployment").get("v1")
 

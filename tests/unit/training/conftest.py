@@ -74,7 +74,7 @@ class Wire:
 
     def requests(self, pattern: str) -> list[Seen]:
         """What came in, by ``METHOD PATH``."""
-        return [one for one in self.seen if re.search(pattern, one.line)]
+        return [request for request in self.seen if re.search(pattern, request.line)]
 
     def most_in_flight(self, pattern: str) -> int:
         """How many such requests were under way at one time."""
@@ -139,7 +139,7 @@ class Wire:
     async def _happened(self, kind: str, pattern: str, count: int) -> None:
         async with asyncio.timeout(HAPPENS_S):
             while (
-                sum(one == kind and bool(re.search(pattern, line)) for one, line in self.events)
+                sum(event == kind and bool(re.search(pattern, line)) for event, line in self.events)
                 < count
             ):
                 await asyncio.sleep(0.002)
@@ -188,15 +188,16 @@ class Stage:
 
     def replicas(self) -> dict[str, int]:
         """How many replicas every deployment may have."""
-        return {one.deployment_id: one.max_replica_count for one in self.deployments.list()}
+        return {entry.deployment_id: entry.max_replica_count for entry in self.deployments.list()}
 
     def creates(self) -> list[str]:
         """What was asked for, in order: roles by their names."""
         found = self.wire.requests(f"POST ({JOBS}|{DEPLOYMENTS})$")
         ids = ("rlorTrainerJobId", "deploymentId")
         return [
-            one.body.get("displayName") or next(one.query[id] for id in ids if id in one.query)
-            for one in found
+            entry.body.get("displayName")
+            or next(entry.query[id] for id in ids if id in entry.query)
+            for entry in found
         ]
 
 

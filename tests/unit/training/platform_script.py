@@ -103,7 +103,7 @@ class ScriptedTrainer:
         """A checkpoint is written at once."""
 
     def list_checkpoints(self) -> list[str]:
-        return [one["name"] for one in self.saved]
+        return [entry["name"] for entry in self.saved]
 
     def _rows(self, data: Sequence[tinker.Datum]) -> list[list[float]]:
         logprob = -0.5 - self.drift * self.steps

@@ -57,12 +57,12 @@ def names_read() -> set[str]:
     return attributes | {string for string in strings if isinstance(string, str)}
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda case: case.__name__)
 def test_every_field_has_a_reader(config, names_read):
     assert {field.name for field in dataclasses.fields(config)} <= names_read
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda case: case.__name__)
 def test_every_field_is_described_where_it_stands(config):
     (body,) = (node.body for node in ast.parse(inspect.getsource(config)).body)
     described = {

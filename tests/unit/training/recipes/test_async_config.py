@@ -181,7 +181,7 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), PROBLEMS, ids=[str(one) for one, _ in PROBLEMS])
+@pytest.mark.parametrize(("changes", "message"), PROBLEMS, ids=[str(case) for case, _ in PROBLEMS])
 def test_a_wrong_value_is_named_once_with_its_rule(changes, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         config_of(**changes).validate()
@@ -299,7 +299,7 @@ BAD_ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "message"), BAD_ROWS, ids=[str(one) for one, _ in BAD_ROWS])
+@pytest.mark.parametrize(("rows", "message"), BAD_ROWS, ids=[str(case) for case, _ in BAD_ROWS])
 def test_t156_rows_that_cannot_be_trained_on_are_refused(rows, message):
     with pytest.raises(ValueError, match=message):
         checked_rows(config_of(), rows)

@@ -183,7 +183,7 @@ TIMES = [
 ]
 
 
-@pytest.mark.parametrize(("options", "seconds"), TIMES, ids=[str(one) for one, _ in TIMES])
+@pytest.mark.parametrize(("options", "seconds"), TIMES, ids=[str(case) for case, _ in TIMES])
 def test_t137_a_run_takes_as_long_as_its_overlap_allows(play, options, seconds):
     scene = play(scene_of(**options))
 

@@ -66,9 +66,9 @@ class Seen:
         """What the run did, one name for requests of one kind that follow one another."""
         found = [
             name
-            for one in self.stage.wire.seen
+            for request in self.stage.wire.seen
             for name, pattern in PHASES.items()
-            if re.match(pattern, one.line)
+            if re.match(pattern, request.line)
         ]
         return [name for name, _ in itertools.groupby(found)]
 
@@ -100,7 +100,9 @@ class Seen:
 
     def trained(self) -> list[list[list[int]]]:
         """Of every forward and backward call the sequences."""
-        return [[one.model_input.chunks[0].tokens or [] for one in call] for call in self.datums()]
+        return [
+            [entry.model_input.chunks[0].tokens or [] for entry in call] for call in self.datums()
+        ]
 
     def datums(self) -> list[list[DatumRecord]]:
         """Of every forward and backward call the data."""
@@ -255,8 +257,8 @@ def test_tokens_are_trained_as_they_were_drawn_where_no_tokenizer_would_write_th
     seen = run(2, temperature=4.0)
 
     drawn = seen.completions()
-    again = [TOKENIZER.encode(TOKENIZER.decode(one)) for one in drawn]
-    assert sum(one != other for one, other in zip(drawn, again, strict=True)) > GROUP
+    again = [TOKENIZER.encode(TOKENIZER.decode(sample)) for sample in drawn]
+    assert sum(sample != other for sample, other in zip(drawn, again, strict=True)) > GROUP
     # The trainer scores these very tokens as the deployment did when it drew them.
     assert seen.records()[0]["train/inference_diff"] < 1e-5
 
@@ -299,7 +301,7 @@ CUTS: list[tuple[dict[str, Any], list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "sizes"), CUTS, ids=[str(one) for one, _ in CUTS])
+@pytest.mark.parametrize(("options", "sizes"), CUTS, ids=[str(case) for case, _ in CUTS])
 def test_a_call_has_no_more_samples_than_allowed_and_waits_for_as_many_if_not_told(
     run, options, sizes
 ):

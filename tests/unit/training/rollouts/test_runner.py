@@ -32,7 +32,7 @@ def draw(fn: RolloutFn, *, row: IndexedRow = ROW, **options: Any) -> RowOutcome:
 
 def samples(done: RowOutcome) -> list[RolloutSample]:
     assert done.group is not None
-    return [one.rollout for one in done.group.flat()]
+    return [sample.rollout for sample in done.group.flat()]
 
 
 def rewarding(*rewards: float | None) -> RolloutFn:

@@ -129,7 +129,9 @@ def test_another_attempt_draws_with_the_same_seeds():
 
     # Draw 0 fails at the end of its first attempt, and asks again after draw 1 has asked.
     assert attempts == [0, 1, 0]
-    assert deployment.asked[4:] == [one for one in deployment.asked[:4] if one in of_draw(0)]
+    assert deployment.asked[4:] == [
+        request for request in deployment.asked[:4] if request in of_draw(0)
+    ]
     assert len(set(deployment.asked)) == 4
 
 
@@ -216,7 +218,7 @@ def test_a_sample_has_the_versions_that_were_seen_or_that_of_its_submission(
     group = draw_row(rollout_fn, ROW).group
 
     assert group is not None
-    assert [one.rollout.versions for one in group.flat()][:2] == [versions] * 2
+    assert [sample.rollout.versions for sample in group.flat()][:2] == [versions] * 2
 
 
 # The distribution that is drawn from
@@ -241,7 +243,7 @@ OTHER = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), OTHER, ids=[str(one) for one, _ in OTHER])
+@pytest.mark.parametrize(("options", "message"), OTHER, ids=[str(case) for case, _ in OTHER])
 def test_what_is_trained_is_drawn_from_what_the_trainer_scores_or_the_run_ends(options, message):
     deployment = Deployment()
     rollout_fn = rollout_with(deployment.sampler(temperature=0.7), **options)

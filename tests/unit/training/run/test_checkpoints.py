@@ -68,15 +68,15 @@ class Stepped:
 
     @property
     def named(self) -> list[str]:
-        return [one.name for one in read_manifest(self.run.log_path)]
+        return [entry.name for entry in read_manifest(self.run.log_path)]
 
     def rows(self):
         """The trainer's resumable checkpoints, as the control plane lists them."""
         found = self.infra.trainers.list_checkpoints(self.infra.policy_job_id)
         return {
-            one.name.rsplit("/", 1)[-1]: one
-            for one in found
-            if one.checkpoint_type == "CHECKPOINT_TYPE_TRAINING"
+            entry.name.rsplit("/", 1)[-1]: entry
+            for entry in found
+            if entry.checkpoint_type == "CHECKPOINT_TYPE_TRAINING"
         }
 
 
@@ -124,22 +124,22 @@ def stepped(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_is_written_every_interval_and_at_the_end(stepped):
-    one = stepped(dcp_save_interval=2)
+    run = stepped(dcp_save_interval=2)
 
     for number in range(1, 6):
-        one.step(is_last=number == 5)
+        run.step(is_last=number == 5)
 
-    assert one.named == ["step-00002", "step-00004", "step-00005"]
-    assert list(one.rows()) == one.named
+    assert run.named == ["step-00002", "step-00004", "step-00005"]
+    assert list(run.rows()) == run.named
 
 
 def test_without_a_final_checkpoint_only_the_interval_saves(stepped):
-    one = stepped(dcp_save_interval=2, save_final_checkpoint=False)
+    run = stepped(dcp_save_interval=2, save_final_checkpoint=False)
 
     for number in range(1, 4):
-        one.step(is_last=number == 3)
+        run.step(is_last=number == 3)
 
-    assert one.named == ["step-00002"]
+    assert run.named == ["step-00002"]
 
 
 @pytest.mark.parametrize(
@@ -148,24 +148,24 @@ def test_without_a_final_checkpoint_only_the_interval_saves(stepped):
     ids=["interval", "older spelling"],
 )
 def test_an_interval_of_0_writes_no_checkpoint(stepped, changes):
-    one = stepped(**changes)
+    run = stepped(**changes)
 
     for number in range(1, 4):
-        one.step(is_last=number == 3)
+        run.step(is_last=number == 3)
 
-    assert one.rows() == {}
-    assert not (one.run.log_path / "run.json").exists()
+    assert run.rows() == {}
+    assert not (run.run.log_path / "run.json").exists()
 
 
 def test_checkpoints_that_nobody_asked_for_take_a_fiftieth_of_the_time_at_most(stepped):
     clock = Clock(tick_s=1.0)  # so a save lasts one second
-    one = stepped(clock=clock)
+    run = stepped(clock=clock)
     saves = []
     for number in range(1, 41):
         clock.now_s += 9.0
-        before = one.run.saved
-        one.step()
-        if one.run.saved != before:
+        before = run.run.saved
+        run.step()
+        if run.run.saved != before:
             saves.append((number, clock.now_s))
 
     times = [time_s for _, time_s in saves]
@@ -173,81 +173,81 @@ def test_checkpoints_that_nobody_asked_for_take_a_fiftieth_of_the_time_at_most(s
     assert len(saves) >= 6
     assert all(later - earlier >= 50 for earlier, later in itertools.pairwise(times))
     assert len(saves[1:]) * 1.0 <= (clock.now_s - times[0]) / 50
-    assert len(one.rows()) == 2, "of those the newest two stay"
-    assert one.named == list(one.rows())
+    assert len(run.rows()) == 2, "of those the newest two stay"
+    assert run.named == list(run.rows())
 
 
 def test_a_served_platform_gets_no_checkpoint_that_nobody_asked_for(stage, stepped):
-    one = stepped(served=stage)
+    run = stepped(served=stage)
 
-    one.step(is_last=True)
+    run.step(is_last=True)
 
-    assert one.rows() == {}
+    assert run.rows() == {}
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(1, 2), (3, 3), (None, 6)])
 def test_the_manifest_names_what_the_trainer_still_has(stepped, asked, kept):
-    one = stepped(dcp_save_interval=1, keep_checkpoints=asked)
+    run = stepped(dcp_save_interval=1, keep_checkpoints=asked)
 
     for _ in range(6):
-        one.step()
-        assert one.named == list(one.rows())
+        run.step()
+        assert run.named == list(run.rows())
 
-    assert one.named == [f"step-{number:05d}" for number in range(7 - kept, 7)]
+    assert run.named == [f"step-{number:05d}" for number in range(7 - kept, 7)]
 
 
 def test_a_listing_that_fails_costs_no_checkpoint(stage, stepped):
-    one = stepped(served=stage, dcp_save_interval=1)
+    run = stepped(served=stage, dcp_save_interval=1)
     stage.wire.rule("GET .*list_checkpoints", status=400)
 
-    one.step()
-    one.step()
+    run.step()
+    run.step()
 
-    assert one.named == ["step-00001", "step-00002"]
+    assert run.named == ["step-00001", "step-00002"]
 
 
 def test_a_checkpoint_says_where_the_run_stood(stepped):
-    one = stepped(dcp_save_interval=1, learning_rate=3e-4)
-    one.step()
-    one.run.cursor.finish([5, 3])
-    one.run.version = 7
-    one.step(rows=0)
+    run = stepped(dcp_save_interval=1, learning_rate=3e-4)
+    run.step()
+    run.run.cursor.finish([5, 3])
+    run.run.version = 7
+    run.step(rows=0)
 
-    metadata = one.rows()["step-00002"].metadata
+    metadata = run.rows()["step-00002"].metadata
 
     assert metadata is not None
-    assert metadata["config"] == orjson.loads(orjson.dumps(plain_config(one.config)))
+    assert metadata["config"] == orjson.loads(orjson.dumps(plain_config(run.config)))
     assert metadata["config"]["learning_rate"] == 3e-4
     del metadata["config"]
-    (_, point) = read_manifest(one.run.log_path)
+    (_, point) = read_manifest(run.run.log_path)
     assert metadata == dataclasses.asdict(point)
     assert (point.step, point.cursor, point.beyond, point.version) == (2, 2, [3, 5], 7)
-    assert point.job == one.infra.policy_job_id
-    loaded = one.infra.policy.load_state_with_optimizer("step-00002")
-    assert loaded.metadata == one.rows()["step-00002"].metadata
+    assert point.job == run.infra.policy_job_id
+    loaded = run.infra.policy.load_state_with_optimizer("step-00002")
+    assert loaded.metadata == run.rows()["step-00002"].metadata
 
 
 def test_rows_that_were_dropped_after_the_last_step_count_as_done(stepped):
-    one = stepped(dcp_save_interval=1)
-    one.step()
-    one.drop(3)
+    run = stepped(dcp_save_interval=1)
+    run.step()
+    run.drop(3)
 
-    one.save()
-    assert read_manifest(one.run.log_path)[-1].cursor == 2
-    one.save(is_last=True)
+    run.save()
+    assert read_manifest(run.run.log_path)[-1].cursor == 2
+    run.save(is_last=True)
 
-    (point,) = read_manifest(one.run.log_path)
+    (point,) = read_manifest(run.run.log_path)
     assert (point.step, point.cursor) == (1, 5)
-    assert list(one.rows()) == ["step-00001"]
+    assert list(run.rows()) == ["step-00001"]
 
 
 def test_a_run_that_took_no_step_writes_no_checkpoint(stepped):
-    one = stepped(dcp_save_interval=1)
-    one.drop(8)
+    run = stepped(dcp_save_interval=1)
+    run.drop(8)
 
-    one.save(is_last=True)
+    run.save(is_last=True)
 
-    assert one.rows() == {}
+    assert run.rows() == {}
 
 
 def test_going_on_from_an_older_checkpoint_forgets_the_newer_ones(stepped):
@@ -256,37 +256,37 @@ def test_going_on_from_an_older_checkpoint_forgets_the_newer_ones(stepped):
         first.step()
     assert first.named == ["step-00002", "step-00004", "step-00006"]
 
-    one = stepped(dcp_save_interval=2, resume=ResumeConfig(resume_from="step-00002"))
-    one.step()
-    assert one.named == ["step-00002", "step-00004", "step-00006"], "nothing was written yet"
-    one.step()
+    run = stepped(dcp_save_interval=2, resume=ResumeConfig(resume_from="step-00002"))
+    run.step()
+    assert run.named == ["step-00002", "step-00004", "step-00006"], "nothing was written yet"
+    run.step()
 
-    assert one.named == ["step-00002", "step-00004"]
-    assert (one.run.step, one.run.cursor.count) == (4, 8)
+    assert run.named == ["step-00002", "step-00004"]
+    assert (run.run.step, run.run.cursor.count) == (4, 8)
 
 
 def test_a_step_offset_numbers_the_steps_from_there(stepped):
     stepped(dcp_save_interval=1).step()
 
-    one = stepped(dcp_save_interval=2, resume=ResumeConfig(step_offset=100))
-    one.step()
-    one.step()
+    run = stepped(dcp_save_interval=2, resume=ResumeConfig(step_offset=100))
+    run.step()
+    run.step()
 
-    assert one.named == ["step-00001", "step-00102"]
+    assert run.named == ["step-00001", "step-00102"]
 
 
 def test_a_checkpoint_of_another_job_is_found_and_stays_named(stepped):
     first = stepped(dcp_save_interval=1)
     first.step()
 
-    one = stepped(dcp_save_interval=1, learning_rate=1e-3, keep_checkpoints=2)
-    one.step()
+    run = stepped(dcp_save_interval=1, learning_rate=1e-3, keep_checkpoints=2)
+    run.step()
 
-    assert one.infra.policy_job_id != first.infra.policy_job_id
-    points = read_manifest(one.run.log_path)
+    assert run.infra.policy_job_id != first.infra.policy_job_id
+    points = read_manifest(run.run.log_path)
     assert [(point.step, point.job) for point in points] == [
         (1, first.infra.policy_job_id),
-        (2, one.infra.policy_job_id),
+        (2, run.infra.policy_job_id),
     ]
 
 

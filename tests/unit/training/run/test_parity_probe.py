@@ -90,14 +90,14 @@ def test_completions_are_drawn_as_the_run_draws_from_the_prompts_of_the_step_bef
     assert [prompt for _, prompt, _ in calls] == [[50, 6], [51, 6]] * 4 + [[52, 6], [53, 6]] * 4
     seeds = [options.pop("seed") for _, _, options in calls]
     assert len(set(seeds)) == 16
-    assert [one["seed"] for _, _, one in asked()] == seeds
+    assert [request["seed"] for _, _, request in asked()] == seeds
     assert all(
         options == {"max_tokens": 8, "temperature": 0.7, "max_seq_len": 100}
         for _, _, options in calls
     )
-    assert [one["max_tokens"] for _, _, one in asked(parity_probe_tokens=20)] == [8] * 6
-    assert [one["max_tokens"] for _, _, one in asked(parity_probe_tokens=3)] == [3] * 2
-    assert [one["max_tokens"] for _, _, one in asked(max_completion_tokens=4)] == [4] * 32
+    assert [request["max_tokens"] for _, _, request in asked(parity_probe_tokens=20)] == [8] * 6
+    assert [request["max_tokens"] for _, _, request in asked(parity_probe_tokens=3)] == [3] * 2
+    assert [request["max_tokens"] for _, _, request in asked(max_completion_tokens=4)] == [4] * 32
 
 
 def test_a_steps_own_samples_come_before_the_probe(play):

@@ -98,7 +98,7 @@ def test_a_groups_advantages_are_centered_and_scaled_by_the_sample_deviation():
     expected = 0.5 / (1 / 3) ** 0.5
     assert group.rewards == [1.0, 0.0, 0.0, 1.0]
     assert group.advantages == pytest.approx([expected, -expected, -expected, expected])
-    assert [one.advantage for one in group.flat()] == group.advantages
+    assert [sample.advantage for sample in group.flat()] == group.advantages
 
 
 def test_the_segments_of_a_run_share_its_advantage_and_count_as_one_trajectory():
@@ -154,8 +154,8 @@ def test_a_completion_of_one_turn_becomes_a_sample():
 
 
 def versioned(*versions: list[list[int]] | None) -> list[PromptGroup]:
-    drawn = [sample_of(float(i), versions=one) for i, one in enumerate(versions)]
-    return [group_from(row_of(0), [[one] for one in drawn])]
+    drawn = [sample_of(float(i), versions=version) for i, version in enumerate(versions)]
+    return [group_from(row_of(0), [[sample] for sample in drawn])]
 
 
 @pytest.mark.parametrize(
@@ -195,11 +195,11 @@ def test_means_do_not_depend_on_the_order_in_which_rows_end():
     shuffled = rng.sample(draws, len(draws))
     # Plain sums of these do depend on it, or the test would show nothing.
     assert sum(r for draw in draws for r in draw.rewards) != sum(
-        r for one in shuffled for r in one.rewards
+        r for entry in shuffled for r in entry.rewards
     )
 
     def metrics(order: Sequence[RowOutcome]) -> dict[str, float]:
-        return rollout_metrics(stats_of(order), [one.group for one in order if one.group])
+        return rollout_metrics(stats_of(order), [entry.group for entry in order if entry.group])
 
     assert metrics(draws) == metrics(shuffled)
 

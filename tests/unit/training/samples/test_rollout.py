@@ -30,8 +30,8 @@ def sample(**changes: Any) -> RolloutSample:
 def only(returned: object) -> RolloutSample:
     """The one sample of the one trajectory."""
     (run,) = runs_of(returned, WHERE)
-    (one,) = run.segments
-    return one
+    (checked,) = run.segments
+    return checked
 
 
 # T142: the record itself.
@@ -67,9 +67,9 @@ def test_t140_the_setup_has_what_the_document_lists():
     [([0, 0, 1, 1], 2, 2), ([0, 1, 0, 1], 1, 2), ([0, 0, 0, 1], 3, 1), ([0, 0, 0, 0], 4, 0)],
 )
 def test_lengths_come_from_the_mask(mask, prompt_len, completion_len):
-    one = sample(loss_mask=mask)
+    checked = sample(loss_mask=mask)
 
-    assert (one.prompt_len, one.completion_len) == (prompt_len, completion_len)
+    assert (checked.prompt_len, checked.completion_len) == (prompt_len, completion_len)
 
 
 # What a rollout function may return.
@@ -325,21 +325,21 @@ PLAIN = sample(reward=0.5)
     ids=["tuples", "bools", "floats", "numpy", "torch", "lists of scalars", "version tuples"],
 )
 def test_arrays_tensors_and_their_scalars_become_plain_lists(given):
-    one = only(dataclasses.replace(given, reward=0.5))
+    checked = only(dataclasses.replace(given, reward=0.5))
 
-    assert dataclasses.replace(one, versions=None) == PLAIN
-    assert {type(value) for value in one.tokens + one.loss_mask} == {int}
-    assert {type(value) for value in one.logprobs} == {float}
-    assert one.versions in (None, [[3, 1], [4, 1]])
+    assert dataclasses.replace(checked, versions=None) == PLAIN
+    assert {type(value) for value in checked.tokens + checked.loss_mask} == {int}
+    assert {type(value) for value in checked.logprobs} == {float}
+    assert checked.versions in (None, [[3, 1], [4, 1]])
 
 
 def test_what_was_returned_stays_as_it_is():
     given = sample(loss_mask=[0.0, 0.0, 1.0, 1.0])
     before = dataclasses.replace(given)
 
-    one = only(given)
-    one.versions = [[9, 2]]
-    one.tokens.append(3)
+    checked = only(given)
+    checked.versions = [[9, 2]]
+    checked.tokens.append(3)
 
     assert given == before
 

@@ -31,7 +31,7 @@ TRAJECTORIES = st.lists(
 
 
 def near(expected: list[list[float]], tolerance: float = 1e-9) -> Any:
-    return [pytest.approx(one, abs=tolerance) for one in expected]
+    return [pytest.approx(entry, abs=tolerance) for entry in expected]
 
 
 # Golden numbers.
@@ -79,7 +79,7 @@ def test_t167_without_weight_every_turn_has_the_advantage_of_plain_grpo(
     )
 
     plain = group_advantages(outcomes)
-    assert found == [[one] * len(turns) for one, turns in zip(plain, gains, strict=True)]
+    assert found == [[value] * len(turns) for value, turns in zip(plain, gains, strict=True)]
 
 
 def test_trajectories_of_one_turn_have_their_normalized_outcome_alone():
@@ -136,7 +136,7 @@ def test_normalized_gains_have_mean_0_and_population_variance_1_over_the_turns_t
     assert [turns[-1] for turns in found] == [0.0] * len(group)
     if any(inner):
         assert math.fsum(inner) / len(inner) == pytest.approx(0, abs=1e-9)
-        assert math.fsum(one * one for one in inner) / len(inner) == pytest.approx(1)
+        assert math.fsum(entry * entry for entry in inner) / len(inner) == pytest.approx(1)
 
 
 def test_the_weight_scales_gains_after_their_normalization_and_leaves_the_outcome():
@@ -148,8 +148,8 @@ def test_the_weight_scales_gains_after_their_normalization_and_leaves_the_outcom
 def test_equal_outcomes_leave_the_gains_to_tell_trajectories_apart():
     found = turn_advantages([[0.0, 0.0], [2.0, 0.0], [1.0, 0.0]], [0.0, 0.0, 0.0])
 
-    assert [one[0] for one in found] == pytest.approx([-math.sqrt(1.5), math.sqrt(1.5), 0.0])
-    assert [one[1] for one in found] == [0.0, 0.0, 0.0]
+    assert [entry[0] for entry in found] == pytest.approx([-math.sqrt(1.5), math.sqrt(1.5), 0.0])
+    assert [entry[1] for entry in found] == [0.0, 0.0, 0.0]
 
 
 def test_gains_that_differ_by_rounding_alone_are_equal():

@@ -27,7 +27,7 @@ def group() -> PromptGroup:
         )
         for row, reward in zip(rows, (1.0, 0.0, 0.0), strict=True)
     ]
-    return group_from(IndexedRow(0, 0, {}), [[one] for one in drawn])
+    return group_from(IndexedRow(0, 0, {}), [[sample] for sample in drawn])
 
 
 @pytest.mark.parametrize("name", [loss for loss in POLICY_LOSSES if loss != "reinforce"])

@@ -26,9 +26,9 @@ def leaves(*rows):
 def test_signatures_and_defaults_are_the_documents():
     def parameters(function):
         given = inspect.signature(function).parameters.values()
-        return [(one.name, one.default) for one in given if one.default is not one.empty], [
-            one.name for one in given if one.default is one.empty
-        ]
+        return [
+            (value.name, value.default) for value in given if value.default is not value.empty
+        ], [value.name for value in given if value.default is value.empty]
 
     assert parameters(make_grpo_loss_fn) == (
         [("kl_beta", 0.001), ("eps", 1e-8)],

@@ -237,7 +237,7 @@ def test_grpo_with_k3_and_an_advantage_reproduces_the_reference_text():
 def test_the_closures_of_document_003_reproduce_their_goldens(name):
     # Inputs solved from the goldens: response sums -2.5 and -1, KL 0.1 and 0, log rho 0.3 and 0.
     policy = [torch.tensor([-3.0, -1.0, -1.5]), torch.tensor([-2.0, -0.4, -0.6])]
-    rows = [one.requires_grad_(True) for one in policy]
+    rows = [tensor.requires_grad_(True) for tensor in policy]
     reference = [[-1.0, -1.0, -1.6], [-1.0, -0.4, -0.6]]
     behavior = [[-2.0, -1.2, -1.9], [-3.0, -0.4, -0.6]]
     weights = tinker.TensorData(data=[0.0, 1.0, 1.0], dtype="float32", shape=[3])
@@ -267,7 +267,7 @@ def test_group_advantages_reproduce_their_goldens(rewards, advantages):
 
 def test_pooled_advantages_reproduce_their_golden():
     groups = batch_advantages([[1, 0, 1, 0], [0, 0, 0, 1]], scope="batch")
-    assert [one for group in groups for one in group] == close(*POOLED.values())
+    assert [entry for group in groups for entry in group] == close(*POOLED.values())
 
 
 def test_rejected_goldens_are_not_what_we_compute():
@@ -302,6 +302,6 @@ def test_every_golden_of_the_reference_is_reproduced_or_rejected_with_a_reason()
 
 def flat(value):
     if isinstance(value, list | tuple):
-        return [one for part in value for one in flat(part)]
+        return [sample for part in value for sample in flat(part)]
     assert math.isfinite(value)
     return [float(value)]

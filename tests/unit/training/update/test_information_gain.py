@@ -141,7 +141,7 @@ def test_a_branch_is_credited_against_what_it_goes_on_from():
 
     assert group.credit is not None
     # -0.6, then -3.0 after the tool; back to -0.6; -5.0; and the last turn has the outcome.
-    assert group.credit.gains[0] == [pytest.approx(one) for one in (-2.4, 2.4, -4.4)]
+    assert group.credit.gains[0] == [pytest.approx(entry) for entry in (-2.4, 2.4, -4.4)]
     assert math.fsum(group.credit.gains[0]) == pytest.approx(-5.0 - -0.6)
     assert [len(advantage) for advantage in group.credit.advantages] == [4, 2]
     assert group.credit.advantages[0][-1] == pytest.approx(1.0)
@@ -220,7 +220,7 @@ def test_the_ground_truth_is_tokenized_by_itself():
     class Letters:
         def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
             assert not add_special_tokens
-            return [ord(one) for one in text]
+            return [ord(part) for part in text]
 
     assert ground_truth_tokens(Letters())({"ground_truth": 42}) == [52, 50]
 
@@ -283,7 +283,7 @@ def test_t168_every_policy_loss_moves_each_token_by_its_own_advantage(policy_los
     loss.backward()
 
     # At a ratio of 1 the gradient is minus the advantage; the last turns have an outcome of 0.
-    first, second = (one.grad for one in policy)
+    first, second = (tensor.grad for tensor in policy)
     assert first is not None
     assert second is not None
     torch.testing.assert_close(first, torch.tensor([0, -1, 0, 0, 0], dtype=torch.float64))
@@ -376,7 +376,7 @@ def test_without_credit_a_group_is_that_of_its_rewards():
 
     assert done.group is not None
     assert done.group.credit is None
-    assert [one.advantage for one in done.group.flat()] == done.group.advantages
+    assert [sample.advantage for sample in done.group.flat()] == done.group.advantages
 
 
 # Metrics.

@@ -96,8 +96,8 @@ def test_a_problem_is_a_95th_percentile_above_the_threshold():
 def group(versions: list[list[int]], *logprobs: float) -> PromptGroup:
     """One sample per logprob, which both of its two drawn tokens have."""
     samples = [
-        [sample_of(float(place), logprobs=[0.0, 0.0, one, one], versions=versions)]
-        for place, one in enumerate(logprobs)
+        [sample_of(float(place), logprobs=[0.0, 0.0, logprob, logprob], versions=versions)]
+        for place, logprob in enumerate(logprobs)
     ]
     return group_from(row_of(0), samples)
 

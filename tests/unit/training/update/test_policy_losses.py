@@ -50,7 +50,7 @@ def make_rollout(seed=0, count=4):
         policy = [rng.uniform(-3, -0.1) for _ in range(rng.randint(2, 7))]
         rollout["rows"].append(torch.tensor(policy, requires_grad=True))
         for name in ("old", "behavior", "ref"):
-            rollout[name].append([min(one + rng.gauss(0, 0.4), -0.01) for one in policy])
+            rollout[name].append([min(tensor + rng.gauss(0, 0.4), -0.01) for tensor in policy])
         rollout["advantages"].append(rng.gauss(0, 1))
         rollout["mask"].append([float(rng.random() < 0.6) for _ in policy])
     return rollout
@@ -96,9 +96,9 @@ def test_client_closure_and_kernel_agree_on_loss_and_gradient(name, tis):
         rows,
         advantages=rollout["advantages"],
         mask=[torch.tensor(mask) for mask in rollout["mask"]],
-        old_logprobs=[torch.tensor(one) for one in rollout["old"]],
-        behavior_logprobs=[torch.tensor(one) for one in rollout["behavior"]],
-        ref_logprobs=[torch.tensor(one) for one in rollout["ref"]],
+        old_logprobs=[torch.tensor(entry) for entry in rollout["old"]],
+        behavior_logprobs=[torch.tensor(entry) for entry in rollout["behavior"]],
+        ref_logprobs=[torch.tensor(entry) for entry in rollout["ref"]],
     )
 
     loss, metrics = closure_of(name, rollout, tis)(datums_of(rollout), rows)
@@ -108,7 +108,7 @@ def test_client_closure_and_kernel_agree_on_loss_and_gradient(name, tis):
     gradients = torch.autograd.grad(loss, rows)
     expected = torch.autograd.grad(output.per_token.sum(), rows)
     assert all(map(torch.equal, gradients, expected))
-    assert metrics.items() >= {key: float(one) for key, one in output.metrics.items()}.items()
+    assert metrics.items() >= {key: float(metric) for key, metric in output.metrics.items()}.items()
 
 
 @pytest.mark.parametrize("tis", [None, TIS(cap=1.2)], ids=["off", "token"])
@@ -117,8 +117,8 @@ def test_client_closure_and_trainer_builtin_agree_with_weights_folded_in(name, t
     rollout = make_rollout(seed=5)
     rows = rollout["rows"]
     masks = [torch.tensor(mask) for mask in rollout["mask"]]
-    old = [torch.tensor(one) for one in rollout["old"]]
-    behavior = [torch.tensor(one) for one in rollout["behavior"]]
+    old = [torch.tensor(entry) for entry in rollout["old"]]
+    behavior = [torch.tensor(entry) for entry in rollout["behavior"]]
     weights = [torch.ones_like(mask) for mask in masks]
     if tis is not None:
         weights = [(o - b).exp().clamp(max=tis.cap) for o, b in zip(old, behavior, strict=True)]
