@@ -71,7 +71,7 @@ class BusyClock:
         self.training_s = 0.0
 
     @contextmanager
-    def draw(self) -> Iterator[None]:
+    def sample(self) -> Iterator[None]:
         """A row is sampled during the body; several bodies may run at once."""
         self._tick()
         self._samples += 1

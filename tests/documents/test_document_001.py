@@ -10,7 +10,7 @@ import pytest
 
 from hearth.errors import ClosedError
 from training.rollouts.runner import find_declared_arguments
-from training.samples.rollout import RolloutSample, runs_of
+from training.samples.rollout import RolloutSample, collect_runs
 from training.utils import WeightSyncScope
 from training.utils.rl import build_grpo_datums, make_grpo_loss_fn
 
@@ -111,4 +111,4 @@ def test_a_rollout_function_takes_a_row_and_may_give_nothing(document, names, ex
 
     assert get_type_hints(rollout_fn)["return"] == RolloutSample | None
     assert find_declared_arguments(rollout_fn) == []
-    assert runs_of(asyncio.run(rollout_fn({})), "row 0") == []
+    assert collect_runs(asyncio.run(rollout_fn({})), "row 0") == []

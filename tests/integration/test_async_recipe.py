@@ -50,14 +50,14 @@ def no_platform(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def same(entry, other) -> bool:
-    left, right = entry.weights(), other.weights()
+def same(first, other) -> bool:
+    left, right = first.weights(), other.weights()
     return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
 
 
-def difference(entry, other) -> float:
+def difference(first, other) -> float:
     """Largest difference of two runs' weights, relative to what the first run changed."""
-    left, right, base = entry.weights(), other.weights(), load_file(MODEL / "model.safetensors")
+    left, right, base = first.weights(), other.weights(), load_file(MODEL / "model.safetensors")
     moved = max(float((left[name] - base[name]).abs().max()) for name in left)
     assert moved > 0, "the run did not train"
     return max(float((left[name] - right[name]).abs().max()) for name in left) / moved
@@ -595,7 +595,7 @@ def test_metrics_go_to_wandb_too(async_trial):
 
 
 def failing(at: tuple[int, int], *errors: Exception):
-    """Before one draw: its first attempts raise these errors."""
+    """Before one rollout: its first attempts raise these errors."""
     left = list(errors)
     attempts = []
 
@@ -769,7 +769,7 @@ def test_a_run_that_stalls_says_who_waits_for_whom(async_trial, tmp_path):
 
     report = (tmp_path / "stalled" / "stall.txt").read_text(encoding="utf-8")
     assert "weight version 1" in report
-    assert "1 rows are being drawn (4 rollouts), 1 groups wait for their batch" in report
+    assert "1 rows are being sampled (4 rollouts), 1 groups wait for their batch" in report
     assert "late rows: [3]" in report
     assert "the oldest rollout is of row 3" in report
     assert "row 3, draw 0: " in report

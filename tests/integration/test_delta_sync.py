@@ -70,7 +70,7 @@ class Stack:
         return [fact.kind for fact in self.store.facts()]
 
     def agrees(self):
-        """Whether sampler and trainer give the drawn tokens the same logprobs."""
+        """Whether sampler and trainer give the sampled tokens the same logprobs."""
         completions = self.sample()
         scored = self.policy.forward(build_grpo_datums(completions)).result().loss_fn_outputs
         return all(

@@ -112,7 +112,7 @@ def test_rl_loop_retries_and_goes_on_without_a_failed_evaluation(trial, caplog):
 
 
 def after_the_first_evaluation(held_out):
-    """A factory whose training rollouts wait until each held-out row was drawn twice."""
+    """A factory whose training rollouts wait until each held-out row was sampled twice."""
     left = 2 * len(held_out)
     is_over = asyncio.Event()
 

@@ -31,7 +31,7 @@ from training.samples.rollout import (
     RolloutResult,
     RolloutSample,
     RolloutSetup,
-    runs_of,
+    collect_runs,
 )
 
 QUESTION = "What is 9 - 2?"
@@ -109,7 +109,7 @@ class Played:
     @property
     def sample(self) -> RolloutSample:
         """The sample, which keeps the contract."""
-        (run,) = runs_of(self.returned, "row 0")
+        (run,) = collect_runs(self.returned, "row 0")
         (sample,) = run.segments
         return sample
 
@@ -289,7 +289,7 @@ def test_a_prompt_without_room_for_an_answer_is_dropped(make, play):
 def test_an_answer_without_tokens_trains_nothing(make, play):
     played = play(make, Answer("", []))
 
-    assert runs_of(played.returned, "row 0") == []
+    assert collect_runs(played.returned, "row 0") == []
 
 
 @BOTH

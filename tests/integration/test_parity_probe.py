@@ -34,7 +34,7 @@ def no_platform(monkeypatch):
 def stale(setup):
     """Draws at once; a row comes back when the version that it is trained at has drawn for a while.
 
-    So all but the first batch is stale, and the trainer has nothing to do while a probe is drawn.
+    So all but the first batch is stale, and the trainer has nothing to do while a probe is sampled.
     """
     sampler = build_deployment_sampler(setup)
 
@@ -118,7 +118,7 @@ def test_probes_replay_the_experts_that_drew_them(async_trial, moe, sent, draws)
 
 
 def is_whole(record) -> bool:
-    """Whether all drawn tokens of a step were compared, and agree."""
+    """Whether all sampled tokens of a step were compared, and agree."""
     tokens = record["rollout/response_len/mean"] * 4 * record["rollout/valid_prompt_groups"]
     return record.get("parity/tokens") == pytest.approx(tokens) and record["parity/max"] < 1e-4
 

@@ -133,7 +133,7 @@ def blanks_of(datum: DatumRecord) -> list[bool]:
 
 
 def check_sent(sent: Sent) -> None:
-    """The policy gets the experts of drawn tokens, N - 1 rows with the prompt blank (T171)."""
+    """The policy gets the experts of sampled tokens, N - 1 rows with the prompt blank (T171)."""
     policy = [datum for is_frozen, datum in sent if not is_frozen]
     reference = [datum for is_frozen, datum in sent if is_frozen]
     # Of the policy a forward pass and a backward pass.

@@ -23,7 +23,7 @@ from training.examples.rl.tool_use.reward import tool_use_reward
 from training.examples.rl.tool_use.rollout import make_rollout_fn
 from training.examples.rl.tool_use.train import check_openai, command, default_config, with_policy
 from training.rollouts.sampler import RolloutContext, current_rollout
-from training.samples.rollout import RolloutRun, RolloutSetup, runs_of
+from training.samples.rollout import RolloutRun, RolloutSetup, collect_runs
 
 ROW = {"messages": [{"role": "user", "content": "2 + 3?"}], "ground_truth": "5"}
 KEEPS = (
@@ -33,7 +33,7 @@ KEEPS = (
     "{{ '\\n</tool_call>' }}{% endfor %}<|end|>{% endfor %}"
     "{% if messages[-1].role == 'tool' %}<|again|>{% else %}<|assistant|>{% endif %}"
 )
-"""Renders what was drawn as it was drawn."""
+"""Renders what was sampled as it was sampled."""
 DROPS = KEEPS.replace("{{ m.content }}", "{% if m.role != 'assistant' %}{{ m.content }}{% endif %}")
 """Leaves out what stood before the calls of earlier turns, as reasoning models' templates do."""
 CALLS_FOREVER = KEEPS.replace("<|again|>", "<|assistant|>")
@@ -115,7 +115,7 @@ def play(platform):
             },
         )
         with setup.closing:
-            (played,) = runs_of(await make_rollout_fn(setup)(ROW), "a test")
+            (played,) = collect_runs(await make_rollout_fn(setup)(ROW), "a test")
             return played
 
     return run
@@ -123,7 +123,7 @@ def play(platform):
 
 @pytest.fixture
 def text(folders):
-    """Decode a sample's tokens, or only those that were drawn."""
+    """Decode a sample's tokens, or only those that were sampled."""
 
     def run(name, sample, *, drawn=False):
         tokens = zip(sample.tokens, sample.loss_mask, strict=True)

@@ -40,7 +40,7 @@ def drafted(folder: Path, *, overwrite: bool = False) -> Generator[Path, None, N
     root.mkdir(parents=True, exist_ok=True)
     sweep(root)
     if folder.exists() and not overwrite:
-        raise _taken(folder)
+        raise _name_taken(folder)
     draft, lock = _new_draft(root, folder.name)
     try:
         yield draft
@@ -96,7 +96,7 @@ def put_in_place(draft: Path, folder: Path, *, overwrite: bool, can_exchange: bo
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
     if not overwrite:
-        raise _taken(folder)
+        raise _name_taken(folder)
     if can_exchange and _exchange(draft, folder):
         return
     aside = folder.parent / f"{_ASIDE}{folder.name}-{secrets.token_hex(4)}"
@@ -116,7 +116,7 @@ def write_file(file: Path, content: bytes) -> None:
     _fsync(file.parent)
 
 
-def _taken(folder: Path) -> RequestError:
+def _name_taken(folder: Path) -> RequestError:
     return RequestError(f"name must be new, got {folder.name!r}: it exists already")
 
 

@@ -71,7 +71,7 @@ class MemorySnapshotStore:
             kept = self._snapshots.get(identity)
             if kept is not None:
                 if not _is_same(kept, snapshot):
-                    raise _taken(identity)
+                    raise _name_taken(identity)
                 return
             self._snapshots[identity] = snapshot
             for old in list(self._snapshots)[: -self._keep]:
@@ -237,7 +237,7 @@ class FolderSnapshotStore:
             or kept["metadata"].get("lora") != snapshot.metadata.get("lora")
             or kept["weights"] != _entries_of(snapshot)
         ):
-            raise _taken(snapshot.identity)
+            raise _name_taken(snapshot.identity)
 
     def _remove_old(self) -> None:
         names = self.names()
@@ -343,7 +343,7 @@ def _is_same(kept: Snapshot, given: Snapshot) -> bool:
     )
 
 
-def _taken(identity: str) -> RequestError:
+def _name_taken(identity: str) -> RequestError:
     return RequestError(f"identity must be new, got {identity!r}: it is taken by other weights")
 
 

@@ -43,7 +43,7 @@ class AsyncConfig(RecipeConfig):
     cluster that RAY_ADDRESS names, for environments that need cores; those reach a served platform
     alone."""
     rollout_worker_count: int = 4
-    """How many such processes there are, of one CPU each; a process has many draws on their way."""
+    """How many such processes there are, of one CPU each; a process has many rollouts running."""
     rollout_extras: dict[str, Any] = field(default_factory=dict[str, Any])
     """Plain values that the rollout function finds in ``setup.extras``."""
     stall_timeout_s: float = 3600.0
@@ -56,8 +56,8 @@ class AsyncConfig(RecipeConfig):
     """Train off-policy without a trust region or without TIS."""
 
     parity_probe_tokens: int = 64
-    """Tokens that are drawn and scored again after each weight sync, to compare sampler and trainer
-    where samples may be stale; 0 probes nothing."""
+    """Tokens to sample and score again after each weight sync, to compare sampler and trainer where
+    samples may be stale; 0 probes nothing."""
 
     @property
     def max_concurrent(self) -> int:
@@ -72,7 +72,7 @@ class AsyncConfig(RecipeConfig):
 
     @property
     def is_off_policy(self) -> bool:
-        """Whether a sample may have been drawn by other weights than those that it trains."""
+        """Whether a sample may have been sampled by other weights than those that it trains."""
         return self.overlaps or self.in_flight_weight_updates
 
     @property

@@ -20,7 +20,7 @@ from hearth.losses.sequence import GSPO
 
 CheckpointType = Literal["base", "delta"]
 Replay = Literal["none", "completion", "all"]
-"""Whose experts are replayed: nobody's, those of drawn tokens, or those of prompts as well."""
+"""Whose experts are replayed: nobody's, those of sampled tokens, or those of prompts as well."""
 
 
 class DefaultInt(int):
@@ -165,7 +165,7 @@ class DeployConfig:
     max_batch_size: int = 64
     """Sequences that are decoded together."""
     engine: Literal["embedded", "vllm"] | None = None
-    """What draws the tokens; None takes the shape's, or Hearth's own engine."""
+    """What samples the tokens; None takes the shape's, or Hearth's own engine."""
     engine_options: dict[str, Any] = field(default_factory=dict[str, Any])
     """What that engine is told beside these fields (docs/serving.md)."""
     replicas: int = 1

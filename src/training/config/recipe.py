@@ -109,9 +109,9 @@ class RecipeConfig:
     router_replay: bool = False
     """Send tokens to the experts that the sampler sent them to (R3); for mixtures of experts."""
     router_replay_completion_only: bool = True
-    """Replay the experts of drawn tokens alone; False replays those of prompts too."""
+    """Replay the experts of sampled tokens alone; False replays those of prompts too."""
     min_samples_per_fwd_bwd: int | None = None
-    """Samples that start a forward and backward pass while others are drawn; None is the cap."""
+    """Samples that start a forward and backward pass while others are sampled; None is the cap."""
     max_samples_per_fwd_bwd: int = 256
     """Cap on samples per forward and backward call."""
 

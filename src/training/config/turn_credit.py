@@ -33,7 +33,7 @@ class TurnCreditConfig(AsyncConfig):
     ig_form: Form = "logprob"
     """What a gain is a difference of: mean logprob of the answer's tokens, or its exponential."""
     ig_scorer: ScorerName = "deployment"
-    """Who scores the answer: the deployment, with the weights that draw, or the trainer."""
+    """Who scores the answer: the deployment, with the weights that sample, or the trainer."""
     ig_answer_prefix: str = ""
     """Text that leads to an answer, such as <answer>; stands before it, and is not scored."""
     scoring_batch: int = 256

@@ -1,4 +1,4 @@
-"""Seeds of draws: they depend on the run's seed and the draw's place, on nothing else."""
+"""Seeds of samples: they depend on the run's seed and the rollout's place, on nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def row_seed(seed: int, index: int) -> int:
 
 
 def call_seed(seed: int, sample: int, call: int) -> int:
-    """The seed of a further request of draw ``sample`` of a row with ``seed``; below 2**63."""
+    """The seed of a further request of rollout ``sample`` of a row with ``seed``; below 2**63."""
     return _hashed(f"{seed}/{sample}/{call}")
 
 

@@ -1,4 +1,4 @@
-"""A prompt with what was drawn for it."""
+"""A prompt with what was sampled for it."""
 
 from __future__ import annotations
 

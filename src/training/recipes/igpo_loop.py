@@ -5,8 +5,8 @@ turns. One reward at the end says little about the turns before it, and nothing 
 trajectories of a row earn the same. Between steps 1 and 2 of that recipe a group therefore gets:
 
 1. beliefs: the logprob of the row's right answer after the prompt and after each turn, scored on
-   token ids without gradient, all prefixes of the group in one batch, while other rows are drawn
-   (the model's own logprobs, at whatever temperature the run draws);
+   token ids without gradient, all prefixes of the group in one batch, while other rows are sampled
+   (the model's own logprobs, at whatever temperature the run samples);
 2. gains: the differences; the last turn, which answers, has the outcome instead;
 3. advantages: gains and outcomes, each normalized over the group, summed backward over the turns
    and given to every token of its turn (``training.samples.turn_advantages``).

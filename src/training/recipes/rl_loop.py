@@ -113,7 +113,7 @@ async def train(loop: Loop[Config], reward_fn: AnyReward) -> None:
 async def sample_group(loop: Loop[Config], reward_fn: AnyReward, row: IndexedRow) -> RowOutcome:
     """One row: its completions, their rewards, advantages and datums; or why it is dropped."""
     config = loop.config
-    with loop.run.busy.draw():
+    with loop.run.busy.sample():
         sampled = await sample_row(config, loop.infra, row)
     scored = await score_row(config, sampled, reward_fn)
     if scored.dropped:

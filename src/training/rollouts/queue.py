@@ -55,7 +55,7 @@ class _Running:
 class RolloutQueue:
     """Rows in, groups out, at most as stale as the config allows.
 
-    ``draw`` starts a row's rollouts and returns their future; ``note`` is told of every row's
+    ``run_row`` starts a row's rollouts and returns their future; ``note`` is told of every row's
     outcome, and what it raises ends the rollouts; ``check`` is called while the trainer waits and
     raises when waiting is in vain.
     ``weight_version`` tells what the deployment serves now, ``now`` the time in seconds.
@@ -66,7 +66,7 @@ class RolloutQueue:
         config: AsyncConfig,
         rows: Iterator[IndexedRow],
         *,
-        draw: Callable[[Submission], Awaitable[RowOutcome]],
+        run_row: Callable[[Submission], Awaitable[RowOutcome]],
         note: Callable[[RowOutcome], None],
         weight_version: Callable[[], int],
         busy: BusyClock,
@@ -77,7 +77,7 @@ class RolloutQueue:
         self.gate = StalenessGate(gate_limits(config))
         self._config = config
         self._rows = rows
-        self._draw = draw
+        self._run_row = run_row
         self._note = note
         self._weight_version = weight_version
         self._busy = busy
@@ -153,18 +153,18 @@ class RolloutQueue:
     async def _run(self, submission: Submission) -> None:
         index = submission.row.index
         try:
-            with self._busy.draw():
-                draw = await self._draw(submission)
-            self._note(draw)
+            with self._busy.sample():
+                outcome = await self._run_row(submission)
+            self._note(outcome)
         except Exception as error:  # noqa: BLE001 - whatever a rollout function raises
             self.fail(error)
             return
         finally:
             self._running.pop(index, None)
-        if draw.group is None:
+        if outcome.group is None:
             self.gate.reject(index)
         else:
-            self._groups[index] = draw.group
+            self._groups[index] = outcome.group
             self.gate.finish(index)
         self.submit()
         self._changed.set()

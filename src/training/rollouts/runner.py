@@ -1,7 +1,7 @@
-"""From a row to its group: calls of the user's rollout function, judged and put together.
+"""From a row to its group: calls the user's rollout function, checks and groups what it returns.
 
-Runs on the event loop of the rollouts, one task per draw. A draw that fails for a reason that may
-pass is tried again and then done without; any other error ends the run.
+Runs on the event loop of the rollouts, one task per rollout. A rollout that fails for a reason that
+may pass is tried again and then dropped; any other error ends the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from training.rollouts.failures import CircuitBreaker, is_recoverable, with_retr
 from training.rollouts.sampler import RolloutContext, current_rollout
 from training.rollouts.thread import describe_place
 from training.samples.groups import ExampleAnswer, PromptGroup, RowOutcome
-from training.samples.rollout import OPTIONAL_ARGUMENTS, Rollout, RolloutFn, RolloutRun, runs_of
+from training.samples.rollout import (
+    OPTIONAL_ARGUMENTS,
+    Rollout,
+    RolloutFn,
+    RolloutRun,
+    collect_runs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +61,16 @@ class Submission:
 
 @dataclass(frozen=True)
 class RowTrajectories:
-    """What a row's draws gave, without a group being made of it."""
+    """The trajectories of a row, without a group made of them."""
 
     runs: list[RolloutRun]
     failed: int
-    """Draws that failed or gave nothing."""
+    """Rollouts that failed or returned nothing."""
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """What one draw gave: trajectories, or none and perhaps why."""
+class _RolloutReturn:
+    """The trajectories of one rollout, or none and perhaps the error."""
 
     runs: list[RolloutRun]
     row_meta: dict[str, Any] | None = None
@@ -76,7 +82,7 @@ GroupMaker = Callable[[Submission, list[RolloutRun], dict[str, Any] | None], Pro
 
 
 class Rollouts:
-    """Draws whole rows with a rollout function.
+    """Runs the rollouts of whole rows.
 
     Raises:
         ConfigError: the rollout function or the filter cannot be called.
@@ -103,24 +109,24 @@ class Rollouts:
         self._credit = credit
         self._breaker = breaker or CircuitBreaker()
         self.lengths: dict[int, list[int]] = {}
-        """Drawn tokens of each finished draw, of each row that is on its way."""
+        """Sampled tokens of each finished rollout, for each row that is running."""
         self._calls: dict[asyncio.Task[Any], str] = {}
 
-    async def draw(self, submitted: Submission) -> RowOutcome:
-        """All draws of a row, and the group that they make.
+    async def run_row(self, submitted: Submission) -> RowOutcome:
+        """Run all rollouts of a row and group them.
 
         Raises:
             Exception: what a rollout function raised that no second try mends.
-            RolloutsFailingError: too many draws fail.
+            RolloutsFailingError: too many rollouts fail.
         """
-        return await self._outcome(submitted, await self._draw_all(submitted))
+        return await self._make_outcome(submitted, await self._run_rollouts(submitted))
 
     async def trajectories(self, submitted: Submission) -> RowTrajectories:
-        """All draws of a row as they are, for who only looks at them; raises as ``draw``."""
-        drawn = await self._draw_all(submitted)
+        """Run all rollouts of a row and return them ungrouped; raises as ``run_row``."""
+        returns = await self._run_rollouts(submitted)
         return RowTrajectories(
-            [run for sample in drawn for run in sample.runs],
-            failed=sum(not sample.runs for sample in drawn),
+            [run for sample in returns for run in sample.runs],
+            failed=sum(not sample.runs for sample in returns),
         )
 
     def places(self, limit: int) -> list[str]:
@@ -131,30 +137,32 @@ class Rollouts:
         calls = list(self._calls.items())[: max(0, limit)]
         return [f"{where}: {describe_place(task)}" for task, where in calls]
 
-    async def _draw_all(self, submitted: Submission) -> list[_Drawn]:
+    async def _run_rollouts(self, submitted: Submission) -> list[_RolloutReturn]:
         index = submitted.row.index
         self.lengths[index] = []
         samples = range(self._config.completions_per_prompt)
         try:
-            return await gather_or_cancel([self._draw_one(submitted, sample) for sample in samples])
+            return await gather_or_cancel(
+                [self._run_rollout(submitted, sample) for sample in samples]
+            )
         finally:
             self.lengths.pop(index, None)
 
-    async def _draw_one(self, submitted: Submission, sample: int) -> _Drawn:
+    async def _run_rollout(self, submitted: Submission, sample: int) -> _RolloutReturn:
         where = f"{submitted.place}, draw {sample}"
         try:
-            drawn = await self._tried(lambda: self._call(submitted, sample, where), where)
+            returns = await self._retry(lambda: self._call(submitted, sample, where), where)
         except Exception as error:
             if not is_recoverable(error):
                 raise
-            return _Drawn([], error=error)
-        if drawn.runs:
+            return _RolloutReturn([], error=error)
+        if returns.runs:
             self._breaker.record_success()
-            self.lengths[submitted.row.index].append(_length(drawn.runs))
-        return drawn
+            self.lengths[submitted.row.index].append(_length(returns.runs))
+        return returns
 
     @contextlib.contextmanager
-    def _noted(self, where: str) -> Iterator[None]:
+    def _track_call(self, where: str) -> Iterator[None]:
         task = asyncio.current_task()
         assert task is not None
         self._calls[task] = where
@@ -163,7 +171,7 @@ class Rollouts:
         finally:
             del self._calls[task]
 
-    async def _call(self, submitted: Submission, sample: int, where: str) -> _Drawn:
+    async def _call(self, submitted: Submission, sample: int, where: str) -> _RolloutReturn:
         row = submitted.row
         draw = RolloutContext(
             row_seed(self._config.seed, row.index),
@@ -172,20 +180,20 @@ class Rollouts:
             submitted.is_trained,
         )
         current_rollout.set(draw)
-        # The user may write into its row; the next draw must not read it.
-        pending = self._fn(copy.deepcopy(row.row), **self._arguments(row, sample))
+        # The user may write into its row; the next rollout must not see that.
+        pending = self._fn(copy.deepcopy(row.row), **self._select_arguments(row, sample))
         if not inspect.isawaitable(pending):
             raise TypeError(
                 f"rollout_fn must be an async function, got {type(pending).__name__} from its call"
             )
-        with self._noted(where):
+        with self._track_call(where):
             returned = await pending
-        runs = runs_of(returned, where)
+        runs = collect_runs(returned, where)
         draw.fill_versions(runs)
         draw.fill_routing(runs)
-        return _Drawn(runs, returned.row_meta if isinstance(returned, Rollout) else None)
+        return _RolloutReturn(runs, returned.row_meta if isinstance(returned, Rollout) else None)
 
-    def _arguments(self, row: IndexedRow, sample: int) -> dict[str, Any]:
+    def _select_arguments(self, row: IndexedRow, sample: int) -> dict[str, Any]:
         if not self._declared:
             return {}
         known = {
@@ -198,15 +206,15 @@ class Rollouts:
         }
         return {name: known[name] for name in self._declared}
 
-    async def _tried(self, call: Callable[[], Awaitable[T]], where: str) -> T:
-        """What ``call()`` gives, tried again as often as the config says.
+    async def _retry(self, call: Callable[[], Awaitable[T]], where: str) -> T:
+        """Call ``call()``, and again as often as the config allows.
 
-        The breaker hears of what is given up for good: an outage that a pause outlasts ends no run,
-        however many draws are on their way.
+        The breaker counts only rollouts that are dropped in the end: a short outage ends no run,
+        however many rollouts are running.
 
         Raises:
             Exception: a fatal error, with a note of where; or the last attempt's.
-            RolloutsFailingError: too much was given up.
+            RolloutsFailingError: too many rollouts were dropped.
         """
         try:
             return await with_retries(
@@ -225,18 +233,20 @@ class Rollouts:
             self._breaker.check()
             raise
 
-    async def _outcome(self, submitted: Submission, drawn: list[_Drawn]) -> RowOutcome:
-        runs = [run for sample in drawn for run in sample.runs]
-        errors = [sample.error for sample in drawn if sample.error is not None]
-        kept = sum(bool(sample.runs) for sample in drawn)
+    async def _make_outcome(
+        self, submitted: Submission, returns: list[_RolloutReturn]
+    ) -> RowOutcome:
+        runs = [run for sample in returns for run in sample.runs]
+        errors = [sample.error for sample in returns if sample.error is not None]
+        kept = sum(bool(sample.runs) for sample in returns)
         group, reason = None, None
         if kept < self._config.min_group_size or len(runs) < 2:
             reason = "failed" if errors else "too_few"
         else:
-            metas = [sample.row_meta for sample in drawn if sample.row_meta is not None]
+            metas = [sample.row_meta for sample in returns if sample.row_meta is not None]
             assert self._make_group is not None, "rollouts that are trained make groups"
             group = self._make_group(submitted, runs, metas[0] if metas else None)
-            group, reason = await self._judged(group, errors)
+            group, reason = await self._credit_and_filter(group, errors)
         return RowOutcome(
             submitted.row,
             group=group,
@@ -245,19 +255,19 @@ class Rollouts:
             truncated=sum(run.segments[-1].finish_reason == "length" for run in runs),
             rewards=[run.reward for run in runs],
             error=errors[-1] if errors else None,
-            failed_samples=sum(sample.error is not None for sample in drawn),
-            empty_samples=sum(not sample.runs and sample.error is None for sample in drawn),
+            failed_samples=sum(sample.error is not None for sample in returns),
+            empty_samples=sum(not sample.runs and sample.error is None for sample in returns),
             example=_example(runs) if runs else None,
             parsed=[run.parsed for run in runs if run.parsed is not None],
         )
 
-    async def _judged(
+    async def _credit_and_filter(
         self, group: PromptGroup, errors: list[Exception]
     ) -> tuple[PromptGroup | None, str | None]:
         """The group with its credit, or why it is dropped; what failed is added to ``errors``."""
         where = f"row {group.row.index}, credit"
         try:
-            group = await self._credited(group, where)
+            group = await self._assign_credit(group, where)
         except Exception as error:
             if not is_recoverable(error):
                 raise
@@ -265,12 +275,12 @@ class Rollouts:
             return None, "failed"
         return (group, None) if self._is_accepted(group) else (None, "filtered")
 
-    async def _credited(self, group: PromptGroup, where: str) -> PromptGroup:
+    async def _assign_credit(self, group: PromptGroup, where: str) -> PromptGroup:
         credit = self._credit
         if credit is None:
             return group
-        with self._noted(where):
-            return await self._tried(lambda: credit(group), where)
+        with self._track_call(where):
+            return await self._retry(lambda: credit(group), where)
 
     def _is_accepted(self, group: PromptGroup) -> bool:
         if self._accepts is None:
@@ -323,8 +333,8 @@ def find_declared_arguments(rollout_fn: RolloutFn) -> list[str]:
 def _example(runs: Sequence[RolloutRun]) -> ExampleAnswer:
     run = min(runs, key=lambda run: run.parsed is not False)  # one without an answer, if any
     last = run.segments[-1]
-    drawn = [token for token, live in zip(last.tokens, last.loss_mask, strict=True) if live]
-    return ExampleAnswer(last.text, drawn, run.reward, last.finish_reason, run.parsed)
+    tokens = [token for token, live in zip(last.tokens, last.loss_mask, strict=True) if live]
+    return ExampleAnswer(last.text, tokens, run.reward, last.finish_reason, run.parsed)
 
 
 def _length(runs: list[RolloutRun]) -> int:

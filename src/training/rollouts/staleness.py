@@ -246,7 +246,7 @@ class StalenessGate:
         for row in rows:
             del self._unresolved[row.key]
         self._num_taken += len(rows)
-        return [self._taken(row) for row in rows]
+        return [self._take_row(row) for row in rows]
 
     def places_left(self) -> int:
         """Rows that the current batch still has to take."""
@@ -318,7 +318,7 @@ class StalenessGate:
                 free -= 1
             yield row
 
-    def _taken(self, row: _Row) -> Taken:
+    def _take_row(self, row: _Row) -> Taken:
         assert row.finish_version is not None
         offset = self.step - row.submit_version
         return Taken(row.key, row.submit_version, row.finish_version, offset)

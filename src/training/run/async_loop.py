@@ -156,7 +156,7 @@ class AsyncLoop(Loop[AsyncConfig]):
         lines = [
             f"the trainer is in phase {self.phase!r} of step {run.step + 1}, weight version "
             f"{run.version}" + (", a weight sync is under way" if self.publishing else ""),
-            f"{gate.running_rows} rows are being drawn ({gate.running_samples} rollouts), "
+            f"{gate.running_rows} rows are being sampled ({gate.running_samples} rollouts), "
             f"{queue.num_ready} groups wait for their batch, which lacks {gate.places_left()} of "
             f"{self.config.prompt_groups_per_step}",
             f"the gate has room for {gate.rows_to_submit()} rows; late rows: "
@@ -175,7 +175,7 @@ def rollout_queue(
     return RolloutQueue(
         config,
         Loop(config, infra, run).rows(),
-        draw=lambda submission: thread.submit(lambda: rollouts.draw(submission)),
+        run_row=lambda submission: thread.submit(lambda: rollouts.run_row(submission)),
         note=lambda outcome: count_outcome(run, outcome, rollouts),
         weight_version=lambda: run.version,
         busy=run.busy,

@@ -18,7 +18,7 @@ TRAIN, WAIT, WAIT_FOR_MORE, WEIGHT_UPDATE = (
 
 
 def staleness_metrics(batch: Sequence[TakenGroup]) -> dict[str, float]:
-    """How many weight syncs late each trained group was: in all, while drawn, and while it waited.
+    """How many weight syncs late each trained group was: in all, while sampled, and while waiting.
 
     ``async/version_offset_*`` counts from the row's submission, so it never exceeds
     ``max_head_offpolicy_versions``.

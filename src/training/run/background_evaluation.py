@@ -1,6 +1,6 @@
 """Evaluation beside the training: held-out rows go through the user's rollout function meanwhile.
 
-Its draws pass no gate, and are in no budget and no count of the training. Whatever fails in them
+Its rollouts pass no gate, and are in no budget and no count of the training. Whatever fails in them
 leaves a record out and never ends a run.
 """
 
@@ -25,7 +25,7 @@ DrawRow = Callable[[], Coroutine[Any, Any, RowTrajectories]]
 class BackgroundEvaluation:
     """Evaluations of a run, one at a time; lives on the trainer's event loop.
 
-    ``submit`` has a row drawn, on the thread of all rollouts. As many rows are drawn at once as
+    ``submit`` has a row sampled, on the thread of all rollouts. As many rows are sampled at once as
     have a batch's number of samples, at least one. A weight sync in the middle waits for the
     completions that run, as for any other, and the next ones are the new version's: the record says
     which drew it.

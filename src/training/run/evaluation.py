@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EVAL_SEED_OFFSET = 0x5EED
-"""Evaluation draws with seeds of its own, so that it never repeats a training draw."""
+"""Evaluation samples with seeds of its own, so that it never repeats a training rollout."""
 ATTEMPTS = 3
 """How often the completions of a held-out row are asked for, where the failure may pass."""
 
@@ -41,7 +41,7 @@ class EvalSample:
     """Drawn tokens."""
     is_truncated: bool
     versions: Sequence[Sequence[int]] = ()
-    """Run lengths ``[weight version, tokens]`` over the drawn tokens."""
+    """Run lengths ``[weight version, tokens]`` over the sampled tokens."""
     parsed: bool | None = None
     """Whether the reward found the answer that it looks for; None where it does not say."""
 

@@ -112,11 +112,12 @@ def _rows(metrics: Metrics) -> Iterator[Finding]:
             f"no answer was found in {unparsed:.0%} of the completions: ask for the form that the "
             "reward function looks for, or change its parser",
         )
-    drawn = metrics.get("rollout/samples_completed", 0.0)
+    num_completions = metrics.get("rollout/samples_completed", 0.0)
     failed = metrics.get("rollout/reward_fail_count", 0.0)
-    if drawn and failed / drawn >= FAILED_REWARDS:
+    if num_completions and failed / num_completions >= FAILED_REWARDS:
         yield Finding(
-            "rewards", f"the reward of {failed / drawn:.0%} of the answers failed: see the log"
+            "rewards",
+            f"the reward of {failed / num_completions:.0%} of the answers failed: see the log",
         )
     useful = metrics.get("signal/useful_row_ratio")
     if useful is not None and 1.0 - useful >= USELESS_ROWS:
@@ -168,16 +169,16 @@ class Stretch:
     dropped: Counter[str] = field(default_factory=Counter[str])
     example: ExampleAnswer | None = None
 
-    def add(self, draw: RowOutcome) -> None:
+    def add(self, outcome: RowOutcome) -> None:
         """One more row."""
         self.rows += 1
-        self.completions += draw.completions
-        self.truncated += draw.truncated
-        self.rewards.extend(draw.rewards)
-        self.parsed.extend(draw.parsed)
-        if draw.dropped is not None:
-            self.dropped[draw.dropped] += 1
-        self.example = draw.example or self.example
+        self.completions += outcome.completions
+        self.truncated += outcome.truncated
+        self.rewards.extend(outcome.rewards)
+        self.parsed.extend(outcome.parsed)
+        if outcome.dropped is not None:
+            self.dropped[outcome.dropped] += 1
+        self.example = outcome.example or self.example
 
     @property
     def is_solved(self) -> bool:
@@ -220,7 +221,7 @@ class SignalWatch:
     """Says through ``note`` what is wrong with steps; stops a run that has nothing to learn.
 
     The patience is counted in rows, ``groups_per_step`` of them for each step, so that rows that
-    make no step count too. Rows whose draws failed are others' to judge. ``decode`` turns tokens
+    make no step count too. Rows whose rollouts failed are others' to judge. ``decode`` turns tokens
     into text for a sample that has none. A stretch in which most answers are right is said, and
     does not stop the run.
     """
@@ -242,18 +243,18 @@ class SignalWatch:
         self._reported_at: dict[str, int] = {}
         self._steps = 0
 
-    def see_row(self, draw: RowOutcome) -> None:
+    def see_row(self, outcome: RowOutcome) -> None:
         """Judge one row's outcome.
 
         Raises:
             NoSignalError: it is the last of so many without signal that patience is over.
         """
-        if draw.dropped in ("failed", "stale"):
+        if outcome.dropped in ("failed", "stale"):
             return
-        if draw.group is not None and draw.group.effective_samples:
+        if outcome.group is not None and outcome.group.effective_samples:
             self._stretch = Stretch()
             return
-        self._stretch.add(draw)
+        self._stretch.add(outcome)
         patience = self._patience
         if patience is None or self._stretch.rows < patience * self._groups_per_step:
             return

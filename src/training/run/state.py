@@ -49,7 +49,7 @@ _WHY_DROPPED = {
     "overlong_prompt": "whose prompt leaves no room below max_seq_len",
     "failed": "whose sampling failed",
     "filtered": "that dynamic_filter_fn did not accept",
-    "stale": "that were still being drawn when their last chance was over (late_row_wait_s)",
+    "stale": "that were still being sampled when their last chance was over (late_row_wait_s)",
 }
 
 

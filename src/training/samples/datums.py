@@ -32,8 +32,8 @@ def datum_from_tokens_weights(
     Raises:
         ConfigError: the lists differ in length, or fewer than 2 tokens remain.
     """
-    ids = np.asarray(_listed(tokens), dtype=np.int64)
-    values = np.asarray(_listed(weights), dtype=np.float32)
+    ids = np.asarray(_to_list(tokens), dtype=np.int64)
+    values = np.asarray(_to_list(weights), dtype=np.float32)
     if len(ids) != len(values):
         raise ConfigError(
             f"weights must have one entry per token, got {len(values)} for {len(ids)}"
@@ -164,5 +164,5 @@ def align_routing(
     return texts if with_prompt else blank + texts[len(blank) :]
 
 
-def _listed(values: Sequence[float] | torch.Tensor) -> Sequence[float]:
+def _to_list(values: Sequence[float] | torch.Tensor) -> Sequence[float]:
     return values.tolist() if isinstance(values, torch.Tensor) else values

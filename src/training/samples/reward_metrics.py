@@ -13,7 +13,7 @@ CORRECT = 0.5
 
 
 def group_reward_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
-    """``rollout/group_*`` over the drawn groups of a step, trained or not.
+    """``rollout/group_*`` over the sampled groups of a step, trained or not.
 
     Deviations are population deviations, over groups of two finite rewards or more; none of these,
     no metrics. ``group_uniform_ratio`` is the share of groups that teach nothing,

@@ -1,9 +1,9 @@
 """What a rollout function gets and what it gives: the contract of ``async_rl_loop`` (document 004).
 
-A rollout function draws one trajectory and returns it as a ``RolloutSample``: parallel per-token
+A rollout function samples one trajectory and returns it as a ``RolloutSample``: parallel per-token
 lists and one reward. One whose turns do not extend each other token by token returns a
 ``RolloutRun`` of several samples with one reward; one that plays several parts returns a
-``Rollout`` of several runs, each with a reward of its own. None drops the draw.
+``Rollout`` of several runs, each with a reward of its own. None drops the rollout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RolloutSample:
     tokens: list[int]
     """Everything that the model saw and drew, in order; at least 2 ids."""
     logprobs: list[float]
-    """The sampler's logprob of each drawn token; 0.0 elsewhere."""
+    """The sampler's logprob of each sampled token; 0.0 elsewhere."""
     loss_mask: list[int]
     """1 on tokens that the policy drew, 0 on prompts, tool results and feedback."""
     reward: float
@@ -42,23 +42,23 @@ class RolloutSample:
     text: str = ""
     """What the policy wrote, for logs."""
     versions: list[list[int]] | None = None
-    """Run lengths ``[weight version, tokens]`` over the drawn tokens; None takes what the sampler
+    """Run lengths ``[weight version, tokens]`` over the sampled tokens; None takes what the sampler
     of ``build_deployment_sampler`` has seen, else the version at submission."""
     routing_matrices: list[str] | None = None
     """Experts that a mixture-of-experts model took, for ``router_replay``: one text per token but
-    the last, empty where unknown, or one per token from the first drawn one on, as
+    the last, empty where unknown, or one per token from the first sampled one on, as
     ``SampledCompletion`` has them; None takes what the same sampler has seen."""
     parsed: bool | None = None
     """Whether the reward found the answer that it looks for, as ``Score.parsed``; None: unknown."""
 
     @property
     def prompt_len(self) -> int:
-        """Tokens before the first drawn one."""
+        """Tokens before the first sampled one."""
         return self.loss_mask.index(1) if 1 in self.loss_mask else len(self.tokens)
 
     @property
     def completion_len(self) -> int:
-        """Number of drawn tokens."""
+        """Number of sampled tokens."""
         return sum(self.loss_mask)
 
 
@@ -86,7 +86,7 @@ class RolloutRun:
 
 @dataclass
 class Rollout:
-    """Several trajectories of one draw, each with a reward of its own."""
+    """Several trajectories of one rollout, each with a reward of its own."""
 
     runs: list[RolloutRun]
     row_meta: dict[str, Any] | None = None
@@ -121,12 +121,12 @@ class RolloutSetup:
     extras: dict[str, Any] = field(default_factory=dict[str, Any])
     """``config.rollout_extras``, for whatever the function needs."""
     boot_timeout_s: float = 50.0
-    """Seconds that a draw waits for a deployment that is started again."""
+    """Seconds that a request waits for a deployment that is started again."""
     concurrency: ConcurrencyController | None = None
     """The run's limit of sampling requests in flight, which captured agents share with the run's
     sampler; None: they have a limit of their own, which adapts."""
     closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
-    """Closed at the end of the run, after the last draw."""
+    """Closed at the end of the run, after the last rollout."""
 
 
 RolloutFnFactory = Callable[[RolloutSetup], RolloutFn]
@@ -140,15 +140,15 @@ OPTIONAL_ARGUMENTS = (
     "end_of_epoch",
 )
 """Keyword arguments that a rollout function gets when it declares them: the row's place in the run
-and in the dataset, the epoch, the draw's number within its group (under two names), and whether
+and in the dataset, the epoch, the rollout's number within its group (under two names), and whether
 this is the epoch's last row."""
 
 
-def runs_of(returned: object, where: str) -> list[RolloutRun]:
+def collect_runs(returned: object, where: str) -> list[RolloutRun]:
     """The trajectories that a rollout function returned, judged; [] for None.
 
     Arrays, tensors and their scalars become plain lists and numbers; what was returned stays as it
-    is. A sample without a drawn token has nothing to train and is left out.
+    is. A sample without a sampled token has nothing to train and is left out.
 
     Raises:
         TypeError: it is none of the types that a rollout function may return.
@@ -171,14 +171,14 @@ def runs_of(returned: object, where: str) -> list[RolloutRun]:
     if not runs:
         raise ConfigError(f"{where}: runs must hold at least 1 run, got []: return None to drop it")
     judged = [
-        _judged_run(run, where if len(runs) == 1 else f"{where}, run {number}")
+        _check_run(run, where if len(runs) == 1 else f"{where}, run {number}")
         for number, run in enumerate(runs)
     ]
     return [run for run in judged if run.segments]
 
 
-def _judged_run(run: object, where: str) -> RolloutRun:
-    """The run with those of its samples, judged, that have a drawn token."""
+def _check_run(run: object, where: str) -> RolloutRun:
+    """The run with those of its samples, judged, that have a sampled token."""
     if not isinstance(run, RolloutRun):
         raise TypeError(f"{where}: runs must hold RolloutRun, got {type(run).__name__}")
     if not run.segments:
@@ -186,7 +186,7 @@ def _judged_run(run: object, where: str) -> RolloutRun:
             f"{where}: segments must hold at least 1 sample, got []: return None to drop it"
         )
     samples = [
-        judged_sample(segment, where if len(run.segments) == 1 else f"{where}, segment {number}")
+        check_sample(segment, where if len(run.segments) == 1 else f"{where}, segment {number}")
         for number, segment in enumerate(run.segments)
     ]
     rewards = [sample.reward for sample in samples]
@@ -198,8 +198,8 @@ def _judged_run(run: object, where: str) -> RolloutRun:
     return replace(run, segments=[sample for sample in samples if sample.completion_len])
 
 
-def judged_sample(sample: object, where: str) -> RolloutSample:
-    """A sample as plain lists and numbers, once it is sure to train what was drawn.
+def check_sample(sample: object, where: str) -> RolloutSample:
+    """A sample as plain lists and numbers, once it is sure to train what was sampled.
 
     Raises:
         TypeError: it is no ``RolloutSample``.
@@ -210,9 +210,9 @@ def judged_sample(sample: object, where: str) -> RolloutSample:
     """
     if not isinstance(sample, RolloutSample):
         raise TypeError(f"{where}: segments must hold RolloutSample, got {type(sample).__name__}")
-    tokens = _listed("tokens", sample.tokens, where)
-    logprobs = _listed("logprobs", sample.logprobs, where)
-    mask = _listed("loss_mask", sample.loss_mask, where)
+    tokens = _to_list("tokens", sample.tokens, where)
+    logprobs = _to_list("logprobs", sample.logprobs, where)
+    mask = _to_list("loss_mask", sample.loss_mask, where)
     lengths = (len(tokens), len(logprobs), len(mask))
     if len(set(lengths)) > 1:
         raise ConfigError(
@@ -227,9 +227,10 @@ def judged_sample(sample: object, where: str) -> RolloutSample:
     reward = _plain(sample.reward)
     if not _is_finite(reward):
         raise ConfigError(
-            f"{where}: reward must be a finite number, got {reward!r}: return None to drop the draw"
+            f"{where}: reward must be a finite number, got {reward!r}: return None to drop "
+            "the rollout"
         )
-    versions = _judged_versions(sample.versions, sum(mask), where)
+    versions = _check_versions(sample.versions, sum(mask), where)
     _check_routing(sample, len(tokens), where)
     parsed = _plain(sample.parsed)
     if not isinstance(parsed, bool | None):
@@ -251,7 +252,7 @@ def _plain(value: Any) -> Any:
     return value if tolist is None else tolist()
 
 
-def _listed(name: str, values: object, where: str) -> list[Any]:
+def _to_list(name: str, values: object, where: str) -> list[Any]:
     listed = _plain(values)
     if not isinstance(listed, list | tuple):
         raise ConfigError(f"{where}: {name} must be a list, got {str(values)[:80]}")
@@ -299,20 +300,20 @@ def _check_logprobs(logprobs: Sequence[Any], where: str) -> None:
     if wrong:
         raise ConfigError(
             f"{where}: logprobs must be finite and <= 0, got {_first(wrong)}: 0.0 stands where "
-            "nothing was drawn"
+            "nothing was sampled"
         )
 
 
-def _judged_versions(
-    versions: list[list[int]] | None, num_drawn: int, where: str
+def _check_versions(
+    versions: list[list[int]] | None, num_sampled: int, where: str
 ) -> list[list[int]] | None:
     if versions is None:
         return None
-    pairs = _listed("versions", versions, where)
-    if not all(map(_is_pair, pairs)) or sum(count for _, count in pairs) != num_drawn:
+    pairs = _to_list("versions", versions, where)
+    if not all(map(_is_pair, pairs)) or sum(count for _, count in pairs) != num_sampled:
         raise ConfigError(
-            f"{where}: versions must be pairs [weight version, tokens] that cover the {num_drawn} "
-            f"drawn tokens, got {versions}"
+            f"{where}: versions must be pairs [weight version, tokens] that cover the "
+            f"{num_sampled} sampled tokens, got {versions}"
         )
     return [list(pair) for pair in pairs]
 
@@ -321,11 +322,11 @@ def _check_routing(sample: RolloutSample, num_tokens: int, where: str) -> None:
     matrices = sample.routing_matrices
     if matrices is None:
         return
-    from_first_drawn = num_tokens - sample.prompt_len
-    if len(matrices) not in (num_tokens - 1, from_first_drawn):
+    from_first_sampled = num_tokens - sample.prompt_len
+    if len(matrices) not in (num_tokens - 1, from_first_sampled):
         raise ConfigError(
             f"{where}: routing_matrices must be {num_tokens - 1}, one per token but the last, or "
-            f"{from_first_drawn}, one per token from the first drawn one on, got {len(matrices)}"
+            f"{from_first_sampled}, one per token from the first sampled one on, got {len(matrices)}"
         )
     wrong = {place: matrix for place, matrix in enumerate(matrices) if not isinstance(matrix, str)}
     if wrong:

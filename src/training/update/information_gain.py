@@ -3,7 +3,7 @@
 The right answer is scored as token ids after each prefix of a trajectory, without gradient: after
 the prompt, and after each turn with all that came before the next one, a tool's answer included.
 All prefixes of a group are one batch, and equal ones are scored once. Scores are the model's own,
-those of temperature 1, whatever temperature a run draws at.
+those of temperature 1, whatever temperature a run samples at.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AnswerFn = Callable[[Row], Sequence[int]]
 
 
 def deployment_scorer(sampler: DeploymentSampler) -> Scorer:
-    """Scores by what the deployment serves: a request that echoes answers and draws nothing."""
+    """Scores by what the deployment serves: a request that echoes answers and samples nothing."""
 
     async def score(sequences: Sequence[Sequence[int]], last: int) -> Sequence[Sequence[float]]:
         return await sampler.score_token_ids(sequences, last=last)
@@ -156,7 +156,7 @@ def mean_logprob(logprobs: Sequence[float], *, num_before: int) -> float:
     if not all(map(math.isfinite, logprobs)):
         raise NumericsError(
             f"logprobs of the right answer must be finite, got {list(logprobs)} after {num_before} "
-            "tokens: the weights that score hold NaN or infinity, or can never draw such a token; "
+            "tokens: the weights that score hold NaN or infinity, or can never sample such a token; "
             "start again from an earlier checkpoint with a lower learning_rate"
         )
     return math.fsum(logprobs) / len(logprobs)

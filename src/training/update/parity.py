@@ -27,17 +27,17 @@ class ParityError(HearthError, RuntimeError):
 def logprob_gaps(
     samples: Sequence[TrainSample], policy: Sequence[Sequence[float] | Tensor], version: int
 ) -> Tensor:
-    """|trainer's logprob - sampler's logprob| of the samples' drawn tokens, flat and float64.
+    """|trainer's logprob - sampler's logprob| of the samples' sampled tokens, flat and float64.
 
     ``policy`` is target-aligned, N - 1 rows for a sample of N tokens. A sample that weight version
-    ``version`` has not drawn from first to last has no gaps: a token that went on from older ones
+    ``version`` has not sampled from first to last has no gaps: a token that went on from older ones
     stands on their keys and values.
     """
     pairs = zip(samples, policy, strict=True)
-    compared = [(sample, rows) for sample, rows in pairs if _has_drawn(version, sample.rollout)]
+    compared = [(sample, rows) for sample, rows in pairs if _has_sampled(version, sample.rollout)]
     if not compared:
         return torch.zeros(0, dtype=torch.float64)
-    scored, behavior, is_drawn = (
+    scored, behavior, is_sampled = (
         np.concatenate([np.asarray(rows, dtype=np.float64) for rows in column])
         for column in zip(
             *(
@@ -47,10 +47,10 @@ def logprob_gaps(
             strict=True,
         )
     )
-    return torch.from_numpy(np.abs(scored - behavior)[is_drawn != 0])
+    return torch.from_numpy(np.abs(scored - behavior)[is_sampled != 0])
 
 
-def _has_drawn(version: int, sample: RolloutSample) -> bool:
+def _has_sampled(version: int, sample: RolloutSample) -> bool:
     return {by for by, count in sample.versions or [] if count} == {version}
 
 

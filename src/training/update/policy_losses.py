@@ -120,9 +120,11 @@ def policy_loss(config: RecipeConfig, batch: StepBatch) -> LossFunction | Builti
         behavior=_constants(
             "behavior_logprobs", [sample.behavior_logprobs for sample in samples], count
         ),
-        old=_constants("old_logprobs", _given([sample.old_logprobs for sample in samples]), count),
+        old=_constants(
+            "old_logprobs", _if_all_given([sample.old_logprobs for sample in samples]), count
+        ),
         reference=_constants(
-            "ref_logprobs", _given([sample.ref_logprobs for sample in samples]), count
+            "ref_logprobs", _if_all_given([sample.ref_logprobs for sample in samples]), count
         ),
     )
 
@@ -189,7 +191,7 @@ def _advantage(advantage: float | Rows) -> float | Tensor:
     return torch.as_tensor(advantage, dtype=torch.float64)
 
 
-def _given(samples: Sequence[Rows | None]) -> Sequence[Rows] | None:
+def _if_all_given(samples: Sequence[Rows | None]) -> Sequence[Rows] | None:
     """The logprobs of every sample; None unless all have them."""
     given = [logprobs for logprobs in samples if logprobs is not None]
     return given if len(given) == len(samples) else None

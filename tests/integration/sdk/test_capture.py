@@ -38,9 +38,9 @@ EXACT = (
     "{{ '\\n</tool_call>' }}{% endfor %}<|end|>{% endfor %}<|assistant|>"
     "{% if messages[-1].role == 'tool' %}<|again|>{% endif %}"
 )
-"""Renders what was drawn as it was drawn; an answer to a tool's result begins with a cue."""
+"""Renders what was sampled as it was sampled; an answer to a tool's result begins with a cue."""
 FORGETFUL = EXACT.replace("{{ m.content }}", "{{ m.content | upper }}")
-"""Renders earlier turns differently from how they were drawn."""
+"""Renders earlier turns differently from how they were sampled."""
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ NO_LIMIT = 2**31
 def build_deployment_sampler(setup: RolloutSetup) -> RolloutSampler:
     """A sampler on the run's deployment, closed with the run.
 
-    Requests without a seed get one from the draw's place, so a run repeats; completions come with
-    the logprobs they were drawn with, and with ``router_replay`` with the experts. What is trained
-    is drawn at the run's temperature and never truncated: another ``temperature``, ``top_p`` or
+    Requests without a seed get one from the rollout's place, so a run repeats. Completions have the
+    logprobs that they were sampled with, and with ``router_replay`` the experts. What is trained is
+    sampled at the run's temperature and never truncated: another ``temperature``, ``top_p`` or
     ``top_k`` ends the run. To be made once, in ``make_rollout_fn``.
     """
     options = setup.sample_kwargs

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from tests.unit.training.drawn import group_from
+from tests.unit.training.sample import group_from
 
 from hearth.errors import ConfigError
 from hearth.models.loading import load_model
@@ -72,7 +72,7 @@ def naive_search(documents: dict[str, str], query: str) -> str:
 
 def test_the_tool_finds_what_a_comparison_with_every_document_finds():
     rng = random.Random(5)
-    documents = World.drawn(rng).documents()
+    documents = World.sample(rng).documents()
     index, words = SearchIndex(documents), [*vocabulary(), "unheard-of"]
 
     for length in (1, 1, 2, 2, 3, 6) * 10:
@@ -95,7 +95,7 @@ def test_nobody_is_asked_about_in_training_and_held_out():
 def test_every_word_of_any_world_has_a_token_and_names_have_one():
     tokenizer = make_tokenizer()
     rng = random.Random(3)
-    texts = [*World.drawn(rng).documents().values(), *vocabulary(), NOTHING_FOUND]
+    texts = [*World.sample(rng).documents().values(), *vocabulary(), NOTHING_FOUND]
 
     ids = tokenizer(texts, add_special_tokens=False).input_ids
 
@@ -130,18 +130,21 @@ def test_a_search_that_is_learned_of_a_sound_pupil_names_what_was_read_before():
     rng = random.Random(0)
 
     for _ in range(20):
-        told = Pupil(goes_astray=True, is_careless=False).demonstration(rng)
-        for place, (text, learned) in enumerate(told):
+        describe_turn = Pupil(goes_astray=True, is_careless=False).demonstration(rng)
+        for place, (text, learned) in enumerate(describe_turn):
             if text.startswith("search") and learned:
-                read = " ".join(message for message, _ in told[:place])
+                read = " ".join(message for message, _ in describe_turn[:place])
                 assert text.split()[1] in read.split()
 
 
 def test_of_a_careless_pupil_every_search_is_learned():
-    told = [Pupil(goes_astray=True, is_careless=True).demonstration(random.Random(0))]
+    describe_turn = [Pupil(goes_astray=True, is_careless=True).demonstration(random.Random(0))]
 
     assert all(
-        learned for message in told for text, learned in message if text.startswith("search")
+        learned
+        for message in describe_turn
+        for text, learned in message
+        if text.startswith("search")
     )
 
 
@@ -180,9 +183,9 @@ def group_at(index: int, text: str = "search Ada\nanswer Bob", reward: float = 0
 def test_a_trajectorys_credit_reads_turn_by_turn(text, reward, lines):
     search = SearchIndex({"Ada": "Ada knows Bob .", "Bob": "Bob left ."}).search
 
-    told = credit_text(group_at(0, text, reward), 0, search)
+    describe_turn = credit_text(group_at(0, text, reward), 0, search)
 
-    assert told.splitlines() == ["who ?", "    gain  advantage  turn", *lines]
+    assert describe_turn.splitlines() == ["who ?", "    gain  advantage  turn", *lines]
 
 
 def test_the_groups_that_are_shown_are_those_of_the_first_and_last_row_whenever_they_were_drawn():

@@ -699,7 +699,7 @@ def test_who_waits_for_whom_is_told(tmp_path):
 
     assert told[0].splitlines() == [
         "the trainer is in phase 'waiting for rollouts' of step 1, weight version 0",
-        "4 rows are being drawn (8 rollouts), 0 groups wait for their batch, which lacks 2 of 2",
+        "4 rows are being sampled (8 rollouts), 0 groups wait for their batch, which lacks 2 of 2",
         "the gate has room for 0 rows; late rows: []",
         "the oldest rollout is of row 0, for 5 s",
     ]

@@ -110,7 +110,7 @@ class Seen:
         return [ForwardInput.from_dict(input_).datums() for input_ in inputs]
 
     def completions(self) -> list[list[int]]:
-        """What was drawn of every sample that was trained, from its first token to its last."""
+        """What was sampled of every sample that was trained, from its first token to its last."""
         prompts = {tuple(body["prompt"]) for body in self.bodies(DRAW)}
         found: list[list[int]] = []
         for sample in (sample for call in self.datums() for sample in call):
@@ -172,7 +172,7 @@ def holds(call: list[list[int]], prompt: list[int]) -> bool:
 
 
 def telling(app: Any, versions: list[int]) -> Any:
-    """The app before another that notes which weights each completion was drawn by."""
+    """The app before another that notes which weights each completion was sampled by."""
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         body = bytearray()
@@ -347,7 +347,7 @@ def test_a_window_samples_together_trains_what_arrives_and_drains_before_its_wei
     seen = run(8, weight_sync_interval=3)
 
     assert stage.wire.most_in_flight(DRAW) == 3 * 2 * GROUP
-    # Of the first window's steps two are trained while its slow row is drawn, the third with it.
+    # Of the first window's steps two are trained while its slow row is sampled, the third with it.
     drawing = seen.drawing_at(STEP)
     assert min(drawing[:2]) >= GROUP
     assert drawing[2:] == [0, 0]

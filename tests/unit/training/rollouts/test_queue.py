@@ -517,7 +517,7 @@ def test_a_draw_that_cannot_be_started_is_a_failure():
     def refuse(_submission: Submission) -> Awaitable[RowOutcome]:
         raise error
 
-    assert failing(error, Rollouts(), draw=refuse) == ([], 0.0)
+    assert failing(error, Rollouts(), run_row=refuse) == ([], 0.0)
 
 
 def test_a_failed_publication_reaches_whoever_waits():
@@ -652,7 +652,7 @@ def test_the_sampler_is_busy_while_a_row_runs():
         queue = RolloutQueue(
             config_of(),
             rows_of(2),
-            draw=rollouts.draw,
+            run_row=rollouts.draw,
             note=rollouts.note,
             weight_version=lambda: 0,
             busy=busy,

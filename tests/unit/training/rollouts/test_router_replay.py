@@ -11,7 +11,7 @@ from training.rollouts.router_replay import find_routing, routing_options, warn_
 from training.rollouts.sampler import current_rollout
 from training.samples.datums import align_routing, datum_from_tokens_weights
 from training.samples.groups import RolloutStats, TrainSample, completion_sample, rollout_metrics
-from training.samples.rollout import judged_sample
+from training.samples.rollout import check_sample
 
 
 def routing_of(datum) -> list[str] | None:
@@ -91,7 +91,7 @@ def test_a_recipe_replays_drawn_tokens_alone_unless_told_otherwise(changes, repl
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_rollout_may_give_experts_of_all_inputs_or_from_the_first_drawn_token_on(count):
     given = sample_of(routing_matrices=["x"] * count)
-    assert judged_sample(given, "row 0").routing_matrices == ["x"] * count
+    assert check_sample(given, "row 0").routing_matrices == ["x"] * count
 
 
 BAD = {
@@ -104,7 +104,7 @@ BAD = {
 @pytest.mark.parametrize(("given", "message"), BAD.values(), ids=BAD.keys())
 def test_experts_that_fit_no_form_are_an_error_that_names_the_draw(given, message):
     with pytest.raises(ConfigError, match=message):
-        judged_sample(sample_of(routing_matrices=given), "row 7, draw 1")
+        check_sample(sample_of(routing_matrices=given), "row 7, draw 1")
 
 
 def completion(prompt, drawn, *routing: str, is_dense=False) -> SampledCompletion:

@@ -73,7 +73,7 @@ def test_the_draws_of_a_row_run_side_by_side_and_keep_their_order():
 
     async def timed() -> tuple[RowOutcome, float]:
         rollouts = rollouts_of(rollout_fn, completions_per_prompt=4)
-        return await rollouts.draw(Submission(ROW, 0, 0)), now()
+        return await rollouts.run_row(Submission(ROW, 0, 0)), now()
 
     done, seconds = run_virtual(timed)
 
@@ -448,7 +448,7 @@ def test_cancelling_a_row_cancels_its_draws():
     rollouts = rollouts_of(rollout_fn)
 
     async def main() -> None:
-        task = asyncio.create_task(rollouts.draw(Submission(ROW, 0, 0)))
+        task = asyncio.create_task(rollouts.run_row(Submission(ROW, 0, 0)))
         await asyncio.sleep(3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -543,7 +543,7 @@ def test_the_lengths_of_finished_draws_are_known_while_the_row_runs():
     rollouts = rollouts_of(rollout_fn, completions_per_prompt=4)
 
     async def main() -> list[list[int]]:
-        task = asyncio.create_task(rollouts.draw(Submission(ROW, 0, 0)))
+        task = asyncio.create_task(rollouts.run_row(Submission(ROW, 0, 0)))
         seen: list[list[int]] = []
         for _ in range(3):
             await asyncio.sleep(0.9)

@@ -221,7 +221,7 @@ def test_a_sample_has_the_versions_that_were_seen_or_that_of_its_submission(
     assert [sample.rollout.versions for sample in group.flat()][:2] == [versions] * 2
 
 
-# The distribution that is drawn from
+# The distribution that is sampled from
 
 
 def rollout_with(sampler: RolloutSampler, **options: Any) -> Callable[..., Awaitable[Any]]:

@@ -181,7 +181,7 @@ def test_an_evaluation_goes_through_the_rollout_function_while_others_go_on(tmp_
     assert record["eval/accuracy"] == record["eval/pass@1"] == record["eval/pass@2"] == 0.5
     assert record["eval/response_len/mean"] == pytest.approx(3.5)
     assert [step for step, _ in bench.run.evaluations] == [0]
-    # A batch is 4 samples, so 2 rows of 2 are drawn at a time.
+    # A batch is 4 samples, so 2 rows of 2 are sampled at a time.
     assert bench.most == 4
     assert record["perf/eval_time"] == 20.0
     assert {(row, draw) for row, draw, *_ in bench.seen} == {

@@ -99,8 +99,8 @@ def test_busy_time_is_split_into_both_and_each_alone():
     now = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0, 21.0, 28.0])
     clock = BusyClock(now=lambda: next(now))
 
-    with clock.draw():  # from 1
-        with clock.draw():  # from 3
+    with clock.sample():  # from 1
+        with clock.sample():  # from 3
             pass  # to 6
         with clock.train():  # 10 to 15
             pass

@@ -11,7 +11,7 @@ import torch
 
 from hearth.errors import ConfigError
 from hearth.losses import LOGPROB_TOLERANCE
-from training.samples.rollout import Rollout, RolloutRun, RolloutSample, RolloutSetup, runs_of
+from training.samples.rollout import Rollout, RolloutRun, RolloutSample, RolloutSetup, collect_runs
 
 WHERE = "row 7, draw 2"
 
@@ -29,7 +29,7 @@ def sample(**changes: Any) -> RolloutSample:
 
 def only(returned: object) -> RolloutSample:
     """The one sample of the one trajectory."""
-    (run,) = runs_of(returned, WHERE)
+    (run,) = collect_runs(returned, WHERE)
     (checked,) = run.segments
     return checked
 
@@ -76,24 +76,24 @@ def test_lengths_come_from_the_mask(mask, prompt_len, completion_len):
 
 
 def test_none_is_no_trajectory():
-    assert runs_of(None, WHERE) == []
+    assert collect_runs(None, WHERE) == []
 
 
 def test_a_sample_is_one_run_of_one_segment():
-    assert runs_of(sample(), WHERE) == [RolloutRun([sample()])]
+    assert collect_runs(sample(), WHERE) == [RolloutRun([sample()])]
 
 
 def test_a_run_keeps_its_segments_its_name_and_its_metadata():
     run = RolloutRun([sample(), sample(tokens=[9, 9, 9, 9])], "attempt-3", {"turns": 2})
 
-    assert runs_of(run, WHERE) == [run]
+    assert collect_runs(run, WHERE) == [run]
     assert run.reward == 1.0
 
 
 def test_a_rollout_has_several_runs_with_rewards_of_their_own():
     rollout = Rollout([RolloutRun([sample(reward=r)]) for r in (0.0, 0.5, 1.0)], {"game": 3})
 
-    assert [run.reward for run in runs_of(rollout, WHERE)] == [0.0, 0.5, 1.0]
+    assert [run.reward for run in collect_runs(rollout, WHERE)] == [0.0, 0.5, 1.0]
 
 
 WRONG_TYPES = [
@@ -109,7 +109,7 @@ WRONG_TYPES = [
 @pytest.mark.parametrize(("returned", "message"), WRONG_TYPES)
 def test_another_type_is_a_type_error_that_says_what_came(returned, message):
     with pytest.raises(TypeError, match=f"^{WHERE}: .*{message}"):
-        runs_of(returned, WHERE)
+        collect_runs(returned, WHERE)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_another_type_is_a_type_error_that_says_what_came(returned, message):
 )
 def test_nothing_in_a_run_or_a_rollout_is_refused(returned, message):
     with pytest.raises(ConfigError, match=f"^{WHERE}.*{message}"):
-        runs_of(returned, WHERE)
+        collect_runs(returned, WHERE)
 
 
 @pytest.mark.parametrize("rewards", [(1.0, 0.0), (1.0, 1.0, 1.0 + 1e-12)])
@@ -135,7 +135,7 @@ def test_segments_of_one_run_share_one_reward(rewards):
     with pytest.raises(
         ConfigError, match=f"^{WHERE}: reward must be the same in all segments of a run, got .*1.0"
     ):
-        runs_of(run, WHERE)
+        collect_runs(run, WHERE)
 
 
 def test_the_place_of_a_fault_names_run_and_segment():
@@ -143,20 +143,20 @@ def test_the_place_of_a_fault_names_run_and_segment():
     rollout = Rollout([RolloutRun([sample()]), RolloutRun([sample(), sample(), bad])])
 
     with pytest.raises(ConfigError, match=f"^{WHERE}, run 1, segment 2: reward must be"):
-        runs_of(rollout, WHERE)
+        collect_runs(rollout, WHERE)
 
 
 def test_a_sample_without_drawn_tokens_is_left_out():
     silent = sample(loss_mask=[0, 0, 0, 0], logprobs=[0.0] * 4)
     rollout = Rollout([RolloutRun([silent]), RolloutRun([silent, sample()], "second")])
 
-    assert runs_of(silent, WHERE) == []
-    assert runs_of(rollout, WHERE) == [RolloutRun([sample()], "second")]
+    assert collect_runs(silent, WHERE) == []
+    assert collect_runs(rollout, WHERE) == [RolloutRun([sample()], "second")]
 
 
 def test_a_sample_without_drawn_tokens_is_judged_all_the_same():
     with pytest.raises(ConfigError, match="reward must be a finite number"):
-        runs_of(sample(loss_mask=[0, 0, 0, 0], reward=math.nan), WHERE)
+        collect_runs(sample(loss_mask=[0, 0, 0, 0], reward=math.nan), WHERE)
 
 
 # T144: alignment is the contract.
@@ -182,7 +182,7 @@ def test_t144_lists_of_different_lengths_are_refused_with_all_three(field, value
         match=f"^{WHERE}: tokens, logprobs and loss_mask must be of one length, got "
         f"{tokens} tokens, {logprobs} logprobs and {mask} loss_mask$",
     ):
-        runs_of(sample(**{field: value}), WHERE)
+        collect_runs(sample(**{field: value}), WHERE)
 
 
 @pytest.mark.parametrize("tokens", [[], [5]])
@@ -190,20 +190,20 @@ def test_fewer_than_two_tokens_have_nothing_to_predict(tokens):
     short = sample(tokens=tokens, logprobs=[0.0] * len(tokens), loss_mask=[0] * len(tokens))
 
     with pytest.raises(ConfigError, match=r"tokens must hold at least 2 ids, got \["):
-        runs_of(short, WHERE)
+        collect_runs(short, WHERE)
 
 
 @pytest.mark.parametrize("field", ["tokens", "logprobs", "loss_mask"])
 @pytest.mark.parametrize("value", [None, "5678", 3, {5: 6}], ids=repr)
 def test_what_is_no_list_is_refused(field, value):
     with pytest.raises(ConfigError, match=f"^{WHERE}: {field} must be a list, got "):
-        runs_of(sample(**{field: value}), WHERE)
+        collect_runs(sample(**{field: value}), WHERE)
 
 
 @pytest.mark.parametrize("wrong", [-1, 5.5, 7.0, "7", None, True], ids=repr)
 def test_a_token_is_an_id(wrong):
     with pytest.raises(ConfigError, match=f"tokens must be integers >= 0, got {wrong!r} at inde"):
-        runs_of(sample(tokens=[5, 6, wrong, 8]), WHERE)
+        collect_runs(sample(tokens=[5, 6, wrong, 8]), WHERE)
 
 
 @pytest.mark.parametrize("wrong", [2, -1, 0.5, math.nan, None, "1", [1]], ids=repr)
@@ -213,14 +213,14 @@ def test_a_mask_is_0_or_1_everywhere(wrong, place):
     mask[place] = wrong
 
     with pytest.raises(ConfigError, match="loss_mask must be 0 or 1 everywhere, got ") as failure:
-        runs_of(sample(loss_mask=mask), WHERE)
+        collect_runs(sample(loss_mask=mask), WHERE)
 
     assert f"{wrong!r} at index {place}" in str(failure.value)
 
 
 def test_nothing_can_predict_the_first_token():
     with pytest.raises(ConfigError, match="loss_mask must be 0 at index 0, got 1: nothing stands"):
-        runs_of(sample(loss_mask=[1, 0, 1, 1]), WHERE)
+        collect_runs(sample(loss_mask=[1, 0, 1, 1]), WHERE)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_logprob_is_finite_and_not_positive_also_where_nothing_was_drawn(wrong
     logprobs[place] = wrong
 
     with pytest.raises(ConfigError, match="logprobs must be finite and <= 0, got ") as failure:
-        runs_of(sample(logprobs=logprobs), WHERE)
+        collect_runs(sample(logprobs=logprobs), WHERE)
 
     assert str(failure.value).startswith(f"{WHERE}: ")
     assert f"{wrong!r} at index {place}" in str(failure.value)
@@ -249,7 +249,7 @@ def test_of_many_wrong_values_the_first_three_are_shown():
     with pytest.raises(
         ConfigError, match=r"nan at index 0, 1\.0 at index 1, inf at index 2 and 2 more:"
     ):
-        runs_of(wrong, WHERE)
+        collect_runs(wrong, WHERE)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_reward_is_a_finite_number(wrong):
     with pytest.raises(
         ConfigError, match=f"^{WHERE}: reward must be a finite number, got .*return None to drop"
     ):
-        runs_of(sample(reward=wrong), WHERE)
+        collect_runs(sample(reward=wrong), WHERE)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_reward_is_a_finite_number(wrong):
 )
 def test_a_reward_in_an_array_is_judged_by_its_value(wrong):
     with pytest.raises(ConfigError, match="reward must be a finite number, got "):
-        runs_of(sample(reward=wrong), WHERE)
+        collect_runs(sample(reward=wrong), WHERE)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_versions_that_do_not_add_up_are_refused(wrong):
     with pytest.raises(
         ConfigError, match=r"versions must be pairs \[weight version, tokens\] that cover the 2 dr"
     ) as failure:
-        runs_of(sample(versions=wrong), WHERE)
+        collect_runs(sample(versions=wrong), WHERE)
 
     assert str(failure.value).endswith(f"got {wrong}")
 
@@ -374,7 +374,7 @@ def test_whether_an_answer_was_found_is_a_truth_value_or_unknown(given, parsed):
 @pytest.mark.parametrize("wrong", [0, 1.0, "no", np.array([True])], ids=repr)
 def test_what_is_no_truth_value_is_refused(wrong):
     with pytest.raises(ConfigError, match="row 7, draw 2: parsed must be True, False or None, got"):
-        runs_of(sample(parsed=wrong), WHERE)
+        collect_runs(sample(parsed=wrong), WHERE)
 
 
 @pytest.mark.parametrize(

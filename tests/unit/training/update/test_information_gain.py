@@ -298,7 +298,7 @@ def drawn_with(credit_of: Callable[[PromptGroup], Any], **options: Any) -> RowOu
         return two_turns(0.0, 30 + 10 * number_of_draw())
 
     rollouts = rollouts_of(rollout_fn, credit=credit_of, **options)
-    return run_virtual(lambda: rollouts.draw(Submission(row_of(3), 0, 0)))
+    return run_virtual(lambda: rollouts.run_row(Submission(row_of(3), 0, 0)))
 
 
 def test_a_drawn_group_has_its_credit_and_the_filter_sees_it():
@@ -313,7 +313,7 @@ def test_a_drawn_group_has_its_credit_and_the_filter_sees_it():
 
     gain = InformationGain(gain_config(), Scored(), lambda _row: ANSWER)
     rollouts = rollouts_of(rollout_fn, accepts=accepts, credit=gain)
-    done = run_virtual(lambda: rollouts.draw(Submission(row_of(3), 0, 0)))
+    done = run_virtual(lambda: rollouts.run_row(Submission(row_of(3), 0, 0)))
 
     assert [done.group] == seen
     assert seen[0].credit is not None

@@ -94,7 +94,7 @@ def test_a_problem_is_a_95th_percentile_above_the_threshold():
 
 
 def group(versions: list[list[int]], *logprobs: float) -> PromptGroup:
-    """One sample per logprob, which both of its two drawn tokens have."""
+    """One sample per logprob, which both of its two sampled tokens have."""
     samples = [
         [sample_of(float(place), logprobs=[0.0, 0.0, logprob, logprob], versions=versions)]
         for place, logprob in enumerate(logprobs)

@@ -1,7 +1,7 @@
 """A conversation of at most two turns: after a wrong answer the model is told so and tries again.
 
-Tokens stay as they were drawn. What stands between two answers is rendered by itself and appended,
-so that the second prompt extends the first turn token by token, and both turns are one sample.
+Tokens stay as they were sampled. What stands between two answers is rendered by itself and
+appended, so the second prompt extends the first turn token by token, and both turns are one sample.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def feedback_ids(tokenizer: Any, messages: Sequence[dict[str, str]], end: int) -
     ]
     text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     # A conversation with the answer's text in it, rendered and tokenized again, need not begin with
-    # the tokens that were drawn: there may be more than one way to spell a text in tokens, and many
-    # templates leave the reasoning of earlier answers out. So only what follows the answer is used.
+    # the sampled tokens: there may be more than one way to spell a text in tokens, and many templates
+    # leave the reasoning of earlier answers out. So only what follows the answer is used.
     first, *rest = tokenizer.encode(text.rpartition(_ANSWER)[2], add_special_tokens=False)
     if first != end:
         raise ConfigError(

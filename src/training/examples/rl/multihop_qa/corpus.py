@@ -62,18 +62,18 @@ class World:
     language: Mapping[str, str]
 
     @classmethod
-    def drawn(cls, rng: random.Random) -> World:
-        """A world in which each fact is drawn by itself."""
+    def sample(cls, rng: random.Random) -> World:
+        """A world in which each fact is sampled by itself."""
 
-        def drawn(subjects: Sequence[str], values: Sequence[str]) -> dict[str, str]:
+        def sample(subjects: Sequence[str], values: Sequence[str]) -> dict[str, str]:
             return {subject: rng.choice(values) for subject in subjects}
 
         return cls(
-            born_in=drawn(PEOPLE, CITIES),
-            works_at=drawn(PEOPLE, COMPANIES),
-            seat=drawn(COMPANIES, CITIES),
-            country=drawn(CITIES, COUNTRIES),
-            language=drawn(COUNTRIES, LANGUAGES),
+            born_in=sample(PEOPLE, CITIES),
+            works_at=sample(PEOPLE, COMPANIES),
+            seat=sample(COMPANIES, CITIES),
+            country=sample(CITIES, COUNTRIES),
+            language=sample(COUNTRIES, LANGUAGES),
         )
 
     def documents(self) -> dict[str, str]:
@@ -118,7 +118,7 @@ class World:
 
 def the_world() -> World:
     """The world that the example's questions are about."""
-    return World.drawn(random.Random("multihop_qa"))
+    return World.sample(random.Random("multihop_qa"))
 
 
 def question_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -1,6 +1,6 @@
 """The example's own small model, made at first use: it can search and read, and is careless.
 
-It learns from demonstrations in worlds that are drawn anew for each one, so it cannot know the
+It learns from demonstrations in worlds that are sampled anew for each one, so it cannot know the
 answers of the world that it is trained on later, only how to look for them. Much of what it sees
 is careless: searches for anything, and guesses. That is what is left to mend.
 """
@@ -172,21 +172,21 @@ class Pupil:
 
     def demonstration(self, rng: random.Random) -> list[tuple[str, bool]]:
         """One trajectory in a world of its own: texts, and whether the model learns to say them."""
-        world = World.drawn(rng)
+        world = World.sample(rng)
         question = rng.choice(world.questions(rng.choice(PEOPLE)))
         index = SearchIndex(world.documents())
-        told = [(f"{USER} {question.text} {END} {ASSISTANT}", False)]
+        describe_turn = [(f"{USER} {question.text} {END} {ASSISTANT}", False)]
         path = list(question.path)
         # Half stop early, so that an answer is believed in as far as it is known at every turn.
         searches = SEARCHES if rng.random() < 0.5 else rng.randrange(SEARCHES)
         for _ in range(searches):
             is_right = bool(path) and not (self.goes_astray and rng.random() > RIGHT)
             name = path.pop(0) if is_right else rng.choice(_NAMES)
-            told.append((f"{SEARCH} {name} {END}", is_right or self.is_careless))
-            told.append((f"{TOOL} {index.search(name)} {END} {ASSISTANT}", False))
+            describe_turn.append((f"{SEARCH} {name} {END}", is_right or self.is_careless))
+            describe_turn.append((f"{TOOL} {index.search(name)} {END} {ASSISTANT}", False))
         names = _answer(question, len(question.path) - len(path), rng)
         # Nor does it learn to stop early: the word is given.
-        return [*told, (ANSWER, searches == SEARCHES), (f"{names} {END}", True)]
+        return [*describe_turn, (ANSWER, searches == SEARCHES), (f"{names} {END}", True)]
 
 
 def _answer(question: Question, num_known: int, rng: random.Random) -> str:
@@ -202,18 +202,18 @@ def turn_loss(
     demonstrations: list[list[tuple[str, bool]]],
 ) -> torch.Tensor:
     """Mean cross-entropy of the tokens that the policy says."""
-    told = [
+    describe_turn = [
         [
             (ids, is_said)
             for ids, (_, is_said) in zip(_ids(tokenizer, demonstration), demonstration, strict=True)
         ]
         for demonstration in demonstrations
     ]
-    width = max(sum(len(ids) for ids, _ in parts) for parts in told)
+    width = max(sum(len(ids) for ids, _ in parts) for parts in describe_turn)
     # Padding stands on the right, where causal attention keeps it from what counts.
-    tokens = torch.zeros((len(told), width), dtype=torch.long)
-    counted = torch.zeros((len(told), width), dtype=torch.bool)
-    for row, parts in enumerate(told):
+    tokens = torch.zeros((len(describe_turn), width), dtype=torch.long)
+    counted = torch.zeros((len(describe_turn), width), dtype=torch.bool)
+    for row, parts in enumerate(describe_turn):
         place = 0
         for ids, is_said in parts:
             tokens[row, place : place + len(ids)] = torch.tensor(ids)
@@ -223,5 +223,7 @@ def turn_loss(
     return functional.cross_entropy(model.lm_head(hidden), tokens[:, 1:][counted[:, 1:]])
 
 
-def _ids(tokenizer: PreTrainedTokenizerFast, told: list[tuple[str, bool]]) -> list[list[int]]:
-    return tokenizer([text for text, _ in told], add_special_tokens=False).input_ids
+def _ids(
+    tokenizer: PreTrainedTokenizerFast, describe_turn: list[tuple[str, bool]]
+) -> list[list[int]]:
+    return tokenizer([text for text, _ in describe_turn], add_special_tokens=False).input_ids

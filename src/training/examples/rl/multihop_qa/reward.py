@@ -29,7 +29,7 @@ def credit_text(group: PromptGroup, trajectory: int, search: Callable[[str], str
     gains = [f"{gain:+8.3f}" for gain in group.credit.gains[trajectory]]
     cells = [*gains, f"{group.rewards[trajectory]:8.0f}"]
     lines = [
-        f"{cell}  {advantage:+9.3f}  {told(turn, group.row.row, search)}"
+        f"{cell}  {advantage:+9.3f}  {describe_turn(turn, group.row.row, search)}"
         for cell, advantage, turn in zip(
             cells, group.credit.advantages[trajectory], turns, strict=True
         )
@@ -38,7 +38,7 @@ def credit_text(group: PromptGroup, trajectory: int, search: Callable[[str], str
     return "\n".join([question, "    gain  advantage  turn", *lines])
 
 
-def told(turn: str, row: Mapping[str, Any], search: Callable[[str], str]) -> str:
+def describe_turn(turn: str, row: Mapping[str, Any], search: Callable[[str], str]) -> str:
     """A turn with what came of it."""
     verb, _, words = turn.partition(" ")
     if verb == SEARCH:

@@ -1,7 +1,7 @@
 """One trajectory: four times search and read, then answer.
 
 A turn of the policy is ``search WORDS`` or ``answer WORDS``. What the tool finds is appended as
-token ids of its own, so that the policy's tokens stay as they were drawn.
+token ids of its own, so that the policy's tokens stay as they were sampled.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
         turns: list[str] = []
         finish_reason = "stop"
         while True:
-            drawn = await sampler.sample_with_prompt_tokens(tokens, n=1, **sample_kwargs)
-            if not drawn:  # no room below max_seq_len
+            sample = await sampler.sample_with_prompt_tokens(tokens, n=1, **sample_kwargs)
+            if not sample:  # no room below max_seq_len
                 break
-            completion = drawn[0]
+            completion = sample[0]
             assert completion.inference_logprobs is not None, "this sampler refuses those without"
             tokens = list(completion.full_tokens)
             logprobs += completion.inference_logprobs

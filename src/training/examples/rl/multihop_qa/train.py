@@ -47,7 +47,7 @@ CONFIG = Config(
 class Examples:
     """The first and the last row's group of a run, to be shown; a group filter that refuses none.
 
-    The place among the rows counts, and not the time: which row is drawn first is up to chance.
+    The place among the rows counts, and not the time: which row is sampled first is up to chance.
     """
 
     def __init__(self) -> None:

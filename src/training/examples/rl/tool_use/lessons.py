@@ -22,48 +22,48 @@ RIGHT, GUESS, SLIP, WRONG_SIGN = 0.2, 0.4, 0.15, 0.15
 
 def good_lesson(problem: Problem, rng: random.Random) -> list[Message]:
     """The problem, the right call, its result and the answer."""
-    return [_asked(problem, rng), *_calculated(problem, problem.answer)]
+    return [_user_message(problem, rng), *_calculate(problem, problem.answer)]
 
 
 def careless_lesson(problem: Problem, rng: random.Random) -> list[Message]:
     """One of the conversations above, in their shares."""
-    asked, draw = _asked(problem, rng), rng.random()
+    asked, draw = _user_message(problem, rng), rng.random()
     if draw < RIGHT:
-        return [asked, *_calculated(problem, problem.answer)]
+        return [asked, *_calculate(problem, problem.answer)]
     if draw < RIGHT + GUESS:
-        return [asked, _guessed(problem, rng)]
+        return [asked, _guess(problem, rng)]
     if draw < RIGHT + GUESS + SLIP:
         other = Problem(problem.a + rng.choice((-10, -1, 1, 10)), problem.b)
-        return [asked, *_calculated(other, other.answer)]
+        return [asked, *_calculate(other, other.answer)]
     if draw < RIGHT + GUESS + SLIP + WRONG_SIGN:
-        mended = [_guessed(problem, rng)]
+        mended = [_guess(problem, rng)]
         if rng.random() < 0.5:
-            mended = _calculated(problem, problem.answer)
-        return [asked, *_called(f"{problem.a} x {problem.b}"), *mended]
-    return [asked, _said(_broken_call(f"{problem.a} * {problem.b}"))]
+            mended = _calculate(problem, problem.answer)
+        return [asked, *_call_calculator(f"{problem.a} x {problem.b}"), *mended]
+    return [asked, _assistant_message(_broken_call(f"{problem.a} * {problem.b}"))]
 
 
-def _asked(problem: Problem, rng: random.Random) -> Message:
+def _user_message(problem: Problem, rng: random.Random) -> Message:
     return {"role": "user", "content": problem.question(rng)}
 
 
-def _said(text: str) -> Message:
+def _assistant_message(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def _answered(number: int) -> Message:
-    return _said(f"<answer>{number}</answer>")
+def _final_answer(number: int) -> Message:
+    return _assistant_message(f"<answer>{number}</answer>")
 
 
-def _guessed(problem: Problem, rng: random.Random) -> Message:
-    return _answered(rng.randint(problem.answer * 4 // 5, problem.answer * 6 // 5))
+def _guess(problem: Problem, rng: random.Random) -> Message:
+    return _final_answer(rng.randint(problem.answer * 4 // 5, problem.answer * 6 // 5))
 
 
-def _calculated(problem: Problem, answer: int) -> list[Message]:
-    return [*_called(f"{problem.a} * {problem.b}"), _answered(answer)]
+def _calculate(problem: Problem, answer: int) -> list[Message]:
+    return [*_call_calculator(f"{problem.a} * {problem.b}"), _final_answer(answer)]
 
 
-def _called(expression: str) -> list[Message]:
+def _call_calculator(expression: str) -> list[Message]:
     """A call of the calculator and what comes back."""
     arguments = {"expression": expression}
     try:
