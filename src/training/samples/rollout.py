@@ -326,7 +326,8 @@ def _check_routing(sample: RolloutSample, num_tokens: int, where: str) -> None:
     if len(matrices) not in (num_tokens - 1, from_first_sampled):
         raise ConfigError(
             f"{where}: routing_matrices must be {num_tokens - 1}, one per token but the last, or "
-            f"{from_first_sampled}, one per token from the first sampled one on, got {len(matrices)}"
+            f"{from_first_sampled}, one per token from the first sampled one on, got "
+            f"{len(matrices)}"
         )
     wrong = {place: matrix for place, matrix in enumerate(matrices) if not isinstance(matrix, str)}
     if wrong:

@@ -156,8 +156,8 @@ def mean_logprob(logprobs: Sequence[float], *, num_before: int) -> float:
     if not all(map(math.isfinite, logprobs)):
         raise NumericsError(
             f"logprobs of the right answer must be finite, got {list(logprobs)} after {num_before} "
-            "tokens: the weights that score hold NaN or infinity, or can never sample such a token; "
-            "start again from an earlier checkpoint with a lower learning_rate"
+            "tokens: the weights that score hold NaN or infinity, or can never sample such a "
+            "token; start again from an earlier checkpoint with a lower learning_rate"
         )
     return math.fsum(logprobs) / len(logprobs)
 

@@ -113,9 +113,9 @@ def feedback_ids(tokenizer: Any, messages: Sequence[dict[str, str]], end: int) -
         {"role": "user", "content": feedback},
     ]
     text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    # A conversation with the answer's text in it, rendered and tokenized again, need not begin with
-    # the sampled tokens: there may be more than one way to spell a text in tokens, and many templates
-    # leave the reasoning of earlier answers out. So only what follows the answer is used.
+    # A conversation with the answer's text in it, rendered and tokenized again, may not begin with
+    # the sampled tokens: a text can be spelled in several ways, and many templates leave out the
+    # reasoning of earlier answers. So only what follows the answer is used.
     first, *rest = tokenizer.encode(text.rpartition(_ANSWER)[2], add_special_tokens=False)
     if first != end:
         raise ConfigError(
