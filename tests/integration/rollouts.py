@@ -24,8 +24,8 @@ def drawing(before: Before | None = None, **options: Any) -> RolloutFnFactory:
     """A factory of rollout functions that draw one completion and score it with ``spread``.
 
     ``before(row, number)`` is awaited first, with the row's place in the run and the number of the
-    rollout in its group: to wait, to fail, or to drop the rollout by returning False. ``options`` go to the
-    sampler.
+    rollout in its group: to wait, to fail, or to drop the rollout by returning False. ``options``
+    go to the sampler.
     """
 
     def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
