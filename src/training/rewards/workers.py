@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from hearth.errors import ConfigError
-from training.config.single_turn import SingleTurnConfig
 from training.rewards.guard import GuardedReward, guarded
 from training.rewards.scoring import AnyReward
+
+if TYPE_CHECKING:  # configs import torch, which a reward's own process does without
+    from training.config.single_turn import SingleTurnConfig
 
 logger = logging.getLogger(__name__)
 

@@ -467,7 +467,7 @@ def names_of(record: type) -> set[str]:
     ("spec", "entry", "options"),
     [
         (TrainerSpec, trainer_worker.build, TrainerWorkerOptions),
-        (DeploymentSpec, deployment_worker.build, None),
+        (DeploymentSpec, deployment_worker.build, deployment_worker.DeploymentOptions),
         (ExportSpec, trainer_worker.export, ExportOptions),
     ],
 )

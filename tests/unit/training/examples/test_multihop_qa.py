@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from tests.unit.training.sample import group_from
+from tests.unit.training.drawn import group_from
 
 from hearth.errors import ConfigError
 from hearth.models.loading import load_model
