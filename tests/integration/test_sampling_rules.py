@@ -21,7 +21,7 @@ def test_a_rollout_that_truncates_ends_the_run_before_anything_is_trained(
 ):
     (name,) = options
 
-    with pytest.raises(ConfigError, match=f"{name} must be .* where what is sampled is") as caught:
+    with pytest.raises(ConfigError, match=f"{name} must be .* in a rollout that is") as caught:
         async_trial(make=drawing(**options), folder="run", rollout_retries=5)
 
     assert any(note.startswith("in the rollout of row ") for note in caught.value.__notes__)
