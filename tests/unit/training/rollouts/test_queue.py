@@ -74,9 +74,9 @@ def rows_of(count: int) -> Iterator[IndexedRow]:
 
 
 def queue_of(rollouts: Rollouts, rows: int = 100, **options: Any) -> RolloutQueue:
-    names = ("check", "check_every_s", "weight_version", "draw")
+    names = ("check", "check_every_s", "weight_version", "run_row")
     own = {name: options.pop(name) for name in names if name in options}
-    others: dict[str, Any] = {"draw": rollouts.draw, "weight_version": lambda: 0}
+    others: dict[str, Any] = {"run_row": rollouts.draw, "weight_version": lambda: 0}
     return RolloutQueue(
         config_of(**options),
         rows_of(rows),

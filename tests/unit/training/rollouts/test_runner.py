@@ -59,7 +59,7 @@ def test_t141_the_function_is_called_once_per_sample():
 
     async def all_rows() -> None:
         submissions = [Submission(row_of(index), 0, 0) for index in range(5)]
-        await asyncio.gather(*map(rollouts.draw, submissions))
+        await asyncio.gather(*map(rollouts.run_row, submissions))
 
     run_virtual(all_rows)
 
