@@ -15,7 +15,7 @@ from tests.scale.cluster.clusters import Nodes
 
 from hearth.errors import ConfigError
 from training.recipes import async_rl_loop
-from training.rollouts.cluster import on_cluster
+from training.rollouts.cluster import run_on_cluster
 from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 
 
@@ -94,7 +94,7 @@ def test_a_platform_that_a_node_does_not_reach_is_refused_at_once(cluster: Nodes
         extras={"seen": ""},
     )
     with pytest.raises(ConfigError, match="FIREWORKS_BASE_URL must be an address that every node"):
-        on_cluster(elsewhere, 1)(setup)
+        run_on_cluster(elsewhere, 1)(setup)
 
 
 def test_a_platform_in_this_process_cannot_be_reached_from_elsewhere(tmp_path: Path) -> None:

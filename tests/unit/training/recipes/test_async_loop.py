@@ -131,7 +131,7 @@ class Scene:
         queue = RolloutQueue(
             config,
             epoch_rows(run.rows, epochs=1, shuffle=False, seed=0),
-            draw=rollouts.draw,
+            run_row=rollouts.run_row,
             note=lambda outcome: count_outcome(run, outcome, rollouts),
             weight_version=lambda: run.version,
             busy=run.busy,

@@ -356,7 +356,7 @@ def test_versions_cover_the_drawn_tokens(versions):
 )
 def test_versions_that_do_not_add_up_are_refused(wrong):
     with pytest.raises(
-        ConfigError, match=r"versions must be pairs \[weight version, tokens\] that cover the 2 dr"
+        ConfigError, match=r"versions must be pairs \[weight version, tokens\] that cover the 2 sam"
     ) as failure:
         collect_runs(sample(versions=wrong), WHERE)
 
