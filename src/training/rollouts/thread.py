@@ -239,7 +239,7 @@ class _Call(Generic[T]):
 
 
 def describe_place(task: asyncio.Task[Any] | None) -> str:
-    """Where a task of ``contained`` work is: the frames of what it awaits, the outermost first."""
+    """Where a task of ``run_contained`` is: the frames of what it awaits, the outermost first."""
     coroutine = None if task is None else task.get_coro()
     if not isinstance(coroutine, CoroutineType):
         return "has not begun"
