@@ -106,8 +106,8 @@ class Deployment:
         """Processes of vLLM's API servers."""
         listed = processes()
         own = f"{self.folder}/sidecars"
-        guards = {pid for pid, (_, line) in listed.items() if "guard.py" in line and own in line}
-        return [pid for pid, (parent, _) in listed.items() if parent in guards]
+        supervisors = {pid for pid, (_, line) in listed.items() if "supervisor.py" in line and own in line}
+        return [pid for pid, (parent, _) in listed.items() if parent in supervisors]
 
     def addresses(self) -> list[str]:
         """Where vLLM's API servers listen, from their command lines."""

@@ -30,7 +30,7 @@ def spread(text, row):
 
 
 def test_rl_loop_takes_three_steps(trial):
-    run = trial(deployment=ON_VLLM, reward_fn=spread, max_slots=6)
+    run = trial(deployment=ON_VLLM, reward_fn=spread, max_rows=6)
 
     records = run.records()
     assert run.summary.steps == len(records) == 3
@@ -43,7 +43,7 @@ def test_rl_loop_takes_three_steps(trial):
 def test_async_rl_loop_takes_three_steps_with_an_adapter(async_trial, lora_rank):
     run = async_trial(
         deployment=ON_VLLM,
-        max_slots=6,
+        max_rows=6,
         lora_rank=lora_rank,
         merge_adapter=True,
         max_head_offpolicy_versions=1,
