@@ -27,7 +27,7 @@ UNBOUNDED_POSITIONS = 2**30
 """``max_position`` of a model whose config has no limit."""
 
 # transformers patches torch.nn.init and torch's default dtype while it loads, for all threads.
-_loading_lock = threading.Lock()
+loading_lock = threading.Lock()
 
 
 @dataclass
@@ -83,7 +83,7 @@ def load_model(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     target = _check_device(device)
-    with _loading_lock, _hide_progress_bars(), _convert_errors(where, target):
+    with loading_lock, _hide_progress_bars(), _convert_errors(where, target):
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             _resolve_source(where),
             dtype=DTYPES[dtype],
@@ -124,7 +124,7 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
     # Texts are encoded one at a time: the tokenizer's own threads only take time from the engines.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     where = _check_source(source, "tokenizer")
-    with _loading_lock:
+    with loading_lock:
         try:
             return transformers.AutoTokenizer.from_pretrained(
                 _resolve_source(where), trust_remote_code=trust_remote_code
@@ -207,7 +207,7 @@ def export_pretrained(
         expected[head] = tensors[head]
     check_same_tensors(expected, tensors)
     is_tied = head is not None and head not in tensors
-    with _loading_lock, _hide_progress_bars(), _set_tied(module.config, is_tied):
+    with loading_lock, _hide_progress_bars(), _set_tied(module.config, is_tied):
         state = {name: tensor.detach() for name, tensor in tensors.items()}
         module.save_pretrained(str(folder), state_dict=state)
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hearth.errors import ConfigError, EngineError
-from hearth.models.loading import UNBOUNDED_POSITIONS, base_tensors
+from hearth.models.loading import UNBOUNDED_POSITIONS, base_tensors, loading_lock
 from hearth.sync.store import Snapshot
 
 
@@ -69,7 +69,8 @@ def read_facts(source: str, *, name: str, trust_remote_code: bool = False) -> Vl
         config = transformers.AutoConfig.from_pretrained(
             source, trust_remote_code=trust_remote_code
         )
-        with torch.device("meta"):
+        # A model that loads on another thread changes how transformers ties weights meanwhile.
+        with loading_lock, torch.device("meta"):
             module = transformers.AutoModelForCausalLM.from_config(
                 config, trust_remote_code=trust_remote_code
             )
