@@ -106,7 +106,9 @@ class Deployment:
         """Processes of vLLM's API servers."""
         listed = processes()
         own = f"{self.folder}/sidecars"
-        supervisors = {pid for pid, (_, line) in listed.items() if "supervisor.py" in line and own in line}
+        supervisors = {
+            pid for pid, (_, line) in listed.items() if "supervisor.py" in line and own in line
+        }
         return [pid for pid, (parent, _) in listed.items() if parent in supervisors]
 
     def addresses(self) -> list[str]:
