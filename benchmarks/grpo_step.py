@@ -128,18 +128,18 @@ def measure(asked: argparse.Namespace, folder: Path) -> Result:
 
 
 class PhaseWatch:
-    """Hears what the embedded platform's engines do, and when."""
+    """Records the phases of the embedded platform's engines, with their times."""
 
     def __init__(self) -> None:
         self._events: list[tuple[float, int, str]] = []
         """Time, engine, and what it does from then on."""
-        note = InlineWorker._note
+        set_phase = InlineWorker._set_phase
 
-        def noted(worker: InlineWorker, phase: str) -> None:
+        def watch_phase(worker: InlineWorker, phase: str) -> None:
             self._events.append((time.perf_counter(), id(worker), phase))
-            note(worker, phase)
+            set_phase(worker, phase)
 
-        InlineWorker._note = noted
+        InlineWorker._set_phase = watch_phase
 
     def idle(self, records: list[dict[str, Any]]) -> dict[str, Any]:
         """``overhead_share`` and ``idle_ms`` of the last steps, one after the other."""
