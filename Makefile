@@ -21,7 +21,7 @@ demo: $(VENV)/.runtime  ## Train the shipped model with GRPO and show it before 
 test: $(VENV)/.dev  ## Run all tests that this machine can run; TESTERS at a time.
 	$(PYTEST) --ignore=tests/scale
 
-test-fast: $(VENV)/.dev  ## Run the unit tests that take no process and little time: under a minute.
+test-fast: $(VENV)/.dev  ## Run the unit tests that are not marked slow.
 	$(PYTEST) tests/unit -m "not slow"
 
 test-scale: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests of several ranks and machines, on this one.
