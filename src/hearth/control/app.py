@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -15,13 +18,16 @@ from starlette.routing import Route
 
 import hearth
 from hearth.control.access import Access
+from hearth.control.deployments import Deployments
 from hearth.control.gateway import Gateway
-from hearth.control.long_poll import wait_for_state, wait_until
+from hearth.control.jobs import Jobs
 from hearth.control.plane import ControlPlane
 from hearth.control.resource_names import ACCOUNT, check_account, parse_id
+from hearth.control.store import Changes
 from hearth.errors import ClosedError, HearthError, NotFoundError, RequestError
 from hearth.wire.base import Record
 from hearth.wire.fireworks import (
+    LONGEST_WAIT_S,
     Account,
     AccountPage,
     CheckpointPage,
@@ -30,6 +36,7 @@ from hearth.wire.fireworks import (
     DeploymentPatch,
     DeploymentQuery,
     LogQuery,
+    Model,
     ModelPage,
     PageQuery,
     Promote,
@@ -39,12 +46,14 @@ from hearth.wire.fireworks import (
     TrainerJobPage,
     TrainerJobQuery,
     TrainingShapePage,
+    TrainingShapeVersion,
     WaitQuery,
 )
 from hearth.wire.http import Handler, handle_error, json_response
 
 RecordT = TypeVar("RecordT", bound=Record)
 QueryT = TypeVar("QueryT", bound=Query)
+T = TypeVar("T")
 
 
 def create_gateway(plane: ControlPlane, access: Access | None = None) -> Gateway:
@@ -71,10 +80,20 @@ def _own_route(method: str, path: str, handler: Handler) -> Route:
     """A route below an account, which must be the one of this platform."""
 
     async def check_then_handle(request: Request) -> Response:
-        check_account(request.path_params["account"])
+        check_account(request.path_params.pop("account"))
         return await handler(request)
 
     return _route(method, "/accounts/{account}" + path, check_then_handle)
+
+
+def _answer(call: Callable[..., object]) -> Handler:
+    """A handler that answers with what ``call`` returns for the path's parameters, by name."""
+
+    async def call_then_answer(request: Request) -> Response:
+        content = await run_in_threadpool(call, **request.path_params)
+        return json_response({} if content is None else content)
+
+    return call_then_answer
 
 
 async def _healthz(_: Request) -> Response:
@@ -92,35 +111,31 @@ async def _handle_no_route(request: Request, error: Exception) -> Response:
 
 
 def _model_routes(plane: ControlPlane) -> list[Route]:
-    async def list_accounts(_: Request) -> Response:
-        return json_response(AccountPage(accounts=[Account(name=f"accounts/{ACCOUNT}")]))
+    def list_accounts() -> AccountPage:
+        return AccountPage(accounts=[Account(name=f"accounts/{ACCOUNT}")])
 
-    async def list_models(request: Request) -> Response:
-        account = request.path_params["account"]
-        models = await run_in_threadpool(plane.list_models)
+    def list_models(account: str) -> ModelPage:
+        models = plane.list_models()
         owned = [model for model in models if account in ("-", model.name.split("/")[1])]
-        return json_response(ModelPage(models=owned))
+        return ModelPage(models=owned)
 
-    async def get_model(request: Request) -> Response:
-        name = "accounts/{account}/models/{model}".format(**request.path_params)
-        return json_response(await run_in_threadpool(plane.find_model, name))
+    def get_model(account: str, model: str) -> Model:
+        return plane.find_model(f"accounts/{account}/models/{model}")
 
-    async def list_served_models(_: Request) -> Response:
-        deployments = await run_in_threadpool(plane.deployments.list_all)
+    def list_served_models() -> dict[str, object]:
+        deployments = plane.deployments.list_all()
         data = [_model_card(served) for served in deployments if served.state == "READY"]
-        return json_response({"object": "list", "data": data})
+        return {"object": "list", "data": data}
 
-    async def get_served_model(request: Request) -> Response:
-        deployment_id = request.path_params["name"].rsplit("/", 1)[-1]
-        served = await run_in_threadpool(plane.deployments.get, deployment_id)
-        return json_response(_model_card(served))
+    def get_served_model(name: str) -> dict[str, object]:
+        return _model_card(plane.deployments.get(name.rsplit("/", 1)[-1]))
 
     return [
-        _route("GET", "/accounts", list_accounts),
-        _route("GET", "/accounts/{account}/models", list_models),
-        _route("GET", "/accounts/{account}/models/{model}", get_model),
-        _route("GET", "/models", list_served_models),
-        _route("GET", "/models/{name:path}", get_served_model),
+        _route("GET", "/accounts", _answer(list_accounts)),
+        _route("GET", "/accounts/{account}/models", _answer(list_models)),
+        _route("GET", "/accounts/{account}/models/{model}", _answer(get_model)),
+        _route("GET", "/models", _answer(list_served_models)),
+        _route("GET", "/models/{name:path}", _answer(get_served_model)),
     ]
 
 
@@ -133,27 +148,25 @@ def _model_card(deployment: Deployment) -> dict[str, object]:
 def _shape_routes(plane: ControlPlane) -> list[Route]:
     catalog = plane.context.catalog
 
-    async def list_versions(request: Request) -> Response:
-        account, shape = request.path_params["account"], request.path_params["shape"]
+    def list_versions(account: str, shape: str) -> TrainingShapePage:
         if shape != "-":
-            name = f"accounts/{account}/trainingShapes/{shape}"
-            shapes = [await run_in_threadpool(catalog.find_shape, name)]
+            shapes = [catalog.find_shape(f"accounts/{account}/trainingShapes/{shape}")]
         else:
-            known = await run_in_threadpool(catalog.list_shapes)
+            known = catalog.list_shapes()
             shapes = [entry for entry in known if account in ("-", entry.name.split("/")[1])]
-        versions = [entry.version() for entry in shapes]
-        return json_response(TrainingShapePage(training_shape_versions=versions))
+        return TrainingShapePage(training_shape_versions=[entry.version() for entry in shapes])
 
-    async def get_version(request: Request) -> Response:
-        name = "accounts/{account}/trainingShapes/{shape}".format(**request.path_params)
-        entry = await run_in_threadpool(catalog.find_shape, name)
-        version, shape = request.path_params["version"], request.path_params["shape"]
+    def get_version(account: str, shape: str, version: str) -> TrainingShapeVersion:
+        entry = catalog.find_shape(f"accounts/{account}/trainingShapes/{shape}")
         if version not in ("1", "latest"):
             raise NotFoundError(f"version must be 1, the only one of {shape!r}, got {version!r}")
-        return json_response(entry.version())
+        return entry.version()
 
     path = "/accounts/{account}/trainingShapes/{shape}/versions"
-    return [_route("GET", path, list_versions), _route("GET", path + "/{version}", get_version)]
+    return [
+        _route("GET", path, _answer(list_versions)),
+        _route("GET", path + "/{version}", _answer(get_version)),
+    ]
 
 
 def _job_routes(plane: ControlPlane) -> list[Route]:
@@ -176,32 +189,16 @@ def _job_routes(plane: ControlPlane) -> list[Route]:
             await asyncio.to_thread(jobs.create, query.rlor_trainer_job_id, job, shape)
         )
 
-    async def list_jobs(_: Request) -> Response:
-        return json_response(
-            TrainerJobPage(rlor_trainer_jobs=await run_in_threadpool(jobs.list_all))
-        )
-
-    async def get_job(request: Request) -> Response:
-        query = _parse_query(WaitQuery, request)
-        return json_response(await wait_for_state(jobs, request.path_params["job"], query))
-
-    async def resume_job(request: Request) -> Response:
-        return json_response(await run_in_threadpool(jobs.resume, request.path_params["job"]))
-
-    async def cancel_job(request: Request) -> Response:
-        return json_response(await run_in_threadpool(jobs.cancel, request.path_params["job"]))
-
-    async def delete_job(request: Request) -> Response:
-        await run_in_threadpool(jobs.delete, request.path_params["job"])
-        return json_response({})
+    def list_jobs() -> TrainerJobPage:
+        return TrainerJobPage(rlor_trainer_jobs=jobs.list_all())
 
     return [
         _own_route("POST", "/rlorTrainerJobs", create_job),
-        _own_route("GET", "/rlorTrainerJobs", list_jobs),
-        _own_route("GET", "/rlorTrainerJobs/{job}", get_job),
-        _own_route("POST", "/rlorTrainerJobs/{job}:resume", resume_job),
-        _own_route("POST", "/rlorTrainerJobs/{job}:cancel", cancel_job),
-        _own_route("DELETE", "/rlorTrainerJobs/{job}", delete_job),
+        _own_route("GET", "/rlorTrainerJobs", _answer(list_jobs)),
+        _own_route("GET", "/rlorTrainerJobs/{id}", partial(_wait_for_state, jobs)),
+        _own_route("POST", "/rlorTrainerJobs/{job_id}:resume", _answer(jobs.resume)),
+        _own_route("POST", "/rlorTrainerJobs/{job_id}:cancel", _answer(jobs.cancel)),
+        _own_route("DELETE", "/rlorTrainerJobs/{job_id}", _answer(jobs.delete)),
     ]
 
 
@@ -213,32 +210,20 @@ def _deployment_routes(plane: ControlPlane) -> list[Route]:
         body = await _parse_body(Deployment, request)
         return json_response(await asyncio.to_thread(deployments.create, deployment_id, body))
 
-    async def list_deployments(_: Request) -> Response:
-        return json_response(
-            DeploymentPage(deployments=await run_in_threadpool(deployments.list_all))
-        )
-
-    async def get_deployment(request: Request) -> Response:
-        query = _parse_query(WaitQuery, request)
-        return json_response(
-            await wait_for_state(deployments, request.path_params["deployment"], query)
-        )
+    def list_deployments() -> DeploymentPage:
+        return DeploymentPage(deployments=deployments.list_all())
 
     async def patch_deployment(request: Request) -> Response:
         change = await _parse_body(DeploymentPatch, request)
         deployment_id = request.path_params["deployment"]
         return json_response(await asyncio.to_thread(deployments.patch, deployment_id, change))
 
-    async def delete_deployment(request: Request) -> Response:
-        await run_in_threadpool(deployments.delete, request.path_params["deployment"])
-        return json_response({})
-
     return [
         _own_route("POST", "/deployments", create_deployment),
-        _own_route("GET", "/deployments", list_deployments),
-        _own_route("GET", "/deployments/{deployment}", get_deployment),
+        _own_route("GET", "/deployments", _answer(list_deployments)),
+        _own_route("GET", "/deployments/{id}", partial(_wait_for_state, deployments)),
         _own_route("PATCH", "/deployments/{deployment}", patch_deployment),
-        _own_route("DELETE", "/deployments/{deployment}", delete_deployment),
+        _own_route("DELETE", "/deployments/{deployment_id}", _answer(deployments.delete)),
     ]
 
 
@@ -266,21 +251,17 @@ def _checkpoint_routes(plane: ControlPlane) -> list[Route]:
             return json_response(Promoted(operation=operation))
         changes, id = plane.store.operations.changes, parse_id(operation.name)
         read = partial(checkpoints.get_operation, id)
-        ended = await wait_until(read, changes, id, lambda state: state.done, None)
+        ended = await _wait_until(read, changes, id, lambda state: state.done, math.inf)
         if ended.error is not None:
             raise RequestError(ended.error.message)
         if not ended.done:
             raise ClosedError("platform must be open to promote, got one that ends: promote again")
         return json_response(Promoted(model=ended.response))
 
-    async def get_operation(request: Request) -> Response:
-        operation_id = request.path_params["operation"]
-        return json_response(await run_in_threadpool(checkpoints.get_operation, operation_id))
-
     return [
         _own_route("GET", "/rlorTrainerJobs/{job}/checkpoints", list_checkpoints),
         _own_route("POST", "/checkpoints/{checkpoint}:promote", promote),
-        _own_route("GET", "/operations/{operation}", get_operation),
+        _own_route("GET", "/operations/{operation_id}", _answer(checkpoints.get_operation)),
     ]
 
 
@@ -288,6 +269,49 @@ async def _read_log(plane: ControlPlane, request: Request) -> Response:
     query = _parse_query(LogQuery, request)
     lines = await run_in_threadpool(plane.read_log, request.path_params["worker"])
     return json_response({"lines": lines[-max(1, min(query.lines, 10_000)) :]})
+
+
+async def _wait_for_state(resources: Jobs | Deployments, request: Request) -> Response:
+    """Answer with the resource, once it is in one of the wanted states or the time is over.
+
+    Raises:
+        RequestError: the time is not a number.
+    """
+    query = _parse_query(WaitQuery, request)
+    id = request.path_params["id"]
+    if math.isnan(query.timeout_s):
+        raise RequestError("timeoutS must be a number of seconds, got nan")
+    read: Callable[[], TrainerJob | Deployment] = partial(resources.get, id)
+    if not query.wait_for_state:
+        return json_response(await asyncio.to_thread(read))
+    wanted = query.wait_for_state.split(",")
+    wait_s = min(max(query.timeout_s, 0.0), LONGEST_WAIT_S)
+    changes = resources.records.changes
+    return json_response(
+        await _wait_until(read, changes, id, lambda resource: resource.state in wanted, wait_s)
+    )
+
+
+async def _wait_until(
+    read: Callable[[], T], changes: Changes, id: str, is_met: Callable[[T], bool], wait_s: float
+) -> T:
+    """What ``read`` returns once ``is_met`` holds of it, when the time is over, or at the end.
+
+    It is read again when the record ``id`` changes, not from time to time; the end is the
+    platform's.
+    """
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        # Before the read, so that no change is missed between the two.
+        change = asyncio.wrap_future(changes.next_change(id))
+        try:
+            value = await asyncio.to_thread(read)
+            left_s = deadline_s - time.monotonic()
+            if is_met(value) or left_s <= 0 or changes.is_closed:
+                return value
+            await asyncio.wait([change], timeout=None if left_s == math.inf else left_s)
+        finally:
+            change.cancel()
 
 
 def _parse_query(kind: type[QueryT], request: Request) -> QueryT:

@@ -18,7 +18,7 @@ from hearth.control.jobs import Jobs
 from hearth.control.resource_names import (
     ACCOUNT,
     format_timestamp,
-    job_name,
+    full_name,
     parse_id,
     parse_model_id,
 )
@@ -82,7 +82,9 @@ class Checkpoints:
             *map(_describe_snapshot, self._context.launcher.snapshots(bucket)),
         ]
         return [
-            entry.model_copy(update={"name": f"{job_name(job_id)}/checkpoints/{entry.name}"})
+            entry.model_copy(
+                update={"name": f"{full_name(Jobs.collection, job_id)}/checkpoints/{entry.name}"}
+            )
             for entry in sorted(entries, key=lambda entry: entry.create_time)
         ]
 

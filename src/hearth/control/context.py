@@ -6,21 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hearth.control.catalog import Catalog, ModelEntry
-from hearth.control.resource_names import format_timestamp
-from hearth.control.store import Records, StoredRecord
-from hearth.control.workers import LiveTable
+from hearth.control.store import Records
 from hearth.launch.spec import Launcher
-
-RESPONSE_FIELDS = (
-    "name",
-    "state",
-    "status_message",
-    "create_time",
-    "update_time",
-    "worker_placement",
-    "pid",
-)
-"""Fields of responses alone: a request that repeats a response does not set them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +27,6 @@ class Context:
     def models_dir(self) -> Path:
         """The folder of promoted models."""
         return self.data_dir / "models"
-
-    def describe(self, record: StoredRecord, live: LiveTable) -> dict[str, str | int | None]:
-        """``RESPONSE_FIELDS`` of a resource, but its name."""
-        entry = live.get(record.id)
-        worker = entry.worker if entry is not None else None
-        return {
-            "state": record.state,
-            "status_message": record.message or None,
-            "create_time": format_timestamp(record.created_s),
-            "update_time": format_timestamp(record.updated_s),
-            "worker_placement": self.launcher.placement,
-            "pid": worker.pid if worker is not None else None,
-        }
 
     def checkpoint_dir(self, job_id: str) -> Path:
         """The folder of a job's resumable checkpoints; it outlives the job."""

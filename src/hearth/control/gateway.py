@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -37,18 +36,7 @@ _ACCESS_HEADERS = frozenset(
 )
 """A client's are not forwarded to workers."""
 _CONNECTION_HEADERS = frozenset(
-    {
-        b"host",
-        b"connection",
-        b"transfer-encoding",
-        b"keep-alive",
-        b"expect",
-        b"te",
-        b"trailer",
-        b"upgrade",
-        b"date",
-        b"server",
-    }
+    b"host connection transfer-encoding keep-alive expect te trailer upgrade date server".split()
 )
 """Not forwarded: each connection has its own."""
 _GRACE_S = 1.0
@@ -117,19 +105,16 @@ class Gateway:
         if path.startswith(TRAINER_PREFIX):
             job_id, inner = _split_trainer_path(path)
             receive = _limit_body(scope, receive, self._access.max_body)
-            endpoint = await _find_endpoint(
-                self._jobs.find_endpoint, job_id, self._jobs.live.get(job_id)
-            )
+            endpoint = await _find_endpoint(self._jobs, job_id)
             await self._forward(endpoint, _build_worker_scope(scope, inner), receive, send)
             return
         receive = _limit_body(scope, receive, self._access.max_body // _TRAINER_BODY_RATIO)
         if path.startswith(_SAMPLING_PATHS):
-            name, receive = await _read_deployment_name(scope, receive)
-            live = self._deployments.live.get(parse_id(name.rpartition("#")[2]))
-            endpoint = await _find_endpoint(self._deployments.find_endpoint, name, live)
+            deployment_id, receive = await _read_deployment_id(scope, receive)
+            endpoint = await _find_endpoint(self._deployments, deployment_id)
             worker_scope = _build_worker_scope(scope, path)
             if path.startswith("/hot_load/") and scope["method"] == "POST":
-                bucket = await asyncio.to_thread(self._deployments.find_bucket, name)
+                bucket = await asyncio.to_thread(self._deployments.find_bucket, deployment_id)
                 worker_scope["headers"].append((BUCKET_HEADER, bucket.encode()))
             await self._forward(endpoint, worker_scope, receive, send)
             return
@@ -276,22 +261,20 @@ def _split_trainer_path(path: str) -> tuple[str, str]:
     return parts[1], "/" + parts[2]
 
 
-async def _find_endpoint(find: Callable[[str], Endpoint], name: str, live: Any) -> Endpoint:
+async def _find_endpoint(resources: Jobs | Deployments, id: str) -> Endpoint:
     """The endpoint of a running worker; only where there is none, the database is read."""
-    if live is not None and (endpoint := live.endpoint) is not None:
-        return endpoint
-    return await asyncio.to_thread(find, name)
+    return resources.live.endpoint(id) or await asyncio.to_thread(resources.find_endpoint, id)
 
 
-async def _read_deployment_name(scope: Scope, receive: Receive) -> tuple[str, Receive]:
-    """Which deployment is meant, and the body for who reads it next.
+async def _read_deployment_id(scope: Scope, receive: Receive) -> tuple[str, Receive]:
+    """Which deployment is meant (by its full name, its id, or ``MODEL#NAME``), and the body again.
 
     Raises:
         RequestError: neither a header nor the body says so.
     """
     for key, value in scope["headers"]:
         if key == b"fireworks-deployment":
-            return value.decode("latin-1"), receive
+            return _parse_deployment_id(value.decode("latin-1")), receive
     body = await _read_body(receive)
     content: Any = {}
     if body:
@@ -307,7 +290,11 @@ async def _read_deployment_name(scope: Scope, receive: Receive) -> tuple[str, Re
             f"model must name a deployment, got {str(name)[:80]!r}: set it in the body, or send "
             "the header fireworks-deployment"
         )
-    return name, _replay_body(body, receive)
+    return _parse_deployment_id(name), _replay_body(body, receive)
+
+
+def _parse_deployment_id(name: str) -> str:
+    return parse_id(name.rpartition("#")[2])
 
 
 def _limit_body(scope: Scope, receive: Receive, limit: int) -> Receive:
@@ -335,19 +322,13 @@ def _limit_body(scope: Scope, receive: Receive, limit: int) -> Receive:
 
 async def _read_body(receive: Receive) -> bytes:
     parts: list[bytes] = []
-    async for part in _read_parts(receive):
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def _read_parts(receive: Receive) -> AsyncIterator[bytes]:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        yield message.get("body", b"")
+        parts.append(message.get("body", b""))
         if not message.get("more_body"):
-            return
+            return b"".join(parts)
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:

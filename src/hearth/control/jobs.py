@@ -9,45 +9,35 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from typing import Any
+from collections.abc import Collection
 
-from hearth.control.catalog import ModelEntry, ShapeEntry
-from hearth.control.context import RESPONSE_FIELDS, Context, list_promoted
+from hearth.control.catalog import ShapeEntry
 from hearth.control.extra_values import ExtraValues
-from hearth.control.resource_names import check_id, job_name, parse_id
-from hearth.control.store import Records, StoredRecord
-from hearth.control.workers import LiveEntry, LiveTable, fetch_json
-from hearth.errors import (
-    ClosedError,
-    ConfigError,
-    ConflictError,
-    NotFoundError,
-    NotReadyError,
-    RequestError,
-)
-from hearth.launch.spec import Endpoint, ExitReport, TrainerSpec, Worker
+from hearth.control.resource_names import check_id, parse_id
+from hearth.control.resources import DELETED_JOB, RESPONSE_FIELDS, Resources, min_context_length
+from hearth.control.store import StoredRecord
+from hearth.control.workers import fetch_json
+from hearth.errors import ClosedError, ConflictError, HearthError, NotReadyError, RequestError
+from hearth.launch.spec import TrainerSpec, Worker
 from hearth.wire.fireworks import TrainerJob
 
 logger = logging.getLogger(__name__)
 
-ALIVE = ("JOB_STATE_CREATING", "JOB_STATE_RUNNING")
 RESUMABLE = ("JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_PAUSED", "JOB_STATE_COMPLETED")
-_PREFIX = "trainer-"
 _FETCHED_LENGTH = "learnedContextLength"
 """In a record's body: the trainer's own length, where none was known before it ran."""
 
 
-class Jobs:
+class Jobs(Resources[TrainerJob]):
     """The trainer jobs of one platform. Safe to use from several threads."""
 
-    def __init__(self, records: Records, models: Records, context: Context) -> None:
-        self.records = records
-        self.live = LiveTable()
-        self._models = models
-        self._context = context
-        # A record and its live entry change together.
-        self._lock = threading.RLock()
+    kind = "trainer job"
+    prefix = "trainer-"
+    collection = "rlorTrainerJobs"
+    alive = ("JOB_STATE_CREATING", "JOB_STATE_RUNNING")
+    ready_state = "JOB_STATE_RUNNING"
+    failed_state = "JOB_STATE_FAILED"
+    body_type = TrainerJob
 
     def create(self, job_id: str, request: TrainerJob, training_shape: str | None) -> TrainerJob:
         """Start a job; it is ``CREATING`` until its trainer answers. Repeating it changes nothing.
@@ -64,27 +54,16 @@ class Jobs:
         body = self._resolve(job_id, request)
         with self.live.hold(job_id), self._lock:
             existing = self.records.find(job_id)
+            if existing is not None and existing.state == DELETED_JOB:
+                raise ConflictError(
+                    f"rlorTrainerJobId must be new, got {job_id!r}: a job of that id was deleted, "
+                    "and its checkpoints are kept under it; choose another"
+                )
             if existing is not None:
-                return self._match_existing(existing, body)
+                return self._match_existing(existing, body, "rlorTrainerJobId")
             self.records.insert(job_id, "JOB_STATE_CREATING", body.as_dict())
-            self._start(job_id, body)
+            self._start(job_id, body, "JOB_STATE_CREATING")
             return self.get(job_id)
-
-    def get(self, job_id: str) -> TrainerJob:
-        """A job as it stands.
-
-        Raises:
-            NotFoundError: there is none of that id.
-        """
-        return self.describe(self._get_record(job_id))
-
-    def list_all(self) -> list[TrainerJob]:
-        """Every job that was not deleted, oldest first."""
-        return [
-            self.describe(record)
-            for record in self.records.list_all()
-            if record.state != "JOB_STATE_DELETED"
-        ]
 
     def resume(self, job_id: str) -> TrainerJob:
         """Start a job's trainer again, from its base weights; its checkpoints are still there.
@@ -95,7 +74,7 @@ class Jobs:
         """
         with self.live.hold(job_id), self._lock:
             record = self._get_record(job_id)
-            if record.state in ALIVE:
+            if record.state in self.alive:
                 return self.describe(record)
             moved = self.records.update(
                 job_id, only_from=RESUMABLE, state="JOB_STATE_CREATING", message="", worker=None
@@ -105,7 +84,7 @@ class Jobs:
                     f"job must be in one of {list(RESUMABLE)} to be resumed, got {record.state} of "
                     f"{job_id!r}: create a new one"
                 )
-            self._start(job_id, TrainerJob.from_dict(record.body))
+            self._start(job_id, TrainerJob.from_dict(record.body), "JOB_STATE_CREATING")
             return self.get(job_id)
 
     def cancel(self, job_id: str) -> TrainerJob:
@@ -115,7 +94,7 @@ class Jobs:
             NotFoundError: there is no such job.
         """
         self._get_record(job_id)
-        self._end(job_id, "JOB_STATE_CANCELLED", "cancelled by request", only_from=ALIVE)
+        self._end(job_id, "JOB_STATE_CANCELLED", "cancelled by request", only_from=self.alive)
         return self.get(job_id)
 
     def delete(self, job_id: str) -> None:
@@ -125,29 +104,7 @@ class Jobs:
             NotFoundError: there is no such job.
         """
         self._get_record(job_id)
-        self._end(job_id, "JOB_STATE_DELETED", "deleted by request", only_from=None)
-
-    def find_endpoint(self, job_id: str) -> Endpoint:
-        """Where a job's trainer answers.
-
-        Raises:
-            NotFoundError: there is no such job.
-            NotReadyError: it is starting.
-            ClosedError: it has ended; the message says how, and what to do.
-        """
-        live = self.live.get(job_id)
-        if live is not None and (endpoint := live.endpoint) is not None:
-            return endpoint
-        record = self._get_record(job_id)
-        if record.state in ALIVE:
-            raise NotReadyError(
-                f"trainer job {job_id!r} must be running, got {record.state}: ask soon"
-            )
-        action = "resume it" if record.state in RESUMABLE else "create a new one"
-        raise ClosedError(
-            f"trainer job {job_id!r} must be running, got {record.state} "
-            f"({record.message or 'no reason known'}): {action}"
-        )
+        self._end(job_id, DELETED_JOB, "deleted by request", only_from=None)
 
     def find_bucket(self, job: str) -> str:
         """The bucket into which a job publishes; ``job`` is an id or a full name.
@@ -165,87 +122,32 @@ class Jobs:
         """
         return TrainerJob.from_dict(self._get_record(job_id).body)
 
-    def ready(self, worker: Worker) -> None:
-        """A trainer answers (``Watcher``)."""
-        job_id = worker.spec.worker_id.removeprefix(_PREFIX)
-        # Before the job is RUNNING: a client that sees it running sees its length too.
-        fetched = self._fetch_context_length(job_id, worker)
-        with self._lock:
-            record = self.records.find(job_id)
-            if record is None or not self.live.is_current(job_id, worker):
-                return
-            self.live.put(job_id, LiveEntry("JOB_STATE_RUNNING", worker=worker, is_ready=True))
-            self.records.update(
-                job_id,
-                only_from=ALIVE,
-                state="JOB_STATE_RUNNING",
-                worker=worker.record(),
-                body={**record.body, **fetched},
-            )
-        logger.info("trainer job %s is running", job_id)
-
-    def failed(self, worker: Worker, report: ExitReport) -> None:
-        """A trainer could not start, or died (``Watcher``)."""
-        job_id = worker.spec.worker_id.removeprefix(_PREFIX)
-        with self._lock:
-            if self.live.is_current(job_id, worker):
-                self._fail(job_id, report)
-
-    def recover(self) -> None:
-        """After a restart: find the trainers that still run, and report the others as failed."""
-        for record in self.records.list_all(ALIVE):
-            with self._lock:
-                self._recover(record)
-
-    def _recover(self, record: StoredRecord) -> None:
-        if record.worker is None:
-            self._start(record.id, TrainerJob.from_dict(record.body))
-            return
-        self.live.put(record.id, LiveEntry(record.state, is_starting=True))
-        worker = self._context.launcher.adopt(record.worker, self)
-        if isinstance(worker, ExitReport):
-            self._fail(record.id, worker)
-        else:
-            self.live.set_worker(record.id, worker)
-
     def describe(self, record: StoredRecord) -> TrainerJob:
         """A record as clients read it."""
-        body = TrainerJob.from_dict(record.body)
-        config = body.training_config
+        job = super().describe(record)
+        config = job.training_config
         length = config.max_context_length or record.body.get(_FETCHED_LENGTH)
-        return body.model_copy(
-            update={
-                "training_config": config.model_copy(update={"max_context_length": length}),
-                "name": job_name(record.id),
-                **self._context.describe(record, self.live),
-            }
+        config = config.model_copy(update={"max_context_length": length})
+        return job.model_copy(update={"training_config": config})
+
+    def _explain_absence(self, record: StoredRecord) -> HearthError:
+        if record.state in self.alive:
+            return NotReadyError(
+                f"trainer job {record.id!r} must be running, got {record.state}: ask soon"
+            )
+        action = "resume it" if record.state in RESUMABLE else "create a new one"
+        return ClosedError(
+            f"trainer job {record.id!r} must be running, got {record.state} "
+            f"({record.message or 'no reason known'}): {action}"
         )
 
-    def _get_record(self, job_id: str) -> StoredRecord:
-        record = self.records.find(job_id)
-        if record is None:
-            known = [job.id for job in self.records.list_all() if job.state != "JOB_STATE_DELETED"]
-            raise NotFoundError(f"trainer job must be one of {known}, got {job_id!r}")
-        return record
-
-    def _match_existing(self, existing: StoredRecord, body: TrainerJob) -> TrainerJob:
-        if existing.state == "JOB_STATE_DELETED":
-            raise ConflictError(
-                f"rlorTrainerJobId must be new, got {existing.id!r}: a job of that id was deleted, "
-                "and its checkpoints are kept under it; choose another"
-            )
-        before = {name: value for name, value in existing.body.items() if name != _FETCHED_LENGTH}
-        if before != body.as_dict():
-            raise ConflictError(
-                f"rlorTrainerJobId must be new, got {existing.id!r}: a job of that id exists "
-                f"({existing.state}) and was asked for otherwise"
-            )
-        return self.describe(existing)
+    def _handle_death(self, id: str, message: str, *, has_run: bool) -> None:
+        self._fail(id, message)
 
     def _resolve(self, job_id: str, request: TrainerJob) -> TrainerJob:
         """The job with everything filled in that decides what is started."""
         config = request.training_config
-        entry = self._context.catalog.find_model(config.base_model, list_promoted(self._models))
+        entry = self._find_model(config.base_model)
         shape = self._find_shape(request)
         if config.lora_rank < 0:
             raise RequestError(f"loraRank must be >= 0, got {config.lora_rank}")
@@ -258,7 +160,7 @@ class Jobs:
             )
         is_frozen = request.forward_only or "--forward-only" in (config.extra_args or [])
         is_frozen = is_frozen or (shape is not None and shape.trainer_mode == "FORWARD_ONLY")
-        length = config.max_context_length or _min_context_length(shape, entry)
+        length = config.max_context_length or min_context_length(shape, entry)
         body = request.model_copy(
             update={
                 **dict.fromkeys(RESPONSE_FIELDS),
@@ -274,10 +176,8 @@ class Jobs:
         name = job.training_shape
         return self._context.catalog.find_shape(name) if name else None
 
-    def _build_spec(self, job_id: str, body: TrainerJob) -> TrainerSpec:
-        entry = self._context.catalog.find_model(
-            body.training_config.base_model, list_promoted(self._models)
-        )
+    def _build_spec(self, id: str, body: TrainerJob) -> TrainerSpec:
+        entry = self._find_model(body.training_config.base_model)
         shape = self._find_shape(body)
         values = ExtraValues(body.extra_values or {}, shape)
         ranks = self._read_ranks(values)
@@ -285,11 +185,11 @@ class Jobs:
         if ranks > 1:
             threads = max(1, (threads or os.cpu_count() or 1) // ranks)
         return TrainerSpec(
-            worker_id=f"{_PREFIX}{job_id}",
+            worker_id=f"{self.prefix}{id}",
             base_model=entry.name,
             source=entry.source,
-            bucket=name_bucket(job_id, body),
-            checkpoint_dir=str(self._context.checkpoint_dir(job_id)),
+            bucket=name_bucket(id, body),
+            checkpoint_dir=str(self._context.checkpoint_dir(id)),
             forward_only=body.forward_only,
             ranks=ranks,
             rank_timeout_s=values.read_count("rank_timeout_s") or 300,
@@ -332,50 +232,27 @@ class Jobs:
             )
         return ranks
 
-    def _start(self, job_id: str, body: TrainerJob) -> None:
-        try:
-            spec = self._build_spec(job_id, body)
-        except (ConfigError, NotFoundError, RequestError) as error:
-            # A catalog that changed while the platform was down.
-            self._fail(job_id, ExitReport(reason=f"cannot be started: {error}"))
-            return
-        self.live.put(job_id, LiveEntry("JOB_STATE_CREATING", is_starting=True))
-        try:
-            worker = self._context.launcher.start(spec, self)
-        except ConfigError as error:
-            self._fail(job_id, ExitReport(reason=f"cannot be started: {error}"))
-            return
-        if self.live.set_worker(job_id, worker):
-            self.records.update(job_id, only_from=("JOB_STATE_CREATING",), worker=worker.record())
-
-    def _fetch_context_length(self, job_id: str, worker: Worker) -> dict[str, int]:
+    def _fetch_facts(self, id: str, worker: Worker) -> dict[str, int]:
         """A trainer's own context length, as a part of its record, where none is known."""
-        record = self.records.find(job_id)
+        record = self.records.find(id)
         if record is None or TrainerJob.from_dict(record.body).training_config.max_context_length:
             return {}
         answer = fetch_json(worker.endpoint, "/api/v1/get_server_capabilities")
         try:
             return {_FETCHED_LENGTH: int(answer["supported_models"][0]["max_context_length"])}
         except (LookupError, TypeError, ValueError):
-            logger.warning("trainer job %s does not say how long its context is", job_id)
+            logger.warning("trainer job %s does not say how long its context is", id)
             return {}
 
-    def _fail(self, job_id: str, report: ExitReport) -> None:
-        message = report.describe()
-        self.live.put(job_id, LiveEntry("JOB_STATE_FAILED", message))
-        moved = self.records.update(
-            job_id, only_from=ALIVE, state="JOB_STATE_FAILED", message=message, worker=None
-        )
-        if moved:
-            logger.warning("trainer job %s failed: %s", job_id, message)
-
-    def _end(self, job_id: str, state: str, message: str, *, only_from: Any) -> None:
+    def _end(
+        self, job_id: str, state: str, message: str, *, only_from: Collection[str] | None
+    ) -> None:
         with self.live.hold(job_id):
             with self._lock:
                 moved = self.records.update(
                     job_id, only_from=only_from, state=state, message=message, worker=None
                 )
-                worker = self.live.take_worker(job_id, LiveEntry(state, message)) if moved else None
+                worker = self.live.take_worker(job_id) if moved else None
             # Not under the lock: its last call of ``failed`` may wait for the lock.
             if worker is not None:
                 worker.stop()
@@ -386,9 +263,4 @@ def name_bucket(job_id: str, body: TrainerJob) -> str:
     if body.hot_load_deployment_id:
         deployment_id = parse_id(body.hot_load_deployment_id)
         return f"deployment-{check_id(deployment_id, 'hotLoadDeploymentId')}"
-    return f"{_PREFIX}{job_id}"
-
-
-def _min_context_length(shape: ShapeEntry | None, entry: ModelEntry) -> int | None:
-    lengths = [entry.context_length, shape.context_length if shape is not None else None]
-    return min((length for length in lengths if length is not None), default=None)
+    return f"{Jobs.prefix}{job_id}"

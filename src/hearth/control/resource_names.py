@@ -40,14 +40,9 @@ def check_account(account: str) -> None:
         )
 
 
-def job_name(job_id: str) -> str:
-    """The full name of a trainer job."""
-    return f"accounts/{ACCOUNT}/rlorTrainerJobs/{job_id}"
-
-
-def deployment_name(deployment_id: str) -> str:
-    """The full name of a deployment."""
-    return f"accounts/{ACCOUNT}/deployments/{deployment_id}"
+def full_name(collection: str, id: str) -> str:
+    """The full name of a resource."""
+    return f"accounts/{ACCOUNT}/{collection}/{id}"
 
 
 def parse_id(name: str) -> str:

@@ -22,10 +22,8 @@ _FETCH_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class LiveEntry:
-    """One resource in memory: its state, and its worker while it has one."""
+    """The worker of one resource, or its start."""
 
-    state: str
-    message: str = ""
     worker: Worker | None = None
     is_ready: bool = False
     is_starting: bool = False
@@ -54,8 +52,13 @@ class LiveTable:
             yield
 
     def get(self, id: str) -> LiveEntry | None:
-        """The entry of a resource."""
+        """The entry of a resource; None where no worker runs or starts."""
         return self._live.get(id)
+
+    def endpoint(self, id: str) -> Endpoint | None:
+        """Where the worker of a resource answers; None while nothing does."""
+        live = self._live.get(id)
+        return live.endpoint if live is not None else None
 
     def endpoints(self) -> list[Endpoint]:
         """Where any of them answers now."""
@@ -74,19 +77,14 @@ class LiveTable:
             live = self._live.get(id)
             if live is None or not live.is_starting:
                 return False
-            self._live[id] = LiveEntry(live.state, worker=worker)
+            self._live[id] = LiveEntry(worker)
             return True
 
-    def take_worker(self, id: str, live: LiveEntry) -> Worker | None:
-        """Replace the entry and give back the worker that it had, to be stopped."""
+    def take_worker(self, id: str) -> Worker | None:
+        """Drop an entry and return the worker that it had, to be stopped."""
         with self._lock:
-            before, self._live[id] = self._live.get(id), live
+            before = self._live.pop(id, None)
         return before.worker if before is not None else None
-
-    def forget(self, id: str) -> None:
-        """Drop an entry."""
-        with self._lock:
-            self._live.pop(id, None)
 
     def is_current(self, id: str, worker: Worker) -> bool:
         """Whether ``worker`` is the resource's present worker."""

@@ -495,7 +495,7 @@ def test_a_cancel_while_the_worker_is_being_asked_for_stops_it(plane, script, jo
     assert script.last("j").stops == 1
     script.last("j").starts()
     assert plane.jobs.get("j").state == "JOB_STATE_CANCELLED"
-    assert plane.jobs.live.get("j").endpoint is None
+    assert plane.jobs.live.endpoint("j") is None
 
 
 def test_news_that_come_before_the_launcher_returns_are_heard(plane, script, job):

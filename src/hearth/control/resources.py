@@ -1,0 +1,212 @@
+"""What trainer jobs and deployments have in common: a record, and a worker that does the work."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic, TypeVar
+
+from hearth.control.catalog import ModelEntry, ShapeEntry
+from hearth.control.context import Context, list_promoted
+from hearth.control.resource_names import format_timestamp, full_name
+from hearth.control.store import Records, StoredRecord
+from hearth.control.workers import LiveEntry, LiveTable
+from hearth.errors import ConfigError, ConflictError, HearthError, NotFoundError, RequestError
+from hearth.launch.spec import Endpoint, ExitReport, Worker, WorkerSpec
+from hearth.wire.fireworks import Deployment, TrainerJob
+
+logger = logging.getLogger(__name__)
+
+BodyT = TypeVar("BodyT", TrainerJob, Deployment)
+
+RESPONSE_FIELDS = (
+    "name",
+    "state",
+    "status_message",
+    "create_time",
+    "update_time",
+    "worker_placement",
+    "pid",
+)
+"""Fields of responses alone: a request that repeats a response does not set them."""
+DELETED_JOB = "JOB_STATE_DELETED"
+"""The one state whose records stay although their resource is gone."""
+
+
+class Resources(ABC, Generic[BodyT]):
+    """The resources of one kind. Safe to use from several threads."""
+
+    kind: ClassVar[str]
+    """What an error calls one of them."""
+    prefix: ClassVar[str]
+    """What a worker's id has before the resource's."""
+    collection: ClassVar[str]
+    """What a full name has before the resource's id."""
+    alive: ClassVar[tuple[str, ...]]
+    """The states in which a resource has a worker, or will have one."""
+    ready_state: ClassVar[str]
+    failed_state: ClassVar[str]
+    body_type: type[BodyT]
+
+    def __init__(self, records: Records, models: Records, context: Context) -> None:
+        self.records = records
+        self.live = LiveTable()
+        self._models = models
+        self._context = context
+        # A record and its live entry change together.
+        self._lock = threading.RLock()
+
+    def get(self, id: str) -> BodyT:
+        """A resource as it stands.
+
+        Raises:
+            NotFoundError: there is none of that id.
+        """
+        return self.describe(self._get_record(id))
+
+    def list_all(self) -> list[BodyT]:
+        """Every resource that was not deleted, oldest first."""
+        return [self.describe(record) for record in self._list_records()]
+
+    def find_endpoint(self, id: str) -> Endpoint:
+        """Where a resource's worker answers.
+
+        Raises:
+            NotFoundError: there is no such resource.
+            NotReadyError: it is starting.
+            ClosedError: it has ended; the message says how, and what to do.
+        """
+        endpoint = self.live.endpoint(id)
+        if endpoint is None:
+            raise self._explain_absence(self._get_record(id))
+        return endpoint
+
+    def describe(self, record: StoredRecord) -> BodyT:
+        """A record as clients read it."""
+        live = self.live.get(record.id)
+        worker = live.worker if live is not None else None
+        return self.body_type.from_dict(record.body).model_copy(
+            update={
+                "name": full_name(self.collection, record.id),
+                "state": record.state,
+                "status_message": record.message or None,
+                "create_time": format_timestamp(record.created_s),
+                "update_time": format_timestamp(record.updated_s),
+                "worker_placement": self._context.launcher.placement,
+                "pid": worker.pid if worker is not None else None,
+            }
+        )
+
+    def ready(self, worker: Worker) -> None:
+        """A worker answers (``Watcher``)."""
+        id = worker.spec.worker_id.removeprefix(self.prefix)
+        # Before the resource is ready: a client that sees it ready sees these too.
+        facts = self._fetch_facts(id, worker)
+        with self._lock:
+            if not self.live.is_current(id, worker):
+                return
+            self.live.put(id, LiveEntry(worker, is_ready=True))
+            self.records.update(
+                id,
+                only_from=self.alive,
+                state=self.ready_state,
+                message="",
+                worker=worker.record(),
+                body={**self._get_record(id).body, **facts},
+            )
+        logger.info("%s %s is ready", self.kind, id)
+
+    def failed(self, worker: Worker, report: ExitReport) -> None:
+        """A worker could not start, or died (``Watcher``)."""
+        id = worker.spec.worker_id.removeprefix(self.prefix)
+        with self._lock:
+            live = self.live.get(id)
+            if live is not None and self.live.is_current(id, worker):
+                self._handle_death(id, report.describe(), has_run=live.is_ready)
+
+    def recover(self) -> None:
+        """After a restart: find the workers that still run, and handle the death of the others."""
+        for record in self.records.list_all(self.alive):
+            with self._lock:
+                self._recover(record)
+
+    def _recover(self, record: StoredRecord) -> None:
+        if record.worker is None:
+            self._start(record.id, self.body_type.from_dict(record.body), record.state)
+            return
+        self.live.put(record.id, LiveEntry(is_starting=True))
+        worker = self._context.launcher.adopt(record.worker, self)
+        if isinstance(worker, ExitReport):
+            self._handle_death(record.id, worker.describe(), has_run=True)
+        else:
+            self.live.set_worker(record.id, worker)
+
+    def _start(self, id: str, body: BodyT, state: str) -> None:
+        """Start a worker for a resource that is in ``state``."""
+        try:
+            # The catalog may have changed while the platform was down.
+            spec = self._build_spec(id, body)
+            self.live.put(id, LiveEntry(is_starting=True))
+            worker = self._context.launcher.start(spec, self)
+        except (ConfigError, NotFoundError, RequestError) as error:
+            self._fail(id, f"cannot be started: {error}")
+            return
+        if self.live.set_worker(id, worker):
+            self.records.update(id, only_from=(state,), worker=worker.record())
+
+    def _fail(self, id: str, message: str) -> None:
+        self.live.take_worker(id)
+        self.records.update(
+            id, only_from=self.alive, state=self.failed_state, message=message, worker=None
+        )
+        logger.warning("%s %s failed: %s", self.kind, id, message)
+
+    def _list_records(self) -> list[StoredRecord]:
+        return [record for record in self.records.list_all() if record.state != DELETED_JOB]
+
+    def _get_record(self, id: str) -> StoredRecord:
+        record = self.records.find(id)
+        if record is None:
+            known = [record.id for record in self._list_records()]
+            raise NotFoundError(f"{self.kind} must be one of {known}, got {id!r}")
+        return record
+
+    def _match_existing(self, existing: StoredRecord, body: BodyT, field: str) -> BodyT:
+        """The resource of an id that is taken, where the same was asked for.
+
+        Raises:
+            ConflictError: it was asked for otherwise.
+        """
+        # Read as a request, since a record's body also has what its worker has told.
+        before = self.body_type.from_dict(existing.body)
+        if existing.state == "DELETING" or before.as_dict() != body.as_dict():
+            raise ConflictError(
+                f"{field} must be new, got {existing.id!r}: a {self.kind} of that id exists "
+                f"({existing.state}) and was asked for otherwise"
+            )
+        return self.describe(existing)
+
+    def _find_model(self, name: str) -> ModelEntry:
+        return self._context.catalog.find_model(name, list_promoted(self._models))
+
+    def _fetch_facts(self, id: str, worker: Worker) -> dict[str, Any]:
+        """What a worker that answers adds to its record's body."""
+        return {}
+
+    @abstractmethod
+    def _build_spec(self, id: str, body: BodyT) -> WorkerSpec: ...
+
+    @abstractmethod
+    def _handle_death(self, id: str, message: str, *, has_run: bool) -> None:
+        """A resource's worker is dead; ``has_run`` where it has answered before."""
+
+    @abstractmethod
+    def _explain_absence(self, record: StoredRecord) -> HearthError:
+        """Why a resource has no endpoint."""
+
+
+def min_context_length(shape: ShapeEntry | None, entry: ModelEntry) -> int | None:
+    """The shorter of the lengths that are known, in tokens."""
+    lengths = [entry.context_length, shape.context_length if shape is not None else None]
+    return min((length for length in lengths if length is not None), default=None)
