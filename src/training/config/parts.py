@@ -19,6 +19,7 @@ from hearth.losses.dro import DRO
 from hearth.losses.sequence import GSPO
 
 CheckpointType = Literal["base", "delta"]
+ResumeMode = Literal["auto", "never", "force"]
 Replay = Literal["none", "completion", "all"]
 """Whose experts are replayed: nobody's, those of sampled tokens, or those of prompts as well."""
 
@@ -222,8 +223,12 @@ class WandBConfig:
 
 @dataclass(kw_only=True)
 class ResumeConfig:
-    """Where to go on from."""
+    """Whether and where to go on with the run of ``log_path``."""
 
+    mode: ResumeMode = "auto"
+    """auto goes on with a run on the same rows and settings, and refuses others; never moves the
+    run that is there aside and starts anew; force goes on with changed settings (docs/resuming.md).
+    ``resume="never"`` is short for ``resume=ResumeConfig(mode="never")``."""
     resume_from: str | None = None
     """Name of a checkpoint of this run, or ``latest``."""
     step_offset: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from training.config.parts import (
     CISPOConfig,
@@ -17,6 +17,7 @@ from training.config.parts import (
     InfraConfig,
     Replay,
     ResumeConfig,
+    ResumeMode,
     SyncSettings,
     TISConfig,
     TrainerConfig,
@@ -176,13 +177,19 @@ class RecipeConfig:
     wandb: WandBConfig = field(default_factory=WandBConfig)
     """Weights & Biases."""
     resume: ResumeConfig = field(default_factory=ResumeConfig)
-    """Where to go on from; a run with checkpoints in log_path goes on by itself."""
+    """Whether and where to go on; a run with checkpoints in log_path goes on by itself."""
     infra: InfraConfig = field(default_factory=InfraConfig)
     """Older spelling of ``trainer``."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     """Older spelling of the ``weight_sync_*`` and ``dcp_*`` fields."""
     hotload: HotloadConfig = field(default_factory=HotloadConfig)
     """Oldest spelling of the same."""
+
+    def __post_init__(self) -> None:
+        """Accept ``resume="never"`` for ``resume=ResumeConfig(mode="never")``."""
+        resume: object = self.resume
+        if isinstance(resume, str):
+            self.resume = ResumeConfig(mode=cast(ResumeMode, resume))
 
     @property
     def sync(self) -> SyncSettings:

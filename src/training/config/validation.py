@@ -65,6 +65,13 @@ def _problems(config: RecipeConfig) -> Iterator[str]:
             "output_model_id must be 1 to 63 characters of a-z, 0-9 and -, got "
             f"{config.output_model_id!r}"
         )
+    if config.resume.mode not in ("auto", "never", "force"):
+        yield f"resume.mode must be 'auto', 'never' or 'force', got {config.resume.mode!r}"
+    if config.resume.mode == "never" and config.resume.resume_from is not None:
+        yield (
+            f"resume.resume_from must be unset with resume.mode='never', got "
+            f"{config.resume.resume_from!r}: the run starts anew"
+        )
     if config.init_from_checkpoint and config.warm_start_from_adapter:
         yield (
             "init_from_checkpoint and warm_start_from_adapter must not both be given, got "

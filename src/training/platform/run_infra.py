@@ -166,7 +166,7 @@ def provision(
             tokenizer=tokenizer,
             trainers=trainers,
             is_embedded=is_embedded(),
-            work_dir=Path(config.log_path),
+            work_dir=Path(config.log_path).expanduser(),
             serves_older_snapshot=replica.current_snapshot_identity is not None,
             served_version=replica.weight_version,
         )
@@ -209,7 +209,7 @@ def _find_platform(
     on_status(f"{BASE_URL} is not set: the platform runs {where}, with {config.base_model}")
     platform = stack.enter_context(
         EmbeddedPlatform(
-            work_dir=Path(config.log_path),
+            work_dir=Path(config.log_path).expanduser(),
             placement=config.placement,
             snapshot_store=config.snapshot_store,
         )

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hearth.telemetry import peak_rss_mb
-from training.config.parts import DeployConfig
+from training.config.parts import DeployConfig, ResumeConfig
 from training.quickstart import HELDOUT_ROWS, MODEL, TRAIN_ROWS
 from training.recipes.rl_loop import Config, main
 from training.run.checkpoints import write_atomically
@@ -26,6 +26,7 @@ def quickstart_config(log_path: str, seed: int) -> Config:
     """The recipe's config for the shipped model and rows."""
     return Config(
         log_path=log_path,
+        resume=ResumeConfig(mode="never"),
         base_model=str(MODEL),
         dataset=str(TRAIN_ROWS),
         max_rows=1024,

@@ -14,7 +14,14 @@ from training.data.rows import Row
 from training.platform.run_infra import RunInfra, check_platform, provision
 from training.rollouts.router_replay import warn_dense_policy
 from training.run.checkpoints import choose_checkpoint, read_manifest
-from training.run.log_path import hold_log_path, prepare_log_path, write_config
+from training.run.continuation import check_continuation, describe_training, write_trained_on
+from training.run.log_path import (
+    has_results,
+    hold_log_path,
+    move_aside,
+    prepare_log_path,
+    write_config,
+)
 from training.run.metrics import Display, MetricsLog
 from training.run.state import Run, check_start
 
@@ -43,12 +50,21 @@ def begin_run(
     started = time.perf_counter()
     log_path = prepare_log_path(config.log_path)
     check_platform(config)
+    trained_on = describe_training(config, rows)
     with hold_log_path(log_path):
+        aside = None
+        if config.resume.mode == "never" and has_results(log_path):
+            aside = move_aside(log_path)
         checkpoints = read_manifest(log_path)
-        resumed = choose_checkpoint(checkpoints, config.resume.resume_from, config.seed)
-        if resumed is None:
+        resumed = choose_checkpoint(checkpoints, config.resume.resume_from)
+        if resumed is not None:
+            check_continuation(log_path, config, trained_on, rows)
+        else:
             check_start(config)
+            if has_results(log_path):
+                aside = move_aside(log_path)
         write_config(log_path, plain_config(config))
+        write_trained_on(log_path, trained_on)
         resumed_step = resumed.step if resumed is not None else None
         with (
             Display.open(len(rows) * config.epochs) as display,
@@ -60,6 +76,8 @@ def begin_run(
             ) as infra,
             MetricsLog.open(log_path, config.wandb, plain_config(config), resumed_step) as log,
         ):
+            if aside is not None:
+                display.note(f"the older run of this folder is in {aside} now")
             run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)
             run.begin(config, infra, resumed)
             warn_dense_policy(config.replay, config.base_model, has_experts=infra.has_experts)

@@ -95,22 +95,21 @@ def read_manifest(log_path: Path) -> list[Checkpoint]:
         ) from None
 
 
-def choose_checkpoint(
-    checkpoints: list[Checkpoint], wanted: str | None, seed: int
-) -> Checkpoint | None:
+def choose_checkpoint(checkpoints: list[Checkpoint], wanted: str | None) -> Checkpoint | None:
     """The checkpoint to go on from: the named one, else the newest, else None.
 
     Raises:
-        ConfigError: the named one does not exist, or the run had another seed, under which the
-            cursor would mean other rows.
+        ConfigError: the named one does not exist.
     """
-    chosen = _named_or_newest(checkpoints, wanted)
-    if chosen is not None and chosen.seed != seed:
-        raise ConfigError(
-            f"seed must be {chosen.seed} to go on from {chosen.name}, got {seed}: the rows' order "
-            "depends on it; choose another log_path to start anew"
-        )
-    return chosen
+    if wanted is None or wanted == "latest":
+        if wanted == "latest" and not checkpoints:
+            raise ConfigError("resume.resume_from must name a checkpoint, got 'latest' of none")
+        return checkpoints[-1] if checkpoints else None
+    for checkpoint in checkpoints:
+        if checkpoint.name == wanted:
+            return checkpoint
+    known = [checkpoint.name for checkpoint in checkpoints]
+    raise ConfigError(f"resume.resume_from must be one of {known}, got {wanted!r}")
 
 
 def checkpoint_reference(wanted: str, infra: RunInfra) -> str:
@@ -181,18 +180,6 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-def _named_or_newest(checkpoints: list[Checkpoint], wanted: str | None) -> Checkpoint | None:
-    if wanted is None or wanted == "latest":
-        if wanted == "latest" and not checkpoints:
-            raise ConfigError("resume.resume_from must name a checkpoint, got 'latest' of none")
-        return checkpoints[-1] if checkpoints else None
-    for checkpoint in checkpoints:
-        if checkpoint.name == wanted:
-            return checkpoint
-    known = [checkpoint.name for checkpoint in checkpoints]
-    raise ConfigError(f"resume.resume_from must be one of {known}, got {wanted!r}")
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ import orjson
 
 from hearth.errors import ConfigError
 from training.run.checkpoints import write_atomically
+
+LOCK = ".lock"
 
 
 def prepare_log_path(log_path: str) -> Path:
@@ -38,7 +41,7 @@ def hold_log_path(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: another run holds it; nothing in it was changed.
     """
-    with (folder / ".lock").open("a+") as file:
+    with (folder / LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -54,7 +57,67 @@ def hold_log_path(folder: Path) -> Iterator[None]:
 
 
 def write_config(log_path: Path, config: Mapping[str, Any]) -> None:
-    """Write the resolved config to ``log_path/config.json``."""
-    write_atomically(
-        log_path / "config.json", orjson.dumps(config, option=orjson.OPT_INDENT_2, default=str)
+    """Write the resolved config to ``log_path/config.json``; another one is kept beside it."""
+    path = log_path / "config.json"
+    content = orjson.dumps(config, option=orjson.OPT_INDENT_2, default=str)
+    if path.exists() and path.read_bytes() != content:
+        keep_older(path)
+    write_atomically(path, content)
+
+
+def keep_older(path: Path) -> Path | None:
+    """Keep what an existing file holds under the first free ``NAME.N.SUFFIX`` beside it too.
+
+    Returns where that is. The file itself stays, for whoever replaces it: it is never missing.
+    """
+    if not path.exists():
+        return None
+    older = _first_free(path.with_name(f"{path.stem}.{{}}{path.suffix}"))
+    os.link(path, older)
+    return older
+
+
+def has_results(folder: Path) -> bool:
+    """Whether a run has left records, checkpoints or a model in its folder."""
+    metrics = folder / "metrics.jsonl"
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(
+        (folder / name).exists() for name in ("run.json", "models")
     )
+
+
+def aside_path(folder: Path) -> Path:
+    """Where ``move_aside`` would move a run: the first free ``FOLDER.N``."""
+    resolved = folder.resolve()
+    return _first_free(resolved.with_name(resolved.name + ".{}"))
+
+
+def move_aside(folder: Path) -> Path:
+    """Move all that a folder holds, but for its lock, to ``aside_path(folder)``, and return that.
+
+    Raises:
+        ConfigError: the folder is one that people work in, or it cannot be moved.
+    """
+    resolved = folder.resolve()
+    if resolved in (Path.home(), Path.cwd(), *Path.cwd().parents):
+        raise ConfigError(
+            f"log_path must be a folder of its own to start anew in, got {str(folder)!r}, which "
+            "holds an older run beside other work: choose another folder"
+        )
+    aside = aside_path(folder)
+    try:
+        aside.mkdir()
+        for path in resolved.iterdir():
+            if path.name != LOCK:
+                path.rename(aside / path.name)
+    except OSError as error:
+        raise ConfigError(
+            f"log_path must be new, got {str(folder)!r}, whose older run cannot be moved to "
+            f"{str(aside)!r} ({error}): choose another folder"
+        ) from None
+    return aside
+
+
+def _first_free(pattern: Path) -> Path:
+    """The path with ``{}`` in its name replaced by the first number from 1 that is free."""
+    numbered = (pattern.with_name(pattern.name.format(number)) for number in itertools.count(1))
+    return next(path for path in numbered if not path.exists())

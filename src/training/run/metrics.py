@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from hearth.errors import ConfigError
 from training.config.parts import WandBConfig
 from training.run.checkpoints import write_atomically
+from training.run.log_path import keep_older
 
 Metrics = Mapping[str, float]
 DEFAULT_PROJECT = "hearth"
@@ -49,7 +49,7 @@ class MetricsLog:
         again are left in the older file.
         """
         path = log_path / "metrics.jsonl"
-        _keep_older(path)
+        keep_older(path)
         if path.exists():
             kept = b"".join(_records_until(path, resumed_step or 0))
             write_atomically(path, kept if resumed_step is not None else b"")
@@ -72,21 +72,6 @@ class MetricsLog:
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-
-def _keep_older(path: Path) -> Path | None:
-    """Keep what an existing file holds under the first free ``NAME.N.SUFFIX`` beside it too.
-
-    Returns where that is. The file itself stays, for whoever replaces it: it is never missing.
-    """
-    if not path.exists():
-        return None
-    for number in itertools.count(1):
-        older = path.with_name(f"{path.stem}.{number}{path.suffix}")
-        if not older.exists():
-            os.link(path, older)
-            return older
-    raise AssertionError("itertools.count() has no end")
 
 
 def _records_until(path: Path, step: int) -> Iterator[bytes]:

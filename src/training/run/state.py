@@ -223,6 +223,11 @@ class Run:
             f"{checkpoint.job or infra.policy_job_id}: step {self.step}, {self.cursor.count} of "
             f"{len(self.rows) * config.epochs} rows done"
         )
+        if self.cursor.count >= len(self.rows) * config.epochs:
+            self.display.note(
+                'this run is finished; to train more, give more epochs with resume="force", or '
+                "another log_path"
+            )
 
     def count_outcome(self, outcome: RowOutcome) -> None:
         """Count what became of a row; one without a group is finished.

@@ -116,7 +116,7 @@ def stepped(tmp_path, monkeypatch):
                 checkpoints=checkpoints,
                 now=clock or Clock(),
             )
-            resumed = choose_checkpoint(checkpoints, config.resume.resume_from, config.seed)
+            resumed = choose_checkpoint(checkpoints, config.resume.resume_from)
             run.begin(config, infra, resumed)
             return Stepped(config, infra, run)
 

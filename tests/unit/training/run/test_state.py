@@ -34,14 +34,14 @@ def test_the_manifest_keeps_what_was_written(tmp_path):
     write_manifest(tmp_path, points)
 
     assert read_manifest(tmp_path) == points
-    assert choose_checkpoint(points, None, 0) == points[1]
-    assert choose_checkpoint(points, "latest", 0) == points[1]
-    assert choose_checkpoint(points, "step-00001", 0) == points[0]
+    assert choose_checkpoint(points, None) == points[1]
+    assert choose_checkpoint(points, "latest") == points[1]
+    assert choose_checkpoint(points, "step-00001") == points[0]
 
 
 def test_a_run_without_a_manifest_starts_fresh(tmp_path):
     assert read_manifest(tmp_path) == []
-    assert choose_checkpoint([], None, 0) is None
+    assert choose_checkpoint([], None) is None
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '{"checkpoints": [{"name": "x"}]}'])
@@ -54,14 +54,9 @@ def test_a_damaged_manifest_never_starts_fresh_by_itself(tmp_path, content):
 
 def test_a_checkpoint_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="resume_from must be one of"):
-        choose_checkpoint([Checkpoint("step-00001", 1, 2, [], 0)], "step-00009", 0)
+        choose_checkpoint([Checkpoint("step-00001", 1, 2, [], 0)], "step-00009")
     with pytest.raises(ConfigError, match="latest"):
-        choose_checkpoint([], "latest", 0)
-
-
-def test_going_on_under_another_seed_is_refused():
-    with pytest.raises(ConfigError, match="seed must be 0 to go on from step-00001, got 7"):
-        choose_checkpoint([Checkpoint("step-00001", 1, 2, [], 0)], None, 7)
+        choose_checkpoint([], "latest")
 
 
 def test_metrics_of_several_calls_are_weighed_by_their_samples():

@@ -1,0 +1,172 @@
+"""Whether a start goes on with the run of its folder: what was trained there, and what is to be.
+
+``trained_on.json`` holds what a run is trained on: a fingerprint of its rows, and the settings that
+change what is trained. A start with others is refused before anything is provisioned. Settings in
+``FREE`` may differ from start to start (docs/resuming.md has them as a table).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from hearth.errors import ConfigError
+from training.config.parts import plain_config
+from training.config.recipe import RecipeConfig
+from training.data.rows import Row
+from training.run.checkpoints import write_atomically
+from training.run.log_path import aside_path
+
+TRAINED_ON = "trained_on.json"
+
+_FREE_NAMES = """
+    log_path dataset max_rows wandb resume output_model_id merge_adapter cleanup_on_exit
+    eval_dataset eval_every eval_rows eval_samples_per_prompt no_signal_patience
+    parity_threshold parity_stops parity_probe_tokens
+
+    placement snapshot_store trainer infra deployment
+    min_samples_per_fwd_bwd max_samples_per_fwd_bwd scoring_batch
+
+    dcp_save_interval dcp_timeout save_final_checkpoint keep_checkpoints weight_sync hotload
+    weight_sync_timeout weight_sync_before_training max_concurrent max_concurrency_rollout_sample
+    late_row_wait_s stall_timeout_s reward_workers reward_timeout_s reward_errors
+    rollout_workers rollout_worker_count rollout_timeout_s rollout_retries
+"""
+FREE = frozenset(_FREE_NAMES.split())
+"""Settings that may differ between two starts of one run: where it is and how it is watched, where
+and in what pieces it computes, when it saves and how long it waits. Rows are compared themselves.
+"""
+
+FIXED = frozenset(
+    {"rows", "seed", "shuffle", "lora_rank", "init_from_checkpoint", "warm_start_from_adapter"}
+)
+"""What not even ``resume="force"`` changes: the rows' order and the parameters follow from it."""
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """What a run is trained on. ``settings`` are flat, as ``{"dapo.eps_clip": 0.2}``."""
+
+    settings: Mapping[str, Any]
+    num_rows: int
+    rows_sha256: str
+
+
+def describe_training(config: RecipeConfig, rows: Sequence[Row]) -> TrainedOn:
+    """What ``config`` trains on ``rows``, by the names of today where a setting has several."""
+    plain = {name: value for name, value in plain_config(config).items() if name not in FREE}
+    settings = dict(_flatten(plain)) | {
+        "weight_sync_interval": int(config.sync.interval),
+        "trainer.dtype": config.trainer.dtype,
+        "deployment.tokenizer_model": config.deployment.tokenizer_model,
+    }
+    # As they come back from the file: tuples are lists, numbers of a type of ours are plain.
+    settings = orjson.loads(orjson.dumps(settings, default=str, option=orjson.OPT_NON_STR_KEYS))
+    return TrainedOn(settings, len(rows), hash_rows(rows))
+
+
+def hash_rows(rows: Sequence[Row]) -> str:
+    """A SHA-256 over the rows' contents in their order, hexadecimal."""
+    digest = hashlib.sha256()
+    for row in rows:
+        # A value that JSON has no form for counts by its type alone.
+        digest.update(
+            orjson.dumps(
+                dict(row),
+                default=lambda value: type(value).__qualname__,
+                option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE,
+            )
+        )
+    return digest.hexdigest()
+
+
+def check_continuation(
+    folder: Path, config: RecipeConfig, now: TrainedOn, rows: Sequence[Row]
+) -> None:
+    """Judge whether the run in ``folder`` may go on with ``config`` and ``rows``.
+
+    A folder whose run has kept nothing to compare, as those of older versions, may.
+
+    Raises:
+        ConfigError: the rows or a setting that changes what is trained differ; each is named with
+            both values. With ``resume="force"`` those in ``FIXED`` alone are refused. More rows
+            behind the old ones may be forced where there is one epoch without shuffling.
+    """
+    before = read_trained_on(folder)
+    if before is None:
+        return
+    defaults = describe_training(type(config)(), ()).settings
+    differences = dict(_differences(before, now, defaults, rows))
+    if config.resume.mode == "force":
+        grows = config.epochs == 1 and before.settings.get("epochs") == 1 and not config.shuffle
+        may_append = grows and hash_rows(rows[: before.num_rows]) == before.rows_sha256
+        fixed = FIXED - {"rows"} if may_append else FIXED
+        differences = {name: line for name, line in differences.items() if name in fixed}
+    if not differences:
+        return
+    lines = "".join(f"\n  - {name}: {line}" for name, line in sorted(differences.items()))
+    forced = (
+        "these cannot change within a run, whatever resume says"
+        if FIXED & differences.keys()
+        else 'or resume="force", to change the settings of this run'
+    )
+    raise ConfigError(
+        f"log_path must hold a run on the same rows and settings, got {str(folder)!r}, whose run "
+        f'differs:{lines}\ngive another log_path; or resume="never", which moves that run aside '
+        f"to {aside_path(folder)}; {forced}"
+    )
+
+
+def read_trained_on(folder: Path) -> TrainedOn | None:
+    """What the run of a folder is trained on; None where it has not been kept.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    path = folder / TRAINED_ON
+    if not path.exists():
+        return None
+    try:
+        return TrainedOn(**orjson.loads(path.read_bytes()))
+    except (orjson.JSONDecodeError, TypeError) as error:
+        raise ConfigError(
+            f"{path} must be what a run was started with, got a damaged file ({error}): repair it, "
+            "or move it away to go on without a comparison"
+        ) from None
+
+
+def write_trained_on(folder: Path, trained_on: TrainedOn) -> None:
+    """Replace ``folder/trained_on.json`` at once."""
+    write_atomically(
+        folder / TRAINED_ON, orjson.dumps(asdict(trained_on), option=orjson.OPT_INDENT_2)
+    )
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _differences(
+    before: TrainedOn, now: TrainedOn, defaults: Mapping[str, Any], rows: Sequence[Row]
+) -> Iterator[tuple[str, str]]:
+    """(name, both values) of what differs. A setting that an older version did not have yet
+    counts as having had its default."""
+    for name in before.settings.keys() | now.settings.keys():
+        old = before.settings.get(name, defaults.get(name))
+        new = now.settings.get(name)
+        if old != new:
+            yield name, f"{old!r} then, {new!r} now"
+    if before.rows_sha256 != now.rows_sha256:
+        shared = min(before.num_rows, len(rows))
+        same = before.num_rows < len(rows) and hash_rows(rows[:shared]) == before.rows_sha256
+        detail = f"the first {shared} are the same" if same else "with other content or order"
+        yield "rows", f"{before.num_rows} then, {now.num_rows} now ({detail})"
