@@ -12,7 +12,7 @@ from hearth.sdk.background import APIFuture, start
 from hearth.sdk.deployment_config import DeploymentConfig, DeploymentInfo
 from hearth.sdk.messages import HttpRequest
 from hearth.sdk.readiness import DEPLOYMENT_STATES, GONE, JOBS, wait_for_deployment
-from hearth.sdk.resources import ControlPlaneClient, WaitPolicy, Watch
+from hearth.sdk.resources import ControlPlaneClient, ResourceManager, WaitPolicy, Watch
 from hearth.sdk.snapshot_loading import ONCE, SnapshotLoader, build_load_request
 from hearth.sdk.transport import RetryPolicy
 from hearth.wire.completions import (
@@ -26,7 +26,6 @@ from hearth.wire.fireworks import Deployment, DeploymentPage, DeploymentPatch
 
 logger = logging.getLogger(__name__)
 
-DEPLOYMENTS = "deployments"
 READY_TIMEOUT_S = 600.0
 HOTLOAD_TIMEOUT_S = 600.0
 REPLICA_TIMEOUT_S = 300.0
@@ -34,7 +33,7 @@ _DELETE_TIMEOUT_S = 60.0
 _DELETE = {"ignoreChecks": "true", "hard": "true"}
 
 
-class DeploymentManager:
+class DeploymentManager(ResourceManager):
     """The deployments of one account, and what they serve.
 
     ``account_id`` ``""`` or None: the key's own account. Methods block; those that end in
@@ -43,6 +42,8 @@ class DeploymentManager:
     Raises:
         ConfigError: no key or no URL, neither here nor in the environment.
     """
+
+    collection = "deployments"
 
     def __init__(
         self,
@@ -54,21 +55,15 @@ class DeploymentManager:
         retries: RetryPolicy | None = None,
         wait_policy: WaitPolicy | None = None,
     ) -> None:
-        self._control = ControlPlaneClient(api_key, base_url, account_id, retries, wait_policy)
-        self.base_url = self._control.http.base_url
+        super().__init__(ControlPlaneClient(api_key, base_url, account_id, retries, wait_policy))
         self.inference_url = (inference_url or self.base_url).rstrip("/")
         self._inference = self._control.http
         if self.inference_url != self.base_url:
             self._inference = self._control.connect(self.inference_url)
 
-    @property
-    def account_id(self) -> str:
-        """The account that owns the deployments."""
-        return start(self._control.account_id()).result()
-
     def deployment_name(self, deployment_id: str) -> str:
         """The full resource name; a full name stays as it is."""
-        return start(self._resolve_name(deployment_id)).result()
+        return self._full_name(deployment_id)
 
     def create_or_get(
         self, config: DeploymentConfig, force_recreate: bool = False
@@ -82,17 +77,28 @@ class DeploymentManager:
             EngineError: the old one was still there a minute after its deletion.
         """
         config.validate()
-        return start(self._create_or_get(config, force_recreate)).result()
+        name = self._full_name(config.deployment_id)
+        existing = start(self._control.find(name, Deployment)).result()
+        if existing is not None and existing.state not in GONE and not force_recreate:
+            return DeploymentInfo.from_record(existing, name)
+        if existing is not None:
+            start(self._control.delete(name, _DELETE)).result()
+            start(self._wait_until_deleted(name)).result()
+        body = config.body(self._resolve_trainer(config.hot_load_trainer_job))
+        collection = name.removesuffix(f"/{config.deployment_id}")
+        try:
+            answer = start(self._control.send("POST", collection, body, config.params())).result()
+            record = Deployment.parse(answer)
+        except ConflictError as error:
+            logger.warning("the existing deployment %s is used as it is: %s", name, error)
+            record = start(self._control.get(name, Deployment)).result()
+        return DeploymentInfo.from_record(record, name)
 
     def get(self, deployment_id: str) -> DeploymentInfo | None:
         """The deployment; None where there is none."""
-
-        async def find() -> DeploymentInfo | None:
-            name = await self._resolve_name(deployment_id)
-            record = await self._control.find(name, Deployment)
-            return None if record is None else DeploymentInfo.from_record(record, name)
-
-        return start(find()).result()
+        name = self._full_name(deployment_id)
+        record = start(self._control.find(name, Deployment)).result()
+        return None if record is None else DeploymentInfo.from_record(record, name)
 
     def wait_for_ready(
         self, deployment_id: str, timeout_s: float = READY_TIMEOUT_S
@@ -112,9 +118,8 @@ class DeploymentManager:
         """``wait_for_ready`` as a future."""
 
         async def wait() -> DeploymentInfo:
-            return await wait_for_deployment(
-                self._control, await self._resolve_name(deployment_id), timeout_s, None
-            )
+            name = await self._control.resolve_name(self.collection, deployment_id)
+            return await wait_for_deployment(self._control, name, timeout_s, None)
 
         return start(wait())
 
@@ -128,19 +133,13 @@ class DeploymentManager:
         max_replica_count: int | None = None,
     ) -> DeploymentInfo:
         """Change what is given; the rest stays."""
-
-        async def change() -> DeploymentInfo:
-            return await self._patch(
-                await self._resolve_name(deployment_id),
-                DeploymentPatch(
-                    hot_load_trainer_job=await self._resolve_trainer(hot_load_trainer_job),
-                    hot_load_transition_type=hot_load_transition_type,
-                    min_replica_count=min_replica_count,
-                    max_replica_count=max_replica_count,
-                ),
-            )
-
-        return start(change()).result()
+        patch = DeploymentPatch(
+            hot_load_trainer_job=self._resolve_trainer(hot_load_trainer_job),
+            hot_load_transition_type=hot_load_transition_type,
+            min_replica_count=min_replica_count,
+            max_replica_count=max_replica_count,
+        )
+        return self._patch(self._full_name(deployment_id), patch)
 
     def reattach_trainer(
         self, deployment_id: str, trainer_job_name: str, timeout_s: float = READY_TIMEOUT_S
@@ -150,37 +149,23 @@ class DeploymentManager:
         Raises:
             EngineError: the deployment failed, or is not ready and attached within ``timeout_s``.
         """
-
-        async def attach() -> DeploymentInfo:
-            start_s = time.monotonic()
-            name = await self._resolve_name(deployment_id)
-            trainer = await self._resolve_trainer(trainer_job_name)
-            before = await wait_for_deployment(self._control, name, timeout_s, None)
-            if before.hot_load_trainer_job == trainer:
-                return before
-            await self._patch(name, DeploymentPatch(hot_load_trainer_job=trainer))
-            left_s = timeout_s - (time.monotonic() - start_s)
-            return await wait_for_deployment(self._control, name, left_s, trainer)
-
-        return start(attach()).result()
+        start_s = time.monotonic()
+        name, trainer = self._full_name(deployment_id), self._resolve_trainer(trainer_job_name)
+        before = start(wait_for_deployment(self._control, name, timeout_s, None)).result()
+        if before.hot_load_trainer_job == trainer:
+            return before
+        self._patch(name, DeploymentPatch(hot_load_trainer_job=trainer))
+        left_s = timeout_s - (time.monotonic() - start_s)
+        return start(wait_for_deployment(self._control, name, left_s, trainer)).result()
 
     def scale_to_zero(self, deployment_id: str) -> None:
         """Stop its replicas; the deployment and its name stay."""
-
-        async def stop() -> None:
-            patch = DeploymentPatch(min_replica_count=0, max_replica_count=0)
-            name = await self._resolve_name(deployment_id)
-            await self._control.send("PATCH", name, patch.as_dict())
-
-        start(stop()).result()
+        body = DeploymentPatch(min_replica_count=0, max_replica_count=0).as_dict()
+        start(self._control.send("PATCH", self._full_name(deployment_id), body)).result()
 
     def delete(self, deployment_id: str) -> None:
         """Delete it for good; no error where there is none."""
-
-        async def delete() -> None:
-            await self._control.delete(await self._resolve_name(deployment_id), _DELETE)
-
-        start(delete()).result()
+        start(self._control.delete(self._full_name(deployment_id), _DELETE)).result()
 
     def replica_state(self, deployment_id: str, base_model: str) -> ReplicaState | None:
         """What the deployment serves now; None while it has no replica."""
@@ -196,20 +181,12 @@ class DeploymentManager:
             EngineError: it failed, or has no replica within ``timeout_s``.
             NotFoundError: there is no such deployment.
         """
-
-        async def wait() -> ReplicaState:
-            loader = await self._make_loader(deployment_id, base_model)
-            return await loader.wait_for_replica(timeout_s)
-
-        return start(wait()).result()
+        loader = self._make_loader(deployment_id, base_model)
+        return start(loader.wait_for_replica(timeout_s)).result()
 
     def hotload_check_status(self, deployment_id: str, base_model: str) -> HotLoadState:
         """What each replica serves and loads."""
-
-        async def state() -> HotLoadState:
-            return await (await self._make_loader(deployment_id, base_model)).fetch_state()
-
-        return start(state()).result()
+        return start(self._make_loader(deployment_id, base_model).fetch_state()).result()
 
     def hotload(
         self,
@@ -225,11 +202,7 @@ class DeploymentManager:
         ``running_requests`` is that of ``hotload_and_wait``.
         """
         request = build_load_request(identity, incremental, running_requests)
-
-        async def request_load() -> None:
-            await (await self._make_loader(deployment_id, base_model)).request_load(request)
-
-        start(request_load()).result()
+        start(self._make_loader(deployment_id, base_model).request_load(request)).result()
 
     def hotload_and_wait(
         self,
@@ -251,41 +224,17 @@ class DeploymentManager:
             EngineError: the deployment could not load it, or not within ``timeout_s``.
             NotFoundError: there is no such deployment.
         """
-        return self.hotload_and_wait_async(
-            deployment_id,
-            base_model,
-            identity,
-            incremental=incremental,
-            timeout_s=timeout_s,
-            running_requests=running_requests,
-        ).result()
-
-    def hotload_and_wait_async(
-        self,
-        deployment_id: str,
-        base_model: str,
-        identity: str,
-        *,
-        incremental: DeltaMetadata | None = None,
-        timeout_s: float = HOTLOAD_TIMEOUT_S,
-        running_requests: RunningRequests = "drain",
-    ) -> APIFuture[ReplicaState]:
-        """``hotload_and_wait`` as a future."""
         request = build_load_request(identity, incremental, running_requests)
-
-        async def load() -> ReplicaState:
-            loader = await self._make_loader(deployment_id, base_model)
-            return await loader.load_and_wait(request, timeout_s)
-
-        return start(load())
+        loader = self._make_loader(deployment_id, base_model)
+        return start(loader.load_and_wait(request, timeout_s)).result()
 
     def warmup(self, deployment_id: str, attempts: int = 10) -> bool:
         """Sample a few tokens, so that the first real request is fast; False if none came."""
+        name = self._full_name(deployment_id)
+        request = CompletionRequest(model=name, prompt=[1, 2], max_tokens=4, temperature=0.0)
+        sent = HttpRequest("POST", "/inference/v1/completions", request.dump())
 
         async def sample() -> bool:
-            name = await self._resolve_name(deployment_id)
-            request = CompletionRequest(model=name, prompt=[1, 2], max_tokens=4, temperature=0.0)
-            sent = HttpRequest("POST", "/inference/v1/completions", request.dump())
             for _, pause_s in zip(
                 range(attempts), self._control.wait_policy.pauses_s(), strict=False
             ):
@@ -299,49 +248,23 @@ class DeploymentManager:
 
     def close(self) -> None:
         """Close the connections."""
-        self._control.close()
+        super().close()
         if self._inference is not self._control.http:
             start(self._inference.close()).result()
 
     def list(self) -> list[DeploymentInfo]:
         """All deployments of the account."""
+        name = f"accounts/{self.account_id}/{self.collection}"
+        records = start(
+            self._control.list_records(name, DeploymentPage, lambda page: page.deployments)
+        ).result()
+        return [DeploymentInfo.from_record(record, record.name or name) for record in records]
 
-        async def deployments() -> list[DeploymentInfo]:
-            name = f"accounts/{await self._control.account_id()}/{DEPLOYMENTS}"
-            records = await self._control.list_records(
-                name, DeploymentPage, lambda page: page.deployments
-            )
-            return [DeploymentInfo.from_record(record, record.name or name) for record in records]
+    def _make_loader(self, deployment_id: str, base_model: str) -> SnapshotLoader:
+        return SnapshotLoader(self._control, self._full_name(deployment_id), base_model)
 
-        return start(deployments()).result()
-
-    async def _make_loader(self, deployment_id: str, base_model: str) -> SnapshotLoader:
-        return SnapshotLoader(self._control, await self._resolve_name(deployment_id), base_model)
-
-    async def _resolve_name(self, deployment_id: str) -> str:
-        return await self._control.resolve_name(DEPLOYMENTS, deployment_id)
-
-    async def _resolve_trainer(self, job: str | None) -> str | None:
-        return None if job is None else await self._control.resolve_name(JOBS, job)
-
-    async def _create_or_get(self, config: DeploymentConfig, force: bool) -> DeploymentInfo:
-        name = await self._resolve_name(config.deployment_id)
-        existing = await self._control.find(name, Deployment)
-        if existing is not None and existing.state not in GONE and not force:
-            return DeploymentInfo.from_record(existing, name)
-        if existing is not None:
-            await self._control.delete(name, _DELETE)
-            await self._wait_until_deleted(name)
-        trainer = await self._resolve_trainer(config.hot_load_trainer_job)
-        collection = name.removesuffix(f"/{config.deployment_id}")
-        try:
-            answer = await self._control.send(
-                "POST", collection, config.body(trainer), config.params()
-            )
-        except ConflictError as error:
-            logger.warning("the existing deployment %s is used as it is: %s", name, error)
-            return DeploymentInfo.from_record(await self._control.get(name, Deployment), name)
-        return DeploymentInfo.from_record(Deployment.parse(answer), name)
+    def _resolve_trainer(self, job: str | None) -> str | None:
+        return None if job is None else self._full_name(job, JOBS)
 
     async def _wait_until_deleted(self, name: str) -> None:
         deadline_s = time.monotonic() + _DELETE_TIMEOUT_S
@@ -359,7 +282,7 @@ class DeploymentManager:
         except NotFoundError:
             return
 
-    async def _patch(self, name: str, patch: DeploymentPatch) -> DeploymentInfo:
-        mask = ",".join(patch.model_dump(exclude_none=True))
-        answer = await self._control.send("PATCH", name, patch.as_dict(), {"updateMask": mask})
+    def _patch(self, name: str, patch: DeploymentPatch) -> DeploymentInfo:
+        query = {"updateMask": ",".join(patch.model_dump(exclude_none=True))}
+        answer = start(self._control.send("PATCH", name, patch.as_dict(), query)).result()
         return DeploymentInfo.from_record(Deployment.parse(answer), name)

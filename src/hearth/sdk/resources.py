@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import orjson
 
@@ -174,9 +174,30 @@ class ControlPlaneClient:
             if not query["pageToken"]:
                 return records
 
+
+class ResourceManager:
+    """What the managers of trainer jobs and deployments have in common."""
+
+    collection: ClassVar[str]
+    """What a full name has before the resource's id."""
+
+    def __init__(self, control: ControlPlaneClient) -> None:
+        self._control = control
+        self.base_url = control.http.base_url
+
+    @property
+    def account_id(self) -> str:
+        """The account that owns the resources."""
+        return start(self._control.account_id()).result()
+
     def close(self) -> None:
-        """Close the connections; called from any thread but the SDK's."""
-        start(self.http.close()).result()
+        """Close the connections."""
+        start(self._control.http.close()).result()
+
+    def _full_name(self, resource_id: str, collection: str | None = None) -> str:
+        """The full name of a resource of this kind or of another; a full name stays as it is."""
+        collection = collection or self.collection
+        return start(self._control.resolve_name(collection, resource_id)).result()
 
 
 class Watch(Generic[RecordT]):

@@ -19,7 +19,7 @@ from hearth.sdk.readiness import (
     TrainerWait,
     trainer_url,
 )
-from hearth.sdk.resources import ControlPlaneClient, WaitPolicy
+from hearth.sdk.resources import ControlPlaneClient, ResourceManager, WaitPolicy
 from hearth.sdk.shapes import TrainingShapeProfile, resolve_shape, select_shape
 from hearth.sdk.trainer_config import TrainerJobConfig
 from hearth.sdk.transport import RetryPolicy
@@ -47,7 +47,7 @@ class CreatedJob:
     state: str | None = None
 
 
-class TrainerJobManager:
+class TrainerJobManager(ResourceManager):
     """The trainer jobs of one account.
 
     ``account_id`` ``""`` or None: the key's own account. Methods block; those that end in
@@ -56,6 +56,8 @@ class TrainerJobManager:
     Raises:
         ConfigError: no key or no URL, neither here nor in the environment.
     """
+
+    collection = JOBS
 
     def __init__(
         self,
@@ -66,18 +68,11 @@ class TrainerJobManager:
         retries: RetryPolicy | None = None,
         wait_policy: WaitPolicy | None = None,
     ) -> None:
-        self._control = ControlPlaneClient(api_key, base_url, account_id, retries, wait_policy)
-        self.base_url = self._control.http.base_url
-
-    @property
-    def account_id(self) -> str:
-        """The account that owns the jobs."""
-        return start(self._control.account_id()).result()
+        super().__init__(ControlPlaneClient(api_key, base_url, account_id, retries, wait_policy))
 
     def trainer_url(self, job_id: str) -> str:
         """Where the job's trainer answers once it runs."""
-        name = start(self._control.resolve_name(JOBS, job_id)).result()
-        return trainer_url(self.base_url, name)
+        return trainer_url(self.base_url, self._full_name(job_id))
 
     def create(self, config: TrainerJobConfig) -> CreatedJob:
         """Create a job and return at once; a job that has this id already is used as it is.
@@ -89,7 +84,21 @@ class TrainerJobManager:
             NotFoundError: the id belonged to a job that was deleted.
         """
         config.validate()
-        return start(self._create(config)).result()
+        job_id = config.job_id or f"training-api-service-{uuid.uuid4().hex[:8]}"
+        name = self._full_name(job_id)
+        collection = name.removesuffix(f"/{job_id}")
+        body, params = config.record().as_dict(), config.params(job_id)
+        try:
+            answer = start(self._control.send("POST", collection, body, params)).result()
+            job = TrainerJob.parse(answer)
+        except ConflictError as error:
+            logger.warning("the existing job %s is used as it is: %s", name, error)
+            job = start(self._control.get(name, TrainerJob)).result()
+            if job.state == "JOB_STATE_DELETED":
+                raise NotFoundError(
+                    f"job_id must be new or a living job's, got {job_id!r}: it was deleted"
+                ) from None
+        return CreatedJob(job_id=job_id, job_name=job.name or name, state=job.state)
 
     def wait_for_ready(
         self,
@@ -127,22 +136,7 @@ class TrainerJobManager:
         on_status: OnStatus | None = None,
     ) -> TrainerEndpoint:
         """``create``, then ``wait_for_ready``."""
-        return self.create_and_wait_async(config, timeout_s, on_status).result()
-
-    def create_and_wait_async(
-        self,
-        config: TrainerJobConfig,
-        timeout_s: float = READY_TIMEOUT_S,
-        on_status: OnStatus | None = None,
-    ) -> APIFuture[TrainerEndpoint]:
-        """``create_and_wait`` as a future."""
-        config.validate()
-
-        async def provide() -> TrainerEndpoint:
-            job = await self._create(config)
-            return await self._wait_until_ready(job.job_id, timeout_s, PENDING_TIMEOUT_S, on_status)
-
-        return start(provide())
+        return self.wait_for_ready(self.create(config).job_id, timeout_s, on_status)
 
     def wait_for_existing(
         self, job_id: str, timeout_s: float = READY_TIMEOUT_S, on_status: OnStatus | None = None
@@ -201,41 +195,22 @@ class TrainerJobManager:
 
     def delete(self, job_id: str) -> None:
         """End a job and delete its record; its checkpoints stay. No error where there is none."""
-
-        async def delete() -> None:
-            await self._control.delete(await self._control.resolve_name(JOBS, job_id))
-
-        start(delete()).result()
+        start(self._control.delete(self._full_name(job_id))).result()
 
     def get(self, job_id: str) -> TrainerJob | None:
         """A job's record; None where there is none."""
-
-        async def find() -> TrainerJob | None:
-            return await self._control.find(
-                await self._control.resolve_name(JOBS, job_id), TrainerJob
-            )
-
-        return start(find()).result()
+        return start(self._control.find(self._full_name(job_id), TrainerJob)).result()
 
     def list_checkpoints(self, job_id: str) -> list[CheckpointEntry]:
         """A job's checkpoints and snapshots, oldest first; also after the job was deleted."""
-
-        async def entries() -> list[CheckpointEntry]:
-            name = await self._control.resolve_name(JOBS, job_id)
-            return await self._control.list_records(
-                f"{name}/checkpoints", CheckpointPage, lambda page: page.checkpoints
-            )
-
-        return start(entries()).result()
+        name = f"{self._full_name(job_id)}/checkpoints"
+        return start(
+            self._control.list_records(name, CheckpointPage, lambda page: page.checkpoints)
+        ).result()
 
     def find_model(self, model_id: str) -> Model | None:
         """A registered or promoted model by its id or full name; None where there is none."""
-
-        async def find() -> Model | None:
-            name = await self._control.resolve_name("models", model_id)
-            return await self._control.find(name, Model)
-
-        return start(find()).result()
+        return start(self._control.find(self._full_name(model_id, "models"), Model)).result()
 
     # The parameters are the product documents'.
     def promote_checkpoint(
@@ -258,19 +233,15 @@ class TrainerJobManager:
             EngineError: the platform could not, or not within ``timeout`` seconds.
         """
         check_output_model(output_model_id)
-
-        async def run() -> Model:
-            request = Promote(
-                output_model=await self._control.resolve_name("models", output_model_id),
-                trainer_job_id=await self._control.resolve_name(JOBS, job_id),
-                base_model=base_model,
-                async_promotion=True,
-                hot_load_deployment_id=hot_load_deployment_id,
-                merge_adapter=merge_adapter,
-            )
-            return await promote(self._control, checkpoint_id, request, timeout)
-
-        return start(run()).result()
+        request = Promote(
+            output_model=self._full_name(output_model_id, "models"),
+            trainer_job_id=self._full_name(job_id),
+            base_model=base_model,
+            async_promotion=True,
+            hot_load_deployment_id=hot_load_deployment_id,
+            merge_adapter=merge_adapter,
+        )
+        return start(promote(self._control, checkpoint_id, request, timeout)).result()
 
     def resolve_training_profile(self, shape_id: str) -> TrainingShapeProfile:
         """What a training shape fixes: its newest validated version, or the one that is named.
@@ -291,28 +262,6 @@ class TrainerJobManager:
         """
         return start(select_shape(self._control, base_model, lora_rank, forward_only)).result()
 
-    def close(self) -> None:
-        """Close the connections."""
-        self._control.close()
-
-    async def _create(self, config: TrainerJobConfig) -> CreatedJob:
-        job_id = config.job_id or f"training-api-service-{uuid.uuid4().hex[:8]}"
-        name = await self._control.resolve_name(JOBS, job_id)
-        collection = name.removesuffix(f"/{job_id}")
-        try:
-            answer = await self._control.send(
-                "POST", collection, config.record().as_dict(), params=config.params(job_id)
-            )
-            job = TrainerJob.parse(answer)
-        except ConflictError as error:
-            logger.warning("the existing job %s is used as it is: %s", name, error)
-            job = await self._control.get(name, TrainerJob)
-            if job.state == "JOB_STATE_DELETED":
-                raise NotFoundError(
-                    f"job_id must be new or a living job's, got {job_id!r}: it was deleted"
-                ) from None
-        return CreatedJob(job_id=job_id, job_name=job.name or name, state=job.state)
-
     async def _wait_until_ready(
         self,
         job_id: str,
@@ -328,19 +277,11 @@ class TrainerJobManager:
         ).run()
 
     def _post_action(self, job_id: str, action: str) -> None:
-        async def act() -> None:
-            name = await self._control.resolve_name(JOBS, job_id)
-            await self._control.send("POST", f"{name}:{action}")
-
-        start(act()).result()
+        start(self._control.send("POST", f"{self._full_name(job_id)}:{action}")).result()
 
     def list(self) -> list[TrainerJob]:
         """All jobs of the account."""
-
-        async def jobs() -> list[TrainerJob]:
-            name = f"accounts/{await self._control.account_id()}/{JOBS}"
-            return await self._control.list_records(
-                name, TrainerJobPage, lambda page: page.rlor_trainer_jobs
-            )
-
-        return start(jobs()).result()
+        name = f"accounts/{self.account_id}/{JOBS}"
+        return start(
+            self._control.list_records(name, TrainerJobPage, lambda page: page.rlor_trainer_jobs)
+        ).result()
