@@ -1,7 +1,5 @@
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 
 import httpx
@@ -436,11 +434,3 @@ def test_several_event_loops_at_once_and_after_each_other_are_served(site):
 
     assert results["a"] == results["b"] == results["c"]
     assert len({tuple(ids) for ids in results["a"]}) > 1
-
-
-def test_the_service_needs_no_torch():
-    code = "import sys, hearth.inference.service; print('torch' in sys.modules)"
-
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert done.stdout.strip() == "False"

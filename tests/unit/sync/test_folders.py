@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -128,23 +127,6 @@ def test_a_living_writers_draft_is_left_alone(tmp_path: Path) -> None:
 
     assert names(tmp_path) == ["a", "c"]
     assert (tmp_path / "a" / "text").read_text() == "still here"
-
-
-def test_a_killed_writers_draft_is_swept_by_the_next(tmp_path: Path) -> None:
-    script = (
-        "import os, pathlib, signal, sys\n"
-        "from hearth.sync.folders import drafted\n"
-        "with drafted(pathlib.Path(sys.argv[1])) as draft:\n"
-        "    (draft / 'half').touch()\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "a")], check=False)
-    assert killed.returncode == -9
-    assert [name[:9] for name in names(tmp_path)] == [".draft-a-"]
-
-    write(tmp_path / "b", "b")
-
-    assert names(tmp_path) == ["b"]
 
 
 def test_a_removed_folder_is_gone(tmp_path: Path) -> None:

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -82,18 +79,3 @@ def test_a_disk_that_refuses_is_an_error_of_ours(tmp_path: Path) -> None:
 
     with pytest.raises(EngineError, match="file/data must be writable, got NotADirectoryError"):
         save_tensors(tmp_path / "file" / "data", TENSORS)
-
-
-def test_ranks_save_their_shards_and_one_process_reads_the_whole(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("rank_saver.py")
-
-    ran = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False
-    )
-
-    assert ran.returncode == 0, ran.stderr
-    entries = json.loads((tmp_path / "entries.json").read_text())
-    assert len(entries) == 2
-    found = load_tensors(tmp_path / "data", entries)
-    assert torch.equal(found["weight"], torch.arange(20.0).reshape(5, 4))
-    assert found["step"] == 3

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -144,11 +142,3 @@ def test_rewards_can_be_sent_to_another_process():
         == [reward("44", {}) for reward in rewards]
         == [1.0, 0.0, -1.0]
     )
-
-
-def test_rewards_are_imported_without_torch_and_without_math_verify():
-    code = "import sys, training.rewards; print({'torch', 'math_verify'} & set(sys.modules))"
-
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert done.stdout.strip() == "set()"

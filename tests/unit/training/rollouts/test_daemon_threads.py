@@ -1,24 +1,8 @@
 import asyncio
-import subprocess
-import sys
 import threading
 import time
 
 from training.rollouts.daemon_threads import DaemonThreads
-
-HANGING = """
-import asyncio, time
-from training.rollouts.daemon_threads import DaemonThreads
-
-async def main():
-    asyncio.get_running_loop().set_default_executor(DaemonThreads("test"))
-    try:
-        await asyncio.wait_for(asyncio.to_thread(time.sleep, 3600), 0.1)
-    except TimeoutError:
-        print("given up", flush=True)
-
-asyncio.run(main())
-"""
 
 
 def threads(name: str) -> list[threading.Thread]:
@@ -81,11 +65,3 @@ def test_its_threads_end_after_the_shutdown():
     while threads("ending"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def test_neither_a_loop_nor_the_process_waits_for_a_call_that_hangs():
-    done = subprocess.run(
-        [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=30, check=False
-    )
-
-    assert (done.returncode, done.stdout, done.stderr) == (0, "given up\n", "")
