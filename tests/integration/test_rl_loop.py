@@ -144,6 +144,7 @@ def test_the_trainers_own_loss_goes_backward_through_the_pass_that_scored_the_po
 ):
     passes = []
     states = TargetScorer.states
+    # Counts passes through the layers, which no result shows; the pass itself runs.
     monkeypatch.setattr(
         TargetScorer, "states", lambda self, batch: passes.append(batch) or states(self, batch)
     )

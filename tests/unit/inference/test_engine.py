@@ -451,6 +451,7 @@ def test_a_failing_step_fails_what_runs_and_the_engine_lives_on(start, monkeypat
             raise RuntimeError("boom")
         return decode(*args)
 
+    # No request makes a step fail that began well; a device out of memory would.
     monkeypatch.setattr(ModelRunner, "decode", fail_once)
     failing = [engine.submit(ask(seed=seed)) for seed in range(4)]
 

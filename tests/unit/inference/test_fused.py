@@ -106,6 +106,7 @@ def runner(
 ) -> Callable[..., ModelRunner]:
     """A model's runner, decoding in fused loops (in both their ways) or through the module."""
     if request.param == "loop by loop":
+        # Some builds of torch hide their matrix product; this one may not.
         monkeypatch.setattr("hearth.inference.engine.fused.find_torch_symbol", lambda _name: None)
     elif find_torch_symbol("sgemm_") is None:
         pytest.skip("torch does not show its matrix product")
@@ -117,6 +118,13 @@ def runner(
         return made
 
     return make
+
+
+@pytest.fixture
+def sample_in_torch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it to have tokens sampled in torch from then on."""
+    # HEARTH_KERNELS=0 turns the loops in C off for a whole process; here both ways run in one.
+    return lambda: monkeypatch.setattr(sampler, "kernels", lambda: None)
 
 
 def prompts_of(*lengths: int, seed: int = 0) -> list[tuple[int, ...]]:
@@ -238,6 +246,7 @@ def test_scores_of_a_large_vocabulary_come_in_chunks(
 ) -> None:
     extras = Extras(scored=EVERY)
     ((whole,), _) = runner(build("llama"), fused=True).prefill([SHARED], extras)
+    # A chunk holds 2**26 logits: without this only a large vocabulary would be cut.
     monkeypatch.setattr("hearth.inference.engine.prefill._MAX_LOGITS", 264 * 40)
 
     ((cut,), _) = runner(build("llama"), fused=True).prefill([SHARED], extras)
@@ -282,7 +291,7 @@ def test_changed_weights_are_taken_whatever_carries_them(runner: Any, kind: str)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_after_a_weight_sync_the_engine_draws_from_the_new_weights(
+def test_after_a_weight_sync_the_engine_samples_from_the_new_weights(
     start: Any, plain_logprobs: Any, kind: str
 ) -> None:
     served, trained = build(kind), build(kind)
@@ -294,18 +303,20 @@ def test_after_a_weight_sync_the_engine_draws_from_the_new_weights(
         tensors = base_tensors(trained.module)
         snapshot = Snapshot.capture(f"step-{number}", "base", kind, tensors, {})
         assert engine.load_snapshot(snapshot).result().stage == "done"
-        drawn = engine.submit(request).result()
-        expected = plain_logprobs(trained, [*request.prompt, *drawn.token_ids])[199:]
-        np.testing.assert_allclose(drawn.logprobs, expected, rtol=0, atol=1e-5)
+        sampled = engine.submit(request).result()
+        expected = plain_logprobs(trained, [*request.prompt, *sampled.token_ids])[199:]
+        np.testing.assert_allclose(sampled.logprobs, expected, rtol=0, atol=1e-5)
 
 
-def test_both_ways_draw_the_same_completions(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_sample_the_same_completions(
+    start: Any, sample_in_torch: Callable[[], None]
+) -> None:
     requests = [
         SampleRequest(prompt=list(prompt), max_tokens=30, seed=seed, ignore_eos=True)
         for seed, prompt in enumerate(prompts_of(1, 5, 80, 300))
     ]
     fused = [start(build("qwen2"), max_seq_len=400).submit(request) for request in requests]
-    monkeypatch.setattr(sampler, "kernels", lambda: None)
+    sample_in_torch()
     module = {"max_seq_len": 400, "decoder": "module"}
     plain = [start(build("qwen2"), **module).submit(request) for request in requests]
 
@@ -351,7 +362,7 @@ def values(count: int, **given: Any) -> SamplingValues:
     return SamplingValues(**plain | given)
 
 
-def draw(logits: Tensor, given: SamplingValues) -> SampledTokens:
+def sample_rows(logits: Tensor, given: SamplingValues) -> SampledTokens:
     rows = len(logits)
     return sample(logits, given, np.arange(rows, dtype=np.uint64), np.arange(rows))
 
@@ -367,12 +378,12 @@ def mixed(rows: int) -> SamplingValues:
     )
 
 
-def test_draws_in_loops_are_those_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_in_loops_are_those_in_torch(sample_in_torch: Callable[[], None]) -> None:
     logits = torch.randn(200, 264, generator=torch.Generator().manual_seed(0)) * 3
 
-    found = draw(logits, mixed(200))
-    monkeypatch.setattr(sampler, "kernels", lambda: None)
-    expected = draw(logits, mixed(200))
+    found = sample_rows(logits, mixed(200))
+    sample_in_torch()
+    expected = sample_rows(logits, mixed(200))
 
     assert np.array_equal(found.tokens, expected.tokens)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
@@ -381,7 +392,7 @@ def test_draws_in_loops_are_those_in_torch(monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
-def test_a_draw_does_not_depend_on_what_is_drawn_beside_it() -> None:
+def test_a_sample_does_not_depend_on_its_batch() -> None:
     logits = torch.randn(40, 264, generator=torch.Generator().manual_seed(0)) * 3
     given, seeds, positions = mixed(40), np.arange(40, dtype=np.uint64), np.arange(40)
 
@@ -398,33 +409,33 @@ def test_a_draw_does_not_depend_on_what_is_drawn_beside_it() -> None:
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6])
 def test_the_smallest_temperatures_take_the_most_probable_token(
-    monkeypatch: pytest.MonkeyPatch, is_fused: bool, temperature: float
+    sample_in_torch: Callable[[], None], is_fused: bool, temperature: float
 ) -> None:
     logits = torch.randn(20, 264, generator=torch.Generator().manual_seed(0)) * 3
     if not is_fused:
-        monkeypatch.setattr(sampler, "kernels", lambda: None)
+        sample_in_torch()
 
-    drawn = draw(logits, values(20, temperature=np.full(20, temperature)))
+    sampled = sample_rows(logits, values(20, temperature=np.full(20, temperature)))
 
-    assert np.array_equal(drawn.tokens, logits.argmax(1).numpy())
-    assert np.abs(drawn.sampling_logprobs).max() == 0
+    assert np.array_equal(sampled.tokens, logits.argmax(1).numpy())
+    assert np.abs(sampled.sampling_logprobs).max() == 0
     expected = logits.double().log_softmax(-1).amax(1)
-    np.testing.assert_allclose(drawn.logprobs, expected.numpy(), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(sampled.logprobs, expected.numpy(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_numbers_have_nan_for_logprobs(
-    monkeypatch: pytest.MonkeyPatch, is_fused: bool, bad: float
+    sample_in_torch: Callable[[], None], is_fused: bool, bad: float
 ) -> None:
     logits = torch.randn(10, 264, generator=torch.Generator().manual_seed(0))
     logits[:5, 100] = bad
     if not is_fused:
-        monkeypatch.setattr(sampler, "kernels", lambda: None)
+        sample_in_torch()
 
-    drawn = draw(logits, mixed(10))
+    sampled = sample_rows(logits, mixed(10))
 
-    # Greedy rows aside, which are drawn from one token.
+    # Greedy rows aside, which are sampled from one token.
     rows = [0, 1, 3, 4]
-    assert np.isnan(drawn.logprobs[rows]).all()
-    assert np.isfinite(drawn.logprobs[5:]).all()
+    assert np.isnan(sampled.logprobs[rows]).all()
+    assert np.isfinite(sampled.logprobs[5:]).all()

@@ -187,6 +187,7 @@ def test_a_changed_source_is_compiled_anew(
     changed = tmp_path / "cpu.c"
     changed.write_text(build.SOURCE.read_text() + "int hearth_answer(void) { return 42; }\n")
     # A new version of Hearth changes the file itself.
+    # The source is part of the package: no setting names another.
     monkeypatch.setattr(build, "SOURCE", changed)
 
     second = load()

@@ -155,6 +155,7 @@ def test_activations_are_those_that_autograd_keeps_within_a_tenth(
     rank: int | None,
 ) -> None:
     if way == "module":
+        # HEARTH_KERNELS=0 turns the loops in C off for a whole process; here both ways run in one.
         monkeypatch.setattr(PackedDecoder, "from_model", lambda _: None)
     model = saved(tmp_path, kind)
     loaded = load_model(tmp_path, dtype=dtype)

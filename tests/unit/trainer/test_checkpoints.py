@@ -297,6 +297,7 @@ def test_no_pickle_is_read_and_a_planted_one_is_never_opened(
     ):
         monkeypatch.setattr(module, name, refuse)
     opened: list[str] = []
+    # This file's own list, which an audit hook fills: a hook cannot be removed again.
     monkeypatch.setattr(sys.modules[__name__], "OPENED", opened)
 
     engine.load_state(model_id, "s", with_optimizer=True)

@@ -48,6 +48,7 @@ def test_a_file_is_hashed_as_it_is_written(tmp_path: Path) -> None:
 def test_large_states_go_into_several_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A file holds 512 MiB: without this the test would write more than a gigabyte.
     monkeypatch.setattr(dcp, "_FILE_BYTES", 48)
 
     entries = save_tensors(tmp_path / "data", TENSORS)

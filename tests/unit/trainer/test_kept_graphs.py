@@ -43,6 +43,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         seen.append(tuple(sorted(example.index for example in batch.examples)))
         return states(self, batch)
 
+    # Counts passes through the layers, which no result shows; the pass itself runs.
     monkeypatch.setattr(TargetScorer, "states", watched)
     return seen
 
@@ -57,6 +58,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[KeptGraph]]:
         init(self, *args)
         made.append(weakref.ref(self))
 
+    # Sees whether a graph's memory is freed, which no result shows; the graph is a real one.
     monkeypatch.setattr(KeptGraph, "__init__", watched)
     return made
 
@@ -369,6 +371,7 @@ def test_what_is_not_kept_is_scored_without_a_graph(
         modes.append(torch.is_grad_enabled())
         return states(self, batch)
 
+    # Counts passes through the layers, which no result shows; the pass itself runs.
     monkeypatch.setattr(TargetScorer, "states", watched)
     engine = make_engine(micro_batch_tokens=160)
 

@@ -98,6 +98,7 @@ def scorers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[TargetScorer
     def make(loaded: LoadedModel, **options: Any) -> tuple[TargetScorer, TargetScorer]:
         packed = TargetScorer(loaded, TrainerOptions(**options))
         with monkeypatch.context() as patch:
+            # HEARTH_KERNELS=0 turns the loops in C off for a whole process; both ways run here.
             patch.setattr(PackedDecoder, "from_model", lambda _: None)
             return packed, TargetScorer(loaded, TrainerOptions(**options))
 
@@ -359,6 +360,7 @@ def test_a_model_of_few_positions_fills_rows_up_all_the_same(
 def test_rows_beyond_the_first_rotations_are_computed_too(
     read: ReadModel, scorers: Any, datum: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Of 4096 positions none is beyond the first in a model of the tests.
     monkeypatch.setattr("hearth.models.packed._FIRST_POSITIONS", 32)
     loaded = read("qwen3")
     packed, padded = scorers(loaded)

@@ -102,6 +102,7 @@ def read(folder_of: Callable[[str], Path]) -> Callable[..., LoadedModel]:
 @pytest.fixture(autouse=True)
 def through_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: no loops in C."""
+    # HEARTH_KERNELS=0 turns the loops in C off for a whole process; here both ways run in one.
     monkeypatch.setattr(PackedDecoder, "from_model", lambda _: None)
 
 

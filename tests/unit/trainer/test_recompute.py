@@ -55,6 +55,7 @@ def kept_bytes(loaded: LoadedModel, data: Any, **options: Any) -> int:
 @pytest.fixture(params=["loops in C", "module"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "module":
+        # HEARTH_KERNELS=0 turns the loops in C off for a whole process; here both ways run in one.
         monkeypatch.setattr(PackedDecoder, "from_model", lambda _: None)
     return request.param
 
