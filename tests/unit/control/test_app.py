@@ -193,6 +193,7 @@ def requests(draw):
     return method, path, body
 
 
+@pytest.mark.slow
 def test_no_json_body_makes_the_platform_fail(make_plane, script, make_ask, base):
     plane = make_plane(script, "sqlite://")
     script.saves("trainer-there", "s")

@@ -75,7 +75,7 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ROWS = 16
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(kernels() is None, reason="needs a C compiler")]
 
 
 def build(kind: str) -> LoadedModel:

@@ -23,6 +23,8 @@ from hearth.models.loading import LoadedModel, base_tensors
 from hearth.models.lora import LoraOptions, attach_lora
 from hearth.sync.store import Snapshot
 
+pytestmark = pytest.mark.slow
+
 Load = Callable[..., LoadedModel]
 
 

@@ -20,6 +20,8 @@ from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora
 from hearth.sync.chain import Published
 from hearth.sync.store import MemorySnapshotStore, Snapshot
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [1, 2, 3]
 HOT_LOAD = "/hot_load/v1/models/hot_load"
 SMALL, LARGE = LoraOptions(rank=2), LoraOptions(rank=4, alpha=8.0, train_attn=False)

@@ -23,6 +23,8 @@ from hearth.sync.store import MemorySnapshotStore, Snapshot
 from hearth.wire.completions import CompletionRequest, CompletionResponse
 from hearth.wire.routing import RoutingShape, decode_routing, encode_routing
 
+pytestmark = pytest.mark.slow
+
 SHAPE = RoutingShape(LAYERS, 8, TOP_K)
 PROMPTS = [[5, 6, 7], [*range(4, 44)], [9] * 70]
 

@@ -19,6 +19,8 @@ from hearth.inference.engine.runner import ModelRunner
 from hearth.models.loading import LoadedModel
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, detach_lora
 
+pytestmark = pytest.mark.slow
+
 BODY: dict[str, Any] = {
     "vocab_size": 264,
     "hidden_size": 64,

@@ -15,6 +15,8 @@ from hearth.inference.service import create_app
 from hearth.models.loading import base_tensors
 from hearth.sync.store import FolderBuckets, MemoryBuckets, MemorySnapshotStore, Snapshot
 
+pytestmark = pytest.mark.slow
+
 HOT_LOAD = "/hot_load/v1/models/hot_load"
 COMPLETIONS = "/inference/v1/completions"
 BODY = {"prompt": [1, 2, 3], "max_tokens": 8, "seed": 7, "ignore_eos": True, "raw_output": True}

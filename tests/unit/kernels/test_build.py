@@ -14,6 +14,8 @@ import pytest
 
 from hearth.kernels import build
 
+pytestmark = pytest.mark.slow
+
 # Nobody looks at how fast it is.
 COMPILE = f'exec {shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")} "$@" -O0'
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from hearth.kernels.ops import AttentionShape, Kernels, StepLayer
 
+pytestmark = pytest.mark.slow
+
 SetThreads = Callable[[int], None]
 EPS = 1e-6
 # Enough work for a second thread, which is not woken for little.

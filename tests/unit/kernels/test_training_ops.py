@@ -24,7 +24,7 @@ SetThreads = Callable[[int], None]
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 EPS = 1e-6
 
-pytestmark = pytest.mark.usefixtures("loops")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("loops")]
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

@@ -26,6 +26,7 @@ from hearth.models.lora import (
 IDS = torch.tensor([[5, 9, 11, 2, 40, 7]])
 # PEFT and transformers talk about tied heads and progress; neither is ours.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*fan_in_fan_out.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*save_embedding_layers.*:UserWarning"),

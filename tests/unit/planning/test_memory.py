@@ -39,6 +39,8 @@ from hearth.trainer.packing import Limits
 from hearth.wire.tensors import encode
 from hearth.wire.tinker import AdamParams, DatumRecord
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 128
 """A multiple of 32, so that no row is padding."""
 LIMITS = Limits(96, 256, 256)

@@ -26,6 +26,8 @@ from hearth.trainer.options import TrainerOptions
 from hearth.trainer.passes import PassResult
 from hearth.wire.tinker import AdamParams
 
+pytestmark = pytest.mark.slow
+
 STEP = AdamParams(learning_rate=1e-2, weight_decay=0.01, grad_clip_norm=1.0)
 LORA = LoraOptions(rank=4, alpha=8, seed=1)
 MakeEngine = Callable[..., TrainerEngine]

@@ -15,6 +15,8 @@ from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora
 from hearth.sync.store import Snapshot
 from hearth.trainer.export import ExportOptions, export_snapshot
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.tensor([[5, 9, 11, 2, 40, 7]])
 
 

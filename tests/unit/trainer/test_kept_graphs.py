@@ -26,6 +26,8 @@ from hearth.wire.tensors import encode
 from hearth.wire.tinker import AdamParams, DatumRecord
 from training.quickstart import MODEL
 
+pytestmark = pytest.mark.slow
+
 Gradient = dict[str, torch.Tensor]
 ReadGradient = Callable[[TrainerEngine, str], Gradient]
 Data = list[DatumRecord]

@@ -77,7 +77,7 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
 
 ReadModel = Callable[..., LoadedModel]
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(kernels() is None, reason="needs a C compiler")]
 
 
 @pytest.fixture(scope="module")

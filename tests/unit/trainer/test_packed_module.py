@@ -41,6 +41,8 @@ from hearth.trainer.residents import find_trainable
 from hearth.trainer.segments import Segments, attend, check_kernel, find_segments, make_mask
 from hearth.wire.tinker import DatumRecord
 
+pytestmark = pytest.mark.slow
+
 PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
     "mistral": ("MistralConfig", {"sliding_window": None, "num_key_value_heads": 1}),

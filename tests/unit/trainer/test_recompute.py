@@ -19,6 +19,8 @@ from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.options import TrainerOptions
 from hearth.trainer.packing import Limits
 
+pytestmark = pytest.mark.slow
+
 VOCAB_SIZE = 96
 LIMITS = Limits(VOCAB_SIZE, 256, 256)
 

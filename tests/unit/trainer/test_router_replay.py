@@ -24,6 +24,8 @@ from hearth.trainer.passes import Pass
 from hearth.wire.routing import RoutingShape, encode_routing
 from hearth.wire.tinker import ModelInputRecord
 
+pytestmark = pytest.mark.slow
+
 SHAPE = RoutingShape(LAYERS, 8, TOP_K)
 
 

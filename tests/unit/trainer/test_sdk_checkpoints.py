@@ -15,6 +15,8 @@ from hearth.sync.store import MemorySnapshotStore
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.service import create_app
 
+pytestmark = pytest.mark.slow
+
 MakePolicy = Callable[[str], FiretitanTrainingClient]
 
 
