@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
+from tests.unit.inference.decoders import OTHER, PLAIN, build, decode, make_prompts
 from torch import Tensor
 
 from hearth.inference.backend import SampleRequest
 from hearth.inference.engine import sampler
-from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.fused import FusedDecoder
 from hearth.inference.engine.prompts import EVERY, Extras
 from hearth.inference.engine.runner import ModelRunner
@@ -26,69 +25,7 @@ from hearth.models.loading import LoadedModel, base_tensors
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, detach_lora
 from hearth.sync.store import Snapshot
 
-BODY: dict[str, Any] = {
-    "vocab_size": 264,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.1,
-    "eos_token_id": 257,
-    "pad_token_id": 256,
-    "bos_token_id": None,
-}
-PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
-    "llama with one key head, tied": (
-        "LlamaConfig",
-        {"num_key_value_heads": 1, "tie_word_embeddings": True},
-    ),
-    "llama 3's rotation": (
-        "LlamaConfig",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
-    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
-    "qwen2": ("Qwen2Config", {}),
-    "qwen3": ("Qwen3Config", {"head_dim": 80}),
-    "qwen3 with heads of its own": ("Qwen3Config", {"head_dim": 6, "num_key_value_heads": 4}),
-}
-OTHER: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma": ("Gemma2Config", {"head_dim": 16, "sliding_window": 512}),
-    "a sliding window": ("MistralConfig", {"sliding_window": 512}),
-    "partial rotation": ("PhiConfig", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
-    "biases where no family has them": ("LlamaConfig", {"attention_bias": True}),
-    "experts": (
-        "Qwen3MoeConfig",
-        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    ),
-}
-ROWS = 16
-
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(kernels() is None, reason="needs a C compiler")]
-
-
-def build(kind: str) -> LoadedModel:
-    name, options = (PLAIN | OTHER)[kind]
-    torch.manual_seed(0)
-    config = getattr(transformers, name)(**BODY | options)
-    module = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            # As initialized norms are all one and biases all zero.
-            if parameter.ndim == 1:
-                parameter += 0.3 * torch.randn_like(parameter)
-    return LoadedModel(module, kind, kind, torch.float32, torch.device("cpu"), (257,), 264, 1024)
 
 
 def change(loaded: LoadedModel, seed: int) -> None:
@@ -127,39 +64,13 @@ def sample_in_torch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(sampler, "kernels", lambda: None)
 
 
-def prompts_of(*lengths: int, seed: int = 0) -> list[tuple[int, ...]]:
-    rng = np.random.default_rng(seed)
-    return [tuple(rng.integers(0, 250, length).tolist()) for length in lengths]
-
-
-def decoded(
-    runner: ModelRunner, prompts: Sequence[tuple[int, ...]], steps: int = 6, rows: int = ROWS
-) -> Tensor:
-    """Logprobs [steps, P, V] after the prompts and the same tokens for all, one by one."""
-    cache = SlotCache(runner.cache_shape, budget_bytes=2**30, max_slots=rows)
-    cache.reserve(rows, max(map(len, prompts)) + steps, active=0)
-    positions = np.zeros(rows, np.int64)
-    for row, prompt in enumerate(prompts):
-        (filled,), _ = runner.prefill([prompt], Extras())
-        cache.fill([row], filled.keys, filled.values)
-        positions[row] = len(prompt)
-    tokens = np.zeros(rows, np.int64)
-    found: list[Tensor] = []
-    for step in range(steps):
-        tokens[: len(prompts)] = 11 * step + 5
-        logits = runner.decode(tokens, positions, cache)
-        found.append(logits[: len(prompts)].log_softmax(-1).clone())
-        positions[: len(prompts)] += 1
-    return torch.stack(found)
-
-
 @pytest.mark.parametrize("kind", PLAIN)
 def test_logprobs_are_the_modules_own(runner: Any, kind: str) -> None:
-    prompts = prompts_of(1, 2, 31, 64, 65, 200, 500)
+    prompts = make_prompts(1, 2, 31, 64, 65, 200, 500)
 
-    found = decoded(runner(build(kind), fused=True), prompts)
+    found = decode(runner(build(kind), fused=True), prompts)
 
-    expected = decoded(runner(build(kind), fused=False), prompts)
+    expected = decode(runner(build(kind), fused=False), prompts)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert float(expected.std()) > 0.3
 
@@ -167,13 +78,13 @@ def test_logprobs_are_the_modules_own(runner: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_a_rows_bits_do_not_depend_on_its_batch_or_on_threads(runner: Any, kind: str) -> None:
     entry = runner(build(kind), fused=True)
-    prompts = prompts_of(5, 70, 200)
-    alone = decoded(entry, prompts)
+    prompts = make_prompts(5, 70, 200)
+    alone = decode(entry, prompts)
 
-    crowd = decoded(entry, [*prompts, *prompts_of(*range(1, 38), seed=2)], rows=64)
+    crowd = decode(entry, [*prompts, *make_prompts(*range(1, 38), seed=2)], slots=64)
     torch.set_num_threads(2)
-    threaded = decoded(entry, prompts)
-    shared = decoded(entry, [*prompts, *prompts_of(*range(1, 38), seed=2)], rows=64)
+    threaded = decode(entry, prompts)
+    shared = decode(entry, [*prompts, *make_prompts(*range(1, 38), seed=2)], slots=64)
     torch.set_num_threads(1)
 
     assert torch.equal(crowd[:, :3], alone)
@@ -185,14 +96,14 @@ SHARED = (*range(7, 107), 3)
 """A beginning that some prompts share."""
 
 
-def family() -> list[tuple[int, ...]]:
+def make_family() -> list[tuple[int, ...]]:
     """Prompts that share beginnings: of a text, of each other, one that is another's beginning."""
     return [
         (*SHARED, 1, 2, 3),
         SHARED,
         (*SHARED, 1, 2, 9, 9),
         (5,),
-        *prompts_of(40, 2, 300),
+        *make_prompts(40, 2, 300),
         SHARED[:60],
     ]
 
@@ -203,11 +114,11 @@ def test_packed_prompts_have_the_modules_numbers(runner: Any, kind: str, scored:
     extras = Extras(scored=scored)
     packed, plain = runner(build(kind), fused=True), runner(build(kind), fused=False)
 
-    together, computed = packed.prefill(family(), extras)
+    together, computed = packed.prefill(make_family(), extras)
 
-    lengths = [len(prompt) for prompt in family()]
+    lengths = [len(prompt) for prompt in make_family()]
     assert computed < sum(lengths) - len(SHARED)
-    for found, prompt in zip(together, family(), strict=True):
+    for found, prompt in zip(together, make_family(), strict=True):
         ((expected,), _) = plain.prefill([prompt], extras)
         assert found.tokens == expected.tokens == prompt
         for name in ("keys", "values", "logits"):
@@ -227,12 +138,12 @@ def test_a_prompts_bits_do_not_depend_on_what_it_shares_a_forward_with(
 ) -> None:
     extras = Extras(scored=EVERY)
     entry = runner(build(kind), fused=True)
-    together, _ = entry.prefill(family(), extras)
+    together, _ = entry.prefill(make_family(), extras)
     torch.set_num_threads(2)
-    threaded, _ = entry.prefill(family(), extras)
+    threaded, _ = entry.prefill(make_family(), extras)
     torch.set_num_threads(1)
 
-    for index, prompt in enumerate(family()):
+    for index, prompt in enumerate(make_family()):
         ((alone,), _) = entry.prefill([prompt], extras)
         for other in (together[index], threaded[index]):
             assert torch.equal(other.keys, alone.keys)
@@ -258,8 +169,8 @@ def test_scores_of_a_large_vocabulary_come_in_chunks(
 def test_changed_weights_are_taken_whatever_carries_them(runner: Any, kind: str) -> None:
     model, other = build(kind), build(kind)
     fused, plain = runner(model, fused=True), runner(other, fused=False)
-    prompts = prompts_of(3, 40)
-    seen = [decoded(fused, prompts)]
+    prompts = make_prompts(3, 40)
+    seen = [decode(fused, prompts)]
 
     def retrain(seed: int) -> Callable[[LoadedModel], None]:
         return lambda loaded: change(loaded, seed)
@@ -284,8 +195,8 @@ def test_changed_weights_are_taken_whatever_carries_them(runner: Any, kind: str)
         apply(model)
         apply(other)
         fused.weights_changed()
-        found = decoded(fused, prompts)
-        torch.testing.assert_close(found, decoded(plain, prompts), rtol=0, atol=2e-5)
+        found = decode(fused, prompts)
+        torch.testing.assert_close(found, decode(plain, prompts), rtol=0, atol=2e-5)
         assert float((found - seen[-1]).abs().max()) > 0.01
         seen.append(found)
 
@@ -313,7 +224,7 @@ def test_both_ways_sample_the_same_completions(
 ) -> None:
     requests = [
         SampleRequest(prompt=list(prompt), max_tokens=30, seed=seed, ignore_eos=True)
-        for seed, prompt in enumerate(prompts_of(1, 5, 80, 300))
+        for seed, prompt in enumerate(make_prompts(1, 5, 80, 300))
     ]
     fused = [start(build("qwen2"), max_seq_len=400).submit(request) for request in requests]
     sample_in_torch()

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from tests.unit.kernels.tensors import EPS, SetThreads, assert_equal, random
 from torch import Tensor
 
 from hearth.kernels.ops import AttentionShape, Kernels, StepLayer
 
 pytestmark = pytest.mark.slow
 
-SetThreads = Callable[[int], None]
-EPS = 1e-6
 # Enough work for a second thread, which is not woken for little.
 MANY = 40
-
-
-def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
     """Within a part of the largest value."""
     largest = max(1e-30, float(expected.abs().max()))
     assert float((found.double() - expected).abs().max()) <= tolerance * largest
-
-
-def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for tensor, other in zip(found, expected, strict=True):
-        assert torch.equal(tensor, other)
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:

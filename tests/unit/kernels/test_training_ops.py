@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from tests.unit.kernels.tensors import EPS, SetThreads, assert_equal, random
 from torch import Tensor
 
 from hearth.kernels.training import (
@@ -20,15 +21,9 @@ from hearth.kernels.training import (
 )
 from hearth.kernels.tree import Tree
 
-SetThreads = Callable[[int], None]
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
-EPS = 1e-6
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("loops")]
-
-
-def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def run(function: Function, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -55,11 +50,6 @@ def assert_same(
         for tensor, exact in zip(tensors, exacts, strict=True):
             largest = float(exact.abs().max()) or 0.1
             assert float((tensor.double() - exact).abs().max()) <= tolerance * largest
-
-
-def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for tensor, other in zip(found, expected, strict=True):
-        assert torch.equal(tensor, other)
 
 
 def plain_norm(x: Tensor, weight: Tensor) -> Tensor:

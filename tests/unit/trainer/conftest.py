@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.threads import one_thread as one_thread
+from tests.unit.trainer.decoders import load_trained, make_folders
 
+from hearth.models.loading import LoadedModel
 from hearth.sync.store import MemorySnapshotStore
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.options import TrainerOptions
@@ -69,6 +71,18 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[kind]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a random plain decoder, or of another one, by its kind."""
+    return make_folders(tmp_path_factory)
+
+
+@pytest.fixture
+def read(folder_of: Callable[[str], Path]) -> Callable[..., LoadedModel]:
+    """A model of a kind, with a trained adapter where options for one are given."""
+    return lambda kind, *options, **named: load_trained(folder_of(kind), *options, **named)
 
 
 @pytest.fixture(scope="session")

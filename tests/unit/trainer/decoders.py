@@ -15,7 +15,6 @@ from hearth.models.loading import LoadedModel, load_model
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora
 from hearth.trainer.packing import Limits
 
-Kinds = Mapping[str, tuple[str, dict[str, Any]]]
 VOCAB_SIZE = 96
 LIMITS = Limits(VOCAB_SIZE, 256, 256)
 OBJECTIVE = builtin_objective("cross_entropy")
@@ -34,14 +33,55 @@ BODY: dict[str, Any] = {
     "initializer_range": 0.15,
 }
 
+PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True, "head_dim": 8}),
+    "llama 3's rotation": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": None, "num_key_value_heads": 1}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2, tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3, tied": ("Qwen3Config", {"head_dim": 6, "tie_word_embeddings": True}),
+}
+OTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma2Config", {"head_dim": 16}),
+    "experts": (
+        "Qwen3MoeConfig",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "a sliding window": ("MistralConfig", {"sliding_window": 16}),
+    "some layers with a window": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+    "biases where no family has them": ("LlamaConfig", {"mlp_bias": True}),
+    "another activation": ("LlamaConfig", {"hidden_act": "gelu"}),
+    "a rotation that depends on the length": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+}
 
-def make_folders(factory: pytest.TempPathFactory, kinds: Kinds) -> Callable[[str], Path]:
-    """The folder of a random model of a kind, a config's name and its options."""
+
+def make_folders(factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a random model of a kind; the same weights every time."""
     made: dict[str, Path] = {}
 
     def folder(kind: str) -> Path:
         if kind not in made:
-            name, options = kinds[kind]
+            name, options = (PLAIN | OTHER)[kind]
             made[kind] = factory.mktemp("model")
             config = getattr(transformers, name)(**BODY | options)
             torch.manual_seed(0)

@@ -16,10 +16,10 @@ from tests.unit.trainer.decoders import (
     LIMITS,
     LORA,
     OBJECTIVE,
+    OTHER,
+    PLAIN,
     VOCAB_SIZE,
     assert_same_gradient,
-    load_trained,
-    make_folders,
 )
 
 from hearth.kernels.ops import kernels
@@ -34,61 +34,9 @@ from hearth.trainer.passes import Pass, PassResult
 from hearth.trainer.residents import find_trainable
 from hearth.wire.tinker import DatumRecord
 
-PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
-    "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True, "head_dim": 8}),
-    "llama 3's rotation": (
-        "LlamaConfig",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
-    ),
-    "mistral": ("MistralConfig", {"sliding_window": None, "num_key_value_heads": 1}),
-    "qwen2": ("Qwen2Config", {}),
-    "qwen2, tied": ("Qwen2Config", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", {"head_dim": 32}),
-    "qwen3, tied": ("Qwen3Config", {"head_dim": 6, "tie_word_embeddings": True}),
-}
-OTHER: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma": ("Gemma2Config", {"head_dim": 16}),
-    "experts": (
-        "Qwen3MoeConfig",
-        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    ),
-    "a sliding window": ("MistralConfig", {"sliding_window": 16}),
-    "some layers with a window": (
-        "Qwen2Config",
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-    ),
-    "biases where no family has them": ("LlamaConfig", {"mlp_bias": True}),
-    "another activation": ("LlamaConfig", {"hidden_act": "gelu"}),
-    "a rotation that depends on the length": (
-        "LlamaConfig",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
-    ),
-}
-
 ReadModel = Callable[..., LoadedModel]
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(kernels() is None, reason="needs a C compiler")]
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return make_folders(tmp_path_factory, PLAIN | OTHER)
-
-
-@pytest.fixture
-def read(folder_of: Callable[[str], Path]) -> ReadModel:
-    """A model of a kind, with a trained adapter where options for one are given."""
-    return lambda kind, *options, **named: load_trained(folder_of(kind), *options, **named)
 
 
 @pytest.fixture

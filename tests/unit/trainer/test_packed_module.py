@@ -9,21 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.unit.trainer.decoders import (
-    LIMITS,
-    LORA,
-    OBJECTIVE,
-    VOCAB_SIZE,
-    assert_same_gradient,
-    load_trained,
-    make_folders,
-)
+from tests.unit.trainer.decoders import LIMITS, LORA, OBJECTIVE, VOCAB_SIZE, assert_same_gradient
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,16 +34,8 @@ from hearth.wire.tinker import DatumRecord
 
 pytestmark = pytest.mark.slow
 
-PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
-    "mistral": ("MistralConfig", {"sliding_window": None, "num_key_value_heads": 1}),
-    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", {"head_dim": 32}),
-}
-OTHER: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma": ("Gemma2Config", {"head_dim": 16}),
-    "a sliding window": ("MistralConfig", {"sliding_window": 16}),
-}
+PLAIN = ["llama", "mistral", "qwen2, tied", "qwen3"]
+OTHER = ["gemma", "a sliding window"]
 CPU = torch.device("cpu")
 
 Trained = tuple[list[Any], dict[str, Tensor]]
@@ -88,17 +71,6 @@ def upper_left(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
 
 def without_gradient_of_v(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return kernel(q, k, v.detach() + 0 * v, *rest)
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return make_folders(tmp_path_factory, PLAIN | OTHER)
-
-
-@pytest.fixture
-def read(folder_of: Callable[[str], Path]) -> Callable[..., LoadedModel]:
-    """A model of a kind, with a trained adapter where options for one are given."""
-    return lambda kind, *options, **named: load_trained(folder_of(kind), *options, **named)
 
 
 @pytest.fixture(autouse=True)
