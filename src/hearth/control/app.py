@@ -22,10 +22,11 @@ from hearth.control.deployments import Deployments
 from hearth.control.gateway import Gateway
 from hearth.control.jobs import Jobs
 from hearth.control.plane import ControlPlane
-from hearth.control.resource_names import ACCOUNT, check_account, parse_id
+from hearth.control.resource_names import ACCOUNT, parse_id
 from hearth.control.store import Changes
 from hearth.errors import ClosedError, HearthError, NotFoundError, RequestError
 from hearth.wire.base import Record
+from hearth.wire.completions import ModelCard, ModelList
 from hearth.wire.fireworks import (
     LONGEST_WAIT_S,
     Account,
@@ -80,7 +81,11 @@ def _own_route(method: str, path: str, handler: Handler) -> Route:
     """A route below an account, which must be the one of this platform."""
 
     async def check_then_handle(request: Request) -> Response:
-        check_account(request.path_params.pop("account"))
+        account = request.path_params.pop("account")
+        if account != ACCOUNT:
+            raise NotFoundError(
+                f"account must be {ACCOUNT!r}, the one of this platform, got {account!r}"
+            )
         return await handler(request)
 
     return _route(method, "/accounts/{account}" + path, check_then_handle)
@@ -122,12 +127,13 @@ def _model_routes(plane: ControlPlane) -> list[Route]:
     def get_model(account: str, model: str) -> Model:
         return plane.find_model(f"accounts/{account}/models/{model}")
 
-    def list_served_models() -> dict[str, object]:
+    def list_served_models() -> ModelList:
         deployments = plane.deployments.list_all()
-        data = [_model_card(served) for served in deployments if served.state == "READY"]
-        return {"object": "list", "data": data}
+        return ModelList(
+            data=[_model_card(served) for served in deployments if served.state == "READY"]
+        )
 
-    def get_served_model(name: str) -> dict[str, object]:
+    def get_served_model(name: str) -> ModelCard:
         return _model_card(plane.deployments.get(name.rsplit("/", 1)[-1]))
 
     return [
@@ -139,10 +145,8 @@ def _model_routes(plane: ControlPlane) -> list[Route]:
     ]
 
 
-def _model_card(deployment: Deployment) -> dict[str, object]:
-    if deployment.name is None:
-        raise RequestError("deployment must have a name")
-    return {"id": deployment.name, "object": "model", "created": 0, "owned_by": ACCOUNT}
+def _model_card(deployment: Deployment) -> ModelCard:
+    return ModelCard(id=deployment.name or "", created=0, owned_by=ACCOUNT)
 
 
 def _shape_routes(plane: ControlPlane) -> list[Route]:
@@ -150,11 +154,10 @@ def _shape_routes(plane: ControlPlane) -> list[Route]:
 
     def list_versions(account: str, shape: str) -> TrainingShapePage:
         if shape != "-":
-            shapes = [catalog.find_shape(f"accounts/{account}/trainingShapes/{shape}")]
+            found = [catalog.find_shape(f"accounts/{account}/trainingShapes/{shape}")]
         else:
-            known = catalog.list_shapes()
-            shapes = [entry for entry in known if account in ("-", entry.name.split("/")[1])]
-        return TrainingShapePage(training_shape_versions=[entry.version() for entry in shapes])
+            found = catalog.list_shapes(None if account == "-" else account)
+        return TrainingShapePage(training_shape_versions=[known.version() for known in found])
 
     def get_version(account: str, shape: str, version: str) -> TrainingShapeVersion:
         entry = catalog.find_shape(f"accounts/{account}/trainingShapes/{shape}")

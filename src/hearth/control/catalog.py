@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -71,7 +71,7 @@ class ShapeEntry:
     context_parallel: _Positive | None = None
     """Ranks that share one sequence; 1 is all there is."""
     engine: Engine | None = None
-    """What draws the tokens of a deployment."""
+    """What samples the tokens of a deployment."""
     engine_options: dict[str, Any] | None = None
     """What that engine is told beside the fields above."""
 
@@ -151,20 +151,21 @@ class Catalog:
         bare = name.split("/versions/")[0]
         if bare in self.shapes:
             return self.shapes[bare]
-        for model in self.models.values():
-            for shape in _derive_shapes(model):
-                if shape.name == bare:
-                    return shape
-        known = [shape.name for shape in self.list_shapes()]
+        shapes = self.list_shapes()
+        for shape in shapes:
+            if shape.name == bare:
+                return shape
+        known = [shape.name for shape in shapes]
         raise NotFoundError(
             f"training_shape_id must be a known shape, got {name!r}: known are {known}; leave it "
             "unset to have one chosen"
         )
 
-    def list_shapes(self) -> list[ShapeEntry]:
-        """Every shape: the registered ones, then each model's own."""
+    def list_shapes(self, account: str | None = None) -> list[ShapeEntry]:
+        """Every shape, or those of one account: the registered ones, then each model's own."""
         own = [shape for model in self.models.values() for shape in _derive_shapes(model)]
-        return [*self.shapes.values(), *own]
+        shapes = [*self.shapes.values(), *own]
+        return [shape for shape in shapes if account in (None, shape.name.split("/")[1])]
 
 
 def read_catalog(path: Path | None = None, *, allow_folders: bool = True) -> Catalog:
@@ -248,11 +249,8 @@ def _add_config_facts(entry: ModelEntry) -> ModelEntry:
         return entry
     length = config.get("max_position_embeddings")
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    return ModelEntry(
-        name=entry.name,
-        source=entry.source,
+    return replace(
+        entry,
         moe=entry.moe or bool(experts or config.get("n_routed_experts")),
-        parameters=entry.parameters,
         context_length=entry.context_length or (length if isinstance(length, int) else None),
-        trust_remote_code=entry.trust_remote_code,
     )

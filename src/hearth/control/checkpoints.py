@@ -54,8 +54,6 @@ _KINDS: dict[str, CheckpointKind] = {
     "lora": "CHECKPOINT_TYPE_INFERENCE_LORA",
     "delta": "CHECKPOINT_TYPE_INFERENCE_ARC_V2",
 }
-
-
 _MAKING = "making"
 """In a model's record: the promotion under way, of which nothing shows yet."""
 
@@ -77,10 +75,12 @@ class Checkpoints:
             NotFoundError: there never was such a job.
         """
         bucket = self._jobs.find_bucket(job_id)
-        entries = [
-            *self._list_resumable(job_id),
-            *map(_describe_snapshot, self._context.launcher.snapshots(bucket)),
-        ]
+        entries = self._list_resumable(job_id)
+        for snapshot in self._context.launcher.snapshots(bucket):
+            kind, promotable = _KINDS[snapshot.kind], snapshot.kind != "delta"
+            entries.append(
+                _make_entry(snapshot.identity, snapshot.created_s, kind, promotable=promotable)
+            )
         return [
             entry.model_copy(
                 update={"name": f"{full_name(Jobs.collection, job_id)}/checkpoints/{entry.name}"}
@@ -151,20 +151,12 @@ class Checkpoints:
             manifest = read_json(path)
             if manifest is None or path.parent.name.startswith("."):
                 continue
-            moment = format_timestamp(float(manifest.get("created_s") or path.stat().st_mtime))
+            created_s = float(manifest.get("created_s") or path.stat().st_mtime)
             kind: CheckpointKind = "CHECKPOINT_TYPE_TRAINING"
             if manifest.get("lora"):
                 kind = "CHECKPOINT_TYPE_TRAINING_LORA"
-            entries.append(
-                CheckpointEntry(
-                    name=path.parent.name,
-                    create_time=moment,
-                    update_time=moment,
-                    checkpoint_type=kind,
-                    promotable=False,
-                    metadata=manifest.get("metadata"),
-                )
-            )
+            entry = _make_entry(path.parent.name, created_s, kind, promotable=False)
+            entries.append(entry.model_copy(update={"metadata": manifest.get("metadata")}))
         return entries
 
     def _find_promotable(self, job_id: str, checkpoint_id: str) -> SnapshotRecord:
@@ -315,18 +307,20 @@ class Checkpoints:
         self._store.operations.update(operation_id, state="done", body=done.as_dict())
 
 
-def _describe_snapshot(facts: SnapshotRecord) -> CheckpointEntry:
-    moment = format_timestamp(facts.created_s)
+def _make_entry(
+    name: str, created_s: float, kind: CheckpointKind, *, promotable: bool
+) -> CheckpointEntry:
+    moment = format_timestamp(created_s)
     return CheckpointEntry(
-        name=facts.identity,
+        name=name,
         create_time=moment,
         update_time=moment,
-        checkpoint_type=_KINDS[facts.kind],
-        promotable=facts.kind != "delta",
+        checkpoint_type=kind,
+        promotable=promotable,
     )
 
 
-def _peft_details(folder: Any, base: str) -> PeftDetails:
+def _peft_details(folder: Path, base: str) -> PeftDetails:
     config = read_json(folder / "adapter_config.json") or {}
     modules: list[str] | str = config.get("target_modules") or []
     return PeftDetails(

@@ -6,7 +6,7 @@ import re
 import time
 from datetime import UTC, datetime
 
-from hearth.errors import NotFoundError, RequestError
+from hearth.errors import RequestError
 
 ACCOUNT = "me"
 _ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
@@ -26,18 +26,6 @@ def check_id(value: str, field: str) -> str:
             f"{field} must be 1 to 63 of a-z, 0-9 and '-', not at an end, got {value[:80]!r}"
         )
     return value
-
-
-def check_account(account: str) -> None:
-    """Refuse other accounts than the one there is.
-
-    Raises:
-        NotFoundError: it is another one.
-    """
-    if account != ACCOUNT:
-        raise NotFoundError(
-            f"account must be {ACCOUNT!r}, the one of this platform, got {account!r}"
-        )
 
 
 def full_name(collection: str, id: str) -> str:

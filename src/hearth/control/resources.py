@@ -14,22 +14,14 @@ from hearth.control.store import Records, StoredRecord
 from hearth.control.workers import LiveEntry, LiveTable
 from hearth.errors import ConfigError, ConflictError, HearthError, NotFoundError, RequestError
 from hearth.launch.spec import Endpoint, ExitReport, Worker, WorkerSpec
-from hearth.wire.fireworks import Deployment, TrainerJob
+from hearth.wire.fireworks import Deployment, TrainerJob, WorkerResource
 
 logger = logging.getLogger(__name__)
 
 BodyT = TypeVar("BodyT", TrainerJob, Deployment)
 
-RESPONSE_FIELDS = (
-    "name",
-    "state",
-    "status_message",
-    "create_time",
-    "update_time",
-    "worker_placement",
-    "pid",
-)
-"""Fields of responses alone: a request that repeats a response does not set them."""
+RESPONSE_FIELDS = tuple(WorkerResource.model_fields)
+"""A request that repeats a response does not set them."""
 DELETED_JOB = "JOB_STATE_DELETED"
 """The one state whose records stay although their resource is gone."""
 

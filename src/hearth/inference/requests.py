@@ -12,7 +12,7 @@ from hearth.errors import RequestError
 from hearth.inference.backend import SampleRequest, Tokenizer
 from hearth.inference.tool_calls import TAGS
 from hearth.wire.chat import ChatRequest
-from hearth.wire.completions import CompletionCall, CompletionFields, DrawFields
+from hearth.wire.completions import CompletionCall, CompletionFields, SamplingFields
 
 MOST_COMPLETIONS = 1024
 """Most completions of one request: ``n`` times its prompts."""
@@ -205,7 +205,7 @@ def top_logprobs(call: CompletionFields) -> int:
 
 
 def _make_requests(
-    fields: DrawFields, prompts: Sequence[list[int]], **options: Any
+    fields: SamplingFields, prompts: Sequence[list[int]], **options: Any
 ) -> list[SampleRequest]:
     """``n`` requests of each prompt; ``options`` are fields of ``SampleRequest``."""
     if not 1 <= fields.n <= MOST_COMPLETIONS:
@@ -234,7 +234,7 @@ def _make_requests(
     ]
 
 
-def _seed_of(fields: DrawFields, index: int) -> int | None:
+def _seed_of(fields: SamplingFields, index: int) -> int | None:
     if fields.seed is None or fields.n == 1:
         return fields.seed
     return (fields.seed + (index + 1) * _SEED_STRIDE) % 2**63
@@ -289,7 +289,7 @@ def _check_logprobs(call: CompletionCall) -> None:
     _check_arrays(call.top_logprobs, call.logprob_format)
 
 
-def _check_routing(fields: DrawFields, has_logprobs: bool) -> None:
+def _check_routing(fields: SamplingFields, has_logprobs: bool) -> None:
     if fields.include_routing_matrix and not has_logprobs:
         raise RequestError(
             "logprobs must be true when include_routing_matrix is given, got none: the experts of "

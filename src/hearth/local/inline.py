@@ -181,16 +181,7 @@ class InlineLauncher:
 
     def snapshots(self, bucket: str) -> list[SnapshotRecord]:
         """What a bucket holds, oldest first."""
-        return [
-            SnapshotRecord(
-                identity=fact.identity,
-                kind=fact.kind,
-                created_s=fact.created_s,
-                base_model=fact.base_model,
-                num_bytes=fact.num_bytes,
-            )
-            for fact in self._buckets.bucket(bucket).facts()
-        ]
+        return [SnapshotRecord(**asdict(facts)) for facts in self._buckets.bucket(bucket).facts()]
 
     def log_path(self, worker_id: str) -> None:
         """Inline workers write into the log of their process."""

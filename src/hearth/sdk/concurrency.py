@@ -136,7 +136,7 @@ class AdaptiveConcurrencyController(_Gate):
     window at once (twice over from the third attempt on), at most every ``shrink_cooldown_s``; an
     interval with successes and no congestion adds ``additive_increase``.
 
-    A window below what is in flight admits no attempt until enough have ended (``debt``).
+    A window below what is in flight admits no attempt until enough have ended.
     ``now`` is the clock, in seconds.
 
     Raises:
@@ -197,11 +197,6 @@ class AdaptiveConcurrencyController(_Gate):
     def window(self) -> int:
         """How many attempts may be in flight now."""
         return int(self._window)
-
-    @property
-    def debt(self) -> int:
-        """How many attempts in flight are beyond the window."""
-        return max(0, self.in_flight - self.window)
 
     def release(self, outcome: RequestOutcome | None = None) -> None:
         """Give one attempt's room back, and adapt to its outcome."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hearth.errors import ConfigError
@@ -136,18 +136,7 @@ class DeploymentInfo:
     def from_record(cls, record: Deployment, name: str) -> DeploymentInfo:
         """The description in a record; ``name`` where the record has none."""
         transition = record.hot_load_transition_type
-        return cls(
-            name=record.name or name,
-            base_model=record.base_model,
-            state=record.state,
-            status_message=record.status_message,
-            hot_load_trainer_job=record.hot_load_trainer_job,
-            hot_load_bucket_url=record.hot_load_bucket_url,
-            hot_load_transition_type=(
-                None if transition and transition.endswith("UNSPECIFIED") else transition
-            ),
-            deployment_shape=record.deployment_shape,
-            min_replica_count=record.min_replica_count,
-            max_replica_count=record.max_replica_count,
-            display_name=record.display_name,
-        )
+        told = {field.name: getattr(record, field.name) for field in fields(cls)}
+        if transition and transition.endswith("UNSPECIFIED"):
+            told["hot_load_transition_type"] = None
+        return cls(**{**told, "name": record.name or name})

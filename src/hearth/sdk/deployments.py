@@ -13,7 +13,7 @@ from hearth.sdk.deployment_config import DeploymentConfig, DeploymentInfo
 from hearth.sdk.messages import HttpRequest
 from hearth.sdk.readiness import DEPLOYMENT_STATES, GONE, JOBS, wait_for_deployment
 from hearth.sdk.resources import ControlPlaneClient, ResourceManager, WaitPolicy, Watch
-from hearth.sdk.snapshot_loading import ONCE, SnapshotLoader, build_load_request
+from hearth.sdk.snapshot_loading import ONCE, SnapshotLoad, SnapshotLoader, build_load_request
 from hearth.sdk.transport import RetryPolicy
 from hearth.wire.completions import (
     CompletionRequest,
@@ -226,7 +226,7 @@ class DeploymentManager(ResourceManager):
         """
         request = build_load_request(identity, incremental, running_requests)
         loader = self._make_loader(deployment_id, base_model)
-        return start(loader.load_and_wait(request, timeout_s)).result()
+        return start(SnapshotLoad(loader, request, timeout_s).run()).result()
 
     def warmup(self, deployment_id: str, attempts: int = 10) -> bool:
         """Sample a few tokens, so that the first real request is fast; False if none came."""

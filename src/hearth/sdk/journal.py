@@ -118,8 +118,10 @@ class Journal:
     def _rebase(self) -> None:
         """Start from the newest checkpoint before which every result is known."""
         operations = self.operations
-        answered = list(takewhile(lambda entry: entry.has_succeeded is not None, operations))
-        starts = [place for place, entry in enumerate(answered) if entry.is_start]
+        answered = list(
+            takewhile(lambda operation: operation.has_succeeded is not None, operations)
+        )
+        starts = [place for place, operation in enumerate(answered) if operation.is_start]
         if not starts:
             return
         place = starts[-1]
@@ -131,7 +133,7 @@ class Journal:
         else:
             self.checkpoint = None
             self._replace([start, *later])
-        self._may_rebase = any(entry.is_start for entry in later)
+        self._may_rebase = any(operation.is_start for operation in later)
 
     def _find_gradient(self, end: int) -> list[JournalEntry]:
         """The accumulated gradient up to a save, which does not hold it."""
@@ -153,8 +155,10 @@ class Journal:
                 operation.content = None
         ends = [
             place
-            for place, entry in enumerate(operations)
-            if entry.has_succeeded and entry.name in _CHANGING and entry.name not in _LARGE
+            for place, operation in enumerate(operations)
+            if operation.has_succeeded
+            and operation.name in _CHANGING
+            and operation.name not in _LARGE
         ]
         if ends:
             last = ends[-1]

@@ -98,16 +98,6 @@ class SnapshotLoader:
         )
         return HotLoadState.parse(answer.content)
 
-    async def load_and_wait(self, request: HotLoadRequest, timeout_s: float) -> ReplicaState:
-        """The replica's state once it serves the snapshot of the request.
-
-        Raises:
-            EngineError: it refused the snapshot, failed for good, or took longer than
-                ``timeout_s``.
-            NotFoundError: there is no such deployment.
-        """
-        return await _SnapshotLoad(self, request, timeout_s).run()
-
     async def wait_for_replica(self, timeout_s: float) -> ReplicaState:
         """The state of the deployment's replica, once it has one.
 
@@ -157,7 +147,7 @@ class SnapshotLoader:
             )
 
 
-class _SnapshotLoad:
+class SnapshotLoad:
     """One load; ``run`` once."""
 
     def __init__(self, loader: SnapshotLoader, request: HotLoadRequest, timeout_s: float) -> None:
@@ -177,6 +167,12 @@ class _SnapshotLoad:
         return self._deadline_s - time.monotonic()
 
     async def run(self) -> ReplicaState:
+        """The replica's state once it serves the snapshot of the request.
+
+        Raises:
+            EngineError: it refused the snapshot, failed for good, or the time is over.
+            NotFoundError: there is no such deployment.
+        """
         while self._left_s > 0:
             try:
                 state = await self._step()
@@ -186,7 +182,7 @@ class _SnapshotLoad:
                 await self._loader.refuse_dead_deployment(error)
                 await self._pause()
                 continue
-            if state is not None and is_serving(state, self._identity):
+            if state is not None and _is_serving(state, self._identity):
                 return state
             if state is not None and _has_failed(state, self._identity):
                 raise EngineError(self._describe_refusal(state))
@@ -232,7 +228,7 @@ class _SnapshotLoad:
         )
 
 
-def is_serving(state: ReplicaState, identity: str) -> bool:
+def _is_serving(state: ReplicaState, identity: str) -> bool:
     """Whether the replica answers with this snapshot's weights."""
     loaded = any(
         adapter.identity == identity and adapter.status == "loaded"

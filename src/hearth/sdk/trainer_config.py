@@ -101,24 +101,12 @@ class TrainerJobConfig:
 
     def record(self) -> TrainerJob:
         """The request's body."""
-        own = {
-            "dtype": self.dtype,
-            "device": self.device,
-            "micro_batch_tokens": self.micro_batch_tokens,
-            "recompute_above": self.recompute_above,
-        }
+        names = ("dtype", "device", "micro_batch_tokens", "recompute_above")
+        own = {name: getattr(self, name) for name in names}
         values = {name: value for name, value in own.items() if value is not None}
         return TrainerJob(
             training_config=TrainingConfig(
-                base_model=self.base_model,
-                lora_rank=self.lora_rank,
-                learning_rate=self.learning_rate,
-                max_context_length=self.max_context_length,
-                custom_image_tag=self.custom_image_tag,
-                accelerator_type=self.accelerator_type,
-                accelerator_count=self.accelerator_count,
-                region=self.region,
-                extra_args=self.extra_args,
+                **{name: getattr(self, name) for name in TrainingConfig.model_fields}
             ),
             display_name=self.display_name,
             forward_only=self.is_forward_only,

@@ -444,7 +444,7 @@ class FiretitanTrainingClient:
     ) -> list[RecordT]:
         """Each chunk's result; an error is raised once all have ended."""
         parts = await asyncio.gather(
-            *(self.stream.result(entry, kind) for entry in accepted), return_exceptions=True
+            *(self.stream.result(operation, kind) for operation in accepted), return_exceptions=True
         )
         done: list[RecordT] = []
         for part in parts:
@@ -456,10 +456,12 @@ class FiretitanTrainingClient:
     async def _run_custom_loss(
         self, data: list[tinker.Datum], loss_fn: LossFunction, temperature: float
     ) -> tinker.ForwardBackwardOutput:
+        if any("target_tokens" not in datum.loss_fn_inputs for datum in data):
+            raise RequestError("loss_fn_inputs must hold 'target_tokens', got none")
         config = {"temperature": temperature} if temperature != 1.0 else None
         # Only what the trainer needs to score the targets; the rest stays with the loss function.
         batches = [
-            build_batch(_require_targets(chunk), ("target_tokens",), as_columns=self.takes_columns)
+            build_batch(chunk, ("target_tokens",), as_columns=self.takes_columns)
             for chunk in split_datums(data, self._max_chunk_datums)
         ]
         graph = uuid.uuid4().hex[:12]
@@ -473,9 +475,12 @@ class FiretitanTrainingClient:
         async with self.stream.turn:
             parts = await self._fetch_results(await post("forward", batches), ForwardOutput)
             scored = merge_outputs(parts, batches)
-            rows = [_to_tensor(output["logprobs"]) for output in scored.loss_fn_outputs]
+            logprobs = [
+                torch.tensor(output["logprobs"].to_numpy(), dtype=torch.float32)
+                for output in scored.loss_fn_outputs
+            ]
             loss, metrics, weights = await asyncio.to_thread(
-                _differentiate_loss, data, rows, loss_fn
+                _differentiate_loss, data, logprobs, loss_fn
             )
             rest = iter(weights)
             weighted = (batch.with_weights(list(islice(rest, batch.count))) for batch in batches)
@@ -492,26 +497,11 @@ class FiretitanTrainingClient:
         )
 
 
-def _to_tensor(data: tinker.TensorData) -> torch.Tensor:
-    return torch.from_numpy(np.array(data.to_numpy(), dtype=np.float32))
-
-
-def _require_targets(data: list[tinker.Datum]) -> list[tinker.Datum]:
-    """The same, if they can be scored.
-
-    Raises:
-        RequestError: one has no targets.
-    """
-    if any("target_tokens" not in datum.loss_fn_inputs for datum in data):
-        raise RequestError("loss_fn_inputs must hold 'target_tokens', got none")
-    return data
-
-
 def _differentiate_loss(
-    data: list[tinker.Datum], rows: list[torch.Tensor], loss_fn: LossFunction
+    data: list[tinker.Datum], logprobs: list[torch.Tensor], loss_fn: LossFunction
 ) -> tuple[float, dict[str, float], list[NDArray[np.float32]]]:
     """Value, metrics, and minus the gradient per logprob: the weights of the linear surrogate."""
-    leaves = [row.requires_grad_(True) for row in rows]
+    leaves = [logprob.requires_grad_(True) for logprob in logprobs]
     loss, metrics = loss_fn(data, leaves)
     if not bool(torch.isfinite(loss)):
         raise RequestError(f"the loss must be finite, got {float(loss.detach())}: {metrics}")

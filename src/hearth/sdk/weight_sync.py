@@ -9,15 +9,13 @@ from __future__ import annotations
 import logging
 
 from hearth.errors import ConfigError
-from hearth.sdk.deployments import DeploymentManager
+from hearth.sdk.deployments import REPLICA_TIMEOUT_S, DeploymentManager
 from hearth.sdk.snapshot_loading import check_running_requests
 from hearth.sdk.training import FiretitanTrainingClient
 from hearth.wire.completions import DeltaMetadata, ReplicaState, RunningRequests
 from hearth.wire.tinker import CheckpointType
 
 logger = logging.getLogger(__name__)
-
-REPLICA_TIMEOUT_S = 300.0
 
 
 class WeightSyncer:

@@ -7,13 +7,13 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from hearth.wire.base import Record
-from hearth.wire.completions import DrawFields, RawOutput, TokenLogprob, Usage
+from hearth.wire.completions import RawOutput, SamplingFields, TokenLogprob, Usage
 
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
 """``tool_calls`` is a stop after at least one call."""
 
 
-class ChatRequest(DrawFields):
+class ChatRequest(SamplingFields):
     """A conversation, ``n`` answers, rendered with the model's own chat template.
 
     ``max_tokens`` is the older name of ``max_completion_tokens``; without either an answer may
@@ -84,7 +84,7 @@ class ChatChoice(Record):
 
 
 class ChatResponse(Record):
-    """All answers of one chat request, and the weight version that drew them."""
+    """All answers of one chat request, and the weight version that sampled them."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"

@@ -1,7 +1,7 @@
 """The deployment's protocol: completions with token ids and logprobs, and what is served.
 
-Two logprobs of each drawn token: ``logprob`` under the model itself (before temperature), and
-``sampling_logprob`` under the distribution that was drawn from (after temperature, top_p, top_k).
+Two logprobs of each sampled token: ``logprob`` under the model itself (before temperature), and
+``sampling_logprob`` under the distribution that was sampled from (after temperature, top_p, top_k).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class StreamOptions(Record):
     include_usage: bool = False
 
 
-class DrawFields(Record):
-    """How to draw: what completions and chat have in common.
+class SamplingFields(Record):
+    """How to sample: what completions and chat have in common.
 
     ``top_k`` 0 and ``top_p`` 1 switch truncation off. ``top_logprobs`` tells the most probable
-    tokens beside each drawn one. ``include_routing_matrix`` tells which experts a
-    mixture-of-experts model took for each drawn token (``hearth.wire.routing``), where logprobs
-    are told; a dense model leaves it out. ``stream`` sends text as it is drawn; with ``raw_output``
-    one event holds everything.
+    tokens beside each sampled one. ``include_routing_matrix`` tells which experts a
+    mixture-of-experts model took for each sampled token (``hearth.wire.routing``), where logprobs
+    are told; a dense model leaves it out. ``stream`` sends text as it is sampled; with
+    ``raw_output`` one event holds everything.
     """
 
     model: str = ""
@@ -50,7 +50,7 @@ class DrawFields(Record):
     perf_metrics_in_response: bool = False
 
 
-class CompletionFields(DrawFields):
+class CompletionFields(SamplingFields):
     """What a completion request has besides its prompt.
 
     ``max_tokens`` 0 with ``echo`` scores the prompt. ``logprobs`` as a number is OpenAI's: that
@@ -121,7 +121,7 @@ class TokenLogprob(Record):
 class ChoiceLogprobs(Record):
     """Per-token logprobs: objects (``content``) and the older parallel lists.
 
-    ``top_logprobs`` are by text, the drawn token among them; of tokens with one text the likelier
+    ``top_logprobs`` are by text, the sampled token among them; of tokens with one text the likelier
     stands there, and ``content`` has all. Prompt positions are null.
     """
 
@@ -132,12 +132,12 @@ class ChoiceLogprobs(Record):
 
 
 class RawOutput(Record):
-    """What was drawn, as ids. With ``echo`` the lists begin with the prompt.
+    """What was sampled, as ids. With ``echo`` the lists begin with the prompt.
 
     ``logprobs``, ``sampling_logprobs`` and ``routing_matrices`` (one text per id, empty for the
     first of a prompt) stand here only in the ``arrays`` format. ``prompt_routing_matrices`` are
     those of the prompt's ids after the first. ``versions`` are run lengths ``[weight version,
-    number of drawn tokens]`` in the order of the tokens, several where weights were swapped amid
+    number of sampled tokens]`` in the order of the tokens, several where weights were swapped amid
     the completion.
     """
 
@@ -169,7 +169,7 @@ class Usage(Record):
 
 
 class CompletionResponse(Record):
-    """All completions of one request, and the oldest weight version that drew one of their tokens.
+    """All completions of one request, and the oldest weight version that sampled one of the tokens.
 
     ``snapshot_identity`` is that version's, absent for the weights of the start.
     """
@@ -242,7 +242,7 @@ class HotLoadRequest(Record):
 
     ``running_requests`` says what becomes of completions that run when the snapshot is ready:
     ``drain`` ends them on the old weights while new requests wait; ``keep`` swaps the weights amid
-    them, so that their next tokens are the new version's, drawn on the old one's KV cache. Only a
+    them, so that their next tokens are the new version's, sampled on the old one's KV cache. Only a
     value other than ``drain`` is sent: Fireworks' servers do not know the field.
     """
 

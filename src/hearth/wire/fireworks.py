@@ -150,10 +150,22 @@ class TrainingConfig(Resource):
     extra_args: list[str] | None = None
 
 
-class TrainerJob(Resource):
-    """A trainer job, as it is asked for and as it is answered."""
+class WorkerResource(Resource):
+    """What responses say of a resource with a worker; a request that repeats it sets nothing."""
 
     name: str | None = None
+    state: str | None = None
+    """One of ``JobState`` or ``DeploymentState`` here; another platform may know more."""
+    status_message: str | None = None
+    create_time: str | None = None
+    update_time: str | None = None
+    worker_placement: str | None = None
+    pid: int | None = None
+
+
+class TrainerJob(WorkerResource):
+    """A trainer job, as it is asked for and as it is answered."""
+
     display_name: str | None = None
     training_config: TrainingConfig
     forward_only: bool = False
@@ -166,14 +178,7 @@ class TrainerJob(Resource):
     extra_values: dict[str, Any] | None = None
     """Ours: ``dtype``, ``device``, ``micro_batch_tokens``, ``recompute_above``, ``threads``,
     ``ranks``, ``rank_timeout_s``, ``offload_optimizer``."""
-    state: str | None = None
-    """One of ``JobState`` here; another platform may know more."""
-    status_message: str | None = None
-    create_time: str | None = None
-    update_time: str | None = None
     bucket: str | None = None
-    worker_placement: str | None = None
-    pid: int | None = None
 
 
 class TrainerJobPage(Resource):
@@ -240,10 +245,9 @@ class Promoted(Resource):
     operation: Operation | None = None
 
 
-class Deployment(Resource):
+class Deployment(WorkerResource):
     """A deployment, as it is asked for and as it is answered."""
 
-    name: str | None = None
     base_model: str
     description: str | None = None
     display_name: str | None = None
@@ -260,13 +264,6 @@ class Deployment(Resource):
     extra_args: list[str] | None = None
     extra_values: dict[str, Any] | None = None
     """Ours: ``dtype``, ``device``, ``max_batch_size``, ``max_context_length``, ``tokenizer``."""
-    state: str | None = None
-    """One of ``DeploymentState`` here."""
-    status_message: str | None = None
-    create_time: str | None = None
-    update_time: str | None = None
-    worker_placement: str | None = None
-    pid: int | None = None
 
 
 class DeploymentPatch(Resource):

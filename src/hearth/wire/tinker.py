@@ -37,13 +37,6 @@ class SessionRef(Record):
     error_message: str | None = None
 
 
-class Telemetry(Record):
-    """A batch of client events; accepted and dropped."""
-
-    events: list[dict[str, Any]] = Field(default_factory=lambda: [])
-    session_id: str | None = None
-
-
 class LoraSpec(Record):
     """Low-rank adaptation of a model. ``rank`` 0 means full-parameter training.
 

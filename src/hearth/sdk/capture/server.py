@@ -88,7 +88,7 @@ class CaptureServer:
             name,
             f"{self._origin}/sessions/{name}/v1",
             seed=seed,
-            on_close=lambda: self._forget(name),
+            on_close=lambda: self._sessions.pop(name, None),
         )
         self._sessions[name] = session
         return session
@@ -100,6 +100,3 @@ class CaptureServer:
             session.close()
         self._server.should_exit = True
         self._thread.join()
-
-    def _forget(self, name: str) -> None:
-        self._sessions.pop(name, None)

@@ -24,7 +24,7 @@ class CaptureSession:
     """
 
     def __init__(
-        self, session_id: str, base_url: str, *, seed: int | None, on_close: Callable[[], None]
+        self, session_id: str, base_url: str, *, seed: int | None, on_close: Callable[[], object]
     ) -> None:
         self.id = session_id
         self.base_url = base_url
