@@ -36,6 +36,7 @@ import httpx
 import orjson
 import torch
 import uvicorn
+from weight_sync import embedded
 from weight_sync import make_model as make_large_model
 from weight_sync import measure as measure_syncs
 from workload import make_model, processor
@@ -236,7 +237,7 @@ def sync_costs() -> dict[str, float]:
         root = Path(folder)
         source = make_large_model(root / "model")
         store = FolderSnapshotStore(root / "snapshots", keep=4)
-        base, delta = measure_syncs(source, store, root, ROUNDS, "folder")
+        base, delta = measure_syncs(source, store, root, ROUNDS, "folder", embedded(source))
     whole = base.num_bytes[0]
     return {
         "save_s_per_byte": min(delta.save_s) / whole,
