@@ -1,50 +1,27 @@
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
-import torch
-from safetensors.torch import load_file
-from tests.integration.rollouts import drawing
+from tests.integration.rollouts import make_rollouts
+from tests.integration.runs import Trial
 from tests.integration.served import Recipes, Served
 
+from hearth.local import EmbeddedPlatform
 from training.data.rows import load_rows
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes import async_rl_loop
 from training.recipes.rl_loop import Config, main
 from training.rewards import answer_reward
-from training.run.state import RunSummary
 from training.utils import DeployConfig
 
 
-@dataclass
-class Trial:
-    """A finished run with what it left behind."""
-
-    folder: Path
-    summary: RunSummary
-    rewarded: list[str] = field(default_factory=list)
-
-    def records(self, kind: str = "train") -> list[dict[str, Any]]:
-        """Metrics of one type, without wall times."""
-        lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
-        return [
-            {name: value for name, value in record.items() if not name.startswith("perf/")}
-            for record in map(orjson.loads, lines)
-            if record["type"] == kind
-        ]
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The exported model."""
-        return load_file(self.folder / "models" / "out" / "model.safetensors")
-
-
-def config(folder: Path, **changes: Any) -> Config:
-    """A config of a few seconds on the shipped model."""
-    small: dict[str, Any] = {
+def small_fields(folder: Path) -> dict[str, Any]:
+    """What both recipes' configs say for a run of a few seconds on the shipped model."""
+    return {
         "log_path": str(folder),
         "base_model": str(MODEL),
         "dataset": str(TRAIN_ROWS),
@@ -53,14 +30,17 @@ def config(folder: Path, **changes: Any) -> Config:
         "prompt_groups_per_step": 2,
         "max_completion_tokens": 16,
         "max_seq_len": 128,
-        "max_concurrent": 64,
         "learning_rate": 1e-3,
         "kl_beta": 0.0,
         "output_model_id": "out",
-        "truncated_completions": "score",
         "deployment": DeployConfig(tokenizer_model=str(MODEL)),
     }
-    return Config(**(small | changes))
+
+
+def config(folder: Path, **changes: Any) -> Config:
+    """A config of ``rl_loop``."""
+    own = {"max_concurrent": 64, "truncated_completions": "score"}
+    return Config(**small_fields(folder) | own | changes)
 
 
 @pytest.fixture(autouse=True)
@@ -69,10 +49,28 @@ def logging_as_before() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("hearth", "training")]
     before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
     yield
-    for entry, (level, propagate, handlers) in zip(loggers, before, strict=True):
-        entry.setLevel(level)
-        entry.propagate = propagate
-        entry.handlers[:] = handlers
+    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.propagate = propagate
+        logger.handlers[:] = handlers
+
+
+@pytest.fixture(autouse=True)
+def no_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe starts a platform of its own, unless a test names one."""
+    for name in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def named_platform(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_platform: None
+) -> Iterator[EmbeddedPlatform]:
+    """A platform that recipes find by its URL; it stays while they come and go."""
+    with EmbeddedPlatform(work_dir=tmp_path / "platform") as platform:
+        monkeypatch.setenv("FIREWORKS_BASE_URL", platform.base_url)
+        monkeypatch.setenv("FIREWORKS_API_KEY", "x")
+        yield platform
 
 
 @pytest.fixture
@@ -96,23 +94,8 @@ def trial(tmp_path: Path) -> Callable[..., Trial]:
 
 
 def async_config(folder: Path, **changes: Any) -> async_rl_loop.Config:
-    """A config of ``async_rl_loop`` on the shipped model, likewise."""
-    small: dict[str, Any] = {
-        "log_path": str(folder),
-        "base_model": str(MODEL),
-        "dataset": str(TRAIN_ROWS),
-        "max_rows": 8,
-        "shuffle": False,
-        "completions_per_prompt": 4,
-        "prompt_groups_per_step": 2,
-        "max_completion_tokens": 16,
-        "max_seq_len": 128,
-        "learning_rate": 1e-3,
-        "kl_beta": 0.0,
-        "output_model_id": "out",
-        "deployment": DeployConfig(tokenizer_model=str(MODEL)),
-    }
-    return async_rl_loop.Config(**(small | changes))
+    """A config of ``async_rl_loop``."""
+    return async_rl_loop.Config(**small_fields(folder) | {"shuffle": False} | changes)
 
 
 @pytest.fixture
@@ -128,7 +111,7 @@ def async_trial(tmp_path: Path) -> Callable[..., Trial]:
         path = tmp_path / (folder or f"async-{count}")
         summary = async_rl_loop.main(
             async_config(path, **changes),
-            rollout_fn_factory=make or drawing(),
+            rollout_fn_factory=make or make_rollouts(),
             rows=rows,
             dynamic_filter_fn=accepts,
             eval_rows=held_out,

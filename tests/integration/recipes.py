@@ -22,14 +22,14 @@ COMMANDS = {"rl_loop": rl_loop.command, "async_rl_loop": rollouts.command}
 def main() -> None:
     children: dict[int, int] = {}
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "fork" in asked:
+        request = json.loads(line)
+        if "fork" in request:
             pid = os.fork()
             if pid == 0:
-                run(asked)
+                run(request)
             answer: Any = pid
         else:
-            pid = asked["status"]
+            pid = request["status"]
             if pid not in children:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
@@ -39,17 +39,17 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def run(asked: dict[str, Any]) -> NoReturn:
+def run(request: dict[str, Any]) -> NoReturn:
     """The recipe's command, in the child."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.update(asked["env"])
-    log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.environ.update(request["env"])
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     code: Any = 1
     try:
-        code = COMMANDS[asked["recipe"]](asked["fork"])
+        code = COMMANDS[request["recipe"]](request["fork"])
     except SystemExit as exit:
         code = exit.code
     finally:

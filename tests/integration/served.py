@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 import orjson
+from tests.waiting import wait_until
 
 from training.quickstart import MODEL, TRAIN_ROWS
 
@@ -107,7 +108,7 @@ class Served:
     def resources(self, kind: str, of: str = "") -> list[dict[str, Any]]:
         """What `hearth ps -a` reads: ``rlorTrainerJobs`` or ``deployments`` whose id has ``of``."""
         answer = httpx.get(f"{self.url}{ACCOUNT}/{kind}", headers=KEY, timeout=30)
-        return [entry for entry in answer.json()[kind] if of in entry["name"]]
+        return [resource for resource in answer.json()[kind] if of in resource["name"]]
 
     def _answers(self) -> bool:
         assert self._process is not None
@@ -244,8 +245,8 @@ class Recipes:
         folder.mkdir(exist_ok=True)
         variables = {"FIREWORKS_BASE_URL": url, "FIREWORKS_API_KEY": "x"} if url else {}
         log = folder.with_name(f"{folder.name}.log")
-        asked = {"recipe": recipe, "fork": arguments}
-        return Recipe(self, int(self._ask(asked | {"env": variables, "log": str(log)})), log)
+        request = {"recipe": recipe, "fork": arguments, "env": variables, "log": str(log)}
+        return Recipe(self, int(self._ask(request)), log)
 
     def _ask(self, question: dict[str, Any]) -> Any:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -293,7 +294,7 @@ def command_line(folder: Path, *flags: str) -> list[str]:
 
 
 def _shared_flags(folder: Path) -> list[str]:
-    usual = {
+    fields = {
         "log-path": folder,
         "base-model": MODEL,
         "dataset": TRAIN_ROWS,
@@ -307,17 +308,7 @@ def _shared_flags(folder: Path) -> list[str]:
         "deployment.tokenizer-model": MODEL,
         "output-model-id": folder.name,
     }
-    return [f"--{name}={value}" for name, value in usual.items()]
-
-
-def wait_until(
-    is_so: Callable[[], bool], timeout_s: float, what: str, pause_s: float = 0.01
-) -> None:
-    """Look again and again, with an end."""
-    end_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < end_s, f"waited {timeout_s} s for {what}"
-        time.sleep(pause_s)
+    return [f"--{name}={value}" for name, value in fields.items()]
 
 
 @contextlib.contextmanager
@@ -340,6 +331,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _free_port() -> int:
-    with socket.socket() as entry:
-        entry.bind(("127.0.0.1", 0))
-        return entry.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -1,36 +1,20 @@
 """``async_rl_loop`` without staleness is ``rl_loop`` to the bit, and pieces change no gradient."""
 
 import inspect
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.integration.conftest import Trial, config
+from tests.integration.conftest import config
+from tests.integration.rollouts import make_rollouts, spread
+from tests.integration.runs import Trial
 
 from training.data.rows import load_rows
-from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.quickstart import TRAIN_ROWS
 from training.recipes import async_rl_loop
-from training.samples.groups import completion_sample
 
 EXACT_STEPS = 6
-
-
-def spread(text: str, row: Mapping[str, Any]) -> float:
-    """A reward that hardly ever is the same twice, so that no group is uniform."""
-    return sum((place + 1) * ord(letter) for place, letter in enumerate(text)) % 1009 / 1009
-
-
-def make_rollout_fn(setup):
-    sampler = build_deployment_sampler(setup)
-
-    async def rollout_fn(row):
-        drawn = await sampler.sample_with_tokens(row["messages"], n=1, **setup.sample_kwargs)
-        return completion_sample(drawn[0], spread(drawn[0].text, row)) if drawn else None
-
-    return rollout_fn
 
 
 def run_async(folder: Path, **changes: Any) -> Trial:
@@ -39,14 +23,8 @@ def run_async(folder: Path, **changes: Any) -> Trial:
     shared = {name: value for name, value in plain.items() if name in names}
     shared |= {"tis_enabled": None, "weight_sync_interval": 1, "rollout_workers": "loop"}
     rows = load_rows(str(TRAIN_ROWS), changes.pop("max_rows", 2 * EXACT_STEPS))
-    asked = async_rl_loop.Config(**(shared | changes))
-    return Trial(folder, async_rl_loop.main(asked, rollout_fn_factory=make_rollout_fn, rows=rows))
-
-
-def same_weights(first: Trial, other: Trial) -> bool:
-    left, right = first.weights(), other.weights()
-    assert left.keys() == right.keys()
-    return all(torch.equal(left[name], right[name]) for name in left)
+    fields = async_rl_loop.Config(**(shared | changes))
+    return Trial(folder, async_rl_loop.main(fields, rollout_fn_factory=make_rollouts(), rows=rows))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -71,7 +49,7 @@ def test_on_policy_it_trains_what_rl_loop_trains(trial, tmp_path, changes):
     for mine, theirs in zip(ours.records(), sync.records(), strict=True):
         assert {name: mine[name] for name in theirs} == theirs
         assert mine["async/version_offset_max"] == 0
-    assert same_weights(ours, sync)
+    assert ours.has_weights_of(sync)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +60,7 @@ def test_neither_draining_nor_a_limit_changes_what_is_trained(tmp_path, changes)
 
     changed = run_async(tmp_path / "changed", **changes)
 
-    assert same_weights(plain, changed)
+    assert plain.has_weights_of(changed)
 
 
 def test_off_policy_trains_other_numbers(tmp_path):
@@ -91,7 +69,7 @@ def test_off_policy_trains_other_numbers(tmp_path):
     late = run_async(tmp_path / "late", max_head_offpolicy_versions=2)
 
     assert max(record["async/version_offset_max"] for record in late.records()) == 2
-    assert not same_weights(plain, late)
+    assert not plain.has_weights_of(late)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +82,7 @@ def test_off_policy_trains_other_numbers(tmp_path):
 def test_a_step_in_pieces_has_the_gradient_of_one_piece(tmp_path, pieces):
     """One step each, so that the weights differ by one gradient: AdamW would hide its size, and
     SGD-like steps come from an epsilon far above the gradient."""
-    asked = {
+    common = {
         "prompt_groups_per_step": 6,
         "max_rows": 6,
         "eps": 1e3,
@@ -112,12 +90,12 @@ def test_a_step_in_pieces_has_the_gradient_of_one_piece(tmp_path, pieces):
         "weight_decay": 0.0,
         "grad_clip_norm": 0.0,
     }
-    whole = run_async(tmp_path / "whole", **asked)
-    parts = run_async(tmp_path / "parts", **asked, **pieces)
+    whole = run_async(tmp_path / "whole", **common)
+    parts = run_async(tmp_path / "parts", **common, **pieces)
 
-    (entry,), (other,) = whole.records(), parts.records()
-    assert entry["rollout/fwd_bwd_count"] == 1 < other["rollout/fwd_bwd_count"]
-    assert entry["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-5)
+    (first,), (other,) = whole.records(), parts.records()
+    assert first["rollout/fwd_bwd_count"] == 1 < other["rollout/fwd_bwd_count"]
+    assert first["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-5)
     left, right = whole.weights(), parts.weights()
     for name, value in left.items():
         torch.testing.assert_close(value, right[name], rtol=0, atol=1e-6 * float(value.abs().max()))

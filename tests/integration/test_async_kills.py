@@ -3,13 +3,12 @@
 import os
 import signal
 
-import orjson
 import pytest
-import torch
-from safetensors.torch import load_file
 from tests.integration.conftest import async_config
-from tests.integration.rollouts import drawing
-from tests.integration.served import Killer, Victims, pointed_at, wait_until
+from tests.integration.rollouts import make_rollouts
+from tests.integration.runs import FinishedRun, count_steps
+from tests.integration.served import Killer, Victims, pointed_at
+from tests.waiting import wait_until
 
 from training.recipes import async_rl_loop
 from training.run.checkpoints import read_manifest
@@ -29,35 +28,18 @@ PHASES = {
 }
 
 
-class Done:
-    """What a run left behind."""
-
-    def __init__(self, folder, model):
-        self.weights = load_file(model / "model.safetensors")
-        self.records = [
-            {name: value for name, value in line.items() if not name.startswith("perf/")}
-            for line in map(orjson.loads, (folder / "metrics.jsonl").read_bytes().splitlines())
-        ]
-        self.last = read_manifest(folder)[-1]
-
-    def has_weights_of(self, other):
-        assert self.weights.keys() == other.weights.keys()
-        return all(
-            torch.equal(weight, other.weights[name]) for name, weight in self.weights.items()
-        )
-
-    def is_complete(self):
-        """Each step once, each row in one of them: the steps hold as many as there are."""
-        assert [record["step"] for record in self.records] == list(range(1, STEPS + 1))
-        assert [record["rollout/valid_prompt_groups"] for record in self.records] == [2.0] * STEPS
-        return (self.last.step, self.last.cursor, self.last.beyond) == (STEPS, ROWS, [])
+def is_complete(run):
+    """Each step once, each row in one of them: the steps hold as many as there are."""
+    assert [record["step"] for record in run.records] == list(range(1, STEPS + 1))
+    assert [record["rollout/valid_prompt_groups"] for record in run.records] == [2.0] * STEPS
+    return (run.last.step, run.last.cursor, run.last.beyond) == (STEPS, ROWS, [])
 
 
 def run_here(served, folder, **changes):
-    asked = async_config(folder, **SMALL | changes, output_model_id=folder.name)
+    fields = async_config(folder, **SMALL | changes, output_model_id=folder.name)
     with pointed_at(served):
-        async_rl_loop.main(asked, rollout_fn_factory=drawing())
-    return Done(folder, served.data_dir / "models" / folder.name)
+        async_rl_loop.main(fields, rollout_fn_factory=make_rollouts())
+    return FinishedRun(folder, served.data_dir / "models" / folder.name)
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +48,16 @@ def whole(served, tmp_path_factory):
     return run_here(served, tmp_path_factory.mktemp("runs") / "async-whole")
 
 
-def steps(folder):
-    metrics = folder / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-
-
 def test_a_served_run_has_the_metrics_and_the_weights_of_the_embedded_one(whole, tmp_path):
     folder = tmp_path / "async-embedded"
-    asked = async_config(folder, **SMALL)
+    fields = async_config(folder, **SMALL)
 
-    async_rl_loop.main(asked, rollout_fn_factory=drawing())
+    async_rl_loop.main(fields, rollout_fn_factory=make_rollouts())
 
-    embedded = Done(folder, folder / "models" / "out")
+    embedded = FinishedRun(folder, folder / "models" / "out")
     assert embedded.has_weights_of(whole)
     assert embedded.records == whole.records
-    assert whole.is_complete()
+    assert is_complete(whole)
 
 
 @pytest.mark.parametrize("phase", UNPUBLISHED)
@@ -100,7 +77,7 @@ def test_a_recipe_that_is_killed_before_it_has_published_a_step_takes_it_again(
         victims,
         *UNPUBLISHED[phase],
         lambda: first.pid,
-        is_time=lambda: steps(folder) >= 2 and bool(read_manifest(folder)),
+        is_time=lambda: count_steps(folder) >= 2 and bool(read_manifest(folder)),
     ) as killer:
         assert first.wait() == -signal.SIGKILL
     assert killer.hits == [first.pid]
@@ -113,8 +90,8 @@ def test_a_recipe_that_is_killed_before_it_has_published_a_step_takes_it_again(
         f"resuming from {point.name} of trainer job {point.job}: step {point.step}, "
         f"{2 * point.step} of {ROWS} rows done"
     ) in second.output
-    done = Done(folder, served.data_dir / "models" / folder.name)
-    assert done.is_complete()
+    done = FinishedRun(folder, served.data_dir / "models" / folder.name)
+    assert is_complete(done)
     assert done.has_weights_of(whole) == (late == 0)
     assert served.workers() == []
 
@@ -126,13 +103,16 @@ def test_a_worker_that_is_killed_amid_rollouts_comes_back(served, tmp_path, vict
     victims = Victims(served)
 
     with Killer(
-        victims, *PHASES[phase], lambda: victims.pid(victim), is_time=lambda: steps(folder) >= 2
+        victims,
+        *PHASES[phase],
+        lambda: victims.pid(victim),
+        is_time=lambda: count_steps(folder) >= 2,
     ) as killer:
         done = run_here(served, folder, max_head_offpolicy_versions=1)
 
     assert len(killer.hits) == 1
     assert victims.pid(victim) not in killer.hits
-    assert done.is_complete()
+    assert is_complete(done)
     assert all(record["version/sample_staleness_max"] <= 1 for record in done.records)
     assert max(record["async/version_offset_max"] for record in done.records) == 1
 
@@ -146,7 +126,7 @@ def test_on_policy_a_killed_worker_changes_nothing(served, whole, tmp_path, vict
         victims,
         *PHASES["sampling"],
         lambda: victims.pid(victim),
-        is_time=lambda: steps(folder) >= 2,
+        is_time=lambda: count_steps(folder) >= 2,
     ) as killer:
         done = run_here(served, folder)
 
@@ -159,7 +139,7 @@ def test_a_run_ends_although_its_deployment_hangs_in_a_weight_sync(served, recip
     folder = tmp_path / "async-hung"
     victims = Victims(served)
     recipe = recipes.start_async(served.url, folder, "--max-rows=512", "--epochs=20")
-    wait_until(lambda: steps(folder) >= 1, 60, "a step")
+    wait_until(lambda: count_steps(folder) >= 1, 60, "a step")
     wait_until(lambda: victims.phase("deployment") == "load_snapshot", 30, "a hot-load", 0.0)
     hung = victims.pid("deployment")
     assert hung is not None

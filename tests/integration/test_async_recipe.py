@@ -14,13 +14,11 @@ from collections import Counter
 
 import orjson
 import pytest
-import torch
-from safetensors.torch import load_file
-from tests.integration.rollouts import drawing, spread
-from tests.integration.served import wait_until
+from tests.integration.rollouts import make_rollouts, spread
+from tests.integration.runs import find_changed, measure_difference, read_metrics, same_weights
+from tests.waiting import wait_until
 
 from hearth.errors import ClosedError, ConfigError
-from hearth.local import EmbeddedPlatform
 from hearth.losses.catalog import POLICY_LOSSES
 from hearth.sdk import DeploymentManager, TrainerJobManager
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
@@ -44,55 +42,38 @@ PLAIN_STEP = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_platform(monkeypatch):
-    for name in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def same(first, other) -> bool:
-    left, right = first.weights(), other.weights()
-    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
-
-
-def difference(first, other) -> float:
-    """Largest difference of two runs' weights, relative to what the first run changed."""
-    left, right, base = first.weights(), other.weights(), load_file(MODEL / "model.safetensors")
-    moved = max(float((left[name] - base[name]).abs().max()) for name in left)
-    assert moved > 0, "the run did not train"
-    return max(float((left[name] - right[name]).abs().max()) for name in left) / moved
-
-
 def total(run, name: str) -> float:
     return sum(record.get(name, 0.0) for record in run.records())
 
 
-def timed_records(run):
-    return [orjson.loads(line) for line in (run.folder / "metrics.jsonl").read_bytes().splitlines()]
-
-
 def delays(seed: int, longest_s: float = 0.2):
-    """Before each draw a pause of random length; now and then one is very long."""
+    """Before each rollout a pause of random length; now and then one is very long."""
     chance = random.Random(seed)
 
-    async def before(row: int, draw: int) -> None:
+    async def before(row: int, _number: int) -> None:
         await asyncio.sleep(longest_s * chance.random() ** 3 * (5 if row % 5 == 0 else 1))
 
     return before
 
 
-class Drawn:
-    """Before each draw: writes down which one it is."""
+class Recorder:
+    """Before each rollout: writes down its row, and which one of the row it is."""
 
     def __init__(self) -> None:
-        self.draws: list[tuple[int, int]] = []
+        self.rollouts: list[tuple[int, int]] = []
 
-    async def __call__(self, row: int, draw: int) -> None:
-        self.draws.append((row, draw))
+    async def __call__(self, row: int, number: int) -> None:
+        self.rollouts.append((row, number))
 
-    @property
-    def rows(self) -> list[int]:
-        return sorted({row for row, _ in self.draws})
+
+def group_counts(run) -> list[float]:
+    """How many groups each step had."""
+    return [record["rollout/valid_prompt_groups"] for record in run.records()]
+
+
+def keep_all(groups: list):
+    """A filter that accepts each group, and writes it down."""
+    return lambda group: groups.append(group) is None
 
 
 # What is trained
@@ -112,8 +93,7 @@ def test_every_policy_loss_trains_on_policy_and_off(async_trial, policy_loss, la
     )
     assert all(record["train/grad_norm"] > 0 for record in records)
     assert ("train/tis/weight_mean" in records[0]) == (late > 0)
-    base = load_file(MODEL / "model.safetensors")
-    assert any(not torch.equal(weight, base[name]) for name, weight in run.weights().items())
+    assert find_changed(run.weights())
 
 
 def test_kl_minibatches_and_tis_go_together_off_policy(async_trial):
@@ -128,43 +108,30 @@ def test_kl_minibatches_and_tis_go_together_off_policy(async_trial):
     records = run.records()
     assert run.summary.reference_job_id is not None
     assert [record["step"] for record in records] == [2, 4, 6, 8, 10]
-    assert [record["rollout/valid_prompt_groups"] for record in records] == [
-        2.0,
-        2.0,
-        2.0,
-        2.0,
-        1.0,
-    ]
+    assert group_counts(run) == [2.0, 2.0, 2.0, 2.0, 1.0]
     assert {record["train/num_minibatches"] for record in records} == {2.0}
     assert records[-1]["train/ref_kl"] > 1e-4
     # The second minibatch is compared with the policy before the first.
     assert all(abs(record["train/ppo_ratio_mean"] - 1) > 1e-6 for record in records)
-    assert all("perf/old_policy_forward_time" in record for record in timed_records(run))
+    assert all("perf/old_policy_forward_time" in record for record in read_metrics(run.folder))
     assert all(0 < record["train/tis/weight_mean"] <= 2.0 for record in records)
     assert max(record["async/version_offset_max"] for record in records) <= 2
 
 
 def test_tis_weighs_each_token_by_its_own_logprob(async_trial):
     """On-policy all weights are 1, but for tokens whose logprob says that they were less likely."""
-    shifted = 0
+    shifted = []
 
-    def make_rollout_fn(setup):
-        sampler = build_deployment_sampler(setup)
+    def shift(sample, completion):
+        sample.logprobs[completion.prompt_len] -= math.log(1.5)
+        shifted.append(sample)
+        return sample
 
-        async def rollout_fn(row):
-            nonlocal shifted
-            (drawn,) = await sampler.sample_with_tokens(row["messages"], n=1, **setup.sample_kwargs)
-            sample = completion_sample(drawn, spread(drawn.text, row))
-            sample.logprobs[drawn.prompt_len] -= math.log(1.5)
-            shifted += 1
-            return sample
-
-        return rollout_fn
-
-    run = async_trial(make=make_rollout_fn, tis_enabled=True, tis=TISConfig(cap=5.0), max_rows=2)
+    make = make_rollouts(finish=shift)
+    run = async_trial(make=make, tis_enabled=True, tis=TISConfig(cap=5.0), max_rows=2)
 
     (record,) = run.records()
-    expected = 1 + 0.5 * shifted / record["train/active_tokens"]
+    expected = 1 + 0.5 * len(shifted) / record["train/active_tokens"]
     assert record["train/tis/weight_mean"] == pytest.approx(expected, rel=1e-4)
 
 
@@ -175,69 +142,58 @@ def test_a_lora_policy_trains_off_policy_and_exports_a_merged_model(async_trial)
         max_head_offpolicy_versions=1,
         learning_rate=1e-2,
         merge_adapter=True,
-        make=drawing(delays(1, 0.05)),
+        make=make_rollouts(delays(1, 0.05)),
     )
 
-    base = load_file(MODEL / "model.safetensors")
-    changed = {
-        name for name, weight in run.weights().items() if not torch.equal(weight, base[name])
-    }
+    changed = find_changed(run.weights())
     assert run.summary.reference_job_id is None
     assert any("q_proj" in name for name in changed)
     assert not any("norm" in name for name in changed)
     assert run.records()[0]["train/inference_diff"] < 1e-5
 
 
-def in_segments(setup):
-    """Trajectories cut in the middle: each half trains its own tokens."""
-    sampler = build_deployment_sampler(setup)
-
-    async def rollout_fn(row):
-        (drawn,) = await sampler.sample_with_tokens(row["messages"], n=1, **setup.sample_kwargs)
-        whole = completion_sample(drawn, spread(drawn.text, row))
-        cut = drawn.prompt_len + max(1, drawn.completion_len // 2)
-        first = RolloutSample(
-            whole.tokens[:cut], whole.logprobs[:cut], whole.loss_mask[:cut], whole.reward
-        )
-        second = RolloutSample(
-            whole.tokens,
-            [0.0] * cut + whole.logprobs[cut:],
-            [0] * cut + whole.loss_mask[cut:],
-            whole.reward,
-        )
-        return RolloutRun([first, second] if drawn.completion_len > 1 else [first])
-
-    return rollout_fn
+def cut_in_half(whole, completion):
+    """A trajectory of two segments: each half of the completion trains its own tokens."""
+    if completion.completion_len == 1:
+        return RolloutRun([whole])
+    cut = completion.prompt_len + completion.completion_len // 2
+    first = RolloutSample(
+        whole.tokens[:cut], whole.logprobs[:cut], whole.loss_mask[:cut], whole.reward
+    )
+    logprobs, mask = [0.0] * cut + whole.logprobs[cut:], [0] * cut + whole.loss_mask[cut:]
+    return RolloutRun([first, RolloutSample(whole.tokens, logprobs, mask, whole.reward)])
 
 
 def test_a_run_in_two_segments_has_the_gradient_of_its_tokens_in_one_sample(async_trial):
-    entry = async_trial(**PLAIN_STEP)
-    two = async_trial(make=in_segments, **PLAIN_STEP)
+    in_one = async_trial(**PLAIN_STEP)
+    in_two = async_trial(make=make_rollouts(finish=cut_in_half), **PLAIN_STEP)
 
-    (whole,), (halves,) = entry.records(), two.records()
+    (whole,), (halves,) = in_one.records(), in_two.records()
     assert halves["train/num_sequences"] > whole["train/num_sequences"] == 2 * GROUP
     assert halves["train/active_tokens"] == whole["train/active_tokens"]
     assert halves["rollout/reward"] == whole["rollout/reward"]
     assert halves["rollout/response_len/mean"] == whole["rollout/response_len/mean"]
-    assert difference(entry, two) < 1e-4
+    assert measure_difference(in_one.weights(), in_two.weights()) < 1e-4
 
 
-def seeded(per_draw: int):
-    """Draws ``per_draw`` runs at once; a row's seeds are the same however many that are."""
+def make_seeded(count: int):
+    """Rollouts of ``count`` runs; a row's seeds are the same however many that are."""
 
     def make_rollout_fn(setup):
         sampler = build_deployment_sampler(setup)
 
-        async def one_run(row, seed):
-            (drawn,) = await sampler.sample_with_tokens(
+        async def sample_run(row, seed):
+            (completion,) = await sampler.sample_with_tokens(
                 row["messages"], n=1, seed=seed, **setup.sample_kwargs
             )
-            return RolloutRun([completion_sample(drawn, spread(drawn.text, row))], f"run {seed}")
+            sample = completion_sample(completion, spread(completion.text, row))
+            return RolloutRun([sample], f"run {seed}")
 
         async def rollout_fn(row, sample_index):
-            seeds = range(sample_index * per_draw, (sample_index + 1) * per_draw)
-            runs = [await one_run(row, seed) for seed in seeds]
-            return Rollout(runs, row_meta={"draws": per_draw})
+            seeds = range(sample_index * count, (sample_index + 1) * count)
+            return Rollout(
+                [await sample_run(row, seed) for seed in seeds], row_meta={"runs": count}
+            )
 
         return rollout_fn
 
@@ -247,17 +203,13 @@ def seeded(per_draw: int):
 def test_runs_of_one_rollout_are_trajectories_of_their_group_like_any_other(async_trial):
     groups = []
 
-    def note(group) -> bool:
-        groups.append(group)
-        return True
+    four = async_trial(make=make_seeded(1), completions_per_prompt=4)
+    two = async_trial(make=make_seeded(2), completions_per_prompt=2, accepts=keep_all(groups))
 
-    four = async_trial(make=seeded(1), completions_per_prompt=4)
-    two = async_trial(make=seeded(2), completions_per_prompt=2, accepts=note)
-
-    assert same(four, two)
+    assert four.has_weights_of(two)
     assert [record["rollout/samples_completed"] for record in two.records()] == [8.0] * 4
     assert [len(group.rewards) for group in groups] == [4] * 8
-    assert all(group.row_meta == {"draws": 2} for group in groups)
+    assert all(group.row_meta == {"runs": 2} for group in groups)
 
 
 # Which rows are trained
@@ -271,9 +223,8 @@ def test_a_refused_group_is_replaced_by_the_next_rows(async_trial, late):
         max_head_offpolicy_versions=late,
     )
 
-    records = run.records()
-    assert [record["rollout/valid_prompt_groups"] for record in records] == [2.0, 2.0, 2.0, 1.0]
     refused = 4
+    assert group_counts(run) == [2.0, 2.0, 2.0, 1.0]
     assert run.summary.rows == 11
     assert total(run, "rollout/valid_prompt_groups") + refused == 11
     if late == 0:  # else some are refused after the last step
@@ -292,28 +243,20 @@ def test_when_every_group_is_refused_nothing_is_trained_and_that_is_said(async_t
 
 
 def test_a_group_is_trained_if_enough_of_its_rollouts_succeed(async_trial):
-    async def before(row: int, draw: int) -> bool:
-        if row == 5 and draw == 3:
+    async def before(row: int, number: int) -> bool:
+        if (row, number) == (5, 3):
             raise ConnectionError("the tool's host is down")
-        return not ((row == 1 and draw == 0) or (row == 2 and draw < 2))
+        return (row, number) not in ((1, 0), (2, 0), (2, 1))
 
-    sizes = {}
-
-    def note(group) -> bool:
-        sizes[group.row.index] = len(group.rewards)
-        return True
-
+    groups = []
+    make = make_rollouts(before)
     run = async_trial(
-        make=drawing(before), accepts=note, min_group_size=3, rollout_retries=0, max_rows=8
+        make=make, accepts=keep_all(groups), min_group_size=3, rollout_retries=0, max_rows=8
     )
 
+    sizes = {group.row.index: len(group.rewards) for group in groups}
     assert sizes == {0: 4, 1: 3, 3: 4, 4: 4, 5: 3, 6: 4, 7: 4}
-    assert [record["rollout/valid_prompt_groups"] for record in run.records()] == [
-        2.0,
-        2.0,
-        2.0,
-        1.0,
-    ]
+    assert group_counts(run) == [2.0, 2.0, 2.0, 1.0]
     assert total(run, "async/empty_samples") == 3
     assert total(run, "async/sample_fails") == 1
     assert total(run, "rollout/dropped/too_few") == 1
@@ -325,11 +268,11 @@ def test_each_epoch_has_every_row_in_an_order_of_its_own(async_trial, rows, late
     seen = []
 
     def make_rollout_fn(setup):
-        draw = drawing()(setup)
+        plain = make_rollouts()(setup)
 
         async def rollout_fn(row, **where):
             seen.append((where, row["messages"][0]["content"]))
-            return await draw(
+            return await plain(
                 row, cursor_index=where["cursor_index"], sample_index=where["sample_index"]
             )
 
@@ -344,7 +287,7 @@ def test_each_epoch_has_every_row_in_an_order_of_its_own(async_trial, rows, late
         max_head_offpolicy_versions=late,
     )
 
-    assert [record["rollout/valid_prompt_groups"] for record in run.records()] == [2.0] * 5
+    assert group_counts(run) == [2.0] * 5
     places = {where["cursor_index"]: where for where, _ in seen}
     assert sorted(places) == list(range(10))
     assert len(seen) == 10 * GROUP
@@ -362,17 +305,10 @@ def test_rows_of_a_file_need_no_messages(async_trial, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b"\n".join(orjson.dumps({"terms": [number, 2]}) for number in range(9)))
 
-    def make_rollout_fn(setup):
-        sampler = build_deployment_sampler(setup)
+    def ask(row):
+        return [{"role": "user", "content": "What is {} + {}?".format(*row["terms"])}]
 
-        async def rollout_fn(row):
-            messages = [{"role": "user", "content": "What is {} + {}?".format(*row["terms"])}]
-            (drawn,) = await sampler.sample_with_tokens(messages, n=1, **setup.sample_kwargs)
-            return completion_sample(drawn, spread(drawn.text, row))
-
-        return rollout_fn
-
-    run = async_trial(make=make_rollout_fn, dataset=str(file), max_rows=4)
+    run = async_trial(make=make_rollouts(messages=ask), dataset=str(file), max_rows=4)
 
     assert (run.summary.steps, run.summary.rows) == (2, 4)
 
@@ -416,18 +352,18 @@ def phases_s(record) -> float:
 
 
 def test_no_sample_is_later_than_allowed_whatever_rollouts_take(async_trial):
-    run = async_trial(make=drawing(delays(3)), max_head_offpolicy_versions=2, max_rows=24)
+    run = async_trial(make=make_rollouts(delays(3)), max_head_offpolicy_versions=2, max_rows=24)
 
-    records = timed_records(run)
+    records = read_metrics(run.folder)
     assert len(records) == 12
-    for number, entry in enumerate(records):
-        assert entry.keys() >= PROMISED
-        assert entry["async/trained_against_version"] == number
-        assert entry["async/version_offset_max"] <= 2
+    for number, record in enumerate(records):
+        assert record.keys() >= PROMISED
+        assert record["async/trained_against_version"] == number
+        assert record["async/version_offset_max"] <= 2
         # By what the deployment says of each token; it may be younger than its row.
-        assert entry["version/sample_staleness_max"] <= entry["async/version_offset_max"]
-        assert phases_s(entry) <= entry["perf/step_time"]
-        assert entry["perf/train_chunk_wait_time"] <= entry["perf/train_wait_time"]
+        assert record["version/sample_staleness_max"] <= record["async/version_offset_max"]
+        assert phases_s(record) <= record["perf/step_time"]
+        assert record["perf/train_chunk_wait_time"] <= record["perf/train_wait_time"]
     assert max(record["version/sample_staleness_max"] for record in records) >= 1
     assert max(record["perf/overlap_ratio"] for record in records) > 0
     assert run.summary.rows == 24
@@ -436,22 +372,22 @@ def test_no_sample_is_later_than_allowed_whatever_rollouts_take(async_trial):
 def test_a_late_row_is_given_up_when_its_time_is_over(async_trial):
     ended = []
 
-    async def before(row: int, draw: int) -> None:
-        if row == 2 and draw != 3:
+    async def before(row: int, number: int) -> None:
+        if row == 2 and number != 3:
             try:
                 await asyncio.sleep(3600)
             finally:
-                ended.append(draw)
+                ended.append(number)
 
     run = async_trial(
-        make=drawing(before), max_head_offpolicy_versions=1, late_row_wait_s=1.0, max_rows=9
+        make=make_rollouts(before), max_head_offpolicy_versions=1, late_row_wait_s=1.0, max_rows=9
     )
 
     records = run.records()
     assert sorted(ended) == [0, 1, 2]
-    assert [record["rollout/valid_prompt_groups"] for record in records] == [2.0] * 4
+    assert group_counts(run) == [2.0] * 4
     assert total(run, "async/stale_drops") == records[-1]["async/total_stale_drops"] == 1
-    # Of the draw that had ended.
+    # Of the rollout that had ended.
     assert 0 < total(run, "async/stale_drop_response_len_mean") <= 16
     assert run.summary.rows == 9
 
@@ -461,15 +397,15 @@ def test_rollouts_in_flight_stay_below_their_limit(async_trial, limit, most):
     flying, seen = set(), []
 
     def make_rollout_fn(setup):
-        draw = drawing()(setup)
+        plain = make_rollouts()(setup)
 
-        async def rollout_fn(row, **where):
-            place = (where["cursor_index"], where["sample_index"])
+        async def rollout_fn(row, cursor_index, sample_index):
+            place = (cursor_index, sample_index)
             flying.add(place)
             seen.append(len(flying))
             await asyncio.sleep(0.02)
             try:
-                return await draw(row, cursor_index=place[0], sample_index=place[1])
+                return await plain(row, cursor_index=cursor_index, sample_index=sample_index)
             finally:
                 flying.remove(place)
 
@@ -484,18 +420,15 @@ def test_rollouts_in_flight_stay_below_their_limit(async_trial, limit, most):
     assert room == {-1.0} if limit is None else room <= {1.0, 5.0, 9.0}
 
 
-def test_versions_go_on_where_a_running_deployment_stands(async_trial, tmp_path, monkeypatch):
-    with EmbeddedPlatform(work_dir=tmp_path / "platform") as platform:
-        monkeypatch.setenv("FIREWORKS_BASE_URL", platform.base_url)
-        monkeypatch.setenv("FIREWORKS_API_KEY", "x")
-        common = {
-            "deployment": DeployConfig(deployment_id="serving", tokenizer_model=str(MODEL)),
-            "max_head_offpolicy_versions": 1,
-            "output_model_id": None,
-            "max_rows": 6,
-        }
-        first = async_trial(**common, cleanup_on_exit=False)
-        second = async_trial(**common)
+def test_versions_go_on_where_a_running_deployment_stands(async_trial, named_platform):
+    common = {
+        "deployment": DeployConfig(deployment_id="serving", tokenizer_model=str(MODEL)),
+        "max_head_offpolicy_versions": 1,
+        "output_model_id": None,
+        "max_rows": 6,
+    }
+    first = async_trial(**common, cleanup_on_exit=False)
+    second = async_trial(**common)
 
     assert (first.summary.version, second.summary.version) == (3, 3 + 1 + 3)
     records = second.records()
@@ -503,15 +436,17 @@ def test_versions_go_on_where_a_running_deployment_stands(async_trial, tmp_path,
     assert [record["version/sample_staleness_max"] for record in records] == [0.0, 1.0, 1.0]
     assert records[0]["train/inference_diff"] < 1e-5 < records[1]["train/inference_diff"]
     # The first step begins with the weight sync that its samples need.
-    assert all(phases_s(record) <= record["perf/step_time"] for record in timed_records(second))
+    assert all(
+        phases_s(record) <= record["perf/step_time"] for record in read_metrics(second.folder)
+    )
 
 
-def test_a_batch_is_trained_in_pieces_while_its_last_row_is_drawn(async_trial):
-    async def before(row: int, draw: int) -> None:
+def test_a_batch_is_trained_in_pieces_while_its_last_row_is_sampled(async_trial):
+    async def before(row: int, _number: int) -> None:
         await asyncio.sleep(1.0 if row == 3 else 0.0)
 
     run = async_trial(
-        make=drawing(before),
+        make=make_rollouts(before),
         max_head_offpolicy_versions=2,
         fifo_slack=0,
         max_rows=16,
@@ -520,8 +455,8 @@ def test_a_batch_is_trained_in_pieces_while_its_last_row_is_drawn(async_trial):
         max_samples_per_fwd_bwd=2 * GROUP,
     )
 
-    records = timed_records(run)
-    assert [record["rollout/valid_prompt_groups"] for record in records] == [4.0] * 4
+    records = read_metrics(run.folder)
+    assert group_counts(run) == [4.0] * 4
     assert all(2 <= record["async/realized_training_chunks"] <= 4 for record in records)
     assert all(record["async/version_offset_max"] <= 2 for record in records)
     assert 0.3 < records[0]["perf/train_chunk_wait_time"] <= records[0]["perf/train_wait_time"]
@@ -529,10 +464,12 @@ def test_a_batch_is_trained_in_pieces_while_its_last_row_is_drawn(async_trial):
 
 def test_synchronous_training_has_nothing_in_flight_while_it_trains(async_trial):
     run = async_trial(
-        make=drawing(delays(4, 0.05)), synchronous_training=True, max_head_offpolicy_versions=2
+        make=make_rollouts(delays(4, 0.05)),
+        synchronous_training=True,
+        max_head_offpolicy_versions=2,
     )
 
-    for record in timed_records(run):
+    for record in read_metrics(run.folder):
         assert record["async/version_offset_max"] == record["version/sample_staleness_max"] == 0
         assert record["async/in_flight"] in (0, 2)  # none, or those of the next batch
         assert record["perf/overlap_ratio"] < 0.05
@@ -545,25 +482,20 @@ def test_completions_go_on_under_new_weights_and_their_oldest_token_counts(async
         sampler = build_deployment_sampler(setup)
 
         async def rollout_fn(row, cursor_index):
-            asked = setup.sample_kwargs | {"max_tokens": 20 if cursor_index % 2 else 200}
-            (drawn,) = await sampler.sample_with_tokens(
-                row["messages"], n=1, ignore_eos=True, **asked
+            fields = setup.sample_kwargs | {"max_tokens": 20 if cursor_index % 2 else 200}
+            (completion,) = await sampler.sample_with_tokens(
+                row["messages"], n=1, ignore_eos=True, **fields
             )
-            spans.append(drawn.versions)
-            behavior[tuple(drawn.full_tokens)] = drawn.inference_logprobs
-            return completion_sample(drawn, spread(drawn.text, row))
+            spans.append(completion.versions)
+            behavior[tuple(completion.full_tokens)] = completion.inference_logprobs
+            return completion_sample(completion, spread(completion.text, row))
 
         return rollout_fn
 
-    taken = []
-
-    def note(group) -> bool:
-        taken.extend(group.flat())
-        return True
-
+    groups = []
     run = async_trial(
         make=make_rollout_fn,
-        accepts=note,
+        accepts=keep_all(groups),
         in_flight_weight_updates=True,
         fifo_slack=2,
         max_head_offpolicy_versions=3,
@@ -578,10 +510,10 @@ def test_completions_go_on_under_new_weights_and_their_oldest_token_counts(async
     assert all(math.isfinite(record["train/grad_norm"]) for record in records)
     assert 1 <= max(record["version/sample_staleness_max"] for record in records) <= 3
     assert max(record["train/inference_diff"] for record in records) > 1e-4
-    for sample in taken:
-        drawn = [value for value in sample.behavior_logprobs if value != 0.0]
-        expected = [entry for entry in behavior[tuple(sample.rollout.tokens)] if entry != 0.0]
-        assert drawn == expected
+    for sample in (sample for group in groups for sample in group.flat()):
+        logprobs = [logprob for logprob in sample.behavior_logprobs if logprob != 0.0]
+        sampled = behavior[tuple(sample.rollout.tokens)]
+        assert logprobs == [logprob for logprob in sampled if logprob != 0.0]
 
 
 def test_metrics_go_to_wandb_too(async_trial):
@@ -594,13 +526,13 @@ def test_metrics_go_to_wandb_too(async_trial):
 # How rollouts fail
 
 
-def failing(at: tuple[int, int], *errors: Exception):
+def fail_at(place: tuple[int, int], *errors: BaseException):
     """Before one rollout: its first attempts raise these errors."""
     left = list(errors)
     attempts = []
 
-    async def before(row: int, draw: int) -> None:
-        if (row, draw) == at:
+    async def before(row: int, number: int) -> None:
+        if (row, number) == place:
             attempts.append(time.monotonic())
             if left:
                 raise left.pop(0)
@@ -609,70 +541,64 @@ def failing(at: tuple[int, int], *errors: Exception):
 
 
 def test_a_rollout_that_times_out_once_is_tried_again(async_trial):
-    before, attempts = failing((1, 2), TimeoutError("the judge did not answer"))
+    before, attempts = fail_at((1, 2), TimeoutError("the judge did not answer"))
 
-    run = async_trial(make=drawing(before), max_rows=4)
-    undisturbed = async_trial(max_rows=4)
+    run = async_trial(make=make_rollouts(before), max_rows=4)
 
     assert len(attempts) == 2
     assert total(run, "async/sample_fails") == 0
     assert total(run, "rollout/valid_prompt_groups") == 4
-    assert same(run, undisturbed)
+    assert run.has_weights_of(async_trial(max_rows=4))
 
 
 def test_a_rollout_that_takes_too_long_is_given_up_and_tried_again(async_trial):
     slow = itertools.chain([3600.0], itertools.repeat(0.0))
 
-    async def before(row: int, draw: int) -> None:
-        if (row, draw) == (1, 2):
+    async def before(row: int, number: int) -> None:
+        if (row, number) == (1, 2):
             await asyncio.sleep(next(slow))
 
-    run = async_trial(make=drawing(before), max_rows=4, rollout_timeout_s=2.0)
+    run = async_trial(make=make_rollouts(before), max_rows=4, rollout_timeout_s=2.0)
 
     assert total(run, "rollout/valid_prompt_groups") == 4
-    assert same(run, async_trial(max_rows=4))
+    assert run.has_weights_of(async_trial(max_rows=4))
 
 
-def states(platform):
-    """States of the trainers and replicas of the deployments that a served platform has."""
+def read_states(platform):
+    """States of the trainers and replicas of the deployments that a platform has."""
     trainers = TrainerJobManager("x", base_url=platform.base_url)
     deployments = DeploymentManager("x", base_url=platform.base_url)
     with contextlib.closing(trainers), contextlib.closing(deployments):
-        jobs = [entry.state for entry in trainers.list()]
-        return jobs, [entry.max_replica_count for entry in deployments.list()]
+        jobs = [job.state for job in trainers.list()]
+        return jobs, [deployment.max_replica_count for deployment in deployments.list()]
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_rollouts_own_error_ends_the_run_as_it_is(async_trial, tmp_path, monkeypatch, late):
+def test_a_rollouts_own_error_ends_the_run_as_it_is(async_trial, tmp_path, named_platform, late):
     error = ValueError("ground_truth must be a number, got 'x'")
-    before, attempts = failing((5, 1), error)
+    before, attempts = fail_at((5, 1), error)
+    make = make_rollouts(before)
 
-    with EmbeddedPlatform(work_dir=tmp_path / "platform") as platform:
-        monkeypatch.setenv("FIREWORKS_BASE_URL", platform.base_url)
-        monkeypatch.setenv("FIREWORKS_API_KEY", "x")
-        with pytest.raises(ValueError, match="must be a number") as caught:
-            async_trial(
-                make=drawing(before), folder="failed", max_head_offpolicy_versions=late, kl_beta=0.1
-            )
-        left = states(platform)
+    with pytest.raises(ValueError, match="must be a number") as caught:
+        async_trial(make=make, folder="failed", max_head_offpolicy_versions=late, kl_beta=0.1)
 
     assert caught.value is error
     assert "in the rollout of row 5, draw 1" in error.__notes__
     assert len(attempts) == 1
-    assert left == (["JOB_STATE_CANCELLED"] * 2, [0])
-    lines = (tmp_path / "failed" / "metrics.jsonl").read_bytes().splitlines()
-    assert [orjson.loads(line)["step"] for line in lines] == [1, 2][: len(lines)]
-    assert len(lines) == 2 or late > 0
-    assert "hearth-rollouts" not in {entry.name for entry in threading.enumerate()}
+    assert read_states(named_platform) == (["JOB_STATE_CANCELLED"] * 2, [0])
+    steps = [record["step"] for record in read_metrics(tmp_path / "failed")]
+    assert steps == [1, 2][: len(steps)]
+    assert len(steps) == 2 or late > 0
+    assert "hearth-rollouts" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_rollouts_that_keep_failing_end_the_run(async_trial):
-    async def before(row: int, draw: int) -> None:
+    async def before(row: int, _number: int) -> None:
         if row > 1:
             raise ConnectionError("the tool's host is down")
 
     with pytest.raises(RolloutsFailingError, match="failures in a row, last with ConnectionError"):
-        async_trial(make=drawing(before))
+        async_trial(make=make_rollouts(before))
 
 
 class OddError(BaseException):
@@ -681,10 +607,10 @@ class OddError(BaseException):
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), OddError()], ids=repr)
 def test_a_rollout_that_would_end_the_process_ends_the_run_with_its_place(async_trial, error):
-    before, _ = failing((3, 1), error)
+    before, _ = fail_at((3, 1), error)
 
     with pytest.raises(RuntimeError, match="must return or raise an Exception, got") as caught:
-        async_trial(make=drawing(before), stall_timeout_s=20.0)
+        async_trial(make=make_rollouts(before), stall_timeout_s=20.0)
 
     assert caught.value.__cause__ is error
     assert "in the rollout of row 3, draw 1" in caught.value.__notes__
@@ -694,12 +620,12 @@ def test_a_rollout_whose_own_task_ends_the_event_loop_ends_the_run(async_trial):
     async def leave() -> None:
         sys.exit(3)
 
-    async def before(row: int, draw: int) -> None:
+    async def before(row: int, _number: int) -> None:
         if row == 3:
             await asyncio.create_task(leave())
 
     with pytest.raises(ClosedError, match=r"nor sys\.exit\(\) in a task that it starts"):
-        async_trial(make=drawing(before), stall_timeout_s=20.0)
+        async_trial(make=make_rollouts(before), stall_timeout_s=20.0)
 
 
 def test_the_factory_is_called_once_with_what_rollouts_need(async_trial):
@@ -707,7 +633,7 @@ def test_the_factory_is_called_once_with_what_rollouts_need(async_trial):
 
     def make_rollout_fn(setup):
         setups.append(setup)
-        return drawing()(setup)
+        return make_rollouts()(setup)
 
     run = async_trial(make=make_rollout_fn, max_rows=4, epochs=2, rollout_extras={"tool": "x"})
 
@@ -735,7 +661,7 @@ def test_a_factory_that_fails_takes_everything_down(async_trial):
 
 
 def test_a_rollout_that_blocks_its_thread_is_named_with_its_line(async_trial):
-    async def before(row: int, draw: int) -> None:
+    async def before(row: int, _number: int) -> None:
         while row == 3:
             time.sleep(0.1)  # the line that blocks
             if is_over.is_set():
@@ -745,7 +671,7 @@ def test_a_rollout_that_blocks_its_thread_is_named_with_its_line(async_trial):
     started = time.monotonic()
     try:
         with pytest.raises(TimeoutError, match="a rollout function must let others run") as caught:
-            async_trial(make=drawing(before), rollout_timeout_s=1.0)
+            async_trial(make=make_rollouts(before), rollout_timeout_s=1.0)
     finally:
         is_over.set()
 
@@ -758,13 +684,16 @@ def test_a_rollout_that_blocks_its_thread_is_named_with_its_line(async_trial):
 
 
 def test_a_run_that_stalls_says_who_waits_for_whom(async_trial, tmp_path):
-    async def before(row: int, draw: int) -> None:
+    async def before(row: int, _number: int) -> None:
         if row == 3:
             await asyncio.Event().wait()
 
     with pytest.raises(StalledError, match="phase 'waiting for rollouts' of step 2"):
         async_trial(
-            make=drawing(before), folder="stalled", stall_timeout_s=3.0, rollout_timeout_s=None
+            make=make_rollouts(before),
+            folder="stalled",
+            stall_timeout_s=3.0,
+            rollout_timeout_s=None,
         )
 
     report = (tmp_path / "stalled" / "stall.txt").read_text(encoding="utf-8")
@@ -782,14 +711,14 @@ STALLING = """
 import asyncio, sys, time
 from pathlib import Path
 from tests.integration.conftest import async_config
-from tests.integration.rollouts import drawing
+from tests.integration.rollouts import make_rollouts
 from training.recipes import async_rl_loop
 
-async def before(row, draw):
+async def before(row, number):
     await asyncio.to_thread(time.sleep, 3600)
 
 config = async_config(Path(sys.argv[1]), stall_timeout_s=1.0, rollout_timeout_s=None)
-async_rl_loop.main(config, rollout_fn_factory=drawing(before))
+async_rl_loop.main(config, rollout_fn_factory=make_rollouts(before))
 """
 
 
@@ -835,33 +764,31 @@ def test_a_signal_during_rollouts_ends_the_run_cleanly(recipes, tmp_path, number
     "passes", [{"max_rows": 12}, {"max_rows": 6, "epochs": 2, "shuffle": True}], ids=["one", "two"]
 )
 def test_a_crashed_run_goes_on_to_the_weights_of_one_that_did_not(async_trial, tmp_path, passes):
-    async def dropping(row: int, draw: int) -> bool:
+    rows = []
+
+    async def drop(row: int, _number: int) -> bool:
+        rows.append(row)
         return row not in (2, 7)
 
-    async def crashing(row: int, draw: int) -> bool:
+    async def crash(row: int, number: int) -> bool:
         if row == 8:
             raise ValueError("a crash")
-        return await dropping(row, draw)
+        return await drop(row, number)
 
     common = {"dcp_save_interval": 1, "seed": 5, "folder": "run"} | passes
-    whole = async_trial(**common | {"folder": "whole", "make": drawing(dropping)})
+    whole = async_trial(**common | {"folder": "whole", "make": make_rollouts(drop)})
     with pytest.raises(ValueError, match="a crash"):
-        async_trial(**common, make=drawing(crashing))
+        async_trial(**common, make=make_rollouts(crash))
     point = read_manifest(tmp_path / "run")[-1]
-    again = Drawn()
-
-    async def recorded(row: int, draw: int) -> bool:
-        await again(row, draw)
-        return await dropping(row, draw)
-
-    resumed = async_trial(**common, make=drawing(recorded))
+    rows.clear()
+    resumed = async_trial(**common, make=make_rollouts(drop))
 
     # Rows 0 1 3 4 5 6 were trained, 2 and 7 gave no groups.
     assert (point.step, point.cursor, point.beyond) == (3, 7, [])
-    assert again.rows == [7, 8, 9, 10, 11]
+    assert sorted(set(rows)) == [7, 8, 9, 10, 11]
     assert but_for_versions(resumed.records()) == but_for_versions(whole.records())
     assert [record["step"] for record in resumed.records()] == [1, 2, 3, 4, 5]
-    assert same(resumed, whole)
+    assert resumed.has_weights_of(whole)
     assert resumed.summary.rows == 12
 
 
@@ -879,8 +806,8 @@ def but_for_versions(records):
 
 @pytest.mark.parametrize("interval", [1, 2])
 def test_off_policy_no_row_is_lost_or_trained_twice_over_a_crash(async_trial, tmp_path, interval):
-    async def crashing(row: int, draw: int) -> None:
-        await delays(row)(row, draw)
+    async def crash(row: int, number: int) -> None:
+        await delays(row)(row, number)
         if row == 13:
             raise ValueError("a crash")
 
@@ -892,14 +819,14 @@ def test_off_policy_no_row_is_lost_or_trained_twice_over_a_crash(async_trial, tm
         "fifo_slack": 2,
     }
     with pytest.raises(ValueError, match="a crash"):
-        async_trial(**common, make=drawing(crashing))
+        async_trial(**common, make=make_rollouts(crash))
     point = read_manifest(tmp_path / "run")[-1]
     unfinished = sorted(set(range(18)) - set(range(point.cursor)) - set(point.beyond))
-    again = Drawn()
-    resumed = async_trial(**common, make=drawing(again))
+    recorder = Recorder()
+    resumed = async_trial(**common, make=make_rollouts(recorder))
 
     assert point.cursor + len(point.beyond) == 2 * point.step
-    assert Counter(row for row, _ in again.draws) == Counter(unfinished * GROUP)
+    assert Counter(row for row, _ in recorder.rollouts) == Counter(unfinished * GROUP)
     assert [record["step"] for record in resumed.records()] == list(range(1, 10))
     assert total(resumed, "rollout/valid_prompt_groups") == 18
     assert max(record["version/sample_staleness_max"] for record in resumed.records()) <= 2
@@ -911,15 +838,15 @@ def test_a_finished_run_trains_nothing_more_and_promotes_the_same_model(async_tr
     common = {"folder": "run", "dcp_save_interval": 3, "max_head_offpolicy_versions": 1}
     first = async_trial(**common)
     weights = first.weights()
-    drawn = Drawn()
+    recorder = Recorder()
 
-    second = async_trial(**common, make=drawing(drawn))
+    second = async_trial(**common, make=make_rollouts(recorder))
 
-    assert [entry.step for entry in read_manifest(first.folder)] == [3, 4]
-    assert drawn.draws == []
+    assert [point.step for point in read_manifest(first.folder)] == [3, 4]
+    assert recorder.rollouts == []
     assert second.summary.steps == 4
     assert second.summary.model_path == second.folder / "models" / "out"
-    assert all(torch.equal(weight, second.weights()[name]) for name, weight in weights.items())
+    assert same_weights(weights, second.weights())
 
 
 def test_a_config_that_cannot_be_is_refused_before_anything_is_started(async_trial, tmp_path):

@@ -54,8 +54,8 @@ class Stack:
         self.sampler = DeploymentSampler(self.urls[1], NAME, "key")
 
     def sample(self, n=4):
-        draw = self.sampler.sample_with_prompt_tokens(PROMPT, n=n, max_tokens=16, seed=3)
-        return asyncio.run(draw)
+        call = self.sampler.sample_with_prompt_tokens(PROMPT, n=n, max_tokens=16, seed=3)
+        return asyncio.run(call)
 
     def step(self, learning_rate=1e-6):
         completions = self.sample()
@@ -99,11 +99,11 @@ def stack(tmp_path):
         return made[-1]
 
     yield make
-    for entry in made:
-        entry.close()
+    for stack in made:
+        stack.close()
 
 
-def served_bits(deployment):
+def read_served_bits(deployment):
     module = deployment.engine._loaded.module  # what it computes with, and nobody else tells
     return {name: tensor.detach().view(torch.int16) for name, tensor in module.named_parameters()}
 
@@ -116,7 +116,7 @@ def test_base_then_deltas_serve_the_trainers_bits(stack, kind, tmp_path):
         identity = deployment.syncer.save_and_hotload(f"step-{version}")
         deployment.trainer.export(deployment.policy.model_id, tmp_path / "exported")
         expected = load_file(tmp_path / "exported" / "model.safetensors")
-        bits = served_bits(deployment)
+        bits = read_served_bits(deployment)
         assert bits.keys() == expected.keys()
         assert all(torch.equal(bits[name], expected[name].view(torch.int16)) for name in expected)
         assert deployment.sample(n=1)[0].snapshot_identity == identity
@@ -244,5 +244,5 @@ def test_a_deployment_that_starts_later_takes_the_whole_chain(stack, tmp_path):
     assert (state.stage, state.current_identity) == ("done", last)
     assert deployment.kinds() == ["base", "delta", "delta"]
     expected = resolve(deployment.store, last).tensors
-    bits = served_bits(deployment)
+    bits = read_served_bits(deployment)
     assert all(torch.equal(bits[name], expected[name].view(torch.int16)) for name in expected)

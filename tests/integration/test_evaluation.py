@@ -5,49 +5,36 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import orjson
 import pytest
-import torch
 from tests.integration.conftest import async_config, config
-from tests.integration.rollouts import drawing, spread
+from tests.integration.rollouts import make_rollouts, spread
+from tests.integration.runs import read_metrics
 
 from training.data.rows import load_rows
-from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.quickstart import HELDOUT_ROWS
 from training.recipes import igpo_loop, rl_loop
-from training.samples.groups import completion_sample
 
 HELD_OUT = {"eval_dataset": str(HELDOUT_ROWS), "eval_rows": 4, "eval_samples_per_prompt": 2}
-
-
-def all_records(run):
-    return [orjson.loads(line) for line in (run.folder / "metrics.jsonl").read_bytes().splitlines()]
-
-
-def same_training(first, other) -> bool:
-    left, right = first.weights(), other.weights()
-    return first.records() == other.records() and all(
-        torch.equal(left[name], right[name]) for name in left
-    )
 
 
 def test_evaluation_beside_the_training_changes_nothing_that_is_trained(async_trial):
     plain = async_trial()
     evaluated = async_trial(eval_every=2, **HELD_OUT)
 
-    assert same_training(plain, evaluated)
+    assert plain.records() == evaluated.records()
+    assert plain.has_weights_of(evaluated)
     assert plain.records("eval") == []
     records = evaluated.records("eval")
     assert records[0]["step"] == 0
     assert records[-1]["step"] == evaluated.summary.steps == 4
-    assert all_records(evaluated)[-1]["type"] == "eval"
+    assert read_metrics(evaluated.folder)[-1]["type"] == "eval"
     for record in records:
         assert record["eval/samples"] == 8
         assert record["eval/pass@1"] == pytest.approx(record["eval/accuracy"])
         assert record["eval/pass@1"] <= record["eval/pass@2"]
         assert record["eval/weight_version_min"] >= 0
         assert record["eval/weight_version_max"] <= 4
-    # Nothing is trained any more: the last weights draw all of it.
+    # Nothing is trained any more: the last weights sample all of it.
     assert records[-1]["eval/weight_version_min"] == records[-1]["eval/weight_version_max"] == 4
     assert [step for step, _ in evaluated.summary.evaluations] == [
         record["step"] for record in records
@@ -59,7 +46,7 @@ def test_it_goes_on_while_steps_are_trained_off_policy(async_trial):
         max_rows=16, max_head_offpolicy_versions=2, eval_dataset=str(HELDOUT_ROWS), eval_rows=64
     )
 
-    kinds = [record["type"] for record in all_records(run)]
+    kinds = [record["type"] for record in read_metrics(run.folder)]
     assert kinds.count("train") == 8
     # The first one began before the first step and ended amid the others; the last one is awaited.
     assert "train" in kinds[: kinds.index("eval")]
@@ -70,29 +57,24 @@ def test_it_goes_on_while_steps_are_trained_off_policy(async_trial):
 def test_given_rows_need_no_messages_and_a_failing_evaluation_is_only_a_warning(
     async_trial, caplog
 ):
-    calls = []
+    rows = []
 
-    def make_rollout_fn(setup):
-        sampler = build_deployment_sampler(setup)
+    def read_messages(row):
+        rows.append(row)
+        if "question" in row:
+            raise ValueError("no such tool")
+        return row["messages"]
 
-        async def rollout_fn(row):
-            calls.append(row)
-            if "question" in row:
-                raise ValueError("no such tool")
-            (drawn,) = await sampler.sample_with_tokens(row["messages"], n=1, **setup.sample_kwargs)
-            return completion_sample(drawn, spread(drawn.text, row))
-
-        return rollout_fn
-
+    make = make_rollouts(messages=read_messages)
     with caplog.at_level(logging.WARNING):
-        run = async_trial(make=make_rollout_fn, held_out=[{"question": "6 * 7"}])
+        run = async_trial(make=make, held_out=[{"question": "6 * 7"}])
 
     assert run.summary.steps == 4
     assert run.summary.evaluations == []
     assert run.records("eval") == []
-    assert {"question": "6 * 7"} in calls
-    said = "has no record: ValueError: no such tool, in the rollout of held-out row 0, draw 0"
-    assert caplog.text.count(said) == 2
+    assert {"question": "6 * 7"} in rows
+    warning = "has no record: ValueError: no such tool, in the rollout of held-out row 0, draw 0"
+    assert caplog.text.count(warning) == 2
 
 
 def test_rl_loop_retries_and_goes_on_without_a_failed_evaluation(trial, caplog):
@@ -107,8 +89,8 @@ def test_rl_loop_retries_and_goes_on_without_a_failed_evaluation(trial, caplog):
 
     assert run.summary.steps == len(run.records()) == 2
     assert run.records("eval") == run.summary.evaluations == []
-    said = "has no record: ValueError: the judge is away, in the evaluation of held-out row "
-    assert caplog.text.count(said) == 3
+    warning = "has no record: ValueError: the judge is away, in the evaluation of held-out row "
+    assert caplog.text.count(warning) == 3
 
 
 def after_the_first_evaluation(held_out):
@@ -117,24 +99,24 @@ def after_the_first_evaluation(held_out):
     is_over = asyncio.Event()
 
     def make_rollout_fn(setup):
-        inner = drawing()(setup)
+        inner = make_rollouts()(setup)
 
         async def rollout_fn(row, *, cursor_index, sample_index):
             nonlocal left
             if row not in held_out:
                 await is_over.wait()
-            drawn = await inner(row, cursor_index=cursor_index, sample_index=sample_index)
+            sample = await inner(row, cursor_index=cursor_index, sample_index=sample_index)
             left -= row in held_out
             if left == 0:
                 is_over.set()
-            return drawn
+            return sample
 
         return rollout_fn
 
     return make_rollout_fn
 
 
-def test_both_recipes_draw_the_same_held_out_answers_from_the_same_weights(trial, async_trial):
+def test_both_recipes_sample_the_same_held_out_answers_from_the_same_weights(trial, async_trial):
     (first, _) = trial(reward_fn=spread, max_rows=2, **HELD_OUT).records("eval")
     make = after_the_first_evaluation(load_rows(str(HELDOUT_ROWS), 4))
     (before, after) = async_trial(max_rows=2, make=make, **HELD_OUT).records("eval")
@@ -149,7 +131,7 @@ def test_a_run_that_fails_does_not_wait_for_its_evaluation(async_trial):
     cancelled = []
 
     def make_rollout_fn(setup):
-        inner = drawing()(setup)
+        inner = make_rollouts()(setup)
 
         async def rollout_fn(row, *, cursor_index, sample_index):
             if row in held_out:
@@ -176,7 +158,7 @@ def test_held_out_rows_may_be_given_to_every_recipe(tmp_path):
         rl_loop.main(config(tmp_path / "sync", max_rows=2), reward_fn=spread, eval_rows=held_out),
         igpo_loop.main(
             igpo_loop.Config(**vars(async_config(tmp_path / "igpo", max_rows=2))),
-            rollout_fn_factory=drawing(),
+            rollout_fn_factory=make_rollouts(),
             eval_rows=held_out,
         ),
     ]

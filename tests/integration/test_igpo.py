@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 import tinker
-import torch
-from tests.integration.conftest import Trial, async_config
-from tests.integration.rollouts import spread
+from tests.integration.conftest import async_config
+from tests.integration.rollouts import make_two_turns
+from tests.integration.runs import Trial, read_metrics
 
 from hearth.losses.catalog import POLICY_LOSSES
 from training.data.rows import load_rows
@@ -39,38 +38,6 @@ from training.samples.rollout import (
 from training.update.information_gain import AnswerFn, Scorer, deployment_scorer, trainer_scorer
 from training.utils import DeployConfig
 
-TOOL = [40, 41, 9]
-"""What the tool says after each turn but the last."""
-
-
-def two_turns(reward: float | None = None) -> RolloutFnFactory:
-    """A factory of agents that draw, hear the tool, and draw again."""
-
-    def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
-        sampler = build_deployment_sampler(setup)
-        asked = setup.sample_kwargs | {"max_tokens": 4, "ignore_eos": True}
-
-        async def rollout_fn(row: dict[str, Any]) -> RolloutSample:
-            prompt = setup.tokenizer.apply_chat_template(
-                row["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
-            )
-            (entry,) = await sampler.sample_with_prompt_tokens(prompt, n=1, **asked)
-            (two,) = await sampler.sample_with_prompt_tokens([*entry.full_tokens, *TOOL], **asked)
-            assert entry.inference_logprobs is not None
-            assert two.inference_logprobs is not None
-            rows = [entry.inference_logprobs, [0.0] * len(TOOL), two.inference_logprobs]
-            return RolloutSample(
-                tokens=two.full_tokens,
-                logprobs=[0.0] * len(prompt) + [value for part in rows for value in part],
-                loss_mask=[0] * len(prompt) + [1] * 4 + [0] * len(TOOL) + [1] * 4,
-                reward=spread(entry.text + two.text, row) if reward is None else reward,
-                finish_reason=two.finish_reason,
-            )
-
-        return rollout_fn
-
-    return make_rollout_fn
-
 
 class Run:
     """A finished run of ``igpo_loop``: what it left behind, and the groups that it trained."""
@@ -84,9 +51,9 @@ class Run:
         **changes: Any,
     ) -> None:
         self.groups: list[PromptGroup] = []
-        asked = vars(async_config(folder, max_rows=4)) | changes
+        fields = vars(async_config(folder, max_rows=4)) | changes
         summary = igpo_loop.main(
-            igpo_loop.Config(**asked),
+            igpo_loop.Config(**fields),
             rollout_fn_factory=make,
             dynamic_filter_fn=self._keep,
             answer_fn=answer_fn,
@@ -109,7 +76,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Run:
-    return Run(tmp_path_factory.mktemp("igpo"), two_turns())
+    return Run(tmp_path_factory.mktemp("igpo"), make_two_turns())
 
 
 # The loop.
@@ -137,13 +104,13 @@ def test_a_step_says_how_many_turns_there_were_and_what_they_gained(run):
         assert record["igpo/baseline_logp"] < 0
         assert record["igpo/scoring_time"] > 0
         assert 0 < record["igpo/scoring_ratio"] < 1
-    gains = [entry for many in run.gains() for entry in many]
-    context = [record["igpo/mean_ig"] for record in run.trial.records()]
-    assert sum(context) / 2 == pytest.approx(sum(gains) / len(gains))
+    gains = [gain for gains in run.gains() for gain in gains]
+    means = [record["igpo/mean_ig"] for record in run.trial.records()]
+    assert sum(means) / 2 == pytest.approx(sum(gains) / len(gains))
 
 
 def test_a_run_repeats_to_the_bit(run, tmp_path):
-    again = Run(tmp_path / "again", two_turns())
+    again = Run(tmp_path / "again", make_two_turns())
 
     timed = ("igpo/scoring_time", "igpo/scoring_ratio")
     for record, other in zip(run.trial.records(), again.trial.records(), strict=True):
@@ -154,17 +121,17 @@ def test_a_run_repeats_to_the_bit(run, tmp_path):
 
 @pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
 def test_t168_every_policy_loss_takes_advantages_per_token(tmp_path, policy_loss):
-    done = Run(tmp_path, two_turns(), prompt_groups_per_step=4, policy_loss=policy_loss)
+    done = Run(tmp_path, make_two_turns(), prompt_groups_per_step=4, policy_loss=policy_loss)
 
     (record,) = done.trial.records()
     assert record["train/grad_norm"] > 0
-    assert all(math.isfinite(entry) for entry in record.values() if isinstance(entry, float))
+    assert all(math.isfinite(value) for value in record.values() if isinstance(value, float))
 
 
 def test_minibatches_and_staleness_take_them_too(tmp_path):
     done = Run(
         tmp_path,
-        two_turns(),
+        make_two_turns(),
         max_head_offpolicy_versions=1,
         ppo_n_minibatches=2,
         max_samples_per_fwd_bwd=4,
@@ -179,7 +146,7 @@ def test_minibatches_and_staleness_take_them_too(tmp_path):
 def test_held_out_rows_are_evaluated_turn_by_turn_and_earn_no_credit(run, tmp_path):
     evaluated = Run(
         tmp_path,
-        two_turns(),
+        make_two_turns(),
         eval_dataset=str(HELDOUT_ROWS),
         eval_rows=3,
         eval_every=1,
@@ -194,19 +161,18 @@ def test_held_out_rows_are_evaluated_turn_by_turn_and_earn_no_credit(run, tmp_pa
         assert record["eval/response_len/mean"] == 8.0  # two turns of four tokens
         assert record["eval/truncated_ratio"] == 1.0  # which ignore the end
         assert not any(name.startswith("igpo/") for name in record)
-    # The last one draws from the last weights, whatever the others met on their way.
+    # The last one samples from the last weights, whatever the others met on their way.
     assert records[0]["eval/weight_version_min"] == 0
     assert records[-1]["eval/weight_version_min"] == records[-1]["eval/weight_version_max"] == 2
     # Held-out groups are neither filtered nor credited, and what is trained is the same to the bit.
     assert len(evaluated.groups) == 4
     assert evaluated.gains() == run.gains()
-    left, right = evaluated.trial.weights(), run.trial.weights()
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert evaluated.trial.has_weights_of(run.trial)
 
 
 def test_an_evaluation_that_fails_is_said_with_its_row_and_the_turns_go_on(tmp_path, caplog):
     def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
-        inner = two_turns()(setup)
+        inner = make_two_turns()(setup)
 
         async def rollout_fn(row: dict[str, Any]) -> Any:
             if row in held_out:
@@ -221,20 +187,23 @@ def test_an_evaluation_that_fails_is_said_with_its_row_and_the_turns_go_on(tmp_p
 
     assert len(done.trial.records()) == 2
     assert done.trial.records("eval") == done.trial.summary.evaluations == []
-    said = "failed and has no record: ValueError: no such tool, in the rollout of held-out row"
-    assert caplog.text.count(said) == 2
+    warning = "failed and has no record: ValueError: no such tool, in the rollout of held-out row"
+    assert caplog.text.count(warning) == 2
+
+
+TOOL = [40, 41, 9]
 
 
 def any_shape() -> RolloutFnFactory:
-    """A factory of draws of a turn, of several segments or of two agents; each turn is cut."""
+    """A factory of rollouts of a turn, of several segments or of two agents; each turn is cut."""
 
     def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
         sampler = build_deployment_sampler(setup)
-        asked = setup.sample_kwargs | {"max_tokens": 4, "ignore_eos": True}
+        fields = setup.sample_kwargs | {"max_tokens": 4, "ignore_eos": True}
 
         async def segment(prompt: list[int], reward: float) -> RolloutSample:
-            (drawn,) = await sampler.sample_with_prompt_tokens(prompt, n=1, **asked)
-            return completion_sample(drawn, reward)
+            (completion,) = await sampler.sample_with_prompt_tokens(prompt, n=1, **fields)
+            return completion_sample(completion, reward)
 
         async def rollout_fn(row: dict[str, Any], *, sample_index: int) -> RolloutResult:
             start = setup.tokenizer.apply_chat_template(
@@ -244,12 +213,14 @@ def any_shape() -> RolloutFnFactory:
                 case 0:
                     return await segment(start, 0.0)
                 case 1:
-                    return RolloutRun([await segment([*start, *some], 1.0) for some in ([], TOOL)])
+                    return RolloutRun(
+                        [await segment([*start, *heard], 1.0) for heard in ([], TOOL)]
+                    )
                 case 2:
                     parts = ([], TOOL, [9, 9])
-                    return RolloutRun([await segment([*start, *some], 0.5) for some in parts])
+                    return RolloutRun([await segment([*start, *heard], 0.5) for heard in parts])
                 case _:
-                    runs = [RolloutRun([await segment(start, entry)]) for entry in (0.25, 0.75)]
+                    runs = [RolloutRun([await segment(start, reward)]) for reward in (0.25, 0.75)]
                     return Rollout(runs)
 
         return rollout_fn
@@ -268,9 +239,9 @@ def test_trajectories_of_any_shape_are_credited_and_trained_together(tmp_path, n
         assert turns == [1, 2, 3, 1, 1] == [len(samples) for samples in group.samples]
         assert group.truncated == [True] * 5
         for samples, advantages in zip(group.samples, group.credit.advantages, strict=True):
-            for sample, entry in zip(samples, advantages, strict=True):
+            for sample, advantage in zip(samples, advantages, strict=True):
                 assert isinstance(sample.advantage, list)
-                assert sample.advantage[-4:] == [entry] * 4
+                assert sample.advantage[-4:] == [advantage] * 4
                 assert not any(sample.advantage[:-4])
 
 
@@ -278,20 +249,21 @@ def test_trajectories_of_any_shape_are_credited_and_trained_together(tmp_path, n
 
 
 def test_t167_without_weight_it_trains_what_async_rl_loop_trains_to_the_bit(tmp_path):
-    ours = Run(tmp_path / "igpo", two_turns(), ig_weight=0.0)
+    ours = Run(tmp_path / "igpo", make_two_turns(), ig_weight=0.0)
 
     config = async_config(tmp_path / "async", max_rows=4)
-    theirs = Trial(tmp_path / "async", async_rl_loop.main(config, rollout_fn_factory=two_turns()))
+    theirs = Trial(
+        tmp_path / "async", async_rl_loop.main(config, rollout_fn_factory=make_two_turns())
+    )
 
     assert ours.trial.records() == theirs.records()
-    left, right = ours.trial.weights(), theirs.weights()
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert ours.trial.has_weights_of(theirs)
     assert all(group.credit is None for group in ours.groups)
 
 
 def test_groups_with_equal_outcomes_are_kept_and_teach(tmp_path):
-    ours = Run(tmp_path / "igpo", two_turns(reward=0.0))
-    plain = Run(tmp_path / "plain", two_turns(reward=0.0), ig_weight=0.0)
+    ours = Run(tmp_path / "igpo", make_two_turns(lambda _text, _row: 0.0))
+    plain = Run(tmp_path / "plain", make_two_turns(lambda _text, _row: 0.0), ig_weight=0.0)
 
     assert [record["rollout/valid_prompt_groups"] for record in ours.trial.records()] == [2, 2]
     assert all(record["train/grad_norm"] > 0 for record in ours.trial.records())
@@ -302,24 +274,24 @@ def test_groups_with_equal_outcomes_are_kept_and_teach(tmp_path):
 
 
 def test_deployment_and_trainer_see_the_same_gains(run, tmp_path):
-    by_trainer = Run(tmp_path / "trainer", two_turns(), ig_scorer="trainer")
+    by_trainer = Run(tmp_path / "trainer", make_two_turns(), ig_scorer="trainer")
 
-    count = 2 * 4  # of the first step, which both draw from the same weights
+    count = 2 * 4  # of the first step, which both sample from the same weights
     for gain, other in zip(run.gains()[:count], by_trainer.gains()[:count], strict=True):
         assert gain == pytest.approx(other, abs=1e-4)
 
 
 @pytest.mark.parametrize("scorer", ["deployment", "trainer"])
-def test_beliefs_are_the_models_own_whatever_temperature_is_drawn_at(run, tmp_path, scorer):
-    sharp = Run(tmp_path, two_turns(), ig_scorer=scorer, temperature=0.3)
+def test_beliefs_are_the_models_own_whatever_the_temperature(run, tmp_path, scorer):
+    sharp = Run(tmp_path, make_two_turns(), ig_scorer=scorer, temperature=0.3)
 
-    before = [entry.trial.records()[0] for entry in (run, sharp)]
-    assert before[1]["igpo/baseline_logp"] == pytest.approx(before[0]["igpo/baseline_logp"])
-    assert before[1]["rollout/entropy"] < before[0]["rollout/entropy"]
+    usual, sharper = (trial.records()[0] for trial in (run.trial, sharp.trial))
+    assert sharper["igpo/baseline_logp"] == pytest.approx(usual["igpo/baseline_logp"])
+    assert sharper["rollout/entropy"] < usual["rollout/entropy"]
 
 
 def test_answers_of_a_function_of_ones_own_are_scored(run, tmp_path):
-    other = Run(tmp_path, two_turns(), answer_fn=lambda _row: [7, 8])
+    other = Run(tmp_path, make_two_turns(), answer_fn=lambda _row: [7, 8])
 
     assert other.gains()[0] != run.gains()[0]
     assert other.ordered()[0].rewards == run.ordered()[0].rewards
@@ -335,27 +307,27 @@ def infra(tmp_path_factory):
 SEQUENCES = [[5, 17, 40, 41, 9, 12], [5, 17, 40], [7, 7, 30, 31, 32, 33, 34, 35]]
 
 
-def scored(score: Scorer) -> list[list[float]]:
-    async def ask() -> list[list[float]]:
-        return [list(entry) for entry in await score(SEQUENCES, 2)]
+def run_scorer(score: Scorer) -> list[list[float]]:
+    async def run() -> list[list[float]]:
+        return [list(logprobs) for logprobs in await score(SEQUENCES, 2)]
 
-    return asyncio.run(ask())
+    return asyncio.run(run())
 
 
 def test_t170_both_scorers_take_token_ids_and_agree(infra: RunInfra):
     served, trained = (
-        scored(score)
+        run_scorer(score)
         for score in (deployment_scorer(infra.sampler), trainer_scorer(infra.policy_client))
     )
 
-    assert [len(entry) for entry in served] == [2, 2, 2]
-    for entry, other in zip(served, trained, strict=True):
-        assert entry == pytest.approx(other, abs=1e-4)
+    assert [len(logprobs) for logprobs in served] == [2, 2, 2]
+    for logprobs, other in zip(served, trained, strict=True):
+        assert logprobs == pytest.approx(other, abs=1e-4)
 
 
 def test_t170_scoring_leaves_no_gradient(infra: RunInfra):
-    scored(trainer_scorer(infra.policy_client))
-    scored(deployment_scorer(infra.sampler))
+    run_scorer(trainer_scorer(infra.policy_client))
+    run_scorer(deployment_scorer(infra.sampler))
 
     step = infra.policy_client.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
     assert (step.metrics or {})["grad_norm"] == 0.0
@@ -404,5 +376,5 @@ def test_scoring_takes_less_than_a_quarter_of_the_examples_step(tmp_path):
 
     igpo_loop.main(config, rollout_fn_factory=multihop.make_rollout_fn, rows=rows[:32])
 
-    lines = (tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines()
-    assert min(orjson.loads(line)["igpo/scoring_ratio"] for line in lines) < 0.25
+    records = read_metrics(tmp_path / "run")
+    assert min(record["igpo/scoring_ratio"] for record in records) < 0.25

@@ -6,14 +6,14 @@ import signal
 import subprocess
 import time
 
-import orjson
 import pytest
-import torch
-from safetensors.torch import load_file
 from tests.integration.conftest import config
-from tests.integration.served import HEARTH, Killer, Served, Victims, pointed_at, wait_until
+from tests.integration.runs import FinishedRun, count_steps
+from tests.integration.served import HEARTH, Killer, Served, Victims, pointed_at
+from tests.waiting import wait_until
 
 from training.recipes.rl_loop import main
+from training.run.checkpoints import read_manifest
 
 PHASES = {
     "sampling": ("deployment", "sampling"),
@@ -27,40 +27,28 @@ SMALL = {"max_rows": 16, "dcp_save_interval": 1}
 SAVING = "--dcp-save-interval=1"
 
 
-class Done:
-    """What a run left behind."""
+def find_run(served, folder):
+    """A finished run that a platform has made a model of."""
+    return FinishedRun(folder, served.data_dir / "models" / folder.name)
 
-    def __init__(self, folder, model):
-        self.folder = folder
-        self.weights = load_file(model / "model.safetensors")
-        lines = (folder / "metrics.jsonl").read_bytes().splitlines()
-        self.records = [
-            {name: value for name, value in line.items() if not name.startswith("perf/")}
-            for line in map(orjson.loads, lines)
-            if line["type"] == "train"
-        ]
-        self.last = _checkpoints(folder)[-1]
 
-    def has_weights_of(self, other):
-        assert self.weights.keys() == other.weights.keys()
-        return all(
-            torch.equal(weight, other.weights[name]) for name, weight in self.weights.items()
-        )
+def run_here(served, folder, **changes):
+    with pointed_at(served):
+        main(config(folder, **SMALL | changes, output_model_id=folder.name))
+    return find_run(served, folder)
+
+
+def take_up(recipes, served, folder):
+    """Give the command of a run again that was killed; what it says."""
+    recipe = recipes.start(served.url, folder, SAVING)
+    assert recipe.wait() == 0, recipe.output
+    return recipe.output
 
 
 @pytest.fixture(scope="module")
 def whole(served, tmp_path_factory):
     """A run that nobody disturbed, on the served platform, in this process."""
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    with pointed_at(served):
-        main(config(folder, **SMALL, output_model_id="whole"))
-    return Done(folder, served.data_dir / "models" / "whole")
-
-
-def run_here(served, folder, **changes):
-    with pointed_at(served):
-        summary = main(config(folder, **SMALL | changes, output_model_id=folder.name))
-    return summary, Done(folder, served.data_dir / "models" / folder.name)
+    return run_here(served, tmp_path_factory.mktemp("runs") / "whole")
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -70,18 +58,20 @@ def test_a_worker_that_is_killed_comes_back_and_the_run_ends_as_if_nothing_was(
 ):
     folder = tmp_path / f"{victim}-{phase}"
     victims = Victims(served)
-    watched, marker = PHASES[phase]
 
     with Killer(
-        victims, watched, marker, lambda: victims.pid(victim), is_time=lambda: _steps(folder) >= 2
+        victims,
+        *PHASES[phase],
+        lambda: victims.pid(victim),
+        is_time=lambda: count_steps(folder) >= 2,
     ) as killer:
-        _, done = run_here(served, folder)
+        done = run_here(served, folder)
 
     assert len(killer.hits) == 1
     assert victims.pid(victim) not in killer.hits
     assert done.has_weights_of(whole)
     assert done.records == whole.records
-    assert done.last["cursor"] == whole.last["cursor"] == 16
+    assert done.last.cursor == whole.last.cursor == 16
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -90,27 +80,25 @@ def test_a_recipe_that_is_killed_goes_on_when_the_same_command_is_given_again(
 ):
     folder = tmp_path / f"recipe-{phase}"
     victims = Victims(served)
-    watched, marker = PHASES[phase]
 
     first = recipes.start(served.url, folder, SAVING)
     with Killer(
-        victims, watched, marker, lambda: first.pid, is_time=lambda: _steps(folder) >= 2
+        victims, *PHASES[phase], lambda: first.pid, is_time=lambda: count_steps(folder) >= 2
     ) as killer:
         assert first.wait() == -signal.SIGKILL
     assert killer.hits == [first.pid]
-    point = _checkpoints(folder)[-1]
-    second = recipes.start(served.url, folder, SAVING)
-    assert second.wait() == 0, second.output
+    point = read_manifest(folder)[-1]
+    output = take_up(recipes, served, folder)
 
-    done = Done(folder, served.data_dir / "models" / folder.name)
+    done = find_run(served, folder)
     assert (
-        f"resuming from {point['name']} of trainer job {point['job']}: step {point['step']}, "
-        f"{point['cursor']} of 16 rows done"
-    ) in second.output
+        f"resuming from {point.name} of trainer job {point.job}: step {point.step}, "
+        f"{point.cursor} of 16 rows done"
+    ) in output
     assert done.has_weights_of(whole)
     assert _but_for_versions(done.records) == _but_for_versions(whole.records)
-    assert done.last["cursor"] == 16
-    (job,) = served.resources("rlorTrainerJobs", done.last["job"])
+    assert done.last.cursor == 16
+    (job,) = served.resources("rlorTrainerJobs", done.last.job)
     assert job["state"] == "JOB_STATE_CANCELLED"
     assert served.workers() == []
 
@@ -119,7 +107,6 @@ def test_a_recipe_that_is_killed_goes_on_when_the_same_command_is_given_again(
 def test_a_platform_that_is_killed_and_started_again_is_bridged(served, whole, tmp_path, phase):
     folder = tmp_path / f"platform-{phase}"
     victims = Victims(served)
-    watched, marker = PHASES[phase]
     workers = []
 
     def come_back():
@@ -128,13 +115,12 @@ def test_a_platform_that_is_killed_and_started_again_is_bridged(served, whole, t
 
     with Killer(
         victims,
-        watched,
-        marker,
+        *PHASES[phase],
         lambda: served.pid,
-        is_time=lambda: _steps(folder) >= 2,
+        is_time=lambda: count_steps(folder) >= 2,
         then=come_back,
     ) as killer:
-        _, done = run_here(served, folder)
+        done = run_here(served, folder)
 
     assert len(killer.hits) == 1
     assert done.has_weights_of(whole)
@@ -152,7 +138,7 @@ def test_a_platform_that_is_killed_while_it_makes_the_model_makes_it_when_it_is_
     )
 
     with killer:
-        _, done = run_here(served, folder)
+        done = run_here(served, folder)
 
     assert len(killer.hits) == 1
     assert done.has_weights_of(whole)
@@ -165,11 +151,10 @@ def test_a_recipe_that_is_killed_while_its_model_is_made_has_it_made_again(
     first = recipes.start(served.url, folder, SAVING)
     with Killer(Victims(served), "export", "writing model", lambda: first.pid):
         assert first.wait() == -signal.SIGKILL
-    second = recipes.start(served.url, folder, SAVING)
-    assert second.wait() == 0, second.output
+    output = take_up(recipes, served, folder)
 
-    done = Done(folder, served.data_dir / "models" / folder.name)
-    assert "16 of 16 rows done" in second.output
+    done = find_run(served, folder)
+    assert "16 of 16 rows done" in output
     assert done.has_weights_of(whole)
     assert done.records == whole.records
 
@@ -183,12 +168,12 @@ def test_a_frozen_reference_that_is_killed_while_it_scores_comes_back(
     served, tmp_path, victim, settings
 ):
     settings = {"kl_beta": 0.1, "max_rows": 8} | settings
-    _, undisturbed = run_here(served, tmp_path / f"kl-{victim}", **settings)
+    undisturbed = run_here(served, tmp_path / f"kl-{victim}", **settings)
 
     folder = tmp_path / f"kl-{victim}-killed"
-    killer = Killer(Victims(served), victim, "forward", is_time=lambda: _steps(folder) >= 1)
+    killer = Killer(Victims(served), victim, "forward", is_time=lambda: count_steps(folder) >= 1)
     with killer:
-        _, done = run_here(served, folder, **settings)
+        done = run_here(served, folder, **settings)
 
     assert len(killer.hits) == 1
     assert done.has_weights_of(undisturbed)
@@ -200,26 +185,26 @@ def test_a_trainer_that_died_together_with_its_platform_is_reported_and_comes_ba
 ):
     folder = tmp_path / "both"
     victims = Victims(served)
-    said = []
+    jobs = []
 
     def end_trainer_too():
         os.kill(victims.pid("trainer"), signal.SIGKILL)
         served.come_back()
         job_id = victims.folder("trainer").name.removeprefix("trainer-")
-        said.extend(served.resources("rlorTrainerJobs", job_id))
+        jobs.extend(served.resources("rlorTrainerJobs", job_id))
 
     killer = Killer(
         victims,
         *PHASES["sampling"],
         lambda: served.pid,
-        is_time=lambda: _steps(folder) >= 2,
+        is_time=lambda: count_steps(folder) >= 2,
         then=end_trainer_too,
     )
     with killer:
-        _, done = run_here(served, folder)
+        done = run_here(served, folder)
 
     assert len(killer.hits) == 1
-    assert (said[0]["state"], said[0]["statusMessage"][:16]) == (
+    assert (jobs[0]["state"], jobs[0]["statusMessage"][:16]) == (
         "JOB_STATE_FAILED",
         "ended by SIGKILL",
     )
@@ -252,7 +237,7 @@ def test_hearth_stop_ends_a_run_and_its_job_stays_stopped(served, recipes, tmp_p
     folder = tmp_path / "stopped"
     victims = Victims(served)
     recipe = recipes.start(served.url, folder, "--max-rows=512", "--epochs=20")
-    wait_until(lambda: _steps(folder) >= 2, 60, "two steps")
+    wait_until(lambda: count_steps(folder) >= 2, 60, "two steps")
     job_id = victims.folder("trainer").name.removeprefix("trainer-")
 
     stop = [str(HEARTH), "stop", job_id, "--base-url", served.url, "--api-key", "x"]
@@ -302,15 +287,14 @@ def test_a_run_that_was_ended_by_a_signal_goes_on_with_the_same_command(
 ):
     folder = tmp_path / "signalled"
     first = recipes.start(served.url, folder, SAVING)
-    wait_until(lambda: _steps(folder) >= 3, 60, "three steps")
+    wait_until(lambda: count_steps(folder) >= 3, 60, "three steps")
     first.send(signal.SIGTERM)
     assert first.wait() == 143
-    second = recipes.start(served.url, folder, SAVING)
-    assert second.wait() == 0, second.output
+    take_up(recipes, served, folder)
 
-    done = Done(folder, served.data_dir / "models" / folder.name)
+    done = find_run(served, folder)
     assert done.has_weights_of(whole)
-    assert len(served.resources("rlorTrainerJobs", done.last["job"])) == 1
+    assert len(served.resources("rlorTrainerJobs", done.last.job)) == 1
 
 
 @pytest.mark.parametrize("flags", [[], [SAVING]], ids=["automatic checkpoints", "every step"])
@@ -330,10 +314,10 @@ def test_an_embedded_run_killed_at_random_moments_goes_on_exactly(whole, recipes
             assert recipe.wait() == -signal.SIGKILL
         assert code in (None, 0), recipe.output
 
-    done = Done(folder, folder / "models" / folder.name)
+    done = FinishedRun(folder, folder / "models" / folder.name)
     assert starts > 1
     assert done.has_weights_of(whole)
-    assert done.last["cursor"] == 16
+    assert done.last.cursor == 16
     assert _but_for_versions(done.records) == _but_for_versions(whole.records)
 
 
@@ -341,7 +325,7 @@ def test_workers_whose_platform_never_comes_back_end_themselves(recipes, tmp_pat
     platform = Served(tmp_path / "p", trainer_threads=1, deployment_threads=1, orphan_timeout_s=2)
     try:
         recipe = recipes.start(platform.url, tmp_path / "run", "--max-rows=512", "--epochs=20")
-        wait_until(lambda: _steps(tmp_path / "run") >= 1, 60, "a step")
+        wait_until(lambda: count_steps(tmp_path / "run") >= 1, 60, "a step")
         time.sleep(2.5)
         assert recipe.code() is None, recipe.output
         recipe.send(signal.SIGKILL)
@@ -354,15 +338,6 @@ def test_workers_whose_platform_never_comes_back_end_themselves(recipes, tmp_pat
         platform.stop()
         for pid in platform.processes():
             os.kill(pid, signal.SIGKILL)
-
-
-def _steps(folder):
-    metrics = folder / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-
-
-def _checkpoints(folder):
-    return orjson.loads((folder / "run.json").read_bytes())["checkpoints"]
 
 
 def _but_for_versions(records):

@@ -55,16 +55,16 @@ def test_off_policy_staleness_is_no_difference(async_trial):
     assert all(record.get("parity/max", 0.0) < 1e-4 for record in records)
 
 
-def sampling_otherwise(**options):
+def sample_otherwise(**options):
     """A factory of rollouts that ask the deployment past the sampler that would refuse."""
 
     def make_rollout_fn(setup):
         sampler = build_deployment_sampler(setup).deployment
 
         async def rollout_fn(row, *, cursor_index, sample_index):
-            asked = setup.sample_kwargs | options | {"seed": 4 * cursor_index + sample_index}
-            (drawn,) = await sampler.sample_with_tokens(row["messages"], n=1, **asked)
-            return completion_sample(drawn, spread(drawn.text, row))
+            fields = setup.sample_kwargs | options | {"seed": 4 * cursor_index + sample_index}
+            (completion,) = await sampler.sample_with_tokens(row["messages"], n=1, **fields)
+            return completion_sample(completion, spread(completion.text, row))
 
         return rollout_fn
 
@@ -73,10 +73,10 @@ def sampling_otherwise(**options):
 
 @pytest.mark.parametrize("options", [{"temperature": 2.0}, {"top_k": 2}], ids=str)
 def test_a_rollout_that_samples_otherwise_is_said_or_ends_the_run(async_trial, capsys, options):
-    run = async_trial(make=sampling_otherwise(**options))
+    run = async_trial(make=sample_otherwise(**options))
 
     assert run.records()[0]["parity/p95"] > 0.2
     assert capsys.readouterr().out.count("sampler and trainer must agree within") == 1
 
     with pytest.raises(ParityError, match=r"step 1: .* another temperature, top_p or top_k"):
-        async_trial(make=sampling_otherwise(**options), parity_stops=True)
+        async_trial(make=sample_otherwise(**options), parity_stops=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 from tests.integration.rollouts import spread
-from tests.integration.test_router_replay import blanks_of, draws, moe, on_moe, sent
+from tests.integration.test_router_replay import moe, moe_fields, read_blanks, requests, sent
 
-from hearth.local import EmbeddedPlatform
 from hearth.sdk import DeploymentConfig, DeploymentManager
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.quickstart import MODEL
@@ -14,7 +13,7 @@ from training.run.checkpoints import read_manifest
 from training.samples.groups import completion_sample
 from training.utils import DeployConfig, ResumeConfig
 
-__all__ = ["draws", "moe", "sent"]
+__all__ = ["moe", "requests", "sent"]
 
 GROUPS = 2
 STALE = {
@@ -25,92 +24,70 @@ STALE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_platform(monkeypatch):
-    for name in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def stale(setup):
-    """Draws at once; a row comes back when the version that it is trained at has drawn for a while.
+def make_stale(setup):
+    """Samples at once; a row comes back when the version that trains it has sampled for a while.
 
     So all but the first batch is stale, and the trainer has nothing to do while a probe is sampled.
     """
     sampler = build_deployment_sampler(setup)
 
     async def rollout_fn(row, cursor_index, sample_index):
-        (drawn,) = await sampler.sample_with_tokens(row["messages"], n=1, **setup.sample_kwargs)
+        messages, fields = row["messages"], setup.sample_kwargs
+        (completion,) = await sampler.sample_with_tokens(messages, n=1, **fields)
         served = cursor_index // GROUPS if sample_index else -1
         while served < cursor_index // GROUPS:
-            (later,) = await sampler.sample_with_tokens(
-                row["messages"], n=1, **setup.sample_kwargs | {"max_tokens": 1}
-            )
+            (later,) = await sampler.sample_with_tokens(messages, n=1, **fields | {"max_tokens": 1})
             served = later.weight_version
         for _ in range(0 if sample_index else 4):
-            await sampler.sample_with_tokens(
-                row["messages"], n=1, ignore_eos=True, **setup.sample_kwargs
-            )
-        return completion_sample(drawn, spread(drawn.text, row))
+            await sampler.sample_with_tokens(messages, n=1, ignore_eos=True, **fields)
+        return completion_sample(completion, spread(completion.text, row))
 
     return rollout_fn
 
 
-def probed(run):
+def find_probed(run):
     """The records of the steps whose own samples were all stale, and probed."""
     first, *others = run.records()
     assert first["parity/tokens"] > 0
     assert all(other["version/sample_staleness_mean"] >= 1 for other in others)
-    found = [other for other in others if "parity/p95" in other]
-    assert len(found) + sum(other["parity/probes_skipped"] for other in others) >= len(others)
-    assert len(found) >= 0.7 * len(others)
-    return found
+    probed = [other for other in others if "parity/p95" in other]
+    assert len(probed) + sum(other["parity/probes_skipped"] for other in others) >= len(others)
+    assert len(probed) >= 0.7 * len(others)
+    return probed
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"temperature": 1.3, "lora_rank": 4}, {"ppo_n_minibatches": 2}], ids=str
 )
 def test_where_every_sample_is_stale_probes_agree(async_trial, changes):
-    run = async_trial(make=stale, max_rows=12, learning_rate=1e-2, **STALE, **changes)
+    run = async_trial(make=make_stale, max_rows=12, learning_rate=1e-2, **STALE, **changes)
 
-    for entry in probed(run):
-        assert 8 <= entry["parity/tokens"] <= 64
-        assert 0 <= entry["parity/p50"] <= entry["parity/p95"] <= entry["parity/max"] < 1e-4
-        assert entry["parity/mean_exp"] == pytest.approx(1.0, abs=1e-4)
+    for record in find_probed(run):
+        assert 8 <= record["parity/tokens"] <= 64
+        assert 0 <= record["parity/p50"] <= record["parity/p95"] <= record["parity/max"] < 1e-4
+        assert record["parity/mean_exp"] == pytest.approx(1.0, abs=1e-4)
     assert max(record["train/inference_diff"] for record in run.records()) > 1e-2
 
 
-def test_a_deployment_that_computes_otherwise_shows(async_trial, tmp_path, monkeypatch):
-    with EmbeddedPlatform(work_dir=tmp_path / "platform") as platform:
-        monkeypatch.setenv("FIREWORKS_BASE_URL", platform.base_url)
-        monkeypatch.setenv("FIREWORKS_API_KEY", "x")
-        deployments = DeploymentManager()
-        deployments.create_or_get(
-            DeploymentConfig(
-                deployment_id="serving",
-                base_model=str(MODEL),
-                tokenizer_model=str(MODEL),
-                dtype="bfloat16",
-            )
-        )
-        deployments.wait_for_ready("serving")
-        run = async_trial(
-            make=stale,
-            max_rows=12,
-            deployment=DeployConfig(deployment_id="serving", tokenizer_model=str(MODEL)),
-            **STALE,
-        )
+def test_a_deployment_that_computes_otherwise_shows(async_trial, named_platform):
+    names = {"deployment_id": "serving", "tokenizer_model": str(MODEL)}
+    deployments = DeploymentManager()
+    deployments.create_or_get(DeploymentConfig(base_model=str(MODEL), dtype="bfloat16", **names))
+    deployments.wait_for_ready("serving")
 
-    assert all(entry["parity/p95"] > 1e-3 for entry in probed(run))
+    run = async_trial(make=make_stale, max_rows=12, deployment=DeployConfig(**names), **STALE)
+
+    assert all(record["parity/p95"] > 1e-3 for record in find_probed(run))
 
 
-def test_probes_replay_the_experts_that_drew_them(async_trial, moe, sent, draws):
-    run = async_trial(make=stale, **on_moe(moe, **STALE, max_rows=8))
+def test_probes_replay_the_experts_that_sampled_them(async_trial, moe, sent, requests):
+    run = async_trial(make=make_stale, **moe_fields(moe, **STALE, max_rows=8))
 
     trained = sum(record["train/num_sequences"] for record in run.records())
     policy = [datum for is_frozen, datum in sent if not is_frozen]
-    assert len(policy) - 2 * trained == 8 * len(probed(run))
-    assert all(any(blanks_of(tensor)) and not all(blanks_of(tensor)) for tensor in policy)
-    assert all(draw["include_routing_matrix"] for draw in draws)
+    assert len(policy) - 2 * trained == 8 * len(find_probed(run))
+    assert all(any(read_blanks(datum)) and not all(read_blanks(datum)) for datum in policy)
+    assert all(request["include_routing_matrix"] for request in requests)
     assert all(record.get("parity/max", 0.0) < 1e-4 for record in run.records())
 
 

@@ -7,12 +7,12 @@ import shutil
 import signal
 import threading
 from collections import Counter
-from pathlib import Path
 
 import orjson
 import pytest
-import torch
 from safetensors.torch import load_file
+from tests.integration.rollouts import spread
+from tests.integration.runs import read_metrics, same_weights
 
 from hearth.errors import ConfigError, RequestFailedError
 from hearth.local import EmbeddedPlatform
@@ -20,10 +20,6 @@ from hearth.sdk import DeploymentConfig, DeploymentManager, TrainerJobConfig, Tr
 from training.quickstart import MODEL
 from training.run.checkpoints import read_manifest
 from training.utils import DeployConfig, ResumeConfig, TrainerConfig
-
-
-def spread(text, row):
-    return sum(map(ord, text)) % 97 / 97
 
 
 def question(row) -> str:
@@ -59,24 +55,11 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def same(left, right) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
-
-
-@pytest.fixture(autouse=True)
-def no_platform(monkeypatch):
-    for name in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-
-
 class Served:
-    """A platform that a recipe reaches by its URL; it stays while recipes come and go."""
+    """A platform that a recipe reaches by its URL, and managers of what it runs."""
 
-    def __init__(self, folder: Path, monkeypatch) -> None:
-        self.platform = EmbeddedPlatform(work_dir=folder)
-        self.folder = folder
-        monkeypatch.setenv("FIREWORKS_BASE_URL", self.platform.base_url)
-        monkeypatch.setenv("FIREWORKS_API_KEY", "x")
+    def __init__(self, platform: EmbeddedPlatform) -> None:
+        self.plane = platform.plane
         self.trainers = TrainerJobManager()
         self.deployments = DeploymentManager()
 
@@ -85,18 +68,24 @@ class Served:
         return {(job.name or "").rsplit("/", 1)[-1]: job.state or "" for job in jobs}
 
     def replicas(self) -> dict[str, int]:
-        return {entry.deployment_id: entry.max_replica_count for entry in self.deployments.list()}
+        listed = self.deployments.list()
+        return {deployment.deployment_id: deployment.max_replica_count for deployment in listed}
 
 
 @pytest.fixture
-def served(tmp_path, monkeypatch):
-    entry = Served(tmp_path / "platform", monkeypatch)
-    yield entry
-    entry.platform.close()
+def served(named_platform):
+    return Served(named_platform)
 
 
-def serving(deployment_id="serving") -> DeployConfig:
-    return DeployConfig(deployment_id=deployment_id, tokenizer_model=str(MODEL))
+@pytest.fixture
+def checkpointed(trial, rows):
+    """A run of two steps with a checkpoint of each, and the folder of these."""
+    run = trial(rows=rows[:4], reward_fn=spread, dcp_save_interval=1)
+    (job,) = (run.folder / "checkpoints").iterdir()
+    return run, job
+
+
+SERVING = DeployConfig(deployment_id="serving", tokenizer_model=str(MODEL))
 
 
 def test_from_every_step_a_run_goes_on_to_the_same_weights(trial, rows):
@@ -116,9 +105,9 @@ def test_from_every_step_a_run_goes_on_to_the_same_weights(trial, rows):
         unfinished = [question(row) for row in rows[point.cursor : 8]]
         assert Counter(again.rewarded) == Counter(unfinished * 4)
         assert again.records() == records
-        assert same(again.weights(), weights)
+        assert same_weights(again.weights(), weights)
         assert again.summary.steps == 4
-        assert [entry.step for entry in read_manifest(again.folder)] == [1, 2, 3, 4]
+        assert [point.step for point in read_manifest(again.folder)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("interval", [3, 0])
@@ -180,12 +169,8 @@ def test_with_an_interval_of_0_the_same_command_starts_anew(trial):
 def test_without_an_interval_the_embedded_platform_saves_now_and_then(trial, capsys):
     common = {"reward_fn": spread, "folder": "run", "max_rows": 12, "prompt_groups_per_step": 1}
     first = trial(**common)
-    lines = (first.folder / "metrics.jsonl").read_bytes().splitlines()
-    saves = [
-        line["perf/dcp_save_time"]
-        for line in map(orjson.loads, lines)
-        if "perf/dcp_save_time" in line
-    ]
+    name = "perf/dcp_save_time"
+    saves = [record[name] for record in read_metrics(first.folder) if name in record]
 
     # The first is due at once; the later ones wait fifty times as long as the one before took.
     assert len(saves) >= 1
@@ -206,7 +191,7 @@ def test_the_manifest_names_only_checkpoints_that_are_kept(trial):
     run = trial(reward_fn=spread, dcp_save_interval=1, keep_checkpoints=2)
 
     (job,) = (run.folder / "checkpoints").iterdir()
-    named = [entry.name for entry in read_manifest(run.folder)]
+    named = [point.name for point in read_manifest(run.folder)]
     assert named == ["step-00003", "step-00004"]
     assert sorted(path.name for path in job.iterdir() if not path.name.startswith(".")) == named
 
@@ -256,9 +241,8 @@ def test_a_folder_in_use_is_an_error_that_changes_nothing_in_it(trial):
     assert orjson.loads((run.folder / "config.json").read_bytes())["seed"] == 0
 
 
-def test_a_checkpoint_of_another_run_is_where_a_run_may_start(trial, rows, capsys):
-    first = trial(rows=rows[:4], reward_fn=spread, dcp_save_interval=1)
-    (job,) = (first.folder / "checkpoints").iterdir()
+def test_a_checkpoint_of_another_run_is_where_a_run_may_start(trial, checkpointed, rows, capsys):
+    first, job = checkpointed
     capsys.readouterr()
 
     second = trial(
@@ -274,14 +258,14 @@ def test_a_checkpoint_of_another_run_is_where_a_run_may_start(trial, rows, capsy
     # On-policy from the first sample on: the deployment was given the checkpoint's weights.
     assert all(record["train/inference_diff"] < 1e-5 for record in records)
     assert second.summary.version == 3
-    moved, base = first.weights(), load_file(MODEL / "model.safetensors")
-    assert max((second.weights()[n] - moved[n]).abs().max() for n in moved) < 1e-6
-    assert max((moved[n] - base[n]).abs().max() for n in moved) > 1e-4
+    moved, again = first.weights(), second.weights()
+    base = load_file(MODEL / "model.safetensors")
+    assert max((again[name] - moved[name]).abs().max() for name in moved) < 1e-6
+    assert max((moved[name] - base[name]).abs().max() for name in moved) > 1e-4
 
 
-def test_a_run_goes_on_from_its_own_checkpoint_before_any_other_start(trial, rows):
-    first = trial(rows=rows[:4], reward_fn=spread, dcp_save_interval=1)
-    (job,) = (first.folder / "checkpoints").iterdir()
+def test_a_run_goes_on_from_its_own_checkpoint_before_any_other_start(trial, checkpointed, rows):
+    first, job = checkpointed
     common = {"rows": rows[4:8], "reward_fn": spread, "folder": "second", "dcp_save_interval": 1}
     common |= {"init_from_checkpoint": str(job / "step-00002")}
     with pytest.raises(OSError, match="disk is full"):
@@ -310,10 +294,10 @@ def test_an_adapter_is_where_a_lora_run_may_start(trial, rows, capsys):
     assert "starting at step 0 from adapter" in capsys.readouterr().out
     assert all(record["train/inference_diff"] < 1e-5 for record in second.records())
     assert second.summary.version == 3
-    entry, other = (
+    left, right = (
         load_file(run.summary.model_path / "adapter_model.safetensors") for run in (first, second)
     )
-    assert max((other[name] - entry[name]).abs().max() for name in entry) < 1e-6
+    assert max((right[name] - left[name]).abs().max() for name in left) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -342,7 +326,7 @@ def test_a_start_or_an_end_that_cannot_be_is_refused_at_once(trial, monkeypatch,
 
 
 def test_on_a_served_platform_a_run_is_ended_by_sigterm_and_goes_on(trial, served):
-    common = {"reward_fn": spread, "dcp_save_interval": 1, "seed": 5, "deployment": serving()}
+    common = {"reward_fn": spread, "dcp_save_interval": 1, "seed": 5, "deployment": SERVING}
     whole = trial(**common, output_model_id="whole")
     with pytest.raises(SystemExit) as ended:
         trial(
@@ -357,27 +341,24 @@ def test_on_a_served_platform_a_run_is_ended_by_sigterm_and_goes_on(trial, serve
     resumed = trial(**common, folder="ended", output_model_id="ended")
 
     assert resumed.records() == whole.records()
-    entry, other = (
-        load_file(run.summary.model_path / "model.safetensors") for run in (whole, resumed)
-    )
-    assert same(entry, other)
+    models = (run.summary.model_path for run in (whole, resumed))
+    assert same_weights(*(load_file(model / "model.safetensors") for model in models))
     assert set(served.states().values()) == {"JOB_STATE_CANCELLED"}
     assert len(served.states()) == 2
     assert served.replicas() == {"serving": 0}
 
 
 def test_the_trained_model_is_promoted_once_after_the_last_save(trial, served):
-    run = trial(reward_fn=spread, max_rows=4, deployment=serving(), dcp_save_interval=1)
+    run = trial(reward_fn=spread, max_rows=4, deployment=SERVING, dcp_save_interval=1)
 
-    rows = served.trainers.list_checkpoints(run.summary.policy_job_id)
-    names = [row.name.rsplit("/", 1)[-1] for row in rows]
+    checkpoints = served.trainers.list_checkpoints(run.summary.policy_job_id)
+    names = [checkpoint.name.rsplit("/", 1)[-1] for checkpoint in checkpoints]
     assert names[-1].startswith("final-00002-")
     assert sum(name.startswith("final-") for name in names) == 1
-    assert [
-        model.source for model in served.platform.plane.list_models() if "/me/" in model.name
-    ] == [str(run.summary.model_path)]
-    assert served.platform.plane.store.operations.list_all(("running",)) == []
-    assert len(served.platform.plane.store.operations.list_all()) == 1
+    models = [model for model in served.plane.list_models() if "/me/" in model.name]
+    assert [model.source for model in models] == [str(run.summary.model_path)]
+    assert served.plane.store.operations.list_all(("running",)) == []
+    assert len(served.plane.store.operations.list_all()) == 1
     assert [name.rsplit("-", 1)[0] for name in names if name.count("-") == 2] == [
         "step-00001",
         "step-00002",
@@ -413,7 +394,7 @@ def test_a_checkpoint_of_another_job_is_where_a_served_run_may_start(trial, serv
 
 @pytest.mark.parametrize("interval", [1, 0])
 def test_versions_go_on_where_a_running_deployment_stands(trial, served, rows, interval):
-    common = {"reward_fn": spread, "deployment": serving(), "output_model_id": None}
+    common = {"reward_fn": spread, "deployment": SERVING, "output_model_id": None}
     first = trial(rows=rows[:4], cleanup_on_exit=False, **common)
     assert first.summary.version == 2
     assert set(served.states().values()) == {"JOB_STATE_RUNNING"}
@@ -433,14 +414,14 @@ def test_versions_of_a_deployment_made_anew_count_its_own_weight_syncs(trial, ro
     common = {"rows": rows[:8], "reward_fn": spread, "dcp_save_interval": 1, "folder": "run"}
     whole = trial(**common)
     assert whole.summary.version == 4
-    assert [entry.version for entry in read_manifest(whole.folder)] == [0, 1, 2, 3]
+    assert [point.version for point in read_manifest(whole.folder)] == [0, 1, 2, 3]
 
     resumed = trial(**common, resume=ResumeConfig(resume_from="step-00002"))
 
     # The restored weights, and those of two steps.
     assert resumed.summary.version == 3
     assert [record["version/sample_staleness_max"] for record in resumed.records()] == [0.0] * 4
-    assert [entry.version for entry in read_manifest(resumed.folder)] == [0, 1, 1, 2]
+    assert [point.version for point in read_manifest(resumed.folder)] == [0, 1, 1, 2]
 
 
 def test_what_was_brought_goes_on_running(trial, served):
@@ -457,7 +438,7 @@ def test_what_was_brought_goes_on_running(trial, served):
     )
 
     run = trial(
-        reward_fn=spread, max_rows=4, deployment=serving(), trainer=TrainerConfig(job_id="mine")
+        reward_fn=spread, max_rows=4, deployment=SERVING, trainer=TrainerConfig(job_id="mine")
     )
 
     assert run.summary.policy_job_id == "mine"
@@ -477,6 +458,7 @@ def test_a_run_that_fails_takes_down_what_it_asked_for(trial, served):
 def test_minibatch_steps_are_numbered_as_the_run_counts_them(trial):
     run = trial(ppo_n_minibatches=2, reward_fn=spread, max_rows=4)
 
+    assert run.summary.steps == 4
     assert [(record["step"], record["train/step"]) for record in run.records()] == [
         (2, 2.0),
         (4, 4.0),
@@ -485,16 +467,13 @@ def test_minibatch_steps_are_numbered_as_the_run_counts_them(trial):
 
 
 def test_a_model_of_another_job_is_not_written_over_and_that_is_said_before_training(
-    trial, tmp_path, monkeypatch, rows
+    trial, tmp_path, named_platform, rows
 ):
-    with EmbeddedPlatform(work_dir=tmp_path / "platform") as platform:
-        monkeypatch.setenv("FIREWORKS_BASE_URL", platform.base_url)
-        monkeypatch.setenv("FIREWORKS_API_KEY", "x")
-        trial(rows=rows[:2], reward_fn=spread, folder="first")
+    trial(rows=rows[:2], reward_fn=spread, folder="first")
 
-        with pytest.raises(ConfigError, match=r"output_model_id must be new, got 'out', which"):
-            trial(rows=rows[:2], reward_fn=spread, folder="second")
-        again = trial(rows=rows[:2], reward_fn=spread, folder="first")
+    with pytest.raises(ConfigError, match=r"output_model_id must be new, got 'out', which"):
+        trial(rows=rows[:2], reward_fn=spread, folder="second")
+    again = trial(rows=rows[:2], reward_fn=spread, folder="first")
 
     assert again.summary.model_path == tmp_path / "platform" / "models" / "out"
     assert not (tmp_path / "second" / "metrics.jsonl").read_bytes()

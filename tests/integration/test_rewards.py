@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 
-import orjson
 import pytest
-import torch
-from tests.integration.conftest import Trial, config
-from tests.integration.rollouts import drawing
+from tests.integration.conftest import config
+from tests.integration.rollouts import make_rollouts, spread
+from tests.integration.runs import Trial
 
 from hearth.errors import ConfigError
 from training.quickstart import HELDOUT_ROWS
 from training.recipes.rl_loop import main
 from training.rewards import RewardEnsemble, RewardTimeoutError, Score, guarded
 from training.run.checkpoints import read_manifest
-
-
-def spread(text, row):
-    return sum(map(ord, text)) % 97 / 97
 
 
 async def spread_later(text, row):
@@ -51,9 +46,7 @@ def test_however_a_reward_is_called_the_run_has_the_same_numbers(trial):
     for other in others:
         assert other.records() == plain.records()
         assert other.records("eval") == plain.records("eval")
-        assert all(
-            torch.equal(weight, other.weights()[name]) for name, weight in plain.weights().items()
-        )
+        assert other.has_weights_of(plain)
 
 
 def test_a_completion_whose_reward_is_late_is_dropped_and_its_group_trains(trial):
@@ -135,14 +128,11 @@ def test_answers_that_the_reward_did_not_find_are_a_share_of_all(unspied):
     assert 0 < found.count(False) < len(found)
 
 
+ADAPTED = {"dcp_save_interval": 2, "kl_beta": 0.1, "kl_target": 1e-4, "learning_rate": 3e-3}
+
+
 def test_the_kl_coefficient_follows_the_kl_and_survives_a_resume(trial):
-    common = {
-        "max_rows": 10,
-        "dcp_save_interval": 2,
-        "kl_beta": 0.1,
-        "kl_target": 1e-4,
-        "learning_rate": 3e-3,
-    }
+    common = ADAPTED | {"max_rows": 10}
     whole = trial(reward_fn=spread, **common)
     calls = 0
 
@@ -155,7 +145,7 @@ def test_the_kl_coefficient_follows_the_kl_and_survives_a_resume(trial):
 
     with pytest.raises(OSError, match="disk is full"):
         trial(reward_fn=failing, folder="crashed", **common)
-    manifest = orjson.loads((whole.folder.parent / "crashed" / "run.json").read_bytes())
+    (*_, point) = read_manifest(whole.folder.parent / "crashed")
     resumed = trial(reward_fn=spread, folder="crashed", **common)
 
     records = whole.records()
@@ -169,33 +159,24 @@ def test_the_kl_coefficient_follows_the_kl_and_survives_a_resume(trial):
         == pytest.approx(record["train/kl_beta"] * record["train/ref_kl"], rel=1e-4, abs=1e-9)
         for record in records
     )
-    assert manifest["checkpoints"][-1]["kl_beta"] == coefficients[2]
+    assert point.kl_beta == coefficients[2]
     assert resumed.records() == records
-    assert all(
-        torch.equal(weight, whole.weights()[name]) for name, weight in resumed.weights().items()
-    )
+    assert resumed.has_weights_of(whole)
 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_the_kl_coefficient_survives_a_resume_in_the_async_recipe_too(async_trial, late):
-    common = {
-        "max_rows": 12,
-        "dcp_save_interval": 2,
-        "kl_beta": 0.1,
-        "kl_target": 1e-4,
-        "learning_rate": 3e-3,
-        "max_head_offpolicy_versions": late,
-    }
-    whole = async_trial(make=drawing(), **common)
+    common = ADAPTED | {"max_rows": 12, "max_head_offpolicy_versions": late}
+    whole = async_trial(make=make_rollouts(), **common)
 
     async def fail_at_row_7(row: int, _draw: int) -> None:
         if row == 7:
             raise ValueError("the tool's disk is full")
 
     with pytest.raises(ValueError, match="disk is full"):
-        async_trial(make=drawing(before=fail_at_row_7), folder="crashed", **common)
+        async_trial(make=make_rollouts(before=fail_at_row_7), folder="crashed", **common)
     (point,) = read_manifest(whole.folder.parent / "crashed")
-    resumed = async_trial(make=drawing(), folder="crashed", **common)
+    resumed = async_trial(make=make_rollouts(), folder="crashed", **common)
 
     before, after = whole.records(), resumed.records()
     coefficients = [record["train/kl_beta"] for record in after]
@@ -205,15 +186,11 @@ def test_the_kl_coefficient_survives_a_resume_in_the_async_recipe_too(async_tria
     # The checkpoint has what the next step takes, and that is where the resumed run goes on.
     assert (point.step, point.kl_beta) == (2, coefficients[2])
     if late == 0:
-        assert [learned(value) for value in after] == [learned(value) for value in before]
-        left, right = resumed.weights(), whole.weights()
-        assert all(torch.equal(left[name], right[name]) for name in left)
-
-
-def learned(record):
-    """A record without what counts from the start of its process and its deployment."""
-    own = ("async/accepted_samples", "async/trained_against_version")
-    return {name: value for name, value in record.items() if name not in own}
+        # These count from the start of their process and their deployment.
+        for record in (*before, *after):
+            del record["async/accepted_samples"], record["async/trained_against_version"]
+        assert after == before
+        assert resumed.has_weights_of(whole)
 
 
 def test_a_fixed_coefficient_is_not_logged_as_an_adapted_one(trial):

@@ -16,9 +16,9 @@ from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 GROUP = 4
 
 
-def reward_of(row: int, draw: int) -> float:
+def compute_reward(row: int, number: int) -> float:
     """Nothing that could be read from a text."""
-    return (row + 1) * 0.125 + draw * 0.5
+    return (row + 1) * 0.125 + number * 0.5
 
 
 def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
@@ -27,22 +27,21 @@ def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
     async def rollout_fn(
         row: dict[str, Any], *, cursor_index: int, sample_index: int
     ) -> RolloutSample:
-        (drawn,) = await sampler.sample_with_tokens(
+        (completion,) = await sampler.sample_with_tokens(
             prompt_messages(row), n=1, **setup.sample_kwargs
         )
-        assert drawn.inference_logprobs is not None
+        assert completion.inference_logprobs is not None
         return RolloutSample(
-            tokens=drawn.full_tokens,
-            logprobs=[0.0] * drawn.prompt_len + drawn.inference_logprobs,
-            loss_mask=[0] * drawn.prompt_len + [1] * drawn.completion_len,
-            reward=reward_of(cursor_index, sample_index),
+            tokens=completion.full_tokens,
+            logprobs=[0.0] * completion.prompt_len + completion.inference_logprobs,
+            loss_mask=[0] * completion.prompt_len + [1] * completion.completion_len,
+            reward=compute_reward(cursor_index, sample_index),
         )
 
     return rollout_fn
 
 
-def test_t146_what_a_rollout_says_it_earned_is_what_is_trained(async_trial, monkeypatch):
-    monkeypatch.delenv("FIREWORKS_BASE_URL", raising=False)
+def test_t146_what_a_rollout_says_it_earned_is_what_is_trained(async_trial):
     earned: dict[int, list[float]] = {}
 
     def note(group: Any) -> bool:
@@ -51,9 +50,9 @@ def test_t146_what_a_rollout_says_it_earned_is_what_is_trained(async_trial, monk
 
     run = async_trial(make=make_rollout_fn, accepts=note, max_rows=4)
 
-    expected = {row: [reward_of(row, draw) for draw in range(GROUP)] for row in range(4)}
+    expected = {row: [compute_reward(row, number) for number in range(GROUP)] for row in range(4)}
     assert earned == expected
-    context = [fmean(expected[row] + expected[row + 1]) for row in (0, 2)]
-    assert [record["rollout/reward"] for record in run.records()] == pytest.approx(context)
+    means = [fmean(expected[row] + expected[row + 1]) for row in (0, 2)]
+    assert [record["rollout/reward"] for record in run.records()] == pytest.approx(means)
     assert all(record["train/grad_norm"] > 0 for record in run.records())
     assert not [name for name in inspect.signature(async_rl_loop.main).parameters if "rew" in name]

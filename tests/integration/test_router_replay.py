@@ -12,8 +12,9 @@ import pytest
 import transformers
 from openai import AsyncOpenAI
 from safetensors import safe_open
-from tests.integration.conftest import Trial, async_config
-from tests.integration.rollouts import drawing, spread
+from tests.integration.conftest import async_config
+from tests.integration.rollouts import make_rollouts, make_two_turns, spread
+from tests.integration.runs import Trial
 from tests.unit.moe import moe_config, tie_routers
 
 from hearth.control.access import Access
@@ -63,52 +64,52 @@ def write_model(folder: Path, *, tied: bool = False) -> Path:
 
 
 @pytest.fixture
-def draws() -> list[dict[str, Any]]:
+def requests() -> list[dict[str, Any]]:
     """What the deployment of ``sent`` is asked for."""
     return []
 
 
 @pytest.fixture
 def sent(
-    draws: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    requests: list[dict[str, Any]],
+    named_platform: EmbeddedPlatform,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Sent]:
     """What reaches the trainers of a platform that runs behind an app which writes it down."""
-    seen: Sent = []
-    with EmbeddedPlatform(work_dir=tmp_path / "platform") as platform:
-        gateway = create_gateway(platform.plane, Access(is_local=False))
-        mount(URL, writing_down(gateway, seen, draws))
-        monkeypatch.setenv("FIREWORKS_BASE_URL", URL)
-        monkeypatch.setenv("FIREWORKS_API_KEY", "x")
-        yield seen
-        unmount(URL)
+    sent: Sent = []
+    gateway = create_gateway(named_platform.plane, Access(is_local=False))
+    mount(URL, record_requests(gateway, sent, requests))
+    monkeypatch.setenv("FIREWORKS_BASE_URL", URL)
+    yield sent
+    unmount(URL)
 
 
-def writing_down(app: Any, seen: Sent, draws: list[dict[str, Any]]) -> Any:
+def record_requests(app: Any, sent: Sent, requests: list[dict[str, Any]]) -> Any:
     async def record(scope: Any, receive: Any, send: Any) -> None:
         body = bytearray()
 
-        async def heard() -> Any:
+        async def receive_and_keep() -> Any:
             message = await receive()
             body.extend(message.get("body", b""))
             return message
 
-        await app(scope, heard, send)
+        await app(scope, receive_and_keep, send)
         operation = scope["path"].rpartition("/")[2]
         if operation == "completions":
-            draws.append(orjson.loads(body))
+            requests.append(orjson.loads(body))
         if operation in ("forward", "forward_backward"):
             content = orjson.loads(body)
             given = ForwardInput.from_dict(content[f"{operation}_input"])
-            seen.extend(
+            sent.extend(
                 (content["model_id"].startswith("frozen"), datum) for datum in given.datums()
             )
 
     return record
 
 
-def on_moe(folder: Path, **changes: Any) -> dict[str, Any]:
+def moe_fields(folder: Path, **changes: Any) -> dict[str, Any]:
     """Two steps of two groups on the mixture of experts."""
-    usual: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "base_model": str(folder),
         "deployment": DeployConfig(tokenizer_model=str(folder)),
         "max_rows": 4,
@@ -116,18 +117,18 @@ def on_moe(folder: Path, **changes: Any) -> dict[str, Any]:
         "kl_beta": 0.001,
         "output_model_id": None,
     }
-    return usual | changes
+    return fields | changes
 
 
-def tokens_of(datum: DatumRecord) -> tuple[int, ...]:
+def read_tokens(datum: DatumRecord) -> tuple[int, ...]:
     return tuple(token for chunk in datum.model_input.chunks for token in chunk.tokens or [])
 
 
-def blanks_of(datum: DatumRecord) -> list[bool]:
+def read_blanks(datum: DatumRecord) -> list[bool]:
     """At which input tokens the router is free; the others name experts that are there."""
     rows = datum.model_input.routing_matrices
     assert rows is not None
-    assert len(rows) == len(tokens_of(datum))
+    assert len(rows) == len(read_tokens(datum))
     decode_routing(rows, SHAPE)
     return [not row for row in rows]
 
@@ -138,26 +139,26 @@ def check_sent(sent: Sent) -> None:
     reference = [datum for is_frozen, datum in sent if is_frozen]
     # Of the policy a forward pass and a backward pass.
     assert len(policy) == 2 * len(reference) > 0
-    assert all(entry.model_input.routing_matrices is None for entry in reference)
-    weights = {
-        tokens_of(entry): entry.loss_fn_inputs["weights"].to_numpy().tolist() for entry in reference
-    }
-    for tensor in policy:
-        assert blanks_of(tensor) == [weight == 0.0 for weight in weights[tokens_of(tensor)]]
+    assert all(datum.model_input.routing_matrices is None for datum in reference)
+    # The reference's weights say which tokens were sampled.
+    weights = {read_tokens(datum): datum.loss_fn_inputs["weights"] for datum in reference}
+    for datum in policy:
+        rows = weights[read_tokens(datum)].to_numpy().tolist()
+        assert read_blanks(datum) == [weight == 0.0 for weight in rows]
 
 
-def test_rl_loop_replays_what_was_drawn_in_policy_passes_alone(moe, trial, sent, draws):
-    run = trial(reward_fn=spread, **on_moe(moe))
+def test_rl_loop_replays_what_was_sampled_in_policy_passes_alone(moe, trial, sent, requests):
+    run = trial(reward_fn=spread, **moe_fields(moe))
 
     first, second = run.records()
     assert (run.summary.steps, run.summary.version) == (2, 2)
-    assert [entry["rollout/router_replay_ratio"] for entry in (first, second)] == [1.0, 1.0]
+    assert [record["rollout/router_replay_ratio"] for record in (first, second)] == [1.0, 1.0]
     assert first["train/mean_kl"] != second["train/mean_kl"]
-    assert all(draw["include_routing_matrix"] for draw in draws)
+    assert all(request["include_routing_matrix"] for request in requests)
     check_sent(sent)
 
 
-def test_async_rl_loop_replays_what_a_rollout_function_of_the_documents_form_has_drawn(
+def test_async_rl_loop_replays_what_a_rollout_function_of_the_documents_form_samples(
     moe, async_trial, sent
 ):
     def make(setup: RolloutSetup) -> RolloutFn:
@@ -165,36 +166,36 @@ def test_async_rl_loop_replays_what_a_rollout_function_of_the_documents_form_has
         sampler = build_deployment_sampler(setup)
 
         async def rollout_fn(row: dict[str, Any]) -> RolloutSample:
-            (entry,) = await sampler.sample_with_tokens(
+            (completion,) = await sampler.sample_with_tokens(
                 prompt_messages(row), n=1, max_tokens=12, temperature=1.0
             )
-            assert entry.inference_logprobs is not None
+            assert completion.inference_logprobs is not None
             return RolloutSample(
-                tokens=entry.full_tokens,
-                logprobs=[0.0] * entry.prompt_len + entry.inference_logprobs,
-                loss_mask=[0] * entry.prompt_len + [1] * entry.completion_len,
-                reward=spread(entry.text, row),
+                tokens=completion.full_tokens,
+                logprobs=[0.0] * completion.prompt_len + completion.inference_logprobs,
+                loss_mask=[0] * completion.prompt_len + [1] * completion.completion_len,
+                reward=spread(completion.text, row),
             )
 
         return rollout_fn
 
-    run = async_trial(make=make, **on_moe(moe))
+    run = async_trial(make=make, **moe_fields(moe))
 
     assert run.summary.steps == 2
     assert [record["rollout/router_replay_ratio"] for record in run.records()] == [1.0, 1.0]
     check_sent(sent)
 
 
-def test_what_an_agent_draws_through_openais_api_is_replayed(moe, async_trial, sent):
+def test_what_an_agent_samples_through_openais_api_is_replayed(moe, async_trial, sent):
     def make(setup: RolloutSetup) -> RolloutFn:
         agents = build_agent_server(setup)
 
         async def rollout_fn(row: dict[str, Any]) -> RolloutRun | None:
             with agents.session() as session:
                 client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
-                asked: list[Any] = prompt_messages(row)
+                messages: list[Any] = prompt_messages(row)
                 answer = await client.chat.completions.create(
-                    model="policy", messages=asked, logprobs=True
+                    model="policy", messages=messages, logprobs=True
                 )
                 await client.close()
             text = answer.choices[0].message.content or ""
@@ -203,37 +204,37 @@ def test_what_an_agent_draws_through_openais_api_is_replayed(moe, async_trial, s
 
         return rollout_fn
 
-    run = async_trial(make=make, **on_moe(moe, max_rows=2))
+    run = async_trial(make=make, **moe_fields(moe, max_rows=2))
 
     assert run.records()[0]["rollout/router_replay_ratio"] == 1.0
     check_sent(sent)
 
 
 def test_prompts_are_replayed_too_where_that_is_asked_for(moe, async_trial, trial, sent):
-    settings = on_moe(moe, router_replay_completion_only=False, max_rows=2, kl_beta=0.0)
+    settings = moe_fields(moe, router_replay_completion_only=False, max_rows=2, kl_beta=0.0)
 
     trial(reward_fn=spread, **settings)
-    async_trial(make=drawing(), **settings)
+    async_trial(make=make_rollouts(), **settings)
 
     # Two recipes, a forward and a backward pass, two groups of four.
     assert len(sent) == 2 * 2 * 8
-    assert not any(any(blanks_of(message)) for _, message in sent)
+    assert not any(any(read_blanks(datum)) for _, datum in sent)
 
 
 def test_the_built_in_losses_replay_as_well(moe, trial, sent):
-    trial(reward_fn=spread, **on_moe(moe, loss_path="builtin", kl_beta=0.0, max_rows=2))
+    trial(reward_fn=spread, **moe_fields(moe, loss_path="builtin", kl_beta=0.0, max_rows=2))
 
     # Old logprobs are the policy's, and go by the same experts.
     assert len(sent) == 2 * 8
-    assert all(any(blanks_of(message)) and not all(blanks_of(message)) for _, message in sent)
+    assert all(any(read_blanks(datum)) and not all(read_blanks(datum)) for _, datum in sent)
 
 
-def test_without_router_replay_nothing_is_asked_for_or_sent(moe, trial, sent, draws):
-    run = trial(reward_fn=spread, **on_moe(moe, router_replay=False, max_rows=2))
+def test_without_router_replay_nothing_is_asked_for_or_sent(moe, trial, sent, requests):
+    run = trial(reward_fn=spread, **moe_fields(moe, router_replay=False, max_rows=2))
 
-    assert len(draws) == 2 * 4
-    assert not any(draw["include_routing_matrix"] for draw in draws)
-    assert all(message.model_input.routing_matrices is None for _, message in sent)
+    assert len(requests) == 2 * 4
+    assert not any(request["include_routing_matrix"] for request in requests)
+    assert all(datum.model_input.routing_matrices is None for _, datum in sent)
     assert "rollout/router_replay_ratio" not in run.records()[0]
 
 
@@ -252,92 +253,73 @@ CLOSED = {
 def test_a_run_with_replay_has_the_samplers_logprobs_where_one_without_has_others(
     undecided, async_trial, changes
 ):
-    asked = on_moe(undecided, kl_beta=0.0, max_rows=8, **{"lora_rank": 4, **changes})
+    fields = moe_fields(undecided, kl_beta=0.0, max_rows=8, **{"lora_rank": 4, **changes})
 
     replayed, free = (
-        async_trial(make=drawing(), **asked | {"router_replay": on}).records()
+        async_trial(make=make_rollouts(), **fields | {"router_replay": on}).records()
         for on in (True, False)
     )
 
     assert free[0]["parity/max"] > 0.1
     assert "parity/max" in replayed[0]
-    assert all(entry["parity/max"] <= 1e-5 for entry in replayed if "parity/max" in entry)
+    assert all(record.get("parity/max", 0.0) <= 1e-5 for record in replayed)
 
 
 @pytest.mark.parametrize("loss_path", ["client", "builtin"])
 def test_both_loss_paths_close_the_gap_in_rl_loop(undecided, trial, loss_path):
-    asked = on_moe(undecided, kl_beta=0.0, lora_rank=4, loss_path=loss_path)
+    fields = moe_fields(undecided, kl_beta=0.0, lora_rank=4, loss_path=loss_path)
 
     replayed, free = (
-        trial(reward_fn=spread, **asked | {"router_replay": on}).records() for on in (True, False)
+        trial(reward_fn=spread, **fields | {"router_replay": on}).records() for on in (True, False)
     )
 
     assert free[0]["parity/max"] > 0.1
-    assert all(entry["parity/max"] <= 1e-5 for entry in replayed)
+    assert all(record["parity/max"] <= 1e-5 for record in replayed)
 
 
-def two_turns(setup: RolloutSetup) -> RolloutFn:
-    """An agent that draws, hears three tokens, and draws again."""
-    sampler = build_deployment_sampler(setup)
-
-    async def rollout_fn(row: dict[str, Any]) -> RolloutSample:
-        asked = setup.sample_kwargs | {"max_tokens": 5, "ignore_eos": True}
-        (entry,) = await sampler.sample_with_tokens(prompt_messages(row), n=1, **asked)
-        (two,) = await sampler.sample_with_prompt_tokens([*entry.full_tokens, 40, 41, 9], **asked)
-        assert entry.inference_logprobs is not None
-        assert two.inference_logprobs is not None
-        start = [0] * entry.prompt_len
-        return RolloutSample(
-            tokens=two.full_tokens,
-            logprobs=[0.0 * at for at in start]
-            + [*entry.inference_logprobs, 0.0, 0.0, 0.0, *two.inference_logprobs],
-            loss_mask=[*start, *[1] * 5, 0, 0, 0, *[1] * 5],
-            reward=spread(entry.text + two.text, row),
-        )
-
-    return rollout_fn
+two_turns = make_two_turns(max_tokens=5)
 
 
 def test_every_turn_is_replayed_and_what_the_tool_said_is_not(moe, async_trial, sent):
-    async_trial(make=two_turns, **on_moe(moe, max_rows=2))
+    async_trial(make=two_turns, **moe_fields(moe, max_rows=2))
 
     check_sent(sent)
 
 
 def test_with_prompts_what_the_tool_said_is_replayed_too(moe, async_trial, sent):
-    settings = on_moe(moe, router_replay_completion_only=False, max_rows=2, kl_beta=0.0)
+    settings = moe_fields(moe, router_replay_completion_only=False, max_rows=2, kl_beta=0.0)
 
     async_trial(make=two_turns, **settings)
 
     assert len(sent) == 2 * 8
-    assert not any(any(blanks_of(message)) for _, message in sent)
+    assert not any(any(read_blanks(datum)) for _, datum in sent)
 
 
 def test_igpo_replays_what_it_trains_and_not_what_it_scores(moe, tmp_path, sent):
-    asked = on_moe(moe, max_rows=2, kl_beta=0.0)
+    fields = moe_fields(moe, max_rows=2, kl_beta=0.0)
 
     igpo_loop.main(
-        igpo_loop.Config(**vars(async_config(tmp_path / "igpo", **asked)), ig_scorer="trainer"),
+        igpo_loop.Config(**vars(async_config(tmp_path / "igpo", **fields)), ig_scorer="trainer"),
         rollout_fn_factory=two_turns,
     )
 
-    trained = [message for _, message in sent if message.model_input.routing_matrices is not None]
-    scored = [message for _, message in sent if message.model_input.routing_matrices is None]
+    trained = [datum for _, datum in sent if datum.model_input.routing_matrices is not None]
+    scored = [datum for _, datum in sent if datum.model_input.routing_matrices is None]
     assert len(trained) == 2 * 8
-    assert not any(all(blanks_of(sample)) for sample in trained)
-    longest = min(len(tokens_of(sample)) for sample in trained)
+    assert not any(all(read_blanks(datum)) for datum in trained)
+    longest = min(len(read_tokens(datum)) for datum in trained)
     assert scored
-    assert all(len(tokens_of(sample)) < longest + 5 for sample in scored)
+    assert all(len(read_tokens(datum)) < longest + 5 for datum in scored)
 
 
 def test_experts_and_scores_cross_a_served_platform(undecided, served, tmp_path, monkeypatch):
     monkeypatch.setenv("FIREWORKS_BASE_URL", served.url)
     monkeypatch.setenv("FIREWORKS_API_KEY", "x")
-    asked = on_moe(undecided, kl_beta=0.0, lora_rank=4)
+    fields = moe_fields(undecided, kl_beta=0.0, lora_rank=4)
 
     done = igpo_loop.main(
-        igpo_loop.Config(**vars(async_config(tmp_path / "igpo", **asked))),
-        rollout_fn_factory=drawing(),
+        igpo_loop.Config(**vars(async_config(tmp_path / "igpo", **fields))),
+        rollout_fn_factory=make_rollouts(),
     )
 
     records = Trial(tmp_path / "igpo", done).records()
@@ -349,14 +331,14 @@ def test_experts_and_scores_cross_a_served_platform(undecided, served, tmp_path,
 
 
 def test_a_trained_mixture_of_experts_is_exported_as_it_was_found(moe, trial):
-    run = trial(reward_fn=spread, **on_moe(moe, max_rows=2, output_model_id="out"))
+    run = trial(reward_fn=spread, **moe_fields(moe, max_rows=2, output_model_id="out"))
 
-    found, made = (tensors_in(entry) for entry in (moe, run.folder / "models" / "out"))
-    assert any("experts" in name for name in found)
-    assert made == found
+    shapes = read_shapes(moe)
+    assert any("experts" in name for name in shapes)
+    assert read_shapes(run.folder / "models" / "out") == shapes
 
 
-def tensors_in(folder: Path) -> dict[str, list[int]]:
+def read_shapes(folder: Path) -> dict[str, list[int]]:
     """Names and shapes."""
     with safe_open(folder / "model.safetensors", "pt") as file:
         return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no dict
@@ -365,8 +347,10 @@ def tensors_in(folder: Path) -> dict[str, list[int]]:
 def test_a_dense_model_trains_as_ever_and_one_line_says_so(trial, caplog):
     with caplog.at_level(logging.WARNING):
         replayed = trial(reward_fn=spread, max_rows=4, router_replay=True)
-    told = [record.getMessage() for record in caplog.records if "experts" in record.getMessage()]
+    messages = [
+        record.getMessage() for record in caplog.records if "experts" in record.getMessage()
+    ]
     plain = trial(reward_fn=spread, max_rows=4)
 
-    assert [message.partition(":")[0] for message in told] == ["router_replay does nothing"]
+    assert [message.partition(":")[0] for message in messages] == ["router_replay does nothing"]
     assert replayed.records() == plain.records()

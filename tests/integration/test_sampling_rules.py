@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.integration.rollouts import drawing, spread
+from tests.integration.rollouts import make_rollouts, spread
 
 from hearth.errors import ConfigError
 from training.data.rows import load_rows
@@ -22,23 +22,22 @@ def test_a_rollout_that_truncates_ends_the_run_before_anything_is_trained(
     (name,) = options
 
     with pytest.raises(ConfigError, match=f"{name} must be .* in a rollout that is") as caught:
-        async_trial(make=drawing(**options), folder="run", rollout_retries=5)
+        async_trial(make=make_rollouts(**options), folder="run", rollout_retries=5)
 
     assert any(note.startswith("in the rollout of row ") for note in caught.value.__notes__)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b""
 
 
-def test_held_out_rows_may_be_drawn_greedily_beside_a_training_that_is_not(async_trial):
+def test_held_out_rows_may_be_sampled_greedily_beside_a_training_that_is_not(async_trial):
     held_out = load_rows(str(HELDOUT_ROWS), 3)
 
     def make_rollout_fn(setup):
         sampler = build_deployment_sampler(setup)
 
         async def rollout_fn(row):
-            changes = {"temperature": 0.0} if row in held_out else {}
-            asked = setup.sample_kwargs | changes
-            (drawn,) = await sampler.sample_with_tokens(row["messages"], n=1, **asked)
-            return completion_sample(drawn, spread(drawn.text, row))
+            fields = setup.sample_kwargs | ({"temperature": 0.0} if row in held_out else {})
+            (completion,) = await sampler.sample_with_tokens(row["messages"], n=1, **fields)
+            return completion_sample(completion, spread(completion.text, row))
 
         return rollout_fn
 

@@ -66,9 +66,7 @@ def never() -> bool:
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
-def test_every_sample_is_trained_or_still_on_its_way(
-    scale: ModuleType, fleet: Any, late: int
-) -> None:
+def test_every_sample_is_trained_or_still_on_its_way(scale, fleet, late):
     report = scale.simulate(replace(fleet, late=late), steps=6)
 
     assert report.submitted == report.trained + report.unresolved
@@ -77,7 +75,7 @@ def test_every_sample_is_trained_or_still_on_its_way(
     assert 0 <= report.mean_offset <= report.most_offset <= late
 
 
-def test_no_share_is_above_one(scale: ModuleType, fleet: Any) -> None:
+def test_no_share_is_above_one(scale, fleet):
     report = scale.simulate(fleet)
 
     for name in ("trainer", "recipe", "gateway", "sync"):
@@ -85,7 +83,7 @@ def test_no_share_is_above_one(scale: ModuleType, fleet: Any) -> None:
     assert report.sync_s >= fleet.save_s + fleet.transfer_s + fleet.load_s - 1e-9
 
 
-def test_two_servers_in_a_row_are_as_slow_as_the_slower_one(scale: ModuleType) -> None:
+def test_two_servers_in_a_row_are_as_slow_as_the_slower_one(scale):
     clock = scale.Clock()
     first, second = scale.Line(clock), scale.Line(clock)
     ends: list[float] = []
@@ -98,9 +96,7 @@ def test_two_servers_in_a_row_are_as_slow_as_the_slower_one(scale: ModuleType) -
     assert (first.busy_s, second.busy_s) == (20.0, 30.0)
 
 
-def test_two_random_servers_in_a_row_have_the_mean_time_of_a_jackson_network(
-    scale: ModuleType,
-) -> None:
+def test_two_random_servers_in_a_row_have_the_mean_time_of_a_jackson_network(scale):
     # Poisson arrivals and exponential work: each server is M/M/1, with 1 / (mu - lambda).
     arrivals, rates, chance = 0.6, (1.0, 0.9), random.Random(3)
     clock = scale.Clock()
@@ -126,7 +122,7 @@ def test_two_random_servers_in_a_row_have_the_mean_time_of_a_jackson_network(
     assert lines[0].busy_s / clock.now == pytest.approx(arrivals / rates[0], rel=0.02)
 
 
-def test_rows_of_a_replica_are_drawn_side_by_side(scale: ModuleType, fleet: Any) -> None:
+def test_rows_of_a_replica_are_drawn_side_by_side(scale, fleet):
     clock = scale.Clock()
     replica = scale.Replica(clock, replace(fleet, rows=2, step_s=1.0, row_s=0.5))
     ends: dict[str, float] = {}
@@ -146,7 +142,7 @@ def test_rows_of_a_replica_are_drawn_side_by_side(scale: ModuleType, fleet: Any)
     assert replica.drawn == 45
 
 
-def test_completions_go_to_the_replica_with_least_to_do(scale: ModuleType, fleet: Any) -> None:
+def test_completions_go_to_the_replica_with_least_to_do(scale, fleet):
     clock = scale.Clock()
     pool = scale.Pool(clock, replace(fleet, replicas=3, rows=1, step_s=1.0, row_s=0.0))
     ends: list[float] = []
@@ -172,9 +168,7 @@ def test_completions_go_to_the_replica_with_least_to_do(scale: ModuleType, fleet
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
-def test_nothing_that_is_better_makes_a_run_slower(
-    scale: ModuleType, fleet: Any, better: dict[str, float], name: str
-) -> None:
+def test_nothing_that_is_better_makes_a_run_slower(scale, fleet, better, name):
     before = scale.simulate(fleet, steps=20).samples_per_s
 
     assert scale.simulate(replace(fleet, **better), steps=20).samples_per_s >= 0.98 * before
@@ -190,21 +184,19 @@ def test_nothing_that_is_better_makes_a_run_slower(
         ({"save_s": 0.0, "transfer_s": 60.0}, "weight sync", 2 * 32 / 60),
     ],
 )
-def test_what_is_slow_is_named_and_sets_the_pace(
-    scale: ModuleType, fleet: Any, slow: dict[str, float], bottleneck: str, most: float
-) -> None:
+def test_what_is_slow_is_named_and_sets_the_pace(scale, fleet, slow, bottleneck, most):
     report = scale.simulate(replace(fleet, **slow))
 
     assert report.bottleneck == bottleneck
     assert report.samples_per_s <= most
 
 
-def test_a_run_is_as_its_seed_says(scale: ModuleType, fleet: Any) -> None:
+def test_a_run_is_as_its_seed_says(scale, fleet):
     assert scale.simulate(fleet, seed=1) == scale.simulate(fleet, seed=1)
     assert scale.simulate(fleet, seed=1) != scale.simulate(fleet, seed=2)
 
 
-def test_gpus_are_divided_and_the_table_has_a_row_for_each_number(scale: ModuleType) -> None:
+def test_gpus_are_divided_and_the_table_has_a_row_for_each_number(scale):
     asked = scale.read_arguments(["--least-prompts", "4", "--median-tokens", "100"])
     found = scale.Constants(**CONSTANTS)
 

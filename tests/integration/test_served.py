@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 
-import orjson
-import torch
 from safetensors.torch import load_file
+from tests.integration.runs import read_records, same_weights
 from tests.integration.served import HEARTH, command_line
+
+from training.run.checkpoints import read_manifest
 
 SAVING = "--dcp-save-interval=1"
 
@@ -24,18 +25,8 @@ def in_a_terminal(url, folder):
     return done.stdout
 
 
-def records(folder):
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
-    return [
-        {name: value for name, value in line.items() if not name.startswith("perf/")}
-        for line in map(orjson.loads, lines)
-    ]
-
-
 def is_same_model(first, other):
-    left, right = (load_file(folder / "model.safetensors") for folder in (first, other))
-    assert left.keys() == right.keys()
-    return all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+    return same_weights(*(load_file(folder / "model.safetensors") for folder in (first, other)))
 
 
 def test_a_served_run_has_the_metrics_and_the_weights_of_the_embedded_one(served, tmp_path):
@@ -45,8 +36,8 @@ def test_a_served_run_has_the_metrics_and_the_weights_of_the_embedded_one(served
     said = in_a_terminal(served.url, remote)
 
     assert f"the platform is at {served.url}" in said
-    assert len(records(remote)) >= 4
-    assert records(remote) == records(embedded)
+    assert len(read_records(remote)) >= 4
+    assert read_records(remote) == read_records(embedded)
     assert is_same_model(served.data_dir / "models" / "served", embedded / "models" / "embedded")
 
 
@@ -57,7 +48,7 @@ def test_a_served_lora_run_with_its_reference_equals_the_embedded_one(served, re
     runs = [recipes.start(None, embedded, *flags), recipes.start(served.url, remote, *flags)]
     assert [run.wait(120) for run in runs] == [0, 0]
 
-    assert records(remote) == records(embedded)
+    assert read_records(remote) == read_records(embedded)
     assert is_same_model(served.data_dir / "models" / remote.name, embedded / "models" / "embedded")
 
 
@@ -66,7 +57,7 @@ def test_the_command_of_a_finished_run_trains_nothing_and_makes_the_same_model(
 ):
     folder = tmp_path / "twice"
     assert recipes.start(served.url, folder, SAVING).wait() == 0
-    before = records(folder)
+    before = read_records(folder)
     model = served.data_dir / "models" / folder.name
     model.rename(tmp_path / "first")
 
@@ -76,10 +67,10 @@ def test_the_command_of_a_finished_run_trains_nothing_and_makes_the_same_model(
     steps = before[-1]["step"]
     assert f"resuming from step-{steps:05d}" in again.output
     assert f"step {steps}, 16 of 16 rows done" in again.output
-    assert records(folder) == before
+    assert read_records(folder) == before
     assert is_same_model(model, tmp_path / "first")
-    point = orjson.loads((folder / "run.json").read_bytes())["checkpoints"][-1]
-    (line,) = [line for line in hearth_ps(served).splitlines() if point["job"] in line]
+    point = read_manifest(folder)[-1]
+    (line,) = [line for line in hearth_ps(served).splitlines() if point.job in line]
     assert "trainer" in line
     assert "CANCELLED" in line
 

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import pytest
 from tests.integration.conftest import config
-from tests.integration.rollouts import drawing
+from tests.integration.rollouts import make_rollouts
 
-from training.examples.rl.vanilla_sampler import build_deployment_sampler
 from training.recipes.rl_loop import main
 from training.rewards import tags_reward
 from training.run.signal import NoSignalError
-from training.samples.groups import completion_sample
 
 
-def constant(reward: float):
-    def make_rollout_fn(setup):
-        sampler = build_deployment_sampler(setup)
-
-        async def rollout_fn(row):
-            (drawn,) = await sampler.sample_with_tokens(row["messages"], n=1, **setup.sample_kwargs)
-            return completion_sample(drawn, reward)
-
-        return rollout_fn
-
-    return make_rollout_fn
+def make_constant(reward: float):
+    return make_rollouts(reward=lambda _text, _row: reward)
 
 
 def test_rl_loop_ends_on_windows_without_a_step(trial):
@@ -50,17 +39,20 @@ def test_rl_loop_ends_where_the_reward_finds_no_answer(tmp_path):
 def test_async_rl_loop_ends_on_steps_that_trained_nothing(async_trial, late):
     with pytest.raises(NoSignalError, match=r"every answer earned 0\.25"):
         async_trial(
-            make=constant(0.25), no_signal_patience=2, max_head_offpolicy_versions=late, max_rows=12
+            make=make_constant(0.25),
+            no_signal_patience=2,
+            max_head_offpolicy_versions=late,
+            max_rows=12,
         )
 
 
 def test_async_rl_loop_ends_where_a_filter_leaves_no_step(async_trial):
     with pytest.raises(NoSignalError, match="dynamic_filter_fn refuses the groups"):
-        async_trial(make=drawing(), accepts=lambda _group: False, no_signal_patience=2)
+        async_trial(accepts=lambda _group: False, no_signal_patience=2)
 
 
 def test_rows_that_are_solved_end_nothing_and_what_is_wrong_is_said(async_trial, capsys):
-    run = async_trial(make=constant(1.0), no_signal_patience=2)
+    run = async_trial(make=make_constant(1.0), no_signal_patience=2)
 
     assert run.summary.steps == 4
     assert [record["signal/effective_samples"] for record in run.records()] == [0.0] * 4

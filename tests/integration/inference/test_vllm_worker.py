@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.integration.inference.scripted import install, python_with
+from tests.integration.launch.conftest import RecordingWatcher, start_worker
 from tests.unit.tiny import write_qwen
+from tests.waiting import wait_until
 
 from hearth.errors import ConfigError
 from hearth.inference import worker
 from hearth.launch.processes import ProcessLauncher
 from hearth.launch.sidecars import LocalSidecars
-from hearth.launch.spec import DeploymentSpec, ExitReport
+from hearth.launch.spec import DeploymentSpec
 from hearth.local.inline import InlineLauncher
 from hearth.settings import VLLM_PYTHON_VARIABLE
 
 PATIENCE_S = 60.0
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.is_ready = threading.Event()
-        self.has_failed = threading.Event()
-        self.report = ExitReport()
-
-    def ready(self, worker: Any) -> None:
-        self.is_ready.set()
-
-    def failed(self, worker: Any, report: ExitReport) -> None:
-        self.report = report
-        self.has_failed.set()
 
 
 @pytest.fixture
@@ -69,54 +55,40 @@ def spec(tmp_path: Path) -> DeploymentSpec:
     )
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < end_s, "it never came to that"
-        time.sleep(0.01)
-
-
 def pids(servers: Path) -> list[int]:
     return [int(line) for line in (servers / "pids").read_text().split()]
 
 
-def is_gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
+def wait_for_ends(servers: Path) -> None:
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids(servers)))
 
 
-def test_its_servers_start_and_end_with_it(launcher: Any, servers: Path, spec: Any) -> None:
-    heard = Heard()
-    started = launcher.start(spec, heard)
-    until(lambda: heard.is_ready.is_set() or heard.has_failed.is_set())
-    assert not heard.has_failed.is_set(), heard.report
+def test_its_servers_start_and_end_with_it(launcher, servers, spec):
+    started, _ = start_worker(launcher, spec)
     assert len(pids(servers)) == 2
 
     started.stop()
-    until(lambda: all(map(is_gone, pids(servers))))
+    wait_for_ends(servers)
 
 
-def test_its_end_tells_why_its_servers_could_not_go_on(
-    launcher: Any, servers: Path, spec: Any
-) -> None:
-    heard = Heard()
-    launcher.start(spec, heard)
-    until(lambda: heard.is_ready.is_set() or heard.has_failed.is_set())
+def test_its_end_tells_why_its_servers_could_not_go_on(launcher, servers, spec):
+    _, watcher = start_worker(launcher, spec)
     (servers / "orders" / "never-start").touch()
     os.kill(pids(servers)[0], signal.SIGKILL)
-    until(heard.has_failed.is_set)
 
-    assert "must keep its replicas running, got replica-" in heard.report.describe()
-    assert "something else" in heard.report.describe()
-    until(lambda: all(map(is_gone, pids(servers))))
+    message = watcher.wait_failed(PATIENCE_S).describe()
+    assert "must keep its replicas running, got replica-" in message
+    assert "something else" in message
+    wait_for_ends(servers)
 
 
-def test_a_start_that_fails_tells_what_to_do(launcher: Any, servers: Path, spec: Any) -> None:
+def test_a_start_that_fails_tells_what_to_do(launcher, servers, spec):
     (servers / "orders" / "once-no-start").touch()
-    heard = Heard()
-    launcher.start(spec, heard)
-    until(heard.has_failed.is_set)
+    watcher = RecordingWatcher()
+    launcher.start(spec, watcher)
 
-    assert "the model and its KV cache must fit the memory" in heard.report.describe()
+    message = watcher.wait_failed(PATIENCE_S).describe()
+    assert "the model and its KV cache must fit the memory" in message
 
 
 @pytest.mark.parametrize(
@@ -127,9 +99,7 @@ def test_a_start_that_fails_tells_what_to_do(launcher: Any, servers: Path, spec:
         ({"engine": "vllm", "engine_options": {"x": 1}}, "engine_options must be among"),
     ],
 )
-def test_what_an_engine_cannot_be_is_refused(
-    tmp_path: Path, fields: dict[str, Any], message: str
-) -> None:
+def test_what_an_engine_cannot_be_is_refused(tmp_path, fields, message):
     given: dict[str, Any] = {
         "buckets": str(tmp_path),
         "name": "d",

@@ -6,17 +6,17 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.unit.tiny import write_qwen
+from tests.waiting import wait_until
 
 from hearth.launch.processes import ProcessLauncher
 from hearth.launch.records import read_json
-from hearth.launch.spec import DeploymentSpec, ExitReport, TrainerSpec, Worker
+from hearth.launch.spec import DeploymentSpec, ExitReport, Launcher, TrainerSpec, Worker, WorkerSpec
 
 
 class RecordingWatcher:
@@ -34,16 +34,37 @@ class RecordingWatcher:
         self.report = report
         self.has_failed.set()
 
-    def wait_ready(self) -> None:
-        end_s = time.monotonic() + 60
-        while not self.is_ready.wait(0.02):
-            assert not self.has_failed.is_set(), self.report
-            assert time.monotonic() < end_s, "not ready after 60 s"
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
+        wait_until(lambda: self.is_ready.is_set() or self.has_failed.is_set(), timeout_s, "a start")
+        assert not self.has_failed.is_set(), str(self.report)
 
     def wait_failed(self, timeout_s: float) -> ExitReport:
         assert self.has_failed.wait(timeout_s), f"no news of an end after {timeout_s} s"
         assert self.report is not None
         return self.report
+
+
+def start_worker(launcher: Launcher, spec: WorkerSpec) -> tuple[Any, RecordingWatcher]:
+    """A worker that answers, and its watcher."""
+    watcher = RecordingWatcher()
+    worker = launcher.start(spec, watcher)
+    watcher.wait_ready()
+    return worker, watcher
+
+
+def make_trainer_spec(
+    source: Path, checkpoints: Path, worker_id: str, **options: Any
+) -> TrainerSpec:
+    """The spec of a trainer of the tiny model on the CPU."""
+    values: dict[str, Any] = {
+        "worker_id": worker_id,
+        "base_model": "tiny",
+        "source": str(source),
+        "device": "cpu",
+        "checkpoint_dir": str(checkpoints),
+        "threads": 1,
+    }
+    return TrainerSpec(**values | options)
 
 
 @pytest.fixture(scope="session")
@@ -104,16 +125,8 @@ def trainer_spec(
     test = request.node.name[:80].replace("[", "-").replace("]", "")
 
     def make(number: int = 0, **options: Any) -> TrainerSpec:
-        values: dict[str, Any] = {
-            "worker_id": f"trainer-{test}-{number}",
-            "base_model": "tiny",
-            "source": str(model_folder),
-            "bucket": f"bucket-{number}",
-            "device": "cpu",
-            "checkpoint_dir": str(data_dir / "checkpoints"),
-            "threads": 1,
-        }
-        return TrainerSpec(**values | options)
+        values = {"worker_id": f"trainer-{test}-{number}", "bucket": f"bucket-{number}"} | options
+        return make_trainer_spec(model_folder, data_dir / "checkpoints", **values)
 
     return make
 
@@ -130,8 +143,3 @@ def deployment_spec(model_folder: Path, data_dir: Path) -> DeploymentSpec:
         device="cpu",
         threads=1,
     )
-
-
-@pytest.fixture
-def make_watcher() -> Callable[[], RecordingWatcher]:
-    return RecordingWatcher

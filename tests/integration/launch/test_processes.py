@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from tests.integration.launch.conftest import RecordingWatcher, start_worker
+from tests.waiting import is_running, wait_until
 from transformers import AutoModelForCausalLM
 
 from hearth.errors import ClosedError, ConfigError, NotFoundError
@@ -49,50 +51,41 @@ def connect(endpoint: Endpoint) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://worker", timeout=30)
 
 
-def start_worker(launcher: ProcessLauncher, spec: Any, make_watcher: Any) -> Any:
-    watcher = make_watcher()
-    worker = launcher.start(spec, watcher)
-    watcher.wait_ready()
-    return worker, watcher
-
-
 async def run(http: httpx.AsyncClient, operation: str, **body: Any) -> Any:
     """The result of a trainer's operation."""
     future = (await http.post(f"/api/v1/{operation}", json=body)).json()
     return (await http.post("/api/v1/retrieve_future", json=future)).json()
 
 
-def is_alive(pid: int) -> bool:
-    return ProcessId.of(pid) is not None
+@pytest.fixture
+def start(launcher: ProcessLauncher, trainer_spec: Specs) -> Callable[..., Any]:
+    """Start a trainer, or what another spec describes; the worker and its watcher once it answers.
+
+    Its arguments are those of ``trainer_spec``, and the launcher if it is not the module's.
+    """
+
+    def run(number: int = 0, *, by: Any = launcher, spec: Any = None, **options: Any) -> Any:
+        return start_worker(by, spec or trainer_spec(number, **options))
+
+    return run
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = LIMIT_S) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, f"not so after {timeout_s} s"
-        time.sleep(0.005)
-
-
-def test_a_start_from_a_warm_forkserver_takes_seconds_at_most(
-    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any, record_property: Any
-) -> None:
-    first, _ = start_worker(launcher, trainer_spec(1), make_watcher)
+def test_a_start_from_a_warm_forkserver_takes_seconds_at_most(start, record_property):
+    first, _ = start(1)
 
     start_s = time.perf_counter()
-    second, _ = start_worker(launcher, trainer_spec(2), make_watcher)
+    second, _ = start(2)
     took_s = time.perf_counter() - start_s
 
     record_property("warm_start_s", took_s)
     assert took_s < 5
-    assert is_alive(first.pid)
-    assert is_alive(second.pid)
+    assert is_running(first.pid)
+    assert is_running(second.pid)
     assert first.endpoint.socket != second.endpoint.socket
 
 
-async def test_a_trainer_answers_at_its_socket(
-    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
-) -> None:
-    worker, _ = start_worker(launcher, trainer_spec(), make_watcher)
+async def test_a_trainer_answers_at_its_socket(start, launcher):
+    worker, _ = start()
 
     async with connect(worker.endpoint) as http:
         assert (await http.get("/api/v1/healthz")).status_code == 200
@@ -114,13 +107,10 @@ async def test_a_trainer_answers_at_its_socket(
 
 
 async def test_a_deployment_serves_what_a_trainer_published_also_after_a_crash(
-    launcher: ProcessLauncher,
-    trainer_spec: Specs,
-    deployment_spec: DeploymentSpec,
-    make_watcher: Any,
-) -> None:
-    trainer, _ = start_worker(launcher, trainer_spec(bucket=deployment_spec.bucket), make_watcher)
-    worker, watcher = start_worker(launcher, deployment_spec, make_watcher)
+    start, deployment_spec
+):
+    trainer, _ = start(bucket=deployment_spec.bucket)
+    worker, watcher = start(spec=deployment_spec)
 
     async with connect(trainer.endpoint) as http:
         model = await run(http, "create_model", base_model="tiny", session_id="s", model_seq_id=0)
@@ -130,22 +120,20 @@ async def test_a_deployment_serves_what_a_trainer_published_also_after_a_crash(
         await http.post(HOT_LOAD, json={"identity": "v1"})
         state = (await http.get(HOT_LOAD, params={"wait_for": "v1", "timeout_s": 20})).json()
         assert state["replicas"][0]["current_snapshot_identity"] == "v1"
-        asked = {"model": deployment_spec.name, "prompt": [5, 9], "max_tokens": 3, "seed": 1}
-        answer = await http.post("/inference/v1/completions", json=asked)
+        request = {"model": deployment_spec.name, "prompt": [5, 9], "max_tokens": 3, "seed": 1}
+        answer = await http.post("/inference/v1/completions", json=request)
     assert answer.status_code == 200, answer.text
     assert 1 <= answer.json()["usage"]["completion_tokens"] <= 3
 
     os.kill(worker.pid, signal.SIGKILL)
     watcher.wait_failed(LIMIT_S)
-    again, _ = start_worker(launcher, deployment_spec, make_watcher)
+    again, _ = start(spec=deployment_spec)
     async with connect(again.endpoint) as http:
         assert (await http.get("/healthz")).json() == {"status": "ok", "weight_version": 1}
 
 
-def test_a_killed_worker_is_reported_within_two_seconds(
-    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any, record_property: Any
-) -> None:
-    worker, watcher = start_worker(launcher, trainer_spec(), make_watcher)
+def test_a_killed_worker_is_reported_within_two_seconds(start, record_property):
+    worker, watcher = start()
 
     start_s = time.perf_counter()
     os.kill(worker.pid, signal.SIGKILL)
@@ -159,10 +147,8 @@ def test_a_killed_worker_is_reported_within_two_seconds(
     assert not Path(worker.endpoint.socket).exists()
 
 
-def test_a_crash_leaves_its_traceback_at_the_end_of_the_log(
-    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
-) -> None:
-    worker, watcher = start_worker(launcher, trainer_spec(), make_watcher)
+def test_a_crash_leaves_its_traceback_at_the_end_of_the_log(start):
+    worker, watcher = start()
 
     os.kill(worker.pid, signal.SIGSEGV)
 
@@ -171,10 +157,8 @@ def test_a_crash_leaves_its_traceback_at_the_end_of_the_log(
     assert any("Fatal Python error: Segmentation fault" in line for line in report.last_lines)
 
 
-def test_a_worker_that_cannot_load_its_model_says_why(
-    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
-) -> None:
-    watcher = make_watcher()
+def test_a_worker_that_cannot_load_its_model_says_why(launcher, trainer_spec):
+    watcher = RecordingWatcher()
     launcher.start(trainer_spec(source="/nonexistent/model"), watcher)
 
     report = watcher.wait_failed(60)
@@ -188,100 +172,81 @@ def test_a_worker_that_cannot_load_its_model_says_why(
     assert not watcher.is_ready.is_set()
 
 
-def test_each_worker_has_its_own_thread_budget(
-    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
-) -> None:
-    logs = []
+def test_each_worker_has_its_own_thread_budget(start, launcher):
     for threads in (1, 3):
-        spec = trainer_spec(threads, threads=threads)
-        start_worker(launcher, spec, make_watcher)
-        logs.append(launcher.log_path(spec.worker_id).read_text())
+        worker, _ = start(threads, threads=threads)
+        log = launcher.log_path(worker.spec.worker_id).read_text()
 
-    assert "1 threads" in logs[0]
-    assert "3 threads" in logs[1]
+        assert f"{threads} threads" in log
 
 
-def test_workers_are_given_gpus_of_their_own(
-    tmp_path: Path, trainer_spec: Specs, make_watcher: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_are_given_gpus_of_their_own(start, tmp_path, monkeypatch):
     monkeypatch.setenv(VISIBLE_VARIABLE, "0,1")
     launcher = ProcessLauncher(tmp_path, die_with_parent=True)
     try:
         for number, given in enumerate(["GPU 0 of 0, 1", "GPU 1 of 0, 1"]):
             # Where torch sees no GPU it computes on the CPU all the same.
-            worker, _ = start_worker(launcher, trainer_spec(number, device=None), make_watcher)
+            worker, _ = start(number, by=launcher, device=None)
             log = launcher.log_path(worker.spec.worker_id).read_text()
             assert f"worker {worker.spec.worker_id}: {given}" in log
     finally:
         launcher.close()
 
 
-def test_the_forkserver_forks_from_one_thread(
-    launcher: ProcessLauncher, trainer_spec: Specs, data_dir: Path, make_watcher: Any
-) -> None:
-    start_worker(launcher, trainer_spec(), make_watcher)
+def test_the_forkserver_forks_from_one_thread(start, launcher, data_dir):
+    start()
 
     assert len(list(Path(f"/proc/{launcher.forkserver_pid}/task").iterdir())) == 1
     assert "threads of its own" not in (data_dir / "forkserver.log").read_text()
 
 
-def test_an_end_that_was_asked_for_is_clean_and_no_news(
-    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
-) -> None:
-    worker, watcher = start_worker(launcher, trainer_spec(), make_watcher)
+def test_an_end_that_was_asked_for_is_clean_and_no_news(start, launcher):
+    worker, watcher = start()
     folder = WorkerFolder(launcher.log_path(worker.spec.worker_id).parent)
 
     worker.stop()
 
-    assert not is_alive(worker.pid)
+    assert not is_running(worker.pid)
     assert folder.report("").code == 0
     assert folder.report("").last_lines[-1].endswith("closes")
     assert not watcher.has_failed.is_set()
 
 
-def test_a_worker_that_does_not_end_in_time_is_killed(
-    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
-) -> None:
-    worker, watcher = start_worker(launcher, trainer_spec(), make_watcher)
+def test_a_worker_that_does_not_end_in_time_is_killed(start):
+    worker, watcher = start()
     os.kill(worker.pid, signal.SIGSTOP)
 
     worker.stop(grace_s=0.1)
 
-    assert not is_alive(worker.pid)
+    assert not is_running(worker.pid)
     assert not watcher.has_failed.is_set()
 
 
-def test_a_worker_can_be_stopped_before_it_answers(
-    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
-) -> None:
-    watcher = make_watcher()
+def test_a_worker_can_be_stopped_before_it_answers(launcher, trainer_spec):
+    watcher = RecordingWatcher()
     worker = launcher.start(trainer_spec(), watcher)
 
     worker.stop()
 
-    assert worker.pid is None or not is_alive(worker.pid)
+    assert worker.pid is None or not is_running(worker.pid)
     assert not watcher.is_ready.is_set()
     assert not watcher.has_failed.is_set()
 
 
-def test_an_id_that_runs_is_not_started_twice(
-    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
-) -> None:
-    worker, _ = start_worker(launcher, trainer_spec(), make_watcher)
+def test_an_id_that_runs_is_not_started_twice(start, launcher, trainer_spec):
+    worker, _ = start()
 
     with pytest.raises(ConfigError, match="worker_id must be new"):
-        launcher.start(trainer_spec(), make_watcher())
-    assert is_alive(worker.pid)
+        launcher.start(trainer_spec(), RecordingWatcher())
+    assert is_running(worker.pid)
 
 
-def test_an_id_that_has_ended_may_start_again_and_keeps_its_log(
-    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
-) -> None:
-    worker, watcher = start_worker(launcher, trainer_spec(), make_watcher)
+def test_an_id_that_has_ended_may_start_again_and_keeps_its_log(start, launcher):
+    worker, watcher = start()
     os.kill(worker.pid, signal.SIGKILL)
     watcher.wait_failed(LIMIT_S)
 
-    again, second = start_worker(launcher, trainer_spec(), make_watcher)
+    again, second = start()
 
     assert again.pid != worker.pid
     assert not second.has_failed.is_set()
@@ -289,22 +254,18 @@ def test_an_id_that_has_ended_may_start_again_and_keeps_its_log(
 
 
 @pytest.mark.parametrize("worker_id", ["", "../x", "a/b", ".hidden"])
-def test_an_id_that_is_no_folders_name_is_refused(
-    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any, worker_id: str
-) -> None:
+def test_an_id_that_is_no_folders_name_is_refused(launcher, trainer_spec, worker_id):
     with pytest.raises(ConfigError, match="worker_id must be letters"):
-        launcher.start(trainer_spec(worker_id=worker_id), make_watcher())
+        launcher.start(trainer_spec(worker_id=worker_id), RecordingWatcher())
 
 
-def test_a_later_launcher_adopts_what_still_runs(
-    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, make_watcher: Any
-) -> None:
+def test_a_later_launcher_adopts_what_still_runs(start, make_launcher):
     first = make_launcher()
-    worker, _ = start_worker(first, trainer_spec(), make_watcher)
+    worker, _ = start(by=first)
     record, forkserver = worker.record(), first.forkserver_pid
     first.release()
 
-    second, watcher = make_launcher(), make_watcher()
+    second, watcher = make_launcher(), RecordingWatcher()
     adopted = second.adopt(record, watcher)
 
     assert not isinstance(adopted, ExitReport)
@@ -314,110 +275,96 @@ def test_a_later_launcher_adopts_what_still_runs(
         worker.endpoint,
         worker.spec,
     )
-    assert is_alive(forkserver)
+    assert is_running(forkserver)
     os.kill(adopted.pid, signal.SIGKILL)
     assert watcher.wait_failed(LIMIT_S).signal == "SIGKILL"
-    wait_until(lambda: not is_alive(forkserver))
+    wait_until(lambda: not is_running(forkserver), LIMIT_S)
 
 
-def test_what_ended_while_nobody_watched_is_reported_from_its_folder(
-    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, make_watcher: Any
-) -> None:
+def test_what_ended_while_nobody_watched_is_reported_from_its_folder(start, make_launcher):
     first = make_launcher()
-    worker, _ = start_worker(first, trainer_spec(), make_watcher)
+    worker, _ = start(by=first)
     first.release()
     os.kill(worker.pid, signal.SIGKILL)
     folder = WorkerFolder(first.log_path(worker.spec.worker_id).parent)
-    wait_until(folder.exit.exists)
+    wait_until(folder.exit.exists, LIMIT_S)
 
-    report = make_launcher().adopt(worker.record(), make_watcher())
+    report = make_launcher().adopt(worker.record(), RecordingWatcher())
 
     assert isinstance(report, ExitReport)
     assert (report.signal, report.phase) == ("SIGKILL", "idle")
     assert report.peak_rss_mb > 50
 
 
-def test_a_record_of_nothing_is_honestly_gone(
-    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
-) -> None:
+def test_a_record_of_nothing_is_honestly_gone(launcher, trainer_spec):
     record = {"worker_id": trainer_spec().worker_id, "spec": spec_as_dict(trainer_spec())}
 
-    report = launcher.adopt(record, make_watcher())
+    report = launcher.adopt(record, RecordingWatcher())
 
     assert report == ExitReport(reason="was gone when the control plane came back")
 
 
-def test_a_process_that_nobody_adopted_is_ended_when_its_id_starts_again(
-    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, make_watcher: Any
-) -> None:
+def test_a_process_that_nobody_adopted_is_ended_when_its_id_starts_again(start, make_launcher):
     first = make_launcher()
-    stray, _ = start_worker(first, trainer_spec(), make_watcher)
+    stray, _ = start(by=first)
     first.release()
 
-    worker, _ = start_worker(make_launcher(), trainer_spec(), make_watcher)
+    worker, _ = start(by=make_launcher())
 
-    assert not is_alive(stray.pid)
-    assert is_alive(worker.pid)
+    assert not is_running(stray.pid)
+    assert is_running(worker.pid)
 
 
-def test_workers_outlive_their_forkserver_and_their_ends_are_noticed(
-    launcher: ProcessLauncher, trainer_spec: Specs, make_watcher: Any
-) -> None:
-    worker, watcher = start_worker(launcher, trainer_spec(1), make_watcher)
+def test_workers_outlive_their_forkserver_and_their_ends_are_noticed(start, launcher):
+    worker, watcher = start(1)
     forkserver = launcher.forkserver_pid
     os.kill(forkserver, signal.SIGKILL)
-    wait_until(lambda: not is_alive(forkserver))
-    assert is_alive(worker.pid)
+    wait_until(lambda: not is_running(forkserver), LIMIT_S)
+    assert is_running(worker.pid)
 
     os.kill(worker.pid, signal.SIGKILL)
 
     report = watcher.wait_failed(LIMIT_S)
     assert report.reason == "ended after its forkserver, which records how workers end"
     assert report.phase == "idle"
-    replacement, _ = start_worker(launcher, trainer_spec(2), make_watcher)
+    replacement, _ = start(2)
     assert launcher.forkserver_pid not in (None, forkserver)
-    assert is_alive(replacement.pid)
+    assert is_running(replacement.pid)
 
 
-def test_a_worker_whose_launcher_is_gone_ends_itself(
-    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, make_watcher: Any
-) -> None:
+def test_a_worker_whose_launcher_is_gone_ends_itself(start, make_launcher):
     launcher = make_launcher(orphan_timeout_s=0.5)
-    worker, _ = start_worker(launcher, trainer_spec(), make_watcher)
+    worker, _ = start(by=launcher)
 
     launcher.release()
 
-    wait_until(lambda: not is_alive(worker.pid), 10)
+    wait_until(lambda: not is_running(worker.pid), 10)
     log = launcher.log_path(worker.spec.worker_id)
     assert log is not None
     assert "no request for 0 s" in log.read_text(encoding="utf-8")
 
 
-def test_an_idle_worker_lives_as_long_as_its_launcher(
-    make_launcher: Callable[..., ProcessLauncher], trainer_spec: Specs, make_watcher: Any
-) -> None:
+def test_an_idle_worker_lives_as_long_as_its_launcher(start, make_launcher):
     launcher = make_launcher(orphan_timeout_s=0.5)
-    worker, watcher = start_worker(launcher, trainer_spec(), make_watcher)
+    worker, watcher = start(by=launcher)
 
     assert not watcher.has_failed.wait(2.0)
-    assert is_alive(worker.pid)
+    assert is_running(worker.pid)
 
 
-def test_close_ends_workers_and_forkserver_and_leaves_no_socket(
-    tmp_path: Path, trainer_spec: Specs, make_watcher: Any
-) -> None:
+def test_close_ends_workers_and_forkserver_and_leaves_no_socket(tmp_path, trainer_spec):
     launcher = ProcessLauncher(tmp_path, preload=())
-    worker = launcher.start(trainer_spec(), make_watcher())
+    worker = launcher.start(trainer_spec(), RecordingWatcher())
     wait_until(lambda: worker.pid is not None, 30)
     forkserver, folder = launcher.forkserver_pid, Path(worker.endpoint.socket).parent
 
     launcher.close()
 
-    assert not is_alive(worker.pid)
-    assert not is_alive(forkserver)
+    assert not is_running(worker.pid)
+    assert not is_running(forkserver)
     assert not folder.exists()
     with pytest.raises(ClosedError, match="launcher must be open"):
-        launcher.start(trainer_spec(), make_watcher())
+        launcher.start(trainer_spec(), RecordingWatcher())
 
 
 _PARENT = """
@@ -441,9 +388,7 @@ time.sleep(60)
 """
 
 
-def test_workers_that_die_with_their_parent_are_gone_when_it_is_killed(
-    tmp_path: Path, trainer_spec: Specs
-) -> None:
+def test_workers_that_die_with_their_parent_are_gone_when_it_is_killed(tmp_path, trainer_spec):
     command = [
         sys.executable,
         "-c",
@@ -454,9 +399,9 @@ def test_workers_that_die_with_their_parent_are_gone_when_it_is_killed(
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
-        assert all(is_alive(pid) for pid in pids)
+        assert all(is_running(pid) for pid in pids)
         parent.kill()
-    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    wait_until(lambda: not is_running(*pids), LIMIT_S)
 
 
 def names_of(record: type) -> set[str]:
@@ -471,21 +416,21 @@ def names_of(record: type) -> set[str]:
         (ExportSpec, trainer_worker.export, ExportOptions),
     ],
 )
-def test_a_worker_takes_what_its_spec_has(spec: Any, entry: Any, options: Any) -> None:
+def test_a_worker_takes_what_its_spec_has(spec, entry, options):
     taken = set(inspect.signature(entry).parameters) | (names_of(options) if options else set())
 
     assert names_of(spec) - taken <= {"worker_id", "threads"}
 
 
-def test_a_launchers_process_needs_no_torch() -> None:
+def test_a_launchers_process_needs_no_torch():
     program = "import sys, hearth.launch.processes; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_a_launcher_exports_a_delta_from_a_process_of_its_own(
-    launcher: ProcessLauncher, model_folder: Path, data_dir: Path, tmp_path: Path
-) -> None:
+    launcher, model_folder, data_dir, tmp_path
+):
     loaded = load_model(model_folder)
     store, published = FolderBuckets(data_dir / "buckets").bucket("b"), Published()
     live = base_tensors(loaded.module)
@@ -514,7 +459,7 @@ def test_a_launcher_exports_a_delta_from_a_process_of_its_own(
     assert list((data_dir / "workers").glob("export*")) == []
 
 
-def test_a_bucket_is_listed_oldest_first(tmp_path: Path) -> None:
+def test_a_bucket_is_listed_oldest_first(tmp_path):
     store = FolderSnapshotStore(tmp_path / "buckets" / "b")
     for number, name in enumerate(("z", "a")):
         store.put(Snapshot(name, "base", "tiny", {"w": torch.full((8,), float(number))}))
@@ -531,7 +476,7 @@ def test_a_bucket_is_listed_oldest_first(tmp_path: Path) -> None:
     launcher.close()
 
 
-def test_closing_a_launcher_that_started_nothing_starts_nothing(tmp_path: Path) -> None:
+def test_closing_a_launcher_that_started_nothing_starts_nothing(tmp_path):
     launcher = ProcessLauncher(tmp_path)
     launcher.close()
     launcher.close()
@@ -540,12 +485,12 @@ def test_closing_a_launcher_that_started_nothing_starts_nothing(tmp_path: Path) 
 
 
 def test_a_forkserver_that_cannot_import_says_so_and_leaves_no_folder(
-    tmp_path: Path, trainer_spec: Specs, make_watcher: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, trainer_spec, monkeypatch
+):
     sockets = tmp_path / "sockets"
     sockets.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(sockets))
-    launcher, watcher = ProcessLauncher(tmp_path, preload=("no.such_module",)), make_watcher()
+    launcher, watcher = ProcessLauncher(tmp_path, preload=("no.such_module",)), RecordingWatcher()
     launcher.start(trainer_spec(), watcher)
 
     report = watcher.wait_failed(30)
@@ -557,7 +502,7 @@ def test_a_forkserver_that_cannot_import_says_so_and_leaves_no_folder(
     launcher.close()
 
 
-def test_what_remains_of_a_process_until_it_is_reaped_does_not_live() -> None:
+def test_what_remains_of_a_process_until_it_is_reaped_does_not_live():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         process = ProcessId.of(child.pid)
         assert process is not None
@@ -569,7 +514,7 @@ def test_what_remains_of_a_process_until_it_is_reaped_does_not_live() -> None:
         assert ProcessHandle(process).wait(0)
 
 
-def test_forked_processes_have_request_ids_of_their_own() -> None:
+def test_forked_processes_have_request_ids_of_their_own():
     program = (
         "import os\n"
         "from hearth.telemetry import new_request_id\n"

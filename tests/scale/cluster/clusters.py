@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 from tests.scale.cluster.networks import Network, can_be_made
+from tests.waiting import wait_until
 
 from hearth.launch.ray.cluster import connect
 
@@ -223,10 +223,3 @@ def on_main_thread(do: Callable[[], None]) -> Iterator[Callable[[], None]]:
         yield ask
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, f"not so after {timeout_s} s"
-        time.sleep(0.02)

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.integration.conftest import Trial
-from tests.integration.launch.conftest import RecordingWatcher
+from tests.integration.runs import Trial
 from tests.scale.cluster.clusters import Nodes
-from tests.scale.cluster.greedy import Greedy, trained
+from tests.scale.cluster.greedy import Greedy, train
 from tests.unit.tiny import write_qwen
 
 
@@ -55,14 +54,9 @@ def two_nodes(cluster: Nodes) -> Iterator[Nodes]:
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trial, Greedy]:
     """The greedy recipe, all in this process."""
     greedy = Greedy()
-    return trained(tmp_path_factory.mktemp("embedded"), greedy), greedy
+    return train(tmp_path_factory.mktemp("embedded"), greedy), greedy
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def make_watcher() -> type[RecordingWatcher]:
-    return RecordingWatcher

@@ -1,7 +1,8 @@
-"""A recipe of ``async_rl_loop`` whose tokens do not depend on the engine that draws them.
+"""A recipe of ``async_rl_loop`` whose tokens do not depend on the engine that samples them.
 
-Every engine has random numbers of its own, so each draw is the most probable text, and the draws of
-a row differ because each asks a little differently. What is trained has the model's own logprobs.
+Every engine has random numbers of its own, so each sample is the most probable text, and the
+samples of a row differ because each asks a little differently. What is trained has the model's own
+logprobs.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.conftest import Trial, async_config
+from tests.integration.conftest import async_config
 from tests.integration.rollouts import spread
+from tests.integration.runs import Trial
 from tests.vllm.stack import OPTIONS
 
 from hearth.sdk import DeploymentSampler, SamplingRetryPolicy
@@ -25,9 +27,9 @@ from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 from training.utils import DeployConfig
 
 OPENINGS = ("", "Please: ", "Now then. ", "Once more: ")
-"""What each draw of a row puts before the question."""
+"""What each sample of a row puts before the question."""
 STEPS = 4
-DRAWS_OF_STEP = 2 * len(OPENINGS)
+SAMPLES_OF_STEP = 2 * len(OPENINGS)
 
 LOGPROB_TOLERANCE = 1e-3
 """Nats between two engines on one token. Kernels differ by some 1e-6 on the same weights, and each
@@ -56,15 +58,15 @@ def on_vllm(replicas: int) -> DeployConfig:
 
 @dataclass(frozen=True)
 class Greedy:
-    """What a run has asked for and drawn.
+    """The rollouts and samples of a run.
 
-    ``before`` is told ahead of each draw how many there were until then.
+    ``before`` is called ahead of each with how many there were until then.
     """
 
     before: Callable[[int], None] = lambda count: None
-    asked: list[tuple[int, int, str]] = field(default_factory=list[tuple[int, int, str]])
-    """Place of the row in the run, number of the draw, and the row's question; in order."""
-    drawn: dict[tuple[int, int], RolloutSample] = field(
+    rollouts: list[tuple[int, int, str]] = field(default_factory=list[tuple[int, int, str]])
+    """Place of the row in the run, number of the sample, and the row's question; in order."""
+    samples: dict[tuple[int, int], RolloutSample] = field(
         default_factory=dict[tuple[int, int], RolloutSample]
     )
     """By place and number."""
@@ -84,41 +86,41 @@ class Greedy:
             row: Mapping[str, Any], *, cursor_index: int, sample_index: int
         ) -> RolloutSample:
             question = row["messages"][0]["content"]
-            self.before(len(self.asked))
-            self.asked.append((cursor_index, sample_index, question))
-            (one,) = await sampler.sample_with_tokens(
+            self.before(len(self.rollouts))
+            self.rollouts.append((cursor_index, sample_index, question))
+            (completion,) = await sampler.sample_with_tokens(
                 [{"role": "user", "content": OPENINGS[sample_index] + question}],
                 max_tokens=setup.sample_kwargs["max_tokens"],
                 temperature=0.0,
             )
-            assert one.raw_logprobs is not None
+            assert completion.raw_logprobs is not None
             sample = RolloutSample(
-                tokens=one.full_tokens,
-                logprobs=[0.0] * one.prompt_len + one.raw_logprobs,
-                loss_mask=[0] * one.prompt_len + [1] * one.completion_len,
-                # The number too, or draws that say the same would leave nothing to learn.
-                reward=spread(f"{sample_index} {one.text}", row),
-                text=one.text,
-                finish_reason=one.finish_reason,
-                versions=one.versions,
+                tokens=completion.full_tokens,
+                logprobs=[0.0] * completion.prompt_len + completion.raw_logprobs,
+                loss_mask=[0] * completion.prompt_len + [1] * completion.completion_len,
+                # The number too, or samples that say the same would leave nothing to learn.
+                reward=spread(f"{sample_index} {completion.text}", row),
+                text=completion.text,
+                finish_reason=completion.finish_reason,
+                versions=completion.versions,
             )
-            self.drawn[cursor_index, sample_index] = sample
+            self.samples[cursor_index, sample_index] = sample
             return sample
 
         return rollout_fn
 
     def tokens(self) -> dict[tuple[int, int], list[int]]:
-        """All tokens of each draw."""
-        return {place: sample.tokens for place, sample in self.drawn.items()}
+        """All tokens of each sample."""
+        return {place: sample.tokens for place, sample in self.samples.items()}
 
     def logprobs(self) -> dict[tuple[int, int], list[float]]:
-        """Of the tokens, 0 where nothing was drawn."""
-        return {place: sample.logprobs for place, sample in self.drawn.items()}
+        """Of the tokens, 0 where nothing was sampled."""
+        return {place: sample.logprobs for place, sample in self.samples.items()}
 
 
-def trained(folder: Path, greedy: Greedy, **shape: Any) -> Trial:
+def train(folder: Path, greedy: Greedy, **shape: Any) -> Trial:
     """A finished run of four steps, in which each of four rows comes twice."""
-    asked = async_config(
+    fields = async_config(
         folder,
         max_rows=4,
         prompt_groups_per_step=2,
@@ -129,14 +131,14 @@ def trained(folder: Path, greedy: Greedy, **shape: Any) -> Trial:
         output_model_id=None,
         **shape,
     )
-    return Trial(folder, async_rl_loop.main(asked, rollout_fn_factory=greedy))
+    return Trial(folder, async_rl_loop.main(fields, rollout_fn_factory=greedy))
 
 
 def check_same(mine: tuple[Trial, Greedy], theirs: tuple[Trial, Greedy]) -> None:
     """The same rows in the same order, the same tokens, and the same losses to tolerance."""
     (trial, greedy), (whole, expected) = mine, theirs
     assert len(trial.records()) == len(whole.records()) == STEPS
-    assert greedy.asked == expected.asked
+    assert greedy.rollouts == expected.rollouts
     assert greedy.tokens() == expected.tokens()
     for place, logprobs in expected.logprobs().items():
         assert greedy.logprobs()[place] == pytest.approx(logprobs, abs=LOGPROB_TOLERANCE), place

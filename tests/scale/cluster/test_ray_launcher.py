@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import ray
-from tests.integration.launch.conftest import RecordingWatcher
-from tests.scale.cluster.clusters import Nodes, actors, wait_until
+from tests.integration.launch.conftest import RecordingWatcher, make_trainer_spec, start_worker
+from tests.scale.cluster.clusters import Nodes, actors
+from tests.waiting import is_running, wait_until
 
 from hearth.errors import ConfigError
 from hearth.launch.ray.launcher import RayLauncher
-from hearth.launch.records import ProcessId
 from hearth.launch.spec import Endpoint, ExitReport, ExportSpec, TrainerSpec
 from hearth.wire.asgi import TOKEN_HEADER
 
@@ -38,26 +39,18 @@ def make_launcher(cluster: Nodes, tmp_path: Path) -> Iterator[Callable[..., RayL
 
 @pytest.fixture
 def spec(model_folder: Path, tmp_path: Path) -> Callable[..., TrainerSpec]:
-    def make(number: int = 0, **options: Any) -> TrainerSpec:
-        values: dict[str, Any] = {
-            "worker_id": f"trainer-{number}",
-            "base_model": "tiny",
-            "source": str(model_folder),
-            "bucket": "bucket",
-            "device": "cpu",
-            "checkpoint_dir": str(tmp_path / "checkpoints"),
-            "threads": 1,
-        }
-        return TrainerSpec(**values | options)
-
-    return make
+    return partial(
+        make_trainer_spec, model_folder, tmp_path / "checkpoints", "trainer-0", bucket="bucket"
+    )
 
 
-def start_worker(launcher: RayLauncher, spec: TrainerSpec) -> tuple[Any, RecordingWatcher]:
+def wait_for_reason(launcher: RayLauncher, spec: TrainerSpec) -> str:
+    """Why a worker does not start."""
     watcher = RecordingWatcher()
-    worker = launcher.start(spec, watcher)
-    watcher.wait_ready()
-    return worker, watcher
+    launcher.start(spec, watcher)
+    reason = watcher.wait_failed(SOON_S).reason
+    assert reason is not None
+    return reason
 
 
 def connect(endpoint: Endpoint) -> httpx.Client:
@@ -80,12 +73,8 @@ def publish(endpoint: Endpoint, identity: str) -> None:
 
 @pytest.mark.parametrize("snapshot_store", ["folder", "ray"])
 def test_a_trainer_publishes_what_the_control_plane_lists_and_exports(
-    make_launcher: Callable[..., RayLauncher],
-    spec: Callable[..., TrainerSpec],
-    tmp_path: Path,
-    snapshot_store: str,
-    model_folder: Path,
-) -> None:
+    make_launcher, spec, tmp_path, snapshot_store, model_folder
+):
     launcher = make_launcher(snapshot_store=snapshot_store)
     worker, _ = start_worker(launcher, spec())
 
@@ -110,9 +99,7 @@ def test_a_trainer_publishes_what_the_control_plane_lists_and_exports(
     assert "worker trainer-0 closes" in launcher.log_path("trainer-0").read_text()
 
 
-def test_a_worker_that_is_killed_is_reported_with_its_last_lines(
-    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
-) -> None:
+def test_a_worker_that_is_killed_is_reported_with_its_last_lines(make_launcher, spec):
     launcher = make_launcher()
     worker, watcher = start_worker(launcher, spec())
 
@@ -127,16 +114,11 @@ def test_a_worker_that_is_killed_is_reported_with_its_last_lines(
     start_worker(launcher, spec())
 
 
-def test_a_worker_that_cannot_start_says_why(
-    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec], tmp_path: Path
-) -> None:
-    watcher = RecordingWatcher()
-    make_launcher().start(spec(source=str(tmp_path / "none")), watcher)
+def test_a_worker_that_cannot_start_says_why(make_launcher, spec, tmp_path):
+    reason = wait_for_reason(make_launcher(), spec(source=str(tmp_path / "none")))
 
-    report = watcher.wait_failed(SOON_S)
-    assert report.reason is not None
-    assert report.reason.startswith("could not start: ")
-    assert str(tmp_path / "none") in report.reason
+    assert reason.startswith("could not start: ")
+    assert str(tmp_path / "none") in reason
 
 
 @pytest.mark.parametrize(
@@ -144,23 +126,15 @@ def test_a_worker_that_cannot_start_says_why(
     [({"threads": 2}, "CPU"), ({"device": "cuda"}, "GPU"), ({"ranks": 3}, "CPU")],
 )
 def test_a_placement_that_cannot_be_met_says_which_resource_is_short(
-    make_launcher: Callable[..., RayLauncher],
-    spec: Callable[..., TrainerSpec],
-    options: dict[str, Any],
-    resource: str,
-) -> None:
-    watcher = RecordingWatcher()
-    make_launcher(placement_timeout_s=1.0).start(spec(**options), watcher)
+    make_launcher, spec, options, resource
+):
+    reason = wait_for_reason(make_launcher(placement_timeout_s=1.0), spec(**options))
 
-    report = watcher.wait_failed(SOON_S)
-    assert report.reason is not None
-    assert f"placement must be met within 1 s, got too few {resource}s: it needs" in report.reason
-    assert f"have {0 if resource == 'GPU' else 2}" in report.reason
+    assert f"placement must be met within 1 s, got too few {resource}s: it needs" in reason
+    assert f"have {0 if resource == 'GPU' else 2}" in reason
 
 
-def test_a_worker_that_waits_for_room_can_be_stopped(
-    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
-) -> None:
+def test_a_worker_that_waits_for_room_can_be_stopped(make_launcher, spec):
     watcher = RecordingWatcher()
     worker = make_launcher().start(spec(threads=8), watcher)
     worker.stop()
@@ -168,24 +142,18 @@ def test_a_worker_that_waits_for_room_can_be_stopped(
     assert worker.pid is None
 
 
-def test_a_folder_that_nodes_do_not_share_is_refused(
-    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec], tmp_path: Path
-) -> None:
+def test_a_folder_that_nodes_do_not_share_is_refused(make_launcher, spec, tmp_path):
     launcher = make_launcher()
     # As on a node where another folder is mounted under this name.
     (tmp_path / "data" / ".shared-with-every-node").write_text("another", encoding="ascii")
-    watcher = RecordingWatcher()
-    launcher.start(spec(), watcher)
 
-    report = watcher.wait_failed(SOON_S)
-    assert report.reason is not None
-    assert "data_dir must be a folder that all nodes share, got" in report.reason
-    assert "set snapshot_store='ray'" in report.reason
+    reason = wait_for_reason(launcher, spec())
+
+    assert "data_dir must be a folder that all nodes share, got" in reason
+    assert "set snapshot_store='ray'" in reason
 
 
-def test_a_lost_node_is_named(
-    cluster: Nodes, make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
-) -> None:
+def test_a_lost_node_is_named(cluster, make_launcher, spec):
     worker, watcher = start_worker(make_launcher(), spec())
     lost = worker.facts.node_id
 
@@ -197,9 +165,7 @@ def test_a_lost_node_is_named(
     assert f"its machine was lost: node {lost[:8]}" in report.reason
 
 
-def test_workers_outlive_their_launcher_and_are_adopted(
-    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
-) -> None:
+def test_workers_outlive_their_launcher_and_are_adopted(make_launcher, spec):
     first = make_launcher(die_with_parent=False)
     worker, _ = start_worker(first, spec())
     record, pid = worker.record(), worker.pid
@@ -221,9 +187,7 @@ def test_workers_outlive_their_launcher_and_are_adopted(
     assert gone.reason == "was gone when the control plane came back"
 
 
-def test_a_worker_that_nobody_asks_ends_by_itself_and_frees_its_place(
-    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
-) -> None:
+def test_a_worker_that_nobody_asks_ends_by_itself_and_frees_its_place(make_launcher, spec):
     first = make_launcher(die_with_parent=False, orphan_timeout_s=1.0)
     worker, _ = start_worker(first, spec())
     first.release()
@@ -233,9 +197,7 @@ def test_a_worker_that_nobody_asks_ends_by_itself_and_frees_its_place(
     wait_until(lambda: ray.available_resources().get("CPU") == 2)
 
 
-def test_a_stray_of_an_earlier_launcher_is_ended_first(
-    make_launcher: Callable[..., RayLauncher], spec: Callable[..., TrainerSpec]
-) -> None:
+def test_a_stray_of_an_earlier_launcher_is_ended_first(make_launcher, spec):
     first = make_launcher(die_with_parent=False)
     stray, _ = start_worker(first, spec())
     first.release()
@@ -246,25 +208,23 @@ def test_a_stray_of_an_earlier_launcher_is_ended_first(
     assert worker.name != stray.name
 
 
-def test_an_address_where_no_cluster_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_where_no_cluster_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
     with pytest.raises(ConfigError, match="RAY_ADDRESS must be HOST:PORT of a cluster that this"):
         RayLauncher(tmp_path)
 
 
 def test_without_an_address_a_cluster_of_this_machine_runs_and_ends_with_the_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: Callable[..., TrainerSpec]
-) -> None:
+    tmp_path, monkeypatch, spec
+):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     before = signal.getsignal(signal.SIGTERM)
     launcher = RayLauncher(tmp_path / "data", die_with_parent=True)
     worker, _ = start_worker(launcher, spec(threads=None))
     assert signal.getsignal(signal.SIGTERM) is before
-    assert ProcessId.of(worker.pid) is not None
+    assert is_running(worker.pid)
 
     launcher.close()
 
     assert not ray.is_initialized()
-    wait_until(lambda: ProcessId.of(worker.pid) is None)
+    wait_until(lambda: not is_running(worker.pid))

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.conftest import Trial, config
+from tests.integration.conftest import config
 from tests.integration.rollouts import spread
-from tests.scale.cluster.clusters import Nodes, nodes_of_workers, places
-from tests.scale.cluster.greedy import DRAWS_OF_STEP, LOGPROB_TOLERANCE, needs_vllm, on_vllm
+from tests.integration.runs import Trial
+from tests.scale.cluster.clusters import nodes_of_workers, places
+from tests.scale.cluster.greedy import LOGPROB_TOLERANCE, SAMPLES_OF_STEP, needs_vllm, on_vllm
 
 from training.recipes import rl_loop
 from training.utils import TrainerConfig
@@ -35,14 +36,14 @@ class Seen:
 
     def steps(self) -> list[list[str]]:
         """What was scored for each step; rows of one step finish in any order."""
-        whole = range(0, len(self.prompts), DRAWS_OF_STEP)
-        return [sorted(self.prompts[first : first + DRAWS_OF_STEP]) for first in whole]
+        whole = range(0, len(self.prompts), SAMPLES_OF_STEP)
+        return [sorted(self.prompts[first : first + SAMPLES_OF_STEP]) for first in whole]
 
 
 def run_rl_loop(folder: Path, reward: Seen, **changes: Any) -> Trial:
     """A finished run of ``rl_loop`` for three steps."""
-    asked = config(folder, max_rows=2 * STEPS, output_model_id=None, **changes)
-    return Trial(folder, rl_loop.main(asked, reward_fn=reward))
+    fields = config(folder, max_rows=2 * STEPS, output_model_id=None, **changes)
+    return Trial(folder, rl_loop.main(fields, reward_fn=reward))
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +54,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trial, Seen]:
 
 
 def test_rl_loop_through_the_object_store_has_the_numbers_of_an_embedded_run(
-    cluster: Nodes, whole: tuple[Trial, Seen], tmp_path: Path
-) -> None:
+    cluster, whole, tmp_path
+):
     used: list[str] = []
     seen = Seen(at=1, do=lambda: used.extend(nodes_of_workers().values()))
 
@@ -72,16 +73,14 @@ def test_rl_loop_through_the_object_store_has_the_numbers_of_an_embedded_run(
 
 
 @needs_vllm
-def test_rl_loop_goes_on_when_the_node_of_a_replica_is_lost(
-    two_nodes: Nodes, whole: tuple[Trial, Seen], tmp_path: Path
-) -> None:
+def test_rl_loop_goes_on_when_the_node_of_a_replica_is_lost(two_nodes, whole, tmp_path):
     before: list[dict[str, list[str]]] = []
 
     def lose_the_small_node() -> None:
         before.append(places())
         two_nodes.lose(two_nodes.smallest)
 
-    seen = Seen(at=DRAWS_OF_STEP + 2, do=lose_the_small_node)
+    seen = Seen(at=SAMPLES_OF_STEP + 2, do=lose_the_small_node)
     trial = run_rl_loop(
         tmp_path,
         seen,

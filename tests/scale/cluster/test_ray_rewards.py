@@ -37,7 +37,7 @@ def outcomes(reward: Any, *completions: str) -> list[Score | Unscored]:
     return asyncio.run(scored(reward, completions, {"most": 10}))
 
 
-def test_rewards_are_called_on_the_cluster(connected: None) -> None:
+def test_rewards_are_called_on_the_cluster(connected):
     here = os.getpid()
     reward = guarded(lambda text, row: float(os.getpid() != here), timeout_s=60, isolation="ray")
     assert outcomes(reward, "a", "b", "c") == [Score(1.0)] * 3
@@ -54,9 +54,7 @@ def test_rewards_are_called_on_the_cluster(connected: None) -> None:
         ("die", 60.0, RewardDiedError, "reward_fn's process must live"),
     ],
 )
-def test_a_call_that_fails_is_dropped_or_raised(
-    connected: None, completion: str, timeout_s: float, kind: type[Exception], message: str
-) -> None:
+def test_a_call_that_fails_is_dropped_or_raised(connected, completion, timeout_s, kind, message):
     dropping = guarded(length, timeout_s=timeout_s, isolation="ray", on_error="drop")
     (failed,) = outcomes(dropping, completion)
     assert isinstance(failed, Unscored)
@@ -65,17 +63,17 @@ def test_a_call_that_fails_is_dropped_or_raised(
         outcomes(guarded(length, timeout_s=timeout_s, isolation="ray"), completion)
 
 
-def test_a_recipe_says_where_its_rewards_run(tmp_path: Any) -> None:
-    asked = config(tmp_path, reward_workers="ray")
+def test_a_recipe_says_where_its_rewards_run(tmp_path):
+    fields = config(tmp_path, reward_workers="ray")
     with pytest.raises(ConfigError, match="reward_timeout_s must be given with reward_workers"):
-        asked.validate()
-    asked = config(tmp_path, reward_workers="somewhere")
+        fields.validate()
+    fields = config(tmp_path, reward_workers="somewhere")
     with pytest.raises(ConfigError, match="reward_workers must be 'loop', 'process' or 'ray'"):
-        asked.validate()
+        fields.validate()
 
 
-def test_a_recipes_rewards_run_there(connected: None, tmp_path: Any) -> None:
+def test_a_recipes_rewards_run_there(connected, tmp_path):
     here = os.getpid()
-    asked = config(tmp_path, reward_workers="ray", reward_timeout_s=60.0)
-    reward = guard_reward(asked, lambda text, row: float(os.getpid() != here))
+    fields = config(tmp_path, reward_workers="ray", reward_timeout_s=60.0)
+    reward = guard_reward(fields, lambda text, row: float(os.getpid() != here))
     assert outcomes(reward, "a") == [Score(1.0)]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.conftest import Trial, async_config
-from tests.integration.rollouts import drawing
+from tests.integration.conftest import async_config
+from tests.integration.rollouts import make_rollouts
+from tests.integration.runs import Trial
 from tests.integration.served import Served
 from tests.scale.cluster.clusters import Nodes
 
@@ -43,7 +44,7 @@ def platform(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def elsewhere(setup: RolloutSetup) -> RolloutFn:
     """The plain rollout function, which says in which process it ran."""
-    plain = drawing()(setup)
+    plain = make_rollouts()(setup)
 
     async def rollout_fn(row: dict[str, Any], **place: int) -> RolloutSample | None:
         (Path(setup.extras["seen"]) / str(os.getpid())).touch()
@@ -56,7 +57,7 @@ def elsewhere(setup: RolloutSetup) -> RolloutFn:
 def run(folder: Path, **changes: Any) -> tuple[Trial, list[str]]:
     seen = folder / "seen"
     seen.mkdir(parents=True)
-    asked = async_config(
+    fields = async_config(
         folder,
         max_rows=4,
         output_model_id=None,
@@ -64,13 +65,11 @@ def run(folder: Path, **changes: Any) -> tuple[Trial, list[str]]:
         rollout_extras={"seen": str(seen)},
         **changes,
     )
-    trial = Trial(folder, async_rl_loop.main(asked, rollout_fn_factory=elsewhere))
+    trial = Trial(folder, async_rl_loop.main(fields, rollout_fn_factory=elsewhere))
     return trial, [path.name for path in seen.iterdir()]
 
 
-def test_rollouts_elsewhere_draw_what_they_would_draw_here(
-    cluster: Nodes, platform: None, tmp_path: Path
-) -> None:
+def test_rollouts_elsewhere_sample_what_they_would_sample_here(cluster, platform, tmp_path):
     whole, here = run(tmp_path / "here")
     trial, there = run(tmp_path / "there", rollout_workers="ray", rollout_worker_count=2)
 
@@ -82,7 +81,7 @@ def test_rollouts_elsewhere_draw_what_they_would_draw_here(
         assert [mine[name] for name in names] == pytest.approx([theirs[name] for name in names])
 
 
-def test_a_platform_that_a_node_does_not_reach_is_refused_at_once(cluster: Nodes) -> None:
+def test_a_platform_that_a_node_does_not_reach_is_refused_at_once(cluster):
     setup = RolloutSetup(
         tokenizer=None,
         tokenizer_id="",
@@ -97,7 +96,7 @@ def test_a_platform_that_a_node_does_not_reach_is_refused_at_once(cluster: Nodes
         run_on_cluster(elsewhere, 1)(setup)
 
 
-def test_a_platform_in_this_process_cannot_be_reached_from_elsewhere(tmp_path: Path) -> None:
-    asked = async_config(tmp_path, rollout_workers="ray")
+def test_a_platform_in_this_process_cannot_be_reached_from_elsewhere(tmp_path):
+    fields = async_config(tmp_path, rollout_workers="ray")
     with pytest.raises(ConfigError, match="rollout_workers must be 'loop' without FIREWORKS_BASE"):
-        asked.validate()
+        fields.validate()

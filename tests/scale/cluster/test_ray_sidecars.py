@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import ray
-from tests.scale.cluster.clusters import Nodes, wait_until
+from tests.scale.cluster.clusters import Nodes
+from tests.waiting import is_running, wait_until
 
 from hearth.errors import ClosedError, EngineError
 from hearth.launch.ray.cluster import connect
 from hearth.launch.ray.placing import Place
 from hearth.launch.ray.sidecars import RaySidecars
-from hearth.launch.records import ProcessId
 from hearth.launch.sidecars import wait_for_end
 from hearth.sidecars import Command
 
@@ -41,7 +41,7 @@ def sidecars(cluster: Nodes, tmp_path: Path) -> Iterator[RaySidecars]:
     ray.shutdown()
 
 
-def test_sidecars_run_on_their_places_and_know_their_address(sidecars: RaySidecars) -> None:
+def test_sidecars_run_on_their_places_and_know_their_address(sidecars):
     code = "import os, sys; print(sys.argv[1], sys.argv[2], os.environ['COLOR'])"
     started = [
         sidecars.start(
@@ -49,14 +49,14 @@ def test_sidecars_run_on_their_places_and_know_their_address(sidecars: RaySideca
         )
         for name in ("rank-1", "rank-2")
     ]
-    for entry in started:
-        report = wait_for_end(entry, PATIENCE_S)
+    for sidecar in started:
+        report = wait_for_end(sidecar, PATIENCE_S)
         assert report is not None
         assert report.code == 0
-        assert list(report.last_lines) == [f"{entry.host} at:{entry.port} red"]
+        assert list(report.last_lines) == [f"{sidecar.host} at:{sidecar.port} red"]
 
 
-def test_a_place_is_one_sidecars_at_a_time(sidecars: RaySidecars) -> None:
+def test_a_place_is_one_sidecars_at_a_time(sidecars):
     first = sidecars.start(Command(name="rank-1", argv=python(SLEEP)))
     with pytest.raises(EngineError, match="must be new, got 'rank-1', which runs"):
         sidecars.start(Command(name="rank-1", argv=["true"]))
@@ -78,7 +78,7 @@ def test_a_place_is_one_sidecars_at_a_time(sidecars: RaySidecars) -> None:
         sidecars.start(Command(name="rank-4", argv=["true"]))
 
 
-def test_the_process_ends_with_its_actor(sidecars: RaySidecars) -> None:
+def test_the_process_ends_with_its_actor(sidecars):
     started = sidecars.start(Command(name="rank-1", argv=python(SLEEP)))
     wait_until(lambda: bool(started.last_lines()))
     pid = int(started.last_lines()[0])
@@ -90,10 +90,10 @@ def test_the_process_ends_with_its_actor(sidecars: RaySidecars) -> None:
     assert report.reason is not None
     assert report.reason.startswith("its actor died: ")
     assert list(report.last_lines) == [str(pid)]
-    wait_until(lambda: ProcessId.of(pid) is None)
+    wait_until(lambda: not is_running(pid))
 
 
-def test_a_program_that_is_not_there_is_said(sidecars: RaySidecars) -> None:
+def test_a_program_that_is_not_there_is_said(sidecars):
     with pytest.raises(EngineError, match=r"rank-1 must be a program that is there, got '/no/such"):
         sidecars.start(Command(name="rank-1", argv=["/no/such"]))
     sidecars.start(Command(name="rank-1", argv=["true"]))

@@ -45,7 +45,7 @@ def weights(value: float) -> dict[str, torch.Tensor]:
     return {"head": head, "body": torch.full((300,), value)}
 
 
-def test_what_one_process_puts_another_gets_bit_for_bit(store: Any) -> None:
+def test_what_one_process_puts_another_gets_bit_for_bit(store):
     put = Snapshot("v1", "base", "m", weights(1.5), {"lora": None})
     store("trainer").put(put)
 
@@ -58,7 +58,7 @@ def test_what_one_process_puts_another_gets_bit_for_bit(store: Any) -> None:
     assert facts.num_bytes > sum(tensor.nbytes for tensor in put.tensors.values())
 
 
-def test_a_chain_of_deltas_is_made_whole_elsewhere_and_old_snapshots_go(store: Any) -> None:
+def test_a_chain_of_deltas_is_made_whole_elsewhere_and_old_snapshots_go(store):
     trainer, published = store("trainer"), Published()
     for number in range(4):
         changed = weights(float(number))
@@ -76,14 +76,14 @@ def test_a_chain_of_deltas_is_made_whole_elsewhere_and_old_snapshots_go(store: A
         store("deployment").get("v1")
 
 
-def test_a_name_is_of_one_snapshot(store: Any) -> None:
+def test_a_name_is_of_one_snapshot(store):
     store("trainer").put(Snapshot("v1", "base", "m", weights(1.0)))
     store("same again").put(Snapshot("v1", "base", "m", weights(1.0)))
     with pytest.raises(RequestError, match="identity must be new, got 'v1'"):
         store("another").put(Snapshot("v1", "base", "m", weights(2.0)))
 
 
-def test_a_delta_on_nothing_is_refused(store: Any) -> None:
+def test_a_delta_on_nothing_is_refused(store):
     trainer, published = store("trainer"), Published()
     published.publish(trainer, "v0", "m", weights(0.0), {}, as_delta=False)
     lost = Snapshot("v2", "delta", "m", weights(1.0), parent="v1", whole=weights(1.0))

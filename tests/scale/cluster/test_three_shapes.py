@@ -2,52 +2,45 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from tests.integration.conftest import Trial
-from tests.scale.cluster.clusters import Nodes, on_main_thread, places, ranks_apart
+from tests.scale.cluster.clusters import on_main_thread, places, ranks_apart
 from tests.scale.cluster.greedy import (
-    DRAWS_OF_STEP,
     LOGPROB_TOLERANCE,
+    SAMPLES_OF_STEP,
     STEPS,
     Greedy,
     check_same,
     needs_vllm,
     on_vllm,
-    trained,
+    train,
 )
 
 from training.utils import TrainerConfig
 
 
-def test_what_is_compared_shows_the_weights_of_each_step(
-    embedded: tuple[Trial, Greedy], tmp_path: Path
-) -> None:
+def test_what_is_compared_shows_the_weights_of_each_step(embedded, tmp_path):
     trial, greedy = embedded
-    came: dict[str, list[int]] = {}
-    for place, number, question in greedy.asked:
+    places_of: dict[str, list[int]] = {}
+    for place, number, question in greedy.rollouts:
         if number == 0:
-            came.setdefault(question, []).append(place)
+            places_of.setdefault(question, []).append(place)
 
     assert len({record["train/surrogate_loss_sum"] for record in trial.records()}) == STEPS
-    for first, again in came.values():
-        before, after = (greedy.drawn[place, 0].logprobs for place in (first, again))
+    for first, again in places_of.values():
+        before, after = (greedy.samples[place, 0].logprobs for place in (first, again))
         assert before != pytest.approx(after, abs=10 * LOGPROB_TOLERANCE)
 
     other = Greedy()
-    faster = trained(tmp_path, other, learning_rate=1.05e-3)
+    faster = train(tmp_path, other, learning_rate=1.05e-3)
     with pytest.raises(AssertionError):
         check_same((faster, other), embedded)
 
 
 @needs_vllm
-def test_two_ranks_and_vllm_have_the_rows_and_losses_of_an_embedded_run(
-    embedded: tuple[Trial, Greedy], tmp_path: Path
-) -> None:
+def test_two_ranks_and_vllm_have_the_rows_and_losses_of_an_embedded_run(embedded, tmp_path):
     greedy = Greedy()
 
-    trial = trained(
+    trial = train(
         tmp_path, greedy, placement="process", trainer=TrainerConfig(ranks=2), deployment=on_vllm(1)
     )
 
@@ -56,8 +49,8 @@ def test_two_ranks_and_vllm_have_the_rows_and_losses_of_an_embedded_run(
 
 @needs_vllm
 def test_two_nodes_of_ray_have_them_too_and_go_on_when_that_of_a_rank_is_lost(
-    two_nodes: Nodes, embedded: tuple[Trial, Greedy], tmp_path: Path
-) -> None:
+    two_nodes, embedded, tmp_path
+):
     before: list[dict[str, list[str]]] = []
 
     def lose_the_small_node() -> None:
@@ -65,8 +58,8 @@ def test_two_nodes_of_ray_have_them_too_and_go_on_when_that_of_a_rank_is_lost(
         two_nodes.lose(two_nodes.smallest)
 
     with ranks_apart(two_nodes), on_main_thread(lose_the_small_node) as lose:
-        greedy = Greedy(before=lambda count: lose() if count == 2 * DRAWS_OF_STEP + 3 else None)
-        trial = trained(
+        greedy = Greedy(before=lambda count: lose() if count == 2 * SAMPLES_OF_STEP + 3 else None)
+        trial = train(
             tmp_path,
             greedy,
             placement="ray",

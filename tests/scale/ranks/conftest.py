@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.launch.conftest import make_trainer_spec
 from tests.scale.ranks.trainers import OneProcess, RankTrainer, write_model
 from tests.threads import one_thread as one_thread
 
 from hearth.launch.processes import ProcessLauncher
-from hearth.launch.spec import TrainerSpec
 from hearth.sync.store import MemorySnapshotStore
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.options import TrainerOptions
@@ -52,18 +52,11 @@ def start(
     def start(ranks: int, **options: Any) -> RankTrainer:
         nonlocal count
         count += 1
-        values: dict[str, Any] = {
-            "worker_id": f"trainer-{count}",
-            "base_model": "tiny",
-            "source": str(model_folder),
-            "bucket": f"bucket-{count}",
-            "checkpoint_dir": str(checkpoints),
-            "device": "cpu",
-            "threads": 1,
-            "ranks": ranks,
-            "micro_batch_tokens": MICRO_BATCH_TOKENS,
-        }
-        return RankTrainer(launcher, data_dir, TrainerSpec(**values | options))
+        own = {"bucket": f"bucket-{count}", "micro_batch_tokens": MICRO_BATCH_TOKENS}
+        spec = make_trainer_spec(
+            model_folder, checkpoints, f"trainer-{count}", ranks=ranks, **own | options
+        )
+        return RankTrainer(launcher, data_dir, spec)
 
     return start
 

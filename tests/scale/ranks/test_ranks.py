@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,22 +24,34 @@ from hearth.wire.tinker import AdamParams
 
 UNEVEN = (70, 3, 41, 17, 60, 9, 33, 50, 21)
 """Lengths that make more micro-batches on one rank than on another."""
-LORA = {"rank": 3, "alpha": 6.0, "seed": 5, "train_attn": True, "train_mlp": True}
+LORA = {
+    "rank": 3,
+    "alpha": 6.0,
+    "seed": 5,
+    "train_attn": True,
+    "train_mlp": True,
+    "train_unembed": False,
+}
 ADAM = AdamParams(learning_rate=1e-3, eps=1e-6, weight_decay=0.1, grad_clip_norm=0.01)
 
 
 @contextmanager
 def policies(trainer: RankTrainer, single: OneProcess, *, lora: bool) -> Iterator[tuple[str, str]]:
     """The same new policy in both; those of the ranks are unloaded afterwards."""
-    spec = {**LORA, "train_unembed": False}
-    theirs = trainer.create_model(lora=spec if lora else None)
+    theirs = create_policy(trainer, lora=lora)
     try:
-        yield theirs, single.create_model(LoraOptions(**spec) if lora else None)
+        yield theirs, create_policy(single, lora=lora)
     finally:
         trainer.unload(theirs)
 
 
-def same_logprobs(found: Any, expected: Any) -> None:
+def create_policy(run: RankTrainer | OneProcess, *, lora: bool) -> str:
+    if isinstance(run, RankTrainer):
+        return run.create_model(lora=LORA if lora else None)
+    return run.create_model(LoraOptions(**LORA) if lora else None)
+
+
+def assert_same_logprobs(found: Any, expected: Any) -> None:
     assert [row.shape for row in found[0]] == [row.shape for row in expected[0]]
     for row, other in zip(found[0], expected[0], strict=True):
         np.testing.assert_allclose(row, other, atol=1e-5, rtol=0)
@@ -50,25 +61,21 @@ def same_logprobs(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("lengths", [UNEVEN, (40,)], ids=["uneven", "ranks with nothing"])
 def test_losses_logprobs_and_gradients_are_those_of_one_process(
-    trainer: RankTrainer,
-    single: OneProcess,
-    lora: bool,
-    lengths: tuple[int, ...],
-    checkpoints: Path,
-) -> None:
+    trainer, single, lora, lengths, checkpoints
+):
     data = random_data(lengths)
     with policies(trainer, single, lora=lora) as (theirs, own):
         found = trainer.forward_backward(theirs, data)
         expected = single.forward_backward(own, data)
 
-        same_logprobs(found, expected)
+        assert_same_logprobs(found, expected)
         assert_close(gradient(trainer, theirs, checkpoints), gradient(single, own, checkpoints))
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_steps_over_several_requests_leave_the_weights_of_one_process(
-    trainer: RankTrainer, single: OneProcess, lora: bool, checkpoints: Path
-) -> None:
+    trainer, single, lora, checkpoints
+):
     """Accumulated, divided by counts of all ranks, clipped by the norm of all parts."""
     weights: dict[str, dict[str, torch.Tensor]] = {}
     metrics: dict[str, list[dict[str, float]]] = {}
@@ -90,28 +97,26 @@ def test_steps_over_several_requests_leave_the_weights_of_one_process(
     assert_close(weights["ranks"], weights["one"])
 
 
-def test_a_request_that_is_scored_only_comes_back_in_datum_order(
-    trainer: RankTrainer, single: OneProcess
-) -> None:
+def test_a_request_that_is_scored_only_comes_back_in_datum_order(trainer, single):
     data = random_data(UNEVEN, seed=3)
     with policies(trainer, single, lora=False) as (theirs, own):
         config = {"temperature": 0.7}
-        same_logprobs(
+        assert_same_logprobs(
             trainer.forward(theirs, data, config=config),
             single.forward(own, data, "cross_entropy", config),
         )
 
 
-def test_examples_without_a_trained_token_are_scored_and_not_counted(
-    trainer: RankTrainer, single: OneProcess, checkpoints: Path
-) -> None:
+def test_examples_without_a_trained_token_are_scored_and_not_counted(trainer, single, checkpoints):
     data = random_data(UNEVEN, seed=4)
     blank = random_data((12, 44), seed=5)
     for datum in blank:
         datum.loss_fn_inputs["weights"].data = [0.0] * len(datum.model_input.chunks[0].tokens or ())
     mixed = [data[0], blank[0], *data[1:], blank[1]]
     with policies(trainer, single, lora=False) as (theirs, own):
-        same_logprobs(trainer.forward_backward(theirs, mixed), single.forward_backward(own, mixed))
+        assert_same_logprobs(
+            trainer.forward_backward(theirs, mixed), single.forward_backward(own, mixed)
+        )
         found = trainer.optim_step(theirs, AdamParams(learning_rate=0.0), "num_sequences")
         expected = single.optim_step(own, AdamParams(learning_rate=0.0), "num_sequences")
 
@@ -119,9 +124,7 @@ def test_examples_without_a_trained_token_are_scored_and_not_counted(
     assert found["num_sequences"] == len(data)
 
 
-def test_a_frozen_model_beside_an_adapter_stays_the_base(
-    trainer: RankTrainer, single: OneProcess
-) -> None:
+def test_a_frozen_model_beside_an_adapter_stays_the_base(trainer, single):
     data = random_data((30, 20, 10))
     with policies(trainer, single, lora=True) as (theirs, own):
         reference, other = trainer.create_model(is_frozen=True), single.create_model(is_frozen=True)
@@ -130,25 +133,23 @@ def test_a_frozen_model_beside_an_adapter_stays_the_base(
             run.forward_backward(model, data)
             run.optim_step(model, ADAM, "none")
 
-        same_logprobs(trainer.forward(reference, data), base)
-        same_logprobs(trainer.forward(theirs, data), single.forward(own, data))
+        assert_same_logprobs(trainer.forward(reference, data), base)
+        assert_same_logprobs(trainer.forward(theirs, data), single.forward(own, data))
         trainer.unload(reference)
 
 
-def test_a_frozen_model_beside_a_full_policy_has_weights_of_its_own(
-    trainer: RankTrainer, single: OneProcess
-) -> None:
+def test_a_frozen_model_beside_a_full_policy_has_weights_of_its_own(trainer, single):
     data = random_data((30, 20, 10))
     reference, other = trainer.create_model(is_frozen=True), single.create_model(is_frozen=True)
     with policies(trainer, single, lora=False) as (theirs, _):
         trainer.forward_backward(theirs, data)
         trainer.optim_step(theirs, ADAM, "none")
 
-        same_logprobs(trainer.forward(reference, data), single.forward(other, data))
+        assert_same_logprobs(trainer.forward(reference, data), single.forward(other, data))
     trainer.unload(reference)
 
 
-def trained(run: Any, model: str, seed: int) -> None:
+def train(run: Any, model: str, seed: int) -> None:
     run.forward_backward(model, random_data(UNEVEN, seed=seed))
     run.optim_step(model, ADAM, "num_loss_tokens")
 
@@ -158,44 +159,30 @@ def trained(run: Any, model: str, seed: int) -> None:
     ("writers", "readers"), [(1, 2), (2, 4), (4, 1), (4, 2)], ids=lambda count: str(count)
 )
 def test_any_number_of_ranks_goes_on_from_the_checkpoint_of_another(
-    groups: Callable[[int], RankTrainer],
-    make_single: Callable[..., OneProcess],
-    checkpoints: Path,
-    writers: int,
-    readers: int,
-    lora: bool,
-) -> None:
-    spec = {**LORA, "train_unembed": False}
-
-    def policy(run: Any) -> str:
-        if isinstance(run, RankTrainer):
-            return run.create_model(lora=spec if lora else None)
-        return run.create_model(LoraOptions(**spec) if lora else None)
-
+    groups, make_single, checkpoints, writers, readers, lora
+):
     first, second = (make_single() if count == 1 else groups(count) for count in (writers, readers))
-    own = policy(first)
-    trained(first, own, 1)
+    own = create_policy(first, lora=lora)
+    train(first, own, 1)
     first.save_state(own, "half-way")
-    trained(first, own, 2)
+    train(first, own, 2)
     first.save_state(own, "there")
     expected = checkpoint_tensors(checkpoints, "there")
     first.unload(own)
 
-    theirs = policy(second)
+    theirs = create_policy(second, lora=lora)
     second.load_state(theirs, "half-way")
-    trained(second, theirs, 2)
+    train(second, theirs, 2)
     second.save_state(theirs, "there-too")
     second.unload(theirs)
 
     assert_close(checkpoint_tensors(checkpoints, "there-too"), expected)
 
 
-def test_snapshots_and_deltas_are_the_whole_weights(
-    trainer: RankTrainer, checkpoints: Path, ranks: int
-) -> None:
+def test_snapshots_and_deltas_are_the_whole_weights(trainer, checkpoints, ranks):
     model = trainer.create_model()
     base = trainer.published(model, "first")
-    trained(trainer, model, 1)
+    train(trainer, model, 1)
     delta = trainer.published(model, "second", "delta")
     trainer.save_state(model, "published")
     trainer.unload(model)
@@ -210,10 +197,10 @@ def test_snapshots_and_deltas_are_the_whole_weights(
     assert any(not torch.equal(base[name], tensor) for name, tensor in saved.items())
 
 
-def test_an_adapter_is_published_alone_or_merged(trainer: RankTrainer, single: OneProcess) -> None:
+def test_an_adapter_is_published_alone_or_merged(trainer, single):
     with policies(trainer, single, lora=True) as (theirs, own):
         for run, model in ((trainer, theirs), (single, own)):
-            trained(run, model, 1)
+            train(run, model, 1)
         single.save_for_sampler(own, "adapter")
         single.save_for_sampler(own, "merged", "merged_base")
         kept = single.engine._snapshots
@@ -224,9 +211,7 @@ def test_an_adapter_is_published_alone_or_merged(trainer: RankTrainer, single: O
         )
 
 
-def test_a_refused_request_changes_nothing_and_the_ranks_go_on(
-    trainer: RankTrainer, single: OneProcess, checkpoints: Path
-) -> None:
+def test_a_refused_request_changes_nothing_and_the_ranks_go_on(trainer, single, checkpoints):
     data = random_data((20, 30))
     with policies(trainer, single, lora=False) as (theirs, own):
         trainer.forward_backward(theirs, data)
@@ -241,11 +226,9 @@ def test_a_refused_request_changes_nothing_and_the_ranks_go_on(
         assert_close(gradient(trainer, theirs, checkpoints), gradient(single, own, checkpoints))
 
 
-def test_weights_that_have_diverged_are_named_and_their_gradient_dropped(
-    trainer: RankTrainer,
-) -> None:
+def test_weights_that_have_diverged_are_named_and_their_gradient_dropped(trainer):
     model = trainer.create_model()
-    trained(trainer, model, 1)
+    train(trainer, model, 1)
     trainer.forward_backward(model, random_data((20,)))
     trainer.optim_step(model, AdamParams(learning_rate=1e38), "none")
     with pytest.raises(RefusedError, match="logprob of target 0 must be finite"):

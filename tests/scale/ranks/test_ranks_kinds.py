@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from tests.scale.ranks.trainers import (
-    OneProcess,
-    RankTrainer,
-    assert_close,
-    checkpoint_tensors,
-    gradient,
-    random_data,
-)
+from tests.scale.ranks.trainers import assert_close, checkpoint_tensors, gradient, random_data
 from tests.unit.moe import LAYERS, TOP_K, write_moe
 
 from hearth.wire.routing import encode_routing
@@ -39,12 +29,7 @@ def routed(data: list[DatumRecord]) -> list[DatumRecord]:
     return found
 
 
-def test_experts_are_replayed_on_every_rank(
-    start: Callable[..., RankTrainer],
-    make_single: Callable[..., OneProcess],
-    checkpoints: Path,
-    tmp_path: Path,
-) -> None:
+def test_experts_are_replayed_on_every_rank(start, make_single, checkpoints, tmp_path):
     folder = write_moe(tmp_path / "moe")
     trainer, single = start(2, source=str(folder)), make_single(folder)
     data = routed(random_data(LENGTHS, vocabulary=64))
@@ -61,8 +46,8 @@ def test_experts_are_replayed_on_every_rank(
 
 
 def test_bfloat16_has_float32_masters_and_one_process_goes_on_from_them(
-    start: Callable[..., RankTrainer], make_single: Callable[..., OneProcess], checkpoints: Path
-) -> None:
+    start, make_single, checkpoints
+):
     """Parts in the host's memory, layers recomputed: neither changes a number."""
     trainer = start(2, dtype="bfloat16", offload_optimizer=True, recompute_above=16)
     single = make_single(dtype="bfloat16")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ import httpx
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tests.integration.launch.conftest import RecordingWatcher
 from torch import Tensor
 
 from hearth.launch.processes import ProcessLauncher
 from hearth.launch.records import last_lines
-from hearth.launch.spec import ExitReport, TrainerSpec, Worker
+from hearth.launch.spec import TrainerSpec
 from hearth.sync.chain import resolve
 from hearth.sync.manifest import read_manifest
 from hearth.sync.store import FolderBuckets
@@ -31,23 +31,6 @@ VOCABULARY = 67
 """A prime, as are most sizes of the tests' models: no number of ranks divides them."""
 
 
-class Heard:
-    """A watcher that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.news = threading.Event()
-        self.has_failed = threading.Event()
-        self.report: ExitReport | None = None
-
-    def ready(self, worker: Worker) -> None:
-        self.news.set()
-
-    def failed(self, worker: Worker, report: ExitReport) -> None:
-        self.report = report
-        self.has_failed.set()
-        self.news.set()
-
-
 class RefusedError(Exception):
     """What a future says of an operation that failed."""
 
@@ -56,14 +39,13 @@ class RankTrainer:
     """A trainer of several ranks, called as a ``TrainerEngine`` is."""
 
     def __init__(self, launcher: ProcessLauncher, data_dir: Path, spec: TrainerSpec) -> None:
-        self.heard = Heard()
+        self.watcher = RecordingWatcher()
         self.folder = data_dir / "workers" / spec.worker_id
         self._buckets, self._bucket = data_dir / "buckets", spec.bucket
         self._seq: dict[str, int] = {}
         self._models = 0
-        self.worker = launcher.start(spec, self.heard)
-        assert self.heard.news.wait(START_S), f"no rank answers: {self.log(1)}"
-        assert not self.heard.has_failed.is_set(), self.heard.report
+        self.worker = launcher.start(spec, self.watcher)
+        self.watcher.wait_ready(START_S)
         self._http = httpx.Client(
             transport=httpx.HTTPTransport(uds=self.worker.endpoint.socket),
             base_url="http://worker",
