@@ -2,7 +2,8 @@
 
 import orjson
 import pytest
-from tests.integration.test_resume import crash, failing_after, same, spread
+from tests.integration.rollouts import spread
+from tests.integration.test_resume import crash, failing_after
 
 from hearth.errors import ConfigError
 from training.utils import ResumeConfig, TrainerConfig
@@ -64,7 +65,7 @@ def test_a_finished_run_says_so_and_how_to_train_more(trial, finished, capsys):
     again = trial(**FOUR_STEPS)
 
     assert again.rewarded == []
-    assert same(again.weights(), finished.weights())
+    assert again.has_weights_of(finished)
     said = capsys.readouterr().out
     assert "8 of 8 rows done" in said
     assert 'this run is finished; to train more, give more epochs with resume="force"' in said
@@ -75,7 +76,7 @@ def test_a_finished_run_goes_on_for_more_epochs_when_forced(trial, finished):
 
     whole = trial(**(FOUR_STEPS | {"folder": "whole"}), epochs=2)
     assert len(more.rewarded) == 8 * 4
-    assert same(more.weights(), whole.weights())
+    assert more.has_weights_of(whole)
     # What it was first started with is kept beside.
     kept = orjson.loads((finished.folder / "config.1.json").read_bytes())
     assert kept["epochs"] == 1
@@ -130,7 +131,7 @@ def test_settings_that_train_nothing_else_may_differ(trial):
         trainer=TrainerConfig(timeout_s=60.0),
     )
 
-    assert same(resumed.weights(), whole.weights())
+    assert resumed.has_weights_of(whole)
 
 
 def test_an_async_run_does_not_go_on_as_another_either(async_trial):
