@@ -53,13 +53,13 @@ def start_worker(launcher: Launcher, spec: WorkerSpec) -> tuple[Any, RecordingWa
 
 
 def make_trainer_spec(
-    source: Path, checkpoints: Path, worker_id: str, **options: Any
+    model_folder: Path, checkpoints: Path, worker_id: str, **options: Any
 ) -> TrainerSpec:
     """The spec of a trainer of the tiny model on the CPU."""
     values: dict[str, Any] = {
         "worker_id": worker_id,
         "base_model": "tiny",
-        "source": str(source),
+        "source": str(model_folder),
         "device": "cpu",
         "checkpoint_dir": str(checkpoints),
         "threads": 1,
