@@ -8,20 +8,16 @@ The documents stand beside the repository (``../shared/documents``, or the folde
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
-import signal
-import subprocess
-import sys
-import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.documents import extraction
+from tests.integration.served import Served
 
 from hearth.sdk import DeploymentManager, TrainerJobManager
 from training.quickstart import MODEL, TRAIN_ROWS
@@ -32,27 +28,6 @@ NUM_ROWS = 6
 KEY = "a-key"
 DOCUMENTED_TOKENIZER = '"Qwen/Qwen3-8B"'
 DOCUMENTED_DATASET = '"/path/to/gsm8k.jsonl"'
-
-
-def _load_extraction() -> types.ModuleType:
-    """The module beside this one: in pytest's importlib mode no test file can import another."""
-    path = Path(__file__).with_name("extraction.py")
-    spec = importlib.util.spec_from_file_location("documents_extraction", path)
-    assert spec is not None, path
-    assert spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-extraction = _load_extraction()
-
-
-@pytest.fixture(scope="session", name="extraction")
-def extraction_fixture() -> types.ModuleType:
-    """The module that takes snippets out of texts."""
-    return extraction
 
 
 @pytest.fixture(scope="session")
@@ -68,12 +43,8 @@ def document() -> Callable[[str], Any]:
     return read
 
 
-@dataclass(frozen=True)
-class Served:
-    """A platform in a process of its own."""
-
-    url: str
-    data_dir: Path
+class DocumentedPlatform(Served):
+    """A platform in a process of its own, and what is asked of it."""
 
     def trainers(self) -> TrainerJobManager:
         """A manager of its trainer jobs."""
@@ -83,22 +54,28 @@ class Served:
         """A manager of its deployments."""
         return DeploymentManager(KEY, base_url=self.url)
 
-    def snapshots(self, job_id: str, entry: str) -> list[str]:
-        """Names of what the client has saved that saved ``one``, without its suffix, oldest first.
+    def snapshots(self, job_id: str, identity: str) -> list[str]:
+        """Names of what the client saved that saved ``identity``, without suffix, oldest first.
 
         A job that publishes into a deployment's bucket lists what others have left there too.
         """
         with contextlib.closing(self.trainers()) as trainers:
-            rows = trainers.list_checkpoints(job_id)
-        names = [str(row.name).rsplit("/", 1)[-1].rsplit("-", 1) for row in rows]
-        return [name for name, suffix in names if suffix == entry.rsplit("-", 1)[1]]
+            checkpoints = trainers.list_checkpoints(job_id)
+        names = [str(point.name).rsplit("/", 1)[-1].rsplit("-", 1) for point in checkpoints]
+        return [name for name, suffix in names if suffix == identity.rsplit("-", 1)[1]]
 
     def states(self) -> tuple[list[str | None], list[int]]:
         """The jobs' states, and how many replicas each deployment has."""
         with contextlib.closing(self.trainers()) as trainers:
-            jobs = [entry.state for entry in trainers.list()]
+            jobs = [job.state for job in trainers.list()]
         with contextlib.closing(self.deployments()) as deployments:
-            return jobs, [entry.max_replica_count for entry in deployments.list()]
+            return jobs, [deployment.max_replica_count for deployment in deployments.list()]
+
+    def assert_released(self) -> None:
+        """There were jobs and deployments; the jobs are cancelled, no deployment has a replica."""
+        states, replicas = self.states()
+        assert set(states) == {"JOB_STATE_CANCELLED"}
+        assert set(replicas) == {0}
 
     def clear(self) -> None:
         """Delete every job and deployment."""
@@ -106,12 +83,12 @@ class Served:
             for job in trainers.list():
                 trainers.delete(str(job.name).rsplit("/", 1)[-1])
         with contextlib.closing(self.deployments()) as deployments:
-            for entry in deployments.list():
-                deployments.delete(entry.deployment_id)
+            for deployment in deployments.list():
+                deployments.delete(deployment.deployment_id)
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DocumentedPlatform]:
     """``hearth serve`` with a process for each trainer and deployment, until the session ends."""
     folder = tmp_path_factory.mktemp("served")
     catalog = folder / "catalog.toml"
@@ -119,49 +96,21 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         '[models."accounts/fireworks/models/qwen3-8b"]\n'
         f"source = {json.dumps(str(MODEL))}\ncontext_length = 4096\n"
     )
-    command = [
-        str(Path(sys.executable).with_name("hearth")),
-        "serve",
-        "--port",
-        "0",
-        "--data-dir",
-        str(folder / "data"),
-        "--catalog",
-        str(catalog),
-        "--trainer-threads",
-        "1",
-        "--deployment-threads",
-        "1",
-    ]
-    environment = {name: value for name, value in os.environ.items() if name != "HEARTH_API_KEYS"}
-    with (folder / "stderr").open("w") as errors:
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("HEARTH_API_KEYS", raising=False)
+        platform = DocumentedPlatform(
+            folder / "data", catalog=catalog, trainer_threads=1, deployment_threads=1
         )
-    try:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        assert first.startswith("serving at "), (folder / "stderr").read_text()
-        assert len(_processes_that_mention(str(folder / "data"))) >= 2, "itself and its forkserver"
-        yield Served(first.split()[2].rstrip(","), folder / "data")
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-        process.stdout.close()
-    left = _processes_that_mention(str(folder / "data"))
-    assert left == [], f"left behind: {left}"
-
-
-def _processes_that_mention(text: str) -> list[str]:
-    found: list[str] = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-    return [line for line in found if text in line]
+    assert platform.processes() != [], "its forkserver"
+    yield platform
+    platform.stop()
+    assert platform.processes() == []
 
 
 @pytest.fixture(scope="module")
-def platform(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def platform(
+    served: DocumentedPlatform, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DocumentedPlatform]:
     """The served platform as the environment names it, a new working folder, and no W&B key.
 
     One for a module: the snippets of a document follow one another. At its end all is deleted.

@@ -46,11 +46,9 @@ def test_the_modules_and_names_it_gives_exist(document):
         module, _, name = entry.rpartition(".")
         parent = importlib.import_module(module)
         assert hasattr(parent, name) or importlib.import_module(entry)
-    assert {"make_grpo_loss_fn", "build_grpo_datums"} <= set(dir(training_utils_rl()))
-
-
-def training_utils_rl():
-    return importlib.import_module("training.utils.rl")
+    assert {"make_grpo_loss_fn", "build_grpo_datums"} <= set(
+        dir(importlib.import_module("training.utils.rl"))
+    )
 
 
 def test_every_policy_loss_of_its_table_is_a_setting(document):
@@ -126,7 +124,7 @@ def wired(platform):
     deployments.close()
 
 
-def draw(sampler, n=3):
+def sample(sampler, n=3):
     messages = [{"role": "user", "content": "What is 20 + 22?"}]
     return sampler.sample_with_tokens(messages=messages, n=n, max_tokens=16, seed=1)
 
@@ -134,15 +132,17 @@ def draw(sampler, n=3):
 def test_synchronous_scripts_wrap_sampling_with_asyncio_run(wired):
     _, sampler, _ = wired
 
-    first, second = (asyncio.run(draw(sampler)) for _ in range(2))
+    first, second = (asyncio.run(sample(sampler)) for _ in range(2))
 
-    assert [entry.full_tokens for entry in first] == [entry.full_tokens for entry in second]
+    assert [completion.full_tokens for completion in first] == [
+        completion.full_tokens for completion in second
+    ]
     assert len(first) == 3
 
 
 def test_the_trainer_gives_one_logprob_less_than_tokens_and_inference_a_leading_none(wired):
     infra, sampler, platform = wired
-    (completion,) = asyncio.run(draw(sampler, n=1))
+    (completion,) = asyncio.run(sample(sampler, n=1))
 
     scored = infra.policy.forward(build_grpo_datums([completion]), "cross_entropy")
     answer = httpx.post(
@@ -167,7 +167,7 @@ def test_the_trainer_gives_one_logprob_less_than_tokens_and_inference_a_leading_
 
 def test_the_reference_is_shared_with_a_lora_policy_and_refuses_to_train(wired):
     infra, sampler, platform = wired
-    datums = build_grpo_datums(asyncio.run(draw(sampler)))
+    datums = build_grpo_datums(asyncio.run(sample(sampler)))
 
     before = infra.reference.forward(datums, "cross_entropy").loss_fn_outputs
     infra.policy.forward_backward(datums, "cross_entropy")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import get_type_hints
 
-import orjson
 import pytest
+from tests.documents import extraction
+from tests.integration.runs import read_steps
 
 from hearth.errors import ClosedError
 from training.rollouts.runner import find_declared_arguments
@@ -33,15 +34,14 @@ def test_every_snippet_has_a_test(document):
 
 
 def test_the_recipe_trains_against_a_reference_and_leaves_nothing_running(
-    document, substituted, platform, names, tmp_path, monkeypatch, extraction
+    document, substituted, platform, names, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
 
     extraction.execute(substituted(document("001").after(RECIPE).text), names)
 
     log = tmp_path / "grpo_logs"
-    records = [orjson.loads(line) for line in (log / "metrics.jsonl").read_bytes().splitlines()]
-    steps = [record for record in records if record["type"] == "train"]
+    steps = read_steps(log)
     assert len(steps) >= 2
     assert all(step["train/grad_norm"] > 0 and "train/mean_kl" in step for step in steps)
     assert len(list(log.glob("wandb/offline-run-*"))) == 1
@@ -49,7 +49,7 @@ def test_the_recipe_trains_against_a_reference_and_leaves_nothing_running(
 
 
 def test_the_loop_trains_inside_the_block_that_provisioned_it(
-    document, substituted, platform, names, extraction
+    document, substituted, platform, names
 ):
     provision, loop = (
         substituted(document("001").after(entry).text) for entry in (PROVISION, LOOP)
@@ -78,13 +78,11 @@ def test_the_loop_trains_inside_the_block_that_provisioned_it(
     assert seen["served"].snapshot_identity.startswith(f"step-{steps:05d}-")
     assert [name.weight_version for name in names["completions"]] == [steps - 1] * 4
     assert names["deploy_cfg"].weight_sync_scope is WeightSyncScope.PER_TRAINER
-    states, replicas = platform.states()
-    assert set(states) == {CANCELLED}
-    assert replicas == [0]
+    platform.assert_released()
 
 
 def test_as_written_the_clients_say_that_their_block_has_ended(
-    document, substituted, platform, names, extraction
+    document, substituted, platform, names
 ):
     provision, loop = (
         substituted(document("001").after(entry).text) for entry in (PROVISION, LOOP)
@@ -104,7 +102,7 @@ def test_as_written_the_clients_say_that_their_block_has_ended(
         names["tracker"].save_and_hotload("late")
 
 
-def test_a_rollout_function_takes_a_row_and_may_give_nothing(document, names, extraction):
+def test_a_rollout_function_takes_a_row_and_may_give_nothing(document, names):
     names["RolloutSample"] = RolloutSample
     extraction.execute(document("001").after(ASYNC).text, names)
     rollout_fn = names["rollout_fn"]

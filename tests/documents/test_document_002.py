@@ -11,6 +11,7 @@ import math
 import random
 
 import pytest
+from tests.documents import extraction
 
 import training.grpo
 from hearth.sdk import DeploymentSampler
@@ -25,7 +26,7 @@ CLASSES = ("GRPOConfig", "GroupSample", "GRPOTrainer", "TrainingMetrics", "GRPOP
 
 
 @pytest.fixture(scope="module")
-def documented(document, extraction):
+def documented(document):
     """The namespace behind both snippets."""
     text = document("002").text
     names = {"__name__": "library"}

@@ -7,10 +7,11 @@ import dataclasses
 import sys
 import types
 
-import orjson
 import pytest
 import tinker
 import torch
+from tests.documents import extraction
+from tests.integration.runs import read_steps
 
 import training.utils
 from hearth.errors import HearthError
@@ -43,7 +44,7 @@ pi_sum, kl_term = (pi_lp * weights).sum(), ((pi_lp - ref_lp) * weights).sum()
 
 
 @pytest.fixture(scope="module")
-def names(document, substituted, platform, reader, extraction):
+def names(document, substituted, platform, reader):
     """The namespace behind steps 1 to 3: clients of running trainers, and both functions."""
     given = reader()
     with pytest.MonkeyPatch.context() as patch:
@@ -60,7 +61,7 @@ def names(document, substituted, platform, reader, extraction):
 
 
 @pytest.fixture(scope="module")
-def trained(names, document, substituted, extraction):
+def trained(names, document, substituted):
     """The namespace behind step 4."""
     extraction.execute(substituted(document("003").after(LOOP).text), names)
     return names
@@ -121,21 +122,23 @@ def test_both_trainers_run_and_the_reference_is_frozen(names, platform):
 
 def test_its_datums_are_ours(names):
     messages = names["dataset"].rows[0]["messages"]
-    drawn = names["sampler"].sample_with_tokens(messages, n=2, max_tokens=8, seed=1)
+    completions = names["sampler"].sample_with_tokens(messages, n=2, max_tokens=8, seed=1)
 
-    theirs, ours = names["build_grpo_datums"](drawn), build_grpo_datums(drawn)
+    theirs, ours = names["build_grpo_datums"](completions), build_grpo_datums(completions)
 
-    for entry in (theirs, ours):
-        assert [datum.model_input.to_ints() for datum in entry] == [
-            c.full_tokens[:-1] for c in drawn
+    for datums in (theirs, ours):
+        assert [datum.model_input.to_ints() for datum in datums] == [
+            c.full_tokens[:-1] for c in completions
         ]
-        values = [{name: row.data for name, row in datum.loss_fn_inputs.items()} for datum in entry]
+        values = [
+            {name: row.data for name, row in datum.loss_fn_inputs.items()} for datum in datums
+        ]
         assert values == [
             {
                 "target_tokens": c.full_tokens[1:],
                 "weights": [0.0] * (c.prompt_len - 1) + [1.0] * c.completion_len,
             }
-            for c in drawn
+            for c in completions
         ]
 
 
@@ -164,9 +167,7 @@ def test_the_loop_trains_the_policy_and_publishes_every_step(trained, platform):
     assert {"grpo_loss", "mean_kl"} <= set(trained["result"].metrics)
 
 
-def test_the_prefill_gives_the_trainers_logprobs_of_the_served_weights(
-    trained, document, platform, extraction
-):
+def test_the_prefill_gives_the_trainers_logprobs_of_the_served_weights(trained, document, platform):
     completion = trained["completions"][0]
     trained |= {"token_ids": completion.full_tokens, "deployment_id": "grpo-serving"}
     code = document("003").after(OFF_POLICY, 1).text
@@ -182,7 +183,7 @@ def test_the_prefill_gives_the_trainers_logprobs_of_the_served_weights(
     assert rows == pytest.approx(trainers, abs=1e-4)
 
 
-def test_the_off_policy_fragment_completed_is_ours(document, trained, extraction):
+def test_the_off_policy_fragment_completed_is_ours(document, trained):
     tree = ast.parse(document("003").after(OFF_POLICY).text)
     outer = tree.body[0]
     closure = next(entry for entry in outer.body if isinstance(entry, ast.FunctionDef))
@@ -202,16 +203,13 @@ def test_the_off_policy_fragment_completed_is_ours(document, trained, extraction
     )
 
 
-def test_the_recipe_takes_the_oldest_names(
-    document, substituted, trained, tmp_path, monkeypatch, extraction
-):
+def test_the_recipe_takes_the_oldest_names(document, substituted, trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     extraction.execute(substituted(document("003").after(RECIPE).text), trained)
 
     (log,) = tmp_path.glob("runs/*/metrics.jsonl")
-    records = [orjson.loads(line) for line in log.read_bytes().splitlines()]
-    steps = [record for record in records if record["type"] == "train"]
+    steps = read_steps(log.parent)
     assert len(steps) >= 2
     assert all(step["train/grad_norm"] > 0 and "train/mean_kl" in step for step in steps)
     assert trained["cfg"].sync.interval == 1
@@ -234,8 +232,7 @@ def test_its_older_switches_reach_the_run(trained, tmp_path):
 
     trained["main"](changed)
 
-    records = map(orjson.loads, (tmp_path / "metrics.jsonl").read_bytes().splitlines())
-    steps = [record for record in records if record["type"] == "train"]
+    steps = read_steps(tmp_path)
     assert len(steps) >= 1
     for step in steps:
         assert 0 < step["train/tis/weight_mean"] <= 1.0

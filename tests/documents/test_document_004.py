@@ -12,6 +12,8 @@ from typing import get_type_hints
 
 import orjson
 import pytest
+from tests.documents import extraction
+from tests.integration.runs import read_steps
 
 from training.quickstart import MODEL
 from training.samples.rollout import RolloutSample
@@ -27,23 +29,20 @@ def test_every_snippet_has_a_test(document):
 
 
 def test_rl_loop_takes_the_newest_names(
-    document, substituted, platform, reader, tmp_path, monkeypatch, extraction
+    document, substituted, platform, reader, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     names = reader()
 
     extraction.execute(substituted(document("004").after(RL_LOOP).text), names)
 
-    lines = (tmp_path / "grpo_logs" / "metrics.jsonl").read_bytes().splitlines()
-    steps = [line for line in map(orjson.loads, lines) if line["type"] == "train"]
+    steps = read_steps(tmp_path / "grpo_logs")
     assert len(steps) >= 2
     assert all(step["train/grad_norm"] > 0 and "train/mean_kl" in step for step in steps)
-    states, replicas = platform.states()
-    assert set(states) == {"JOB_STATE_CANCELLED"}
-    assert replicas == [0]
+    platform.assert_released()
 
 
-def test_a_rollout_sample_begins_with_the_documents_fields(document, reader, extraction):
+def test_a_rollout_sample_begins_with_the_documents_fields(document, reader):
     names = reader() | {"dataclass": dataclass}
 
     extraction.execute(document("004").after(ROLLOUT, 1).text, names)
@@ -60,7 +59,7 @@ def test_a_rollout_sample_begins_with_the_documents_fields(document, reader, ext
 
 @pytest.mark.parametrize("place", ["served", "embedded"])
 def test_the_rollout_function_draws_from_a_deployment_and_the_recipe_trains_on_it(
-    place, document, substituted, platform, reader, tmp_path, monkeypatch, extraction
+    place, document, substituted, platform, reader, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     code = substituted(document("004").after(TRAIN).text)
@@ -78,8 +77,7 @@ def test_the_rollout_function_draws_from_a_deployment_and_the_recipe_trains_on_i
         with_rows(code), names | {"rows_of_mine": prompt_rows(names["dataset"].rows)}
     )
 
-    lines = (tmp_path / "gsm8k_logs" / "metrics.jsonl").read_bytes().splitlines()
-    steps = [line for line in map(orjson.loads, lines) if line["type"] == "train"]
+    steps = read_steps(tmp_path / "gsm8k_logs")
     assert [step["rollout/valid_prompt_groups"] for step in steps] == [8.0, 4.0]
     assert all(step["train/grad_norm"] > 0 for step in steps)
     assert all(step["async/version_offset_max"] <= 4 for step in steps)
@@ -91,9 +89,7 @@ def test_the_rollout_function_draws_from_a_deployment_and_the_recipe_trains_on_i
         "max_head_offpolicy_versions",
     )
     assert [saved[name] for name in names] == [1.7e-5, 8, 8, 4]
-    states, replicas = platform.states()
-    assert set(states) == {"JOB_STATE_CANCELLED"}
-    assert set(replicas) == {0}
+    platform.assert_released()
 
 
 def with_rows(code: str) -> str:

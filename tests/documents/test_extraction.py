@@ -3,12 +3,14 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+from tests.documents import extraction
+
 
 def dedented(text: str) -> str:
     return textwrap.dedent(text).lstrip("\n")
 
 
-def test_code_is_told_from_the_prose_around_it(extraction):
+def test_code_is_told_from_the_prose_around_it():
     text = dedented("""
         Overview
         Call it like this:
@@ -33,7 +35,7 @@ def test_code_is_told_from_the_prose_around_it(extraction):
     assert found[1].text == "def double(x):\n    return 2 * x\n"
 
 
-def test_only_fenced_python_is_taken_from_markdown(extraction):
+def test_only_fenced_python_is_taken_from_markdown():
     text = "# A\n```sh\nls\n```\n## B\n  ```python title\n  x = 1\n  ```\n"
 
     document = extraction.Document(Path("d.md"), text, tuple(extraction.fenced(text)))
@@ -42,7 +44,7 @@ def test_only_fenced_python_is_taken_from_markdown(extraction):
     assert document.after("B").line == 7
 
 
-def test_lost_indentation_is_found_again(extraction):
+def test_lost_indentation_is_found_again():
     lines = dedented("""
         @dataclass
         class Sums:

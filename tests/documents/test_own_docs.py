@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.documents import extraction
 
 from training.data.rows import load_rows
 from training.quickstart import MODEL, TRAIN_ROWS
@@ -21,7 +22,7 @@ STAND_INS = {'"Qwen/Qwen3-0.6B"': json.dumps(str(MODEL)), '"gsm8k.jsonl"': '"row
 
 
 @pytest.fixture(scope="module")
-def run_page(extraction, platform):
+def run_page(platform):
     """Run a page's blocks once, in the working folder, which has a few rows."""
     rows = load_rows(str(TRAIN_ROWS), 8)
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -89,9 +90,7 @@ def test_the_example_trains_on_the_served_platform(platform, capsys):
 
     assert len(rewards) == module.STEPS
     assert "accounts/me/models/own-loop" in capsys.readouterr().out
-    states, replicas = platform.states()
-    assert set(states) == {"JOB_STATE_CANCELLED"}
-    assert set(replicas) <= {0}
+    platform.assert_released()
 
 
 def test_the_example_runs_with_nothing_set_up(monkeypatch, tmp_path):

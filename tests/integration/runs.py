@@ -60,6 +60,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
 
 
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run's steps."""
+    return [record for record in read_metrics(folder) if record["type"] == "train"]
+
+
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """All records of a run, without wall times."""
     return [

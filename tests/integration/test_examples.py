@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from tests.integration.runs import read_steps
 
 from hearth.errors import ConfigError, TransportError
 from hearth.sdk.transport import mount, unmount
@@ -164,8 +165,7 @@ def test_an_example_trains_with_nothing_set_up(name, tmp_path, monkeypatch, caps
         runpy.run_module(f"training.examples.rl.{name}.train", run_name="__main__")
 
     assert end.value.code == 0
-    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
-    steps = [line for line in map(orjson.loads, lines) if line["type"] == "train"]
+    steps = read_steps(tmp_path)
     assert [step["rollout/valid_prompt_groups"] for step in steps] == [2.0, 2.0]
     assert any(step["train/grad_norm"] > 0 for step in steps)
     assert reward_trend(tmp_path) in capsys.readouterr().out

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import openai
-import orjson
 import pytest
+from tests.integration.runs import read_steps
 from tests.unit.reciter import write_reciter
 from transformers import AutoTokenizer
 
@@ -313,8 +313,7 @@ def test_the_example_trains_from_its_command_with_nothing_set_up(tmp_path, capfd
         command([part for name, value in flags.items() for part in (f"--{name}", str(value))]) == 0
     )
 
-    records = map(orjson.loads, (tmp_path / "metrics.jsonl").read_bytes().splitlines())
-    steps = [record for record in records if record["type"] == "train"]
+    steps = read_steps(tmp_path)
     assert [record["rollout/samples_completed"] for record in steps] == [4.0, 4.0]
     said = capfd.readouterr().out
     assert "in the first quarter of 2 steps" in said

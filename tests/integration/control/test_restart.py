@@ -21,17 +21,22 @@ def again(make_plane, script):
     return make
 
 
-def asked(base):
+def describe_job(base):
     return TrainerJob.from_dict({"trainingConfig": {"baseModel": base}})
 
 
-def test_jobs_and_deployments_that_still_run_are_running_again(make_plane, again, script, base):
-    first = make_plane(script)
-    first.jobs.create("j", asked(base), None)
+@pytest.fixture
+def first(make_plane, script, base):
+    """A platform with a job and a deployment that run."""
+    plane = make_plane(script)
+    plane.jobs.create("j", describe_job(base), None)
     script.last("j").starts()
-    first.deployments.create("d", Deployment(base_model=base))
+    plane.deployments.create("d", Deployment(base_model=base))
     script.last("d").starts()
+    return plane
 
+
+def test_jobs_and_deployments_that_still_run_are_running_again(first, again, script):
     second, found = again(adopts=True)
 
     assert second.jobs.get("j").state == "JOB_STATE_RUNNING"
@@ -50,15 +55,7 @@ def test_jobs_and_deployments_that_still_run_are_running_again(make_plane, again
     assert worker.stops == 1
 
 
-def test_jobs_whose_trainers_ended_are_failed_and_deployments_start_again(
-    make_plane, again, script, base
-):
-    first = make_plane(script)
-    first.jobs.create("j", asked(base), None)
-    script.last("j").starts()
-    first.deployments.create("d", Deployment(base_model=base))
-    script.last("d").starts()
-
+def test_jobs_whose_trainers_ended_are_failed_and_deployments_start_again(first, again):
     second, found = again(reason="ended by SIGKILL")
 
     job = second.jobs.get("j")
@@ -76,7 +73,7 @@ def test_jobs_whose_trainers_ended_are_failed_and_deployments_start_again(
 def test_what_was_written_and_never_started_is_started(make_plane, again, script, base):
     first = make_plane(script)
     # As a platform leaves it that is killed between writing a record and starting its worker.
-    first.store.jobs.insert("j", "JOB_STATE_CREATING", asked(base).as_dict())
+    first.store.jobs.insert("j", "JOB_STATE_CREATING", describe_job(base).as_dict())
     first.store.deployments.insert("d", "CREATING", Deployment(base_model=base).as_dict())
 
     second, found = again()
@@ -91,7 +88,7 @@ def test_what_was_written_and_never_started_is_started(make_plane, again, script
 def test_what_had_ended_stays_as_it_was(make_plane, again, script, base):
     first = make_plane(script)
     for id in ("cancelled", "failed", "deleted"):
-        first.jobs.create(id, asked(base), None)
+        first.jobs.create(id, describe_job(base), None)
         script.last(id).starts()
     first.jobs.cancel("cancelled")
     script.last("failed").dies("no memory")
@@ -149,7 +146,7 @@ def test_after_a_restart_inline_jobs_are_failed_and_deployments_serve_again(
     make_plane, base, tmp_path
 ):
     first = make_plane(InlineLauncher(tmp_path))
-    first.jobs.create("j", asked(base), None)
+    first.jobs.create("j", describe_job(base), None)
     first.deployments.create("d", Deployment(base_model=base))
     await_state(first.store.jobs, "j", "JOB_STATE_RUNNING")
     await_state(first.store.deployments, "d", "READY")

@@ -7,11 +7,17 @@ from hearth.errors import ConfigError, ConflictError, NotFoundError
 from hearth.wire.fireworks import TrainerJob
 
 
+def url_of(request, kind):
+    """The URL of an empty database."""
+    if kind == "postgresql":
+        return request.getfixturevalue("postgres_url")
+    path = request.getfixturevalue("tmp_path") / "control.db"
+    return f"sqlite:///{path}" if kind == "sqlite-file" else "sqlite://"
+
+
 @pytest.fixture(params=["sqlite-file", "sqlite-memory", "postgresql"])
-def store(request, tmp_path):
-    urls = {"sqlite-file": f"sqlite:///{tmp_path / 'control.db'}", "sqlite-memory": "sqlite://"}
-    url = urls.get(request.param) or request.getfixturevalue("postgres_url")
-    store = Store(url)
+def store(request):
+    store = Store(url_of(request, request.param))
     yield store
     store.close()
 
@@ -59,16 +65,16 @@ def test_of_two_that_insert_one_id_at_once_exactly_one_wins(store):
     assert all(store.jobs.get(f"id-{round}").body == {"by": number} for round, number in outcomes)
 
 
-def test_two_connections_to_one_database_cannot_both_insert_an_id(request, tmp_path):
+def test_two_connections_to_one_database_cannot_both_insert_an_id(tmp_path):
     url = f"sqlite:///{tmp_path / 'shared.db'}"
-    entry, other = Store(url), Store(url)
-    entry.jobs.insert("one", "NEW", {})
+    first, second = Store(url), Store(url)
+    first.jobs.insert("one", "NEW", {})
 
     with pytest.raises(ConflictError):
-        other.jobs.insert("one", "NEW", {})
+        second.jobs.insert("one", "NEW", {})
 
-    entry.close()
-    other.close()
+    first.close()
+    second.close()
 
 
 def test_a_row_moves_only_from_the_states_that_are_named(store):
@@ -134,11 +140,11 @@ def test_whoever_waits_is_woken_by_each_change_of_that_row_only(store):
 
     waiting = [store.jobs.changes.next_change("one") for _ in range(2)]
     store.jobs.update("two", state="DONE")
-    assert not any(entry.done() for entry in waiting)
+    assert not any(change.done() for change in waiting)
     store.jobs.update("one", only_from=("RUNNING",), state="DONE")
-    assert not any(entry.done() for entry in waiting)
+    assert not any(change.done() for change in waiting)
     store.jobs.update("one", state="DONE")
-    assert all(entry.done() for entry in waiting)
+    assert all(change.done() for change in waiting)
 
     gone = store.jobs.changes.next_change("one")
     store.jobs.delete("one")
@@ -163,24 +169,14 @@ def test_closing_wakes_all_who_wait(store):
     assert waiting.done()
 
 
-def test_what_was_written_is_there_when_the_database_is_opened_again(tmp_path):
-    url = f"sqlite:///{tmp_path / 'control.db'}"
+@pytest.mark.parametrize("kind", ["sqlite-file", "postgresql"])
+def test_what_was_written_is_there_when_the_database_is_opened_again(request, kind):
+    url = url_of(request, kind)
     first = Store(url)
     record = first.jobs.insert("one", "NEW", {"n": 1})
     first.close()
 
     again = Store(url)
-
-    assert again.jobs.list_all() == [record]
-    again.close()
-
-
-def test_what_was_written_is_there_when_postgresql_is_opened_again(postgres_url):
-    first = Store(postgres_url)
-    record = first.jobs.insert("one", "NEW", {"n": 1})
-    first.close()
-
-    again = Store(postgres_url)
 
     assert again.jobs.list_all() == [record]
     again.close()
@@ -205,9 +201,9 @@ def test_the_password_of_a_database_is_in_no_message(tmp_path):
 
 def test_a_whole_job_life_on_postgresql(make_plane, script, postgres_url, job):
     plane = make_plane(script, postgres_url)
-    asked = TrainerJob.from_dict(job())
+    record = TrainerJob.from_dict(job())
 
-    plane.jobs.create("j", asked, None)
+    plane.jobs.create("j", record, None)
     script.last("j").starts()
     assert plane.jobs.get("j").state == "JOB_STATE_RUNNING"
     script.last("j").dies("a log line with \0 in it")
@@ -217,7 +213,7 @@ def test_a_whole_job_life_on_postgresql(make_plane, script, postgres_url, job):
     plane.jobs.cancel("j")
     plane.jobs.delete("j")
     with pytest.raises(ConflictError):
-        plane.jobs.create("j", asked, None)
+        plane.jobs.create("j", record, None)
 
     again = Store(postgres_url)
     assert [(record.id, record.state) for record in again.jobs.list_all()] == [

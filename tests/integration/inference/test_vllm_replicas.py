@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -13,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.inference.scripted import Scripted, snapshot
+from tests.waiting import wait_until
 
 from hearth.errors import ClosedError, ConfigError, EngineError, RequestError
-from hearth.inference.backend import SampleRequest, ServingState, TokenListener
+from hearth.inference.backend import SampledSequence, SampleRequest, ServingState, TokenListener
 from hearth.inference.vllm.replicas import MOST_RESTARTS
 
 PATIENCE_S = 20.0
@@ -25,21 +24,22 @@ def request(first: int = 1, **fields: Any) -> SampleRequest:
     return SampleRequest(**{"prompt": [first, 2, 3], "max_tokens": 4, "seed": 5, **fields})
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < end_s, "it never came to that"
-        time.sleep(0.01)
-
-
-def generated(scripted: Scripted, pid: int) -> int:
+def count_generated(scripted: Scripted, pid: int) -> int:
     """How many completions, probes not counted, a server was asked for."""
     return sum("seed" in call and "/generate" in call for call in scripted.calls(pid))
 
 
-def loaded(scripted: Scripted, identity: str, **fields: Any) -> ServingState:
+def load(scripted: Scripted, identity: str, **fields: Any) -> ServingState:
     future = scripted.backend.hot_load(identity, lambda: snapshot(identity, **fields))
     return future.result(PATIENCE_S)
+
+
+def submit_held(scripted: Scripted) -> Future[SampledSequence]:
+    """A request that the one server has begun, and holds."""
+    scripted.order("hold")
+    future = scripted.backend.submit(request())
+    wait_until(lambda: count_generated(scripted, scripted.pids()[0]) == 1)
+    return future
 
 
 class Collector:
@@ -55,31 +55,31 @@ class Collector:
 
 def test_a_completion_has_its_tokens_version_and_logprobs(scripted) -> None:
     backend = scripted().start()
-    drawn = backend.submit(request(prompt_logprobs=True)).result(PATIENCE_S)
+    sampled = backend.submit(request(prompt_logprobs=True)).result(PATIENCE_S)
 
-    assert drawn.token_ids == [11, 18, 25, 32]
-    assert drawn.logprobs == drawn.sampling_logprobs
-    assert drawn.prompt_logprobs is not None
-    assert drawn.prompt_logprobs[0] is None
-    assert drawn.versions == [[0, 4]]
-    assert (drawn.weight_version, drawn.snapshot_identity, drawn.seed) == (0, None, 5)
-    assert drawn.finish_reason == "length"
+    assert sampled.token_ids == [11, 18, 25, 32]
+    assert sampled.logprobs == sampled.sampling_logprobs
+    assert sampled.prompt_logprobs is not None
+    assert sampled.prompt_logprobs[0] is None
+    assert sampled.versions == [[0, 4]]
+    assert (sampled.weight_version, sampled.snapshot_identity, sampled.seed) == (0, None, 5)
+    assert sampled.finish_reason == "length"
 
 
-def test_a_greedy_draw_is_certain_and_tells_the_models_logprob(scripted) -> None:
-    drawn = scripted().start().submit(request(temperature=0)).result(PATIENCE_S)
+def test_a_greedy_completion_is_certain_and_tells_the_models_logprob(scripted) -> None:
+    sampled = scripted().start().submit(request(temperature=0)).result(PATIENCE_S)
 
-    assert drawn.sampling_logprobs == [0.0] * 4
-    assert all(logprob <= -1 for logprob in drawn.logprobs)
+    assert sampled.sampling_logprobs == [0.0] * 4
+    assert all(logprob <= -1 for logprob in sampled.logprobs)
 
 
 @pytest.mark.parametrize("cut", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9}])
-def test_the_models_own_logprobs_of_a_cut_draw_are_scored_apart(scripted, cut) -> None:
-    entry = scripted()
-    drawn = entry.start().submit(request(**cut)).result(PATIENCE_S)
+def test_the_models_own_logprobs_of_a_cut_completion_are_scored_apart(scripted, cut) -> None:
+    deployment = scripted()
+    sampled = deployment.start().submit(request(**cut)).result(PATIENCE_S)
 
-    assert len(drawn.logprobs) == 4
-    scoring = entry.calls(entry.pids()[0])[-1]
+    assert len(sampled.logprobs) == 4
+    scoring = deployment.calls(deployment.pids()[0])[-1]
     assert '"token_ids": [1, 2, 3, 11, 18, 25, 32]' in scoring
 
 
@@ -98,16 +98,16 @@ def test_what_vllm_cannot_do_is_refused(scripted, fields, message) -> None:
         backend.submit(request(**fields))
 
 
-def test_nothing_to_draw_is_answered_at_once(scripted) -> None:
-    drawn = scripted().start().submit(request(max_tokens=0)).result(PATIENCE_S)
-    assert (drawn.token_ids, drawn.versions, drawn.finish_reason) == ([], [], "length")
+def test_nothing_to_sample_is_answered_at_once(scripted) -> None:
+    sampled = scripted().start().submit(request(max_tokens=0)).result(PATIENCE_S)
+    assert (sampled.token_ids, sampled.versions, sampled.finish_reason) == ([], [], "length")
 
 
 def test_a_listener_hears_each_token(scripted) -> None:
     collector = Collector()
-    drawn = scripted().start().submit(request(listener=collector.listener)).result(PATIENCE_S)
+    sampled = scripted().start().submit(request(listener=collector.listener)).result(PATIENCE_S)
 
-    assert collector.tokens == drawn.token_ids == [11, 18, 25, 32]
+    assert collector.tokens == sampled.token_ids == [11, 18, 25, 32]
     assert len(collector.prompts) == 1
 
 
@@ -116,7 +116,7 @@ def test_requests_beyond_one_replicas_room_go_to_the_other(scripted) -> None:
     backend = two.start()
     two.order("hold")
     futures = [backend.submit(request(seed=seed)) for seed in range(8)]
-    until(lambda: [generated(two, pid) for pid in two.pids()] == [4, 4])
+    wait_until(lambda: [count_generated(two, pid) for pid in two.pids()] == [4, 4])
     two.withdraw("hold")
 
     assert [future.result(PATIENCE_S).seed for future in futures] == list(range(8))
@@ -125,31 +125,31 @@ def test_requests_beyond_one_replicas_room_go_to_the_other(scripted) -> None:
 def test_no_client_sees_a_replica_die(scripted) -> None:
     two = scripted(2)
     backend = two.start()
-    state = loaded(two, "s-1")
+    state = load(two, "s-1")
     two.order("hold")
     futures = [backend.submit(request(seed=seed)) for seed in range(8)]
-    until(lambda: sum(generated(two, pid) for pid in two.pids()) == 8)
+    wait_until(lambda: sum(count_generated(two, pid) for pid in two.pids()) == 8)
 
     os.kill(two.pids()[0], signal.SIGKILL)
-    until(lambda: len(two.pids()) == 3)
+    wait_until(lambda: len(two.pids()) == 3)
     two.withdraw("hold")
 
     for seed, future in enumerate(futures):
-        drawn = future.result(PATIENCE_S)
-        assert drawn.token_ids[0] == (6 + seed) % 50
-        assert (drawn.weight_version, drawn.snapshot_identity) == (1, "s-1")
+        sampled = future.result(PATIENCE_S)
+        assert sampled.token_ids[0] == (6 + seed) % 50
+        assert (sampled.weight_version, sampled.snapshot_identity) == (1, "s-1")
     assert state.weight_version == 1
 
 
 def test_a_replacement_serves_the_current_version_before_it_is_given_requests(scripted) -> None:
-    entry = scripted()
-    backend = entry.start()
-    loaded(entry, "s-1")
-    os.kill(entry.pids()[0], signal.SIGKILL)
-    drawn = backend.submit(request()).result(PATIENCE_S)
+    deployment = scripted()
+    backend = deployment.start()
+    load(deployment, "s-1")
+    os.kill(deployment.pids()[0], signal.SIGKILL)
+    sampled = backend.submit(request()).result(PATIENCE_S)
 
-    assert drawn.snapshot_identity == "s-1"
-    calls = entry.calls(entry.pids()[1])
+    assert sampled.snapshot_identity == "s-1"
+    calls = deployment.calls(deployment.pids()[1])
     places = [
         next(n for n, call in enumerate(calls) if wanted in call)
         for wanted in ('"identity": "s-1"', '"new_version": "1-1"', '"seed": 5')
@@ -158,25 +158,25 @@ def test_a_replacement_serves_the_current_version_before_it_is_given_requests(sc
 
 
 def test_a_stream_goes_on_where_its_replica_died(scripted) -> None:
-    entry = scripted()
-    backend = entry.start()
-    entry.order("hold-streams")
+    deployment = scripted()
+    backend = deployment.start()
+    deployment.order("hold-streams")
     collector = Collector()
     future = backend.submit(request(listener=collector.listener))
-    until(lambda: len(collector.tokens) == 2)
+    wait_until(lambda: len(collector.tokens) == 2)
 
-    os.kill(entry.pids()[0], signal.SIGKILL)
-    until(lambda: len(entry.pids()) == 2)
-    entry.withdraw("hold-streams")
+    os.kill(deployment.pids()[0], signal.SIGKILL)
+    wait_until(lambda: len(deployment.pids()) == 2)
+    deployment.withdraw("hold-streams")
 
     assert future.result(PATIENCE_S).token_ids == collector.tokens == [11, 18, 25, 32]
 
 
 def test_a_replica_that_dies_too_often_ends_the_deployment(scripted) -> None:
-    entry = scripted()
-    backend = entry.start()
-    entry.order("never-start")
-    os.kill(entry.pids()[0], signal.SIGKILL)
+    deployment = scripted()
+    backend = deployment.start()
+    deployment.order("never-start")
+    os.kill(deployment.pids()[0], signal.SIGKILL)
     error = backend.failed.result(PATIENCE_S)
 
     assert f"more than {MOST_RESTARTS} times" in str(error)
@@ -188,7 +188,7 @@ def test_a_replica_that_dies_too_often_ends_the_deployment(scripted) -> None:
 def test_every_replica_takes_new_weights(scripted) -> None:
     two = scripted(2)
     two.start()
-    state = loaded(two, "s-1")
+    state = load(two, "s-1")
 
     assert (state.stage, state.current_identity, state.weight_version) == ("done", "s-1", 1)
     for pid in two.pids():
@@ -197,30 +197,26 @@ def test_every_replica_takes_new_weights(scripted) -> None:
 
 
 def test_draining_ends_what_runs_on_the_old_weights(scripted) -> None:
-    entry = scripted()
-    backend = entry.start()
-    entry.order("hold")
-    running = backend.submit(request())
-    until(lambda: generated(entry, entry.pids()[0]) == 1)
+    deployment = scripted()
+    backend = deployment.start()
+    running = submit_held(deployment)
     sync = backend.hot_load("s-1", lambda: snapshot("s-1"))
-    until(lambda: backend.state().stage == "loading")
+    wait_until(lambda: backend.state().stage == "loading")
     assert not sync.done()
-    entry.withdraw("hold")
+    deployment.withdraw("hold")
 
     assert running.result(PATIENCE_S).versions == [[0, 4]]
     assert sync.result(PATIENCE_S).current_identity == "s-1"
     assert backend.submit(request()).result(PATIENCE_S).versions == [[1, 4]]
 
 
-def test_drain_by_abort_draws_what_runs_again_with_the_new_weights(scripted) -> None:
-    entry = scripted(drain="abort")
-    backend = entry.start()
-    entry.order("hold")
-    running = backend.submit(request())
-    until(lambda: generated(entry, entry.pids()[0]) == 1)
+def test_drain_by_abort_samples_what_runs_again_with_the_new_weights(scripted) -> None:
+    deployment = scripted(drain="abort")
+    backend = deployment.start()
+    running = submit_held(deployment)
     sync: Future[ServingState] = backend.hot_load("s-1", lambda: snapshot("s-1"))
     assert sync.result(PATIENCE_S).current_identity == "s-1"
-    entry.withdraw("hold")
+    deployment.withdraw("hold")
 
     assert running.result(PATIENCE_S).versions == [[1, 4]]
 
@@ -229,44 +225,38 @@ def test_drain_by_abort_draws_what_runs_again_with_the_new_weights(scripted) -> 
 def test_weights_that_one_replica_does_not_take_are_taken_by_none(scripted, order) -> None:
     two = scripted(2)
     backend = two.start()
-    loaded(two, "s-1")
+    load(two, "s-1")
     two.order(order)
-    state = loaded(two, "s-2", value=2.0)
+    state = load(two, "s-2", value=2.0)
 
     assert (state.stage, state.current_identity) == ("error", "s-1")
+    assert order != "once-refuse" or state.error == "bad checksum"
     for seed in range(8):
-        drawn = backend.submit(request(first=seed, seed=seed)).result(PATIENCE_S)
-        assert drawn.versions == [[1, 4]]
-    assert loaded(two, "s-3", value=3.0).weight_version == 2
-
-
-def test_the_error_of_a_refusal_says_why(scripted) -> None:
-    entry = scripted()
-    entry.start()
-    entry.order("once-refuse")
-    assert loaded(entry, "s-1").error == "bad checksum"
+        sampled = backend.submit(request(first=seed, seed=seed)).result(PATIENCE_S)
+        assert sampled.versions == [[1, 4]]
+    assert load(two, "s-3", value=3.0).weight_version == 2
 
 
 def test_a_replica_that_dies_amid_a_sync_comes_back_with_its_outcome(scripted) -> None:
     two = scripted(2)
     two.start()
     two.order("once-die")
-    assert loaded(two, "s-1").current_identity == "s-1"
-    until(lambda: len(two.pids()) == 3)
+    assert load(two, "s-1").current_identity == "s-1"
+    wait_until(lambda: len(two.pids()) == 3)
     third = two.pids()[2]
-    until(lambda: any('"new_version": "1-1"' in call for call in two.calls(third)))
+    wait_until(lambda: any('"new_version": "1-1"' in call for call in two.calls(third)))
 
     assert any('"identity": "s-1"' in call for call in two.calls(third))
 
 
 def test_weights_of_another_model_are_refused_before_any_replica_hears_of_them(scripted) -> None:
-    entry = scripted()
-    entry.start()
-    state = loaded(entry, "s-1", tensors={"w": torch.zeros(5)})
+    deployment = scripted()
+    deployment.start()
+    state = load(deployment, "s-1", tensors={"w": torch.zeros(5)})
 
     assert state.error is not None
     assert "w (5,) instead of (4,)" in state.error
-    assert not any("update_weights" in call for call in entry.calls(entry.pids()[0]))
+    assert not any("update_weights" in call for call in deployment.calls(deployment.pids()[0]))
 
 
 def test_a_server_that_does_not_start_says_what_to_do(scripted) -> None:
@@ -277,25 +267,23 @@ def test_a_server_that_does_not_start_says_what_to_do(scripted) -> None:
 
 
 def test_a_server_that_never_answers_is_given_up_after_its_budget(scripted) -> None:
-    entry = scripted(start_timeout_s=0.5)
-    entry.order("no-answer")
+    deployment = scripted(start_timeout_s=0.5)
+    deployment.order("no-answer")
     with pytest.raises(ConfigError, match="had not answered after 0 s"):
-        entry.start()
+        deployment.start()
 
 
 def test_an_interpreter_that_is_not_there_is_named(scripted) -> None:
-    entry = scripted()
-    entry.plan = replace(entry.plan, python="/no/such/python")
+    deployment = scripted()
+    deployment.plan = replace(deployment.plan, python="/no/such/python")
     with pytest.raises(EngineError, match="got '/no/such/python'"):
-        entry.start()
+        deployment.start()
 
 
 def test_closing_fails_what_is_left(scripted) -> None:
-    entry = scripted()
-    backend = entry.start()
-    entry.order("hold")
-    running = backend.submit(request())
-    until(lambda: generated(entry, entry.pids()[0]) == 1)
+    deployment = scripted()
+    backend = deployment.start()
+    running = submit_held(deployment)
     backend.close()
 
     with pytest.raises(ClosedError):
@@ -305,14 +293,14 @@ def test_closing_fails_what_is_left(scripted) -> None:
 
 
 def test_a_cancelled_request_leaves_its_place_to_another(scripted) -> None:
-    entry = scripted()
-    backend = entry.start()
-    entry.order("hold")
+    deployment = scripted()
+    backend = deployment.start()
+    deployment.order("hold")
     futures = [backend.submit(request(seed=seed)) for seed in range(4)]
-    until(lambda: generated(entry, entry.pids()[0]) == 4)
+    wait_until(lambda: count_generated(deployment, deployment.pids()[0]) == 4)
     fifth = backend.submit(request(seed=9))
     futures[0].cancel()
-    until(lambda: generated(entry, entry.pids()[0]) == 5)
-    entry.withdraw("hold")
+    wait_until(lambda: count_generated(deployment, deployment.pids()[0]) == 5)
+    deployment.withdraw("hold")
 
     assert fifth.result(PATIENCE_S).seed == 9
