@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.documents import extraction
+from tests.modules import load_module
 
 from training.data.rows import load_rows
 from training.quickstart import MODEL, TRAIN_ROWS
@@ -80,11 +80,7 @@ def test_the_async_page_says_to_pin_the_version():
 
 
 def test_the_example_trains_on_the_served_platform(platform, capsys):
-    spec = importlib.util.spec_from_file_location("own_loop", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_module(EXAMPLE)
 
     rewards = module.main()
 

@@ -149,8 +149,6 @@ async def _called(make: RolloutFnFactory, setup: RolloutSetup) -> RolloutResult:
 
 @pytest.mark.parametrize("name", ["single_turn_token_in", "multi_turn_message_in"])
 def test_an_example_trains_with_nothing_set_up(name, tmp_path, monkeypatch, capsys):
-    for variable in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
-        monkeypatch.delenv(variable, raising=False)
     flags = {
         "log-path": tmp_path,
         "max-rows": 4,

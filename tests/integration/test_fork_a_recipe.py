@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import orjson
 import pytest
 from tests.integration.conftest import config
 from tests.integration.rollouts import spread
+from tests.integration.runs import read_metrics
+from tests.modules import load_module
 
 from training.data.rows import load_rows
 from training.quickstart import TRAIN_ROWS
@@ -29,13 +28,7 @@ def fork(folder: Path, diff: str) -> ModuleType:
     """The recipe with a diff applied, imported from a copy."""
     shutil.copy(Path(rl_loop.__file__), folder)
     subprocess.run(["git", "apply", "-"], input=diff.encode(), cwd=folder, check=True)
-    name = f"fork_of_rl_loop_{DIFFS.index(diff)}"
-    spec = importlib.util.spec_from_file_location(name, folder / "rl_loop.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(folder / "rl_loop.py", f"fork_of_rl_loop_{DIFFS.index(diff)}")
 
 
 def reward(text: str, row: Any) -> float:
@@ -50,8 +43,7 @@ def test_each_diff_applies_and_its_recipe_trains_two_steps(tmp_path, number):
 
     module.main(module.Config(**vars(config(run))), ROWS, reward_fn=reward)
 
-    lines = (run / "metrics.jsonl").read_bytes().splitlines()
-    records = [orjson.loads(line) for line in lines]
+    records = read_metrics(run)
     assert [record["step"] for record in records] == [1, 2]
     assert len(DIFFS) == 3
     if number == 0:

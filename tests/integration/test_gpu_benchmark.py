@@ -1,6 +1,5 @@
 """The benchmark of one device runs on any: here with a tiny model on the CPU."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 import orjson
 import pytest
 import torch
+from tests.modules import load_module
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 PARTS = [
@@ -30,13 +30,7 @@ PARTS = [
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_benchmark", module)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(SCRIPT, "gpu_benchmark")
 
 
 def run(*options: str) -> dict[str, Any]:
@@ -61,8 +55,8 @@ def test_every_part_runs_on_a_cpu() -> None:
         assert all(value > 0 for value in figures.values() if isinstance(value, float)), name
     assert report["parts"]["step"]["step_s"] == pytest.approx(
         sum(
-            report["parts"]["step"][f"{entry}_s"]
-            for entry in ("rollout", "forward_backward", "optim", "sync")
+            report["parts"]["step"][f"{phase}_s"]
+            for phase in ("rollout", "forward_backward", "optim", "sync")
         )
     )
     assert set(report["against_generate"]) == {"4", "8"}
@@ -88,7 +82,7 @@ def test_a_part_that_finds_no_memory_says_so_and_the_others_go_on(gpu: ModuleTyp
 def test_parts_that_find_no_time_are_said(gpu: ModuleType) -> None:
     report = run("--budget-s", "0")
 
-    assert {entry["failed"] for entry in report["parts"].values()} == {"not begun within 0 s"}
+    assert {part["failed"] for part in report["parts"].values()} == {"not begun within 0 s"}
 
 
 def test_sizes_are_those_of_the_published_models(gpu: ModuleType) -> None:

@@ -1,17 +1,9 @@
 import orjson
 import pytest
 import transformers
+from tests.integration.runs import read_steps
 
 from training.quickstart.verb import quickstart
-
-
-def numbers(folder):
-    """The metrics file without its wall times."""
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
-    return [
-        {name: value for name, value in orjson.loads(line).items() if not name.startswith("perf/")}
-        for line in lines
-    ]
 
 
 @pytest.mark.slow
@@ -21,9 +13,7 @@ def test_the_quickstart_learns_and_leaves_what_it_promises(tmp_path, capsys):
     summary = orjson.loads((tmp_path / "summary.json").read_bytes())
     assert summary["accuracy_before"] < 0.5
     assert summary["accuracy_after"] >= 0.85
-    assert summary["steps"] == len(
-        [number for number in numbers(tmp_path) if number["type"] == "train"]
-    )
+    assert summary["steps"] == len(read_steps(tmp_path))
     assert set(summary) >= {"wall_s", "first_step_s", "peak_rss_mb"}
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "question: " in (tmp_path / "rollouts_after.txt").read_text()

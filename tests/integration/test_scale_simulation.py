@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import statistics
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.modules import load_module
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scale_simulation.py"
 CONSTANTS = {
@@ -29,14 +28,7 @@ CONSTANTS = {
 
 @pytest.fixture(scope="module")
 def scale() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scale_simulation", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    sys.modules["scale_simulation"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_module(SCRIPT)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from tests.integration.conftest import (
     async_config,
     async_trial,
@@ -11,6 +10,7 @@ from tests.integration.conftest import (
     rows,
     trial,
 )
+from tests.integration.rollouts import spread
 from tests.vllm.stack import OPTIONS
 
 from training.quickstart import MODEL
@@ -25,10 +25,6 @@ GAP = 1e-3
 """Nats between sampler and trainer on the tokens of one version."""
 
 
-def spread(text, row):
-    return sum(map(ord, text)) % 97 / 97
-
-
 def test_rl_loop_takes_three_steps(trial):
     run = trial(deployment=ON_VLLM, reward_fn=spread, max_rows=6)
 
@@ -39,12 +35,11 @@ def test_rl_loop_takes_three_steps(trial):
     assert all(record["train/grad_norm"] > 0 for record in records)
 
 
-@pytest.mark.parametrize("lora_rank", [4])
-def test_async_rl_loop_takes_three_steps_with_an_adapter(async_trial, lora_rank):
+def test_async_rl_loop_takes_three_steps_with_an_adapter(async_trial):
     run = async_trial(
         deployment=ON_VLLM,
         max_rows=6,
-        lora_rank=lora_rank,
+        lora_rank=4,
         merge_adapter=True,
         max_head_offpolicy_versions=1,
     )

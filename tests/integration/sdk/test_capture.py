@@ -6,6 +6,7 @@ import logging
 
 import httpx
 import openai
+import orjson
 import pytest
 from tests.unit.reciter import END, write_reciter
 
@@ -17,7 +18,7 @@ from hearth.sdk.capture.policy import request_seed
 from hearth.sdk.sampling import completion_seed
 from training.quickstart import MODEL
 
-ASKED = [{"role": "user", "content": "What is 20 + 22?"}]
+MESSAGES = [{"role": "user", "content": "What is 20 + 22?"}]
 ADDED = [{"role": "user", "content": "2 + 3?"}]
 CALL = [
     "So:",
@@ -99,11 +100,11 @@ async def connect():
         yield run
 
 
-async def ask(client, messages=ASKED, **fields):
+async def ask(client, messages=MESSAGES, **fields):
     return await client.chat.completions.create(**{"model": "gpt", "messages": messages} | fields)
 
 
-async def test_what_is_captured_is_what_the_sampler_draws_with_the_same_seed(
+async def test_what_is_captured_is_what_the_sampler_samples_with_the_same_seed(
     platform, server, connect
 ):
     with server.session() as session:
@@ -111,19 +112,19 @@ async def test_what_is_captured_is_what_the_sampler_draws_with_the_same_seed(
 
     (turn,) = session.turns
     sampler = DeploymentSampler(platform.base_url, "accounts/me/deployments/chat", "key")
-    (drawn,) = await sampler.sample_with_prompt_tokens(
+    (completion,) = await sampler.sample_with_prompt_tokens(
         turn.prompt_tokens, max_tokens=12, temperature=0.9, seed=7
     )
-    assert turn.prompt_tokens + turn.completion_tokens == drawn.full_tokens
-    assert turn.logprobs == drawn.inference_logprobs
+    assert turn.prompt_tokens + turn.completion_tokens == completion.full_tokens
+    assert turn.logprobs == completion.inference_logprobs
     assert any(logprob < -0.01 for logprob in turn.logprobs)
-    assert turn.versions == [[0, drawn.completion_len]]
-    assert turn.text == answer.choices[0].message.content == drawn.text
-    assert turn.finish_reason == answer.choices[0].finish_reason == drawn.finish_reason
+    assert turn.versions == [[0, completion.completion_len]]
+    assert turn.text == answer.choices[0].message.content == completion.text
+    assert turn.finish_reason == answer.choices[0].finish_reason == completion.finish_reason
     (chain,) = session.chains()
-    assert chain.tokens == drawn.full_tokens
-    assert chain.loss_mask == [0] * drawn.prompt_len + [1] * drawn.completion_len
-    assert chain.logprobs[drawn.prompt_len :] == drawn.inference_logprobs
+    assert chain.tokens == completion.full_tokens
+    assert chain.loss_mask == [0] * completion.prompt_len + [1] * completion.completion_len
+    assert chain.logprobs[completion.prompt_len :] == completion.inference_logprobs
     sampler.close()
 
 
@@ -145,10 +146,10 @@ async def test_the_client_gets_logprobs_and_token_ids_if_it_asks_for_them(server
         raw = await ask(client, extra_body={"raw_output": True})
 
     first, second = session.turns
-    told = rows.choices[0].logprobs.content
-    assert len(told) == len(first.completion_tokens)
-    assert {len(token.top_logprobs) for token in told} == {2}
-    assert told[0].model_extra == told[0].top_logprobs[0].model_extra == {}
+    content = rows.choices[0].logprobs.content
+    assert len(content) == len(first.completion_tokens)
+    assert {len(token.top_logprobs) for token in content} == {2}
+    assert content[0].model_extra == content[0].top_logprobs[0].model_extra == {}
     choice = raw.choices[0].model_dump(exclude_unset=True)
     assert choice["raw_output"]["completion_token_ids"] == second.completion_tokens
     assert "logprobs" not in choice
@@ -180,7 +181,7 @@ async def solve(client, **fields):
     return await ask(client, [*ADDED, message, called], tools=TOOLS, **fields)
 
 
-async def test_turns_that_the_template_renders_as_drawn_are_one_chain(capture, connect):
+async def test_turns_that_the_template_renders_as_sampled_are_one_chain(capture, connect):
     with capture("exact").session() as session:
         answer = await solve(await connect(session))
 
@@ -226,37 +227,37 @@ async def test_a_streamed_call_comes_whole(capture, connect):
     assert len(session.turns[0].completion_tokens) == len([*CALL, END])
 
 
-async def draws_of(session, client, count):
+async def sample_turns(session, client, count):
     for _ in range(count):
         await ask(client)
     return [turn.completion_tokens for turn in session.turns]
 
 
-async def test_a_sessions_seed_fixes_its_draws_by_the_number_of_the_request(server, connect):
-    drawn = []
+async def test_a_sessions_seed_fixes_its_samples_by_the_number_of_the_request(server, connect):
+    turns = []
     for seed in (5, 5, 6):
         with server.session(seed=seed) as session:
-            drawn.append(await draws_of(session, await connect(session), 3))
+            turns.append(await sample_turns(session, await connect(session), 3))
     with server.session(seed=6) as session:
         client = await connect(session)
         for number in range(3):
             await ask(client, seed=request_seed(5, number))
 
-    assert drawn[0] == drawn[1] == [turn.completion_tokens for turn in session.turns]
-    assert drawn[0] != drawn[2]
-    assert drawn[0][0] != drawn[0][1]
+    assert turns[0] == turns[1] == [turn.completion_tokens for turn in session.turns]
+    assert turns[0] != turns[2]
+    assert turns[0][0] != turns[0][1]
 
 
 async def test_the_recipes_temperature_wins_and_one_warning_says_so(server, connect, caplog):
-    drawn = []
+    turns = []
     for fields in ({}, {"temperature": 0.1, "top_p": 0.5}):
         with server.session() as session, caplog.at_level(logging.WARNING, "hearth.sdk.capture"):
             client = await connect(session)
             for seed in range(4):
                 await ask(client, seed=seed, **fields)
-        drawn.append(session.turns)
+        turns.append(session.turns)
 
-    assert drawn[0] == drawn[1]
+    assert turns[0] == turns[1]
     (record,) = caplog.records
     assert "temperature=0.1 instead of 0.9, top_p=0.5 instead of 1.0" in record.getMessage()
 
@@ -294,25 +295,25 @@ async def test_many_sessions_at_once_each_keep_their_own(server, connect):
         session.close()
 
 
-async def test_branches_of_one_session_are_drawn_at_once_and_become_chains(server, connect):
+async def test_branches_of_one_session_are_sampled_at_once_and_become_chains(server, connect):
     with server.session(seed=3) as session:
         client = await connect(session)
         await asyncio.gather(*(ask(client) for _ in range(8)))
 
     assert len(session.turns) == len(session.chains()) == 8
     with server.session(seed=3) as again:
-        expected = await draws_of(again, await connect(again), 8)
+        expected = await sample_turns(again, await connect(again), 8)
     assert sorted(turn.completion_tokens for turn in session.turns) == sorted(expected)
 
 
-REFUSED = {
-    "response_format": {"response_format": {"type": "json_object"}},
-    "messages.0.role": {"messages": [{"content": "hi"}]},
-    "frequency_penalty": {"frequency_penalty": 1},
-}
-
-
-@pytest.mark.parametrize(("name", "fields"), REFUSED.items(), ids=REFUSED.keys())
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("messages.0.role", {"messages": [{"content": "hi"}]}),
+        ("frequency_penalty", {"frequency_penalty": 1}),
+    ],
+)
 async def test_the_deployments_refusals_reach_the_client(server, connect, name, fields):
     with server.session() as session:
         client = await connect(session)
@@ -324,37 +325,33 @@ async def test_the_deployments_refusals_reach_the_client(server, connect, name, 
     assert session.turns == []
 
 
-OURS = {
-    "n must be 1, got 2": {"n": 2},
-    "stream must be valid": {"stream": "perhaps"},
-    "stream_options must be valid": {"stream_options": "usage"},
-}
-
-
-@pytest.mark.parametrize(("message", "fields"), OURS.items(), ids=OURS.keys())
-async def test_what_a_session_cannot_do_is_refused_by_its_field(server, message, fields):
-    with server.session() as session:
-        answer = await post(session, {"model": "m", "messages": ASKED} | fields)
-
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(message)
-
-
-async def post(session, body, *, path="/chat/completions", key=None):
-    headers = {"authorization": f"Bearer {key or session.api_key}"}
+async def post(session, body):
+    headers = {"authorization": f"Bearer {session.api_key}"}
+    url = f"{session.base_url}/chat/completions"
     async with httpx.AsyncClient() as client:
-        if isinstance(body, bytes):
-            return await client.post(session.base_url + path, content=body, headers=headers)
-        return await client.post(session.base_url + path, json=body, headers=headers)
+        return await client.post(url, content=body, headers=headers)
 
 
-@pytest.mark.parametrize("body", [b"{", b"[1]", b'"text"'])
-async def test_a_body_that_is_no_object_is_refused(server, body):
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"n": 2}, "n must be 1, got 2"),
+        ({"stream": "perhaps"}, "stream must be valid"),
+        ({"stream_options": "usage"}, "stream_options must be valid"),
+        (b"{", "body must be"),
+        (b"[1]", "body must be"),
+        (b'"text"', "body must be"),
+    ],
+    ids=str,
+)
+async def test_what_a_session_cannot_do_is_refused_by_its_field(server, body, message):
+    if isinstance(body, dict):
+        body = orjson.dumps({"model": "m", "messages": MESSAGES} | body)
     with server.session() as session:
         answer = await post(session, body)
 
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("body must be")
+    assert answer.json()["error"]["message"].startswith(message)
 
 
 async def test_a_body_that_is_too_long_is_refused(capture, connect):
@@ -413,7 +410,7 @@ async def test_a_closed_server_refuses_sessions_and_ends_the_open_ones(platform)
     with pytest.raises(ClosedError, match="capture server must be open"):
         server.session()
     with pytest.raises(httpx.ConnectError):
-        await post(session, {})
+        await post(session, b"{}")
     server.close()
 
 
