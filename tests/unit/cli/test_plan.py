@@ -16,12 +16,12 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def asked(folder: Path, *more: str) -> list[str]:
+def make_arguments(folder: Path, *more: str) -> list[str]:
     return ["--model", str(folder), "--gpus", "8", "--context", "8192", *more]
 
 
 def test_a_plan_says_who_gets_which_gpus_and_gives_the_shape(folder, capsys):
-    assert plan(asked(folder)) == 0
+    assert plan(make_arguments(folder)) == 0
 
     shown = capsys.readouterr().out
     assert "8,190,735,360 parameters, 8,190,735,360 trained" in shown
@@ -33,7 +33,7 @@ def test_a_plan_says_who_gets_which_gpus_and_gives_the_shape(folder, capsys):
 
 
 def test_a_plan_as_json_has_bytes(folder, capsys):
-    assert plan(asked(folder, "--lora-rank", "8", "--json")) == 0
+    assert plan(make_arguments(folder, "--lora-rank", "8", "--json")) == 0
 
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True

@@ -46,6 +46,7 @@ def until(condition, timeout_s=20.0) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "length", "threads"),
     [(model, length, 1) for model in ("qwen", "llama") for length in (5, 230, 300)]

@@ -77,14 +77,14 @@ def test_logprobs_are_the_modules_own(runner: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_a_rows_bits_do_not_depend_on_its_batch_or_on_threads(runner: Any, kind: str) -> None:
-    entry = runner(build(kind), fused=True)
+    fused = runner(build(kind), fused=True)
     prompts = make_prompts(5, 70, 200)
-    alone = decode(entry, prompts)
+    alone = decode(fused, prompts)
 
-    crowd = decode(entry, [*prompts, *make_prompts(*range(1, 38), seed=2)], slots=64)
+    crowd = decode(fused, [*prompts, *make_prompts(*range(1, 38), seed=2)], slots=64)
     torch.set_num_threads(2)
-    threaded = decode(entry, prompts)
-    shared = decode(entry, [*prompts, *make_prompts(*range(1, 38), seed=2)], slots=64)
+    threaded = decode(fused, prompts)
+    shared = decode(fused, [*prompts, *make_prompts(*range(1, 38), seed=2)], slots=64)
     torch.set_num_threads(1)
 
     assert torch.equal(crowd[:, :3], alone)
@@ -137,14 +137,14 @@ def test_a_prompts_bits_do_not_depend_on_what_it_shares_a_forward_with(
     runner: Any, kind: str
 ) -> None:
     extras = Extras(scored=EVERY)
-    entry = runner(build(kind), fused=True)
-    together, _ = entry.prefill(make_family(), extras)
+    fused = runner(build(kind), fused=True)
+    together, _ = fused.prefill(make_family(), extras)
     torch.set_num_threads(2)
-    threaded, _ = entry.prefill(make_family(), extras)
+    threaded, _ = fused.prefill(make_family(), extras)
     torch.set_num_threads(1)
 
     for index, prompt in enumerate(make_family()):
-        ((alone,), _) = entry.prefill([prompt], extras)
+        ((alone,), _) = fused.prefill([prompt], extras)
         for other in (together[index], threaded[index]):
             assert torch.equal(other.keys, alone.keys)
             assert torch.equal(other.values, alone.values)

@@ -18,6 +18,8 @@ from hearth.sync import delta
 from hearth.sync.chain import Published
 from hearth.sync.store import FolderSnapshotStore, MemorySnapshotStore, Snapshot
 
+pytestmark = pytest.mark.slow
+
 
 def ask(prompt=(1, 2, 3), **options) -> SampleRequest:
     return SampleRequest(

@@ -23,6 +23,8 @@ from hearth.losses import (
     policy_loss_per_token,
 )
 
+pytestmark = pytest.mark.slow
+
 CASES = {
     "grpo": ("grpo", GRPO(kl_beta=0.0)),
     "grpo-k1": ("grpo", GRPO(kl_beta=0.3, kl_estimator="k1")),

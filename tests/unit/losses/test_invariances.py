@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from hearth.losses import GRPO, OBJECTIVES, TIS, Reinforce, policy_loss_per_token
 
+pytestmark = pytest.mark.slow
+
 SEEDS = st.integers(min_value=0, max_value=10_000)
 TIS_LEVELS = {"token": TIS(cap=1.3), "sequence": TIS(cap=1.5, level="sequence")}
 quickly = settings(max_examples=12, deadline=None, derandomize=True)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from hearth.models.prefixes import Cluster, find_clusters
 
+pytestmark = pytest.mark.slow
+
 # Few tokens and short sequences: they share beginnings, contain each other, and repeat.
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=24)
 

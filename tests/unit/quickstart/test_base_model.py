@@ -91,6 +91,7 @@ def test_ground_truths_are_right():
         assert int(row["ground_truth"]) == (low + high if is_sum else high - low)
 
 
+@pytest.mark.slow
 def test_the_model_is_right_less_than_half_of_the_time_although_it_knows_better(replies):
     rows, sampled, greedy = replies
 

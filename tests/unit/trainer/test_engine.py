@@ -99,6 +99,7 @@ def test_logprobs_are_the_models_own(
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_micro_batching(
     make_engine: MakeEngine, random_data: Any, gradient: ReadGradient
 ) -> None:

@@ -14,6 +14,8 @@ from hearth.threads import ThreadBudget
 from hearth.trainer.engine import TrainerEngine
 from hearth.wire.tinker import AdamParams, DatumRecord
 
+pytestmark = pytest.mark.slow
+
 RandomData = Callable[..., list[DatumRecord]]
 MakeEngine = Callable[..., TrainerEngine]
 

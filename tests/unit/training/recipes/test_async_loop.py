@@ -458,6 +458,7 @@ def test_a_last_batch_that_is_smaller_trains_too(play):
 # T154: the phases are parts of the step.
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     seconds=st.builds(

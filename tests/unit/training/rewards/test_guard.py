@@ -385,6 +385,7 @@ async def test_errors_of_a_process_arrive_with_their_traceback(isolated):
     assert await reward("a", {"worth": 1.0}) == 1.0
 
 
+@pytest.mark.slow
 async def test_an_expression_without_end_is_killed(isolated):
     reward = isolated(math_reward, timeout_s=2.5, on_error="drop")
     # The first call imports much, and may itself be late on a busy machine.

@@ -6,7 +6,7 @@ from training.rollouts.daemon_threads import DaemonThreads
 
 
 def threads(name: str) -> list[threading.Thread]:
-    return [entry for entry in threading.enumerate() if entry.name.startswith(f"{name}_")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith(f"{name}_")]
 
 
 async def test_calls_run_side_by_side_and_their_results_and_errors_come_back():
@@ -35,7 +35,7 @@ def test_threads_are_used_again_and_never_more_than_their_limit():
     done = [pool.submit(time.sleep, 0.001) for _ in range(500)]
 
     assert len(threads("limited")) <= 36
-    assert [entry.result(10) for entry in done] == [None] * 500
+    assert [future.result(10) for future in done] == [None] * 500
     pool.shutdown()
 
 

@@ -380,6 +380,7 @@ def test_a_batch_is_published_after_its_end_and_before_the_next_ones():
     assert (gate.version, gate.step) == (1, 2)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_rows_take_seconds_at_most():
     gate = make_gate(rows=1000, completions=2, late=4)
     rows = count()
@@ -605,7 +606,7 @@ class GateMachine(RuleBasedStateMachine):
 GateMachine.TestCase.settings = settings(
     max_examples=200, stateful_step_count=60, deadline=None, derandomize=True
 )
-TestGateMachine = GateMachine.TestCase
+TestGateMachine = pytest.mark.slow(GateMachine.TestCase)
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,9 @@ def test_client_closure_and_kernel_agree_on_loss_and_gradient(name, tis):
         rows,
         advantages=rollout["advantages"],
         mask=[torch.tensor(mask) for mask in rollout["mask"]],
-        old_logprobs=[torch.tensor(entry) for entry in rollout["old"]],
-        behavior_logprobs=[torch.tensor(entry) for entry in rollout["behavior"]],
-        ref_logprobs=[torch.tensor(entry) for entry in rollout["ref"]],
+        old_logprobs=[torch.tensor(logprobs) for logprobs in rollout["old"]],
+        behavior_logprobs=[torch.tensor(logprobs) for logprobs in rollout["behavior"]],
+        ref_logprobs=[torch.tensor(logprobs) for logprobs in rollout["ref"]],
     )
 
     loss, metrics = closure_of(name, rollout, tis)(datums_of(rollout), rows)
@@ -117,8 +117,8 @@ def test_client_closure_and_trainer_builtin_agree_with_weights_folded_in(name, t
     rollout = make_rollout(seed=5)
     rows = rollout["rows"]
     masks = [torch.tensor(mask) for mask in rollout["mask"]]
-    old = [torch.tensor(entry) for entry in rollout["old"]]
-    behavior = [torch.tensor(entry) for entry in rollout["behavior"]]
+    old = [torch.tensor(logprobs) for logprobs in rollout["old"]]
+    behavior = [torch.tensor(logprobs) for logprobs in rollout["behavior"]]
     weights = [torch.ones_like(mask) for mask in masks]
     if tis is not None:
         weights = [(o - b).exp().clamp(max=tis.cap) for o, b in zip(old, behavior, strict=True)]
