@@ -774,6 +774,7 @@ WEATHERS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(limits=LIMITS, weather=WEATHERS)
 def test_of_a_thousand_rows_none_is_lost_repeated_or_trained_later_than_allowed(limits, weather):
