@@ -135,16 +135,16 @@ class Pair:
 
     def sync(self, row: Row, identity: str, kind: str) -> None:
         save = timed(lambda: self.trainer.save_for_sampler(self.model_id, identity, kind))  # type: ignore[arg-type]
-        facts = self.store.facts()[-1]
-        if facts.kind != kind:
-            raise SystemExit(f"{identity} must be a {kind}, got a {facts.kind}")
+        saved = self.store.get(identity)
+        if saved.kind != kind:
+            raise SystemExit(f"{identity} must be a {kind}, got a {saved.kind}")
         start_s = time.perf_counter()
         loading = self.deployment.hot_load(identity, lambda: self.store.get(identity))
         state = loading.result(timeout=600)
         load = time.perf_counter() - start_s
         if state.error is not None:
             raise SystemExit(state.error)
-        row.num_bytes.append(facts.num_bytes)
+        row.num_bytes.append(sum(tensor.nbytes for tensor in saved.tensors.values()))
         row.save_s.append(save)
         row.load_s.append(load)
 

@@ -67,7 +67,7 @@ class Stack:
         self.policy.optim_step(adam).result()
 
     def kinds(self):
-        return [fact.kind for fact in self.store.facts()]
+        return [self.store.get(name).kind for name in self.store.names()]
 
     def agrees(self):
         """Whether sampler and trainer give the sampled tokens the same logprobs."""

@@ -1,6 +1,17 @@
 """A tiny random model on disk, for the tests of several packages."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def checksum(tensor: "Tensor") -> str:
+    """The checksum of a tensor, as a manifest has it."""
+    from hearth.sync.manifest import describe
+
+    return describe({"": tensor})[""]["checksum"]
 
 
 def write_qwen(folder: Path) -> Path:

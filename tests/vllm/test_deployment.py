@@ -137,7 +137,7 @@ def test_a_base_and_deltas_are_served_by_both_replicas(deployment, trainer):
     for number, kind in enumerate(["base", "delta", "delta"], 1):
         trainer.step()
         identity = trainer.save(f"chain-{number}", kind)
-        assert deployment.snapshots.facts()[-1].kind == kind
+        assert deployment.snapshots.get(deployment.snapshots.names()[-1]).kind == kind
         state = deployment.hot_load(identity)
         assert state["current_snapshot_identity"] == identity, state
         assert state["weight_version"] == before + number

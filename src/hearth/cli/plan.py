@@ -15,8 +15,7 @@ from hearth.control.catalog import read_catalog
 from hearth.exit_codes import exit_code
 from hearth.planning.architecture import read_architecture
 from hearth.planning.memory import GIB, ITEMSIZE
-from hearth.planning.plan import Layout, Plan, PlanRequest, make_plan
-from hearth.planning.shapes import catalog_entry
+from hearth.planning.plan import Layout, Plan, PlanRequest, catalog_entry, make_plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ class Served(Record):
 class Sources:
     """Where snapshots come from: one store, or several buckets with a default."""
 
-    snapshots: SnapshotStore | Buckets
+    snapshots: SnapshotStore | Buckets[SnapshotStore]
     default_bucket: str
 
     def bucket_of(self, name: str | None) -> str:
@@ -79,7 +79,7 @@ class Sources:
 
         store = self.snapshots
         if hasattr(store, "bucket"):
-            store = cast("Buckets", store).bucket(bucket)
+            store = cast("Buckets[SnapshotStore]", store).bucket(bucket)
         snapshot = cast("SnapshotStore", store).get(identity)
         if previous is not None:
             check_previous(snapshot, previous)

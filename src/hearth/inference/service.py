@@ -51,7 +51,7 @@ def create_app(
     backend: InferenceBackend,
     *,
     model_name: str,
-    snapshots: SnapshotStore | Buckets,
+    snapshots: SnapshotStore | Buckets[SnapshotStore],
     state_dir: Path | None = None,
     default_bucket: str = "default",
     on_phase: Callable[[Phase], None] | None = None,

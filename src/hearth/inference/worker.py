@@ -29,7 +29,7 @@ from hearth.models.loading import best_device, load_model, load_tokenizer
 from hearth.models.vocabulary import check_tokenizer
 from hearth.settings import vllm_python
 from hearth.sidecars import Sidecars
-from hearth.sync.store import Buckets, open_buckets
+from hearth.sync.store import Buckets, SnapshotStore, open_buckets
 
 OnPhase = Callable[[str], None]
 
@@ -38,7 +38,7 @@ OnPhase = Callable[[str], None]
 class DeploymentOptions:
     """What a launcher passes: the fields of its ``DeploymentSpec``, and where snapshots are."""
 
-    buckets: str | Buckets
+    buckets: str | Buckets[SnapshotStore]
     """Their folder, or the buckets themselves where they are in this process."""
     name: str
     base_model: str

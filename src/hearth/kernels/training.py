@@ -10,6 +10,7 @@ are contiguous. The loops must be available (``hearth.kernels.ops.kernels``).
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +19,25 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hearth.kernels.ops import RopeShape, TreeShape, kernels
-from hearth.kernels.tree import Tree
 from hearth.threads import refresh
 
 _PARTS = 16
 """Partial sums of a norm's weight gradient (``PARTS`` in cpu.c)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Which tokens of a packed batch attend to which: clusters of sequences that share a prefix.
+
+    ``clusters`` [n, 4] (int64): first token and number of tokens of the prefix, first and end index
+    of its sequences. ``sequences`` [m, 2]: first token and number of tokens. A token attends to the
+    prefix of its cluster and to its own sequence, both up to itself.
+    """
+
+    clusters: Tensor
+    sequences: Tensor
+    most_keys: int
+    """The most tokens that any token attends to."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hearth.errors import ClosedError, ConfigError, EngineError, HearthError, NotFoundError
-from hearth.launch.buckets import read_bucket
 from hearth.launch.child import Task
 from hearth.launch.spec import (
     DeploymentSpec,
@@ -97,7 +97,13 @@ class BaseLauncher(ABC, Generic[W]):
 
     def snapshots(self, bucket: str) -> list[SnapshotRecord]:
         """What a bucket holds, oldest first; a folder without a readable manifest is none."""
-        return read_bucket(self._bucket_root / bucket)
+        records = [
+            record
+            for path in (self._bucket_root / bucket).glob("*/manifest.json")
+            # Drafts and what is being removed begin with a dot.
+            if not path.parent.name.startswith(".") and (record := _read_record(path)) is not None
+        ]
+        return sorted(records, key=lambda record: (record.created_s, record.identity))
 
     def close(self) -> None:
         """Stop every worker, the newest first, and then what they were started with."""
@@ -216,3 +222,20 @@ def _call_watcher(call: Callable[[], None]) -> None:
         call()
     except Exception:  # the boundary: a watcher's failure must not end the watching
         logger.exception("a watcher failed")
+
+
+def _read_record(manifest: Path) -> SnapshotRecord | None:
+    """A snapshot by its manifest, read without torch; None without a readable one."""
+    try:
+        content = json.loads(manifest.read_text(encoding="utf-8"))
+        if content["kind"] not in ("base", "delta", "lora"):
+            return None
+        return SnapshotRecord(
+            identity=content["identity"],
+            kind=content["kind"],
+            base_model=content["base_model"],
+            created_s=content.get("created_s") or manifest.stat().st_mtime,
+            num_bytes=sum(path.stat().st_size for path in manifest.parent.iterdir()),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -23,8 +23,7 @@ from typing import Any, NoReturn
 from hearth.errors import EngineError, HearthError
 from hearth.launch.app_server import serve_app
 from hearth.launch.gpus import GpuBoard, WorkerGpus, own_gpu, visible_gpus
-from hearth.launch.phase import PhaseFile
-from hearth.launch.records import WorkerFolder, write_json
+from hearth.launch.records import PhaseFile, WorkerFolder, write_json
 from hearth.launch.sidecars import LocalSidecars
 from hearth.telemetry import setup_logging
 from hearth.threads import ThreadBudget

@@ -181,7 +181,16 @@ class InlineLauncher:
 
     def snapshots(self, bucket: str) -> list[SnapshotRecord]:
         """What a bucket holds, oldest first."""
-        return [SnapshotRecord(**asdict(facts)) for facts in self._buckets.bucket(bucket).facts()]
+        return [
+            SnapshotRecord(
+                identity=snapshot.identity,
+                kind=snapshot.kind,
+                created_s=snapshot.created_s,
+                base_model=snapshot.base_model,
+                num_bytes=sum(tensor.nbytes for tensor in snapshot.tensors.values()),
+            )
+            for snapshot in self._buckets.bucket(bucket).snapshots()
+        ]
 
     def log_path(self, worker_id: str) -> None:
         """Inline workers write into the log of their process."""

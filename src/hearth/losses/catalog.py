@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from torch import Tensor
+
 from hearth.errors import ConfigError
 from hearth.losses.batch import TokenBatch
 from hearth.losses.cispo import CISPO, CISPOMask
 from hearth.losses.clipped import DAPO, GRPO
-from hearth.losses.corrections import TIS, WithReference
+from hearth.losses.corrections import TIS, WithReference, kl_penalty
 from hearth.losses.crossentropy import CrossEntropy
 from hearth.losses.dro import DRO
 from hearth.losses.importance import ImportanceSampling
-from hearth.losses.metrics import shared_metrics
-from hearth.losses.objective import Objective, ObjectiveOutput
+from hearth.losses.objective import Metrics, Objective, ObjectiveOutput
 from hearth.losses.reinforce import Reinforce
 from hearth.losses.sequence import GSPO
 
@@ -37,8 +38,8 @@ class PolicyLoss:
         return issubclass(self.options, WithReference)
 
 
-def _by_name(*entries: PolicyLoss) -> Mapping[str, PolicyLoss]:
-    return MappingProxyType({entry.name: entry for entry in entries})
+def _by_name(*losses: PolicyLoss) -> Mapping[str, PolicyLoss]:
+    return MappingProxyType({loss.name: loss for loss in losses})
 
 
 POLICY_LOSSES = _by_name(
@@ -67,17 +68,17 @@ def resolve_objective(name: str, config: Objective | None = None) -> Objective:
         ConfigError: the name is unknown (it is a ValueError and lists the policy losses), or
             ``config`` belongs to another objective or breaks a rule.
     """
-    entry = OBJECTIVES.get(name)
-    if entry is None:
+    named = OBJECTIVES.get(name)
+    if named is None:
         raise ConfigError(
             f"policy_loss must be one of {', '.join(POLICY_LOSSES)}, got {name!r}; "
             "cispo_mask and cross_entropy are objectives too"
         )
     if config is None:
-        return entry.options()
-    if type(config) is not entry.options:
+        return named.options()
+    if type(config) is not named.options:
         raise ConfigError(
-            f"config must be {entry.options.__name__} for {name!r}, got {type(config).__name__}"
+            f"config must be {named.options.__name__} for {name!r}, got {type(config).__name__}"
         )
     config.validate()
     return config
@@ -108,7 +109,34 @@ def evaluate(objective: Objective, batch: TokenBatch, tis: TIS | None = None) ->
         tis.validate()
         term = objective.weighted_term(batch, tis.weights(batch))
     penalty = objective.penalty(batch)
-    metrics = shared_metrics(batch, term, penalty) | objective.metrics(batch)
+    metrics = _shared_metrics(batch, term, penalty) | objective.metrics(batch)
     if tis is not None:
         metrics |= tis.metrics(batch)
     return ObjectiveOutput(term if penalty is None else term + penalty, metrics)
+
+
+def _shared_metrics(batch: TokenBatch, policy_term: Tensor, penalty: Tensor | None) -> Metrics:
+    """Metrics of any objective, means over active tokens; a key is absent when its logprobs are.
+
+    ``mean_loss`` = ``mean_adv_loss`` (the policy term) + ``mean_kl_penalty``; ``ppo_kl`` is k3
+    from policy to old; ``inference_diff`` and ``inference_kld`` compare policy and behavior;
+    ``mean_kl`` is the mean of policy - ref (k1) and ``ref_kl`` its k3 estimate.
+    """
+    policy = batch.policy_logprobs.detach()
+    metrics = {
+        "active_tokens": batch.active.sum().to(batch.mask.dtype),
+        "mean_adv_loss": batch.active_mean(policy_term),
+        "ppo_kl": batch.active_mean(kl_penalty(batch.anchor, policy)),
+    }
+    metrics["mean_loss"] = metrics["mean_adv_loss"]
+    if penalty is not None:
+        metrics["mean_kl_penalty"] = batch.active_mean(penalty)
+        metrics["mean_loss"] = metrics["mean_adv_loss"] + metrics["mean_kl_penalty"]
+    if batch.behavior_logprobs is not None:
+        behavior = batch.behavior_logprobs
+        metrics["inference_diff"] = batch.active_mean((policy - behavior).abs())
+        metrics["inference_kld"] = batch.active_mean(kl_penalty(behavior, policy))
+    if batch.ref_logprobs is not None:
+        metrics["mean_kl"] = batch.active_mean(policy - batch.ref_logprobs)
+        metrics["ref_kl"] = batch.active_mean(kl_penalty(policy, batch.ref_logprobs))
+    return metrics

@@ -63,12 +63,11 @@ def load_model(
     name: str | None = None,
     dtype: str = "float32",
     device: str | torch.device = "cpu",
-    attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Load any causal LM that transformers knows, from a folder or a hub id.
 
-    ``name`` defaults to the source; ``attn_implementation`` to SDPA where the architecture has it.
+    ``name`` defaults to the source. Attention is SDPA where the architecture has it.
     The weights require gradients until a caller freezes them.
 
     Raises:
@@ -87,7 +86,6 @@ def load_model(
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             _resolve_source(where),
             dtype=DTYPES[dtype],
-            attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
@@ -184,21 +182,15 @@ def check_same_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -
             )
 
 
-def export_pretrained(
-    loaded: LoadedModel,
-    tensors: Mapping[str, Tensor],
-    folder: Path,
-    tokenizer_source: str | Path | None = None,
-) -> None:
+def export_pretrained(loaded: LoadedModel, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write ``tensors`` as a Hugging Face model folder that ``AutoModelForCausalLM`` loads.
 
     Config and generation config are the loaded model's; ``tensors`` are named as
     ``base_tensors`` names them, and may hold a tied head's weight in addition, which unties it.
-    The tokenizer is that of ``tokenizer_source``; with None the model's own, if it has one.
+    The tokenizer is the model's own, if it has one.
 
     Raises:
         EngineError: the tensors are not those of the model.
-        ConfigError: ``tokenizer_source`` was given and has no tokenizer.
     """
     module: Any = loaded.module
     expected = base_tensors(module)
@@ -210,13 +202,8 @@ def export_pretrained(
     with loading_lock, _hide_progress_bars(), _set_tied(module.config, is_tied):
         state = {name: tensor.detach() for name, tensor in tensors.items()}
         module.save_pretrained(str(folder), state_dict=state)
-    try:
-        tokenizer = load_tokenizer(tokenizer_source or loaded.source)
-    except ConfigError:
-        if tokenizer_source is not None:
-            raise
-    else:
-        tokenizer.save_pretrained(str(folder))
+    with contextlib.suppress(ConfigError):
+        load_tokenizer(loaded.source).save_pretrained(str(folder))
 
 
 def tied_head_name(module: Any) -> str | None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -22,12 +23,20 @@ from torch import Tensor, nn
 from hearth.errors import ConfigError
 from hearth.models.loading import LoadedModel, base_tensors, check_same_tensors
 from hearth.models.lora_options import LoraOptions
-from hearth.models.naming import Part, linear_parts
 
 _ADAPTER = "default"
 _PREFIX = "base_model.model."
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
+
+Part = Literal["attn", "mlp", "unembed"]
+
+# Names in the decoder families of transformers. A linear layer with any other name is an MLP's.
+_ATTENTION_NAME = re.compile(
+    "(q|k|v|o|out|qkv|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|query_key_value|Wqkv|c_attn|W_pack"
+    "|w[qkvo]"
+)
+_ATTENTION_BLOCKS = ("attn", "attention")
 
 
 def attach_lora(loaded: LoadedModel, options: LoraOptions) -> None:
@@ -99,6 +108,21 @@ def target_modules(module: nn.Module, options: LoraOptions) -> list[str]:
         parts = [part for part, is_wanted in wanted.items() if is_wanted]
         raise ConfigError(f"lora must find linear layers of {parts}, got none in this model")
     return targets
+
+
+def linear_parts(module: Any) -> dict[str, Part]:
+    """Every linear layer's full name and its part, in the module's order.
+
+    GPT-2's ``Conv1D`` counts as linear. An attached adapter's base layers keep their plain names.
+    """
+    head = module.get_output_embeddings()
+    parts: dict[str, Part] = {}
+    for name, layer in module.named_modules():
+        if ".lora_" in name or not _is_linear(getattr(layer, "base_layer", layer)):
+            continue
+        if not name.endswith(".base_layer"):
+            parts[name] = "unembed" if layer is head else _part_of(name)
+    return parts
 
 
 def adapter_tensors(loaded: LoadedModel) -> dict[str, Tensor]:
@@ -221,3 +245,13 @@ def _initial_value(name: str, parameter: Tensor, generator: torch.Generator) -> 
     if ".lora_A." in name:
         nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
     return value
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+
+
+def _part_of(name: str) -> Part:
+    *blocks, last = name.split(".")
+    in_attention = any(word in block.lower() for block in blocks for word in _ATTENTION_BLOCKS)
+    return "attn" if in_attention or _ATTENTION_NAME.fullmatch(last) else "mlp"

@@ -15,8 +15,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hearth.kernels.ops import kernels
-from hearth.kernels.training import add_rms_norm, products, rms_norm, rope, silu_mul, tree_attention
-from hearth.kernels.tree import Tree
+from hearth.kernels.training import (
+    Tree,
+    add_rms_norm,
+    products,
+    rms_norm,
+    rope,
+    silu_mul,
+    tree_attention,
+)
 from hearth.models.decoder import Decoder, DecoderLayer, read_decoder
 from hearth.models.loading import LoadedModel
 from hearth.models.prefixes import Cluster

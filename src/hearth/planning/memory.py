@@ -17,8 +17,6 @@ from typing import Literal
 from hearth.planning.architecture import Architecture
 
 Dtype = Literal["float32", "bfloat16"]
-Bytes = Mapping[str, int]
-"""Bytes by what they are for."""
 
 GIB = 2**30
 ITEMSIZE: Mapping[str, int] = {"float32": 4, "bfloat16": 2}

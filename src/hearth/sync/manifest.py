@@ -60,17 +60,12 @@ def check_name(name: str, field: str) -> str:
     return name
 
 
-def checksum(tensor: Tensor) -> str:
-    """The checksum of the tensor's bytes in row-major order, without dtype and shape.
-
-    Up to 16 MiB it is their blake2b; beyond, the blake2b of the hashes of 16 MiB pieces, so that
-    several threads can hash one large tensor.
-    """
-    return describe({"": tensor})[""]["checksum"]
-
-
 def describe(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
-    """Manifest entries of ``tensors``, as they are in a file."""
+    """Manifest entries of ``tensors``, as they are in a file.
+
+    Up to 16 MiB a checksum is the blake2b of the tensor's bytes in row-major order; beyond, that of
+    the hashes of 16 MiB pieces, so that several threads can hash one large tensor.
+    """
     return _make_entries(tensors, _checksums(tensors, "blake2b", _blake2b))
 
 
@@ -118,26 +113,19 @@ def verify(entries: Mapping[str, TensorEntry], tensors: Mapping[str, Tensor], wh
 
 
 def write_folder(
-    folder: Path,
-    manifest: Mapping[str, Any],
-    files: Mapping[str, Mapping[str, Tensor]],
-    *,
-    overwrite: bool = False,
+    folder: Path, manifest: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write ``<file>.safetensors`` for each of ``files`` and the manifest, atomically.
+    """Write ``<name>.safetensors`` and the manifest into a new folder.
 
-    The folder appears complete or not at all, also in the place of an old one;
-    ``manifest["files"]`` gets the entries.
+    It appears complete or not at all. ``manifest["files"]`` gets the tensors' entries.
 
     Raises:
-        RequestError: the folder exists and ``overwrite`` is False.
+        RequestError: the folder exists.
     """
-    with drafted(folder, overwrite=overwrite) as draft:
-        entries = {name: describe(tensors) for name, tensors in files.items()}
-        for name, tensors in files.items():
-            arrays = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-            _save_file(arrays, str(draft / f"{name}.safetensors"))
-        text = json.dumps({**manifest, "files": entries}, indent=1)
+    with drafted(folder) as draft:
+        arrays = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        _save_file(arrays, str(draft / f"{name}.safetensors"))
+        text = json.dumps({**manifest, "files": {name: describe(tensors)}}, indent=1)
         (draft / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 

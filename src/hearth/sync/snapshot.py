@@ -62,19 +62,6 @@ class Snapshot:
         return self.whole if self.kind == "delta" else self.tensors
 
 
-@dataclass(frozen=True, kw_only=True)
-class SnapshotFacts:
-    """One snapshot in a listing."""
-
-    identity: str
-    kind: SnapshotKind
-    created_s: float
-    """Seconds since the epoch."""
-    base_model: str
-    num_bytes: int
-    """Of the files, or in memory of the snapshot's own tensors."""
-
-
 class SnapshotStore(Protocol):
     """Snapshots by identity: memory, folders, Ray. Safe to use from several threads."""
 
@@ -103,8 +90,4 @@ class SnapshotStore(Protocol):
 
     def names(self) -> list[str]:
         """Identities, oldest first."""
-        ...
-
-    def facts(self) -> list[SnapshotFacts]:
-        """Facts of all snapshots, oldest first; unreadable ones are left out."""
         ...

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 from hearth.errors import ConfigError, EngineError, NotFoundError, RequestError
 from hearth.sync import delta
@@ -22,7 +22,7 @@ from hearth.sync.manifest import (
     read_tensors,
     write_folder,
 )
-from hearth.sync.snapshot import Snapshot, SnapshotFacts, SnapshotKind, SnapshotStore
+from hearth.sync.snapshot import Snapshot, SnapshotKind, SnapshotStore
 
 __all__ = [
     "Buckets",
@@ -31,15 +31,14 @@ __all__ = [
     "MemoryBuckets",
     "MemorySnapshotStore",
     "Snapshot",
-    "SnapshotFacts",
     "SnapshotKind",
     "SnapshotStore",
 ]
 
-logger = logging.getLogger(__name__)
-
 _FORMAT = "hearth-snapshot-2"
 _DATA = "weights"
+
+S = TypeVar("S", bound=SnapshotStore, covariant=True)
 
 
 class MemorySnapshotStore:
@@ -89,20 +88,10 @@ class MemorySnapshotStore:
         with self._lock:
             return list(self._snapshots)
 
-    def facts(self) -> list[SnapshotFacts]:
-        """Facts of all snapshots, oldest first."""
+    def snapshots(self) -> list[Snapshot]:
+        """All snapshots, oldest first."""
         with self._lock:
-            snapshots = list(self._snapshots.values())
-        return [
-            SnapshotFacts(
-                identity=snapshot.identity,
-                kind=snapshot.kind,
-                created_s=snapshot.created_s,
-                base_model=snapshot.base_model,
-                num_bytes=sum(tensor.nbytes for tensor in snapshot.tensors.values()),
-            )
-            for snapshot in snapshots
-        ]
+            return list(self._snapshots.values())
 
     def _with_weights(self, snapshot: Snapshot) -> Snapshot:
         if snapshot.weights is not None:
@@ -152,7 +141,7 @@ class FolderSnapshotStore:
                 manifest |= self._delta_fields(snapshot)
             else:
                 manifest["weights"] = _entries_of(snapshot)
-            write_folder(folder, manifest, {_DATA: snapshot.tensors})
+            write_folder(folder, manifest, _DATA, snapshot.tensors)
             self._remove_old()
 
     def get(self, identity: str) -> Snapshot:
@@ -186,26 +175,6 @@ class FolderSnapshotStore:
     def names(self) -> list[str]:
         """Identities, oldest first."""
         return folder_names(self._root)
-
-    def facts(self) -> list[SnapshotFacts]:
-        """Facts of all snapshots, oldest first; unreadable ones are left out."""
-        listed: list[SnapshotFacts] = []
-        for name in self.names():
-            try:
-                manifest = self._read_manifest(name)
-                size = sum(path.stat().st_size for path in (self._root / name).iterdir())
-            except (EngineError, NotFoundError, OSError) as error:
-                logger.warning("snapshot %s is left out: %s", name, error)
-                continue
-            facts = SnapshotFacts(
-                identity=name,
-                kind=manifest["kind"],
-                created_s=float(manifest.get("created_s", 0.0)),
-                base_model=manifest["base_model"],
-                num_bytes=size,
-            )
-            listed.append(facts)
-        return listed
 
     def _read_manifest(self, identity: str) -> dict[str, Any]:
         manifest = read_manifest(self.folder(identity))
@@ -260,51 +229,50 @@ class FolderSnapshotStore:
             return None
 
 
-class Buckets(Protocol):
+class Buckets(ABC, Generic[S]):
     """Stores by bucket id: memory, folders, Ray. Safe to use from several threads."""
 
-    def bucket(self, bucket_id: str) -> SnapshotStore:
+    def __init__(self) -> None:
+        self._stores: dict[str, S] = {}
+        self._lock = threading.Lock()
+
+    def bucket(self, bucket_id: str) -> S:
         """The store of a bucket; it begins empty.
 
         Raises:
             RequestError: the id is no valid name.
         """
-        ...
-
-
-class MemoryBuckets:
-    """Buckets of this process, the newest ``keep`` snapshots each."""
-
-    def __init__(self, keep: int = 4) -> None:
-        self._keep = keep
-        self._stores: dict[str, MemorySnapshotStore] = {}
-        self._lock = threading.Lock()
-
-    def bucket(self, bucket_id: str) -> MemorySnapshotStore:
-        """The store of a bucket."""
         check_name(bucket_id, "bucket_id")
         with self._lock:
             if bucket_id not in self._stores:
-                self._stores[bucket_id] = MemorySnapshotStore(self._keep)
+                self._stores[bucket_id] = self._make_store(bucket_id)
             return self._stores[bucket_id]
 
+    @abstractmethod
+    def _make_store(self, bucket_id: str) -> S: ...
 
-class FolderBuckets:
+
+class MemoryBuckets(Buckets[MemorySnapshotStore]):
+    """Buckets of this process, the newest ``keep`` snapshots each."""
+
+    def __init__(self, keep: int = 4) -> None:
+        super().__init__()
+        self._keep = keep
+
+    def _make_store(self, bucket_id: str) -> MemorySnapshotStore:
+        return MemorySnapshotStore(self._keep)
+
+
+class FolderBuckets(Buckets[FolderSnapshotStore]):
     """A folder per bucket under ``root``, each with the newest ``keep`` snapshots (None: all)."""
 
     def __init__(self, root: Path, keep: int | None = None) -> None:
+        super().__init__()
         self._root = root
         self._keep = keep
-        self._stores: dict[str, FolderSnapshotStore] = {}
-        self._lock = threading.Lock()
 
-    def bucket(self, bucket_id: str) -> FolderSnapshotStore:
-        """The store of a bucket; the first ``put`` makes its folder."""
-        folder = self._root / check_name(bucket_id, "bucket_id")
-        with self._lock:
-            if bucket_id not in self._stores:
-                self._stores[bucket_id] = FolderSnapshotStore(folder, self._keep)
-            return self._stores[bucket_id]
+    def _make_store(self, bucket_id: str) -> FolderSnapshotStore:
+        return FolderSnapshotStore(self._root / bucket_id, self._keep)
 
 
 def missing_parent(snapshot: Snapshot, known: list[str]) -> EngineError:
@@ -354,6 +322,8 @@ def _not_kept(identity: str, known: list[str]) -> NotFoundError:
     )
 
 
-def open_buckets(where: str | Buckets, keep: int | None = None) -> Buckets:
+def open_buckets(
+    where: str | Buckets[SnapshotStore], keep: int | None = None
+) -> Buckets[SnapshotStore]:
     """The buckets of a folder, with the newest ``keep`` snapshots each; ``Buckets`` as they are."""
     return FolderBuckets(Path(where), keep) if isinstance(where, str) else where

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from hearth.errors import ConfigError
 from hearth.models.loading import best_device
-from hearth.sync.store import Buckets, open_buckets
+from hearth.sync.store import Buckets, SnapshotStore, open_buckets
 from hearth.trainer.adapters import AdapterStore
 
 DEFAULT_LOGIT_BUDGET = 2**26
@@ -58,7 +58,7 @@ class TrainerOptions:
 class TrainerWorkerOptions(TrainerOptions):
     """All that a launcher tells a trainer's worker: a job's ``TrainerSpec`` and its buckets."""
 
-    buckets: str | Buckets
+    buckets: str | Buckets[SnapshotStore]
     """The folder of all buckets, or the buckets themselves where they are in this process."""
     bucket: str
     """Where snapshots go."""

@@ -8,7 +8,7 @@ import logging
 import torch
 from torch import Tensor
 
-from hearth.kernels.tree import Tree
+from hearth.kernels.training import Tree
 from hearth.models.decoder import Decoder, read_decoder
 from hearth.models.loading import LoadedModel
 from hearth.models.recompute import recomputing

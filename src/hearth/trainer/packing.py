@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hearth.errors import ConfigError
-from hearth.kernels.tree import Tree
+from hearth.kernels.training import Tree
 from hearth.models.packed import PAD_MULTIPLE, pack
 from hearth.models.prefixes import Cluster, find_clusters
 from hearth.wire.routing import FREE, RoutingShape

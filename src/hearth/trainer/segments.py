@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from hearth.errors import EngineError
-from hearth.kernels.tree import Tree
+from hearth.kernels.training import Tree
 
 LARGEST_DIM = 256
 """Heads that torch's flash attention takes; multiples of 8 up to this."""

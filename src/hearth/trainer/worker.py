@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - see
 from hearth.errors import ConfigError
 from hearth.sidecars import Sidecars
 from hearth.sync.chain import resolve
-from hearth.sync.store import Buckets, open_buckets
+from hearth.sync.store import Buckets, SnapshotStore, open_buckets
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.export import ExportOptions, export_snapshot
 from hearth.trainer.options import TrainerWorkerOptions
@@ -58,7 +58,12 @@ def build(
 
 
 def export(
-    *, buckets: str | Buckets, bucket: str, identity: str, on_phase: OnPhase, **values: Any
+    *,
+    buckets: str | Buckets[SnapshotStore],
+    bucket: str,
+    identity: str,
+    on_phase: OnPhase,
+    **values: Any,
 ) -> None:
     """Write a snapshot of ``bucket`` as a model folder; ``values`` are of ``ExportOptions``.
 

@@ -53,9 +53,7 @@ def test_what_one_process_puts_another_gets_bit_for_bit(store):
 
     assert (got.identity, got.kind, got.base_model) == ("v1", "base", "m")
     assert all(torch.equal(got.tensors[name], tensor) for name, tensor in put.tensors.items())
-    (facts,) = store("any").facts()
-    assert (facts.identity, facts.kind) == ("v1", "base")
-    assert facts.num_bytes > sum(tensor.nbytes for tensor in put.tensors.values())
+    assert store("any").names() == ["v1"]
 
 
 def test_a_chain_of_deltas_is_made_whole_elsewhere_and_old_snapshots_go(store):

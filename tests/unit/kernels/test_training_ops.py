@@ -11,6 +11,7 @@ from tests.unit.kernels.tensors import EPS, SetThreads, assert_equal, random
 from torch import Tensor
 
 from hearth.kernels.training import (
+    Tree,
     add_rms_norm,
     products,
     rms_norm,
@@ -19,7 +20,6 @@ from hearth.kernels.training import (
     silu_mul,
     tree_attention,
 )
-from hearth.kernels.tree import Tree
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 

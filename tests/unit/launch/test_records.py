@@ -8,14 +8,15 @@ import pytest
 
 from hearth.launch.app_server import IdleTracker
 from hearth.launch.child import Task
-from hearth.launch.phase import PhaseFile, read_phase
 from hearth.launch.records import (
     LOG_LIMIT_BYTES,
+    PhaseFile,
     ProcessFacts,
     ProcessId,
     WorkerFolder,
     last_lines,
     read_json,
+    read_phase,
     write_json,
 )
 from hearth.launch.spec import (

@@ -12,7 +12,7 @@ from tests.unit.planning.families import PUBLISHED, tiny
 
 from hearth.control.catalog import read_catalog
 from hearth.errors import ConfigError
-from hearth.models.naming import linear_parts
+from hearth.models.lora import linear_parts
 from hearth.planning.architecture import read_architecture
 
 

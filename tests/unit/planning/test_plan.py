@@ -13,9 +13,8 @@ from hearth.control.catalog import read_catalog
 from hearth.errors import ConfigError
 from hearth.planning.architecture import read_architecture
 from hearth.planning.memory import GIB, trainer_bytes
-from hearth.planning.plan import PlanRequest, find_best_layout, make_plan
+from hearth.planning.plan import PlanRequest, catalog_entry, find_best_layout, make_plan, shape_name
 from hearth.planning.rates import Gpu, sampling_tokens_per_s, training_tokens_per_s
-from hearth.planning.shapes import catalog_entry, shape_name
 
 
 def make_request(name: str, gpus: int, context: int, **more: Any) -> PlanRequest:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.tiny import checksum
 
 from hearth.errors import EngineError
 from hearth.sync import delta
-from hearth.sync.manifest import checksum
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.int64, torch.uint8, torch.bool]
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from tests.unit.tiny import checksum
 from transformers import AutoModelForCausalLM
 
 from hearth.errors import ConfigError, EngineError, NotFoundError, RequestError
 from hearth.models.loading import load_model
 from hearth.models.lora import LoraOptions, attach_lora, load_adapter_tensors, write_adapter
-from hearth.sync.manifest import checksum
 from hearth.sync.store import FolderSnapshotStore, MemorySnapshotStore
 from hearth.trainer.checkpoint import MAX_METADATA_BYTES
 from hearth.trainer.engine import TrainerEngine

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hearth.errors import EngineError
-from hearth.kernels.tree import Tree
+from hearth.kernels.training import Tree
 from hearth.models.loading import LoadedModel
 from hearth.models.lora import LoraOptions, base_only
 from hearth.models.packed import PackedDecoder

@@ -14,9 +14,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import secrets
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -31,6 +33,7 @@ from ray.util.scheduling_strategies import (
 
 from hearth.errors import ConfigError, EngineError
 from hearth.launch.base import ENTRIES, BaseLauncher, raise_failure
+from hearth.launch.child import describe_failure, load_entry
 from hearth.launch.ray.cluster import (
     call_on,
     check_is_node,
@@ -40,12 +43,11 @@ from hearth.launch.ray.cluster import (
     own_node_id,
 )
 from hearth.launch.ray.deaths import explain_death
-from hearth.launch.ray.exports import run_export
 from hearth.launch.ray.host import WorkerHost, WorkerPlan, read_report
 from hearth.launch.ray.placing import Place, places_of, shortage
 from hearth.launch.ray.sharing import write_probe
 from hearth.launch.ray.sidecars import hearth_variables
-from hearth.launch.ray.snapshot_actor import SnapshotActor
+from hearth.launch.ray.snapshot_actor import SnapshotActor, buckets_through
 from hearth.launch.ray.workers import RayWorker
 from hearth.launch.records import WorkerFolder, last_lines
 from hearth.launch.spec import (
@@ -150,7 +152,7 @@ class RayLauncher(BaseLauncher[RayWorker]):
         try:
             failure = call_on(
                 own_node_id(),
-                run_export,
+                _run_export,
                 ENTRIES[ExportSpec][0],
                 asdict(spec) | {"buckets": str(self._bucket_root)},
                 self._snapshot_actor,
@@ -386,3 +388,24 @@ def _read_namespace(root: Path) -> str:
     if not path.exists():
         path.write_text(f"hearth-{secrets.token_hex(6)}", encoding="ascii")
     return path.read_text(encoding="ascii")
+
+
+def _run_export(
+    entry: str,
+    arguments: Mapping[str, Any],
+    snapshot_actor: Any,
+    environment: Mapping[str, str],
+    working_dir: str,
+) -> dict[str, Any] | None:
+    """Write a snapshot as a model folder, in a process of its own; returns what failed, if any."""
+    os.environ.update(environment)
+    os.chdir(working_dir)
+    with tempfile.TemporaryDirectory(prefix="hearth-export-") as mirror:
+        arguments = dict(arguments)
+        if snapshot_actor is not None:
+            arguments["buckets"] = buckets_through(snapshot_actor, Path(mirror), None)
+        try:
+            load_entry(entry)(**arguments, on_phase=lambda phase: None)
+        except Exception as error:  # noqa: BLE001 - raised again where the export was called
+            return describe_failure(error)
+    return None

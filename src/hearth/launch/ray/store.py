@@ -18,31 +18,10 @@ from ray.exceptions import RayError
 from hearth.errors import EngineError, NotFoundError
 from hearth.sync.folders import drafted, remove_folder
 from hearth.sync.manifest import check_name
-from hearth.sync.snapshot import Snapshot, SnapshotFacts
-from hearth.sync.store import FolderSnapshotStore, missing_parent
+from hearth.sync.snapshot import Snapshot
+from hearth.sync.store import Buckets, FolderSnapshotStore, missing_parent
 
 _TIMEOUT_S = 600.0
-
-
-class RayBuckets:
-    """Buckets of a snapshot actor: the newest ``keep`` snapshots of each, mirrored in a folder."""
-
-    def __init__(self, snapshot_actor: Any, mirror: Path, keep: int | None) -> None:
-        self._snapshot_actor = snapshot_actor
-        self._mirror = mirror
-        self._keep = keep
-        self._stores: dict[str, RaySnapshotStore] = {}
-        self._lock = threading.Lock()
-
-    def bucket(self, bucket_id: str) -> RaySnapshotStore:
-        """The store of a bucket."""
-        folder = self._mirror / check_name(bucket_id, "bucket_id")
-        with self._lock:
-            if bucket_id not in self._stores:
-                self._stores[bucket_id] = RaySnapshotStore(
-                    self._snapshot_actor, bucket_id, folder, self._keep
-                )
-            return self._stores[bucket_id]
 
 
 class RaySnapshotStore:
@@ -83,11 +62,7 @@ class RaySnapshotStore:
 
     def names(self) -> list[str]:
         """Identities that the snapshot actor has, oldest first."""
-        return [fact.identity for fact in self.facts()]
-
-    def facts(self) -> list[SnapshotFacts]:
-        """What the snapshot actor has, oldest first."""
-        return [SnapshotFacts(**facts) for facts in self._call_actor("facts", self._bucket)]
+        return [facts["identity"] for facts in self._call_actor("facts", self._bucket)]
 
     def _fetch(self, identity: str) -> None:
         """Have a snapshot in the mirror."""
@@ -112,6 +87,21 @@ class RaySnapshotStore:
 
     def _call_actor(self, method: str, *arguments: Any) -> Any:
         return _fetch_result(getattr(self._snapshot_actor, method).remote(*arguments))
+
+
+class RayBuckets(Buckets[RaySnapshotStore]):
+    """Buckets of a snapshot actor: the newest ``keep`` snapshots of each, mirrored in a folder."""
+
+    def __init__(self, snapshot_actor: Any, mirror: Path, keep: int | None) -> None:
+        super().__init__()
+        self._snapshot_actor = snapshot_actor
+        self._mirror = mirror
+        self._keep = keep
+
+    def _make_store(self, bucket_id: str) -> RaySnapshotStore:
+        return RaySnapshotStore(
+            self._snapshot_actor, bucket_id, self._mirror / bucket_id, self._keep
+        )
 
 
 def _fetch_result(reference: Any) -> Any:

@@ -13,22 +13,23 @@ import secrets
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hearth.errors import HearthError
 from hearth.models.loading import LoadedModel, base_tensors
 from hearth.models.lora import merged_tensors
 from hearth.models.parallel import ShardedModel, gather_tensors
-from hearth.trainer.checkpoint import CheckpointFolder, TrainerState
+from hearth.trainer.checkpoint import DATA, CheckpointFolder, TrainerState, write_manifest
+from hearth.trainer.dcp import describe_tensors, load_into, save_tensors
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.options import TrainerWorkerOptions
 from hearth.trainer.passes import Pass
 from hearth.trainer.ranks.calls import decode, encode
-from hearth.trainer.ranks.checkpoints import read_shared_checkpoint, write_shared_checkpoint
 from hearth.trainer.ranks.group import RankGroup
 from hearth.trainer.ranks.passes import RankPass
 from hearth.trainer.ranks.residents import RankResidents
-from hearth.trainer.residents import Resident, Residents
+from hearth.trainer.residents import Resident, Residents, find_trainable
 
 logger = logging.getLogger(__name__)
 
@@ -132,12 +133,45 @@ class RankEngine(TrainerEngine):
         self._group.run_on_first(write)
 
     def _write_checkpoint(self, name: str, state: TrainerState, *, overwrite: bool) -> None:
-        write_shared_checkpoint(self._group, self._checkpoints, name, state, overwrite=overwrite)
+        """Write a checkpoint, each rank its own parts of the tensors into the same folder."""
+        group = self._group
+        with contextlib.ExitStack() as stack:
+            draft = group.run_on_first(
+                lambda: stack.enter_context(
+                    self._checkpoints.draft(name, state.facts, overwrite=overwrite)
+                )
+            )
+            parts = group.gather(save_tensors(draft / DATA, state.tensors()))
+
+            def finish() -> None:
+                files = {file: entry for part in parts for file, entry in part.items()}
+                write_manifest(draft, state, files)
+                stack.close()
+
+            group.run_on_first(finish)
 
     def _read_checkpoint(
         self, folder: CheckpointFolder, name: str, model: Resident
     ) -> TrainerState:
-        return read_shared_checkpoint(self._group, folder, name, base_model=self.name, model=model)
+        """A checkpoint of any number of ranks; of sharded tensors it has this rank's part."""
+        data, facts, rng = self._group.run_on_first(
+            lambda: folder.verify(name, base_model=self.name, lora=model.lora)
+        )
+        weights = {f"weights/{name}": tensor for name, tensor in model.tensors().items()}
+        parameters = find_trainable(model.loaded)
+        tensors: dict[str, Tensor] = {}
+        for key, stored in describe_tensors(data).items():
+            own = weights.get(key, parameters.get(key.split("/", 2)[-1]))  # optimizer/KIND/NAME
+            tensors[key] = _make_target(stored, own)
+        load_into(data, tensors)
+        return TrainerState.from_tensors(facts, tensors, rng)
+
+
+def _make_target(stored: Tensor, own: Tensor | None) -> Tensor:
+    """An empty tensor to load into: sharded as the model's own, or whole on the CPU."""
+    if own is None or own.shape != stored.shape:
+        return torch.empty_like(stored, device="cpu")
+    return torch.empty_like(own.detach(), dtype=stored.dtype)
 
 
 def _require_sharded(model: Resident) -> ShardedModel:

@@ -19,6 +19,7 @@ from hearth.losses import GradientCounts
 from hearth.models.loading import LoadedModel
 from hearth.models.packed import PackedDecoder
 from hearth.models.parallel import ShardedModel
+from hearth.models.prefixes import Cluster, find_clusters
 from hearth.threads import refresh
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.options import TrainerOptions
@@ -26,7 +27,6 @@ from hearth.trainer.packed_module import PackedModule
 from hearth.trainer.packing import Example, MicroBatch
 from hearth.trainer.passes import KeptGraph, Pass, PassResult, count
 from hearth.trainer.ranks.group import RankGroup
-from hearth.trainer.ranks.shares import assign_sequences
 from hearth.trainer.segments import Kernel
 
 _BLANK = -1
@@ -162,6 +162,33 @@ class RankPass(Pass):
         values = self.group.reduce_sum(values)
         self._check_finite(values)
         return values
+
+
+def assign_sequences(
+    sequences: Sequence[Tensor], ranks: int, *, shares_prefixes: bool
+) -> list[list[int]]:
+    """For each rank, the places of its token sequences (int64 [T] each), in rising order.
+
+    The longest go first, each to the rank with the fewest tokens, so that no rank has more than a
+    fair share plus the longest piece. Where a pass computes a common prefix once
+    (``shares_prefixes``), sequences with one stay together, up to a fair share. The result is the
+    same on all ranks.
+    """
+    lengths = [sequence.numel() for sequence in sequences]
+    if shares_prefixes:
+        whole = find_clusters(sequences)
+        fair = -(-sum(cluster.tokens(lengths) for cluster in whole) // ranks)
+        pieces = [part for cluster in whole for part in cluster.split(lengths, fair)]
+    else:
+        pieces = [Cluster((place,), length) for place, length in enumerate(lengths)]
+    pieces.sort(key=lambda piece: (-piece.tokens(lengths), piece.members))
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for piece in pieces:
+        rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
+        shares[rank] += piece.members
+        loads[rank] += piece.tokens(lengths)
+    return [sorted(places) for places in shares]
 
 
 def _is_blank(batch: MicroBatch) -> bool:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.trainer.ranks.shares import assign_sequences
+from hearth.trainer.ranks.passes import assign_sequences
 
 
 def texts(*lengths: int) -> list[torch.Tensor]:
