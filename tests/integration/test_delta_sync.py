@@ -17,6 +17,7 @@ from hearth.models.loading import load_model, load_tokenizer
 from hearth.sdk import DeploymentManager, DeploymentSampler, FiretitanServiceClient, WeightSyncer
 from hearth.sdk.transport import mount, unmount
 from hearth.sync.chain import resolve
+from hearth.sync.manifest import read_manifest
 from hearth.sync.store import FolderSnapshotStore, MemorySnapshotStore
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.options import TrainerOptions
@@ -67,7 +68,7 @@ class Stack:
         self.policy.optim_step(adam).result()
 
     def kinds(self):
-        return [self.store.get(name).kind for name in self.store.names()]
+        return [read_manifest(self.store.folder(name))["kind"] for name in self.store.names()]
 
     def agrees(self):
         """Whether sampler and trainer give the sampled tokens the same logprobs."""
