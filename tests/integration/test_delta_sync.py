@@ -68,6 +68,8 @@ class Stack:
         self.policy.optim_step(adam).result()
 
     def kinds(self):
+        if isinstance(self.store, MemorySnapshotStore):
+            return [snapshot.kind for snapshot in self.store.snapshots()]
         return [read_manifest(self.store.folder(name))["kind"] for name in self.store.names()]
 
     def agrees(self):
