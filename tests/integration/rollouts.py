@@ -99,4 +99,4 @@ def command(arguments: Sequence[str]) -> int:
     def run(config: async_rl_loop.Config) -> None:
         async_rl_loop.main(config, rollout_fn_factory=make_rollouts())
 
-    return run_command(async_rl_loop.Config, run, arguments, program="async")
+    return run_command(async_rl_loop.Config(), run, arguments, program="async")

@@ -311,18 +311,15 @@ def merge_infra(trainer: TrainerConfig, infra: InfraConfig) -> InfraConfig:
     Raises:
         ConfigError: two spellings of one setting differ.
     """
+
+    def pick(name: str, older: str) -> Any:
+        return agreed(
+            (f"trainer.{name}", getattr(trainer, name)), (f"infra.{older}", getattr(infra, older))
+        )
+
     return replace(
         infra,
-        training_shape_id=agreed(
-            ("trainer.training_shape_id", trainer.training_shape_id),
-            ("infra.training_shape_id", infra.training_shape_id),
-        ),
-        ref_training_shape_id=agreed(
-            ("trainer.reference_training_shape_id", trainer.reference_training_shape_id),
-            ("infra.ref_training_shape_id", infra.ref_training_shape_id),
-        ),
-        trainer_timeout_s=agreed(
-            ("trainer.timeout_s", trainer.timeout_s),
-            ("infra.trainer_timeout_s", infra.trainer_timeout_s),
-        ),
+        training_shape_id=pick("training_shape_id", "training_shape_id"),
+        ref_training_shape_id=pick("reference_training_shape_id", "ref_training_shape_id"),
+        trainer_timeout_s=pick("timeout_s", "trainer_timeout_s"),
     )

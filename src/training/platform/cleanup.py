@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal
 
 from hearth.errors import ConfigError, HearthError
@@ -49,12 +49,7 @@ class ResourceCleanup:
                 self._is_handling = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._is_ending = True
         try:
             self.close()
@@ -88,12 +83,6 @@ class ResourceCleanup:
     def callback(self, name: str, close: Callable[[], None]) -> None:
         """Call ``close`` when the scope ends; ``name`` is for the log."""
         self._callbacks.append((name, close))
-
-    def cancel_trainer(self, job_id: str) -> None:
-        """Cancel a job now."""
-        self._trainers.cancel(job_id)
-        if job_id in self._jobs:
-            self._jobs.remove(job_id)
 
     def close(self) -> None:
         """Take everything down now; what is taken down once is not again.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +133,8 @@ def _print_table(
     table.add_row("accuracy", f"{before.accuracy:.3f}", f"{after.accuracy:.3f}")
     lengths = [f"{result.metrics()['eval/response_len/mean']:.1f}" for result in (before, after)]
     table.add_row("answer length, tokens", *lengths)
-    table.add_row(f"for example: {_question(before.samples)}", *map(_first, (before, after)))
+    first, later = before.samples[0], after.samples[0]
+    table.add_row(f"for example: {first.row['messages'][-1]['content']}", first.text, later.text)
     console.print(table)
     console.print(
         f"{done.steps} steps in {summary['wall_s']:.0f} s, the first after "
@@ -151,11 +151,3 @@ def _print_table(
         ("model", done.model_path),
     ):
         console.print(f"{label:<15} {path}", highlight=False)
-
-
-def _question(samples: Sequence[EvalSample]) -> str:
-    return str(samples[0].row["messages"][-1]["content"])
-
-
-def _first(result: EvalResult) -> str:
-    return result.samples[0].text

@@ -189,7 +189,7 @@ async def train_step(loop: AsyncLoop) -> bool:
         taken.extend(piece)
         loop.phase = "forward and backward"
         with run.busy.train(), run.clock.span(TRAIN):
-            for batch in await update.prepare([each.group for each in piece]):
+            for batch in await update.prepare([taken_group.group for taken_group in piece]):
                 loss_fn = policy_loss(config, batch)
                 await update.forward_backward(batch, loss_fn)
     if not taken:

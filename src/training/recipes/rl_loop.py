@@ -148,7 +148,7 @@ async def train_step(loop: Loop[Config], window: SampledWindow) -> bool:
 
 def command(arguments: Sequence[str] | None = None) -> int:
     """Train with the rl_loop recipe; every field of its config is a flag."""
-    return run_command(Config, main, arguments, program="python -m training.recipes.rl_loop")
+    return run_command(Config(), main, arguments, program="python -m training.recipes.rl_loop")
 
 
 if __name__ == "__main__":

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hearth.errors import ConfigError
 from training.rewards.errors import RewardDiedError, RewardTimeoutError
-from training.rewards.processes import make_portable
-from training.rewards.score import Score, as_score
+from training.rewards.processes import call_function
+from training.rewards.score import Score
 
 ROOM_TIMEOUT_S = 600.0
 """Seconds in which the cluster must have a CPU for a call."""
@@ -107,14 +105,4 @@ def _score_in_task(pickled: bytes, completion: str, row: Mapping[str, Any]) -> I
     # What the function imports is not its call's time.
     function: Callable[[str, Mapping[str, Any]], Any] = cloudpickle.loads(pickled)
     yield None
-    try:
-        value = function(completion, row)
-        if inspect.isawaitable(value):
-            value = asyncio.run(_await_result(value))
-        yield None, as_score(value)
-    except Exception as error:  # noqa: BLE001 - raised again where the call was made
-        yield make_portable(error), None
-
-
-async def _await_result(value: Any) -> Any:
-    return await value
+    yield call_function(function, completion, row)

@@ -132,13 +132,20 @@ def _serve(connection: Connection, function: Callable[[str, Mapping[str, Any]], 
             completion, row = connection.recv()
         except EOFError:
             return
-        try:
-            value = function(completion, row)
-            if inspect.isawaitable(value):
-                value = asyncio.run(_await_result(value))
-            connection.send((None, as_score(value)))
-        except Exception as error:  # noqa: BLE001 - raised again where the call was made
-            connection.send((make_portable(error), None))
+        connection.send(call_function(function, completion, row))
+
+
+def call_function(
+    function: Callable[[str, Mapping[str, Any]], Any], completion: str, row: Mapping[str, Any]
+) -> tuple[Exception | None, Score | None]:
+    """(error or None, score): what a call gives that another process waits for."""
+    try:
+        value = function(completion, row)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_await_result(value))
+        return None, as_score(value)
+    except Exception as error:  # noqa: BLE001 - raised again where the call was made
+        return make_portable(error), None
 
 
 async def _await_result(value: Any) -> Any:

@@ -11,8 +11,6 @@ async def rollout_fn(row):
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from hearth.sdk import DeploymentSampler, SamplingRetryPolicy
 from hearth.sdk.capture import CaptureServer, CaptureSession
 from training.rollouts.sampler import current_rollout, refuse_other_distribution
@@ -30,12 +28,7 @@ class AgentSession:
     def __enter__(self) -> AgentSession:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._captured.close()
 
     @property

@@ -11,7 +11,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, TypeVar, cast
 
 import httpx
 
@@ -31,8 +31,8 @@ T = TypeVar("T")
 RECOVERABLE_STATUSES = frozenset({408, 425, 429})
 """Beside these, all of 500 to 599."""
 
-# Errors of clients that Hearth does not install, by package and class name, so that no package is
-# imported to compare with them.
+# Errors of clients that Hearth need not have installed, by package and class name, so that no
+# package is imported to compare with them.
 _NO_ANSWER = frozenset(
     {
         ("openai", "APIConnectionError"),  # APITimeoutError is one
@@ -48,6 +48,7 @@ _ANSWERED = frozenset(
     {
         ("openai", "APIStatusError"),
         ("aiohttp", "ClientResponseError"),
+        ("httpx", "HTTPStatusError"),
         ("httpx2", "HTTPStatusError"),
         ("requests", "HTTPError"),
     }
@@ -60,21 +61,6 @@ class RecoverableRolloutError(HearthError, RuntimeError):
 
 class RolloutsFailingError(HearthError, RuntimeError):
     """Too many rollouts failed: training on the rest would be training on a biased sample."""
-
-
-@runtime_checkable
-class _HasStatusCode(Protocol):
-    status_code: int
-
-
-@runtime_checkable
-class _HasStatus(Protocol):
-    status: int
-
-
-@runtime_checkable
-class _HasResponse(Protocol):
-    response: object
 
 
 def is_recoverable(error: BaseException) -> bool:
@@ -112,17 +98,11 @@ def _is_without_answer(error: BaseException) -> bool:
 
 def _http_status(error: BaseException) -> int | None:
     """The status that a client library's error stands for; None where it stands for none."""
-    if isinstance(error, httpx.HTTPStatusError):
-        return error.response.status_code
     if not _is_one_of(error, _ANSWERED):
         return None
-    if isinstance(error, _HasStatusCode):
-        return error.status_code
-    if isinstance(error, _HasStatus):
-        return error.status
-    if isinstance(error, _HasResponse) and isinstance(error.response, _HasStatusCode):
-        return error.response.status_code
-    return None
+    response = getattr(error, "response", None)
+    owners = ((error, "status_code"), (error, "status"), (response, "status_code"))
+    return next((getattr(owner, name) for owner, name in owners if hasattr(owner, name)), None)
 
 
 def _is_one_of(error: BaseException, names: frozenset[tuple[str, str]]) -> bool:

@@ -259,10 +259,6 @@ class StalenessGate:
         """
         return [row.key for row in takewhile(self._is_due, self._running.values())]
 
-    def oldest_running(self) -> int | None:
-        """The row that has run longest, in order of submission; None when none runs."""
-        return next(iter(self._running), None)
-
     def end_batch(self) -> None:
         """The current batch is trained, and the next one begins.
 

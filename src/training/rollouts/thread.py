@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from types import CoroutineType, FrameType, GeneratorType, TracebackType
+from types import CoroutineType, FrameType, GeneratorType
 from typing import Any, Generic, TypeVar, cast
 
 from hearth.errors import ClosedError
@@ -57,12 +57,7 @@ class RolloutThread:
     def __enter__(self) -> RolloutThread:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def submit(self, fn: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Future[T]:

@@ -107,8 +107,8 @@ class AsyncLoop(Loop[AsyncConfig]):
         except Exception as error:
             self.queue.fail(error)
             raise
-        self.probe.begin(step, self.run.version, [each.group for each in taken])
-        self.run.cursor.finish(each.group.row.index for each in taken)
+        self.probe.begin(step, self.run.version, [taken_group.group for taken_group in taken])
+        self.run.cursor.finish(taken_group.group.row.index for taken_group in taken)
         self.queue.gate.published()
         self.queue.submit()
         if self.evaluation is not None:

@@ -19,14 +19,17 @@ ConfigT = TypeVar("ConfigT")
 
 
 def run_command(
-    config_type: type[ConfigT],
+    default: ConfigT,
     main: Callable[[ConfigT], Any],
     arguments: Sequence[str] | None,
     *,
     program: str,
+    description: str | None = None,
 ) -> int:
-    """Parse the flags and run ``main``; returns the exit code."""
-    config = tyro.cli(config_type, args=arguments, prog=program)
+    """Parse the flags, each a field of ``default``, and run ``main``; returns the exit code."""
+    config = tyro.cli(
+        type(default), default=default, args=arguments, description=description, prog=program
+    )
     return run_to_exit_code(lambda: main(config))
 
 

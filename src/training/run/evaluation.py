@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from hearth.sdk import DeploymentSampler, SampledCompletion
+from training.config.recipe import RecipeConfig
 from training.data.rows import Row, prompt_messages
 from training.data.seeds import row_seed
 from training.rewards.score import Score
@@ -38,7 +39,7 @@ class EvalSample:
     reward: float
     text: str
     length: int
-    """Drawn tokens."""
+    """Sampled tokens."""
     is_truncated: bool
     versions: Sequence[Sequence[int]] = ()
     """Run lengths ``[weight version, tokens]`` over the sampled tokens."""
@@ -59,7 +60,7 @@ class EvalResult:
     failed_rewards: int = 0
     """Answers left out, since their reward function failed."""
     failed_samples: int = 0
-    """Draws left out, since they failed or gave nothing."""
+    """Samples left out, since they failed or gave nothing."""
 
     @property
     def accuracy(self) -> float:
@@ -119,31 +120,24 @@ class EvalResult:
 
 
 async def evaluate(
-    sampler: DeploymentSampler,
-    rows: Sequence[Row],
-    reward_fn: AnyReward,
-    *,
-    samples_per_prompt: int,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
+    sampler: DeploymentSampler, rows: Sequence[Row], reward_fn: AnyReward, config: RecipeConfig
 ) -> EvalResult:
-    """Draw ``samples_per_prompt`` completions of each row at ``temperature`` and score them.
+    """Sample ``eval_samples_per_prompt`` completions of each row and score them.
 
-    The seeds depend on ``seed`` and the row's place only, so that evaluations compare.
+    The seeds depend on the run's and the row's place only, so that evaluations compare.
 
     Raises:
         Exception: what sampling or scoring raised, a recoverable one after the last attempt.
     """
 
-    async def draw(place: int, row: Row) -> list[SampledCompletion]:
+    async def sample(place: int, row: Row) -> list[SampledCompletion]:
         return await with_retries(
             lambda: sampler.sample_with_tokens(
                 prompt_messages(row),
-                n=samples_per_prompt,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                seed=row_seed(seed + EVAL_SEED_OFFSET, place),
+                n=config.eval_samples_per_prompt,
+                max_tokens=config.max_completion_tokens,
+                temperature=config.temperature,
+                seed=row_seed(config.seed + EVAL_SEED_OFFSET, place),
             ),
             attempts=ATTEMPTS,
             timeout_s=None,
@@ -153,21 +147,18 @@ async def evaluate(
         )
 
     async def judge(place: int, row: Row) -> list[EvalSample | None]:
-        drawn = await draw(place, row)
-        outcomes = await scored(reward_fn, [each.text for each in drawn], row)
-        return [
-            completion_judged(row, place, each, score) if isinstance(score, Score) else None
-            for each, score in zip(drawn, outcomes, strict=True)
-        ]
-
-    async def one(place: int, row: Row) -> list[EvalSample | None]:
         try:
-            return await judge(place, row)
+            completions = await sample(place, row)
+            scores = await scored(reward_fn, [completion.text for completion in completions], row)
         except Exception as error:
             error.add_note(f"in the evaluation of held-out row {place}")
             raise
+        return [
+            completion_judged(row, place, completion, score) if isinstance(score, Score) else None
+            for completion, score in zip(completions, scores, strict=True)
+        ]
 
-    parts = await gather_or_cancel([one(place, row) for place, row in enumerate(rows)])
+    parts = await gather_or_cancel([judge(place, row) for place, row in enumerate(rows)])
     judged = [sample for part in parts for sample in part]
     samples = [sample for sample in judged if sample is not None]
     return EvalResult(samples, failed_rewards=len(judged) - len(samples))

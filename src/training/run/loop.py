@@ -111,15 +111,7 @@ class Loop(Generic[ConfigT]):
         run.eval_begun = run.step
         with run.clock.span("perf/eval_time"):
             try:
-                result = await evaluate(
-                    self.infra.sampler,
-                    run.eval_rows,
-                    reward_fn,
-                    temperature=config.temperature,
-                    samples_per_prompt=config.eval_samples_per_prompt,
-                    max_tokens=config.max_completion_tokens,
-                    seed=config.seed,
-                )
+                result = await evaluate(self.infra.sampler, run.eval_rows, reward_fn, config)
             except Exception as error:  # noqa: BLE001 - whatever a reward function raises
                 run.note_failed_evaluation(run.step, error)
                 return

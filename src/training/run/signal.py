@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hearth.errors import HearthError
-from training.samples.groups import ExampleAnswer, PromptGroup, RowOutcome
+from training.samples.groups import ExampleAnswer, PromptGroup, RolloutStats, RowOutcome
 from training.samples.reward_metrics import CORRECT
 
 Metrics = Mapping[str, float]
@@ -158,26 +158,14 @@ def _median(name: str, past: Sequence[Metrics]) -> float | None:
 
 
 @dataclass
-class Stretch:
-    """Rows in a row that had nothing to learn from."""
+class Stretch(RolloutStats):
+    """Counts over rows that one after the other had nothing to learn from."""
 
-    rows: int = 0
-    completions: int = 0
-    truncated: int = 0
-    rewards: list[float] = field(default_factory=list[float])
-    parsed: list[bool] = field(default_factory=list[bool])
-    dropped: Counter[str] = field(default_factory=Counter[str])
     example: ExampleAnswer | None = None
 
     def add(self, outcome: RowOutcome) -> None:
-        """One more row."""
-        self.rows += 1
-        self.completions += outcome.completions
-        self.truncated += outcome.truncated
-        self.rewards.extend(outcome.rewards)
-        self.parsed.extend(outcome.parsed)
-        if outcome.dropped is not None:
-            self.dropped[outcome.dropped] += 1
+        """Count one more row, and keep its example."""
+        super().add(outcome)
         self.example = outcome.example or self.example
 
     @property
@@ -187,8 +175,8 @@ class Stretch:
 
     def likely_cause(self) -> str:
         """Why there was nothing to learn, as far as the counts tell."""
-        if self.completions and self.truncated / self.completions >= TRUNCATED:
-            share = self.truncated / self.completions
+        if self.samples and self.truncated / self.samples >= TRUNCATED:
+            share = self.truncated / self.samples
             return f"{share:.0%} of the answers were cut: raise max_completion_tokens"
         if self.parsed and self.parsed.count(False) / len(self.parsed) >= UNPARSED:
             share = self.parsed.count(False) / len(self.parsed)

@@ -13,10 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from hearth.errors import ConfigError, HearthError
@@ -76,10 +74,8 @@ class Watchdog:
         self._exit = exit
         self._now = now
         self._lock = threading.Lock()
-        # Guarded by the lock: when the last step ended, and since when nothing counts.
+        # Guarded by the lock: when the last step ended, and when the stall was reported.
         self._last = now()
-        self._paused_at = 0.0
-        self._num_pauses = 0
         self._stalled_at: float | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=_NAME, daemon=True)
@@ -89,12 +85,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._closed.set()
         self._thread.join(self._patience_s)
 
@@ -103,27 +94,11 @@ class Watchdog:
         with self._lock:
             self._last = self._now()
 
-    @contextmanager
-    def paused(self) -> Generator[None, None, None]:
-        """The body belongs to no step: its time does not count. May be nested."""
-        with self._lock:
-            if self._num_pauses == 0:
-                self._paused_at = self._now()
-            self._num_pauses += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_pauses -= 1
-                if self._num_pauses == 0:
-                    now = self._now()
-                    self._last = min(now, self._last + now - self._paused_at)
-
     def check(self) -> None:
         """Judge the run as of now and act on it, as the thread does by itself."""
         with self._lock:
             now, stalled_at = self._now(), self._stalled_at
-            silent_s = 0.0 if self._num_pauses else now - self._last
+            silent_s = now - self._last
         if stalled_at is None and silent_s > self._stall_timeout_s:
             self._tell(silent_s)
             with self._lock:

@@ -156,11 +156,6 @@ class PromptGroup:
         """The datum of each sample."""
         return [sample.datum for sample in self.flat()]
 
-    @property
-    def inf_logprobs(self) -> list[Sequence[float]]:
-        """The sampler's logprobs of each sample, target-aligned."""
-        return [sample.behavior_logprobs for sample in self.flat()]
-
 
 @dataclass(frozen=True)
 class ExampleAnswer:

@@ -110,22 +110,21 @@ def policy_loss(config: RecipeConfig, batch: StepBatch) -> LossFunction | Builti
         objective = replace(objective, kl_beta=batch.kl_beta)
     if config.runs_builtin_loss:
         return BuiltinLoss(config.policy_loss, objective, tis)
-    samples, count = batch.samples, len(batch.samples)
-    masks, starts = [sample.mask for sample in samples], [None] * count
+    samples = batch.samples
+    masks, starts = [sample.mask for sample in samples], [None] * len(samples)
+
+    def rows(field: str) -> list[Tensor | None] | None:
+        given = _if_all_given([getattr(sample, field) for sample in samples])
+        return _constants(field, given, len(samples))
+
     loss = _PolicyLoss(
         config.policy_loss,
         objective,
         tis,
         advantages=[_advantage(sample.advantage) for sample in samples],
-        behavior=_constants(
-            "behavior_logprobs", [sample.behavior_logprobs for sample in samples], count
-        ),
-        old=_constants(
-            "old_logprobs", _if_all_given([sample.old_logprobs for sample in samples]), count
-        ),
-        reference=_constants(
-            "ref_logprobs", _if_all_given([sample.ref_logprobs for sample in samples]), count
-        ),
+        behavior=rows("behavior_logprobs"),
+        old=rows("old_logprobs"),
+        reference=rows("ref_logprobs"),
     )
 
     def loss_fn(
@@ -136,6 +135,7 @@ def policy_loss(config: RecipeConfig, batch: StepBatch) -> LossFunction | Builti
     return loss_fn
 
 
+@dataclass
 class _PolicyLoss:
     """A policy loss over some samples, but for their policy logprobs and masks.
 
@@ -143,27 +143,22 @@ class _PolicyLoss:
         ConfigError: the objective or ``tis`` needs logprobs that are not there.
     """
 
-    def __init__(
-        self,
-        name: str,
-        objective: Objective,
-        tis: TIS | None,
-        *,
-        advantages: list[float | Tensor],
-        behavior: list[Tensor | None] | None,
-        old: list[Tensor | None] | None,
-        reference: list[Tensor | None] | None,
-    ) -> None:
-        self._name = name
-        self._objective = objective
-        self._tis = tis
-        self._advantages = advantages
-        self._behavior = behavior
-        self._old = old
-        self._reference = reference
+    name: str
+    objective: Objective
+    tis: TIS | None
+    advantages: list[float | Tensor]
+    behavior: list[Tensor | None] | None
+    old: list[Tensor | None] | None
+    reference: list[Tensor | None] | None
+
+    def __post_init__(self) -> None:
         # Evaluated without samples: what would fail at the first step fails now.
         self._metrics_of_nothing = _empty_metrics(
-            name, objective, tis, behavior is not None, reference is not None
+            self.name,
+            self.objective,
+            self.tis,
+            self.behavior is not None,
+            self.reference is not None,
         )
 
     def evaluate(
@@ -174,13 +169,13 @@ class _PolicyLoss:
             return torch.zeros((), requires_grad=True), {**self._metrics_of_nothing}
         batch = TokenBatch.concat(
             logprobs,
-            advantages=self._advantages,
+            advantages=self.advantages,
             mask=masks,
-            old_logprobs=_filled("old_logprobs", self._old, masks),
-            behavior_logprobs=_filled("behavior_logprobs", self._behavior, masks),
-            ref_logprobs=_filled("ref_logprobs", self._reference, masks),
+            old_logprobs=_filled("old_logprobs", self.old, masks),
+            behavior_logprobs=_filled("behavior_logprobs", self.behavior, masks),
+            ref_logprobs=_filled("ref_logprobs", self.reference, masks),
         )
-        output = policy_loss_per_token(self._name, batch, self._objective, self._tis)
+        output = policy_loss_per_token(self.name, batch, self.objective, self.tis)
         metrics = _as_floats(output.metrics) | _response_metrics(masks, starts)
         return output.per_token.sum(), metrics
 

@@ -115,7 +115,7 @@ def test_the_segments_of_a_run_share_its_advantage_and_count_as_one_trajectory()
     assert group.completion_lens == [4, 2]
     assert group.prompt_lens == [2, 2, 2]
     assert (group.truncated, group.completions) == ([True, False], ["end", ""])
-    assert len(group.data) == len(group.inf_logprobs) == len(group.flat()) == 3
+    assert len(group.data) == len(group.flat()) == 3
 
 
 def test_a_group_keeps_its_row_its_meta_and_the_version_of_its_submission():

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import tyro
 from rich.console import Console
 
 from training.data.rows import load_rows
@@ -19,7 +18,7 @@ from training.examples.rl.multi_turn_message_in.rollout import make_rollout_fn
 from training.examples.rl.trend import reward_trend
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.async_rl_loop import Config, main
-from training.run.command import run_to_exit_code
+from training.run.command import run_command
 from training.utils import DeployConfig
 
 DESCRIPTION = "Train the shipped model on arithmetic in which a wrong answer may be mended once."
@@ -71,14 +70,8 @@ def train(config: Config) -> None:
 
 def command(arguments: Sequence[str] | None = None) -> int:
     """Train as the flags say."""
-    config = tyro.cli(
-        Config,
-        default=default_config(),
-        args=arguments,
-        description=DESCRIPTION,
-        prog="python -m training.examples.rl.multi_turn_message_in.train",
-    )
-    return run_to_exit_code(lambda: train(config))
+    program = "python -m training.examples.rl.multi_turn_message_in.train"
+    return run_command(default_config(), train, arguments, program=program, description=DESCRIPTION)
 
 
 if __name__ == "__main__":

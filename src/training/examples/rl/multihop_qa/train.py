@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 
 from training.examples.rl.multihop_qa.corpus import question_rows, the_world
@@ -20,7 +19,7 @@ from training.examples.rl.multihop_qa.rollout import make_rollout_fn
 from training.examples.rl.multihop_qa.search import SearchIndex
 from training.examples.rl.trend import reward_trend
 from training.recipes.igpo_loop import Config, main
-from training.run.command import run_to_exit_code
+from training.run.command import run_command
 from training.samples.groups import PromptGroup
 from training.utils import DeployConfig
 
@@ -88,14 +87,8 @@ def train(config: Config) -> None:
 
 def command(arguments: Sequence[str] | None = None) -> int:
     """Train as the flags say."""
-    config = tyro.cli(
-        Config,
-        default=CONFIG,
-        args=arguments,
-        description=DESCRIPTION,
-        prog="python -m training.examples.rl.multihop_qa.train",
-    )
-    return run_to_exit_code(lambda: train(config))
+    program = "python -m training.examples.rl.multihop_qa.train"
+    return run_command(CONFIG, train, arguments, program=program, description=DESCRIPTION)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 
 from hearth.errors import ConfigError
 from training.examples.rl.tool_use.problems import problem_rows
 from training.examples.rl.trend import reward_trend, trend
 from training.recipes.async_rl_loop import Config, main
-from training.run.command import run_to_exit_code
+from training.run.command import run_command
 from training.utils import DeployConfig
 
 DESCRIPTION = "Train an agent with a calculator, which only knows OpenAI's client."
@@ -117,14 +116,8 @@ def with_policy(config: ToolUseConfig) -> ToolUseConfig:
 
 def command(arguments: Sequence[str] | None = None) -> int:
     """Train as the flags say."""
-    config = tyro.cli(
-        ToolUseConfig,
-        default=default_config(),
-        args=arguments,
-        description=DESCRIPTION,
-        prog="python -m training.examples.rl.tool_use.train",
-    )
-    return run_to_exit_code(lambda: train(config))
+    program = "python -m training.examples.rl.tool_use.train"
+    return run_command(default_config(), train, arguments, program=program, description=DESCRIPTION)
 
 
 if __name__ == "__main__":
