@@ -3,8 +3,6 @@
 The policy that is trained says -0.5 for every token, and ``drift`` less for each optimizer step.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,9 +45,7 @@ class ScriptedTrainer:
     """Nats by which an optimizer step makes every token less likely."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     steps: int = 0
-    scored: list[tuple[int, list[tinker.Datum]]] = field(
-        default_factory=list[tuple[int, list[tinker.Datum]]]
-    )
+    scored: list[tuple[int, list[tinker.Datum]]] = field(default_factory=list)
     """What was only to be scored, and how many steps the weights had then."""
     calls: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
     running_at_training: list[int] = field(default_factory=list[int])
@@ -94,7 +90,7 @@ class ScriptedTrainer:
 
     def save_state(
         self, name: str, *, overwrite: bool, metadata: dict[str, Any]
-    ) -> ScriptedTrainer:
+    ) -> "ScriptedTrainer":
         assert overwrite
         self.saved.append({"name": name, **metadata})
         return self
@@ -103,7 +99,11 @@ class ScriptedTrainer:
         """A checkpoint is written at once."""
 
     def list_checkpoints(self) -> list[str]:
-        return [entry["name"] for entry in self.saved]
+        return [checkpoint["name"] for checkpoint in self.saved]
+
+    def started(self, name: str) -> list[float]:
+        """When the calls of an operation were made."""
+        return [at for operation, at in self.calls if operation == name]
 
     def _rows(self, data: Sequence[tinker.Datum]) -> list[list[float]]:
         logprob = -0.5 - self.drift * self.steps
@@ -144,9 +144,7 @@ class ScriptedSampler:
     """The optimizer steps that a version has behind it."""
     error: Exception | None = None
     """What every draw fails with."""
-    asked: list[tuple[float, Sequence[int], dict[str, Any]]] = field(
-        default_factory=list[tuple[float, Sequence[int], dict[str, Any]]]
-    )
+    asked: list[tuple[float, Sequence[int], dict[str, Any]]] = field(default_factory=list)
     """Time, prompt and options of every call."""
 
     async def sample_with_prompt_tokens(
