@@ -31,7 +31,6 @@ from training.samples.rollout import Rollout, RolloutRun, RolloutSample
 from training.utils import DeployConfig, TISConfig, WandBConfig
 
 GROUP = 4
-UNCORRECTED = {"allow_uncorrected_off_policy": True}
 # The weights then differ by one gradient: AdamW would hide its size.
 PLAIN_STEP = {
     "eps": 1e3,
@@ -82,9 +81,7 @@ def keep_all(groups: list):
 @pytest.mark.parametrize("late", [0, 2])
 @pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
 def test_every_policy_loss_trains_on_policy_and_off(async_trial, policy_loss, late):
-    run = async_trial(
-        policy_loss=policy_loss, max_head_offpolicy_versions=late, max_rows=6, **UNCORRECTED
-    )
+    run = async_trial(policy_loss=policy_loss, max_head_offpolicy_versions=late, max_rows=6)
 
     records = run.records()
     assert run.summary.steps == len(records) == 3
@@ -92,7 +89,8 @@ def test_every_policy_loss_trains_on_policy_and_off(async_trial, policy_loss, la
         math.isfinite(value) for record in records for value in record.values() if value != "train"
     )
     assert all(record["train/grad_norm"] > 0 for record in records)
-    assert ("train/tis/weight_mean" in records[0]) == (late > 0)
+    has_own_ratio = policy_loss in ("importance_sampling", "reinforce")
+    assert ("train/tis/weight_mean" in records[0]) == (late > 0 and not has_own_ratio)
     assert find_changed(run.weights())
 
 
@@ -849,10 +847,44 @@ def test_a_finished_run_trains_nothing_more_and_promotes_the_same_model(async_tr
     assert same_weights(weights, second.weights())
 
 
+@pytest.mark.parametrize("choice", ["skip", "take"])
+def test_a_step_whose_groups_are_all_uniform_changes_nothing_unless_it_is_taken(
+    async_trial, choice
+):
+    run = async_trial(
+        make=make_rollouts(reward=lambda text, row: 1.0),
+        zero_gradient_steps=choice,
+        learning_rate=1e-2,
+        weight_decay=0.01,
+        max_rows=4,
+    )
+
+    assert bool(find_changed(run.weights())) == (choice == "take")
+    # Each step has its record, skipped or not.
+    assert [record["train/skipped"] for record in run.records()] == [float(choice == "skip")] * 2
+    assert run.summary.steps == run.summary.version == 2
+
+
 def test_a_config_that_cannot_be_is_refused_before_anything_is_started(async_trial, tmp_path):
-    with pytest.raises(ConfigError, match="tis_enabled must be None or True"):
-        async_trial(folder="run", max_head_offpolicy_versions=1, tis_enabled=False)
+    with pytest.raises(ConfigError, match="ratio_max must be None with policy_loss='grpo'"):
+        async_trial(folder="run", max_head_offpolicy_versions=1, ratio_max=10.0)
     with pytest.raises(ConfigError, match=r"rows must be given where config\.dataset is empty"):
         async_trial(folder="run", dataset="")
 
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("choice", ["drop", "score"])
+def test_truncated_completions_are_one_setting_of_both_recipes(trial, async_trial, choice, capsys):
+    options = {"truncated_completions": choice, "max_completion_tokens": 6, "max_rows": 6}
+    asynchronous = async_trial(**options, accepts=lambda group: len(set(group.rewards)) > 1)
+    assert ("were cut at max_completion_tokens" in capsys.readouterr().out) == (choice == "drop")
+    synchronous = trial(**options, reward_fn=spread)
+    assert ("were cut at max_completion_tokens" in capsys.readouterr().out) == (choice == "drop")
+
+    trained = [
+        [record["train/active_tokens"] for record in run.records()]
+        for run in (synchronous, asynchronous)
+    ]
+    assert trained[0] == trained[1] != []
+    assert all(record["rollout/truncated_ratio"] > 0 for record in asynchronous.records())

@@ -33,13 +33,16 @@ def test_two_runs_with_one_seed_leave_the_same_numbers(trial):
     assert first.records() != trial(reward_fn=spread, seed=4, kl_beta=0.01).records()
 
 
-@pytest.mark.parametrize(("interval", "published"), [(0, 0), (1, 4), (3, 2)])
-def test_weights_are_published_at_window_borders_only(trial, interval, published):
+@pytest.mark.parametrize(
+    ("interval", "published", "ages"), [(0, 0, [0, 1, 2, 3]), (1, 4, [0] * 4), (3, 2, [0, 1, 2, 0])]
+)
+def test_weights_are_published_at_window_borders_only(trial, interval, published, ages):
     run = trial(weight_sync_interval=interval, reward_fn=spread)
 
     assert run.summary.steps == 4
     assert run.summary.version == published
-    assert [record["version/sample_staleness_max"] for record in run.records()] == [0.0] * 4
+    for name in ("mean", "max"):
+        assert [record[f"version/sample_staleness_{name}"] for record in run.records()] == ages
 
 
 def test_a_group_without_spread_trains_nothing_and_publishes_nothing(trial, capsys):
@@ -63,8 +66,77 @@ def test_a_reward_that_is_not_finite_drops_its_group_and_is_counted(trial, rows)
 
     run = trial(reward_fn=reward, rows=rows[:4])
 
-    assert [record["rollout/valid_prompt_groups"] for record in run.records()] == [1.0, 2.0]
+    assert [record["rollout/valid_prompt_groups"] for record in run.records()] == [2.0, 1.0]
     assert run.records()[0]["rollout/dropped/non_finite"] == 1.0
+
+
+@pytest.mark.parametrize("interval", [1, 2, 0])
+def test_dropped_rows_are_made_up_for_in_windows_of_every_size(trial, rows, interval):
+    dropped = {row["messages"][0]["content"] for row in (rows[0], rows[3], rows[4], rows[8])}
+
+    def reward(text, row):
+        return 1.0 if row["messages"][0]["content"] in dropped else spread(text, row)
+
+    run = trial(reward_fn=reward, rows=rows[:12], weight_sync_interval=interval)
+
+    assert [record["rollout/valid_prompt_groups"] for record in run.records()] == [2.0] * 4
+    assert len(run.rewarded) == 12 * 4
+    assert run.summary.rows == 12
+
+
+def test_rows_that_are_dropped_after_the_last_step_leave_a_record(trial, rows):
+    run = trial(reward_fn=lambda text, row: 1.0, rows=rows[:4])
+
+    lines = (run.folder / "metrics.jsonl").read_bytes().splitlines()
+    (record,) = [line for line in map(orjson.loads, lines) if line["type"] == "dropped"]
+    assert (record["step"], record["rollout/dropped/uniform"]) == (0, 4.0)
+    assert record["rollout/raw_reward"] == 1.0
+
+
+@pytest.mark.parametrize("loss_path", ["client", "builtin"])
+def test_in_a_window_ratios_are_to_the_policy_that_sampled(trial, loss_path):
+    options = {"reward_fn": spread, "weight_sync_interval": 0, "learning_rate": 1e-2}
+    run = trial(**options, policy_loss="dapo", loss_path=loss_path)
+
+    on_policy, *stale = run.records()
+    assert on_policy["train/ppo_ratio_mean"] == 1.0
+    assert on_policy["train/dapo_clip_frac"] == 0.0
+    assert all(abs(record["train/ppo_ratio_mean"] - 1.0) > 1e-3 for record in stale)
+    assert any(record["train/dapo_clip_frac"] > 0.0 for record in stale)
+
+
+def test_off_policy_each_loss_has_a_gradient_of_its_own(trial):
+    options = {"reward_fn": spread, "weight_sync_interval": 0, "learning_rate": 1e-2, "max_rows": 4}
+    losses = (*POLICY_LOSSES, "cispo_mask")
+    norms = {
+        loss: trial(**options, policy_loss=loss).records()[1]["train/grad_norm"] for loss in losses
+    }
+
+    # Both weigh by the ratio to the sampler's policy, unbounded.
+    assert norms.pop("reinforce") == pytest.approx(norms["importance_sampling"], rel=1e-3)
+    # On so few tokens the bounds of grpo, dapo and cispo_mask stop the same ones.
+    assert len({round(norm, 3) for norm in norms.values()}) >= len(norms) - 2
+
+
+def test_tis_corrects_for_the_age_of_samples_instead_where_it_is_on(trial):
+    run = trial(
+        reward_fn=spread, weight_sync_interval=0, learning_rate=1e-2, tis_enabled=True, max_rows=4
+    )
+
+    for record in run.records():
+        assert record["train/ppo_ratio_mean"] == 1.0
+    assert abs(run.records()[1]["train/tis/weight_mean"] - 1.0) > 1e-3
+
+
+def test_a_ratio_that_nothing_bounds_is_said_where_samples_may_be_older(trial, caplog):
+    trial(policy_loss="importance_sampling", reward_fn=spread, weight_sync_interval=2, max_rows=4)
+    assert "weighs samples of older weights by a ratio that nothing bounds" in caplog.text
+
+    caplog.clear()
+    bounded = {"policy_loss": "importance_sampling", "ratio_max": 10.0, "max_rows": 4}
+    run = trial(**bounded, reward_fn=spread, weight_sync_interval=2)
+    assert "nothing bounds" not in caplog.text
+    assert "train/is_clip_frac" in run.records()[0]
 
 
 @pytest.mark.parametrize("first", [700, 20_000, 0], ids=["usual", "rarer", "off"])

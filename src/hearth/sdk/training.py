@@ -286,8 +286,13 @@ class FiretitanTrainingClient:
         self,
         adam_params: tinker.AdamParams,
         grad_accumulation_normalization: Normalization | None = None,
+        *,
+        skip_zero_gradient: bool = False,
     ) -> APIFuture[tinker.OptimStepResponse]:
         """One AdamW step on the accumulated gradient, divided as the normalization mode says.
+
+        A gradient of zeros still moves the weights, by the moments and the weight decay; with
+        ``skip_zero_gradient`` it changes nothing, and the metric ``skipped`` is 1.
 
         Raises:
             ConfigError: the mode is unknown.
@@ -302,6 +307,8 @@ class FiretitanTrainingClient:
         body: dict[str, Any] = {"adam_params": adam_params.model_dump(exclude={"type"})}
         if grad_accumulation_normalization is not None:
             body["grad_accumulation_normalization"] = grad_accumulation_normalization
+        if skip_zero_gradient:
+            body["skip_zero_gradient"] = True
 
         async def step() -> tinker.OptimStepResponse:
             done = await self._run_operation("optim_step", body, OptimStepOutput)

@@ -231,9 +231,16 @@ class TrainerEngine:
 
     @_run_alone
     def optim_step(
-        self, model_id: str, adam: AdamParams, normalization: Normalization | None = None
+        self,
+        model_id: str,
+        adam: AdamParams,
+        normalization: Normalization | None = None,
+        *,
+        skip_zero_gradient: bool = False,
     ) -> dict[str, float]:
         """One AdamW step on the accumulated gradient; ``normalization`` None does not divide it.
+
+        ``skip_zero_gradient`` drops a gradient of zeros: the metric ``skipped`` is then 1.
 
         Raises:
             ForwardOnlyError: the model is frozen.
@@ -242,7 +249,9 @@ class TrainerEngine:
         self._graph = None
         model = self._residents.get(model_id)
         optimizer = require_trainable(model, "optim_step")
-        metrics = optimizer.step(adam, normalization or "none")
+        metrics = optimizer.step(
+            adam, normalization or "none", skip_zero_gradient=skip_zero_gradient
+        )
         model.steps += metrics["skipped"] == 0
         return metrics | {"step": float(model.steps)}
 

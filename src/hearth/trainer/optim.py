@@ -56,11 +56,18 @@ class Optimizer:
         self.counts += counts
         self.num_passes += 1
 
-    def step(self, adam: AdamParams, normalization: Normalization = "none") -> dict[str, float]:
+    def step(
+        self,
+        adam: AdamParams,
+        normalization: Normalization = "none",
+        *,
+        skip_zero_gradient: bool = False,
+    ) -> dict[str, float]:
         """Divide the gradient, clip its L2 norm, apply AdamW, and clear it; returns metrics.
 
         ``grad_norm`` is the norm after the division and before the clip. Without an accumulated
-        gradient nothing changes and ``skipped`` is 1; a gradient of zeros is a gradient.
+        gradient nothing changes and ``skipped`` is 1. A gradient of zeros is a gradient, by which
+        moments and weight decay act, unless ``skip_zero_gradient`` drops it likewise.
 
         Raises:
             NumericsError: the gradient is not finite; it is dropped and no parameter changes.
@@ -85,6 +92,9 @@ class Optimizer:
                 f"gradient must be finite, got norm {norm}: the step was refused and the "
                 "gradient dropped; weights and optimizer are unchanged"
             )
+        if norm == 0 and skip_zero_gradient:
+            self.clear_gradient()
+            return metrics | {"skipped": 1.0}
         is_clipped = 0 < adam.grad_clip_norm < norm
         metrics["grad_norm"] = norm
         metrics["grad_norm_post_clip"] = adam.grad_clip_norm if is_clipped else norm

@@ -91,7 +91,10 @@ class Operations:
     def optim_step(self, content: Content) -> Record:
         request = tinker.OptimStep.from_dict(content)
         metrics = self.engine.optim_step(
-            request.model_id, request.adam_params, request.grad_accumulation_normalization
+            request.model_id,
+            request.adam_params,
+            request.grad_accumulation_normalization,
+            skip_zero_gradient=request.skip_zero_gradient,
         )
         return tinker.OptimStepOutput(metrics=metrics)
 

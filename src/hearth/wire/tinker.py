@@ -255,12 +255,16 @@ class AdamParams(Record):
 
 
 class OptimStep(Record):
-    """Applies the accumulated gradient, divided as ``grad_accumulation_normalization`` says."""
+    """Applies the accumulated gradient, divided as ``grad_accumulation_normalization`` says.
+
+    ``skip_zero_gradient`` leaves weights and moments as they are where the gradient is all zeros.
+    """
 
     adam_params: AdamParams
     model_id: str
     seq_id: int
     grad_accumulation_normalization: Normalization | None = None
+    skip_zero_gradient: bool = False
 
 
 class SaveWeights(Record):

@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from training.config.recipe import RecipeConfig
 
+SAMPLER_RATIO = frozenset({"importance_sampling", "reinforce"})
+"""Losses whose ratio to the sampler's policy corrects for stale samples."""
+
 
 @dataclass(kw_only=True)
 class AsyncConfig(RecipeConfig):
@@ -51,9 +54,8 @@ class AsyncConfig(RecipeConfig):
 
     tis_enabled: bool | None = None
     """Truncated importance sampling against the sampler's logprobs, on top of any loss; None: where
-    samples may be off-policy."""
-    allow_uncorrected_off_policy: bool = False
-    """Train off-policy without a trust region or without TIS."""
+    samples may be off-policy, for the losses that have no ratio to the sampler's policy of their
+    own (importance_sampling and reinforce have). Off, every ratio is to the sampler's policy."""
 
     parity_probe_tokens: int = 64
     """Tokens to sample and score again after each weight sync, to compare sampler and trainer where
@@ -78,7 +80,9 @@ class AsyncConfig(RecipeConfig):
     @property
     def uses_tis(self) -> bool:
         """Whether samples are weighted by how far the sampler's policy is off."""
-        return self.is_off_policy if self.tis_enabled is None else self.tis_enabled
+        if self.tis_enabled is None:
+            return self.is_off_policy and self.policy_loss not in SAMPLER_RATIO
+        return self.tis_enabled
 
     @property
     def trains_early(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
+from hearth.losses.cispo import CISPOMask
 from hearth.losses.clipped import GRPO
 from hearth.losses.corrections import TIS
 from hearth.losses.importance import ImportanceSampling
@@ -23,7 +26,9 @@ def objective_options(config: RecipeConfig) -> Objective:
                 ratio_log_cap=cap,
             )
         case "importance_sampling":
-            return ImportanceSampling(ratio_log_cap=cap)
+            return ImportanceSampling(
+                ratio_log_cap=cap, ratio_min=config.ratio_min, ratio_max=config.ratio_max
+            )
         case "reinforce":
             return Reinforce(
                 kl_beta=config.kl_beta, kl_estimator=config.kl_estimator, ratio_log_cap=cap
@@ -34,6 +39,8 @@ def objective_options(config: RecipeConfig) -> Objective:
             return config.dro
         case "gspo":
             return config.gspo
+        case "cispo_mask":
+            return CISPOMask(**asdict(config.cispo))
         case _:
             return config.cispo
 

@@ -58,12 +58,17 @@ class RecipeConfig:
     """Groups per optimizer step."""
     max_completion_tokens: int = 1024
     """Longest completion, in tokens."""
+    truncated_completions: Literal["drop", "score"] = "score"
+    """What becomes of completions cut by max_completion_tokens: score trains them with the reward
+    that the rollout gave, as document 004 does; drop leaves them out, as rl_loop does."""
     temperature: float = 1.0
     """Sampling temperature; policy logprobs are taken at the same temperature."""
     max_seq_len: int = 4096
     """Longest prompt plus completion, in tokens."""
     policy_loss: str = "grpo"
-    """grpo, importance_sampling, reinforce, dapo, dro, gspo or cispo."""
+    """grpo, importance_sampling, reinforce, dapo, dro, gspo, cispo or cispo_mask. Off-policy their
+    ratio is to the policy that sampled, unless truncated importance sampling corrects for it
+    (docs/papers.md)."""
     kl_beta: float = 0.001
     """Weight of the KL to the frozen reference (grpo and reinforce); 0 needs no reference."""
     kl_target: float | None = None
@@ -77,6 +82,10 @@ class RecipeConfig:
     """PPO clip of grpo, upward; None is the same as eps_clip."""
     ratio_log_cap: float = 20.0
     """Guard on the size of log ratios."""
+    ratio_min: float | None = None
+    """Smallest ratio of importance_sampling, in [0, 1]; None sets no bound."""
+    ratio_max: float | None = None
+    """Largest ratio of importance_sampling, >= 1; None sets no bound."""
     tis: TISConfig = field(default_factory=TISConfig)
     """Cap and level of truncated importance sampling (tis_enabled)."""
     dapo: DAPOConfig = field(default_factory=DAPOConfig)
@@ -84,7 +93,7 @@ class RecipeConfig:
     gspo: GSPOConfig = field(default_factory=GSPOConfig)
     """Options of gspo."""
     cispo: CISPOConfig = field(default_factory=CISPOConfig)
-    """Options of cispo."""
+    """Options of cispo and cispo_mask."""
     dro: DROConfig = field(default_factory=DROConfig)
     """Options of dro."""
     learning_rate: float = 1e-5
@@ -103,6 +112,9 @@ class RecipeConfig:
         "num_loss_tokens"
     )
     """What the summed gradient is divided by, in the one place that averages."""
+    zero_gradient_steps: Literal["skip", "take"] = "skip"
+    """What an optimizer step does whose gradient is all zeros, as where all rewards of each group
+    are equal: skip changes nothing; take lets moments and weight decay move the weights."""
     ppo_n_minibatches: int = 1
     """Optimizer steps per batch."""
     lora_rank: int = 0
@@ -232,6 +244,12 @@ class RecipeConfig:
         if not self.router_replay:
             return "none"
         return "completion" if self.router_replay_completion_only else "all"
+
+    @property
+    def is_off_policy(self) -> bool:
+        """Whether a sample may have been sampled by other weights than those that it trains, in
+        every step."""
+        return False
 
     @property
     def uses_tis(self) -> bool:

@@ -17,7 +17,9 @@ class SingleTurnConfig(RecipeConfig):
     max_concurrent: int = 32
     """Sampling requests in flight, counted one by one."""
     truncated_completions: Literal["drop", "score"] = "drop"
-    """What becomes of completions cut by max_completion_tokens."""
+    """What becomes of completions cut by max_completion_tokens: drop leaves them out, since an
+    answer that was not finished cannot be judged; score gives them to the reward function. The run
+    says so when it drops the first. Where most answers are long, raise max_completion_tokens."""
     reward_timeout_s: float | None = None
     """Seconds that the reward of one completion may take, off the event loop; None: no limit."""
     reward_errors: Literal["raise", "drop"] = "raise"

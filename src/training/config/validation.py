@@ -13,7 +13,7 @@ from training.config.objective import objective_options, tis_options
 from training.config.recipe import RecipeConfig
 from training.config.single_turn import RewardWorkers, SingleTurnConfig
 
-WITHOUT_KERNEL = frozenset({"reinforce"})
+WITHOUT_KERNEL = frozenset({"reinforce", "cispo_mask"})
 """Losses that the trainer cannot compute itself."""
 _MODEL_ID = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -131,9 +131,23 @@ def _number_problems(config: RecipeConfig) -> Iterator[str]:
 
 
 def _loss_problems(config: RecipeConfig) -> Iterator[str]:
-    if config.policy_loss not in POLICY_LOSSES:
-        yield f"policy_loss must be one of {list(POLICY_LOSSES)}, got {config.policy_loss!r}"
+    known = [*POLICY_LOSSES, "cispo_mask"]
+    if config.policy_loss not in known:
+        yield f"policy_loss must be one of {known}, got {config.policy_loss!r}"
         return
+    for name in ("ratio_min", "ratio_max"):
+        value = getattr(config, name)
+        if value is not None and config.policy_loss != "importance_sampling":
+            yield (
+                f"{name} must be None with policy_loss={config.policy_loss!r}, got {value}: it "
+                "bounds the ratio of importance_sampling alone"
+            )
+    if config.truncated_completions not in ("drop", "score"):
+        yield (
+            f"truncated_completions must be 'drop' or 'score', got {config.truncated_completions!r}"
+        )
+    if config.zero_gradient_steps not in ("skip", "take"):
+        yield f"zero_gradient_steps must be 'skip' or 'take', got {config.zero_gradient_steps!r}"
     objective, tis = objective_options(config), tis_options(config)
     try:
         objective.validate()
@@ -212,6 +226,12 @@ def _builtin_loss_problems(config: RecipeConfig) -> Iterator[str]:
         )
     if config.policy_loss == "dro" and config.dro.gated:
         yield "dro.gated must be False with loss_path='builtin', got True: use 'client'"
+    for name in ("ratio_min", "ratio_max"):
+        if getattr(config, name) is not None:
+            yield (
+                f"{name} must be None with loss_path='builtin', got {getattr(config, name)}: the "
+                "built-in kernel has no such bound; use loss_path='client'"
+            )
 
 
 def _reward_problems(config: SingleTurnConfig) -> Iterator[str]:

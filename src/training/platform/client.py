@@ -112,11 +112,17 @@ class ReconnectableClient:
         )
 
     def optim_step(
-        self, adam_params: tinker.AdamParams, grad_accumulation_normalization: Any = None
+        self,
+        adam_params: tinker.AdamParams,
+        grad_accumulation_normalization: Any = None,
+        *,
+        skip_zero_gradient: bool = False,
     ) -> tinker.OptimStepResponse:
         """One AdamW step on the accumulated gradient."""
         return self._wait(
-            lambda: self.inner.optim_step(adam_params, grad_accumulation_normalization)
+            lambda: self.inner.optim_step(
+                adam_params, grad_accumulation_normalization, skip_zero_gradient=skip_zero_gradient
+            )
         )
 
     def save_state(

@@ -3,9 +3,11 @@
 The algorithm is the three functions ``train``, ``sample_group`` and ``train_step`` of this file.
 To try another advantage, loss or filter, copy the file and change the line (docs/fork_a_recipe.md).
 
-A window holds the rows of ``weight_sync_interval`` steps, which are sampled together. With 1 (the
-default) nothing overlaps and every sample is on-policy. With N > 1 the N steps train their rows as
-these arrive. With 0 there is one window and no sync. ``async_rl_loop`` overlaps across windows too.
+A window holds the groups of ``weight_sync_interval`` steps, which are sampled together; a row that
+is dropped is made up for by the next one. With 1 (the default) nothing overlaps and every sample is
+on-policy. With N > 1 the N steps train their groups as these arrive, and ratios correct for the
+weights that are older. With 0 there is one window and no sync. ``async_rl_loop`` overlaps across
+windows too.
 """
 
 from __future__ import annotations
@@ -129,6 +131,7 @@ async def train_step(loop: Loop[Config], window: SampledWindow) -> bool:
     """One optimizer step on the window's next groups, as they arrive; False when none are left."""
     config, run = loop.config, loop.run
     update = PolicyUpdate(config, loop.infra, run.clock, run.kl, run.comparable_version)
+    trained_version = run.version + run.steps_since_sync
     while groups := await window.next_piece():
         with run.busy.train():
             for batch in await update.prepare(groups):
@@ -140,7 +143,7 @@ async def train_step(loop: Loop[Config], window: SampledWindow) -> bool:
         await update.optim_step()
     loop.count_step(update)
     run.cursor.finish(group.row.index for group in update.groups)
-    loop.log_step(loop.step_metrics(update, run.version))
+    loop.log_step(loop.step_metrics(update, trained_version))
     # After its record: a resumed run drops the records of steps that its checkpoint does not hold.
     await loop.save_if_due()
     return True

@@ -238,21 +238,23 @@ class Rollouts:
     ) -> RowOutcome:
         runs = [run for sample in returns for run in sample.runs]
         errors = [sample.error for sample in returns if sample.error is not None]
-        kept = sum(bool(sample.runs) for sample in returns)
+        drops_truncated = self._config.truncated_completions == "drop"
+        trained = [run for run in runs if not (drops_truncated and _is_truncated(run))]
+        kept = sum(any(run in trained for run in sample.runs) for sample in returns)
         group, reason = None, None
-        if kept < self._config.min_group_size or len(runs) < 2:
+        if kept < self._config.min_group_size or len(trained) < 2:
             reason = "failed" if errors else "too_few"
         else:
             metas = [sample.row_meta for sample in returns if sample.row_meta is not None]
             assert self._make_group is not None, "rollouts that are trained make groups"
-            group = self._make_group(submitted, runs, metas[0] if metas else None)
+            group = self._make_group(submitted, trained, metas[0] if metas else None)
             group, reason = await self._credit_and_filter(group, errors)
         return RowOutcome(
             submitted.row,
             group=group,
             dropped=reason,
             completions=len(runs),
-            truncated=sum(run.segments[-1].finish_reason == "length" for run in runs),
+            truncated=sum(map(_is_truncated, runs)),
             rewards=[run.reward for run in runs],
             error=errors[-1] if errors else None,
             failed_samples=sum(sample.error is not None for sample in returns),
@@ -290,6 +292,11 @@ class Rollouts:
         except Exception as error:
             error.add_note(f"in dynamic_filter_fn, with the group of row {group.row.index}")
             raise
+
+
+def _is_truncated(run: RolloutRun) -> bool:
+    """Whether the last turn was cut at a length limit."""
+    return run.segments[-1].finish_reason == "length"
 
 
 def _check_filter(accepts: GroupFilter | None) -> None:

@@ -9,7 +9,6 @@ import orjson
 
 from hearth.errors import ConfigError
 from training.config.async_recipe import AsyncConfig
-from training.config.objective import objective_options
 from training.platform.run_infra import BASE_URL, is_embedded
 from training.rollouts.queue import gate_limits
 
@@ -58,26 +57,4 @@ def rollout_problems(config: AsyncConfig) -> Iterator[str]:
         yield (
             f"rollout_extras must be plain values, got {config.rollout_extras!r} ({error}): close "
             "over anything else in your rollout_fn_factory"
-        )
-    yield from _off_policy_problems(config)
-
-
-def _off_policy_problems(config: AsyncConfig) -> Iterator[str]:
-    """What makes stale samples pull the policy anywhere, unless the user says that it may."""
-    if not config.is_off_policy or config.allow_uncorrected_off_policy:
-        return
-    why = f"max_head_offpolicy_versions={config.max_head_offpolicy_versions}"
-    if config.in_flight_weight_updates:
-        why += " and in_flight_weight_updates"
-    if not objective_options(config).has_trust_region:
-        yield (
-            f"policy_loss must have a trust region with {why}, got {config.policy_loss!r}: "
-            "nothing holds its ratio near 1 on stale samples; use grpo, dapo, gspo, cispo or "
-            "dro, or set allow_uncorrected_off_policy"
-        )
-    if not config.uses_tis:
-        yield (
-            f"tis_enabled must be None or True with {why}, got False: clips compare with the "
-            "trainer's own policy of the step, and do not see how old a sample is; or set "
-            "allow_uncorrected_off_policy"
         )

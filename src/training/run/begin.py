@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -24,6 +25,8 @@ from training.run.log_path import (
 )
 from training.run.metrics import Display, MetricsLog
 from training.run.state import Run, check_start
+
+logger = logging.getLogger(__name__)
 
 COLLECT_EVERY = 5_000
 """Objects that come to be, less those that go, between two collections of the youngest."""
@@ -80,9 +83,24 @@ def begin_run(
                 display.note(f"the older run of this folder is in {aside} now")
             run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)
             run.begin(config, infra, resumed)
+            warn_unbounded_ratio(config)
             warn_dense_policy(config.replay, config.base_model, has_experts=infra.has_experts)
             with _rare_collections():
                 yield infra, run
+
+
+def warn_unbounded_ratio(config: RecipeConfig) -> None:
+    """Say that nothing bounds the ratio by which older samples are weighted."""
+    may_be_older = config.is_off_policy or config.sync.interval != 1
+    unbounded = config.policy_loss == "reinforce" or (
+        config.policy_loss == "importance_sampling" and config.ratio_max is None
+    )
+    if may_be_older and unbounded:
+        logger.warning(
+            "policy_loss %r weighs samples of older weights by a ratio that nothing bounds: use "
+            "importance_sampling with ratio_max=10, or grpo, dapo, gspo, cispo or dro",
+            config.policy_loss,
+        )
 
 
 @contextlib.contextmanager

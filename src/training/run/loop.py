@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -22,6 +22,7 @@ from training.run.evaluation import evaluate
 from training.run.signal import Finding
 from training.run.state import Run, RunSummary
 from training.run.step_metrics import step_metrics
+from training.samples.groups import rollout_metrics
 from training.update.parity import ParityError, parity_problem
 from training.update.policy_update import PolicyUpdate
 
@@ -52,12 +53,11 @@ class Loop(Generic[ConfigT]):
             done=self.run.cursor.finished(),
         )
 
-    def windows(self) -> Iterator[list[IndexedRow]]:
-        """The same rows, cut where the deployment gets new weights."""
-        left = self.rows()
-        size = self.config.sync.interval * self.config.prompt_groups_per_step
-        while window := list(islice(left, size) if size else left):
-            yield window
+    def windows(self) -> Iterator[Iterator[IndexedRow]]:
+        """The same rows once for each window, which takes as many of them as it needs."""
+        rows = self.rows()
+        for row in rows:
+            yield chain([row], rows)
 
     async def sync_weights(self) -> None:
         """Publish the policy's weights: the deployment samples with them from now on."""
@@ -161,8 +161,10 @@ class Loop(Generic[ConfigT]):
     async def save_and_export(self) -> None:
         """What a finished run leaves behind: a last checkpoint, and the model if it is to be kept.
 
-        Where the rows since the last step left nothing to train on, one line says why.
+        Where the rows since the last step left nothing to train on, a record and a line say why.
         """
+        if self.run.stats.dropped:
+            self.run.log.write("dropped", self.run.step, rollout_metrics(self.run.stats, ()))
         self.run.mention_untrained_rows()
         await self.save_if_due(is_last=True)
         config, infra, run = self.config, self.infra, self.run

@@ -88,6 +88,12 @@ def _gradient(metrics: Metrics, past: Sequence[Metrics]) -> Iterator[Finding]:
             f"the gradient is exactly 0, though {effective:.0f} samples have an advantage: every "
             "token is clipped or masked",
         )
+    elif metrics.get("train/skipped"):
+        yield Finding(
+            "skipped",
+            "the gradient is exactly 0 and the optimizer step was skipped "
+            '(zero_gradient_steps="take" takes it): no trained sample has an advantage',
+        )
     usual = _median("train/grad_norm", past)
     if usual and EXPLODING * usual < norm < math.inf:
         yield Finding(

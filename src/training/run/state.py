@@ -101,6 +101,8 @@ class Run:
     saved: tuple[int, int] = (0, 0)
     """Step and number of finished rows of the last checkpoint."""
     has_loaded: bool = False
+    drops_truncated: bool = False
+    """Whether to say that truncated completions are left out."""
     kl: AdaptiveKL | None = None
     """What adapts the weight of the KL; None where it is fixed."""
     signal: SignalWatch = field(default_factory=SignalWatch)
@@ -165,6 +167,7 @@ class Run:
         """
         self._check_output(config, infra)
         self.version = infra.served_version
+        self.drops_truncated = config.truncated_completions == "drop"
         self.kl = kl_control(config)
         self.signal = SignalWatch(
             config.no_signal_patience,
@@ -232,10 +235,19 @@ class Run:
     def count_outcome(self, outcome: RowOutcome) -> None:
         """Count what became of a row; one without a group is finished.
 
+        The first truncated completion that is left out is said.
+
         Raises:
             NoSignalError: for ``no_signal_patience`` steps no row had anything to learn from.
         """
         self.stats.add(outcome)
+        if outcome.truncated and self.drops_truncated:
+            self.drops_truncated = False  # it is said once
+            self.display.note(
+                f"{outcome.truncated} completions of row {outcome.row.index} were cut at "
+                "max_completion_tokens and are left out, since they were not finished: raise it, "
+                'or give truncated completions a reward with truncated_completions="score"'
+            )
         if outcome.group is None:
             self.cursor.finish([outcome.row.index])
         self.signal.see_row(outcome)
@@ -255,6 +267,11 @@ class Run:
     def comparable_version(self) -> int | None:
         """The weight version that the trainer's weights are served as; None where they are not."""
         return self.version if self.synced_step == self.step else None
+
+    @property
+    def steps_since_sync(self) -> int:
+        """Optimizer steps that the trainer's weights are ahead of those that sample."""
+        return self.step - (self.synced_step or 0)
 
     def start_step(self) -> None:
         """Begin counting for the next step."""

@@ -1,10 +1,11 @@
-"""The rows between two weight syncs: all sampled at once, trained as their groups are there."""
+"""The groups between two weight syncs: sampled at once, trained as they are there."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from training.data.rows import IndexedRow
@@ -20,27 +21,35 @@ MAX_FAILED_ROWS = 5
 
 
 class SampledWindow:
-    """Calls ``sample(row)`` for all rows at once, and hands out their groups in pieces.
+    """Calls ``sample(row)`` for a window's rows at once, and hands out their groups in pieces.
 
-    The groups come in the order of the rows where a window is one step, so that a run repeats
-    exactly; where training overlaps sampling, in the order in which they finish. A context
-    manager: at its end the rows that are still being sampled are cancelled.
+    The window has the groups of ``weight_sync_interval`` steps: a row that is dropped is made up
+    for by the next one, as soon as it is dropped. With an interval of 0 it has all rows. The groups
+    come in the order of the rows where a window is one step, so that a run repeats exactly; where
+    training overlaps sampling, in the order in which they finish. A context manager: at its end the
+    rows that are still being sampled are cancelled.
     """
 
     def __init__(
         self,
         loop: Loop[Any],
-        rows: Sequence[IndexedRow],
+        rows: Iterator[IndexedRow],
         sample: Callable[[IndexedRow], Awaitable[RowOutcome]],
     ) -> None:
         self._config = loop.config
         self._run = loop.run
-        self._tasks = [asyncio.ensure_future(sample(row)) for row in rows]
-        overlaps = loop.config.sync.interval != 1 or loop.config.min_samples_per_fwd_bwd is not None
-        self._unfinished = iter(asyncio.as_completed(self._tasks) if overlaps else self._tasks)
+        self._rows = rows
+        self._sample = sample
+        self._tasks: list[asyncio.Task[RowOutcome]] = []
+        self._num_counted = 0
+        interval = loop.config.sync.interval
+        overlaps = interval != 1 or loop.config.min_samples_per_fwd_bwd is not None
+        self._finished = asyncio.Queue[asyncio.Task[RowOutcome]]() if overlaps else None
         self._places = loop.config.prompt_groups_per_step
         self._ready: list[PromptGroup] = []
         self._is_last = False
+        for row in islice(rows, interval * self._places or None):
+            self._begin_row(row)
 
     async def __aenter__(self) -> SampledWindow:
         self._run.step_started = self._run.now()
@@ -74,14 +83,29 @@ class SampledWindow:
         self._places = self._config.prompt_groups_per_step
         return []
 
+    def _begin_row(self, row: IndexedRow) -> None:
+        task = asyncio.ensure_future(self._sample_row(row))
+        self._tasks.append(task)
+        if self._finished is not None:
+            task.add_done_callback(self._finished.put_nowait)
+
+    async def _sample_row(self, row: IndexedRow) -> RowOutcome:
+        outcome = await self._sample(row)
+        if outcome.group is None and (further := next(self._rows, None)) is not None:
+            self._begin_row(further)
+        return outcome
+
     async def _wait(self) -> None:
         """Wait for one more row."""
-        result = next(self._unfinished, None)
-        if result is None:
+        if self._num_counted == len(self._tasks):
             self._is_last = True
             return
         with self._run.clock.span("perf/sample_wait_time"):
-            outcome = await result
+            if self._finished is not None:
+                outcome = await (await self._finished.get())
+            else:
+                outcome = await self._tasks[self._num_counted]
+        self._num_counted += 1
         count_outcome(self._run, outcome)
         if outcome.group is not None:
             self._ready.append(outcome.group)

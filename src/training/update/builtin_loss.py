@@ -29,6 +29,8 @@ class BuiltinLoss:
     name: str
     objective: Objective
     tis: TIS | None
+    ratio_to_sampler: bool = False
+    """Whether ratios are to the policy that sampled; else to the samples' ``old_logprobs``."""
 
     def request(
         self, samples: Sequence[TrainSample]
@@ -40,11 +42,12 @@ class BuiltinLoss:
         weights = _tis_weights(self.tis, samples)
         data: list[tinker.Datum] = []
         for sample, weight in zip(samples, weights, strict=True):
-            assert sample.old_logprobs is not None, "the built-in losses need old logprobs"
+            old = sample.behavior_logprobs if self.ratio_to_sampler else sample.old_logprobs
+            assert old is not None, "the built-in losses need old logprobs"
             advantages = torch.as_tensor(sample.advantage) * weight * sample.mask
             inputs = {
                 "target_tokens": sample.datum.loss_fn_inputs["target_tokens"],
-                "logprobs": tinker.TensorData(data=list(sample.old_logprobs), dtype="float32"),
+                "logprobs": tinker.TensorData(data=list(old), dtype="float32"),
                 "advantages": tinker.TensorData.from_torch(advantages.float()),
                 "weights": sample.datum.loss_fn_inputs["weights"],
             }

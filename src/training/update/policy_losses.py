@@ -93,6 +93,8 @@ class StepBatch:
     """Weight of the KL in force."""
     begins_minibatch: bool = False
     """Whether an optimizer step comes before it."""
+    ratio_to_sampler: bool = False
+    """Whether ratios are to the policy that sampled, not to the trainer's before the step."""
 
 
 def policy_loss(config: RecipeConfig, batch: StepBatch) -> LossFunction | BuiltinLoss:
@@ -109,7 +111,7 @@ def policy_loss(config: RecipeConfig, batch: StepBatch) -> LossFunction | Builti
     if isinstance(objective, WithReference):
         objective = replace(objective, kl_beta=batch.kl_beta)
     if config.runs_builtin_loss:
-        return BuiltinLoss(config.policy_loss, objective, tis)
+        return BuiltinLoss(config.policy_loss, objective, tis, batch.ratio_to_sampler)
     samples = batch.samples
     masks, starts = [sample.mask for sample in samples], [None] * len(samples)
 
@@ -123,7 +125,7 @@ def policy_loss(config: RecipeConfig, batch: StepBatch) -> LossFunction | Builti
         tis,
         advantages=[_advantage(sample.advantage) for sample in samples],
         behavior=rows("behavior_logprobs"),
-        old=rows("old_logprobs"),
+        old=rows("behavior_logprobs" if batch.ratio_to_sampler else "old_logprobs"),
         reference=rows("ref_logprobs"),
     )
 

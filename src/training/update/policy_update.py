@@ -32,8 +32,9 @@ class PolicyUpdate:
     optimizer step each. Seconds go to ``clock``. ``kl`` gives the weight of the KL, the same
     throughout the step, and adapts to the step's KL; without it the weight is ``config.kl_beta``.
     ``version`` is the weight version as which the trainer's weights are served: trainer's and
-    sampler's logprobs are compared on the samples of that version (``parity``). None compares
-    nothing. ``before_step`` is called right before each optimizer step.
+    sampler's logprobs are compared on the samples of that version (``parity``). None says that the
+    samples are older: nothing is compared, and without TIS ratios are to the policy that sampled.
+    ``before_step`` is called right before each optimizer step.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class PolicyUpdate:
         self._kl = kl
         self._version = version
         self._before_step = before_step
+        is_off_policy = version is None or config.is_off_policy
+        self._ratio_to_sampler = is_off_policy and not config.uses_tis
         self._gaps: list[Tensor] = []
         self.groups: list[PromptGroup] = []
         """The groups of the step so far."""
@@ -72,7 +75,12 @@ class PolicyUpdate:
         kl_beta = config.kl_beta if self._kl is None else self._kl.coefficient
         minibatches = chunks(samples, math.ceil(len(samples) / config.ppo_n_minibatches))
         return [
-            StepBatch(part, kl_beta, begins_minibatch=number > 0 and part is parts[0])
+            StepBatch(
+                part,
+                kl_beta,
+                begins_minibatch=number > 0 and part is parts[0],
+                ratio_to_sampler=self._ratio_to_sampler,
+            )
             for number, minibatch in enumerate(minibatches)
             for parts in [chunks(minibatch, config.max_samples_per_fwd_bwd)]
             for part in parts
@@ -176,7 +184,9 @@ class PolicyUpdate:
             self._before_step()
         with self._clock.span("perf/optim_step_time"):
             done = await self._infra.policy_client.optim_step(
-                params, config.grad_accumulation_normalization
+                params,
+                config.grad_accumulation_normalization,
+                skip_zero_gradient=config.zero_gradient_steps == "skip",
             )
         self.optimizer_steps += 1
         self.results.append((0, done.metrics or {}))

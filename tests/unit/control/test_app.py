@@ -6,9 +6,6 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic.alias_generators import to_camel
-
-from hearth.wire.fireworks import Deployment, Promote, TrainerJob, TrainingConfig
 
 JOBS = "rlorTrainerJobs?rlorTrainerJobId=j"
 DEPLOYMENTS = "deployments?deploymentId=d"
@@ -119,11 +116,36 @@ JSON = st.recursive(
     ),
     max_leaves=6,
 )
-# A promotion's fields are spelled as in Python, those of the others in camelCase.
-RECORDS = (TrainerJob, TrainingConfig, Deployment)
 FIELDS = [
-    *(to_camel(name) for kind in RECORDS for name in kind.model_fields),
-    *Promote.model_fields,
+    "baseModel",
+    "loraRank",
+    "learningRate",
+    "maxContextLength",
+    "extraArgs",
+    "acceleratorCount",
+    "region",
+    "hotLoadDeploymentId",
+    "trainingShape",
+    "forwardOnly",
+    "nodeCount",
+    "state",
+    "pid",
+    "name",
+    "bucket",
+    "displayName",
+    "minReplicaCount",
+    "maxReplicaCount",
+    "hotLoadTrainerJob",
+    "deploymentShape",
+    "enableHotLoad",
+    "output_model",
+    "trainer_job_id",
+    "base_model",
+    "async_promotion",
+    "merge_adapter",
+    "createTime",
+    "workerPlacement",
+    "customImageTag",
 ]
 EXTRA = [
     "dtype",

@@ -1,5 +1,7 @@
 """Ragged random samples, and flat batches over them."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Sequence
 

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import math
 
 import pytest
@@ -96,6 +98,7 @@ def test_cross_entropy_is_a_raw_sum_with_negative_and_fractional_weights():
     loss.backward()
 
     assert loss.item() == 0.5 - 1.0
+    assert row.grad is not None
     assert row.grad.tolist() == [-0.5, 0.0, 0.25]
 
 

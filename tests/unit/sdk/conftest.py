@@ -1,5 +1,7 @@
 """A scripted platform: answers by method and path, in this process, and writes down what it saw."""
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,7 +12,7 @@ from urllib.parse import parse_qsl
 import orjson
 import pytest
 
-from hearth.sdk import TrainerJobManager, WaitPolicy
+from hearth.sdk import WaitPolicy
 from hearth.sdk.transport import TRANSIENT_STATUSES, RetryPolicy, mount
 
 _ports = itertools.count(1)
@@ -122,11 +124,6 @@ QUICK_WAITS = WaitPolicy(hold_s=0.2, first_s=0.002, longest_s=0.01, settle_s=0.0
 def quick() -> dict[str, Any]:
     """Keywords that make a manager impatient."""
     return {"retries": QUICK_RETRIES, "wait_policy": QUICK_WAITS}
-
-
-@pytest.fixture
-def manager(peer, quick) -> TrainerJobManager:
-    return TrainerJobManager(api_key="key", account_id="", base_url=peer.url, **quick)
 
 
 def completion(tokens: Sequence[int] = (5, 6), text: str = "hi", **extra: Any) -> dict[str, Any]:

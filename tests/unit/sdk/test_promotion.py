@@ -1,10 +1,16 @@
 import pytest
 
 from hearth.errors import ConfigError, EngineError, NotReadyError
+from hearth.sdk import TrainerJobManager
 
 BASE = "accounts/fireworks/models/tiny"
 PROMOTE = "/v1/accounts/me/checkpoints/step-1:promote"
 MODEL = {"name": "accounts/me/models/mine", "kind": "HF_BASE_MODEL"}
+
+
+@pytest.fixture
+def manager(peer, quick) -> TrainerJobManager:
+    return TrainerJobManager(api_key="key", account_id="", base_url=peer.url, **quick)
 
 
 def test_a_promotion_is_one_snake_case_request_and_a_wait_for_its_operation(peer, answer, manager):

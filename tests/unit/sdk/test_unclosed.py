@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import gc
 import threading
 from collections.abc import Iterator

@@ -107,6 +107,27 @@ def test_a_gradient_of_zeros_is_a_gradient() -> None:
     assert bool((given["w"] < before).all())
 
 
+def test_a_gradient_of_zeros_may_be_dropped_and_nothing_else_changes() -> None:
+    given = parameters()
+    optimizer = Optimizer(given)
+    backward(given, 1.0, 1.0, 1.0)
+    optimizer.record_pass(GradientCounts(1, 1))
+    optimizer.step(ADAM, skip_zero_gradient=True)
+    before = given["w"].detach().clone()
+    state = {name: value.clone() for name, value in optimizer.state_tensors().items()}
+    decay = ADAM.model_copy(update={"weight_decay": 0.5})
+
+    optimizer.record_pass(GradientCounts(4, 1))
+    assert optimizer.step(decay, "num_loss_tokens", skip_zero_gradient=True)["skipped"] == 1
+
+    assert torch.equal(given["w"].detach(), before)
+    assert all(torch.equal(state[name], value) for name, value in optimizer.state_tensors().items())
+    # Its tokens do not divide the next gradient.
+    backward(given, 1.0, 1.0, 1.0)
+    optimizer.record_pass(GradientCounts(1, 1))
+    assert optimizer.step(decay, "num_loss_tokens", skip_zero_gradient=True)["denominator"] == 1
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_refused_and_dropped(bad: float) -> None:
     given = parameters()

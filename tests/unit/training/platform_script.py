@@ -3,6 +3,8 @@
 The policy that is trained says -0.5 for every token, and ``drift`` less for each optimizer step.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +47,9 @@ class ScriptedTrainer:
     """Nats by which an optimizer step makes every token less likely."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     steps: int = 0
-    scored: list[tuple[int, list[tinker.Datum]]] = field(default_factory=list)
+    scored: list[tuple[int, list[tinker.Datum]]] = field(
+        default_factory=list[tuple[int, list[tinker.Datum]]]
+    )
     """What was only to be scored, and how many steps the weights had then."""
     calls: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
     running_at_training: list[int] = field(default_factory=list[int])
@@ -81,7 +85,9 @@ class ScriptedTrainer:
             ]
         return tinker.ForwardBackwardOutput("cross_entropy", outputs, {})
 
-    async def optim_step(self, _params: Any, _normalization: str) -> tinker.OptimStepResponse:
+    async def optim_step(
+        self, _params: Any, _normalization: str, *, skip_zero_gradient: bool
+    ) -> tinker.OptimStepResponse:
         async with self.turn:
             await asyncio.sleep(self.seconds.optim_step)
             self.steps += 1
@@ -90,7 +96,7 @@ class ScriptedTrainer:
 
     def save_state(
         self, name: str, *, overwrite: bool, metadata: dict[str, Any]
-    ) -> "ScriptedTrainer":
+    ) -> ScriptedTrainer:
         assert overwrite
         self.saved.append({"name": name, **metadata})
         return self
@@ -99,11 +105,7 @@ class ScriptedTrainer:
         """A checkpoint is written at once."""
 
     def list_checkpoints(self) -> list[str]:
-        return [checkpoint["name"] for checkpoint in self.saved]
-
-    def started(self, name: str) -> list[float]:
-        """When the calls of an operation were made."""
-        return [at for operation, at in self.calls if operation == name]
+        return [entry["name"] for entry in self.saved]
 
     def _rows(self, data: Sequence[tinker.Datum]) -> list[list[float]]:
         logprob = -0.5 - self.drift * self.steps
@@ -144,7 +146,9 @@ class ScriptedSampler:
     """The optimizer steps that a version has behind it."""
     error: Exception | None = None
     """What every draw fails with."""
-    asked: list[tuple[float, Sequence[int], dict[str, Any]]] = field(default_factory=list)
+    asked: list[tuple[float, Sequence[int], dict[str, Any]]] = field(
+        default_factory=list[tuple[float, Sequence[int], dict[str, Any]]]
+    )
     """Time, prompt and options of every call."""
 
     async def sample_with_prompt_tokens(

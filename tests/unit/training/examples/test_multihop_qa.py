@@ -1,5 +1,7 @@
 """The example with several hops: its questions can be answered by its tool, and only by that."""
 
+from __future__ import annotations
+
 import math
 import random
 from dataclasses import replace
@@ -191,6 +193,8 @@ def test_the_groups_that_are_shown_are_those_of_the_first_and_last_row_whenever_
 
     assert all(examples(group_at(index)) for index in (4, 9, 2, 7))
 
+    assert examples.first is not None
+    assert examples.last is not None
     assert (examples.first.row.index, examples.last.row.index) == (2, 9)
 
 

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import dataclasses
 import logging
 import math
@@ -44,7 +46,6 @@ DEFAULTS = {
     "rollout_extras": {},
     "stall_timeout_s": 3600.0,
     "tis_enabled": None,
-    "allow_uncorrected_off_policy": False,
     "ppo_n_minibatches": 1,
     "policy_loss": "grpo",
     "kl_beta": 0.001,
@@ -60,7 +61,7 @@ def test_defaults_are_the_documents(name, value):
 
 
 def test_what_all_recipes_share_has_one_default_in_all_of_them():
-    own = {"log_path", "dataset", "shuffle"}
+    own = {"log_path", "dataset", "shuffle", "truncated_completions"}
     for shared in dataclasses.fields(RecipeConfig):
         if shared.name not in own:
             assert getattr(Config(), shared.name) == getattr(rl_loop.Config(), shared.name)
@@ -163,8 +164,15 @@ PROBLEMS = [
         "weight_sync_interval must be 1, got 3",
     ),
     ({"hotload": HotloadConfig(hot_load_interval=4)}, "weight_sync_interval must be 1, got 4"),
-    # One of those that all recipes share: test_config.py has them all.
+    # Of those that all recipes share.
     ({"policy_loss": "ppo2"}, "policy_loss must be one of .*, got 'ppo2'"),
+    ({"deployment": DeployConfig()}, r"deployment\.tokenizer_model must be"),
+    ({"ppo_n_minibatches": 0}, "ppo_n_minibatches must be >= 1, got 0"),
+    (
+        {"ppo_n_minibatches": 2, "min_samples_per_fwd_bwd": 2},
+        "min_samples_per_fwd_bwd must be None with ppo_n_minibatches > 1",
+    ),
+    ({"temperature": 0.0}, "temperature must be > 0"),
     (
         {"weight_sync_interval": 1, "hotload": HotloadConfig(hot_load_interval=2)},
         r"weight_sync_interval and hotload\.hot_load_interval",
@@ -179,13 +187,7 @@ def test_a_wrong_value_is_named_once_with_its_rule(changes, message):
 
 
 def test_all_problems_are_reported_at_once():
-    config = config_of(
-        max_head_offpolicy_versions=2,
-        policy_loss="reinforce",
-        tis_enabled=False,
-        rollout_retries=-1,
-        epochs=0,
-    )
+    config = config_of(zero_gradient_steps="never", ratio_max=2.0, rollout_retries=-1, epochs=0)
 
     with pytest.raises(ConfigError, match="the config has 4 problems") as failure:
         config.validate()
@@ -214,57 +216,19 @@ def test_what_lies_on_the_edge_is_allowed(changes):
     config_of(**changes).validate()
 
 
-# Stale samples want a trust region and a correction.
-
 OFF_POLICY = [{"max_head_offpolicy_versions": 2}, {"in_flight_weight_updates": True}]
-HELD = ("grpo", "dapo", "gspo", "cispo", "dro")
-
-
-def test_every_loss_either_has_a_trust_region_or_is_known_to_have_none():
-    assert set(POLICY_LOSSES) == {*HELD, "importance_sampling", "reinforce"}
 
 
 @pytest.mark.parametrize("options", OFF_POLICY, ids=str)
-@pytest.mark.parametrize("loss", HELD)
-def test_a_loss_with_a_trust_region_trains_off_policy(options, loss):
-    config_of(policy_loss=loss, **options).validate()
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_tis_corrects_off_policy_where_a_loss_has_no_ratio_to_the_sampler(options, loss):
+    has_ratio = loss in ("importance_sampling", "reinforce")
 
-
-@pytest.mark.parametrize("options", OFF_POLICY, ids=str)
-@pytest.mark.parametrize("loss", ["importance_sampling", "reinforce"])
-def test_a_loss_without_one_is_refused_off_policy_unless_it_is_allowed(options, loss):
-    config = config_of(policy_loss=loss, **options)
-
-    with pytest.raises(
-        ConfigError, match=r"^policy_loss must have a trust region with "
-    ) as failure:
-        config.validate()
-    assert f"got {loss!r}: nothing holds its ratio near 1 on stale samples" in str(failure.value)
-
-    dataclasses.replace(config, allow_uncorrected_off_policy=True).validate()
-    config_of(policy_loss=loss).validate()
-    late_but_drained = {"max_head_offpolicy_versions": 2, "synchronous_training": True}
-    config_of(policy_loss=loss, **late_but_drained).validate()
-
-
-@pytest.mark.parametrize("options", OFF_POLICY, ids=str)
-def test_tis_may_be_switched_off_only_where_it_is_allowed(options):
-    config = config_of(tis_enabled=False, **options)
-
-    with pytest.raises(ConfigError, match=r"^tis_enabled must be None or True with .*, got False"):
-        config.validate()
-
-    dataclasses.replace(config, tis_enabled=True).validate()
-    dataclasses.replace(config, allow_uncorrected_off_policy=True).validate()
-    config_of(tis_enabled=False).validate()
-
-
-def test_the_message_says_what_makes_the_run_off_policy():
-    config = config_of(policy_loss="reinforce", in_flight_weight_updates=True)
-
-    with pytest.raises(
-        ConfigError, match="with max_head_offpolicy_versions=0 and in_flight_weight_updates, got"
-    ):
+    assert config_of(policy_loss=loss, **options).uses_tis == (not has_ratio)
+    assert config_of(policy_loss=loss, tis_enabled=True, **options).uses_tis
+    assert not config_of(policy_loss=loss, tis_enabled=False, **options).uses_tis
+    assert not config_of(policy_loss=loss).uses_tis
+    for config in (config_of(policy_loss=loss, **options), config_of(policy_loss=loss)):
         config.validate()
 
 
@@ -331,7 +295,7 @@ def never(_setup: RolloutSetup) -> RolloutFn:
 ERRORS: list[tuple[dict[str, Any], Any, str]] = [
     ({"completions_per_prompt": 1}, [{}], "completions_per_prompt must be >= 2"),
     ({"weight_sync_interval": 3}, [{}], "weight_sync_interval must be 1"),
-    ({"max_head_offpolicy_versions": 1, "tis_enabled": False}, [{}], "tis_enabled must be"),
+    ({"truncated_completions": "keep"}, [{}], "truncated_completions must be 'drop' or 'score'"),
     ({}, None, "rows must be given"),
     ({}, ["row"], r"rows\[0\] must be a JSON object"),
     ({"dataset": "/nowhere.jsonl"}, None, "dataset must be a JSONL file"),

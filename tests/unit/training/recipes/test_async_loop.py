@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import asyncio
 import gc
 import io
@@ -205,24 +207,47 @@ def test_at_o_0_the_next_rows_wait_for_the_sync_and_off_policy_the_sync_does_not
     on_policy, late = play(scene_of()), play(scene_of(max_head_offpolicy_versions=1))
 
     assert [at for _, at in on_policy.publisher.served] == [20.0, 40.0, 60.0, 80.0]
-    assert on_policy.trainer.started("forward_backward") == [10.0, 30.0, 50.0, 70.0]
+    assert [at for name, at in on_policy.trainer.calls if name == "forward_backward"] == [
+        10.0,
+        30.0,
+        50.0,
+        70.0,
+    ]
     assert [at for _, at in late.publisher.served] == [20.0, 27.0, 40.0, 47.0]
-    assert late.trainer.started("forward_backward") == [10.0, 17.0, 30.0, 37.0]
+    assert [at for name, at in late.trainer.calls if name == "forward_backward"] == [
+        10.0,
+        17.0,
+        30.0,
+        37.0,
+    ]
     assert [name for name, _ in late.publisher.saved] == [f"step-{i:05d}" for i in range(1, 5)]
 
 
 # Every number of a step.
 
 
-def check_times(record: Mapping[str, float], **seconds: float) -> None:
-    """The numbers of a step's record that begin with ``perf/`` are these."""
-    assert {name: record[f"perf/{name}"] for name in seconds} == pytest.approx(seconds)
+def of(record: Mapping[str, float], prefix: str, *names: str) -> dict[str, float]:
+    return {name: record[f"{prefix}/{name}"] for name in names}
+
+
+def close(**values: float) -> Any:
+    return pytest.approx(values)
 
 
 def test_the_times_of_a_step_at_o_0(play):
     for record in play(scene_of()).records():
-        check_times(
+        assert of(
             record,
+            "perf",
+            "step_time",
+            "step_wall_time",
+            "train_time",
+            "train_wait_time",
+            "train_chunk_wait_time",
+            "weight_update_time",
+            "fwd_bwd_time",
+            "optim_step_time",
+        ) == close(
             step_time=20,
             step_wall_time=20,
             train_time=5,
@@ -233,8 +258,17 @@ def test_the_times_of_a_step_at_o_0(play):
             optim_step_time=1,
         )
         # The trainer works for 7 s, the saving included; the sampler for 10 s.
-        check_times(
+        assert of(
             record,
+            "perf",
+            "wait_time_ratio",
+            "weight_sync_ratio",
+            "overlap_ratio",
+            "trainer_idle_ratio",
+            "sampler_idle_ratio",
+            "trainer_wait_for_sampler_time",
+            "sampler_wait_for_trainer_time",
+        ) == close(
             wait_time_ratio=0.5,
             weight_sync_ratio=0.25,
             overlap_ratio=0,
@@ -245,33 +279,45 @@ def test_the_times_of_a_step_at_o_0(play):
         )
 
 
-# Seconds: the whole step, training, waiting for rollouts, saving; then of the step without work:
-# the trainer and the sampler.
 STEPS_AT_O_1 = [
-    (17, 5, 10, 2, 10, 7),  # from 0 to 17 s: no row runs while the first batch is trained
-    (7, 5, 0, 2, 0, 3),  # from 17 s to 24 s: the batch is there; new rows run from 20 s on
-    (13, 5, 6, 2, 6, 0),  # from 24 s to 37 s: rows run all the time, the batch's until 30 s
+    # From 0 to 17 s: no row runs while the first batch is trained.
+    {
+        "step_time": 17,
+        "train_time": 5,
+        "train_wait_time": 10,
+        "weight_update_time": 2,
+        "wait_time_ratio": 10 / 17,
+        "trainer_idle_ratio": 10 / 17,
+        "sampler_idle_ratio": 7 / 17,
+    },
+    # From 17 s to 24 s: the batch is there; new rows run from 20 s on.
+    {
+        "step_time": 7,
+        "train_time": 5,
+        "train_wait_time": 0,
+        "weight_update_time": 2,
+        "wait_time_ratio": 0,
+        "trainer_idle_ratio": 0,
+        "sampler_idle_ratio": 3 / 7,
+    },
+    # From 24 s to 37 s: rows run all the time, the batch's until 30 s.
+    {
+        "step_time": 13,
+        "train_time": 5,
+        "train_wait_time": 6,
+        "weight_update_time": 2,
+        "wait_time_ratio": 6 / 13,
+        "trainer_idle_ratio": 6 / 13,
+        "sampler_idle_ratio": 0,
+    },
 ]
 
 
 def test_the_times_of_steps_at_o_1(play):
     records = play(scene_of(rows=10, max_head_offpolicy_versions=1)).records()
 
-    for record, seconds in zip(records, STEPS_AT_O_1, strict=False):
-        step, train, wait, update, trainer_idle, sampler_idle = seconds
-        check_times(
-            record,
-            step_time=step,
-            train_time=train,
-            train_wait_time=wait,
-            weight_update_time=update,
-        )
-        check_times(
-            record,
-            wait_time_ratio=wait / step,
-            trainer_idle_ratio=trainer_idle / step,
-            sampler_idle_ratio=sampler_idle / step,
-        )
+    for record, expected in zip(records, STEPS_AT_O_1, strict=False):
+        assert of(record, "perf", *expected) == pytest.approx(expected)
     assert records[2]["perf/overlap_ratio"] == pytest.approx(7 / 13)
 
 
@@ -281,8 +327,12 @@ def test_a_slow_weight_sync_holds_up_the_one_after_it(play):
     first, second, *_ = play(scene).records()
 
     # The first snapshot is served at 26 s; the second batch is trained at 22 s and saved at 28 s.
-    check_times(first, step_time=17, weight_update_time=2)
-    check_times(second, step_time=11, train_time=5, weight_update_time=6)
+    assert of(first, "perf", "step_time", "weight_update_time") == close(
+        step_time=17, weight_update_time=2
+    )
+    assert of(second, "perf", "step_time", "train_time", "weight_update_time") == close(
+        step_time=11, train_time=5, weight_update_time=6
+    )
 
 
 def test_the_wait_within_a_batch_is_told_apart(play):
@@ -292,8 +342,9 @@ def test_the_wait_within_a_batch_is_told_apart(play):
     (record,) = play(scene).records()
 
     # Row 0 is trained from 4 s to 6 s, row 1 from 9 s to 12 s.
-    check_times(record, train_wait_time=4 + 3, train_chunk_wait_time=3, train_time=5)
-    check_times(record, overlap_ratio=2 / 17)
+    assert of(
+        record, "perf", "train_wait_time", "train_chunk_wait_time", "train_time", "overlap_ratio"
+    ) == close(train_wait_time=4 + 3, train_chunk_wait_time=3, train_time=5, overlap_ratio=2 / 17)
     assert record["async/realized_training_chunks"] == 2
     assert record["train/effective_grad_accum_steps"] == 2
 
@@ -357,7 +408,9 @@ def test_rows_that_come_too_late_are_counted_with_what_they_had_drawn(play):
     scene.fn = rollout_fn
     (record,) = play(scene).records()
 
-    assert (record["async/stale_drops"], record["async/total_stale_drops"]) == (1, 1)
+    assert of(record, "async", "stale_drops", "total_stale_drops") == close(
+        stale_drops=1, total_stale_drops=1
+    )
     assert record["async/stale_drop_response_len_mean"] == 2
     assert record["rollout/valid_prompt_groups"] == 2
     assert scene.run.cursor.count == 3
@@ -374,8 +427,8 @@ def test_t153_the_recipe_owns_kl_tis_and_the_minibatch_loop(play):
 
     assert [record["train/num_minibatches"] for record in records] == [2.0] * 4
     assert [record["train/step"] for record in records] == [2.0, 4.0, 6.0, 8.0]
-    assert len(scene.trainer.started("optim_step")) == 8
-    assert len(scene.trainer.started("forward")) == 4
+    assert [name for name, _ in scene.trainer.calls].count("optim_step") == 8
+    assert [name for name, _ in scene.trainer.calls].count("forward") == 4
     assert [name for name, _ in reference.calls] == ["forward"] * 4
     wanted = {"train/mean_kl", "train/ppo_kl", "train/tis/weight_mean", "train/grad_norm"}
     assert wanted <= records[0].keys()
@@ -393,6 +446,13 @@ def test_t150_one_field_raises_o_and_the_run_stays_valid(play, late):
     offsets = [record["async/version_offset_max"] for record in scene.records()]
     assert max(offsets) == late
     assert scene.records()[0].keys() >= {"async/version_offset_mean", *PHASES}
+
+
+def test_a_last_batch_that_is_smaller_trains_too(play):
+    scene = play(scene_of(rows=5, max_head_offpolicy_versions=2))
+
+    assert [record["rollout/valid_prompt_groups"] for record in scene.records()] == [2.0, 2.0, 1.0]
+    assert scene.run.cursor.count == 5
 
 
 # T154: the phases are parts of the step.
@@ -456,7 +516,9 @@ def test_weights_that_were_loaded_are_published_before_the_first_rollout(play):
     (record,) = play(scene).records()
 
     assert scene.publisher.served == [("step-00000", 5.0), ("step-00001", 25.0)]
-    check_times(record, step_time=25, weight_update_time=10, train_wait_time=10)
+    assert of(record, "perf", "step_time", "weight_update_time", "train_wait_time") == close(
+        step_time=25, weight_update_time=10, train_wait_time=10
+    )
 
 
 def test_t162_the_cursor_moves_when_a_step_is_served(play):
@@ -624,26 +686,26 @@ async def test_t162_a_checkpoint_that_becomes_due_between_two_looks_at_the_clock
 def test_who_waits_for_whom_is_told(tmp_path):
     scene = scene_of(max_head_offpolicy_versions=1)
     scene.rollout_s = {2: 100.0}
-    reports: list[str] = []
+    told: list[str] = []
 
     async def main() -> None:
         task = asyncio.create_task(scene.play(tmp_path))
         for at in (5.0, 18.0, 35.0):
             await asyncio.sleep(at - now())
-            reports.append(scene.loop.describe())
+            told.append(scene.loop.describe())
         task.cancel()
         await asyncio.wait([task])
 
     run_virtual(main)
 
-    assert reports[0].splitlines() == [
+    assert told[0].splitlines() == [
         "the trainer is in phase 'waiting for rollouts' of step 1, weight version 0",
         "4 rows are being sampled (8 rollouts), 0 groups wait for their batch, which lacks 2 of 2",
         "the gate has room for 0 rows; late rows: []",
         "the oldest rollout is of row 0, for 5 s",
     ]
-    assert "step 2, weight version 0, a weight sync is under way" in reports[1]
-    assert reports[2].splitlines()[2:] == [
+    assert "step 2, weight version 0, a weight sync is under way" in told[1]
+    assert told[2].splitlines()[2:] == [
         "the gate has room for 0 rows; late rows: [2]",
         "the oldest rollout is of row 2, for 35 s",
     ]

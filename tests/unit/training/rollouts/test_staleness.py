@@ -1,9 +1,14 @@
+from __future__ import annotations
+
+import heapq
+import random
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -52,22 +57,42 @@ def test_before_the_first_sync_o_plus_1_batches_of_rows_may_be_submitted(late, r
 
 def test_the_room_after_each_event_is_the_formulas():
     gate = make_gate(rows=2, completions=4, late=1)
-    taken: list[int] = []
-    events = [
-        (lambda: submit(gate, 0, 1, 2), (4, 12, 0)),  # 16 - 12: three rows run
-        (lambda: gate.finish(0), (4, 8, 4)),  # a finished row keeps its room
-        (lambda: gate.reject(1), (8, 4, 4)),  # a rejected one gives it back
-        (lambda: gate.finish(2), (8, 0, 8)),
-        (lambda: gate.reject(2), (12, 0, 4)),  # also after it had finished
-        (lambda: (submit(gate, 3), gate.finish(3)), (8, 0, 8)),
-        (lambda: taken.extend(take(gate)), (8, 0, 8)),  # being taken changes nothing
-        (gate.end_batch, (8, 0, 8)),  # nor does being trained
-        (gate.published, (16, 0, 8)),  # a version more is B samples more
+    seen: list[tuple[int, int, int]] = []
+
+    def note() -> None:
+        seen.append((gate.staleness_room(), gate.running_samples, gate.accepted_samples))
+
+    submit(gate, 0, 1, 2)
+    note()
+    gate.finish(0)
+    note()
+    gate.reject(1)
+    note()
+    gate.finish(2)
+    note()
+    gate.reject(2)
+    note()
+    submit(gate, 3)
+    finish(gate, 3)
+    note()
+    assert take(gate) == [0, 3]
+    note()
+    gate.end_batch()
+    note()
+    gate.published()
+    note()
+
+    assert seen == [
+        (4, 12, 0),  # 16 - 12: three rows run
+        (4, 8, 4),  # a finished row keeps its room
+        (8, 4, 4),  # a rejected one gives it back
+        (8, 0, 8),
+        (12, 0, 4),  # also after it had finished
+        (8, 0, 8),
+        (8, 0, 8),  # being taken changes nothing
+        (8, 0, 8),  # nor does being trained
+        (16, 0, 8),  # a version more is B samples more
     ]
-    for event, expected in events:
-        event()
-        assert (gate.staleness_room(), gate.running_samples, gate.accepted_samples) == expected
-    assert taken == [0, 3]
 
 
 def test_at_o_0_the_next_rows_wait_for_the_publication():
@@ -157,9 +182,9 @@ def test_a_rejected_row_makes_the_window_reach_one_row_further():
 
 def test_taking_in_parts_gives_what_taking_at_once_gives():
     parts, whole = (make_gate(rows=4, completions=1, late=2, fifo_slack=1) for _ in range(2))
-    for gate in (parts, whole):
-        submit(gate, *range(8))
-        finish(gate, 7, 6, 4, 2, 1, 0)
+    for entry in (parts, whole):
+        submit(entry, *range(8))
+        finish(entry, 7, 6, 4, 2, 1, 0)
 
     assert [take(parts, 1), take(parts, 2), take(parts, 0), take(parts)] == [[0], [1, 2], [], [4]]
     assert take(whole) == [0, 1, 2, 4]
@@ -507,13 +532,13 @@ class GateMachine(RuleBasedStateMachine):
 
         limit = ready if most is None else min(most, ready)
         assert len(taken) == limit
-        assert [record.row for record in taken] == self.model.take(limit)
-        for record in taken:
-            assert record.offset == step - self.model.rows[record.row].version
-            assert 0 <= record.offset <= self.model.limits.max_head_offpolicy_versions
-            assert record.offset == record.in_flight + record.in_queue
-            assert record.in_flight >= 0
-            assert record.in_queue >= 0
+        assert [entry.row for entry in taken] == self.model.take(limit)
+        for entry in taken:
+            assert entry.offset == step - self.model.rows[entry.row].version
+            assert 0 <= entry.offset <= self.model.limits.max_head_offpolicy_versions
+            assert entry.offset == entry.in_flight + entry.in_queue
+            assert entry.in_flight >= 0
+            assert entry.in_queue >= 0
 
     @precondition(lambda self: self.may_end())
     @rule()
@@ -580,3 +605,209 @@ GateMachine.TestCase.settings = settings(
     max_examples=200, stateful_step_count=60, deadline=None, derandomize=True
 )
 TestGateMachine = pytest.mark.slow(GateMachine.TestCase)
+
+
+@dataclass(frozen=True)
+class Weather:
+    """How rollouts and the trainer behave. Times are virtual seconds."""
+
+    seed: int
+    rows: int = 1000
+    fails: float = 0.0
+    """Chance that a row ends without a usable group."""
+    filtered: float = 0.0
+    """Chance that a finished row is rejected while it waits for its batch."""
+    slow: float = 0.0
+    """Chance that a row takes a thousand times as long."""
+    train_s: float = 1.0
+    publish_s: float = 1.0
+    pipelined: bool = False
+    """The next batch is formed while the last one is still being published."""
+    chunk: int | None = None
+    """Rows taken at once; None takes what is ready."""
+    late_limit_s: float | None = None
+    """How long a late row is waited for; None waits for ever."""
+
+
+class Simulation:
+    """A driver of the gate: rollouts, a trainer and a publisher as events on a heap."""
+
+    def __init__(self, limits: GateLimits, weather: Weather) -> None:
+        self.gate = StalenessGate(limits)
+        self.weather = weather
+        self.random = random.Random(weather.seed)
+        self.events: list[tuple[float, int, str, int]] = []
+        self.order = count()
+        self.now_s = 0.0
+        self.next_row = 0
+        self.training = False
+        self.trained: list[tuple[int, int]] = []
+        """Row and batch, in the order of taking."""
+        self.submit_version: dict[int, int] = {}
+        self.ends: Counter[int] = Counter()
+        """How often each row was trained, rejected or dropped."""
+        self.drops = 0
+        self.most_running = 0
+        self.warned: set[int] = set()
+
+    def run(self) -> None:
+        self._proceed()
+        while self.events:
+            self.now_s, _, kind, row = heapq.heappop(self.events)
+            if kind == "rolled":
+                self._rolled(row)
+            elif kind == "filtered":
+                self._filtered(row)
+            elif kind == "impatient":
+                self._impatient(row)
+            elif kind == "trained":
+                self._trained()
+            else:
+                self.gate.published()
+            self._proceed()
+
+    def _in(self, seconds: float, kind: str, row: int = -1) -> None:
+        heapq.heappush(self.events, (self.now_s + seconds, next(self.order), kind, row))
+
+    def _rolled(self, row: int) -> None:
+        if self.ends[row]:  # given up while it ran
+            return
+        if self.random.random() < self.weather.fails:
+            self.gate.reject(row)
+            self.ends[row] += 1
+            return
+        self.gate.finish(row)
+        if self.random.random() < self.weather.filtered:
+            self._in(0.0, "filtered", row)
+
+    def _filtered(self, row: int) -> None:
+        if not self.ends[row]:
+            self.gate.reject(row)
+            self.ends[row] += 1
+
+    def _impatient(self, row: int) -> None:
+        if row in self.gate.late_rows():
+            self.gate.drop(row)
+            self.drops += 1
+            self.ends[row] += 1
+
+    def _trained(self) -> None:
+        # The batch cannot end while the one before it is being published.
+        if self.gate.step > self.gate.version:
+            self._in(0.1, "trained")
+            return
+        self.gate.end_batch()
+        self.training = False
+        self._in(self.weather.publish_s, "published")
+
+    def _proceed(self) -> None:
+        """Do all that can be done at this moment."""
+        progress = True
+        while progress:
+            progress = self._submit() or self._take()
+        self._watch_late_rows()
+
+    def _submit(self) -> bool:
+        wanted = min(self.gate.rows_to_submit(), self.weather.rows - self.next_row)
+        for _ in range(wanted):
+            row, self.next_row = self.next_row, self.next_row + 1
+            self.gate.submit(row)
+            self.submit_version[row] = self.gate.version
+            slow = 1000.0 if self.random.random() < self.weather.slow else 1.0
+            self._in(self.random.expovariate(1.0) * slow, "rolled", row)
+        self.most_running = max(self.most_running, self.gate.running_samples)
+        return wanted > 0
+
+    def _take(self) -> bool:
+        gate, weather = self.gate, self.weather
+        publishing = gate.step > gate.version
+        if self.training or (publishing and not weather.pipelined):
+            return False
+        taken = gate.take(weather.chunk)
+        for entry in taken:
+            self.trained.append((entry.row, gate.step))
+            self.ends[entry.row] += 1
+        partial = 0 < gate.places_left() < gate.limits.prompt_groups_per_step
+        last = self.next_row == weather.rows and gate.unresolved == 0
+        if gate.places_left() == 0 or (partial and last):
+            self.training = True
+            self._in(weather.train_s * self.random.random(), "trained")
+        return bool(taken)
+
+    def _watch_late_rows(self) -> None:
+        if self.weather.late_limit_s is None:
+            return
+        for row in self.gate.late_rows():
+            if row not in self.warned:
+                self.warned.add(row)
+                self._in(self.weather.late_limit_s, "impatient", row)
+
+
+def check_nothing_lost_and_bound_held(done: Simulation) -> None:
+    limits, rows = done.gate.limits, done.weather.rows
+    assert done.ends == Counter(range(rows))
+    assert done.gate.unresolved == done.gate.running_rows == 0
+    offsets = {step - done.submit_version[row] for row, step in done.trained}
+    assert offsets <= set(range(limits.max_head_offpolicy_versions + 1))
+    assert done.gate.stale_drops == done.drops
+    if done.weather.late_limit_s is None:
+        assert done.drops == 0
+    if limits.max_concurrency_rollout_sample is not None:
+        assert done.most_running <= limits.max_concurrency_rollout_sample
+    sizes = list(Counter(step for _, step in done.trained).values())
+    assert set(sizes[:-1]) <= {limits.prompt_groups_per_step}
+
+
+WEATHERS = st.builds(
+    Weather,
+    seed=st.integers(0, 2**32 - 1),
+    fails=st.sampled_from([0.0, 0.02, 0.5]),
+    filtered=st.sampled_from([0.0, 0.1]),
+    slow=st.sampled_from([0.0, 0.01, 0.2]),
+    train_s=st.sampled_from([0.0, 1.0, 30.0]),
+    publish_s=st.sampled_from([0.0, 1.0, 30.0]),
+    pipelined=st.booleans(),
+    chunk=st.sampled_from([None, 1, 3]),
+    late_limit_s=st.sampled_from([None, 0.5, 10.0, 2000.0]),
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(limits=LIMITS, weather=WEATHERS)
+def test_of_a_thousand_rows_none_is_lost_repeated_or_trained_later_than_allowed(limits, weather):
+    done = Simulation(limits, weather)
+    done.run()
+
+    check_nothing_lost_and_bound_held(done)
+
+
+@pytest.mark.parametrize("late", range(5))
+def test_slow_rows_are_trained_as_late_as_allowed_and_no_later(late):
+    done = Simulation(GateLimits(4, 2, late), Weather(seed=1, slow=0.05, pipelined=True))
+    done.run()
+
+    check_nothing_lost_and_bound_held(done)
+    assert max(step - done.submit_version[row] for row, step in done.trained) == late
+    assert len(done.trained) == 1000
+
+
+def test_only_a_time_limit_drops_rows():
+    done = Simulation(GateLimits(4, 2, 1), Weather(seed=1, slow=0.05, late_limit_s=10.0))
+    done.run()
+
+    check_nothing_lost_and_bound_held(done)
+    assert 0 < done.drops < 100
+    assert len(done.trained) == 1000 - done.drops
+
+
+def test_a_higher_bound_takes_less_time():
+    finished_s: list[float] = []
+    for late in (0, 1, 4):
+        done = Simulation(GateLimits(4, 2, late), Weather(seed=1, train_s=4.0))
+        done.run()
+        finished_s.append(done.now_s)
+
+    # 250 batches take the trainer 2 s and the publisher 1 s each on average: 750 s of pure work.
+    assert finished_s[0] > 1.5 * finished_s[1]
+    assert finished_s[1] > finished_s[2] == pytest.approx(750, rel=0.05)

@@ -4,6 +4,8 @@ Two rows of two samples are trained for 5 s from 10 s on, and every 7 s from the
 saved 2 s after each step, and served at 20 s, 27 s ... Optimizer steps are asked for at 21 s, 28 s.
 """
 
+from __future__ import annotations
+
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -24,18 +26,14 @@ DRIFT = 0.125
 DRAW_S = 0.5
 
 
-def scene(
-    *,
-    rows: int = 10,
-    draw: float = DRAW_S,
-    serve: float = 3.0,
-    sampling: dict[str, Any] | None = None,
-    **options: Any,
-) -> Scene:
+def scene(*, rows: int = 10, draw: float = DRAW_S, serve: float = 3.0, **options: Any) -> Scene:
     """A run whose samples are two versions old when they are trained."""
-    options = {"max_head_offpolicy_versions": 2, **options}
-    made = scene_of(rows=rows, seconds=Seconds(draw=draw, serve=serve), **options)
-    made.drift, made.sampling = DRIFT, sampling or {}
+    made = scene_of(
+        rows=rows,
+        seconds=Seconds(draw=draw, serve=serve),
+        **{"max_head_offpolicy_versions": 2, **options},
+    )
+    made.drift = DRIFT
     return made
 
 
@@ -65,11 +63,12 @@ def test_each_version_is_compared_with_the_weights_that_the_trainer_had_when_it_
 def test_a_deployment_that_serves_other_weights_shows_and_ends_the_run_where_it_is_asked_to(
     play, tmp_path
 ):
-    first = {"steps": lambda _version: 0}
-    stale = play(scene(sampling=first))
-    assert column(stale, "p95") == [DRIFT * step for step in range(5)]
+    stale = scene()
+    stale.sampling = {"steps": lambda _version: 0}
+    assert column(play(stale), "p95") == [DRIFT * step for step in range(5)]
 
-    strict = scene(sampling=first, parity_stops=True, parity_threshold=1.5 * DRIFT)
+    strict = scene(parity_stops=True, parity_threshold=1.5 * DRIFT)
+    strict.sampling = {"steps": lambda _version: 0}
     folder = tmp_path / "strict"
     folder.mkdir()
     assert ended_by(strict, folder, ParityError) > 20.0
@@ -153,8 +152,9 @@ def test_a_probe_that_is_drawn_after_the_next_step_was_asked_for_is_thrown_away(
 @pytest.mark.parametrize(("draw", "in_time"), [(0.5, True), (1.9, False)])
 def test_the_first_of_a_batchs_optimizer_steps_ends_what_can_be_compared(play, draw, in_time):
     """Served at 18 s; the first minibatch's step is asked for at 19 s."""
-    sampling = {"steps": lambda version: 2 * version}
-    played = play(scene(rows=8, draw=draw, serve=1.0, sampling=sampling, ppo_n_minibatches=2))
+    made = scene(rows=8, draw=draw, serve=1.0, ppo_n_minibatches=2)
+    made.sampling = {"steps": lambda version: 2 * version}
+    played = play(made)
 
     assert probed_steps(played) == ([2, 4, 6] if in_time else [])
     assert column(played, "max") == [0.0, *([0.0 if in_time else None] * 3)]
@@ -172,7 +172,9 @@ def test_weight_syncs_that_take_longer_than_a_step_leave_nothing_to_compare(play
 
 
 def test_a_probe_that_fails_is_one_warning_and_the_run_goes_on(play, caplog):
-    played = play(scene(sampling={"error": TransportError("the deployment hung up")}))
+    made = scene()
+    made.sampling = {"error": TransportError("the deployment hung up")}
+    played = play(made)
 
     assert played.run.step == 5
     assert column(played, "p95") == [0.0, None, None, None, None]

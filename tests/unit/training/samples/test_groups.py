@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import random
 from collections.abc import Sequence
 
@@ -44,6 +46,7 @@ def gradients(sample: TrainSample) -> list[float]:
     )
     loss, _ = loss_fn([sample.datum], [policy])
     loss.backward()
+    assert policy.grad is not None
     return policy.grad.tolist()
 
 

@@ -1,5 +1,7 @@
 """The arithmetic of turn-level credit: golden numbers, invariances, and plain GRPO as its limit."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 
