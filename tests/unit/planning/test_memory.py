@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from tests.unit.planning.families import PUBLISHED, tiny
+from tests.unit.trainer.conftest import make_datum
 
 from hearth.inference.engine.cache import CacheShape
 from hearth.losses import builtin_objective
@@ -36,7 +37,6 @@ from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.options import DEFAULT_LOGIT_BUDGET, TrainerOptions
 from hearth.trainer.packing import Limits
-from hearth.wire.tensors import encode
 from hearth.wire.tinker import AdamParams, DatumRecord
 
 pytestmark = pytest.mark.slow
@@ -56,17 +56,8 @@ def saved(folder: Path, kind: str) -> Architecture:
 
 
 def datum() -> DatumRecord:
-    tokens = torch.arange(TOKENS + 1) % 90 + 3
-    inputs = {
-        "target_tokens": encode(tokens[1:].numpy(), "int64"),
-        "weights": encode(torch.ones(TOKENS).numpy(), "float32"),
-    }
-    return DatumRecord.model_validate(
-        {
-            "model_input": {"chunks": [{"tokens": tokens[:-1].tolist()}]},
-            "loss_fn_inputs": {name: value.as_dict() for name, value in inputs.items()},
-        }
-    )
+    tokens = [place % 90 + 3 for place in range(TOKENS + 1)]
+    return make_datum(tokens, weights=[1.0] * TOKENS)
 
 
 def live() -> dict[str, int]:

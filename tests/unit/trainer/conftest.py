@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from tests.threads import one_thread as one_thread
 from tests.unit.trainer.decoders import load_trained, make_folders
 
 from hearth.models.loading import LoadedModel
-from hearth.sync.store import MemorySnapshotStore
+from hearth.models.lora import LoraOptions
+from hearth.sync.store import MemorySnapshotStore, SnapshotStore
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.options import TrainerOptions
 from hearth.wire.tensors import encode
@@ -28,7 +31,7 @@ def _save(folder: Path, kind: str) -> Path:
 
     torch.manual_seed(0)
     shared = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": 3, "pad_token_id": 0}
-    shape = {
+    shape: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
@@ -38,20 +41,16 @@ def _save(folder: Path, kind: str) -> Path:
         "max_position_embeddings": 256,
         "tie_word_embeddings": True,
     }
-    if kind == "qwen":
-        config = transformers.Qwen3Config(**shared, **shape)
-    elif kind == "gemma":
-        config = transformers.Gemma2Config(**shared, **shape, final_logit_softcapping=2.0)
-    elif kind == "granite":
-        config = transformers.GraniteConfig(**shared, **shape, logits_scaling=5.0)
-    elif kind == "cohere":
-        config = transformers.CohereConfig(**shared, **shape, logit_scale=0.3)
-    elif kind == "phi":
-        shape["num_key_value_heads"] = 4
-        config = transformers.PhiConfig(**shared, **shape | {"tie_word_embeddings": False})
-    else:
-        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 100}
-        config = transformers.GPT2Config(**shared, **sizes)
+    families: dict[str, tuple[str, dict[str, Any]]] = {
+        "qwen": ("Qwen3Config", shape),
+        "gemma": ("Gemma2Config", shape | {"final_logit_softcapping": 2.0}),
+        "granite": ("GraniteConfig", shape | {"logits_scaling": 5.0}),
+        "cohere": ("CohereConfig", shape | {"logit_scale": 0.3}),
+        "phi": ("PhiConfig", shape | {"num_key_value_heads": 4, "tie_word_embeddings": False}),
+        "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 100}),
+    }
+    name, options = families[kind]
+    config = getattr(transformers, name)(**shared, **options)
     model = transformers.AutoModelForCausalLM.from_config(config)
     # As initialized the logits are almost flat, and a wrong one would pass for a right one.
     with torch.no_grad():
@@ -92,15 +91,21 @@ def qwen_folder(model_of: Callable[[str], Path]) -> Path:
 
 @pytest.fixture
 def make_engine(qwen_folder: Path, tmp_path: Path) -> Iterator[Callable[..., TrainerEngine]]:
-    """An engine on the tiny Qwen3, or on ``source``; keyword arguments are its options."""
+    """An engine on the tiny Qwen3, or on ``source``; other keyword arguments are its options."""
     made: list[TrainerEngine] = []
 
-    def make(source: Path | None = None, **options: Any) -> TrainerEngine:
+    def make(
+        source: Path | None = None,
+        *,
+        snapshots: SnapshotStore | None = None,
+        folder: str = "checkpoints",
+        **options: Any,
+    ) -> TrainerEngine:
         engine = TrainerEngine(
             source or qwen_folder,
             name="tiny",
-            snapshots=MemorySnapshotStore(),
-            checkpoint_dir=tmp_path / "checkpoints",
+            snapshots=snapshots or MemorySnapshotStore(),
+            checkpoint_dir=tmp_path / folder,
             options=TrainerOptions(**options),
         )
         made.append(engine)
@@ -111,48 +116,74 @@ def make_engine(qwen_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Tra
         engine.close()
 
 
+@dataclass(frozen=True)
+class Policy:
+    """A model on an engine of its own; calls go to the engine, with the model's id."""
+
+    engine: TrainerEngine
+    model_id: str
+    checkpoints: Path
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(getattr(self.engine, name), self.model_id)
+
+    def read_gradient(self) -> dict[str, torch.Tensor]:
+        """The accumulated gradient by parameter name; it is gone afterwards, the weights are not.
+
+        With ``beta1`` 0 the first moment is the gradient, and a checkpoint shows it.
+        """
+        self.optim_step(AdamParams(learning_rate=0.0, beta1=0.0))
+        self.save_state("gradient", overwrite=True)
+        prefix = "optimizer/exp_avg/"
+        return {
+            name.removeprefix(prefix): value
+            for file in (self.checkpoints / "gradient" / "data").glob("*.safetensors")
+            for name, value in load_file(file).items()
+            if name.startswith(prefix)
+        }
+
+
+MakePolicy = Callable[..., Policy]
+
+
 @pytest.fixture
 def engine(make_engine: Callable[..., TrainerEngine]) -> TrainerEngine:
     return make_engine()
 
 
 @pytest.fixture
-def gradient(tmp_path: Path) -> Callable[[TrainerEngine, str], dict[str, torch.Tensor]]:
-    """The accumulated gradient by parameter name; it is gone afterwards, the weights are not.
+def make_policy(make_engine: Callable[..., TrainerEngine], tmp_path: Path) -> MakePolicy:
+    """A policy with an adapter, or all of its parameters; the rest is that of ``make_engine``."""
 
-    With ``beta1`` 0 the first moment is the gradient, and a checkpoint shows it.
-    """
+    def make(lora: LoraOptions | None = None, **options: Any) -> Policy:
+        engine = make_engine(**options)
+        checkpoints = tmp_path / options.get("folder", "checkpoints")
+        return Policy(engine, engine.create_model(lora), checkpoints)
 
-    def read(engine: TrainerEngine, model_id: str) -> dict[str, torch.Tensor]:
-        engine.optim_step(model_id, AdamParams(learning_rate=0.0, beta1=0.0))
-        engine.save_state(model_id, "gradient", overwrite=True)
-        prefix = "optimizer/exp_avg/"
-        return {
-            name.removeprefix(prefix): value
-            for file in (tmp_path / "checkpoints" / "gradient" / "data").glob("*.safetensors")
-            for name, value in load_file(file).items()
-            if name.startswith(prefix)
+    return make
+
+
+@pytest.fixture
+def policy(make_policy: MakePolicy) -> Policy:
+    return make_policy()
+
+
+def make_datum(tokens: Sequence[int], targets: Any = None, **inputs: Any) -> DatumRecord:
+    """A datum of given token ids; keyword arguments are its loss inputs."""
+    targets = tokens[1:] if targets is None else targets
+    given = {"target_tokens": encode(np.asarray(targets), "int64")}
+    given |= {name: encode(np.asarray(values), "float32") for name, values in inputs.items()}
+    return DatumRecord.model_validate(
+        {
+            "model_input": {"chunks": [{"tokens": list(tokens[:-1])}]},
+            "loss_fn_inputs": {name: tensor.as_dict() for name, tensor in given.items()},
         }
-
-    return read
+    )
 
 
 @pytest.fixture(scope="session")
 def datum() -> Callable[..., DatumRecord]:
-    """A datum of given token ids; keyword arguments are its loss inputs."""
-
-    def make(tokens: Sequence[int], targets: Any = None, **inputs: Any) -> DatumRecord:
-        targets = tokens[1:] if targets is None else targets
-        given = {"target_tokens": encode(np.asarray(targets), "int64")}
-        given |= {name: encode(np.asarray(values), "float32") for name, values in inputs.items()}
-        return DatumRecord.model_validate(
-            {
-                "model_input": {"chunks": [{"tokens": list(tokens[:-1])}]},
-                "loss_fn_inputs": {name: tensor.as_dict() for name, tensor in given.items()},
-            }
-        )
-
-    return make
+    return make_datum
 
 
 @pytest.fixture(scope="session")
@@ -170,3 +201,8 @@ def random_data(datum: Callable[..., DatumRecord]) -> Callable[..., list[DatumRe
         return data
 
     return make
+
+
+@pytest.fixture
+def data(random_data: Callable[..., list[DatumRecord]]) -> list[DatumRecord]:
+    return random_data()

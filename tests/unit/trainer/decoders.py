@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hearth.losses import builtin_objective
 from hearth.models.loading import LoadedModel, load_model
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora
+from hearth.trainer.datums import read_datums
+from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.packing import Limits
+from hearth.trainer.passes import Pass, PassResult
+from hearth.trainer.residents import find_trainable
+from hearth.wire.tinker import DatumRecord
 
 VOCAB_SIZE = 96
 LIMITS = Limits(VOCAB_SIZE, 256, 256)
@@ -120,3 +129,59 @@ def assert_same_gradient(
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert float((found[name] - gradient).abs().max()) <= tolerance * largest, name
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one pass gave."""
+
+    result: PassResult
+    gradient: dict[str, torch.Tensor]
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        return np.concatenate([logprob.ravel() for logprob in self.result.logprobs])
+
+
+@dataclass(frozen=True)
+class Way:
+    """A model, and the scorer that computes it in rows of one kind."""
+
+    loaded: LoadedModel
+    scorer: TargetScorer
+
+    def make_pass(
+        self, data: Sequence[DatumRecord], budget: int = 4096, temperature: float = 1.0
+    ) -> Pass:
+        examples = read_datums(data, OBJECTIVE, LIMITS)
+        return Pass(self.scorer, OBJECTIVE, examples, LIMITS, budget, temperature)
+
+    def train(self, data: Sequence[DatumRecord], **options: Any) -> Trained:
+        named = find_trainable(self.loaded)
+        for parameter in named.values():
+            parameter.grad = None
+        result, _ = self.make_pass(data, **options).forward_backward()
+        zeros = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
+        gradient = {
+            name: zeros[name] if parameter.grad is None else parameter.grad
+            for name, parameter in named.items()
+        }
+        return Trained(result, gradient)
+
+    def batches(self, data: Sequence[DatumRecord], budget: int = 4096) -> Any:
+        return self.scorer.batches(read_datums(data, OBJECTIVE, LIMITS), budget, LIMITS)
+
+    def kinds(self, data: Sequence[DatumRecord]) -> set[type]:
+        return {type(batch) for batch in self.batches(data)}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result

@@ -4,7 +4,6 @@ import json
 import pickle
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from tests.unit.tiny import checksum
+from tests.unit.trainer.conftest import MakePolicy, Policy
 from transformers import AutoModelForCausalLM
 
 from hearth.errors import ConfigError, EngineError, NotFoundError, RequestError
 from hearth.models.loading import load_model
 from hearth.models.lora import LoraOptions, attach_lora, load_adapter_tensors, write_adapter
-from hearth.sync.store import FolderSnapshotStore, MemorySnapshotStore
+from hearth.sync.store import FolderSnapshotStore, MemorySnapshotStore, Snapshot, SnapshotStore
 from hearth.trainer.checkpoint import MAX_METADATA_BYTES
-from hearth.trainer.engine import TrainerEngine
-from hearth.trainer.options import TrainerOptions
 from hearth.trainer.passes import PassResult
 from hearth.wire.tinker import AdamParams
 
@@ -30,13 +28,12 @@ pytestmark = pytest.mark.slow
 
 STEP = AdamParams(learning_rate=1e-2, weight_decay=0.01, grad_clip_norm=1.0)
 LORA = LoraOptions(rank=4, alpha=8, seed=1)
-MakeEngine = Callable[..., TrainerEngine]
 
 
-def train(engine: TrainerEngine, model_id: str, data: Any, steps: int = 1) -> None:
+def train(policy: Policy, data: Any, steps: int = 1) -> None:
     for _ in range(steps):
-        engine.forward_backward(model_id, data)
-        engine.optim_step(model_id, STEP, "num_loss_tokens")
+        policy.forward_backward(data)
+        policy.optim_step(STEP, "num_loss_tokens")
 
 
 def held(root: Path, name: str) -> dict[str, str]:
@@ -52,138 +49,132 @@ def flat(result: PassResult) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_training_goes_on_bit_for_bit_from_a_checkpoint(
-    make_engine: MakeEngine, random_data: Any, tmp_path: Path, lora: LoraOptions | None, dtype: str
+    make_policy: MakePolicy, random_data: Any, tmp_path: Path, lora: LoraOptions | None, dtype: str
 ) -> None:
     data = random_data(count=6)
-    first, second = make_engine(dtype=dtype), make_engine(dtype=dtype)
-    left, other = first.create_model(lora), second.create_model(lora)
-    train(first, left, data, steps=3)
-    first.save_state(left, "step-3")
-    train(first, left, data, steps=2)
+    first, second = make_policy(lora, dtype=dtype), make_policy(lora, dtype=dtype)
+    train(first, data, steps=3)
+    first.save_state("step-3")
+    train(first, data, steps=2)
 
-    second.load_state(other, "step-3", with_optimizer=True)
-    train(second, other, data, steps=2)
+    second.load_state("step-3", with_optimizer=True)
+    train(second, data, steps=2)
 
-    assert np.array_equal(flat(first.forward(left, data)), flat(second.forward(other, data)))
-    first.save_state(left, "unbroken")
-    second.save_state(other, "resumed")
+    assert np.array_equal(flat(first.forward(data)), flat(second.forward(data)))
+    first.save_state("unbroken")
+    second.save_state("resumed")
     assert held(tmp_path, "resumed") == held(tmp_path, "unbroken")
     assert held(tmp_path, "resumed").keys() == held(tmp_path, "step-3").keys()
     assert len([key for key in held(tmp_path, "step-3") if key.startswith("weights/")]) >= 20
-    second.forward_backward(other, data)
-    assert second.optim_step(other, STEP)["step"] == 6
+    second.forward_backward(data)
+    assert second.optim_step(STEP)["step"] == 6
 
 
 def test_without_its_optimizer_a_checkpoint_starts_a_fresh_one(
-    make_engine: MakeEngine, random_data: Any
+    make_policy: MakePolicy, random_data: Any
 ) -> None:
     data = random_data(count=6)
-    first, second = make_engine(), make_engine()
-    left, other = first.create_model(), second.create_model()
-    train(first, left, data, steps=3)
-    first.save_state(left, "step-3")
+    first, second = make_policy(), make_policy()
+    train(first, data, steps=3)
+    first.save_state("step-3")
 
-    second.load_state(other, "step-3", with_optimizer=False)
+    second.load_state("step-3", with_optimizer=False)
 
-    assert np.array_equal(flat(first.forward(left, data)), flat(second.forward(other, data)))
-    train(first, left, data)
-    train(second, other, data)
-    assert not np.array_equal(flat(first.forward(left, data)), flat(second.forward(other, data)))
+    assert np.array_equal(flat(first.forward(data)), flat(second.forward(data)))
+    train(first, data)
+    train(second, data)
+    assert not np.array_equal(flat(first.forward(data)), flat(second.forward(data)))
 
 
-def test_loading_drops_the_accumulated_gradient(engine: TrainerEngine, random_data: Any) -> None:
+def test_loading_drops_the_accumulated_gradient(policy: Policy, random_data: Any) -> None:
     data = random_data(count=4)
-    model_id = engine.create_model()
-    engine.save_state(model_id, "start")
-    engine.forward_backward(model_id, data)
+    policy.save_state("start")
+    policy.forward_backward(data)
 
-    engine.load_state(model_id, "start", with_optimizer=True)
+    policy.load_state("start", with_optimizer=True)
 
-    assert engine.optim_step(model_id, STEP)["skipped"] == 1
+    assert policy.optim_step(STEP)["skipped"] == 1
 
 
-def test_checkpoints_are_listed_in_the_order_of_saving(engine: TrainerEngine) -> None:
-    model_id = engine.create_model()
+def test_checkpoints_are_listed_in_the_order_of_saving(policy: Policy) -> None:
     for name in ("step-2", "step-1", "last"):
-        engine.save_state(model_id, name)
+        policy.save_state(name)
 
-    assert engine.list_checkpoints() == ["step-2", "step-1", "last"]
+    assert policy.engine.list_checkpoints() == ["step-2", "step-1", "last"]
 
 
 def test_a_taken_name_is_refused_unless_it_is_to_be_overwritten(
-    engine: TrainerEngine, random_data: Any
+    policy: Policy, random_data: Any
 ) -> None:
     data = random_data(count=4)
-    model_id = engine.create_model()
-    engine.save_state(model_id, "last")
-    train(engine, model_id, data)
-    trained = flat(engine.forward(model_id, data))
+    policy.save_state("last")
+    train(policy, data)
+    trained = flat(policy.forward(data))
 
     with pytest.raises(RequestError, match="name must be new, got 'last'"):
-        engine.save_state(model_id, "last")
-    engine.save_state(model_id, "last", overwrite=True)
-    train(engine, model_id, data)
-    engine.load_state(model_id, "last", with_optimizer=True)
+        policy.save_state("last")
+    policy.save_state("last", overwrite=True)
+    train(policy, data)
+    policy.load_state("last", with_optimizer=True)
 
-    assert np.array_equal(flat(engine.forward(model_id, data)), trained)
+    assert np.array_equal(flat(policy.forward(data)), trained)
 
 
 @pytest.mark.parametrize("name", ["../out", "a/b", "", ".hidden", "Step-1"])
-def test_a_checkpoints_name_cannot_leave_its_folder(engine: TrainerEngine, name: str) -> None:
-    model_id = engine.create_model()
-
+def test_a_checkpoints_name_cannot_leave_its_folder(policy: Policy, name: str) -> None:
     with pytest.raises(RequestError, match="path must be 1 to 128 of a-z"):
-        engine.save_state(model_id, name)
+        policy.save_state(name)
     with pytest.raises(RequestError, match="path must be 1 to 128 of a-z"):
-        engine.load_state(model_id, name, with_optimizer=True)
+        policy.load_state(name, with_optimizer=True)
 
 
-def test_an_unknown_checkpoint_lists_the_known_ones(engine: TrainerEngine) -> None:
-    model_id = engine.create_model()
-    engine.save_state(model_id, "known")
+def test_an_unknown_checkpoint_lists_the_known_ones(policy: Policy) -> None:
+    policy.save_state("known")
 
     with pytest.raises(NotFoundError, match=r"one of \['known'\], got 'other'"):
-        engine.load_state(model_id, "other", with_optimizer=True)
+        policy.load_state("other", with_optimizer=True)
 
 
-@pytest.mark.parametrize("kind", ["memory", "folder"])
+@pytest.fixture(params=["memory", "folder"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> SnapshotStore:
+    if request.param == "memory":
+        return MemorySnapshotStore()
+    return FolderSnapshotStore(tmp_path / "snap")
+
+
 @pytest.mark.parametrize("path", ["step-1-ab", "cross_job://me/step-1-ab"])
 def test_a_sampler_snapshot_is_not_a_resumable_checkpoint(
-    kind: str, path: str, qwen_folder: Path, tmp_path: Path
+    make_policy: MakePolicy, store: SnapshotStore, path: str
 ) -> None:
-    store = MemorySnapshotStore() if kind == "memory" else FolderSnapshotStore(tmp_path / "snap")
-    engine = make_with(store, qwen_folder, tmp_path / "jobs" / "me")
-    model_id = engine.create_model()
-    engine.save_for_sampler(model_id, "step-1-ab")
-    engine.save_state(model_id, "step-1")
+    policy = make_policy(snapshots=store, folder="jobs/me")
+    policy.save_for_sampler("step-1-ab")
+    policy.save_state("step-1")
 
     message = (
         r"must name a resumable checkpoint, got the sampler snapshot 'step-1-ab'.*\['step-1'\]"
     )
     with pytest.raises(RequestError, match=message):
-        engine.load_state(model_id, path, with_optimizer=True)
-    engine.close()
+        policy.load_state(path, with_optimizer=True)
 
 
-def test_a_checkpoint_of_another_adapter_is_refused(make_engine: MakeEngine) -> None:
-    first, second = make_engine(), make_engine()
-    first.save_state(first.create_model(LORA), "lora")
+def test_a_checkpoint_of_another_adapter_is_refused(
+    policy: Policy, make_policy: MakePolicy
+) -> None:
+    make_policy(LORA).save_state("lora")
 
     with pytest.raises(RequestError, match="checkpoint 'lora' must be of 'tiny'"):
-        second.load_state(second.create_model(), "lora", with_optimizer=True)
+        policy.load_state("lora", with_optimizer=True)
 
 
 def test_a_checkpoint_of_another_shape_is_refused(
-    make_engine: MakeEngine, model_of: Any, random_data: Any
+    policy: Policy, make_policy: MakePolicy, model_of: Any, data: Any
 ) -> None:
-    first, second = make_engine(model_of("gpt2")), make_engine()
-    first.save_state(first.create_model(), "gpt2")
-    model_id = second.create_model()
-    before = flat(second.forward(model_id, random_data()))
+    make_policy(source=model_of("gpt2")).save_state("gpt2")
+    before = flat(policy.forward(data))
 
     with pytest.raises(RequestError, match="checkpoint 'gpt2' must fit model policy-1"):
-        second.load_state(model_id, "gpt2", with_optimizer=True)
-    assert np.array_equal(flat(second.forward(model_id, random_data())), before)
+        policy.load_state("gpt2", with_optimizer=True)
+    assert np.array_equal(flat(policy.forward(data)), before)
 
 
 def damage(path: Path, how: str) -> None:
@@ -206,51 +197,48 @@ def damage(path: Path, how: str) -> None:
     ],
 )
 def test_a_damaged_file_is_found_and_named_and_the_model_stays(
-    engine: TrainerEngine, tmp_path: Path, random_data: Any, how: str, found: str
+    policy: Policy, tmp_path: Path, random_data: Any, how: str, found: str
 ) -> None:
     data = random_data(count=3)
-    model_id = engine.create_model()
-    engine.save_state(model_id, "s")
-    train(engine, model_id, data)
-    before = flat(engine.forward(model_id, data))
+    policy.save_state("s")
+    train(policy, data)
+    before = flat(policy.forward(data))
     folder = tmp_path / "checkpoints" / "s"
     manifest = json.loads((folder / "manifest.json").read_text())
-    entry = manifest["files"]["model-00001-of-00001.safetensors"]
+    described = manifest["files"]["model-00001-of-00001.safetensors"]
     damage(folder / "data" / "model-00001-of-00001.safetensors", how)
 
-    size = entry["bytes"]
-    expected = f"data/model-00001-of-00001.safetensors must have {size} bytes, {entry['checksum']}"
+    size, checksum = described["bytes"], described["checksum"]
+    expected = f"data/model-00001-of-00001.safetensors must have {size} bytes, {checksum}"
     found = found.format(size=size, less=size - 1)
     with pytest.raises(EngineError, match=f"{expected}, {found}"):
-        engine.load_state(model_id, "s", with_optimizer=True)
-    assert np.array_equal(flat(engine.forward(model_id, data)), before)
+        policy.load_state("s", with_optimizer=True)
+    assert np.array_equal(flat(policy.forward(data)), before)
 
 
-def test_a_file_that_no_manifest_names_is_not_read(engine: TrainerEngine, tmp_path: Path) -> None:
-    model_id = engine.create_model()
-    engine.save_state(model_id, "s")
+def test_a_file_that_no_manifest_names_is_not_read(policy: Policy, tmp_path: Path) -> None:
+    policy.save_state("s")
     data = tmp_path / "checkpoints" / "s" / "data"
     (data / "more.safetensors").write_bytes(next(data.glob("*.safetensors")).read_bytes())
 
     with pytest.raises(EngineError, match=r"files of its manifest, got \['more.safetensors'\]"):
-        engine.load_state(model_id, "s", with_optimizer=True)
+        policy.load_state("s", with_optimizer=True)
 
 
-def test_a_changed_manifest_is_found(engine: TrainerEngine, tmp_path: Path) -> None:
-    model_id = engine.create_model()
-    engine.save_state(model_id, "s")
+def test_a_changed_manifest_is_found(policy: Policy, tmp_path: Path) -> None:
+    policy.save_state("s")
     path = tmp_path / "checkpoints" / "s" / "manifest.json"
     path.write_text(path.read_text().replace('"steps": 0', '"steps": 7'))
 
     with pytest.raises(EngineError, match=r"s/manifest\.json must match its own checksum"):
-        engine.load_state(model_id, "s", with_optimizer=True)
+        policy.load_state("s", with_optimizer=True)
     path.write_text("{")
     with pytest.raises(EngineError, match="'s' must have a readable manifest"):
-        engine.load_state(model_id, "s", with_optimizer=True)
+        policy.load_state("s", with_optimizer=True)
 
 
-def test_a_checkpoint_holds_no_pickle(engine: TrainerEngine, tmp_path: Path) -> None:
-    engine.save_state(engine.create_model(), "s")
+def test_a_checkpoint_holds_no_pickle(policy: Policy, tmp_path: Path) -> None:
+    policy.save_state("s")
 
     folder = tmp_path / "checkpoints" / "s"
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -280,13 +268,12 @@ sys.addaudithook(_note_opened)  # for good: hooks cannot be taken back
 
 
 def test_no_pickle_is_read_and_a_planted_one_is_never_opened(
-    engine: TrainerEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         pytest.fail("a pickle was read")
 
-    model_id = engine.create_model()
-    engine.save_state(model_id, "s")
+    policy.save_state("s")
     folder = tmp_path / "checkpoints" / "s"
     for planted in (folder / ".metadata", folder / "data" / ".metadata"):
         planted.write_bytes(pickle.dumps(Bomb()))
@@ -302,37 +289,36 @@ def test_no_pickle_is_read_and_a_planted_one_is_never_opened(
     # This file's own list, which an audit hook fills: a hook cannot be removed again.
     monkeypatch.setattr(sys.modules[__name__], "OPENED", opened)
 
-    engine.load_state(model_id, "s", with_optimizer=True)
+    policy.load_state("s", with_optimizer=True)
 
     assert str(folder / "manifest.json") in opened
     assert not [path for path in opened if path.endswith(".metadata")]
 
 
-def test_the_rng_is_restored_with_the_optimizer_and_only_then(engine: TrainerEngine) -> None:
-    model_id = engine.create_model()
+def test_the_rng_is_restored_with_the_optimizer_and_only_then(policy: Policy) -> None:
     torch.manual_seed(7)
-    engine.save_state(model_id, "s")
-    drawn = torch.rand(4)
+    policy.save_state("s")
+    expected = torch.rand(4)
 
     torch.manual_seed(8)
-    engine.load_state(model_id, "s", with_optimizer=False)
-    assert not torch.equal(torch.rand(4), drawn)
-    engine.load_state(model_id, "s", with_optimizer=True)
-    assert torch.equal(torch.rand(4), drawn)
+    policy.load_state("s", with_optimizer=False)
+    assert not torch.equal(torch.rand(4), expected)
+    policy.load_state("s", with_optimizer=True)
+    assert torch.equal(torch.rand(4), expected)
 
 
 def test_a_checkpoints_facts_are_read_without_its_tensors(
-    engine: TrainerEngine, tmp_path: Path, random_data: Any
+    make_policy: MakePolicy, tmp_path: Path, random_data: Any
 ) -> None:
-    model_id = engine.create_model(LORA)
-    train(engine, model_id, random_data(count=3), steps=2)
+    policy = make_policy(LORA)
+    train(policy, random_data(count=3), steps=2)
     metadata = {"cursor": 9, "version": 4, "config": {"lr": 1e-5, "names": ("a", "b")}, 1: None}
     before = time.time()
-    engine.save_state(model_id, "s", metadata=metadata, seq_id=5)
+    policy.save_state("s", metadata=metadata, seq_id=5)
     for path in (tmp_path / "checkpoints" / "s" / "data").iterdir():
         path.unlink()
 
-    facts = engine.read_checkpoint_facts("s")
+    facts = policy.engine.read_checkpoint_facts("s")
 
     assert (facts.base_model, facts.lora, facts.steps, facts.seq_id) == ("tiny", LORA, 2, 5)
     assert before <= facts.created_s <= time.time()
@@ -353,53 +339,45 @@ def test_a_checkpoints_facts_are_read_without_its_tensors(
     ],
 )
 def test_metadata_that_a_manifest_cannot_hold_are_refused(
-    engine: TrainerEngine, metadata: dict[str, Any], message: str
+    policy: Policy, metadata: dict[str, Any], message: str
 ) -> None:
-    model_id = engine.create_model()
-    engine.save_state(model_id, "s", metadata={"kept": True})
+    policy.save_state("s", metadata={"kept": True})
 
     with pytest.raises(RequestError, match=message):
-        engine.save_state(model_id, "s", overwrite=True, metadata=metadata)
-    assert engine.read_checkpoint_facts("s").metadata == {"kept": True}
+        policy.save_state("s", overwrite=True, metadata=metadata)
+    assert policy.engine.read_checkpoint_facts("s").metadata == {"kept": True}
 
 
-def test_only_the_newest_stay_and_the_pinned(make_engine: MakeEngine, tmp_path: Path) -> None:
-    engine = make_engine(keep_checkpoints=2)
-    model_id = engine.create_model()
+def test_only_the_newest_stay_and_the_pinned(make_policy: MakePolicy, tmp_path: Path) -> None:
+    policy = make_policy(keep_checkpoints=2)
     for name in ("a", "b", "c", "d"):
-        engine.save_state(model_id, name, metadata={"pinned": name == "a"})
+        policy.save_state(name, metadata={"pinned": name == "a"})
 
-    assert engine.list_checkpoints() == ["a", "c", "d"]
-    engine.save_state(model_id, "c", overwrite=True)
-    engine.save_state(model_id, "e")
-    assert engine.list_checkpoints() == ["a", "c", "e"]
+    assert policy.engine.list_checkpoints() == ["a", "c", "d"]
+    policy.save_state("c", overwrite=True)
+    policy.save_state("e")
+    assert policy.engine.list_checkpoints() == ["a", "c", "e"]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["a", "c", "e"]
 
 
-def test_a_trainer_keeps_one_checkpoint_at_least(make_engine: MakeEngine) -> None:
+def test_a_trainer_keeps_one_checkpoint_at_least(make_engine: Any) -> None:
     with pytest.raises(ConfigError, match="keep_checkpoints must be >= 1 or None, got 0"):
         make_engine(keep_checkpoints=0)
 
 
-def test_another_jobs_checkpoint_goes_by_its_job(
-    qwen_folder: Path, tmp_path: Path, random_data: Any
-) -> None:
+def test_another_jobs_checkpoint_goes_by_its_job(make_policy: MakePolicy, random_data: Any) -> None:
     data = random_data(count=3)
-    first = make_with(MemorySnapshotStore(), qwen_folder, tmp_path / "first")
-    second = make_with(MemorySnapshotStore(), qwen_folder, tmp_path / "second")
-    saved, loaded = first.create_model(), second.create_model()
-    train(first, saved, data, steps=2)
-    first.save_state(saved, "step-2")
+    first, second = make_policy(folder="first"), make_policy(folder="second")
+    train(first, data, steps=2)
+    first.save_state("step-2")
 
     path = "cross_job://first/step-2"
-    assert second.load_state(loaded, path, with_optimizer=True) == path
-    assert np.array_equal(flat(second.forward(loaded, data)), flat(first.forward(saved, data)))
+    assert second.load_state(path, with_optimizer=True) == path
+    assert np.array_equal(flat(second.forward(data)), flat(first.forward(data)))
     with pytest.raises(NotFoundError, match=r"one of \['step-2'\], got 'step-9'"):
-        second.load_state(loaded, "cross_job://first/step-9", with_optimizer=True)
+        second.load_state("cross_job://first/step-9", with_optimizer=True)
     with pytest.raises(NotFoundError, match=r"one of \[\], got 'step-2'"):
-        second.load_state(loaded, "cross_job://absent/step-2", with_optimizer=True)
-    for engine in (first, second):
-        engine.close()
+        second.load_state("cross_job://absent/step-2", with_optimizer=True)
 
 
 @pytest.mark.parametrize(
@@ -418,73 +396,63 @@ def test_another_jobs_checkpoint_goes_by_its_job(
         "cross_job://first\\..\\x/step-2",
     ],
 )
-def test_no_reference_can_leave_the_folder_of_jobs(engine: TrainerEngine, path: str) -> None:
-    model_id = engine.create_model()
-    engine.save_state(model_id, "step-2")
+def test_no_reference_can_leave_the_folder_of_jobs(policy: Policy, path: str) -> None:
+    policy.save_state("step-2")
 
     with pytest.raises(RequestError, match=r"path('s job|'s name)? must be 1 to 128 of a-z"):
-        engine.load_state(model_id, path, with_optimizer=True)
+        policy.load_state(path, with_optimizer=True)
 
 
-def test_a_folder_of_another_format_is_no_checkpoint(engine: TrainerEngine, tmp_path: Path) -> None:
-    model_id = engine.create_model()
+def test_a_folder_of_another_format_is_no_checkpoint(policy: Policy, tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "old").mkdir(parents=True)
     manifest = {"format": "hearth-checkpoint-1", "files": {}}
     (tmp_path / "checkpoints" / "old" / "manifest.json").write_text(json.dumps(manifest))
 
     with pytest.raises(RequestError, match="got 'old', which is 'hearth-checkpoint-1'"):
-        engine.load_state(model_id, "old", with_optimizer=True)
+        policy.load_state("old", with_optimizer=True)
 
 
-def test_model_ids_differ_between_processes(make_engine: MakeEngine) -> None:
-    before, after = make_engine(), make_engine()  # each counts for itself, as a new process does
+def test_model_ids_differ_between_processes(make_policy: MakePolicy) -> None:
+    before, after = make_policy(), make_policy()  # each counts for itself, as a new process does
 
-    ids = [before.create_model(), after.create_model()]
-
-    assert ids[0] != ids[1]
+    assert before.model_id != after.model_id
     with pytest.raises(NotFoundError, match="the trainer may have been restarted"):
-        after.save_state(ids[0], "s")
+        after.engine.save_state(before.model_id, "s")
 
 
-def make_with(store: Any, folder: Path, root: Path) -> TrainerEngine:
-    return TrainerEngine(
-        folder, name="tiny", snapshots=store, checkpoint_dir=root, options=TrainerOptions()
-    )
-
-
-@pytest.mark.parametrize("kind", ["memory", "folder"])
 def test_a_snapshot_keeps_the_weights_of_its_moment(
-    kind: str, qwen_folder: Path, tmp_path: Path, random_data: Any
+    make_policy: MakePolicy, store: SnapshotStore, qwen_folder: Path, random_data: Any
 ) -> None:
-    store = MemorySnapshotStore() if kind == "memory" else FolderSnapshotStore(tmp_path / "snap")
-    engine = make_with(store, qwen_folder, tmp_path)
-    data = random_data(count=4)
-    model_id = engine.create_model()
-    train(engine, model_id, data)
+    policy, data = make_policy(snapshots=store), random_data(count=4)
+    train(policy, data)
     module = load_model(qwen_folder).module
-    assert engine.save_for_sampler(model_id, "step-1", metadata={"reward": 0.5}) == "step-1"
+    assert policy.save_for_sampler("step-1", metadata={"reward": 0.5}) == "step-1"
     taken = {name: tensor.clone() for name, tensor in store.get("step-1").tensors.items()}
-    train(engine, model_id, data)
+    train(policy, data)
 
     found = store.get("step-1")
     assert (found.kind, found.base_model) == ("base", "tiny")
     assert found.metadata == {"step": 1, "user": {"reward": 0.5}}
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in taken.items())
     assert not torch.equal(found.tensors["model.norm.weight"], module.model.norm.weight)
-    engine.close()
+
+
+def export_merged(
+    make_policy: MakePolicy, data: Any, folder: Path, kind: str = "base"
+) -> tuple[Snapshot, Any]:
+    """A trained adapter's snapshot of a kind, and the model with the adapter merged into it."""
+    store = MemorySnapshotStore()
+    policy = make_policy(LORA, snapshots=store)
+    train(policy, data)
+    policy.save_for_sampler("step-1", kind)
+    policy.export(folder / "merged")
+    return store.get("step-1"), AutoModelForCausalLM.from_pretrained(folder / "merged").eval()
 
 
 def test_a_lora_snapshot_rebuilds_the_policy(
-    qwen_folder: Path, tmp_path: Path, random_data: Any
+    make_policy: MakePolicy, qwen_folder: Path, tmp_path: Path, data: Any
 ) -> None:
-    store = MemorySnapshotStore()
-    engine = make_with(store, qwen_folder, tmp_path)
-    data = random_data(count=4)
-    model_id = engine.create_model(LORA)
-    train(engine, model_id, data)
-    engine.save_for_sampler(model_id, "step-1")
-
-    snapshot = store.get("step-1")
+    snapshot, merged = export_merged(make_policy, data, tmp_path)
     loaded = load_model(qwen_folder)
     attach_lora(loaded, LoraOptions.from_metadata(snapshot.metadata))
     load_adapter_tensors(loaded, snapshot.tensors)
@@ -492,42 +460,32 @@ def test_a_lora_snapshot_rebuilds_the_policy(
     assert snapshot.kind == "lora"
     assert all(name.startswith("base_model.model.") for name in snapshot.tensors)
     ids = torch.tensor([[5, 6, 7, 8] * 8])
-    engine.export(model_id, tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
         torch.testing.assert_close(loaded.module(ids).logits, merged(ids).logits, rtol=0, atol=1e-4)
-    engine.close()
 
 
 def test_a_merged_snapshot_is_a_whole_model(
-    qwen_folder: Path, tmp_path: Path, random_data: Any
+    make_policy: MakePolicy, tmp_path: Path, data: Any
 ) -> None:
-    store = MemorySnapshotStore()
-    engine = make_with(store, qwen_folder, tmp_path)
-    model_id = engine.create_model(LORA)
-    train(engine, model_id, random_data(count=4))
-    engine.save_for_sampler(model_id, "whole", "merged_base")
-    engine.export(model_id, tmp_path / "merged")
+    snapshot, module = export_merged(make_policy, data, tmp_path, "merged_base")
 
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
-    snapshot = store.get("whole")
+    merged = module.state_dict()
     assert snapshot.kind == "base"
     assert all(torch.equal(merged[name], tensor) for name, tensor in snapshot.tensors.items())
-    engine.close()
 
 
 def test_a_tied_head_with_an_adapter_cannot_be_merged_into_a_snapshot(
-    engine: TrainerEngine,
+    make_policy: MakePolicy,
 ) -> None:
-    model_id = engine.create_model(LoraOptions(rank=2, train_unembed=True))
+    policy = make_policy(LoraOptions(rank=2, train_unembed=True))
 
     with pytest.raises(RequestError, match="merging would untie it"):
-        engine.save_for_sampler(model_id, "whole", "merged_base")
+        policy.save_for_sampler("whole", "merged_base")
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_a_peft_adapter_is_taken_up(
-    make_engine: MakeEngine, qwen_folder: Path, tmp_path: Path, random_data: Any
+    make_policy: MakePolicy, qwen_folder: Path, tmp_path: Path, random_data: Any
 ) -> None:
     data = random_data(count=4)
     loaded = load_model(qwen_folder)
@@ -537,23 +495,22 @@ def test_a_peft_adapter_is_taken_up(
             if parameter.requires_grad:
                 parameter.add_(0.02)
     write_adapter(loaded, tmp_path / "adapter")
-    engine = make_engine()
-    model_id = engine.create_model(LoraOptions(rank=4, alpha=8, seed=77))
+    policy = make_policy(LoraOptions(rank=4, alpha=8, seed=77))
 
-    engine.load_adapter(model_id, str(tmp_path / "adapter"))
+    policy.load_adapter(str(tmp_path / "adapter"))
 
-    engine.export(model_id, tmp_path / "merged")
+    policy.export(tmp_path / "merged")
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     base = AutoModelForCausalLM.from_pretrained(qwen_folder)
     theirs = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=0, atol=1e-4)
-    train(engine, model_id, data)
+    train(policy, data)
 
 
 def test_an_adapter_that_does_not_fit_is_refused(
-    make_engine: MakeEngine, qwen_folder: Path, tmp_path: Path
+    make_policy: MakePolicy, qwen_folder: Path, tmp_path: Path
 ) -> None:
     loaded = load_model(qwen_folder)
     attach_lora(loaded, LORA)
@@ -563,7 +520,6 @@ def test_an_adapter_that_does_not_fit_is_refused(
         (LoraOptions(rank=4, alpha=16), "must have the model's lora_alpha, 16, got 8"),
         (None, "must run on a LoRA model"),
     ):
-        engine = make_engine()
-        model_id = engine.create_model(options)
+        policy = make_policy(options)
         with pytest.raises(RequestError, match=message):
-            engine.load_adapter(model_id, str(tmp_path / "adapter"))
+            policy.load_adapter(str(tmp_path / "adapter"))

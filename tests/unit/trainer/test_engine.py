@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.trainer.conftest import MakePolicy, Policy
 from tests.unit.trainer.decoders import assert_same_gradient
 from transformers import AutoModelForCausalLM
 
@@ -28,7 +29,6 @@ from hearth.wire.tinker import AdamParams, DatumRecord
 
 MakeEngine = Callable[..., TrainerEngine]
 Gradient = dict[str, torch.Tensor]
-ReadGradient = Callable[[TrainerEngine, str], Gradient]
 Data = Sequence[DatumRecord]
 
 STEP = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, grad_clip_norm=1.0)
@@ -63,16 +63,16 @@ def flat(result: PassResult) -> np.ndarray:
     return np.concatenate([logprob.ravel() for logprob in result.logprobs])
 
 
-def weights_of(engine: TrainerEngine, model_id: str, folder: Path) -> Gradient:
-    engine.export(model_id, folder)
+def weights_of(policy: Policy, folder: Path) -> Gradient:
+    policy.export(folder)
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-def policy_data(engine: TrainerEngine, model_id: str, data: Data, seed: int = 0) -> list[Any]:
+def policy_data(policy: Policy, data: Data, seed: int = 0) -> list[Any]:
     """The same datums as policy-loss rows: old logprobs near the model's, some advantages zero."""
     rng = np.random.default_rng(seed)
     rows: list[Any] = []
-    scored = engine.forward(model_id, data).logprobs
+    scored = policy.forward(data).logprobs
     for datum, logprobs in zip(data, scored, strict=True):
         old = np.minimum(logprobs + rng.normal(size=logprobs.size) * 0.05, 0)
         inputs = {
@@ -86,11 +86,8 @@ def policy_data(engine: TrainerEngine, model_id: str, data: Data, seed: int = 0)
     return rows
 
 
-def test_logprobs_are_the_models_own(
-    engine: TrainerEngine, qwen_folder: Path, random_data: Any
-) -> None:
-    data = random_data()
-    result = engine.forward(engine.create_model(), data)
+def test_logprobs_are_the_models_own(policy: Policy, qwen_folder: Path, data: Data) -> None:
+    result = policy.forward(data)
 
     module = AutoModelForCausalLM.from_pretrained(qwen_folder).eval()
     with torch.no_grad():
@@ -101,16 +98,15 @@ def test_logprobs_are_the_models_own(
 
 @pytest.mark.slow
 def test_results_do_not_depend_on_the_micro_batching(
-    make_engine: MakeEngine, random_data: Any, gradient: ReadGradient
+    make_policy: MakePolicy, random_data: Any
 ) -> None:
     data = random_data(count=24)
     runs = []
     for budget in (1, 100, 10**6):
-        engine = make_engine(micro_batch_tokens=budget)
-        model_id = engine.create_model()
-        scored = engine.forward(model_id, data)
-        trained = engine.forward_backward(model_id, data)
-        runs.append((scored, trained, gradient(engine, model_id)))
+        policy = make_policy(micro_batch_tokens=budget)
+        scored = policy.forward(data)
+        trained = policy.forward_backward(data)
+        runs.append((scored, trained, policy.read_gradient()))
 
     for scored, trained, found in runs:
         assert np.array_equal(flat(scored), flat(runs[0][0]))
@@ -119,85 +115,55 @@ def test_results_do_not_depend_on_the_micro_batching(
         assert_same_gradient(found, runs[0][2], tolerance=1e-6)
 
 
-def test_results_do_not_depend_on_the_datums_order(engine: TrainerEngine, random_data: Any) -> None:
-    data = random_data()
-    model_id = engine.create_model()
-
-    forwards = engine.forward(model_id, data).logprobs
-    backwards = engine.forward(model_id, data[::-1]).logprobs
+def test_results_do_not_depend_on_the_datums_order(policy: Policy, data: Data) -> None:
+    forwards = policy.forward(data).logprobs
+    backwards = policy.forward(data[::-1]).logprobs
 
     assert all(np.array_equal(*pair) for pair in zip(forwards, backwards[::-1], strict=True))
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("qwen", {}), ("qwen", {"logit_budget": 1}), ("gpt2", {}), ("gemma", {})],
+    ids=["qwen", "chunks of logits", "gpt2", "gemma"],
+)
 def test_the_gradient_is_that_of_plain_autograd(
-    engine: TrainerEngine, qwen_folder: Path, random_data: Any, gradient: ReadGradient
+    make_policy: MakePolicy, model_of: Any, data: Data, family: str, options: dict[str, Any]
 ) -> None:
-    data = random_data()
-    model_id = engine.create_model()
-    engine.forward_backward(model_id, data)
-
-    module = AutoModelForCausalLM.from_pretrained(qwen_folder).eval()
-    assert_same_gradient(gradient(engine, model_id), plain_gradient(module, data))
-
-
-def test_the_gradient_is_the_same_in_chunks_of_logits(
-    make_engine: MakeEngine, qwen_folder: Path, random_data: Any, gradient: ReadGradient
-) -> None:
-    data = random_data()
-    engine = make_engine(logit_budget=1)
-    model_id = engine.create_model()
-    engine.forward_backward(model_id, data)
-
-    module = AutoModelForCausalLM.from_pretrained(qwen_folder).eval()
-    assert_same_gradient(gradient(engine, model_id), plain_gradient(module, data))
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gemma"])
-def test_other_families_train_the_same_way(
-    family: str, make_engine: MakeEngine, model_of: Any, random_data: Any, gradient: ReadGradient
-) -> None:
-    data = random_data(count=6)
-    engine = make_engine(model_of(family))
-    model_id = engine.create_model()
-    engine.forward_backward(model_id, data)
+    policy = make_policy(source=model_of(family), **options)
+    policy.forward_backward(data)
 
     module = AutoModelForCausalLM.from_pretrained(model_of(family)).eval()
-    assert_same_gradient(gradient(engine, model_id), plain_gradient(module, data))
+    assert_same_gradient(policy.read_gradient(), plain_gradient(module, data))
 
 
 @pytest.mark.parametrize("train_unembed", [False, True])
 def test_the_adapters_gradient_is_that_of_plain_autograd(
-    engine: TrainerEngine,
-    qwen_folder: Path,
-    random_data: Any,
-    gradient: ReadGradient,
-    train_unembed: bool,
+    make_policy: MakePolicy, qwen_folder: Path, data: Data, train_unembed: bool
 ) -> None:
     from hearth.models.loading import load_model
     from hearth.models.lora import attach_lora
 
-    data = random_data()
     options = LoraOptions(rank=4, alpha=8, seed=5, train_unembed=train_unembed)
-    model_id = engine.create_model(options)
-    engine.forward_backward(model_id, data)
+    policy = make_policy(options)
+    policy.forward_backward(data)
 
     loaded = load_model(qwen_folder)
     attach_lora(loaded, options)
     expected = plain_gradient(loaded.module, data)
     assert all(".lora_" in name for name in expected)
-    assert_same_gradient(gradient(engine, model_id), expected)
+    assert_same_gradient(policy.read_gradient(), expected)
 
 
 @pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
 def test_a_builtin_loss_and_the_clients_two_passes_give_one_gradient(
-    loss_fn: str, engine: TrainerEngine, random_data: Any, gradient: ReadGradient
+    loss_fn: str, policy: Policy, data: Data
 ) -> None:
-    model_id = engine.create_model()
-    data = policy_data(engine, model_id, random_data())
-    builtin = engine.forward_backward(model_id, data, loss_fn)
-    expected = gradient(engine, model_id)
+    data = policy_data(policy, data)
+    builtin = policy.forward_backward(data, loss_fn)
+    expected = policy.read_gradient()
 
-    scored = engine.forward(model_id, [_bare(datum) for datum in data])
+    scored = policy.forward([_bare(datum) for datum in data])
     rows = [torch.from_numpy(logprob).requires_grad_() for logprob in scored.logprobs]
     inputs = [{name: values(datum, name) for name in ("logprobs", "advantages")} for datum in data]
     objective = builtin_objective(loss_fn)
@@ -207,10 +173,10 @@ def test_a_builtin_loss_and_the_clients_two_passes_give_one_gradient(
         _bare(datum, weights=encode(-row.grad.numpy(), "float32"))  # pyright: ignore[reportOptionalMemberAccess]
         for datum, row in zip(data, rows, strict=True)
     ]
-    engine.forward_backward(model_id, weighted, "cross_entropy")
+    policy.forward_backward(weighted, "cross_entropy")
 
     assert builtin.metrics["loss:sum"] == pytest.approx(float(loss.detach()), rel=1e-5)
-    assert_same_gradient(gradient(engine, model_id), expected, tolerance=1e-6)
+    assert_same_gradient(policy.read_gradient(), expected, tolerance=1e-6)
 
 
 def _bare(datum: DatumRecord, **inputs: Any) -> DatumRecord:
@@ -218,26 +184,22 @@ def _bare(datum: DatumRecord, **inputs: Any) -> DatumRecord:
     return datum.model_copy(update={"loss_fn_inputs": kept})
 
 
-def test_gradients_add_up_over_calls(
-    engine: TrainerEngine, random_data: Any, gradient: ReadGradient
-) -> None:
-    data = random_data()
-    model_id = engine.create_model()
-    engine.forward_backward(model_id, data)
-    whole = gradient(engine, model_id)
+def test_gradients_add_up_over_calls(policy: Policy, data: Data) -> None:
+    policy.forward_backward(data)
+    whole = policy.read_gradient()
 
-    engine.forward_backward(model_id, data[:5])
-    engine.forward_backward(model_id, data[5:])
+    policy.forward_backward(data[:5])
+    policy.forward_backward(data[5:])
 
-    assert_same_gradient(gradient(engine, model_id), whole, tolerance=1e-6)
+    assert_same_gradient(policy.read_gradient(), whole, tolerance=1e-6)
 
 
 def test_the_loss_is_a_raw_sum_with_negative_and_fractional_weights(
-    engine: TrainerEngine, datum: Any
+    policy: Policy, datum: Any
 ) -> None:
     data = [datum([5, 6, 7], weights=[-2.0, 0.25]), datum([8, 9], weights=[1.0])]
 
-    result = engine.forward_backward(engine.create_model(), data)
+    result = policy.forward_backward(data)
 
     (first, second), third = result.logprobs[0], result.logprobs[1][0]
     assert result.metrics["loss:sum"] == pytest.approx(2 * first - 0.25 * second - third, rel=1e-6)
@@ -245,53 +207,45 @@ def test_the_loss_is_a_raw_sum_with_negative_and_fractional_weights(
 
 
 def test_normalization_counts_tokens_and_sequences_with_a_gradient(
-    engine: TrainerEngine, datum: Any
+    policy: Policy, datum: Any
 ) -> None:
-    model_id = engine.create_model()
     rows = [[0.5, 0.0, -1.0], [0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]
     denominators = {}
     for mode in ("num_loss_tokens", "num_sequences", "none"):
         for weights in rows:
-            engine.forward_backward(model_id, [datum([5, 6, 7, 8], weights=weights)])
-        denominators[mode] = engine.optim_step(model_id, STEP, mode)["denominator"]
+            policy.forward_backward([datum([5, 6, 7, 8], weights=weights)])
+        denominators[mode] = policy.optim_step(STEP, mode)["denominator"]
 
     assert denominators == {"num_loss_tokens": 3, "num_sequences": 2, "none": 1}
 
 
-def test_a_token_that_the_clip_silences_is_not_counted(engine: TrainerEngine, datum: Any) -> None:
-    model_id = engine.create_model()
-    logprobs = engine.forward(model_id, [datum([5, 6, 7, 8])]).logprobs[0]
+def test_a_token_that_the_clip_silences_is_not_counted(policy: Policy, datum: Any) -> None:
+    logprobs = policy.forward([datum([5, 6, 7, 8])]).logprobs[0]
     # Ratios 1, e and 1/e: with a positive advantage only the second stands beyond its bound.
     old = logprobs - np.array([0.0, 1.0, -0.5])
     data = [datum([5, 6, 7, 8], logprobs=np.minimum(old, 0), advantages=[1.0, 1.0, 1.0])]
-    engine.forward_backward(model_id, data, "ppo")
+    policy.forward_backward(data, "ppo")
 
-    metrics = engine.optim_step(model_id, STEP, "num_loss_tokens")
+    metrics = policy.optim_step(STEP, "num_loss_tokens")
 
     assert metrics["num_loss_tokens"] == 2
 
 
-def test_a_step_normalizes_the_accumulated_gradient(
-    engine: TrainerEngine, random_data: Any
-) -> None:
-    data = random_data()
+def test_a_step_normalizes_the_accumulated_gradient(policy: Policy, data: Data) -> None:
     tokens = sum(int((values(datum, "weights") != 0).sum()) for datum in data)
-    model_id = engine.create_model()
     still = AdamParams(learning_rate=0.0)
     norms = {}
     for mode in ("none", "num_loss_tokens", "num_sequences"):
-        engine.forward_backward(model_id, data)
-        norms[mode] = engine.optim_step(model_id, still, mode)["grad_norm"]
+        policy.forward_backward(data)
+        norms[mode] = policy.optim_step(still, mode)["grad_norm"]
 
     assert norms["num_loss_tokens"] == pytest.approx(norms["none"] / tokens, rel=1e-6)
     assert norms["num_sequences"] == pytest.approx(norms["none"] / len(data), rel=1e-6)
 
 
-def test_temperature_divides_the_logits(
-    engine: TrainerEngine, qwen_folder: Path, random_data: Any
-) -> None:
-    (datum,) = random_data(count=1)
-    result = engine.forward(engine.create_model(), [datum], "cross_entropy", {"temperature": 0.5})
+def test_temperature_divides_the_logits(policy: Policy, qwen_folder: Path, data: Data) -> None:
+    datum = data[0]
+    result = policy.forward([datum], "cross_entropy", {"temperature": 0.5})
 
     module = AutoModelForCausalLM.from_pretrained(qwen_folder).eval()
     with torch.no_grad():
@@ -300,126 +254,111 @@ def test_temperature_divides_the_logits(
     np.testing.assert_allclose(result.logprobs[0], expected.numpy(), rtol=0, atol=2e-5)
 
 
-def test_several_targets_per_token_train_together(
-    engine: TrainerEngine, datum: Any, gradient: ReadGradient
-) -> None:
-    model_id = engine.create_model()
+def test_several_targets_per_token_train_together(policy: Policy, datum: Any) -> None:
     pair = datum([5, 6, 7], targets=[[6, 9], [7, 1]], weights=[[0.25, 0.75], [0.0, 1.0]])
     other = datum([5, 6], weights=[1.0])
-    result = engine.forward_backward(model_id, [pair, other])
-    found = gradient(engine, model_id)
+    result = policy.forward_backward([pair, other])
+    found = policy.read_gradient()
     for targets, weights in (([6, 7], [0.25, 0.0]), ([9, 1], [0.75, 1.0])):
-        engine.forward_backward(model_id, [datum([5, 6, 7], targets=targets, weights=weights)])
-    engine.forward_backward(model_id, [other])
+        policy.forward_backward([datum([5, 6, 7], targets=targets, weights=weights)])
+    policy.forward_backward([other])
 
     assert [logprob.shape for logprob in result.logprobs] == [(2, 2), (1,)]
-    assert_same_gradient(found, gradient(engine, model_id), tolerance=1e-6)
+    assert_same_gradient(found, policy.read_gradient(), tolerance=1e-6)
 
 
-def test_untrained_samples_are_scored_all_the_same(engine: TrainerEngine, datum: Any) -> None:
-    model_id = engine.create_model()
+def test_untrained_samples_are_scored_all_the_same(policy: Policy, datum: Any) -> None:
     idle = [datum([5, 6, 7], weights=[0.0, 0.0]), datum([7, 8])]
-    scored = engine.forward(model_id, idle)
+    scored = policy.forward(idle)
 
-    trained = engine.forward_backward(model_id, idle)
+    trained = policy.forward_backward(idle)
 
     assert np.array_equal(flat(trained), flat(scored))
-    metrics = engine.optim_step(model_id, STEP, "num_loss_tokens")
+    metrics = policy.optim_step(STEP, "num_loss_tokens")
     assert (metrics["grad_norm"], metrics["num_loss_tokens"], metrics["skipped"]) == (0, 0, 0)
 
 
-def test_a_step_without_a_gradient_changes_nothing(engine: TrainerEngine, tmp_path: Path) -> None:
-    model_id = engine.create_model()
-    before = weights_of(engine, model_id, tmp_path / "before")
+def test_a_step_without_a_gradient_changes_nothing(policy: Policy, tmp_path: Path) -> None:
+    before = weights_of(policy, tmp_path / "before")
 
-    metrics = engine.optim_step(model_id, AdamParams(learning_rate=1.0, weight_decay=0.5))
+    metrics = policy.optim_step(AdamParams(learning_rate=1.0, weight_decay=0.5))
 
     assert (metrics["skipped"], metrics["step"]) == (1, 0)
-    after = weights_of(engine, model_id, tmp_path / "after")
+    after = weights_of(policy, tmp_path / "after")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("lora", [None, LoraOptions(rank=8, alpha=16)], ids=["full", "lora"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_lowers_the_loss(
-    make_engine: MakeEngine, datum: Any, dtype: str, lora: LoraOptions | None
+    make_policy: MakePolicy, datum: Any, dtype: str, lora: LoraOptions | None
 ) -> None:
-    engine = make_engine(dtype=dtype)
-    model_id = engine.create_model(lora)
+    policy = make_policy(lora, dtype=dtype)
     data = [datum([5, 6, 7, 8, 9], weights=[1.0] * 4), datum([9, 8, 7], weights=[1.0] * 2)]
     losses = []
     for _ in range(12):
-        losses.append(engine.forward_backward(model_id, data).metrics["loss:sum"])
-        engine.optim_step(model_id, STEP, "num_loss_tokens")
+        losses.append(policy.forward_backward(data).metrics["loss:sum"])
+        policy.optim_step(STEP, "num_loss_tokens")
 
     assert losses[-1] < 0.5 * losses[0]
-    assert engine.forward(model_id, data).logprobs[0].dtype == np.float32
+    assert policy.forward(data).logprobs[0].dtype == np.float32
 
 
-def test_bfloat16_scores_near_float32(make_engine: MakeEngine, random_data: Any) -> None:
-    data = random_data()
-    exact, rounded = make_engine(), make_engine(dtype="bfloat16")
+def test_bfloat16_scores_near_float32(make_policy: MakePolicy, data: Data) -> None:
+    exact, rounded = make_policy(), make_policy(dtype="bfloat16")
 
-    difference = flat(exact.forward(exact.create_model(), data)) - flat(
-        rounded.forward(rounded.create_model(), data)
-    )
+    difference = flat(exact.forward(data)) - flat(rounded.forward(data))
 
     assert 0 < float(np.abs(difference).max()) < 0.1
 
 
 def test_a_bad_request_leaves_the_accumulated_gradient(
-    engine: TrainerEngine, random_data: Any, datum: Any, gradient: ReadGradient
+    policy: Policy, data: Data, datum: Any
 ) -> None:
-    data = random_data()
-    model_id = engine.create_model()
-    engine.forward_backward(model_id, data)
-    expected = gradient(engine, model_id)
+    policy.forward_backward(data)
+    expected = policy.read_gradient()
 
-    engine.forward_backward(model_id, data)
+    policy.forward_backward(data)
     bad = datum([5, 6, 7], weights=[1.0, math.nan])
     with pytest.raises(NumericsError, match="datum 12: advantages at position 1"):
-        engine.forward_backward(model_id, [*data, bad])
+        policy.forward_backward([*data, bad])
 
-    assert_same_gradient(gradient(engine, model_id), expected, tolerance=0)
+    assert_same_gradient(policy.read_gradient(), expected, tolerance=0)
 
 
-def test_diverged_weights_are_found_by_either_pass(engine: TrainerEngine, random_data: Any) -> None:
-    data = random_data()
-    model_id = engine.create_model()
-    engine.forward_backward(model_id, data)
-    engine.optim_step(model_id, AdamParams(learning_rate=3e38))
+def test_diverged_weights_are_found_by_either_pass(policy: Policy, data: Data) -> None:
+    policy.forward_backward(data)
+    policy.optim_step(AdamParams(learning_rate=3e38))
 
     with pytest.raises(NumericsError, match=r"datum \d+: the model's logprob .* must be finite"):
-        engine.forward_backward(model_id, data)
+        policy.forward_backward(data)
     with pytest.raises(NumericsError, match="must be finite"):
-        engine.forward(model_id, data)
+        policy.forward(data)
 
 
 def test_a_failure_half_way_drops_the_accumulated_gradient(
-    make_engine: MakeEngine, model_of: Any, datum: Any, tmp_path: Path
+    make_policy: MakePolicy, model_of: Any, datum: Any, tmp_path: Path
 ) -> None:
     module = AutoModelForCausalLM.from_pretrained(model_of("phi"))
     with torch.no_grad():
         module.get_input_embeddings().weight[95] = math.nan
     module.save_pretrained(tmp_path / "broken")
-    engine = make_engine(tmp_path / "broken", micro_batch_tokens=1)
-    model_id = engine.create_model()
+    policy = make_policy(source=tmp_path / "broken", micro_batch_tokens=1)
     good, bad = datum([5, 6, 7], weights=[1.0, 1.0]), datum([95, 6], weights=[1.0])
-    engine.forward_backward(model_id, [good])
+    policy.forward_backward([good])
 
     with pytest.raises(NumericsError, match="datum 1: the model's logprob of target 0"):
-        engine.forward_backward(model_id, [good, bad])
+        policy.forward_backward([good, bad])
 
-    assert engine.optim_step(model_id, STEP)["skipped"] == 1
+    assert policy.optim_step(STEP)["skipped"] == 1
 
 
-def test_a_positive_old_logprob_names_its_datum(engine: TrainerEngine, datum: Any) -> None:
-    model_id = engine.create_model()
+def test_a_positive_old_logprob_names_its_datum(policy: Policy, datum: Any) -> None:
     good = datum([5, 6], logprobs=[-1.0], advantages=[1.0])
     bad = datum([5, 6], logprobs=[0.5], advantages=[1.0])
 
     with pytest.raises(NumericsError, match="datum 1: old_logprobs at position 0"):
-        engine.forward_backward(model_id, [good, bad], "ppo")
+        policy.forward_backward([good, bad], "ppo")
 
 
 @pytest.mark.parametrize(
@@ -433,16 +372,13 @@ def test_a_positive_old_logprob_names_its_datum(engine: TrainerEngine, datum: An
     ],
 )
 def test_a_bad_loss_is_refused(
-    engine: TrainerEngine, datum: Any, loss_fn: str, config: Any, message: str
+    policy: Policy, datum: Any, loss_fn: str, config: Any, message: str
 ) -> None:
-    model_id = engine.create_model()
-
     with pytest.raises((ConfigError, RequestError), match=message):
-        engine.forward_backward(model_id, [datum([5, 6])], loss_fn, config)
+        policy.forward_backward([datum([5, 6])], loss_fn, config)
 
 
-def test_a_frozen_model_only_runs_forward(engine: TrainerEngine, random_data: Any) -> None:
-    data = random_data()
+def test_a_frozen_model_only_runs_forward(engine: TrainerEngine, data: Data) -> None:
     frozen = engine.create_model(is_frozen=True)
 
     engine.forward(frozen, data)
@@ -458,22 +394,20 @@ def test_a_frozen_model_only_runs_forward(engine: TrainerEngine, random_data: An
             refused()
 
 
-def test_a_forward_only_trainer_refuses_training(make_engine: MakeEngine, datum: Any) -> None:
-    engine = make_engine(forward_only=True)
-    model_id = engine.create_model()
+def test_a_forward_only_trainer_refuses_training(make_policy: MakePolicy, datum: Any) -> None:
+    policy = make_policy(forward_only=True)
 
     with pytest.raises(ForwardOnlyError, match="forward_backward must run on a trainable model"):
-        engine.forward_backward(model_id, [datum([5, 6], weights=[1.0])])
+        policy.forward_backward([datum([5, 6], weights=[1.0])])
     with pytest.raises(ForwardOnlyError, match="lora_config must be absent"):
-        engine.create_model(LoraOptions(rank=2))
+        policy.engine.create_model(LoraOptions(rank=2))
 
 
 @pytest.mark.parametrize("lora", [None, LoraOptions(rank=4)], ids=["full", "lora"])
 @pytest.mark.parametrize("policy_first", [True, False])
 def test_the_frozen_reference_stays_the_base_while_the_policy_learns(
-    engine: TrainerEngine, random_data: Any, lora: LoraOptions | None, policy_first: bool
+    engine: TrainerEngine, data: Data, lora: LoraOptions | None, policy_first: bool
 ) -> None:
-    data = random_data()
     if policy_first:
         policy, frozen = engine.create_model(lora), engine.create_model(is_frozen=True)
     else:
@@ -491,9 +425,8 @@ def test_the_frozen_reference_stays_the_base_while_the_policy_learns(
 
 @pytest.mark.parametrize("lora", [None, LoraOptions(rank=4)], ids=["full", "lora"])
 def test_after_unloading_a_new_policy_starts_from_the_base(
-    engine: TrainerEngine, random_data: Any, lora: LoraOptions | None
+    engine: TrainerEngine, data: Data, lora: LoraOptions | None
 ) -> None:
-    data = random_data()
     first = engine.create_model(lora)
     before = flat(engine.forward(first, data))
     engine.forward_backward(first, data)
@@ -517,18 +450,17 @@ def test_model_ids_do_not_look_like_serverless_runs(engine: TrainerEngine) -> No
 
 
 def test_an_export_is_the_trained_model(
-    engine: TrainerEngine, random_data: Any, tmp_path: Path
+    make_policy: MakePolicy, data: Data, tmp_path: Path
 ) -> None:
-    data = random_data()
-    model_id = engine.create_model(LoraOptions(rank=4))
-    engine.forward_backward(model_id, data)
-    engine.optim_step(model_id, STEP)
-    engine.export(model_id, tmp_path / "out")
+    policy = make_policy(LoraOptions(rank=4))
+    policy.forward_backward(data)
+    policy.optim_step(STEP)
+    policy.export(tmp_path / "out")
 
     module = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         expected = np.concatenate([plain_logprobs(module, datum).numpy() for datum in data])
-    np.testing.assert_allclose(flat(engine.forward(model_id, data)), expected, rtol=0, atol=5e-6)
+    np.testing.assert_allclose(flat(policy.forward(data)), expected, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize(
@@ -549,23 +481,21 @@ def test_impossible_options_are_refused(
 
 
 def test_sequences_up_to_the_models_last_position_are_scored(
-    make_engine: MakeEngine, model_of: Any, datum: Any
+    make_policy: MakePolicy, model_of: Any, datum: Any
 ) -> None:
-    engine = make_engine(model_of("gpt2"))
-    model_id = engine.create_model()
+    policy = make_policy(source=model_of("gpt2"))
     tokens = [int(token) for token in np.arange(101) % 90]
 
-    assert engine.forward(model_id, [datum(tokens)]).logprobs[0].size == 100
+    assert policy.forward([datum(tokens)]).logprobs[0].size == 100
     with pytest.raises(RequestError, match="1 to 100 tokens, got 101"):
-        engine.forward(model_id, [datum([*tokens, 1])])
+        policy.forward([datum([*tokens, 1])])
 
 
-def test_a_closed_trainer_says_so(engine: TrainerEngine, datum: Any) -> None:
-    model_id = engine.create_model()
+def test_a_closed_trainer_says_so(policy: Policy, datum: Any) -> None:
     stopped: list[str] = []
-    engine.call_on_close(lambda: stopped.append("queue"))
-    engine.close()
+    policy.engine.call_on_close(lambda: stopped.append("queue"))
+    policy.engine.close()
 
     with pytest.raises(ClosedError, match="'tiny' must be running"):
-        engine.forward(model_id, [datum([5, 6])])
+        policy.forward([datum([5, 6])])
     assert stopped == ["queue"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from tests.unit.trainer.conftest import MakePolicy, Policy
 from tests.unit.trainer.decoders import assert_same_gradient
 
 from hearth.errors import ForwardOnlyError, NumericsError
@@ -28,8 +29,6 @@ from training.quickstart import MODEL
 
 pytestmark = pytest.mark.slow
 
-Gradient = dict[str, torch.Tensor]
-ReadGradient = Callable[[TrainerEngine, str], Gradient]
 Data = list[DatumRecord]
 LORA = LoraOptions(rank=4, alpha=8.0, seed=1)
 STEP = AdamParams(learning_rate=1e-2)
@@ -81,33 +80,27 @@ def bare(data: Data) -> Data:
     ]
 
 
-def trained(engine: TrainerEngine, model: str, data: Data, **options: Any) -> Any:
-    return engine.forward_backward(model, data, "cross_entropy", **options)
-
-
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("config", [None, {"temperature": 0.7}], ids=["plain", "tempered"])
 def test_the_gradient_of_two_calls_costs_one_forward_pass(
-    engine: TrainerEngine,
-    random_data: Any,
-    gradient: ReadGradient,
+    make_policy: MakePolicy,
+    data: Data,
     passes: Any,
     graphs: Any,
     lora: LoraOptions | None,
     config: Any,
 ) -> None:
-    data = random_data()
-    model = engine.create_model(lora)
-    expected_result = trained(engine, model, data, config=config)
-    expected = gradient(engine, model)
+    policy = make_policy(lora)
+    expected_result = policy.forward_backward(data, config=config)
+    expected = policy.read_gradient()
     passes.clear()
 
-    scored = engine.forward(model, bare(data), config=config, graph="a")
+    scored = policy.forward(bare(data), config=config, graph="a")
     assert passes == [tuple(range(len(data)))]
-    result = trained(engine, model, data, config=config, graph="a")
+    result = policy.forward_backward(data, config=config, graph="a")
 
     assert len(passes) == 1
-    assert_same_gradient(gradient(engine, model), expected, 1e-6)
+    assert_same_gradient(policy.read_gradient(), expected, 1e-6)
     assert result.metrics == pytest.approx(expected_result.metrics, rel=1e-6)
     for logprobs, other in zip(result.logprobs, scored.logprobs, strict=True):
         assert np.array_equal(logprobs, other)
@@ -116,135 +109,116 @@ def test_the_gradient_of_two_calls_costs_one_forward_pass(
 
 @pytest.mark.parametrize("family", ["gemma", "gpt2"])
 def test_padded_rows_are_kept_as_well(
-    make_engine: Any,
-    model_of: Any,
-    random_data: Any,
-    gradient: ReadGradient,
-    passes: Any,
-    family: str,
+    make_policy: MakePolicy, model_of: Any, data: Data, passes: Any, family: str
 ) -> None:
-    engine, data = make_engine(model_of(family)), random_data()
-    model = engine.create_model()
-    trained(engine, model, data)
-    expected = gradient(engine, model)
-    engine.forward(model, bare(data), graph="a")
+    policy = make_policy(source=model_of(family))
+    policy.forward_backward(data)
+    expected = policy.read_gradient()
+    policy.forward(bare(data), graph="a")
     passes.clear()
 
-    trained(engine, model, data, graph="a")
+    policy.forward_backward(data, graph="a")
 
     assert passes == []
-    assert_same_gradient(gradient(engine, model), expected, 1e-6)
+    assert_same_gradient(policy.read_gradient(), expected, 1e-6)
 
 
-def test_a_graph_is_used_up(
-    engine: TrainerEngine, random_data: Any, gradient: ReadGradient, passes: Any
-) -> None:
-    data = random_data()
-    model = engine.create_model()
-    engine.forward(model, bare(data), graph="a")
-    trained(engine, model, data, graph="a")
-    once = gradient(engine, model)
-    engine.forward(model, bare(data), graph="a")
+def test_a_graph_is_used_up(policy: Policy, data: Data, passes: Any) -> None:
+    policy.forward(bare(data), graph="a")
+    policy.forward_backward(data, graph="a")
+    once = policy.read_gradient()
+    policy.forward(bare(data), graph="a")
     passes.clear()
 
-    trained(engine, model, data, graph="a")
-    trained(engine, model, data, graph="a")
+    policy.forward_backward(data, graph="a")
+    policy.forward_backward(data, graph="a")
 
     assert len(passes) == 1
     assert_same_gradient(
-        gradient(engine, model), {name: 2 * value for name, value in once.items()}, 1e-6
+        policy.read_gradient(), {name: 2 * value for name, value in once.items()}, 1e-6
     )
 
 
-def test_gradients_of_kept_and_computed_passes_add_up(
-    engine: TrainerEngine, random_data: Any, gradient: ReadGradient
-) -> None:
+def test_gradients_of_kept_and_computed_passes_add_up(policy: Policy, random_data: Any) -> None:
     first, second = random_data(seed=1), random_data(seed=2)
-    model = engine.create_model()
-    trained(engine, model, first)
-    trained(engine, model, second)
-    expected = gradient(engine, model)
+    policy.forward_backward(first)
+    policy.forward_backward(second)
+    expected = policy.read_gradient()
 
-    engine.forward(model, bare(first), graph="a")
-    trained(engine, model, second)
-    trained(engine, model, first, graph="a")
+    policy.forward(bare(first), graph="a")
+    policy.forward_backward(second)
+    policy.forward_backward(first, graph="a")
 
-    assert_same_gradient(gradient(engine, model), expected, 1e-6)
-
-
-def step(engine: TrainerEngine, model: str) -> None:
-    engine.optim_step(model, STEP)
+    assert_same_gradient(policy.read_gradient(), expected, 1e-6)
 
 
-def load(engine: TrainerEngine, model: str) -> None:
-    engine.load_state(model, "start", with_optimizer=True)
+def step(policy: Policy) -> None:
+    policy.optim_step(STEP)
 
 
-def create(engine: TrainerEngine, model: str) -> None:
-    engine.create_model(is_frozen=True)
+def load(policy: Policy) -> None:
+    policy.load_state("start", with_optimizer=True)
 
 
-def unload(engine: TrainerEngine, model: str) -> None:
-    engine.unload(engine.create_model(is_frozen=True))
+def create(policy: Policy) -> None:
+    policy.engine.create_model(is_frozen=True)
+
+
+def unload(policy: Policy) -> None:
+    policy.engine.unload(policy.engine.create_model(is_frozen=True))
 
 
 @pytest.mark.parametrize("between", [step, load, create, unload])
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_what_may_change_the_weights_forgets_the_graph(
-    engine: TrainerEngine,
+    make_policy: MakePolicy,
     random_data: Any,
-    gradient: ReadGradient,
     passes: Any,
     graphs: Any,
-    between: Callable[[TrainerEngine, str], None],
+    between: Callable[[Policy], None],
     lora: LoraOptions | None,
 ) -> None:
     data, other = random_data(seed=1), random_data(seed=2)
-    model = engine.create_model(lora)
-    trained(engine, model, other)
-    step(engine, model)
-    engine.save_state(model, "start")
-    trained(engine, model, other)
+    policy = make_policy(lora)
+    policy.forward_backward(other)
+    step(policy)
+    policy.save_state("start")
+    policy.forward_backward(other)
 
-    engine.forward(model, bare(data), graph="a")
-    between(engine, model)
+    policy.forward(bare(data), graph="a")
+    between(policy)
     assert are_free(graphs)
     passes.clear()
-    trained(engine, model, data, graph="a")
+    policy.forward_backward(data, graph="a")
     assert passes != []
 
     # With the weights of now.
-    found = engine.forward(model, data)
-    computed = trained(engine, model, data)
+    found = policy.forward(data)
+    computed = policy.forward_backward(data)
     for logprobs, expected in zip(computed.logprobs, found.logprobs, strict=True):
         np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-6)
-    assert sum(float(tensor.abs().sum()) for tensor in gradient(engine, model).values()) > 0
+    assert sum(float(tensor.abs().sum()) for tensor in policy.read_gradient().values()) > 0
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_a_reference_pass_and_a_snapshot_in_between_leave_the_graph(
-    engine: TrainerEngine,
-    random_data: Any,
-    gradient: ReadGradient,
-    passes: Any,
-    lora: LoraOptions | None,
+    make_policy: MakePolicy, data: Data, passes: Any, lora: LoraOptions | None
 ) -> None:
-    data = random_data()
-    model = engine.create_model(lora)
-    frozen = engine.create_model(is_frozen=True)
-    trained(engine, model, data)
-    expected = gradient(engine, model)
+    policy = make_policy(lora)
+    frozen = policy.engine.create_model(is_frozen=True)
+    policy.forward_backward(data)
+    expected = policy.read_gradient()
 
-    engine.forward(model, bare(data), graph="a")
+    policy.forward(bare(data), graph="a")
     # A frozen model keeps none, whatever it is asked for.
-    engine.forward(frozen, bare(data), graph="b")
-    engine.save_for_sampler(model, "snapshot")
-    engine.save_state(model, "kept")
+    policy.engine.forward(frozen, bare(data), graph="b")
+    policy.save_for_sampler("snapshot")
+    policy.save_state("kept")
     passes.clear()
-    trained(engine, model, data, graph="a")
+    policy.forward_backward(data, graph="a")
 
     assert passes == []
-    assert_same_gradient(gradient(engine, model), expected, 1e-6)
+    assert_same_gradient(policy.read_gradient(), expected, 1e-6)
 
 
 def shifted(data: Data) -> Data:
@@ -289,82 +263,67 @@ def the_same(data: Data) -> Data:
     ids=["a token", "a target", "the order", "one less", "the temperature", "the name", "no name"],
 )
 def test_a_graph_of_something_else_is_not_taken(
-    engine: TrainerEngine,
-    random_data: Any,
-    gradient: ReadGradient,
-    passes: Any,
-    other: Callable[[Data], Data],
-    options: dict[str, Any],
+    policy: Policy, data: Data, passes: Any, other: Callable[[Data], Data], options: dict[str, Any]
 ) -> None:
-    data = random_data()
-    model = engine.create_model()
     plain = {name: value for name, value in options.items() if name != "graph"}
-    trained(engine, model, other(data), **plain)
-    expected = gradient(engine, model)
+    policy.forward_backward(other(data), **plain)
+    expected = policy.read_gradient()
 
-    engine.forward(model, bare(data), graph="a")
+    policy.forward(bare(data), graph="a")
     passes.clear()
-    trained(engine, model, other(data), **{"graph": "a"} | options)
+    policy.forward_backward(other(data), **{"graph": "a"} | options)
 
     assert len(passes) == 1
-    assert_same_gradient(gradient(engine, model), expected, 1e-6)
+    assert_same_gradient(policy.read_gradient(), expected, 1e-6)
 
 
 def test_data_that_came_to_a_kept_pass_are_computed_beside_it(
-    engine: TrainerEngine, random_data: Any, gradient: ReadGradient, passes: Any
+    policy: Policy, data: Data, passes: Any
 ) -> None:
-    data = random_data()
-    model = engine.create_model()
-    trained(engine, model, data)
-    expected = gradient(engine, model)
+    policy.forward_backward(data)
+    expected = policy.read_gradient()
 
-    engine.forward(model, bare(data[:-2]), graph="a")
+    policy.forward(bare(data[:-2]), graph="a")
     passes.clear()
-    trained(engine, model, data, graph="a")
+    policy.forward_backward(data, graph="a")
 
     assert passes == [(len(data) - 2, len(data) - 1)]
-    assert_same_gradient(gradient(engine, model), expected, 1e-6)
+    assert_same_gradient(policy.read_gradient(), expected, 1e-6)
 
 
-def test_another_models_graph_is_not_taken(
-    engine: TrainerEngine, random_data: Any, passes: Any
-) -> None:
-    data = random_data()
+def test_another_models_graph_is_not_taken(engine: TrainerEngine, data: Data, passes: Any) -> None:
     first = engine.create_model(owner="me")
     engine.forward(first, bare(data), graph="a")
     second = engine.create_model(owner="me")
     passes.clear()
 
-    trained(engine, second, data, graph="a")
+    engine.forward_backward(second, data, graph="a")
 
     assert len(passes) == 1
 
 
 def test_of_a_pass_beyond_the_budget_a_part_is_kept(
-    make_engine: Any, random_data: Any, gradient: ReadGradient, passes: Any
+    make_policy: MakePolicy, random_data: Any, passes: Any
 ) -> None:
     data = random_data(count=20)
-    whole = make_engine()
-    model = whole.create_model()
-    trained(whole, model, data)
-    expected = gradient(whole, model)
-    engine = make_engine(micro_batch_tokens=160)
-    model = engine.create_model()
+    whole, policy = make_policy(), make_policy(micro_batch_tokens=160)
+    whole.forward_backward(data)
+    expected = whole.read_gradient()
     passes.clear()
 
-    engine.forward(model, bare(data), graph="a")
+    policy.forward(bare(data), graph="a")
     forward, passes[:] = list(passes), []
-    trained(engine, model, data, graph="a")
+    policy.forward_backward(data, graph="a")
 
     assert len(forward) > 3
     # One micro-batch's tokens, and the rest once more.
     computed = {index for batch in passes for index in batch}
     assert computed == set(range(20)) - set(forward[0])
-    assert_same_gradient(gradient(engine, model), expected, tolerance=1e-5)
+    assert_same_gradient(policy.read_gradient(), expected, tolerance=1e-5)
 
 
 def test_what_is_not_kept_is_scored_without_a_graph(
-    make_engine: Any, random_data: Any, monkeypatch: pytest.MonkeyPatch
+    make_policy: MakePolicy, random_data: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes: list[bool] = []
     states = TargetScorer.states
@@ -375,117 +334,104 @@ def test_what_is_not_kept_is_scored_without_a_graph(
 
     # Counts passes through the layers, which no result shows; the pass itself runs.
     monkeypatch.setattr(TargetScorer, "states", watched)
-    engine = make_engine(micro_batch_tokens=160)
+    policy = make_policy(micro_batch_tokens=160)
 
-    engine.forward(engine.create_model(), bare(random_data(count=20)), graph="a")
+    policy.forward(bare(random_data(count=20)), graph="a")
 
     assert modes == [True] + [False] * (len(modes) - 1)
     assert len(modes) > 3
 
 
 def test_a_pass_above_the_budget_is_not_kept_and_trains_all_the_same(
-    make_engine: Any, random_data: Any, gradient: ReadGradient, passes: Any
+    make_policy: MakePolicy, random_data: Any, passes: Any
 ) -> None:
     data = random_data(count=3)
-    engine = make_engine(micro_batch_tokens=1)
-    model = engine.create_model()
-    trained(engine, model, data)
-    expected = gradient(engine, model)
-    engine.forward(model, bare(data), graph="a")
+    policy = make_policy(micro_batch_tokens=1)
+    policy.forward_backward(data)
+    expected = policy.read_gradient()
+    policy.forward(bare(data), graph="a")
     passes.clear()
 
-    trained(engine, model, data, graph="a")
+    policy.forward_backward(data, graph="a")
 
     assert sorted(passes) == [(0,), (1,), (2,)]
-    assert_same_gradient(gradient(engine, model), expected, 1e-6)
+    assert_same_gradient(policy.read_gradient(), expected, 1e-6)
 
 
-def test_only_the_last_pass_is_kept(
-    engine: TrainerEngine, random_data: Any, passes: Any, graphs: Any
-) -> None:
-    data = random_data()
-    model = engine.create_model()
-    engine.forward(model, bare(data), graph="a")
-    engine.forward(model, bare(data), graph="b")
+def test_only_the_last_pass_is_kept(policy: Policy, data: Data, passes: Any, graphs: Any) -> None:
+    policy.forward(bare(data), graph="a")
+    policy.forward(bare(data), graph="b")
 
     gc.collect()
     assert [graph() is None for graph in graphs] == [True, False]
     passes.clear()
-    trained(engine, model, data, graph="b")
+    policy.forward_backward(data, graph="b")
     assert passes == []
 
 
 def test_diverged_weights_are_found_and_leave_no_graph(
-    engine: TrainerEngine, random_data: Any, graphs: Any
+    policy: Policy, data: Data, graphs: Any
 ) -> None:
-    data = random_data()
-    model = engine.create_model()
-    weights: Any = engine._residents.get(model).loaded.module
+    weights: Any = policy.engine._residents.get(policy.model_id).loaded.module
     with torch.no_grad():
         before = weights.model.norm.weight.clone()
         weights.model.norm.weight.fill_(torch.nan)
     with pytest.raises(NumericsError, match="logprob of target 0 must be finite"):
-        engine.forward(model, bare(data), graph="a")
+        policy.forward(bare(data), graph="a")
     with pytest.raises(NumericsError, match="must be finite"):
-        trained(engine, model, data, graph="a")
+        policy.forward_backward(data, graph="a")
     gc.collect()
     assert all(graph() is None for graph in graphs)
 
     with torch.no_grad():
         weights.model.norm.weight.copy_(before)
-    engine.forward(model, bare(data), graph="a")
-    assert trained(engine, model, data, graph="a").metrics["loss:sum"] != 0
+    policy.forward(bare(data), graph="a")
+    assert policy.forward_backward(data, graph="a").metrics["loss:sum"] != 0
 
 
 def test_a_bad_loss_input_leaves_the_graph_for_the_next_call(
-    engine: TrainerEngine, random_data: Any, gradient: ReadGradient, passes: Any
+    policy: Policy, data: Data, passes: Any
 ) -> None:
-    data = random_data()
-    model = engine.create_model()
-    trained(engine, model, data)
-    expected = gradient(engine, model)
-    engine.forward(model, bare(data), graph="a")
+    policy.forward_backward(data)
+    expected = policy.read_gradient()
+    policy.forward(bare(data), graph="a")
     broken = [datum.model_copy(deep=True) for datum in data]
     length = broken[0].loss_fn_inputs["weights"].to_numpy().size
     broken[0].loss_fn_inputs["weights"] = encode(np.full(length, np.nan), "float32")
     passes.clear()
 
     with pytest.raises(NumericsError):
-        trained(engine, model, broken, graph="a")
-    trained(engine, model, data, graph="a")
+        policy.forward_backward(broken, graph="a")
+    policy.forward_backward(data, graph="a")
 
     assert passes == []
-    assert_same_gradient(gradient(engine, model), expected, 1e-6)
+    assert_same_gradient(policy.read_gradient(), expected, 1e-6)
 
 
 def test_models_that_are_not_trained_keep_nothing(
-    make_engine: Any, random_data: Any, graphs: Any
+    make_policy: MakePolicy, data: Data, graphs: Any
 ) -> None:
-    engine, data = make_engine(forward_only=True), random_data()
-    model = engine.create_model()
+    policy = make_policy(forward_only=True)
 
-    named = engine.forward(model, bare(data), graph="a")
+    named, plain = policy.forward(bare(data), graph="a"), policy.forward(bare(data))
 
     assert graphs == []
-    for logprobs, other in zip(
-        named.logprobs, engine.forward(model, bare(data)).logprobs, strict=True
-    ):
+    for logprobs, other in zip(named.logprobs, plain.logprobs, strict=True):
         assert np.array_equal(logprobs, other)
     with pytest.raises(ForwardOnlyError):
-        trained(engine, model, data, graph="a")
+        policy.forward_backward(data, graph="a")
 
 
-def test_a_closed_trainer_holds_no_graph(make_engine: Any, random_data: Any, graphs: Any) -> None:
-    engine = make_engine()
-    engine.forward(engine.create_model(), bare(random_data()), graph="a")
+def test_a_closed_trainer_holds_no_graph(policy: Policy, data: Data, graphs: Any) -> None:
+    policy.forward(bare(data), graph="a")
 
-    engine.close()
+    policy.engine.close()
 
     assert are_free(graphs)
 
 
 @pytest.fixture
-def policy(tmp_path: Path) -> Iterator[Any]:
+def training_client(tmp_path: Path) -> Iterator[Any]:
     """A training client of the shipped model on an embedded platform."""
     platform = EmbeddedPlatform(work_dir=tmp_path)
     trainers = TrainerJobManager("key", base_url=platform.base_url)
@@ -524,19 +470,19 @@ def squares(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict
 # Only of the last part of a request there is a graph.
 @pytest.mark.parametrize(("count", "expected"), [(4, 1), (7, 3)])
 def test_a_custom_loss_of_the_sdk_costs_one_forward_pass(
-    policy: Any, passes: Any, count: int, expected: int
+    training_client: Any, passes: Any, count: int, expected: int
 ) -> None:
     data = sampled(count)
     adam = tinker.AdamParams(learning_rate=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
 
     def measured() -> tuple[dict[str, float], float]:
-        metrics = policy.forward_backward_custom(data, squares).result().metrics
-        return metrics, policy.optim_step(adam).result().metrics["grad_norm"]
+        metrics = training_client.forward_backward_custom(data, squares).result().metrics
+        return metrics, training_client.optim_step(adam).result().metrics["grad_norm"]
 
-    assert policy.keeps_graphs
+    assert training_client.keeps_graphs
     kept = measured()
     assert len(passes) == expected
-    policy.keeps_graphs = False
+    training_client.keeps_graphs = False
     passes.clear()
     plain = measured()
 

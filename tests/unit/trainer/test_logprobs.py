@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from tests.unit.trainer.decoders import LargestTensor
 
 from hearth.errors import ConfigError
 from hearth.models.loading import load_model
@@ -25,20 +24,6 @@ def hidden_states(scorer: TargetScorer) -> torch.Tensor:
     """Of all of ``IDS``, padded as any model takes them."""
     nothing = torch.zeros(0, dtype=torch.int64)
     return scorer.states(PaddedBatch([], IDS, nothing, nothing))
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements that any operation's result had."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return result
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,19 +21,30 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     }
 
 
+def make_optimizer(dtype: torch.dtype = torch.float32) -> tuple[dict[str, nn.Parameter], Optimizer]:
+    given = parameters(dtype)
+    return given, Optimizer(given)
+
+
 def backward(given: dict[str, nn.Parameter], *gradient: float) -> None:
     values = torch.cat([parameter.float() for parameter in given.values()])
     (values * torch.tensor(gradient)).sum().backward()
 
 
+def accumulate(
+    given: dict[str, nn.Parameter], optimizer: Optimizer, *gradient: float, tokens: int = 1
+) -> None:
+    """A backward pass of one sequence."""
+    backward(given, *gradient)
+    optimizer.record_pass(GradientCounts(tokens, 1))
+
+
 def test_a_step_is_adamw_with_decoupled_decay() -> None:
-    given = parameters()
-    optimizer = Optimizer(given)
+    given, optimizer = make_optimizer()
     weights, first, second = [1.0, -2.0, 0.5], [0.0] * 3, [0.0] * 3
     for step, gradient in enumerate([(3.0, -0.1, 0.0), (-1.0, 0.2, 4.0)], start=1):
         adam = ADAM.model_copy(update={"learning_rate": 0.1 / step, "weight_decay": 0.2})
-        backward(given, *gradient)
-        optimizer.record_pass(GradientCounts(3, 1))
+        accumulate(given, optimizer, *gradient, tokens=3)
         optimizer.step(adam)
         for index, slope in enumerate(gradient):
             first[index] = 0.9 * first[index] + 0.1 * slope
@@ -50,12 +61,9 @@ def test_a_step_is_adamw_with_decoupled_decay() -> None:
     ("mode", "denominator"), [("none", 1), ("num_loss_tokens", 8), ("num_sequences", 2)]
 )
 def test_the_gradient_is_divided_first_and_clipped_then(mode: str, denominator: int) -> None:
-    given = parameters()
-    optimizer = Optimizer(given)
-    backward(given, 3.0, 4.0, 0.0)
-    optimizer.record_pass(GradientCounts(5, 1))
-    backward(given, 3.0, 4.0, 0.0)
-    optimizer.record_pass(GradientCounts(3, 1))
+    given, optimizer = make_optimizer()
+    accumulate(given, optimizer, 3.0, 4.0, 0.0, tokens=5)
+    accumulate(given, optimizer, 3.0, 4.0, 0.0, tokens=3)
 
     adam = ADAM.model_copy(update={"grad_clip_norm": 2.0})
     metrics = optimizer.step(adam, mode)  # pyright: ignore[reportArgumentType]
@@ -72,17 +80,14 @@ def test_the_gradient_is_divided_first_and_clipped_then(mode: str, denominator: 
 
 
 def test_clipping_is_off_at_zero() -> None:
-    given = parameters()
-    optimizer = Optimizer(given)
-    backward(given, 300.0, 400.0, 0.0)
-    optimizer.record_pass(GradientCounts(1, 1))
+    given, optimizer = make_optimizer()
+    accumulate(given, optimizer, 300.0, 400.0, 0.0)
 
     assert optimizer.step(ADAM)["grad_norm_post_clip"] == pytest.approx(500)
 
 
 def test_without_a_gradient_nothing_happens_and_the_metrics_say_so() -> None:
-    given = parameters()
-    optimizer = Optimizer(given)
+    given, optimizer = make_optimizer()
     before = torch.cat([parameter.detach().clone() for parameter in given.values()])
 
     metrics = optimizer.step(ADAM.model_copy(update={"weight_decay": 0.5}), "num_loss_tokens")
@@ -93,10 +98,8 @@ def test_without_a_gradient_nothing_happens_and_the_metrics_say_so() -> None:
 
 
 def test_a_gradient_of_zeros_is_a_gradient() -> None:
-    given = parameters()
-    optimizer = Optimizer(given)
-    backward(given, 1.0, 1.0, 1.0)
-    optimizer.record_pass(GradientCounts(1, 1))
+    given, optimizer = make_optimizer()
+    accumulate(given, optimizer, 1.0, 1.0, 1.0)
     optimizer.step(ADAM)
     before = given["w"].detach().clone()
 
@@ -130,11 +133,9 @@ def test_a_gradient_of_zeros_may_be_dropped_and_nothing_else_changes() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_refused_and_dropped(bad: float) -> None:
-    given = parameters()
-    optimizer = Optimizer(given)
+    given, optimizer = make_optimizer()
     before = given["w"].detach().clone()
-    backward(given, 1.0, bad, 1.0)
-    optimizer.record_pass(GradientCounts(3, 1))
+    accumulate(given, optimizer, 1.0, bad, 1.0, tokens=3)
 
     with pytest.raises(NumericsError, match="gradient must be finite"):
         optimizer.step(ADAM)
@@ -144,11 +145,9 @@ def test_a_gradient_that_is_not_finite_is_refused_and_dropped(bad: float) -> Non
 
 
 def test_bfloat16_parameters_learn_what_bfloat16_cannot_add() -> None:
-    given = parameters(torch.bfloat16)
-    optimizer = Optimizer(given)
+    given, optimizer = make_optimizer(torch.bfloat16)
     for _ in range(100):
-        backward(given, 1.0, 1.0, 1.0)
-        optimizer.record_pass(GradientCounts(1, 1))
+        accumulate(given, optimizer, 1.0, 1.0, 1.0)
         optimizer.step(ADAM.model_copy(update={"learning_rate": 1e-3}))
 
     # Each single step of 1e-3 is below half of bfloat16's spacing at 1 and 2.
@@ -158,8 +157,7 @@ def test_bfloat16_parameters_learn_what_bfloat16_cannot_add() -> None:
 
 
 def test_bfloat16_gradients_add_up_in_float32() -> None:
-    given = parameters(torch.bfloat16)
-    optimizer = Optimizer(given)
+    given, optimizer = make_optimizer(torch.bfloat16)
     backward(given, 256.0, 0.0, 0.0)
     for _ in range(8):
         backward(given, 0.5, 0.0, 0.0)
@@ -170,11 +168,9 @@ def test_bfloat16_gradients_add_up_in_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_restored_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
-    first, second = parameters(dtype), parameters(dtype)
-    original, other = Optimizer(first), Optimizer(second)
+    (first, original), (second, other) = make_optimizer(dtype), make_optimizer(dtype)
     for gradient in ((1.0, 2.0, 3.0), (0.3, -1.0, 2.0)):
-        backward(first, *gradient)
-        original.record_pass(GradientCounts(1, 1))
+        accumulate(first, original, *gradient)
         original.step(ADAM)
 
     with torch.no_grad():
@@ -184,8 +180,7 @@ def test_restored_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
         {name: value.clone() for name, value in original.state_tensors().items()}
     )
     for given, optimizer in ((first, original), (second, other)):
-        backward(given, 0.7, 0.1, -2.0)
-        optimizer.record_pass(GradientCounts(1, 1))
+        accumulate(given, optimizer, 0.7, 0.1, -2.0)
         optimizer.step(ADAM)
 
     mine, theirs = original.state_tensors(), other.state_tensors()

@@ -14,9 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.trainer.decoders import LIMITS, LORA, OBJECTIVE, VOCAB_SIZE, assert_same_gradient
+from tests.unit.trainer.decoders import (
+    LIMITS,
+    LORA,
+    OBJECTIVE,
+    VOCAB_SIZE,
+    LargestTensor,
+    Trained,
+    Way,
+    assert_same_gradient,
+)
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hearth.errors import EngineError
 from hearth.kernels.training import Tree
@@ -27,8 +35,6 @@ from hearth.trainer.datums import read_datums
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.packed_module import PackedModule
 from hearth.trainer.packing import PackedBatch, PaddedBatch, split_packed
-from hearth.trainer.passes import Pass
-from hearth.trainer.residents import find_trainable
 from hearth.trainer.segments import Segments, attend, check_kernel, find_segments, make_mask
 from hearth.wire.tinker import DatumRecord
 
@@ -37,8 +43,6 @@ pytestmark = pytest.mark.slow
 PLAIN = ["llama", "mistral", "qwen2, tied", "qwen3"]
 OTHER = ["gemma", "a sliding window"]
 CPU = torch.device("cpu")
-
-Trained = tuple[list[Any], dict[str, Tensor]]
 
 
 def kernel(
@@ -96,27 +100,17 @@ def data(datum: Callable[..., DatumRecord]) -> list[DatumRecord]:
     return [datum(text, weights=rng.normal(size=len(text) - 1)) for text in texts]
 
 
-def train(
-    loaded: LoadedModel, scorer: TargetScorer, data: list[DatumRecord], budget: int = 4096
-) -> Trained:
-    """Logprobs and every parameter's gradient."""
-    loaded.module.zero_grad()
-    work = Pass(scorer, OBJECTIVE, read_datums(data, OBJECTIVE, LIMITS), LIMITS, budget)
-    result, _ = work.forward_backward()
-    named = find_trainable(loaded)
-    return result.logprobs, {name: weight.grad.clone() for name, weight in named.items()}  # type: ignore[union-attr]
-
-
 def assert_same(found: Trained, expected: Trained, tolerance: float = 1e-5) -> None:
-    for logprobs, other in zip(found[0], expected[0], strict=True):
-        np.testing.assert_allclose(logprobs, other, rtol=0, atol=tolerance)
-    assert_same_gradient(found[1], expected[1], tolerance)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=tolerance)
+    assert_same_gradient(found.gradient, expected.gradient, tolerance)
 
 
-def kinds(scorer: TargetScorer, data: list[DatumRecord]) -> set[type]:
-    return {
-        type(batch) for batch in scorer.batches(read_datums(data, OBJECTIVE, LIMITS), 4096, LIMITS)
-    }
+def pack(loaded: LoadedModel) -> Way:
+    return Way(loaded, TargetScorer(loaded, kernel=kernel))
+
+
+def pad(loaded: LoadedModel) -> Way:
+    return Way(loaded, TargetScorer(loaded))
 
 
 def test_segments_are_prefixes_and_what_stands_behind_them() -> None:
@@ -224,82 +218,65 @@ def test_an_unsound_kernel_is_found_out(unsound: Any, part: str) -> None:
 def test_packed_rows_give_the_padded_gradient(
     read: Any, data: list[DatumRecord], kind: str, lora: LoraOptions | None
 ) -> None:
-    loaded, other = read(kind, lora), read(kind, lora)
-    packed, padded = TargetScorer(loaded, kernel=kernel), TargetScorer(other)
+    packed, padded = pack(read(kind, lora)), pad(read(kind, lora))
 
-    assert kinds(packed, data) == {PackedBatch}
-    assert kinds(padded, data) == {PaddedBatch}
-    expected = train(other, padded, data)
-    assert float(np.concatenate(expected[0]).std()) > 0.3
-    assert_same(train(loaded, packed, data), expected)
-    assert_same(train(loaded, packed, data, budget=64), expected)
+    assert packed.kinds(data) == {PackedBatch}
+    assert padded.kinds(data) == {PaddedBatch}
+    expected = padded.train(data)
+    assert float(expected.logprobs.std()) > 0.3
+    assert_same(packed.train(data), expected)
+    assert_same(packed.train(data, budget=64), expected)
 
 
 def test_bfloat16_is_trained_on_in_packed_rows(read: Any, data: list[DatumRecord]) -> None:
-    loaded, exact = read("qwen3", dtype="bfloat16"), read("qwen3")
+    found = pack(read("qwen3", dtype="bfloat16")).train(data)
 
-    found = train(loaded, TargetScorer(loaded, kernel=kernel), data)
-
-    assert_same(found, train(exact, TargetScorer(exact), data), tolerance=0.1)
+    assert_same(found, pad(read("qwen3")).train(data), tolerance=0.1)
 
 
 def test_several_scorers_of_one_module_all_pack(read: Any, data: list[DatumRecord]) -> None:
     loaded = read("qwen3", LORA)
-    first, second = TargetScorer(loaded, kernel=kernel), TargetScorer(loaded, kernel=kernel)
-    base = read("qwen3")
+    first, second = pack(loaded), pack(loaded)
 
-    assert kinds(first, data) == kinds(second, data) == {PackedBatch}
-    work = Pass(second, OBJECTIVE, read_datums(data, OBJECTIVE, LIMITS), LIMITS, 4096)
+    assert first.kinds(data) == second.kinds(data) == {PackedBatch}
     with base_only(loaded):
-        found = work.forward().logprobs
-    for logprobs, other in zip(found, train(base, TargetScorer(base), data)[0], strict=True):
+        found = second.make_pass(data).forward().logprobs
+    expected = pad(read("qwen3")).train(data).result.logprobs
+    for logprobs, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(logprobs, other, rtol=0, atol=1e-5)
 
 
 def test_several_targets_per_token_take_padded_rows(
     read: Any, datum: Any, data: list[DatumRecord]
 ) -> None:
-    loaded, other = read("llama"), read("llama")
+    packed = pack(read("llama"))
     mixed = [datum([5, 6, 7], [[6, 8], [7, 9]], weights=[[0.5, 0.5], [1.0, 0.0]]), *data]
-    packed = TargetScorer(loaded, kernel=kernel)
 
-    assert kinds(packed, mixed) == {PaddedBatch}
-    assert_same(train(loaded, packed, mixed), train(other, TargetScorer(other), mixed))
+    assert packed.kinds(mixed) == {PaddedBatch}
+    assert_same(packed.train(mixed), pad(read("llama")).train(mixed))
 
 
 @pytest.mark.parametrize("kind", OTHER)
 def test_a_model_that_is_no_plain_decoder_takes_padded_rows(
     read: Any, data: list[DatumRecord], kind: str
 ) -> None:
-    assert kinds(TargetScorer(read(kind), kernel=kernel), data) == {PaddedBatch}
+    assert pack(read(kind)).kinds(data) == {PaddedBatch}
 
 
 def test_an_unsound_kernel_means_padded_rows_and_one_warning(
     read: Any, data: list[DatumRecord], caplog: pytest.LogCaptureFixture
 ) -> None:
+    loaded = read("qwen3")
     with caplog.at_level(logging.WARNING, "hearth.trainer.packed_module"):
-        scorer = TargetScorer(read("qwen3"), kernel=upper_left)
+        scorer = TargetScorer(loaded, kernel=upper_left)
 
     (record,) = caplog.records
     assert "pads its texts" in record.getMessage()
-    assert kinds(scorer, data) == {PaddedBatch}
+    assert Way(loaded, scorer).kinds(data) == {PaddedBatch}
 
 
 def test_torchs_own_kernel_is_for_gpus(read: Any) -> None:
     assert PackedModule.from_model(read("qwen3", dtype="bfloat16")) is None
-
-
-class Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor that is made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple) else (made,):
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return made
 
 
 def test_no_mask_of_rows_by_rows_is_made(read: Any) -> None:
@@ -311,7 +288,7 @@ def test_no_mask_of_rows_by_rows_is_made(read: Any) -> None:
     tree = Tree(heads, torch.tensor([[0, 0]]), length)
     positions = torch.arange(length).repeat(count)
 
-    with Largest() as made, torch.no_grad():
+    with LargestTensor() as made, torch.no_grad():
         states = packed.states(torch.zeros(count * length, dtype=torch.int64), positions, tree)
 
     assert states.shape == (count * length, 64)

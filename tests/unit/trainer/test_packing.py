@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.trainer.conftest import make_datum
 
 from hearth.errors import ConfigError, RequestError
 from hearth.losses import builtin_objective
@@ -49,16 +50,7 @@ def test_padding_stops_at_the_models_last_position(datum: Any) -> None:
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 2000))
 def test_every_token_stands_in_exactly_one_place(lengths: list[int], budget: int) -> None:
-    def make(tokens: list[int]) -> DatumRecord:
-        targets = encode(np.asarray(tokens[1:]), "int64").as_dict()
-        return DatumRecord.model_validate(
-            {
-                "model_input": {"chunks": [{"tokens": tokens[:-1]}]},
-                "loss_fn_inputs": {"target_tokens": targets},
-            }
-        )
-
-    data = [make([index % 90 + 1] * (length + 1)) for index, length in enumerate(lengths)]
+    data = [make_datum([index % 90 + 1] * (length + 1)) for index, length in enumerate(lengths)]
     batches = split_padded(read_datums(data, CROSS_ENTROPY, LIMITS), budget, LIMITS)
 
     assert sorted(example.index for batch in batches for example in batch.examples) == list(

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import orjson
 import pytest
@@ -28,6 +29,25 @@ def operations(futures: FutureStore) -> Iterator[OperationQueue]:
     made.close()
 
 
+@dataclass
+class Queue:
+    """A queue that has the model ``m``, and what it answers."""
+
+    futures: FutureStore
+    operations: OperationQueue
+
+    def submit(self, number: int, work: Callable[[], PathOutput]) -> str:
+        return self.operations.submit_numbered("m", number, work)
+
+    async def result(self, request_id: str) -> dict[str, str]:
+        return await result(self.futures, request_id)
+
+
+@pytest.fixture
+def queue(futures: FutureStore, operations: OperationQueue) -> Queue:
+    return Queue(futures, operations)
+
+
 async def result(futures: FutureStore, request_id: str) -> dict[str, str]:
     body = await futures.wait(request_id, 5.0)
     assert body is not None
@@ -38,9 +58,7 @@ def done(path: str) -> PathOutput:
     return PathOutput(path=path)
 
 
-async def test_operations_run_in_number_order_whatever_order_they_arrive_in(
-    futures: FutureStore, operations: OperationQueue
-) -> None:
+async def test_operations_run_in_number_order_whatever_order_they_arrive_in(queue: Queue) -> None:
     ran: list[int] = []
 
     def work(number: int) -> PathOutput:
@@ -48,82 +66,67 @@ async def test_operations_run_in_number_order_whatever_order_they_arrive_in(
         return done(str(number))
 
     ids = {
-        number: operations.submit_numbered("m", number, lambda number=number: work(number))
+        number: queue.submit(number, lambda number=number: work(number))
         for number in (3, 5, 2, 1, 4)
     }
 
-    assert [(await result(futures, ids[number]))["path"] for number in (1, 2, 3, 4, 5)] == [
-        "1",
-        "2",
-        "3",
-        "4",
-        "5",
-    ]
+    paths = [(await queue.result(ids[number]))["path"] for number in (1, 2, 3, 4, 5)]
+    assert paths == ["1", "2", "3", "4", "5"]
     assert ran == [1, 2, 3, 4, 5]
 
 
-async def test_a_gap_holds_the_later_ones_back(
-    futures: FutureStore, operations: OperationQueue
-) -> None:
-    second = operations.submit_numbered("m", 2, lambda: done("second"))
+async def test_a_gap_holds_the_later_ones_back(queue: Queue) -> None:
+    second = queue.submit(2, lambda: done("second"))
 
-    assert await futures.wait(second, 0.05) is None
-    operations.submit_numbered("m", 1, lambda: done("first"))
-    assert await result(futures, second) == {"path": "second"}
+    assert await queue.futures.wait(second, 0.05) is None
+    queue.submit(1, lambda: done("first"))
+    assert await queue.result(second) == {"path": "second"}
 
 
-async def test_a_repeated_number_is_the_same_request_and_runs_once(
-    futures: FutureStore, operations: OperationQueue
-) -> None:
+async def test_a_repeated_number_is_the_same_request_and_runs_once(queue: Queue) -> None:
     ran: list[str] = []
-    first = operations.submit_numbered("m", 1, lambda: ran.append("a") or done("a"))
-    again = operations.submit_numbered("m", 1, lambda: ran.append("b") or done("b"))
-    await result(futures, first)
-    late = operations.submit_numbered("m", 1, lambda: ran.append("c") or done("c"))
+    first = queue.submit(1, lambda: ran.append("a") or done("a"))
+    again = queue.submit(1, lambda: ran.append("b") or done("b"))
+    await queue.result(first)
+    late = queue.submit(1, lambda: ran.append("c") or done("c"))
 
     assert first == again == late
-    assert await result(futures, late) == {"path": "a"}
+    assert await queue.result(late) == {"path": "a"}
     assert ran == ["a"]
 
 
-async def test_a_failure_is_its_own_and_uses_its_number_up(
-    futures: FutureStore, operations: OperationQueue
-) -> None:
+async def test_a_failure_is_its_own_and_uses_its_number_up(queue: Queue) -> None:
     def bad() -> PathOutput:
         raise RequestError("datum 3: weights must be finite")
 
-    failed = operations.submit_numbered("m", 1, bad)
-    after = operations.submit_numbered("m", 2, lambda: done("after"))
+    failed = queue.submit(1, bad)
+    after = queue.submit(2, lambda: done("after"))
 
-    assert await result(futures, failed) == {
+    assert await queue.result(failed) == {
         "error": "datum 3: weights must be finite",
         "category": "user",
         "error_class": "RequestError",
     }
-    assert await result(futures, after) == {"path": "after"}
+    assert await queue.result(after) == {"path": "after"}
 
 
-async def test_a_crash_is_the_servers_fault_and_the_queue_lives_on(
-    futures: FutureStore, operations: OperationQueue
-) -> None:
-    crashed = operations.submit(lambda: done(str(1 // 0)))
-    after = operations.submit(lambda: done("after"))
+async def test_a_crash_is_the_servers_fault_and_the_queue_lives_on(queue: Queue) -> None:
+    crashed = queue.operations.submit(lambda: done(str(1 // 0)))
+    after = queue.operations.submit(lambda: done("after"))
 
-    answer = await result(futures, crashed)
+    answer = await queue.result(crashed)
     assert answer["category"] == "server"
     assert answer["error"].startswith("ZeroDivisionError")
-    assert await result(futures, after) == {"path": "after"}
+    assert await queue.result(after) == {"path": "after"}
 
 
-async def test_models_do_not_wait_for_each_others_gaps(
-    futures: FutureStore, operations: OperationQueue
-) -> None:
-    operations.open("other")
-    operations.submit_numbered("m", 2, lambda: done("held"))
+async def test_models_do_not_wait_for_each_others_gaps(queue: Queue) -> None:
+    queue.operations.open("other")
+    queue.submit(2, lambda: done("held"))
 
-    first = operations.submit_numbered("other", 1, lambda: done("first"))
+    first = queue.operations.submit_numbered("other", 1, lambda: done("first"))
 
-    assert await result(futures, first) == {"path": "first"}
+    assert await queue.result(first) == {"path": "first"}
 
 
 def test_an_operation_on_an_unknown_model_is_refused(operations: OperationQueue) -> None:
@@ -154,14 +157,12 @@ async def test_each_operation_is_announced_and_then_idle(futures: FutureStore) -
     assert heard == ["create_model", "idle", "forward", "idle", "optim_step", "idle"]
 
 
-async def test_unloading_frees_what_was_held(
-    futures: FutureStore, operations: OperationQueue
-) -> None:
-    held = operations.submit_numbered("m", 2, lambda: done("never"))
+async def test_unloading_frees_what_was_held(queue: Queue) -> None:
+    held = queue.submit(2, lambda: done("never"))
 
-    operations.drop("m")
+    queue.operations.drop("m")
 
-    assert (await result(futures, held))["error_class"] == "ClosedError"
+    assert (await queue.result(held))["error_class"] == "ClosedError"
 
 
 async def test_closing_ends_the_running_one_and_fails_the_others(futures: FutureStore) -> None:
@@ -196,16 +197,14 @@ async def test_closing_ends_the_running_one_and_fails_the_others(futures: Future
         operations.submit(lambda: done("late"))
 
 
-async def test_a_key_names_work_without_a_number_once(
-    futures: FutureStore, operations: OperationQueue
-) -> None:
-    first = operations.submit(lambda: done("first"), key="session/0")
-    again = operations.submit(lambda: done("again"), key="session/0")
-    other = operations.submit(lambda: done("other"), key="session/1")
+async def test_a_key_names_work_without_a_number_once(queue: Queue) -> None:
+    first = queue.operations.submit(lambda: done("first"), key="session/0")
+    again = queue.operations.submit(lambda: done("again"), key="session/0")
+    other = queue.operations.submit(lambda: done("other"), key="session/1")
 
     assert first == again
-    assert await result(futures, first) == {"path": "first"}
-    assert await result(futures, other) == {"path": "other"}
+    assert await queue.result(first) == {"path": "first"}
+    assert await queue.result(other) == {"path": "other"}
 
 
 def test_numbers_begin_at_one(operations: OperationQueue) -> None:

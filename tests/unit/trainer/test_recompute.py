@@ -65,22 +65,15 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("kind", ["qwen", "gemma", "gpt2"])
 @pytest.mark.parametrize("lora", [None, LoraOptions(rank=4)], ids=["all parameters", "adapter"])
 def test_gradients_have_the_same_bits(
-    make_engine: Any,
-    gradient: Any,
-    model_of: Any,
-    random_data: Any,
-    way: str,
-    kind: str,
-    lora: LoraOptions | None,
+    make_policy: Any, model_of: Any, random_data: Any, way: str, kind: str, lora: LoraOptions | None
 ) -> None:
     found: dict[int | None, Any] = {}
     data = random_data(longest=90)
 
     for limit in (None, 1):
-        engine = make_engine(model_of(kind), recompute_above=limit)
-        model_id = engine.create_model(lora)
-        result = engine.forward_backward(model_id, data)
-        found[limit] = (result, gradient(engine, model_id))
+        policy = make_policy(lora, source=model_of(kind), recompute_above=limit)
+        result = policy.forward_backward(data)
+        found[limit] = (result, policy.read_gradient())
 
     (result, kept), (other, computed_again) = found[None], found[1]
     assert all((a == b).all() for a, b in zip(result.logprobs, other.logprobs, strict=True))

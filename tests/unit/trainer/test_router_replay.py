@@ -40,10 +40,8 @@ def loaded(folder):
 
 
 @pytest.fixture
-def trainer(make_engine, folder):
-    """An engine with a policy that trains all parameters, and its model's id."""
-    engine = make_engine(folder)
-    return engine, engine.create_model()
+def policy(make_policy, folder):
+    return make_policy(source=folder)
 
 
 def random_experts(rng, count) -> np.ndarray:
@@ -84,8 +82,7 @@ def rows_of(result) -> np.ndarray:
     return np.concatenate([row.reshape(-1) for row in result.logprobs])
 
 
-def test_logprobs_are_those_of_a_plain_computation_with_these_experts(trainer, loaded, routed_data):
-    engine, model = trainer
+def test_logprobs_are_those_of_a_plain_computation_with_these_experts(policy, loaded, routed_data):
     plain, forced, experts = routed_data()
     exact = {name: tensor.double() for name, tensor in loaded.module.state_dict().items()}
 
@@ -97,17 +94,14 @@ def test_logprobs_are_those_of_a_plain_computation_with_these_experts(trainer, l
             plain_logprobs(exact, tokens, choice)[0].numpy()
             for (tokens, _), choice in zip(experts, choices, strict=True)
         ]
-        got = rows_of(engine.forward(model, data))
+        got = rows_of(policy.forward(data))
         assert np.abs(got - np.concatenate(expected)).max() <= 1e-5
 
-    apart = np.abs(rows_of(engine.forward(model, forced)) - rows_of(engine.forward(model, plain)))
+    apart = np.abs(rows_of(policy.forward(forced)) - rows_of(policy.forward(plain)))
     assert apart.max() > 0.5
 
 
-def test_gradients_are_those_of_a_plain_computation_in_float64(
-    trainer, loaded, routed_data, gradient
-):
-    engine, model = trainer
+def test_gradients_are_those_of_a_plain_computation_in_float64(policy, loaded, routed_data):
     _, forced, experts = routed_data()
     exact = {
         name: tensor.double().requires_grad_()
@@ -120,8 +114,8 @@ def test_gradients_are_those_of_a_plain_computation_in_float64(
         total = total - (weights * plain_logprobs(exact, tokens, choice)[0]).sum()
     total.backward()
 
-    engine.forward_backward(model, forced)
-    found = gradient(engine, model)
+    policy.forward_backward(forced)
+    found = policy.read_gradient()
 
     assert found.keys() == exact.keys()
     for name, tensor in exact.items():
@@ -133,9 +127,7 @@ def test_gradients_are_those_of_a_plain_computation_in_float64(
         assert found[f"model.layers.{layer}.mlp.gate.weight"].abs().max() > 1e-3
 
 
-def test_what_shares_a_pass_and_how_it_is_cut_changes_nothing(
-    make_engine, folder, routed_data, gradient
-):
+def test_what_shares_a_pass_and_how_it_is_cut_changes_nothing(make_policy, folder, routed_data):
     plain, forced, _ = routed_data(lengths=(5, 33, 12, 70, 12, 1))
     mixed = [*forced[:3], plain[3], *forced[4:]]
     logprobs, gradients = [], []
@@ -144,12 +136,10 @@ def test_what_shares_a_pass_and_how_it_is_cut_changes_nothing(
         (slice(None), {"micro_batch_tokens": 32}),
         (slice(None, None, -1), {"micro_batch_tokens": 128, "logit_budget": 40 * 64}),
     ):
-        engine = make_engine(folder, **options)
-        model = engine.create_model()
-        result = engine.forward_backward(model, mixed[order])
+        policy = make_policy(source=folder, **options)
+        result = policy.forward_backward(mixed[order])
         logprobs.append(np.concatenate([row.reshape(-1) for row in result.logprobs[order]]))
-        gradients.append(gradient(engine, model))
-        engine.close()
+        gradients.append(policy.read_gradient())
 
     for other, found in zip(logprobs[1:], gradients[1:], strict=True):
         assert np.abs(other - logprobs[0]).max() <= 1e-5
@@ -157,8 +147,7 @@ def test_what_shares_a_pass_and_how_it_is_cut_changes_nothing(
             assert (found[name] - gradient).abs().max() <= 2e-5 * gradient.abs().max(), name
 
 
-def test_own_choices_given_back_change_no_bit(trainer, loaded, datum):
-    engine, model = trainer
+def test_own_choices_given_back_change_no_bit(policy, loaded, datum):
     tokens = np.random.default_rng(3).integers(4, 64, 33).tolist()
     routers = find_routers(loaded)
     assert routers is not None
@@ -169,9 +158,9 @@ def test_own_choices_given_back_change_no_bit(trainer, loaded, datum):
     assert choices is not None
     free = datum(tokens)
 
-    kept = engine.forward(model, [routed(free, encode_routing(choices))])
+    kept = policy.forward([routed(free, encode_routing(choices))])
 
-    assert np.array_equal(rows_of(kept), rows_of(engine.forward(model, [free])))
+    assert np.array_equal(rows_of(kept), rows_of(policy.forward([free])))
 
 
 def test_layers_that_are_computed_once_more_go_to_the_same_experts(folder, routed_data):
@@ -218,26 +207,25 @@ def off_by_a_little(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "whole"), [([7], False), ([*range(4, 24)], True)], ids=["drawn", "prompt too"]
+    ("prompt", "whole"), [([7], False), ([*range(4, 24)], True)], ids=["sampled", "prompt too"]
 )
 def test_replay_closes_the_gap_that_a_perturbed_router_opens(
-    make_engine, off_by_a_little, datum, prompt, whole
+    make_policy, off_by_a_little, datum, prompt, whole
 ):
     sampled_by, trained = off_by_a_little
     sampler = InferenceEngine(load_model(sampled_by))
     asked = SampleRequest(prompt=prompt, max_tokens=40, seed=5, ignore_eos=True, routing=True)
-    drawn = sampler.submit(asked).result()
+    sampled = sampler.submit(asked).result()
     sampler.close()
-    assert drawn.routing is not None
-    assert drawn.prompt_routing is not None
-    engine = make_engine(trained)
-    model = engine.create_model()
-    free = datum(prompt + drawn.token_ids)
-    before = encode_routing(drawn.prompt_routing) if whole else [""] * (len(prompt) - 1)
-    replayed = routed(free, before + encode_routing(drawn.routing))
+    assert sampled.routing is not None
+    assert sampled.prompt_routing is not None
+    policy = make_policy(source=trained)
+    free = datum(prompt + sampled.token_ids)
+    before = encode_routing(sampled.prompt_routing) if whole else [""] * (len(prompt) - 1)
+    replayed = routed(free, before + encode_routing(sampled.routing))
 
     gaps = [
-        np.abs(rows_of(engine.forward(model, [datum]))[len(prompt) - 1 :] - drawn.logprobs).max()
+        np.abs(rows_of(policy.forward([datum]))[len(prompt) - 1 :] - sampled.logprobs).max()
         for datum in (free, replayed)
     ]
 
@@ -263,45 +251,42 @@ BAD = {
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
 def test_experts_that_do_not_fit_are_an_error_that_names_the_datum(
-    trainer, routed_data, change, message
+    policy, routed_data, change, message
 ):
-    engine, model = trainer
     _, forced, _ = routed_data(lengths=(5, 12))
     rows = forced[1].model_input.routing_matrices
     bad = routed(forced[1], change(rows))
 
-    for run in (engine.forward, engine.forward_backward):
+    for run in (policy.forward, policy.forward_backward):
         with pytest.raises(RequestError, match=f"datum 1: .*{message}"):
-            run(model, [forced[0], bad])
+            run([forced[0], bad])
 
 
 @pytest.mark.parametrize("rows", [None, [], [""] * 12], ids=["absent", "empty", "all blank"])
-def test_without_experts_the_router_decides(trainer, datum, rows):
-    engine, model = trainer
+def test_without_experts_the_router_decides(policy, datum, rows):
     free = datum(list(range(4, 17)))
 
-    same = engine.forward(model, [routed(free, rows)])
+    same = policy.forward([routed(free, rows)])
 
-    assert np.array_equal(rows_of(same), rows_of(engine.forward(model, [free])))
+    assert np.array_equal(rows_of(same), rows_of(policy.forward([free])))
 
 
 def test_a_dense_model_passes_experts_over_with_one_line(
-    make_engine, routed_data, tmp_path, caplog
+    make_policy, routed_data, tmp_path, caplog
 ):
-    engine = make_engine(write_qwen(tmp_path / "dense"))
-    model = engine.create_model()
+    policy = make_policy(source=write_qwen(tmp_path / "dense"))
     plain, forced, _ = routed_data()
-    assert not engine.supports_router_replay
+    assert not policy.engine.supports_router_replay
 
     with caplog.at_level(logging.WARNING):
-        engine.forward(model, plain)
+        policy.forward(plain)
         assert caplog.records == []
-        results = [engine.forward(model, forced) for _ in range(2)]
-        engine.forward_backward(model, forced)
+        results = [policy.forward(forced) for _ in range(2)]
+        policy.forward_backward(forced)
 
     assert len(caplog.records) == 1
     assert "routing_matrices are ignored" in caplog.records[0].getMessage()
-    assert np.array_equal(rows_of(results[0]), rows_of(engine.forward(model, plain)))
+    assert np.array_equal(rows_of(results[0]), rows_of(policy.forward(plain)))
 
 
 @pytest.mark.parametrize("lora", [None, LoraOptions(rank=4)], ids=["full", "lora"])

@@ -25,6 +25,7 @@ class Client:
     def __init__(self, http: httpx.AsyncClient) -> None:
         self.http = http
         self.seq = 0
+        self.model_id = ""
 
     async def post(self, operation: str, **body: Any) -> dict[str, Any]:
         answer = await self.http.post(f"{PREFIX}/{operation}", json=body)
@@ -43,11 +44,15 @@ class Client:
 
     async def create_model(self, **body: Any) -> dict[str, Any]:
         session = await self.post("create_session", tags=[], sdk_version="0.23.0")
-        return await self.run("create_model", base_model="tiny", model_seq_id=0, **session, **body)
+        body = {"base_model": "tiny", "model_seq_id": 0, **session, **body}
+        made = await self.run("create_model", **body)
+        self.model_id = made.get("model_id", "")
+        return made
 
-    async def numbered(self, operation: str, model_id: str, **body: Any) -> dict[str, Any]:
+    async def run_next(self, operation: str, **body: Any) -> dict[str, Any]:
+        """The result of an operation on the model, under the next number."""
         self.seq += 1
-        return await self.run(operation, model_id=model_id, seq_id=self.seq, **body)
+        return await self.run(operation, model_id=self.model_id, seq_id=self.seq, **body)
 
 
 def data_of(*data: DatumRecord) -> dict[str, Any]:
@@ -63,6 +68,13 @@ async def client(engine: TrainerEngine) -> AsyncIterator[Client]:
     transport = httpx.ASGITransport(create_app(engine, poll_s=0.5))
     async with httpx.AsyncClient(transport=transport, base_url="http://trainer") as http:
         yield Client(http)
+
+
+@pytest_asyncio.fixture
+async def policy(client: Client) -> Client:
+    """A client whose model is made."""
+    await client.create_model()
+    return client
 
 
 async def test_the_bootstrap_answers_what_clients_insist_on(client: Client) -> None:
@@ -99,14 +111,13 @@ async def test_lora_options_reach_the_model(client: Client) -> None:
 
 @pytest.mark.parametrize("encoding", ["list", "base64"])
 async def test_both_encodings_carry_the_same_bits(
-    client: Client, engine: TrainerEngine, random_data: Any, encoding: str
+    policy: Client, engine: TrainerEngine, random_data: Any, encoding: str
 ) -> None:
     data = random_data(count=5)
-    model_id = (await client.create_model())["model_id"]
-    expected = engine.forward(model_id, data)
+    expected = engine.forward(policy.model_id, data)
 
-    answer = await client.numbered(
-        "forward", model_id, forward_input=data_of(*data), tensor_encoding=encoding
+    answer = await policy.run_next(
+        "forward", forward_input=data_of(*data), tensor_encoding=encoding
     )
 
     kind = {"list": list, "base64": str}[encoding]
@@ -115,16 +126,14 @@ async def test_both_encodings_carry_the_same_bits(
     assert answer["metrics"] == pytest.approx(expected.metrics)
 
 
-async def test_a_step_over_the_wire_trains(client: Client, random_data: Any) -> None:
+async def test_a_step_over_the_wire_trains(policy: Client, random_data: Any) -> None:
     data = data_of(*random_data(count=5))
-    model_id = (await client.create_model())["model_id"]
-    before = await client.numbered("forward", model_id, forward_input=data)
-    await client.numbered("forward_backward", model_id, forward_backward_input=data)
+    before = await policy.run_next("forward", forward_input=data)
+    await policy.run_next("forward_backward", forward_backward_input=data)
 
     metrics = (
-        await client.numbered(
+        await policy.run_next(
             "optim_step",
-            model_id,
             type="optim_step",
             adam_params={
                 "learning_rate": 1e-3,
@@ -139,17 +148,16 @@ async def test_a_step_over_the_wire_trains(client: Client, random_data: Any) -> 
     )["metrics"]
 
     assert (metrics["denominator"], metrics["lr"], metrics["step"]) == (5, 1e-3, 1)
-    after = await client.numbered("forward", model_id, forward_input=data)
+    after = await policy.run_next("forward", forward_input=data)
     assert after["metrics"]["loss:sum"] < before["metrics"]["loss:sum"]
 
 
 async def test_a_bad_request_fails_its_future_and_the_next_goes_on(
-    client: Client, datum: Any
+    policy: Client, datum: Any
 ) -> None:
-    model_id = (await client.create_model())["model_id"]
-    bad = await client.numbered("forward", model_id, forward_input=data_of(datum([5, 999])))
-    malformed = await client.numbered("forward", model_id, forward_input={"data": 7})
-    good = await client.numbered("forward", model_id, forward_input=data_of(datum([5, 6])))
+    bad = await policy.run_next("forward", forward_input=data_of(datum([5, 999])))
+    malformed = await policy.run_next("forward", forward_input={"data": 7})
+    good = await policy.run_next("forward", forward_input=data_of(datum([5, 6])))
 
     assert bad["category"] == "user"
     assert "datum 0: target_tokens must be token ids in [0, 96), got 999" in bad["error"]
@@ -157,28 +165,26 @@ async def test_a_bad_request_fails_its_future_and_the_next_goes_on(
     assert len(good["loss_fn_outputs"]) == 1
 
 
-async def test_chunks_that_arrive_out_of_order_run_in_order(client: Client, datum: Any) -> None:
-    model_id = (await client.create_model())["model_id"]
+async def test_chunks_that_arrive_out_of_order_run_in_order(policy: Client, datum: Any) -> None:
     train = {"forward_backward_input": data_of(datum([5, 6], weights=[1.0]))}
     adam = {"adam_params": {"learning_rate": 1e-3}, "grad_accumulation_normalization": "none"}
 
-    step = await client.post("optim_step", model_id=model_id, seq_id=3, **adam)
-    second = await client.post("forward_backward", model_id=model_id, seq_id=2, **train)
-    first = await client.post("forward_backward", model_id=model_id, seq_id=1, **train)
-    repeated = await client.post("forward_backward", model_id=model_id, seq_id=2, **train)
+    step = await policy.post("optim_step", model_id=policy.model_id, seq_id=3, **adam)
+    second = await policy.post("forward_backward", model_id=policy.model_id, seq_id=2, **train)
+    first = await policy.post("forward_backward", model_id=policy.model_id, seq_id=1, **train)
+    repeated = await policy.post("forward_backward", model_id=policy.model_id, seq_id=2, **train)
 
     assert repeated == second
     assert len({step["request_id"], second["request_id"], first["request_id"]}) == 3
-    assert (await client.result(step))["metrics"]["num_sequences"] == 2
+    assert (await policy.result(step))["metrics"]["num_sequences"] == 2
 
 
-async def test_a_question_is_held_and_then_answered_try_again(client: Client) -> None:
-    model_id = (await client.create_model())["model_id"]
-    held = await client.post("forward", model_id=model_id, seq_id=2, forward_input=data_of())
+async def test_a_question_is_held_and_then_answered_try_again(policy: Client) -> None:
+    held = await policy.post("forward", model_id=policy.model_id, seq_id=2, forward_input=data_of())
     clock = asyncio.get_running_loop().time
     start = clock()
 
-    answer = await client.post("retrieve_future", request_id=held["request_id"])
+    answer = await policy.post("retrieve_future", request_id=held["request_id"])
 
     assert answer == {
         "type": "try_again",
@@ -191,16 +197,14 @@ async def test_a_question_is_held_and_then_answered_try_again(client: Client) ->
 async def test_checkpoints_and_snapshots_go_by_their_names(
     client: Client, engine: TrainerEngine, tmp_path: Path
 ) -> None:
-    model_id = (await client.create_model(lora_config={"rank": 2, "alpha": 4}))["model_id"]
+    await client.create_model(lora_config={"rank": 2, "alpha": 4})
 
-    assert await client.numbered("save_weights", model_id, path="step-1") == {"path": "step-1"}
-    saved = await client.numbered(
-        "save_weights_for_sampler", model_id, path="step-1-0a1b2c3d", checkpoint_type="delta"
+    assert await client.run_next("save_weights", path="step-1") == {"path": "step-1"}
+    saved = await client.run_next(
+        "save_weights_for_sampler", path="step-1-0a1b2c3d", checkpoint_type="delta"
     )
-    loaded = await client.numbered("load_weights", model_id, path="step-1", optimizer=True)
-    refused = await client.numbered(
-        "load_weights", model_id, path="step-1-0a1b2c3d", optimizer=True
-    )
+    loaded = await client.run_next("load_weights", path="step-1", optimizer=True)
+    refused = await client.run_next("load_weights", path="step-1-0a1b2c3d", optimizer=True)
     names = (await client.http.get(f"{PREFIX}/list_checkpoints")).json()
 
     assert saved == {"path": "step-1-0a1b2c3d"}
@@ -209,15 +213,9 @@ async def test_checkpoints_and_snapshots_go_by_their_names(
     assert names == {"checkpoints": ["step-1"]}
 
 
-async def test_a_precision_that_a_snapshot_would_not_have_is_refused(client: Client) -> None:
-    model_id = (await client.create_model())["model_id"]
-
-    refused = await client.numbered(
-        "save_weights_for_sampler", model_id, path="a", export_precision="nvfp4"
-    )
-    saved = await client.numbered(
-        "save_weights_for_sampler", model_id, path="b", export_precision="source"
-    )
+async def test_a_precision_that_a_snapshot_would_not_have_is_refused(policy: Client) -> None:
+    refused = await policy.run_next("save_weights_for_sampler", path="a", export_precision="nvfp4")
+    saved = await policy.run_next("save_weights_for_sampler", path="b", export_precision="source")
 
     assert "export_precision must be 'source', got 'nvfp4'" in refused["error"]
     assert saved == {"path": "b"}
@@ -233,40 +231,40 @@ async def test_an_adapter_is_loaded_by_its_folder(
     attach_lora(loaded, LoraOptions(rank=2, alpha=4))
     write_adapter(loaded, tmp_path / "adapter")
     path = str(tmp_path / "adapter")
-    model_id = (await client.create_model(lora_config={"rank": 2, "alpha": 4}))["model_id"]
+    await client.create_model(lora_config={"rank": 2, "alpha": 4})
 
-    answer = await client.numbered("load_adapter", model_id, adapter_path=path)
+    answer = await client.run_next("load_adapter", adapter_path=path)
 
-    assert answer == {"model_id": model_id, "adapter_path": path, "type": "load_adapter"}
+    assert answer == {"model_id": client.model_id, "adapter_path": path, "type": "load_adapter"}
 
 
 async def test_a_base_only_model_refuses_training(client: Client, datum: Any) -> None:
-    model_id = (await client.create_model(base_only=True))["model_id"]
+    await client.create_model(base_only=True)
     given = data_of(datum([5, 6], loss_mask=[1.0]))
 
-    scored = await client.numbered("forward", model_id, forward_input=given)
-    refused = await client.numbered("forward_backward", model_id, forward_backward_input=given)
+    scored = await client.run_next("forward", forward_input=given)
+    refused = await client.run_next("forward_backward", forward_backward_input=given)
 
     assert row(scored, 0).shape == (1,)
     assert refused["error_class"] == "ForwardOnlyError"
 
 
-async def test_unloading_frees_the_model_and_what_it_held(client: Client, datum: Any) -> None:
-    model_id = (await client.create_model())["model_id"]
-    held = await client.post("forward", model_id=model_id, seq_id=9, forward_input=data_of())
+async def test_unloading_frees_the_model_and_what_it_held(policy: Client, datum: Any) -> None:
+    model_id = policy.model_id
+    held = await policy.post("forward", model_id=model_id, seq_id=9, forward_input=data_of())
 
-    assert await client.run("unload_model", model_id=model_id) == {"model_id": model_id}
+    assert await policy.run("unload_model", model_id=model_id) == {"model_id": model_id}
 
-    assert (await client.result(held))["error_class"] == "ClosedError"
-    late = await client.http.post(
+    assert (await policy.result(held))["error_class"] == "ClosedError"
+    late = await policy.http.post(
         f"{PREFIX}/forward",
         json={"model_id": model_id, "seq_id": 1, "forward_input": data_of(datum([5, 6]))},
     )
     assert late.status_code == 404
-    twice = await client.run("unload_model", model_id=model_id)
+    twice = await policy.run("unload_model", model_id=model_id)
     assert (twice["error_class"], twice["category"]) == ("NotFoundError", "user")
     assert "the trainer may have been restarted" in twice["error"]
-    assert (await client.create_model())["model_id"] != model_id
+    assert (await policy.create_model())["model_id"] != model_id
 
 
 async def test_another_base_model_is_refused(client: Client) -> None:
@@ -306,48 +304,44 @@ async def test_what_cannot_be_queued_is_an_http_error(
     assert answer.json()["error"]["request_id"] == "r-1"
 
 
-async def test_a_large_body_is_taken(client: Client, datum: Any) -> None:
-    model_id = (await client.create_model())["model_id"]
+async def test_a_large_body_is_taken(policy: Client, datum: Any) -> None:
     data = [datum([5] * 200, weights=[0.125] * 199)] * 300
 
-    answer = await client.numbered("forward", model_id, forward_input=data_of(*data))
+    answer = await policy.run_next("forward", forward_input=data_of(*data))
 
     rows = [row(answer, index) for index in range(300)]
     assert all(np.array_equal(row, rows[0]) for row in rows)
 
 
-def test_one_app_serves_several_event_loops(
-    engine: TrainerEngine, datum: Any, make_engine: Callable[..., TrainerEngine]
-) -> None:
+def test_one_app_serves_several_event_loops(engine: TrainerEngine, datum: Any) -> None:
     app = create_app(engine, poll_s=0.5)
-    client_state: dict[str, Any] = {}
+    given = data_of(datum([5, 6]))
 
-    async def use(step: Callable[[Client], Any]) -> Any:
+    async def use(step: Callable[[Client], Any], **state: Any) -> Any:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://trainer") as http:
-            return await step(Client(http))
+            client = Client(http)
+            vars(client).update(state)
+            return await step(client)
 
-    async def score(client: Client) -> dict[str, Any]:
-        client.seq = client_state["seq"]
-        client_state["seq"] += 1
-        given = data_of(datum([5, 6]))
-        return await client.numbered("forward", client_state["id"], forward_input=given)
+    def score(seq: int) -> dict[str, Any]:
+        forward = use(
+            lambda client: client.run_next("forward", forward_input=given),
+            model_id=model_id,
+            seq=seq,
+        )
+        return asyncio.run(forward)
 
-    client_state |= {
-        "id": asyncio.run(use(lambda client: client.create_model()))["model_id"],
-        "seq": 0,
-    }
-    first, second = asyncio.run(use(score)), asyncio.run(use(score))
+    model_id = asyncio.run(use(lambda client: client.create_model()))["model_id"]
 
-    assert first == second
+    assert score(0) == score(1)
 
 
-async def test_a_closed_trainer_answers_410(client: Client, engine: TrainerEngine) -> None:
-    model_id = (await client.create_model())["model_id"]
+async def test_a_closed_trainer_answers_410(policy: Client, engine: TrainerEngine) -> None:
     await asyncio.to_thread(engine.close)
 
-    answer = await client.http.post(
-        f"{PREFIX}/optim_step", json={"model_id": model_id, "seq_id": 1, "adam_params": {}}
+    answer = await policy.http.post(
+        f"{PREFIX}/optim_step", json={"model_id": policy.model_id, "seq_id": 1, "adam_params": {}}
     )
 
     assert answer.status_code == 410
@@ -355,15 +349,14 @@ async def test_a_closed_trainer_answers_410(client: Client, engine: TrainerEngin
 
 
 async def test_a_checkpoint_carries_its_number_and_the_clients_metadata(
-    client: Client, engine: TrainerEngine
+    policy: Client, engine: TrainerEngine
 ) -> None:
-    model_id = (await client.create_model())["model_id"]
     metadata = {"cursor": 9, "version": 4, "config": {"lr": 1e-5}, "pinned": True}
-    await client.numbered("optim_step", model_id, adam_params={})
+    await policy.run_next("optim_step", adam_params={})
     before = time.time()
 
-    saved = await client.numbered("save_weights", model_id, path="s", metadata=metadata)
-    loaded = await client.numbered("load_weights", model_id, path="s", optimizer=True)
+    saved = await policy.run_next("save_weights", path="s", metadata=metadata)
+    loaded = await policy.run_next("load_weights", path="s", optimizer=True)
 
     assert saved == {"path": "s"}
     assert loaded == {"path": "s", "metadata": metadata}
@@ -374,8 +367,8 @@ async def test_a_checkpoint_carries_its_number_and_the_clients_metadata(
 
 async def test_weights_info_says_what_a_checkpoint_is_of(client: Client) -> None:
     shape = {"train_unembed": True, "train_mlp": False, "train_attn": True}
-    model_id = (await client.create_model(lora_config={"rank": 2, "alpha": 4, **shape}))["model_id"]
-    await client.numbered("save_weights", model_id, path="s")
+    await client.create_model(lora_config={"rank": 2, "alpha": 4, **shape})
+    await client.run_next("save_weights", path="s")
 
     info = await client.post("weights_info", tinker_path="s")
 
@@ -410,9 +403,8 @@ async def test_what_a_model_cannot_have_fails_its_future(
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "ppo", "gspo", "dro"])
 async def test_metric_names_have_one_colon_and_a_known_reduction(
-    client: Client, random_data: Any, loss: str
+    policy: Client, random_data: Any, loss: str
 ) -> None:
-    model_id = (await client.create_model())["model_id"]
     given = data_of(*random_data(count=3)) | {"loss_fn": loss}
     for datum in given["data"]:
         inputs = datum["loss_fn_inputs"]
@@ -423,7 +415,7 @@ async def test_metric_names_have_one_colon_and_a_known_reduction(
             else {"advantages": row, "logprobs": row | {"data": [-1.0] * len(row["data"])}}
         )
 
-    answer = await client.numbered("forward_backward", model_id, forward_backward_input=given)
+    answer = await policy.run_next("forward_backward", forward_backward_input=given)
 
     reductions = {"mean", "sum", "min", "max", "slack", "hash_unordered", "unique"}
     assert "loss:sum" in answer["metrics"]
@@ -438,12 +430,12 @@ async def test_phases_are_announced_in_the_order_of_the_work(
     transport = httpx.ASGITransport(create_app(engine, poll_s=0.5, on_phase=heard.append))
     async with httpx.AsyncClient(transport=transport, base_url="http://trainer") as http:
         client = Client(http)
-        model_id = (await client.create_model())["model_id"]
+        await client.create_model()
         given = data_of(datum([5, 6], weights=[1.0]))
-        await client.numbered("forward_backward", model_id, forward_backward_input=given)
-        await client.numbered("save_weights", model_id, path="../out")
-        await client.numbered("save_weights_for_sampler", model_id, path="s")
-        await client.run("unload_model", model_id=model_id)
+        await client.run_next("forward_backward", forward_backward_input=given)
+        await client.run_next("save_weights", path="../out")
+        await client.run_next("save_weights_for_sampler", path="s")
+        await client.run("unload_model", model_id=client.model_id)
 
     names = "create_model forward_backward save_weights save_weights_for_sampler unload_model"
     assert heard == [phase for name in names.split() for phase in (name, "idle")]

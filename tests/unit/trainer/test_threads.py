@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.unit.trainer.conftest import MakePolicy, Policy
 
 from hearth.threads import ThreadBudget
-from hearth.trainer.engine import TrainerEngine
 from hearth.wire.tinker import AdamParams, DatumRecord
 
 pytestmark = pytest.mark.slow
 
 RandomData = Callable[..., list[DatumRecord]]
-MakeEngine = Callable[..., TrainerEngine]
 
 
 @pytest.fixture(autouse=True)
@@ -32,37 +30,35 @@ def large(random_data: RandomData) -> Sequence[DatumRecord]:
     return random_data(count=60, longest=90)
 
 
-def updated(make_engine: MakeEngine, data: Sequence[DatumRecord], folder: Path) -> dict[str, bytes]:
+def update(policy: Policy, data: Sequence[DatumRecord]) -> dict[str, bytes]:
     """The weights and moments after two updates, bit by bit."""
-    engine = make_engine()
-    model = engine.create_model(None)
     for _ in range(2):
-        engine.forward_backward(model, data, "cross_entropy", {})
-        engine.optim_step(model, AdamParams(learning_rate=1e-2, grad_clip_norm=1.0))
-    engine.save_state(model, "after", overwrite=True)
-    files = sorted((folder / "checkpoints" / "after" / "data").glob("*.safetensors"))
+        policy.forward_backward(data, "cross_entropy", {})
+        policy.optim_step(AdamParams(learning_rate=1e-2, grad_clip_norm=1.0))
+    policy.save_state("after", overwrite=True)
+    files = sorted((policy.checkpoints / "after" / "data").glob("*.safetensors"))
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_an_update_has_the_same_bits_on_any_number_of_threads(
-    make_engine: MakeEngine, random_data: RandomData, tmp_path: Path, threads: int
+    make_policy: MakePolicy, random_data: RandomData, threads: int
 ) -> None:
     data = large(random_data)
     torch.set_num_threads(1)
-    alone = updated(make_engine, data, tmp_path)
+    alone = update(make_policy(), data)
     torch.set_num_threads(threads)
 
-    assert updated(make_engine, data, tmp_path) == alone
+    assert update(make_policy(), data) == alone
 
 
 def test_an_update_has_the_same_bits_while_its_share_of_threads_changes(
-    make_engine: MakeEngine, random_data: RandomData, tmp_path: Path
+    make_policy: MakePolicy, random_data: RandomData
 ) -> None:
     data = large(random_data)
     torch.set_num_threads(1)
-    alone = updated(make_engine, data, tmp_path)
+    alone = update(make_policy(), data)
     budget = ThreadBudget(2)
     trainer, sampler = budget.add_member(), budget.add_member()
     assert sampler.number is not None
@@ -79,7 +75,7 @@ def test_an_update_has_the_same_bits_while_its_share_of_threads_changes(
     other.start()
     try:
         trainer.note("forward_backward")
-        found = updated(make_engine, data, tmp_path)
+        found = update(make_policy(), data)
     finally:
         stop.set()
         other.join()
