@@ -42,6 +42,22 @@ def submit_held(scripted: Scripted) -> Future[SampledSequence]:
     return future
 
 
+@pytest.fixture
+def deployment(scripted) -> Scripted:
+    """One server, which runs."""
+    made = scripted()
+    made.start()
+    return made
+
+
+@pytest.fixture
+def two(scripted) -> Scripted:
+    """Two servers, which run."""
+    made = scripted(2)
+    made.start()
+    return made
+
+
 class Collector:
     """Collects what a listener is called with."""
 
@@ -53,9 +69,8 @@ class Collector:
         )
 
 
-def test_a_completion_has_its_tokens_version_and_logprobs(scripted) -> None:
-    backend = scripted().start()
-    sampled = backend.submit(request(prompt_logprobs=True)).result(PATIENCE_S)
+def test_a_completion_has_its_tokens_version_and_logprobs(deployment) -> None:
+    sampled = deployment.backend.submit(request(prompt_logprobs=True)).result(PATIENCE_S)
 
     assert sampled.token_ids == [11, 18, 25, 32]
     assert sampled.logprobs == sampled.sampling_logprobs
@@ -66,8 +81,8 @@ def test_a_completion_has_its_tokens_version_and_logprobs(scripted) -> None:
     assert sampled.finish_reason == "length"
 
 
-def test_a_greedy_completion_is_certain_and_tells_the_models_logprob(scripted) -> None:
-    sampled = scripted().start().submit(request(temperature=0)).result(PATIENCE_S)
+def test_a_greedy_completion_is_certain_and_tells_the_models_logprob(deployment) -> None:
+    sampled = deployment.backend.submit(request(temperature=0)).result(PATIENCE_S)
 
     assert sampled.sampling_logprobs == [0.0] * 4
     assert all(logprob <= -1 for logprob in sampled.logprobs)
@@ -92,42 +107,37 @@ def test_the_models_own_logprobs_of_a_cut_completion_are_scored_apart(scripted, 
         ({"stop": ["x"]}, "this deployment has no tokenizer"),
     ],
 )
-def test_what_vllm_cannot_do_is_refused(scripted, fields, message) -> None:
-    backend = scripted().start()
+def test_what_vllm_cannot_do_is_refused(deployment, fields, message) -> None:
     with pytest.raises(RequestError, match=message):
-        backend.submit(request(**fields))
+        deployment.backend.submit(request(**fields))
 
 
-def test_nothing_to_sample_is_answered_at_once(scripted) -> None:
-    sampled = scripted().start().submit(request(max_tokens=0)).result(PATIENCE_S)
+def test_nothing_to_sample_is_answered_at_once(deployment) -> None:
+    sampled = deployment.backend.submit(request(max_tokens=0)).result(PATIENCE_S)
     assert (sampled.token_ids, sampled.versions, sampled.finish_reason) == ([], [], "length")
 
 
-def test_a_listener_hears_each_token(scripted) -> None:
+def test_a_listener_hears_each_token(deployment) -> None:
     collector = Collector()
-    sampled = scripted().start().submit(request(listener=collector.listener)).result(PATIENCE_S)
+    sampled = deployment.backend.submit(request(listener=collector.listener)).result(PATIENCE_S)
 
     assert collector.tokens == sampled.token_ids == [11, 18, 25, 32]
     assert len(collector.prompts) == 1
 
 
-def test_requests_beyond_one_replicas_room_go_to_the_other(scripted) -> None:
-    two = scripted(2)
-    backend = two.start()
+def test_requests_beyond_one_replicas_room_go_to_the_other(two) -> None:
     two.order("hold")
-    futures = [backend.submit(request(seed=seed)) for seed in range(8)]
+    futures = [two.backend.submit(request(seed=seed)) for seed in range(8)]
     wait_until(lambda: [count_generated(two, pid) for pid in two.pids()] == [4, 4])
     two.withdraw("hold")
 
     assert [future.result(PATIENCE_S).seed for future in futures] == list(range(8))
 
 
-def test_no_client_sees_a_replica_die(scripted) -> None:
-    two = scripted(2)
-    backend = two.start()
+def test_no_client_sees_a_replica_die(two) -> None:
     state = load(two, "s-1")
     two.order("hold")
-    futures = [backend.submit(request(seed=seed)) for seed in range(8)]
+    futures = [two.backend.submit(request(seed=seed)) for seed in range(8)]
     wait_until(lambda: sum(count_generated(two, pid) for pid in two.pids()) == 8)
 
     os.kill(two.pids()[0], signal.SIGKILL)
@@ -141,12 +151,10 @@ def test_no_client_sees_a_replica_die(scripted) -> None:
     assert state.weight_version == 1
 
 
-def test_a_replacement_serves_the_current_version_before_it_is_given_requests(scripted) -> None:
-    deployment = scripted()
-    backend = deployment.start()
+def test_a_replacement_serves_the_current_version_before_it_is_given_requests(deployment) -> None:
     load(deployment, "s-1")
     os.kill(deployment.pids()[0], signal.SIGKILL)
-    sampled = backend.submit(request()).result(PATIENCE_S)
+    sampled = deployment.backend.submit(request()).result(PATIENCE_S)
 
     assert sampled.snapshot_identity == "s-1"
     calls = deployment.calls(deployment.pids()[1])
@@ -157,12 +165,10 @@ def test_a_replacement_serves_the_current_version_before_it_is_given_requests(sc
     assert places == sorted(places)
 
 
-def test_a_stream_goes_on_where_its_replica_died(scripted) -> None:
-    deployment = scripted()
-    backend = deployment.start()
+def test_a_stream_goes_on_where_its_replica_died(deployment) -> None:
     deployment.order("hold-streams")
     collector = Collector()
-    future = backend.submit(request(listener=collector.listener))
+    future = deployment.backend.submit(request(listener=collector.listener))
     wait_until(lambda: len(collector.tokens) == 2)
 
     os.kill(deployment.pids()[0], signal.SIGKILL)
@@ -172,22 +178,18 @@ def test_a_stream_goes_on_where_its_replica_died(scripted) -> None:
     assert future.result(PATIENCE_S).token_ids == collector.tokens == [11, 18, 25, 32]
 
 
-def test_a_replica_that_dies_too_often_ends_the_deployment(scripted) -> None:
-    deployment = scripted()
-    backend = deployment.start()
+def test_a_replica_that_dies_too_often_ends_the_deployment(deployment) -> None:
     deployment.order("never-start")
     os.kill(deployment.pids()[0], signal.SIGKILL)
-    error = backend.failed.result(PATIENCE_S)
+    error = deployment.backend.failed.result(PATIENCE_S)
 
     assert f"more than {MOST_RESTARTS} times" in str(error)
     assert "something else" in str(error)
     with pytest.raises(EngineError, match="must keep its replicas running"):
-        backend.submit(request()).result(PATIENCE_S)
+        deployment.backend.submit(request()).result(PATIENCE_S)
 
 
-def test_every_replica_takes_new_weights(scripted) -> None:
-    two = scripted(2)
-    two.start()
+def test_every_replica_takes_new_weights(two) -> None:
     state = load(two, "s-1")
 
     assert (state.stage, state.current_identity, state.weight_version) == ("done", "s-1", 1)
@@ -196,18 +198,16 @@ def test_every_replica_takes_new_weights(scripted) -> None:
         assert any('"new_version": "1-1"' in call for call in two.calls(pid))
 
 
-def test_draining_ends_what_runs_on_the_old_weights(scripted) -> None:
-    deployment = scripted()
-    backend = deployment.start()
+def test_draining_ends_what_runs_on_the_old_weights(deployment) -> None:
     running = submit_held(deployment)
-    sync = backend.hot_load("s-1", lambda: snapshot("s-1"))
-    wait_until(lambda: backend.state().stage == "loading")
+    sync = deployment.backend.hot_load("s-1", lambda: snapshot("s-1"))
+    wait_until(lambda: deployment.backend.state().stage == "loading")
     assert not sync.done()
     deployment.withdraw("hold")
 
     assert running.result(PATIENCE_S).versions == [[0, 4]]
     assert sync.result(PATIENCE_S).current_identity == "s-1"
-    assert backend.submit(request()).result(PATIENCE_S).versions == [[1, 4]]
+    assert deployment.backend.submit(request()).result(PATIENCE_S).versions == [[1, 4]]
 
 
 def test_drain_by_abort_samples_what_runs_again_with_the_new_weights(scripted) -> None:
@@ -222,9 +222,7 @@ def test_drain_by_abort_samples_what_runs_again_with_the_new_weights(scripted) -
 
 
 @pytest.mark.parametrize("order", ["once-refuse", "once-break", "once-garble"])
-def test_weights_that_one_replica_does_not_take_are_taken_by_none(scripted, order) -> None:
-    two = scripted(2)
-    backend = two.start()
+def test_weights_that_one_replica_does_not_take_are_taken_by_none(two, order) -> None:
     load(two, "s-1")
     two.order(order)
     state = load(two, "s-2", value=2.0)
@@ -232,14 +230,12 @@ def test_weights_that_one_replica_does_not_take_are_taken_by_none(scripted, orde
     assert (state.stage, state.current_identity) == ("error", "s-1")
     assert order != "once-refuse" or state.error == "bad checksum"
     for seed in range(8):
-        sampled = backend.submit(request(first=seed, seed=seed)).result(PATIENCE_S)
+        sampled = two.backend.submit(request(first=seed, seed=seed)).result(PATIENCE_S)
         assert sampled.versions == [[1, 4]]
     assert load(two, "s-3", value=3.0).weight_version == 2
 
 
-def test_a_replica_that_dies_amid_a_sync_comes_back_with_its_outcome(scripted) -> None:
-    two = scripted(2)
-    two.start()
+def test_a_replica_that_dies_amid_a_sync_comes_back_with_its_outcome(two) -> None:
     two.order("once-die")
     assert load(two, "s-1").current_identity == "s-1"
     wait_until(lambda: len(two.pids()) == 3)
@@ -249,9 +245,7 @@ def test_a_replica_that_dies_amid_a_sync_comes_back_with_its_outcome(scripted) -
     assert any('"identity": "s-1"' in call for call in two.calls(third))
 
 
-def test_weights_of_another_model_are_refused_before_any_replica_hears_of_them(scripted) -> None:
-    deployment = scripted()
-    deployment.start()
+def test_weights_of_another_model_are_refused_before_any_replica_hears_of_them(deployment) -> None:
     state = load(deployment, "s-1", tensors={"w": torch.zeros(5)})
 
     assert state.error is not None
@@ -280,25 +274,21 @@ def test_an_interpreter_that_is_not_there_is_named(scripted) -> None:
         deployment.start()
 
 
-def test_closing_fails_what_is_left(scripted) -> None:
-    deployment = scripted()
-    backend = deployment.start()
+def test_closing_fails_what_is_left(deployment) -> None:
     running = submit_held(deployment)
-    backend.close()
+    deployment.backend.close()
 
     with pytest.raises(ClosedError):
         running.result(PATIENCE_S)
     with pytest.raises(ClosedError):
-        backend.submit(request())
+        deployment.backend.submit(request())
 
 
-def test_a_cancelled_request_leaves_its_place_to_another(scripted) -> None:
-    deployment = scripted()
-    backend = deployment.start()
+def test_a_cancelled_request_leaves_its_place_to_another(deployment) -> None:
     deployment.order("hold")
-    futures = [backend.submit(request(seed=seed)) for seed in range(4)]
+    futures = [deployment.backend.submit(request(seed=seed)) for seed in range(4)]
     wait_until(lambda: count_generated(deployment, deployment.pids()[0]) == 4)
-    fifth = backend.submit(request(seed=9))
+    fifth = deployment.backend.submit(request(seed=9))
     futures[0].cancel()
     wait_until(lambda: count_generated(deployment, deployment.pids()[0]) == 5)
     deployment.withdraw("hold")

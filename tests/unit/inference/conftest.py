@@ -1,13 +1,16 @@
+import asyncio
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from tests.threads import one_thread as one_thread
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -16,8 +19,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from hearth.inference.backend import SampleRequest
 from hearth.inference.engine.engine import EngineOptions, InferenceEngine
-from hearth.models.loading import LoadedModel, load_model, load_tokenizer
+from hearth.models.loading import LoadedModel, base_tensors, load_model, load_tokenizer
+from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora
+from hearth.sync.store import Snapshot
 
 VOCABULARY = 264
 EOS = 257
@@ -122,6 +128,62 @@ def start(
     yield engine
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def engine(start: Callable[..., InferenceEngine]) -> InferenceEngine:
+    return start()
+
+
+def ask(prompt: Sequence[int] = (1, 2, 3), **options: Any) -> SampleRequest:
+    """A request for 12 tokens, of which none ends it."""
+    usual: dict[str, Any] = {"max_tokens": 12, "seed": 7, "ignore_eos": True}
+    return SampleRequest(prompt=list(prompt), **usual | options)
+
+
+def shake(tensors: Mapping[str, Tensor], seed: int, scale: float = 0.05) -> None:
+    """Change weights a little, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor += scale * torch.randn(tensor.shape, generator=generator)
+
+
+@pytest.fixture
+def trained(load: Callable[..., LoadedModel]) -> Callable[..., tuple[LoadedModel, Snapshot]]:
+    """A model with weights of its own, and the snapshot of it."""
+
+    def make(
+        identity: str = "step-1", seed: int = 1, lora: LoraOptions | None = None, **changes: Tensor
+    ) -> tuple[LoadedModel, Snapshot]:
+        model = load()
+        if lora is not None:
+            attach_lora(model, lora)
+        tensors = adapter_tensors(model) if lora else base_tensors(model.module)
+        shake(tensors, seed)
+        kind, metadata = ("lora", lora.as_metadata()) if lora else ("base", {})
+        return model, Snapshot.capture(identity, kind, "qwen", {**tensors, **changes}, metadata)
+
+    return make
+
+
+class AppClient:
+    """Calls an app in this process."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def call(self, method: str, path: str, **options: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://d") as client:
+            return await client.request(method, path, timeout=30, **options)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait as ``wait_until`` does, while the event loop runs on."""
+    async with asyncio.timeout(20):
+        while not is_so():
+            await asyncio.sleep(0.002)
 
 
 @pytest.fixture

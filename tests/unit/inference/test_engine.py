@@ -1,16 +1,17 @@
 import itertools
 import math
 import random
-import time
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tests.unit.inference.conftest import ask
+from tests.waiting import wait_until
 
 from hearth.errors import ClosedError, RequestError
-from hearth.inference.backend import SampleRequest, TokenListener
+from hearth.inference.backend import TokenListener
 from hearth.inference.engine.runner import ModelRunner
 
 CPU = Path("/proc/cpuinfo")
@@ -23,12 +24,6 @@ EXACT = (
 """Where the equality of bits was measured; elsewhere the same tests hold logprobs to 1e-5."""
 
 
-def ask(prompt=(1, 2, 3), **options) -> SampleRequest:
-    return SampleRequest(
-        prompt=list(prompt), **({"max_tokens": 12, "seed": 7, "ignore_eos": True} | options)
-    )
-
-
 def random_prompt(rng: random.Random, longest: int) -> list[int]:
     return [rng.randrange(256) for _ in range(rng.randint(1, longest))]
 
@@ -37,13 +32,6 @@ def assert_same(rows, others) -> None:
     if EXACT:
         assert rows == others
     assert max(abs(a - b) for a, b in zip(rows, others, strict=True)) <= 1e-5
-
-
-def until(condition, timeout_s=20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.002)
 
 
 @pytest.mark.slow
@@ -64,7 +52,7 @@ def test_a_completion_is_the_same_alone_and_among_forty_others(start, model, len
         for index in range(40)
     ]
     futures = [engine.submit(other) for other in others[:20]]
-    until(lambda: engine.stats().steps > 3)
+    wait_until(lambda: engine.stats().steps > 3)
     crowded = engine.submit(wanted)
     futures += [engine.submit(other) for other in others[20:]]
 
@@ -85,57 +73,55 @@ def test_logprobs_are_those_of_a_plain_forward(start, load, plain_logprobs, mode
     futures = [engine.submit(ask(p, max_tokens=30, prompt_logprobs=True)) for p in prompts]
 
     for prompt, future in zip(prompts, futures, strict=True):
-        drawn = future.result()
-        expected = plain_logprobs(plain, prompt + drawn.token_ids)
-        assert drawn.prompt_logprobs[0] is None
-        assert_same([*drawn.prompt_logprobs[1:], *drawn.logprobs], expected)
-        assert drawn.sampling_logprobs == drawn.logprobs
+        sampled = future.result()
+        expected = plain_logprobs(plain, prompt + sampled.token_ids)
+        assert sampled.prompt_logprobs[0] is None
+        assert_same([*sampled.prompt_logprobs[1:], *sampled.logprobs], expected)
+        assert sampled.sampling_logprobs == sampled.logprobs
 
 
 def test_logprobs_at_long_context_are_within_1e5_of_a_plain_forward(start, load, plain_logprobs):
     prompt = random_prompt(random.Random(4), 1) * 390
 
-    drawn = start().submit(ask(prompt, max_tokens=60)).result()
+    sampled = start().submit(ask(prompt, max_tokens=60)).result()
 
-    expected = plain_logprobs(load(), prompt + drawn.token_ids)[len(prompt) - 1 :]
-    assert max(abs(a - b) for a, b in zip(drawn.logprobs, expected, strict=True)) <= 1e-5
+    expected = plain_logprobs(load(), prompt + sampled.token_ids)[len(prompt) - 1 :]
+    assert max(abs(a - b) for a, b in zip(sampled.logprobs, expected, strict=True)) <= 1e-5
 
 
 def test_bfloat16_draws_with_float32_logprobs_near_those_of_a_plain_forward(
     start, load, plain_logprobs
 ):
-    drawn = start(load(dtype=torch.bfloat16)).submit(ask(max_tokens=30)).result()
+    sampled = start(load(dtype=torch.bfloat16)).submit(ask(max_tokens=30)).result()
 
-    expected = plain_logprobs(load(dtype=torch.bfloat16), [1, 2, 3, *drawn.token_ids])[2:]
-    assert max(abs(a - b) for a, b in zip(drawn.logprobs, expected, strict=True)) < 0.15
-    assert any(logprob != float(torch.tensor(logprob).bfloat16()) for logprob in drawn.logprobs)
+    expected = plain_logprobs(load(dtype=torch.bfloat16), [1, 2, 3, *sampled.token_ids])[2:]
+    assert max(abs(a - b) for a, b in zip(sampled.logprobs, expected, strict=True)) < 0.15
+    assert any(logprob != float(torch.tensor(logprob).bfloat16()) for logprob in sampled.logprobs)
 
 
 def test_temperature_changes_the_draw_and_its_logprob_but_not_the_raw_logprob(
     start, load, plain_logprobs
 ):
-    drawn = start().submit(ask(temperature=0.5, max_tokens=20)).result()
+    sampled = start().submit(ask(temperature=0.5, max_tokens=20)).result()
 
-    raw = plain_logprobs(load(), [1, 2, 3, *drawn.token_ids])[2:]
-    assert_same(drawn.logprobs, raw)
-    gain = sum(drawn.sampling_logprobs) - sum(drawn.logprobs)
+    raw = plain_logprobs(load(), [1, 2, 3, *sampled.token_ids])[2:]
+    assert_same(sampled.logprobs, raw)
+    gain = sum(sampled.sampling_logprobs) - sum(sampled.logprobs)
     assert gain > 1
 
 
 def test_greedy_takes_the_most_probable_token_each_time(start, load):
-    drawn = start().submit(ask(temperature=0.0, max_tokens=20)).result()
+    sampled = start().submit(ask(temperature=0.0, max_tokens=20)).result()
 
     module, tokens = load().module, [1, 2, 3]
-    for token in drawn.token_ids:
+    for token in sampled.token_ids:
         with torch.no_grad():
             assert int(module(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()) == token
         tokens.append(token)
-    assert drawn.sampling_logprobs == [0.0] * 20
+    assert sampled.sampling_logprobs == [0.0] * 20
 
 
-def test_a_seed_fixes_the_draw_and_a_fresh_one_is_told(start):
-    engine = start()
-
+def test_a_seed_fixes_the_draw_and_a_fresh_one_is_told(engine):
     first, second, other = (engine.submit(ask(seed=seed)).result() for seed in (3, 3, 4))
     fresh = engine.submit(ask(seed=None)).result()
 
@@ -144,8 +130,7 @@ def test_a_seed_fixes_the_draw_and_a_fresh_one_is_told(start):
     assert fresh.seed != engine.submit(ask(seed=None)).result().seed
 
 
-def test_a_completion_resumed_in_the_middle_goes_on_as_before(start):
-    engine = start()
+def test_a_completion_resumed_in_the_middle_goes_on_as_before(engine):
     whole = engine.submit(ask(max_tokens=20)).result()
 
     rest = engine.submit(ask([1, 2, 3, *whole.token_ids[:9]], max_tokens=11)).result()
@@ -157,13 +142,13 @@ def test_completions_of_one_prompt_share_its_prefill_whenever_they_come(start):
     engine, prompt = start(), list(range(40))
 
     group = [engine.submit(ask(prompt, seed=seed)) for seed in range(8)]
-    drawn = [future.result() for future in group]
+    sampled = [future.result() for future in group]
     late = engine.submit(ask(prompt, seed=99)).result()
 
     assert engine.stats().prefill_tokens == 64
     assert engine.stats().cached_prompt_tokens == 8 * 40
     assert (
-        sorted(completion.cached_prompt_tokens for completion in [*drawn, late]) == [0] + [40] * 8
+        sorted(completion.cached_prompt_tokens for completion in [*sampled, late]) == [0] + [40] * 8
     )
 
 
@@ -177,14 +162,14 @@ def test_a_shared_prefill_draws_what_an_own_prefill_draws(start):
 
 
 @pytest.mark.parametrize(
-    ("length", "max_tokens", "drawn"), [(30, 10, 2), (31, 10, 1), (10, 5, 5), (32, 0, 0)]
+    ("length", "max_tokens", "sampled"), [(30, 10, 2), (31, 10, 1), (10, 5, 5), (32, 0, 0)]
 )
 def test_a_completion_ends_at_max_tokens_or_at_the_end_of_the_context(
-    start, length, max_tokens, drawn
+    start, length, max_tokens, sampled
 ):
     result = start(max_seq_len=32).submit(ask([5] * length, max_tokens=max_tokens)).result()
 
-    assert (len(result.token_ids), result.finish_reason) == (drawn, "length")
+    assert (len(result.token_ids), result.finish_reason) == (sampled, "length")
 
 
 def test_eos_ends_a_completion_and_is_its_last_token_unless_ignored(start, load):
@@ -201,8 +186,7 @@ def test_eos_ends_a_completion_and_is_its_last_token_unless_ignored(start, load)
     assert (ignored.token_ids, ignored.finish_reason) == (tokens, "length")
 
 
-def test_stop_token_ids_end_a_completion_each_for_its_own_request(start):
-    engine = start()
+def test_stop_token_ids_end_a_completion_each_for_its_own_request(engine):
     tokens = engine.submit(ask(max_tokens=20)).result().token_ids
 
     futures = [
@@ -215,8 +199,7 @@ def test_stop_token_ids_end_a_completion_each_for_its_own_request(start):
         assert future.result().token_ids == tokens[: first + 1]
 
 
-def test_a_stop_string_may_cross_tokens_and_cuts_the_text_but_not_the_tokens(start, tokenizer):
-    engine = start()
+def test_a_stop_string_may_cross_tokens_and_cuts_the_text_but_not_the_tokens(engine, tokenizer):
     tokens = engine.submit(ask(max_tokens=120)).result().token_ids
     singles = [tokenizer.decode([token]) for token in tokens]
     at = next(
@@ -229,13 +212,13 @@ def test_a_stop_string_may_cross_tokens_and_cuts_the_text_but_not_the_tokens(sta
     stop = singles[at] + singles[at + 1]
     whole = tokenizer.decode(tokens)
 
-    drawn = engine.submit(ask(max_tokens=120, stop=["never drawn", stop])).result()
+    sampled = engine.submit(ask(max_tokens=120, stop=["never sampled", stop])).result()
 
-    assert drawn.text == whole[: whole.index(stop)]
-    assert drawn.token_ids == tokens[: len(drawn.token_ids)]
-    assert tokenizer.decode(drawn.token_ids).endswith(stop)
-    assert tokenizer.decode(drawn.token_ids[:-1]).find(stop) == -1
-    assert drawn.finish_reason == "stop"
+    assert sampled.text == whole[: whole.index(stop)]
+    assert sampled.token_ids == tokens[: len(sampled.token_ids)]
+    assert tokenizer.decode(sampled.token_ids).endswith(stop)
+    assert tokenizer.decode(sampled.token_ids[:-1]).find(stop) == -1
+    assert sampled.finish_reason == "stop"
 
 
 def test_a_special_token_given_as_stop_string_stops_by_its_id(start, load):
@@ -244,10 +227,10 @@ def test_a_special_token_given_as_stop_string_stops_by_its_id(start, load):
         loaded.module.lm_head.weight[257] *= 6
     engine = start(loaded)
 
-    drawn = [engine.submit(ask(seed=seed, max_tokens=100, stop=["<|end|>"])) for seed in range(8)]
+    sampled = [engine.submit(ask(seed=seed, max_tokens=100, stop=["<|end|>"])) for seed in range(8)]
 
     stopped = [
-        completion.result() for completion in drawn if completion.result().finish_reason == "stop"
+        completion.result() for completion in sampled if completion.result().finish_reason == "stop"
     ]
     assert len(stopped) >= 4
     assert all(entry.token_ids.index(257) == len(entry.token_ids) - 1 for entry in stopped)
@@ -294,9 +277,7 @@ def test_scores_of_more_tokens_than_were_kept_are_computed_once_more_and_fewer_a
     assert fewer.prompt_logprobs == more.prompt_logprobs[-3:]
 
 
-def test_a_prompt_prefilled_without_scores_is_scored_when_asked(start):
-    engine = start()
-
+def test_a_prompt_prefilled_without_scores_is_scored_when_asked(engine):
     plain = engine.submit(ask()).result()
     scored = engine.submit(ask(prompt_logprobs=True)).result()
     again = engine.submit(ask()).result()
@@ -386,12 +367,12 @@ def test_cancelling_a_future_frees_its_row_and_leaves_the_others_alone(start):
     engine = start()
     long = [engine.submit(ask([index], max_tokens=450)) for index in range(3)]
     other = engine.submit(ask([9], max_tokens=100))
-    until(lambda: engine.stats().running == 4)
+    wait_until(lambda: engine.stats().running == 4)
 
     assert all(future.cancel() for future in long)
 
     assert other.result().token_ids == start().submit(ask([9], max_tokens=100)).result().token_ids
-    until(lambda: engine.stats().running == 0)
+    wait_until(lambda: engine.stats().running == 0)
     assert engine.stats().cancelled == 3
     assert engine.stats().steps < 400
 
@@ -465,8 +446,8 @@ def test_a_failing_step_fails_what_runs_and_the_engine_lives_on(start, monkeypat
 def test_queue_time_and_concurrency_are_told(start):
     engine = start(max_slots=16)
 
-    drawn = [engine.submit(ask([index])).result for index in range(32)]
-    results = [result() for result in drawn]
+    sampled = [engine.submit(ask([index])).result for index in range(32)]
+    results = [result() for result in sampled]
 
     assert max(result.num_concurrent for result in results) <= 16
     assert results[-1].queue_s > results[0].queue_s >= 0
@@ -479,18 +460,16 @@ def test_a_listener_hears_each_token_before_the_completion_ends(start):
     listener = TokenListener(prompts.append, tokens.append)
     request = ask(prompt_logprobs=True, temperature=0.5, top_logprobs=2, listener=listener)
 
-    drawn = start().submit(request).result()
+    sampled = start().submit(request).result()
 
-    assert prompts == [drawn.prompt_logprobs]
-    assert [token.token_id for token in tokens] == drawn.token_ids
-    assert [token.logprob for token in tokens] == drawn.logprobs
-    assert [token.sampling_logprob for token in tokens] == drawn.sampling_logprobs
-    assert [token.top for token in tokens] == drawn.top_logprobs
+    assert prompts == [sampled.prompt_logprobs]
+    assert [token.token_id for token in tokens] == sampled.token_ids
+    assert [token.logprob for token in tokens] == sampled.logprobs
+    assert [token.sampling_logprob for token in tokens] == sampled.sampling_logprobs
+    assert [token.top for token in tokens] == sampled.top_logprobs
 
 
-def test_a_listener_that_fails_harms_neither_its_own_completion_nor_others(start):
-    engine = start()
-
+def test_a_listener_that_fails_harms_neither_its_own_completion_nor_others(engine):
     def fail(_):
         raise OSError("deaf")
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.inference.conftest import shake
 from tests.unit.inference.decoders import OTHER, PLAIN, build, decode, make_prompts
 from torch import Tensor
 
@@ -30,11 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(kernels() is None, reason="ne
 
 def change(loaded: LoadedModel, seed: int) -> None:
     """Train a little: the adapter where there is one, or all weights."""
-    tensors = adapter_tensors(loaded) if loaded.lora else base_tensors(loaded.module)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in tensors.values():
-            tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
+    shake(adapter_tensors(loaded) if loaded.lora else base_tensors(loaded.module), seed)
 
 
 @pytest.fixture(params=["at once", "loop by loop"])
@@ -301,20 +298,6 @@ def test_samples_in_loops_are_those_in_torch(sample_in_torch: Callable[[], None]
     np.testing.assert_allclose(
         found.sampling_logprobs, expected.sampling_logprobs, rtol=0, atol=1e-5
     )
-
-
-def test_a_sample_does_not_depend_on_its_batch() -> None:
-    logits = torch.randn(40, 264, generator=torch.Generator().manual_seed(0)) * 3
-    given, seeds, positions = mixed(40), np.arange(40, dtype=np.uint64), np.arange(40)
-
-    together = sample(logits, given, seeds, positions)
-
-    for row in range(40):
-        own = np.array([row])
-        alone = sample(logits[own], given.select(own), seeds[own], positions[own])
-        assert alone.tokens[0] == together.tokens[row]
-        assert alone.logprobs[0] == together.logprobs[row]
-        assert alone.sampling_logprobs[0] == together.sampling_logprobs[row]
 
 
 @pytest.mark.parametrize("is_fused", [True, False])

@@ -26,6 +26,7 @@ from hearth.sync.store import Snapshot
 pytestmark = pytest.mark.slow
 
 Load = Callable[..., LoadedModel]
+Recorded = tuple["Tape", ModelRunner, SlotCache]
 
 
 class Tape(CudaRecorder):
@@ -83,6 +84,14 @@ def cache_of() -> Callable[..., SlotCache]:
     return make
 
 
+@pytest.fixture
+def recorded(load: Load, cache_of: Any) -> Recorded:
+    """A recorder, and a runner and its cache that are recorded."""
+    tape = Tape()
+    runner = make_runner(load(), tape)
+    return tape, runner, cache_of(runner)
+
+
 def decoded(runner: ModelRunner, cache: SlotCache, *, start: int, steps: int, rows: int = 16):
     """Logits [steps, rows, V] of the same random tokens, at positions from ``start`` on."""
     rng = np.random.default_rng(start)
@@ -112,11 +121,9 @@ def test_spans_are_a_quarter_too_long_at_most(tokens: int, span: int) -> None:
 
 
 def test_the_second_step_of_a_bucket_is_recorded_and_later_ones_are_replays(
-    load: Load, cache_of: Any
+    recorded: Recorded,
 ) -> None:
-    tape = Tape()
-    runner = make_runner(load(), tape)
-    cache = cache_of(runner)
+    tape, runner, cache = recorded
     counts = []
 
     for step in range(4):
@@ -160,10 +167,8 @@ def test_a_bucket_is_never_larger_than_the_cache(load: Load) -> None:
     assert logits.shape[1] == 17
 
 
-def test_recordings_are_dropped_when_the_cache_is_elsewhere(load: Load, cache_of: Any) -> None:
-    tape = Tape()
-    runner = make_runner(load(), tape)
-    cache = cache_of(runner)
+def test_recordings_are_dropped_when_the_cache_is_elsewhere(recorded: Recorded) -> None:
+    tape, runner, cache = recorded
     decoded(runner, cache, start=0, steps=3)
 
     # What it holds moves to new memory.
@@ -173,13 +178,11 @@ def test_recordings_are_dropped_when_the_cache_is_elsewhere(load: Load, cache_of
     assert tape.recorded == 2
 
 
-def test_recordings_are_dropped_when_weights_are_elsewhere(load: Load, cache_of: Any) -> None:
-    tape, loaded = Tape(), load()
-    runner = make_runner(loaded, tape)
-    cache = cache_of(runner)
+def test_recordings_are_dropped_when_weights_are_elsewhere(recorded: Recorded) -> None:
+    tape, runner, cache = recorded
     decoded(runner, cache, start=0, steps=3)
 
-    weight = base_tensors(loaded.module)["model.norm.weight"]
+    weight = base_tensors(runner.loaded.module)["model.norm.weight"]
     weight.data = weight.data.clone()
     runner.weights_changed()
     decoded(runner, cache, start=3, steps=1)
@@ -189,19 +192,17 @@ def test_recordings_are_dropped_when_weights_are_elsewhere(load: Load, cache_of:
     assert tape.recorded == 2
 
 
-def test_recordings_are_dropped_when_an_adapter_comes(load: Load, cache_of: Any) -> None:
-    tape, loaded = Tape(), load()
-    runner = make_runner(loaded, tape)
-    cache = cache_of(runner)
+def test_recordings_are_dropped_when_an_adapter_comes(recorded: Recorded) -> None:
+    tape, runner, cache = recorded
     decoded(runner, cache, start=0, steps=3)
 
-    attach_lora(loaded, LoraOptions(rank=2, alpha=4.0))
+    attach_lora(runner.loaded, LoraOptions(rank=2, alpha=4.0))
     runner.weights_changed()
     decoded(runner, cache, start=3, steps=2)
     assert tape.recorded == 2
 
     # Another one may be made where the first stood; its scale is part of what was recorded.
-    loaded.lora = LoraOptions(rank=2, alpha=8.0)
+    runner.loaded.lora = LoraOptions(rank=2, alpha=8.0)
     runner.weights_changed()
     decoded(runner, cache, start=5, steps=2)
     assert tape.recorded == 3
@@ -326,7 +327,7 @@ def test_an_engine_draws_the_same_with_recorded_steps(load: Load, start: Any) ->
 
     for version in range(2):
         found, expected = (
-            [entry.result() for entry in [which.submit(request) for request in requests]]
+            [future.result() for future in [which.submit(request) for request in requests]]
             for which in (engine, plain)
         )
         assert {item.weight_version for item in found} == {version}

@@ -5,20 +5,23 @@ import itertools
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import httpx
 import orjson
 import pytest
 import torch
+from tests.unit.inference import conftest
+from tests.unit.inference.conftest import AppClient, shake, until
 from transformers import DynamicCache
 
 from hearth.errors import EngineError
-from hearth.inference.backend import SampleRequest, TokenListener
+from hearth.inference.backend import TokenListener
 from hearth.inference.service import create_app
 from hearth.models.loading import base_tensors
-from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora
+from hearth.models.lora import LoraOptions
 from hearth.sync.chain import Published
-from hearth.sync.store import MemorySnapshotStore, Snapshot
+from hearth.sync.store import MemorySnapshotStore
 
 pytestmark = pytest.mark.slow
 
@@ -27,10 +30,7 @@ HOT_LOAD = "/hot_load/v1/models/hot_load"
 SMALL, LARGE = LoraOptions(rank=2), LoraOptions(rank=4, alpha=8.0, train_attn=False)
 
 
-def ask(prompt=PROMPT, **options) -> SampleRequest:
-    return SampleRequest(
-        prompt=list(prompt), **({"max_tokens": 40, "seed": 7, "ignore_eos": True} | options)
-    )
+ask = partial(conftest.ask, max_tokens=40)
 
 
 def act_at(acts) -> TokenListener:
@@ -47,22 +47,6 @@ def wait_on_tokens(event: threading.Event) -> TokenListener:
     return TokenListener(
         on_prefill=lambda prompt_logprobs: None, on_token=lambda token: event.wait(0.005)
     )
-
-
-@pytest.fixture
-def trained(load):
-    """A model with weights of its own, and the snapshot of it."""
-
-    def make(identity, seed=1, lora=None, **changes):
-        model = load()
-        if lora is not None:
-            attach_lora(model, lora)
-        tensors = adapter_tensors(model) if lora else base_tensors(model.module)
-        shake(tensors, seed)
-        kind, metadata = ("lora", lora.as_metadata()) if lora else ("base", {})
-        return model, Snapshot.capture(identity, kind, "qwen", tensors | changes, metadata)
-
-    return make
 
 
 @pytest.fixture
@@ -85,22 +69,15 @@ def chained(load):
     return make
 
 
-def shake(tensors, seed) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in tensors.values():
-            tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
-
-
-def replayed(models, drawn, prompt=PROMPT, temperature=1.0) -> list[float]:
-    """Logprobs of the drawn tokens from plain forwards.
+def replayed(models, sampled, prompt=PROMPT, temperature=1.0) -> list[float]:
+    """Logprobs of the sampled tokens from plain forwards.
 
     ``models[version]`` reads the tokens whose logits that version gave, on top of the keys and
     values that the models before it computed.
     """
-    tokens = [*prompt, *drawn.token_ids]
+    tokens = [*prompt, *sampled.token_ids]
     cache, rows, start, end = DynamicCache(), [], 0, len(prompt) - 1
-    for version, count in drawn.versions:
+    for version, count in sampled.versions:
         end += count
         ids = torch.tensor([tokens[start:end]])
         with torch.no_grad():
@@ -108,7 +85,7 @@ def replayed(models, drawn, prompt=PROMPT, temperature=1.0) -> list[float]:
         rows.append(torch.log_softmax(output.logits[0].double() / temperature, -1))
         start = end
     after = torch.cat(rows)[len(prompt) - 1 :]
-    return after.gather(1, torch.tensor(drawn.token_ids)[:, None])[:, 0].tolist()
+    return after.gather(1, torch.tensor(sampled.token_ids)[:, None])[:, 0].tolist()
 
 
 def furthest(rows, others) -> float:
@@ -141,25 +118,24 @@ def test_each_token_is_of_the_version_that_gave_its_logits(start, load, trained,
     before = engine.state()
 
     swap = act_at({6: lambda: engine.load_snapshot(snapshot, running_requests="keep")})
-    drawn = engine.submit(replace(wanted, listener=swap)).result()
+    sampled = engine.submit(replace(wanted, listener=swap)).result()
 
     number = before.weight_version
-    assert drawn.versions == [[number, 6], [number + 1, 34]]
-    assert (drawn.weight_version, drawn.snapshot_identity) == (number, before.current_identity)
+    assert sampled.versions == [[number, 6], [number + 1, 34]]
+    assert (sampled.weight_version, sampled.snapshot_identity) == (number, before.current_identity)
     assert engine.state().current_identity == snapshot.identity
-    assert drawn.token_ids[:6] == undisturbed.token_ids[:6]
-    assert drawn.sampling_logprobs[:6] == undisturbed.sampling_logprobs[:6]
+    assert sampled.token_ids[:6] == undisturbed.token_ids[:6]
+    assert sampled.sampling_logprobs[:6] == undisturbed.sampling_logprobs[:6]
     models = {number: old, number + 1: new}
-    assert furthest(drawn.sampling_logprobs, replayed(models, drawn, temperature=0.7)) < 1e-4
-    assert furthest(drawn.logprobs, replayed(models, drawn)) < 1e-4
+    assert furthest(sampled.sampling_logprobs, replayed(models, sampled, temperature=0.7)) < 1e-4
+    assert furthest(sampled.logprobs, replayed(models, sampled)) < 1e-4
     # After the swap neither the old model nor the new one alone gives these numbers.
     for alone in (old, new):
-        other = replayed(dict.fromkeys(models, alone), drawn)
-        assert furthest(drawn.logprobs[6:], other[6:]) > 0.01
+        other = replayed(dict.fromkeys(models, alone), sampled)
+        assert furthest(sampled.logprobs[6:], other[6:]) > 0.01
 
 
-def test_a_completion_may_span_many_versions(start, load, trained):
-    engine = start()
+def test_a_completion_may_span_many_versions(engine, load, trained):
     versions = [(load(), None), *(trained(f"step-{entry}", entry) for entry in (1, 2, 3))]
     loads = [
         lambda entry=snapshot: engine.load_snapshot(entry, running_requests="keep")
@@ -167,12 +143,12 @@ def test_a_completion_may_span_many_versions(start, load, trained):
     ]
 
     swaps = act_at({3: loads[0], 4: loads[1], 20: loads[2]})
-    drawn = engine.submit(ask(listener=swaps)).result()
+    sampled = engine.submit(ask(listener=swaps)).result()
 
-    assert drawn.versions == [[0, 3], [1, 1], [2, 16], [3, 20]]
-    assert (drawn.weight_version, drawn.snapshot_identity) == (0, None)
+    assert sampled.versions == [[0, 3], [1, 1], [2, 16], [3, 20]]
+    assert (sampled.weight_version, sampled.snapshot_identity) == (0, None)
     models = {number: model for number, (model, _) in enumerate(versions)}
-    assert furthest(drawn.sampling_logprobs, replayed(models, drawn)) < 1e-4
+    assert furthest(sampled.sampling_logprobs, replayed(models, sampled)) < 1e-4
 
 
 def test_a_group_that_shares_a_prefill_goes_on_together_and_a_late_member_starts_anew(
@@ -187,11 +163,11 @@ def test_a_group_that_shares_a_prefill_goes_on_together_and_a_late_member_starts
 
     group = [engine.submit(ask(seed=seed)) for seed in range(3)]
     group.append(engine.submit(ask(seed=3, listener=act_at({5: swap}))))
-    drawn = [future.result() for future in group]
+    sampled = [future.result() for future in group]
 
     assert engine.stats().prefill_tokens == 2 * 32
-    assert drawn[-1].versions == [[0, 5], [1, 35]]
-    for completion in drawn:
+    assert sampled[-1].versions == [[0, 5], [1, 35]]
+    for completion in sampled:
         assert [version for version, _ in completion.versions] == [0, 1]
         assert sum(count for _, count in completion.versions) == len(completion.token_ids) == 40
         assert (
@@ -235,10 +211,10 @@ def test_without_it_running_requests_end_on_the_old_weights_while_new_ones_wait(
         engine.load_snapshot(snapshot)
         late.append(engine.submit(ask(seed=1)))
 
-    drawn = engine.submit(ask(listener=act_at({5: load_and_ask}))).result()
+    sampled = engine.submit(ask(listener=act_at({5: load_and_ask}))).result()
 
-    assert drawn.versions == [[0, 40]]
-    assert (drawn.token_ids, drawn.logprobs) == (undisturbed.token_ids, undisturbed.logprobs)
+    assert sampled.versions == [[0, 40]]
+    assert (sampled.token_ids, sampled.logprobs) == (undisturbed.token_ids, undisturbed.logprobs)
     assert late[0].result().versions == [[1, 40]]
 
 
@@ -247,17 +223,15 @@ def test_without_it_running_requests_end_on_the_old_weights_while_new_ones_wait(
     [("keep", "drain", [[0, 5], [1, 35]]), ("drain", "keep", [[0, 40]])],
 )
 def test_snapshots_are_taken_in_their_order_each_in_its_way(
-    start, trained, first, second, versions
+    engine, trained, first, second, versions
 ):
-    engine = start()
-
     def load_both():
         engine.load_snapshot(trained("a", 1)[1], running_requests=first)
         engine.load_snapshot(trained("b", 2)[1], running_requests=second)
 
-    drawn = engine.submit(ask(listener=act_at({5: load_both}))).result()
+    sampled = engine.submit(ask(listener=act_at({5: load_both}))).result()
 
-    assert drawn.versions == versions
+    assert sampled.versions == versions
     assert engine.watch_sync("b").result().weight_version == 2
 
 
@@ -270,19 +244,18 @@ def test_a_load_that_fails_leaves_running_rows_alone(start, trained, lora):
     undisturbed = calm.submit(ask()).result()
 
     swap = act_at({5: lambda: engine.load_snapshot(odd, running_requests="keep")})
-    drawn = engine.submit(ask(listener=swap)).result()
+    sampled = engine.submit(ask(listener=swap)).result()
 
     state = engine.state()
     assert (state.stage, state.target_identity, state.weight_version) == ("error", "odd", 1)
     assert "1 unknown ['model.extra.weight']" in state.error
-    assert drawn.versions == [[1, 40]]
-    assert (drawn.token_ids, drawn.logprobs) == (undisturbed.token_ids, undisturbed.logprobs)
+    assert sampled.versions == [[1, 40]]
+    assert (sampled.token_ids, sampled.logprobs) == (undisturbed.token_ids, undisturbed.logprobs)
 
 
-def test_broken_weights_fail_what_runs_and_good_ones_mend_it(start, trained):
+def test_broken_weights_fail_what_runs_and_good_ones_mend_it(engine, trained):
     broken = trained("broken", **{"model.norm.weight": torch.full((128,), torch.nan)})[1]
     model, snapshot = trained("good")
-    engine = start()
 
     swap = act_at({5: lambda: engine.load_snapshot(broken, running_requests="keep")})
     failing = engine.submit(ask(listener=swap))
@@ -290,8 +263,8 @@ def test_broken_weights_fail_what_runs_and_good_ones_mend_it(start, trained):
     with pytest.raises(EngineError, match="NaN after 6 tokens: the weights of version 1 are"):
         failing.result()
     engine.load_snapshot(snapshot, running_requests="keep").result()
-    drawn = engine.submit(ask()).result()
-    assert furthest(drawn.logprobs, replayed({2: model}, drawn)) < 1e-4
+    sampled = engine.submit(ask()).result()
+    assert furthest(sampled.logprobs, replayed({2: model}, sampled)) < 1e-4
 
 
 def test_a_snapshot_that_is_read_meanwhile_is_served_before_what_runs_ends(
@@ -310,27 +283,24 @@ def test_a_snapshot_that_is_read_meanwhile_is_served_before_what_runs_ends(
     numbers = [load.result(timeout=20).weight_version for load in loads]
     was_done = running.done()
     go.set()
-    drawn = running.result()
+    sampled = running.result()
 
     assert (numbers, was_done) == ([1, 2], False)
-    assert [version for version, _ in drawn.versions] == [0, 1, 2]
-    assert sum(count for _, count in drawn.versions) == 400
+    assert [version for version, _ in sampled.versions] == [0, 1, 2]
+    assert sum(count for _, count in sampled.versions) == 400
     models = {0: load(), 1: first, 2: second}
-    assert furthest(drawn.sampling_logprobs, replayed(models, drawn)) < 1e-4
+    assert furthest(sampled.sampling_logprobs, replayed(models, sampled)) < 1e-4
 
 
-class Site:
-    """A deployment's app with its engine, and a client for each call."""
+class Site(AppClient):
+    """A deployment's app with its engine."""
 
     def __init__(self, engine, state_dir):
         self.engine = engine
         self.snapshots = MemorySnapshotStore()
-        self.app = create_app(engine, model_name="d", snapshots=self.snapshots, state_dir=state_dir)
-
-    async def call(self, method, path, **options) -> httpx.Response:
-        transport = httpx.ASGITransport(self.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://d") as client:
-            return await client.request(method, path, timeout=30, **options)
+        super().__init__(
+            create_app(engine, model_name="d", snapshots=self.snapshots, state_dir=state_dir)
+        )
 
     async def complete(self, path, **fields) -> httpx.Response:
         body = {"max_tokens": 300, "seed": 1, "ignore_eos": True, "temperature": 0.9} | fields
@@ -354,9 +324,7 @@ async def test_a_deployment_asked_to_keep_what_runs_answers_with_every_version(
             site.complete("/v1/chat/completions", messages=chat, raw_output=True, stream=True),
         )
     ]
-    async with asyncio.timeout(20):
-        while site.engine.stats().running < 6:
-            await asyncio.sleep(0.002)
+    await until(lambda: site.engine.stats().running >= 6)
 
     order = {"identity": "new", "running_requests": "keep"}
     assert (await site.call("POST", HOT_LOAD, json=order)).status_code == 200

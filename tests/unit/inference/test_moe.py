@@ -1,12 +1,12 @@
-"""Mixtures of experts in the engine: drawn as they compute, and their experts told on request."""
+"""Mixtures of experts in the engine: sampled as they compute, and their experts told on request."""
 
 import json
 import logging
 
-import httpx
 import numpy as np
 import pytest
 import torch
+from tests.unit.inference.conftest import AppClient
 from tests.unit.inference.test_in_flight_updates import act_at
 from tests.unit.moe import LAYERS, TOP_K, plain_logprobs, write_moe
 from transformers import DynamicCache
@@ -39,10 +39,17 @@ def moe(folder):
     return load_model(folder, name="moe")
 
 
+@pytest.fixture
+def engine(start, moe):
+    return start(moe)
+
+
 @pytest.fixture(scope="module")
 def exact(folder):
     """The model's weights in float64."""
-    return {name: entry.double() for name, entry in load_model(folder).module.state_dict().items()}
+    return {
+        name: weight.double() for name, weight in load_model(folder).module.state_dict().items()
+    }
 
 
 def ask(prompt, **changes) -> SampleRequest:
@@ -55,37 +62,34 @@ def stacked(choices) -> torch.Tensor:
     return torch.from_numpy(np.array(choices, np.int64).reshape(-1, LAYERS, TOP_K))
 
 
-def test_logprobs_and_experts_are_those_of_a_plain_computation(start, moe, exact):
-    engine = start(moe)
+def test_logprobs_and_experts_are_those_of_a_plain_computation(engine, exact):
     futures = [engine.submit(ask(prompt, prompt_logprobs=True)) for prompt in PROMPTS]
 
     for prompt, future in zip(PROMPTS, futures, strict=True):
-        drawn = future.result()
-        expected, experts = plain_logprobs(exact, prompt + drawn.token_ids)
-        got = torch.tensor([*drawn.prompt_logprobs[1:], *drawn.logprobs], dtype=torch.float64)
+        sampled = future.result()
+        expected, experts = plain_logprobs(exact, prompt + sampled.token_ids)
+        got = torch.tensor([*sampled.prompt_logprobs[1:], *sampled.logprobs], dtype=torch.float64)
         assert (got - expected).abs().max() <= 1e-5
-        recorded = stacked([*drawn.prompt_routing, *drawn.routing])
+        recorded = stacked([*sampled.prompt_routing, *sampled.routing])
         # The last token's own position was never computed.
         assert torch.equal(recorded, experts[:-1])
-        assert len(drawn.routing) == len(drawn.token_ids) == 12
-        assert drawn.routing[0].dtype == np.uint8
+        assert len(sampled.routing) == len(sampled.token_ids) == 12
+        assert sampled.routing[0].dtype == np.uint8
 
 
-def test_recording_changes_nothing_and_goes_to_those_who_ask(start, moe):
-    engine = start(moe)
+def test_recording_changes_nothing_and_goes_to_those_who_ask(engine):
     wanted = [True, False, True, False]
 
-    drawn = [engine.submit(ask(PROMPTS[0], routing=entry)) for entry in wanted]
+    sampled = [engine.submit(ask(PROMPTS[0], routing=is_wanted)) for is_wanted in wanted]
 
-    results = [completion.result() for completion in drawn]
+    results = [completion.result() for completion in sampled]
     assert [result.routing is not None for result in results] == wanted
     assert [result.prompt_routing is not None for result in results] == wanted
     assert len({tuple(result.token_ids) for result in results}) == 1
     assert len({tuple(result.logprobs) for result in results}) == 1
 
 
-def test_a_shared_prompt_tells_its_experts_to_whoever_comes_later(start, moe):
-    engine = start(moe)
+def test_a_shared_prompt_tells_its_experts_to_whoever_comes_later(engine):
     first = engine.submit(ask(PROMPTS[1])).result()
     again = engine.submit(ask(PROMPTS[1], seed=2)).result()
 
@@ -94,8 +98,7 @@ def test_a_shared_prompt_tells_its_experts_to_whoever_comes_later(start, moe):
     assert torch.equal(stacked(first.routing[:1]), stacked(again.routing[:1]))
 
 
-def test_a_prompt_that_was_kept_without_its_experts_is_computed_once_more(start, moe):
-    engine = start(moe)
+def test_a_prompt_that_was_kept_without_its_experts_is_computed_once_more(engine):
     engine.submit(ask(PROMPTS[1], routing=False)).result()
     asked = engine.submit(ask(PROMPTS[1])).result()
 
@@ -103,25 +106,23 @@ def test_a_prompt_that_was_kept_without_its_experts_is_computed_once_more(start,
     assert len(asked.prompt_routing) == 39
 
 
-def test_experts_are_told_of_rows_that_move_and_of_prompts_that_only_score(start, moe, exact):
-    engine = start(moe)
+def test_experts_are_told_of_rows_that_move_and_of_prompts_that_only_score(engine, exact):
     lengths = [2, 9, 4, 16, 1, 7]
     futures = [
         engine.submit(ask([4 + place] * 5, max_tokens=length, routing=place % 2 == 1))
         for place, length in enumerate(lengths)
     ]
     for place, future in enumerate(futures):
-        drawn = future.result()
+        sampled = future.result()
         if place % 2:
-            _, experts = plain_logprobs(exact, [4 + place] * 5 + drawn.token_ids)
-            assert torch.equal(stacked(drawn.routing), experts[4:-1])
+            _, experts = plain_logprobs(exact, [4 + place] * 5 + sampled.token_ids)
+            assert torch.equal(stacked(sampled.routing), experts[4:-1])
 
     scored = engine.submit(ask(PROMPTS[0], max_tokens=0)).result()
     assert (len(scored.routing), len(scored.prompt_routing)) == (0, 2)
 
 
-def test_after_a_weight_sync_the_experts_are_those_of_the_new_weights(start, moe):
-    engine = start(moe)
+def test_after_a_weight_sync_the_experts_are_those_of_the_new_weights(engine, moe):
     before = engine.submit(ask(PROMPTS[0])).result()
     weights = {name: tensor.detach().clone() for name, tensor in base_tensors(moe.module).items()}
     for name in weights:
@@ -146,26 +147,26 @@ def test_each_token_has_the_experts_of_the_weights_that_it_was_drawn_with(start,
     engine = start(moe)
     swap = act_at({5: lambda: engine.load_snapshot(snapshot, running_requests="keep")})
 
-    drawn = engine.submit(ask(PROMPTS[0], listener=swap)).result()
+    sampled = engine.submit(ask(PROMPTS[0], listener=swap)).result()
 
-    assert drawn.versions == [[0, 5], [1, 7]]
+    assert sampled.versions == [[0, 5], [1, 7]]
     # The first of the new weights reads the last token of the old ones.
-    tokens, cache, experts = [*PROMPTS[0], *drawn.token_ids], DynamicCache(), []
+    tokens, cache, experts = [*PROMPTS[0], *sampled.token_ids], DynamicCache(), []
     for model, part in ((old, tokens[:7]), (new, tokens[7:-1])):
         routers = find_routers(model)
         assert routers is not None
         with torch.no_grad(), routers.recording() as record:
             model.module(input_ids=torch.tensor([part]), past_key_values=cache, use_cache=True)
         experts.append(stacked(record.choices()))
-    assert torch.equal(stacked(drawn.routing), torch.cat(experts)[2:])
+    assert torch.equal(stacked(sampled.routing), torch.cat(experts)[2:])
 
 
 def test_a_dense_model_answers_without_experts_and_says_so_once(start, caplog):
     engine = start("qwen")
     with caplog.at_level(logging.WARNING):
-        drawn = [engine.submit(ask([1, 2, 3])).result() for _ in range(3)]
+        sampled = [engine.submit(ask([1, 2, 3])).result() for _ in range(3)]
 
-    assert [(completion.routing, completion.prompt_routing) for completion in drawn] == [
+    assert [(completion.routing, completion.prompt_routing) for completion in sampled] == [
         (None, None)
     ] * 3
     told = [record for record in caplog.records if "experts" in record.getMessage()]
@@ -178,13 +179,11 @@ def test_a_dense_model_answers_without_experts_and_says_so_once(start, caplog):
 @pytest.fixture
 def call(start, moe):
     """Post to the deployment's app; returns the answer's text."""
-    app = create_app(start(moe), model_name="d", snapshots=MemorySnapshotStore())
+    client = AppClient(create_app(start(moe), model_name="d", snapshots=MemorySnapshotStore()))
 
     async def post(path: str, **fields) -> str:
         body = {"max_tokens": 5, "seed": 7, "ignore_eos": True, "logprobs": True} | fields
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://d") as client:
-            answer = await client.post(path, json=body, timeout=30)
+        answer = await client.call("POST", path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.text
 

@@ -13,6 +13,7 @@ import openai
 import pytest
 import torch
 import uvicorn
+from tests.waiting import wait_until
 
 from hearth.inference.backend import SampleRequest
 from hearth.inference.engine.engine import EngineOptions, InferenceEngine
@@ -44,8 +45,15 @@ class Served:
         self._server.should_exit = True
         self._thread.join()
 
-    def draw(self, prompt=IDS, **options):
-        """What the engine draws for the same request."""
+    def complete(self, **fields):
+        return self.openai.completions.create(**{"model": NAME, "prompt": IDS} | fields)
+
+    def chat(self, **fields):
+        hi = [{"role": "user", "content": "hi"}]
+        return self.openai.chat.completions.create(**{"model": NAME, "messages": hi} | fields)
+
+    def sample(self, prompt=IDS, **options):
+        """What the engine samples for the same request."""
         options = {"max_tokens": 12, "seed": 7, "ignore_eos": True} | options
         return self.engine.submit(SampleRequest(prompt=prompt, **options)).result()
 
@@ -68,17 +76,10 @@ def served(originals, tokenizer):
     """One for all tests that leave it as it is."""
     loaded = replace(originals["qwen"], module=copy.deepcopy(originals["qwen"].module))
     options = EngineOptions(max_seq_len=512)
-    entry = Served(InferenceEngine(loaded, tokenizer=tokenizer, options=options))
-    yield entry
-    entry.close()
-    entry.engine.close()
-
-
-def until(condition, timeout_s=20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.002)
+    served = Served(InferenceEngine(loaded, tokenizer=tokenizer, options=options))
+    yield served
+    served.close()
+    served.engine.close()
 
 
 def joined(chunks) -> dict[int, str]:
@@ -91,12 +92,12 @@ def joined(chunks) -> dict[int, str]:
 
 
 def test_a_prompt_of_ids_is_completed_as_the_engine_draws_it(served):
-    answer = served.openai.completions.create(model=NAME, prompt=IDS, logprobs=0, **DRAW)
+    answer = served.complete(logprobs=0, **DRAW)
 
-    drawn = served.draw()
+    sampled = served.sample()
     (choice,) = answer.choices
-    assert (choice.text, choice.finish_reason) == (drawn.text, "length")
-    assert choice.logprobs.token_logprobs == drawn.logprobs
+    assert (choice.text, choice.finish_reason) == (sampled.text, "length")
+    assert choice.logprobs.token_logprobs == sampled.logprobs
     assert choice.logprobs.top_logprobs is None
     assert (answer.model, answer.object) == (NAME, "text_completion")
     assert answer.usage.total_tokens == 16
@@ -106,12 +107,10 @@ def test_scoring_a_prompt_gives_one_logprob_per_token_the_first_null(served):
     fields = {"max_tokens": 1, "echo": True, "logprobs": 1}
     body = {"model": NAME, "prompt": IDS, "prompt_cache_max_len": 0} | fields
 
-    by_client = served.openai.completions.create(
-        model=NAME, prompt=IDS, extra_body={"prompt_cache_max_len": 0}, **fields
-    )
+    by_client = served.complete(extra_body={"prompt_cache_max_len": 0}, **fields)
     by_hand = httpx.post(f"{served.url}/inference/v1/completions", json=body, timeout=30).json()
 
-    expected = served.draw(max_tokens=1, prompt_logprobs=True).prompt_logprobs
+    expected = served.sample(max_tokens=1, prompt_logprobs=True).prompt_logprobs
     for logprobs in (
         by_client.choices[0].logprobs.token_logprobs,
         by_hand["choices"][0]["logprobs"]["token_logprobs"],
@@ -123,9 +122,7 @@ def test_scoring_a_prompt_gives_one_logprob_per_token_the_first_null(served):
 
 
 def test_max_tokens_0_with_echo_scores_the_prompt_and_draws_nothing(served, tokenizer):
-    answer = served.openai.completions.create(
-        model=NAME, prompt=IDS, max_tokens=0, echo=True, logprobs=1
-    )
+    answer = served.complete(max_tokens=0, echo=True, logprobs=1)
 
     (choice,) = answer.choices
     assert choice.text == tokenizer.decode(IDS)
@@ -137,12 +134,9 @@ def test_several_prompts_are_drawn_as_each_alone_and_numbered_prompt_by_prompt(s
     prompts = [IDS, [1, 2], [9] * 5]
     texts = [tokenizer.decode(prompt) for prompt in prompts]
 
-    together = served.openai.completions.create(model=NAME, prompt=prompts, n=2, **DRAW)
-    by_text = served.openai.completions.create(model=NAME, prompt=texts[:1], n=2, **DRAW)
-    alone = [
-        served.openai.completions.create(model=NAME, prompt=prompt, n=2, **DRAW)
-        for prompt in prompts
-    ]
+    together = served.complete(prompt=prompts, n=2, **DRAW)
+    by_text = served.complete(prompt=texts[:1], n=2, **DRAW)
+    alone = [served.complete(prompt=prompt, n=2, **DRAW) for prompt in prompts]
 
     assert [choice.index for choice in together.choices] == [0, 1, 2, 3, 4, 5]
     expected = [choice.text for answer in alone for choice in answer.choices]
@@ -154,30 +148,26 @@ def test_several_prompts_are_drawn_as_each_alone_and_numbered_prompt_by_prompt(s
 
 
 def test_numbered_logprobs_are_those_of_the_likeliest_tokens_by_their_text(served, load, tokenizer):
-    answer = served.openai.completions.create(
-        model=NAME, prompt=IDS, logprobs=5, max_tokens=4, seed=1, extra_body={"ignore_eos": True}
-    )
+    answer = served.complete(logprobs=5, max_tokens=4, seed=1, extra_body={"ignore_eos": True})
 
-    drawn = served.draw(max_tokens=4, seed=1)
+    sampled = served.sample(max_tokens=4, seed=1)
     logprobs = answer.choices[0].logprobs
-    padded = [*IDS, *drawn.token_ids] + [0] * 24
+    padded = [*IDS, *sampled.token_ids] + [0] * 24
     with torch.no_grad():
         plain = load().module(input_ids=torch.tensor([padded])).logits[0].float().log_softmax(-1)
     for place, (token, by_text) in enumerate(
-        zip(drawn.token_ids, logprobs.top_logprobs, strict=True)
+        zip(sampled.token_ids, logprobs.top_logprobs, strict=True)
     ):
         best = plain[len(IDS) - 1 + place].topk(5)
         expected = {}
         for index, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
             expected.setdefault(tokenizer.decode([index]), value)
-        expected.setdefault(tokenizer.decode([token]), drawn.logprobs[place])
+        expected.setdefault(tokenizer.decode([token]), sampled.logprobs[place])
         assert by_text == pytest.approx(expected, abs=1e-5)
 
 
 def test_an_echoed_prompt_has_no_top_logprobs_and_the_draw_has(served):
-    answer = served.openai.completions.create(
-        model=NAME, prompt=IDS, max_tokens=1, echo=True, logprobs=2
-    )
+    answer = served.complete(max_tokens=1, echo=True, logprobs=2)
 
     top = answer.choices[0].logprobs.top_logprobs
     assert top[:-1] == [None] * len(IDS)
@@ -199,7 +189,7 @@ def test_top_logprobs_of_the_training_protocol_are_lists_of_ids(served):
 
 def test_asking_for_top_logprobs_does_not_change_the_draw(served):
     plain, mixed = (
-        served.draw(max_tokens=40),
+        served.sample(max_tokens=40),
         [
             served.engine.submit(
                 SampleRequest(
@@ -211,9 +201,9 @@ def test_asking_for_top_logprobs_does_not_change_the_draw(served):
     )
 
     for count, future in zip((0, 3, 20), mixed, strict=True):
-        drawn = future.result()
-        assert (drawn.token_ids, drawn.logprobs) == (plain.token_ids, plain.logprobs)
-        assert [len(logprob) for logprob in drawn.top_logprobs or []] == (
+        sampled = future.result()
+        assert (sampled.token_ids, sampled.logprobs) == (plain.token_ids, plain.logprobs)
+        assert [len(logprob) for logprob in sampled.top_logprobs or []] == (
             [count] * 40 if count else []
         )
 
@@ -254,7 +244,7 @@ def test_chat_answers_the_conversation_as_the_template_renders_it(served, tokeni
 
     prompt = tokenizer.encode("<tag>system:be brief<tag>user:2 ?<tag>")
     assert [choice.index for choice in answer.choices] == [0, 1]
-    alone = served.openai.completions.create(model=NAME, prompt=prompt, n=2, **DRAW)
+    alone = served.complete(prompt=prompt, n=2, **DRAW)
     for choice, other in zip(answer.choices, alone.choices, strict=True):
         assert choice.message.role == "assistant"
         assert choice.message.content == other.text
@@ -266,13 +256,7 @@ def test_chat_answers_the_conversation_as_the_template_renders_it(served, tokeni
 
 
 def test_chat_logprobs_come_with_bytes_and_the_likeliest_tokens(served):
-    answer = served.openai.chat.completions.create(
-        model=NAME,
-        messages=[{"role": "user", "content": "hi"}],
-        logprobs=True,
-        top_logprobs=3,
-        **DRAW,
-    )
+    answer = served.chat(logprobs=True, top_logprobs=3, **DRAW)
 
     rows = answer.choices[0].logprobs.content
     assert len(rows) == 12
@@ -313,8 +297,8 @@ def test_tools_and_template_arguments_reach_the_template(served, tokenizer):
     body = {"raw_output": True, "chat_template_kwargs": {"style": "dry"}}
 
     def rendered(**options):
-        answer = served.openai.chat.completions.create(
-            model=NAME, messages=messages, tools=tools, max_tokens=1, extra_body=body, **options
+        answer = served.chat(
+            messages=messages, tools=tools, max_tokens=1, extra_body=body, **options
         )
         return tokenizer.decode(answer.choices[0].raw_output["prompt_token_ids"])
 
@@ -326,9 +310,7 @@ def test_tools_and_template_arguments_reach_the_template(served, tokenizer):
 def test_an_answer_without_a_limit_may_fill_the_context(serve):
     served = serve(max_seq_len=64)
 
-    answer = served.openai.chat.completions.create(
-        model=NAME, messages=[{"role": "user", "content": "hi"}], extra_body={"ignore_eos": True}
-    )
+    answer = served.chat(extra_body={"ignore_eos": True})
 
     assert answer.usage.total_tokens == 64
     assert answer.choices[0].finish_reason == "length"
@@ -351,7 +333,7 @@ REFUSED = {
 @pytest.mark.parametrize(("name", "fields"), REFUSED.items(), ids=REFUSED.keys())
 def test_what_would_change_the_draw_and_is_not_supported_is_refused(served, name, fields):
     with pytest.raises(openai.BadRequestError, match=f"{name} must be") as refused:
-        served.openai.completions.create(**({"model": NAME, "prompt": IDS} | fields))
+        served.complete(**fields)
 
     assert refused.value.body["type"] == "invalid_argument"
     assert refused.value.request_id == refused.value.body["request_id"]
@@ -377,16 +359,12 @@ REFUSED_CHATS = {
 
 @pytest.mark.parametrize(("name", "fields"), REFUSED_CHATS.items(), ids=REFUSED_CHATS.keys())
 def test_a_chat_that_cannot_be_had_is_refused_by_its_field(served, name, fields):
-    messages = [{"role": "user", "content": "hi"}]
-
     with pytest.raises(openai.BadRequestError, match=name):
-        served.openai.chat.completions.create(**({"model": NAME, "messages": messages} | fields))
+        served.chat(**fields)
 
 
 def test_values_that_change_nothing_are_taken(served):
-    answer = served.openai.completions.create(
-        model=NAME,
-        prompt=IDS,
+    answer = served.complete(
         frequency_penalty=0,
         presence_penalty=0.0,
         logit_bias={},
@@ -395,9 +373,7 @@ def test_values_that_change_nothing_are_taken(served):
         user="me",
         **DRAW,
     )
-    chat = served.openai.chat.completions.create(
-        model=NAME,
-        messages=[{"role": "user", "content": "hi"}],
+    chat = served.chat(
         tool_choice="auto",
         response_format={"type": "text"},
         store=False,
@@ -405,7 +381,7 @@ def test_values_that_change_nothing_are_taken(served):
         max_tokens=1,
     )
 
-    assert answer.choices[0].text == served.draw().text
+    assert answer.choices[0].text == served.sample().text
     assert chat.usage.completion_tokens == 1
 
 
@@ -413,17 +389,13 @@ def test_a_model_without_a_chat_template_says_so(serve, tokenizer):
     template, tokenizer.chat_template = tokenizer.chat_template, None
     try:
         with pytest.raises(openai.BadRequestError, match="must fit the model's chat template"):
-            serve().openai.chat.completions.create(
-                model=NAME, messages=[{"role": "user", "content": "hi"}]
-            )
+            serve().chat()
     finally:
         tokenizer.chat_template = template
 
 
 def test_a_stream_brings_text_while_it_is_drawn(served):
-    chunks = served.openai.completions.create(
-        model=NAME, prompt=IDS, stream=True, seed=7, max_tokens=250, extra_body={"ignore_eos": True}
-    )
+    chunks = served.complete(stream=True, seed=7, max_tokens=250, extra_body={"ignore_eos": True})
 
     first = next(chunks)
     running = served.engine.stats().running
@@ -432,19 +404,19 @@ def test_a_stream_brings_text_while_it_is_drawn(served):
     assert running == 1
     assert first.choices[0].finish_reason is None
     assert len(rest) > 20
-    assert joined([first, *rest]) == {0: served.draw(max_tokens=250).text}
-    assert [entry.choices[0].finish_reason for entry in rest[:-1]] == [None] * (len(rest) - 1)
+    assert joined([first, *rest]) == {0: served.sample(max_tokens=250).text}
+    assert [chunk.choices[0].finish_reason for chunk in rest[:-1]] == [None] * (len(rest) - 1)
     assert rest[-1].choices[0].finish_reason == "length"
     assert rest[-1].weight_version == 0
-    assert {entry.id for entry in rest} == {first.id}
+    assert {chunk.id for chunk in rest} == {first.id}
 
 
 def test_n_streams_are_told_apart_by_index_and_counted_at_the_end(served):
     options = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
 
-    chunks = list(served.openai.completions.create(model=NAME, prompt=IDS, **options, **DRAW))
+    chunks = list(served.complete(**options, **DRAW))
 
-    whole = served.openai.completions.create(model=NAME, prompt=IDS, n=3, **DRAW)
+    whole = served.complete(n=3, **DRAW)
     assert joined(chunks) == {choice.index: choice.text for choice in whole.choices}
     order = [chunk.choices[0].index for chunk in chunks[:-1]]
     assert order != sorted(order)
@@ -454,11 +426,11 @@ def test_n_streams_are_told_apart_by_index_and_counted_at_the_end(served):
 
 
 def test_streamed_logprobs_are_those_of_the_whole_answer(served):
-    fields = {"model": NAME, "prompt": IDS, "echo": True, "logprobs": 2}
+    fields = {"echo": True, "logprobs": 2}
 
-    chunks = list(served.openai.completions.create(**fields, stream=True, **DRAW))
+    chunks = list(served.complete(**fields, stream=True, **DRAW))
 
-    whole = served.openai.completions.create(**fields, **DRAW).choices[0]
+    whole = served.complete(**fields, **DRAW).choices[0]
     parts = [chunk.choices[0].logprobs for chunk in chunks]
     assert joined(chunks) == {0: whole.text}
     for name in ("tokens", "token_logprobs"):
@@ -469,52 +441,47 @@ def test_streamed_logprobs_are_those_of_the_whole_answer(served):
 
 
 def test_a_streamed_chat_tells_role_text_and_reason(served):
-    fields = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "n": 2}
-    fields |= {"logprobs": True}
+    fields = {"n": 2, "logprobs": True}
 
     chunks = list(
-        served.openai.chat.completions.create(
-            **fields, stream=True, stream_options={"include_usage": True}, **DRAW
-        )
+        served.chat(**fields, stream=True, stream_options={"include_usage": True}, **DRAW)
     )
 
-    whole = served.openai.chat.completions.create(**fields, **DRAW)
+    whole = served.chat(**fields, **DRAW)
     assert chunks[-1].usage == whole.usage
     for choice in whole.choices:
         own = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == choice.index]
-        assert [entry.delta.role for entry in own] == ["assistant"] + [None] * (len(own) - 1)
-        assert "".join(entry.delta.content or "" for entry in own) == choice.message.content
-        assert [entry.finish_reason for entry in own] == [None] * (len(own) - 1) + ["length"]
-        assert [row for entry in own for row in entry.logprobs.content] == choice.logprobs.content
+        assert [part.delta.role for part in own] == ["assistant"] + [None] * (len(own) - 1)
+        assert "".join(part.delta.content or "" for part in own) == choice.message.content
+        assert [part.finish_reason for part in own] == [None] * (len(own) - 1) + ["length"]
+        assert [row for part in own for row in part.logprobs.content] == choice.logprobs.content
 
 
 def test_a_stream_ends_before_its_stop_string_as_the_whole_answer_does(served):
-    drawn = served.draw(max_tokens=200)
+    sampled = served.sample(max_tokens=200)
     stop = next(
-        drawn.text[at : at + 3] for at in range(30, 200) if drawn.text[at : at + 3].isascii()
+        sampled.text[at : at + 3] for at in range(30, 200) if sampled.text[at : at + 3].isascii()
     )
-    fields = {"model": NAME, "prompt": IDS, "stop": ["never there", stop], "seed": 7}
+    fields = {"stop": ["never there", stop], "seed": 7}
     fields |= {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
 
-    chunks = list(served.openai.completions.create(**fields, stream=True))
+    chunks = list(served.complete(**fields, stream=True))
 
-    whole = served.openai.completions.create(**fields).choices[0]
+    whole = served.complete(**fields).choices[0]
     assert joined(chunks) == {0: whole.text}
-    assert whole.text == drawn.text[: drawn.text.index(stop)]
+    assert whole.text == sampled.text[: sampled.text.index(stop)]
     assert chunks[-1].choices[0].finish_reason == whole.finish_reason == "stop"
 
 
 def test_a_client_that_leaves_amid_a_stream_frees_its_rows(serve):
     served = serve()
-    chunks = served.openai.completions.create(
-        model=NAME, prompt=IDS, n=3, stream=True, max_tokens=500, extra_body={"ignore_eos": True}
-    )
+    chunks = served.complete(n=3, stream=True, max_tokens=500, extra_body={"ignore_eos": True})
     next(chunks)
     assert served.engine.stats().running == 3
 
     chunks.close()
 
-    until(lambda: served.engine.stats().running == 0)
+    wait_until(lambda: served.engine.stats().running == 0)
     assert served.engine.stats().cancelled == 3
     assert served.engine.stats().generated_tokens < 3 * 500
 
@@ -522,19 +489,17 @@ def test_a_client_that_leaves_amid_a_stream_frees_its_rows(serve):
 def test_what_fails_before_the_first_token_has_its_own_status_also_in_a_stream(serve):
     served = serve()
     with pytest.raises(openai.BadRequestError, match="temperature must be"):
-        served.openai.completions.create(model=NAME, prompt=IDS, temperature=-1, stream=True)
+        served.complete(temperature=-1, stream=True)
     served.engine.close()
     with pytest.raises(openai.APIStatusError) as closed:
-        served.openai.completions.create(model=NAME, prompt=IDS, stream=True)
+        served.complete(stream=True)
 
     assert closed.value.status_code == 410
 
 
 def test_what_fails_amid_a_stream_ends_it_with_an_error_event(serve):
     served = serve()
-    chunks = served.openai.completions.create(
-        model=NAME, prompt=IDS, stream=True, max_tokens=500, extra_body={"ignore_eos": True}
-    )
+    chunks = served.complete(stream=True, max_tokens=500, extra_body={"ignore_eos": True})
     next(chunks)
 
     served.engine.close()
@@ -561,4 +526,4 @@ async def test_the_asynchronous_client_streams_many_requests_at_once(served):
 
         texts = await asyncio.gather(*map(stream_text, range(20)))
 
-    assert texts == [served.draw(seed=seed).text for seed in range(20)]
+    assert texts == [served.sample(seed=seed).text for seed in range(20)]

@@ -4,16 +4,14 @@ import asyncio
 import itertools
 import threading
 
-import httpx
 import orjson
 import pytest
-import torch
+from tests.unit.inference.conftest import AppClient, until
 
 from hearth.errors import ConfigError
 from hearth.inference.backend import SampleRequest
 from hearth.inference.service import create_app
-from hearth.models.loading import base_tensors
-from hearth.sync.store import FolderBuckets, MemoryBuckets, MemorySnapshotStore, Snapshot
+from hearth.sync.store import FolderBuckets, MemoryBuckets, MemorySnapshotStore
 
 pytestmark = pytest.mark.slow
 
@@ -22,23 +20,21 @@ COMPLETIONS = "/inference/v1/completions"
 BODY = {"prompt": [1, 2, 3], "max_tokens": 8, "seed": 7, "ignore_eos": True, "raw_output": True}
 
 
-class Deployment:
+class Deployment(AppClient):
     """An engine with its app; made again on the same folder it is the deployment restarted."""
 
     def __init__(self, engine, snapshots, state_dir, **options):
         self.engine = engine
-        self.app = create_app(
-            engine, model_name="d", snapshots=snapshots, state_dir=state_dir, **options
+        super().__init__(
+            create_app(engine, model_name="d", snapshots=snapshots, state_dir=state_dir, **options)
         )
 
-    async def call(self, method, path, **options) -> httpx.Response:
-        transport = httpx.ASGITransport(self.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://d") as client:
-            return await client.request(method, path, timeout=30, **options)
+    async def post(self, identity, bucket=None):
+        headers = {} if bucket is None else {"x-hearth-snapshot-bucket": bucket}
+        return await self.call("POST", HOT_LOAD, json={"identity": identity}, headers=headers)
 
     async def load(self, identity, *, bucket=None):
-        headers = {} if bucket is None else {"x-hearth-snapshot-bucket": bucket}
-        posted = await self.call("POST", HOT_LOAD, json={"identity": identity}, headers=headers)
+        posted = await self.post(identity, bucket)
         assert posted.status_code == 200, posted.text
         return await self.replica(wait_for=identity, timeout_s="20")
 
@@ -46,24 +42,15 @@ class Deployment:
         answer = await self.call("GET", HOT_LOAD, params=question)
         return answer.json()["replicas"][0]
 
-    async def drawn(self):
+    async def sample(self):
         answer = (await self.call("POST", COMPLETIONS, json=BODY)).json()
         return answer["choices"][0]["raw_output"]["completion_token_ids"], answer["weight_version"]
 
 
 @pytest.fixture
-def snapshot(load):
+def snapshot(trained):
     """Weights of their own for each seed."""
-
-    def make(identity, seed=1):
-        tensors = base_tensors(load().module)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for tensor in tensors.values():
-                tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
-        return Snapshot.capture(identity, "base", "qwen", tensors)
-
-    return make
+    return lambda identity, seed=1: trained(identity, seed)[1]
 
 
 @pytest.fixture
@@ -91,14 +78,14 @@ async def test_a_restarted_deployment_serves_the_same_weights_under_the_same_ver
     before = deploy()
     await before.load("step-1")
     await before.load("step-2")
-    drawn = await before.drawn()
+    sampled = await before.sample()
 
     after = deploy()
     after.app.state.restored.result(timeout=20)
 
     assert remembered(tmp_path) == {"identity": "step-2", "weight_version": 2, "bucket": "default"}
-    assert drawn[1] == 2
-    assert await after.drawn() == drawn
+    assert sampled[1] == 2
+    assert await after.sample() == sampled
     replica = await after.replica()
     assert (replica["current_snapshot_identity"], replica["weight_version"]) == ("step-2", 2)
     assert replica["loading_state"]["stage"] == "done"
@@ -137,7 +124,7 @@ async def test_a_snapshot_that_is_gone_leaves_the_base_weights_and_its_version_i
 ):
     kept = MemoryBuckets()
     kept.bucket("default").put(snapshot("step-1"))
-    base = await deploy(kept).drawn()
+    base = await deploy(kept).sample()
     await deploy(kept).load("step-1")
 
     after = deploy(MemoryBuckets())
@@ -149,7 +136,7 @@ async def test_a_snapshot_that_is_gone_leaves_the_base_weights_and_its_version_i
     assert replica["loading_state"]["stage"] == "error"
     assert replica["loading_state"]["target_snapshot_identity"] == "step-1"
     assert "never saved here" in replica["loading_state"]["error_message"]
-    assert await after.drawn() == base
+    assert await after.sample() == base
     assert remembered(tmp_path)["identity"] == "step-1"
 
     again = deploy(kept)
@@ -225,7 +212,7 @@ async def test_the_header_names_the_bucket_and_the_default_is_the_deployments_ow
     assert missing["loading_state"]["stage"] == "error"
     after = deploy(default_bucket="job-a")
     after.app.state.restored.result(timeout=20)
-    assert await after.drawn() == await deployment.drawn()
+    assert await after.sample() == await deployment.sample()
 
 
 async def test_one_identity_in_two_buckets_is_refused_while_it_is_served(deploy, buckets, snapshot):
@@ -234,9 +221,7 @@ async def test_one_identity_in_two_buckets_is_refused_while_it_is_served(deploy,
     deployment = deploy(default_bucket="a")
     await deployment.load("step-1")
 
-    answer = await deployment.call(
-        "POST", HOT_LOAD, json={"identity": "step-1"}, headers={"x-hearth-snapshot-bucket": "b"}
-    )
+    answer = await deployment.post("step-1", "b")
 
     assert answer.status_code == 409
     assert "it is one of bucket 'a'" in answer.json()["error"]["message"]
@@ -249,9 +234,7 @@ async def test_one_identity_in_two_buckets_is_refused_while_it_is_served(deploy,
 async def test_a_bucket_that_cannot_be_is_refused(start, bucket, message):
     deployment = Deployment(start(), MemorySnapshotStore(), None)
 
-    answer = await deployment.call(
-        "POST", HOT_LOAD, json={"identity": "x"}, headers={"x-hearth-snapshot-bucket": bucket}
-    )
+    answer = await deployment.post("x", bucket)
 
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
@@ -268,7 +251,7 @@ async def test_a_repeated_hot_load_loads_once_and_after_an_error_again(start, sn
 
     deployment = Deployment(start(), Counting(), None)
     for _ in range(3):
-        await deployment.call("POST", HOT_LOAD, json={"identity": "step-1"})
+        await deployment.post("step-1")
     gate.set()
     failed = await deployment.replica(wait_for="step-1", timeout_s="20")
     assert (reads, failed["loading_state"]["stage"]) == (["step-1"], "error")
@@ -295,9 +278,9 @@ async def test_whoever_watches_the_phase_hears_each_change_once(start, snapshot)
     deployment = Deployment(start(), Slow(), None, on_phase=phases.append)
     await until(lambda: deployment.engine.stats().running == 0)
 
-    await asyncio.gather(*(deployment.drawn() for _ in range(5)))
+    await asyncio.gather(*(deployment.sample() for _ in range(5)))
     await until(lambda: phases[-1:] == ["idle"])
-    await deployment.call("POST", HOT_LOAD, json={"identity": "step-1"})
+    await deployment.post("step-1")
     await until(lambda: phases[-1] == "load_snapshot")
     gate.set()
     await deployment.replica(wait_for="step-1", timeout_s="20")
@@ -309,24 +292,21 @@ async def test_whoever_watches_the_phase_hears_each_change_once(start, snapshot)
     assert all(pair != other for pair, other in itertools.pairwise(phases))
 
 
-def test_a_watcher_that_fails_does_not_stop_the_engine(start):
-    engine = start()
-
+def test_a_watcher_that_fails_does_not_stop_the_engine(engine):
     def fail(phase):
         raise OSError(phase)
 
     engine.watch_phase(fail)
 
-    drawn = [
+    sampled = [
         engine.submit(SampleRequest(prompt=[1], max_tokens=3, ignore_eos=True)).result()
         for _ in range(2)
     ]
-    assert [len(completion.token_ids) for completion in drawn] == [3, 3]
+    assert [len(completion.token_ids) for completion in sampled] == [3, 3]
 
 
-def test_the_engine_rests_before_its_last_answer_is_told(start):
+def test_the_engine_rests_before_its_last_answer_is_told(engine):
     """Whoever gets it may compute next, and then has all threads."""
-    engine = start()
     phases = ["idle"]
     engine.watch_phase(phases.append)
     at_answers = []
@@ -342,9 +322,3 @@ def test_the_engine_rests_before_its_last_answer_is_told(start):
     ask(1).result()
 
     assert at_answers == ["sampling", "idle", "idle"]
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.002)

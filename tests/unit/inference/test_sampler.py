@@ -7,8 +7,10 @@ from hearth.inference.engine.sampler import SampledTokens, SamplingValues, sampl
 LOGITS = [2.0, 1.5, 1.5, 0.3, 0.0, -0.4, -1.0, -1.1, -2.0, -2.5, -4.0, -30.0]
 
 
-def draw(logits, count=1, *, temperature=1.0, top_p=1.0, top_k=0, first_seed=0) -> SampledTokens:
-    """``count`` draws from the same logits, with seeds in a row, at position 5."""
+def sample_rows(
+    logits, count=1, *, temperature=1.0, top_p=1.0, top_k=0, first_seed=0
+) -> SampledTokens:
+    """``count`` samples from the same logits, with seeds in a row, at position 5."""
     values = SamplingValues(
         np.full(count, temperature), np.full(count, top_p), np.full(count, top_k)
     )
@@ -50,7 +52,7 @@ CASES = {
 def test_draws_follow_the_distribution_that_was_asked_for(options):
     expected = naive_distribution(LOGITS, **options) * 20_000
 
-    counts = np.bincount(draw(LOGITS, 20_000, **options).tokens, minlength=len(LOGITS))
+    counts = np.bincount(sample_rows(LOGITS, 20_000, **options).tokens, minlength=len(LOGITS))
 
     assert counts[expected == 0].sum() == 0
     seen = expected > 1
@@ -62,10 +64,10 @@ def test_draws_follow_the_distribution_that_was_asked_for(options):
 def test_sampling_logprob_is_that_of_the_distribution_drawn_from(options):
     expected = naive_distribution(LOGITS, **options)
 
-    drawn = draw(LOGITS, 500, **options)
+    sampled = sample_rows(LOGITS, 500, **options)
 
     np.testing.assert_allclose(
-        drawn.sampling_logprobs, np.log(expected[drawn.tokens]), rtol=0, atol=2e-6
+        sampled.sampling_logprobs, np.log(expected[sampled.tokens]), rtol=0, atol=2e-6
     )
 
 
@@ -75,41 +77,43 @@ def test_truncation_keeps_exactly_the_naive_set(top_p, top_k):
     logits = torch.randn(50, generator=torch.Generator().manual_seed(top_k)).tolist()
     expected = naive_distribution(logits, top_p=top_p, top_k=top_k)
 
-    drawn = draw(logits, 3000, top_p=top_p, top_k=top_k)
+    sampled = sample_rows(logits, 3000, top_p=top_p, top_k=top_k)
 
-    assert set(drawn.tokens) <= set(np.flatnonzero(expected))
-    np.testing.assert_allclose(np.exp(drawn.sampling_logprobs), expected[drawn.tokens], rtol=3e-6)
+    assert set(sampled.tokens) <= set(np.flatnonzero(expected))
+    np.testing.assert_allclose(
+        np.exp(sampled.sampling_logprobs), expected[sampled.tokens], rtol=3e-6
+    )
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
 def test_raw_logprob_is_the_models_own_whatever_is_drawn_from(options):
     raw = torch.log_softmax(torch.tensor(LOGITS), -1).numpy()
 
-    drawn = draw(LOGITS, 100, **options)
+    sampled = sample_rows(LOGITS, 100, **options)
 
-    np.testing.assert_array_equal(drawn.logprobs, raw[drawn.tokens])
+    np.testing.assert_array_equal(sampled.logprobs, raw[sampled.tokens])
 
 
 def test_without_truncation_at_temperature_1_both_logprobs_have_the_same_bits():
-    drawn = draw(LOGITS, 100)
+    sampled = sample_rows(LOGITS, 100)
 
-    np.testing.assert_array_equal(drawn.logprobs, drawn.sampling_logprobs)
+    np.testing.assert_array_equal(sampled.logprobs, sampled.sampling_logprobs)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 1e-30])
 def test_a_temperature_near_zero_takes_the_most_probable_token(temperature):
-    drawn = draw(LOGITS, 200, temperature=temperature)
+    sampled = sample_rows(LOGITS, 200, temperature=temperature)
 
-    assert set(drawn.tokens) == {0}
-    assert set(drawn.sampling_logprobs) == {0.0}
+    assert set(sampled.tokens) == {0}
+    assert set(sampled.sampling_logprobs) == {0.0}
 
 
 def test_tokens_without_probability_are_never_drawn():
     logits = [-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]
 
-    drawn = draw(logits, 50_000)
+    sampled = sample_rows(logits, 50_000)
 
-    assert set(drawn.tokens) == {1, 3}
+    assert set(sampled.tokens) == {1, 3}
 
 
 def test_rows_do_not_depend_on_the_rows_beside_them():
@@ -123,13 +127,8 @@ def test_rows_do_not_depend_on_the_rows_beside_them():
     together = sample(logits, values, seeds, positions)
 
     for row in range(40):
-        entry = slice(row, row + 1)
-        alone = sample(
-            logits[entry],
-            SamplingValues(values.temperature[entry], values.top_p[entry], values.top_k[entry]),
-            seeds[entry],
-            positions[entry],
-        )
+        own = np.array([row])
+        alone = sample(logits[own], values.select(own), seeds[own], positions[own])
         assert alone.tokens[0] == together.tokens[row]
         assert alone.logprobs[0] == together.logprobs[row]
         assert alone.sampling_logprobs[0] == together.sampling_logprobs[row]

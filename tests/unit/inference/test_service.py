@@ -2,16 +2,13 @@ import asyncio
 import json
 import threading
 
-import httpx
 import pytest
-import torch
+from tests.unit.inference.conftest import AppClient, ask, until
 
-from hearth.inference.backend import SampleRequest
 from hearth.inference.service import create_app
-from hearth.models.loading import base_tensors
-from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora
+from hearth.models.lora import LoraOptions
 from hearth.sdk.sampling import completion_seed
-from hearth.sync.store import MemorySnapshotStore, Snapshot
+from hearth.sync.store import MemorySnapshotStore
 from hearth.wire.completions import CompletionResponse
 
 PATH = "/inference/v1/completions"
@@ -19,24 +16,25 @@ HOT_LOAD = "/hot_load/v1/models/hot_load"
 NAME = "accounts/me/deployments/d"
 
 
-class Site:
-    """A deployment's app with its engine and its snapshots, and a client for each call."""
+class Site(AppClient):
+    """A deployment's app with its engine and its snapshots."""
 
     def __init__(self, engine):
         self.engine = engine
         self.snapshots = MemorySnapshotStore()
-        self.app = create_app(engine, model_name=NAME, snapshots=self.snapshots)
-
-    async def call(self, method, path, **options) -> httpx.Response:
-        transport = httpx.ASGITransport(self.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://d") as client:
-            return await client.request(method, path, timeout=30, **options)
+        super().__init__(create_app(engine, model_name=NAME, snapshots=self.snapshots))
 
     async def complete(self, path=PATH, **fields) -> dict:
         body = {"prompt": [1, 2, 3], "max_tokens": 8, "seed": 7, "ignore_eos": True} | fields
         answer = await self.call("POST", path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    async def load(self, identity, **order) -> dict:
+        """The replica's state once a snapshot is served, or cannot be."""
+        await self.call("POST", HOT_LOAD, json={"identity": identity} | order)
+        question = {"wait_for": identity, "timeout_s": "20"}
+        return (await self.call("GET", HOT_LOAD, params=question)).json()["replicas"][0]
 
 
 @pytest.fixture
@@ -45,29 +43,13 @@ def site(start):
 
 
 @pytest.fixture
-def drawn(site):
+def sampled(site):
     """What the engine draws for the service's default request."""
-    return site.engine.submit(
-        SampleRequest(prompt=[1, 2, 3], max_tokens=8, seed=7, ignore_eos=True, prompt_logprobs=True)
-    ).result()
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-def snapshot_of(load, identity, shift=0.01) -> Snapshot:
-    tensors = base_tensors(load().module)
-    with torch.no_grad():
-        for tensor in tensors.values():
-            tensor += shift
-    return Snapshot.capture(identity, "base", "qwen", tensors)
+    return site.engine.submit(ask(max_tokens=8, prompt_logprobs=True)).result()
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/completions"])
-async def test_a_completion_tells_text_reason_usage_and_version(site, drawn, path):
+async def test_a_completion_tells_text_reason_usage_and_version(site, sampled, path):
     answer = await site.complete(path, model=NAME)
 
     assert CompletionResponse.model_validate(answer).weight_version == 0
@@ -75,73 +57,71 @@ async def test_a_completion_tells_text_reason_usage_and_version(site, drawn, pat
     assert answer["model"] == NAME
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
     (choice,) = answer["choices"]
-    assert choice == {"index": 0, "text": drawn.text, "finish_reason": "length"}
+    assert choice == {"index": 0, "text": sampled.text, "finish_reason": "length"}
 
 
-async def test_raw_output_holds_the_drawn_ids_and_their_versions(site, drawn):
+async def test_raw_output_holds_the_drawn_ids_and_their_versions(site, sampled):
     (choice,) = (await site.complete(raw_output=True))["choices"]
 
-    assert choice["raw_output"] == {"completion_token_ids": drawn.token_ids, "versions": [[0, 8]]}
+    assert choice["raw_output"] == {"completion_token_ids": sampled.token_ids, "versions": [[0, 8]]}
 
 
 async def test_logprob_objects_hold_both_logprobs_of_each_drawn_token(site, tokenizer):
     answer = await site.complete(logprobs=True, raw_output=True, temperature=0.5)
 
-    drawn = site.engine.submit(
-        SampleRequest(prompt=[1, 2, 3], max_tokens=8, seed=7, ignore_eos=True, temperature=0.5)
-    ).result()
+    sampled = site.engine.submit(ask(max_tokens=8, temperature=0.5)).result()
     (choice,) = answer["choices"]
-    texts = [tokenizer.decode([token]) for token in drawn.token_ids]
+    texts = [tokenizer.decode([token]) for token in sampled.token_ids]
     assert choice["logprobs"]["tokens"] == texts
-    assert choice["logprobs"]["token_logprobs"] == drawn.logprobs
+    assert choice["logprobs"]["token_logprobs"] == sampled.logprobs
     assert choice["logprobs"]["content"] == [
         {"token": text, "token_id": token, "logprob": own, "sampling_logprob": sampling}
         for text, token, own, sampling in zip(
-            texts, drawn.token_ids, drawn.logprobs, drawn.sampling_logprobs, strict=True
+            texts, sampled.token_ids, sampled.logprobs, sampled.sampling_logprobs, strict=True
         )
     ]
     assert "logprobs" not in choice["raw_output"]
 
 
-async def test_logprob_arrays_stand_in_raw_output_and_leave_the_objects_out(site, drawn):
+async def test_logprob_arrays_stand_in_raw_output_and_leave_the_objects_out(site, sampled):
     answer = await site.complete(logprobs=True, logprob_format="arrays")
 
     (choice,) = answer["choices"]
     assert "logprobs" not in choice
-    assert choice["raw_output"]["logprobs"] == drawn.logprobs
-    assert choice["raw_output"]["sampling_logprobs"] == drawn.sampling_logprobs
+    assert choice["raw_output"]["logprobs"] == sampled.logprobs
+    assert choice["raw_output"]["sampling_logprobs"] == sampled.sampling_logprobs
 
 
-async def test_echoed_arrays_begin_with_the_prompt(site, drawn):
+async def test_echoed_arrays_begin_with_the_prompt(site, sampled):
     answer = await site.complete(logprobs=True, logprob_format="arrays", echo=True)
 
     raw = answer["choices"][0]["raw_output"]
-    assert raw["completion_token_ids"] == [1, 2, 3, *drawn.token_ids]
-    assert raw["logprobs"] == [*drawn.prompt_logprobs, *drawn.logprobs]
+    assert raw["completion_token_ids"] == [1, 2, 3, *sampled.token_ids]
+    assert raw["logprobs"] == [*sampled.prompt_logprobs, *sampled.logprobs]
     assert raw["logprobs"][0] is None
-    assert raw["sampling_logprobs"] == [None, None, None, *drawn.sampling_logprobs]
+    assert raw["sampling_logprobs"] == [None, None, None, *sampled.sampling_logprobs]
 
 
-async def test_echoed_objects_have_a_number_in_every_row_for_the_official_client(site, drawn):
+async def test_echoed_objects_have_a_number_in_every_row_for_the_official_client(site, sampled):
     answer = await site.complete(logprobs=True, raw_output=True, echo=True)
 
     logprobs = answer["choices"][0]["logprobs"]
     rows = [row["logprob"] for row in logprobs["content"]]
-    assert rows == [0.0, *drawn.prompt_logprobs[1:], *drawn.logprobs]
-    assert logprobs["token_logprobs"] == [*drawn.prompt_logprobs, *drawn.logprobs]
+    assert rows == [0.0, *sampled.prompt_logprobs[1:], *sampled.logprobs]
+    assert logprobs["token_logprobs"] == [*sampled.prompt_logprobs, *sampled.logprobs]
     assert ["sampling_logprob" in row for row in logprobs["content"]] == [False] * 3 + [True] * 8
 
 
-async def test_max_tokens_0_with_echo_scores_the_prompt(site, drawn):
+async def test_max_tokens_0_with_echo_scores_the_prompt(site, sampled):
     answer = await site.complete(max_tokens=0, echo=True, logprobs=True, logprob_format="arrays")
 
     (choice,) = answer["choices"]
     assert choice["raw_output"]["completion_token_ids"] == [1, 2, 3]
-    assert choice["raw_output"]["logprobs"] == drawn.prompt_logprobs
+    assert choice["raw_output"]["logprobs"] == sampled.prompt_logprobs
     assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 0)
 
 
-async def test_echo_last_echoes_and_scores_the_end_of_the_prompt_alone(site, drawn, tokenizer):
+async def test_echo_last_echoes_and_scores_the_end_of_the_prompt_alone(site, sampled, tokenizer):
     arrays = {"logprobs": True, "logprob_format": "arrays"}
 
     (choice,) = (await site.complete(echo_last=2, **arrays))["choices"]
@@ -149,10 +129,12 @@ async def test_echo_last_echoes_and_scores_the_end_of_the_prompt_alone(site, dra
     (whole,) = (await site.complete(echo_last=9, max_tokens=0, **arrays))["choices"]
 
     raw = choice["raw_output"]
-    assert raw["completion_token_ids"] == [2, 3, *drawn.token_ids]
-    assert raw["logprobs"] == pytest.approx([*drawn.prompt_logprobs[1:], *drawn.logprobs], abs=1e-5)
-    assert raw["sampling_logprobs"] == [None, None, *drawn.sampling_logprobs]
-    assert choice["text"] == tokenizer.decode([2, 3]) + drawn.text
+    assert raw["completion_token_ids"] == [2, 3, *sampled.token_ids]
+    assert raw["logprobs"] == pytest.approx(
+        [*sampled.prompt_logprobs[1:], *sampled.logprobs], abs=1e-5
+    )
+    assert raw["sampling_logprobs"] == [None, None, *sampled.sampling_logprobs]
+    assert choice["text"] == tokenizer.decode([2, 3]) + sampled.text
     assert scored["raw_output"]["completion_token_ids"] == [2, 3]
     assert scored["raw_output"]["logprobs"] == raw["logprobs"][:2]
     assert whole["raw_output"]["completion_token_ids"] == [1, 2, 3]
@@ -299,8 +281,8 @@ async def test_health_tells_the_version(site):
     assert answer.json() == {"status": "ok", "weight_version": 0}
 
 
-async def test_a_hot_load_is_answered_at_once_and_waited_for(site, load):
-    site.snapshots.put(snapshot_of(load, "step-1"))
+async def test_a_hot_load_is_answered_at_once_and_waited_for(site, trained):
+    site.snapshots.put(trained()[1])
     before = await site.call("GET", HOT_LOAD)
 
     posted = await site.call("POST", HOT_LOAD, json={"identity": "step-1"})
@@ -328,11 +310,8 @@ async def test_a_hot_load_is_answered_at_once_and_waited_for(site, load):
 
 
 async def test_a_hot_load_of_an_unknown_snapshot_ends_in_the_error_stage(site):
-    await site.call("POST", HOT_LOAD, json={"identity": "gone"})
+    loading = (await site.load("gone"))["loading_state"]
 
-    answer = await site.call("GET", HOT_LOAD, params={"wait_for": "gone", "timeout_s": "20"})
-
-    loading = answer.json()["replicas"][0]["loading_state"]
     assert (loading["stage"], loading["target_snapshot_identity"]) == ("error", "gone")
     assert "never saved here" in loading["error_message"]
 
@@ -351,31 +330,24 @@ async def test_a_bad_wait_is_answered_400(site, text):
     assert "timeout_s must be a number of seconds >= 0" in answer.json()["error"]["message"]
 
 
-async def test_a_hot_load_amid_requests_drops_none(site, load):
-    site.snapshots.put(snapshot_of(load, "step-1"))
+async def test_a_hot_load_amid_requests_drops_none(site, trained):
+    site.snapshots.put(trained()[1])
     early = [asyncio.ensure_future(site.complete(seed=i, max_tokens=100)) for i in range(8)]
     await until(lambda: site.engine.stats().running == 8)
 
-    await site.call("POST", HOT_LOAD, json={"identity": "step-1"})
-    await site.call("GET", HOT_LOAD, params={"wait_for": "step-1", "timeout_s": "20"})
+    await site.load("step-1")
     late = await asyncio.gather(*(site.complete(seed=i, max_tokens=100) for i in range(8)))
 
-    assert {entry["weight_version"] for entry in late} == {1}
+    assert {answer["weight_version"] for answer in late} == {1}
     for answer in await asyncio.gather(*early):
         assert (answer["weight_version"], answer["usage"]["completion_tokens"]) == (0, 100)
 
 
-async def test_an_adapter_is_listed_as_loaded(site, load):
-    model, options = load(), LoraOptions(rank=2)
-    attach_lora(model, options)
-    site.snapshots.put(
-        Snapshot.capture("a-1", "lora", "qwen", adapter_tensors(model), options.as_metadata())
-    )
+async def test_an_adapter_is_listed_as_loaded(site, trained):
+    site.snapshots.put(trained("a-1", lora=LoraOptions(rank=2))[1])
 
-    await site.call("POST", HOT_LOAD, json={"identity": "a-1", "reset_prompt_cache": True})
-    answer = await site.call("GET", HOT_LOAD, params={"wait_for": "a-1", "timeout_s": "20"})
+    replica = await site.load("a-1", reset_prompt_cache=True)
 
-    (replica,) = answer.json()["replicas"]
     assert replica["loaded_adapters"] == [{"identity": "a-1", "status": "loaded"}]
 
 
@@ -421,8 +393,8 @@ def test_several_event_loops_at_once_and_after_each_other_are_served(site):
             )
 
         results[name] = [
-            entry["choices"][0]["raw_output"]["completion_token_ids"]
-            for entry in asyncio.run(many())
+            answer["choices"][0]["raw_output"]["completion_token_ids"]
+            for answer in asyncio.run(many())
         ]
 
     threads = [threading.Thread(target=run, args=(name,)) for name in ("a", "b")]
