@@ -17,6 +17,11 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=[1, 2])
+def one_or_two_threads(request: pytest.FixtureRequest, threads: Callable[[int], None]) -> None:
+    threads(request.param)
+
+
 @pytest.fixture
 def loops() -> Kernels:
     loops = kernels()

@@ -30,13 +30,10 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.usefixtures("one_or_two_threads")
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (16, 64), (5, 513), (MANY, 4099)])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
-def test_rows_are_normalized(
-    loops: Kernels, threads: SetThreads, shape: tuple[int, int], scale: float, count: int
-) -> None:
-    threads(count)
+def test_rows_are_normalized(loops: Kernels, shape: tuple[int, int], scale: float) -> None:
     x, y, weight = random(*shape, scale=scale), random(*shape, seed=1), random(shape[1], seed=2)
     alone, added, total = torch.empty_like(x), torch.empty_like(x), x.clone()
 
@@ -48,12 +45,11 @@ def test_rows_are_normalized(
     assert_close(added, normed(x + y, weight))
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.usefixtures("one_or_two_threads")
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (MANY, 4099)])
 def test_a_gated_product_is_exact_over_the_whole_range_of_gates(
-    loops: Kernels, threads: SetThreads, shape: tuple[int, int], count: int
+    loops: Kernels, shape: tuple[int, int]
 ) -> None:
-    threads(count)
     both = random(shape[0], 2 * shape[1], scale=30.0)
     both[0, 0], both[-1, -1] = -87.5, 1e6
     out = torch.empty(shape)
@@ -186,23 +182,15 @@ def step(
     )
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.usefixtures("one_or_two_threads")
 @pytest.mark.parametrize(
     ("bias", "norm"), [(False, False), (True, False), (False, True), (True, True)]
 )
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
 @pytest.mark.parametrize("dim", [6, 8, 32, 64, 80, 128])
 def test_a_decoding_step_attends_as_written(
-    loops: Kernels,
-    threads: SetThreads,
-    dim: int,
-    heads: int,
-    kv_heads: int,
-    bias: bool,
-    norm: bool,
-    count: int,
+    loops: Kernels, dim: int, heads: int, kv_heads: int, bias: bool, norm: bool
 ) -> None:
-    threads(count)
     case = step(dim, heads, kv_heads, bias=bias, norm=norm)
 
     found, expected = case.run(loops), case.expected()
@@ -279,13 +267,12 @@ def sample(
     )
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.usefixtures("one_or_two_threads")
 @pytest.mark.parametrize("offset", [0.0, 1e4])
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 1.3, 5.0])
 def test_a_draw_inverts_the_cumulative_distribution(
-    loops: Kernels, threads: SetThreads, temperature: float, offset: float, count: int
+    loops: Kernels, temperature: float, offset: float
 ) -> None:
-    threads(count)
     logits = random(200, 997, scale=3.0) + offset
     fractions = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 

@@ -56,13 +56,10 @@ def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.usefixtures("one_or_two_threads")
 @pytest.mark.parametrize("shape", [(1, 7), (3, 64), (37, 513)])
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 1e4])
-def test_norms_have_the_plain_values_and_gradients(
-    threads: SetThreads, shape: tuple[int, int], scale: float, count: int
-) -> None:
-    threads(count)
+def test_norms_have_the_plain_values_and_gradients(shape: tuple[int, int], scale: float) -> None:
     x, weight = random(*shape, scale=scale), random(shape[1], seed=1)
     more = random(*shape, seed=2, scale=scale)
 
@@ -97,13 +94,12 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert norm.grad is None
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.usefixtures("one_or_two_threads")
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (37, 513)])
 @pytest.mark.parametrize("scale", [1.0, 30.0, 300.0])
 def test_the_gated_product_has_the_plain_values_and_gradients(
-    threads: SetThreads, shape: tuple[int, int], scale: float, count: int
+    shape: tuple[int, int], scale: float
 ) -> None:
-    threads(count)
     inputs = [random(*shape, scale=scale), random(*shape, seed=1)]
 
     assert_same(silu_mul, lambda gate, up: torch.nn.functional.silu(gate) * up, inputs)
@@ -139,12 +135,9 @@ def plain_rope(x: Tensor, rotations: tuple[Tensor, Tensor], positions: Tensor) -
     return x * cosines + torch.cat([-high, low], dim=-1) * sines
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.usefixtures("one_or_two_threads")
 @pytest.mark.parametrize("dim", [2, 6, 8, 32, 64, 80, 128])
-def test_rotated_heads_have_the_plain_values_and_gradients(
-    threads: SetThreads, dim: int, count: int
-) -> None:
-    threads(count)
+def test_rotated_heads_have_the_plain_values_and_gradients(dim: int) -> None:
     # Cosines and sines of both halves differ here, as no model's do, so that none is mistaken.
     angles = random(50, dim, seed=7)
     rotations = (angles.cos(), angles.sin())
@@ -227,13 +220,10 @@ def attention_inputs(
     ]
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.usefixtures("one_or_two_threads")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (3, 1)])
 @pytest.mark.parametrize("dim", [2, 6, 8, 32, 64, 80, 128])
-def test_attention_in_a_tree_is_masked_attention(
-    threads: SetThreads, dim: int, heads: int, kv_heads: int, count: int
-) -> None:
-    threads(count)
+def test_attention_in_a_tree_is_masked_attention(dim: int, heads: int, kv_heads: int) -> None:
     tree = make_tree(TREES["clusters of all kinds"])
 
     assert_same(
@@ -348,14 +338,13 @@ def plain_score(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     return (logits / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.usefixtures("one_or_two_threads")
 @pytest.mark.parametrize("vocab", [2, 7, 96, 1001])
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 5.0])
 @pytest.mark.parametrize("offset", [0.0, -1e4])
 def test_scores_have_the_plain_values_and_gradients(
-    threads: SetThreads, vocab: int, temperature: float, offset: float, count: int
+    vocab: int, temperature: float, offset: float
 ) -> None:
-    threads(count)
     logits = random(33, vocab, scale=4.0) + offset
     targets = torch.arange(33) % vocab
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load
 from tests.unit.tiny import checksum
 
 from hearth.errors import EngineError, NotFoundError, RequestError
@@ -61,6 +62,16 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> SnapshotStore:
 
 
 @pytest.fixture
+def any_trainer(store: SnapshotStore) -> Trainer:
+    return Trainer(store)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    return Trainer(FolderSnapshotStore(tmp_path))
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> FolderSnapshotStore:
     return FolderSnapshotStore(tmp_path)
 
@@ -74,39 +85,36 @@ def edit(path: Path, **changes: Any) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest | changes))
 
 
-def test_every_link_of_a_chain_is_the_weights_of_its_moment(store: SnapshotStore) -> None:
-    trainer = Trainer(store)
+def test_every_link_of_a_chain_is_the_weights_of_its_moment(any_trainer: Trainer) -> None:
+    any_trainer.run("a", "b", "c", "d")
 
-    trainer.run("a", "b", "c", "d")
-
-    assert kinds(store) == ["base", "delta", "delta", "delta"]
-    assert [store.get(name).parent for name in "abcd"] == [None, "a", "b", "c"]
+    assert kinds(any_trainer.store) == ["base", "delta", "delta", "delta"]
+    assert [any_trainer.store.get(name).parent for name in "abcd"] == [None, "a", "b", "c"]
     for name in "abcd":
-        found = resolve(store, name)
+        found = resolve(any_trainer.store, name)
         assert (found.identity, found.kind) == (name, "base")
-        assert same(found.tensors, trainer.history[name])
+        assert same(found.tensors, any_trainer.history[name])
 
 
-def test_a_delta_leaves_out_what_did_not_change(store: SnapshotStore) -> None:
-    trainer = Trainer(store)
-    trainer.run("a", "b")
+def test_a_delta_leaves_out_what_did_not_change(any_trainer: Trainer) -> None:
+    any_trainer.run("a", "b")
 
-    delta = store.get("b")
+    delta = any_trainer.store.get("b")
 
     assert {key.split("/")[0] for key in delta.tensors} == {"embed", "layer"}
     base_bytes, delta_bytes = (
-        sum(tensor.nbytes for tensor in store.get(name).tensors.values()) for name in "ab"
+        sum(tensor.nbytes for tensor in any_trainer.store.get(name).tensors.values())
+        for name in "ab"
     )
     assert delta_bytes * 10 < base_bytes
 
 
-def test_weights_that_did_not_change_make_an_empty_delta(store: SnapshotStore) -> None:
-    trainer = Trainer(store)
-    trainer.save("a")
-    trainer.save("b")
+def test_weights_that_did_not_change_make_an_empty_delta(any_trainer: Trainer) -> None:
+    any_trainer.save("a")
+    any_trainer.save("b")
 
-    assert store.get("b").tensors == {}
-    assert same(resolve(store, "b").tensors, trainer.history["a"])
+    assert any_trainer.store.get("b").tensors == {}
+    assert same(resolve(any_trainer.store, "b").tensors, any_trainer.history["a"])
 
 
 def test_in_memory_a_trainer_and_a_deployment_share_one_copy() -> None:
@@ -123,11 +131,10 @@ def test_in_memory_a_trainer_and_a_deployment_share_one_copy() -> None:
     assert second["embed"].data_ptr() != trainer.weights["embed"].data_ptr()
 
 
-def test_a_delta_says_what_it_leads_to_and_from_where(folder: FolderSnapshotStore) -> None:
-    trainer = Trainer(folder)
+def test_a_delta_says_what_it_leads_to_and_from_where(trainer: Trainer) -> None:
     trainer.run("a", "b")
 
-    delta, base = folder.get("b"), folder.get("a")
+    delta, base = trainer.store.get("b"), trainer.store.get("a")
 
     assert delta.entries is not None
     assert base.entries is not None
@@ -137,113 +144,100 @@ def test_a_delta_says_what_it_leads_to_and_from_where(folder: FolderSnapshotStor
 
 
 @pytest.mark.parametrize("as_delta", [True, False])
-def test_without_a_previous_snapshot_there_is_a_base(store: SnapshotStore, as_delta: bool) -> None:
-    trainer = Trainer(store)
+def test_without_a_previous_snapshot_there_is_a_base(any_trainer: Trainer, as_delta: bool) -> None:
+    any_trainer.save("a", delta=as_delta)
 
-    trainer.save("a", delta=as_delta)
-
-    assert store.get("a").kind == "base"
+    assert any_trainer.store.get("a").kind == "base"
 
 
-def test_after_forgetting_the_next_one_is_a_base(store: SnapshotStore) -> None:
-    trainer = Trainer(store)
-    trainer.run("a", "b")
+def test_after_forgetting_the_next_one_is_a_base(any_trainer: Trainer) -> None:
+    any_trainer.run("a", "b")
 
-    trainer.published.forget()
-    trainer.run("c", "d")
+    any_trainer.published.forget()
+    any_trainer.run("c", "d")
 
-    assert kinds(store) == ["base", "delta", "base", "delta"]
-    assert same(resolve(store, "d").tensors, trainer.history["d"])
-
-
-def test_a_base_that_is_asked_for_begins_a_new_chain(store: SnapshotStore) -> None:
-    trainer = Trainer(store)
-    trainer.run("a", "b")
-    trainer.save("c", delta=False)
-    trainer.step()
-    trainer.save("d")
-
-    assert kinds(store) == ["base", "delta", "base", "delta"]
-    assert store.get("d").parent == "c"
+    assert kinds(any_trainer.store) == ["base", "delta", "base", "delta"]
+    assert same(resolve(any_trainer.store, "d").tensors, any_trainer.history["d"])
 
 
-def test_a_save_that_fails_is_followed_by_a_base(folder: FolderSnapshotStore) -> None:
-    trainer = Trainer(folder)
+def test_a_base_that_is_asked_for_begins_a_new_chain(any_trainer: Trainer) -> None:
+    any_trainer.run("a", "b")
+    any_trainer.save("c", delta=False)
+    any_trainer.step()
+    any_trainer.save("d")
+
+    assert kinds(any_trainer.store) == ["base", "delta", "base", "delta"]
+    assert any_trainer.store.get("d").parent == "c"
+
+
+def test_a_save_that_fails_is_followed_by_a_base(trainer: Trainer) -> None:
     trainer.run("a", "b")
 
     with pytest.raises(RequestError, match="must be new, got 'a'"):
         trainer.save("a")
     trainer.run("c")
 
-    assert folder.get("c").kind == "base"
-    assert same(resolve(folder, "c").tensors, trainer.history["c"])
+    assert trainer.store.get("c").kind == "base"
+    assert same(resolve(trainer.store, "c").tensors, trainer.history["c"])
 
 
 def test_a_parent_that_the_store_has_dropped_is_followed_by_a_base(
-    folder: FolderSnapshotStore, tmp_path: Path
+    trainer: Trainer, tmp_path: Path
 ) -> None:
-    trainer = Trainer(folder)
     trainer.run("a", "b")
     shutil.rmtree(tmp_path / "b")
 
     trainer.run("c")
 
-    assert folder.get("c").kind == "base"
+    assert trainer.store.get("c").kind == "base"
 
 
-def test_weights_of_another_shape_are_followed_by_a_base(store: SnapshotStore) -> None:
-    trainer = Trainer(store)
-    trainer.run("a")
-    trainer.weights["norm"] = torch.ones(40).bfloat16()
+def test_weights_of_another_shape_are_followed_by_a_base(any_trainer: Trainer) -> None:
+    any_trainer.run("a")
+    any_trainer.weights["norm"] = torch.ones(40).bfloat16()
 
-    trainer.run("b")
+    any_trainer.run("b")
 
-    assert store.get("b").kind == "base"
-
-
-def test_saving_twice_changes_nothing_and_the_chain_goes_on(store: SnapshotStore) -> None:
-    trainer = Trainer(store)
-    trainer.run("a")
-    trainer.save("b")
-    trainer.save("b")
-    trainer.step()
-    trainer.save("c")
-
-    assert store.names() == ["a", "b", "c"]
-    assert [store.get(name).parent for name in "bc"] == ["a", "b"]
-    assert same(resolve(store, "c").tensors, trainer.history["c"])
+    assert any_trainer.store.get("b").kind == "base"
 
 
-def test_a_chain_ends_before_it_is_long(folder: FolderSnapshotStore) -> None:
-    trainer = Trainer(folder)
+def test_saving_twice_changes_nothing_and_the_chain_goes_on(any_trainer: Trainer) -> None:
+    any_trainer.run("a")
+    any_trainer.save("b")
+    any_trainer.save("b")
+    any_trainer.step()
+    any_trainer.save("c")
 
+    assert any_trainer.store.names() == ["a", "b", "c"]
+    assert [any_trainer.store.get(name).parent for name in "bc"] == ["a", "b"]
+    assert same(resolve(any_trainer.store, "c").tensors, any_trainer.history["c"])
+
+
+def test_a_chain_ends_before_it_is_long(trainer: Trainer) -> None:
     trainer.run(*(f"s{number}" for number in range(70)))
 
-    kinds = [folder.get(name).kind for name in trainer.history]
+    kinds = [trainer.store.get(name).kind for name in trainer.history]
     assert kinds == ["base", *["delta"] * 64, "base", *["delta"] * 4]
 
 
-def test_a_chain_of_large_deltas_ends_early(folder: FolderSnapshotStore) -> None:
-    trainer = Trainer(folder)
+def test_a_chain_of_large_deltas_ends_early(trainer: Trainer) -> None:
     for number in range(6):
         trainer.save(f"s{number}")
         trainer.weights = {name: tensor + 1 for name, tensor in trainer.weights.items()}
 
-    kinds = [folder.get(name).kind for name in trainer.history]
+    kinds = [trainer.store.get(name).kind for name in trainer.history]
     # Two deltas of a base's size each.
     assert kinds == ["base", "delta", "delta", "base", "delta", "delta"]
 
 
-def test_a_missing_base_is_named_with_what_is_there(
-    folder: FolderSnapshotStore, tmp_path: Path
-) -> None:
-    Trainer(folder).run("a", "b", "c")
+def test_a_missing_base_is_named_with_what_is_there(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.run("a", "b", "c")
     shutil.rmtree(tmp_path / "a")
 
     with pytest.raises(
         EngineError, match=r"delta 'b' must follow its parent: expected 'a', found \['b', 'c'\]"
     ):
-        resolve(folder, "c")
+        resolve(trainer.store, "c")
 
 
 def test_a_missing_top_is_not_found(store: SnapshotStore) -> None:
@@ -251,35 +245,27 @@ def test_a_missing_top_is_not_found(store: SnapshotStore) -> None:
         resolve(store, "gone")
 
 
-def test_a_truncated_link_is_named_with_both_sizes(
-    folder: FolderSnapshotStore, tmp_path: Path
-) -> None:
-    Trainer(folder).run("a", "b", "c")
+def test_a_truncated_link_is_named_with_both_sizes(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.run("a", "b", "c")
     path = tmp_path / "b" / "weights.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-3])
 
     with pytest.raises(EngineError) as caught:
-        resolve(folder, "c")
+        resolve(trainer.store, "c")
 
     message = str(caught.value)
-    expected = sum(tensor.nbytes for tensor in resolved_parts(tmp_path, whole).values())
+    expected = sum(tensor.nbytes for tensor in load(whole).values())
     assert "delta 'c' must follow its parent 'b': b/weights.safetensors" in message
     assert f"hold {expected} bytes of tensors, got {len(whole) - 3} bytes" in message
 
 
-def resolved_parts(tmp_path: Path, whole: bytes) -> Tensors:
-    from safetensors.torch import load
-
-    return load(whole)
-
-
 def test_a_parent_with_other_weights_is_named_with_both_digests(
-    folder: FolderSnapshotStore, tmp_path: Path
+    trainer: Trainer, tmp_path: Path
 ) -> None:
-    Trainer(folder).run("a", "b")
+    trainer.run("a", "b")
     shutil.rmtree(tmp_path / "a")
-    other = Trainer(folder)
+    other = Trainer(trainer.store)
     other.step()
     other.run("a")
 
@@ -288,14 +274,14 @@ def test_a_parent_with_other_weights_is_named_with_both_digests(
         match=r"'b' must go on top of the weights of 'a': expected "
         r"blake2b:\w+, found blake2b:\w+",
     ):
-        resolve(folder, "b")
+        resolve(trainer.store, "b")
 
 
 def test_weights_that_differ_from_the_manifest_are_refused(
-    folder: FolderSnapshotStore, tmp_path: Path
+    trainer: Trainer, tmp_path: Path
 ) -> None:
-    Trainer(folder).run("a", "b")
-    entries = dict(folder.get("b").entries or {})
+    trainer.run("a", "b")
+    entries = dict(trainer.store.get("b").entries or {})
     wrong = entries["layer"] | {"checksum": "blake2b:00"}
     edit(tmp_path / "b", weights={**entries, "layer": wrong})
 
@@ -304,36 +290,39 @@ def test_weights_that_differ_from_the_manifest_are_refused(
         match=r"tensor 'layer' must be that of snapshot 'b' once 'a' "
         r".*expected .*blake2b:00.*found",
     ):
-        resolve(folder, "b")
+        resolve(trainer.store, "b")
 
 
-def test_links_that_go_in_a_circle_are_refused(folder: FolderSnapshotStore, tmp_path: Path) -> None:
-    Trainer(folder).run("a", "b", "c")
-    edit(tmp_path / "b", parent="c", parent_digest=None)
-
-    with pytest.raises(EngineError, match="must end in a base, got 'c' as the parent of 'b'"):
-        resolve(folder, "c")
-
-
-def test_a_parent_of_another_model_is_refused_with_both_names(
-    folder: FolderSnapshotStore, tmp_path: Path
+@pytest.mark.parametrize(
+    ("link", "changes", "message"),
+    [
+        (
+            "b",
+            {"parent": "c", "parent_digest": None},
+            "must end in a base, got 'c' as the parent of 'b'",
+        ),
+        ("a", {"base_model": "huge"}, "weights of 'tiny', got 'a': base of 'huge'"),
+    ],
+    ids=["in a circle", "of another model"],
+)
+def test_links_that_do_not_lead_to_a_base_of_the_model_are_refused(
+    trainer: Trainer, tmp_path: Path, link: str, changes: dict[str, Any], message: str
 ) -> None:
-    Trainer(folder).run("a", "b")
-    edit(tmp_path / "a", base_model="huge")
+    trainer.run("a", "b", "c")
+    edit(tmp_path / link, **changes)
 
-    with pytest.raises(EngineError, match="weights of 'tiny', got 'a': base of 'huge'"):
-        resolve(folder, "b")
+    with pytest.raises(EngineError, match=message):
+        resolve(trainer.store, "c")
 
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_delta_on_served_weights_makes_only_what_changed(
-    folder: FolderSnapshotStore, is_known: bool
+    trainer: Trainer, is_known: bool
 ) -> None:
-    trainer = Trainer(folder)
     trainer.run("a", "b")
-    base = folder.get("a")
+    base = trainer.store.get("a")
 
-    fresh = apply_verified(folder.get("b"), base.tensors, base.entries if is_known else None)
+    fresh = apply_verified(trainer.store.get("b"), base.tensors, base.entries if is_known else None)
 
     assert fresh.keys() == {"embed", "layer"}
     assert same({**base.tensors, **fresh}, trainer.history["b"])
@@ -342,27 +331,24 @@ def test_a_delta_on_served_weights_makes_only_what_changed(
 
 @pytest.mark.parametrize("tensor", ["layer", "norm"])
 def test_a_delta_on_other_weights_than_its_parents_is_refused(
-    folder: FolderSnapshotStore, tensor: str
+    trainer: Trainer, tensor: str
 ) -> None:
-    Trainer(folder).run("a", "b")
-    served = {name: tensor.clone() for name, tensor in folder.get("a").tensors.items()}
+    trainer.run("a", "b")
+    served = {name: tensor.clone() for name, tensor in trainer.store.get("a").tensors.items()}
     served[tensor].view(-1)[-1] += 1
 
     with pytest.raises(EngineError, match=f"tensor '{tensor}' must be that of snapshot 'b'"):
-        apply_verified(folder.get("b"), served, None)
+        apply_verified(trainer.store.get("b"), served, None)
 
 
-def test_a_delta_without_its_whole_weights_needs_its_parent_in_memory(
-    folder: FolderSnapshotStore,
-) -> None:
-    trainer = Trainer(folder)
+def test_a_delta_without_its_whole_weights_needs_its_parent_in_memory(trainer: Trainer) -> None:
     trainer.run("a", "b")
     memory = MemorySnapshotStore()
 
     with pytest.raises(EngineError, match=r"expected 'a', found \[\]"):
-        memory.put(folder.get("b"))
-    memory.put(folder.get("a"))
-    memory.put(folder.get("b"))
+        memory.put(trainer.store.get("b"))
+    memory.put(trainer.store.get("a"))
+    memory.put(trainer.store.get("b"))
 
     assert same(resolve(memory, "b").tensors, trainer.history["b"])
 
@@ -377,17 +363,14 @@ def test_memory_that_drops_a_parent_still_has_the_delta(tmp_path: Path) -> None:
     assert same(resolve(trainer.store, "c").tensors, trainer.history["c"])
 
 
-def test_a_chain_can_be_copied_from_folder_to_folder(
-    folder: FolderSnapshotStore, tmp_path: Path
-) -> None:
-    trainer = Trainer(folder)
+def test_a_chain_can_be_copied_from_folder_to_folder(trainer: Trainer, tmp_path: Path) -> None:
     trainer.run("a", "b")
     copy = FolderSnapshotStore(tmp_path / "copy")
 
     with pytest.raises(EngineError, match=r"delta 'b' must follow its parent: expected 'a'"):
-        copy.put(folder.get("b"))
-    copy.put(folder.get("a"))
-    copy.put(folder.get("b"))
+        copy.put(trainer.store.get("b"))
+    copy.put(trainer.store.get("a"))
+    copy.put(trainer.store.get("b"))
 
     assert same(resolve(copy, "b").tensors, trainer.history["b"])
 

@@ -4,6 +4,8 @@ import hashlib
 import json
 import time
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -221,14 +223,10 @@ def test_memory_keeps_the_newest() -> None:
         store.get("a")
 
 
-def test_memory_keeps_at_least_one() -> None:
+@pytest.mark.parametrize("make", [MemorySnapshotStore, partial(FolderSnapshotStore, Path("x"))])
+def test_a_store_keeps_at_least_one(make: Callable[..., SnapshotStore]) -> None:
     with pytest.raises(ConfigError, match="keep must be >= 1, got 0"):
-        MemorySnapshotStore(keep=0)
-
-
-def test_a_folder_keeps_at_least_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="keep must be >= 1, got 0"):
-        FolderSnapshotStore(tmp_path, keep=0)
+        make(keep=0)
 
 
 def test_the_manifest_states_dtype_shape_and_checksum(tmp_path: Path) -> None:
@@ -242,27 +240,28 @@ def test_the_manifest_states_dtype_shape_and_checksum(tmp_path: Path) -> None:
     assert manifest["kind"] == "base"
 
 
-def test_a_changed_tensor_is_found_and_named(tmp_path: Path) -> None:
+def change(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["a.weight"][1, 2] += 1e-6
+
+
+def remove(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["c"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(change, r"tensor 'a.weight' must match its manifest"), (remove, r"\['c'\]")],
+)
+def test_a_damaged_tensor_is_found_and_named(
+    tmp_path: Path, damage: Callable[[dict[str, torch.Tensor]], None], message: str
+) -> None:
     store = FolderSnapshotStore(tmp_path)
     store.put(snapshot("s"))
     tensors = load_file(tmp_path / "s" / "weights.safetensors")
-    tensors["a.weight"][1, 2] += 1e-6
+    damage(tensors)
     save_file(tensors, tmp_path / "s" / "weights.safetensors")
 
-    with pytest.raises(EngineError, match=r"tensor 'a.weight' must match its manifest"):
-        store.get("s")
-
-
-def test_a_missing_tensor_is_found_and_named(tmp_path: Path) -> None:
-    store = FolderSnapshotStore(tmp_path)
-    store.put(snapshot("s"))
-    tensors = load_file(tmp_path / "s" / "weights.safetensors")
-    save_file(
-        {name: tensor for name, tensor in tensors.items() if name != "c"},
-        tmp_path / "s" / "weights.safetensors",
-    )
-
-    with pytest.raises(EngineError, match=r"\['c'\]"):
+    with pytest.raises(EngineError, match=message):
         store.get("s")
 
 
