@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 import orjson
+from tests.integration.runs import count_steps
 from tests.waiting import wait_until
 
 from training.quickstart import MODEL, TRAIN_ROWS
@@ -202,6 +203,18 @@ class Killer(threading.Thread):
             os.kill(watched, signal.SIGCONT)
         if victim in self.hits:
             self._then()
+
+
+def kill_in(
+    victims: Victims,
+    phase: tuple[str, str],
+    folder: Path,
+    victim: Callable[[], int | None] | None = None,
+    **options: Any,
+) -> Killer:
+    """A killer that waits for two steps of the run in ``folder``."""
+    options = {"is_time": lambda: count_steps(folder) >= 2} | options
+    return Killer(victims, *phase, victim, **options)
 
 
 class Recipes:

@@ -7,7 +7,7 @@ import pytest
 from tests.integration.conftest import async_config
 from tests.integration.rollouts import make_rollouts
 from tests.integration.runs import FinishedRun, count_steps
-from tests.integration.served import Killer, Victims, pointed_at
+from tests.integration.served import Victims, kill_in, pointed_at
 from tests.waiting import wait_until
 
 from training.recipes import async_rl_loop
@@ -72,13 +72,12 @@ def test_a_recipe_that_is_killed_before_it_has_published_a_step_takes_it_again(
     victims = Victims(served)
 
     first = recipes.start_async(served.url, folder, *flags)
+
     # Off-policy the second step may be reported before its checkpoint is written.
-    with Killer(
-        victims,
-        *UNPUBLISHED[phase],
-        lambda: first.pid,
-        is_time=lambda: count_steps(folder) >= 2 and bool(read_manifest(folder)),
-    ) as killer:
+    def is_time() -> bool:
+        return count_steps(folder) >= 2 and bool(read_manifest(folder))
+
+    with kill_in(victims, UNPUBLISHED[phase], folder, lambda: first.pid, is_time=is_time) as killer:
         assert first.wait() == -signal.SIGKILL
     assert killer.hits == [first.pid]
     point = read_manifest(folder)[-1]
@@ -102,12 +101,7 @@ def test_a_worker_that_is_killed_amid_rollouts_comes_back(served, tmp_path, vict
     folder = tmp_path / f"async-{victim}-{phase}"
     victims = Victims(served)
 
-    with Killer(
-        victims,
-        *PHASES[phase],
-        lambda: victims.pid(victim),
-        is_time=lambda: count_steps(folder) >= 2,
-    ) as killer:
+    with kill_in(victims, PHASES[phase], folder, lambda: victims.pid(victim)) as killer:
         done = run_here(served, folder, max_head_offpolicy_versions=1)
 
     assert len(killer.hits) == 1
@@ -122,12 +116,7 @@ def test_on_policy_a_killed_worker_changes_nothing(served, whole, tmp_path, vict
     folder = tmp_path / f"async-on-policy-{victim}"
     victims = Victims(served)
 
-    with Killer(
-        victims,
-        *PHASES["sampling"],
-        lambda: victims.pid(victim),
-        is_time=lambda: count_steps(folder) >= 2,
-    ) as killer:
+    with kill_in(victims, PHASES["sampling"], folder, lambda: victims.pid(victim)) as killer:
         done = run_here(served, folder)
 
     assert len(killer.hits) == 1

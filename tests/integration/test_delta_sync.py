@@ -106,6 +106,11 @@ def stack(tmp_path):
         stack.close()
 
 
+@pytest.fixture
+def deployment(stack):
+    return stack()
+
+
 def read_served_bits(deployment):
     module = deployment.engine._loaded.module  # what it computes with, and nobody else tells
     return {name: tensor.detach().view(torch.int16) for name, tensor in module.named_parameters()}
@@ -130,8 +135,7 @@ def test_base_then_deltas_serve_the_trainers_bits(stack, kind, tmp_path):
     assert deployment.kinds() == ["base", "delta", "delta"]
 
 
-def test_one_step_at_a_small_learning_rate_makes_a_small_delta(stack, tmp_path):
-    deployment = stack()
+def test_one_step_at_a_small_learning_rate_makes_a_small_delta(deployment, tmp_path):
     base = deployment.syncer.save_and_hotload("step-1")
     deployment.step(1e-6)
     delta = deployment.syncer.save_and_hotload("step-2")
@@ -147,8 +151,7 @@ def test_one_step_at_a_small_learning_rate_makes_a_small_delta(stack, tmp_path):
     assert manifest["weights"].keys() == deployment.store.get(base).tensors.keys()
 
 
-def test_a_truncated_delta_is_refused_served_on_and_mended_by_a_base(stack, tmp_path):
-    deployment = stack()
+def test_a_truncated_delta_is_refused_served_on_and_mended_by_a_base(deployment, tmp_path):
     first = deployment.syncer.save_and_hotload("step-1")
     before = deployment.sample()
     deployment.step(1e-2)
@@ -172,8 +175,7 @@ def test_a_truncated_delta_is_refused_served_on_and_mended_by_a_base(stack, tmp_
     assert deployment.agrees()
 
 
-def test_a_stale_attachment_is_refused_with_expected_and_found(stack):
-    deployment = stack()
+def test_a_stale_attachment_is_refused_with_expected_and_found(deployment):
     first = deployment.syncer.save_and_hotload("step-1")
     deployment.step()
     delta = deployment.syncer.save_only("step-2")
@@ -191,8 +193,7 @@ def test_a_stale_attachment_is_refused_with_expected_and_found(stack):
     assert (state.current_snapshot_identity, state.weight_version) == (delta, 2)
 
 
-def test_a_missing_link_is_refused_with_expected_and_found(stack, tmp_path):
-    deployment = stack()
+def test_a_missing_link_is_refused_with_expected_and_found(deployment, tmp_path):
     first = deployment.syncer.save_and_hotload("step-1")
     deployment.step()
     middle = deployment.syncer.save_only("step-2")
@@ -207,8 +208,7 @@ def test_a_missing_link_is_refused_with_expected_and_found(stack, tmp_path):
     assert deployment.sample(n=1)[0].snapshot_identity == first
 
 
-def test_after_loading_a_checkpoint_the_next_sync_is_a_base_by_itself(stack):
-    deployment = stack()
+def test_after_loading_a_checkpoint_the_next_sync_is_a_base_by_itself(deployment):
     deployment.policy.save_state("kept").result()
     deployment.syncer.save_and_hotload("step-1")
     deployment.step(1e-2)
@@ -234,8 +234,7 @@ def test_an_adapter_is_always_whole(stack):
     assert deployment.kinds() == ["lora", "lora", "lora"]
 
 
-def test_a_deployment_that_starts_later_takes_the_whole_chain(stack, tmp_path):
-    deployment = stack()
+def test_a_deployment_that_starts_later_takes_the_whole_chain(deployment, tmp_path):
     for version in (1, 2, 3):
         last = deployment.syncer.save_and_hotload(f"step-{version}")
         deployment.step()

@@ -9,7 +9,7 @@ import time
 import pytest
 from tests.integration.conftest import config
 from tests.integration.runs import FinishedRun, count_steps
-from tests.integration.served import HEARTH, Killer, Served, Victims, pointed_at
+from tests.integration.served import HEARTH, Killer, Served, Victims, kill_in, pointed_at
 from tests.waiting import wait_until
 
 from training.recipes.rl_loop import main
@@ -38,6 +38,13 @@ def run_here(served, folder, **changes):
     return find_run(served, folder)
 
 
+def check_unchanged(killer, done, whole):
+    """Somebody was killed once, and the run is the one that nobody disturbed."""
+    assert len(killer.hits) == 1
+    assert done.has_weights_of(whole)
+    assert done.records == whole.records
+
+
 def take_up(recipes, served, folder):
     """Give the command of a run again that was killed; what it says."""
     recipe = recipes.start(served.url, folder, SAVING)
@@ -59,18 +66,11 @@ def test_a_worker_that_is_killed_comes_back_and_the_run_ends_as_if_nothing_was(
     folder = tmp_path / f"{victim}-{phase}"
     victims = Victims(served)
 
-    with Killer(
-        victims,
-        *PHASES[phase],
-        lambda: victims.pid(victim),
-        is_time=lambda: count_steps(folder) >= 2,
-    ) as killer:
+    with kill_in(victims, PHASES[phase], folder, lambda: victims.pid(victim)) as killer:
         done = run_here(served, folder)
 
-    assert len(killer.hits) == 1
+    check_unchanged(killer, done, whole)
     assert victims.pid(victim) not in killer.hits
-    assert done.has_weights_of(whole)
-    assert done.records == whole.records
     assert done.last.cursor == whole.last.cursor == 16
 
 
@@ -82,9 +82,7 @@ def test_a_recipe_that_is_killed_goes_on_when_the_same_command_is_given_again(
     victims = Victims(served)
 
     first = recipes.start(served.url, folder, SAVING)
-    with Killer(
-        victims, *PHASES[phase], lambda: first.pid, is_time=lambda: count_steps(folder) >= 2
-    ) as killer:
+    with kill_in(victims, PHASES[phase], folder, lambda: first.pid) as killer:
         assert first.wait() == -signal.SIGKILL
     assert killer.hits == [first.pid]
     point = read_manifest(folder)[-1]
@@ -113,18 +111,10 @@ def test_a_platform_that_is_killed_and_started_again_is_bridged(served, whole, t
         workers.extend([victims.pid("trainer"), victims.pid("deployment")])
         served.come_back()
 
-    with Killer(
-        victims,
-        *PHASES[phase],
-        lambda: served.pid,
-        is_time=lambda: count_steps(folder) >= 2,
-        then=come_back,
-    ) as killer:
+    with kill_in(victims, PHASES[phase], folder, lambda: served.pid, then=come_back) as killer:
         done = run_here(served, folder)
 
-    assert len(killer.hits) == 1
-    assert done.has_weights_of(whole)
-    assert done.records == whole.records
+    check_unchanged(killer, done, whole)
     # They ran on meanwhile, and were found again.
     assert [victims.pid("trainer"), victims.pid("deployment")] == workers
 
@@ -133,11 +123,9 @@ def test_a_platform_that_is_killed_while_it_makes_the_model_makes_it_when_it_is_
     served, whole, tmp_path
 ):
     folder = tmp_path / "promoted"
-    killer = Killer(
-        Victims(served), "export", "writing model", lambda: served.pid, then=served.come_back
-    )
+    victims, making = Victims(served), ("export", "writing model")
 
-    with killer:
+    with Killer(victims, *making, lambda: served.pid, then=served.come_back) as killer:
         done = run_here(served, folder)
 
     assert len(killer.hits) == 1
@@ -175,9 +163,7 @@ def test_a_frozen_reference_that_is_killed_while_it_scores_comes_back(
     with killer:
         done = run_here(served, folder, **settings)
 
-    assert len(killer.hits) == 1
-    assert done.has_weights_of(undisturbed)
-    assert done.records == undisturbed.records
+    check_unchanged(killer, done, undisturbed)
 
 
 def test_a_trainer_that_died_together_with_its_platform_is_reported_and_comes_back(
@@ -193,23 +179,13 @@ def test_a_trainer_that_died_together_with_its_platform_is_reported_and_comes_ba
         job_id = victims.folder("trainer").name.removeprefix("trainer-")
         jobs.extend(served.resources("rlorTrainerJobs", job_id))
 
-    killer = Killer(
-        victims,
-        *PHASES["sampling"],
-        lambda: served.pid,
-        is_time=lambda: count_steps(folder) >= 2,
-        then=end_trainer_too,
-    )
+    killer = kill_in(victims, PHASES["sampling"], folder, lambda: served.pid, then=end_trainer_too)
     with killer:
         done = run_here(served, folder)
 
-    assert len(killer.hits) == 1
-    assert (jobs[0]["state"], jobs[0]["statusMessage"][:16]) == (
-        "JOB_STATE_FAILED",
-        "ended by SIGKILL",
-    )
-    assert done.has_weights_of(whole)
-    assert done.records == whole.records
+    check_unchanged(killer, done, whole)
+    assert jobs[0]["state"] == "JOB_STATE_FAILED"
+    assert jobs[0]["statusMessage"][:16] == "ended by SIGKILL"
 
 
 def test_a_trainer_that_dies_each_time_in_one_phase_ends_the_run_with_what_is_known(

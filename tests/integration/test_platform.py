@@ -51,6 +51,15 @@ def stack(tmp_path):
         stack.close()
 
 
+def read_logprobs(completions):
+    return [completion.inference_logprobs for completion in completions]
+
+
+@pytest.fixture
+def platform(stack):
+    return stack()
+
+
 @pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
 def test_sampler_and_trainer_agree_on_logprobs_before_and_after_training(stack, lora_rank):
     platform = stack(lora_rank=lora_rank)
@@ -67,8 +76,7 @@ def test_sampler_and_trainer_agree_on_logprobs_before_and_after_training(stack, 
         platform.syncer.save_and_hotload(f"step-{version + 1:05d}")
 
 
-def test_training_moves_the_served_distribution_only_after_the_weight_sync(stack):
-    platform = stack()
+def test_training_moves_the_served_distribution_only_after_the_weight_sync(platform):
     before = platform.sample()
     platform.step(before)
 
@@ -76,25 +84,23 @@ def test_training_moves_the_served_distribution_only_after_the_weight_sync(stack
     platform.syncer.save_and_hotload("step-00001")
     synced = platform.sample()
 
-    assert [o.inference_logprobs for o in unsynced] == [o.inference_logprobs for o in before]
-    assert [o.inference_logprobs for o in synced] != [o.inference_logprobs for o in before]
+    assert read_logprobs(unsynced) == read_logprobs(before)
+    assert read_logprobs(synced) != read_logprobs(before)
     assert synced[0].snapshot_identity.startswith("step-00001-")
 
 
-def test_a_completion_depends_on_its_seed_only(stack):
-    platform = stack()
-
+def test_a_completion_depends_on_its_seed_only(platform):
     together = platform.sample(n=8)
     alone = platform.sample(n=2)
 
-    assert [o.full_tokens for o in together[:2]] == [o.full_tokens for o in alone]
-    assert [o.inference_logprobs for o in together[:2]] == [o.inference_logprobs for o in alone]
-    assert len({tuple(o.full_tokens) for o in together}) > 1
+    assert [completion.full_tokens for completion in together[:2]] == [
+        completion.full_tokens for completion in alone
+    ]
+    assert read_logprobs(together[:2]) == read_logprobs(alone)
+    assert len({tuple(completion.full_tokens) for completion in together}) > 1
 
 
-def test_echo_gives_target_aligned_rows_for_the_prompt_too(stack):
-    platform = stack()
-
+def test_echo_gives_target_aligned_rows_for_the_prompt_too(platform):
     (plain,) = platform.sample(n=1)
     (echoed,) = platform.sample(n=1, echo=True)
 
@@ -104,8 +110,7 @@ def test_echo_gives_target_aligned_rows_for_the_prompt_too(stack):
     assert echoed.inference_logprobs[len(PROMPT) - 1 :] == plain.inference_logprobs
 
 
-def test_a_custom_loss_that_raises_leaves_the_client_usable(stack):
-    platform = stack()
+def test_a_custom_loss_that_raises_leaves_the_client_usable(platform):
     completions = platform.sample()
     datums = build_grpo_datums(completions)
 
@@ -117,8 +122,7 @@ def test_a_custom_loss_that_raises_leaves_the_client_usable(stack):
     assert platform.step(completions).metrics["loss:sum"] is not None
 
 
-def test_a_bad_datum_fails_its_own_future_and_the_next_operation_runs(stack):
-    platform = stack()
+def test_a_bad_datum_fails_its_own_future_and_the_next_operation_runs(platform):
     bad = tinker.Datum(
         model_input=tinker.ModelInput.from_ints([1, 2]),
         loss_fn_inputs={"target_tokens": tinker.TensorData(data=[2, 99_999], dtype="int64")},
@@ -152,9 +156,7 @@ def test_the_shared_reference_keeps_the_base_weights_and_refuses_training(stack)
         reference.optim_step(ADAM)
 
 
-def test_bad_sampling_values_are_refused_with_their_name(stack):
-    platform = stack()
-
+def test_bad_sampling_values_are_refused_with_their_name(platform):
     for options in ({"temperature": -1.0}, {"top_p": 0.0}, {"max_tokens": -1}):
         with pytest.raises(RequestError, match=next(iter(options))):
             platform.sample(**options)
@@ -162,16 +164,14 @@ def test_bad_sampling_values_are_refused_with_their_name(stack):
         platform.sample(temprature=1.0)
 
 
-def test_a_deployment_that_does_not_exist_lists_the_known_ones(stack):
-    platform = stack()
+def test_a_deployment_that_does_not_exist_lists_the_known_ones(platform):
     other = DeploymentSampler(platform.platform.base_url, "accounts/me/deployments/x", "key")
 
     with pytest.raises(NotFoundError, match=r"must be one of \['d'\]"):
         asyncio.run(other.sample_with_prompt_tokens(PROMPT))
 
 
-def test_clients_used_after_the_platform_is_closed_say_so(stack):
-    platform = stack()
+def test_clients_used_after_the_platform_is_closed_say_so(platform):
     platform.platform.close()
 
     with pytest.raises(ClosedError, match="inside the `with` block"):
@@ -233,15 +233,14 @@ def test_a_long_batch_goes_in_chunks_and_comes_back_as_one(stack):
     pieces = again.policy.forward_backward(datums).result()
     step_of_pieces = again.policy.optim_step(ADAM).result().metrics["grad_norm"]
 
-    assert [o["logprobs"].data for o in pieces.loss_fn_outputs] == [
-        o["logprobs"].data for o in whole.loss_fn_outputs
+    assert [output["logprobs"].data for output in pieces.loss_fn_outputs] == [
+        output["logprobs"].data for output in whole.loss_fn_outputs
     ]
     assert pieces.metrics["loss:sum"] == pytest.approx(whole.metrics["loss:sum"])
     assert step_of_pieces == pytest.approx(step_of_whole, rel=1e-5)
 
 
-def test_a_checkpoint_brings_weights_and_optimizer_back(stack):
-    platform = stack()
+def test_a_checkpoint_brings_weights_and_optimizer_back(platform):
     completions = platform.sample()
     platform.step(completions)
     platform.policy.save_state("kept").result()
@@ -253,4 +252,6 @@ def test_a_checkpoint_brings_weights_and_optimizer_back(stack):
     again = platform.policy.forward(build_grpo_datums(completions)).result().loss_fn_outputs
 
     assert platform.policy.list_checkpoints() == ["kept"]
-    assert [o["logprobs"].data for o in again] == [o["logprobs"].data for o in after]
+    assert [output["logprobs"].data for output in again] == [
+        output["logprobs"].data for output in after
+    ]

@@ -74,8 +74,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def platform(folders, tmp_path_factory):
-    with EmbeddedPlatform(work_dir=tmp_path_factory.mktemp("platform")) as entry:
-        deployments = DeploymentManager("key", entry.base_url)
+    with EmbeddedPlatform(work_dir=tmp_path_factory.mktemp("platform")) as platform:
+        deployments = DeploymentManager("key", platform.base_url)
         models = folders | dict.fromkeys(CONTEXTS, folders["keeps"])
         for name, folder in models.items():
             deployments.create_or_get(
@@ -88,7 +88,7 @@ def platform(folders, tmp_path_factory):
             )
         for name in models:
             deployments.wait_for_ready(name)
-        yield entry
+        yield platform
 
 
 @pytest.fixture
@@ -125,10 +125,10 @@ def play(platform):
 def text(folders):
     """Decode a sample's tokens, or only those that were sampled."""
 
-    def run(name, sample, *, drawn=False):
+    def run(name, sample, *, sampled=False):
         tokens = zip(sample.tokens, sample.loss_mask, strict=True)
         tokenizer = AutoTokenizer.from_pretrained(folders[name])
-        return tokenizer.decode([token for token, mask in tokens if mask or not drawn])
+        return tokenizer.decode([token for token, mask in tokens if mask or not sampled])
 
     return run
 
@@ -140,16 +140,15 @@ def spans(mask: list[int]) -> list[tuple[int, int]]:
 
 
 async def test_a_template_that_keeps_history_gives_one_sample(play, text):
-    run = await play("keeps")
+    (sample,) = (await play("keeps")).segments
 
-    (sample,) = run.segments
     assert sample.reward == 1.0
     assert sample.parsed is True
     assert text("keeps", sample) == (
         "<|user|>2 + 3?<|end|><|assistant|>" + "".join(RIGHT) + "<|end|><|tool|>5<|end|><|again|>"
         "<answer>5</answer><|end|>"
     )
-    assert text("keeps", sample, drawn=True) == (
+    assert text("keeps", sample, sampled=True) == (
         "".join(RIGHT) + "<|end|><answer>5</answer><|end|>"
     )
     assert sample.completion_len == len([*RIGHT, "end", *ANSWER, "end"])
@@ -157,15 +156,14 @@ async def test_a_template_that_keeps_history_gives_one_sample(play, text):
 
 
 async def test_a_template_that_drops_earlier_thoughts_gives_two_samples_of_one_run(play, text):
-    run = await play("drops")
+    first, second = (await play("drops")).segments
 
-    first, second = run.segments
     assert text("drops", first) == (
         "<|user|>2 + 3?<|end|><|assistant|>" + "".join(RIGHT) + "<|end|>"
     )
     assert "<think>" not in text("drops", second)
     assert text("drops", second).endswith("<|tool|>5<|end|><|again|><answer>5</answer><|end|>")
-    assert text("drops", second, drawn=True) == "<answer>5</answer><|end|>"
+    assert text("drops", second, sampled=True) == "<answer>5</answer><|end|>"
     assert (first.reward, second.reward) == (1.0, 1.0)
     assert (first.completion_len, second.completion_len) == (8, 4)
 
@@ -174,63 +172,58 @@ async def test_what_is_captured_is_what_the_deployment_draws_at_the_same_place(p
     # At this temperature the recited token has a probability of about 0.99.
     options = {"temperature": 6.0, "max_tokens": 32}
     current_rollout.set(RolloutContext(row_seed=8, sample=0, weight_version=0))
-    run = await play("keeps", **options)
+    (sample,) = (await play("keeps", **options)).segments
 
-    (sample,) = run.segments
     turns = spans(sample.loss_mask)
     assert len(turns) == 2
     sampler = DeploymentSampler(platform.base_url, "accounts/me/deployments/keeps", "key")
     for number, (begin, end) in enumerate(turns):
         # The sampler counts on from its seed by one stride; this one stands a stride before.
         seed = completion_seed(request_seed(8, number), -2)
-        (drawn,) = await sampler.sample_with_prompt_tokens(
+        (sampled,) = await sampler.sample_with_prompt_tokens(
             sample.tokens[:begin], seed=seed, **options
         )
-        assert drawn.full_tokens == sample.tokens[:end]
-        assert drawn.inference_logprobs == sample.logprobs[begin:end]
-        assert max(drawn.inference_logprobs) < -0.001
+        assert sampled.full_tokens == sample.tokens[:end]
+        assert sampled.inference_logprobs == sample.logprobs[begin:end]
+        assert max(sampled.inference_logprobs) < -0.001
     assert sample.versions == [[0, sample.completion_len]]
     sampler.close()
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("unreadable", "error: expression must be like (2 + 3) * 4, got '2 x 3'"),
         ("stranger", "error: tool must be one of calculator, got 'oracle'"),
     ],
 )
-async def test_a_failed_call_goes_back_to_the_model_and_costs(play, text, name, told):
-    run = await play(name)
+async def test_a_failed_call_goes_back_to_the_model_and_costs(play, text, name, message):
+    (sample,) = (await play(name)).segments
 
-    (sample,) = run.segments
-    assert f"<|tool|>{told}<|end|>" in text(name, sample)
-    assert told not in text(name, sample, drawn=True)
+    assert f"<|tool|>{message}<|end|>" in text(name, sample)
+    assert message not in text(name, sample, sampled=True)
     assert sample.reward == pytest.approx(0.9)
 
 
 async def test_a_malformed_call_is_a_wrong_answer(play, text):
-    run = await play("malformed")
+    (sample,) = (await play("malformed")).segments
 
-    (sample,) = run.segments
     assert (sample.reward, sample.parsed) == (0.0, False)
     assert sample.finish_reason == "stop"
     assert text("malformed", sample).endswith("\n</tool_call><|end|>")
 
 
 async def test_a_model_that_only_calls_is_ended_and_trained_with_no_reward(play):
-    run = await play("forever")
+    (sample,) = (await play("forever")).segments
 
-    (sample,) = run.segments
     assert len(spans(sample.loss_mask)) == MAX_TURNS
     assert sample.reward == 0.0
     assert sample.finish_reason == "tool_calls"
 
 
 async def test_a_conversation_that_outgrows_the_context_is_trained_with_no_reward(play):
-    run = await play("no-room-for-a-result")
+    (sample,) = (await play("no-room-for-a-result")).segments
 
-    (sample,) = run.segments
     assert sample.reward == 0.0
     assert sample.completion_len == 8
 
@@ -259,7 +252,7 @@ def test_the_policys_template_renders_a_call_as_the_policy_draws_it(tmp_path):
         "content": "",
         "tool_calls": [{"type": "function", "function": function}],
     }
-    drawn = tokenizer.encode(
+    sampled = tokenizer.encode(
         '<tool_call>\n{"name": "calculator", "arguments": {"expression": "21 * 32"}}\n</tool_call>'
         "<|im_end|>"
     )
@@ -271,8 +264,8 @@ def test_the_policys_template_renders_a_call_as_the_policy_draws_it(tmp_path):
         for messages in (asked, [*asked, said, {"role": "tool", "content": "672"}])
     )
 
-    assert second[: len(first) + len(drawn)] == first + drawn
-    assert len(drawn) == 14
+    assert second[: len(first) + len(sampled)] == first + sampled
+    assert len(sampled) == 14
 
 
 def test_the_policy_is_made_once_and_not_before_the_settings_are_judged(tmp_path):

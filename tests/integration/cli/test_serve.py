@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.waiting import wait_until
 
 from hearth.launch.records import ProcessId
 from training.quickstart import MODEL
@@ -50,7 +51,7 @@ class Serving:
 
     def url(self):
         """Where it answers, once it says so."""
-        until(lambda: self.process.poll() is not None or "export " in self.out, 60)
+        wait_until(lambda: self.process.poll() is not None or "export " in self.out, 60)
         found = re.match(r"serving at (http://\S+), data in ", self.out)
         assert found is not None, self.err
         return found.group(1)
@@ -68,13 +69,6 @@ class Serving:
         return code, time.monotonic() - start_s
 
 
-def until(is_met, within_s):
-    end_s = time.monotonic() + within_s
-    while not is_met():
-        assert time.monotonic() < end_s, f"not met within {within_s} s"
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def serving(tmp_path):
     made = []
@@ -88,7 +82,7 @@ def serving(tmp_path):
         if server.process.poll() is None:
             server.process.terminate()
             server.process.wait(20)
-        until(lambda folder=server.data_dir: not processes_of(folder), 30)
+        wait_until(lambda folder=server.data_dir: not processes_of(folder), 30)
 
 
 def job(url, id, wait="JOB_STATE_RUNNING"):
@@ -130,7 +124,7 @@ def test_a_platform_is_served_is_one_to_its_folder_survives_a_kill_and_ends_whol
     assert third.out.splitlines()[1].endswith("# the key is one of its keys")
     assert httpx.get(f"{url}{JOBS}/j").status_code == 401
     path = f"{url}/training/v1/rlorTrainerJobs/me/j/api/v1/healthz"
-    until(lambda: httpx.get(path, headers=key).status_code == 200, 10)
+    wait_until(lambda: httpx.get(path, headers=key).status_code == 200, 10)
     found = httpx.get(f"{url}{JOBS}/j", headers=key).json()
     assert (found["state"], found["pid"]) == ("JOB_STATE_RUNNING", trainer.pid)
 
@@ -139,7 +133,7 @@ def test_a_platform_is_served_is_one_to_its_folder_survives_a_kill_and_ends_whol
     code, took_s = third.ends()
     assert (code, took_s < 10) == (143, True)
     assert not trainer.is_alive()
-    until(lambda: not forkserver.is_alive(), 5)
+    wait_until(lambda: not forkserver.is_alive(), 5)
 
 
 def processes_of(data_dir):
@@ -155,13 +149,13 @@ def processes_of(data_dir):
 def test_a_signal_while_it_starts_leaves_no_forkserver(serving):
     platform = serving("--port", "0")
     path = platform.data_dir / "forkserver.log"
-    until(lambda: path.exists() or platform.process.poll() is not None, 60)
+    wait_until(lambda: path.exists() or platform.process.poll() is not None, 60)
     assert platform.process.poll() is None, platform.err
 
     code, took_s = platform.ends()
 
     assert (code, took_s < 10) == (143, True)
-    until(lambda: not processes_of(platform.data_dir), 30)
+    wait_until(lambda: not processes_of(platform.data_dir), 30)
     assert "Traceback" not in platform.err
 
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 from tests.unit.control.conftest import PlatformClient
 
+from hearth.control.gateway import Access
 from hearth.local import EmbeddedPlatform
 from hearth.sdk import FiretitanServiceClient
 from training.quickstart import MODEL
@@ -66,9 +67,9 @@ def platform(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(platform):
-    """A job that has saved one of each kind, and the time before it did."""
+    """A platform with a job that has saved one of each kind, ``began_s`` before it did."""
     platform.job("policy")
-    before_s = time.time()
+    platform.began_s = time.time()
     client = platform.train("policy")
     client.save_state("step-0").result()
     client.save_weights_for_sampler_ext("first", checkpoint_type="base")
@@ -79,7 +80,7 @@ def trained(platform):
     adapter = platform.train("adapter", lora_rank=2)
     adapter.save_state("step-0").result()
     adapter.save_weights_for_sampler_ext("tiny", checkpoint_type="base")
-    return platform, before_s
+    return platform
 
 
 def records(platform, id):
@@ -112,34 +113,30 @@ def promote(platform, job, prefix, name, **more):
 
 
 def test_a_listing_has_resumable_and_sampler_rows_with_their_types(trained):
-    platform, _ = trained
-
-    assert kinds(platform, "policy") == [
+    assert kinds(trained, "policy") == [
         ("step", "CHECKPOINT_TYPE_TRAINING", False),
         ("first", "CHECKPOINT_TYPE_INFERENCE_BASE", True),
         ("second", "CHECKPOINT_TYPE_INFERENCE_ARC_V2", False),
         ("third", "CHECKPOINT_TYPE_INFERENCE_BASE", True),
     ]
-    assert kinds(platform, "adapter") == [
+    assert kinds(trained, "adapter") == [
         ("step", "CHECKPOINT_TYPE_TRAINING_LORA", False),
         ("tiny", "CHECKPOINT_TYPE_INFERENCE_LORA", True),
     ]
 
 
 def test_no_row_is_older_than_the_request_that_made_it(trained):
-    platform, before_s = trained
     # As clients compare it: texts, in UTC, to the microsecond.
-    before = datetime.fromtimestamp(before_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    before = datetime.fromtimestamp(trained.began_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
-    times = [record["createTime"] for record in records(platform, "policy")]
+    times = [record["createTime"] for record in records(trained, "policy")]
 
     assert all(time >= before for time in times)
     assert times == sorted(times)
 
 
 def test_a_promoted_model_loads_with_transformers_and_is_the_base_of_a_new_job(trained):
-    platform, _ = trained
-    status, content = promote(platform, "policy", "first", "tuned")
+    status, content = promote(trained, "policy", "first", "tuned")
     assert status == 200, content
     model = content["model"]
     assert model["kind"] == "HF_BASE_MODEL"
@@ -150,45 +147,41 @@ def test_a_promoted_model_loads_with_transformers_and_is_the_base_of_a_new_job(t
         assert torch.equal(loaded.state_dict()[name], weight)
     assert transformers.AutoTokenizer.from_pretrained(model["source"]).encode("a")
 
-    job = platform.job("next", base=model["name"])
+    job = trained.job("next", base=model["name"])
     assert job["state"] == "JOB_STATE_RUNNING"
     assert job["trainingConfig"]["maxContextLength"] == shipped.config.max_position_embeddings
 
 
 def test_a_repeated_run_promotes_over_its_own_model_and_no_other_job_does(trained):
-    platform, _ = trained
-    status, first = promote(platform, "policy", "first", "again")
+    status, first = promote(trained, "policy", "first", "again")
     assert status == 200
-    status, third = promote(platform, "policy", "third", "again")
+    status, third = promote(trained, "policy", "third", "again")
     assert status == 200
     assert third["model"]["source"] == first["model"]["source"]
     assert transformers.AutoModelForCausalLM.from_pretrained(third["model"]["source"])
-    folders = [path.name for path in (platform.folder / "models").iterdir() if path.name[0] != "."]
+    folders = [path.name for path in (trained.folder / "models").iterdir() if path.name[0] != "."]
     assert folders.count("again") == 1
 
-    status, content = promote(platform, "adapter", "tiny", "again")
+    status, content = promote(trained, "adapter", "tiny", "again")
     assert (status, content["error"]["status"]) == (409, "ALREADY_EXISTS")
 
 
 def test_a_promoted_adapter_says_what_it_adapts(trained):
-    platform, _ = trained
-    _, content = promote(platform, "adapter", "tiny", "small")
+    _, content = promote(trained, "adapter", "tiny", "small")
 
     assert content["model"]["kind"] == "HF_PEFT_ADDON"
     details = content["model"]["peftDetails"]
     assert (details["baseModel"], details["r"]) == (BASE, 2)
     assert "q_proj" in details["targetModules"]
-    assert (platform.folder / "models" / "small" / "adapter_config.json").exists()
+    assert (trained.folder / "models" / "small" / "adapter_config.json").exists()
 
-    _, merged = promote(platform, "adapter", "tiny", "merged", merge_adapter=True)
+    _, merged = promote(trained, "adapter", "tiny", "merged", merge_adapter=True)
     assert merged["model"]["kind"] == "HF_BASE_MODEL"
     assert transformers.AutoModelForCausalLM.from_pretrained(merged["model"]["source"])
 
 
 def test_a_delta_is_not_promoted_and_the_whole_ones_are_named(trained):
-    platform, _ = trained
-
-    status, content = promote(platform, "policy", "second", "delta")
+    status, content = promote(trained, "policy", "second", "delta")
 
     assert status == 400
     assert "which is a delta: save one with checkpoint_type='base'" in content["error"]["message"]
@@ -254,21 +247,20 @@ def test_a_cancelled_job_is_resumed_with_its_checkpoints(platform):
 
 
 def test_a_deployment_loads_what_the_trainer_it_is_attached_to_has_published(trained):
-    platform, _ = trained
     other = "other"
-    platform.job(other)
-    platform.train(other).save_weights_for_sampler_ext("only", checkpoint_type="base")
+    trained.job(other)
+    trained.train(other).save_weights_for_sampler_ext("only", checkpoint_type="base")
     body = {"baseModel": BASE, "hotLoadTrainerJob": f"accounts/me/{JOBS}/policy"}
-    platform("POST", "deployments?deploymentId=d", body)
-    assert platform.wait_for_state("deployments/d", "READY,FAILED")["state"] == "READY"
-    theirs, own = identity(platform, other, "only"), identity(platform, "policy", "first")
+    trained("POST", "deployments?deploymentId=d", body)
+    assert trained.wait_for_state("deployments/d", "READY,FAILED")["state"] == "READY"
+    theirs, own = identity(trained, other, "only"), identity(trained, "policy", "first")
 
-    assert loaded(platform, own) is True
-    assert loaded(platform, theirs) is False
+    assert loaded(trained, own) is True
+    assert loaded(trained, theirs) is False
     patch = {"hotLoadTrainerJob": f"accounts/me/{JOBS}/{other}"}
-    status, content = platform("PATCH", "deployments/d", patch)
+    status, content = trained("PATCH", "deployments/d", patch)
     assert (status, content["state"]) == (200, "READY")
-    assert loaded(platform, theirs) is True
+    assert loaded(trained, theirs) is True
 
 
 def loaded(platform, identity):
@@ -291,20 +283,18 @@ def loaded(platform, identity):
 
 
 def test_a_chunked_body_that_grows_too_long_is_413_inline_too(platform):
-    from hearth.control.gateway import Access
-
-    async def grown(path, named):
+    async def send(path):
         async def body():
             for _ in range(40):
                 yield b"x" * 100
 
-        asked = PlatformClient(platform.plane, Access(is_local=False, max_body=2000))
-        answer = await asked.http.post(path, content=body(), headers=named)
-        await asked.close()
+        client = PlatformClient(platform.plane, Access(is_local=False, max_body=2000))
+        answer = await client.http.post(path, content=body())
+        await client.close()
         return answer.status_code, answer.json()["error"]["message"]
 
     platform.job("small")
-    for path in ("/training/v1/rlorTrainerJobs/me/small/api/v1/forward",):
-        status, message = asyncio.run(grown(path, {}))
-        assert status == 413
-        assert message.startswith("body must be at most 2000 bytes")
+    path = "/training/v1/rlorTrainerJobs/me/small/api/v1/forward"
+    status, message = asyncio.run(send(path))
+    assert status == 413
+    assert message.startswith("body must be at most 2000 bytes")

@@ -26,11 +26,14 @@ class RecordingWatcher:
         self.is_ready = threading.Event()
         self.has_failed = threading.Event()
         self.report: ExitReport | None = None
+        self.news: list[tuple[Worker, str]] = []
 
     def ready(self, worker: Worker) -> None:
+        self.news.append((worker, "ready"))
         self.is_ready.set()
 
     def failed(self, worker: Worker, report: ExitReport) -> None:
+        self.news.append((worker, report.describe()))
         self.report = report
         self.has_failed.set()
 

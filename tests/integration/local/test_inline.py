@@ -6,27 +6,12 @@ import weakref
 
 import httpx
 import pytest
+from tests.integration.launch.conftest import RecordingWatcher, make_trainer_spec, start_worker
 
 from hearth.errors import ClosedError, NotFoundError
-from hearth.launch.spec import DeploymentSpec, ExportSpec, TrainerSpec
+from hearth.launch.spec import DeploymentSpec, ExportSpec
 from hearth.local.inline import InlineLauncher
 from training.quickstart import MODEL
-
-
-class RecordingWatcher:
-    """A watcher that keeps what it is told."""
-
-    def __init__(self):
-        self.news = []
-        self.is_told = threading.Event()
-
-    def ready(self, worker):
-        self.news.append((worker, "ready"))
-        self.is_told.set()
-
-    def failed(self, worker, report):
-        self.news.append((worker, report.describe()))
-        self.is_told.set()
 
 
 @pytest.fixture
@@ -38,25 +23,11 @@ def launcher(tmp_path):
 
 @pytest.fixture
 def spec(tmp_path):
-    def make(id="trainer-j", **more):
-        given = {
-            "worker_id": id,
-            "base_model": "tiny",
-            "source": str(MODEL),
-            "bucket": "b",
-            "checkpoint_dir": str(tmp_path / "checkpoints"),
-            "device": "cpu",
-        }
-        return TrainerSpec(**given | more)
+    def make(worker_id="trainer-j", **options):
+        options = {"bucket": "b", "threads": None} | options
+        return make_trainer_spec(MODEL, tmp_path / "checkpoints", worker_id, **options)
 
     return make
-
-
-def start_worker(launcher, spec):
-    watcher = RecordingWatcher()
-    worker = launcher.start(spec, watcher)
-    assert watcher.is_told.wait(30)
-    return worker, watcher
 
 
 async def get(app, path):
@@ -99,7 +70,9 @@ def test_a_start_that_fails_tells_why(launcher, spec, tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
 
-    worker, heard = start_worker(launcher, spec(source=str(tmp_path)))
+    heard = RecordingWatcher()
+    worker = launcher.start(spec(source=str(tmp_path)), heard)
+    heard.wait_failed(30)
 
     assert len(heard.news) == 1
     assert heard.news[0][1].startswith("could not start: ")
@@ -140,7 +113,7 @@ def test_a_watcher_may_stop_the_worker_it_hears_of(launcher, spec):
     heard = Stopping()
     worker = launcher.start(spec(), heard)
 
-    assert heard.is_told.wait(30)
+    heard.wait_ready()
     assert worker.has_ended.is_set()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,14 @@ from tests.threads import one_thread as one_thread
 from hearth.control.app import create_gateway
 from hearth.control.gateway import Access
 from hearth.local import EmbeddedPlatform
-from hearth.sdk import DeploymentManager, TrainerJobManager, WaitPolicy
+from hearth.sdk import (
+    DeploymentConfig,
+    DeploymentManager,
+    TrainerJobConfig,
+    TrainerJobManager,
+    WaitPolicy,
+    WeightSyncer,
+)
 from hearth.sdk.transport import RetryPolicy, mount
 from training.quickstart import MODEL
 from training.utils import DeployConfig, InfraConfig, ResourceCleanup
@@ -177,6 +185,25 @@ class Stage:
         }
         return setup_infra(**(usual | options))
 
+    @contextlib.contextmanager
+    def provision(self, **options: Any) -> Iterator[Infra]:
+        """``setup``; what it started is taken down at the end."""
+        with self.cleanup() as cleanup:
+            yield self.setup(cleanup=cleanup, **options)
+
+    def create_job(self, job_id: str, **options: Any) -> None:
+        """A job of the shipped model that runs."""
+        config = TrainerJobConfig(base_model=str(MODEL), job_id=job_id, **options)
+        self.trainers.create_and_wait(config)
+
+    def create_deployment(self, deployment_id: str = "serving", **options: Any) -> None:
+        usual: dict[str, Any] = {"deployment_id": deployment_id, "base_model": str(MODEL)}
+        self.deployments.create_or_get(DeploymentConfig(**usual | options))
+
+    def sync_weights(self, infra: Infra) -> WeightSyncer:
+        """The syncer of the policy and the deployment ``serving``."""
+        return WeightSyncer(infra.policy_client, self.deployments, "serving", str(MODEL))
+
     def serving(self, deployment_id: str | None = "serving", **options: Any) -> DeployConfig:
         return DeployConfig(deployment_id=deployment_id, tokenizer_model=str(MODEL), **options)
 
@@ -188,16 +215,16 @@ class Stage:
 
     def replicas(self) -> dict[str, int]:
         """How many replicas every deployment may have."""
-        return {entry.deployment_id: entry.max_replica_count for entry in self.deployments.list()}
+        return {found.deployment_id: found.max_replica_count for found in self.deployments.list()}
 
     def creates(self) -> list[str]:
         """What was asked for, in order: roles by their names."""
         found = self.wire.requests(f"POST ({JOBS}|{DEPLOYMENTS})$")
         ids = ("rlorTrainerJobId", "deploymentId")
         return [
-            entry.body.get("displayName")
-            or next(entry.query[id] for id in ids if id in entry.query)
-            for entry in found
+            request.body.get("displayName")
+            or next(request.query[id] for id in ids if id in request.query)
+            for request in found
         ]
 
 
@@ -217,17 +244,11 @@ def datums() -> Callable[[int], list[Any]]:
         found = []
         for index in range(count):
             tokens = [5 + index, 17, 40, 41, 9, 12][: 4 + index % 3]
-            found.append(
-                tinker.Datum(
-                    model_input=tinker.ModelInput.from_ints(tokens[:-1]),
-                    loss_fn_inputs={
-                        "target_tokens": tinker.TensorData(data=tokens[1:], dtype="int64"),
-                        "weights": tinker.TensorData(
-                            data=[1.0] * (len(tokens) - 1), dtype="float32"
-                        ),
-                    },
-                )
-            )
+            weights = tinker.TensorData(data=[1.0] * (len(tokens) - 1), dtype="float32")
+            targets = tinker.TensorData(data=tokens[1:], dtype="int64")
+            inputs = {"target_tokens": targets, "weights": weights}
+            text = tinker.ModelInput.from_ints(tokens[:-1])
+            found.append(tinker.Datum(model_input=text, loss_fn_inputs=inputs))
         return found
 
     return make

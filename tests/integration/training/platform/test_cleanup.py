@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hearth.errors import ClosedError, ConfigError, EngineError
-from hearth.sdk import DeploymentConfig, DeploymentSampler, TrainerJobConfig, WeightSyncer
+from hearth.sdk import DeploymentSampler
 from training.platform.run_infra import provision
 from training.quickstart import MODEL
 from training.recipes.rl_loop import Config
@@ -23,8 +23,8 @@ DEPLOYMENTS = "/v1/accounts/me/deployments"
 def parts(stage):
     """Two jobs and two deployments."""
     for name in ("a", "b"):
-        stage.trainers.create_and_wait(TrainerJobConfig(base_model=BASE, job_id=name))
-        stage.deployments.create_or_get(DeploymentConfig(deployment_id=name, base_model=BASE))
+        stage.create_job(name)
+        stage.create_deployment(name)
     return stage
 
 
@@ -67,8 +67,8 @@ def ends(stage) -> list[str]:
     """What took something down, in order: kind and id."""
     found = stage.wire.requests(rf"(:cancel|PATCH|DELETE {JOBS}|DELETE {DEPLOYMENTS})")
     return [
-        f"{entry.path.split('/')[-2]} {entry.path.rsplit('/', 1)[-1].split(':')[0]}"
-        for entry in found
+        f"{request.path.split('/')[-2]} {request.path.rsplit('/', 1)[-1].split(':')[0]}"
+        for request in found
     ]
 
 
@@ -113,21 +113,6 @@ def test_sigterm_in_the_body_takes_everything_down(parts):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_sigterm_during_the_cleanup_waits_for_its_end(parts):
-    with pytest.raises(SystemExit) as raised:
-        run(parts, nothing, terminate)
-
-    assert raised.value.code == 143
-    assert ends(parts) == IN_REVERSE
-
-
-def test_a_second_sigterm_does_not_hide_the_bodys_error(parts):
-    with pytest.raises(KeyError, match="the body's"):
-        run(parts, fail, terminate)
-
-    assert ends(parts) == IN_REVERSE
-
-
 def test_a_handler_of_ones_own_stays(parts):
     got = []
     before = signal.signal(signal.SIGTERM, lambda *_: got.append("mine"))
@@ -140,10 +125,25 @@ def test_a_handler_of_ones_own_stays(parts):
     assert ends(parts) == IN_REVERSE
 
 
-def test_a_second_ctrl_c_gives_up_one_step_and_the_others_run(parts):
-    with pytest.raises(KeyboardInterrupt):
-        run(parts, nothing, interrupt)
+async def pause() -> None:
+    await asyncio.sleep(0)
 
+
+@pytest.mark.parametrize(
+    ("body", "callback", "error"),
+    [
+        (nothing, terminate, SystemExit(143)),
+        (fail, terminate, KeyError("the body's")),
+        (nothing, interrupt, KeyboardInterrupt()),
+        (lambda: run_until_signal(pause()), terminate, SystemExit(143)),
+    ],
+    ids=["sigterm in the cleanup", "and the body's error", "ctrl-c", "after the loop"],
+)
+def test_a_signal_during_the_cleanup_waits_for_its_end(parts, body, callback, error):
+    with pytest.raises(type(error)) as raised:
+        run(parts, body, callback)
+
+    assert raised.value.args == error.args
     assert ends(parts) == IN_REVERSE
 
 
@@ -215,14 +215,13 @@ def test_a_create_that_fails_takes_down_those_before_it(stage, failing, scope):
         stage.wire.rule(f"POST {kind}$", times=1)
     stage.wire.rule(f"POST {kind}$", status=400, message="no room")
 
-    with pytest.raises(EngineError, match=r"1 of 3 parts:\n.*no room"), stage.cleanup() as cleanup:
-        stage.setup(
-            needs_reference=True,
-            needs_inference=True,
-            cleanup=cleanup,
-            job_suffix="1",
-            deploy_cfg=stage.serving(weight_sync_scope=scope),
-        )
+    config = stage.serving(weight_sync_scope=scope)
+    options = {"needs_reference": True, "needs_inference": True, "job_suffix": "1"}
+    with (
+        pytest.raises(EngineError, match=r"1 of 3 parts:\n.*no room"),
+        stage.provision(deploy_cfg=config, **options),
+    ):
+        pass
 
     assert len(stage.states()) + len(stage.replicas()) == failing - 1
     assert set(stage.states().values()) <= {"JOB_STATE_CANCELLED"}
@@ -238,8 +237,9 @@ def test_sigterm_while_trainers_start_takes_them_down_at_once(stage):
 
     before = signal.signal(signal.SIGALRM, lambda *_: terminate())
     try:
-        with pytest.raises(SystemExit), stage.cleanup() as cleanup:
-            stage.setup(needs_reference=True, needs_inference=True, cleanup=cleanup, on_status=soon)
+        options = {"needs_reference": True, "needs_inference": True, "on_status": soon}
+        with pytest.raises(SystemExit), stage.provision(**options):
+            pass
     finally:
         signal.signal(signal.SIGALRM, before)
 
@@ -252,12 +252,10 @@ def test_sigterm_while_trainers_start_takes_them_down_at_once(stage):
 
 @pytest.mark.parametrize("lora_rank", [0, 4], ids=["two trainers", "shared reference"])
 def test_clients_used_after_the_block_say_to_keep_the_loop_inside(stage, datums, lora_rank):
-    with stage.cleanup() as cleanup:
-        infra = stage.setup(
-            lora_rank=lora_rank, needs_reference=True, needs_inference=True, cleanup=cleanup
-        )
+    with stage.provision(lora_rank=lora_rank, needs_reference=True, needs_inference=True) as infra:
+        pass
     assert set(stage.states().values()) == {"JOB_STATE_CANCELLED"}
-    syncer = WeightSyncer(infra.policy_client, stage.deployments, "serving", BASE)
+    syncer = stage.sync_weights(infra)
     sampler = DeploymentSampler(stage.deployments.inference_url, infra.inference_model, "key")
 
     for call in (
@@ -272,17 +270,6 @@ def test_clients_used_after_the_block_say_to_keep_the_loop_inside(stage, datums,
         with pytest.raises(ClosedError, match="inside the `with` block"):
             call()
     assert set(stage.states().values()) == {"JOB_STATE_CANCELLED"}
-
-
-def test_sigterm_after_the_loop_still_finds_its_handler(parts):
-    async def loop() -> None:
-        await asyncio.sleep(0)
-
-    with pytest.raises(SystemExit) as raised:
-        run(parts, lambda: run_until_signal(loop()), terminate)
-
-    assert raised.value.code == 143
-    assert ends(parts) == IN_REVERSE
 
 
 def test_a_recipe_that_leaves_its_trainers_running_closes_its_clients(
@@ -323,8 +310,7 @@ def test_after_the_embedded_platform_has_ended_clients_say_the_same(stage, datum
 
 
 def test_a_job_that_somebody_cancelled_is_not_resumed_by_its_client(stage, datums):
-    with stage.cleanup() as cleanup:
-        infra = stage.setup(cleanup=cleanup)
+    with stage.provision() as infra:
         stage.trainers.cancel(infra.policy_job_id)
 
         with pytest.raises(ClosedError, match="JOB_STATE_CANCELLED"):

@@ -16,8 +16,8 @@ ADAM = tinker.AdamParams(learning_rate=0.1, beta1=0.9, beta2=0.999, eps=1e-8, we
 
 @pytest.fixture
 def policy(stage):
-    with stage.cleanup() as cleanup:
-        yield stage.setup(lora_rank=4, seed=1, cleanup=cleanup).policy
+    with stage.provision(lora_rank=4, seed=1) as infra:
+        yield infra.policy
 
 
 def rows(result):
@@ -97,20 +97,23 @@ def test_default_timeouts_are_an_hour_for_a_step_and_45_minutes_for_a_checkpoint
 
 
 CALLS = {
-    "forward": ("step", lambda entry, data: entry.forward(data)),
-    "forward_backward": ("step", lambda entry, data: entry.forward_backward(data)),
+    "forward": ("step", lambda client, data: client.forward(data)),
+    "forward_backward": ("step", lambda client, data: client.forward_backward(data)),
     "forward_backward_custom": (
         "step",
-        lambda entry, data: entry.forward_backward_custom(data, squared),
+        lambda client, data: client.forward_backward_custom(data, squared),
     ),
-    "optim_step": ("step", lambda entry, data: entry.optim_step(ADAM)),
-    "save_state": ("dcp", lambda entry, data: entry.save_state("x")),
-    "load_state": ("dcp", lambda entry, data: entry.load_state("x")),
-    "load_state_with_optimizer": ("dcp", lambda entry, data: entry.load_state_with_optimizer("x")),
-    "load_adapter": ("dcp", lambda entry, data: entry.load_adapter("x")),
+    "optim_step": ("step", lambda client, data: client.optim_step(ADAM)),
+    "save_state": ("dcp", lambda client, data: client.save_state("x")),
+    "load_state": ("dcp", lambda client, data: client.load_state("x")),
+    "load_state_with_optimizer": (
+        "dcp",
+        lambda client, data: client.load_state_with_optimizer("x"),
+    ),
+    "load_adapter": ("dcp", lambda client, data: client.load_adapter("x")),
     "save_weights_for_sampler_ext": (
         "dcp",
-        lambda entry, data: entry.save_weights_for_sampler_ext("x"),
+        lambda client, data: client.save_weights_for_sampler_ext("x"),
     ),
 }
 
@@ -120,14 +123,12 @@ def test_a_call_that_takes_too_long_names_its_time(stage, datums, name):
     kind, call = CALLS[name]
     allowed = {"step": 60.0, "dcp": 60.0, kind: 0.05}
     stage.wire.rule("POST /training/.*/(forward|optim_step|save_|load_).*", delay_s=0.3)
-    with stage.cleanup() as cleanup:
-        policy = stage.setup(
-            lora_rank=4, cleanup=cleanup, step_timeout=allowed["step"], dcp_timeout=allowed["dcp"]
-        ).policy
+    timeouts = {"step_timeout": allowed["step"], "dcp_timeout": allowed["dcp"]}
+    with stage.provision(lora_rank=4, **timeouts) as infra:
         started = time.monotonic()
 
         with pytest.raises(TimeoutError, match=r"must end within 0\.05 s, it still runs: raise"):
-            call(policy, datums(1))
+            call(infra.policy, datums(1))
         assert time.monotonic() - started < 0.25
 
 
@@ -149,17 +150,15 @@ def test_closing_twice_is_closing_once(stage, datums):
 
     for call in (
         *[call for _, call in CALLS.values()],
-        lambda entry, _: entry.unload(),
-        lambda entry, _: entry.list_checkpoints(),
+        lambda client, _: client.unload(),
+        lambda client, _: client.list_checkpoints(),
     ):
         with pytest.raises(ClosedError, match="inside the `with` block"):
             call(policy, datums(1))
 
 
 def test_a_shared_reference_closes_only_itself(stage, datums):
-    with stage.cleanup() as cleanup:
-        infra = stage.setup(lora_rank=4, needs_reference=True, cleanup=cleanup)
-
+    with stage.provision(lora_rank=4, needs_reference=True) as infra:
         infra.reference.close()
 
         with pytest.raises(ClosedError):
@@ -175,9 +174,8 @@ def test_a_model_may_be_unloaded(policy, datums):
 
 
 def test_the_client_knows_its_job(stage):
-    with stage.cleanup() as cleanup:
-        policy = stage.setup(job_suffix="1", cleanup=cleanup).policy
-
+    with stage.provision(job_suffix="1") as infra:
+        policy = infra.policy
         assert policy.job_id == policy.endpoint.job_id == "rl-policy-1"
         assert policy.endpoint.base_url == stage.trainers.trainer_url("rl-policy-1")
         assert policy.inner.max_seq_len == 128

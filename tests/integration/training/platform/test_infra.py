@@ -7,13 +7,7 @@ import tinker
 import torch
 
 from hearth.errors import ConfigError, EngineError, ForwardOnlyError, NotFoundError
-from hearth.sdk import (
-    DeploymentConfig,
-    DeploymentSampler,
-    TrainerJobConfig,
-    TrainingShapeProfile,
-    WeightSyncer,
-)
+from hearth.sdk import DeploymentSampler, TrainingShapeProfile, WeightSyncer
 from training.quickstart import MODEL
 from training.utils import InfraConfig, WeightSyncScope
 from training.utils.rl import build_grpo_datums, make_grpo_loss_fn
@@ -23,16 +17,14 @@ ADAM = tinker.AdamParams(learning_rate=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, w
 JOBS = "/v1/accounts/me/rlorTrainerJobs"
 DEPLOYMENTS = "/v1/accounts/me/deployments"
 TRAINER_CALLS = "POST /training/.*/api/v1"
+WHOLE = {"needs_reference": True, "needs_inference": True}
+"""A run's three parts: policy, reference, deployment."""
 
 
 @pytest.mark.parametrize("needs_reference", [False, True], ids=["alone", "with reference"])
 @pytest.mark.parametrize("needs_inference", [False, True], ids=["no sampling", "sampling"])
 def test_two_booleans_decide_what_there_is(stage, needs_reference, needs_inference, datums):
-    with stage.cleanup() as cleanup:
-        infra = stage.setup(
-            needs_reference=needs_reference, needs_inference=needs_inference, cleanup=cleanup
-        )
-
+    with stage.provision(needs_reference=needs_reference, needs_inference=needs_inference) as infra:
         assert infra.policy.job_id == infra.policy_job_id
         assert (infra.reference is not None) is needs_reference
         assert (infra.reference_job_id is not None) is needs_reference
@@ -51,14 +43,8 @@ def test_everything_is_asked_for_in_order_before_anything_is_waited_for(stage):
     for resource in (f"{JOBS}/", f"{DEPLOYMENTS}/"):
         stage.wire.rule(f"GET {resource}", delay_s=0.1)
 
-    with stage.cleanup() as cleanup:
-        stage.setup(
-            needs_reference=True,
-            needs_inference=True,
-            role_prefix="grpo",
-            job_suffix="1",
-            cleanup=cleanup,
-        )
+    with stage.provision(**WHOLE, role_prefix="grpo", job_suffix="1"):
+        pass
 
     assert stage.creates() == ["grpo-policy", "grpo-reference", "grpo-deployment-1"]
     lines = [request.line for request in stage.wire.seen]
@@ -72,15 +58,8 @@ def test_everything_is_asked_for_in_order_before_anything_is_waited_for(stage):
 @pytest.mark.parametrize("scope", WeightSyncScope)
 def test_the_scope_says_who_is_asked_for_first_and_who_names_whom(stage, scope):
     config = stage.serving(weight_sync_scope=scope)
-    with stage.cleanup() as cleanup:
-        infra = stage.setup(
-            needs_reference=True,
-            needs_inference=True,
-            deploy_cfg=config,
-            job_suffix="1",
-            cleanup=cleanup,
-        )
-        syncer = WeightSyncer(infra.policy_client, stage.deployments, "serving", BASE)
+    with stage.provision(**WHOLE, deploy_cfg=config, job_suffix="1") as infra:
+        syncer = stage.sync_weights(infra)
         served = syncer.save_and_hotload("step-00001")
 
         state = stage.deployments.replica_state("serving", BASE)
@@ -99,7 +78,7 @@ def test_the_scope_says_who_is_asked_for_first_and_who_names_whom(stage, scope):
         assert "hotLoadTrainerJob" not in asked.body
         assert tied == policy.query["deploymentId"] == "serving"
     assert "hotLoadDeploymentId" not in reference.body
-    assert [entry.body["forwardOnly"] for entry in (policy, reference)] == [False, True]
+    assert [asked.body["forwardOnly"] for asked in (policy, reference)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -132,9 +111,7 @@ def test_two_places_for_snapshots_are_refused_before_anything_is_asked_for(
 def test_a_job_that_publishes_elsewhere_than_the_deployment_reads_is_refused(
     stage, tied, scope, message
 ):
-    stage.trainers.create_and_wait(
-        TrainerJobConfig(base_model=BASE, job_id="mine", hot_load_deployment_id=tied)
-    )
+    stage.create_job("mine", hot_load_deployment_id=tied)
     config = stage.serving(weight_sync_scope=WeightSyncScope(scope))
 
     with pytest.raises(ConfigError, match=message):
@@ -143,10 +120,8 @@ def test_a_job_that_publishes_elsewhere_than_the_deployment_reads_is_refused(
 
 
 def test_a_deployment_that_reads_a_trainers_snapshots_is_no_place_of_its_own(stage):
-    stage.trainers.create(TrainerJobConfig(base_model=BASE, job_id="mine"))
-    stage.deployments.create_or_get(
-        DeploymentConfig(deployment_id="serving", base_model=BASE, hot_load_trainer_job="mine")
-    )
+    stage.create_job("mine")
+    stage.create_deployment(hot_load_trainer_job="mine")
     config = stage.serving(weight_sync_scope=WeightSyncScope.PER_DEPLOYMENT)
 
     with pytest.raises(ConfigError, match=r"must be PER_TRAINER .*snapshots of .*/mine'"):
@@ -155,8 +130,7 @@ def test_a_deployment_that_reads_a_trainers_snapshots_is_no_place_of_its_own(sta
 
 
 def test_a_lora_policy_shares_its_base_as_the_reference(stage, datums):
-    with stage.cleanup() as cleanup:
-        infra = stage.setup(lora_rank=4, needs_reference=True, seed=1, cleanup=cleanup)
+    with stage.provision(lora_rank=4, needs_reference=True, seed=1) as infra:
         policy, reference = infra.policy, infra.reference
 
         def score(client):
@@ -176,11 +150,8 @@ def test_a_lora_policy_shares_its_base_as_the_reference(stage, datums):
 
 @pytest.mark.parametrize("lora_rank", [0, 4], ids=["trainer of its own", "shared"])
 def test_a_reference_scores_and_refuses_to_train(stage, datums, lora_rank):
-    with stage.cleanup() as cleanup:
-        reference = stage.setup(
-            lora_rank=lora_rank, needs_reference=True, cleanup=cleanup
-        ).reference
-        data = datums(1)
+    with stage.provision(lora_rank=lora_rank, needs_reference=True) as infra:
+        reference, data = infra.reference, datums(1)
 
         assert len(reference.forward(data, "cross_entropy").loss_fn_outputs) == 1
         for train in (
@@ -213,15 +184,12 @@ def named(tmp_path, monkeypatch):
 
 def test_a_reference_shape_gives_a_lora_policy_a_reference_trainer(named, stage, datums):
     shape = "accounts/me/trainingShapes/long"
-    with stage.cleanup() as cleanup:
-        infra = stage.setup(
-            base_model=TINY,
-            lora_rank=4,
-            needs_reference=True,
-            cleanup=cleanup,
-            infra_cfg=InfraConfig(ref_training_shape_id=shape),
-        )
-
+    with stage.provision(
+        base_model=TINY,
+        lora_rank=4,
+        needs_reference=True,
+        infra_cfg=InfraConfig(ref_training_shape_id=shape),
+    ) as infra:
         assert len(stage.states()) == 2
         assert infra.reference_job_id != infra.policy_job_id
         assert infra.ref_training_shape_id == shape
@@ -234,13 +202,12 @@ def test_a_reference_shape_gives_a_lora_policy_a_reference_trainer(named, stage,
 @pytest.mark.parametrize(("is_given", "searches"), [(True, 0), (False, 1)])
 def test_a_shape_is_looked_for_only_where_none_is_given(named, stage, is_given, searches):
     shape = "accounts/me/trainingShapes/tiny-lora"
-    with stage.cleanup() as cleanup:
-        infra = stage.setup(
-            base_model=TINY,
-            lora_rank=4,
-            cleanup=cleanup,
-            infra_cfg=InfraConfig(training_shape_id=shape if is_given else None),
-        )
+    with stage.provision(
+        base_model=TINY,
+        lora_rank=4,
+        infra_cfg=InfraConfig(training_shape_id=shape if is_given else None),
+    ) as infra:
+        pass
 
     assert len(stage.wire.requests("GET .*/trainingShapes/-/versions")) == searches
     assert infra.training_shape_id == shape
@@ -249,10 +216,8 @@ def test_a_shape_is_looked_for_only_where_none_is_given(named, stage, is_given, 
 
 
 def test_whoever_chooses_the_hardware_has_no_shape_chosen(named, stage):
-    with stage.cleanup() as cleanup:
-        infra = stage.setup(
-            base_model=TINY, infra_cfg=InfraConfig(accelerator_count=1), cleanup=cleanup
-        )
+    with stage.provision(base_model=TINY, infra_cfg=InfraConfig(accelerator_count=1)) as infra:
+        pass
 
     assert infra.training_shape_id is None
     (asked,) = stage.wire.requests(f"POST {JOBS}$")
@@ -288,25 +253,15 @@ def test_sampling_without_its_means_is_refused_before_anything_is_asked_for(
 
 
 def test_what_is_given_by_id_is_attached_to_and_goes_on_running(stage, datums):
-    stage.trainers.create(TrainerJobConfig(base_model=BASE, job_id="mine", max_context_length=128))
-    stage.trainers.create(
-        TrainerJobConfig(base_model=BASE, job_id="frozen", extra_args=["--forward-only"])
-    )
-    stage.deployments.create_or_get(
-        DeploymentConfig(deployment_id="serving", base_model=BASE, max_context_length=128)
-    )
+    stage.create_job("mine", max_context_length=128)
+    stage.create_job("frozen", extra_args=["--forward-only"])
+    stage.create_deployment(max_context_length=128)
     asked = len(stage.creates())
 
-    with stage.cleanup() as cleanup:
-        infra = stage.setup(
-            needs_reference=True,
-            needs_inference=True,
-            policy_job_id="mine",
-            reference_job_id="frozen",
-            job_suffix="1",
-            cleanup=cleanup,
-        )
-        syncer = WeightSyncer(infra.policy_client, stage.deployments, "serving", BASE)
+    with stage.provision(
+        **WHOLE, policy_job_id="mine", reference_job_id="frozen", job_suffix="1"
+    ) as infra:
+        syncer = stage.sync_weights(infra)
         syncer.save_and_hotload("step-00001")
         assert len(infra.reference.forward(datums(1), "cross_entropy").loss_fn_outputs) == 1
 
@@ -319,28 +274,21 @@ def test_what_is_given_by_id_is_attached_to_and_goes_on_running(stage, datums):
 
 def test_brought_jobs_are_waited_for_side_by_side_and_resumed_where_they_have_ended(stage):
     for name in ("mine", "frozen"):
-        stage.trainers.create_and_wait(TrainerJobConfig(base_model=BASE, job_id=name))
+        stage.create_job(name)
         stage.trainers.cancel(name)
     stage.wire.rule(f"POST {JOBS}/.*:resume", delay_s=0.1)
 
-    with stage.cleanup() as cleanup:
-        stage.setup(
-            needs_reference=True, policy_job_id="mine", reference_job_id="frozen", cleanup=cleanup
-        )
+    with stage.provision(needs_reference=True, policy_job_id="mine", reference_job_id="frozen"):
+        pass
 
     assert stage.wire.most_in_flight(":resume") == 2
     assert set(stage.states().values()) == {"JOB_STATE_RUNNING"}
 
 
 def test_a_deployment_at_zero_is_scaled_up_and_attached_in_one_request(stage):
-    stage.deployments.create_or_get(
-        DeploymentConfig(
-            deployment_id="serving", base_model=BASE, min_replica_count=0, max_replica_count=0
-        )
-    )
+    stage.create_deployment(min_replica_count=0, max_replica_count=0)
 
-    with stage.cleanup() as cleanup:
-        stage.setup(needs_inference=True, job_suffix="1", cleanup=cleanup)
+    with stage.provision(needs_inference=True, job_suffix="1"):
         assert stage.replicas() == {"serving": 1}
 
     first, last = stage.wire.requests(f"PATCH {DEPLOYMENTS}/serving")
@@ -358,8 +306,7 @@ def test_a_run_that_was_killed_finds_its_parts_again_and_takes_them_down(stage):
     stage.setup(**options).close()  # nobody cleans up: the process is gone
     stage.trainers.cancel("rl-reference-1")
 
-    with stage.cleanup() as cleanup:
-        stage.setup(**options, cleanup=cleanup)
+    with stage.provision(**options):
         assert set(stage.states().values()) == {"JOB_STATE_RUNNING"}
 
     assert len(stage.states()) == 2
@@ -391,8 +338,8 @@ BROUGHT = [
 
 @pytest.mark.parametrize(("options", "message"), BROUGHT, ids=[str(case) for case, _ in BROUGHT])
 def test_a_job_that_does_not_fit_is_refused_before_anything_is_asked_for(stage, options, message):
-    stage.trainers.create(TrainerJobConfig(base_model=BASE, job_id="mine"))
-    stage.trainers.create(TrainerJobConfig(base_model=BASE, job_id="frozen", forward_only=True))
+    stage.create_job("mine")
+    stage.create_job("frozen", forward_only=True)
 
     with pytest.raises(ConfigError, match=message):
         stage.setup(needs_inference=True, **options)
@@ -400,13 +347,13 @@ def test_a_job_that_does_not_fit_is_refused_before_anything_is_asked_for(stage, 
 
 
 def test_a_deployment_of_another_model_is_refused_and_left_alone(named, stage):
-    stage.deployments.create_or_get(DeploymentConfig(deployment_id="serving", base_model=TINY))
+    stage.create_deployment(base_model=TINY)
 
     with (
         pytest.raises(ConfigError, match=r"must name a deployment of .*, which serves"),
-        stage.cleanup() as cleanup,
+        stage.provision(needs_inference=True),
     ):
-        stage.setup(needs_inference=True, cleanup=cleanup)
+        pass
 
     assert stage.replicas() == {"serving": 1}
     assert list(stage.states().values()) == ["JOB_STATE_CANCELLED"]
@@ -420,16 +367,9 @@ def test_one_error_names_every_part_that_failed(stage, tmp_path):
 
     with (
         pytest.raises(EngineError, match="provisioning failed, 3 of 3 parts") as failure,
-        stage.cleanup() as cleanup,
+        stage.provision(base_model=str(broken), deploy_cfg=config, job_suffix="1", **WHOLE),
     ):
-        stage.setup(
-            base_model=str(broken),
-            deploy_cfg=config,
-            needs_reference=True,
-            needs_inference=True,
-            job_suffix="1",
-            cleanup=cleanup,
-        )
+        pass
 
     lines = str(failure.value).splitlines()[1:]
     parts = ["policy trainer rl-policy-1", "reference trainer rl-reference-1", "deployment serving"]
@@ -445,15 +385,9 @@ def test_one_part_that_is_late_is_named_and_the_others_are_taken_down(stage):
             EngineError,
             match=r"1 of 3 parts:\n  - reference trainer rl-reference-1: .* within 0\.2 s",
         ),
-        stage.cleanup() as cleanup,
+        stage.provision(job_suffix="1", infra_cfg=InfraConfig(trainer_timeout_s=0.2), **WHOLE),
     ):
-        stage.setup(
-            needs_reference=True,
-            needs_inference=True,
-            job_suffix="1",
-            cleanup=cleanup,
-            infra_cfg=InfraConfig(trainer_timeout_s=0.2),
-        )
+        pass
     assert set(stage.states().values()) == {"JOB_STATE_CANCELLED"}
     assert stage.replicas() == {"serving": 0}
 
@@ -472,14 +406,8 @@ def test_configs_are_not_changed(stage, scope):
     deploy_cfg = stage.serving(None, weight_sync_scope=scope)
     before = copy.deepcopy((asdict(infra_cfg), asdict(deploy_cfg)))
 
-    with stage.cleanup() as cleanup:
-        infra = stage.setup(
-            infra_cfg=infra_cfg,
-            deploy_cfg=deploy_cfg,
-            needs_reference=True,
-            needs_inference=True,
-            cleanup=cleanup,
-        )
+    with stage.provision(infra_cfg=infra_cfg, deploy_cfg=deploy_cfg, **WHOLE) as infra:
+        pass
 
     assert (asdict(infra_cfg), asdict(deploy_cfg)) == before
     assert infra.deployment_id is not None
@@ -489,10 +417,7 @@ def test_configs_are_not_changed(stage, scope):
 
 def test_a_loop_of_ones_own_trains_on_what_it_was_given(stage, datums):
     """Document 001's loop: sample, score, reference, custom loss, step, weight sync."""
-    with stage.cleanup() as cleanup:
-        infra = stage.setup(
-            needs_reference=True, needs_inference=True, role_prefix="grpo", cleanup=cleanup
-        )
+    with stage.provision(**WHOLE, role_prefix="grpo") as infra:
         sampler = DeploymentSampler(stage.deployments.inference_url, infra.inference_model, "key")
         syncer = WeightSyncer(
             policy_client=infra.policy.inner,
@@ -535,10 +460,14 @@ def test_a_loop_of_ones_own_trains_on_what_it_was_given(stage, datums):
     assert [draw.body["n"] for draw in draws] == [1] * 12
 
 
+def read_saved_types(stage):
+    saves = stage.wire.requests(f"{TRAINER_CALLS}/save_weights_for_sampler")
+    return [save.body["checkpoint_type"] for save in saves]
+
+
 def test_a_weight_sync_that_fails_makes_the_next_snapshot_a_base(stage):
-    with stage.cleanup() as cleanup:
-        infra = stage.setup(needs_inference=True, cleanup=cleanup)
-        syncer = WeightSyncer(infra.policy_client, stage.deployments, "serving", BASE)
+    with stage.provision(needs_inference=True) as infra:
+        syncer = stage.sync_weights(infra)
         syncer.save_and_hotload("step-00001")
         stage.wire.rule("POST /hot_load", status=400, message="disk full", times=1)
         with pytest.raises(Exception, match="disk full"):
@@ -546,16 +475,13 @@ def test_a_weight_sync_that_fails_makes_the_next_snapshot_a_base(stage):
         syncer.save_and_hotload("step-00003")
         syncer.save_and_hotload("step-00004")
 
-    saves = stage.wire.requests(f"{TRAINER_CALLS}/save_weights_for_sampler")
-    assert [save.body["checkpoint_type"] for save in saves] == ["base", "delta", "base", "delta"]
+    assert read_saved_types(stage) == ["base", "delta", "base", "delta"]
 
 
 def test_a_lora_policy_always_publishes_its_whole_adapter(stage):
-    with stage.cleanup() as cleanup:
-        infra = stage.setup(lora_rank=4, needs_inference=True, cleanup=cleanup)
-        syncer = WeightSyncer(infra.policy_client, stage.deployments, "serving", BASE)
+    with stage.provision(lora_rank=4, needs_inference=True) as infra:
+        syncer = stage.sync_weights(infra)
         for step in (1, 2):
             syncer.save_and_hotload(f"step-{step:05d}")
 
-    saves = stage.wire.requests(f"{TRAINER_CALLS}/save_weights_for_sampler")
-    assert [save.body["checkpoint_type"] for save in saves] == ["base", "base"]
+    assert read_saved_types(stage) == ["base", "base"]

@@ -164,43 +164,31 @@ def test_a_failed_job_is_an_error_with_its_reason(stage, tmp_path):
 
 
 CONFIG = DeploymentConfig(deployment_id="serving", base_model=BASE, display_name="rl-1")
-OURS = [
-    ("made here", None, {}, True),
-    ("left by an earlier try of this run", CONFIG, {}, True),
-    (
-        "under an id of this run's own",
-        replace(CONFIG, display_name=None),
-        {"is_own_id": True},
-        True,
-    ),
-    ("scaled to zero", replace(CONFIG, min_replica_count=0, max_replica_count=0), {}, True),
-    ("somebody else's", replace(CONFIG, display_name="hers"), {}, False),
-    ("without a label", replace(CONFIG, display_name=None), {}, False),
-]
+UNLABELLED = replace(CONFIG, display_name=None)
+AT_ZERO = replace(CONFIG, min_replica_count=0, max_replica_count=0)
+OURS = {
+    "made here": (None, CONFIG, {}, True),
+    "left by an earlier try of this run": (CONFIG, CONFIG, {}, True),
+    "under an id of this run's own": (UNLABELLED, CONFIG, {"is_own_id": True}, True),
+    "scaled to zero": (AT_ZERO, CONFIG, {}, True),
+    "somebody else's": (replace(CONFIG, display_name="hers"), CONFIG, {}, False),
+    "without a label": (UNLABELLED, CONFIG, {}, False),
+    "both without a label": (UNLABELLED, UNLABELLED, {}, False),
+}
 
 
 @pytest.mark.parametrize(
-    ("before", "options", "is_scaled_down"), [our[1:] for our in OURS], ids=[our[0] for our in OURS]
+    ("before", "config", "options", "is_scaled_down"), OURS.values(), ids=OURS.keys()
 )
-def test_a_run_scales_down_what_it_asked_for_itself(stage, before, options, is_scaled_down):
+def test_a_run_scales_down_what_it_asked_for_itself(stage, before, config, options, is_scaled_down):
     if before is not None:
         stage.deployments.create_or_get(before)
 
     with stage.cleanup() as cleanup:
-        request_deployment(stage.deployments, CONFIG, cleanup=cleanup, **options)
+        request_deployment(stage.deployments, config, cleanup=cleanup, **options)
         assert stage.replicas() == {"serving": 1}
 
     assert stage.replicas() == {"serving": 0 if is_scaled_down else 1}
-
-
-def test_a_deployment_without_a_label_is_nobodys_own(stage):
-    unlabelled = replace(CONFIG, display_name=None)
-    stage.deployments.create_or_get(unlabelled)
-
-    with stage.cleanup() as cleanup:
-        request_deployment(stage.deployments, unlabelled, cleanup=cleanup)
-
-    assert stage.replicas() == {"serving": 1}
 
 
 def test_a_job_is_known_to_the_cleanup_before_its_answer_comes(stage):
@@ -214,8 +202,12 @@ def test_a_job_is_known_to_the_cleanup_before_its_answer_comes(stage):
     assert list(stage.states().values()) == ["JOB_STATE_CANCELLED"]
 
 
+def make_config(**changes):
+    return Config(base_model=BASE, deployment=DeployConfig(tokenizer_model=BASE), **changes)
+
+
 def test_a_served_platform_needs_a_key(monkeypatch):
-    config = Config(base_model=BASE, deployment=DeployConfig(tokenizer_model=BASE))
+    config = make_config()
     monkeypatch.setenv("FIREWORKS_BASE_URL", "http://somewhere.test")
     monkeypatch.delenv("FIREWORKS_API_KEY", raising=False)
 
@@ -227,11 +219,7 @@ def test_a_served_platform_needs_a_key(monkeypatch):
 
 def test_the_embedded_platform_has_no_jobs_to_attach_to(monkeypatch):
     monkeypatch.delenv("FIREWORKS_BASE_URL", raising=False)
-    config = Config(
-        base_model=BASE,
-        deployment=DeployConfig(tokenizer_model=BASE),
-        trainer=TrainerConfig(job_id="mine"),
-    )
+    config = make_config(trainer=TrainerConfig(job_id="mine"))
 
     with pytest.raises(ConfigError, match="the embedded platform starts empty"):
         check_platform(config)
@@ -239,29 +227,22 @@ def test_the_embedded_platform_has_no_jobs_to_attach_to(monkeypatch):
 
 def test_two_generations_of_trainer_settings_must_agree():
     shape = "accounts/x/trainingShapes/y"
-    common = {"base_model": BASE, "deployment": DeployConfig(tokenizer_model=BASE)}
     for names in itertools.permutations(["a", "b"]):
-        config = Config(
+        config = make_config(
             trainer=TrainerConfig(training_shape_id=f"{shape}-{names[0]}"),
             infra=InfraConfig(training_shape_id=f"{shape}-{names[1]}"),
-            **common,
         )
         with pytest.raises(ConfigError, match=r"trainer\.training_shape_id and infra\.training_sh"):
             InfraSpec.from_config(config)
 
-    config = Config(infra=InfraConfig(trainer_timeout_s=5.0, region="here"), **common)
+    config = make_config(infra=InfraConfig(trainer_timeout_s=5.0, region="here"))
     merged = InfraSpec.from_config(config).infra
     assert (merged.trainer_timeout_s, merged.region) == (5.0, "here")
 
 
 def test_the_same_run_gets_the_same_ids_and_another_run_others(tmp_path):
     def suffix(folder="a", **changes):
-        config = Config(
-            log_path=str(tmp_path / folder),
-            base_model=BASE,
-            deployment=DeployConfig(tokenizer_model=BASE),
-            **changes,
-        )
+        config = make_config(log_path=str(tmp_path / folder), **changes)
         return InfraSpec.from_config(config).job_suffix
 
     others = [suffix("b"), suffix(lora_rank=4), suffix(max_seq_len=64), suffix(learning_rate=1.0)]
@@ -270,11 +251,7 @@ def test_the_same_run_gets_the_same_ids_and_another_run_others(tmp_path):
 
 
 def test_a_trainers_own_settings_are_asked_for_where_they_are_given():
-    config = Config(
-        base_model=BASE,
-        deployment=DeployConfig(tokenizer_model=BASE),
-        trainer=TrainerConfig(dtype="bfloat16", recompute_above=4096),
-    )
+    config = make_config(trainer=TrainerConfig(dtype="bfloat16", recompute_above=4096))
 
     values = InfraSpec.from_config(config).trainer_options
 
