@@ -22,7 +22,7 @@ from tests.integration.runs import read_steps
 from hearth.errors import ConfigError, TransportError
 from hearth.sdk.transport import mount, unmount
 from training.examples.rl.multi_turn_message_in.retries import Retries, num_turns
-from training.examples.rl.multi_turn_message_in.reward import TURN_DISCOUNT
+from training.examples.rl.multi_turn_message_in.rollout import TURN_DISCOUNT
 from training.examples.rl.multi_turn_message_in.rollout import make_rollout_fn as multi_turn
 from training.examples.rl.single_turn_token_in.rollout import make_rollout_fn as single_turn
 from training.examples.rl.trend import reward_trend, trend

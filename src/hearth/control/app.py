@@ -25,35 +25,13 @@ from hearth.control.plane import ControlPlane
 from hearth.control.resource_names import ACCOUNT, parse_id
 from hearth.control.store import Changes
 from hearth.errors import ClosedError, HearthError, NotFoundError, RequestError
+from hearth.wire import fireworks
 from hearth.wire.base import Record
 from hearth.wire.completions import ModelCard, ModelList
-from hearth.wire.fireworks import (
-    LONGEST_WAIT_S,
-    Account,
-    AccountPage,
-    CheckpointPage,
-    Deployment,
-    DeploymentPage,
-    DeploymentPatch,
-    DeploymentQuery,
-    LogQuery,
-    Model,
-    ModelPage,
-    PageQuery,
-    Promote,
-    Promoted,
-    Query,
-    TrainerJob,
-    TrainerJobPage,
-    TrainerJobQuery,
-    TrainingShapePage,
-    TrainingShapeVersion,
-    WaitQuery,
-)
 from hearth.wire.http import Handler, handle_error, json_response
 
 RecordT = TypeVar("RecordT", bound=Record)
-QueryT = TypeVar("QueryT", bound=Query)
+QueryT = TypeVar("QueryT", bound=fireworks.Query)
 T = TypeVar("T")
 
 
@@ -116,15 +94,15 @@ async def _handle_no_route(request: Request, error: Exception) -> Response:
 
 
 def _model_routes(plane: ControlPlane) -> list[Route]:
-    def list_accounts() -> AccountPage:
-        return AccountPage(accounts=[Account(name=f"accounts/{ACCOUNT}")])
+    def list_accounts() -> fireworks.AccountPage:
+        return fireworks.AccountPage(accounts=[fireworks.Account(name=f"accounts/{ACCOUNT}")])
 
-    def list_models(account: str) -> ModelPage:
+    def list_models(account: str) -> fireworks.ModelPage:
         models = plane.list_models()
         owned = [model for model in models if account in ("-", model.name.split("/")[1])]
-        return ModelPage(models=owned)
+        return fireworks.ModelPage(models=owned)
 
-    def get_model(account: str, model: str) -> Model:
+    def get_model(account: str, model: str) -> fireworks.Model:
         return plane.find_model(f"accounts/{account}/models/{model}")
 
     def list_served_models() -> ModelList:
@@ -145,21 +123,23 @@ def _model_routes(plane: ControlPlane) -> list[Route]:
     ]
 
 
-def _model_card(deployment: Deployment) -> ModelCard:
+def _model_card(deployment: fireworks.Deployment) -> ModelCard:
     return ModelCard(id=deployment.name or "", created=0, owned_by=ACCOUNT)
 
 
 def _shape_routes(plane: ControlPlane) -> list[Route]:
     catalog = plane.context.catalog
 
-    def list_versions(account: str, shape: str) -> TrainingShapePage:
+    def list_versions(account: str, shape: str) -> fireworks.TrainingShapePage:
         if shape != "-":
             found = [catalog.find_shape(f"accounts/{account}/trainingShapes/{shape}")]
         else:
             found = catalog.list_shapes(None if account == "-" else account)
-        return TrainingShapePage(training_shape_versions=[known.version() for known in found])
+        return fireworks.TrainingShapePage(
+            training_shape_versions=[known.version() for known in found]
+        )
 
-    def get_version(account: str, shape: str, version: str) -> TrainingShapeVersion:
+    def get_version(account: str, shape: str, version: str) -> fireworks.TrainingShapeVersion:
         entry = catalog.find_shape(f"accounts/{account}/trainingShapes/{shape}")
         if version not in ("1", "latest"):
             raise NotFoundError(f"version must be 1, the only one of {shape!r}, got {version!r}")
@@ -176,8 +156,8 @@ def _job_routes(plane: ControlPlane) -> list[Route]:
     jobs = plane.jobs
 
     async def create_job(request: Request) -> Response:
-        query = _parse_query(TrainerJobQuery, request)
-        job = await _parse_body(TrainerJob, request)
+        query = _parse_query(fireworks.TrainerJobQuery, request)
+        job = await _parse_body(fireworks.TrainerJob, request)
         given, tied = query.deployment_id, job.hot_load_deployment_id
         if given and tied and parse_id(tied) != parse_id(given):
             raise RequestError(
@@ -192,8 +172,8 @@ def _job_routes(plane: ControlPlane) -> list[Route]:
             await asyncio.to_thread(jobs.create, query.rlor_trainer_job_id, job, shape)
         )
 
-    def list_jobs() -> TrainerJobPage:
-        return TrainerJobPage(rlor_trainer_jobs=jobs.list_all())
+    def list_jobs() -> fireworks.TrainerJobPage:
+        return fireworks.TrainerJobPage(rlor_trainer_jobs=jobs.list_all())
 
     return [
         _own_route("POST", "/rlorTrainerJobs", create_job),
@@ -209,15 +189,15 @@ def _deployment_routes(plane: ControlPlane) -> list[Route]:
     deployments = plane.deployments
 
     async def create_deployment(request: Request) -> Response:
-        deployment_id = _parse_query(DeploymentQuery, request).deployment_id
-        body = await _parse_body(Deployment, request)
+        deployment_id = _parse_query(fireworks.DeploymentQuery, request).deployment_id
+        body = await _parse_body(fireworks.Deployment, request)
         return json_response(await asyncio.to_thread(deployments.create, deployment_id, body))
 
-    def list_deployments() -> DeploymentPage:
-        return DeploymentPage(deployments=deployments.list_all())
+    def list_deployments() -> fireworks.DeploymentPage:
+        return fireworks.DeploymentPage(deployments=deployments.list_all())
 
     async def patch_deployment(request: Request) -> Response:
-        change = await _parse_body(DeploymentPatch, request)
+        change = await _parse_body(fireworks.DeploymentPatch, request)
         deployment_id = request.path_params["deployment"]
         return json_response(await asyncio.to_thread(deployments.patch, deployment_id, change))
 
@@ -234,7 +214,7 @@ def _checkpoint_routes(plane: ControlPlane) -> list[Route]:
     checkpoints = plane.checkpoints
 
     async def list_checkpoints(request: Request) -> Response:
-        query = _parse_query(PageQuery, request)
+        query = _parse_query(fireworks.PageQuery, request)
         entries = await run_in_threadpool(checkpoints.list_entries, request.path_params["job"])
         token = query.page_token
         if token and token not in map(str, range(len(entries) + 1)):
@@ -243,15 +223,15 @@ def _checkpoint_routes(plane: ControlPlane) -> list[Route]:
         end = start + max(1, min(query.page_size, 1000))
         next_token = str(end) if end < len(entries) else ""
         return json_response(
-            CheckpointPage(checkpoints=entries[start:end], next_page_token=next_token)
+            fireworks.CheckpointPage(checkpoints=entries[start:end], next_page_token=next_token)
         )
 
     async def promote(request: Request) -> Response:
-        order = await _parse_body(Promote, request)
+        order = await _parse_body(fireworks.Promote, request)
         checkpoint = request.path_params["checkpoint"]
         operation = await asyncio.to_thread(checkpoints.promote, checkpoint, order)
         if order.async_promotion:
-            return json_response(Promoted(operation=operation))
+            return json_response(fireworks.Promoted(operation=operation))
         changes, id = plane.store.operations.changes, parse_id(operation.name)
         read = partial(checkpoints.get_operation, id)
         ended = await _wait_until(read, changes, id, lambda state: state.done, math.inf)
@@ -259,7 +239,7 @@ def _checkpoint_routes(plane: ControlPlane) -> list[Route]:
             raise RequestError(ended.error.message)
         if not ended.done:
             raise ClosedError("platform must be open to promote, got one that ends: promote again")
-        return json_response(Promoted(model=ended.response))
+        return json_response(fireworks.Promoted(model=ended.response))
 
     return [
         _own_route("GET", "/rlorTrainerJobs/{job}/checkpoints", list_checkpoints),
@@ -269,7 +249,7 @@ def _checkpoint_routes(plane: ControlPlane) -> list[Route]:
 
 
 async def _read_log(plane: ControlPlane, request: Request) -> Response:
-    query = _parse_query(LogQuery, request)
+    query = _parse_query(fireworks.LogQuery, request)
     lines = await run_in_threadpool(plane.read_log, request.path_params["worker"])
     return json_response({"lines": lines[-max(1, min(query.lines, 10_000)) :]})
 
@@ -280,15 +260,15 @@ async def _wait_for_state(resources: Jobs | Deployments, request: Request) -> Re
     Raises:
         RequestError: the time is not a number.
     """
-    query = _parse_query(WaitQuery, request)
+    query = _parse_query(fireworks.WaitQuery, request)
     id = request.path_params["id"]
     if math.isnan(query.timeout_s):
         raise RequestError("timeoutS must be a number of seconds, got nan")
-    read: Callable[[], TrainerJob | Deployment] = partial(resources.get, id)
+    read: Callable[[], fireworks.TrainerJob | fireworks.Deployment] = partial(resources.get, id)
     if not query.wait_for_state:
         return json_response(await asyncio.to_thread(read))
     wanted = query.wait_for_state.split(",")
-    wait_s = min(max(query.timeout_s, 0.0), LONGEST_WAIT_S)
+    wait_s = min(max(query.timeout_s, 0.0), fireworks.LONGEST_WAIT_S)
     changes = resources.records.changes
     return json_response(
         await _wait_until(read, changes, id, lambda resource: resource.state in wanted, wait_s)

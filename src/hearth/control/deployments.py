@@ -14,10 +14,9 @@ from collections.abc import Callable
 from typing import cast
 
 from hearth.control.context import Context
-from hearth.control.extra_values import ExtraValues
 from hearth.control.jobs import Jobs
 from hearth.control.resource_names import check_id, full_name, parse_id
-from hearth.control.resources import RESPONSE_FIELDS, Resources, min_context_length
+from hearth.control.resources import RESPONSE_FIELDS, ExtraValues, Resources, min_context_length
 from hearth.control.store import Records, StoredRecord
 from hearth.errors import ClosedError, HearthError, NotReadyError, RequestError
 from hearth.launch.spec import DeploymentSpec, Engine, Worker

@@ -15,7 +15,6 @@ from typing import Any, cast
 from urllib.parse import quote
 
 import httpx
-import orjson
 from starlette.requests import ClientDisconnect
 
 from hearth.control.access import Access
@@ -25,6 +24,7 @@ from hearth.control.resource_names import parse_id
 from hearth.errors import HearthError, NotFoundError, RequestError, TooLargeError, TransportError
 from hearth.launch.spec import Endpoint
 from hearth.wire.asgi import TOKEN_HEADER, App, Message, Receive, Scope, Send
+from hearth.wire.base import parse_json
 from hearth.wire.http import error_response, error_status
 
 TRAINER_PREFIX = "/training/v1/rlorTrainerJobs/"
@@ -276,12 +276,7 @@ async def _read_deployment_id(scope: Scope, receive: Receive) -> tuple[str, Rece
         if key == b"fireworks-deployment":
             return _parse_deployment_id(value.decode("latin-1")), receive
     body = await _read_body(receive)
-    content: Any = {}
-    if body:
-        try:
-            content = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise RequestError(f"body must be JSON, got {body[:40]!r}: {error}") from None
+    content: Any = parse_json(body) if body else {}
     name: object = None
     if isinstance(content, dict):
         name = cast("dict[str, Any]", content).get("model")

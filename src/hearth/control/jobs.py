@@ -12,9 +12,14 @@ import os
 from collections.abc import Collection
 
 from hearth.control.catalog import ShapeEntry
-from hearth.control.extra_values import ExtraValues
 from hearth.control.resource_names import check_id, parse_id
-from hearth.control.resources import DELETED_JOB, RESPONSE_FIELDS, Resources, min_context_length
+from hearth.control.resources import (
+    DELETED_JOB,
+    RESPONSE_FIELDS,
+    ExtraValues,
+    Resources,
+    min_context_length,
+)
 from hearth.control.store import StoredRecord
 from hearth.control.workers import fetch_json
 from hearth.errors import ClosedError, ConflictError, HearthError, NotReadyError, RequestError

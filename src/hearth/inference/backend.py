@@ -1,16 +1,18 @@
 """What a deployment's service needs of its engine, and the records between the two.
 
-Owns the request, the result and the serving state. Knows neither HTTP nor an engine.
+Owns the request and the result. Knows neither HTTP nor an engine.
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from hearth.inference.sync_tracker import ServingState, SyncTracker
 from hearth.wire.completions import FinishReason, RunningRequests
 from hearth.wire.routing import Choice
 
@@ -135,26 +137,6 @@ class SampledSequence:
     """Completions that were in the batch when this one joined, itself included."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServingState:
-    """What is served, and the state of the last weight sync."""
-
-    stage: Literal["idle", "loading", "done", "error"] = "idle"
-    target_identity: str | None = None
-    """The snapshot that ``stage`` is about."""
-    error: str | None = None
-    current_identity: str | None = None
-    """The snapshot that is served; None before the first weight sync."""
-    is_adapter: bool = False
-    weight_version: int = 0
-    """The number of the weight sync that is served; 0 before the first."""
-
-    def has_settled(self, identity: str) -> bool:
-        """Whether ``identity`` is served, or could not be loaded."""
-        has_failed = self.stage == "error" and self.target_identity == identity
-        return self.current_identity == identity or has_failed
-
-
 class Tokenizer(Protocol):
     """The methods of a Hugging Face tokenizer that are used here.
 
@@ -179,19 +161,21 @@ class Tokenizer(Protocol):
         ...
 
 
-class InferenceBackend(Protocol):
-    """Samples completions and loads new weights. Every method may be called from any thread."""
+class InferenceBackend(ABC):
+    """Samples completions and loads new weights. Every method may be called from any thread.
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """For text prompts, stop strings and texts; None serves token ids only."""
-        ...
+    ``tokenizer`` is for text prompts, stop strings and texts; None serves token ids only.
+    ``max_seq_len`` is the longest sequence, prompt included.
+    """
 
-    @property
-    def max_seq_len(self) -> int:
-        """Longest sequence, prompt included."""
-        ...
+    def __init__(self, tokenizer: Tokenizer | None, max_seq_len: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_seq_len = max_seq_len
+        self._tracker = SyncTracker()
+        self._phase: Phase = "idle"
+        self._on_phase: Callable[[Phase], None] | None = None
 
+    @abstractmethod
     def submit(self, request: SampleRequest) -> Future[SampledSequence]:
         """Queue one completion. Cancelling the future ends it.
 
@@ -199,8 +183,8 @@ class InferenceBackend(Protocol):
             RequestError: a field breaks its rule.
             ClosedError: the backend was closed.
         """
-        ...
 
+    @abstractmethod
     def hot_load(
         self,
         identity: str,
@@ -218,20 +202,35 @@ class InferenceBackend(Protocol):
         Raises:
             ClosedError: the backend was closed.
         """
-        ...
 
-    def watch_phase(self, on_phase: Callable[[Phase], None]) -> None:
-        """Call ``on_phase`` at every change of phase, from any thread; replaces an earlier one."""
-        ...
+    @abstractmethod
+    def close(self) -> None:
+        """Stop; requests that are left fail with ``ClosedError``."""
 
     def state(self) -> ServingState:
         """What is served now."""
-        ...
+        return self._tracker.state()
 
     def watch_sync(self, identity: str) -> Future[ServingState]:
         """The state as soon as ``identity`` is served or could not be loaded."""
-        ...
+        return self._tracker.watch_sync(identity)
 
-    def close(self) -> None:
-        """Stop; requests that are left fail with ``ClosedError``."""
-        ...
+    def watch_phase(self, on_phase: Callable[[Phase], None]) -> None:
+        """Call ``on_phase`` at every change of phase, from any thread; replaces an earlier one.
+
+        ``load_snapshot`` while weights are swapped, ``sampling`` while requests run, else
+        ``load_snapshot`` while a snapshot is read, else ``idle``, as at the start.
+        """
+        self._on_phase = on_phase
+
+    def _report_phase(self, phase: Phase) -> None:
+        """Call ``on_phase`` if the phase has changed."""
+        if phase == self._phase:
+            return
+        self._phase = phase
+        if self._on_phase is None:
+            return
+        try:
+            self._on_phase(phase)
+        except Exception:  # a failing callback must not end a request
+            logger.exception("the phase callback failed; the deployment goes on")

@@ -14,28 +14,11 @@ from hearth.inference.responses import choice_logprobs, perf_metrics, token_logp
 from hearth.inference.streaming import StreamPiece
 from hearth.inference.tool_calls import ParsedText, ToolCallReader, chat_finish_reason, tool_call
 from hearth.telemetry import new_request_id
-from hearth.wire.chat import (
-    ChatChunk,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatFinishReason,
-    ChatLogprobs,
-    ChatRequest,
-    FunctionCall,
-    ToolCallDelta,
-)
-from hearth.wire.completions import (
-    ChoiceLogprobs,
-    ChunkChoice,
-    CompletionCall,
-    CompletionChunk,
-    RawOutput,
-    TokenLogprob,
-)
+from hearth.wire import chat, completions
 from hearth.wire.routing import encode_routing
 
-Chunk = CompletionChunk | ChatChunk
-Fields = TypeVar("Fields", CompletionCall, ChatRequest)
+Chunk = completions.CompletionChunk | chat.ChatChunk
+Fields = TypeVar("Fields", completions.CompletionCall, chat.ChatRequest)
 
 
 class _Events(ABC, Generic[Fields]):
@@ -92,7 +75,7 @@ class _Events(ABC, Generic[Fields]):
     def _all_ended(self) -> bool:
         return len(self._ended) == self._fields.n * len(self._prompts)
 
-    def _token_logprobs(self, tokens: Sequence[SampledToken]) -> list[TokenLogprob]:
+    def _token_logprobs(self, tokens: Sequence[SampledToken]) -> list[completions.TokenLogprob]:
         return token_logprobs(
             [token.token_id for token in tokens],
             [token.logprob for token in tokens],
@@ -106,15 +89,15 @@ class _Events(ABC, Generic[Fields]):
         )
 
 
-class CompletionEvents(_Events[CompletionCall]):
+class CompletionEvents(_Events[completions.CompletionCall]):
     """Events of ``/v1/completions``; with ``echo`` the first of a choice begins with its prompt."""
 
-    def _empty(self) -> CompletionChunk:
-        return CompletionChunk(
+    def _empty(self) -> completions.CompletionChunk:
+        return completions.CompletionChunk(
             id=f"cmpl-{self._id}", created=self._created, model=self._model, choices=[]
         )
 
-    def _chunk(self, piece: StreamPiece) -> CompletionChunk | None:
+    def _chunk(self, piece: StreamPiece) -> completions.CompletionChunk | None:
         echoes = piece.is_first and self._fields.echo
         has_logprobs = wants_logprobs(self._fields) and bool(piece.tokens)
         if not (piece.end or piece.text or has_logprobs or echoes):
@@ -125,7 +108,7 @@ class CompletionEvents(_Events[CompletionCall]):
             text = self._tokenizer.decode(prompt, skip_special_tokens=True) + text
         chunk = self._empty()
         chunk.choices.append(
-            ChunkChoice.model_construct(
+            completions.ChunkChoice.model_construct(
                 index=piece.index,
                 text=text,
                 finish_reason=piece.end.finish_reason if piece.end else None,
@@ -134,7 +117,7 @@ class CompletionEvents(_Events[CompletionCall]):
         )
         return chunk
 
-    def _logprobs(self, piece: StreamPiece, echoes: bool) -> ChoiceLogprobs:
+    def _logprobs(self, piece: StreamPiece, echoes: bool) -> completions.ChoiceLogprobs:
         prompt = self._prompts[piece.index // self._fields.n] if echoes else []
         unknown = [None] * len(prompt)
         scores = (piece.prompt_logprobs or unknown) if echoes else []
@@ -145,12 +128,12 @@ class CompletionEvents(_Events[CompletionCall]):
         return choice_logprobs(content, logprobs, with_top=with_top)
 
 
-class ChatEvents(_Events[ChatRequest]):
+class ChatEvents(_Events[chat.ChatRequest]):
     """Events of ``/v1/chat/completions``; the first of an answer has its role."""
 
     def __init__(
         self,
-        request: ChatRequest,
+        request: chat.ChatRequest,
         prompt: list[int],
         *,
         model_name: str,
@@ -160,12 +143,12 @@ class ChatEvents(_Events[ChatRequest]):
         self._readers: defaultdict[int, ToolCallReader] = defaultdict(ToolCallReader)
         self._num_calls: Counter[int] = Counter()
 
-    def _empty(self) -> ChatChunk:
-        return ChatChunk(
+    def _empty(self) -> chat.ChatChunk:
+        return chat.ChatChunk(
             id=f"chatcmpl-{self._id}", created=self._created, model=self._model, choices=[]
         )
 
-    def _chunk(self, piece: StreamPiece) -> ChatChunk | None:
+    def _chunk(self, piece: StreamPiece) -> chat.ChatChunk | None:
         end = piece.end
         parsed = self._parse(piece)
         logprobs = self._logprobs(piece)
@@ -174,9 +157,9 @@ class ChatEvents(_Events[ChatRequest]):
         calls = self._number_calls(piece.index, parsed.calls)
         chunk = self._empty()
         chunk.choices.append(
-            ChatChunkChoice.model_construct(
+            chat.ChatChunkChoice.model_construct(
                 index=piece.index,
-                delta=ChatDelta.model_construct(
+                delta=chat.ChatDelta.model_construct(
                     role="assistant" if piece.is_first else None,
                     content=parsed.content if parsed.content or piece.is_first else None,
                     tool_calls=calls or None,
@@ -198,44 +181,48 @@ class ChatEvents(_Events[ChatRequest]):
             parsed.content += reader.finish().content
         return parsed
 
-    def _number_calls(self, choice: int, functions: list[FunctionCall]) -> list[ToolCallDelta]:
+    def _number_calls(
+        self, choice: int, functions: list[chat.FunctionCall]
+    ) -> list[chat.ToolCallDelta]:
         """The calls with their places among all calls of the answer."""
         first = self._num_calls[choice]
         self._num_calls[choice] += len(functions)
-        deltas: list[ToolCallDelta] = []
+        deltas: list[chat.ToolCallDelta] = []
         for place, function in enumerate(functions, first):
             call = tool_call(function, self._prompts[0], choice, place)
             deltas.append(
-                ToolCallDelta.model_construct(index=place, id=call.id, function=call.function)
+                chat.ToolCallDelta.model_construct(index=place, id=call.id, function=call.function)
             )
         return deltas
 
-    def _finish_reason(self, piece: StreamPiece) -> ChatFinishReason | None:
+    def _finish_reason(self, piece: StreamPiece) -> chat.ChatFinishReason | None:
         """Why the answer ended, if it has."""
         if piece.end is None:
             return None
         has_calls = self._num_calls[piece.index] > 0
         return chat_finish_reason(piece.end.finish_reason, has_calls=has_calls)
 
-    def _logprobs(self, piece: StreamPiece) -> ChatLogprobs | None:
+    def _logprobs(self, piece: StreamPiece) -> chat.ChatLogprobs | None:
         if not wants_logprob_objects(self._fields) or not (piece.tokens or piece.end):
             return None
-        return ChatLogprobs.model_construct(content=as_chat(self._token_logprobs(piece.tokens)))
+        return chat.ChatLogprobs.model_construct(
+            content=as_chat(self._token_logprobs(piece.tokens))
+        )
 
 
-def wants_logprob_objects(request: ChatRequest) -> bool:
+def wants_logprob_objects(request: chat.ChatRequest) -> bool:
     """Whether the answer has an object per token."""
     return bool(request.logprobs) and request.logprob_format == "objects"
 
 
 def chat_raw_output(
-    request: ChatRequest, prompt: list[int], completion: SampledSequence
-) -> RawOutput | None:
+    request: chat.ChatRequest, prompt: list[int], completion: SampledSequence
+) -> completions.RawOutput | None:
     """The token ids of an answer and its rendered conversation, if they were requested."""
     arrays = bool(request.logprobs) and request.logprob_format == "arrays"
     if not (request.raw_output or arrays):
         return None
-    return RawOutput.model_construct(
+    return completions.RawOutput.model_construct(
         completion_token_ids=completion.token_ids,
         prompt_token_ids=prompt,
         logprobs=completion.logprobs if arrays else None,
@@ -247,7 +234,7 @@ def chat_raw_output(
     )
 
 
-def as_chat(content: list[TokenLogprob]) -> list[TokenLogprob]:
+def as_chat(content: list[completions.TokenLogprob]) -> list[completions.TokenLogprob]:
     """``content`` in chat's format: with the bytes of each text, and always with a top list."""
     for token in content:
         token.bytes = _utf8(token.token)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, cast
 from pydantic import Field
 
 from hearth.errors import ConfigError, ConflictError, NotReadyError, RequestError
-from hearth.inference.backend import InferenceBackend, ServingState
+from hearth.inference.backend import InferenceBackend
+from hearth.inference.sync_tracker import ServingState
 from hearth.sync.folders import write_file
 from hearth.wire.base import Record
 from hearth.wire.completions import (

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
 from typing_extensions import TypeIs
 
 from hearth.errors import RequestError
 from hearth.inference.backend import SampleRequest, Tokenizer
 from hearth.inference.tool_calls import TAGS
+from hearth.wire.base import parse_json
 from hearth.wire.chat import ChatRequest
 from hearth.wire.completions import CompletionCall, CompletionFields, SamplingFields
 
@@ -82,8 +82,8 @@ def read_completion(body: bytes) -> CompletionCall:
         raise _unsupported("best_of", best_of)
     call = CompletionCall.from_dict(content)
     _check_logprobs(call)
+    _check_beside_logprobs(call, wants_logprobs(call))
     _check_echo_last(call)
-    _check_routing(call, wants_logprobs(call))
     _check_prompt_routing(call)
     return call
 
@@ -103,13 +103,7 @@ def read_chat(body: bytes) -> ChatRequest:
     if content.get("tool_choice", "auto") not in ("auto", "none"):
         raise _unsupported("tool_choice", content["tool_choice"])
     request = ChatRequest.from_dict(content)
-    if request.top_logprobs and not request.logprobs:
-        raise RequestError(
-            f"logprobs must be true when top_logprobs is given, got top_logprobs="
-            f"{request.top_logprobs}"
-        )
-    _check_arrays(request.top_logprobs, request.logprob_format)
-    _check_routing(request, bool(request.logprobs))
+    _check_beside_logprobs(request, bool(request.logprobs))
     return request
 
 
@@ -255,10 +249,7 @@ def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
 
 def _content(body: bytes) -> dict[str, Any]:
     """The body's fields; null means absent, as in OpenAI's API."""
-    try:
-        content = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"body must be JSON, got {bytes(body[:40])!r}: {error}") from None
+    content = parse_json(body)
     if not isinstance(content, dict):
         raise RequestError(f"body must be a JSON object, got {str(content)[:80]!r}")
     return {name: value for name, value in content.items() if value is not None}
@@ -281,15 +272,19 @@ def _check_logprobs(call: CompletionCall) -> None:
             f"logprobs must be true, false or in 0..{_MOST_NUMBERED_LOGPROBS}, got "
             f"{call.logprobs}: use logprobs=true with top_logprobs for more"
         )
-    if call.top_logprobs and not wants_logprobs(call):
+
+
+def _check_beside_logprobs(fields: CompletionCall | ChatRequest, has_logprobs: bool) -> None:
+    if fields.top_logprobs and not has_logprobs:
         raise RequestError(
             f"logprobs must be true when top_logprobs is given, got top_logprobs="
-            f"{call.top_logprobs}"
+            f"{fields.top_logprobs}"
         )
-    _check_arrays(call.top_logprobs, call.logprob_format)
-
-
-def _check_routing(fields: SamplingFields, has_logprobs: bool) -> None:
+    if fields.top_logprobs and fields.logprob_format == "arrays":
+        raise RequestError(
+            f"top_logprobs must be absent with logprob_format='arrays', got {fields.top_logprobs}: "
+            "arrays hold one number per token"
+        )
     if fields.include_routing_matrix and not has_logprobs:
         raise RequestError(
             "logprobs must be true when include_routing_matrix is given, got none: the experts of "
@@ -320,12 +315,4 @@ def _check_prompt_routing(call: CompletionCall) -> None:
         raise RequestError(
             "echo must be false where experts are streamed, got true: only a whole answer has "
             "those of the prompt; set raw_output"
-        )
-
-
-def _check_arrays(top_logprobs: int | None, logprob_format: str) -> None:
-    if top_logprobs and logprob_format == "arrays":
-        raise RequestError(
-            f"top_logprobs must be absent with logprob_format='arrays', got {top_logprobs}: "
-            "arrays hold one number per token"
         )

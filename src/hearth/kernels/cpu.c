@@ -43,13 +43,6 @@ static inline void norm_row(const float *x, const float *weight, float eps, int6
     for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
 }
 
-void hearth_rms_norm(const float *x, const float *weight, float eps, int64_t rows, int64_t n,
-                     float *out, int threads) {
-    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t row = 0; row < rows; row++)
-        norm_row(x + row * n, weight, eps, n, out + row * n);
-}
-
 void hearth_add_rms_norm(float *x, const float *y, const float *weight, float eps, int64_t rows,
                          int64_t n, float *out, int threads) {
     #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
@@ -180,31 +173,6 @@ static int64_t longest_of(const int64_t *positions, int64_t rows) {
     for (int64_t row = 0; row < rows; row++)
         longest = positions[row] >= longest ? positions[row] + 1 : longest;
     return longest;
-}
-
-/* One token per row. */
-int hearth_decode_attention(const float *qkv, const float *bias, const float *q_norm,
-                            const float *k_norm, const float *cosine, const float *sine,
-                            const int64_t *positions, float *keys, float *values, float *out,
-                            const AttentionShape *shape) {
-    const int64_t width = (shape->heads + 2 * shape->kv_heads) * shape->dim;
-    const int64_t group = shape->heads / shape->kv_heads;
-    const Reach reach = {cosine, sine, longest_of(positions, shape->rows)};
-    const LayerAttention layer = {bias, q_norm, k_norm, keys, values};
-    const int threads = (int)shape->threads;
-    int failed = 0;
-    #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
-    {
-        float *scratch = malloc(sizeof(float) * (size_t)(group * (reach.longest + shape->dim)));
-        failed |= !scratch;
-        #pragma omp for schedule(dynamic, 4)
-        for (int64_t row = 0; row < shape->rows; row++)
-            if (scratch)
-                attend_token(qkv + row * width, row, positions[row], &layer, &reach, shape,
-                             scratch, out + row * shape->heads * shape->dim);
-        free(scratch);
-    }
-    return failed;
 }
 
 /* BLAS, as Fortran has it. */

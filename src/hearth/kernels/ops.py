@@ -17,12 +17,12 @@ from torch import Tensor
 from hearth.kernels.build import load_library
 
 _SMALL_WORK = 2**17
-_ALLOCATING = ("decode_attention", "decode_step", "sample", "tree_forward", "tree_backward")
+_ALLOCATING = ("decode_step", "sample", "tree_forward", "tree_backward")
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
 class AttentionShape(ctypes.Structure):
-    """Sizes for ``decode_attention``; a ``*_stride`` counts elements of the KV cache."""
+    """Sizes of attention in ``decode_step``; a ``*_stride`` counts elements of the KV cache."""
 
     _fields_ = (
         ("rows", _INT64),
@@ -40,20 +40,8 @@ class AttentionShape(ctypes.Structure):
 class StepLayer(ctypes.Structure):
     """The addresses of one layer's weights; ``qkv`` and ``gate_up`` are transposed."""
 
-    _fields_ = tuple(
-        (name, _POINTER)
-        for name in (
-            "input_norm",
-            "qkv",
-            "bias",
-            "q_norm",
-            "k_norm",
-            "o",
-            "post_norm",
-            "gate_up",
-            "down",
-        )
-    )
+    _attention = ("input_norm", "qkv", "bias", "q_norm", "k_norm", "o")
+    _fields_ = tuple((name, _POINTER) for name in (*_attention, "post_norm", "gate_up", "down"))
 
 
 class StepModel(ctypes.Structure):
@@ -108,66 +96,6 @@ class Kernels:
     """The compiled loops; they run on torch's number of threads."""
 
     library: ctypes.CDLL
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """``out`` = x / sqrt(mean(x^2) + eps) * weight, of [R, H]."""
-        rows, size = x.shape
-        self.library.hearth_rms_norm(
-            x.data_ptr(), weight.data_ptr(), eps, rows, size, out.data_ptr(), _threads(rows * size)
-        )
-
-    def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """Add y to x in place, and normalize the sum into ``out``, all [R, H]."""
-        rows, size = x.shape
-        self.library.hearth_add_rms_norm(
-            x.data_ptr(),
-            y.data_ptr(),
-            weight.data_ptr(),
-            eps,
-            rows,
-            size,
-            out.data_ptr(),
-            _threads(rows * size),
-        )
-
-    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        """``out`` [R, H] = silu(gate) * up, of [R, 2 H] with the gate first."""
-        rows, size = out.shape
-        self.library.hearth_silu_mul(
-            gate_up.data_ptr(), rows, size, out.data_ptr(), _threads(8 * rows * size)
-        )
-
-    def decode_attention(
-        self,
-        qkv: Tensor,
-        layer: StepLayer,
-        rotations: tuple[Tensor, Tensor],
-        positions: Tensor,
-        cache: tuple[Tensor, Tensor],
-        shape: AttentionShape,
-    ) -> Tensor:
-        """Attention of one token per row, from projections to heads' outputs [R, heads D].
-
-        ``qkv`` [R, (heads + 2 kv_heads) D] gets the layer's bias, queries and keys the RMS norms of
-        their heads (a layer may lack both) and the rotation of their ``positions`` [R] (int64) from
-        ``rotations`` (cosines and sines [C, D]). Keys and values go into ``cache``, and every query
-        looks at the keys up to its own.
-        """
-        out = qkv.new_empty(shape.rows, shape.heads * shape.dim)
-        self.library.hearth_decode_attention(
-            qkv.data_ptr(),
-            layer.bias,
-            layer.q_norm,
-            layer.k_norm,
-            rotations[0].data_ptr(),
-            rotations[1].data_ptr(),
-            positions.data_ptr(),
-            cache[0].data_ptr(),
-            cache[1].data_ptr(),
-            out.data_ptr(),
-            ctypes.byref(shape),
-        )
-        return out
 
     def decode_step(
         self,
@@ -230,20 +158,7 @@ def kernels() -> Kernels | None:
         return None
     p, n, f, i = _POINTER, _INT64, _FLOAT, _INT
     for name, types in {
-        "rms_norm": (p, p, f, n, n, p, i),
-        "add_rms_norm": (p, p, p, f, n, n, p, i),
-        "silu_mul": (p, n, n, p, i),
-        "decode_attention": (*(p,) * 10, ctypes.POINTER(AttentionShape)),
-        "decode_step": (
-            ctypes.POINTER(StepModel),
-            ctypes.POINTER(AttentionShape),
-            p,
-            p,
-            n,
-            p,
-            p,
-            p,
-        ),
+        "decode_step": (*map(ctypes.POINTER, (StepModel, AttentionShape)), p, p, n, p, p, p),
         "norm_forward": (p, p, p, f, n, n, p, p, p, i),
         "norm_backward": (p, p, p, p, p, n, n, p, p, i),
         "silu_forward": (p, p, n, p, i),

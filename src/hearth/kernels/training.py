@@ -96,17 +96,9 @@ class _Norm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, scales = torch.empty_like(x), x.new_empty(x.shape[0])
-        _loops().hearth_norm_forward(
-            x.data_ptr(),
-            None,
-            weight.data_ptr(),
-            eps,
-            *x.shape,
-            None,
-            out.data_ptr(),
-            scales.data_ptr(),
-            torch.get_num_threads(),
-        )
+        threads = torch.get_num_threads()
+        given, made = _addresses(x, None, weight), _addresses(None, out, scales)
+        _loops().hearth_norm_forward(*given, eps, *x.shape, *made, threads)
         ctx.save_for_backward(x, weight, scales)
         return out
 
@@ -120,17 +112,9 @@ class _AddNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Any:
         total, out, scales = torch.empty_like(x), torch.empty_like(x), x.new_empty(x.shape[0])
-        _loops().hearth_norm_forward(
-            x.data_ptr(),
-            y.data_ptr(),
-            weight.data_ptr(),
-            eps,
-            *x.shape,
-            total.data_ptr(),
-            out.data_ptr(),
-            scales.data_ptr(),
-            torch.get_num_threads(),
-        )
+        threads = torch.get_num_threads()
+        given, made = _addresses(x, y, weight), _addresses(total, out, scales)
+        _loops().hearth_norm_forward(*given, eps, *x.shape, *made, threads)
         ctx.save_for_backward(total, weight, scales)
         return total, out
 
@@ -143,20 +127,10 @@ class _AddNorm(Function):
 
 def _norm_backward(ctx: Any, grad: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor | None]:
     x, weight, scales = ctx.saved_tensors
-    wants_weight = weight.requires_grad
-    partial = weight.new_zeros(_PARTS, x.shape[1]) if wants_weight else None
-    x_grad, grad = torch.empty_like(x), grad.contiguous()
-    _loops().hearth_norm_backward(
-        x.data_ptr(),
-        weight.data_ptr(),
-        scales.data_ptr(),
-        grad.data_ptr(),
-        _address(more),
-        *x.shape,
-        x_grad.data_ptr(),
-        _address(partial),
-        torch.get_num_threads(),
-    )
+    partial = weight.new_zeros(_PARTS, x.shape[1]) if weight.requires_grad else None
+    x_grad, grad, threads = torch.empty_like(x), grad.contiguous(), torch.get_num_threads()
+    given, made = _addresses(x, weight, scales, grad, more), _addresses(x_grad, partial)
+    _loops().hearth_norm_backward(*given, *x.shape, *made, threads)
     return x_grad, None if partial is None else partial.sum(0)
 
 
@@ -164,9 +138,8 @@ class _SiluMul(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         out = torch.empty_like(gate)
-        _loops().hearth_silu_forward(
-            gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr(), torch.get_num_threads()
-        )
+        threads = torch.get_num_threads()
+        _loops().hearth_silu_forward(*_addresses(gate, up), gate.numel(), out.data_ptr(), threads)
         ctx.save_for_backward(gate, up)
         return out
 
@@ -174,17 +147,10 @@ class _SiluMul(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         gate, up = ctx.saved_tensors
-        grad = grad.contiguous()
+        grad, threads = grad.contiguous(), torch.get_num_threads()
         gate_grad, up_grad = torch.empty_like(gate), torch.empty_like(up)
-        _loops().hearth_silu_backward(
-            gate.data_ptr(),
-            up.data_ptr(),
-            grad.data_ptr(),
-            gate.numel(),
-            gate_grad.data_ptr(),
-            up_grad.data_ptr(),
-            torch.get_num_threads(),
-        )
+        given, made = _addresses(gate, up, grad), _addresses(gate_grad, up_grad)
+        _loops().hearth_silu_backward(*given, gate.numel(), *made, threads)
         return gate_grad, up_grad
 
 
@@ -203,14 +169,7 @@ class _Rope(Function):
         out, scales = torch.empty_like(x), x.new_empty(rows, heads)
         ctx.shape = RopeShape(rows, heads, dim, eps, torch.get_num_threads())
         _loops().hearth_rope_forward(
-            x.data_ptr(),
-            _address(norm),
-            cosines.data_ptr(),
-            sines.data_ptr(),
-            positions.data_ptr(),
-            out.data_ptr(),
-            scales.data_ptr(),
-            ctypes.byref(ctx.shape),
+            *_addresses(x, norm, cosines, sines, positions, out, scales), ctypes.byref(ctx.shape)
         )
         ctx.save_for_backward(None if norm is None else x, norm, scales, cosines, sines, positions)
         return out
@@ -218,23 +177,14 @@ class _Rope(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, norm, scales, cosines, sines, positions = ctx.saved_tensors
+        x, norm, *rest = ctx.saved_tensors
         ctx.shape.threads = torch.get_num_threads()
         grad = grad.contiguous()
         x_grad, partial = torch.empty_like(grad), None
         if norm is not None and norm.requires_grad:
             partial = norm.new_zeros(_PARTS, norm.shape[0])
         _loops().hearth_rope_backward(
-            _address(x),
-            _address(norm),
-            scales.data_ptr(),
-            cosines.data_ptr(),
-            sines.data_ptr(),
-            positions.data_ptr(),
-            grad.data_ptr(),
-            x_grad.data_ptr(),
-            _address(partial),
-            ctypes.byref(ctx.shape),
+            *_addresses(x, norm, *rest, grad, x_grad, partial), ctypes.byref(ctx.shape)
         )
         norm_grad = None if partial is None else partial.sum(0)
         return x_grad, norm_grad, None, None, None, None
@@ -245,25 +195,12 @@ class _TreeAttention(Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tree: Tree, scale: float) -> Tensor:
         refresh()
         rows, heads, dim = q.shape
+        clusters, kv_heads, threads = len(tree.clusters), k.shape[1], torch.get_num_threads()
         ctx.tree = tree
-        ctx.shape = TreeShape(
-            tree.clusters.shape[0],
-            heads,
-            k.shape[1],
-            dim,
-            tree.most_keys,
-            scale,
-            torch.get_num_threads(),
-        )
+        ctx.shape = TreeShape(clusters, heads, kv_heads, dim, tree.most_keys, scale, threads)
         out, totals = torch.empty_like(q), q.new_empty(rows, heads)
         _loops().hearth_tree_forward(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            tree.clusters.data_ptr(),
-            tree.sequences.data_ptr(),
-            out.data_ptr(),
-            totals.data_ptr(),
+            *_addresses(q, k, v, tree.clusters, tree.sequences, out, totals),
             ctypes.byref(ctx.shape),
         )
         ctx.save_for_backward(q, k, v, out, totals)
@@ -273,25 +210,12 @@ class _TreeAttention(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         refresh()
-        q, k, v, out, totals = ctx.saved_tensors
+        saved, tree, grad = ctx.saved_tensors, ctx.tree, grad.contiguous()
         ctx.shape.threads = torch.get_num_threads()
-        grad = grad.contiguous()
-        q_grad, k_grad, v_grad = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        _loops().hearth_tree_backward(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            out.data_ptr(),
-            totals.data_ptr(),
-            grad.data_ptr(),
-            ctx.tree.clusters.data_ptr(),
-            ctx.tree.sequences.data_ptr(),
-            q_grad.data_ptr(),
-            k_grad.data_ptr(),
-            v_grad.data_ptr(),
-            ctypes.byref(ctx.shape),
-        )
-        return q_grad, k_grad, v_grad, None, None
+        grads = [torch.empty_like(tensor) for tensor in saved[:3]]
+        given = _addresses(*saved, grad, tree.clusters, tree.sequences)
+        _loops().hearth_tree_backward(*given, *_addresses(*grads), ctypes.byref(ctx.shape))
+        return *grads, None, None
 
 
 class _Products(Function):
@@ -319,17 +243,9 @@ class _Score(Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, factor: float) -> Tensor:
         rows, vocab = logits.shape
         logprobs, largest, log_sums = logits.new_empty(3, rows)
-        _loops().hearth_score_forward(
-            logits.data_ptr(),
-            targets.data_ptr(),
-            factor,
-            rows,
-            vocab,
-            logprobs.data_ptr(),
-            largest.data_ptr(),
-            log_sums.data_ptr(),
-            torch.get_num_threads(),
-        )
+        threads = torch.get_num_threads()
+        given, made = _addresses(logits, targets), _addresses(logprobs, largest, log_sums)
+        _loops().hearth_score_forward(*given, factor, rows, vocab, *made, threads)
         ctx.save_for_backward(logits, targets, largest, log_sums)
         ctx.factor = factor
         return logprobs
@@ -338,19 +254,12 @@ class _Score(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         logits, targets, largest, log_sums = ctx.saved_tensors
-        grad = grad.contiguous()
-        _loops().hearth_score_backward(
-            logits.data_ptr(),
-            targets.data_ptr(),
-            ctx.factor,
-            largest.data_ptr(),
-            log_sums.data_ptr(),
-            grad.data_ptr(),
-            *logits.shape,
-            torch.get_num_threads(),
-        )
+        grad, threads = grad.contiguous(), torch.get_num_threads()
+        given, kept = _addresses(logits, targets), _addresses(largest, log_sums, grad)
+        _loops().hearth_score_backward(*given, ctx.factor, *kept, *logits.shape, threads)
         return logits, None, None
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _addresses(*tensors: Tensor | None) -> list[int | None]:
+    """Valid as long as the caller keeps the tensors."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -16,12 +16,12 @@ from hearth.errors import ClosedError, ConfigError, EngineError, HearthError, No
 from hearth.launch.child import Task
 from hearth.launch.spec import (
     DeploymentSpec,
-    Endpoint,
     ExitReport,
     ExportSpec,
     SnapshotRecord,
     TrainerSpec,
     Watcher,
+    Worker,
     WorkerSpec,
 )
 
@@ -35,8 +35,11 @@ ENTRIES: dict[type, tuple[str, str | None]] = {
 """What each kind of worker runs, and where its app says that it is well."""
 
 
-class BaseWorker(ABC):
-    """A worker outside this process, as its launcher has it."""
+class BaseWorker(Worker):
+    """A worker outside this process, as its launcher has it.
+
+    ``stop`` ends it with SIGKILL where that takes longer than ``grace_s``.
+    """
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -45,24 +48,6 @@ class BaseWorker(ABC):
         """Set when it has no process any more, and nobody reads its folder."""
         self.thread: threading.Thread | None = None
         """Follows it and calls its watcher."""
-
-    @property
-    @abstractmethod
-    def endpoint(self) -> Endpoint:
-        """Where it answers once it is ready."""
-
-    @property
-    @abstractmethod
-    def pid(self) -> int | None:
-        """Its process; None before there is one."""
-
-    @abstractmethod
-    def record(self) -> dict[str, Any]:
-        """JSON from which the launcher's ``adopt`` finds it again, also when taken early."""
-
-    @abstractmethod
-    def stop(self, grace_s: float = 5.0) -> None:
-        """End it, with SIGKILL where that takes longer than ``grace_s``; returns at its end."""
 
     def wait_for_end(self) -> None:
         """Wait until it has ended, except on the thread that follows it: a watcher may stop it."""

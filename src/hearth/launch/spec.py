@@ -145,11 +145,11 @@ class Worker(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Its process; None inline."""
+        """Its process; None inline, and before there is one."""
         ...
 
     def record(self) -> dict[str, Any]:
-        """JSON from which ``Launcher.adopt`` finds it again."""
+        """JSON from which ``Launcher.adopt`` finds it again, also when taken early."""
         ...
 
     def stop(self, grace_s: float = 5.0) -> None:

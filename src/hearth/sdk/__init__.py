@@ -1,6 +1,7 @@
 """The client side of the wire, under the names that the product documents use."""
 
 from hearth.sdk.background import APIFuture
+from hearth.sdk.batches import RoutedModelInput
 from hearth.sdk.completions_call import CompletionsCall
 from hearth.sdk.concurrency import (
     AdaptiveConcurrencyController,
@@ -11,7 +12,6 @@ from hearth.sdk.concurrency import (
 from hearth.sdk.deployment_config import DeploymentConfig, DeploymentInfo
 from hearth.sdk.deployments import DeploymentManager
 from hearth.sdk.resources import WaitPolicy
-from hearth.sdk.routed_input import RoutedModelInput
 from hearth.sdk.sampling import DeploymentSampler, SampledCompletion
 from hearth.sdk.sampling_requests import SamplingRetryPolicy
 from hearth.sdk.shapes import TrainingShapeProfile

@@ -15,7 +15,6 @@ import tinker
 from numpy.typing import NDArray
 
 from hearth.errors import RequestError, TransportError
-from hearth.sdk.routed_input import RoutedModelInput
 from hearth.wire.tensors import Encoding, encoded
 from hearth.wire.tinker import ForwardOutput
 
@@ -24,6 +23,20 @@ MAX_CHUNK_TOKENS = 500_000
 _ROUTING_PER_TOKEN = 32
 """Characters of routing that count as a token: about what an id and its loss inputs take."""
 TENSOR_ENCODING: Encoding = "base64"
+
+
+class RoutedModelInput(tinker.ModelInput):
+    """Token ids, and for each the experts that a mixture-of-experts model is to send it to.
+
+    ``routing_matrices`` are one text per input token, as ``SampledCompletion`` has them; an empty
+    one leaves the choice to the trainer's own router. A trainer of a dense model pays no heed.
+    """
+
+    routing_matrices: list[str]
+
+    def unrouted(self) -> tinker.ModelInput:
+        """The same tokens alone."""
+        return tinker.ModelInput(chunks=self.chunks)
 
 
 def split_datums(

@@ -34,23 +34,8 @@ from hearth.sdk.journal import JournalEntry
 from hearth.sdk.messages import HttpRequest
 from hearth.sdk.stream import LOST, MOST_RESTARTS, OperationStream, Revival, retrieve
 from hearth.sdk.transport import Http
+from hearth.wire import tinker as wire
 from hearth.wire.base import Record
-from hearth.wire.tinker import (
-    CheckpointNames,
-    CheckpointType,
-    CreateModel,
-    CreateSession,
-    ForwardOutput,
-    FutureRef,
-    LoadAdapterOutput,
-    LoraSpec,
-    ModelRef,
-    Normalization,
-    OptimStepOutput,
-    PassMetrics,
-    PathOutput,
-    SessionRef,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +105,7 @@ class FiretitanServiceClient:
         """
         lora = None
         if lora_rank > 0:
-            lora = LoraSpec(
+            lora = wire.LoraSpec(
                 rank=lora_rank,
                 alpha=lora_alpha,
                 seed=seed,
@@ -136,11 +121,11 @@ class FiretitanServiceClient:
         """A client of the frozen base weights: ``forward`` works, training is refused."""
         return self._create_client(self._request_for(base_model, base_only=True))
 
-    def _request_for(self, base_model: str, **options: Any) -> CreateModel:
+    def _request_for(self, base_model: str, **options: Any) -> wire.CreateModel:
         """The request for a model; its session is filled in when it is sent."""
-        return CreateModel(session_id="", base_model=base_model, owner=self._owner, **options)
+        return wire.CreateModel(session_id="", base_model=base_model, owner=self._owner, **options)
 
-    def _create_client(self, request: CreateModel) -> FiretitanTrainingClient:
+    def _create_client(self, request: wire.CreateModel) -> FiretitanTrainingClient:
         model = start(self._create_first_model(request)).result()
         client = FiretitanTrainingClient(
             self._http,
@@ -152,7 +137,7 @@ class FiretitanServiceClient:
         self._streams.append(client.stream)
         return client
 
-    async def _create_first_model(self, request: CreateModel) -> ModelRef:
+    async def _create_first_model(self, request: wire.CreateModel) -> wire.ModelRef:
         for attempts_left in reversed(range(MOST_RESTARTS)):
             try:
                 return await self._create_model(request)
@@ -164,16 +149,16 @@ class FiretitanServiceClient:
                 self._session_id = None
         raise AssertionError("the last attempt returns or raises")
 
-    async def _create_model(self, request: CreateModel) -> ModelRef:
+    async def _create_model(self, request: wire.CreateModel) -> wire.ModelRef:
         if self._session_id is None:
-            opened = await self._http.post("/create_session", CreateSession().dump())
-            self._session_id = SessionRef.parse(opened).session_id
+            opened = await self._http.post("/create_session", wire.CreateSession().dump())
+            self._session_id = wire.SessionRef.parse(opened).session_id
         number, self._models = self._models, self._models + 1
         sent = request.model_copy(update={"session_id": self._session_id, "model_seq_id": number})
-        accepted = FutureRef.parse(await self._http.post("/create_model", sent.dump()))
-        return await retrieve(self._http, accepted.request_id, ModelRef)
+        accepted = wire.FutureRef.parse(await self._http.post("/create_model", sent.dump()))
+        return await retrieve(self._http, accepted.request_id, wire.ModelRef)
 
-    def _make_revival(self, request: CreateModel) -> Revival | None:
+    def _make_revival(self, request: wire.CreateModel) -> Revival | None:
         if self._revive is None:
             return None
         again = request.model_copy(update={"replace_policy": False})
@@ -204,8 +189,8 @@ class FiretitanTrainingClient:
     def __init__(
         self,
         http: Http,
-        request: CreateModel,
-        model: ModelRef,
+        request: wire.CreateModel,
+        model: wire.ModelRef,
         *,
         max_chunk_datums: int = MAX_CHUNK_DATUMS,
         revival: Revival | None = None,
@@ -285,7 +270,7 @@ class FiretitanTrainingClient:
     def optim_step(
         self,
         adam_params: tinker.AdamParams,
-        grad_accumulation_normalization: Normalization | None = None,
+        grad_accumulation_normalization: wire.Normalization | None = None,
         *,
         skip_zero_gradient: bool = False,
     ) -> APIFuture[tinker.OptimStepResponse]:
@@ -311,7 +296,7 @@ class FiretitanTrainingClient:
             body["skip_zero_gradient"] = True
 
         async def step() -> tinker.OptimStepResponse:
-            done = await self._run_operation("optim_step", body, OptimStepOutput)
+            done = await self._run_operation("optim_step", body, wire.OptimStepOutput)
             return tinker.OptimStepResponse(metrics=done.metrics)
 
         return start(step())
@@ -356,20 +341,20 @@ class FiretitanTrainingClient:
 
         async def load() -> SaveResult:
             body = {"adapter_path": adapter_path}
-            done = await self._run_operation("load_adapter", body, LoadAdapterOutput)
+            done = await self._run_operation("load_adapter", body, wire.LoadAdapterOutput)
             return SaveResult(path=done.adapter_path, snapshot_name=done.adapter_path)
 
         return start(load())
 
     def save_weights_for_sampler(
-        self, name: str, checkpoint_type: CheckpointType = "base"
+        self, name: str, checkpoint_type: wire.CheckpointType = "base"
     ) -> APIFuture[SaveResult]:
         """Save a snapshot under ``name`` plus this client's suffix, so reruns never collide."""
         body = {"path": f"{name}-{self._suffix}", "checkpoint_type": checkpoint_type}
         return self._save("save_weights_for_sampler", body)
 
     def save_weights_for_sampler_ext(
-        self, name: str, checkpoint_type: CheckpointType = "base"
+        self, name: str, checkpoint_type: wire.CheckpointType = "base"
     ) -> SaveResult:
         """``save_weights_for_sampler``, waiting for it."""
         return self.save_weights_for_sampler(name, checkpoint_type).result()
@@ -379,7 +364,7 @@ class FiretitanTrainingClient:
 
         async def names() -> list[str]:
             answer = await self._http.request(HttpRequest("GET", "/list_checkpoints"))
-            return CheckpointNames.parse(answer.content).checkpoints
+            return wire.CheckpointNames.parse(answer.content).checkpoints
 
         return start(names()).result()
 
@@ -389,7 +374,7 @@ class FiretitanTrainingClient:
 
     def _save(self, operation: str, body: dict[str, Any]) -> APIFuture[SaveResult]:
         async def save() -> SaveResult:
-            done = await self._run_operation(operation, body, PathOutput)
+            done = await self._run_operation(operation, body, wire.PathOutput)
             return SaveResult(path=done.path, snapshot_name=done.path, metadata=done.metadata)
 
         return start(save())
@@ -426,7 +411,7 @@ class FiretitanTrainingClient:
                         operation, batches[-1], loss_fn, loss_fn_config, graph, len(accepted)
                     )
                 )
-        return merge_outputs(await self._fetch_results(accepted, ForwardOutput), batches)
+        return merge_outputs(await self._fetch_results(accepted, wire.ForwardOutput), batches)
 
     async def _post_batch(
         self,
@@ -480,7 +465,7 @@ class FiretitanTrainingClient:
             ]
 
         async with self.stream.turn:
-            parts = await self._fetch_results(await post("forward", batches), ForwardOutput)
+            parts = await self._fetch_results(await post("forward", batches), wire.ForwardOutput)
             scored = merge_outputs(parts, batches)
             logprobs = [
                 torch.tensor(output["logprobs"].to_numpy(), dtype=torch.float32)
@@ -492,7 +477,7 @@ class FiretitanTrainingClient:
             rest = iter(weights)
             weighted = (batch.with_weights(list(islice(rest, batch.count))) for batch in batches)
             accepted = await post("forward_backward", weighted)
-        surrogates = await self._fetch_results(accepted, PassMetrics)
+        surrogates = await self._fetch_results(accepted, wire.PassMetrics)
         own = {**metrics, "loss:sum": loss}
         own["surrogate_loss:sum"] = sum(
             surrogate.metrics.get("loss:sum", 0.0) for surrogate in surrogates

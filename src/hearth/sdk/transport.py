@@ -28,8 +28,7 @@ from hearth.errors import (
     TooLargeError,
     TransportError,
 )
-from hearth.sdk.in_process import call_app
-from hearth.sdk.messages import HttpRequest, HttpResponse
+from hearth.sdk.messages import HttpRequest, HttpResponse, call_app
 
 _mounted: dict[str, Any] = {}
 

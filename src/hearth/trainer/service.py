@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,7 +25,7 @@ from hearth.trainer.futures import FutureStore
 from hearth.trainer.passes import PassResult
 from hearth.trainer.queue import OperationQueue
 from hearth.wire import tinker
-from hearth.wire.base import Record
+from hearth.wire.base import Record, parse_json
 from hearth.wire.http import Handler, handle_error, json_response
 from hearth.wire.tensors import Encoding, encode
 
@@ -290,10 +289,7 @@ async def _read_content(request: Request) -> Content:
 
 
 def _parse(body: bytes) -> Content:
-    try:
-        content = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"body must be JSON, got {body[:40]!r}: {error}") from None
+    content = parse_json(body)
     if not isinstance(content, dict):
         raise RequestError(f"body must be a JSON object, got {type(content).__name__}")
     return content

@@ -22,10 +22,7 @@ class Record(BaseModel):
         Raises:
             RequestError: the body is no JSON, or a field breaks its type (the first is named).
         """
-        try:
-            return cls.from_dict(orjson.loads(body))
-        except orjson.JSONDecodeError as error:
-            raise RequestError(f"body must be JSON, got {bytes(body[:40])!r}: {error}") from None
+        return cls.from_dict(parse_json(body))
 
     @classmethod
     def from_dict(cls, content: Any) -> Self:
@@ -46,6 +43,18 @@ class Record(BaseModel):
     def as_dict(self) -> dict[str, Any]:
         """Plain containers without the fields that are ``None``."""
         return self.model_dump(exclude_none=True, by_alias=True)
+
+
+def parse_json(body: bytes | bytearray | memoryview) -> Any:
+    """The content of a JSON body.
+
+    Raises:
+        RequestError: it is no JSON.
+    """
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"body must be JSON, got {bytes(body[:40])!r}: {error}") from None
 
 
 def describe(error: ValidationError) -> str:

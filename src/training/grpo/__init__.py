@@ -5,11 +5,9 @@ drawn, where this library encodes texts.
 """
 
 from training.grpo.config import GRPOConfig
-from training.grpo.metrics import GroupRewards, TrainingMetrics
-from training.grpo.pipeline import GRPOPipeline
+from training.grpo.pipeline import GroupRewards, GRPOPipeline, TrainingMetrics
 from training.grpo.policy import TorchPolicy, causal_lm_logprobs
-from training.grpo.sample import GroupSample
-from training.grpo.trainer import GRPOTrainer, UpdateResult
+from training.grpo.trainer import GroupSample, GRPOTrainer, UpdateResult
 
 __all__ = [
     "GRPOConfig",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from hearth.errors import ConfigError
 from training.grpo.config import GRPOConfig
-from training.grpo.metrics import GroupRewards, TrainingMetrics
 from training.grpo.policy import TorchPolicy
-from training.grpo.sample import GroupSample
-from training.grpo.trainer import GRPOTrainer, mean_difference
+from training.grpo.trainer import GroupSample, GRPOTrainer, mean_difference
 from training.rewards.score import Score, as_score
 from training.rewards.scoring import disagreements
 
@@ -24,6 +23,42 @@ GenerateFn = Callable[[str], str]
 """A prompt to one completion of it, another one at every call."""
 LogProbFn = Callable[[str, str], float]
 """``(prompt, completion)`` to the completion's logprob."""
+
+
+@dataclass(frozen=True)
+class GroupRewards:
+    """How the rewards of one group lie: whether its completions differ at all."""
+
+    step: int
+    prompt: str
+    rewards: tuple[float, ...]
+    disagreements: tuple[float, ...] = ()
+    """Of each reward how far the members of an ensemble lie apart; empty where none judged."""
+
+    @property
+    def mean(self) -> float:
+        """The group's mean reward."""
+        return statistics.fmean(self.rewards)
+
+    @property
+    def std(self) -> float:
+        """The population deviation; 0 teaches nothing."""
+        return statistics.pstdev(self.rewards)
+
+
+@dataclass
+class TrainingMetrics:
+    """What a pipeline has seen, a value per step.
+
+    ``kl_values`` and ``losses`` stay empty where nothing says what the completions' logprobs are.
+    """
+
+    steps: list[int] = field(default_factory=list[int])
+    rewards: list[float] = field(default_factory=list[float])
+    kl_values: list[float] = field(default_factory=list[float])
+    losses: list[float] = field(default_factory=list[float])
+    groups: list[GroupRewards] = field(default_factory=list[GroupRewards])
+    """Every group of every step."""
 
 
 class GRPOPipeline:

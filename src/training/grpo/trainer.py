@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,9 +14,20 @@ from hearth.errors import ConfigError, NumericsError
 from hearth.losses import GRPO, ObjectiveOutput, TokenBatch, policy_loss_per_token, reduce_loss
 from training.grpo.config import GRPOConfig
 from training.grpo.policy import TorchPolicy
-from training.grpo.sample import GroupSample
 from training.samples.advantages import group_advantages
 from training.update.kl_control import AdaptiveKL
+
+
+@dataclass
+class GroupSample:
+    """The completions of one prompt. Lists are parallel."""
+
+    prompt: str
+    completions: list[str] = field(default_factory=list[str])
+    rewards: list[float] = field(default_factory=list[float])
+    advantages: list[float] = field(default_factory=list[float])
+    disagreements: list[float] = field(default_factory=list[float])
+    """Of each reward how far the members of an ensemble lie apart; empty where none judged."""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ reward functions; ``scored`` is how a recipe calls any of them.
 from training.rewards.answers import answer_reward, exact_match, marked_answer, same_answer
 from training.rewards.ensemble import RewardEnsemble
 from training.rewards.errors import RewardDiedError, RewardTimeoutError, StuckRewardsError
-from training.rewards.form import pattern_reward, tags_reward
+from training.rewards.form import pattern_reward, soft_overlong_reward, tags_reward
 from training.rewards.guard import GuardedReward, guarded
-from training.rewards.length import soft_overlong_reward
 from training.rewards.mathematics import math_reward
 from training.rewards.score import RewardFunction, Score, ScoringReward, Unscored
 from training.rewards.scoring import AnyReward, disagreements, scored

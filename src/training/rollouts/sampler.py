@@ -8,7 +8,7 @@ the trainer scores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,11 +107,8 @@ class RolloutSampler:
             ConfigError: a trained sample would come from another distribution.
             TransportError: the deployment sent no logprobs, without which nothing can be trained.
         """
-        merged = self._merge_options(options)
-        call = self.deployment.sample_with_prompt_tokens(
-            prompt_token_ids, n=n, seed=_choose_seed(seed, n), **merged
-        )
-        return _record_completions(await call)
+        sample = self.deployment.sample_with_prompt_tokens
+        return await self._sample(sample, prompt_token_ids, n, seed, options)
 
     async def sample_with_tokens(
         self,
@@ -121,28 +118,37 @@ class RolloutSampler:
         seed: int | None = None,
         **options: Any,
     ) -> list[SampledCompletion]:
-        """``n`` completions of a conversation, as ``DeploymentSampler.sample_with_tokens``.
-
-        Raises:
-            ConfigError: a trained sample would come from another distribution.
-            TransportError: the deployment sent no logprobs, without which nothing can be trained.
-        """
-        merged = self._merge_options(options)
-        call = self.deployment.sample_with_tokens(
-            messages, n=n, seed=_choose_seed(seed, n), **merged
-        )
-        return _record_completions(await call)
+        """``n`` completions of a conversation; raises as ``sample_with_prompt_tokens``."""
+        return await self._sample(self.deployment.sample_with_tokens, messages, n, seed, options)
 
     def close(self) -> None:
         """Refuse further calls and close the connections."""
         self.deployment.close()
 
-    def _merge_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    async def _sample(
+        self,
+        sample: Callable[..., Awaitable[list[SampledCompletion]]],
+        prompt: Sequence[Any],
+        n: int,
+        seed: int | None,
+        options: Mapping[str, Any],
+    ) -> list[SampledCompletion]:
         rollout = current_rollout.get()
         merged = {**self._options, **options}
         if rollout is not None and rollout.is_trained:
             refuse_other_distribution(merged, self._temperature)
-        return merged
+        if seed is None and rollout is not None:
+            seed = rollout.next_seed(n)
+        completions = await sample(prompt, n=n, seed=seed, **merged)
+        for completion in completions:
+            if completion.inference_logprobs is None:
+                raise TransportError(
+                    "a completion must come with logprobs, got none: the deployment does not "
+                    "report what it drew with, and without that nothing can be trained"
+                )
+            if rollout is not None:
+                rollout.seen.append(completion)
+        return completions
 
 
 def refuse_other_distribution(options: Mapping[str, Any], temperature: float) -> None:
@@ -166,21 +172,3 @@ def refuse_other_distribution(options: Mapping[str, Any], temperature: float) ->
                 f"{name} must be {whole} in a rollout that is trained, got {merged!r}: {whole} is "
                 f"{why}; sample what is not trained with sampler.deployment"
             )
-
-
-def _choose_seed(given: int | None, n: int) -> int | None:
-    rollout = current_rollout.get()
-    return given if given is not None or rollout is None else rollout.next_seed(n)
-
-
-def _record_completions(completions: list[SampledCompletion]) -> list[SampledCompletion]:
-    rollout = current_rollout.get()
-    for completion in completions:
-        if completion.inference_logprobs is None:
-            raise TransportError(
-                "a completion must come with logprobs, got none: the deployment does not report "
-                "what it drew with, and without that nothing can be trained"
-            )
-        if rollout is not None:
-            rollout.seen.append(completion)
-    return completions

@@ -14,7 +14,8 @@ from tests.integration.inference.scripted import Scripted, snapshot
 from tests.waiting import wait_until
 
 from hearth.errors import ClosedError, ConfigError, EngineError, RequestError
-from hearth.inference.backend import SampledSequence, SampleRequest, ServingState, TokenListener
+from hearth.inference.backend import SampledSequence, SampleRequest, TokenListener
+from hearth.inference.sync_tracker import ServingState
 from hearth.inference.vllm.replicas import MOST_RESTARTS
 
 PATIENCE_S = 20.0

@@ -26,7 +26,11 @@ from hearth.models.loading import LoadedModel, base_tensors
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, detach_lora
 from hearth.sync.store import Snapshot
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(kernels() is None, reason="needs a C compiler")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(kernels() is None, reason="needs a C compiler"),
+    pytest.mark.skipif(find_torch_symbol("sgemm_") is None, reason="torch hides its products"),
+]
 
 
 def change(loaded: LoadedModel, seed: int) -> None:
@@ -34,16 +38,9 @@ def change(loaded: LoadedModel, seed: int) -> None:
     shake(adapter_tensors(loaded) if loaded.lora else base_tensors(loaded.module), seed)
 
 
-@pytest.fixture(params=["at once", "loop by loop"])
-def runner(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., ModelRunner]:
-    """A model's runner, decoding in fused loops (in both their ways) or through the module."""
-    if request.param == "loop by loop":
-        # Some builds of torch hide their matrix product; this one may not.
-        monkeypatch.setattr("hearth.inference.engine.fused.find_torch_symbol", lambda _name: None)
-    elif find_torch_symbol("sgemm_") is None:
-        pytest.skip("torch does not show its matrix product")
+@pytest.fixture
+def runner() -> Callable[..., ModelRunner]:
+    """A model's runner, decoding in one fused loop or through the module."""
 
     def make(loaded: LoadedModel, *, fused: bool, max_seq_len: int = 600) -> ModelRunner:
         decoder = None if fused else "module"
@@ -70,6 +67,33 @@ def test_logprobs_are_the_modules_own(runner: Any, kind: str) -> None:
     expected = decode(runner(build(kind), fused=False), prompts)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert float(expected.std()) > 0.3
+
+
+def test_attention_takes_scores_that_no_exponential_holds(runner: Any) -> None:
+    loaded = build("llama")
+    with torch.no_grad():
+        for layer in loaded.module.base_model.layers:
+            layer.self_attn.q_proj.weight *= 1000.0
+
+    found = decode(runner(loaded, fused=True), make_prompts(1, 31, 500))
+
+    expected = decode(runner(loaded, fused=False), make_prompts(1, 31, 500))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+
+
+def test_where_torch_hides_its_product_the_plain_step_decodes(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hearth.inference.engine.fused.find_torch_symbol", lambda _name: None)
+    prompts = make_prompts(1, 65)
+
+    made = ModelRunner(build("llama"), max_seq_len=600)
+
+    assert made._fused is None
+    assert made._plain is not None
+    assert caplog.messages == ["torch does not export its matrix product: decoding runs in torch"]
+    expected = decode(runner(build("llama"), fused=False), prompts)
+    torch.testing.assert_close(decode(made, prompts), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])

@@ -7,7 +7,7 @@ from hearth.inference.engine.cache import CacheShape, SlotCache, key_span
 from hearth.inference.engine.engine import EngineOptions
 from hearth.inference.engine.prompts import Extras, Prompt, PromptStore
 from hearth.inference.engine.sequence import RequestLimits, StopText, check_request
-from hearth.inference.engine.sync_tracker import SyncTracker
+from hearth.inference.sync_tracker import SyncTracker
 
 SHAPE = CacheShape(
     layers=2, heads=1, key_dim=4, value_dim=2, dtype=torch.float32, device=torch.device("cpu")

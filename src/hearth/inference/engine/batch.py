@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from hearth.errors import EngineError
-from hearth.inference.backend import SampledSequence, ServingState
+from hearth.inference.backend import SampledSequence
 from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.prompts import Extras, Prompt, PromptStore
 from hearth.inference.engine.runner import ModelRunner
@@ -22,7 +22,7 @@ from hearth.inference.engine.sampler import sample
 from hearth.inference.engine.scheduler import Admission
 from hearth.inference.engine.sequence import SequenceState
 from hearth.inference.engine.slots import DecodeSlots
-from hearth.inference.engine.sync_tracker import resolve_future
+from hearth.inference.sync_tracker import ServingState, resolve_future
 from hearth.wire.completions import FinishReason
 
 logger = logging.getLogger(__name__)

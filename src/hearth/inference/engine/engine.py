@@ -19,7 +19,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from hearth.errors import EngineError
-from hearth.inference.backend import Phase, SampledSequence, SampleRequest, ServingState, Tokenizer
+from hearth.inference.backend import (
+    InferenceBackend,
+    Phase,
+    SampledSequence,
+    SampleRequest,
+    Tokenizer,
+)
 from hearth.inference.engine.batch import DecodeBatch, EngineStats
 from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.graphs import CudaRecorder
@@ -34,8 +40,8 @@ from hearth.inference.engine.sequence import (
     check_request,
     total_limit,
 )
-from hearth.inference.engine.sync_tracker import SyncTracker, closed_error, resolve_future
 from hearth.inference.engine.weights import PreparedSnapshot, ServedWeights
+from hearth.inference.sync_tracker import ServingState, closed_error, resolve_future
 from hearth.inference.texts import special_tokens, text_decoder
 from hearth.models.loading import LoadedModel
 from hearth.sync.store import Snapshot
@@ -51,8 +57,8 @@ _MOST_WAITS = 20
 """An idle engine starts after this many times ``gather_s``, even while requests keep coming."""
 
 
-class InferenceEngine:
-    """Samples completions from one model (``InferenceBackend``). The module must be its own.
+class InferenceEngine(InferenceBackend):
+    """Samples completions from one model. The module must be its own.
 
     ``recorder`` records decoding steps; None takes CUDA's where the model is on a GPU.
 
@@ -70,9 +76,9 @@ class InferenceEngine:
         recorder: CudaRecorder | None = None,
     ) -> None:
         self.options = options or EngineOptions()
-        self.max_seq_len = self.options.max_seq_len or min(loaded.max_position, LONGEST_DEFAULT)
+        longest = self.options.max_seq_len or min(loaded.max_position, LONGEST_DEFAULT)
+        super().__init__(tokenizer, longest)
         self._loaded = loaded
-        self._tokenizer = tokenizer
         self._special = special_tokens(tokenizer)
         device = torch.device(loaded.device)
         if recorder is None and self.options.cuda_graphs and device.type == "cuda":
@@ -86,7 +92,6 @@ class InferenceEngine:
             budget_bytes=budgets.cache_mb * _MIB,
             max_slots=self.options.max_slots,
         )
-        self._tracker = SyncTracker()
         self._weights = ServedWeights(loaded)
         self._batch = DecodeBatch(
             runner, cache, PromptStore(budgets.prompt_cache_mb * _MIB), serving=self._tracker.state
@@ -105,18 +110,12 @@ class InferenceEngine:
         self._inbox: deque[SequenceState] = deque()
         self._cancelled: deque[SequenceState] = deque()
         self._pending_loads: deque[_PendingLoad] = deque()
-        self._phase: Phase = "idle"
         self._on_phase = on_phase
         self._is_woken = False
         self._closing = False
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="hearth-snapshots")
         self._thread = threading.Thread(target=self._run, name="hearth-inference", daemon=True)
         self._thread.start()
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """As given."""
-        return self._tokenizer
 
     def submit(self, request: SampleRequest) -> Future[SampledSequence]:
         """Queue one completion. Cancelling the future frees its slot."""
@@ -170,22 +169,6 @@ class InferenceEngine:
                 self._wake.notify()
         return self._tracker.watch_sync(snapshot.identity)
 
-    def state(self) -> ServingState:
-        """What is served now."""
-        return self._tracker.state()
-
-    def watch_sync(self, identity: str) -> Future[ServingState]:
-        """The state as soon as ``identity`` is served or could not be loaded."""
-        return self._tracker.watch_sync(identity)
-
-    def watch_phase(self, on_phase: Callable[[Phase], None]) -> None:
-        """Call ``on_phase`` at every change, on the engine's thread, instead of an earlier one.
-
-        ``load_snapshot`` while weights are swapped, ``sampling`` while requests run, else
-        ``load_snapshot`` while a snapshot is read, else ``idle``, as at the start.
-        """
-        self._on_phase = on_phase
-
     def stats(self) -> EngineStats:
         """Counts since the start, and how many requests run and wait now."""
         waiting = len(self._scheduler.waiting) + len(self._inbox)
@@ -220,7 +203,7 @@ class InferenceEngine:
         }
         # Special tokens are left out of the text, so these stop strings are compared by their ids.
         stop_ids.update(self._special[text] for text in request.stop if text in self._special)
-        text_of = text_decoder(self._tokenizer, request.visible_tokens)
+        text_of = text_decoder(self.tokenizer, request.visible_tokens)
         return SequenceState(
             request=request,
             tokens=tuple(request.prompt),
@@ -342,17 +325,6 @@ class InferenceEngine:
         if not (self._batch.slots or self._scheduler.waiting or self._inbox):
             is_loading = self._tracker.state().stage == "loading"
             self._report_phase("load_snapshot" if is_loading else "idle")
-
-    def _report_phase(self, phase: Phase) -> None:
-        if phase == self._phase:
-            return
-        self._phase = phase
-        if self._on_phase is None:
-            return
-        try:
-            self._on_phase(phase)
-        except Exception:
-            logger.exception("the phase callback failed; the engine goes on")
 
     def _swap_weights(self, item: Snapshot | PreparedSnapshot) -> None:
         """Swap the weights; if that fails, the old ones stay."""

@@ -84,7 +84,7 @@ class ModelRunner:
         self._plain: PlainStep | None = None
         self.cache_shape = self._probe()
         is_plain = decoder == "plain" or recorder is not None or self.device.type == "cuda"
-        if self._fused is None and is_plain and decoder != "module":
+        if self._fused is None and (is_plain or self.packs) and decoder != "module":
             self._plain = PlainStep.for_model(loaded, positions=max_seq_len)
             if self._plain is not None and not self._is_sound():
                 self._plain = None

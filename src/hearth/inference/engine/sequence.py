@@ -8,14 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from hearth.errors import RequestError
-from hearth.inference.backend import (
-    SampledSequence,
-    SampledToken,
-    SampleRequest,
-    ServingState,
-    TopLogprobs,
-)
+from hearth.inference.backend import SampledSequence, SampledToken, SampleRequest, TopLogprobs
 from hearth.inference.engine.prompts import EVERY, Extras, Prompt
+from hearth.inference.sync_tracker import ServingState
 from hearth.inference.texts import TextOf
 from hearth.wire.routing import Choice
 

@@ -1,4 +1,4 @@
-"""A deployment's backend on vLLM's servers (``InferenceBackend``).
+"""A deployment's backend on vLLM's servers.
 
 One thread runs an event loop for all calls to the servers; its methods are called from others.
 """
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hearth.errors import ClosedError, EngineError
-from hearth.inference.backend import Phase, SampledSequence, SampleRequest, ServingState, Tokenizer
-from hearth.inference.engine.sync_tracker import SyncTracker, closed_error
+from hearth.inference.backend import InferenceBackend, SampledSequence, SampleRequest, Tokenizer
+from hearth.inference.sync_tracker import ServingState, closed_error
 from hearth.inference.texts import special_tokens
 from hearth.inference.vllm.balancing import hash_blocks
 from hearth.inference.vllm.client import LostError
@@ -50,7 +50,7 @@ class Version:
     identity: str | None
 
 
-class VllmBackend:
+class VllmBackend(InferenceBackend):
     """Runs completions on vLLM's servers, which are ``sidecars``. Starts them, and waits.
 
     ``folder`` holds the files that the servers load, and is removed at the end. ``failed`` gets an
@@ -70,15 +70,13 @@ class VllmBackend:
         folder: Path,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        self.max_seq_len = plan.max_seq_len
+        super().__init__(tokenizer, plan.max_seq_len)
         self.failed: Future[EngineError] = Future()
-        self._tokenizer = tokenizer
         self._facts = facts
         self._options = plan.options
         self._rules = RequestRules(facts, plan.max_seq_len, tokenizer, special_tokens(tokenizer))
         self._folder = folder
         self._snapshot_cache = SnapshotCache(folder)
-        self._tracker = SyncTracker()
         self._publisher = ReplicaPublisher(
             str(self._snapshot_cache.root),
             vocab_size=facts.vocab_size,
@@ -87,8 +85,6 @@ class VllmBackend:
         )
         self._versions: dict[str, asyncio.Future[Version | None]] = {}
         self._num_syncs = 0
-        self._on_phase: Callable[[Phase], None] | None = None
-        self._phase: Phase = "idle"
         self._running = 0
         self._is_closed = False
         self._snapshot_thread = ThreadPoolExecutor(1, thread_name_prefix="hearth-snapshots")
@@ -105,11 +101,6 @@ class VllmBackend:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """As given."""
-        return self._tokenizer
 
     def submit(self, request: SampleRequest) -> Future[SampledSequence]:
         """Queue one completion. Cancelling the future ends it on its server."""
@@ -136,18 +127,6 @@ class VllmBackend:
             raise closed_error()
         if self._tracker.begin(identity, weight_version):
             self._snapshot_thread.submit(self._sync, identity, fetch, running_requests)
-        return self._tracker.watch_sync(identity)
-
-    def watch_phase(self, on_phase: Callable[[Phase], None]) -> None:
-        """Call ``on_phase`` at every change, instead of an earlier one."""
-        self._on_phase = on_phase
-
-    def state(self) -> ServingState:
-        """What is served now."""
-        return self._tracker.state()
-
-    def watch_sync(self, identity: str) -> Future[ServingState]:
-        """The state as soon as ``identity`` is served or could not be loaded."""
         return self._tracker.watch_sync(identity)
 
     def close(self) -> None:
@@ -240,7 +219,7 @@ class VllmBackend:
 
     def _sync(self, identity: str, fetch: Callable[[], Snapshot], running: RunningRequests) -> None:
         """Read a snapshot and publish it; runs on the snapshot thread, one after the other."""
-        self._report_phase()
+        self._note_phase()
         try:
             snapshot = replace(fetch(), identity=identity)
             self._facts.check(snapshot)
@@ -252,7 +231,7 @@ class VllmBackend:
             self._tracker.fail(identity, error)
         else:
             self._tracker.finish(identity, is_adapter=cached.adapter is not None)
-        self._report_phase()
+        self._note_phase()
 
     async def _publish(self, cached: CachedSnapshot, running: RunningRequests) -> None:
         before = self._publisher.current
@@ -281,19 +260,11 @@ class VllmBackend:
 
     def _count_running(self, change: int) -> None:
         self._running += change
-        self._report_phase()
+        self._note_phase()
 
-    def _report_phase(self) -> None:
-        """Call ``on_phase`` if the phase has changed."""
-        phase: Phase = "sampling" if self._running else "idle"
-        if phase == "idle" and self._tracker.state().stage == "loading":
-            phase = "load_snapshot"
-        if phase == self._phase:
-            return
-        self._phase = phase
-        if self._on_phase is None:
-            return
-        try:
-            self._on_phase(phase)
-        except Exception:  # a failing callback must not end a request
-            logger.exception("the phase callback failed; the deployment goes on")
+    def _note_phase(self) -> None:
+        if self._running:
+            self._report_phase("sampling")
+        else:
+            is_loading = self._tracker.state().stage == "loading"
+            self._report_phase("load_snapshot" if is_loading else "idle")

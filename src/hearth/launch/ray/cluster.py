@@ -1,16 +1,21 @@
-"""This process's connection to a Ray cluster, and what is known of the cluster's nodes."""
+"""This process's connection to a Ray cluster, what is known of its nodes, and why actors die."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
+import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import OutOfMemoryError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hearth.errors import ConfigError
@@ -125,3 +130,75 @@ def call_on(
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+_DETAIL = re.compile(
+    r"Worker exit detail: (?P<detail>.*?)(?: There are some potential|$)", re.DOTALL
+)
+_LONGEST = 300
+
+
+def explain_death(error: Exception, lost_node: str | None) -> str:
+    """The reason of an actor's end; ``lost_node`` names its node where that is gone, too."""
+    text = str(error)
+    if lost_node is not None:
+        return f"its machine was lost: {lost_node} is no longer in the cluster"
+    if isinstance(error, OutOfMemoryError) or "running low on memory" in text:
+        return f"its machine ran out of memory: {shorten_error(error)}"
+    return f"its actor died: {shorten_error(error)}"
+
+
+def shorten_error(error: Exception) -> str:
+    """The text of an error of Ray's, without its advice."""
+    text = str(error)
+    match = _DETAIL.search(text)
+    useful = match["detail"] if match is not None else text
+    line = " ".join(useful.split()) or type(error).__name__
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
+
+
+_PROBE = ".shared-with-every-node"
+_VISIBLE_S = 5.0
+"""How long a network file system may take to show a new file."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A file with a text that nobody else knows."""
+
+    folder: str
+    text: str
+
+    def check(self, node: str, *, patience_s: float = _VISIBLE_S) -> None:
+        """Look for the file from ``node``.
+
+        Raises:
+            ConfigError: it is not there.
+        """
+        end_s = time.monotonic() + patience_s
+        while self._read() != self.text:
+            if time.monotonic() > end_s:
+                raise ConfigError(
+                    f"data_dir must be a folder that all nodes share, got {self.folder!r}, which "
+                    f"{node} does not see: mount it there under the same path, or set "
+                    "snapshot_store='ray'"
+                )
+            time.sleep(0.05)
+
+    def _read(self) -> str | None:
+        try:
+            return (Path(self.folder) / _PROBE).read_text(encoding="ascii")
+        except (OSError, UnicodeDecodeError):
+            return None
+
+
+def write_probe(folder: Path) -> Probe:
+    """The probe of ``folder``, which is made where it is missing.
+
+    One that is there stays: workers of an earlier platform still look for it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _PROBE
+    if not path.exists():
+        path.write_text(secrets.token_hex(16), encoding="ascii")
+    return Probe(str(folder), path.read_text(encoding="ascii"))

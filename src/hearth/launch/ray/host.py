@@ -22,8 +22,8 @@ import ray
 from hearth.errors import HearthError
 from hearth.launch.app_server import AppServer, listener_at
 from hearth.launch.child import Task, describe_failure, load_entry, open_log, start_phases
+from hearth.launch.ray.cluster import Probe
 from hearth.launch.ray.placing import Place
-from hearth.launch.ray.sharing import Probe
 from hearth.launch.ray.sidecars import RaySidecars
 from hearth.launch.ray.snapshot_actor import buckets_through
 from hearth.launch.records import WorkerFolder, write_json

@@ -32,25 +32,25 @@ from ray.util.scheduling_strategies import (
 )
 
 from hearth.errors import ConfigError, EngineError
-from hearth.launch.base import ENTRIES, BaseLauncher, raise_failure
+from hearth.launch.base import ENTRIES, BaseLauncher, BaseWorker, raise_failure
 from hearth.launch.child import describe_failure, load_entry
 from hearth.launch.ray.cluster import (
     call_on,
     check_is_node,
     connect,
+    explain_death,
     has_gpus,
     living_nodes,
     own_node_id,
+    write_probe,
 )
-from hearth.launch.ray.deaths import explain_death
-from hearth.launch.ray.host import WorkerHost, WorkerPlan, read_report
+from hearth.launch.ray.host import HostFacts, WorkerHost, WorkerPlan, read_report
 from hearth.launch.ray.placing import Place, places_of, shortage
-from hearth.launch.ray.sharing import write_probe
 from hearth.launch.ray.sidecars import hearth_variables
 from hearth.launch.ray.snapshot_actor import SnapshotActor, buckets_through
-from hearth.launch.ray.workers import RayWorker
 from hearth.launch.records import WorkerFolder, last_lines
 from hearth.launch.spec import (
+    Endpoint,
     ExitReport,
     ExportSpec,
     Placement,
@@ -58,6 +58,7 @@ from hearth.launch.spec import (
     SnapshotRecord,
     Watcher,
     WorkerSpec,
+    spec_as_dict,
     spec_from_dict,
 )
 
@@ -71,6 +72,52 @@ _CALL_TIMEOUT_S = 30.0
 _UNREACHABLE_S = 60.0
 """A worker that cannot be reached for so long counts as lost; Ray itself is surer and slower."""
 _SNAPSHOT_ACTOR = "snapshots"
+
+
+class RayWorker(BaseWorker):
+    """A worker in an actor of its own, which is called ``name``, as is its placement group."""
+
+    def __init__(self, spec: WorkerSpec, name: str | None = None, token: str | None = None) -> None:
+        super().__init__(spec)
+        self.name = name or f"{spec.worker_id}#{secrets.token_hex(4)}"
+        self.token = token or secrets.token_hex(32)
+        self.group: Any = None
+        self.actor: Any = None
+        self.facts: HostFacts | None = None
+        self.url: str | None = None
+        self.ends_by_s: float | None = None
+        """When it is killed at the latest, on the monotonic clock; None while it is to run."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Its URL, as soon as it answers."""
+        return Endpoint(url=self.url, token=self.token)
+
+    @property
+    def pid(self) -> int | None:
+        """Its process, on its own node; None before there is one."""
+        return self.facts.pid if self.facts is not None else None
+
+    def record(self) -> dict[str, Any]:
+        """JSON from which ``RayLauncher.adopt`` finds it again, also when taken early."""
+        return {
+            "worker_id": self.spec.worker_id,
+            "spec": spec_as_dict(self.spec),
+            "actor": self.name,
+            "token": self.token,
+        }
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """Close it, and end its process when that takes longer than ``grace_s``."""
+        self.ends_by_s = time.monotonic() + grace_s
+        self.is_stopping = True
+        if self.actor is not None:
+            with contextlib.suppress(RayError):
+                if self.url is None:  # there is nothing to close yet
+                    ray.kill(self.actor)
+                else:
+                    self.actor.end.remote()
+        self.wait_for_end()
 
 
 class RayLauncher(BaseLauncher[RayWorker]):
@@ -143,12 +190,7 @@ class RayLauncher(BaseLauncher[RayWorker]):
         return worker
 
     def export(self, spec: ExportSpec) -> None:
-        """Write a snapshot as a model folder, in a process of its own on this node; blocks.
-
-        Raises:
-            NotFoundError: the bucket has no such snapshot.
-            EngineError: it cannot be read or written.
-        """
+        """Write a snapshot in a process of its own on this node; as ``Launcher.export``."""
         try:
             failure = call_on(
                 own_node_id(),

@@ -19,9 +19,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hearth.errors import ClosedError, EngineError, HearthError
-from hearth.launch.ray.deaths import explain_death, shorten_error
+from hearth.launch.ray.cluster import Probe, explain_death, shorten_error
 from hearth.launch.ray.placing import Place
-from hearth.launch.ray.sharing import Probe
 from hearth.launch.sidecars import LocalSidecars, stop_all
 from hearth.sidecars import GRACE_S, Command, ExitReport, Sidecar
 

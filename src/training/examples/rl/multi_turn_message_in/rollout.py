@@ -13,9 +13,8 @@ from typing import Any
 from hearth.errors import ConfigError
 from hearth.sdk import SampledCompletion
 from training.data.rows import prompt_messages
-from training.examples.rl.multi_turn_message_in.reward import conversation_reward, is_right
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
-from training.rewards import marked_answer
+from training.rewards import answer_reward, marked_answer
 from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 
 MAX_TURNS = 2
@@ -23,6 +22,20 @@ FEEDBACK = "Wrong. {question}"
 """What the user says to a wrong answer; a small model has to be asked again."""
 
 _ANSWER = "[the answer stands here]"
+
+
+TURN_DISCOUNT = 0.9
+"""What a right answer loses with each turn that it comes late, as in AReaL's multi-turn example."""
+
+
+def is_right(answer: str, row: Mapping[str, Any]) -> bool:
+    """Whether the last marked answer of a turn equals the row's ``ground_truth``."""
+    return answer_reward(answer, row) > 0
+
+
+def conversation_reward(last_is_right: bool, turns: int) -> float:
+    """The reward of a conversation, which is that of its last turn; 0.0 where that is wrong."""
+    return TURN_DISCOUNT ** (turns - 1) if last_is_right else 0.0
 
 
 @dataclass

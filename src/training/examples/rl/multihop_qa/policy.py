@@ -35,6 +35,7 @@ from training.examples.rl.multihop_qa.corpus import (
 from training.examples.rl.multihop_qa.reward import ANSWER, SEARCH
 from training.examples.rl.multihop_qa.rollout import SEARCHES
 from training.examples.rl.multihop_qa.search import SearchIndex
+from training.examples.rl.warm_up import warm_up
 
 PAD, END, TOOL, USER, ASSISTANT = "<pad>", "<end>", "<tool>", "<user>", "<assistant>"
 CHAT_TEMPLATE = (
@@ -76,7 +77,7 @@ def write_model(folder: Path, steps: int, console: Console) -> None:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     with _one_thread():
-        warm_up(model, tokenizer, steps, console)
+        train_on_demonstrations(model, tokenizer, steps, console)
     transformers_logging.disable_progress_bar()
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
@@ -133,32 +134,17 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def warm_up(
+def train_on_demonstrations(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, console: Console
 ) -> None:
     """Train on ``steps`` batches of demonstrations."""
-    named = list(model.named_parameters())
-    matrices = [
-        parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name
-    ]
-    rest = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.98)),
-    ]
-    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     rng = random.Random(0)
-    for step in track(range(steps), "making the model", console=console):
-        warmth = min(1.0, (step + 1) / (0.05 * steps + 1)) * (1 - step / steps)
-        for optimizer, rate in zip(optimizers, rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * warmth
-            optimizer.zero_grad()
+
+    def loss_of(step: int) -> torch.Tensor:
         pupil = Pupil(step >= ASTRAY_FROM * steps, step >= CARELESS_FROM * steps)
-        demonstrations = [pupil.demonstration(rng) for _ in range(BATCH)]
-        turn_loss(model, tokenizer, demonstrations).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
+        return turn_loss(model, tokenizer, [pupil.demonstration(rng) for _ in range(BATCH)])
+
+    warm_up(model, track(range(steps), "making the model", console=console), steps, loss_of)
 
 
 @dataclass(frozen=True)

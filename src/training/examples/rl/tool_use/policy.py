@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from training.examples.rl.tool_use.calculator import SCHEMA
 from training.examples.rl.tool_use.lessons import Message, careless_lesson, good_lesson
 from training.examples.rl.tool_use.problems import split_problems
+from training.examples.rl.warm_up import warm_up
 from training.quickstart import MODEL
 
 logger = logging.getLogger(__name__)
@@ -99,28 +100,22 @@ def write_policy(folder: Path, steps: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    warm_up(model, tokenizer, steps)
+    train_on_lessons(model, tokenizer, steps)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def warm_up(model: Any, tokenizer: Any, steps: int) -> None:
-    """Train on batches of good conversations and then of careless ones: Muon and AdamW."""
+def train_on_lessons(model: Any, tokenizer: Any, steps: int) -> None:
+    """Train on batches of good conversations and then of careless ones."""
     rng = random.Random(0)
     problems = split_problems()[1]
-    optimizers = _optimizers(model)
-    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    for step in range(steps):
+
+    def loss_of(step: int) -> torch.Tensor:
         lesson = good_lesson if step < GOOD_SHARE * steps else careless_lesson
-        warmth = min(1.0, (step + 1) / (0.05 * steps + 1)) * (1 - step / steps)
-        for optimizer, rate in zip(optimizers, rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * warmth
-            optimizer.zero_grad()
         lessons = [lesson(problem, rng) for problem in rng.choices(problems, k=BATCH)]
-        lesson_loss(model, tokenizer, lessons).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
+        return lesson_loss(model, tokenizer, lessons)
+
+    warm_up(model, range(steps), steps, loss_of)
 
 
 def lesson_loss(model: Any, tokenizer: Any, lessons: Sequence[list[Message]]) -> torch.Tensor:
@@ -135,16 +130,3 @@ def lesson_loss(model: Any, tokenizer: Any, lessons: Sequence[list[Message]]) ->
     counted = torch.nn.utils.rnn.pad_sequence(said, batch_first=True)[:, 1:]
     hidden = model.model(tokens[:, :-1], use_cache=False).last_hidden_state[counted]
     return functional.cross_entropy(model.lm_head(hidden), tokens[:, 1:][counted])
-
-
-def _optimizers(model: Any) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for the embeddings and the norms."""
-    named = list(model.named_parameters())
-    matrices = [
-        parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name
-    ]
-    rest = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
-    return [
-        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.98)),
-    ]

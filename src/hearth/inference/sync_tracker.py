@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from hearth.errors import ClosedError
-from hearth.inference.backend import ServingState
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingState:
+    """What is served, and the state of the last weight sync."""
+
+    stage: Literal["idle", "loading", "done", "error"] = "idle"
+    target_identity: str | None = None
+    """The snapshot that ``stage`` is about."""
+    error: str | None = None
+    current_identity: str | None = None
+    """The snapshot that is served; None before the first weight sync."""
+    is_adapter: bool = False
+    weight_version: int = 0
+    """The number of the weight sync that is served; 0 before the first."""
+
+    def has_settled(self, identity: str) -> bool:
+        """Whether ``identity`` is served, or could not be loaded."""
+        has_failed = self.stage == "error" and self.target_identity == identity
+        return self.current_identity == identity or has_failed
 
 
 class SyncTracker:
