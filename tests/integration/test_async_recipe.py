@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -514,11 +515,50 @@ def test_completions_go_on_under_new_weights_and_their_oldest_token_counts(async
         assert logprobs == [logprob for logprob in sampled if logprob != 0.0]
 
 
-def test_metrics_go_to_wandb_too(async_trial):
-    run = async_trial(max_rows=2, wandb=WandBConfig(entity="team", project="async"))
+def read_wandb(path):
+    """The records of a W&B file: LevelDB's log format, in blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2  # slow to import
 
-    assert len(list(run.folder.glob("wandb/offline-run-*"))) == 1
-    assert len(run.records()) == 1
+    content, records, place, parts = path.read_bytes(), [], 7, b""
+    while place + 7 <= len(content):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        length, kind = struct.unpack("<HB", content[place + 4 : place + 7])
+        parts += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part of several
+            records.append(wandb_internal_pb2.Record.FromString(parts))
+            parts = b""
+    return records
+
+
+def test_wandb_gets_entity_project_names_and_every_record_in_one_run(async_trial, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    options = {"folder": "run", "dcp_save_interval": 1, "prompt_groups_per_step": 1}
+    wandb = WandBConfig(entity="team", project="async", run_name="first")
+    run = async_trial(**options, max_rows=1, wandb=wandb)
+    async_trial(**options, max_rows=2, wandb=wandb, resume="force")
+
+    files = sorted(run.folder.glob("wandb/offline-run-*/run-*.wandb"))
+    started, resumed = map(read_wandb, files)
+    (header,) = [record.run for record in started if record.HasField("run")]
+    assert (header.entity, header.project, header.display_name) == ("team", "async", "first")
+    assert header.run_id == (run.folder / "wandb_run_id.txt").read_text()
+    assert {record.run.run_id for record in resumed if record.HasField("run")} == {header.run_id}
+    settings = {item.key: orjson.loads(item.value_json) for item in header.config.update}
+    assert settings["learning_rate"] == 1e-3
+    logged = [
+        {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        for record in [*started, *resumed]
+        if record.HasField("history")
+    ]
+    records = list(map(orjson.loads, (run.folder / "metrics.jsonl").read_bytes().splitlines()))
+    assert len(logged) == len(records)
+    for row, record in zip(logged, records, strict=True):
+        assert orjson.loads(row["train/step"]) == record["step"]
+        assert orjson.loads(row["rollout/reward"]) == pytest.approx(record["rollout/reward"])
 
 
 # How rollouts fail

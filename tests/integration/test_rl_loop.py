@@ -6,6 +6,7 @@ from collections import Counter
 import orjson
 import pytest
 import torch
+from tests.integration.conftest import config
 from tests.integration.rollouts import spread
 from tests.integration.runs import find_changed, measure_difference
 
@@ -13,6 +14,7 @@ from hearth.errors import ConfigError
 from hearth.losses.catalog import POLICY_LOSSES
 from hearth.trainer.logprobs import TargetScorer
 from training.quickstart import MODEL
+from training.recipes.rl_loop import main
 from training.utils import DeployConfig, TISConfig, TrainerConfig
 
 
@@ -82,6 +84,15 @@ def test_dropped_rows_are_made_up_for_in_windows_of_every_size(trial, rows, inte
     assert [record["rollout/valid_prompt_groups"] for record in run.records()] == [2.0] * 4
     assert len(run.rewarded) == 12 * 4
     assert run.summary.rows == 12
+
+
+def test_a_row_without_truth_is_refused_by_the_default_reward_before_anything_starts(
+    rows, tmp_path
+):
+    with pytest.raises(ConfigError, match=r"rows\[1\]\.ground_truth must be given for the default"):
+        main(config(tmp_path / "run"), [rows[0], {"messages": rows[1]["messages"]}])
+
+    assert not (tmp_path / "run").exists()
 
 
 def test_rows_that_are_dropped_after_the_last_step_leave_a_record(trial, rows):

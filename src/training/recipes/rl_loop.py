@@ -21,7 +21,7 @@ from typing import Literal
 from training.config.single_turn import SingleTurnConfig
 from training.config.validation import validate
 from training.data.rows import IndexedRow, Row, load_rows
-from training.rewards import AnyReward, answer_reward, guard_reward
+from training.rewards import AnyReward, answer_reward, check_truths, guard_reward
 from training.rollouts.single_turn import sample_row
 from training.run.begin import begin_run
 from training.run.command import refuse_inside_event_loop, run_command, run_until_signal
@@ -83,11 +83,12 @@ def main(
     """
     refuse_inside_event_loop()
     config.validate()
-    reward_fn = guard_reward(config, reward_fn)
     if rows is None:
         rows = load_rows(config.dataset, config.max_rows)
     if eval_rows is None:
         eval_rows = load_rows(config.eval_dataset, config.eval_rows) if config.eval_dataset else []
+    check_truths(reward_fn, [*rows, *eval_rows])
+    reward_fn = guard_reward(config, reward_fn)
     with begin_run(config, rows, eval_rows, max_concurrent=config.max_concurrent) as (infra, run):
         refuse_pipelined_trainer(config, infra.policy_profile)
         run_until_signal(train(Loop(config, infra, run), reward_fn))

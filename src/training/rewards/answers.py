@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from hearth.errors import ConfigError
 from training.rewards.score import Score, ScoringReward
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -34,6 +35,22 @@ class _AnswerReward(ScoringReward):
 answer_reward = _AnswerReward()
 """``answer_reward(completion, row)`` is 1.0 when the last marked answer equals the row's
 ``ground_truth``, else 0.0; its ``score`` says whether an answer is marked as well."""
+
+
+def check_truths(reward_fn: object, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Look for the ``ground_truth`` that ``answer_reward`` compares with.
+
+    Raises:
+        ConfigError: a row has none.
+    """
+    if reward_fn is not answer_reward:
+        return
+    for place, row in enumerate(rows):
+        if row.get("ground_truth") is None:
+            raise ConfigError(
+                f"rows[{place}].ground_truth must be given for the default reward, got a row of "
+                f"{sorted(row)}: add it, or give main your own reward_fn"
+            )
 
 
 def exact_match(completion: str, row: Mapping[str, Any]) -> float:

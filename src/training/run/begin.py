@@ -23,7 +23,7 @@ from training.run.log_path import (
     prepare_log_path,
     write_config,
 )
-from training.run.metrics import Display, MetricsLog
+from training.run.metrics import Display, MetricsLog, check_wandb
 from training.run.state import Run, check_start
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ def begin_run(
     started = time.perf_counter()
     log_path = prepare_log_path(config.log_path)
     check_platform(config)
+    check_wandb(config.wandb)
     trained_on = describe_training(config, rows)
     with hold_log_path(log_path):
         aside = None

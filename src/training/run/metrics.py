@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -84,20 +86,34 @@ def _records_until(path: Path, step: int) -> Iterator[bytes]:
             yield line
 
 
-def _start_wandb(config: WandBConfig, settings: Mapping[str, Any], log_path: Path) -> Any:
-    if config.entity is None:
-        return None
-    try:
-        wandb = importlib.import_module("wandb")  # optional: the extra hearth[wandb]
-    except ImportError:
+def check_wandb(config: WandBConfig) -> None:
+    """Look for the wandb package where the run is to be logged there.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    name = next((name for name in ("entity", "project", "run_name") if getattr(config, name)), None)
+    if name is not None and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            f"wandb.entity must be unset without the wandb package, got {config.entity!r}: "
-            "pip install 'hearth[wandb]'"
-        ) from None
+            f"wandb.{name} must be unset without the wandb package, got {getattr(config, name)!r}: "
+            "pip install wandb"
+        )
+
+
+def _start_wandb(config: WandBConfig, settings: Mapping[str, Any], log_path: Path) -> Any:
+    """The W&B run of the folder, which a resumed run goes on with; None where none is asked for."""
+    if not (config.entity or config.project or config.run_name):
+        return None
+    wandb = importlib.import_module("wandb")
+    id_path = log_path / "wandb_run_id.txt"
+    if not id_path.exists():
+        write_atomically(id_path, secrets.token_hex(4).encode())
     return wandb.init(
         entity=config.entity,
         project=config.project or DEFAULT_PROJECT,
         name=config.run_name,
+        id=id_path.read_text().strip(),
+        resume="allow",
         config=dict(settings),
         dir=str(log_path),
         mode=None if os.environ.get("WANDB_API_KEY") else "offline",

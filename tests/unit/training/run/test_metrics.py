@@ -1,6 +1,5 @@
+import importlib.util
 import io
-import sys
-import types
 
 import orjson
 import pytest
@@ -8,31 +7,11 @@ from rich.console import Console
 
 from hearth.errors import ConfigError
 from hearth.telemetry import BusyClock
-from training.run.metrics import Display, MetricsLog
+from training.run.metrics import Display, MetricsLog, check_wandb
 from training.run.step_metrics import batch_metrics
 from training.utils import WandBConfig
 
 STEP = {"rollout/raw_reward": 0.25, "train/grad_norm": 1.5, "perf/step_wall_time": 0.125}
-
-
-class FakeWandB(types.ModuleType):
-    """What the run asks of the wandb package, written down."""
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.settings: dict[str, object] = {}
-        self.logged: list[dict[str, float]] = []
-        self.is_finished = False
-
-    def init(self, **settings: object) -> "FakeWandB":
-        self.settings = settings
-        return self
-
-    def log(self, metrics: dict[str, float]) -> None:
-        self.logged.append(metrics)
-
-    def finish(self) -> None:
-        self.is_finished = True
 
 
 def test_records_are_json_lines_with_type_and_step(tmp_path):
@@ -45,32 +24,23 @@ def test_records_are_json_lines_with_type_and_step(tmp_path):
     assert second == {"type": "eval", "step": 1, "eval/accuracy": 0.5}
 
 
-def test_wandb_gets_every_record_when_an_entity_is_set(tmp_path, monkeypatch):
-    wandb = FakeWandB()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+@pytest.mark.parametrize("name", ["entity", "project", "run_name"])
+def test_wandb_is_named_when_it_is_missing_and_a_run_is_to_be_logged_there(name, monkeypatch):
+    # As it is for whoever has not installed it.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
-    config = WandBConfig(entity="team", project="p", run_name="r")
-    with MetricsLog.open(tmp_path, config, {"policy_loss": "grpo"}) as log:
-        log.write("train", 4, STEP)
-
-    assert wandb.settings["entity"] == "team"
-    assert wandb.settings["mode"] == "offline"
-    assert wandb.settings["config"] == {"policy_loss": "grpo"}
-    assert wandb.logged == [{**STEP, "train/step": 4}]
-    assert wandb.is_finished
+    check_wandb(WandBConfig())
+    with pytest.raises(
+        ConfigError, match=rf"wandb\.{name} must be unset without the wandb package, got 'x'"
+    ):
+        check_wandb(WandBConfig(**{name: "x"}))
 
 
-def test_wandb_stays_off_without_an_entity_and_is_named_when_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-
+def test_without_a_wandb_setting_nothing_is_logged_there(tmp_path):
     with MetricsLog.open(tmp_path, WandBConfig(), {}) as log:
         log.write("train", 1, STEP)
-    with (
-        pytest.raises(ConfigError, match=r"wandb\.entity must be unset without the wandb package"),
-        MetricsLog.open(tmp_path, WandBConfig(entity="team"), {}),
-    ):
-        pass
+
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_step_is_one_plain_line_without_a_terminal():
