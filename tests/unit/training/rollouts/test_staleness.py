@@ -1,14 +1,10 @@
-from __future__ import annotations
-
-import heapq
-import random
 import time
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -23,9 +19,11 @@ def make_gate(
     return StalenessGate(GateLimits(rows, completions, late, **changes))
 
 
-def submit(gate: StalenessGate, *rows: int) -> None:
+def submit(gate: StalenessGate, *rows: int, finished: Sequence[int] = ()) -> None:
+    """Submit ``rows``; then some finish, in the order of ``finished``."""
     for row in rows:
         gate.submit(row)
+    finish(gate, *finished)
 
 
 def finish(gate: StalenessGate, *rows: int) -> None:
@@ -57,48 +55,27 @@ def test_before_the_first_sync_o_plus_1_batches_of_rows_may_be_submitted(late, r
 
 def test_the_room_after_each_event_is_the_formulas():
     gate = make_gate(rows=2, completions=4, late=1)
-    seen: list[tuple[int, int, int]] = []
-
-    def note() -> None:
-        seen.append((gate.staleness_room(), gate.running_samples, gate.accepted_samples))
-
-    submit(gate, 0, 1, 2)
-    note()
-    gate.finish(0)
-    note()
-    gate.reject(1)
-    note()
-    gate.finish(2)
-    note()
-    gate.reject(2)
-    note()
-    submit(gate, 3)
-    finish(gate, 3)
-    note()
-    assert take(gate) == [0, 3]
-    note()
-    gate.end_batch()
-    note()
-    gate.published()
-    note()
-
-    assert seen == [
-        (4, 12, 0),  # 16 - 12: three rows run
-        (4, 8, 4),  # a finished row keeps its room
-        (8, 4, 4),  # a rejected one gives it back
-        (8, 0, 8),
-        (12, 0, 4),  # also after it had finished
-        (8, 0, 8),
-        (8, 0, 8),  # being taken changes nothing
-        (8, 0, 8),  # nor does being trained
-        (16, 0, 8),  # a version more is B samples more
+    taken: list[int] = []
+    events = [
+        (lambda: submit(gate, 0, 1, 2), (4, 12, 0)),  # 16 - 12: three rows run
+        (lambda: gate.finish(0), (4, 8, 4)),  # a finished row keeps its room
+        (lambda: gate.reject(1), (8, 4, 4)),  # a rejected one gives it back
+        (lambda: gate.finish(2), (8, 0, 8)),
+        (lambda: gate.reject(2), (12, 0, 4)),  # also after it had finished
+        (lambda: (submit(gate, 3), gate.finish(3)), (8, 0, 8)),
+        (lambda: taken.extend(take(gate)), (8, 0, 8)),  # being taken changes nothing
+        (gate.end_batch, (8, 0, 8)),  # nor does being trained
+        (gate.published, (16, 0, 8)),  # a version more is B samples more
     ]
+    for event, expected in events:
+        event()
+        assert (gate.staleness_room(), gate.running_samples, gate.accepted_samples) == expected
+    assert taken == [0, 3]
 
 
 def test_at_o_0_the_next_rows_wait_for_the_publication():
     gate = make_gate(rows=2, completions=1)
-    submit(gate, 0, 1)
-    finish(gate, 1, 0)
+    submit(gate, 0, 1, finished=[1, 0])
     assert take(gate) == [0, 1]
 
     gate.end_batch()
@@ -128,8 +105,7 @@ def test_a_finished_row_frees_its_samples_in_flight_but_not_its_room():
 
 def test_a_partial_batch_leaves_no_room_that_later_batches_have_no_places_for():
     gate = make_gate(rows=4, completions=1)
-    submit(gate, 0)
-    finish(gate, 0)
+    submit(gate, 0, finished=[0])
     assert take(gate) == [0]
 
     train(gate)
@@ -139,8 +115,7 @@ def test_a_partial_batch_leaves_no_room_that_later_batches_have_no_places_for():
 
 def test_a_batch_takes_finished_rows_in_the_order_of_submission():
     gate = make_gate(rows=3, completions=2, late=1)
-    submit(gate, 10, 7, 12, 5)
-    finish(gate, 12, 10, 7)
+    submit(gate, 10, 7, 12, 5, finished=[12, 10, 7])
     assert gate.ready() == 3
 
     assert take(gate) == [10, 7, 12]
@@ -150,8 +125,7 @@ def test_a_batch_takes_finished_rows_in_the_order_of_submission():
 @pytest.mark.parametrize(("slack", "batch"), [(0, []), (1, [2]), (2, [2, 3])])
 def test_slack_is_how_many_unfinished_rows_a_batch_may_leave_behind(slack, batch):
     gate = make_gate(rows=2, completions=1, late=3, fifo_slack=slack)
-    submit(gate, *range(6))
-    finish(gate, 2, 3, 4)
+    submit(gate, *range(6), finished=[2, 3, 4])
 
     assert take(gate) == batch
     assert gate.ready() == 0
@@ -159,8 +133,7 @@ def test_slack_is_how_many_unfinished_rows_a_batch_may_leave_behind(slack, batch
 
 def test_with_slack_0_each_batch_has_exactly_the_next_rows():
     gate = make_gate(rows=2, completions=1, late=1, fifo_slack=0)
-    submit(gate, 0, 1, 2, 3)
-    finish(gate, 3, 2, 1)
+    submit(gate, 0, 1, 2, 3, finished=[3, 2, 1])
 
     # Row 1 is among the next two, so it may go in first; rows 2 and 3 wait for the next batch.
     assert take(gate) == [1]
@@ -172,8 +145,7 @@ def test_with_slack_0_each_batch_has_exactly_the_next_rows():
 
 def test_a_rejected_row_makes_the_window_reach_one_row_further():
     gate = make_gate(rows=2, completions=1, late=3, fifo_slack=0)
-    submit(gate, 0, 1, 2)
-    gate.finish(2)
+    submit(gate, 0, 1, 2, finished=[2])
     assert gate.ready() == 0
 
     gate.reject(0)
@@ -182,9 +154,8 @@ def test_a_rejected_row_makes_the_window_reach_one_row_further():
 
 def test_taking_in_parts_gives_what_taking_at_once_gives():
     parts, whole = (make_gate(rows=4, completions=1, late=2, fifo_slack=1) for _ in range(2))
-    for entry in (parts, whole):
-        submit(entry, *range(8))
-        finish(entry, 7, 6, 4, 2, 1, 0)
+    for gate in (parts, whole):
+        submit(gate, *range(8), finished=[7, 6, 4, 2, 1, 0])
 
     assert [take(parts, 1), take(parts, 2), take(parts, 0), take(parts)] == [[0], [1, 2], [], [4]]
     assert take(whole) == [0, 1, 2, 4]
@@ -192,12 +163,10 @@ def test_taking_in_parts_gives_what_taking_at_once_gives():
 
 def test_a_row_that_is_not_due_leaves_the_places_of_due_rows_free():
     gate = make_gate(rows=3, completions=1, late=1, fifo_slack=1)
-    submit(gate, 0, 1, 2, 3, 4)
-    finish(gate, 0, 1, 2)
+    submit(gate, 0, 1, 2, 3, 4, finished=[0, 1, 2])
     assert take(gate) == [0, 1, 2]
     train(gate)
-    submit(gate, 5, 6, 7)
-    finish(gate, 5, 6, 7)
+    submit(gate, 5, 6, 7, finished=[5, 6, 7])
 
     # Rows 3 and 4 are of version 0 and due now: one of three places is not theirs.
     assert gate.late_rows() == [3, 4]
@@ -211,8 +180,7 @@ def test_a_row_that_is_not_due_leaves_the_places_of_due_rows_free():
 
 def test_a_taken_row_tells_where_its_versions_went():
     gate = make_gate(rows=1, completions=1, late=3)
-    submit(gate, 0, 1, 2)
-    finish(gate, 0)
+    submit(gate, 0, 1, 2, finished=[0])
     assert gate.take() == [Taken(0, submit_version=0, finish_version=0, offset=0)]
     train(gate)
     finish(gate, 2, 1)
@@ -227,8 +195,7 @@ def test_a_taken_row_tells_where_its_versions_went():
 
 def test_at_o_1_a_slow_row_is_overtaken_once_and_then_waited_for():
     gate = make_gate(rows=2, completions=1, late=1)
-    submit(gate, 0, 1, 2, 3)
-    finish(gate, 1, 2, 3)
+    submit(gate, 0, 1, 2, 3, finished=[1, 2, 3])
     assert take(gate) == [1, 2]
     assert gate.late_rows() == []
     train(gate)
@@ -236,8 +203,7 @@ def test_at_o_1_a_slow_row_is_overtaken_once_and_then_waited_for():
     # The others go on as far as O allows: rows 4 and 5 may run while row 0 is waited for.
     assert gate.late_rows() == [0]
     assert gate.rows_to_submit() == 2
-    submit(gate, 4, 5)
-    finish(gate, 4, 5)
+    submit(gate, 4, 5, finished=[4, 5])
     assert take(gate) == [3]
     assert gate.rows_to_submit() == gate.ready() == 0
     with pytest.raises(RuntimeError, match="with 3 unresolved, 1 of them late"):
@@ -251,8 +217,7 @@ def test_at_o_1_a_slow_row_is_overtaken_once_and_then_waited_for():
 
 def test_a_late_row_that_is_given_up_is_counted_and_replaced():
     gate = make_gate(rows=2, completions=1, late=1)
-    submit(gate, 0, 1, 2, 3)
-    finish(gate, 1, 2, 3)
+    submit(gate, 0, 1, 2, 3, finished=[1, 2, 3])
     assert take(gate) == [1, 2]
     train(gate)
     submit(gate, 4, 5)
@@ -269,8 +234,7 @@ def test_a_late_row_that_is_given_up_is_counted_and_replaced():
 
 def test_only_a_late_row_can_be_dropped():
     gate = make_gate(rows=2, completions=1, late=1)
-    submit(gate, 0, 1, 2)
-    gate.finish(0)
+    submit(gate, 0, 1, 2, finished=[0])
 
     for row in (0, 1, 99):
         with pytest.raises(RuntimeError, match=rf"row must be late, got {row}: .* is \[\]"):
@@ -280,15 +244,13 @@ def test_only_a_late_row_can_be_dropped():
 
 def test_at_o_0_every_running_row_is_late():
     gate = make_gate(rows=3, completions=1)
-    submit(gate, 0, 1, 2)
-    gate.finish(1)
+    submit(gate, 0, 1, 2, finished=[1])
     assert gate.late_rows() == [0, 2]
 
 
 def test_a_row_submitted_during_a_publication_is_bound_by_the_old_version():
     gate = make_gate(rows=1, completions=1, late=1)
-    submit(gate, 0)
-    finish(gate, 0)
+    submit(gate, 0, finished=[0])
     assert take(gate) == [0]
     gate.end_batch()
 
@@ -332,8 +294,7 @@ def test_a_row_is_submitted_once():
 
 def test_a_row_ends_once():
     gate = make_gate(rows=2, completions=1)
-    submit(gate, 0, 1)
-    finish(gate, 0)
+    submit(gate, 0, 1, finished=[0])
     assert take(gate) == [0]
 
     for row in (0, 9):
@@ -351,8 +312,7 @@ def test_a_batch_ends_when_it_is_full_or_has_the_last_rows():
     gate = make_gate(rows=2, completions=1)
     with pytest.raises(RuntimeError, match="got 0 rows of 2"):
         gate.end_batch()
-    submit(gate, 0, 1)
-    finish(gate, 0)
+    submit(gate, 0, 1, finished=[0])
     assert take(gate) == [0]
     with pytest.raises(RuntimeError, match="got 1 rows of 2 with 1 unresolved, 1 of them late"):
         gate.end_batch()
@@ -366,8 +326,7 @@ def test_a_batch_is_published_after_its_end_and_before_the_next_ones():
     gate = make_gate(rows=1, completions=1, late=2)
     with pytest.raises(RuntimeError, match="got a publication at version 0 and step 0"):
         gate.published()
-    submit(gate, 0, 1)
-    finish(gate, 0, 1)
+    submit(gate, 0, 1, finished=[0, 1])
     assert take(gate) == [0]
     gate.end_batch()
     assert take(gate) == [1]
@@ -532,13 +491,13 @@ class GateMachine(RuleBasedStateMachine):
 
         limit = ready if most is None else min(most, ready)
         assert len(taken) == limit
-        assert [entry.row for entry in taken] == self.model.take(limit)
-        for entry in taken:
-            assert entry.offset == step - self.model.rows[entry.row].version
-            assert 0 <= entry.offset <= self.model.limits.max_head_offpolicy_versions
-            assert entry.offset == entry.in_flight + entry.in_queue
-            assert entry.in_flight >= 0
-            assert entry.in_queue >= 0
+        assert [record.row for record in taken] == self.model.take(limit)
+        for record in taken:
+            assert record.offset == step - self.model.rows[record.row].version
+            assert 0 <= record.offset <= self.model.limits.max_head_offpolicy_versions
+            assert record.offset == record.in_flight + record.in_queue
+            assert record.in_flight >= 0
+            assert record.in_queue >= 0
 
     @precondition(lambda self: self.may_end())
     @rule()
@@ -605,209 +564,3 @@ GateMachine.TestCase.settings = settings(
     max_examples=200, stateful_step_count=60, deadline=None, derandomize=True
 )
 TestGateMachine = pytest.mark.slow(GateMachine.TestCase)
-
-
-@dataclass(frozen=True)
-class Weather:
-    """How rollouts and the trainer behave. Times are virtual seconds."""
-
-    seed: int
-    rows: int = 1000
-    fails: float = 0.0
-    """Chance that a row ends without a usable group."""
-    filtered: float = 0.0
-    """Chance that a finished row is rejected while it waits for its batch."""
-    slow: float = 0.0
-    """Chance that a row takes a thousand times as long."""
-    train_s: float = 1.0
-    publish_s: float = 1.0
-    pipelined: bool = False
-    """The next batch is formed while the last one is still being published."""
-    chunk: int | None = None
-    """Rows taken at once; None takes what is ready."""
-    late_limit_s: float | None = None
-    """How long a late row is waited for; None waits for ever."""
-
-
-class Simulation:
-    """A driver of the gate: rollouts, a trainer and a publisher as events on a heap."""
-
-    def __init__(self, limits: GateLimits, weather: Weather) -> None:
-        self.gate = StalenessGate(limits)
-        self.weather = weather
-        self.random = random.Random(weather.seed)
-        self.events: list[tuple[float, int, str, int]] = []
-        self.order = count()
-        self.now_s = 0.0
-        self.next_row = 0
-        self.training = False
-        self.trained: list[tuple[int, int]] = []
-        """Row and batch, in the order of taking."""
-        self.submit_version: dict[int, int] = {}
-        self.ends: Counter[int] = Counter()
-        """How often each row was trained, rejected or dropped."""
-        self.drops = 0
-        self.most_running = 0
-        self.warned: set[int] = set()
-
-    def run(self) -> None:
-        self._proceed()
-        while self.events:
-            self.now_s, _, kind, row = heapq.heappop(self.events)
-            if kind == "rolled":
-                self._rolled(row)
-            elif kind == "filtered":
-                self._filtered(row)
-            elif kind == "impatient":
-                self._impatient(row)
-            elif kind == "trained":
-                self._trained()
-            else:
-                self.gate.published()
-            self._proceed()
-
-    def _in(self, seconds: float, kind: str, row: int = -1) -> None:
-        heapq.heappush(self.events, (self.now_s + seconds, next(self.order), kind, row))
-
-    def _rolled(self, row: int) -> None:
-        if self.ends[row]:  # given up while it ran
-            return
-        if self.random.random() < self.weather.fails:
-            self.gate.reject(row)
-            self.ends[row] += 1
-            return
-        self.gate.finish(row)
-        if self.random.random() < self.weather.filtered:
-            self._in(0.0, "filtered", row)
-
-    def _filtered(self, row: int) -> None:
-        if not self.ends[row]:
-            self.gate.reject(row)
-            self.ends[row] += 1
-
-    def _impatient(self, row: int) -> None:
-        if row in self.gate.late_rows():
-            self.gate.drop(row)
-            self.drops += 1
-            self.ends[row] += 1
-
-    def _trained(self) -> None:
-        # The batch cannot end while the one before it is being published.
-        if self.gate.step > self.gate.version:
-            self._in(0.1, "trained")
-            return
-        self.gate.end_batch()
-        self.training = False
-        self._in(self.weather.publish_s, "published")
-
-    def _proceed(self) -> None:
-        """Do all that can be done at this moment."""
-        progress = True
-        while progress:
-            progress = self._submit() or self._take()
-        self._watch_late_rows()
-
-    def _submit(self) -> bool:
-        wanted = min(self.gate.rows_to_submit(), self.weather.rows - self.next_row)
-        for _ in range(wanted):
-            row, self.next_row = self.next_row, self.next_row + 1
-            self.gate.submit(row)
-            self.submit_version[row] = self.gate.version
-            slow = 1000.0 if self.random.random() < self.weather.slow else 1.0
-            self._in(self.random.expovariate(1.0) * slow, "rolled", row)
-        self.most_running = max(self.most_running, self.gate.running_samples)
-        return wanted > 0
-
-    def _take(self) -> bool:
-        gate, weather = self.gate, self.weather
-        publishing = gate.step > gate.version
-        if self.training or (publishing and not weather.pipelined):
-            return False
-        taken = gate.take(weather.chunk)
-        for entry in taken:
-            self.trained.append((entry.row, gate.step))
-            self.ends[entry.row] += 1
-        partial = 0 < gate.places_left() < gate.limits.prompt_groups_per_step
-        last = self.next_row == weather.rows and gate.unresolved == 0
-        if gate.places_left() == 0 or (partial and last):
-            self.training = True
-            self._in(weather.train_s * self.random.random(), "trained")
-        return bool(taken)
-
-    def _watch_late_rows(self) -> None:
-        if self.weather.late_limit_s is None:
-            return
-        for row in self.gate.late_rows():
-            if row not in self.warned:
-                self.warned.add(row)
-                self._in(self.weather.late_limit_s, "impatient", row)
-
-
-def check_nothing_lost_and_bound_held(done: Simulation) -> None:
-    limits, rows = done.gate.limits, done.weather.rows
-    assert done.ends == Counter(range(rows))
-    assert done.gate.unresolved == done.gate.running_rows == 0
-    offsets = {step - done.submit_version[row] for row, step in done.trained}
-    assert offsets <= set(range(limits.max_head_offpolicy_versions + 1))
-    assert done.gate.stale_drops == done.drops
-    if done.weather.late_limit_s is None:
-        assert done.drops == 0
-    if limits.max_concurrency_rollout_sample is not None:
-        assert done.most_running <= limits.max_concurrency_rollout_sample
-    sizes = list(Counter(step for _, step in done.trained).values())
-    assert set(sizes[:-1]) <= {limits.prompt_groups_per_step}
-
-
-WEATHERS = st.builds(
-    Weather,
-    seed=st.integers(0, 2**32 - 1),
-    fails=st.sampled_from([0.0, 0.02, 0.5]),
-    filtered=st.sampled_from([0.0, 0.1]),
-    slow=st.sampled_from([0.0, 0.01, 0.2]),
-    train_s=st.sampled_from([0.0, 1.0, 30.0]),
-    publish_s=st.sampled_from([0.0, 1.0, 30.0]),
-    pipelined=st.booleans(),
-    chunk=st.sampled_from([None, 1, 3]),
-    late_limit_s=st.sampled_from([None, 0.5, 10.0, 2000.0]),
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(limits=LIMITS, weather=WEATHERS)
-def test_of_a_thousand_rows_none_is_lost_repeated_or_trained_later_than_allowed(limits, weather):
-    done = Simulation(limits, weather)
-    done.run()
-
-    check_nothing_lost_and_bound_held(done)
-
-
-@pytest.mark.parametrize("late", range(5))
-def test_slow_rows_are_trained_as_late_as_allowed_and_no_later(late):
-    done = Simulation(GateLimits(4, 2, late), Weather(seed=1, slow=0.05, pipelined=True))
-    done.run()
-
-    check_nothing_lost_and_bound_held(done)
-    assert max(step - done.submit_version[row] for row, step in done.trained) == late
-    assert len(done.trained) == 1000
-
-
-def test_only_a_time_limit_drops_rows():
-    done = Simulation(GateLimits(4, 2, 1), Weather(seed=1, slow=0.05, late_limit_s=10.0))
-    done.run()
-
-    check_nothing_lost_and_bound_held(done)
-    assert 0 < done.drops < 100
-    assert len(done.trained) == 1000 - done.drops
-
-
-def test_a_higher_bound_takes_less_time():
-    finished_s: list[float] = []
-    for late in (0, 1, 4):
-        done = Simulation(GateLimits(4, 2, late), Weather(seed=1, train_s=4.0))
-        done.run()
-        finished_s.append(done.now_s)
-
-    # 250 batches take the trainer 2 s and the publisher 1 s each on average: 750 s of pure work.
-    assert finished_s[0] > 1.5 * finished_s[1]
-    assert finished_s[1] > finished_s[2] == pytest.approx(750, rel=0.05)
