@@ -3,8 +3,6 @@
 A death at a given moment cannot be had from a real launcher; whatever can is shown on the real one.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -102,9 +100,9 @@ class ScriptedLauncher:
         return self.started[-1]
 
     def last(self, id: str) -> ScriptedWorker:
-        found = [entry for entry in self.started if entry.spec.worker_id.endswith(f"-{id}")]
-        assert found, f"{id} was never started"
-        return found[-1]
+        workers = [worker for worker in self.started if worker.spec.worker_id.endswith(f"-{id}")]
+        assert workers, f"{id} was never started"
+        return workers[-1]
 
     def saves(self, bucket: str, identity: str, kind: Any = "base") -> None:
         facts = SnapshotRecord(
@@ -204,8 +202,8 @@ async def make_ask() -> AsyncIterator[Callable[..., PlatformClient]]:
         return made[-1]
 
     yield make
-    for entry in made:
-        await entry.close()
+    for client in made:
+        await client.close()
 
 
 @pytest.fixture(scope="session")
@@ -222,6 +220,14 @@ def job(base: str) -> Callable[..., dict[str, Any]]:
         return {"trainingConfig": {"baseModel": base} | config} | (more or {})
 
     return make
+
+
+@pytest.fixture
+async def created(ask: PlatformClient, job: Callable[..., Any]) -> dict[str, Any]:
+    """A scripted job that is asked for and does not answer yet."""
+    status, content = await ask("POST", "rlorTrainerJobs?rlorTrainerJobId=j", job())
+    assert status == 200, content
+    return content
 
 
 @pytest.fixture

@@ -1,11 +1,16 @@
 """Bodies and answers of the control plane's HTTP face."""
 
 import asyncio
+from dataclasses import fields
 
 import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic.alias_generators import to_camel
+
+from hearth.launch.spec import DeploymentSpec, TrainerSpec
+from hearth.wire.fireworks import Deployment, Promote, TrainerJob, TrainingConfig
 
 JOBS = "rlorTrainerJobs?rlorTrainerJobId=j"
 DEPLOYMENTS = "deployments?deploymentId=d"
@@ -116,53 +121,14 @@ JSON = st.recursive(
     ),
     max_leaves=6,
 )
+# A promotion's fields are spelled as in Python, those of the others in camelCase.
+RECORDS = (TrainerJob, TrainingConfig, Deployment)
 FIELDS = [
-    "baseModel",
-    "loraRank",
-    "learningRate",
-    "maxContextLength",
-    "extraArgs",
-    "acceleratorCount",
-    "region",
-    "hotLoadDeploymentId",
-    "trainingShape",
-    "forwardOnly",
-    "nodeCount",
-    "state",
-    "pid",
-    "name",
-    "bucket",
-    "displayName",
-    "minReplicaCount",
-    "maxReplicaCount",
-    "hotLoadTrainerJob",
-    "deploymentShape",
-    "enableHotLoad",
-    "output_model",
-    "trainer_job_id",
-    "base_model",
-    "async_promotion",
-    "merge_adapter",
-    "createTime",
-    "workerPlacement",
-    "customImageTag",
+    *(to_camel(name) for kind in RECORDS for name in kind.model_fields),
+    *Promote.model_fields,
 ]
-EXTRA = [
-    "dtype",
-    "device",
-    "threads",
-    "micro_batch_tokens",
-    "tokenizer",
-    "max_context_length",
-    "max_batch_size",
-    "trust_remote_code",
-    "keep_checkpoints",
-    "recompute_above",
-    "ranks",
-    "rank_timeout_s",
-    "offload_optimizer",
-    "context_parallel",
-]
+EXTRA = [field.name for spec in (TrainerSpec, DeploymentSpec) for field in fields(spec)]
+EXTRA += ["max_context_length", "context_parallel"]
 VALUES = st.dictionaries(st.sampled_from(EXTRA), JSON, max_size=4)
 
 

@@ -21,6 +21,35 @@ def weights(plane, name="tuned"):
     return (plane.context.models_dir / name / "weights").read_text(encoding="utf-8")
 
 
+@pytest.fixture
+async def saved(running, script):
+    """A job that runs and has saved the snapshots ``s``, ``old`` and ``new``."""
+    await running()
+    for name in ("s", "old", "new"):
+        script.saves("trainer-j", name)
+
+
+@pytest.fixture
+def promote(ask, base):
+    """Ask for the promotion of a snapshot."""
+
+    async def promote(name="s", job="j", **more):
+        return await ask("POST", f"checkpoints/{name}:promote", promotion(base, job, **more))
+
+    return promote
+
+
+@pytest.fixture
+def refuse(ask, base):
+    """Ask for a promotion that is refused; its message is the result."""
+
+    async def refuse(status, name="s", job="j", **more):
+        body = promotion(base, job, **more)
+        return await ask.refused(status, "POST", f"checkpoints/{name}:promote", body)
+
+    return refuse
+
+
 async def finished(ask, content):
     """The operation of a promotion, once it is done."""
     for _ in range(200):
@@ -97,19 +126,16 @@ async def test_a_job_that_never_was_has_no_checkpoints(ask, running):
 
 
 async def test_a_promotion_answers_the_model_or_the_operation_that_makes_it(
-    ask, script, running, plane, base
+    ask, saved, promote, plane
 ):
-    await running()
-    script.saves("trainer-j", "s")
-
-    status, content = await ask("POST", "checkpoints/s:promote", promotion(base))
+    status, content = await promote()
     assert status == 200
     assert content["model"]["name"] == MODEL
     assert content["model"]["state"] == "READY"
     assert weights(plane) == "s"
 
-    other = {"output_model": "accounts/me/models/other", "async_promotion": True}
-    status, content = await ask("POST", "checkpoints/s:promote", promotion(base, **other))
+    other = "accounts/me/models/other"
+    status, content = await promote(output_model=other, async_promotion=True)
     assert status == 200
     done = await finished(ask, content)
     assert done["response"]["name"] == "accounts/me/models/other"
@@ -117,11 +143,9 @@ async def test_a_promotion_answers_the_model_or_the_operation_that_makes_it(
 
 
 async def test_a_promoted_model_is_listed_and_can_be_a_base_model(
-    ask, script, running, job, plane, base
+    ask, script, saved, promote, job, plane
 ):
-    await running()
-    script.saves("trainer-j", "s")
-    await ask("POST", "checkpoints/s:promote", promotion(base))
+    await promote()
 
     status, run = await ask("GET", f"/v1/{MODEL}")
     assert (status, run["source"]) == (200, str(plane.context.models_dir / "tuned"))
@@ -137,10 +161,8 @@ async def test_a_promoted_model_is_listed_and_can_be_a_base_model(
     assert MODEL in message
 
 
-async def test_an_unknown_model_lists_registered_and_promoted_ones(ask, script, running, base):
-    await running()
-    script.saves("trainer-j", "s")
-    await ask("POST", "checkpoints/s:promote", promotion(base))
+async def test_an_unknown_model_lists_registered_and_promoted_ones(ask, saved, promote):
+    await promote()
 
     message = await ask.refused(404, "GET", "/v1/accounts/me/models/other")
 
@@ -148,82 +170,62 @@ async def test_an_unknown_model_lists_registered_and_promoted_ones(ask, script, 
     assert "accounts/fireworks/models/qwen3-8b" in message
 
 
-async def test_an_unknown_snapshot_lists_those_that_there_are(ask, script, running, plane, base):
-    await running()
-    script.saves("trainer-j", "s")
+async def test_an_unknown_snapshot_lists_those_that_there_are(script, saved, refuse, plane):
     resumable(plane, "step-1")
 
-    message = await ask.refused(404, "POST", "checkpoints/other:promote", promotion(base))
+    message = await refuse(404, "other")
     assert "got 'other', which is unknown" in message
-    assert "are ['s']" in message
-    message = await ask.refused(404, "POST", "checkpoints/step-1:promote", promotion(base))
+    assert "are ['s', 'old', 'new']" in message
+    message = await refuse(404, "step-1")
     assert "which is a resumable checkpoint" in message
-    message = await ask.refused(404, "POST", "checkpoints/s:promote", promotion(base, "other"))
+    message = await refuse(404, job="other")
     assert message == "trainer job must be one of ['j'], got 'other'"
     assert script.exports == []
 
 
-async def test_a_delta_is_not_promoted(ask, script, running, base):
-    await running()
-    script.saves("trainer-j", "d", "delta")
-
-    message = await ask.refused(400, "POST", "checkpoints/d:promote", promotion(base))
-
-    assert "got 'd', which is a delta: save one with checkpoint_type='base'" in message
-
-
-async def test_a_model_name_that_breaks_its_rule_is_refused(ask, script, running, base):
-    await running()
-    script.saves("trainer-j", "s")
-
+async def test_a_model_name_that_breaks_its_rule_is_refused(script, saved, refuse):
     for name in (
         "tuned",
         "accounts/you/models/m",
         "",
         *(f"accounts/me/models/{id}" for id in ("", "A", "../m", "m" * 64, "m/")),
     ):
-        body = promotion(base, output_model=name)
-        message = await ask.refused(400, "POST", "checkpoints/s:promote", body)
+        message = await refuse(400, output_model=name)
         assert "output_model must be accounts/me/models/ID" in message
     assert script.exports == []
 
 
-async def test_another_base_model_than_the_jobs_is_refused(ask, script, running, base):
-    await running()
-    script.saves("trainer-j", "s")
+async def test_neither_a_delta_nor_another_base_model_is_promoted(script, saved, refuse, base):
+    script.saves("trainer-j", "d", "delta")
 
-    message = await ask.refused(400, "POST", "checkpoints/s:promote", promotion("other"))
-
+    message = await refuse(400, "d")
+    assert "got 'd', which is a delta: save one with checkpoint_type='base'" in message
+    message = await refuse(400, base_model="other")
     assert f"base_model must be {base!r}, which the job trained, got 'other'" in message
 
 
-async def test_the_same_promotion_twice_is_one_model(ask, script, running, base):
-    await running()
-    script.saves("trainer-j", "s")
+async def test_the_same_promotion_twice_is_one_model(ask, script, saved, promote):
     script.may_export.clear()
-    asked = promotion(base, async_promotion=True)
 
-    _, first = await ask("POST", "checkpoints/s:promote", asked)
-    _, second = await ask("POST", "checkpoints/s:promote", asked)
+    _, first = await promote(async_promotion=True)
+    _, second = await promote(async_promotion=True)
     assert first == second
     script.may_export.set()
     done = await finished(ask, first)
-    _, third = await ask("POST", "checkpoints/s:promote", asked)
-    _, fourth = await ask("POST", "checkpoints/s:promote", promotion(base))
+    _, third = await promote(async_promotion=True)
+    _, fourth = await promote()
 
     assert third["operation"] == done
     assert fourth["model"] == done["response"]
     assert len(script.exports) == 1
 
 
-async def test_a_model_that_another_job_made_is_409(ask, script, running, plane, base):
-    await running("j")
+async def test_a_model_that_another_job_made_is_409(script, saved, running, promote, refuse):
     await running("k")
-    script.saves("trainer-j", "s")
     script.saves("trainer-k", "s")
-    await ask("POST", "checkpoints/s:promote", promotion(base))
+    await promote()
 
-    message = await ask.refused(409, "POST", "checkpoints/s:promote", promotion(base, "k"))
+    message = await refuse(409, job="k")
 
     assert f"output_model must be new, got {MODEL!r}" in message
     assert "'job': 'j'" in message
@@ -231,22 +233,18 @@ async def test_a_model_that_another_job_made_is_409(ask, script, running, plane,
 
 
 async def test_the_job_that_made_a_model_makes_it_anew_and_it_is_the_old_one_until_then(
-    ask, script, running, plane, base
+    ask, script, saved, promote, refuse, plane
 ):
-    await running()
-    script.saves("trainer-j", "old")
-    script.saves("trainer-j", "new")
-    await ask("POST", "checkpoints/old:promote", promotion(base))
+    await promote("old")
     _, before = await ask("GET", f"/v1/{MODEL}")
 
     script.may_export.clear()
-    asked = promotion(base, async_promotion=True)
-    _, content = await ask("POST", "checkpoints/new:promote", asked)
-    _, again = await ask("POST", "checkpoints/new:promote", asked)
+    _, content = await promote("new", async_promotion=True)
+    _, again = await promote("new", async_promotion=True)
     assert again == content
     assert await ask("GET", f"/v1/{MODEL}") == (200, before)
     assert weights(plane) == "old"
-    message = await ask.refused(425, "POST", "checkpoints/old:promote", asked)
+    message = await refuse(425, "old", async_promotion=True)
     assert "it is being made of" in message
     assert "promote again when that is done" in message
 
@@ -261,39 +259,33 @@ async def test_the_job_that_made_a_model_makes_it_anew_and_it_is_the_old_one_unt
         "tuned"
     ]
 
-    await ask("POST", "checkpoints/old:promote", promotion(base))
+    await promote("old")
     assert weights(plane) == "old"
 
 
 async def test_an_export_that_fails_leaves_the_old_model_as_it_was(
-    ask, script, running, plane, base
+    ask, script, saved, promote, refuse, plane
 ):
-    await running()
-    script.saves("trainer-j", "old")
-    script.saves("trainer-j", "new")
-    await ask("POST", "checkpoints/old:promote", promotion(base))
+    await promote("old")
     _, before = await ask("GET", f"/v1/{MODEL}")
     script.export_error = EngineError("no room on the disk")
 
-    message = await ask.refused(400, "POST", "checkpoints/new:promote", promotion(base))
-    assert message == "no room on the disk"
+    assert await refuse(400, "new") == "no room on the disk"
     assert await ask("GET", f"/v1/{MODEL}") == (200, before)
     assert weights(plane) == "old"
 
     script.export_error = None
-    status, _ = await ask("POST", "checkpoints/new:promote", promotion(base))
+    status, _ = await promote("new")
     assert (status, weights(plane)) == (200, "new")
 
 
 @pytest.mark.parametrize("error", [EngineError("no room"), ZeroDivisionError("no room")])
 async def test_a_first_export_that_fails_leaves_no_model_and_is_told(
-    ask, script, running, plane, base, error
+    ask, script, saved, promote, plane, error
 ):
-    await running()
-    script.saves("trainer-j", "s")
     script.export_error = error
 
-    _, content = await ask("POST", "checkpoints/s:promote", promotion(base, async_promotion=True))
+    _, content = await promote(async_promotion=True)
     done = await finished(ask, content)
 
     assert done["error"]["message"] == "no room"
@@ -301,18 +293,15 @@ async def test_a_first_export_that_fails_leaves_no_model_and_is_told(
     await ask.refused(404, "GET", f"/v1/{MODEL}")
     assert not (plane.context.models_dir / "tuned").exists()
     script.export_error = None
-    status, _ = await ask("POST", "checkpoints/s:promote", promotion(base))
-    assert status == 200
+    assert (await promote())[0] == 200
 
 
-async def test_a_deleted_jobs_snapshots_are_listed_and_promoted(ask, script, running, plane, base):
-    await running()
-    script.saves("trainer-j", "s")
+async def test_a_deleted_jobs_snapshots_are_listed_and_promoted(ask, saved, promote, plane):
     await ask("DELETE", f"{JOBS}/j")
 
     _, page = await ask("GET", f"{JOBS}/j/checkpoints")
-    assert [record["promotable"] for record in page["checkpoints"]] == [True]
-    status, _ = await ask("POST", "checkpoints/s:promote", promotion(base))
+    assert [record["promotable"] for record in page["checkpoints"]] == [True] * 3
+    status, _ = await promote()
 
     assert (status, weights(plane)) == (200, "s")
 
@@ -353,38 +342,28 @@ async def test_a_promotion_that_a_restart_interrupts_is_failed_and_can_be_asked_
     assert (status, weights(second)) == (200, "new")
 
 
-async def test_a_folder_whose_row_was_never_written_is_made_anew(ask, script, running, plane, base):
-    await running()
-    script.saves("trainer-j", "s")
+async def test_a_folder_whose_row_was_never_written_is_made_anew(saved, promote, plane):
     folder = plane.context.models_dir / "tuned"
     folder.mkdir(parents=True)
     (folder / "weights").write_text("half of a promotion")
 
-    status, _ = await ask("POST", "checkpoints/s:promote", promotion(base))
+    status, _ = await promote()
 
     assert (status, weights(plane)) == (200, "s")
 
 
-async def test_a_platform_that_ends_begins_no_promotion(ask, script, running, plane, base):
-    await running()
-    script.saves("trainer-j", "s")
+async def test_a_platform_that_ends_begins_no_promotion(script, saved, refuse, plane):
     plane.checkpoints.stop_accepting()
 
-    message = await ask.refused(410, "POST", "checkpoints/s:promote", promotion(base))
-
-    assert "promote again once it is back" in message
+    assert "promote again once it is back" in await refuse(410)
     assert script.exports == []
 
 
 async def test_who_waits_for_a_promotion_when_the_platform_ends_is_told_so(
-    ask, script, running, plane, base
+    script, saved, refuse, plane
 ):
-    await running()
-    script.saves("trainer-j", "s")
     script.may_export.clear()
-    waiting = asyncio.create_task(
-        ask.refused(410, "POST", "checkpoints/s:promote", promotion(base))
-    )
+    waiting = asyncio.create_task(refuse(410))
     await asyncio.sleep(0.1)
     assert not waiting.done()
 

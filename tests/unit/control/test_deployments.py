@@ -10,6 +10,8 @@ from hearth.wire.fireworks import Deployment, DeploymentPatch
 DEPLOYMENTS = "deployments"
 COMPLETIONS = "/inference/v1/completions"
 HOT_LOAD = "/hot_load/v1/models/hot_load"
+CREATE = f"{DEPLOYMENTS}?deploymentId=d"
+NO_REPLICA = {"minReplicaCount": 0, "maxReplicaCount": 0}
 BUCKET = "x-hearth-snapshot-bucket"
 
 
@@ -18,14 +20,20 @@ async def state(ask, id="d"):
     return content["state"], content.get("statusMessage")
 
 
+@pytest.fixture
+async def created(ask, base):
+    """A deployment that is asked for and does not answer yet."""
+    status, content = await ask("POST", CREATE, {"baseModel": base})
+    assert status == 200
+    return content
+
+
 def sampled(id="d"):
     return {"model": f"accounts/me/deployments/{id}", "prompt": [1]}
 
 
-async def test_a_deployment_is_created_and_answers(ask, script, base):
-    body = {"baseModel": base}
-    status, created = await ask("POST", f"{DEPLOYMENTS}?deploymentId=d", body)
-    assert (status, created["state"]) == (200, "CREATING")
+async def test_a_deployment_is_created_and_answers(ask, script, created):
+    assert created["state"] == "CREATING"
     assert created["name"] == "accounts/me/deployments/d"
 
     script.last("d").starts()
@@ -34,7 +42,7 @@ async def test_a_deployment_is_created_and_answers(ask, script, base):
     status, content = await ask("POST", COMPLETIONS, sampled())
     assert (status, content["worker"]) == (200, "deployment-d")
     _, listed = await ask("GET", DEPLOYMENTS)
-    assert [entry["name"] for entry in listed["deployments"]] == ["accounts/me/deployments/d"]
+    assert [found["name"] for found in listed["deployments"]] == ["accounts/me/deployments/d"]
 
 
 @pytest.mark.parametrize("name", ["d", "accounts/me/deployments/d", "m#accounts/me/deployments/d"])
@@ -112,17 +120,14 @@ def test_deaths_of_more_than_ten_minutes_ago_do_not_count(plane, script, base):
     assert len(script.started) == 21
 
 
-async def test_a_first_start_that_fails_is_failed_at_once(ask, script, base):
-    await ask("POST", f"{DEPLOYMENTS}?deploymentId=d", {"baseModel": base})
-
+async def test_a_first_start_that_fails_is_failed_at_once(ask, script, created):
     script.last("d").dies("could not start: no such model")
 
     assert await state(ask) == ("FAILED", "could not start: no such model")
     assert len(script.started) == 1
 
 
-async def test_a_failed_one_is_started_again_by_a_patch(ask, script, base):
-    await ask("POST", f"{DEPLOYMENTS}?deploymentId=d", {"baseModel": base})
+async def test_a_failed_one_is_started_again_by_a_patch(ask, script, created):
     script.last("d").dies("no memory")
 
     _, content = await ask("PATCH", f"{DEPLOYMENTS}/d", {"maxReplicaCount": 1})
@@ -137,8 +142,7 @@ async def test_scaled_to_zero_it_has_no_replica_and_scaled_up_it_has_one_again(
 ):
     worker = await deployed()
 
-    zero = {"minReplicaCount": 0, "maxReplicaCount": 0}
-    _, content = await ask("PATCH", f"{DEPLOYMENTS}/d", zero)
+    _, content = await ask("PATCH", f"{DEPLOYMENTS}/d", NO_REPLICA)
     assert (content["state"], content["statusMessage"]) == ("READY", "scaled to zero")
     assert worker.stops == 1
     message = await ask.refused(410, "POST", COMPLETIONS, sampled())
@@ -156,9 +160,7 @@ async def test_scaled_to_zero_it_has_no_replica_and_scaled_up_it_has_one_again(
 
 
 async def test_one_may_be_created_with_no_replica(ask, script, base):
-    body = {"baseModel": base, "minReplicaCount": 0, "maxReplicaCount": 0}
-
-    _, content = await ask("POST", f"{DEPLOYMENTS}?deploymentId=d", body)
+    _, content = await ask("POST", CREATE, {"baseModel": base} | NO_REPLICA)
 
     assert (content["state"], content["statusMessage"]) == ("READY", "scaled to zero")
     assert script.started == []
@@ -169,8 +171,7 @@ async def test_a_start_after_scaling_up_that_fails_is_not_tried_again(ask, scrip
     first = await deployed()
     first.dies()
     script.last("d").starts()
-    zero = {"minReplicaCount": 0, "maxReplicaCount": 0}
-    await ask("PATCH", f"{DEPLOYMENTS}/d", zero)
+    await ask("PATCH", f"{DEPLOYMENTS}/d", NO_REPLICA)
     await ask("PATCH", f"{DEPLOYMENTS}/d", {"maxReplicaCount": 1})
 
     script.last("d").dies("no memory")
@@ -178,9 +179,7 @@ async def test_a_start_after_scaling_up_that_fails_is_not_tried_again(ask, scrip
     assert await state(ask) == ("FAILED", "no memory")
 
 
-async def test_sampling_while_it_is_created_is_425(ask, base):
-    await ask("POST", f"{DEPLOYMENTS}?deploymentId=d", {"baseModel": base})
-
+async def test_sampling_while_it_is_created_is_425(ask, created):
     answer = await ask.http.post(COMPLETIONS, json=sampled())
 
     assert (answer.status_code, answer.headers["retry-after"]) == (425, "1")
@@ -222,9 +221,7 @@ ON_VLLM = {"engine": "vllm", "engine_options": {"drain": "abort"}, "lora_rank": 
 async def test_on_vllm_it_may_have_several_replicas_and_is_started_again_for_others(
     ask, script, base
 ):
-    path = f"{DEPLOYMENTS}?deploymentId=d"
-    body = {"baseModel": base, "maxReplicaCount": 2, "extraValues": ON_VLLM}
-    await ask("POST", path, body)
+    await ask("POST", CREATE, {"baseModel": base, "maxReplicaCount": 2, "extraValues": ON_VLLM})
     first = script.last("d")
     first.starts()
     assert (first.spec.engine, first.spec.replicas) == ("vllm", 2)
@@ -244,9 +241,8 @@ async def test_on_vllm_it_may_have_several_replicas_and_is_started_again_for_oth
 
 
 async def test_engine_options_must_be_an_object(ask, base):
-    path = f"{DEPLOYMENTS}?deploymentId=d"
     body = {"baseModel": base, "extraValues": {"engine_options": [1]}}
-    message = await ask.refused(400, "POST", path, body)
+    message = await ask.refused(400, "POST", CREATE, body)
     assert message == "extraValues.engine_options must be an object, got [1]"
 
 
@@ -333,14 +329,12 @@ async def test_deleted_it_is_forgotten_and_its_id_is_free(ask, script, deployed,
     assert (await state(ask))[0] == "UPDATING", "the old one's deaths are not the new one's"
 
 
-async def test_asking_again_for_the_same_deployment_starts_nothing(ask, script, base):
-    path, body = f"{DEPLOYMENTS}?deploymentId=d", {"baseModel": base}
-    _, first = await ask("POST", path, body)
-    assert await ask("POST", path, body) == (200, first)
-    assert await ask("POST", path, first) == (200, first)
+async def test_asking_again_for_the_same_deployment_starts_nothing(ask, script, created, base):
+    for body in ({"baseModel": base}, created):
+        assert await ask("POST", CREATE, body) == (200, created)
     assert len(script.started) == 1
 
-    message = await ask.refused(409, "POST", path, body | {"displayName": "another"})
+    message = await ask.refused(409, "POST", CREATE, body | {"displayName": "another"})
     assert "deploymentId must be new, got 'd'" in message
 
 
@@ -360,7 +354,7 @@ async def test_the_official_clients_request_is_accepted(ask, script, base):
     }
     query = "skipShapeValidation=true&acceptShapelessRisk=true&disableSpeculativeDecoding=true"
 
-    status, content = await ask("POST", f"{DEPLOYMENTS}?deploymentId=d&{query}", body)
+    status, content = await ask("POST", f"{CREATE}&{query}", body)
 
     assert (status, content["state"]) == (200, "CREATING")
     assert content["hotLoadBucketType"] == "FW_HOSTED"
@@ -370,12 +364,11 @@ async def test_the_official_clients_request_is_accepted(ask, script, base):
 async def test_a_deployments_shape_gives_its_length_and_must_be_of_its_model(ask, script, base):
     model = "accounts/fireworks/models/qwen3-8b"
     shape = "accounts/fireworks/deploymentShapes/qwen3-8b/versions/1"
-    path = f"{DEPLOYMENTS}?deploymentId=d"
 
-    message = await ask.refused(400, "POST", path, {"baseModel": base, "deploymentShape": shape})
+    message = await ask.refused(400, "POST", CREATE, {"baseModel": base, "deploymentShape": shape})
     assert shape in message
     assert model in message
-    status, _ = await ask("POST", path, {"baseModel": model, "deploymentShape": shape})
+    status, _ = await ask("POST", CREATE, {"baseModel": model, "deploymentShape": shape})
 
     assert status == 200
     assert script.last("d").spec.max_seq_len == 40960
@@ -385,15 +378,14 @@ async def test_extra_values_reach_the_deployment(ask, script, base):
     more = {"max_batch_size": 3, "max_context_length": "64", "dtype": "bfloat16", "device": "cpu"}
     body = {"baseModel": base, "extraValues": more | {"tokenizer": base}}
 
-    await ask("POST", f"{DEPLOYMENTS}?deploymentId=d", body)
+    await ask("POST", CREATE, body)
 
     spec = script.last("d").spec
     assert (spec.max_batch_size, spec.max_seq_len) == (3, 64)
     assert (spec.dtype, spec.device, spec.tokenizer) == ("bfloat16", "cpu", base)
 
 
-async def test_who_waits_for_a_deployment_hears_of_it_at_the_change(ask, script, base):
-    await ask("POST", f"{DEPLOYMENTS}?deploymentId=d", {"baseModel": base})
+async def test_who_waits_for_a_deployment_hears_of_it_at_the_change(ask, script, created):
     waiting = asyncio.create_task(
         ask("GET", f"{DEPLOYMENTS}/d?waitForState=READY,FAILED&timeoutS=25")
     )
@@ -412,7 +404,7 @@ async def test_ready_deployments_are_openai_models(ask, script, deployed, base):
     await ask("POST", f"{DEPLOYMENTS}?deploymentId=starting", {"baseModel": base})
 
     _, listed = await ask("GET", "/v1/models")
-    assert [entry["id"] for entry in listed["data"]] == ["accounts/me/deployments/d"]
+    assert [model["id"] for model in listed["data"]] == ["accounts/me/deployments/d"]
     _, value = await ask("GET", "/v1/models/accounts/me/deployments/d")
     assert value == listed["data"][0]
     await ask.refused(404, "GET", "/v1/models/accounts/me/deployments/other")
@@ -421,8 +413,7 @@ async def test_ready_deployments_are_openai_models(ask, script, deployed, base):
 def test_scaling_down_and_up_at_once_leaves_one_replica_or_none(plane, script, base):
     plane.deployments.create("d", Deployment(base_model=base))
     script.last("d").starts()
-    zero = DeploymentPatch(min_replica_count=0, max_replica_count=0)
-    entry = DeploymentPatch(min_replica_count=1, max_replica_count=1)
+    zero, one = (DeploymentPatch(min_replica_count=n, max_replica_count=n) for n in (0, 1))
     gate = threading.Barrier(4)
 
     def scale(change):
@@ -430,7 +421,7 @@ def test_scaling_down_and_up_at_once_leaves_one_replica_or_none(plane, script, b
         for _ in range(10):
             plane.deployments.patch("d", change)
 
-    threads = [threading.Thread(target=scale, args=(change,)) for change in (zero, entry) * 2]
+    threads = [threading.Thread(target=scale, args=(change,)) for change in (zero, one) * 2]
     for thread in threads:
         thread.start()
     for thread in threads:

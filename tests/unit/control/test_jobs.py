@@ -10,6 +10,7 @@ TRAINER = "/training/v1/rlorTrainerJobs/me"
 JOBS = "rlorTrainerJobs"
 MODEL = "accounts/fireworks/models/qwen3-8b"
 SHAPE = "accounts/fireworks/trainingShapes/qwen3-8b"
+CREATE = f"{JOBS}?rlorTrainerJobId=j"
 
 
 async def state(ask, id="j"):
@@ -18,7 +19,7 @@ async def state(ask, id="j"):
 
 
 async def test_a_job_is_created_runs_is_cancelled_resumed_and_deleted(ask, script, job):
-    status, created = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+    status, created = await ask("POST", CREATE, job())
     assert (status, created["state"]) == (200, "JOB_STATE_CREATING")
     assert created["name"] == "accounts/me/rlorTrainerJobs/j"
     assert created["bucket"] == "trainer-j"
@@ -58,8 +59,7 @@ async def test_a_running_job_is_reached_at_its_trainers_own_path(ask, running):
     assert worker.asked[-1]["body"] == b'{"a":1}'
 
 
-async def test_a_trainer_that_does_not_run_answers_425_or_410_with_what_to_do(ask, script, job):
-    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+async def test_a_trainer_that_does_not_run_answers_425_or_410_with_what_to_do(ask, script, created):
     path = f"{TRAINER}/j/api/v1/healthz"
     assert "got JOB_STATE_CREATING: ask soon" in await ask.refused(425, "GET", path)
     script.last("j").starts()
@@ -72,8 +72,7 @@ async def test_a_trainer_that_does_not_run_answers_425_or_410_with_what_to_do(as
     assert message == "trainer job must be one of [], got 'other'"
 
 
-async def test_a_start_that_fails_and_a_death_are_failed_with_what_is_known(ask, script, job):
-    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+async def test_a_start_that_fails_and_a_death_are_failed_with_what_is_known(ask, script, created):
     script.last("j").dies("could not start: no memory")
     assert await state(ask) == ("FAILED", "could not start: no memory")
 
@@ -112,13 +111,10 @@ async def test_late_news_of_an_old_worker_changes_nothing(ask, script, running):
     await ask.refused(410, "GET", f"{TRAINER}/j/api/v1/healthz")
 
 
-async def test_asking_again_for_the_same_job_starts_nothing(ask, script, job):
-    _, first = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
-    status, again = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
-
-    assert (status, again) == (200, first)
+async def test_asking_again_for_the_same_job_starts_nothing(ask, script, created, job):
+    assert await ask("POST", CREATE, job()) == (200, created)
     script.last("j").starts()
-    status, again = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+    status, again = await ask("POST", CREATE, job())
     assert (status, again["state"]) == (200, "JOB_STATE_RUNNING")
     assert len(script.started) == 1
 
@@ -127,26 +123,22 @@ async def test_what_a_client_read_it_may_send_again(ask, script, running, job):
     await running()
     _, read = await ask("GET", f"{JOBS}/j")
 
-    status, again = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", read)
-
-    assert (status, again) == (200, read)
+    assert await ask("POST", CREATE, read) == (200, read)
     assert len(script.started) == 1
 
 
-async def test_another_job_under_a_taken_id_is_409(ask, job):
-    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+async def test_another_job_under_a_taken_id_is_409(ask, created, job):
 
-    message = await ask.refused(409, "POST", f"{JOBS}?rlorTrainerJobId=j", job(loraRank=8))
+    message = await ask.refused(409, "POST", CREATE, job(loraRank=8))
 
     assert "rlorTrainerJobId must be new, got 'j'" in message
     assert "was asked for otherwise" in message
 
 
-async def test_the_id_of_a_deleted_job_is_never_given_again(ask, job):
-    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+async def test_the_id_of_a_deleted_job_is_never_given_again(ask, created, job):
     await ask("DELETE", f"{JOBS}/j")
 
-    assert "was deleted" in await ask.refused(409, "POST", f"{JOBS}?rlorTrainerJobId=j", job())
+    assert "was deleted" in await ask.refused(409, "POST", CREATE, job())
     message = await ask.refused(409, "POST", f"{JOBS}/j:resume")
     assert "got JOB_STATE_DELETED of 'j': create a new one" in message
 
@@ -181,62 +173,60 @@ async def test_resuming_a_job_that_runs_changes_nothing(ask, script, running):
 async def test_an_unknown_model_lists_the_registered_ones(ask, job):
     body = job(baseModel="accounts/fireworks/models/nothing")
 
-    message = await ask.refused(400, "POST", f"{JOBS}?rlorTrainerJobId=j", body)
+    message = await ask.refused(400, "POST", CREATE, body)
 
     assert "got 'accounts/fireworks/models/nothing': registered are [" in message
     assert MODEL in message
     assert "HEARTH_CATALOG" in message
     body = job(baseModel="/nowhere/at/all")
-    message = await ask.refused(400, "POST", f"{JOBS}?rlorTrainerJobId=j", body)
+    message = await ask.refused(400, "POST", CREATE, body)
     assert message == "base_model must be an existing folder, got '/nowhere/at/all'"
     _, listed = await ask("GET", JOBS)
     assert listed["rlorTrainerJobs"] == []
 
 
-async def test_an_unknown_shape_lists_the_known_ones(ask, job):
-    path = f"{JOBS}?rlorTrainerJobId=j&trainingShape=accounts/x/trainingShapes/none"
+@pytest.mark.parametrize(
+    ("status", "shape", "config", "parts"),
+    [
+        (
+            404,
+            "accounts/x/trainingShapes/none",
+            {"baseModel": MODEL},
+            ["got 'accounts/x/trainingShapes/none'", SHAPE, f"{SHAPE}-forward"],
+        ),
+        (400, SHAPE, {}, [SHAPE, MODEL]),
+    ],
+    ids=["unknown", "of another model"],
+)
+async def test_a_shape_that_does_not_fit_is_refused_with_the_names(
+    ask, job, status, shape, config, parts
+):
+    path = f"{CREATE}&trainingShape={shape}"
 
-    message = await ask.refused(404, "POST", path, job(baseModel=MODEL))
+    message = await ask.refused(status, "POST", path, job(**config))
 
-    assert "got 'accounts/x/trainingShapes/none'" in message
-    assert SHAPE in message
-    assert f"{SHAPE}-forward" in message
-
-
-async def test_a_shape_of_another_model_is_refused_with_both_names(ask, job):
-    path = f"{JOBS}?rlorTrainerJobId=j&trainingShape={SHAPE}"
-
-    message = await ask.refused(400, "POST", path, job())
-
-    assert SHAPE in message
-    assert MODEL in message
+    for part in parts:
+        assert part in message
 
 
 @pytest.mark.parametrize(
-    ("query", "more", "config"),
+    ("query", "more", "config", "is_forward_only"),
     [
-        ("", {"forwardOnly": True}, {}),
-        ("", {}, {"extraArgs": ["--forward-only"]}),
-        (f"&trainingShape={SHAPE}-forward", {}, {"baseModel": MODEL}),
-        (f"&trainingShape={SHAPE}-forward/versions/1", {}, {"baseModel": MODEL}),
+        ("", {"forwardOnly": True}, {}, True),
+        ("", {}, {"extraArgs": ["--forward-only"]}, True),
+        (f"&trainingShape={SHAPE}-forward", {}, {"baseModel": MODEL}, True),
+        (f"&trainingShape={SHAPE}-forward/versions/1", {}, {"baseModel": MODEL}, True),
+        (f"&trainingShape={SHAPE}", {}, {"baseModel": MODEL, "extraArgs": ["--other"]}, False),
     ],
-    ids=["flag", "extra argument", "shape", "versioned shape"],
+    ids=["flag", "extra argument", "shape", "versioned shape", "unasked"],
 )
 async def test_a_trainer_is_forward_only_when_anything_asks_for_it(
-    ask, script, job, query, more, config
+    ask, script, job, query, more, config, is_forward_only
 ):
-    _, content = await ask("POST", f"{JOBS}?rlorTrainerJobId=j{query}", job(more, **config))
+    _, content = await ask("POST", f"{CREATE}{query}", job(more, **config))
 
-    assert content["forwardOnly"] is True
-    assert script.last("j").spec.forward_only
-
-
-async def test_a_trainer_is_not_forward_only_unasked(ask, script, job):
-    path = f"{JOBS}?rlorTrainerJobId=j&trainingShape={SHAPE}"
-    _, content = await ask("POST", path, job(baseModel=MODEL, extraArgs=["--other"]))
-
-    assert content["forwardOnly"] is False
-    assert not script.last("j").spec.forward_only
+    assert content["forwardOnly"] is is_forward_only
+    assert script.last("j").spec.forward_only is is_forward_only
 
 
 @pytest.mark.parametrize(
@@ -247,7 +237,7 @@ async def test_a_trainer_is_not_forward_only_unasked(ask, script, job):
 async def test_the_longest_context_is_answered_at_once_where_it_is_known(
     ask, job, config, expected
 ):
-    _, content = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job(**config))
+    _, content = await ask("POST", CREATE, job(**config))
 
     assert content["trainingConfig"]["maxContextLength"] == expected
 
@@ -256,7 +246,7 @@ async def test_the_longest_context_of_a_model_nobody_knows_is_the_trainers_own(
     ask, script, job, make_plane
 ):
     body = job(baseModel="somebody/unheard-of")
-    _, created = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", body)
+    _, created = await ask("POST", CREATE, body)
     assert "maxContextLength" not in created["trainingConfig"]
     assert script.last("j").spec.max_seq_len is None
 
@@ -265,20 +255,23 @@ async def test_the_longest_context_of_a_model_nobody_knows_is_the_trainers_own(
     _, content = await ask("GET", f"{JOBS}/j")
     assert content["state"] == "JOB_STATE_RUNNING"
     assert content["trainingConfig"]["maxContextLength"] == 77
-    status, again = await ask("POST", f"{JOBS}?rlorTrainerJobId=j", body)
+    status, again = await ask("POST", CREATE, body)
     assert (status, again) == (200, content), "what was learned is no difference"
     await ask("POST", f"{JOBS}/j:cancel")
     await ask("POST", f"{JOBS}/j:resume")
     assert script.last("j").spec.max_seq_len is None
 
 
-@pytest.mark.parametrize("length", [0, -1])
-async def test_a_context_of_no_length_is_refused(ask, job, length):
-    body = job(maxContextLength=length)
-
-    message = await ask.refused(400, "POST", f"{JOBS}?rlorTrainerJobId=j", body)
-
-    assert message == f"maxContextLength must be >= 1, got {length}"
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"maxContextLength": 0}, "maxContextLength must be >= 1, got 0"),
+        ({"maxContextLength": -1}, "maxContextLength must be >= 1, got -1"),
+        ({"loraRank": -1}, "loraRank must be >= 0, got -1"),
+    ],
+)
+async def test_a_length_or_rank_that_breaks_its_rule_is_refused(ask, job, config, message):
+    assert await ask.refused(400, "POST", CREATE, job(**config)) == message
 
 
 @pytest.mark.parametrize(
@@ -298,9 +291,7 @@ async def test_a_context_of_no_length_is_refused(ask, job, length):
     ],
 )
 async def test_an_extra_value_that_breaks_its_rule_is_named(ask, script, job, more, message):
-    path = f"{JOBS}?rlorTrainerJobId=j"
-
-    assert await ask.refused(400, "POST", path, job({"extraValues": more})) == message
+    assert await ask.refused(400, "POST", CREATE, job({"extraValues": more})) == message
     assert script.started == []
 
 
@@ -308,7 +299,7 @@ async def test_extra_values_reach_the_trainer(ask, script, job):
     more = {"dtype": "bfloat16", "device": "cpu", "threads": "2", "micro_batch_tokens": 512}
     more |= {"recompute_above": 4096}
 
-    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job({"extraValues": more}))
+    await ask("POST", CREATE, job({"extraValues": more}))
 
     spec = script.last("j").spec
     assert (spec.dtype, spec.device) == ("bfloat16", "cpu")
@@ -319,7 +310,7 @@ async def test_several_ranks_share_the_threads(ask, script, job):
     script.placement = "process"
     more = {"ranks": 2, "rank_timeout_s": 60, "offload_optimizer": True, "threads": 5}
 
-    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job({"extraValues": more}))
+    await ask("POST", CREATE, job({"extraValues": more}))
     await ask("POST", f"{JOBS}?rlorTrainerJobId=i", job({"extraValues": {"ranks": 10000}}))
 
     spec = script.last("j").spec
@@ -347,31 +338,20 @@ async def test_several_ranks_share_the_threads(ask, script, job):
 )
 async def test_ranks_that_cannot_be_are_refused(ask, script, job, placement, more, message):
     script.placement = placement
-    path = f"{JOBS}?rlorTrainerJobId=j"
 
-    assert message in await ask.refused(400, "POST", path, job({"extraValues": more}))
+    assert message in await ask.refused(400, "POST", CREATE, job({"extraValues": more}))
     assert script.started == []
 
 
-async def test_a_negative_rank_is_refused(ask, job):
-    message = await ask.refused(400, "POST", f"{JOBS}?rlorTrainerJobId=j", job(loraRank=-1))
-
-    assert message == "loraRank must be >= 0, got -1"
-
-
 async def test_the_deployment_of_the_query_is_the_one_the_trainer_publishes_into(ask, script, job):
-    path = f"{JOBS}?rlorTrainerJobId=j&deploymentId=d"
+    path = f"{CREATE}&deploymentId=d"
     _, content = await ask("POST", path, job())
     assert content["hotLoadDeploymentId"] == "d"
     assert content["bucket"] == "deployment-d"
     assert script.last("j").spec.bucket == "deployment-d"
 
-    status, again = await ask("POST", path, job({"hotLoadDeploymentId": "d"}))
-    assert (status, again) == (200, content)
-    status, again = await ask(
-        "POST", f"{JOBS}?rlorTrainerJobId=j", job({"hotLoadDeploymentId": "d"})
-    )
-    assert (status, again) == (200, content)
+    for again in (path, CREATE):
+        assert await ask("POST", again, job({"hotLoadDeploymentId": "d"})) == (200, content)
 
     more = {"hotLoadDeploymentId": "accounts/me/deployments/e"}
     message = await ask.refused(400, "POST", path, job(more))
@@ -379,8 +359,7 @@ async def test_the_deployment_of_the_query_is_the_one_the_trainer_publishes_into
 
 
 @pytest.mark.parametrize("change", ["ready", "failed", "cancelled", "deleted"])
-async def test_who_waits_for_a_state_hears_of_it_at_the_change(ask, script, job, change):
-    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+async def test_who_waits_for_a_state_hears_of_it_at_the_change(ask, script, created, change):
     wanted = {"ready": "RUNNING", "failed": "FAILED"}.get(change, change.upper())
     waiting = asyncio.create_task(
         ask("GET", f"{JOBS}/j?waitForState=JOB_STATE_ARCHIVED,JOB_STATE_{wanted}&timeoutS=25")
@@ -403,28 +382,23 @@ async def test_who_waits_for_a_state_hears_of_it_at_the_change(ask, script, job,
     assert content["state"] == f"JOB_STATE_{wanted}"
 
 
-async def test_who_waits_is_told_how_it_stands_when_time_is_over(ask, job):
-    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+@pytest.mark.parametrize(
+    ("starts", "timeout_s", "least_s"),
+    [(False, 0.2, 0.2), (True, 25, 0)],
+    ids=["when time is over", "at once in that state"],
+)
+async def test_who_waits_is_told_how_it_stands(ask, script, created, starts, timeout_s, least_s):
+    if starts:
+        script.last("j").starts()
     start_s = time.monotonic()
 
-    _, content = await ask("GET", f"{JOBS}/j?waitForState=JOB_STATE_RUNNING&timeoutS=0.2")
+    _, content = await ask("GET", f"{JOBS}/j?waitForState=JOB_STATE_RUNNING&timeoutS={timeout_s}")
 
-    assert 0.2 <= time.monotonic() - start_s < 1
-    assert content["state"] == "JOB_STATE_CREATING"
-
-
-async def test_a_state_that_is_there_already_is_answered_at_once(ask, running):
-    await running()
-    start_s = time.monotonic()
-
-    _, content = await ask("GET", f"{JOBS}/j?waitForState=JOB_STATE_RUNNING&timeoutS=25")
-
-    assert time.monotonic() - start_s < 1
-    assert content["state"] == "JOB_STATE_RUNNING"
+    assert least_s <= time.monotonic() - start_s < 1
+    assert content["state"] == ("JOB_STATE_RUNNING" if starts else "JOB_STATE_CREATING")
 
 
-async def test_who_waits_when_the_platform_ends_is_told_how_it_stands(ask, job, plane):
-    await ask("POST", f"{JOBS}?rlorTrainerJobId=j", job())
+async def test_who_waits_when_the_platform_ends_is_told_how_it_stands(ask, created, plane):
     path = f"{JOBS}/j?waitForState=JOB_STATE_RUNNING&timeoutS=25"
     waiting = asyncio.create_task(ask("GET", path))
     await asyncio.sleep(0.1)
@@ -465,7 +439,7 @@ def test_of_two_that_create_one_job_at_once_one_starts_it(plane, script, job):
         thread.join()
 
     assert len(made) == 4
-    assert len({entry.create_time for entry in made}) == 1
+    assert len({created.create_time for created in made}) == 1
     assert len(script.started) == 1
 
 
