@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -17,6 +18,13 @@ def wait_until(
     while not is_so():
         assert time.monotonic() < end_s, f"waited {timeout_s} s for {what or is_so}"
         time.sleep(pause_s)
+
+
+async def until(is_so: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Look again and again while the event loop goes on, for ``timeout_s`` seconds at most."""
+    async with asyncio.timeout(timeout_s):
+        while not is_so():
+            await asyncio.sleep(0.005)
 
 
 def is_running(*pids: int) -> bool:

@@ -1,7 +1,5 @@
 """A scripted platform: answers by method and path, in this process, and writes down what it saw."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,7 +10,7 @@ from urllib.parse import parse_qsl
 import orjson
 import pytest
 
-from hearth.sdk import WaitPolicy
+from hearth.sdk import TrainerJobManager, WaitPolicy
 from hearth.sdk.transport import TRANSIENT_STATUSES, RetryPolicy, mount
 
 _ports = itertools.count(1)
@@ -126,6 +124,18 @@ def quick() -> dict[str, Any]:
     return {"retries": QUICK_RETRIES, "wait_policy": QUICK_WAITS}
 
 
+@pytest.fixture
+def manager(peer, quick) -> TrainerJobManager:
+    return TrainerJobManager(api_key="key", account_id="", base_url=peer.url, **quick)
+
+
+def response(*choices: dict[str, Any], **extra: Any) -> dict[str, Any]:
+    """The body of a deployment's answer."""
+    usage = {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+    body = {"id": "c", "created": 0, "model": "m", "choices": list(choices), "usage": usage}
+    return body | {"weight_version": 3} | extra
+
+
 def completion(tokens: Sequence[int] = (5, 6), text: str = "hi", **extra: Any) -> dict[str, Any]:
     """The body of one completion."""
     raw = {
@@ -134,16 +144,7 @@ def completion(tokens: Sequence[int] = (5, 6), text: str = "hi", **extra: Any) -
         "sampling_logprobs": [-0.25] * len(tokens),
     }
     choice = {"index": 0, "text": text, "finish_reason": "stop", "raw_output": raw}
-    usage = {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
-    return {
-        "id": "c",
-        "created": 0,
-        "model": "m",
-        "choices": [choice],
-        "usage": usage,
-        "weight_version": 3,
-        **extra,
-    }
+    return response(choice, **extra)
 
 
 @pytest.fixture
@@ -156,12 +157,10 @@ def job():
     """A job's record in a state."""
 
     def make(state: str, message: str | None = None, **options):
+        config = {"baseModel": "accounts/fireworks/models/tiny", "maxContextLength": 512}
         body = {
             "name": "accounts/me/rlorTrainerJobs/policy",
-            "trainingConfig": {
-                "baseModel": "accounts/fireworks/models/tiny",
-                "maxContextLength": 512,
-            },
+            "trainingConfig": config,
             "state": f"JOB_STATE_{state}",
             "statusMessage": message,
         }

@@ -4,6 +4,8 @@ import asyncio
 
 import openai
 import pytest
+from tests.unit.sdk.conftest import response
+from tests.waiting import until
 
 from hearth.sdk import DeploymentSampler, FixedConcurrencyController, SamplingRetryPolicy
 from hearth.sdk.capture import CaptureServer
@@ -29,16 +31,7 @@ def drawn(**changes):
         "logprobs": {"content": rows},
         "raw_output": raw,
     }
-    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-    return {
-        "id": "c",
-        "created": 0,
-        "model": "m",
-        "choices": [choice | changes],
-        "usage": usage,
-        "weight_version": 4,
-        "snapshot_identity": "step-4",
-    }
+    return response(choice | changes, snapshot_identity="step-4")
 
 
 def fault(status, message="no"):
@@ -51,11 +44,15 @@ def server(peer):
         yield server
 
 
+def connect(session):
+    """A client of a session, with the retries that OpenAI's client has by default."""
+    return openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+
+
 @pytest.fixture
 async def client(server):
-    """A client of a session, with the retries that OpenAI's client has by default."""
     session = server.session(seed=1)
-    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+    async with connect(session) as client:
         client.session = session
         yield client
 
@@ -63,12 +60,6 @@ async def client(server):
 @pytest.fixture
 def turns(client):
     return client.session.turns
-
-
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def test_the_deployment_is_asked_for_ids_and_gets_what_the_client_said(client, peer, answer):
@@ -144,6 +135,7 @@ LAST = {
     "not allowed": (403, 1),
     "in conflict": (409, 1),
     "no such deployment": (404, 1),
+    "booting for too long": (425, None),
 }
 
 
@@ -158,17 +150,8 @@ async def test_the_last_refusal_reaches_the_client_as_it_came_and_once(
 
     assert refused.value.status_code == status
     assert refused.value.body == fault(status, "the reason")["error"]
-    assert len(peer.requests(*CHAT)) == attempts
+    assert attempts in (None, len(peer.requests(*CHAT)))
     assert turns == []
-
-
-async def test_a_deployment_that_boots_for_too_long_is_reported(client, peer, answer):
-    peer.on(*CHAT, answer(fault(425, "it starts"), status=425))
-
-    with pytest.raises(openai.APIStatusError, match="it starts") as refused:
-        await client.chat.completions.create(**ASKED)
-
-    assert refused.value.status_code == 425
 
 
 async def test_a_platform_that_is_gone_is_reported(client, peer):
@@ -185,12 +168,10 @@ async def test_agents_and_the_sampler_share_one_limit_of_requests_in_flight(
 ):
     peer.on(*CHAT, answer(drawn(), delay_s=0.01))
     peer.on("POST", "/inference/v1/completions", answer(completion_body(), delay_s=0.01))
-    sampler = DeploymentSampler(
-        peer.url, MODEL, "key", concurrency_controller=FixedConcurrencyController(2)
-    )
+    controller = FixedConcurrencyController(2)
+    sampler = DeploymentSampler(peer.url, MODEL, "key", concurrency_controller=controller)
     with CaptureServer(sampler) as server:
-        session = server.session()
-        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        async with connect(session := server.session()) as client:
             completions, *_ = await asyncio.gather(
                 sampler.sample_with_prompt_tokens([1, 2], n=4),
                 *(client.chat.completions.create(**ASKED) for _ in range(16)),
@@ -209,8 +190,7 @@ async def test_a_retry_of_an_agents_request_waits_for_its_turn_again(peer, answe
         peer.url, MODEL, "key", concurrency_controller=controller, retry_policy=QUICK
     )
     with CaptureServer(sampler) as server:
-        session = server.session()
-        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        async with connect(session := server.session()) as client:
             await asyncio.gather(*(client.chat.completions.create(**ASKED) for _ in range(4)))
 
     assert len(session.turns) == 4
@@ -257,7 +237,7 @@ async def test_closing_a_session_ends_its_draws_and_no_others(client, server, pe
     asking = asyncio.create_task(client.chat.completions.create(**ASKED))
     await until(lambda: peer.in_flight == 1)
     other = server.session()
-    async with openai.AsyncOpenAI(base_url=other.base_url, api_key=other.api_key) as another:
+    async with connect(other) as another:
         also = asyncio.create_task(another.chat.completions.create(**ASKED))
         await until(lambda: peer.in_flight == 2)
 
@@ -287,7 +267,7 @@ async def ask_at(url, **options):
     """Ask a deployment that is reached over a socket."""
     server = CaptureServer(DeploymentSampler(url, MODEL, "key", retry_policy=QUICK, **options))
     session = server.session()
-    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+    async with connect(session) as client:
         try:
             return await client.chat.completions.create(**ASKED)
         finally:

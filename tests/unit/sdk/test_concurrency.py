@@ -19,6 +19,11 @@ def clock() -> Clock:
     return Clock()
 
 
+@pytest.fixture
+def controller(clock) -> AdaptiveConcurrencyController:
+    return AdaptiveConcurrencyController(initial_window=16, now=clock)
+
+
 def finish(controller, *outcomes: RequestOutcome) -> None:
     """Attempts one after the other, each admitted and given back."""
 
@@ -39,9 +44,7 @@ def test_the_window_starts_where_it_is_told_and_at_8_otherwise():
     assert AdaptiveConcurrencyController(initial_window=16).window == 16
 
 
-def test_short_queues_let_the_window_grow_by_at_most_four_per_interval():
-    controller = AdaptiveConcurrencyController(initial_window=16)
-
+def test_short_queues_let_the_window_grow_by_at_most_four_per_interval(controller):
     finish(controller, *queued(0.0, 31))
     assert controller.window == 16
     finish(controller, *queued(0.0, 1))
@@ -50,24 +53,26 @@ def test_short_queues_let_the_window_grow_by_at_most_four_per_interval():
     assert controller.window == 24
 
 
-def test_growth_is_the_headroom_below_the_target():
-    controller = AdaptiveConcurrencyController(initial_window=16)
-
-    finish(controller, *queued(0.25))
-
-    assert controller.window == 18
-
-
-def test_long_queues_halve_the_window():
-    controller = AdaptiveConcurrencyController(initial_window=16)
-
-    finish(controller, *queued(0.6))
-
-    assert controller.window == 8
+WINDOWS = {
+    "growth is the headroom below the target": (queued(0.25), 18),
+    "long queues halve it": (queued(0.6), 8),
+    "congestion quarters it from the third attempt on": ([RequestOutcome(503, attempt=3)], 4),
+    "errors without congestion": ([RequestOutcome(500), RequestOutcome(408)], 16),
+    "failures, once queue times are known": (
+        [*queued(0.5, 1), *[RequestOutcome(429)] * 5, RequestOutcome(None)],
+        16,
+    ),
+}
 
 
-def test_one_bad_interval_counts_three_tenths_in_the_average():
-    controller = AdaptiveConcurrencyController(initial_window=16)
+@pytest.mark.parametrize(("outcomes", "window"), WINDOWS.values(), ids=WINDOWS)
+def test_a_window_of_16_becomes(controller, outcomes, window):
+    finish(controller, *outcomes)
+
+    assert controller.window == window
+
+
+def test_one_bad_interval_counts_three_tenths_in_the_average(controller):
     finish(controller, *queued(0.1))
 
     finish(controller, *queued(1.0))
@@ -88,18 +93,9 @@ def test_the_window_stays_within_its_bounds():
     assert controller.window == 6
 
 
-def test_failures_say_nothing_once_queue_times_are_known(clock):
-    controller = AdaptiveConcurrencyController(initial_window=16, now=clock)
-    finish(controller, *queued(0.5, 1))
-
-    finish(controller, *[RequestOutcome(429)] * 5, RequestOutcome(None))
-
-    assert controller.window == 16
-
-
-def test_without_queue_times_congestion_shrinks_at_once_and_at_most_once_per_second(clock):
-    controller = AdaptiveConcurrencyController(initial_window=16, now=clock)
-
+def test_without_queue_times_congestion_shrinks_at_once_and_at_most_once_per_second(
+    clock, controller
+):
     finish(controller, RequestOutcome(429), RequestOutcome(503), RequestOutcome(None))
     assert controller.window == 8
     clock.now_s += 1.0
@@ -107,25 +103,7 @@ def test_without_queue_times_congestion_shrinks_at_once_and_at_most_once_per_sec
     assert controller.window == 4
 
 
-def test_from_the_third_attempt_on_congestion_quarters_the_window(clock):
-    controller = AdaptiveConcurrencyController(initial_window=16, now=clock)
-
-    finish(controller, RequestOutcome(503, attempt=3))
-
-    assert controller.window == 4
-
-
-def test_a_server_error_without_congestion_does_not_shrink(clock):
-    controller = AdaptiveConcurrencyController(initial_window=16, now=clock)
-
-    finish(controller, RequestOutcome(500), RequestOutcome(408))
-
-    assert controller.window == 16
-
-
-def test_an_interval_of_successes_without_congestion_adds_one(clock):
-    controller = AdaptiveConcurrencyController(initial_window=16, now=clock)
-
+def test_an_interval_of_successes_without_congestion_adds_one(controller):
     finish(controller, *[RequestOutcome(200)] * 32)
     assert controller.window == 17
     finish(controller, *[RequestOutcome(200)] * 31, RequestOutcome(429))

@@ -1,7 +1,5 @@
 """What a journal keeps, and how much of it: what a trainer's end does with it is test_stream's."""
 
-from __future__ import annotations
-
 import pytest
 
 from hearth.sdk.journal import Journal, JournalEntry

@@ -1,23 +1,19 @@
 import pytest
 
 from hearth.errors import ConfigError, EngineError, NotReadyError
-from hearth.sdk import TrainerJobManager
 
 BASE = "accounts/fireworks/models/tiny"
 PROMOTE = "/v1/accounts/me/checkpoints/step-1:promote"
+OPERATION = {"name": "accounts/me/operations/1", "done": False}
 MODEL = {"name": "accounts/me/models/mine", "kind": "HF_BASE_MODEL"}
 
 
-@pytest.fixture
-def manager(peer, quick) -> TrainerJobManager:
-    return TrainerJobManager(api_key="key", account_id="", base_url=peer.url, **quick)
+DONE = OPERATION | {"done": True, "response": MODEL}
 
 
 def test_a_promotion_is_one_snake_case_request_and_a_wait_for_its_operation(peer, answer, manager):
-    operation = {"name": "accounts/me/operations/1", "done": False}
-    peer.on("POST", PROMOTE, answer({"operation": operation}))
-    done = {**operation, "done": True, "response": MODEL}
-    peer.on("GET", "/v1/accounts/me/operations/1", answer(operation), answer(done))
+    peer.on("POST", PROMOTE, answer({"operation": OPERATION}))
+    peer.on("GET", "/v1/accounts/me/operations/1", answer(OPERATION), answer(DONE))
 
     model = manager.promote_checkpoint(
         "policy", "step-1", "mine", BASE, hot_load_deployment_id="serving"
@@ -44,7 +40,7 @@ def test_a_promotion_may_answer_the_model_at_once_and_take_a_checkpoints_full_na
 
 
 def test_a_failed_promotion_is_an_error_with_its_reason(peer, answer, manager):
-    failed = {"name": "accounts/me/operations/1", "done": True, "error": {"message": "disk full"}}
+    failed = OPERATION | {"done": True, "error": {"message": "disk full"}}
     peer.on("POST", PROMOTE, answer({"operation": failed}))
 
     with pytest.raises(EngineError, match="'step-1' failed: disk full"):
@@ -52,22 +48,16 @@ def test_a_failed_promotion_is_an_error_with_its_reason(peer, answer, manager):
 
 
 def test_a_promotion_that_a_restart_of_the_platform_broke_off_is_begun_again(peer, answer, manager):
-    broken = {
-        "name": "accounts/me/operations/1",
-        "done": True,
-        "error": {"code": 14, "message": "restarted"},
-    }
-    done = {"name": "accounts/me/operations/1", "done": True, "response": MODEL}
-    peer.on("POST", PROMOTE, answer({"operation": broken}), answer({"operation": done}))
+    broken = OPERATION | {"done": True, "error": {"code": 14, "message": "restarted"}}
+    peer.on("POST", PROMOTE, answer({"operation": broken}), answer({"operation": DONE}))
 
     assert manager.promote_checkpoint("policy", "step-1", "mine", BASE).name == MODEL["name"]
     assert len(peer.requests("POST", PROMOTE)) == 2
 
 
 def test_a_promotion_waits_for_the_one_that_a_killed_run_had_under_way(peer, answer, manager):
-    done = {"name": "accounts/me/operations/1", "done": True, "response": MODEL}
     busy = answer({"error": {"message": "is being made of step-0"}}, status=425)
-    peer.on("POST", PROMOTE, busy, busy, answer({"operation": done}))
+    peer.on("POST", PROMOTE, busy, busy, answer({"operation": DONE}))
 
     assert manager.promote_checkpoint("policy", "step-1", "mine", BASE).name == MODEL["name"]
     peer.on("POST", PROMOTE, busy)
@@ -76,9 +66,8 @@ def test_a_promotion_waits_for_the_one_that_a_killed_run_had_under_way(peer, ans
 
 
 def test_a_promotion_without_end_is_given_up_but_goes_on(peer, answer, manager):
-    running = {"name": "accounts/me/operations/1", "done": False}
-    peer.on("POST", PROMOTE, answer({"operation": running}))
-    peer.on("GET", "/v1/accounts/me/operations/1", answer(running))
+    peer.on("POST", PROMOTE, answer({"operation": OPERATION}))
+    peer.on("GET", "/v1/accounts/me/operations/1", answer(OPERATION))
 
     with pytest.raises(EngineError, match="it goes on"):
         manager.promote_checkpoint("policy", "step-1", "mine", BASE, timeout=0.05)

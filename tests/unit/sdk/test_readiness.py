@@ -14,11 +14,6 @@ HEALTH = "/training/v1/rlorTrainerJobs/me/policy/api/v1/healthz"
 
 
 @pytest.fixture
-def manager(peer, quick) -> TrainerJobManager:
-    return TrainerJobManager(api_key="key", account_id="", base_url=peer.url, **quick)
-
-
-@pytest.fixture
 def healthy(peer, answer):
     peer.on("GET", HEALTH, answer({"status": "ok"}))
 
@@ -84,19 +79,37 @@ def test_a_server_that_does_not_hold_the_question_is_asked_at_growing_intervals(
     assert len(times) == 6
 
 
-def test_a_failed_job_is_an_error_with_the_platforms_reason(peer, manager, job):
-    peer.on("GET", JOB, job("CREATING"), job("FAILED", "out of memory on cuda:0"))
+UNREADY = {
+    "failed": (
+        [("CREATING", None), ("FAILED", "out of memory on cuda:0")],
+        {},
+        "JOB_STATE_FAILED: out of memory on cuda:0",
+    ),
+    **{
+        state: ([(state, None)], {}, "reconnect_and_wait resumes it")
+        for state in ("CANCELLED", "COMPLETED", "PAUSED")
+    },
+    "starts too long": (
+        [("CREATING", "loading shard 3 of 8")],
+        {"timeout_s": 0.05},
+        r"within 0\.05 s, still JOB_STATE_CREATING: loading sh",
+    ),
+    "waits for room too long": (
+        [("PENDING", None)],
+        {"pending_timeout_s": 0.05},
+        r"within 0\.05 s, still JOB_STATE_PENDING",
+    ),
+}
 
-    with pytest.raises(EngineError, match="JOB_STATE_FAILED: out of memory on cuda:0"):
-        manager.wait_for_ready("policy")
 
+@pytest.mark.parametrize(("states", "options", "message"), UNREADY.values(), ids=UNREADY)
+def test_a_job_that_does_not_become_ready_is_an_error_that_says_how_it_stands(
+    peer, manager, job, states, options, message
+):
+    peer.on("GET", JOB, *(job(*state) for state in states))
 
-@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETED", "PAUSED"])
-def test_a_job_that_ended_is_an_error_once_that_has_settled(peer, manager, job, state):
-    peer.on("GET", JOB, job(state))
-
-    with pytest.raises(EngineError, match="reconnect_and_wait resumes it"):
-        manager.wait_for_ready("policy")
+    with pytest.raises(EngineError, match=message):
+        manager.wait_for_ready("policy", **options)
 
 
 def test_an_end_that_is_just_being_left_is_no_error(peer, healthy, manager, job):
@@ -114,24 +127,10 @@ def test_a_deleted_or_unknown_job_is_not_found(peer, manager, job):
         manager.wait_for_existing("nope")
 
 
-def test_a_job_that_starts_too_long_says_where_it_stands(peer, manager, job):
-    peer.on("GET", JOB, job("CREATING", "loading shard 3 of 8"))
-
-    with pytest.raises(EngineError, match=r"within 0\.05 s, still JOB_STATE_CREATING: loading sh"):
-        manager.wait_for_ready("policy", timeout_s=0.05)
-
-
 def test_waiting_for_room_does_not_use_the_time_to_start(peer, healthy, manager, job):
     peer.on("GET", JOB, *[job("PENDING", delay_s=0.05)] * 4, job("RUNNING"))
 
     assert manager.wait_for_ready("policy", timeout_s=0.05).job_id == "policy"
-
-
-def test_waiting_for_room_ends_too(peer, manager, job):
-    peer.on("GET", JOB, job("PENDING"))
-
-    with pytest.raises(EngineError, match=r"within 0\.05 s, still JOB_STATE_PENDING"):
-        manager.wait_for_ready("policy", pending_timeout_s=0.05)
 
 
 @pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "PAUSED", "COMPLETED"])

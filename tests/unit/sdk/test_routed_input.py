@@ -2,6 +2,7 @@
 
 import pytest
 import tinker
+from tests.unit.sdk.conftest import response
 
 from hearth.errors import TransportError
 from hearth.sdk import RoutedModelInput
@@ -45,17 +46,10 @@ def test_experts_count_where_a_batch_is_cut():
 def test_a_deployment_that_tells_experts_of_another_number_of_tokens_is_not_believed(rows):
     raw = {"completion_token_ids": [3, 4], "routing_matrices": rows}
     choice = {"index": 0, "text": "", "finish_reason": "stop", "raw_output": raw}
-    answer = {
-        "id": "x",
-        "created": 0,
-        "model": "d",
-        "choices": [choice],
-        "weight_version": 0,
-        "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
-    }
+    answer = CompletionResponse.from_dict(response(choice))
 
     with pytest.raises(TransportError, match=f"must be one per token, 2, got {len(rows)}"):
-        parse_completion(CompletionResponse.from_dict(answer), CompletionRequest(prompt=[1]))
+        parse_completion(answer, CompletionRequest(prompt=[1]))
 
 
 def turn(prompt, drawn, routing) -> CapturedTurn:
@@ -88,16 +82,7 @@ def chat_answer(raw, rows=None) -> ChatResponse:
         "raw_output": {"completion_token_ids": [3], "prompt_token_ids": [1], **raw},
         "logprobs": None if rows is None else {"content": rows},
     }
-    return ChatResponse.from_dict(
-        {
-            "id": "x",
-            "created": 0,
-            "model": "d",
-            "choices": [choice],
-            "weight_version": 0,
-            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-        }
-    )
+    return ChatResponse.from_dict(response(choice))
 
 
 def test_a_turn_is_captured_with_its_experts_in_both_forms_and_clients_do_not_see_them():

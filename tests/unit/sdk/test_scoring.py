@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from tests.unit.sdk.conftest import response
 
 from hearth.errors import ConfigError, TransportError
 from hearth.sdk import DeploymentSampler, SamplingRetryPolicy
@@ -18,18 +19,6 @@ def choice(index, tokens, logprobs):
     return {"index": index, "text": "", "finish_reason": "length", "raw_output": raw}
 
 
-def body(*choices):
-    usage = {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
-    return {
-        "id": "x",
-        "created": 1,
-        "model": MODEL,
-        "choices": list(choices),
-        "usage": usage,
-        "weight_version": 0,
-    }
-
-
 def scoring(peer, sequences, **options):
     sampler = DeploymentSampler(peer.url, MODEL, "key", retry_policy=ONCE)
     return asyncio.run(sampler.score_token_ids(sequences, **options))
@@ -37,7 +26,7 @@ def scoring(peer, sequences, **options):
 
 def test_sequences_are_one_request_of_token_ids_and_come_back_in_their_order(peer, answer):
     choices = [choice(1, [3, 4], [None, -3.0]), choice(0, [5, 6, 7], [None, -1.0, -2.0])]
-    peer.on(*COMPLETIONS, answer(body(*choices)))
+    peer.on(*COMPLETIONS, answer(response(*choices)))
 
     rows = scoring(peer, [(5, 6, 7), (3, 4)])
 
@@ -49,7 +38,7 @@ def test_sequences_are_one_request_of_token_ids_and_come_back_in_their_order(pee
 
 def test_the_ends_of_sequences_are_scored_alone(peer, answer):
     choices = [choice(0, [6, 7], [-1.0, -2.0]), choice(1, [3, 4], [None, -3.0])]
-    peer.on(*COMPLETIONS, answer(body(*choices)))
+    peer.on(*COMPLETIONS, answer(response(*choices)))
 
     rows = scoring(peer, [[5, 6, 7], [3, 4]], last=2)
 
@@ -79,7 +68,7 @@ def test_nothing_to_score_asks_nothing(peer):
     ids=["too few", "other tokens", "no logprob", "no logprobs"],
 )
 def test_an_answer_that_is_not_about_each_sequence_is_refused(peer, answer, choices):
-    peer.on(*COMPLETIONS, answer(body(*choices)))
+    peer.on(*COMPLETIONS, answer(response(*choices)))
 
     with pytest.raises(TransportError, match=r"must (answer about each|come back with its own)"):
         scoring(peer, [[5, 6], [3, 4]])

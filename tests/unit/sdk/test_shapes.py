@@ -1,15 +1,9 @@
 import pytest
 
 from hearth.errors import ConfigError, NotFoundError
-from hearth.sdk import TrainerJobManager
 
 BASE = "accounts/fireworks/models/tiny"
 SHAPE = "accounts/fireworks/trainingShapes/tiny"
-
-
-@pytest.fixture
-def manager(peer, quick) -> TrainerJobManager:
-    return TrainerJobManager(api_key="key", account_id="", base_url=peer.url, **quick)
 
 
 def version(name="1", mode="POLICY_TRAINER", model=None, created="2026-01-01", shape="tiny"):
@@ -92,21 +86,19 @@ def test_a_shape_is_chosen_by_mode_then_model_then_age(peer, answer, manager, as
     assert profile.training_shape_version.endswith(chosen)
 
 
-def test_without_any_shape_of_the_model_the_others_are_counted(peer, answer, manager):
-    rows = [version(model="accounts/x/models/y")] * 3
-    peer.on(
-        "GET", "/v1/accounts/-/trainingShapes/-/versions", answer({"trainingShapeVersions": rows})
-    )
+@pytest.mark.parametrize(
+    ("rows", "lora_rank", "message"),
+    [
+        ([version(model="accounts/x/models/y")] * 3, 0, "none of this model among 3"),
+        ([version("1", "FORWARD_ONLY")], 8, r"as LORA_TRAINER, got .*tiny.*FORWARD_ONLY"),
+    ],
+    ids=["others are counted", "its own are listed"],
+)
+def test_without_a_fitting_shape_the_error_says_what_there_is(
+    peer, answer, manager, rows, lora_rank, message
+):
+    found = answer({"trainingShapeVersions": rows})
+    peer.on("GET", "/v1/accounts/-/trainingShapes/-/versions", found)
 
-    with pytest.raises(NotFoundError, match="none of this model among 3"):
-        manager.auto_select_training_shape(BASE)
-
-
-def test_without_a_fitting_shape_the_models_own_are_listed(peer, answer, manager):
-    rows = [version("1", "FORWARD_ONLY")]
-    peer.on(
-        "GET", "/v1/accounts/-/trainingShapes/-/versions", answer({"trainingShapeVersions": rows})
-    )
-
-    with pytest.raises(NotFoundError, match=r"as LORA_TRAINER, got .*tiny.*FORWARD_ONLY"):
-        manager.auto_select_training_shape(BASE, lora_rank=8)
+    with pytest.raises(NotFoundError, match=message):
+        manager.auto_select_training_shape(BASE, lora_rank=lora_rank)

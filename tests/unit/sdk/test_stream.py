@@ -58,11 +58,23 @@ class Life:
         """A forward and backward for each of ``data``, then a step."""
         for datum in data:
             await self.add(datum)
+        return await self.step()
+
+    async def step(self):
         return await self.call("optim_step", OptimStepOutput, **ADAM)
 
     async def add(self, data):
+        return await self.stream.result(await self.post_data(data), ForwardOutput)
+
+    async def post_data(self, data, name="forward_backward"):
         given = {"data": [data], "loss_fn": "cross_entropy"}
-        return await self.call("forward_backward", ForwardOutput, forward_backward_input=given)
+        return await self.post(name, **{f"{name}_input": given})
+
+    async def lose_held(self):
+        """The trainer dies over what it held back, and will execute whatever is sent again."""
+        await asyncio.sleep(0.005)
+        self.trainer.die()
+        self.trainer.held = set()
 
     async def save(self, name):
         return await self.call("save_weights", PathOutput, path=name)
@@ -160,7 +172,7 @@ async def test_the_gradient_that_stood_before_a_checkpoint_is_in_the_step_after_
     await life.add("b")
     life.trainer.die()
 
-    await life.call("optim_step", OptimStepOutput, **ADAM)
+    await life.step()
 
     assert life.steps == [[["a"], ["b"]]]
 
@@ -172,7 +184,7 @@ async def test_a_step_that_was_refused_keeps_the_gradient_also_after_a_death(lif
     await life.save("one")
     life.trainer.die()
 
-    await life.call("optim_step", OptimStepOutput, **ADAM)
+    await life.step()
 
     assert life.steps == [[["a"]]]
 
@@ -203,16 +215,13 @@ async def test_a_load_that_failed_changes_nothing_also_after_a_death(life):
 
 async def test_operations_in_flight_get_their_results_once(life):
     life.trainer.held = {"forward_backward", "optim_step"}
-    given = {"data": ["a"], "loss_fn": "cross_entropy"}
-    first = await life.post("forward_backward", forward_backward_input=given)
+    first = await life.post_data("a")
     second = await life.post("optim_step", **ADAM)
     waits = asyncio.gather(
         life.stream.result(first, ForwardOutput), life.stream.result(second, OptimStepOutput)
     )
-    await asyncio.sleep(0.005)
 
-    life.trainer.die()
-    life.trainer.held = set()
+    await life.lose_held()
     _, stepped = await waits
 
     assert stepped.metrics["step"] == 1
@@ -220,15 +229,12 @@ async def test_operations_in_flight_get_their_results_once(life):
 
 
 async def test_a_forward_in_flight_is_sent_again_and_a_finished_one_is_not(life):
-    given = {"data": [{}], "loss_fn": "cross_entropy"}
-    await life.call("forward", ForwardOutput, forward_input=given)
+    await life.stream.result(await life.post_data({}, "forward"), ForwardOutput)
     life.trainer.held = {"forward"}
-    posted = await life.post("forward", forward_input=given)
+    posted = await life.post_data({}, "forward")
     waiting = asyncio.ensure_future(life.stream.result(posted, ForwardOutput))
-    await asyncio.sleep(0.005)
 
-    life.trainer.die()
-    life.trainer.held = set()
+    await life.lose_held()
 
     assert len((await waiting).loss_fn_outputs) == 1
     assert life.trainer.models[life.stream.model_id].executed == ["forward"]
@@ -261,9 +267,8 @@ async def test_a_sampler_snapshot_in_flight_is_put_again_under_its_identity(life
 
 
 async def test_a_checkpoint_counts_only_once_all_results_of_before_it_are_known(life):
-    given = {"data": ["a"], "loss_fn": "cross_entropy"}
-    early = await life.post("forward_backward", forward_backward_input=given)
-    await life.call("optim_step", OptimStepOutput, **ADAM)
+    early = await life.post_data("a")
+    await life.step()
     await life.save("one")
     life.trainer.die()
 
@@ -276,17 +281,12 @@ async def test_a_checkpoint_counts_only_once_all_results_of_before_it_are_known(
 
 async def test_many_who_wait_bring_the_model_back_once(life):
     life.trainer.held = {"forward_backward"}
-    posted = []
-    for name in "abcdef":
-        given = {"data": [name], "loss_fn": "cross_entropy"}
-        posted.append(await life.post("forward_backward", forward_backward_input=given))
-    waits = asyncio.gather(*(life.stream.result(entry, ForwardOutput) for entry in posted))
-    await asyncio.sleep(0.005)
+    requests = [await life.post_data(name) for name in "abcdef"]
+    waits = asyncio.gather(*(life.stream.result(request, ForwardOutput) for request in requests))
 
-    life.trainer.die()
-    life.trainer.held = set()
+    await life.lose_held()
     await waits
-    await life.call("optim_step", OptimStepOutput, **ADAM)
+    await life.step()
 
     assert (life.stream.restarts, life.revived) == (1, 1)
     assert life.steps == [[[name] for name in "abcdef"]]
@@ -412,8 +412,7 @@ def test_the_limit_leaves_room_for_hours_of_training():
 
 
 async def test_whoever_stops_waiting_for_a_post_leaves_no_number_in_doubt(life):
-    given = {"data": ["a"], "loss_fn": "cross_entropy"}
-    posting = asyncio.ensure_future(life.post("forward_backward", forward_backward_input=given))
+    posting = asyncio.ensure_future(life.post_data("a"))
     await asyncio.sleep(0)
     posting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -503,14 +502,14 @@ async def test_a_refused_post_gives_its_number_to_the_next_one(life):
 
 @pytest.fixture
 def served():
-    """A scripted trainer with the SDK's own client on it."""
+    """A scripted trainer with the SDK's own client on it, which cuts batches after two datums."""
     trainer = Trainer()
 
     async def revive():
         if not trainer.is_alive:
             trainer.restart()
 
-    service = FiretitanServiceClient(trainer.url, "key", revive=revive)
+    service = FiretitanServiceClient(trainer.url, "key", max_chunk_datums=2, revive=revive)
     yield trainer, service
     service.close()
 
@@ -597,13 +596,7 @@ def test_a_trainer_that_dies_over_its_first_model_is_asked_for_it_again(served):
 
 
 def test_chunks_of_one_batch_survive_a_death_together(served):
-    trainer, _ = served
-
-    async def revive():
-        if not trainer.is_alive:
-            trainer.restart()
-
-    service = FiretitanServiceClient(trainer.url, "key", max_chunk_datums=2, revive=revive)
+    trainer, service = served
     client = service.create_training_client("m")
     trainer.held = {"forward_backward"}
     future = client.forward_backward([_datum() for _ in range(5)])
@@ -617,4 +610,3 @@ def test_chunks_of_one_batch_survive_a_death_together(served):
     (gradient,) = trainer.steps(client.stream)
     assert [len(data) for data in gradient] == [2, 2, 1]
     assert client.restarts == 1
-    service.close()

@@ -1,5 +1,3 @@
-from dataclasses import dataclass
-
 import pytest
 
 from hearth.errors import ConfigError, EngineError, NotFoundError
@@ -53,13 +51,10 @@ class Serving:
         return self.answer({"replicas": [self.state]})
 
 
-@dataclass
-class Policy:
-    """The side that holds the weights; full parameters unless it says otherwise."""
+class Plain:
+    """The side that holds the weights, with nothing but the one method."""
 
-    lora_rank: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         self.kinds: list[str] = []
 
     def save_weights_for_sampler_ext(self, name, checkpoint_type="base"):
@@ -67,15 +62,12 @@ class Policy:
         return SaveResult(path=name, snapshot_name=f"{name}-1a2b3c4d")
 
 
-class Plain:
-    """A policy client with nothing but the one method."""
+class Policy(Plain):
+    """One that says its rank; full parameters unless told otherwise."""
 
-    def __init__(self) -> None:
-        self.kinds: list[str] = []
-
-    def save_weights_for_sampler_ext(self, name, checkpoint_type="base"):
-        self.kinds.append(checkpoint_type)
-        return SaveResult(path=name, snapshot_name=name)
+    def __init__(self, lora_rank: int = 0) -> None:
+        super().__init__()
+        self.lora_rank = lora_rank
 
 
 @pytest.fixture
@@ -86,6 +78,11 @@ def serving(peer, answer) -> Serving:
 @pytest.fixture
 def manager(peer, quick) -> DeploymentManager:
     return DeploymentManager(api_key="key", base_url=peer.url, **quick)
+
+
+@pytest.fixture
+def policy() -> Policy:
+    return Policy()
 
 
 @pytest.fixture
@@ -105,11 +102,12 @@ def syncer(manager):
 
 def predecessors(serving) -> list[str | None]:
     metadata = [order.get("incremental_snapshot_metadata") for order in serving.orders]
-    return [entry and entry["previous_snapshot_identity"] for entry in metadata]
+    return [given and given["previous_snapshot_identity"] for given in metadata]
 
 
-def test_full_parameters_send_a_base_first_and_then_deltas_on_what_is_served(serving, syncer):
-    policy = Policy()
+def test_full_parameters_send_a_base_first_and_then_deltas_on_what_is_served(
+    serving, syncer, policy
+):
     sync = syncer(policy, first_checkpoint_type="base")
 
     identities = [sync.save_and_hotload(f"step-{step:05d}") for step in (1, 2, 3)]
@@ -142,8 +140,7 @@ def test_the_rank_of_a_policy_that_has_none_may_be_told(serving, syncer):
     assert told.kinds == ["base", "base"]
 
 
-def test_after_a_failed_load_the_next_snapshot_is_a_base(serving, syncer):
-    policy = Policy()
+def test_after_a_failed_load_the_next_snapshot_is_a_base(serving, syncer, policy):
     sync = syncer(policy)
     sync.save_and_hotload("step-1")
     serving.refused.add("step-2-1a2b3c4d")
@@ -162,8 +159,7 @@ def test_after_a_failed_load_the_next_snapshot_is_a_base(serving, syncer):
     assert "reattach_trainer" in text
 
 
-def test_a_snapshot_that_was_saved_but_not_served_is_no_predecessor(serving, syncer):
-    policy = Policy()
+def test_a_snapshot_that_was_saved_but_not_served_is_no_predecessor(serving, syncer, policy):
     sync = syncer(policy)
     sync.save_and_hotload("step-1")
 
@@ -173,8 +169,7 @@ def test_a_snapshot_that_was_saved_but_not_served_is_no_predecessor(serving, syn
     assert policy.kinds == ["base", "delta", "base"]
 
 
-def test_saving_and_serving_may_be_two_calls(serving, syncer):
-    policy = Policy()
+def test_saving_and_serving_may_be_two_calls(serving, syncer, policy):
     sync = syncer(policy)
     sync.save_and_hotload("step-1")
 
@@ -186,8 +181,7 @@ def test_saving_and_serving_may_be_two_calls(serving, syncer):
     assert predecessors(serving) == [None, "step-1-1a2b3c4d"]
 
 
-def test_the_chain_may_be_reset_by_hand_even_when_it_began_with_a_delta(serving, syncer):
-    policy = Policy()
+def test_the_chain_may_be_reset_by_hand_even_when_it_began_with_a_delta(serving, syncer, policy):
     sync = syncer(policy, first_checkpoint_type="delta")
     sync.save_and_hotload("step-1")
 
@@ -257,20 +251,22 @@ def test_any_other_wish_for_running_requests_is_refused(serving, syncer, manager
     assert serving.orders == []
 
 
-def test_a_restart_in_the_middle_is_survived_by_asking_again(peer, answer, manager):
-    old = answer({"replicas": [replica("old")]})
-    loading = answer({"replicas": [replica("old", target="new", stage="loading")]})
-    done = answer({"replicas": [replica("new", target="new", stage="done", version=7)]})
-    peer.on(
-        "POST",
-        HOT_LOAD,
-        answer({}),
-        answer(status=404),
-        answer(status=425),
-        answer(status=503),
-        answer({}),
-    )
-    peer.on("GET", HOT_LOAD, loading, old, loading, done)
+@pytest.fixture
+def states(peer, answer):
+    """Take every order for a snapshot and answer with these states in turn."""
+
+    def script(*replicas) -> None:
+        peer.on("POST", HOT_LOAD, answer({}))
+        peer.on("GET", HOT_LOAD, *(answer({"replicas": [state]}) for state in replicas))
+
+    return script
+
+
+def test_a_restart_in_the_middle_is_survived_by_asking_again(peer, answer, states, manager):
+    loading = replica("old", target="new", stage="loading")
+    done = replica("new", target="new", stage="done", version=7)
+    states(loading, replica("old"), loading, done)
+    peer.on("POST", HOT_LOAD, *(answer(status=status) for status in (200, 404, 425, 503, 200)))
     peer.on("GET", f"/v1/{NAME}", answer({"baseModel": BASE, "state": "UPDATING"}))
 
     state = manager.hotload_and_wait("d", BASE, "new", timeout_s=10)
@@ -282,11 +278,9 @@ def test_a_restart_in_the_middle_is_survived_by_asking_again(peer, answer, manag
     assert orders[0].headers["fireworks-model"] == BASE
 
 
-def test_a_load_that_takes_its_time_is_ordered_once(peer, answer, manager):
-    loading = answer({"replicas": [replica("old", target="new", stage="loading")]})
-    done = answer({"replicas": [replica("new", target="new", stage="done")]})
-    peer.on("POST", HOT_LOAD, answer({}))
-    peer.on("GET", HOT_LOAD, *[loading] * 5, done)
+def test_a_load_that_takes_its_time_is_ordered_once(peer, states, manager):
+    loading = replica("old", target="new", stage="loading")
+    states(*[loading] * 5, replica("new", target="new", stage="done"))
 
     manager.hotload_and_wait("d", BASE, "new", timeout_s=10)
 
@@ -294,28 +288,23 @@ def test_a_load_that_takes_its_time_is_ordered_once(peer, answer, manager):
     assert peer.requests("GET", HOT_LOAD)[0].query["wait_for"] == "new"
 
 
-def test_an_adapter_that_is_loaded_counts_as_served(peer, answer, manager):
-    peer.on("POST", HOT_LOAD, answer({}))
-    peer.on("GET", HOT_LOAD, answer({"replicas": [replica("base", adapters=["new"])]}))
+def test_an_adapter_that_is_loaded_counts_as_served(states, manager):
+    states(replica("base", adapters=["new"]))
 
     assert manager.hotload_and_wait("d", BASE, "new").loaded_adapters[0].identity == "new"
 
 
-def test_an_error_about_another_snapshot_is_stale(peer, answer, manager):
-    stale = answer({"replicas": [replica("old", target="other", stage="error", error="bad")]})
-    peer.on("POST", HOT_LOAD, answer({}))
-    peer.on("GET", HOT_LOAD, stale, answer({"replicas": [replica("new")]}))
+def test_an_error_about_another_snapshot_is_stale(states, manager):
+    states(replica("old", target="other", stage="error", error="bad"), replica("new"))
 
     assert manager.hotload_and_wait("d", BASE, "new").current_snapshot_identity == "new"
 
 
-def test_a_load_that_takes_too_long_says_what_is_served_and_what_to_do(peer, answer, manager):
-    peer.on("POST", HOT_LOAD, answer({}))
-    peer.on("GET", HOT_LOAD, answer({"replicas": [replica("old", target="new", stage="loading")]}))
+def test_a_load_that_takes_too_long_says_what_is_served_and_what_to_do(states, manager):
+    states(replica("old", target="new", stage="loading"))
 
-    with pytest.raises(
-        EngineError, match=r"'new' must be served within 0\.05 s, still 'old' .*reattach_trainer"
-    ):
+    message = r"'new' must be served within 0\.05 s, still 'old' .*reattach_trainer"
+    with pytest.raises(EngineError, match=message):
         manager.hotload_and_wait("d", BASE, "new", timeout_s=0.05)
 
 
@@ -339,5 +328,4 @@ def test_an_order_may_be_left_to_itself_and_looked_after(serving, manager):
     assert serving.orders[0] == {"identity": "new", "reset_prompt_cache": True}
     assert manager.hotload_check_status("d", BASE).replicas[0].weight_version == 1
     state = manager.replica_state("d", BASE)
-    assert state is not None
     assert state.current_snapshot_identity == "new"

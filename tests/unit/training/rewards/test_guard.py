@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import os
 import threading
@@ -9,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from tests.waiting import until
 
 from hearth.errors import ConfigError
 from training.rewards import (
@@ -41,12 +40,6 @@ def hang() -> Iterator[Callable[[str, object], float]]:
 
     yield reward
     is_over.set()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 # Functions that behave.

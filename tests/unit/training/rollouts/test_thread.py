@@ -4,9 +4,10 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from tests.waiting import until
 
 from hearth.errors import ClosedError
 from training.rollouts.failures import with_retries
@@ -19,12 +20,6 @@ step = contextvars.ContextVar("step", default=0)
 def thread() -> Iterator[RolloutThread]:
     with RolloutThread() as running:
         yield running
-
-
-async def until(claim: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
-        while not claim():
-            await asyncio.sleep(0.01)
 
 
 async def forever() -> None:
