@@ -1,7 +1,5 @@
 """Ragged random samples, and flat batches over them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Every objective against a slow float64 reference: plain loops, derivatives taken by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What must not matter: the order of samples, how they are batched, padding, and masked content."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Samples, groups and rows by hand, for the tests of what ``async_rl_loop`` does with them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -83,5 +81,4 @@ def draw_row(fn: RolloutFn, row: IndexedRow, **options: Any) -> RowOutcome:
 def number_of_draw() -> int:
     """Which draw of its group the running rollout is."""
     context = current_rollout.get()
-    assert context is not None
     return context.sample

@@ -3,13 +3,11 @@
 The policy that is trained says -0.5 for every token, and ``drift`` less for each optimizer step.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import tinker
 import torch
@@ -47,9 +45,7 @@ class ScriptedTrainer:
     """Nats by which an optimizer step makes every token less likely."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     steps: int = 0
-    scored: list[tuple[int, list[tinker.Datum]]] = field(
-        default_factory=list[tuple[int, list[tinker.Datum]]]
-    )
+    scored: list[tuple[int, list[tinker.Datum]]] = field(default_factory=list)
     """What was only to be scored, and how many steps the weights had then."""
     calls: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
     running_at_training: list[int] = field(default_factory=list[int])
@@ -96,7 +92,7 @@ class ScriptedTrainer:
 
     def save_state(
         self, name: str, *, overwrite: bool, metadata: dict[str, Any]
-    ) -> ScriptedTrainer:
+    ) -> "ScriptedTrainer":
         assert overwrite
         self.saved.append({"name": name, **metadata})
         return self
@@ -105,7 +101,11 @@ class ScriptedTrainer:
         """A checkpoint is written at once."""
 
     def list_checkpoints(self) -> list[str]:
-        return [entry["name"] for entry in self.saved]
+        return [checkpoint["name"] for checkpoint in self.saved]
+
+    def started(self, name: str) -> list[float]:
+        """When the calls of an operation were made."""
+        return [at for operation, at in self.calls if operation == name]
 
     def _rows(self, data: Sequence[tinker.Datum]) -> list[list[float]]:
         logprob = -0.5 - self.drift * self.steps
@@ -146,9 +146,7 @@ class ScriptedSampler:
     """The optimizer steps that a version has behind it."""
     error: Exception | None = None
     """What every draw fails with."""
-    asked: list[tuple[float, Sequence[int], dict[str, Any]]] = field(
-        default_factory=list[tuple[float, Sequence[int], dict[str, Any]]]
-    )
+    asked: list[tuple[float, Sequence[int], dict[str, Any]]] = field(default_factory=list)
     """Time, prompt and options of every call."""
 
     async def sample_with_prompt_tokens(
@@ -169,27 +167,15 @@ class ScriptedSampler:
 
 def infra_of(trainer: ScriptedTrainer, folder: Path, **changes: Any) -> RunInfra:
     """What a recipe is provisioned with, of which only the policy's trainer is ever asked."""
-    nobody = cast("Any", None)
     known: dict[str, Any] = {
+        **dict.fromkeys(field.name for field in fields(RunInfra)),
         "policy": trainer,
         "policy_client": trainer,
-        "reference": None,
-        "reference_client": None,
-        "policy_profile": None,
         "policy_job_id": "policy",
-        "reference_job_id": None,
         "inference_model": "model",
         "deployment_id": "serving",
-        "deployment_shape": None,
-        "training_shape_id": None,
-        "ref_training_shape_id": None,
-        "max_seq_len": None,
         "inference_url": "",
         "api_key": "",
-        "sampler": nobody,
-        "syncer": nobody,
-        "tokenizer": nobody,
-        "trainers": nobody,
         "is_embedded": False,
         "work_dir": folder,
         "serves_older_snapshot": False,

@@ -1,7 +1,5 @@
 """The example with several hops: its questions can be answered by its tool, and only by that."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace
@@ -159,33 +157,20 @@ def group_at(index: int, text: str = "search Ada\nanswer Bob", reward: float = 0
 
 
 @pytest.mark.parametrize(
-    ("text", "reward", "lines"),
+    ("answer", "reward", "last_line"),
     [
-        (
-            "search Ada\nanswer Bob",
-            1.0,
-            [
-                "  +0.500     +1.250  search Ada -> Ada knows Bob .",
-                "       1     +2.000  answer Bob",
-            ],
-        ),
-        (
-            "search Ada\nanswer Cleo",
-            0.0,
-            [
-                "  +0.500     +1.250  search Ada -> Ada knows Bob .",
-                "       0     +2.000  answer Cleo (right: Bob)",
-            ],
-        ),
+        ("Bob", 1.0, "       1     +2.000  answer Bob"),
+        ("Cleo", 0.0, "       0     +2.000  answer Cleo (right: Bob)"),
     ],
     ids=["right", "wrong"],
 )
-def test_a_trajectorys_credit_reads_turn_by_turn(text, reward, lines):
+def test_a_trajectorys_credit_reads_turn_by_turn(answer, reward, last_line):
     search = SearchIndex({"Ada": "Ada knows Bob .", "Bob": "Bob left ."}).search
 
-    describe_turn = credit_text(group_at(0, text, reward), 0, search)
+    text = credit_text(group_at(0, f"search Ada\nanswer {answer}", reward), 0, search)
 
-    assert describe_turn.splitlines() == ["who ?", "    gain  advantage  turn", *lines]
+    first_line = "  +0.500     +1.250  search Ada -> Ada knows Bob ."
+    assert text.splitlines() == ["who ?", "    gain  advantage  turn", first_line, last_line]
 
 
 def test_the_groups_that_are_shown_are_those_of_the_first_and_last_row_whenever_they_were_drawn():
@@ -193,8 +178,6 @@ def test_the_groups_that_are_shown_are_those_of_the_first_and_last_row_whenever_
 
     assert all(examples(group_at(index)) for index in (4, 9, 2, 7))
 
-    assert examples.first is not None
-    assert examples.last is not None
     assert (examples.first.row.index, examples.last.row.index) == (2, 9)
 
 

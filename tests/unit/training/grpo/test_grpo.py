@@ -1,7 +1,5 @@
 """The small library of document 002, row by row of the semantics reference (T179 to T200)."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -426,7 +424,6 @@ def test_t196_a_kl_coefficient_of_0_warns_and_trains_without_a_reference():
 def test_t197_the_reference_stays_as_it_was():
     policy = letter_policy()
     made = trainer(policy, learning_rate=0.1, kl_coeff=0.5)
-    assert made.reference is not None
     before = probabilities(made.reference)
 
     for _ in range(5):
@@ -552,7 +549,6 @@ def test_t195_and_t197_a_causal_model_moves_toward_its_reward_and_its_reference_
 
     after = [float(policy.logprobs("20 + 22 = ", entry).sum().detach()) for entry in ("42", "17")]
     assert after[0] - after[1] > before[0] - before[1]
-    assert made.trainer.reference is not None
     started = language_model.module.state_dict()
     kept = made.trainer.reference.module.state_dict()
     assert all(torch.equal(kept[name], value) for name, value in started.items())

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from hearth.sdk import DeploymentManager, TrainerJobManager
 from training.platform.managers import own_deployments, own_trainers
 

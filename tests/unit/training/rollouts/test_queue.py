@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
@@ -74,29 +72,15 @@ def rows_of(count: int) -> Iterator[IndexedRow]:
 
 
 def queue_of(rollouts: Rollouts, rows: int = 100, **options: Any) -> RolloutQueue:
-    names = ("check", "check_every_s", "weight_version", "run_row")
+    names = ("check", "check_every_s", "weight_version", "run_row", "busy")
     own = {name: options.pop(name) for name in names if name in options}
-    others: dict[str, Any] = {"run_row": rollouts.draw, "weight_version": lambda: 0}
-    return RolloutQueue(
-        config_of(**options),
-        rows_of(rows),
-        note=rollouts.note,
-        busy=BusyClock(now),
-        now=now,
-        **(others | own),
-    )
+    usual = {"run_row": rollouts.draw, "weight_version": lambda: 0, "busy": BusyClock(now)}
+    parts: dict[str, Any] = usual | own
+    return RolloutQueue(config_of(**options), rows_of(rows), note=rollouts.note, now=now, **parts)
 
 
 def numbers(piece: list[TakenGroup]) -> list[int]:
-    return [entry.group.row.index for entry in piece]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What went through forward and backward at one time."""
-
-    at: float
-    rows: list[int]
+    return [taken.group.row.index for taken in piece]
 
 
 @dataclass
@@ -109,7 +93,8 @@ class Trainer:
     is_pipelined: bool = False
     """Whether the next batch begins while the last one is published."""
     batches: list[list[TakenGroup]] = field(default_factory=list[list[TakenGroup]])
-    pieces: list[Piece] = field(default_factory=list[Piece])
+    pieces: list[tuple[float, list[int]]] = field(default_factory=list)
+    """When something went through forward and backward, and its rows."""
     _publishing: asyncio.Task[None] | None = None
 
     async def run(self, steps: int = 10**9) -> None:
@@ -123,7 +108,7 @@ class Trainer:
     async def step(self) -> bool:
         batch: list[TakenGroup] = []
         while piece := await self.queue.piece():
-            self.pieces.append(Piece(now(), numbers(piece)))
+            self.pieces.append((now(), numbers(piece)))
             batch += piece
             await asyncio.sleep(self.train_s)
         if not batch:
@@ -240,25 +225,23 @@ def test_samples_in_flight_stay_within_their_limit(limit, most):
 
 
 def test_t149_a_very_slow_row_is_one_version_late_and_not_seven():
-    rollouts = Rollouts({0: 1000.0})
-
-    trainer = trained(rollouts, 20, max_head_offpolicy_versions=1, train_s=1.0, is_pipelined=True)
+    trainer = trained(
+        Rollouts({0: 1000.0}), 20, max_head_offpolicy_versions=1, train_s=1.0, is_pipelined=True
+    )
 
     assert trainer.rows()[:3] == [[1, 2], [0, 3], [4, 5]]
     assert trainer.offsets()[:2] == [[0, 0], [1, 1]]
     assert max(max(offsets) for offsets in trainer.offsets()) == 1
     # The batch waited for it: nobody trained a later row in its place.
-    assert [piece.at for piece in trainer.pieces][:2] == [1.0, 1000.0]
+    assert [at for at, _ in trainer.pieces][:2] == [1.0, 1000.0]
     assert sorted(trainer.all_rows()) == list(range(20))
 
 
 @pytest.mark.parametrize("late", range(5))
 def test_t149_the_bound_holds_for_every_o(late):
     rng = random.Random(late)
-    rollouts = Rollouts({index: rng.expovariate(1.0) ** 4 for index in range(200)})
-
     trainer = trained(
-        rollouts,
+        Rollouts({index: rng.expovariate(1.0) ** 4 for index in range(200)}),
         200,
         max_head_offpolicy_versions=late,
         prompt_groups_per_step=4,
@@ -283,9 +266,12 @@ def test_t152_t155_a_refused_row_gives_its_room_back_and_the_next_takes_its_plac
 
 
 def test_t155_every_step_trains_whole_batches_though_half_of_the_groups_are_refused():
-    rollouts = Rollouts(refused=frozenset(range(0, 40, 2)))
-
-    trainer = trained(rollouts, 40, prompt_groups_per_step=5, max_head_offpolicy_versions=1)
+    trainer = trained(
+        Rollouts(refused=frozenset(range(0, 40, 2))),
+        40,
+        prompt_groups_per_step=5,
+        max_head_offpolicy_versions=1,
+    )
 
     assert [len(batch) for batch in trainer.batches] == [5] * 4
 
@@ -375,18 +361,16 @@ PIECES = [
 
 @pytest.mark.parametrize(("options", "pieces"), PIECES, ids=[str(case) for case, _ in PIECES])
 def test_a_batch_is_cut_into_pieces_as_the_config_says(options, pieces):
-    rollouts = Rollouts({0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
+    trainer = trained(
+        Rollouts({0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}), 4, prompt_groups_per_step=4, **options
+    )
 
-    trainer = trained(rollouts, 4, prompt_groups_per_step=4, **options)
-
-    assert [(piece.at, piece.rows) for piece in trainer.pieces] == pieces
+    assert trainer.pieces == pieces
 
 
 def test_a_piece_takes_what_has_come_meanwhile_up_to_the_cap():
-    rollouts = Rollouts({0: 1.0, 1: 1.5, 2: 2.0, 3: 2.5, 4: 9.0})
-
     trainer = trained(
-        rollouts,
+        Rollouts({0: 1.0, 1: 1.5, 2: 2.0, 3: 2.5, 4: 9.0}),
         5,
         prompt_groups_per_step=5,
         min_samples_per_fwd_bwd=2,
@@ -394,20 +378,15 @@ def test_a_piece_takes_what_has_come_meanwhile_up_to_the_cap():
         train_s=3.0,
     )
 
-    assert [(piece.at, piece.rows) for piece in trainer.pieces] == [
-        (1.0, [0]),
-        (4.0, [1, 2]),
-        (7.0, [3]),
-        (10.0, [4]),
-    ]
+    assert trainer.pieces == [(1.0, [0]), (4.0, [1, 2]), (7.0, [3]), (10.0, [4])]
 
 
 def test_the_last_piece_does_not_wait_for_more_than_there_is():
-    rollouts = Rollouts({0: 1.0, 1: 2.0, 2: 3.0})
+    trainer = trained(
+        Rollouts({0: 1.0, 1: 2.0, 2: 3.0}), 3, prompt_groups_per_step=8, min_samples_per_fwd_bwd=4
+    )
 
-    trainer = trained(rollouts, 3, prompt_groups_per_step=8, min_samples_per_fwd_bwd=4)
-
-    assert [(piece.at, piece.rows) for piece in trainer.pieces] == [(2.0, [0, 1]), (3.0, [2])]
+    assert trainer.pieces == [(2.0, [0, 1]), (3.0, [2])]
 
 
 # Late rows.
@@ -421,7 +400,7 @@ def test_a_late_row_is_given_up_after_its_wait_and_the_next_rows_take_its_place(
     # Rows 1 and 2 overtake row 0 at 1 s, and then it is all that the next batch waits for.
     assert (0, "stale") in rollouts.noted
     assert trainer.queue.gate.stale_drops == 1
-    assert [piece.at for piece in trainer.pieces] == [1.0, 31.0, 32.0, 32.0]
+    assert [at for at, _ in trainer.pieces] == [1.0, 31.0, 32.0, 32.0]
     assert trainer.rows() == [[1, 2], [3, 4], [5, 6], [7]]
 
 
@@ -435,31 +414,28 @@ def test_at_o_0_the_wait_is_a_time_limit_for_the_batch():
     assert rollouts.noted == [(0, None), (1, "stale"), (2, None), (3, None)]
 
 
-def test_every_batch_waits_anew_for_its_late_rows():
-    rollouts = Rollouts(dict.fromkeys(range(6), 4.0))
-
-    trainer = trained(rollouts, 6, late_row_wait_s=5.0, train_s=3.0)
-
-    assert trainer.rows() == [[0, 1], [2, 3], [4, 5]]
-    assert trainer.queue.gate.stale_drops == 0
-
-
-def test_without_a_limit_a_late_row_is_waited_for():
-    rollouts = Rollouts({0: 20_000.0})
-
-    trainer = trained(rollouts, 2)
-
-    assert trainer.rows() == [[0, 1]]
-    assert trainer.pieces[0].at == 20_000.0
-
-
-def test_a_row_that_is_not_late_is_not_given_up():
+PATIENCE = {
+    "every batch waits anew": (
+        dict.fromkeys(range(6), 4.0),
+        {"late_row_wait_s": 5.0, "train_s": 3.0},
+        [(4.0, [0, 1]), (11.0, [2, 3]), (18.0, [4, 5])],
+    ),
+    "without a limit": ({0: 20_000.0}, {}, [(20_000.0, [0, 1])]),
     # The first batch waits for row 1, which might as well go into the next one.
-    rollouts = Rollouts({1: 40.0, 2: 44.0, 3: 44.0})
+    "a row that is not late": (
+        {1: 40.0, 2: 44.0, 3: 44.0},
+        {"max_head_offpolicy_versions": 1, "late_row_wait_s": 5.0, "fifo_slack": 0},
+        [(40.0, [0, 1]), (44.0, [2, 3])],
+    ),
+}
 
-    trainer = trained(rollouts, 4, max_head_offpolicy_versions=1, late_row_wait_s=5.0, fifo_slack=0)
 
-    assert trainer.rows() == [[0, 1], [2, 3]]
+@pytest.mark.parametrize(("seconds", "options", "pieces"), PATIENCE.values(), ids=PATIENCE)
+def test_a_row_within_its_time_is_waited_for(seconds, options, pieces):
+    trainer = trained(Rollouts(seconds), 2 * len(pieces), **options)
+
+    assert trainer.pieces == pieces
+    assert trainer.rows() == [rows for _, rows in pieces]
     assert trainer.queue.gate.stale_drops == 0
 
 
@@ -496,19 +472,15 @@ def test_a_batch_whose_groups_are_there_is_trained_before_the_error_is_raised():
     assert [index for index, _ in rollouts.started] == [0, 1, 2, 3]
 
 
-def test_an_error_is_raised_at_once_where_it_leaves_the_batch_short():
-    error = ValueError("row 0")
+@pytest.mark.parametrize(
+    ("seconds", "failures"),
+    [({0: 2.0, 1: 500.0}, ["row 0"]), ({0: 2.0, 1: 2.0}, ["row 0", "row 1"])],
+    ids=["at once", "the first one"],
+)
+def test_the_first_error_that_leaves_the_batch_short_is_raised_at_once(seconds, failures):
+    errors = {row: ValueError(message) for row, message in enumerate(failures)}
 
-    rows, at = failing(error, Rollouts({0: 2.0, 1: 500.0}, fails={0: error}))
-
-    assert (rows, at) == ([], 2.0)
-
-
-def test_the_first_error_is_the_one_that_is_raised():
-    first, second = ValueError("first"), ValueError("second")
-    rollouts = Rollouts({0: 2.0, 1: 2.0}, fails={0: first, 1: second})
-
-    assert failing(first, rollouts) == ([], 2.0)
+    assert failing(errors[0], Rollouts(seconds, fails=errors)) == ([], 2.0)
 
 
 def test_a_draw_that_cannot_be_started_is_a_failure():
@@ -648,17 +620,7 @@ def test_the_oldest_row_and_its_age_are_known():
 def test_the_sampler_is_busy_while_a_row_runs():
     async def main() -> tuple[float, float, float]:
         busy = BusyClock(now)
-        rollouts = Rollouts({0: 3.0, 1: 5.0})
-        queue = RolloutQueue(
-            config_of(),
-            rows_of(2),
-            run_row=rollouts.draw,
-            note=rollouts.note,
-            weight_version=lambda: 0,
-            busy=busy,
-            now=now,
-        )
-        await queue.piece()
+        await queue_of(Rollouts({0: 3.0, 1: 5.0}), 2, busy=busy).piece()
         await asyncio.sleep(4)
         return busy.take()
 

@@ -125,72 +125,50 @@ def test_a_completions_experts_go_with_its_sample():
     assert routing_of(TrainSample.from_rollout(sample, 1.0, "completion").datum) == ["", "7", "8"]
 
 
-ONE = completion([1, 2], [3, 4])
-# Tokens, mask, completions and the rows that come of them.
+def say(*parts: list[int]) -> tuple[list[int], list[int]]:
+    """Tokens and mask of a rollout whose parts are by turns read and sampled."""
+    tokens = [token for part in parts for token in part]
+    return tokens, [place % 2 for place, part in enumerate(parts) for _ in part]
+
+
+ONE, ONE_TURN = completion([1, 2], [3, 4]), say([1, 2], [3, 4])
+SECOND, CHOSEN = completion([1, 2, 3, 4, 9], [5, 6]), completion([1, 2], [7, 8])
+ROUTED = completion([1, 2], [3, 4], "p", "3", "4")
+# Tokens and mask, completions and the rows that come of them.
 SEEN = {
-    "one turn": ([1, 2, 3, 4], [0, 0, 1, 1], [ONE], ["", "3", "4"]),
-    "cut short": ([1, 2, 3], [0, 0, 1], [ONE], ["", "3"]),
-    "two turns": (
-        [1, 2, 3, 4, 9, 5, 6],
-        [0, 0, 1, 1, 0, 1, 1],
-        [ONE, completion([1, 2, 3, 4, 9], [5, 6])],
-        ["", "3", "4", "", "5", "6"],
-    ),
+    "one turn": (ONE_TURN, [ONE], ["", "3", "4"]),
+    "cut short": (say([1, 2], [3]), [ONE], ["", "3"]),
+    "two turns": (say([1, 2], [3, 4], [9], [5, 6]), [ONE, SECOND], ["", "3", "4", "", "5", "6"]),
     "a turn right after another": (
-        [1, 2, 3, 4, 5],
-        [0, 0, 1, 1, 1],
+        say([1, 2], [3, 4, 5]),
         [ONE, completion([1, 2, 3, 4], [5])],
         ["", "3", "4", "5"],
     ),
-    "the chosen one of two": (
-        [1, 2, 7, 8],
-        [0, 0, 1, 1],
-        [ONE, completion([1, 2], [7, 8])],
-        ["", "7", "8"],
-    ),
-    "with a prompt of its own": (
-        [1, 2, 3, 4],
-        [0, 0, 1, 1],
-        [completion([1, 2], [3, 4], "p", "3", "4")],
-        ["p", "3", "4"],
-    ),
-    "another prompt": ([9, 2, 3, 4], [0, 0, 1, 1], [ONE], None),
-    "other tokens": ([1, 2, 3, 5], [0, 0, 1, 1], [ONE], None),
-    "one turn that nobody saw": (
-        [1, 2, 3, 4, 9, 5],
-        [0, 0, 1, 1, 0, 1],
-        [ONE],
-        ["", "3", "4", "", ""],
-    ),
-    "a dense model": (
-        [1, 2, 3, 4],
-        [0, 0, 1, 1],
-        [completion([1, 2], [3, 4], is_dense=True)],
-        None,
-    ),
-    "nothing drawn": ([1, 2, 3], [0, 0, 1], [completion([1, 2], [])], None),
-    "nothing seen": ([1, 2, 3, 4], [0, 0, 1, 1], [], None),
+    "the chosen one of two": (say([1, 2], [7, 8]), [ONE, CHOSEN], ["", "7", "8"]),
+    "with a prompt of its own": (ONE_TURN, [ROUTED], ["p", "3", "4"]),
+    "another prompt": (say([9, 2], [3, 4]), [ONE], None),
+    "other tokens": (say([1, 2], [3, 5]), [ONE], None),
+    "one turn that nobody saw": (say([1, 2], [3, 4], [9], [5]), [ONE], ["", "3", "4", "", ""]),
+    "a dense model": (ONE_TURN, [completion([1, 2], [3, 4], is_dense=True)], None),
+    "nothing drawn": (say([1, 2], [3]), [completion([1, 2], [])], None),
+    "nothing seen": (ONE_TURN, [], None),
 }
 
 
-@pytest.mark.parametrize(("tokens", "mask", "seen", "rows"), SEEN.values(), ids=SEEN.keys())
-def test_experts_are_found_where_the_same_tokens_were_drawn_after_the_same_prompt(
-    tokens, mask, seen, rows
-):
-    assert find_routing(tokens, mask, seen) == rows
+@pytest.mark.parametrize(("said", "seen", "rows"), SEEN.values(), ids=SEEN.keys())
+def test_experts_are_found_where_the_same_tokens_were_drawn_after_the_same_prompt(said, seen, rows):
+    assert find_routing(*said, seen) == rows
 
 
 @pytest.mark.parametrize("given", [None, ["a", "b"]])
 def test_a_rollout_that_says_nothing_of_experts_replays_what_its_sampler_saw(given):
     async def rollout_fn(_row):
         draw = current_rollout.get()
-        assert draw is not None
         draw.seen.append(completion([5, 6], [7, 8]))
         return sample_of(float(draw.sample), routing_matrices=given)
 
     draw = draw_row(rollout_fn, row_of(0), router_replay=True)
 
-    assert draw.group is not None
     rows = ["", "7", "8"] if given is None else ["", "a", "b"]
     assert [routing_of(datum) for datum in draw.group.data] == [rows, rows]
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging
@@ -31,7 +29,6 @@ def draw(fn: RolloutFn, *, row: IndexedRow = ROW, **options: Any) -> RowOutcome:
 
 
 def samples(done: RowOutcome) -> list[RolloutSample]:
-    assert done.group is not None
     return [sample.rollout for sample in done.group.flat()]
 
 
@@ -84,7 +81,6 @@ def test_the_draws_of_a_row_run_side_by_side_and_keep_their_order():
 def test_a_group_knows_the_versions_at_its_submission():
     done = draw(rewarding(1.0, 0.0))
 
-    assert done.group is not None
     assert (done.group.row, done.group.submit_version) == (ROW, 2)
     assert [sample.versions for sample in samples(done)] == [[[5, 2]]] * 2
     assert (done.completions, done.rewards, done.dropped, done.error) == (2, [1.0, 0.0], None, None)
@@ -248,7 +244,6 @@ def test_a_function_that_is_not_async_is_a_type_error_of_its_row(fn, got):
 def test_t139_none_drops_the_sample_and_the_group_survives_with_the_rest():
     done = draw(rewarding(1.0, None, 0.0, None), completions_per_prompt=4)
 
-    assert done.group is not None
     assert done.group.rewards == [1.0, 0.0]
     assert (done.completions, done.empty_samples, done.failed_samples) == (2, 2, 0)
 
@@ -290,7 +285,6 @@ def test_several_runs_of_one_draw_stand_for_themselves_in_the_group():
 
     done = draw(rollout_fn)
 
-    assert done.group is not None
     assert done.rewards == done.group.rewards == [0.0, 0.0, 1.0, -1.0]
     assert [len(sample) for sample in done.group.samples] == [2, 1, 2, 1]
     assert (done.completions, done.truncated) == (4, 2)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -28,18 +26,13 @@ class Deployment:
         self._answers = answers
 
     def sample_with_prompt_tokens(
-        self, _ids: Any, *, n: int, seed: int | None, **options: Any
+        self, _prompt: Any, *, n: int, seed: int | None, **options: Any
     ) -> Awaitable[list[SampledCompletion]]:
         self.asked.append(seed)
         self.options.append(options)
         return self._answer(n)
 
-    def sample_with_tokens(
-        self, _messages: Any, *, n: int, seed: int | None, **options: Any
-    ) -> Awaitable[list[SampledCompletion]]:
-        self.asked.append(seed)
-        self.options.append(options)
-        return self._answer(n)
+    sample_with_tokens = sample_with_prompt_tokens
 
     async def _answer(self, n: int) -> list[SampledCompletion]:
         answers = self._answers or (completion(),)
@@ -155,60 +148,46 @@ def test_a_completion_without_logprobs_is_refused():
 Play = Callable[[RolloutSampler], Awaitable[RolloutResult]]
 
 
-async def one_turn(sampler: RolloutSampler) -> RolloutResult:
-    await sampler.sample_with_prompt_tokens([5, 6])
-    return sample_of(float(number_of_draw()), length=2)
+def play_turns(length: int = 2, *, turns: int = 1, n: int = 1, **changes: Any) -> Play:
+    """Ask once for each turn; the sample has ``length`` tokens."""
+
+    async def play(sampler: RolloutSampler) -> RolloutResult:
+        for turn in range(turns):
+            ask = sampler.sample_with_tokens if turn else sampler.sample_with_prompt_tokens
+            await ask([5, 6], n=n)
+        return sample_of(float(number_of_draw()), length=length, **changes)
+
+    return play
 
 
-async def two_turns(sampler: RolloutSampler) -> RolloutResult:
-    await sampler.sample_with_prompt_tokens([5, 6])
-    await sampler.sample_with_tokens([])
-    return sample_of(float(number_of_draw()), length=4)
-
-
-async def cut(sampler: RolloutSampler) -> RolloutResult:
-    await sampler.sample_with_prompt_tokens([5, 6])
-    return sample_of(float(number_of_draw()), length=1)
-
-
-async def best_of_two(sampler: RolloutSampler) -> RolloutResult:
-    await sampler.sample_with_prompt_tokens([5, 6], n=2)
-    return sample_of(float(number_of_draw()), length=2)
-
-
-async def two_segments(sampler: RolloutSampler) -> RolloutResult:
+async def play_two_segments(sampler: RolloutSampler) -> RolloutResult:
     await sampler.sample_with_prompt_tokens([5, 6])
     mine = float(number_of_draw())
     return RolloutRun([sample_of(mine, length=2), sample_of(mine, length=2)])
 
 
-async def told(sampler: RolloutSampler) -> RolloutResult:
-    await sampler.sample_with_prompt_tokens([5, 6])
-    return sample_of(float(number_of_draw()), length=2, versions=[[1, 1], [2, 1]])
+VERSIONS = {
+    "one turn": (play_turns(), [completion()], [[7, 2]]),
+    "a turn of two": (play_turns(), [completion(versions=[[7, 1], [8, 1]])], [[7, 1], [8, 1]]),
+    "two turns": (
+        play_turns(4, turns=2),
+        [completion(), completion(versions=[[8, 2]])],
+        [[7, 2], [8, 2]],
+    ),
+    "an empty turn": (play_turns(4, turns=2), [completion(4), completion(0)], [[7, 4]]),
+    "cut": (play_turns(1), [completion()], [[5, 1]]),
+    "best of two": (play_turns(n=2), [completion()], [[5, 2]]),
+    "two segments": (play_two_segments, [completion()], [[5, 2]]),
+    "as the rollout says": (
+        play_turns(versions=[[1, 1], [2, 1]]),
+        [completion()],
+        [[1, 1], [2, 1]],
+    ),
+    "unseen": (play_turns(turns=0), [], [[5, 2]]),
+}
 
 
-async def unseen(_sampler: RolloutSampler) -> RolloutResult:
-    return sample_of(float(number_of_draw()), length=2)
-
-
-VERSIONS = [
-    (one_turn, [completion()], [[7, 2]]),
-    (one_turn, [completion(versions=[[7, 1], [8, 1]])], [[7, 1], [8, 1]]),
-    (two_turns, [completion(), completion(versions=[[8, 2]])], [[7, 2], [8, 2]]),
-    (two_turns, [completion(4), completion(0)], [[7, 4]]),
-    (cut, [completion()], [[5, 1]]),
-    (best_of_two, [completion()], [[5, 2]]),
-    (two_segments, [completion()], [[5, 2]]),
-    (told, [completion()], [[1, 1], [2, 1]]),
-    (unseen, [], [[5, 2]]),
-]
-
-
-@pytest.mark.parametrize(
-    ("play", "answers", "versions"),
-    VERSIONS,
-    ids=[f"{play.__name__} {versions}" for play, _, versions in VERSIONS],
-)
+@pytest.mark.parametrize(("play", "answers", "versions"), VERSIONS.values(), ids=VERSIONS)
 def test_a_sample_has_the_versions_that_were_seen_or_that_of_its_submission(
     play: Play, answers: list[SampledCompletion], versions: list[list[int]]
 ):
@@ -217,7 +196,6 @@ def test_a_sample_has_the_versions_that_were_seen_or_that_of_its_submission(
 
     group = draw_row(rollout_fn, ROW).group
 
-    assert group is not None
     assert [sample.rollout.versions for sample in group.flat()][:2] == [versions] * 2
 
 

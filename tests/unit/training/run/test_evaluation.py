@@ -1,7 +1,5 @@
 """Held-out evaluation: its numbers, and how it goes on beside the training."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import itertools
@@ -138,7 +136,6 @@ class Bench:
         self, row: dict[str, Any], cursor_index: int, end_of_epoch: bool
     ) -> RolloutSample | RolloutRun:
         draw = current_rollout.get()
-        assert draw is not None
         self.seen.append((cursor_index, draw.sample, end_of_epoch, draw.row_seed))
         call = len(self.seen)
         self.running += 1

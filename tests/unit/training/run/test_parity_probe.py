@@ -4,8 +4,6 @@ Two rows of two samples are trained for 5 s from 10 s on, and every 7 s from the
 saved 2 s after each step, and served at 20 s, 27 s ... Optimizer steps are asked for at 21 s, 28 s.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 from tests.unit.training.drawn import number_of_draw, sample_of
 from tests.unit.training.platform_script import Seconds
-from tests.unit.training.recipes.test_async_loop import Scene, ended_by, play, scene_of
+from tests.unit.training.recipes.test_async_loop import Scene, cancel_at, ended_by, play, scene_of
 from tests.unit.virtual_time import now, run_virtual
 
 from hearth.errors import ConfigError, TransportError
@@ -28,13 +26,8 @@ DRAW_S = 0.5
 
 def scene(*, rows: int = 10, draw: float = DRAW_S, serve: float = 3.0, **options: Any) -> Scene:
     """A run whose samples are two versions old when they are trained."""
-    made = scene_of(
-        rows=rows,
-        seconds=Seconds(draw=draw, serve=serve),
-        **{"max_head_offpolicy_versions": 2, **options},
-    )
-    made.drift = DRIFT
-    return made
+    options = {"max_head_offpolicy_versions": 2, **options}
+    return scene_of(rows=rows, seconds=Seconds(draw=draw, serve=serve), drift=DRIFT, **options)
 
 
 def column(played: Scene, name: str) -> list[float | None]:
@@ -63,12 +56,11 @@ def test_each_version_is_compared_with_the_weights_that_the_trainer_had_when_it_
 def test_a_deployment_that_serves_other_weights_shows_and_ends_the_run_where_it_is_asked_to(
     play, tmp_path
 ):
-    stale = scene()
-    stale.sampling = {"steps": lambda _version: 0}
-    assert column(play(stale), "p95") == [DRIFT * step for step in range(5)]
+    first = {"steps": lambda _version: 0}
+    stale = play(scene(sampling=first))
+    assert column(stale, "p95") == [DRIFT * step for step in range(5)]
 
-    strict = scene(parity_stops=True, parity_threshold=1.5 * DRIFT)
-    strict.sampling = {"steps": lambda _version: 0}
+    strict = scene(sampling=first, parity_stops=True, parity_threshold=1.5 * DRIFT)
     folder = tmp_path / "strict"
     folder.mkdir()
     assert ended_by(strict, folder, ParityError) > 20.0
@@ -152,9 +144,8 @@ def test_a_probe_that_is_drawn_after_the_next_step_was_asked_for_is_thrown_away(
 @pytest.mark.parametrize(("draw", "in_time"), [(0.5, True), (1.9, False)])
 def test_the_first_of_a_batchs_optimizer_steps_ends_what_can_be_compared(play, draw, in_time):
     """Served at 18 s; the first minibatch's step is asked for at 19 s."""
-    made = scene(rows=8, draw=draw, serve=1.0, ppo_n_minibatches=2)
-    made.sampling = {"steps": lambda version: 2 * version}
-    played = play(made)
+    sampling = {"steps": lambda version: 2 * version}
+    played = play(scene(rows=8, draw=draw, serve=1.0, sampling=sampling, ppo_n_minibatches=2))
 
     assert probed_steps(played) == ([2, 4, 6] if in_time else [])
     assert column(played, "max") == [0.0, *([0.0 if in_time else None] * 3)]
@@ -172,16 +163,12 @@ def test_weight_syncs_that_take_longer_than_a_step_leave_nothing_to_compare(play
 
 
 def test_a_probe_that_fails_is_one_warning_and_the_run_goes_on(play, caplog):
-    made = scene()
-    made.sampling = {"error": TransportError("the deployment hung up")}
-    played = play(made)
+    played = play(scene(sampling={"error": TransportError("the deployment hung up")}))
 
     assert played.run.step == 5
     assert column(played, "p95") == [0.0, None, None, None, None]
     assert column(played, "probes_skipped") == [0.0, 1.0, 1.0, 1.0, 1.0]
-    (said,) = [
-        record.getMessage() for record in caplog.records if "parity probe" in record.getMessage()
-    ]
+    (said,) = [message for message in caplog.messages if "parity probe" in message]
     assert "weight version 1 failed" in said
     assert "TransportError: the deployment hung up" in said
 
@@ -200,13 +187,8 @@ def test_a_run_that_is_cancelled_takes_its_probe_with_it(tmp_path: Path, at: flo
     made = scene(draw=0.5 if at < 21 else 5.0)
 
     async def main() -> None:
-        task = asyncio.create_task(made.play(tmp_path))
-        await asyncio.sleep(at)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancel_at(made, tmp_path, at)
         assert len(made.sampler.asked) == 8
-        assert len(asyncio.all_tasks()) == 1
         assert now() == at
 
     run_virtual(main)

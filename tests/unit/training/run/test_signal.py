@@ -1,7 +1,5 @@
 """What is said of steps and rows that teach nothing, and when a run ends for it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

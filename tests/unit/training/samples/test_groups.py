@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 
@@ -46,7 +44,6 @@ def gradients(sample: TrainSample) -> list[float]:
     )
     loss, _ = loss_fn([sample.datum], [policy])
     loss.backward()
-    assert policy.grad is not None
     return policy.grad.tolist()
 
 

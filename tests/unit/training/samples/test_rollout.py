@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import math
 from decimal import Decimal
@@ -8,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.training.drawn import sample_of
 
 from hearth.errors import ConfigError
 from hearth.losses import LOGPROB_TOLERANCE
@@ -17,14 +16,8 @@ WHERE = "row 7, draw 2"
 
 
 def sample(**changes: Any) -> RolloutSample:
-    """Two prompt tokens and two drawn ones."""
-    usual: dict[str, Any] = {
-        "tokens": [5, 6, 7, 8],
-        "logprobs": [0.0, 0.0, -0.25, -1.5],
-        "loss_mask": [0, 0, 1, 1],
-        "reward": 1.0,
-    }
-    return RolloutSample(**(usual | changes))
+    """Two prompt tokens and two sampled ones, of different logprobs."""
+    return sample_of(**({"logprobs": [0.0, 0.0, -0.25, -1.5]} | changes))
 
 
 def only(returned: object) -> RolloutSample:
@@ -154,11 +147,6 @@ def test_a_sample_without_drawn_tokens_is_left_out():
     assert collect_runs(rollout, WHERE) == [RolloutRun([sample()], "second")]
 
 
-def test_a_sample_without_drawn_tokens_is_judged_all_the_same():
-    with pytest.raises(ConfigError, match="reward must be a finite number"):
-        collect_runs(sample(loss_mask=[0, 0, 0, 0], reward=math.nan), WHERE)
-
-
 # T144: alignment is the contract.
 
 
@@ -200,10 +188,28 @@ def test_what_is_no_list_is_refused(field, value):
         collect_runs(sample(**{field: value}), WHERE)
 
 
-@pytest.mark.parametrize("wrong", [-1, 5.5, 7.0, "7", None, True], ids=repr)
-def test_a_token_is_an_id(wrong):
-    with pytest.raises(ConfigError, match=f"tokens must be integers >= 0, got {wrong!r} at inde"):
-        collect_runs(sample(tokens=[5, 6, wrong, 8]), WHERE)
+NO_NUMBERS = [math.nan, math.inf, -math.inf, None, "1.0", [1.0], Decimal("0.5"), 1j]
+NO_NUMBERS += [np.float32("nan"), np.array([1.0, 2.0]), torch.tensor(math.inf), torch.tensor([1.0])]
+REWARD = f"^{WHERE}: reward must be a finite number, got .*return None to drop"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"tokens": [5, 6, wrong, 8]}, f"tokens must be integers >= 0, got {wrong!r} at inde")
+        for wrong in (-1, 5.5, 7.0, "7", None, True)
+    ),
+    ({"loss_mask": [1, 0, 1, 1]}, "loss_mask must be 0 at index 0, got 1: nothing stands"),
+    *(({"reward": wrong}, REWARD) for wrong in NO_NUMBERS),
+    ({"loss_mask": [0, 0, 0, 0], "reward": math.nan}, REWARD),
+    *(
+        ({"parsed": wrong}, f"^{WHERE}: parsed must be True, False or None, got")
+        for wrong in (0, 1.0, "no", np.array([True]))
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(case) for case, _ in REFUSED])
+def test_a_value_that_breaks_its_rule_is_refused_also_where_nothing_was_sampled(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        collect_runs(sample(**changes), WHERE)
 
 
 @pytest.mark.parametrize("wrong", [2, -1, 0.5, math.nan, None, "1", [1]], ids=repr)
@@ -216,11 +222,6 @@ def test_a_mask_is_0_or_1_everywhere(wrong, place):
         collect_runs(sample(loss_mask=mask), WHERE)
 
     assert f"{wrong!r} at index {place}" in str(failure.value)
-
-
-def test_nothing_can_predict_the_first_token():
-    with pytest.raises(ConfigError, match="loss_mask must be 0 at index 0, got 1: nothing stands"):
-        collect_runs(sample(loss_mask=[1, 0, 1, 1]), WHERE)
 
 
 @pytest.mark.parametrize(
@@ -250,26 +251,6 @@ def test_of_many_wrong_values_the_first_three_are_shown():
         ConfigError, match=r"nan at index 0, 1\.0 at index 1, inf at index 2 and 2 more:"
     ):
         collect_runs(wrong, WHERE)
-
-
-@pytest.mark.parametrize(
-    "wrong", [math.nan, math.inf, -math.inf, None, "1.0", [1.0], Decimal("0.5"), 1j], ids=repr
-)
-def test_a_reward_is_a_finite_number(wrong):
-    with pytest.raises(
-        ConfigError, match=f"^{WHERE}: reward must be a finite number, got .*return None to drop"
-    ):
-        collect_runs(sample(reward=wrong), WHERE)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [np.float32("nan"), np.array([1.0, 2.0]), torch.tensor(math.inf), torch.tensor([1.0])],
-    ids=repr,
-)
-def test_a_reward_in_an_array_is_judged_by_its_value(wrong):
-    with pytest.raises(ConfigError, match="reward must be a finite number, got "):
-        collect_runs(sample(reward=wrong), WHERE)
 
 
 @pytest.mark.parametrize(
@@ -369,12 +350,6 @@ def test_versions_that_do_not_add_up_are_refused(wrong):
 )
 def test_whether_an_answer_was_found_is_a_truth_value_or_unknown(given, parsed):
     assert only(sample(parsed=given)).parsed is parsed
-
-
-@pytest.mark.parametrize("wrong", [0, 1.0, "no", np.array([True])], ids=repr)
-def test_what_is_no_truth_value_is_refused(wrong):
-    with pytest.raises(ConfigError, match="row 7, draw 2: parsed must be True, False or None, got"):
-        collect_runs(sample(parsed=wrong), WHERE)
 
 
 @pytest.mark.parametrize(

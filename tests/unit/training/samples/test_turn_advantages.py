@@ -1,7 +1,5 @@
 """The arithmetic of turn-level credit: golden numbers, invariances, and plain GRPO as its limit."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

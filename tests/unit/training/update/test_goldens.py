@@ -2,10 +2,10 @@
 those of the forms we rejected are listed with the reason.
 """
 
-from __future__ import annotations
-
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ import torch
 from hearth.errors import ConfigError
 from hearth.losses import (
     DAPO,
-    DRO,
     GRPO,
     GSPO,
     GSPO_PRESETS,
@@ -32,80 +31,49 @@ ROW = [-0.5, -1.0, -1.5]
 NEAR = [-0.9, -1.0, -0.9]
 NO_KL = GRPO(kl_beta=0.0)
 
-# name -> (objective, config, policy, advantage, mask, reduction, loss, gradients); old is -1.
+
+@dataclass(frozen=True)
+class Golden:
+    """A loss and its gradient of one sample whose old logprobs are -1 everywhere."""
+
+    name: str
+    loss: float
+    gradients: list[float]
+    config: object = None
+    policy: Sequence[float] = tuple(ROW)
+    advantage: int = 1
+    mask: list[int] | None = None
+    reduction: str = "sum"
+
+
+PAPER, COOKBOOK = GSPO_PRESETS["paper"], GSPO_PRESETS["cookbook"]
 LOSSES = {
-    "grpo_clip_.2 A=1.0": ("grpo", NO_KL, ROW, 1, None, "sum", -2.8065307, [0, -1, -0.6065307]),
-    "grpo_clip_.2 A=-1.0": ("grpo", NO_KL, ROW, -1, None, "sum", 3.4487213, [1.6487213, 1, 0]),
-    "dapo A=1.0": ("dapo", DAPO(), ROW, 1, None, "sum", -2.8865307, [0, -1, -0.6065307]),
-    "dapo A=-1.0": ("dapo", DAPO(), ROW, -1, None, "sum", 3.4487213, [1.6487213, 1, 0]),
-    "dapo dual c=3 A=-1 pi=[1,-1,-1.5]": (
-        "dapo",
-        DAPO(eps_clip_c=3.0),
-        [1, -1, -1.5],
-        -1,
-        None,
-        "sum",
-        4.8,
-        [0, 1, 0],
+    "grpo_clip_.2 A=1.0": Golden("grpo", -2.8065307, [0, -1, -0.6065307], NO_KL),
+    "grpo_clip_.2 A=-1.0": Golden("grpo", 3.4487213, [1.6487213, 1, 0], NO_KL, advantage=-1),
+    "dapo A=1.0": Golden("dapo", -2.8865307, [0, -1, -0.6065307]),
+    "dapo A=-1.0": Golden("dapo", 3.4487213, [1.6487213, 1, 0], advantage=-1),
+    "dapo dual c=3 A=-1 pi=[1,-1,-1.5]": Golden(
+        "dapo", 4.8, [0, 1, 0], DAPO(eps_clip_c=3.0), policy=[1, -1, -1.5], advantage=-1
     ),
-    "is A=1.0": (
-        "importance_sampling",
-        None,
-        ROW,
-        1,
-        None,
-        "sum",
-        -3.2552519,
-        [-1.6487213, -1, -0.6065307],
-    ),
-    "is A=-1.0": (
-        "importance_sampling",
-        None,
-        ROW,
-        -1,
-        None,
-        "sum",
-        3.2552519,
-        [1.6487213, 1, 0.6065307],
-    ),
-    "cispo A=1.0": ("cispo", None, ROW, 1, None, "sum", 2.84, [-1.28, -1, -0.8]),
-    "cispo A=-1.0": ("cispo", None, ROW, -1, None, "sum", -2.84, [1.28, 1, 0.8]),
-    "cispo_mask A=1.0": ("cispo_mask", None, ROW, 1, None, "sum", -1.6065307, [0, -1, -0.6065307]),
-    "cispo_mask A=-1.0": ("cispo_mask", None, ROW, -1, None, "sum", 2.6487213, [1.6487213, 1, 0]),
-    "dro A=1.0": ("dro", DRO(), ROW, 1, None, "sum", 3.0125, [-0.975, -1, -1.025]),
-    "dro A=-1.0": ("dro", DRO(), ROW, -1, None, "sum", -2.9875, [1.025, 1, 0.975]),
-    "gspo A=1.0": ("gspo", GSPO(), ROW, 1, None, "sum", -3, [-1, -1, -1]),
-    "gspo A=-1.0": ("gspo", GSPO(), ROW, -1, None, "sum", 3, [1, 1, 1]),
-    "gspo A=1 pi=[-.9,-1,-.9] ": (
-        "gspo",
-        GSPO_PRESETS["cookbook"],
-        NEAR,
-        1,
-        None,
-        "sum",
-        -3.2068173,
-        [-1.0689391] * 3,
+    "is A=1.0": Golden("importance_sampling", -3.2552519, [-1.6487213, -1, -0.6065307]),
+    "is A=-1.0": Golden("importance_sampling", 3.2552519, [1.6487213, 1, 0.6065307], advantage=-1),
+    "cispo A=1.0": Golden("cispo", 2.84, [-1.28, -1, -0.8]),
+    "cispo A=-1.0": Golden("cispo", -2.84, [1.28, 1, 0.8], advantage=-1),
+    "cispo_mask A=1.0": Golden("cispo_mask", -1.6065307, [0, -1, -0.6065307]),
+    "cispo_mask A=-1.0": Golden("cispo_mask", 2.6487213, [1.6487213, 1, 0], advantage=-1),
+    "dro A=1.0": Golden("dro", 3.0125, [-0.975, -1, -1.025]),
+    "dro A=-1.0": Golden("dro", -2.9875, [1.025, 1, 0.975], advantage=-1),
+    "gspo A=1.0": Golden("gspo", -3, [-1, -1, -1]),
+    "gspo A=-1.0": Golden("gspo", 3, [1, 1, 1], advantage=-1),
+    "gspo A=1 pi=[-.9,-1,-.9] ": Golden(
+        "gspo", -3.2068173, [-1.0689391] * 3, COOKBOOK, policy=NEAR
     ),
     # The paper has one term per sequence: the mean over its tokens.
-    "gspo paper A=1 pi=[-.9,-1,-.9]": (
-        "gspo",
-        GSPO_PRESETS["paper"],
-        NEAR,
-        1,
-        None,
-        "sequence_mean",
-        -1.0004,
-        [0, 0, 0],
+    "gspo paper A=1 pi=[-.9,-1,-.9]": Golden(
+        "gspo", -1.0004, [0, 0, 0], PAPER, policy=NEAR, reduction="sequence_mean"
     ),
-    "gspo masked mid big, mask[1,0,1] pi=[-1,2,-1] correct": (
-        "gspo",
-        GSPO(),
-        [-1, 2, -1],
-        1,
-        [1, 0, 1],
-        "sum",
-        -2,
-        [-1, 0, -1],
+    "gspo masked mid big, mask[1,0,1] pi=[-1,2,-1] correct": Golden(
+        "gspo", -2, [-1, 0, -1], policy=[-1, 2, -1], mask=[1, 0, 1]
     ),
 }
 
@@ -123,10 +91,12 @@ TIS_WEIGHTS = {
     "tis icepop thr2": (TIS(icepop_threshold=2), [1, 0, 1.2214028]),
 }
 
+# name -> (beta, advantage, loss, gradients)
 KL = {
-    "k3 beta1": (1.0, 0.3892822, [0.6321206, -0.2214028]),
-    "k3 beta.2": (0.2, 0.0778564, [0.1264241, -0.0442806]),
+    "k3 beta1": (1.0, 0, 0.3892822, [0.6321206, -0.2214028]),
+    "k3 beta.2": (0.2, 0, 0.0778564, [0.1264241, -0.0442806]),
 }
+KL_AND_ADVANTAGE = {"the reference's text": (0.2, 1, -1.9221436, [-0.8735759, -1.0442806])}
 
 DOCUMENT_003 = {
     "003 on": [0.5353301, 0.05, [[0, -0.303553, -0.303553], [0, 0.403553, 0.403553]]],
@@ -172,23 +142,17 @@ def batch_with(policy, advantage, mask=None, **rows):
     return batch, leaf
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "policy", "advantage", "mask", "reduction", "loss", "gradients"),
-    LOSSES.values(),
-    ids=LOSSES,
-)
-def test_objectives_reproduce_their_goldens(
-    name, config, policy, advantage, mask, reduction, loss, gradients
-):
-    batch, leaf = batch_with(policy, advantage, mask, old_logprobs=[-1] * 3)
+@pytest.mark.parametrize("golden", LOSSES.values(), ids=LOSSES)
+def test_objectives_reproduce_their_goldens(golden):
+    batch, leaf = batch_with(golden.policy, golden.advantage, golden.mask, old_logprobs=[-1] * 3)
 
     # The goldens with a logprob above 0 show the arithmetic; validate() would refuse them.
-    objective = resolve_objective(name, config)
-    value = reduce_loss(objective.policy_term(batch), batch, reduction)
+    objective = resolve_objective(golden.name, golden.config)
+    value = reduce_loss(objective.policy_term(batch), batch, golden.reduction)
     (gradient,) = torch.autograd.grad(value, leaf)
 
-    assert value.item() == close(loss)
-    assert gradient.tolist() == close(gradients)
+    assert value.item() == close(golden.loss)
+    assert gradient.tolist() == close(golden.gradients)
 
 
 @pytest.mark.parametrize(
@@ -212,25 +176,19 @@ def test_tis_reproduces_its_goldens(tis, weights):
     assert tis.weights(batch).tolist() == close(expected)
 
 
-@pytest.mark.parametrize(("beta", "loss", "gradients"), KL.values(), ids=KL)
-def test_the_k3_penalty_reproduces_its_goldens(beta, loss, gradients):
-    batch, leaf = batch_with([-1.0, -0.7], 0, ref_logprobs=[-2.0, -0.5])
+@pytest.mark.parametrize(
+    ("beta", "advantage", "loss", "gradients"),
+    [*KL.values(), *KL_AND_ADVANTAGE.values()],
+    ids=[*KL, *KL_AND_ADVANTAGE],
+)
+def test_grpo_with_the_k3_penalty_reproduces_its_goldens(beta, advantage, loss, gradients):
+    batch, leaf = batch_with([-1.0, -0.7], advantage, ref_logprobs=[-2.0, -0.5])
 
     value = policy_loss_per_token("grpo", batch, GRPO(kl_beta=beta)).per_token.sum()
     (gradient,) = torch.autograd.grad(value, leaf)
 
     assert value.item() == close(loss)
     assert gradient.tolist() == close(gradients)
-
-
-def test_grpo_with_k3_and_an_advantage_reproduces_the_reference_text():
-    batch, leaf = batch_with([-1.0, -0.7], 1, ref_logprobs=[-2.0, -0.5])
-
-    value = policy_loss_per_token("grpo", batch, GRPO(kl_beta=0.2)).per_token.sum()
-    (gradient,) = torch.autograd.grad(value, leaf)
-
-    assert value.item() == close(-1.9221436)
-    assert gradient.tolist() == close([-0.8735759, -1.0442806])
 
 
 @pytest.mark.parametrize("name", DOCUMENT_003)
@@ -267,7 +225,7 @@ def test_group_advantages_reproduce_their_goldens(rewards, advantages):
 
 def test_pooled_advantages_reproduce_their_golden():
     groups = batch_advantages([[1, 0, 1, 0], [0, 0, 0, 1]], scope="batch")
-    assert [entry for group in groups for entry in group] == close(*POOLED.values())
+    assert [advantage for group in groups for advantage in group] == close(*POOLED.values())
 
 
 def test_rejected_goldens_are_not_what_we_compute():
@@ -285,11 +243,10 @@ def test_every_golden_of_the_reference_is_reproduced_or_rejected_with_a_reason()
         pytest.skip(f"the reference numbers are not in {path.parent}")
     goldens = json.loads(path.read_text())
     written = {
-        **{
-            name: [row[-2], row[-1]] for table in (LOSSES, REINFORCE) for name, row in table.items()
-        },
+        **{name: [golden.loss, golden.gradients] for name, golden in LOSSES.items()},
+        **{name: list(row[-2:]) for name, row in REINFORCE.items()},
         **{name: row[1] for name, row in (TIS_WEIGHTS | ADVANTAGES).items()},
-        **{name: list(row[1:]) for name, row in KL.items()},
+        **{name: list(row[2:]) for name, row in KL.items()},
         **DOCUMENT_003,
         **POOLED,
     }

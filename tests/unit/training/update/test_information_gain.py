@@ -1,10 +1,8 @@
 """Which tokens are scored for a group's turns, and what its samples get for them."""
 
-from __future__ import annotations
-
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,12 +40,8 @@ ANSWER = [90, 91]
 
 def two_turns(reward: float, tool: int, last: int = 8) -> RolloutSample:
     """Prompt 5 6; the policy says 7; a tool says ``tool`` 20; the policy says ``last``."""
-    return RolloutSample(
-        tokens=[5, 6, 7, tool, 20, last],
-        logprobs=[0.0, 0.0, -0.5, 0.0, 0.0, -0.5],
-        loss_mask=[0, 0, 1, 0, 0, 1],
-        reward=reward,
-    )
+    tokens, mask = [5, 6, 7, tool, 20, last], [0, 0, 1, 0, 0, 1]
+    return RolloutSample(tokens, [-0.5 * is_sampled for is_sampled in mask], mask, reward)
 
 
 @dataclass
@@ -65,6 +59,11 @@ class Scored:
         prefix = tokens[: tokens.index(ANSWER[0])]
         mean = -max(prefix[2:], default=prefix[-1]) / 10
         return [-9.0] * (len(tokens) - 3) + [mean - 1.0, mean + 1.0]
+
+
+def two_by_two(*rewards: float) -> list[list[RolloutSample]]:
+    """A pair of trajectories of two turns, whose tools say 30 and 40."""
+    return [[two_turns(reward, tool)] for reward, tool in zip(rewards, (30, 40), strict=True)]
 
 
 def gain_config(**changes: Any) -> igpo_loop.Config:
@@ -90,7 +89,7 @@ def credit(
 def test_the_answer_follows_the_prompt_and_each_turn_with_what_the_tool_said():
     scorer = Scored()
 
-    credit([[two_turns(1.0, 30)], [two_turns(0.0, 40)]], scorer)
+    credit(two_by_two(1.0, 0.0), scorer)
 
     assert scorer.calls == [
         [[5, 6, *ANSWER], [5, 6, 7, 30, 20, *ANSWER], [5, 6, 7, 40, 20, *ANSWER]]
@@ -99,9 +98,9 @@ def test_the_answer_follows_the_prompt_and_each_turn_with_what_the_tool_said():
 
 def test_equal_prefixes_are_scored_once_and_batches_hold_what_they_may():
     scorer = Scored()
-    drawn = [[two_turns(1.0, 30)], [two_turns(0.0, 30, last=9)], [two_turns(0.0, 40)]]
+    trajectories = [[two_turns(1.0, 30)], [two_turns(0.0, 30, last=9)], [two_turns(0.0, 40)]]
 
-    credit(drawn, scorer, scoring_batch=2)
+    credit(trajectories, scorer, scoring_batch=2)
 
     assert [len(call) for call in scorer.calls] == [2, 1]
 
@@ -109,21 +108,19 @@ def test_equal_prefixes_are_scored_once_and_batches_hold_what_they_may():
 def test_an_opening_stands_before_the_answer_and_is_not_scored():
     scorer = Scored()
 
-    group = credit([[two_turns(1.0, 30)], [two_turns(0.0, 40)]], scorer, opening=[77])
+    group = credit(two_by_two(1.0, 0.0), scorer, opening=[77])
 
     assert scorer.calls[0][0] == [5, 6, 77, *ANSWER]
-    assert group.credit is not None
     assert group.credit.baseline == pytest.approx(Scored.rows([5, 6, 77, *ANSWER])[-1] - 1.0)
 
 
 def test_the_last_turns_end_is_scored_only_where_its_gain_counts():
     pooled = Scored()
 
-    group = credit([[two_turns(1.0, 30)], [two_turns(0.0, 40)]], pooled, ig_normalization="pooled")
+    group = credit(two_by_two(1.0, 0.0), pooled, ig_normalization="pooled")
 
     assert [5, 6, 7, 30, 20, 8, *ANSWER] in pooled.calls[0]
     assert len(pooled.calls[0]) == 5
-    assert group.credit is not None
     assert [len(gain) for gain in group.credit.gains] == [2, 2]
 
 
@@ -139,9 +136,8 @@ def test_a_branch_is_credited_against_what_it_goes_on_from():
     first, second = two_turns(1.0, 30), two_turns(1.0, 50)
     group = credit([[first, second], [two_turns(0.0, 40)]], ig_gamma=0.0)
 
-    assert group.credit is not None
     # -0.6, then -3.0 after the tool; back to -0.6; -5.0; and the last turn has the outcome.
-    assert group.credit.gains[0] == [pytest.approx(entry) for entry in (-2.4, 2.4, -4.4)]
+    assert group.credit.gains[0] == pytest.approx([-2.4, 2.4, -4.4])
     assert math.fsum(group.credit.gains[0]) == pytest.approx(-5.0 - -0.6)
     assert [len(advantage) for advantage in group.credit.advantages] == [4, 2]
     assert group.credit.advantages[0][-1] == pytest.approx(1.0)
@@ -151,7 +147,6 @@ def test_trajectories_that_were_cut_or_have_one_turn_stand_beside_longer_ones():
     cut = replace(two_turns(0.0, 30), finish_reason="length")
     group = credit([[cut], [two_turns(1.0, 40)], [sample_of(0.5)]])
 
-    assert group.credit is not None
     assert [len(gain) for gain in group.credit.gains] == [1, 1, 0]
     last = [turns[-1] for turns in group.credit.advantages]
     assert last == pytest.approx([-math.sqrt(1.5), math.sqrt(1.5), 0.0])
@@ -161,10 +156,9 @@ def test_trajectories_that_were_cut_or_have_one_turn_stand_beside_longer_ones():
 def test_a_prefix_without_room_for_the_answer_is_not_scored_and_its_turn_gains_nothing():
     scorer = Scored()
 
-    group = credit([[two_turns(1.0, 30)], [two_turns(0.0, 40)]], scorer, max_seq_len=6)
+    group = credit(two_by_two(1.0, 0.0), scorer, max_seq_len=6)
 
     assert scorer.calls == [[[5, 6, *ANSWER]]]
-    assert group.credit is not None
     assert group.credit.gains == [[0.0], [0.0]]
     assert group.credit.baseline == pytest.approx(-0.6)
     assert credit_metrics([group], 1.0)["igpo/unscored_ratio"] == 1.0
@@ -173,12 +167,9 @@ def test_a_prefix_without_room_for_the_answer_is_not_scored_and_its_turn_gains_n
 def test_without_room_for_any_prefix_outcomes_alone_count():
     scorer = Scored()
 
-    group = credit(
-        [[two_turns(1.0, 30)], [two_turns(0.0, 40)]], scorer, max_seq_len=3, ig_gamma=1.0
-    )
+    group = credit(two_by_two(1.0, 0.0), scorer, max_seq_len=3, ig_gamma=1.0)
 
     assert scorer.calls == []
-    assert group.credit is not None
     assert group.credit.baseline is None
     assert group.credit.advantages == [pytest.approx([1.0, 1.0]), pytest.approx([-1.0, -1.0])]
     assert "igpo/baseline_logp" not in credit_metrics([group], 1.0)
@@ -189,12 +180,9 @@ def test_an_answer_without_a_finite_logprob_ends_the_run_and_says_what_to_do(val
     async def broken(sequences: Sequence[Sequence[int]], last: int) -> list[list[float]]:
         return [[-1.0] * (last - 1) + [value] for _ in sequences]
 
-    gain = InformationGain(gain_config(), broken, lambda _row: ANSWER)
-
-    with pytest.raises(
-        NumericsError, match=r"must be finite, got \[-1.0, .*\] after 2 tokens.*start"
-    ):
-        drawn_with(gain)
+    message = r"must be finite, got \[-1.0, .*\] after 2 tokens.*start"
+    with pytest.raises(NumericsError, match=message):
+        run_with(broken)
 
 
 def test_a_longer_answer_weighs_no_more_than_a_short_one():
@@ -202,18 +190,14 @@ def test_a_longer_answer_weighs_no_more_than_a_short_one():
         # Every token is half as likely after the tool has spoken as before.
         return [[-1.0 - math.log(2) * (30 in sequence)] * last for sequence in sequences]
 
-    drawn = [[two_turns(1.0, 30)], [two_turns(0.0, 40)]]
-    short, long = (credit(drawn, even, answer=[90] * length) for length in (1, 7))
-
-    assert short.credit is not None
-    assert long.credit is not None
-    assert short.credit.gains == [[pytest.approx(-math.log(2))], [0.0]]
-    assert long.credit.gains == [[pytest.approx(-math.log(2))], [0.0]]
+    for length in (1, 7):
+        group = credit(two_by_two(1.0, 0.0), even, answer=[90] * length)
+        assert group.credit.gains == [[pytest.approx(-math.log(2))], [0.0]]
 
 
 def test_a_row_without_an_answer_is_named():
     with pytest.raises(ConfigError, match=r"answer_fn must give at least 1 token id.*row 3"):
-        credit([[two_turns(1.0, 30)], [two_turns(0.0, 40)]], answer=[])
+        credit(two_by_two(1.0, 0.0), answer=[])
 
 
 def test_the_ground_truth_is_tokenized_by_itself():
@@ -229,9 +213,8 @@ def test_the_ground_truth_is_tokenized_by_itself():
 
 
 def test_each_token_has_the_advantage_of_its_turn():
-    group = credit([[two_turns(1.0, 30)], [two_turns(0.0, 40)]], ig_gamma=0.5)
+    group = credit(two_by_two(1.0, 0.0), ig_gamma=0.5)
 
-    assert group.credit is not None
     assert group.credit.gains == [[pytest.approx(-2.4)], [pytest.approx(-3.4)]]
     assert group.credit.advantages == [pytest.approx([1.5, 1.0]), pytest.approx([-1.5, -1.0])]
     rows = [sample.advantage for sample in group.flat()]
@@ -243,7 +226,6 @@ def test_the_segments_of_a_run_have_the_advantages_of_their_own_turns():
     long = [two_turns(1.0, 30), sample_of(1.0, tokens=[5, 9, 70, 71])]
     group = credit([long, [two_turns(0.0, 40)]], ig_gamma=0.0)
 
-    assert group.credit is not None
     ((first, second, third), _) = group.credit.advantages
     assert [sample.advantage for sample in group.samples[0]] == [
         [0.0, first, 0.0, 0.0, second],
@@ -252,24 +234,22 @@ def test_the_segments_of_a_run_have_the_advantages_of_their_own_turns():
 
 
 def test_a_group_with_equal_outcomes_is_kept_and_told_apart_by_its_gains():
-    group = credit([[two_turns(0.0, 30)], [two_turns(0.0, 40)]])
+    group = credit(two_by_two(0.0, 0.0))
 
     assert group.advantages == [0.0, 0.0]
-    assert group.credit is not None
     assert group.credit.advantages == [pytest.approx([1.0, 0.0]), pytest.approx([-1.0, 0.0])]
 
 
 def test_the_probability_form_compares_probabilities():
-    group = credit([[two_turns(0.0, 30)], [two_turns(0.0, 40)]], ig_form="probability")
+    group = credit(two_by_two(0.0, 0.0), ig_form="probability")
 
-    assert group.credit is not None
     assert group.credit.gains[0] == [pytest.approx(0.0497871 - 0.5488116, abs=1e-6)]
     assert group.credit.baseline == pytest.approx(-0.6)
 
 
 @pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
 def test_t168_every_policy_loss_moves_each_token_by_its_own_advantage(policy_loss):
-    group = credit([[two_turns(0.0, 30)], [two_turns(0.0, 40)]])
+    group = credit(two_by_two(0.0, 0.0))
     samples = group.flat()
     policy = [torch.full((5,), -0.5, dtype=torch.float64, requires_grad=True) for _ in samples]
 
@@ -284,8 +264,6 @@ def test_t168_every_policy_loss_moves_each_token_by_its_own_advantage(policy_los
 
     # At a ratio of 1 the gradient is minus the advantage; the last turns have an outcome of 0.
     first, second = (tensor.grad for tensor in policy)
-    assert first is not None
-    assert second is not None
     torch.testing.assert_close(first, torch.tensor([0, -1, 0, 0, 0], dtype=torch.float64))
     torch.testing.assert_close(second, torch.tensor([0, 1, 0, 0, 0], dtype=torch.float64))
 
@@ -293,27 +271,25 @@ def test_t168_every_policy_loss_moves_each_token_by_its_own_advantage(policy_los
 # Among the rollouts.
 
 
-def drawn_with(credit_of: Callable[[PromptGroup], Any], **options: Any) -> RowOutcome:
+def run_with(score: Any, **options: Any) -> RowOutcome:
+    """The outcome of a row whose group is credited by what ``score`` says."""
+
     async def rollout_fn(_row: dict[str, Any]) -> RolloutSample:
         return two_turns(0.0, 30 + 10 * number_of_draw())
 
-    rollouts = rollouts_of(rollout_fn, credit=credit_of, **options)
+    gain = InformationGain(gain_config(), score, lambda _row: ANSWER)
+    rollouts = rollouts_of(rollout_fn, credit=gain, **options)
     return run_virtual(lambda: rollouts.run_row(Submission(row_of(3), 0, 0)))
 
 
 def test_a_drawn_group_has_its_credit_and_the_filter_sees_it():
     seen: list[PromptGroup] = []
 
-    async def rollout_fn(_row: dict[str, Any]) -> RolloutSample:
-        return two_turns(0.0, 30 + 10 * number_of_draw())
-
     def accepts(group: PromptGroup) -> bool:
         seen.append(group)
         return True
 
-    gain = InformationGain(gain_config(), Scored(), lambda _row: ANSWER)
-    rollouts = rollouts_of(rollout_fn, accepts=accepts, credit=gain)
-    done = run_virtual(lambda: rollouts.run_row(Submission(row_of(3), 0, 0)))
+    done = run_with(Scored(), accepts=accepts)
 
     assert [done.group] == seen
     assert seen[0].credit is not None
@@ -329,9 +305,8 @@ def test_scoring_that_fails_for_a_while_is_tried_again():
             raise TransportError("the deployment restarts")
         return await Scored()(sequences, last)
 
-    done = drawn_with(InformationGain(gain_config(), unsteady, lambda _row: ANSWER))
+    done = run_with(unsteady)
 
-    assert done.group is not None
     assert done.group.credit is not None
     assert (done.dropped, done.failed_samples) == (None, 0)
 
@@ -340,8 +315,7 @@ def test_a_group_that_cannot_be_scored_is_dropped_as_failed():
     async def broken(_sequences: Sequence[Sequence[int]], _last: int) -> list[list[float]]:
         raise TransportError("no deployment")
 
-    gain = InformationGain(gain_config(), broken, lambda _row: ANSWER)
-    done = drawn_with(gain, rollout_retries=1)
+    done = run_with(broken, rollout_retries=1)
 
     assert (done.group, done.dropped, done.completions) == (None, "failed", 2)
     assert isinstance(done.error, TransportError)
@@ -352,7 +326,7 @@ def test_scoring_that_no_second_try_mends_ends_the_run_and_names_the_row():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError) as caught:
-        drawn_with(InformationGain(gain_config(), wrong, lambda _row: ANSWER))
+        run_with(wrong)
 
     assert caught.value.__notes__ == ["in the rollout of row 3, credit"]
 
@@ -362,10 +336,7 @@ def test_scoring_that_hangs_is_given_up():
         await asyncio.sleep(1e5)
         raise AssertionError
 
-    gain = InformationGain(gain_config(), hanging, lambda _row: ANSWER)
-    done = drawn_with(gain, rollout_retries=0, rollout_timeout_s=60.0)
-
-    assert done.dropped == "failed"
+    assert run_with(hanging, rollout_retries=0, rollout_timeout_s=60.0).dropped == "failed"
 
 
 def test_without_credit_a_group_is_that_of_its_rewards():
@@ -374,7 +345,6 @@ def test_without_credit_a_group_is_that_of_its_rewards():
 
     done = draw_row(rollout_fn, row_of(3))
 
-    assert done.group is not None
     assert done.group.credit is None
     assert [sample.advantage for sample in done.group.flat()] == done.group.advantages
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
@@ -75,5 +73,4 @@ def test_a_recipe_has_a_controller_only_with_a_target():
     assert kl_control(SimpleNamespace(kl_target=None, kl_beta=0.1)) is None
 
     control = kl_control(SimpleNamespace(kl_target=0.02, kl_beta=0.1))
-    assert control is not None
     assert (control.target, control.coefficient, control.horizon) == (0.02, 0.1, 10.0)

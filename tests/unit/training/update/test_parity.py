@@ -1,7 +1,5 @@
 """How far sampler and trainer are apart: what is compared, what it amounts to, what comes of it."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import math
