@@ -1,7 +1,5 @@
 """Held-out evaluation on the embedded platform: beside the training, without changing it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 

@@ -1,7 +1,5 @@
 """When a run has a reference: whichever recipe it is."""
 
-from __future__ import annotations
-
 import pytest
 from tests.integration.rollouts import spread
 

@@ -1,7 +1,5 @@
 """What is trained is sampled from the distribution that the trainer scores, or the run ends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

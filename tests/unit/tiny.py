@@ -1,10 +1,12 @@
 """A tiny random model on disk, for the tests of several packages."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PretrainedConfig
 
 
 def checksum(tensor: "Tensor") -> str:
@@ -12,6 +14,31 @@ def checksum(tensor: "Tensor") -> str:
     from hearth.sync.manifest import describe
 
     return describe({"": tensor})[""]["checksum"]
+
+
+def shake(tensors: "Mapping[str, Tensor]", seed: int) -> None:
+    """Change weights a little, in place."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
+
+
+def make_decoder(config: "PretrainedConfig") -> Any:
+    """A random model of a config; the same weights every time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            # As initialized norms are all one and biases all zero.
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return module
 
 
 def write_qwen(folder: Path) -> Path:

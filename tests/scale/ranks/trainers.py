@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tests.integration.launch.conftest import RecordingWatcher
+from tests.unit.trainer.conftest import make_datum
 from torch import Tensor
 
 from hearth.launch.processes import ProcessLauncher
@@ -23,7 +24,7 @@ from hearth.sync.store import FolderBuckets
 from hearth.trainer.checkpoint import DATA
 from hearth.trainer.dcp import load_tensors
 from hearth.trainer.engine import TrainerEngine
-from hearth.wire.tensors import TensorRecord, encode
+from hearth.wire.tensors import TensorRecord
 from hearth.wire.tinker import AdamParams, DatumRecord
 
 START_S = 120.0
@@ -186,25 +187,13 @@ def gradient(trainer: Any, model_id: str, root: Path) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in found if name.startswith(prefix)}
 
 
-def datum(tokens: Sequence[int], **inputs: Any) -> DatumRecord:
-    """A datum of given token ids; keyword arguments are its loss inputs."""
-    given = {"target_tokens": encode(np.asarray(tokens[1:]), "int64")}
-    given |= {name: encode(np.asarray(values), "float32") for name, values in inputs.items()}
-    return DatumRecord.model_validate(
-        {
-            "model_input": {"chunks": [{"tokens": list(tokens[:-1])}]},
-            "loss_fn_inputs": {name: tensor.as_dict() for name, tensor in given.items()},
-        }
-    )
-
-
 def random_data(lengths: Sequence[int], seed: int = 0, vocabulary: int = VOCABULARY) -> Any:
     """Datums of these lengths with random weights, the first half of each zero."""
     rng = np.random.default_rng(seed)
     data: list[DatumRecord] = []
     for length in lengths:
         weights = rng.normal(size=length) * (np.arange(length) >= length // 2)
-        data.append(datum(rng.integers(0, vocabulary, length + 1).tolist(), weights=weights))
+        data.append(make_datum(rng.integers(0, vocabulary, length + 1).tolist(), weights=weights))
     return data
 
 

@@ -1,6 +1,6 @@
 import asyncio
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import httpx
 import pytest
 import torch
 from tests.threads import one_thread as one_thread
+from tests.unit.tiny import shake
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -139,14 +140,6 @@ def ask(prompt: Sequence[int] = (1, 2, 3), **options: Any) -> SampleRequest:
     """A request for 12 tokens, of which none ends it."""
     usual: dict[str, Any] = {"max_tokens": 12, "seed": 7, "ignore_eos": True}
     return SampleRequest(prompt=list(prompt), **usual | options)
-
-
-def shake(tensors: Mapping[str, Tensor], seed: int, scale: float = 0.05) -> None:
-    """Change weights a little, in place."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in tensors.values():
-            tensor += scale * torch.randn(tensor.shape, generator=generator)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from tests.unit.tiny import make_decoder
 from torch import Tensor
 
 from hearth.inference.engine.cache import SlotCache
@@ -68,15 +69,7 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
 def build(kind: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     """A random model of a kind; the same weights every time."""
     name, options = (PLAIN | OTHER)[kind]
-    torch.manual_seed(0)
-    config = getattr(transformers, name)(**BODY | options)
-    module = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            # As initialized norms are all one and biases all zero.
-            if parameter.ndim == 1:
-                parameter += 0.3 * torch.randn_like(parameter)
-    module = module.to(dtype)
+    module = make_decoder(getattr(transformers, name)(**BODY | options)).eval().to(dtype)
     return LoadedModel(module, kind, kind, dtype, torch.device("cpu"), (257,), 264, 1024)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.inference.conftest import shake
 from tests.unit.inference.decoders import OTHER, PLAIN, build, decode, make_prompts
+from tests.unit.tiny import shake
 from torch import Tensor
 
 from hearth.inference.backend import SampleRequest

@@ -12,7 +12,8 @@ import orjson
 import pytest
 import torch
 from tests.unit.inference import conftest
-from tests.unit.inference.conftest import AppClient, shake, until
+from tests.unit.inference.conftest import AppClient, until
+from tests.unit.tiny import shake
 from transformers import DynamicCache
 
 from hearth.errors import EngineError

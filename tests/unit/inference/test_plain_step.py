@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.inference.decoders import build, decode, make_prompts
+from tests.unit.tiny import shake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hearth.inference.engine.cache import SlotCache
@@ -81,10 +82,7 @@ def test_adapters_come_and_go(kind: str) -> None:
     ):
         for model in (loaded, other):
             attach_lora(model, options)
-            generator = torch.Generator().manual_seed(1)
-            with torch.no_grad():
-                for tensor in adapter_tensors(model).values():
-                    tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
+            shake(adapter_tensors(model), 1)
         plain.weights_changed()
         found = decode(plain, PROMPTS)
         torch.testing.assert_close(found, decode(module, PROMPTS), rtol=0, atol=2e-5)

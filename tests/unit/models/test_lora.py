@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from tests.unit.tiny import shake
 from transformers import AutoModelForCausalLM
 
 from hearth.errors import ConfigError, EngineError
@@ -43,10 +44,7 @@ def adapted(folder: Path, **options: object) -> LoadedModel:
     """A model whose adapter does something."""
     loaded = load_model(folder)
     attach_lora(loaded, LoraOptions(rank=4, alpha=8.0, **options))  # pyright: ignore[reportArgumentType]
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for tensor in adapter_tensors(loaded).values():
-            tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
+    shake(adapter_tensors(loaded), 2)
     return loaded
 
 

@@ -341,16 +341,19 @@ def test_a_delta_on_other_weights_than_its_parents_is_refused(
         apply_verified(trainer.store.get("b"), served, None)
 
 
-def test_a_delta_without_its_whole_weights_needs_its_parent_in_memory(trainer: Trainer) -> None:
+@pytest.mark.parametrize("target", ["memory", "folder"])
+def test_a_chain_can_be_copied_parent_first(trainer: Trainer, tmp_path: Path, target: str) -> None:
     trainer.run("a", "b")
-    memory = MemorySnapshotStore()
+    is_memory = target == "memory"
+    copy = MemorySnapshotStore() if is_memory else FolderSnapshotStore(tmp_path / "copy")
 
-    with pytest.raises(EngineError, match=r"expected 'a', found \[\]"):
-        memory.put(trainer.store.get("b"))
-    memory.put(trainer.store.get("a"))
-    memory.put(trainer.store.get("b"))
+    message = r"delta 'b' must follow its parent: expected 'a', found \[\]"
+    with pytest.raises(EngineError, match=message):
+        copy.put(trainer.store.get("b"))
+    copy.put(trainer.store.get("a"))
+    copy.put(trainer.store.get("b"))
 
-    assert same(resolve(memory, "b").tensors, trainer.history["b"])
+    assert same(resolve(copy, "b").tensors, trainer.history["b"])
 
 
 def test_memory_that_drops_a_parent_still_has_the_delta(tmp_path: Path) -> None:
@@ -361,18 +364,6 @@ def test_memory_that_drops_a_parent_still_has_the_delta(tmp_path: Path) -> None:
     assert trainer.store.names() == ["c"]
     assert trainer.store.get("c").kind == "delta"
     assert same(resolve(trainer.store, "c").tensors, trainer.history["c"])
-
-
-def test_a_chain_can_be_copied_from_folder_to_folder(trainer: Trainer, tmp_path: Path) -> None:
-    trainer.run("a", "b")
-    copy = FolderSnapshotStore(tmp_path / "copy")
-
-    with pytest.raises(EngineError, match=r"delta 'b' must follow its parent: expected 'a'"):
-        copy.put(trainer.store.get("b"))
-    copy.put(trainer.store.get("a"))
-    copy.put(trainer.store.get("b"))
-
-    assert same(resolve(copy, "b").tensors, trainer.history["b"])
 
 
 def test_keeping_two_keeps_the_chains_of_two(tmp_path: Path) -> None:

@@ -98,25 +98,20 @@ def test_an_overwritten_folder_is_there_at_every_moment(tmp_path: Path) -> None:
     assert missed == []
 
 
-def test_what_stepped_aside_returns_when_nothing_took_its_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("beside", "text"),
+    [(".draft-step-1-00", "complete"), ("step-1", "new")],
+    ids=["nothing took its place", "its place is taken"],
+)
+def test_what_stepped_aside_returns_or_goes(tmp_path: Path, beside: str, text: str) -> None:
     # As a writer leaves it that was killed between two renames; the name itself has a mark.
     plant(tmp_path / ".old-step-1-0a1b2c3d", "complete")
-    plant(tmp_path / ".draft-step-1-00", "half")
+    plant(tmp_path / beside, "new")
 
     sweep(tmp_path)
 
     assert names(tmp_path) == ["step-1"]
-    assert (tmp_path / "step-1" / "text").read_text() == "complete"
-
-
-def test_what_stepped_aside_goes_when_its_place_is_taken(tmp_path: Path) -> None:
-    plant(tmp_path / ".old-a-00", "old")
-    plant(tmp_path / "a", "new")
-
-    sweep(tmp_path)
-
-    assert names(tmp_path) == ["a"]
-    assert (tmp_path / "a" / "text").read_text() == "new"
+    assert (tmp_path / "step-1" / "text").read_text() == text
 
 
 def test_a_living_writers_draft_is_left_alone(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.unit.tiny import make_decoder, shake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -93,14 +94,7 @@ def make_folders(factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             name, options = (PLAIN | OTHER)[kind]
             made[kind] = factory.mktemp("model")
             config = getattr(transformers, name)(**BODY | options)
-            torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(config)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    # As initialized norms are all one and biases all zero.
-                    if parameter.ndim == 1:
-                        parameter += 0.3 * torch.randn_like(parameter)
-            model.save_pretrained(made[kind])
+            make_decoder(config).save_pretrained(made[kind])
         return made[kind]
 
     return folder
@@ -113,10 +107,7 @@ def load_trained(
     loaded = load_model(folder, dtype=dtype)
     if lora is not None:
         attach_lora(loaded, lora)
-        generator = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for tensor in adapter_tensors(loaded).values():
-                tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
+        shake(adapter_tensors(loaded), 3)
     return loaded
 
 

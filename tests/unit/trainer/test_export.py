@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from tests.unit.tiny import write_qwen
+from tests.unit.tiny import shake, write_qwen
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hearth.errors import EngineError, RequestError
@@ -20,13 +21,6 @@ pytestmark = pytest.mark.slow
 IDS = torch.tensor([[5, 9, 11, 2, 40, 7]])
 
 
-def changed(loaded: LoadedModel, tensors: Any) -> None:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for tensor in tensors.values():
-            tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
-
-
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen(tmp_path_factory.mktemp("model"))
@@ -35,7 +29,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def trained(model_folder: Path) -> LoadedModel:
     loaded = load_model(model_folder)
-    changed(loaded, base_tensors(loaded.module))
+    shake(base_tensors(loaded.module), 1)
     return loaded
 
 
@@ -43,7 +37,7 @@ def trained(model_folder: Path) -> LoadedModel:
 def adapted(model_folder: Path) -> LoadedModel:
     loaded = load_model(model_folder)
     attach_lora(loaded, LoraOptions(rank=4, alpha=8))
-    changed(loaded, adapter_tensors(loaded))
+    shake(adapter_tensors(loaded), 1)
     return loaded
 
 
@@ -57,74 +51,81 @@ def adapter(loaded: LoadedModel) -> Snapshot:
     return Snapshot.capture("a1", "lora", "tiny", tensors, facts)
 
 
-def options_of(source: Path, folder: Path, **more: Any) -> ExportOptions:
-    return ExportOptions(**{"base_model": "tiny", **more}, source=str(source), folder=str(folder))
+Export = Callable[..., Path]
+
+
+@pytest.fixture
+def export(model_folder: Path, tmp_path: Path) -> Export:
+    """Write a snapshot's model into a folder of the test, which comes back."""
+
+    def run(snapshot: Snapshot, name: str = "model", **options: Any) -> Path:
+        folders = {"source": str(model_folder), "folder": str(tmp_path / name)}
+        export_snapshot(snapshot, ExportOptions(**{"base_model": "tiny"} | options | folders))
+        return tmp_path / name
+
+    return run
 
 
 def test_full_weights_give_a_model_of_the_same_logits_and_its_tokenizer(
-    trained: LoadedModel, model_folder: Path, tmp_path: Path
+    trained: LoadedModel, export: Export
 ) -> None:
-    export_snapshot(whole(trained), options_of(model_folder, tmp_path / "model"))
+    folder = export(whole(trained))
 
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
     torch.testing.assert_close(model(IDS).logits, trained.module(IDS).logits, atol=1e-5, rtol=0)
-    assert AutoTokenizer.from_pretrained(tmp_path / "model")("w5 w9")["input_ids"] == [5, 9]
+    assert AutoTokenizer.from_pretrained(folder)("w5 w9")["input_ids"] == [5, 9]
 
 
 def test_weights_are_written_in_the_dtype_that_they_have(
-    trained: LoadedModel, model_folder: Path, tmp_path: Path
+    trained: LoadedModel, export: Export
 ) -> None:
     trained.module.to(torch.bfloat16)
-    export_snapshot(whole(trained), options_of(model_folder, tmp_path / "model"))
 
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert model.dtype == torch.bfloat16
+    folder = export(whole(trained))
+
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
 
 
 # PEFT still asks under a name that transformers gives up in its version 6.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_an_adapter_gives_a_peft_folder_of_the_same_logits(
-    adapted: LoadedModel, model_folder: Path, tmp_path: Path
+    adapted: LoadedModel, model_folder: Path, export: Export
 ) -> None:
-    export_snapshot(adapter(adapted), options_of(model_folder, tmp_path / "adapter"))
+    folder = export(adapter(adapted))
 
     base = AutoModelForCausalLM.from_pretrained(model_folder)
-    model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    model = peft.PeftModel.from_pretrained(base, str(folder)).eval()
     torch.testing.assert_close(model(IDS).logits, adapted.module(IDS).logits, atol=1e-5, rtol=0)
-    names = sorted(path.name for path in (tmp_path / "adapter").iterdir())
+    names = sorted(path.name for path in folder.iterdir())
     assert names == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_a_merged_adapter_gives_a_model_of_the_same_logits(
-    adapted: LoadedModel, model_folder: Path, tmp_path: Path
+    adapted: LoadedModel, export: Export
 ) -> None:
-    snapshot = adapter(adapted)
-    options = options_of(model_folder, tmp_path / "merged", merge_adapter=True)
-    export_snapshot(snapshot, options)
+    folder = export(adapter(adapted), merge_adapter=True)
 
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
     torch.testing.assert_close(model(IDS).logits, adapted.module(IDS).logits, atol=1e-5, rtol=0)
 
 
 def test_what_does_not_fit_the_source_leaves_no_folder(
-    trained: LoadedModel, model_folder: Path, tmp_path: Path
+    trained: LoadedModel, export: Export, tmp_path: Path
 ) -> None:
     short = dict(list(whole(trained).tensors.items())[1:])
-    snapshot = Snapshot("v1", "base", "tiny", short)
 
     with pytest.raises(EngineError, match="1 missing"):
-        export_snapshot(snapshot, options_of(model_folder, tmp_path / "model"))
-    options = options_of(model_folder, tmp_path / "model", base_model="other")
+        export(Snapshot("v1", "base", "tiny", short))
     with pytest.raises(EngineError, match="must be of 'other', got one of 'tiny'"):
-        export_snapshot(whole(trained), options)
+        export(whole(trained), base_model="other")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_exists_is_not_written_over(
-    trained: LoadedModel, model_folder: Path, tmp_path: Path
+    trained: LoadedModel, export: Export, tmp_path: Path
 ) -> None:
     (tmp_path / "mine").mkdir()
 
     with pytest.raises(RequestError, match="exists already"):
-        export_snapshot(whole(trained), options_of(model_folder, tmp_path / "mine"))
+        export(whole(trained), "mine")
     assert list((tmp_path / "mine").iterdir()) == []

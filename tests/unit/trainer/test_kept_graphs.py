@@ -80,6 +80,24 @@ def bare(data: Data) -> Data:
     ]
 
 
+def train_after_forward(
+    policy: Policy,
+    data: Data,
+    kept: Data,
+    passes: list[tuple[int, ...]],
+    between: Callable[[], None] = lambda: None,
+) -> list[tuple[int, ...]]:
+    """The passes of training on ``data`` after one on ``kept``; its gradient is as without that."""
+    policy.forward_backward(data)
+    expected = policy.read_gradient()
+    policy.forward(bare(kept), graph="a")
+    between()
+    passes.clear()
+    policy.forward_backward(data, graph="a")
+    assert_same_gradient(policy.read_gradient(), expected, 1e-6)
+    return passes
+
+
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("config", [None, {"temperature": 0.7}], ids=["plain", "tempered"])
 def test_the_gradient_of_two_calls_costs_one_forward_pass(
@@ -112,15 +130,8 @@ def test_padded_rows_are_kept_as_well(
     make_policy: MakePolicy, model_of: Any, data: Data, passes: Any, family: str
 ) -> None:
     policy = make_policy(source=model_of(family))
-    policy.forward_backward(data)
-    expected = policy.read_gradient()
-    policy.forward(bare(data), graph="a")
-    passes.clear()
 
-    policy.forward_backward(data, graph="a")
-
-    assert passes == []
-    assert_same_gradient(policy.read_gradient(), expected, 1e-6)
+    assert train_after_forward(policy, data, data, passes) == []
 
 
 def test_a_graph_is_used_up(policy: Policy, data: Data, passes: Any) -> None:
@@ -206,19 +217,14 @@ def test_a_reference_pass_and_a_snapshot_in_between_leave_the_graph(
 ) -> None:
     policy = make_policy(lora)
     frozen = policy.engine.create_model(is_frozen=True)
-    policy.forward_backward(data)
-    expected = policy.read_gradient()
 
-    policy.forward(bare(data), graph="a")
-    # A frozen model keeps none, whatever it is asked for.
-    policy.engine.forward(frozen, bare(data), graph="b")
-    policy.save_for_sampler("snapshot")
-    policy.save_state("kept")
-    passes.clear()
-    policy.forward_backward(data, graph="a")
+    def between() -> None:
+        # A frozen model keeps none, whatever it is asked for.
+        policy.engine.forward(frozen, bare(data), graph="b")
+        policy.save_for_sampler("snapshot")
+        policy.save_state("kept")
 
-    assert passes == []
-    assert_same_gradient(policy.read_gradient(), expected, 1e-6)
+    assert train_after_forward(policy, data, data, passes, between) == []
 
 
 def shifted(data: Data) -> Data:
@@ -280,15 +286,9 @@ def test_a_graph_of_something_else_is_not_taken(
 def test_data_that_came_to_a_kept_pass_are_computed_beside_it(
     policy: Policy, data: Data, passes: Any
 ) -> None:
-    policy.forward_backward(data)
-    expected = policy.read_gradient()
+    computed = train_after_forward(policy, data, data[:-2], passes)
 
-    policy.forward(bare(data[:-2]), graph="a")
-    passes.clear()
-    policy.forward_backward(data, graph="a")
-
-    assert passes == [(len(data) - 2, len(data) - 1)]
-    assert_same_gradient(policy.read_gradient(), expected, 1e-6)
+    assert computed == [(len(data) - 2, len(data) - 1)]
 
 
 def test_another_models_graph_is_not_taken(engine: TrainerEngine, data: Data, passes: Any) -> None:
@@ -345,17 +345,11 @@ def test_what_is_not_kept_is_scored_without_a_graph(
 def test_a_pass_above_the_budget_is_not_kept_and_trains_all_the_same(
     make_policy: MakePolicy, random_data: Any, passes: Any
 ) -> None:
-    data = random_data(count=3)
-    policy = make_policy(micro_batch_tokens=1)
-    policy.forward_backward(data)
-    expected = policy.read_gradient()
-    policy.forward(bare(data), graph="a")
-    passes.clear()
+    data, policy = random_data(count=3), make_policy(micro_batch_tokens=1)
 
-    policy.forward_backward(data, graph="a")
+    computed = train_after_forward(policy, data, data, passes)
 
-    assert sorted(passes) == [(0,), (1,), (2,)]
-    assert_same_gradient(policy.read_gradient(), expected, 1e-6)
+    assert sorted(computed) == [(0,), (1,), (2,)]
 
 
 def test_only_the_last_pass_is_kept(policy: Policy, data: Data, passes: Any, graphs: Any) -> None:
