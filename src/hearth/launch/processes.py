@@ -170,10 +170,7 @@ class ProcessLauncher(BaseLauncher[ProcessWorker]):
         return worker
 
     def adopt(self, record: dict[str, Any], watcher: Watcher) -> ProcessWorker | ExitReport:
-        """The worker that an earlier launcher started, if it still runs; else how it ended.
-
-        Its watcher's ``ready`` is called again when it answers, or has answered before.
-        """
+        """As ``Launcher.adopt``; ``ready`` is called again, also where it has answered before."""
         if "spec" not in record:
             # Written down by a platform that ran its workers inline.
             return ExitReport(reason="ran inside a process that has ended")

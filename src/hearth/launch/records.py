@@ -136,9 +136,7 @@ class WorkerFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         for path in (self.phase, self.ready, self.process, self.failure, self.exit):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            if self.log.stat().st_size > LOG_LIMIT_BYTES:
-                self.log.replace(self.log.with_name("log.1"))
+        put_long_log_aside(self.log)
 
     def write_process(self, facts: ProcessFacts) -> None:
         """Write which process the worker is."""
@@ -200,6 +198,13 @@ class PhaseFile:
     def close(self) -> None:
         """Write no more; the file stays."""
         os.close(self._descriptor)
+
+
+def put_long_log_aside(log: Path) -> None:
+    """Have a log that is too long begin anew; ``log.1`` is what came before."""
+    with contextlib.suppress(FileNotFoundError):
+        if log.stat().st_size > LOG_LIMIT_BYTES:
+            log.replace(log.with_name("log.1"))
 
 
 def read_phase(path: Path) -> str | None:

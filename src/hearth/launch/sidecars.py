@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hearth.errors import ClosedError, EngineError
 from hearth.launch.gpus import VISIBLE_VARIABLE, WorkerGpus
-from hearth.launch.records import LOG_LIMIT_BYTES, last_lines, read_json
+from hearth.launch.records import last_lines, put_long_log_aside, read_json
 from hearth.sidecars import GRACE_S, Command, ExitReport, Sidecar
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
@@ -50,9 +50,7 @@ class LocalSidecar:
         self.port: int = self._held.getsockname()[1]
         folder.mkdir(parents=True, exist_ok=True)
         self._exit.unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            if self._log.stat().st_size > LOG_LIMIT_BYTES:
-                self._log.replace(self._log.with_name("log.1"))
+        put_long_log_aside(self._log)
         argv = fill_address(command.argv, self.host, self.port)
         program = [sys.executable, "-I", "-S", str(_SUPERVISOR)]
         supervisor = [*program, str(os.getpid()), str(self._exit)]

@@ -7,10 +7,11 @@ elsewhere.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from hearth.errors import ConfigError, EngineError
-from hearth.models.lora_options import LoraOptions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Names of the dtypes that models are loaded in."""
@@ -28,6 +28,47 @@ UNBOUNDED_POSITIONS = 2**30
 
 # transformers patches torch.nn.init and torch's default dtype while it loads, for all threads.
 loading_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Which layers an adapter changes, and how. The update is scaled by ``alpha / rank``."""
+
+    rank: int
+    """At least 1."""
+    alpha: float = 32.0
+    """Above 0."""
+    seed: int = 0
+    """Fixes the initial values."""
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"lora rank must be >= 1, got {self.rank}")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ConfigError(f"lora alpha must be finite and > 0, got {self.alpha}")
+        if not (self.train_attn or self.train_mlp or self.train_unembed):
+            raise ConfigError(
+                "lora must train at least one of attn, mlp and unembed, got none of them"
+            )
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> LoraOptions:
+        """The options in a snapshot's or checkpoint's ``metadata["lora"]``.
+
+        Raises:
+            EngineError: there are none.
+        """
+        try:
+            return cls(**metadata["lora"])
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"metadata must describe a LoRA adapter, got {error}") from None
+
+    def as_metadata(self) -> dict[str, Any]:
+        """What ``from_metadata`` reads: ``{"lora": {...}}``."""
+        return {"lora": asdict(self)}
 
 
 @dataclass
@@ -155,7 +196,11 @@ def load_base_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         EngineError: names or shapes differ; nothing was changed.
     """
-    own = base_tensors(module)
+    copy_tensors(tensors, base_tensors(module))
+
+
+def copy_tensors(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Copy ``tensors`` over a model's ``own``; raises as ``check_same_tensors``."""
     check_same_tensors(own, tensors)
     with torch.no_grad():
         for name, tensor in own.items():

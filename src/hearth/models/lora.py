@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hearth.errors import ConfigError
-from hearth.models.loading import LoadedModel, base_tensors, check_same_tensors
-from hearth.models.lora_options import LoraOptions
+from hearth.models.loading import LoadedModel, LoraOptions, base_tensors, copy_tensors
 
 _ADAPTER = "default"
 _PREFIX = "base_model.model."
@@ -144,11 +143,7 @@ def load_adapter_tensors(loaded: LoadedModel, tensors: Mapping[str, Tensor]) -> 
         ConfigError: no adapter is attached.
         EngineError: names or shapes differ; nothing was changed.
     """
-    own = adapter_tensors(loaded)
-    check_same_tensors(own, tensors)
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+    copy_tensors(tensors, adapter_tensors(loaded))
 
 
 @contextlib.contextmanager

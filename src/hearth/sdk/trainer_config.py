@@ -102,19 +102,16 @@ class TrainerJobConfig:
     def record(self) -> TrainerJob:
         """The request's body."""
         names = ("dtype", "device", "micro_batch_tokens", "recompute_above")
+        requested = ("display_name", "hot_load_deployment_id", "node_count")
+        requested += ("trainer_replica_count", "purpose", "managed_by")
         own = {name: getattr(self, name) for name in names}
         values = {name: value for name, value in own.items() if value is not None}
         return TrainerJob(
             training_config=TrainingConfig(
                 **{name: getattr(self, name) for name in TrainingConfig.model_fields}
             ),
-            display_name=self.display_name,
             forward_only=self.is_forward_only,
-            hot_load_deployment_id=self.hot_load_deployment_id,
-            node_count=self.node_count,
-            trainer_replica_count=self.trainer_replica_count,
-            purpose=self.purpose,
-            managed_by=self.managed_by,
+            **{name: getattr(self, name) for name in requested},
             extra_values={**(self.extra_values or {}), **values} or None,
         )
 

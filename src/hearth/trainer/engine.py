@@ -25,7 +25,6 @@ from hearth.losses import BuiltinObjective, builtin_objective
 from hearth.models.loading import LoadedModel, base_tensors, export_pretrained, load_model
 from hearth.models.lora import LoraOptions, merged_tensors, read_adapter
 from hearth.sync.store import Snapshot, SnapshotStore
-from hearth.trainer.adapters import AdapterStore
 from hearth.trainer.checkpoint import (
     CheckpointFacts,
     CheckpointFolder,
@@ -36,7 +35,7 @@ from hearth.trainer.checkpoint import (
     restore_rng,
 )
 from hearth.trainer.datums import Datums, read_datums
-from hearth.trainer.options import TrainerOptions
+from hearth.trainer.options import AdapterStore, TrainerOptions
 from hearth.trainer.packing import Limits
 from hearth.trainer.passes import KeptGraph, Pass, PassResult
 from hearth.trainer.residents import Resident, Residents, require_trainable

@@ -6,13 +6,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from hearth.errors import ConfigError
+from hearth.errors import ConfigError, NotFoundError, RequestError
 from hearth.models.loading import best_device
+from hearth.sync.manifest import check_name
 from hearth.sync.store import Buckets, SnapshotStore, open_buckets
-from hearth.trainer.adapters import AdapterStore
 
 DEFAULT_LOGIT_BUDGET = 2**26
 """Most logits at one time: 256 MiB in float32."""
+
+
+_PROMOTED = "accounts/me/models/"
+
+
+@dataclass(frozen=True)
+class AdapterStore:
+    """Promoted adapters by name, and other folders if requests may name them."""
+
+    models_dir: Path | None = None
+    allow_folders: bool = True
+
+    def find_folder(self, adapter_path: str) -> Path:
+        """The folder of ``accounts/me/models/NAME``, or of a path.
+
+        Raises:
+            NotFoundError: no such adapter was promoted.
+            RequestError: the name is invalid, or paths are not allowed.
+        """
+        if adapter_path.startswith(_PROMOTED):
+            name = check_name(adapter_path.removeprefix(_PROMOTED), "adapter_path")
+            if self.models_dir is None or not (self.models_dir / name).is_dir():
+                raise NotFoundError(
+                    f"adapter_path must name a promoted model, got {adapter_path!r}: there is none"
+                )
+            return self.models_dir / name
+        if not self.allow_folders:
+            raise RequestError(
+                f"adapter_path must be {_PROMOTED}NAME on this platform, got {adapter_path!r}"
+            )
+        return Path(adapter_path).expanduser()
 
 
 @dataclass(frozen=True, kw_only=True)

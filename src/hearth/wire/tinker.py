@@ -217,28 +217,31 @@ class ForwardInput(Record):
         return self.data if self.columns is None else self.columns.datums()
 
 
-class Forward(Record):
+class Operation(Record):
+    """An operation of a model; ``seq_id`` is its place among them."""
+
+    model_id: str
+    seq_id: int
+
+
+class Forward(Operation):
     """Logprobs of the targets, without a gradient.
 
     The trainer keeps its pass under the name ``graph``, for a ``ForwardBackward`` on the same data.
     """
 
     forward_input: ForwardInput
-    model_id: str
-    seq_id: int
     tensor_encoding: Encoding = "list"
     graph: str | None = None
 
 
-class ForwardBackward(Record):
+class ForwardBackward(Operation):
     """Forward, loss and gradient. Gradients add up until ``OptimStep``.
 
     Where the pass named ``graph`` is still there, the forward is not computed again.
     """
 
     forward_backward_input: ForwardInput
-    model_id: str
-    seq_id: int
     tensor_encoding: Encoding = "list"
     graph: str | None = None
 
@@ -254,65 +257,55 @@ class AdamParams(Record):
     grad_clip_norm: float = Field(default=0.0, ge=0)
 
 
-class OptimStep(Record):
+class OptimStep(Operation):
     """Applies the accumulated gradient, divided as ``grad_accumulation_normalization`` says.
 
     ``skip_zero_gradient`` leaves weights and moments as they are where the gradient is all zeros.
     """
 
     adam_params: AdamParams
-    model_id: str
-    seq_id: int
     grad_accumulation_normalization: Normalization | None = None
     skip_zero_gradient: bool = False
 
 
-class SaveWeights(Record):
+class SaveWeights(Operation):
     """Writes a resumable checkpoint: weights, optimizer, RNG and the client's ``metadata``.
 
     Example of metadata: ``{"cursor": 9, "version": 4, "config": {...}, "pinned": true}``; a pinned
     checkpoint is not retired.
     """
 
-    model_id: str
     path: str
-    seq_id: int
     overwrite: bool = False
     metadata: dict[str, Any] | None = None
 
 
-class LoadWeights(Record):
+class LoadWeights(Operation):
     """Reads a resumable checkpoint, with or without its optimizer.
 
     ``path`` is a name, or ``cross_job://<job>/<name>``.
     """
 
-    model_id: str
     path: str
-    seq_id: int
     optimizer: bool = False
 
 
-class SaveWeightsForSampler(Record):
+class SaveWeightsForSampler(Operation):
     """Exports a snapshot that a deployment can serve.
 
     ``export_precision`` other than ``source`` (the weights' own) is refused.
     """
 
-    model_id: str
     path: str
-    seq_id: int
     checkpoint_type: CheckpointType = "base"
     export_precision: str | None = None
     metadata: dict[str, Any] | None = None
 
 
-class LoadAdapter(Record):
+class LoadAdapter(Operation):
     """Starts a LoRA model from an existing PEFT adapter."""
 
-    model_id: str
     adapter_path: str
-    seq_id: int
 
 
 class UnloadModel(Record):

@@ -26,6 +26,9 @@ from training.platform.cleanup import ResourceCleanup
 from training.platform.managers import own_deployments, own_trainers
 from training.platform.spec import InfraSpec
 
+_HARDWARE = ("accelerator_type", "accelerator_count", "node_count", "custom_image_tag")
+_LABELS = ("region", "purpose", "managed_by", "skip_validations")
+
 
 @dataclass(frozen=True)
 class ExistingJob:
@@ -129,15 +132,8 @@ def request_trainer_job(
         training_shape_id=job.training_shape_id or shape,
         forward_only=is_frozen,
         extra_args=[*(infra.extra_args or []), *(job.extra_args or [])] or None,
-        region=infra.region,
-        custom_image_tag=infra.custom_image_tag,
-        accelerator_type=infra.accelerator_type,
-        accelerator_count=infra.accelerator_count,
-        node_count=infra.node_count,
         trainer_replica_count=None if is_frozen else infra.trainer_replica_count,
-        purpose=infra.purpose,
-        managed_by=infra.managed_by,
-        skip_validations=infra.skip_validations,
+        **{name: getattr(infra, name) for name in (*_HARDWARE, *_LABELS)},
     )
     config.validate()
     if cleanup is not None:
@@ -343,19 +339,14 @@ class Provisioner:
         """
         infra = self.spec.infra
         given = {"policy": infra.training_shape_id, "reference": infra.ref_training_shape_id}
-        # Where the user chooses hardware, no shape does.
-        hardware = (
-            infra.accelerator_type,
-            infra.accelerator_count,
-            infra.node_count,
-            infra.custom_image_tag,
-        )
+        has_hardware = any(getattr(infra, name) is not None for name in _HARDWARE)
         shapes: dict[str, TrainingShapeProfile | None] = dict.fromkeys(existing)
         for role, job in existing.items():
             shape = given[role] if job is None else job.training_shape
             if shape:
                 shapes[role] = self.trainers.resolve_training_profile(shape)
-            elif job is None and hardware == (None,) * 4:
+            # Where the user chooses hardware, no shape does.
+            elif job is None and not has_hardware:
                 # A folder or hub id that no catalog lists has no shape.
                 with contextlib.suppress(NotFoundError):
                     shapes[role] = self.trainers.auto_select_training_shape(

@@ -18,8 +18,7 @@ from training.rewards.form import pattern_reward, soft_overlong_reward, tags_rew
 from training.rewards.guard import GuardedReward, guarded
 from training.rewards.mathematics import math_reward
 from training.rewards.score import RewardFunction, Score, ScoringReward, Unscored
-from training.rewards.scoring import AnyReward, disagreements, scored
-from training.rewards.workers import guard_reward
+from training.rewards.scoring import AnyReward, disagreements, guard_reward, scored
 
 __all__ = [
     "AnyReward",

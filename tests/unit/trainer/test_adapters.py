@@ -1,7 +1,7 @@
 import pytest
 
 from hearth.errors import NotFoundError, RequestError
-from hearth.trainer.adapters import AdapterStore
+from hearth.trainer.options import AdapterStore
 
 
 def test_a_promoted_adapter_is_found_by_its_name(tmp_path):

@@ -172,10 +172,7 @@ class RayLauncher(BaseLauncher[RayWorker]):
         return worker
 
     def adopt(self, record: dict[str, Any], watcher: Watcher) -> RayWorker | ExitReport:
-        """The worker that an earlier launcher started, if it still runs; else how it ended.
-
-        Its watcher's ``ready`` is called again when it answers, or has answered before.
-        """
+        """As ``Launcher.adopt``; ``ready`` is called again, also where it has answered before."""
         if "actor" not in record:
             return ExitReport(reason="ran outside the cluster, in a process that has ended")
         spec = cast("WorkerSpec", spec_from_dict(record["spec"]))

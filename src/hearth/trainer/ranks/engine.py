@@ -25,8 +25,7 @@ from hearth.trainer.dcp import describe_tensors, load_into, save_tensors
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.options import TrainerWorkerOptions
 from hearth.trainer.passes import Pass
-from hearth.trainer.ranks.calls import decode, encode
-from hearth.trainer.ranks.group import RankGroup
+from hearth.trainer.ranks.group import RankGroup, decode, encode
 from hearth.trainer.ranks.passes import RankPass
 from hearth.trainer.ranks.residents import RankResidents
 from hearth.trainer.residents import Resident, Residents, find_trainable

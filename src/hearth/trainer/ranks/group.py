@@ -4,7 +4,7 @@ Rank 0 sends the next operation to the others, and all run it. Every collective 
 except those that wait for rank 0: for the next operation, or until it has written a file.
 
 Objects between ranks are pickled: our own code on our own ranks makes them. Data of clients crosses
-as JSON (``hearth.trainer.ranks.calls``).
+as JSON (``encode``, ``decode``).
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import orjson
 import psutil
 import torch
 import torch.distributed as dist
@@ -24,6 +26,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hearth.errors import EngineError, HearthError
+from hearth.models.lora import LoraOptions
+from hearth.wire.tinker import AdamParams, DatumColumns, DatumRecord
 
 logger = logging.getLogger(__name__)
 
@@ -167,3 +171,57 @@ def _make_group(**options: Any) -> dist.ProcessGroup:
     group = dist.new_group(**options)
     assert isinstance(group, dist.ProcessGroup), "every rank is in it"
     return group
+
+
+_Tagged = tuple[str, Any]
+"""The kind of an argument, and its JSON."""
+
+
+def encode(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """A message of an operation of the engine and its arguments.
+
+    Example: ``encode("unload", ["policy-1"], {})``
+
+    Raises:
+        TypeError: an argument has a type that no operation takes.
+    """
+    named = {name: _encode_value(value) for name, value in kwargs.items()}
+    return orjson.dumps([operation, [_encode_value(arg) for arg in args], named])
+
+
+def decode(message: bytes) -> tuple[str, list[Any], dict[str, Any]]:
+    """The reverse of ``encode``."""
+    operation, args, named = orjson.loads(message)
+    return (
+        operation,
+        [_decode_value(*arg) for arg in args],
+        {name: _decode_value(*value) for name, value in named.items()},
+    )
+
+
+def _encode_value(value: Any) -> _Tagged:
+    if isinstance(value, AdamParams):
+        return "adam", value.as_dict()
+    if isinstance(value, LoraOptions):
+        return "lora", asdict(value)
+    if isinstance(value, Path):
+        return "path", str(value)
+    if isinstance(value, DatumColumns):
+        return "columns", value.as_dict()
+    if isinstance(value, Sequence) and any(isinstance(datum, DatumRecord) for datum in value):
+        return "data", [datum.as_dict() for datum in value]
+    return "plain", value
+
+
+def _decode_value(kind: str, content: Any) -> Any:
+    if kind == "adam":
+        return AdamParams.model_validate(content)
+    if kind == "lora":
+        return LoraOptions(**content)
+    if kind == "path":
+        return Path(content)
+    if kind == "columns":
+        return DatumColumns.model_validate(content)
+    if kind == "data":
+        return [DatumRecord.model_validate(datum) for datum in content]
+    return content

@@ -11,7 +11,7 @@ import pytest
 
 from hearth.models.lora import LoraOptions
 from hearth.trainer.engine import TrainerEngine
-from hearth.trainer.ranks.calls import decode, encode
+from hearth.trainer.ranks.group import decode, encode
 from hearth.wire.tensors import encode as tensor
 from hearth.wire.tinker import AdamParams, DatumRecord
 
