@@ -12,10 +12,8 @@ from hearth.losses.catalog import (
 from hearth.losses.cispo import CISPO, CISPOMask
 from hearth.losses.clipped import DAPO, GRPO
 from hearth.losses.corrections import TIS, KLEstimator, kl_penalty
-from hearth.losses.crossentropy import CrossEntropy
-from hearth.losses.dro import DRO
-from hearth.losses.importance import ImportanceSampling
 from hearth.losses.objective import Objective, ObjectiveOutput
+from hearth.losses.policy_gradients import DRO, CrossEntropy, ImportanceSampling, Reinforce
 from hearth.losses.reduce import (
     NORMALIZATION_MODES,
     REDUCTIONS,
@@ -24,7 +22,6 @@ from hearth.losses.reduce import (
     count_gradients,
     reduce_loss,
 )
-from hearth.losses.reinforce import Reinforce
 from hearth.losses.sequence import GSPO, GSPO_PRESETS
 
 __all__ = [

@@ -18,11 +18,8 @@ from hearth.losses.batch import TokenBatch
 from hearth.losses.catalog import evaluate
 from hearth.losses.cispo import CISPO
 from hearth.losses.clipped import DAPO, GRPO
-from hearth.losses.crossentropy import CrossEntropy
-from hearth.losses.dro import DRO
-from hearth.losses.importance import ImportanceSampling
 from hearth.losses.objective import Objective, ObjectiveOutput
-from hearth.losses.reinforce import Reinforce
+from hearth.losses.policy_gradients import DRO, CrossEntropy, ImportanceSampling, Reinforce
 from hearth.losses.sequence import GSPO
 
 _MASK_INPUTS = ("weights", "loss_mask")

@@ -13,11 +13,8 @@ from hearth.losses.batch import TokenBatch
 from hearth.losses.cispo import CISPO, CISPOMask
 from hearth.losses.clipped import DAPO, GRPO
 from hearth.losses.corrections import TIS, WithReference, kl_penalty
-from hearth.losses.crossentropy import CrossEntropy
-from hearth.losses.dro import DRO
-from hearth.losses.importance import ImportanceSampling
 from hearth.losses.objective import Metrics, Objective, ObjectiveOutput
-from hearth.losses.reinforce import Reinforce
+from hearth.losses.policy_gradients import DRO, CrossEntropy, ImportanceSampling, Reinforce
 from hearth.losses.sequence import GSPO
 
 

@@ -7,9 +7,8 @@ from dataclasses import asdict
 from hearth.losses.cispo import CISPOMask
 from hearth.losses.clipped import GRPO
 from hearth.losses.corrections import TIS
-from hearth.losses.importance import ImportanceSampling
 from hearth.losses.objective import Objective
-from hearth.losses.reinforce import Reinforce
+from hearth.losses.policy_gradients import ImportanceSampling, Reinforce
 from training.config.recipe import RecipeConfig
 
 

@@ -15,7 +15,7 @@ from hearth.errors import ConfigError
 from hearth.losses.cispo import CISPO
 from hearth.losses.clipped import DAPO
 from hearth.losses.corrections import TIS
-from hearth.losses.dro import DRO
+from hearth.losses.policy_gradients import DRO
 from hearth.losses.sequence import GSPO
 
 CheckpointType = Literal["base", "delta"]

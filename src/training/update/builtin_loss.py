@@ -13,9 +13,8 @@ from hearth.losses.batch import TokenBatch
 from hearth.losses.cispo import CISPO
 from hearth.losses.clipped import DAPO, GRPO
 from hearth.losses.corrections import TIS
-from hearth.losses.dro import DRO
-from hearth.losses.importance import ImportanceSampling
 from hearth.losses.objective import Objective
+from hearth.losses.policy_gradients import DRO, ImportanceSampling
 from hearth.losses.sequence import GSPO
 from hearth.sdk import TrainingShapeProfile
 from training.config.recipe import RecipeConfig
