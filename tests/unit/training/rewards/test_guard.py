@@ -380,15 +380,13 @@ async def test_errors_of_a_process_arrive_with_their_traceback(isolated):
 
 @pytest.mark.slow
 async def test_an_expression_without_end_is_killed(isolated):
-    reward = isolated(math_reward, timeout_s=2.5, on_error="drop")
-    # The first call imports much, and may itself be late on a busy machine.
-    rewards = [await reward(r"\boxed{\frac{1}{2}}", {"ground_truth": "0.5"}) for _ in range(3)]
-    late = reward.failures["RewardTimeoutError"]
+    # The first call imports much, which takes seconds on a busy machine.
+    reward = isolated(math_reward, timeout_s=20.0, on_error="drop")
+    assert await reward(r"\boxed{\frac{1}{2}}", {"ground_truth": "0.5"}) == 1.0
 
     assert await reward(r"\boxed{100000000!}", {"ground_truth": "3"}) is None
 
-    assert rewards[-1] == 1.0
-    assert reward.failures == {"RewardTimeoutError": late + 1}
+    assert reward.failures == {"RewardTimeoutError": 1}
 
 
 def test_a_function_that_cannot_be_sent_is_refused():
