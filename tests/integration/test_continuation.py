@@ -5,7 +5,7 @@ import pytest
 from tests.integration.rollouts import spread
 from tests.integration.test_resume import crash, failing_after
 
-from hearth.errors import ConfigError
+from hearth.errors import ConfigError, EngineError
 from training.utils import ResumeConfig, TrainerConfig
 
 FOUR_STEPS = {"folder": "run", "reward_fn": spread, "dcp_save_interval": 1, "max_rows": 8}
@@ -116,6 +116,13 @@ def test_a_run_that_died_before_its_first_checkpoint_is_kept_when_another_starts
     kept = (run.folder.with_name("run.1") / "metrics.jsonl").read_bytes().splitlines()
     assert [orjson.loads(line)["step"] for line in kept if b'"train"' in line] == [1, 2]
     assert len(run.rewarded) == 8 * 4
+
+
+def test_where_an_older_run_went_is_said_even_if_the_new_one_cannot_start(trial, finished, capsys):
+    with pytest.raises(EngineError, match="Unrecognized model"):
+        trial(**FOUR_STEPS, resume="never", base_model=str(finished.folder))
+
+    assert f"is in {finished.folder}.1 now" in capsys.readouterr().out
 
 
 def test_settings_that_train_nothing_else_may_differ(trial):

@@ -129,6 +129,14 @@ def test_off_policy_each_loss_has_a_gradient_of_its_own(trial):
     assert len({round(norm, 3) for norm in norms.values()}) >= len(norms) - 2
 
 
+def test_stale_minibatches_need_no_logprobs_of_the_policy_before_the_step(trial):
+    run = trial(reward_fn=spread, weight_sync_interval=0, ppo_n_minibatches=2, max_rows=4)
+
+    lines = (run.folder / "metrics.jsonl").read_bytes().splitlines()
+    forwards = ["perf/old_policy_forward_time" in line for line in map(orjson.loads, lines)]
+    assert forwards == [True, False]
+
+
 def test_tis_corrects_for_the_age_of_samples_instead_where_it_is_on(trial):
     run = trial(
         reward_fn=spread, weight_sync_interval=0, learning_rate=1e-2, tis_enabled=True, max_rows=4

@@ -238,9 +238,8 @@ class Rollouts:
     ) -> RowOutcome:
         runs = [run for sample in returns for run in sample.runs]
         errors = [sample.error for sample in returns if sample.error is not None]
-        drops_truncated = self._config.truncated_completions == "drop"
-        trained = [run for run in runs if not (drops_truncated and _is_truncated(run))]
-        kept = sum(any(run in trained for run in sample.runs) for sample in returns)
+        trained = [run for run in runs if self._is_trained(run)]
+        kept = sum(any(map(self._is_trained, sample.runs)) for sample in returns)
         group, reason = None, None
         if kept < self._config.min_group_size or len(trained) < 2:
             reason = "failed" if errors else "too_few"
@@ -262,6 +261,9 @@ class Rollouts:
             example=_example(runs) if runs else None,
             parsed=[run.parsed for run in runs if run.parsed is not None],
         )
+
+    def _is_trained(self, run: RolloutRun) -> bool:
+        return self._config.truncated_completions == "score" or not _is_truncated(run)
 
     async def _credit_and_filter(
         self, group: PromptGroup, errors: list[Exception]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from training.config.objective import objective_options
 from training.config.parts import plain_config
 from training.config.recipe import RecipeConfig
 from training.data.rows import Row
@@ -55,11 +56,8 @@ def begin_run(
     check_platform(config)
     check_wandb(config.wandb)
     trained_on = describe_training(config, rows)
-    with hold_log_path(log_path):
-        aside = None
-        if config.resume.mode == "never" and has_results(log_path):
-            aside = move_aside(log_path)
-        checkpoints = read_manifest(log_path)
+    with hold_log_path(log_path), Display.open(len(rows) * config.epochs) as display:
+        checkpoints = [] if config.resume.mode == "never" else read_manifest(log_path)
         resumed = choose_checkpoint(checkpoints, config.resume.resume_from)
         if resumed is not None:
             check_continuation(log_path, config, trained_on, rows)
@@ -67,11 +65,12 @@ def begin_run(
             check_start(config)
             if has_results(log_path):
                 aside = move_aside(log_path)
+                display.note(f"the older run of this folder is in {aside} now")
         write_config(log_path, plain_config(config))
         write_trained_on(log_path, trained_on)
+        warn_unbounded_ratio(config)
         resumed_step = resumed.step if resumed is not None else None
         with (
-            Display.open(len(rows) * config.epochs) as display,
             provision(
                 config,
                 max_concurrent=max_concurrent,
@@ -80,11 +79,8 @@ def begin_run(
             ) as infra,
             MetricsLog.open(log_path, config.wandb, plain_config(config), resumed_step) as log,
         ):
-            if aside is not None:
-                display.note(f"the older run of this folder is in {aside} now")
             run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)
             run.begin(config, infra, resumed)
-            warn_unbounded_ratio(config)
             warn_dense_policy(config.replay, config.base_model, has_experts=infra.has_experts)
             with _rare_collections():
                 yield infra, run
@@ -93,10 +89,8 @@ def begin_run(
 def warn_unbounded_ratio(config: RecipeConfig) -> None:
     """Say that nothing bounds the ratio by which older samples are weighted."""
     may_be_older = config.is_off_policy or config.sync.interval != 1
-    unbounded = config.policy_loss == "reinforce" or (
-        config.policy_loss == "importance_sampling" and config.ratio_max is None
-    )
-    if may_be_older and unbounded:
+    is_bounded = objective_options(config).has_trust_region or config.ratio_max is not None
+    if may_be_older and not is_bounded:
         logger.warning(
             "policy_loss %r weighs samples of older weights by a ratio that nothing bounds: use "
             "importance_sampling with ratio_max=10, or grpo, dapo, gspo, cispo or dro",

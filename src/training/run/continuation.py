@@ -8,8 +8,9 @@ change what is trained. A start with others is refused before anything is provis
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,12 @@ def hash_rows(rows: Sequence[Row]) -> str:
     """A SHA-256 over the rows' contents in their order, hexadecimal."""
     digest = hashlib.sha256()
     for row in rows:
-        # A value that JSON has no form for counts by its type alone.
-        digest.update(
-            orjson.dumps(
-                dict(row),
-                default=lambda value: type(value).__qualname__,
-                option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE,
-            )
+        # The standard library's JSON has room for any int and any text. A value that JSON has no
+        # form for counts by its type alone.
+        text = json.dumps(
+            dict(row), default=lambda value: type(value).__qualname__, sort_keys=True, skipkeys=True
         )
+        digest.update(text.encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -100,8 +99,7 @@ def check_continuation(
     before = read_trained_on(folder)
     if before is None:
         return
-    defaults = describe_training(type(config)(), ()).settings
-    differences = dict(_differences(before, now, defaults, rows))
+    differences = dict(_differences(before, now, _default_settings(config), rows))
     if config.resume.mode == "force":
         grows = config.epochs == 1 and before.settings.get("epochs") == 1 and not config.shuffle
         may_append = grows and hash_rows(rows[: before.num_rows]) == before.rows_sha256
@@ -153,6 +151,18 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
+
+
+def _default_settings(config: RecipeConfig) -> dict[str, Any]:
+    """What each setting of a config's type is where nobody gives it; required ones are left out."""
+    defaults: dict[str, Any] = {}
+    for setting in fields(config):
+        if setting.default is not MISSING:
+            defaults[setting.name] = setting.default
+        elif setting.default_factory is not MISSING:
+            value = setting.default_factory()
+            defaults[setting.name] = plain_config(value) if is_dataclass(value) else value
+    return dict(_flatten(defaults))
 
 
 def _differences(

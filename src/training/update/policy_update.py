@@ -70,7 +70,8 @@ class PolicyUpdate:
         self.groups.extend(groups)
         samples = [sample for group in groups for sample in group.flat()]
         await self._score_reference(samples)
-        if config.ppo_n_minibatches > 1:
+        # Where ratios are to the sampler and nothing is compared, nobody reads its logprobs.
+        if config.ppo_n_minibatches > 1 and not (self._ratio_to_sampler and self._version is None):
             await self._score_old_policy(samples)
         kl_beta = config.kl_beta if self._kl is None else self._kl.coefficient
         minibatches = chunks(samples, math.ceil(len(samples) / config.ppo_n_minibatches))

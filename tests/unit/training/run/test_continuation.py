@@ -60,6 +60,9 @@ def test_the_hash_of_rows_sees_content_and_order_and_not_the_order_of_keys():
     others = ([second, first], [first], [first | {"ground_truth": "b"}, second], [])
     assert len({hash_rows([first, second]), *map(hash_rows, others)}) == 5
     assert hash_rows([{"tool": object()}]) == hash_rows([{"tool": object()}])
+    # Rows given in Python may hold what a faster JSON refuses.
+    assert hash_rows([{"ground_truth": 10**40}]) != hash_rows([{"ground_truth": 10**41}])
+    assert hash_rows([{"text": "\ud800"}]) != hash_rows([{"text": "\ud801"}])
 
 
 def test_a_setting_that_an_older_version_did_not_have_counts_as_its_default(tmp_path):
@@ -71,6 +74,20 @@ def test_a_setting_that_an_older_version_did_not_have_counts_as_its_default(tmp_
     changed = rl_loop.Config(eps_clip=0.5)
     with pytest.raises(ConfigError, match=r"eps_clip: 0\.2 then, 0\.5 now"):
         check_continuation(tmp_path, changed, describe_training(changed, ()), ())
+
+
+def test_a_config_of_ones_own_may_have_required_settings(tmp_path):
+    @dataclasses.dataclass(kw_only=True)
+    class OwnConfig(rl_loop.Config):
+        difficulty: int
+
+    now = describe_training(OwnConfig(difficulty=1), ())
+    write_trained_on(tmp_path, now)
+
+    check_continuation(tmp_path, OwnConfig(difficulty=1), now, ())
+    harder = OwnConfig(difficulty=2)
+    with pytest.raises(ConfigError, match="difficulty: 1 then, 2 now"):
+        check_continuation(tmp_path, harder, describe_training(harder, ()), ())
 
 
 def test_the_modes_of_resume_are_checked():
