@@ -6,17 +6,24 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 LOG_PATH ?= runs/quickstart
 TRL := .venv-trl
 VLLM := .venv-vllm
+CLIENTS := .venv-clients
 # The folder with the other systems' scripts.
 BENCH ?= ../shared/bench
 TESTERS ?= 2
+MINUTES ?= 30
+REQUESTS ?= 10000
+CROWD ?= 1
+SEED ?= 0
+# How often a test that fails is run again; the closing lines name it.
+RERUNS ?= 0
 DIST := worksteal
-PYTEST = $(BIN)/pytest --numprocesses $(TESTERS) --dist $(DIST)
+PYTEST = $(BIN)/pytest --numprocesses $(TESTERS) --dist $(DIST) --reruns $(RERUNS) -rfER
 WITH_VLLM := HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python
 
 # Tests and the processes that they start keep their bytecode: compiling it anew costs half of make test-fast's start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-scale test-vllm check bench format clean
+.PHONY: demo test test-fast test-scale test-vllm test-clients chaos mutants check bench format clean
 
 demo: $(VENV)/.runtime  ## Train the shipped model with GRPO and show it before and after.
 	$(BIN)/hearth quickstart --log-path $(LOG_PATH)
@@ -35,12 +42,30 @@ test-vllm: DIST := loadfile
 test-vllm: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests that need vLLM, on its build for CPUs.
 	$(WITH_VLLM) $(PYTEST) tests/vllm
 
-check: $(VENV)/.dev  ## Lint, format, types, layers, spelling.
+# RECIPES="math_rl" runs those whose name has that text.
+test-clients: $(VENV)/.dev $(CLIENTS)/.installed  ## Run several versions of the Tinker client, and tinker-cookbook's recipes.
+	$(BIN)/python -m tests.clients.versions
+	$(BIN)/python -m tests.clients.cookbook --python $(CLIENTS)/bin/python --only "$(RECIPES)"
+
+# A failed trial names the command that repeats it. --soak and --only: tests/chaos/campaign.py.
+chaos: $(VENV)/.dev  ## Disturb runs for MINUTES, then send a CROWD and REQUESTS odd requests.
+	$(BIN)/python -m tests.chaos.campaign --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m tests.chaos.load --scale $(CROWD)
+	$(BIN)/python -m tests.chaos.fuzz --requests $(REQUESTS) --seed $(SEED)
+
+# MUTANTS="hearth.losses.clipped*" tries a part again; mutmut show and mutmut tests-for-mutant explain one.
+mutants: $(VENV)/.dev  ## Break the arithmetic in thousands of small ways, one at a time, and list what no test notices.
+	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children $(TESTERS) $(foreach name,$(MUTANTS),'$(name)')
+	$(BIN)/mutmut results
+	$(BIN)/mutmut export-cicd-stats
+
+check: $(VENV)/.dev  ## Lint, format, types, layers, spelling, known weaknesses of what is pinned.
 	$(BIN)/ruff check src tests tools benchmarks
 	$(BIN)/ruff format --check src tests tools benchmarks
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/codespell src tests tools benchmarks docs *.md
+	@found=$$($(BIN)/pip-audit -r constraints.txt --no-deps --disable-pip --progress-spinner off 2>&1) || { echo "$$found"; exit 1; }
 
 format: $(VENV)/.dev  ## Rewrite the files as ruff wants them.
 	$(BIN)/ruff check --fix src tests tools benchmarks
@@ -49,8 +74,16 @@ format: $(VENV)/.dev  ## Rewrite the files as ruff wants them.
 bench: $(VENV)/.dev $(TRL)/.installed  ## Compare one GRPO step with TRL's and a hand-written loop's.
 	$(BIN)/python benchmarks/compare.py --bench $(BENCH) --trl-python $(TRL)/bin/python
 
+# tinker-cookbook comes last and alone: it asks for a version of a package that cannot be had.
+$(CLIENTS)/.installed: tests/clients/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip --disable-pip-version-check --quiet install -c constraints.txt torch
+	$(CLIENTS)/bin/pip --disable-pip-version-check --quiet install -r tests/clients/requirements.txt
+	$(CLIENTS)/bin/pip --disable-pip-version-check --quiet install --no-deps tinker-cookbook==0.6.1
+	touch $@
+
 clean:  ## Remove what the other targets made, runs excepted.
-	rm -rf $(VENV) $(TRL) $(VLLM) build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRL) $(VLLM) $(CLIENTS) mutants build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and pinned: with it in place nothing pulls another build of it.
 $(VENV)/.runtime: pyproject.toml constraints.txt

@@ -241,7 +241,7 @@ def parts_of_a_delta(source: Path, rounds: int) -> tuple[str, list[tuple[str, fl
         for name, tensor in new.items()
     )
     total = sum(tensor.numel() for tensor in new.values())
-    names = len(delta.changed_names(encoded))
+    names = len(delta.list_changed(encoded))
     each = sum(part.nbytes for part in encoded.values()) / changed
     summary = (
         f"{changed:,} of {total:,} elements changed ({changed / total:.2%}), in {names} of "

@@ -14,9 +14,10 @@ import uvicorn
 class AppListener:
     """Serves from ``with`` on to its end; ``url`` says where, unless it is a Unix socket."""
 
-    def __init__(self, app: Any, path: Path | None = None) -> None:
+    def __init__(self, app: Any, path: Path | None = None, port: int = 0) -> None:
         self._listener = socket.socket(socket.AF_UNIX if path else socket.AF_INET)
-        self._listener.bind(str(path) if path else ("127.0.0.1", 0))
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener.bind(str(path) if path else ("127.0.0.1", port))
         self._listener.listen()
         self.url = "" if path else f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         config = uvicorn.Config(

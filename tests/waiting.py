@@ -10,7 +10,7 @@ from hearth.launch.records import ProcessId
 
 
 def wait_until(
-    is_so: Callable[[], bool], timeout_s: float = 60.0, what: str = "", pause_s: float = 0.01
+    is_so: Callable[[], bool], timeout_s: float = 240.0, what: str = "", pause_s: float = 0.01
 ) -> None:
     """Look every ``pause_s`` seconds; after ``timeout_s`` the test fails, and says ``what`` was
     waited for."""
@@ -20,7 +20,7 @@ def wait_until(
         time.sleep(pause_s)
 
 
-async def until(is_so: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def until(is_so: Callable[[], object], timeout_s: float = 120.0) -> None:
     """Look again and again while the event loop goes on, for ``timeout_s`` seconds at most."""
     async with asyncio.timeout(timeout_s):
         while not is_so():

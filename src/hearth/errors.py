@@ -11,7 +11,9 @@
     |-- AuthError (PermissionError)          missing or wrong API key
     |-- ClosedError (RuntimeError)           a client, job or platform used after its end
     |-- NotReadyError (RuntimeError)         it starts, or loads new weights; retry soon
+    |-- BusyError (RuntimeError)             too much in flight at once; retry soon
     |-- EngineError (RuntimeError)           the platform itself failed
+    |   `-- StorageError (OSError)           a disk is full, read-only or broken
     |-- RequestFailedError (RuntimeError)    what a client sees when its future failed
     `-- TransportError (ConnectionError)     no answer, or one that the protocol does not know
 
@@ -103,8 +105,19 @@ class NotReadyError(HearthError, RuntimeError):
     code = "unavailable"
 
 
+class BusyError(HearthError, RuntimeError):
+    """As much is in flight as the platform holds; the same request may work soon."""
+
+    status = 429
+    code = "resource_exhausted"
+
+
 class EngineError(HearthError, RuntimeError):
     """The platform itself failed."""
+
+
+class StorageError(EngineError, OSError):
+    """A file cannot be written: its disk is full, read-only or broken. What was there stays."""
 
 
 class RequestFailedError(HearthError, RuntimeError):

@@ -5,6 +5,7 @@ They come from a TOML file and flags; keys only from the environment or a file o
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import os
 import sys
@@ -49,7 +50,12 @@ class Settings:
     catalog: Path | None = None
     """TOML file with models and training shapes beside the documented ones."""
     api_keys_file: Path | None = None
-    """One key a line; ``HEARTH_API_KEYS`` (separated by commas) adds to them."""
+    """A key a line, and its name if it has one; ``HEARTH_API_KEYS`` (separated by commas) adds to
+    them. In records a key without a name is the beginning of its SHA-256."""
+    workers_per_key: int | None = None
+    """Trainers, and deployments, that may run at once for one key; empty: any number."""
+    requests_per_key: int | None = None
+    """Requests of one key that are answered at once; empty: any number."""
     trainer_threads: int | None = None
     """CPU threads of a trainer's process; empty: its share of all cores."""
     deployment_threads: int | None = None
@@ -82,10 +88,15 @@ class Settings:
         _require(self.keep_snapshots >= 0, "keep_snapshots", ">= 0", self.keep_snapshots)
         _require(self.max_body_mb >= 1, "max_body_mb", ">= 1", self.max_body_mb)
         _require(self.orphan_timeout_s > 0, "orphan_timeout_s", "> 0", self.orphan_timeout_s)
-        for name in ("trainer_threads", "deployment_threads"):
+        for name in ("trainer_threads", "deployment_threads", *_PER_KEY):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, ">= 1 or unset", value)
-        if not self.api_keys() and not is_loopback(self.host):
+        has_keys = bool(self.api_keys())
+        for name in _PER_KEY:
+            value = getattr(self, name)
+            rule = f"unset without API keys ({KEYS_VARIABLE})"
+            _require(has_keys or value is None, name, rule, value)
+        if not has_keys and not is_loopback(self.host):
             raise ConfigError(
                 f"host must be a loopback address while there is no API key, got {self.host!r}: "
                 f"export {KEYS_VARIABLE}, or give api_keys_file"
@@ -96,8 +107,8 @@ class Settings:
         """``allow_folders``; if not set, whether the address is a loopback address."""
         return is_loopback(self.host) if self.allow_folders is None else self.allow_folders
 
-    def api_keys(self) -> frozenset[str]:
-        """Accepted keys; if there are none, any key is accepted, on a loopback address only.
+    def api_keys(self) -> dict[str, str]:
+        """Accepted keys and their names; without any, every key is, on a loopback address only.
 
         Raises:
             ConfigError: ``api_keys_file`` cannot be read, or has no key.
@@ -109,13 +120,16 @@ class Settings:
                 # A platform whose key file is empty must not be open to all.
                 if not any(line.strip() for line in lines):
                     raise ValueError("it has no key")
+                if odd := [n for n, line in enumerate(lines, 1) if len(line.split()) > 2]:
+                    raise ValueError(f"line {odd[0]} is not a key and perhaps a name")
                 listed += lines
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     "api_keys_file must be a readable file with keys, got "
                     f"{str(self.api_keys_file)!r}: {error}"
                 ) from None
-        return frozenset(key.strip() for key in listed if key.strip())
+        words = [line.split(maxsplit=1) for line in listed if line.strip()]
+        return {key: "".join(name) or hash_key(key) for key, *name in words}
 
 
 def read_settings(path: Path | None, given: Mapping[str, Any]) -> Settings:
@@ -141,11 +155,17 @@ def read_settings(path: Path | None, given: Mapping[str, Any]) -> Settings:
     return Settings(**values)
 
 
+def hash_key(key: str) -> str:
+    """What stands for a key without a name: it tells keys apart and gives none away."""
+    return hashlib.sha256(key.encode()).hexdigest()[:12]
+
+
 def vllm_python() -> str:
     """The interpreter that has vLLM: ``HEARTH_VLLM_PYTHON``, or the current one."""
     return os.environ.get(VLLM_PYTHON_VARIABLE) or sys.executable
 
 
+_PER_KEY = ("workers_per_key", "requests_per_key")
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "str": ((str,), "a text"),
     "int": ((int,), "a whole number"),

@@ -29,6 +29,11 @@ class ExitReport:
     reason: str | None = None
     """From the launcher: the worker never started, or was gone when the launcher looked for it."""
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether it ended by SIGKILL from outside: it says nothing of what it was to do."""
+        return self.signal == "SIGKILL" and self.reason is None
+
     def describe(self) -> str:
         """One paragraph for a person."""
         how = self.reason or (

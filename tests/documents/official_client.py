@@ -4,9 +4,9 @@
 
 on an interpreter that has ``fireworks-ai[training]``, with FIREWORKS_BASE_URL and
 FIREWORKS_API_KEY set. Prints the job that was trained, as JSON. Three things of 1.2.28 differ from
-what the documents were written for, and are dealt with here: its data types are its own, so
-``tinker`` stands for them; its managers refuse ``account_id``; and sampling is a coroutine, which
-document 003 uses as a list.
+what the documents were written for, and are dealt with here: its data types are its own, and it
+takes no others; its managers refuse ``account_id``; and sampling is a coroutine, which document 003
+uses as a list.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ import asyncio
 import itertools
 import json
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import extraction
+import tinker
 from fireworks.training.sdk import types as official_types
 
-sys.modules["tinker"] = official_types
-
-from training.samples.datums import datum_from_tokens_weights  # noqa: E402
-from training.utils.rl import build_grpo_datums, make_grpo_loss_fn  # noqa: E402 - wants the alias
+from training.utils.rl import build_grpo_datums, make_grpo_loss_fn
 
 SNIPPETS = {
     "001": ("Provision resources with `setup_infra`", "Training loop"),
@@ -40,10 +37,16 @@ SNIPPETS = {
 
 
 class Modern(ast.NodeTransformer):
-    """What 1.2.28 demands of the documents' calls."""
+    """What 1.2.28 demands of the documents' imports and calls."""
+
+    def visit_Import(self, node: ast.Import) -> ast.AST:
+        """Take the data types from the client."""
+        if node.names[0].name != "tinker":
+            return node
+        return ast.parse("from fireworks.training.sdk import types as tinker").body[0]
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Leave ``account_id`` out; run a sampling call that nobody runs."""
+        """Leave ``account_id`` out; run a sampling call that nobody runs; make its own datums."""
         if ast.unparse(node.func) == "asyncio.run":
             return node
         self.generic_visit(node)
@@ -51,21 +54,28 @@ class Modern(ast.NodeTransformer):
         if ast.unparse(node.func) == "sampler.sample_with_tokens":
             runner = ast.parse("asyncio.run", mode="eval").body
             return ast.copy_location(ast.Call(runner, [node], []), node)
+        if ast.unparse(node.func) == "datum_from_tokens_weights":
+            convert = ast.Name("official_datum", ast.Load())
+            return ast.copy_location(ast.Call(convert, [node], []), node)
         return node
+
+
+def official_datum(datum: tinker.Datum) -> official_types.Datum:
+    """A datum as the client's own type."""
+    return official_types.Datum(
+        model_input=datum.model_input.model_dump(),
+        loss_fn_inputs={name: data.to_numpy() for name, data in datum.loss_fn_inputs.items()},
+    )
 
 
 def main(number: str, document: str, model: str, dataset: str) -> None:
     """Run the snippets and say which job was trained."""
     rows = [json.loads(line) for line in Path(dataset).read_text().splitlines()][:2]
     names: dict[str, Any] = {"__name__": "reader", "asyncio": asyncio, "tinker": official_types}
+    names["official_datum"] = official_datum
     count = itertools.count()
     names["score"] = lambda completion: float(next(count) % 2)
     names["dataset"] = rows
-    helpers: Any = types.ModuleType("tinker_cookbook.supervised.common")
-    helpers.datum_from_tokens_weights = datum_from_tokens_weights
-    for name in ("tinker_cookbook", "tinker_cookbook.supervised"):
-        sys.modules[name] = types.ModuleType(name)
-    sys.modules[helpers.__name__] = helpers
     page = extraction.Document.read(Path(document))
     parts = [page.after(heading).text for heading in SNIPPETS[number]]
     if number == "001":

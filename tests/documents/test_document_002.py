@@ -120,7 +120,7 @@ def test_samples_and_metrics_share_no_lists(library):
         assert all(getattr(entry, name) is not getattr(other, name) for name in lists)
 
 
-def test_a_training_step_draws_groups_and_records_their_mean_reward(library):
+def test_a_training_step_samples_groups_and_records_their_mean_reward(library):
     calls = []
     texts = iter(["aa", "b", "cc", "d", "ee", "ff", "gg", "hh"])
     pipeline = library["GRPOPipeline"](
@@ -134,7 +134,7 @@ def test_a_training_step_draws_groups_and_records_their_mean_reward(library):
     assert (pipeline.metrics.steps, pipeline.metrics.rewards) == ([7], [mean])
 
 
-def test_its_pipeline_draws_from_a_deployment(library, platform):
+def test_its_pipeline_samples_from_a_deployment(library, platform):
     import transformers
 
     deployments = platform.deployments()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import sys
-import types
 
 import pytest
 import tinker
@@ -15,7 +13,7 @@ from tests.integration.runs import read_steps
 
 import training.utils
 from hearth.errors import HearthError
-from training.samples.datums import datum_from_tokens_weights, token_logprobs
+from training.samples.datums import token_logprobs
 from training.utils import DeployConfig, HotloadConfig, ISConfig, WandBConfig
 from training.utils.rl import (
     build_grpo_datums,
@@ -47,14 +45,8 @@ pi_sum, kl_term = (pi_lp * weights).sum(), ((pi_lp - ref_lp) * weights).sum()
 def names(document, substituted, platform, reader):
     """The namespace behind steps 1 to 3: clients of running trainers, and both functions."""
     given = reader()
-    with pytest.MonkeyPatch.context() as patch:
-        helpers = types.ModuleType("tinker_cookbook.supervised.common")
-        helpers.datum_from_tokens_weights = datum_from_tokens_weights  # type: ignore[attr-defined]
-        for name in ("tinker_cookbook", "tinker_cookbook.supervised"):
-            patch.setitem(sys.modules, name, types.ModuleType(name))
-        patch.setitem(sys.modules, helpers.__name__, helpers)
-        for heading in (PROVISION, DATA, LOSS):
-            extraction.execute(substituted(document("003").after(heading).text), given)
+    for heading in (PROVISION, DATA, LOSS):
+        extraction.execute(substituted(document("003").after(heading).text), given)
     yield given
     given["policy_svc"].close()
     given["ref_svc"].close()
@@ -120,6 +112,32 @@ def test_both_trainers_run_and_the_reference_is_frozen(names, platform):
         step.result()
 
 
+def test_with_a_rank_both_trainers_are_lora_and_the_reference_is_the_base(
+    document, substituted, reader, names, platform
+):
+    """The loop with an adapter: the prose promises LoRA for both trainers."""
+    given = reader()
+    # The page's own clients are closed by the reader, at the module's end.
+    for heading in (PROVISION, DATA, LOSS, LOOP):
+        code = substituted(document("003").after(heading).text)
+        code = code.replace("lora_rank=0", "lora_rank=8").replace("grpo-serving", "grpo-lora")
+        extraction.execute(code, given)
+
+    trainers = platform.trainers()
+    jobs = [trainers.get(given[f"{role}_ep"].job_id) for role in ("policy", "reference")]
+    trainers.close()
+    assert [job.forward_only for job in jobs] == [False, True]
+    assert [job.training_config.lora_rank for job in jobs] == [8, 8]
+    datums = given["combined_datums"]
+    policy, reference = given["policy_client"], given["reference_client"]
+    assert (policy.lora_rank, reference.lora_rank) == (8, 8)
+    base = logprobs(names["reference_client"], datums)
+    assert logprobs(reference, datums) == base
+    assert logprobs(policy, datums) != base
+    with pytest.raises(HearthError, match="must run on a trainable model"):
+        reference.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
+
+
 def test_its_datums_are_ours(names):
     messages = names["dataset"].rows[0]["messages"]
     completions = names["sampler"].sample_with_tokens(messages, n=2, max_tokens=8, seed=1)
@@ -167,9 +185,13 @@ def test_the_loop_trains_the_policy_and_publishes_every_step(trained, platform):
     assert {"grpo_loss", "mean_kl"} <= set(trained["result"].metrics)
 
 
-def test_the_prefill_gives_the_trainers_logprobs_of_the_served_weights(trained, document, platform):
+@pytest.mark.parametrize("account", ["me", ""], ids=["account", "FIREWORKS_ACCOUNT_ID not set"])
+def test_the_prefill_gives_the_trainers_logprobs_of_the_served_weights(
+    trained, document, platform, account
+):
     completion = trained["completions"][0]
     trained |= {"token_ids": completion.full_tokens, "deployment_id": "grpo-serving"}
+    trained |= {"account_id": account}
     code = document("003").after(OFF_POLICY, 1).text
 
     extraction.execute(code.replace("https://api.fireworks.ai", platform.url), trained)

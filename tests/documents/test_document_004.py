@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import sys
-import types
 from dataclasses import MISSING, dataclass, fields
 from typing import get_type_hints
 
@@ -22,6 +20,16 @@ ROLLOUT, TRAIN = "rollout.py — the rollout function", "train.py — config, re
 DOCUMENTED_MODEL = '"accounts/fireworks/models/qwen3-8b"'
 ITS_SHAPE = '"accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"'
 RL_LOOP = "The simpler rl_loop recipe"
+# What the reader's rollout.py has beside the snippet.
+SCORE = """
+import itertools
+
+count = itertools.count()
+
+
+def score(completion):
+    return float(next(count) % 2)
+"""
 
 
 def test_every_snippet_has_a_test(document):
@@ -58,7 +66,7 @@ def test_a_rollout_sample_begins_with_the_documents_fields(document, reader):
 
 
 @pytest.mark.parametrize("place", ["served", "embedded"])
-def test_the_rollout_function_draws_from_a_deployment_and_the_recipe_trains_on_it(
+def test_the_rollout_function_samples_from_a_deployment_and_the_recipe_trains_on_it(
     place, document, substituted, platform, reader, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -67,11 +75,10 @@ def test_the_rollout_function_draws_from_a_deployment_and_the_recipe_trains_on_i
         monkeypatch.delenv("FIREWORKS_BASE_URL")
         code = code.replace(DOCUMENTED_MODEL, json.dumps(str(MODEL))).replace(ITS_SHAPE, "None")
     names = reader()
-    extraction.execute(substituted(document("004").after(ROLLOUT).text), names)
-    assert inspect.isfunction(names["make_rollout_fn"])
-    theirs = types.ModuleType("my_rollout")
-    theirs.make_rollout_fn = names["make_rollout_fn"]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "my_rollout", theirs)
+    program = substituted(document("004").after(ROLLOUT).text) + SCORE
+    (tmp_path / "my_rollout.py").write_text(program)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rollout", raising=False)
 
     extraction.execute(
         with_rows(code), names | {"rows_of_mine": prompt_rows(names["dataset"].rows)}

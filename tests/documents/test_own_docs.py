@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ from training.data.rows import load_rows
 from training.quickstart import MODEL, TRAIN_ROWS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+TINKER_PAGE = REPOSITORY / "docs" / "tinker.md"
+PAGES = [REPOSITORY / "README.md", *sorted(set((REPOSITORY / "docs").glob("*.md")) - {TINKER_PAGE})]
 EXAMPLE = REPOSITORY / "docs" / "examples" / "own_loop.py"
 STAND_INS = {'"Qwen/Qwen3-0.6B"': json.dumps(str(MODEL)), '"gsm8k.jsonl"': '"rows.jsonl"'}
 
@@ -49,6 +51,22 @@ def test_the_python_blocks_of_our_pages_run_and_leave_nothing_running(path, run_
     assert set(replicas) <= {0}
 
 
+def test_the_page_on_tinker_runs_in_a_program_of_its_own(tmp_path):
+    # The official client leaves connections open.
+    (snippet,) = extraction.Document.read(TINKER_PAGE).snippets
+    script = tmp_path / "page.py"
+    script.write_text(snippet.text)
+
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    loss, logprobs = done.stdout.splitlines()[-2:]
+    assert float(loss) > 0
+    assert logprobs.startswith("[None, -")
+
+
 def test_the_page_on_weight_sync_publishes_bases_and_deltas(run_page, platform):
     names = run_page(REPOSITORY / "docs" / "weight_sync.md")
 
@@ -71,6 +89,16 @@ def test_the_page_on_loops_trains_and_promotes(run_page):
     assert names["result"].metrics["samples:sum"] == len(names["completions"]) > 0
     assert names["loaded"].metadata == {"row": 8}
     assert (Path(names["model"].source) / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("page", ["SECURITY.md", "docs/reliability.md"])
+def test_every_test_that_a_page_names_exists(page):
+    text = (REPOSITORY / page).read_text()
+
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", text)
+    assert len(named) > 10
+    for file, name in named:
+        assert f"def {name}(" in (REPOSITORY / "tests" / file).read_text(), f"{file}::{name}"
 
 
 def test_the_async_page_says_to_pin_the_version():

@@ -27,6 +27,8 @@ def main() -> None:
             pid = os.fork()
             if pid == 0:
                 run(request)
+            # The system gives numbers of ended processes again.
+            children.pop(pid, None)
             answer: Any = pid
         else:
             pid = request["status"]

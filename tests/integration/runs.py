@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from training.quickstart import MODEL
-from training.run.checkpoints import read_manifest
+from training.run.checkpoints import Checkpoint, read_manifest
 from training.run.state import RunSummary
 
 
@@ -80,7 +80,11 @@ class FinishedRun:
         self.folder = folder
         self.weights = load_file(model / "model.safetensors")
         self.records = [line for line in read_records(folder) if line["type"] == "train"]
-        self.last = read_manifest(folder)[-1]
+
+    @property
+    def last(self) -> Checkpoint:
+        """Its last checkpoint."""
+        return read_manifest(self.folder)[-1]
 
     def has_weights_of(self, other: FinishedRun) -> bool:
         return same_weights(self.weights, other.weights)

@@ -152,7 +152,8 @@ class Killer(threading.Thread):
     """Sends SIGKILL to a victim at a moment in which a worker is in a phase, once ``is_time``.
 
     The worker is stopped first and looked at again: who is killed, is killed in that very phase.
-    ``times`` says how often; ``hits`` are the pids. ``then`` is called after each.
+    ``times`` says how often; ``hits`` are the pids. ``then`` is called after each. One that
+    ``hangs`` is stopped in place of being killed.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class Killer(threading.Thread):
         is_time: Callable[[], bool] = lambda: True,
         times: int = 1,
         then: Callable[[], None] = lambda: None,
+        hangs: bool = False,
     ) -> None:
         super().__init__(daemon=True)
         self._victims = victims
@@ -174,6 +176,7 @@ class Killer(threading.Thread):
         self._is_time = is_time
         self._times = times
         self._then = then
+        self._hangs = hangs
         self._is_over = threading.Event()
         self.hits: list[int] = []
 
@@ -198,9 +201,10 @@ class Killer(threading.Thread):
         with contextlib.suppress(ProcessLookupError):
             os.kill(watched, signal.SIGSTOP)
             if self._victims.phase(self._watched) == self._phase:
-                os.kill(victim, signal.SIGKILL)
+                os.kill(victim, signal.SIGSTOP if self._hangs else signal.SIGKILL)
                 self.hits.append(victim)
-            os.kill(watched, signal.SIGCONT)
+            if not (self._hangs and self.hits == [watched]):
+                os.kill(watched, signal.SIGCONT)
         if victim in self.hits:
             self._then()
 
@@ -218,9 +222,13 @@ def kill_in(
 
 
 class Recipes:
-    """Starts recipes as processes, forked from one that has imported them: in milliseconds."""
+    """Starts recipes as processes, forked from one that has imported them: in milliseconds.
+
+    Any thread may call it.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         for name in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
             environment.pop(name, None)
@@ -265,9 +273,10 @@ class Recipes:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        stdin.write(orjson.dumps(question) + b"\n")
-        stdin.flush()
-        return orjson.loads(stdout.readline())
+        with self._lock:
+            stdin.write(orjson.dumps(question) + b"\n")
+            stdin.flush()
+            return orjson.loads(stdout.readline())
 
 
 @dataclass
@@ -297,7 +306,8 @@ class Recipe:
 
     @property
     def output(self) -> str:
-        return self.log.read_text(encoding="utf-8")
+        """What it has printed; nothing where it was killed before it began."""
+        return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
 
 
 def command_line(folder: Path, *flags: str) -> list[str]:

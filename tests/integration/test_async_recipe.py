@@ -516,7 +516,13 @@ def test_completions_go_on_under_new_weights_and_their_oldest_token_counts(async
 
 
 def read_wandb(path):
-    """The records of a W&B file: LevelDB's log format, in blocks of 32 KiB."""
+    """The records of a W&B file, once its writer, a process of its own, has ended it."""
+    wait_until(lambda: (found := parse_wandb(path)) and found[-1].HasField("exit"), 60, str(path))
+    return parse_wandb(path)
+
+
+def parse_wandb(path):
+    """The whole records of a W&B file: LevelDB's log format, in blocks of 32 KiB."""
     from wandb.proto import wandb_internal_pb2  # slow to import
 
     content, records, place, parts = path.read_bytes(), [], 7, b""
@@ -526,6 +532,8 @@ def read_wandb(path):
             place += left
             continue
         length, kind = struct.unpack("<HB", content[place + 4 : place + 7])
+        if not kind or place + 7 + length > len(content):
+            break
         parts += content[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or the last part of several
@@ -621,7 +629,7 @@ def test_a_rollouts_own_error_ends_the_run_as_it_is(async_trial, tmp_path, named
         async_trial(make=make, folder="failed", max_head_offpolicy_versions=late, kl_beta=0.1)
 
     assert caught.value is error
-    assert "in the rollout of row 5, draw 1" in error.__notes__
+    assert "in the rollout of row 5, sample 1" in error.__notes__
     assert len(attempts) == 1
     assert read_states(named_platform) == (["JOB_STATE_CANCELLED"] * 2, [0])
     steps = [record["step"] for record in read_metrics(tmp_path / "failed")]
@@ -651,7 +659,7 @@ def test_a_rollout_that_would_end_the_process_ends_the_run_with_its_place(async_
         async_trial(make=make_rollouts(before), stall_timeout_s=20.0)
 
     assert caught.value.__cause__ is error
-    assert "in the rollout of row 3, draw 1" in caught.value.__notes__
+    assert "in the rollout of row 3, sample 1" in caught.value.__notes__
 
 
 def test_a_rollout_whose_own_task_ends_the_event_loop_ends_the_run(async_trial):
@@ -739,8 +747,8 @@ def test_a_run_that_stalls_says_who_waits_for_whom(async_trial, tmp_path):
     assert "1 rows are being sampled (4 rollouts), 1 groups wait for their batch" in report
     assert "late rows: [3]" in report
     assert "the oldest rollout is of row 3" in report
-    assert "row 3, draw 0: " in report
-    assert " in before, " in report.split("row 3, draw 0: ")[1].splitlines()[0]
+    assert "row 3, sample 0: " in report
+    assert " in before, " in report.split("row 3, sample 0: ")[1].splitlines()[0]
     assert "Thread MainThread:" in report
     assert "Thread hearth-rollouts:" in report
 

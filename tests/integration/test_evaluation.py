@@ -71,7 +71,7 @@ def test_given_rows_need_no_messages_and_a_failing_evaluation_is_only_a_warning(
     assert run.summary.evaluations == []
     assert run.records("eval") == []
     assert {"question": "6 * 7"} in rows
-    warning = "has no record: ValueError: no such tool, in the rollout of held-out row 0, draw 0"
+    warning = "has no record: ValueError: no such tool, in the rollout of held-out row 0, sample 0"
     assert caplog.text.count(warning) == 2
 
 

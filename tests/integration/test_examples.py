@@ -22,7 +22,7 @@ from tests.integration.runs import read_steps
 from hearth.errors import ConfigError, TransportError
 from hearth.sdk.transport import mount, unmount
 from training.examples.rl.multi_turn_message_in.retries import Retries, num_turns
-from training.examples.rl.multi_turn_message_in.rollout import TURN_DISCOUNT
+from training.examples.rl.multi_turn_message_in.reward import TURN_DISCOUNT
 from training.examples.rl.multi_turn_message_in.rollout import make_rollout_fn as multi_turn
 from training.examples.rl.single_turn_token_in.rollout import make_rollout_fn as single_turn
 from training.examples.rl.trend import reward_trend, trend
@@ -169,7 +169,7 @@ def test_an_example_trains_with_nothing_set_up(name, tmp_path, monkeypatch, caps
     assert reward_trend(tmp_path) in capsys.readouterr().out
 
 
-def test_a_single_turn_is_the_rows_tokens_and_what_was_drawn(play):
+def test_a_single_turn_is_the_rows_tokens_and_what_was_sampled(play):
     played = play(single_turn, Answer(RIGHT))
 
     drawn = [*TOKENIZER.encode(RIGHT), END]
@@ -249,7 +249,7 @@ def test_the_second_prompt_extends_the_first_turn_token_by_token(play):
     assert played.sample.tokens[: len(second)] == second
 
 
-def test_an_answer_in_unusual_tokens_stays_as_it_was_drawn(play):
+def test_an_answer_in_unusual_tokens_stays_as_it_was_sampled(play):
     letters = [token for letter in "<answer>6" for token in TOKENIZER.encode(letter)]
     drawn = [*letters, END]
     assert drawn != [*TOKENIZER.encode("<answer>6"), END]

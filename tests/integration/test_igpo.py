@@ -22,7 +22,7 @@ from training.examples.rl.multihop_qa import train as multihop_train
 from training.examples.rl.multihop_qa.corpus import question_rows
 from training.examples.rl.multihop_qa.policy import ensure_model
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
-from training.platform.run_infra import RunInfra, provision
+from training.platform.run_infra import RunInfra, load_tokenizer, provision
 from training.quickstart import HELDOUT_ROWS
 from training.recipes import async_rl_loop, igpo_loop
 from training.samples.groups import PromptGroup, completion_sample
@@ -300,7 +300,8 @@ def test_answers_of_a_function_of_ones_own_are_scored(run, tmp_path):
 @pytest.fixture(scope="module")
 def infra(tmp_path_factory):
     folder = tmp_path_factory.mktemp("platform")
-    with provision(async_config(folder)) as made:
+    own = async_config(folder)
+    with provision(own, load_tokenizer(own.deployment)) as made:
         yield made
 
 

@@ -1,7 +1,9 @@
 """What a process of its own has imported; this one has imported everything."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,32 @@ def test_what_does_not_need_them_never_imports_heavy_libraries(
 ) -> None:
     code = f"import sys, {', '.join(modules)}; print({absent} & set(sys.modules))"
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run(code) == "set()"
 
-    assert done.stdout.strip() == "set()"
+
+HELPER = "from tinker_cookbook.supervised.common import datum_from_tokens_weights"
+
+
+def test_the_documents_helper_of_tinker_cookbook_is_ours_where_that_is_not_installed() -> None:
+    code = f"import training.utils; {HELPER} as helper; print(helper.__module__)"
+
+    assert run(code) == "training.samples.datums"
+
+
+def test_an_installed_tinker_cookbook_is_imported_and_ours_hidden(tmp_path: Path) -> None:
+    package = tmp_path / "tinker_cookbook"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "supervised.py").touch()
+    code = "import training.utils, tinker_cookbook.supervised as found; print(found.__file__)"
+
+    assert run(code, tmp_path) == str(package / "supervised.py")
+
+
+def run(code: str, *path: Path) -> str:
+    """What a new process prints; it finds modules in ``path``, too."""
+    places = [*map(str, path), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()

@@ -7,6 +7,7 @@ import subprocess
 import time
 
 import pytest
+from tests.chaos.proxy import KINDS, FlakyProxy
 from tests.integration.conftest import config
 from tests.integration.runs import FinishedRun, count_steps
 from tests.integration.served import HEARTH, Killer, Served, Victims, kill_in, pointed_at
@@ -72,6 +73,47 @@ def test_a_worker_that_is_killed_comes_back_and_the_run_ends_as_if_nothing_was(
     check_unchanged(killer, done, whole)
     assert victims.pid(victim) not in killer.hits
     assert done.last.cursor == whole.last.cursor == 16
+
+
+@pytest.mark.parametrize(
+    ("victim", "phase"), [("trainer", "forward-backward"), ("deployment", "sampling")]
+)
+def test_a_worker_that_hangs_is_treated_as_one_that_died(served, whole, tmp_path, victim, phase):
+    folder = tmp_path / victim
+
+    with kill_in(Victims(served), PHASES[phase], folder, hangs=True) as killer:
+        done = run_here(served, folder)
+
+    check_unchanged(killer, done, whole)
+
+
+def test_a_recipe_goes_on_although_its_trainer_hangs_when_it_comes_back(
+    served, whole, recipes, tmp_path
+):
+    folder, victims = tmp_path / "hanging", Victims(served)
+    recipe = recipes.start(served.url, folder, SAVING)
+    wait_until(lambda: count_steps(folder) >= 2, 120, "two steps")
+    os.kill(victims.pid("trainer"), signal.SIGSTOP)
+    recipe.send(signal.SIGKILL)
+    recipe.wait()
+
+    assert "is resumed: " in take_up(recipes, served, folder)
+
+    done = find_run(served, folder)
+    assert done.has_weights_of(whole)
+    assert done.records == whole.records
+
+
+def test_a_network_that_loses_cuts_and_doubles_changes_nothing(served, whole, recipes, tmp_path):
+    folder = tmp_path / "network"
+    with FlakyProxy(served.port, seed=0, share=0.15) as proxy:
+        recipe = recipes.start(proxy.url, folder, SAVING)
+        assert recipe.wait(240) == 0, recipe.output
+    done = find_run(served, folder)
+
+    assert done.has_weights_of(whole)
+    assert done.records == whole.records
+    assert set(proxy.counts) == set(KINDS), proxy.counts
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -24,7 +24,7 @@ def platform(tmp_path_factory):
 
 @pytest.fixture
 async def client(platform):
-    gateway = create_gateway(platform.plane, Access(api_keys={"secret"}))
+    gateway = create_gateway(platform.plane, Access(api_keys={"secret": "me"}))
     transport = httpx.ASGITransport(gateway)
     async with httpx.AsyncClient(transport=transport) as http:
         yield openai.AsyncOpenAI(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.integration.rollouts import spread
 from tests.integration.runs import read_metrics, same_weights
 
-from hearth.errors import ConfigError, RequestFailedError
+from hearth.errors import ConfigError, HearthError, RequestFailedError
 from hearth.local import EmbeddedPlatform
 from hearth.sdk import DeploymentConfig, DeploymentManager, TrainerJobConfig, TrainerJobManager
 from training.quickstart import MODEL
@@ -185,6 +185,59 @@ def test_without_an_interval_the_embedded_platform_saves_now_and_then(trial, cap
     )
     assert again.rewarded == []
     assert again.summary.steps == 12
+
+
+def damage(folder, kind):
+    if kind == "gone":
+        shutil.rmtree(folder)
+    elif kind == "manifest":
+        (folder / "manifest.json").write_text("{")
+    else:
+        data = max((folder / "data").glob("*.safetensors"))
+        data.write_bytes(data.read_bytes()[:-64])
+
+
+@pytest.mark.parametrize("kind", ["data", "manifest", "gone"])
+def test_a_damaged_newest_checkpoint_is_left_for_the_older_one(trial, rows, capsys, kind):
+    common = {"rows": rows[:8], "reward_fn": spread, "dcp_save_interval": 1, "folder": "run"}
+    whole = trial(**common)
+    weights, records, points = whole.weights(), whole.records(), read_manifest(whole.folder)
+    (job,) = (whole.folder / "checkpoints").iterdir()
+    for point in points[-2:]:
+        damage(job / point.name, kind)
+    with pytest.raises(HearthError, match=points[-1].name):
+        trial(**common, resume=ResumeConfig(resume_from=points[-1].name))
+
+    again = trial(**common)
+
+    assert f"going on from the older {points[-3].name}" in capsys.readouterr().out
+    unfinished = [question(row) for row in rows[points[-3].cursor : 8]]
+    assert Counter(again.rewarded) == Counter(unfinished * 4)
+    assert again.records() == records
+    assert same_weights(again.weights(), weights)
+    for point in read_manifest(again.folder):
+        damage(job / point.name, kind)
+    with pytest.raises(HearthError, match=points[-1].name):
+        trial(**common)
+
+
+def test_on_a_platform_that_was_set_back_a_checkpoint_of_the_same_name_is_not_taken(
+    trial, rows, capsys
+):
+    common = {"rows": rows[:8], "reward_fn": spread, "dcp_save_interval": 1, "folder": "run"}
+    whole = trial(**common)
+    weights, records, points = whole.weights(), whole.records(), read_manifest(whole.folder)
+    (job,) = (whole.folder / "checkpoints").iterdir()
+    newest, older = (job / point.name for point in (points[-1], points[-2]))
+    # As a copy of an earlier life has it: sound, of this name, and with other weights.
+    shutil.rmtree(newest)
+    shutil.copytree(older, newest)
+
+    again = trial(**common)
+
+    assert "was the platform's data folder set back?" in capsys.readouterr().out.replace("\n", " ")
+    assert again.records() == records
+    assert same_weights(again.weights(), weights)
 
 
 def test_the_manifest_names_only_checkpoints_that_are_kept(trial):

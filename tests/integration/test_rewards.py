@@ -98,6 +98,19 @@ def test_a_guard_of_the_callers_own_is_kept_and_not_doubled(unspied):
     assert sum(record["rollout/reward_fail_count"] for record in run.records()) > 0
 
 
+def without_truth(text, row):
+    return float(text == row["solution"])
+
+
+def test_a_reward_that_fails_on_the_first_row_is_found_before_anything_is_started(
+    unspied, tmp_path
+):
+    with pytest.raises(ConfigError, match="reward_fn must score any text, got KeyError"):
+        unspied(without_truth)
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_ensemble_logs_how_far_its_members_disagree(unspied):
     ensemble = RewardEnsemble([spread, lambda text, row: 1.0 - spread(text, row), spread])
 
@@ -209,7 +222,7 @@ def test_a_fixed_coefficient_is_not_logged_as_an_adapted_one(trial):
             r"policy_loss must be one of \['grpo', 'reinforce'\] with kl_target, got 'dapo'",
         ),
         ({"reward_timeout_s": 0.0}, "reward_timeout_s must be > 0 seconds or None, got 0"),
-        ({"reward_errors": "zero"}, "reward_errors must be 'raise' or 'drop', got 'zero'"),
+        ({"reward_errors": "zero"}, "reward_errors must be one of .*'drop'., got 'zero'"),
     ],
 )
 def test_settings_that_break_their_rule_are_named(trial, changes, message):

@@ -114,7 +114,7 @@ def test_two_random_servers_in_a_row_have_the_mean_time_of_a_jackson_network(sca
     assert lines[0].busy_s / clock.now == pytest.approx(arrivals / rates[0], rel=0.02)
 
 
-def test_rows_of_a_replica_are_drawn_side_by_side(scale, fleet):
+def test_rows_of_a_replica_are_sampled_side_by_side(scale, fleet):
     clock = scale.Clock()
     replica = scale.Replica(clock, replace(fleet, rows=2, step_s=1.0, row_s=0.5))
     ends: dict[str, float] = {}

@@ -21,12 +21,13 @@ asyncio.run(main())
 STUCK = """
 import time
 from pathlib import Path
-from training.run.watchdog import Watchdog
+from training.run.watchdog import StallLimits, Watchdog
 
 def score():
     time.sleep(120)  # stuck in C
 
-with Watchdog(0.3, lambda: "the reward computes", log_path=Path.cwd(), on_stall=print, grace_s=0.3):
+limits = StallLimits(0.3, grace_s=0.3)
+with Watchdog(limits, lambda: "the reward computes", log_path=Path.cwd(), on_stall=print):
     score()
 """
 

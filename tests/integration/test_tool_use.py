@@ -168,7 +168,7 @@ async def test_a_template_that_drops_earlier_thoughts_gives_two_samples_of_one_r
     assert (first.completion_len, second.completion_len) == (8, 4)
 
 
-async def test_what_is_captured_is_what_the_deployment_draws_at_the_same_place(platform, play):
+async def test_what_is_captured_is_what_the_deployment_samples_at_the_same_place(platform, play):
     # At this temperature the recited token has a probability of about 0.99.
     options = {"temperature": 6.0, "max_tokens": 32}
     current_rollout.set(RolloutContext(row_seed=8, sample=0, weight_version=0))
@@ -242,7 +242,7 @@ def test_failed_calls_cost_a_right_answer_at_most_half():
     assert tool_use_reward("<answer>6</answer>", 0, ROW) == 0.0
 
 
-def test_the_policys_template_renders_a_call_as_the_policy_draws_it(tmp_path):
+def test_the_policys_template_renders_a_call_as_the_policy_samples_it(tmp_path):
     make_policy(tmp_path / "policy", 0)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
     asked = problem_rows(1)[0]["messages"]

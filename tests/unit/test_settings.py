@@ -1,3 +1,4 @@
+import hashlib
 import re
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def test_without_a_file_and_flags_the_defaults_hold():
 
     assert settings == Settings()
     assert (settings.host, settings.port, settings.placement) == ("127.0.0.1", 8000, "process")
-    assert settings.api_keys() == frozenset()
+    assert settings.api_keys() == {}
     assert settings.may_name_folders is True
 
 
@@ -96,7 +97,7 @@ def test_an_address_that_others_reach_needs_a_key(host, monkeypatch):
 
     monkeypatch.setenv("HEARTH_API_KEYS", "a-key")
     settings = Settings(host=host)
-    assert settings.api_keys() == {"a-key"}
+    assert set(settings.api_keys()) == {"a-key"}
     assert settings.may_name_folders is False
     assert Settings(host=host, allow_folders=True).may_name_folders is True
 
@@ -104,20 +105,22 @@ def test_an_address_that_others_reach_needs_a_key(host, monkeypatch):
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_an_address_of_this_machine_alone_needs_none(host):
     assert is_loopback(host)
-    assert Settings(host=host).api_keys() == frozenset()
+    assert Settings(host=host).api_keys() == {}
 
 
 def test_keys_come_from_the_environment_and_a_file_together(tmp_path, monkeypatch):
     path = tmp_path / "keys"
-    path.write_text("one\n\n  two  \n")
+    path.write_text("one\n\n  two  \nfive  Eve\n")
     monkeypatch.setenv("HEARTH_API_KEYS", " three, four ,,")
 
     keys = Settings(api_keys_file=path).api_keys()
 
-    assert keys == {"one", "two", "three", "four"}
+    assert set(keys) == {"one", "two", "three", "four", "five"}
+    assert keys["five"] == "Eve"
+    assert keys["one"] == hashlib.sha256(b"one").hexdigest()[:12]
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\n \n", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [None, b"", b"\n \n", b"\xff\xfe", b"a b\nc d e"])
 def test_a_key_file_without_keys_is_refused_also_on_loopback(tmp_path, content):
     path = tmp_path / "keys"
     if content is not None:
@@ -133,3 +136,14 @@ def test_no_key_is_shown_with_the_settings(tmp_path, monkeypatch):
     monkeypatch.setenv("HEARTH_API_KEYS", "hunter3")
 
     assert "hunter" not in repr(Settings(api_keys_file=path))
+
+
+@pytest.mark.parametrize("name", ["workers_per_key", "requests_per_key"])
+def test_limits_of_keys_need_keys(name, monkeypatch):
+    with pytest.raises(ConfigError, match=f"{name} must be unset without API keys"):
+        Settings(**{name: 2})
+
+    monkeypatch.setenv("HEARTH_API_KEYS", "a-key")
+    assert getattr(Settings(**{name: 2}), name) == 2
+    with pytest.raises(ConfigError, match=f"{name} must be >= 1 or unset, got 0"):
+        Settings(**{name: 0})

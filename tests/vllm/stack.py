@@ -53,6 +53,7 @@ class Deployment:
             device="cpu",
             max_seq_len=max_seq_len,
             max_batch_size=32,
+            max_adapters=0,
             trust_remote_code=False,
             sidecars=self.sidecars,
             on_phase=self.phases.append,

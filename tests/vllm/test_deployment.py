@@ -34,7 +34,7 @@ def test_it_serves_and_a_seed_repeats(deployment):
     assert all(len(token) == 12 for token in tokens)
 
 
-def test_both_replicas_draw(deployment):
+def test_both_replicas_sample(deployment):
     assert len(deployment.servers()) == 2
     deployment.complete(n=64, max_tokens=4)
 
@@ -59,7 +59,7 @@ def test_the_models_own_logprobs_are_the_trainers(deployment, trainer, published
         assert trainer.gap(choice) < TOLERANCE
 
 
-def test_sampling_logprobs_are_of_the_distribution_that_was_drawn_from(deployment):
+def test_sampling_logprobs_are_of_the_distribution_that_was_sampled_from(deployment):
     for entry in deployment.complete(temperature=0.0):
         assert entry["raw_output"]["sampling_logprobs"] == [0.0] * 12
     for entry in deployment.complete():

@@ -18,10 +18,10 @@ from hearth.errors import NotFoundError, TransportError
 from hearth.exit_codes import exit_code
 from hearth.sdk import DeploymentManager, TrainerJobManager
 from hearth.sdk.background import start
-from hearth.sdk.messages import HttpRequest
 from hearth.sdk.transport import Http, RetryPolicy
 from hearth.wire.base import Record
 from hearth.wire.fireworks import Deployment, DeploymentPage, TrainerJob, TrainerJobPage
+from hearth.wire.messages import HttpRequest
 
 RecordT = TypeVar("RecordT", bound=Record)
 

@@ -39,7 +39,11 @@ class ServeFlags:
     catalog: Path | None = None
     """TOML file with models and training shapes of your own."""
     api_keys_file: Path | None = None
-    """One key a line; HEARTH_API_KEYS (separated by commas) adds to them."""
+    """A key a line, and its name if it has one; HEARTH_API_KEYS (separated by commas) adds."""
+    workers_per_key: int | None = None
+    """Trainers, and deployments, that may run at once for one key; not given, any number."""
+    requests_per_key: int | None = None
+    """Requests of one key that are answered at once; not given, any number."""
     trainer_threads: int | None = None
     """CPU threads of a trainer's process; not given, its share of all cores."""
     deployment_threads: int | None = None

@@ -17,9 +17,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import hearth
-from hearth.control.access import Access
+from hearth.control.access import ANYONE, Access, AuditLog
 from hearth.control.deployments import Deployments
-from hearth.control.gateway import Gateway
+from hearth.control.gateway import KEY_NAME, Gateway
 from hearth.control.jobs import Jobs
 from hearth.control.plane import ControlPlane
 from hearth.control.resource_names import ACCOUNT, parse_id
@@ -29,16 +29,20 @@ from hearth.wire import fireworks
 from hearth.wire.base import Record
 from hearth.wire.completions import ModelCard, ModelList
 from hearth.wire.http import Handler, handle_error, json_response
+from hearth.wire.openapi import describe_platform
 
 RecordT = TypeVar("RecordT", bound=Record)
 QueryT = TypeVar("QueryT", bound=fireworks.Query)
 T = TypeVar("T")
 
 
-def create_gateway(plane: ControlPlane, access: Access | None = None) -> Gateway:
+def create_gateway(
+    plane: ControlPlane, access: Access | None = None, audit: AuditLog | None = None
+) -> Gateway:
     """The ASGI app of a whole platform: the control plane, its trainers and its deployments."""
     routes = [
         Route("/healthz", _healthz, methods=["GET"]),
+        Route("/openapi.json", _describe, methods=["GET"]),
         *_model_routes(plane),
         *_shape_routes(plane),
         *_job_routes(plane),
@@ -48,7 +52,7 @@ def create_gateway(plane: ControlPlane, access: Access | None = None) -> Gateway
     ]
     handlers = {HearthError: handle_error, HTTPException: _handle_no_route}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return Gateway(plane.jobs, plane.deployments, app, access or Access())
+    return Gateway(plane.jobs, plane.deployments, app, access or Access(), audit)
 
 
 def _route(method: str, path: str, handler: Handler) -> Route:
@@ -69,11 +73,16 @@ def _own_route(method: str, path: str, handler: Handler) -> Route:
     return _route(method, "/accounts/{account}" + path, check_then_handle)
 
 
-def _answer(call: Callable[..., object]) -> Handler:
-    """A handler that answers with what ``call`` returns for the path's parameters, by name."""
+def _answer(call: Callable[..., object], *, may_wait: bool = False) -> Handler:
+    """A handler that answers with what ``call`` returns for the path's parameters, by name.
+
+    What ``may_wait`` for a worker has threads of its own, those of ``asyncio.to_thread``: workers
+    that hang hold up no reader of the database.
+    """
 
     async def call_then_answer(request: Request) -> Response:
-        content = await run_in_threadpool(call, **request.path_params)
+        run = asyncio.to_thread if may_wait else run_in_threadpool
+        content = await run(call, **request.path_params)
         return json_response({} if content is None else content)
 
     return call_then_answer
@@ -81,6 +90,10 @@ def _answer(call: Callable[..., object]) -> Handler:
 
 async def _healthz(_: Request) -> Response:
     return json_response({"status": "ok", "version": hearth.__version__})
+
+
+async def _describe(_: Request) -> Response:
+    return json_response(describe_platform(hearth.__version__))
 
 
 async def _handle_no_route(request: Request, error: Exception) -> Response:
@@ -169,7 +182,9 @@ def _job_routes(plane: ControlPlane) -> list[Route]:
             await asyncio.to_thread(plane.deployments.use_own_bucket, parse_id(deployment))
         shape = query.training_shape or None
         return json_response(
-            await asyncio.to_thread(jobs.create, query.rlor_trainer_job_id, job, shape)
+            await asyncio.to_thread(
+                jobs.create, query.rlor_trainer_job_id, job, shape, _find_creator(request)
+            )
         )
 
     def list_jobs() -> fireworks.TrainerJobPage:
@@ -179,9 +194,9 @@ def _job_routes(plane: ControlPlane) -> list[Route]:
         _own_route("POST", "/rlorTrainerJobs", create_job),
         _own_route("GET", "/rlorTrainerJobs", _answer(list_jobs)),
         _own_route("GET", "/rlorTrainerJobs/{id}", partial(_wait_for_state, jobs)),
-        _own_route("POST", "/rlorTrainerJobs/{job_id}:resume", _answer(jobs.resume)),
-        _own_route("POST", "/rlorTrainerJobs/{job_id}:cancel", _answer(jobs.cancel)),
-        _own_route("DELETE", "/rlorTrainerJobs/{job_id}", _answer(jobs.delete)),
+        _own_route("POST", "/rlorTrainerJobs/{job_id}:resume", _answer(jobs.resume, may_wait=True)),
+        _own_route("POST", "/rlorTrainerJobs/{job_id}:cancel", _answer(jobs.cancel, may_wait=True)),
+        _own_route("DELETE", "/rlorTrainerJobs/{job_id}", _answer(jobs.delete, may_wait=True)),
     ]
 
 
@@ -191,7 +206,10 @@ def _deployment_routes(plane: ControlPlane) -> list[Route]:
     async def create_deployment(request: Request) -> Response:
         deployment_id = _parse_query(fireworks.DeploymentQuery, request).deployment_id
         body = await _parse_body(fireworks.Deployment, request)
-        return json_response(await asyncio.to_thread(deployments.create, deployment_id, body))
+        creator = _find_creator(request)
+        return json_response(
+            await asyncio.to_thread(deployments.create, deployment_id, body, creator)
+        )
 
     def list_deployments() -> fireworks.DeploymentPage:
         return fireworks.DeploymentPage(deployments=deployments.list_all())
@@ -201,12 +219,15 @@ def _deployment_routes(plane: ControlPlane) -> list[Route]:
         deployment_id = request.path_params["deployment"]
         return json_response(await asyncio.to_thread(deployments.patch, deployment_id, change))
 
+    path = "/deployments"
     return [
-        _own_route("POST", "/deployments", create_deployment),
-        _own_route("GET", "/deployments", _answer(list_deployments)),
-        _own_route("GET", "/deployments/{id}", partial(_wait_for_state, deployments)),
-        _own_route("PATCH", "/deployments/{deployment}", patch_deployment),
-        _own_route("DELETE", "/deployments/{deployment_id}", _answer(deployments.delete)),
+        _own_route("POST", path, create_deployment),
+        _own_route("GET", path, _answer(list_deployments)),
+        _own_route("GET", f"{path}/{{id}}", partial(_wait_for_state, deployments)),
+        _own_route("PATCH", f"{path}/{{deployment}}", patch_deployment),
+        _own_route(
+            "DELETE", "/deployments/{deployment_id}", _answer(deployments.delete, may_wait=True)
+        ),
     ]
 
 
@@ -266,7 +287,7 @@ async def _wait_for_state(resources: Jobs | Deployments, request: Request) -> Re
         raise RequestError("timeoutS must be a number of seconds, got nan")
     read: Callable[[], fireworks.TrainerJob | fireworks.Deployment] = partial(resources.get, id)
     if not query.wait_for_state:
-        return json_response(await asyncio.to_thread(read))
+        return json_response(await run_in_threadpool(read))
     wanted = query.wait_for_state.split(",")
     wait_s = min(max(query.timeout_s, 0.0), fireworks.LONGEST_WAIT_S)
     changes = resources.records.changes
@@ -288,13 +309,19 @@ async def _wait_until(
         # Before the read, so that no change is missed between the two.
         change = asyncio.wrap_future(changes.next_change(id))
         try:
-            value = await asyncio.to_thread(read)
+            value = await run_in_threadpool(read)
             left_s = deadline_s - time.monotonic()
             if is_met(value) or left_s <= 0 or changes.is_closed:
                 return value
             await asyncio.wait([change], timeout=None if left_s == math.inf else left_s)
         finally:
             change.cancel()
+
+
+def _find_creator(request: Request) -> str | None:
+    """The name of the request's key; None on a platform without keys."""
+    key: str = request.scope[KEY_NAME]
+    return None if key == ANYONE else key
 
 
 def _parse_query(kind: type[QueryT], request: Request) -> QueryT:

@@ -8,6 +8,7 @@ of the first two sources has an own shape for each mode, beside the shapes that 
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -94,6 +95,7 @@ class ShapeEntry:
 
 
 EntryT = TypeVar("EntryT", ModelEntry, ShapeEntry)
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?")
 _STRICT = ConfigDict(extra="forbid")
 _MODELS = TypeAdapter(with_config(_STRICT)(ModelEntry))
 _SHAPES = TypeAdapter(with_config(_STRICT)(ShapeEntry))
@@ -112,8 +114,8 @@ class Catalog:
         """What a name stands for; a folder or a hub id stands for itself.
 
         Raises:
-            ConfigError: the name looks registered (``accounts/...``) and is not, or looks like a
-                path and is no folder.
+            ConfigError: the name looks registered (``accounts/...``) and is not, or is neither a
+                folder nor a hub id.
         """
         known = {**self.models, **(promoted or {})}
         if name in known:
@@ -130,7 +132,8 @@ class Catalog:
         """Refuse what is neither a hub id nor a folder that a request may name.
 
         Raises:
-            ConfigError: it looks like a path and is no folder, or folders may not be named.
+            ConfigError: it looks like a path and is no folder, folders may not be named, or it is
+                neither of the two, such as a URL.
         """
         looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
         is_folder = _is_folder(name)
@@ -141,6 +144,11 @@ class Catalog:
             )
         if looks_like_a_path and not is_folder:
             raise ConfigError(f"{field} must be an existing folder, got {name!r}")
+        if not is_folder and not _HUB_ID.fullmatch(name):
+            raise ConfigError(
+                f"{field} must be a registered name, a folder or a hub id such as 'owner/name', "
+                f"got {name[:200]!r}"
+            )
 
     def find_shape(self, name: str) -> ShapeEntry:
         """The shape of a name, with or without its version.

@@ -5,6 +5,7 @@ The folders are the truth: a listing reads them, so it holds after a crash and a
 
 from __future__ import annotations
 
+import heapq
 import logging
 import shutil
 import threading
@@ -71,25 +72,32 @@ class Checkpoints:
     def list_entries(self, job_id: str) -> list[CheckpointEntry]:
         """Everything that a job has saved, oldest first; also of a job that was deleted.
 
+        Checkpoints among themselves, and snapshots too, are in the order of saving, whatever the
+        clock said; their times only merge the two.
+
         Raises:
             NotFoundError: there never was such a job.
         """
         bucket = self._jobs.find_bucket(job_id)
-        entries = self._list_resumable(job_id)
+        snapshots: list[CheckpointEntry] = []
         for snapshot in self._context.launcher.snapshots(bucket):
-            kind, promotable = _KINDS[snapshot.kind], snapshot.kind != "delta"
-            entries.append(
-                _make_entry(snapshot.identity, snapshot.created_s, kind, promotable=promotable)
+            kind = _KINDS[snapshot.kind]
+            snapshots.append(
+                _make_entry(snapshot.identity, snapshot.created_s, kind, promotable=True)
             )
         return [
             entry.model_copy(
                 update={"name": f"{full_name(Jobs.collection, job_id)}/checkpoints/{entry.name}"}
             )
-            for entry in sorted(entries, key=lambda entry: entry.create_time)
+            for entry in heapq.merge(
+                self._list_resumable(job_id), snapshots, key=lambda entry: entry.create_time
+            )
         ]
 
     def promote(self, checkpoint_id: str, request: Promote) -> Operation:
         """Begin to make a model of a sampler snapshot; ``get_operation`` returns how that goes.
+
+        A delta is applied to what it builds on, every tensor checked. The model names the snapshot.
 
         Asking again for the same one changes nothing. The job that made a model may make it anew of
         another of its snapshots, as a run that is repeated does: the model is the old one until the
@@ -97,7 +105,7 @@ class Checkpoints:
 
         Raises:
             NotFoundError: there is no such job or snapshot; the message lists what there is.
-            RequestError: the output's name breaks its rule, or the snapshot is a delta.
+            RequestError: the output's name breaks its rule.
             ConflictError: a model of that name was made by another job.
             NotReadyError: it is being made of another snapshot.
             ClosedError: the platform ends.
@@ -128,7 +136,9 @@ class Checkpoints:
             error = OperationError(
                 code=UNAVAILABLE, message="the platform was restarted: promote again"
             )
-            self._finish(record.id, Operation.from_dict(record.body), error=error)
+            # What was asked does not matter any more: its record may be damaged.
+            name = f"accounts/{ACCOUNT}/operations/{record.id}"
+            self._finish(record.id, Operation(name=name, done=False), error=error)
         for record in self._store.models.list_all():
             self._give_up(record)
 
@@ -146,18 +156,24 @@ class Checkpoints:
         return self._context.models_dir / ".promoting"
 
     def _list_resumable(self, job_id: str) -> list[CheckpointEntry]:
-        entries: list[CheckpointEntry] = []
+        found: list[tuple[int, CheckpointEntry]] = []
         for path in self._context.checkpoint_dir(job_id).glob("*/manifest.json"):
             manifest = read_json(path)
             if manifest is None or path.parent.name.startswith("."):
                 continue
-            created_s = float(manifest.get("created_s") or path.stat().st_mtime)
+            try:
+                created_s = float(manifest.get("created_s") or path.stat().st_mtime)
+                number = int(manifest.get("number", 0))
+            except (OSError, TypeError, ValueError):
+                continue  # removed meanwhile, or damaged
             kind: CheckpointKind = "CHECKPOINT_TYPE_TRAINING"
             if manifest.get("lora"):
                 kind = "CHECKPOINT_TYPE_TRAINING_LORA"
             entry = _make_entry(path.parent.name, created_s, kind, promotable=False)
-            entries.append(entry.model_copy(update={"metadata": manifest.get("metadata")}))
-        return entries
+            entry = entry.model_copy(update={"metadata": manifest.get("metadata")})
+            found.append((number, entry))
+        found.sort(key=lambda item: (item[0], item[1].create_time))
+        return [entry for _, entry in found]
 
     def _find_promotable(self, job_id: str, checkpoint_id: str) -> SnapshotRecord:
         kept = {
@@ -170,11 +186,6 @@ class Checkpoints:
             raise NotFoundError(
                 f"checkpoint must be a sampler snapshot of job {job_id!r}, got {checkpoint_id!r}, "
                 f"which is {what}: snapshots (save_weights_for_sampler) are {list(kept)}"
-            )
-        if kept[checkpoint_id].kind == "delta":
-            raise RequestError(
-                f"checkpoint must be promotable, got {checkpoint_id!r}, which is a delta: save one "
-                "with checkpoint_type='base'"
             )
         return kept[checkpoint_id]
 
@@ -291,6 +302,7 @@ class Checkpoints:
             source=str(folder),
             create_time=format_timestamp(),
             source_job=request.trainer_job_id,
+            source_checkpoint=snapshot.identity,
             base_model_details=BaseModelDetails(moe=entry.moe),
             peft_details=_peft_details(folder, base) if is_adapter else None,
         )

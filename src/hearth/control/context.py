@@ -22,6 +22,8 @@ class Context:
     deployment_threads: int | None = None
     keep_snapshots: int | None = None
     """Snapshots of a bucket to keep; None keeps all."""
+    workers_per_key: int | None = None
+    """Resources of each kind that may have a worker at once for one key; None: any number."""
 
     @property
     def models_dir(self) -> Path:
@@ -38,5 +40,5 @@ def list_promoted(models: Records) -> dict[str, ModelEntry]:
     return {
         record.id: ModelEntry(name=record.id, source=record.body["source"])
         for record in models.list_all()
-        if record.body.get("kind", "HF_BASE_MODEL") == "HF_BASE_MODEL"
+        if record.body.get("kind", "HF_BASE_MODEL") == "HF_BASE_MODEL" and "source" in record.body
     }

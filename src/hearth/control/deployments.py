@@ -25,10 +25,13 @@ from hearth.wire.fireworks import Deployment, DeploymentPatch
 logger = logging.getLogger(__name__)
 
 MOST_RESTARTS = 3
-"""A deployment that dies more often within ``RESTART_WINDOW_S`` is given up."""
+"""A deployment that dies more often within ``RESTART_WINDOW_S`` is given up, unless it has answered
+a completion in between: such a one is killed from outside, or by single requests, which end."""
 RESTART_WINDOW_S = 600.0
 MOST_REPLICAS = 64
 """Of one deployment, where its engine can have several."""
+MOST_ADAPTERS = 1024
+"""In the memory of one deployment."""
 SCALED_TO_ZERO = "scaled to zero"
 
 
@@ -39,6 +42,7 @@ class Deployments(Resources[Deployment]):
     prefix = "deployment-"
     collection = "deployments"
     alive = ("CREATING", "READY", "UPDATING")
+    created_state = "CREATING"
     ready_state = "READY"
     failed_state = "FAILED"
     body_type = Deployment
@@ -56,13 +60,16 @@ class Deployments(Resources[Deployment]):
         self._now = now
         self._deaths: dict[str, deque[float]] = {}
 
-    def create(self, deployment_id: str, request: Deployment) -> Deployment:
+    def create(
+        self, deployment_id: str, request: Deployment, creator: str | None = None
+    ) -> Deployment:
         """Start a deployment; it is ``CREATING`` until it answers. Repeating it changes nothing.
 
         Raises:
             RequestError: a field breaks its rule.
             ConfigError, NotFoundError: the model, the shape or the trainer is unknown.
             ConflictError: another deployment has this id.
+            BusyError: its creator has as many deployments as one key may have.
         """
         check_id(deployment_id, "deploymentId")
         request = request.model_copy(update=dict.fromkeys(RESPONSE_FIELDS))
@@ -74,7 +81,10 @@ class Deployments(Resources[Deployment]):
             existing = self.records.find(deployment_id)
             if existing is not None:
                 return self._match_existing(existing, request, "deploymentId")
+            request = request.model_copy(update={"created_by": creator})
             has_replica = request.max_replica_count > 0
+            if has_replica:
+                self._check_limit(deployment_id, request)
             state, message = ("CREATING", "") if has_replica else ("READY", SCALED_TO_ZERO)
             self.records.insert(deployment_id, state, request.as_dict(), message)
             if has_replica:
@@ -92,6 +102,7 @@ class Deployments(Resources[Deployment]):
         Raises:
             NotFoundError: there is no such deployment or trainer.
             RequestError: a value breaks its rule, or the trainer publishes elsewhere.
+            BusyError: its creator has as many deployments as one key may have.
         """
         with self.live.hold(deployment_id):
             with self._lock:
@@ -112,11 +123,14 @@ class Deployments(Resources[Deployment]):
             self._build_spec(record.id, after).engine if after.max_replica_count > 1 else "embedded"
         )
         self._check_replicas(after, engine)
+        is_stopped = before.max_replica_count == 0 or record.state == "FAILED"
+        if is_stopped and after.max_replica_count > 0:
+            self._check_limit(record.id, after)
         self.records.update(record.id, body=after.as_dict())
         if after.max_replica_count == 0:
             self.records.update(record.id, state="READY", message=SCALED_TO_ZERO, worker=None)
             return self.live.take_worker(record.id)
-        if before.max_replica_count == 0 or record.state == "FAILED":
+        if is_stopped:
             self._deaths.pop(record.id, None)
             if after.hot_load_trainer_job != before.hot_load_trainer_job:
                 self._delete_served_state(record.id)
@@ -186,6 +200,17 @@ class Deployments(Resources[Deployment]):
         body = Deployment.from_dict(self._get_record(deployment_id).body)
         return self._find_bucket(deployment_id, body)
 
+    def ready(self, worker: Worker) -> None:
+        """A worker answers (``Watcher``). Completions may be asked of it by anybody from now on."""
+        super().ready(worker)
+        self.live.note_use(worker.spec.worker_id.removeprefix(self.prefix))
+
+    def note_completion(self, id: str) -> None:
+        """A deployment has answered: it does not die of its start."""
+        if id in self._deaths:
+            with self._lock:
+                self._deaths.pop(id, None)
+
     def recover(self) -> None:
         """After a restart: find the replicas that still run, and start the others again."""
         # A worker that was not stopped ends by itself when it gets no requests.
@@ -225,6 +250,19 @@ class Deployments(Resources[Deployment]):
                 f"{least} and {most} with engine {engine!r}"
             )
 
+    @staticmethod
+    def _check_adapters(count: int, engine: Engine) -> None:
+        if not 0 <= count <= MOST_ADAPTERS:
+            raise RequestError(
+                f"maxAdapters must be in 0..{MOST_ADAPTERS}, got {count}: all of them are in "
+                "memory at the same time"
+            )
+        if count and engine == "vllm":
+            raise RequestError(
+                f"maxAdapters must be absent with engine 'vllm', got {count}: requests name "
+                "adapters with engine 'embedded'; with vLLM sync an adapter, or deploy each alone"
+            )
+
     def _check_attachable(self, deployment_id: str, job: str) -> None:
         """A trainer publishes into its own bucket, or into one deployment's; never into two.
 
@@ -247,7 +285,7 @@ class Deployments(Resources[Deployment]):
         return f"{self.prefix}{deployment_id}"
 
     def _build_spec(self, id: str, body: Deployment) -> DeploymentSpec:
-        entry = self._find_model(body.base_model)
+        entry = self.find_model(body.base_model)
         shape = None
         if body.deployment_shape:
             shape_name = body.deployment_shape.replace("/deploymentShapes/", "/trainingShapes/")
@@ -260,6 +298,7 @@ class Deployments(Resources[Deployment]):
         values = ExtraValues(body.extra_values or {}, shape)
         engine = cast("Engine", values.read_choice("engine", ("embedded", "vllm"), "embedded"))
         engine_options = values.read_mapping("engine_options")
+        self._check_adapters(body.max_adapters or 0, engine)
         lora_rank = values.read_count("lora_rank")
         if engine == "vllm" and lora_rank is not None:
             engine_options.setdefault("lora_rank", lora_rank)
@@ -278,6 +317,7 @@ class Deployments(Resources[Deployment]):
             device=values.read_text("device"),
             max_seq_len=values.read_count("max_context_length") or min_context_length(shape, entry),
             max_batch_size=values.read_count("max_batch_size") or 64,
+            max_adapters=body.max_adapters or 0,
             threads=values.read_count("threads") or self._context.deployment_threads,
             trust_remote_code=entry.trust_remote_code,
         )

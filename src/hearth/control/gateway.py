@@ -10,29 +10,50 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
 
 import httpx
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from hearth.control.access import Access
+from hearth.control.access import ANYONE, Access, AuditLog
+from hearth.control.bodies import Body
 from hearth.control.deployments import Deployments
 from hearth.control.jobs import Jobs
 from hearth.control.resource_names import parse_id
-from hearth.errors import HearthError, NotFoundError, RequestError, TooLargeError, TransportError
+from hearth.errors import BusyError, HearthError, NotFoundError, RequestError, TransportError
 from hearth.launch.spec import Endpoint
-from hearth.wire.asgi import TOKEN_HEADER, App, Message, Receive, Scope, Send
+from hearth.wire.asgi import CLIENT_HEADER, TOKEN_HEADER, App, Message, Receive, Scope, Send
 from hearth.wire.base import parse_json
-from hearth.wire.http import error_response, error_status
+from hearth.wire.http import error_response
+from hearth.wire.room import Room
 
 TRAINER_PREFIX = "/training/v1/rlorTrainerJobs/"
+TINKER_PREFIX = "/api/v1/"
+LINK_PREFIX = "/api/v1/links/"
+"""Links to files: whoever has one may read the file, since it holds a secret, and expires."""
 BUCKET_HEADER = b"x-hearth-snapshot-bucket"
 """Names the bucket that a hot-load reads; only the gateway sets it."""
-_SAMPLING_PATHS = ("/inference/", "/hot_load/", "/v1/completions", "/v1/chat/completions")
+_HEALTH_PATH = "/api/v1/healthz"
+_ANSWERED = 200
+_SAMPLING_PATHS = (
+    "/inference/",
+    "/hot_load/",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/tokenize",
+    "/tokenize",
+)
+_TINKER_CHANGES = ("/create_session", "/create_model", "/load_weights", "/publish")
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+KEY_NAME = "hearth.key"
+"""In a request's scope: the name of its key."""
 _ACCESS_HEADERS = frozenset(
-    {b"authorization", b"x-api-key", b"cookie", BUCKET_HEADER, TOKEN_HEADER}
+    {b"authorization", b"x-api-key", b"cookie", BUCKET_HEADER, CLIENT_HEADER, TOKEN_HEADER}
 )
 """A client's are not forwarded to workers."""
 _CONNECTION_HEADERS = frozenset(
@@ -43,7 +64,16 @@ _GRACE_S = 1.0
 """How long a platform that ends waits for its workers' answers."""
 _TRAINER_BODY_RATIO = 16
 """How many times longer a body to a trainer may be than another."""
+_ROOM_RATIO = 3
+"""How many of the longest bodies may be on their way to trainers; one client alone has half."""
+_OTHER_ROOM_RATIO = 4
+"""How much less may be on its way to others than one body to a trainer may have."""
+_STREAMED_FROM = 2**20
+"""Bytes from which on a body is passed on while it arrives."""
 _CONNECT_TIMEOUT_S = 10.0
+_NOTICE_S = 0.5
+"""How long an answer that broke off waits for news of its worker's end."""
+_NOTICE_POLL_S = 0.01
 _KEEPALIVE: tuple[tuple[int, int, int], ...] = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
@@ -56,11 +86,31 @@ _KEEPALIVE: tuple[tuple[int, int, int], ...] = (
 class Gateway:
     """The ASGI app of a whole platform."""
 
-    def __init__(self, jobs: Jobs, deployments: Deployments, control: App, access: Access) -> None:
+    def __init__(
+        self,
+        jobs: Jobs,
+        deployments: Deployments,
+        control: App,
+        access: Access,
+        audit: AuditLog | None = None,
+    ) -> None:
+        self.tinker: App | None = None
+        """Answers what begins with ``TINKER_PREFIX``."""
         self._jobs = jobs
         self._deployments = deployments
         self._control = control
         self._access = access
+        self._audit = audit
+        self._answering = Counter[str]()
+        """Requests that are being answered, by their key's name."""
+        self._short_body = access.max_body // _TRAINER_BODY_RATIO
+        """Longest body that is not to a trainer."""
+        self._trainer_room = Room(_ROOM_RATIO * access.max_body, "bytes of bodies")
+        self._room = Room(access.max_body // _OTHER_ROOM_RATIO, "bytes of bodies")
+        """For bodies that are not to a trainer. Some are read as a whole, and a list of token ids
+        takes several times as much memory as its JSON."""
+        self._own_room = Room(2**62, "bytes of bodies")
+        """For the platform's own requests, whose clients' bodies count already."""
         self._clients: dict[str, httpx.AsyncClient] = {}
         """Of workers in processes of their own, by socket or URL."""
         self._ending: asyncio.Future[None] | None = None
@@ -71,14 +121,55 @@ class Gateway:
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
             try:
-                self._access.check(scope)
-                await self._route(scope, receive, send)
+                is_link = scope["path"].startswith(LINK_PREFIX) and scope["method"] == "GET"
+                key = ANYONE if is_link else self._access.check(scope)
+                await self._answer(scope, receive, send, key)
             except ClientDisconnect:
                 return
             except HearthError as error:
-                is_early = error_status(error) in (425, 503)
-                headers = {"retry-after": "1"} if is_early else None
-                await error_response(error, headers=headers)(scope, receive, send)
+                await error_response(error)(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, key: str) -> None:
+        """Answer an accepted request of the key of that name, and write down what it changes."""
+        most = self._access.requests_per_key
+        if most is not None and self._answering[key] >= most:
+            raise BusyError(
+                f"requests of one key must be at most {most} at once, got one more: ask again soon"
+            )
+        self._answering[key] += 1
+        tracked = _TrackedSend(send)
+        try:
+            await self._route({**scope, KEY_NAME: key}, receive, tracked)
+        except HearthError as error:
+            await error_response(error)(scope, receive, tracked)
+        finally:
+            self._answering[key] -= 1
+            if not self._answering[key]:
+                del self._answering[key]
+            if self._audit is not None and _changes_resources(scope):
+                await run_in_threadpool(self._audit.write, key, scope, tracked.status)
+
+    def worker_app(self, resources: Jobs | Deployments, id: str) -> App:
+        """What answers requests that the platform itself has for a resource's worker."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            tracked = _TrackedSend(send)
+            body = Body(scope, receive, limit=self._access.max_body, room=self._own_room, client="")
+            try:
+                worker_scope = _build_worker_scope(scope, scope["path"])
+                if isinstance(resources, Jobs):
+                    resources.live.note_use(id)
+                client = dict(scope["headers"]).get(CLIENT_HEADER, b"")
+                worker_scope["headers"].append((CLIENT_HEADER, client))
+                await self._forward_to(resources, id, worker_scope, body, tracked)
+                if tracked.status == _ANSWERED and isinstance(resources, Deployments):
+                    resources.note_completion(id)
+            except HearthError as error:
+                await error_response(error)(scope, receive, tracked)
+            finally:
+                body.release()
+
+        return answer
 
     def end(self) -> None:
         """Respond with 503 to what workers have not answered in a second.
@@ -100,37 +191,79 @@ class Gateway:
             await client.aclose()
         self._clients.clear()
 
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _route(self, scope: Scope, receive: Receive, send: _TrackedSend) -> None:
+        is_long = scope["path"].startswith((TRAINER_PREFIX, TINKER_PREFIX))
+        client = self._access.name_client(scope)
+        body = Body(
+            scope,
+            receive,
+            limit=self._access.max_body if is_long else self._short_body,
+            room=self._trainer_room if is_long else self._room,
+            client=client.decode(),
+        )
+        try:
+            await self._route_body(scope, body, client, send)
+        finally:
+            body.release()
+
+    async def _route_body(
+        self, scope: Scope, body: Body, client: bytes, send: _TrackedSend
+    ) -> None:
         path: str = scope["path"]
         if path.startswith(TRAINER_PREFIX):
             job_id, inner = _split_trainer_path(path)
-            receive = _limit_body(scope, receive, self._access.max_body)
-            endpoint = await _find_endpoint(self._jobs, job_id)
-            await self._forward(endpoint, _build_worker_scope(scope, inner), receive, send)
+            worker_scope = _build_worker_scope(scope, inner)
+            if inner != _HEALTH_PATH:
+                self._jobs.live.note_use(job_id)
+            await self._forward_to(self._jobs, job_id, worker_scope, body, send)
             return
-        receive = _limit_body(scope, receive, self._access.max_body // _TRAINER_BODY_RATIO)
+        if path.startswith(TINKER_PREFIX) and self.tinker is not None:
+            await self.tinker(scope, body.receive, send)
+            return
         if path.startswith(_SAMPLING_PATHS):
-            deployment_id, receive = await _read_deployment_id(scope, receive)
-            endpoint = await _find_endpoint(self._deployments, deployment_id)
+            deployment_id = await _read_deployment_id(scope, body, self._short_body)
             worker_scope = _build_worker_scope(scope, path)
+            worker_scope["headers"].append((CLIENT_HEADER, client))
             if path.startswith("/hot_load/") and scope["method"] == "POST":
-                bucket = await asyncio.to_thread(self._deployments.find_bucket, deployment_id)
+                bucket = await run_in_threadpool(self._deployments.find_bucket, deployment_id)
                 worker_scope["headers"].append((BUCKET_HEADER, bucket.encode()))
-            await self._forward(endpoint, worker_scope, receive, send)
+            await self._forward_to(self._deployments, deployment_id, worker_scope, body, send)
+            if send.status == _ANSWERED and not path.startswith("/hot_load/"):
+                self._deployments.note_completion(deployment_id)
             return
-        await self._control(scope, receive, send)
+        await self._control(scope, body.receive, send)
 
-    async def _forward(
-        self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
+    async def _forward_to(
+        self, resources: Jobs | Deployments, id: str, scope: Scope, body: Body, send: Send
     ) -> None:
+        """Have a resource's worker answer. Where it dies meanwhile, the answer says how."""
+        endpoint = await _find_endpoint(resources, id)
+        try:
+            await self._forward(endpoint, scope, body, send)
+        except TransportError:
+            # Whoever watches the worker sees its end within milliseconds.
+            end_s = time.monotonic() + _NOTICE_S
+            while (
+                resources.live.endpoint(id) == endpoint
+                and time.monotonic() < end_s
+                and not self._end_future().done()
+            ):
+                await asyncio.sleep(_NOTICE_POLL_S)
+            if resources.live.endpoint(id) is None:
+                await run_in_threadpool(resources.find_endpoint, id)
+            raise
+
+    async def _forward(self, endpoint: Endpoint, scope: Scope, body: Body, send: Send) -> None:
         if endpoint.app is not None:
-            await endpoint.app(scope, receive, send)
+            await endpoint.app(scope, body.receive, send)
             return
-        request = _build_request(scope, await _read_body(receive), endpoint)
+        # A client that leaves within a short body reaches no worker.
+        await body.read(_STREAMED_FROM)
+        request = await _build_request(scope, body, endpoint)
         client = await self._get_client(endpoint)
         sent = _TrackedSend(send)
         answering = asyncio.create_task(_pass_on(client, request, sent))
-        leaving = asyncio.create_task(_await_disconnect(receive))
+        leaving = asyncio.create_task(_await_disconnect(body))
         ended = self._end_future()
         try:
             tasks = {answering, leaving}
@@ -189,13 +322,27 @@ class _TrackedSend:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.has_begun = False
+        self.status = 0
+        """That of the answer; 0 before it."""
 
     async def __call__(self, message: Message) -> None:
         await self._send(message)
         self.has_begun = True
+        self.status = message.get("status", self.status)
 
 
-def _build_request(scope: Scope, body: bytes, endpoint: Endpoint) -> httpx.Request:
+def _changes_resources(scope: Scope) -> bool:
+    """Whether a request may create, change or delete what a platform has, or what one serves."""
+    path: str = scope["path"]
+    if scope["method"] in _READING:
+        return False
+    if path.startswith(TINKER_PREFIX):
+        return scope["method"] != "POST" or path.endswith(_TINKER_CHANGES)
+    is_control = not path.startswith((TRAINER_PREFIX, *_SAMPLING_PATHS))
+    return is_control or path.startswith("/hot_load/")
+
+
+async def _build_request(scope: Scope, body: Body, endpoint: Endpoint) -> httpx.Request:
     """The request as it came in, and nothing added to it but the worker's token."""
     headers = [pair for pair in scope["headers"] if pair[0] not in _CONNECTION_HEADERS]
     if endpoint.token is not None:
@@ -205,7 +352,15 @@ def _build_request(scope: Scope, body: bytes, endpoint: Endpoint) -> httpx.Reque
     query = scope.get("query_string", b"")
     raw_path = path + (b"?" + query if query else b"")
     url = httpx.URL(endpoint.url or "http://worker").copy_with(raw_path=raw_path)
-    return httpx.Request(scope["method"], url, headers=headers, content=body)
+    content = None
+    if not body.is_whole or body.size:
+        # Streamed, so that nobody holds a body that its worker has.
+        content = body.stream()
+        if body.is_whole and all(name != b"content-length" for name, _ in headers):
+            headers.append((b"content-length", str(body.size).encode()))
+    else:
+        await body.receive()
+    return httpx.Request(scope["method"], url, headers=headers, content=content)
 
 
 async def _pass_on(client: httpx.AsyncClient, request: httpx.Request, send: _TrackedSend) -> None:
@@ -263,20 +418,20 @@ def _split_trainer_path(path: str) -> tuple[str, str]:
 
 async def _find_endpoint(resources: Jobs | Deployments, id: str) -> Endpoint:
     """The endpoint of a running worker; only where there is none, the database is read."""
-    return resources.live.endpoint(id) or await asyncio.to_thread(resources.find_endpoint, id)
+    return resources.live.endpoint(id) or await run_in_threadpool(resources.find_endpoint, id)
 
 
-async def _read_deployment_id(scope: Scope, receive: Receive) -> tuple[str, Receive]:
-    """Which deployment is meant (by its full name, its id, or ``MODEL#NAME``), and the body again.
+async def _read_deployment_id(scope: Scope, body: Body, most: int) -> str:
+    """Which deployment is meant: by its full name, its id, or ``MODEL#NAME``.
 
     Raises:
         RequestError: neither a header nor the body says so.
     """
     for key, value in scope["headers"]:
         if key == b"fireworks-deployment":
-            return _parse_deployment_id(value.decode("latin-1")), receive
-    body = await _read_body(receive)
-    content: Any = parse_json(body) if body else {}
+            return _parse_deployment_id(value.decode("latin-1"))
+    whole = await body.read(most)
+    content: Any = parse_json(whole) if whole else {}
     name: object = None
     if isinstance(content, dict):
         name = cast("dict[str, Any]", content).get("model")
@@ -285,61 +440,14 @@ async def _read_deployment_id(scope: Scope, receive: Receive) -> tuple[str, Rece
             f"model must name a deployment, got {str(name)[:80]!r}: set it in the body, or send "
             "the header fireworks-deployment"
         )
-    return _parse_deployment_id(name), _replay_body(body, receive)
+    return _parse_deployment_id(name)
 
 
 def _parse_deployment_id(name: str) -> str:
     return parse_id(name.rpartition("#")[2])
 
 
-def _limit_body(scope: Scope, receive: Receive, limit: int) -> Receive:
-    """``receive`` that stops a body longer than ``limit`` bytes.
-
-    Raises:
-        TooLargeError: the body says at once that it is.
-    """
-    refused = TooLargeError(f"body must be at most {limit} bytes: send fewer datums per request")
-    for key, value in scope["headers"]:
-        if key == b"content-length" and value.isdigit() and int(value) > limit:
-            raise refused
-    received = 0
-
-    async def bounded() -> Message:
-        nonlocal received
-        message = await receive()
-        received += len(message.get("body", b""))
-        if received > limit:
-            raise refused
-        return message
-
-    return bounded
-
-
-async def _read_body(receive: Receive) -> bytes:
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """``receive`` again from the start, for an app that has seen nothing yet."""
-    is_read = False
-
-    async def replay() -> Message:
-        nonlocal is_read
-        if not is_read:
-            is_read = True
-            return {"type": "http.request", "body": body, "more_body": False}
-        return await receive()
-
-    return replay
-
-
-async def _await_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
+async def _await_disconnect(body: Body) -> None:
+    await body.passed_on.wait()
+    while (await body.receive())["type"] != "http.disconnect":
         pass

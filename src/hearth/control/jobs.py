@@ -40,15 +40,23 @@ class Jobs(Resources[TrainerJob]):
     prefix = "trainer-"
     collection = "rlorTrainerJobs"
     alive = ("JOB_STATE_CREATING", "JOB_STATE_RUNNING")
+    created_state = "JOB_STATE_CREATING"
     ready_state = "JOB_STATE_RUNNING"
     failed_state = "JOB_STATE_FAILED"
     body_type = TrainerJob
 
-    def create(self, job_id: str, request: TrainerJob, training_shape: str | None) -> TrainerJob:
+    def create(
+        self,
+        job_id: str,
+        request: TrainerJob,
+        training_shape: str | None,
+        creator: str | None = None,
+    ) -> TrainerJob:
         """Start a job; it is ``CREATING`` until its trainer answers. Repeating it changes nothing.
 
         Raises:
             RequestError: a field breaks its rule.
+            BusyError: its creator has as many trainers as one key may have.
             ConfigError, NotFoundError: the model or the shape is unknown.
             ConflictError: another job has this id, or had it and was deleted.
         """
@@ -66,6 +74,8 @@ class Jobs(Resources[TrainerJob]):
                 )
             if existing is not None:
                 return self._match_existing(existing, body, "rlorTrainerJobId")
+            body = body.model_copy(update={"created_by": creator})
+            self._check_limit(job_id, body)
             self.records.insert(job_id, "JOB_STATE_CREATING", body.as_dict())
             self._start(job_id, body, "JOB_STATE_CREATING")
             return self.get(job_id)
@@ -76,11 +86,14 @@ class Jobs(Resources[TrainerJob]):
         Raises:
             NotFoundError: there is no such job.
             ConflictError: it was deleted.
+            BusyError: its creator has as many trainers as one key may have.
         """
         with self.live.hold(job_id), self._lock:
             record = self._get_record(job_id)
             if record.state in self.alive:
                 return self.describe(record)
+            if record.state in RESUMABLE:
+                self._check_limit(job_id, TrainerJob.from_dict(record.body))
             moved = self.records.update(
                 job_id, only_from=RESUMABLE, state="JOB_STATE_CREATING", message="", worker=None
             )
@@ -152,12 +165,13 @@ class Jobs(Resources[TrainerJob]):
     def _resolve(self, job_id: str, request: TrainerJob) -> TrainerJob:
         """The job with everything filled in that decides what is started."""
         config = request.training_config
-        entry = self._find_model(config.base_model)
+        entry = self.find_model(config.base_model)
         shape = self._find_shape(request)
         if config.lora_rank < 0:
             raise RequestError(f"loraRank must be >= 0, got {config.lora_rank}")
         if config.max_context_length is not None and config.max_context_length < 1:
             raise RequestError(f"maxContextLength must be >= 1, got {config.max_context_length}")
+        _refuse_several_machines(request)
         if shape is not None and shape.base_model != config.base_model:
             raise RequestError(
                 f"trainingShape must be one of {config.base_model!r}, got {shape.name!r}, which is "
@@ -182,7 +196,7 @@ class Jobs(Resources[TrainerJob]):
         return self._context.catalog.find_shape(name) if name else None
 
     def _build_spec(self, id: str, body: TrainerJob) -> TrainerSpec:
-        entry = self._find_model(body.training_config.base_model)
+        entry = self.find_model(body.training_config.base_model)
         shape = self._find_shape(body)
         values = ExtraValues(body.extra_values or {}, shape)
         ranks = self._read_ranks(values)
@@ -204,9 +218,10 @@ class Jobs(Resources[TrainerJob]):
             max_seq_len=body.training_config.max_context_length,
             micro_batch_tokens=values.read_count("micro_batch_tokens") or 16384,
             recompute_above=values.read_count("recompute_above"),
+            max_policies=self._read_policies(values, ranks),
             keep_checkpoints=values.read_count("keep_checkpoints"),
             threads=threads,
-            keep_snapshots=self._context.keep_snapshots,
+            keep_snapshots=values.read_count("keep_snapshots") or self._context.keep_snapshots,
             models_dir=str(self._context.models_dir),
             allow_folders=self._context.catalog.allow_folders,
             trust_remote_code=entry.trust_remote_code,
@@ -237,6 +252,16 @@ class Jobs(Resources[TrainerJob]):
             )
         return ranks
 
+    @staticmethod
+    def _read_policies(values: ExtraValues, ranks: int) -> int:
+        policies = values.read_count("max_policies") or 1
+        if policies > 1 and ranks > 1:
+            raise RequestError(
+                f"max_policies must be 1 with ranks={ranks}, got {policies}: policies share "
+                "weights that are in one process"
+            )
+        return policies
+
     def _fetch_facts(self, id: str, worker: Worker) -> dict[str, int]:
         """A trainer's own context length, as a part of its record, where none is known."""
         record = self.records.find(id)
@@ -261,6 +286,21 @@ class Jobs(Resources[TrainerJob]):
             # Not under the lock: its last call of ``failed`` may wait for the lock.
             if worker is not None:
                 worker.stop()
+
+
+def _refuse_several_machines(request: TrainerJob) -> None:
+    """Raise RequestError where the hardware that was asked for would silently be less."""
+    counts = {
+        "trainingConfig.acceleratorCount": request.training_config.accelerator_count,
+        "nodeCount": request.node_count,
+        "trainerReplicaCount": request.trainer_replica_count,
+    }
+    for field, count in counts.items():
+        if count is not None and count > 1:
+            raise RequestError(
+                f"{field} must be 1, got {count}: a trainer is one process here, or as many as "
+                "extraValues.ranks says (TrainerConfig.ranks, or ranks in a training shape)"
+            )
 
 
 def name_bucket(job_id: str, body: TrainerJob) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from hearth.control.catalog import ModelEntry
 from hearth.control.checkpoints import Checkpoints
@@ -14,6 +15,9 @@ from hearth.errors import NotFoundError
 from hearth.wire.fireworks import BaseModelDetails, Model
 
 logger = logging.getLogger(__name__)
+
+_LOG_BYTES = 2**20
+"""How much of a log is read, from its end."""
 
 
 class ControlPlane:
@@ -54,7 +58,7 @@ class ControlPlane:
         return registered + promoted
 
     def read_log(self, worker: str) -> list[str]:
-        """The lines that a worker has logged; ``worker`` is its resource's kind and id.
+        """The last lines that a worker has logged; ``worker`` is its resource's kind and id.
 
         Raises:
             NotFoundError: there is no such worker, or it has no log of its own.
@@ -71,7 +75,11 @@ class ControlPlane:
                 f"worker {worker!r} must have a log of its own, got none: it runs inside the "
                 "platform's process and writes into that one's log"
             )
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with path.open("rb") as file:
+            skipped = max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES)
+            file.seek(skipped)
+            lines = file.read(_LOG_BYTES).decode(errors="replace").splitlines()
+        return [f"(the first {skipped} bytes are in {path})", *lines[1:]] if skipped else lines
 
     def close(self) -> None:
         """Stop every worker and close the database."""

@@ -10,7 +10,7 @@ from hearth.errors import RequestError
 
 ACCOUNT = "me"
 _ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
-_NAME = re.compile(rf"accounts/{ACCOUNT}/[a-zA-Z]+/([^/]*)")
+_NAME = re.compile(rf"accounts/(?:{ACCOUNT})?/[a-zA-Z]+/([^/]*)")
 _MODEL_NAME = re.compile(rf"accounts/{ACCOUNT}/models/([a-z0-9-]{{1,63}})")
 
 
@@ -34,7 +34,11 @@ def full_name(collection: str, id: str) -> str:
 
 
 def parse_id(name: str) -> str:
-    """The id of a name ``accounts/me/KIND/ID``; another name is returned as it is."""
+    """The id of a name ``accounts/me/KIND/ID``; another name is returned as it is.
+
+    No account, as in ``accounts//KIND/ID``, is the key's own: scripts of document 003 write that
+    where ``FIREWORKS_ACCOUNT_ID`` is not set.
+    """
     match = _NAME.fullmatch(name)
     return match.group(1) if match is not None else name
 

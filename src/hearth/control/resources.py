@@ -13,7 +13,14 @@ from hearth.control.context import Context, list_promoted
 from hearth.control.resource_names import format_timestamp, full_name
 from hearth.control.store import Records, StoredRecord
 from hearth.control.workers import LiveEntry, LiveTable
-from hearth.errors import ConfigError, ConflictError, HearthError, NotFoundError, RequestError
+from hearth.errors import (
+    BusyError,
+    ConfigError,
+    ConflictError,
+    HearthError,
+    NotFoundError,
+    RequestError,
+)
 from hearth.launch.spec import Endpoint, ExitReport, Worker, WorkerSpec
 from hearth.wire.fireworks import Deployment, TrainerJob, WorkerResource
 
@@ -95,6 +102,7 @@ class Resources(ABC, Generic[BodyT]):
     """What a full name has before the resource's id."""
     alive: ClassVar[tuple[str, ...]]
     """The states in which a resource has a worker, or will have one."""
+    created_state: ClassVar[str]
     ready_state: ClassVar[str]
     failed_state: ClassVar[str]
     body_type: type[BodyT]
@@ -116,8 +124,14 @@ class Resources(ABC, Generic[BodyT]):
         return self.describe(self._get_record(id))
 
     def list_all(self) -> list[BodyT]:
-        """Every resource that was not deleted, oldest first."""
-        return [self.describe(record) for record in self._list_records()]
+        """Every resource that was not deleted, oldest first; damaged ones are logged."""
+        resources: list[BodyT] = []
+        for record in self._list_records():
+            try:
+                resources.append(self.describe(record))
+            except RequestError as error:
+                logger.warning("%s %s has a damaged record: %s", self.kind, record.id, error)
+        return resources
 
     def find_endpoint(self, id: str) -> Endpoint:
         """Where a resource's worker answers.
@@ -156,7 +170,7 @@ class Resources(ABC, Generic[BodyT]):
         with self._lock:
             if not self.live.is_current(id, worker):
                 return
-            self.live.put(id, LiveEntry(worker, is_ready=True))
+            self.live.set_ready(id, worker)
             self.records.update(
                 id,
                 only_from=self.alive,
@@ -168,36 +182,65 @@ class Resources(ABC, Generic[BodyT]):
         logger.info("%s %s is ready", self.kind, id)
 
     def failed(self, worker: Worker, report: ExitReport) -> None:
-        """A worker could not start, or died (``Watcher``)."""
+        """A worker could not start, or died (``Watcher``).
+
+        One that was killed before anything was asked of it is started once more: it had nothing to
+        lose.
+        """
         id = worker.spec.worker_id.removeprefix(self.prefix)
         with self._lock:
             live = self.live.get(id)
-            if live is not None and self.live.is_current(id, worker):
+            if live is None or not self.live.is_current(id, worker):
+                return
+            if report.was_killed and not live.is_used and not live.is_second:
+                self._start_second(self._get_record(id), report)
+            else:
                 self._handle_death(id, report.describe(), has_run=live.is_ready)
 
     def recover(self) -> None:
-        """After a restart: find the workers that still run, and handle the death of the others."""
+        """After a restart: find the workers that still run, and handle the death of the others.
+
+        A resource whose record makes no sense has failed; the others are found.
+        """
         for record in self.records.list_all(self.alive):
             with self._lock:
-                self._recover(record)
+                try:
+                    self._recover(record)
+                except Exception as error:  # the boundary: one record must not stop the platform
+                    logger.exception("%s %s cannot be found again", self.kind, record.id)
+                    self._fail(
+                        record.id,
+                        "its record could not be read after a restart "
+                        f"({type(error).__name__}: {error})",
+                    )
 
     def _recover(self, record: StoredRecord) -> None:
         if record.worker is None:
             self._start(record.id, self.body_type.from_dict(record.body), record.state)
             return
-        self.live.put(record.id, LiveEntry(is_starting=True))
+        has_answered = record.state == self.ready_state
+        self.live.put(record.id, LiveEntry(is_starting=True, is_used=has_answered))
         worker = self._context.launcher.adopt(record.worker, self)
-        if isinstance(worker, ExitReport):
+        if isinstance(worker, ExitReport) and record.state == self.created_state:
+            self._start_second(record, worker)
+        elif isinstance(worker, ExitReport):
             self._handle_death(record.id, worker.describe(), has_run=True)
         else:
             self.live.set_worker(record.id, worker)
 
-    def _start(self, id: str, body: BodyT, state: str) -> None:
+    def _start_second(self, record: StoredRecord, report: ExitReport) -> None:
+        """Start a worker in the place of one that was never used."""
+        logger.warning("%s %s is started again: %s", self.kind, record.id, report.describe())
+        state = self.created_state if record.state == self.ready_state else record.state
+        self.records.update(record.id, only_from=(record.state,), state=state, worker=None)
+        self._start(record.id, self.body_type.from_dict(record.body), state, is_second=True)
+
+    def _start(self, id: str, body: BodyT, state: str, *, is_second: bool = False) -> None:
         """Start a worker for a resource that is in ``state``."""
         try:
             # The catalog may have changed while the platform was down.
             spec = self._build_spec(id, body)
-            self.live.put(id, LiveEntry(is_starting=True))
+            self.live.put(id, LiveEntry(is_starting=True, is_second=is_second))
             worker = self._context.launcher.start(spec, self)
         except (ConfigError, NotFoundError, RequestError) as error:
             self._fail(id, f"cannot be started: {error}")
@@ -229,7 +272,7 @@ class Resources(ABC, Generic[BodyT]):
             ConflictError: it was asked for otherwise.
         """
         # Read as a request, since a record's body also has what its worker has told.
-        before = self.body_type.from_dict(existing.body)
+        before = self.body_type.from_dict(existing.body).model_copy(update={"created_by": None})
         if existing.state == "DELETING" or before.as_dict() != body.as_dict():
             raise ConflictError(
                 f"{field} must be new, got {existing.id!r}: a {self.kind} of that id exists "
@@ -237,7 +280,26 @@ class Resources(ABC, Generic[BodyT]):
             )
         return self.describe(existing)
 
-    def _find_model(self, name: str) -> ModelEntry:
+    def _check_limit(self, id: str, body: BodyT) -> None:
+        """Raise BusyError where the key that created a resource has as many workers as it may."""
+        most = self._context.workers_per_key
+        if most is None or body.created_by is None:
+            return
+        running = [
+            record.id
+            for record in self.records.list_all(self.alive)
+            if record.id != id
+            and self.live.get(record.id) is not None
+            and record.body.get("createdBy") == body.created_by
+        ]
+        if len(running) >= most:
+            raise BusyError(
+                f"{self.kind}s of key {body.created_by!r} must be at most {most} at once, got one "
+                f"more than {running}: end one of them, or raise workers_per_key"
+            )
+
+    def find_model(self, name: str) -> ModelEntry:
+        """A registered or promoted model, a folder or a hub id; raises as the catalog does."""
         return self._context.catalog.find_model(name, list_promoted(self._models))
 
     def _fetch_facts(self, id: str, worker: Worker) -> dict[str, Any]:

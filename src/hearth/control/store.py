@@ -6,19 +6,24 @@ resource is a record with its id, its state and its body as JSON; a change wakes
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sql
 from sqlalchemy import event
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
-from hearth.errors import ConfigError, ConflictError, NotFoundError
+from hearth.errors import ConfigError, ConflictError, EngineError, NotFoundError, StorageError
+
+logger = logging.getLogger(__name__)
 
 _METADATA = sql.MetaData()
 
@@ -50,20 +55,23 @@ def _table(name: str) -> sql.Table:
     )
 
 
-_TABLES = {name: _table(name) for name in ("jobs", "deployments", "models", "operations")}
+_RESOURCES = ("jobs", "deployments", "models", "operations")
+_TINKER = ("tinker_sessions", "tinker_runs", "tinker_samplers", "tinker_saved")
+_TABLES = {name: _table(name) for name in (*_RESOURCES, *_TINKER)}
 
 
 class Store:
-    """The database and its four kinds of resources.
+    """The database: its four kinds of resources, and what Tinker's API keeps.
 
     Raises:
-        ConfigError: the database cannot be opened.
+        ConfigError: the database cannot be opened, or is damaged.
     """
 
     def __init__(self, url: str = "sqlite://") -> None:
         try:
             self._engine = _open(url)
             _METADATA.create_all(self._engine)
+            _check_pages(self._engine)
         except (SQLAlchemyError, ImportError) as error:
             shown, reason = _hide_password(url), str(error).splitlines()[0]
             raise ConfigError(
@@ -75,6 +83,16 @@ class Store:
         self.deployments = Records(self._engine, "deployments", lock)
         self.models = Records(self._engine, "models", lock)
         self.operations = Records(self._engine, "operations", lock)
+        self.tinker_sessions = Records(self._engine, "tinker_sessions", lock)
+        self.tinker_runs = Records(self._engine, "tinker_runs", lock)
+        self.tinker_samplers = Records(self._engine, "tinker_samplers", lock)
+        self.tinker_saved = Records(self._engine, "tinker_saved", lock)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever written; deleted jobs keep their records."""
+        kinds = (self.jobs, self.deployments, self.models, self.operations)
+        return not any(records.count() for records in kinds)
 
     def release_waiters(self) -> None:
         """Wake all that wait for a change, and let nothing wait from now on: the platform ends."""
@@ -108,7 +126,7 @@ class Records:
         now = time.time()
         record = StoredRecord(id, state, message, dict(body), None, now, now)
         try:
-            with self._lock, self._engine.begin() as connection:
+            with self._begin() as connection:
                 connection.execute(self._table.insert().values(vars(record)))
         except IntegrityError:
             raise ConflictError(
@@ -118,13 +136,23 @@ class Records:
         return record
 
     def find(self, id: str) -> StoredRecord | None:
-        """The record of an id, or None."""
+        """The record of an id, or None.
+
+        Raises:
+            EngineError: its line in the database is damaged.
+        """
         if "\0" in id:  # PostgreSQL does not even compare it
             return None
-        with self._lock, self._engine.connect() as connection:
-            query = self._table.select().where(self._table.c.id == id)
-            found = connection.execute(query).mappings().first()
-        return StoredRecord(**found) if found is not None else None
+        try:
+            with self._lock, self._engine.connect() as connection:
+                query = self._table.select().where(self._table.c.id == id)
+                found = connection.execute(query).mappings().first()
+            return _read_record(found) if found is not None else None
+        except (ValueError, TypeError) as error:
+            raise EngineError(
+                f"{self.kind} must hold readable records, got a damaged one of {id!r} ({error}): "
+                f"repair or remove its line in the database's table {self.kind!r}"
+            ) from None
 
     def get(self, id: str) -> StoredRecord:
         """The record of an id.
@@ -139,12 +167,50 @@ class Records:
         return record
 
     def list_all(self, states: Collection[str] | None = None) -> list[StoredRecord]:
-        """All records, oldest first; with ``states`` those in one of them."""
+        """All records, oldest first; with ``states`` those in one of them.
+
+        A damaged one is logged and left out; it stays in the database.
+        """
         query = self._table.select().order_by(self._table.c.created_s, self._table.c.id)
         if states is not None:
             query = query.where(self._table.c.state.in_(list(states)))
+        try:
+            with self._lock, self._engine.connect() as connection:
+                return [_read_record(found) for found in connection.execute(query).mappings()]
+        except (ValueError, TypeError):
+            # One line that cannot be parsed ends the reading of all.
+            with self._lock, self._engine.connect() as connection:
+                ids = list(connection.execute(query.with_only_columns(self._table.c.id)).scalars())
+        return [record for id in ids if (record := self._find_readable(id)) is not None]
+
+    def _find_readable(self, id: str) -> StoredRecord | None:
+        try:
+            return self.find(id)
+        except EngineError as error:
+            logger.error("%s; it is left out", error)
+            return None
+
+    @contextlib.contextmanager
+    def _begin(self) -> Generator[sql.Connection, None, None]:
+        """A transaction.
+
+        Raises:
+            StorageError: the database cannot be written; nothing of it was.
+        """
+        try:
+            with self._lock, self._engine.begin() as connection:
+                yield connection
+        except OperationalError as error:
+            raise StorageError(
+                f"database {self._engine.url.database!r} must be writable, got {error.orig}: free "
+                "space on its disk, or look at it; what was there before stays"
+            ) from None
+
+    def count(self) -> int:
+        """How many records there are, damaged ones too."""
         with self._lock, self._engine.connect() as connection:
-            return [StoredRecord(**found) for found in connection.execute(query).mappings()]
+            query = sql.select(sql.func.count()).select_from(self._table)
+            return connection.execute(query).scalar_one()
 
     def update(self, id: str, *, only_from: Collection[str] | None = None, **values: Any) -> bool:
         """Change columns of a record; False when it is not in one of the states ``only_from``."""
@@ -153,7 +219,7 @@ class Records:
             change = change.where(self._table.c.state.in_(list(only_from)))
         if "message" in values:
             values["message"] = values["message"].replace("\0", "")
-        with self._lock, self._engine.begin() as connection:
+        with self._begin() as connection:
             done = connection.execute(change.values(updated_s=time.time(), **values))
         if done.rowcount:
             self.changes.notify(id)
@@ -161,9 +227,48 @@ class Records:
 
     def delete(self, id: str) -> None:
         """Forget a record."""
-        with self._lock, self._engine.begin() as connection:
+        with self._begin() as connection:
             connection.execute(self._table.delete().where(self._table.c.id == id))
         self.changes.notify(id)
+
+
+def check_records(store: Store, data_dir: Path) -> None:
+    """Refuse an empty database beside the folders of an earlier one's resources.
+
+    Started on it, the platform would know no job, and give their ids, and with them their folders,
+    to new ones. Jobs and models keep their records, so their folders are never without.
+
+    Raises:
+        ConfigError: the folders are named.
+    """
+    if not store.is_empty:
+        return
+    patterns = ("workers/trainer-*", "checkpoints/*", "models/[!.]*")
+    left = sorted(
+        str(path.relative_to(data_dir)) for pattern in patterns for path in data_dir.glob(pattern)
+    )
+    if left:
+        raise ConfigError(
+            f"database must have the records of what is in {str(data_dir)!r}, got an empty one "
+            f"beside {left[:4]} ({len(left)} in all): put back a copy of it (control.db with its "
+            "control.db-wal), or move these folders away to start anew; nothing was changed"
+        )
+
+
+def _read_record(found: Mapping[Any, Any]) -> StoredRecord:
+    """The record of a line.
+
+    Raises:
+        TypeError: a value has another type than its column's, which SQLite lets in.
+    """
+    record = StoredRecord(**found)
+    kinds: dict[str, Any] = dict.fromkeys(("id", "state", "message"), str)
+    kinds |= dict.fromkeys(("created_s", "updated_s"), (float, int))
+    kinds |= {"body": dict, "worker": (dict, type(None))}
+    for name, kind in kinds.items():
+        if not isinstance(value := getattr(record, name), kind):
+            raise TypeError(f"{name} is {value!r:.40}")
+    return record
 
 
 @dataclass
@@ -213,12 +318,25 @@ def _open(url: str) -> sql.Engine:
         def configure(connection: Any, _record: object) -> None:
             cursor = connection.cursor()
             cursor.execute("PRAGMA journal_mode=WAL")
-            # Survives a killed process; only a power cut may take the last transactions.
-            cursor.execute("PRAGMA synchronous=NORMAL")
+            # What was answered survives a power cut too; a write takes one more fsync for it.
+            cursor.execute("PRAGMA synchronous=FULL")
             cursor.execute("PRAGMA busy_timeout=10000")
             cursor.close()
 
     return engine
+
+
+def _check_pages(engine: sql.Engine) -> None:
+    """Refuse an SQLite file whose pages do not fit each other."""
+    if engine.dialect.name != "sqlite":
+        return
+    with engine.connect() as connection:
+        found = connection.execute(sql.text("PRAGMA quick_check(1)")).scalar_one()
+    if found != "ok":
+        raise ConfigError(
+            f"database_url must name an intact database, got {engine.url.database!r}: {found}; put "
+            "back a copy, or recover its lines with sqlite3's .recover"
+        )
 
 
 def _hide_password(url: str) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -28,6 +28,10 @@ class LiveEntry:
     is_ready: bool = False
     is_starting: bool = False
     """The launcher is starting a worker; what it reports meanwhile is about that one."""
+    is_second: bool = False
+    """The first was killed before it was used."""
+    is_used: bool = False
+    """Something was asked of it beside its health, and may be lost with it."""
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -77,8 +81,21 @@ class LiveTable:
             live = self._live.get(id)
             if live is None or not live.is_starting:
                 return False
-            self._live[id] = LiveEntry(worker)
+            self._live[id] = replace(live, worker=worker, is_starting=False)
             return True
+
+    def set_ready(self, id: str, worker: Worker) -> None:
+        """The worker answers."""
+        with self._lock:
+            before = self._live.get(id, LiveEntry())
+            self._live[id] = replace(before, worker=worker, is_ready=True, is_starting=False)
+
+    def note_use(self, id: str) -> None:
+        """Something is asked of the worker."""
+        live = self._live.get(id)
+        if live is not None and not live.is_used:
+            with self._lock:
+                self._live[id] = replace(live, is_used=True)
 
     def take_worker(self, id: str) -> Worker | None:
         """Drop an entry and return the worker that it had, to be stopped."""

@@ -1,1 +1,1 @@
-"""One deployment: the engine that draws tokens, and the service that answers for it."""
+"""One deployment: the engine that samples tokens, and the service that answers for it."""

@@ -61,6 +61,14 @@ class TokenListener:
             logger.exception("a listener failed; its completion goes on")
 
 
+@dataclass(frozen=True)
+class AdapterSource:
+    """A LoRA adapter's snapshot, and how to read it; an identity never changes its weights."""
+
+    identity: str
+    fetch: Callable[[], Snapshot]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
     """One completion of one prompt.
@@ -87,10 +95,16 @@ class SampleRequest:
     """Of how many of the prompt's last tokens; None of all."""
     top_logprobs: int = 0
     """How many of the most probable tokens are listed beside each sampled one."""
+    prompt_top_logprobs: int = 0
+    """The same beside each prompt token that ``prompt_logprobs`` scores."""
+    adapter: AdapterSource | None = None
+    """Sample with this adapter on the base weights; None with the weights that are served."""
     routing: bool = False
     """Record the experts that were chosen; a dense model has none."""
     visible_tokens: Sequence[str] = ()
     """Special tokens that the text contains; all others are left out."""
+    client: str = ""
+    """Whose request it is: clients take turns."""
     listener: TokenListener | None = None
     """Called with each token; None costs nothing."""
 
@@ -111,6 +125,9 @@ class SampledSequence:
     prompt_logprobs: list[float | None] | None
     top_logprobs: list[TopLogprobs] | None = None
     """One list per sampled token; None without a request for them."""
+    prompt_top_logprobs: list[TopLogprobs | None] | None = None
+    """One list per entry of ``prompt_logprobs``, the prompt's first None; None without a request
+    for them."""
     routing: Sequence[Choice] | None = None
     """Experts with which each token was sampled: those of the position before it. None without a
     request for them, or of a dense model."""
@@ -123,7 +140,7 @@ class SampledSequence:
     weight_version: int
     """The oldest version that sampled one of the tokens."""
     snapshot_identity: str | None
-    """The snapshot of ``weight_version``."""
+    """The snapshot of ``weight_version``, or the request's adapter."""
     versions: list[list[int]]
     """Run lengths ``[weight version, sampled tokens]`` in the order of the tokens."""
     seed: int
@@ -148,6 +165,10 @@ class Tokenizer(Protocol):
         """Added tokens by id; special ones say so."""
         ...
 
+    def get_vocab(self) -> Mapping[str, int]:
+        """Ids of all tokens by their texts."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer adds."""
         ...
@@ -157,7 +178,7 @@ class Tokenizer(Protocol):
         ...
 
     def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any:
-        """A conversation as token ids (``tokenize=True, return_dict=False``)."""
+        """A conversation as token ids (``return_dict=False``) or text (``tokenize=False``)."""
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import orjson
@@ -12,18 +13,71 @@ from hearth.errors import RequestError
 from hearth.inference.backend import SampledSequence, Tokenizer
 from hearth.inference.events import as_chat, chat_raw_output, wants_logprob_objects
 from hearth.inference.responses import token_logprobs, usage_of
+from hearth.inference.texts import check_length
 from hearth.inference.tool_calls import ParsedText, chat_finish_reason, read_tool_calls, tool_call
 from hearth.telemetry import new_request_id
-from hearth.wire.chat import ChatChoice, ChatLogprobs, ChatMessage, ChatRequest, ChatResponse
+from hearth.wire.chat import (
+    ChatChoice,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    ChatResponse,
+    TokenizeRequest,
+)
 from hearth.wire.routing import encode_routing
 
+_VARIABLES = frozenset({"documents"})
+"""Arguments of ``apply_chat_template`` that only the template reads."""
+_RENDERER_NAMES = frozenset({"self", "messages", "conversations"})
+"""What transformers passes to the template itself."""
 
-def chat_prompt(request: ChatRequest, tokenizer: Tokenizer | None) -> list[int]:
+
+def read_tokenize(body: bytes) -> TokenizeRequest:
+    """The request of a body.
+
+    Raises:
+        RequestError: it has no text and no conversation, or both, or asks for what a tokenizer here
+            does not do.
+    """
+    request = TokenizeRequest.parse(body)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("prompt or messages must be given, got none or both")
+    is_text = request.prompt is not None
+    if request.add_special_tokens not in (None, is_text):
+        raise RequestError(
+            f"add_special_tokens must be absent or {str(is_text).lower()} here, got "
+            f"{request.add_special_tokens}: a text gets them, a conversation's template has them"
+        )
+    if not request.add_generation_prompt:
+        raise RequestError("add_generation_prompt must be true, got false: an answer follows")
+    return request
+
+
+def tokenize(
+    request: TokenizeRequest, tokenizer: Tokenizer | None, *, most_bytes: int
+) -> list[int]:
+    """Token ids of a text or a conversation.
+
+    Raises:
+        RequestError: as ``chat_prompt``, for a text as well.
+    """
+    if request.messages is not None:
+        asked = request.model_dump(include={"messages", "tools", "chat_template_kwargs"})
+        return chat_prompt(ChatRequest.from_dict(asked), tokenizer, most_bytes=most_bytes)
+    if tokenizer is None:
+        raise RequestError("prompt must go to a deployment with a tokenizer, got one without")
+    text = request.prompt or ""
+    check_length("prompt", text, most_bytes)
+    return tokenizer.encode(text)
+
+
+def chat_prompt(request: ChatRequest, tokenizer: Tokenizer | None, *, most_bytes: int) -> list[int]:
     """Token ids of the conversation, rendered with the tokenizer's chat template.
 
     Raises:
-        RequestError: a message has parts that are not text, or the template refuses it or is
-            missing.
+        RequestError: a message has parts that are not text, ``chat_template_kwargs`` has an
+            argument of the tokenizer's own, the template refuses the conversation or is missing,
+            or the rendered text has more than ``most_bytes`` bytes.
     """
     if tokenizer is None:
         raise RequestError(
@@ -31,12 +85,18 @@ def chat_prompt(request: ChatRequest, tokenizer: Tokenizer | None) -> list[int]:
             "/v1/completions with token ids"
         )
     messages = [_read_message(message, place) for place, message in enumerate(request.messages)]
-    tools = request.offered_tools or None
     options = dict(request.chat_template_kwargs or {})
-    options |= {"tools": tools, "add_generation_prompt": True}
-    options |= {"tokenize": True, "return_dict": False}
+    _check_variables(options, tokenizer)
+    options |= {"tools": request.offered_tools or None, "add_generation_prompt": True}
     try:
-        return list(tokenizer.apply_chat_template(messages, **options))
+        # Rendered twice, since not every tokenizer reads its special tokens in a text.
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        check_length("messages", text, most_bytes)
+        return list(
+            tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+        )
+    except RequestError:
+        raise
     # A template is a program from a model's folder and may raise any error.
     except Exception as error:
         raise RequestError(
@@ -67,7 +127,21 @@ def chat_response(
         weight_version=oldest.weight_version,
         snapshot_identity=oldest.snapshot_identity,
         perf_metrics=metrics if request.perf_metrics_in_response else None,
+        prompt_token_ids=prompt if request.return_token_ids else None,
     )
+
+
+def _check_variables(options: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """Refuse what is no variable of the template but an argument of the tokenizer's.
+
+    Such an argument would choose another template, padding or the form of the ids.
+    """
+    own = signature(tokenizer.apply_chat_template).parameters.keys() | _RENDERER_NAMES
+    for name in sorted(options.keys() & own - _VARIABLES):
+        raise RequestError(
+            f"chat_template_kwargs.{name} must be absent, got {str(options[name])[:80]!r}: only "
+            "variables of the model's own template may be given"
+        )
 
 
 def _choice(
@@ -98,6 +172,7 @@ def _choice(
         ),
         logprobs=logprobs,
         raw_output=chat_raw_output(request, prompt, completion),
+        token_ids=completion.token_ids if request.return_token_ids else None,
     )
 
 

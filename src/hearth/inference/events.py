@@ -75,6 +75,16 @@ class _Events(ABC, Generic[Fields]):
     def _all_ended(self) -> bool:
         return len(self._ended) == self._fields.n * len(self._prompts)
 
+    def _token_ids(self, piece: StreamPiece) -> list[int] | None:
+        """Those of a piece, if ids were requested."""
+        asked = self._fields.return_token_ids
+        return [token.token_id for token in piece.tokens] if asked else None
+
+    def _prompt_token_ids(self, piece: StreamPiece) -> list[int] | None:
+        """Those of the prompt with the first piece of its answer, if ids were requested."""
+        asked = self._fields.return_token_ids and piece.is_first
+        return self._prompts[piece.index // self._fields.n] if asked else None
+
     def _token_logprobs(self, tokens: Sequence[SampledToken]) -> list[completions.TokenLogprob]:
         return token_logprobs(
             [token.token_id for token in tokens],
@@ -92,6 +102,18 @@ class _Events(ABC, Generic[Fields]):
 class CompletionEvents(_Events[completions.CompletionCall]):
     """Events of ``/v1/completions``; with ``echo`` the first of a choice begins with its prompt."""
 
+    def __init__(
+        self,
+        call: completions.CompletionCall,
+        prompts: Sequence[list[int]],
+        *,
+        model_name: str,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        super().__init__(call, prompts, model_name=model_name, tokenizer=tokenizer)
+        self._offsets: Counter[int] = Counter()
+        """Characters of each choice's tokens so far."""
+
     def _empty(self) -> completions.CompletionChunk:
         return completions.CompletionChunk(
             id=f"cmpl-{self._id}", created=self._created, model=self._model, choices=[]
@@ -99,8 +121,8 @@ class CompletionEvents(_Events[completions.CompletionCall]):
 
     def _chunk(self, piece: StreamPiece) -> completions.CompletionChunk | None:
         echoes = piece.is_first and self._fields.echo
-        has_logprobs = wants_logprobs(self._fields) and bool(piece.tokens)
-        if not (piece.end or piece.text or has_logprobs or echoes):
+        tells_tokens = wants_logprobs(self._fields) or self._fields.return_token_ids
+        if not (piece.end or piece.text or (tells_tokens and piece.tokens) or echoes):
             return None
         text = piece.text
         if echoes and self._tokenizer is not None:
@@ -113,6 +135,8 @@ class CompletionEvents(_Events[completions.CompletionCall]):
                 text=text,
                 finish_reason=piece.end.finish_reason if piece.end else None,
                 logprobs=self._logprobs(piece, echoes) if wants_logprobs(self._fields) else None,
+                token_ids=self._token_ids(piece),
+                prompt_token_ids=self._prompt_token_ids(piece),
             )
         )
         return chunk
@@ -125,7 +149,9 @@ class CompletionEvents(_Events[completions.CompletionCall]):
         content += self._token_logprobs(piece.tokens)
         logprobs = [*scores, *(token.logprob for token in piece.tokens)]
         with_top = any(token.top is not None for token in piece.tokens)
-        return choice_logprobs(content, logprobs, with_top=with_top)
+        offset = self._offsets[piece.index]
+        self._offsets[piece.index] += sum(len(token.token) for token in content)
+        return choice_logprobs(self._fields, content, logprobs, with_top=with_top, offset=offset)
 
 
 class ChatEvents(_Events[chat.ChatRequest]):
@@ -152,10 +178,13 @@ class ChatEvents(_Events[chat.ChatRequest]):
         end = piece.end
         parsed = self._parse(piece)
         logprobs = self._logprobs(piece)
-        if not (end or piece.is_first or parsed.content or parsed.calls or logprobs):
+        token_ids = self._token_ids(piece)
+        has_news = parsed.content or parsed.calls or logprobs or token_ids
+        if not (end or piece.is_first or has_news):
             return None
         calls = self._number_calls(piece.index, parsed.calls)
         chunk = self._empty()
+        chunk.prompt_token_ids = self._prompt_token_ids(piece)
         chunk.choices.append(
             chat.ChatChunkChoice.model_construct(
                 index=piece.index,
@@ -167,6 +196,7 @@ class ChatEvents(_Events[chat.ChatRequest]):
                 finish_reason=self._finish_reason(piece),
                 logprobs=logprobs,
                 raw_output=chat_raw_output(self._fields, self._prompts[0], end) if end else None,
+                token_ids=token_ids,
             )
         )
         return chunk

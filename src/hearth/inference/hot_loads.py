@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, cast
 from pydantic import Field
 
 from hearth.errors import ConfigError, ConflictError, NotReadyError, RequestError
-from hearth.inference.backend import InferenceBackend
+from hearth.files import write_file
+from hearth.inference.backend import AdapterSource, InferenceBackend
 from hearth.inference.sync_tracker import ServingState
-from hearth.sync.folders import write_file
 from hearth.wire.base import Record
 from hearth.wire.completions import (
     HotLoadState,
@@ -150,6 +150,16 @@ class HotLoads:
             )
         self._load(identity, bucket, previous=previous, running_requests=running_requests)
 
+    def find_adapter(self, identity: str | None) -> AdapterSource | None:
+        """The adapter that a request names, in the deployment's own bucket; None for None.
+
+        Its ``fetch`` raises the errors of the stores.
+        """
+        if identity is None:
+            return None
+        bucket = self._sources.bucket_of(None)
+        return AdapterSource(identity, lambda: self._sources.get(bucket, identity))
+
     def state(self) -> HotLoadState:
         """What is served and where the last weight sync stands, as the one replica."""
         state = self._backend.state()
@@ -219,6 +229,7 @@ class HotLoads:
             if self._file is None:
                 return
             try:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
                 write_file(self._file, served.dump())
             except OSError:
                 message = "%s could not be written: a restart serves older weights"

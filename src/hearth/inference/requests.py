@@ -8,7 +8,8 @@ from typing import Any
 from typing_extensions import TypeIs
 
 from hearth.errors import RequestError
-from hearth.inference.backend import SampleRequest, Tokenizer
+from hearth.inference.backend import AdapterSource, SampleRequest, Tokenizer
+from hearth.inference.texts import check_length
 from hearth.inference.tool_calls import TAGS
 from hearth.wire.base import parse_json
 from hearth.wire.chat import ChatRequest
@@ -17,6 +18,10 @@ from hearth.wire.completions import CompletionCall, CompletionFields, SamplingFi
 MOST_COMPLETIONS = 1024
 """Most completions of one request: ``n`` times its prompts."""
 _MOST_NUMBERED_LOGPROBS = 5
+_MOST_STOPS = 64
+_LONGEST_STOP = 1024
+"""Characters of a stop string."""
+_MOST_STOP_IDS = 1024
 
 # The SDK's n requests with n=1 and one request with n return the same completions.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -81,6 +86,7 @@ def read_completion(body: bytes) -> CompletionCall:
     if best_of is not None and best_of != content.get("n", 1):
         raise _unsupported("best_of", best_of)
     call = CompletionCall.from_dict(content)
+    _check_stops(call)
     _check_logprobs(call)
     _check_beside_logprobs(call, wants_logprobs(call))
     _check_echo_last(call)
@@ -103,22 +109,28 @@ def read_chat(body: bytes) -> ChatRequest:
     if content.get("tool_choice", "auto") not in ("auto", "none"):
         raise _unsupported("tool_choice", content["tool_choice"])
     request = ChatRequest.from_dict(content)
+    _check_stops(request)
     _check_beside_logprobs(request, bool(request.logprobs))
     return request
 
 
-def prompt_ids(call: CompletionCall, tokenizer: Tokenizer | None) -> list[list[int]]:
+def prompt_ids(
+    call: CompletionCall, tokenizer: Tokenizer | None, *, most_bytes: int
+) -> list[list[int]]:
     """Token ids of each prompt of a request, tokenized where it is a text.
 
     Raises:
-        RequestError: it is a text and the deployment has no tokenizer.
+        RequestError: it is a text of more than ``most_bytes`` bytes, the deployment has no
+            tokenizer, or there are more than 1024 completions to sample.
     """
     prompt = call.prompt
-    if isinstance(prompt, str):
-        return [_encode(prompt, tokenizer)]
     if _is_single(prompt):
         return [prompt]
-    return [_encode(item, tokenizer) if isinstance(item, str) else item for item in prompt]
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    _check_count(call, len(prompts))
+    return [
+        _encode(item, tokenizer, most_bytes) if isinstance(item, str) else item for item in prompts
+    ]
 
 
 def is_text(call: CompletionCall) -> bool:
@@ -126,7 +138,13 @@ def is_text(call: CompletionCall) -> bool:
     return isinstance(call.prompt, str) or any(isinstance(item, str) for item in call.prompt[:1])
 
 
-def sample_requests(call: CompletionCall, prompts: Sequence[list[int]]) -> list[SampleRequest]:
+def sample_requests(
+    call: CompletionCall,
+    prompts: Sequence[list[int]],
+    *,
+    client: str = "",
+    adapter: AdapterSource | None = None,
+) -> list[SampleRequest]:
     """The samples of a completion request: ``n`` of the first prompt, then of the second.
 
     Raises:
@@ -140,6 +158,9 @@ def sample_requests(call: CompletionCall, prompts: Sequence[list[int]]) -> list[
         top_logprobs=top_logprobs(call),
         prompt_logprobs=scores_prompt,
         prompt_logprobs_last=call.echo_last or None,
+        prompt_top_logprobs=top_logprobs(call) if scores_prompt else 0,
+        client=client,
+        adapter=adapter,
     )
 
 
@@ -151,7 +172,12 @@ def echoed_tokens(call: CompletionCall, prompt: list[int]) -> list[int]:
 
 
 def chat_requests(
-    request: ChatRequest, prompt: list[int], *, max_seq_len: int
+    request: ChatRequest,
+    prompt: list[int],
+    *,
+    max_seq_len: int,
+    client: str = "",
+    adapter: AdapterSource | None = None,
 ) -> list[SampleRequest]:
     """The ``n`` samples of a chat request; without its own limit they may fill the context.
 
@@ -173,6 +199,8 @@ def chat_requests(
         max_tokens=max_tokens,
         top_logprobs=request.top_logprobs or 0,
         visible_tokens=TAGS if request.offered_tools else (),
+        client=client,
+        adapter=adapter,
     )
 
 
@@ -202,14 +230,8 @@ def _make_requests(
     fields: SamplingFields, prompts: Sequence[list[int]], **options: Any
 ) -> list[SampleRequest]:
     """``n`` requests of each prompt; ``options`` are fields of ``SampleRequest``."""
-    if not 1 <= fields.n <= MOST_COMPLETIONS:
-        raise RequestError(f"n must be in 1..{MOST_COMPLETIONS}, got {fields.n}")
-    if fields.n * len(prompts) > MOST_COMPLETIONS:
-        raise RequestError(
-            f"prompt must be at most {MOST_COMPLETIONS // fields.n} prompts for n={fields.n}, got "
-            f"{len(prompts)}: one request returns up to {MOST_COMPLETIONS} completions"
-        )
-    stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    _check_count(fields, len(prompts))
+    stop = _stops(fields)
     return [
         SampleRequest(
             prompt=prompt,
@@ -223,9 +245,44 @@ def _make_requests(
             routing=fields.include_routing_matrix,
             **options,
         )
-        for prompt in prompts
+        # As tuples, which the samples of one prompt share: an engine copies lists.
+        for prompt in map(tuple, prompts)
         for index in range(fields.n)
     ]
+
+
+def _check_count(fields: SamplingFields, num_prompts: int) -> None:
+    if not 1 <= fields.n <= MOST_COMPLETIONS:
+        raise RequestError(f"n must be in 1..{MOST_COMPLETIONS}, got {fields.n}")
+    if fields.n * num_prompts > MOST_COMPLETIONS:
+        raise RequestError(
+            f"prompt must be at most {MOST_COMPLETIONS // fields.n} prompts for n={fields.n}, got "
+            f"{num_prompts}: one request returns up to {MOST_COMPLETIONS} completions"
+        )
+
+
+def _stops(fields: SamplingFields) -> list[str]:
+    return [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+
+
+def _check_stops(fields: SamplingFields) -> None:
+    stops = _stops(fields)
+    if len(stops) > _MOST_STOPS:
+        raise RequestError(
+            f"stop must be at most {_MOST_STOPS} texts, got {len(stops)}: every sampled token is "
+            "searched for all of them"
+        )
+    longest = max(map(len, stops), default=0)
+    if longest > _LONGEST_STOP:
+        raise RequestError(
+            f"stop must be texts of at most {_LONGEST_STOP} characters, got one of {longest}: so "
+            "much text is searched again with every sampled token"
+        )
+    if len(fields.stop_token_ids or ()) > _MOST_STOP_IDS:
+        raise RequestError(
+            f"stop_token_ids must be at most {_MOST_STOP_IDS} ids, got "
+            f"{len(fields.stop_token_ids or ())}: every sampled token is compared with all of them"
+        )
 
 
 def _seed_of(fields: SamplingFields, index: int) -> int | None:
@@ -234,16 +291,17 @@ def _seed_of(fields: SamplingFields, index: int) -> int | None:
     return (fields.seed + (index + 1) * _SEED_STRIDE) % 2**63
 
 
-def _is_single(prompt: list[int] | list[list[int]] | list[str]) -> TypeIs[list[int]]:
-    return not prompt or isinstance(prompt[0], int)
+def _is_single(prompt: str | list[int] | list[list[int]] | list[str]) -> TypeIs[list[int]]:
+    return not isinstance(prompt, str) and (not prompt or isinstance(prompt[0], int))
 
 
-def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
+def _encode(text: str, tokenizer: Tokenizer | None, most_bytes: int) -> list[int]:
     if tokenizer is None:
         raise RequestError(
             f"prompt must be a list of token ids, got the text {text[:40]!r}: this deployment has "
             "no tokenizer"
         )
+    check_length("prompt", text, most_bytes)
     return tokenizer.encode(text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from hearth.inference.backend import SampledSequence, Tokenizer, TopLogprobs
 from hearth.inference.requests import echoed_tokens, is_text, wants_logprobs
@@ -108,14 +109,24 @@ def _top_logprobs(top: TopLogprobs, text_of: Callable[[int], str]) -> list[TopLo
 
 
 def choice_logprobs(
-    content: list[TokenLogprob], logprobs: Sequence[float | None], *, with_top: bool
+    call: CompletionCall,
+    content: list[TokenLogprob],
+    logprobs: Sequence[float | None],
+    *,
+    with_top: bool,
+    offset: int = 0,
 ) -> ChoiceLogprobs:
-    """Both forms of the logprobs of a completion's tokens."""
+    """Both forms of the logprobs of a completion's tokens; ``offset`` characters came before."""
+    tokens = [token.token for token in content]
+    offsets = None
+    if not isinstance(call.logprobs, bool):  # OpenAI's number
+        offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
     return ChoiceLogprobs.model_construct(
         content=content,
-        tokens=[token.token for token in content],
+        tokens=tokens,
         token_logprobs=list(logprobs),
         top_logprobs=[_by_text(token) for token in content] if with_top else None,
+        text_offset=offsets,
     )
 
 
@@ -156,6 +167,8 @@ def _choice(
         finish_reason=completion.finish_reason,
         logprobs=_objects(call, prompt, completion, tokenizer) if objects else None,
         raw_output=_raw(call, prompt, completion, arrays) if call.raw_output or arrays else None,
+        token_ids=completion.token_ids if call.return_token_ids else None,
+        prompt_token_ids=prompt if call.return_token_ids else None,
     )
 
 
@@ -181,12 +194,13 @@ def _objects(
     tokenizer: Tokenizer | None,
 ) -> ChoiceLogprobs:
     tokens, own, sampling = _tokens_and_logprobs(call, prompt, completion)
-    tops = [*([None] * (len(tokens) - len(completion.token_ids)))]
+    count = len(tokens) - len(completion.token_ids)
+    tops = [*(completion.prompt_top_logprobs or [None] * count)]
     tops += completion.top_logprobs or [None] * len(completion.token_ids)
     content = token_logprobs(
         tokens, own, sampling, tops, tokenizer, _routing(call, prompt, completion)
     )
-    return choice_logprobs(content, own, with_top=completion.top_logprobs is not None)
+    return choice_logprobs(call, content, own, with_top=completion.top_logprobs is not None)
 
 
 def _tokens_and_logprobs(

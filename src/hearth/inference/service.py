@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,21 +22,26 @@ from starlette.types import Receive, Scope, Send
 
 from hearth.errors import NotFoundError, RequestError
 from hearth.inference.backend import InferenceBackend, Phase, SampledSequence, SampleRequest
-from hearth.inference.chat import chat_prompt, chat_response
+from hearth.inference.chat import chat_prompt, chat_response, read_tokenize, tokenize
 from hearth.inference.events import ChatEvents, CompletionEvents
 from hearth.inference.hot_loads import HotLoads, Sources
 from hearth.inference.requests import (
     chat_requests,
+    is_text,
     is_whole,
     prompt_ids,
     read_chat,
     read_completion,
 )
 from hearth.inference.requests import sample_requests as completion_requests
-from hearth.inference.responses import completion_response, perf_metrics
+from hearth.inference.responses import completion_response, perf_metrics, token_text
 from hearth.inference.streaming import CompletionStream, EventResponse, StreamPiece
-from hearth.wire.completions import HotLoadRequest, ModelCard, ModelList
+from hearth.inference.texts import longest_text
+from hearth.wire.asgi import CLIENT_HEADER
+from hearth.wire.chat import ChatRequest, TokenizeRequest, TokenizeResponse
+from hearth.wire.completions import CompletionCall, HotLoadRequest, ModelCard, ModelList
 from hearth.wire.http import Handler, await_connected, catch_errors, error_body, json_response
+from hearth.wire.room import Room
 
 if TYPE_CHECKING:
     # The service itself needs no torch.
@@ -43,6 +49,9 @@ if TYPE_CHECKING:
 
 LONGEST_POLL_S = 600.0
 """Longest wait of a request for a hot-load's end."""
+MOST_PENDING = 32768
+"""Completions that run or wait at once, of all clients; half of them of one alone. Those that run
+are a few hundred, and a run that samples without a limit sends a whole step at once."""
 BUCKET_HEADER = "x-hearth-snapshot-bucket"
 """Names the bucket from which a hot-load takes its snapshot."""
 
@@ -58,9 +67,9 @@ def create_app(
 ) -> Starlette:
     """The app of one deployment, an ASGI application.
 
-    Completions, chat and models of OpenAI's API under ``/v1`` and ``/inference/v1``, weight syncs
-    under ``/hot_load/v1/models/hot_load``, ``/healthz``. The ``model`` of a request is not checked:
-    the gateway has done that.
+    Completions, chat and models of OpenAI's API and vLLM's ``tokenize`` under ``/v1`` and
+    ``/inference/v1``, weight syncs under ``/hot_load/v1/models/hot_load``, ``/healthz``. The
+    ``model`` of a request is not checked: the gateway has done that.
 
     With ``state_dir`` the deployment remembers what it serves. After a restart it loads that
     snapshot again and answers 425 until it is loaded (``app.state.restored``, a future or None). If
@@ -78,11 +87,13 @@ def create_app(
         ("/hot_load/v1/models/hot_load", "POST", deployment.hot_load),
         ("/hot_load/v1/models/hot_load", "GET", deployment.hot_load_state),
         ("/healthz", "GET", deployment.health),
+        ("/tokenize", "POST", deployment.tokenize),
     ]
     for prefix in ("/inference/v1", "/v1"):
         routes += [
             (f"{prefix}/completions", "POST", deployment.complete),
             (f"{prefix}/chat/completions", "POST", deployment.chat),
+            (f"{prefix}/tokenize", "POST", deployment.tokenize),
             (f"{prefix}/models", "GET", deployment.models),
             (f"{prefix}/models/{{name:path}}", "GET", deployment.model),
         ]
@@ -120,14 +131,19 @@ class _Deployment:
         self._model_name = model_name
         self._hot_loads = hot_loads
         self._created = int(time.time())
+        self._room = Room(MOST_PENDING, "completions")
 
     async def complete(self, request: Request) -> Response:
         start_s = time.perf_counter()
         self._hot_loads.require_ready()
         call = read_completion(await request.body())
         tokenizer = self._backend.tokenizer
-        prompts = prompt_ids(call, tokenizer)
-        samples = completion_requests(call, prompts)
+        if is_text(call):
+            prompts = await asyncio.to_thread(self._tokenize, call)
+        else:
+            prompts = prompt_ids(call, tokenizer, most_bytes=0)
+        adapter = self._hot_loads.find_adapter(call.adapter)
+        samples = completion_requests(call, prompts, client=_client(request), adapter=adapter)
         if call.stream and not is_whole(call):
             events = CompletionEvents(
                 call, prompts, model_name=self._model_name, tokenizer=tokenizer
@@ -154,8 +170,14 @@ class _Deployment:
         self._hot_loads.require_ready()
         call = read_chat(await request.body())
         tokenizer = self._backend.tokenizer
-        prompt = chat_prompt(call, tokenizer)
-        samples = chat_requests(call, prompt, max_seq_len=self._backend.max_seq_len)
+        prompt = await asyncio.to_thread(self._render, call)
+        samples = chat_requests(
+            call,
+            prompt,
+            max_seq_len=self._backend.max_seq_len,
+            client=_client(request),
+            adapter=self._hot_loads.find_adapter(call.adapter),
+        )
         if call.stream:
             events = ChatEvents(call, prompt, model_name=self._model_name, tokenizer=tokenizer)
             return await self._stream(request, samples, events)
@@ -170,6 +192,19 @@ class _Deployment:
             metrics=metrics,
         )
         return json_response(response, headers=_metric_headers(metrics))
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = read_tokenize(await request.body())
+        tokens = await asyncio.to_thread(self._tokenize_request, asked)
+        text_of = token_text(self._backend.tokenizer)
+        return json_response(
+            TokenizeResponse(
+                count=len(tokens),
+                max_model_len=self._backend.max_seq_len,
+                tokens=tokens,
+                token_strs=list(map(text_of, tokens)) if asked.return_token_strs else None,
+            )
+        )
 
     async def models(self, _: Request) -> Response:
         return json_response(ModelList(data=[self._model()]))
@@ -217,8 +252,24 @@ class _Deployment:
             max_model_len=self._backend.max_seq_len,
         )
 
+    @cached_property
+    def _longest_text(self) -> int:
+        """In bytes. A large vocabulary takes 0.1 s, so only who sends texts waits for it."""
+        return longest_text(self._backend.tokenizer, self._backend.max_seq_len)
+
+    def _tokenize(self, call: CompletionCall) -> list[list[int]]:
+        return prompt_ids(call, self._backend.tokenizer, most_bytes=self._longest_text)
+
+    def _tokenize_request(self, asked: TokenizeRequest) -> list[int]:
+        return tokenize(asked, self._backend.tokenizer, most_bytes=self._longest_text)
+
+    def _render(self, call: ChatRequest) -> list[int]:
+        return chat_prompt(call, self._backend.tokenizer, most_bytes=self._longest_text)
+
     def _submit(self, samples: Sequence[SampleRequest]) -> list[Future[SampledSequence]]:
-        """Queue all or, when one is refused, none."""
+        """Queue all or, when one is refused or they are too many, none."""
+        client = samples[0].client if samples else ""
+        self._room.take(client, len(samples))
         futures: list[Future[SampledSequence]] = []
         try:
             for sample in samples:
@@ -229,6 +280,10 @@ class _Deployment:
         except BaseException:
             _cancel(futures)
             raise
+        finally:
+            self._room.give_back(client, len(samples) - len(futures))
+            for future in futures:
+                future.add_done_callback(lambda _: self._room.give_back(client, 1))
         return futures
 
     async def _sample(
@@ -274,6 +329,10 @@ def _name_prompt(error: RequestError, samples: Sequence[SampleRequest], place: i
         return error
     number = prompts.index(id(samples[place].prompt))
     return RequestError(f"prompt {number} of {len(prompts)}: {error}")
+
+
+def _client(request: Request) -> str:
+    return request.headers.get(CLIENT_HEADER.decode(), "")
 
 
 def _metric_headers(metrics: dict[str, str]) -> dict[str, str]:

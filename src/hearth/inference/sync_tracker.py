@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hearth.errors import ClosedError
+from hearth.errors import ClosedError, HearthError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +114,9 @@ class SyncTracker:
     def fail(self, identity: str, error: Exception) -> None:
         """Note that ``identity`` could not be loaded; the weights before it are still served."""
         self._versions.pop(identity, None)
+        # What was asked for wrongly needs no traceback.
+        trace = None if isinstance(error, HearthError) else error
+        logger.warning("weight sync: %s was refused: %s", identity, error, exc_info=trace)
         message = str(error) or type(error).__name__
         state = replace(self._state, stage="error", target_identity=identity, error=message)
         self._end_sync(identity, state)

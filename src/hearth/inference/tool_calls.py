@@ -65,7 +65,7 @@ class ToolCallReader:
         self._skip_newline()
         start = self._held.find(OPEN)
         if start < 0:
-            self._release(parsed, len(self._held) - _unfinished(self._held))
+            self._release(parsed, len(self._held) - _find_unfinished(self._held))
             return False
         before = len(self._held[:start].removesuffix("\n"))
         end = self._held.find(CLOSE, start)
@@ -137,7 +137,7 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"JSON has no {constant}")
 
 
-def _unfinished(text: str) -> int:
+def _find_unfinished(text: str) -> int:
     """Length of the end of ``text`` that a span may begin with."""
     longest = min(len(text), max(map(len, _STARTS)))
     sizes = range(longest, 0, -1)

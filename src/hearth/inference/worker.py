@@ -54,6 +54,7 @@ class DeploymentOptions:
     """None takes a GPU where there is one."""
     max_seq_len: int | None
     max_batch_size: int
+    max_adapters: int
     trust_remote_code: bool
 
     def load_tokenizer(self) -> Any:
@@ -93,7 +94,7 @@ def build(
         on_phase=on_phase,
     )
     # Resolved when the backend has failed; the process that runs the app then ends it.
-    app.state.failed = backend.failed if isinstance(backend, VllmBackend) else None
+    app.state.failed = backend.failed
     return app, backend.close
 
 
@@ -108,7 +109,11 @@ def _start_embedded(options: DeploymentOptions) -> InferenceEngine:
     return InferenceEngine(
         loaded,
         tokenizer=options.load_tokenizer(),
-        options=EngineOptions(max_seq_len=options.max_seq_len, max_slots=options.max_batch_size),
+        options=EngineOptions(
+            max_seq_len=options.max_seq_len,
+            max_slots=options.max_batch_size,
+            max_adapters=options.max_adapters,
+        ),
     )
 
 

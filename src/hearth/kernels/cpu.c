@@ -201,13 +201,64 @@ typedef struct {
     int64_t num_layers, hidden, inner, vocab, layer_stride;
 } StepModel;
 
+/* A LoRA adapter's update of one linear layer: down [rank][k] and up [rank][n]; rank 0 is none. */
+typedef struct {
+    const float *down, *up;
+    int64_t rank;
+    float scale;
+} Update;
+
+/* The adapter of each row: updates of q, k, v, o, gate, up and down of each layer, then of the head;
+   NULL for a row without one, and as a whole where no row has one. */
+typedef const Update *const *Adapters;
+
+enum { Q, K, V, O, GATE, UP, DOWN, UPDATES };
+#define STRIP 64
+
+/* out [rows of `stride`][n] += scale * (x [rows][k] down^T) up, by each row's own adapter. Each row
+   is computed alone, in one order. */
+static void add_updates(Adapters adapters, int64_t place, const float *x, int64_t rows, int64_t k,
+                        int64_t n, int64_t stride, float *out) {
+    if (!adapters) return;
+    for (int64_t row = 0; row < rows; row++) {
+        if (!adapters[row] || !adapters[row][place].rank) continue;
+        const Update update = adapters[row][place];
+        const float *from = x + row * k;
+        float *to = out + row * stride;
+        for (int64_t first = 0; first < update.rank; first += STRIP) {
+            const int64_t ranks = update.rank - first < STRIP ? update.rank - first : STRIP;
+            float inner[STRIP];
+            for (int64_t r = 0; r < ranks; r++) {
+                const float *down = update.down + (first + r) * k;
+                float sum = 0.0f;
+                #pragma omp simd reduction(+ : sum)
+                for (int64_t i = 0; i < k; i++) sum += from[i] * down[i];
+                inner[r] = sum * update.scale;
+            }
+            for (int64_t start = 0; start < n; start += STRIP) {
+                const int64_t count = n - start < STRIP ? n - start : STRIP;
+                float sums[STRIP] = {0.0f};
+                for (int64_t r = 0; r < ranks; r++) {
+                    const float *up = update.up + (first + r) * n + start;
+                    #pragma omp simd
+                    for (int64_t i = 0; i < count; i++) sums[i] += inner[r] * up[i];
+                }
+                #pragma omp simd
+                for (int64_t i = 0; i < count; i++) to[start + i] += sums[i];
+            }
+        }
+    }
+}
+
 /* Rows start..stop of a decoding step, through all layers. */
 static int step_rows(const StepModel *model, const AttentionShape *shape, const int64_t *tokens,
-                     const int64_t *positions, int64_t start, int64_t stop, int64_t longest,
-                     float *keys, float *values, float *logits) {
+                     const int64_t *positions, Adapters adapters, int64_t start, int64_t stop,
+                     int64_t longest, float *keys, float *values, float *logits) {
     const int64_t rows = stop - start, hidden = model->hidden, inner = model->inner;
     const int64_t width = (shape->heads + 2 * shape->kv_heads) * shape->dim;
     const int64_t mixed = shape->heads * shape->dim, group = shape->heads / shape->kv_heads;
+    const int64_t kv = shape->kv_heads * shape->dim;
+    const Adapters own_adapters = adapters ? adapters + start : NULL;
     const Reach reach = {model->cosine, model->sine, longest};
     float *x = malloc(sizeof(float) * (size_t)(rows * (3 * hidden + width + mixed + 3 * inner) +
                                                group * (longest + shape->dim)));
@@ -224,24 +275,35 @@ static int step_rows(const StepModel *model, const AttentionShape *shape, const 
     }
     for (int64_t number = 0; number < model->num_layers; number++) {
         const StepLayer *layer = model->layers + number;
+        const int64_t first = number * UPDATES;
         const LayerAttention attention = {
             layer->bias, layer->q_norm, layer->k_norm, keys + number * model->layer_stride,
             values + number * model->layer_stride};
         product(model->sgemm, normed, rows, hidden, layer->qkv, width, 0, qkv);
+        add_updates(own_adapters, first + Q, normed, rows, hidden, mixed, width, qkv);
+        add_updates(own_adapters, first + K, normed, rows, hidden, kv, width, qkv + mixed);
+        add_updates(own_adapters, first + V, normed, rows, hidden, kv, width, qkv + mixed + kv);
         for (int64_t row = 0; row < rows; row++)
             attend_token(qkv + row * width, start + row, positions[start + row], &attention,
                          &reach, shape, scratch, heads + row * mixed);
         product(model->sgemm, heads, rows, mixed, layer->o, hidden, 1, added);
+        add_updates(own_adapters, first + O, heads, rows, mixed, hidden, hidden, added);
         hearth_add_rms_norm(x, added, layer->post_norm, shape->eps, rows, hidden, normed, 1);
         product(model->sgemm, normed, rows, hidden, layer->gate_up, 2 * inner, 0, gates);
+        add_updates(own_adapters, first + GATE, normed, rows, hidden, inner, 2 * inner, gates);
+        add_updates(own_adapters, first + UP, normed, rows, hidden, inner, 2 * inner,
+                    gates + inner);
         hearth_silu_mul(gates, rows, inner, gated, 1);
         product(model->sgemm, gated, rows, inner, layer->down, hidden, 1, added);
+        add_updates(own_adapters, first + DOWN, gated, rows, inner, hidden, hidden, added);
         const float *next = number + 1 < model->num_layers ? layer[1].input_norm
                                                            : model->final_norm;
         hearth_add_rms_norm(x, added, next, shape->eps, rows, hidden, normed, 1);
     }
     float *own = logits + start * model->vocab;
     product(model->sgemm, normed, rows, hidden, model->head, model->vocab, 1, own);
+    add_updates(own_adapters, model->num_layers * UPDATES, normed, rows, hidden, model->vocab,
+                model->vocab, own);
     if (model->head_bias)
         for (int64_t row = 0; row < rows; row++)
             for (int64_t i = 0; i < model->vocab; i++)
@@ -253,8 +315,8 @@ static int step_rows(const StepModel *model, const AttentionShape *shape, const 
 /* A decoding step of all rows: each thread takes some of them through the whole model, so that
    threads meet once. A share has `least` rows at least: below, products round otherwise. */
 int hearth_decode_step(const StepModel *model, const AttentionShape *shape, const int64_t *tokens,
-                       const int64_t *positions, int64_t least, float *keys, float *values,
-                       float *logits) {
+                       const int64_t *positions, Adapters adapters, int64_t least, float *keys,
+                       float *values, float *logits) {
     const int64_t longest = longest_of(positions, shape->rows), most = shape->rows / least;
     const int64_t wanted = shape->threads < most ? shape->threads : most;
     const int parts = wanted > 1 ? (int)wanted : 1;
@@ -263,7 +325,7 @@ int hearth_decode_step(const StepModel *model, const AttentionShape *shape, cons
         reduction(| : failed)
     for (int part = 0; part < parts; part++) {
         const int before = parts > 1 && model->own_threads ? model->own_threads(1) : 0;
-        failed |= step_rows(model, shape, tokens, positions, shape->rows * part / parts,
+        failed |= step_rows(model, shape, tokens, positions, adapters, shape->rows * part / parts,
                             shape->rows * (part + 1) / parts, longest, keys, values, logits);
         if (parts > 1 && model->own_threads) model->own_threads(before);
     }

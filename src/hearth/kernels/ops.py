@@ -44,6 +44,12 @@ class StepLayer(ctypes.Structure):
     _fields_ = tuple((name, _POINTER) for name in (*_attention, "post_norm", "gate_up", "down"))
 
 
+class LoraUpdate(ctypes.Structure):
+    """An adapter's update of one linear layer: ``down`` [K, I] and ``up`` [K, O]; K 0 is none."""
+
+    _fields_ = (("down", _POINTER), ("up", _POINTER), ("rank", _INT64), ("scale", _FLOAT))
+
+
 class StepModel(ctypes.Structure):
     """The sizes and weights for ``decode_step``; ``layer_stride`` is the cache's, in elements."""
 
@@ -106,10 +112,13 @@ class Kernels:
         cache: tuple[Tensor, Tensor],
         *,
         least_rows: int,
+        adapters: ctypes.Array[Any] | None = None,
     ) -> Tensor:
         """A whole decoding step: logits [R, V] after ``tokens`` at ``positions`` [R] (int64).
 
         Each thread takes some of the rows, ``least_rows`` at least, through all layers.
+        ``adapters`` has for each row the address of its ``LoraUpdate`` array: seven per layer (q,
+        k, v, o, gate, up, down), then the head's; None for a row without an adapter.
         """
         logits = torch.empty(shape.rows, model.vocab)
         self.library.hearth_decode_step(
@@ -117,6 +126,7 @@ class Kernels:
             ctypes.byref(shape),
             tokens.data_ptr(),
             positions.data_ptr(),
+            adapters,
             least_rows,
             cache[0].data_ptr(),
             cache[1].data_ptr(),
@@ -158,7 +168,7 @@ def kernels() -> Kernels | None:
         return None
     p, n, f, i = _POINTER, _INT64, _FLOAT, _INT
     for name, types in {
-        "decode_step": (*map(ctypes.POINTER, (StepModel, AttentionShape)), p, p, n, p, p, p),
+        "decode_step": (*map(ctypes.POINTER, (StepModel, AttentionShape)), p, p, p, n, p, p, p),
         "norm_forward": (p, p, p, f, n, n, p, p, p, i),
         "norm_backward": (p, p, p, p, p, n, n, p, p, i),
         "silu_forward": (p, p, n, p, i),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hearth.errors import EngineError
 from hearth.wire.asgi import TOKEN_HEADER, App, Receive, Scope, Send, TokenCheck
+from hearth.wire.http_server import HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +68,6 @@ class AppServer:
         orphan_timeout_s: float | None = None,
         token: str | None = None,
     ) -> None:
-        import uvicorn
-
         # Inside of the check: a request without the token keeps no orphan alive.
         self._tracker = IdleTracker(app)
         self._open_listener = listener
@@ -76,14 +75,11 @@ class AppServer:
         self._health_path = health_path
         self._on_ready = on_ready
         self._orphan_timeout_s = orphan_timeout_s
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                self._tracker if token is None else TokenCheck(self._tracker, token),
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=_DRAIN_S,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-            )
+        self._server = HttpServer(
+            self._tracker if token is None else TokenCheck(self._tracker, token),
+            drain_s=_DRAIN_S,
+            log_config=None,
+            timeout_keep_alive=_KEEP_ALIVE_S,
         )
 
     def run(self) -> None:

@@ -88,7 +88,9 @@ class BaseLauncher(ABC, Generic[W]):
             # Drafts and what is being removed begin with a dot.
             if not path.parent.name.startswith(".") and (record := _read_record(path)) is not None
         ]
-        return sorted(records, key=lambda record: (record.created_s, record.identity))
+        return sorted(
+            records, key=lambda record: (record.number, record.created_s, record.identity)
+        )
 
     def close(self) -> None:
         """Stop every worker, the newest first, and then what they were started with."""
@@ -198,8 +200,8 @@ class BaseLauncher(ABC, Generic[W]):
 def raise_failure(failure: dict[str, Any] | None) -> None:
     """Raise what kept an export from being written, as ``failure.json`` has it."""
     if failure is not None:
-        kind = NotFoundError if failure["code"] == NotFoundError.code else EngineError
-        raise kind(failure["message"])
+        kind = NotFoundError if failure.get("code") == NotFoundError.code else EngineError
+        raise kind(str(failure.get("message")))
 
 
 def _call_watcher(call: Callable[[], None]) -> None:
@@ -221,6 +223,7 @@ def _read_record(manifest: Path) -> SnapshotRecord | None:
             base_model=content["base_model"],
             created_s=content.get("created_s") or manifest.stat().st_mtime,
             num_bytes=sum(path.stat().st_size for path in manifest.parent.iterdir()),
+            number=int(content.get("number", 0)),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

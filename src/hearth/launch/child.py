@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -23,14 +24,16 @@ from typing import Any, NoReturn
 from hearth.errors import EngineError, HearthError
 from hearth.launch.app_server import serve_app
 from hearth.launch.gpus import GpuBoard, WorkerGpus, own_gpu, visible_gpus
+from hearth.launch.heartbeat import Heartbeat
 from hearth.launch.records import PhaseFile, WorkerFolder, write_json
 from hearth.launch.sidecars import LocalSidecars
 from hearth.telemetry import setup_logging
-from hearth.threads import ThreadBudget
+from hearth.threads import RESTING, ThreadBudget
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+_POLL_S = 0.0005
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
@@ -102,6 +105,11 @@ def _leave_parent(task: Task, folder: WorkerFolder, inherited: Sequence[int], pa
             os._exit(0)
     for descriptor in inherited:
         os.close(descriptor)
+    # A forkserver that dies before it has written this process down leaves it to nobody.
+    while (facts := folder.read_process()) is None or facts.process.pid != os.getpid():
+        if os.getppid() != parent:
+            os._exit(0)
+        time.sleep(_POLL_S)
     open_log(folder.log)
     os.chdir(task.working_dir)
 
@@ -180,12 +188,13 @@ def load_entry(entry: str) -> Callable[..., Any]:
 
 def start_phases(task: Task, folder: WorkerFolder) -> Callable[[str], None]:
     """Divide the machine's threads; returns what is to be called with the name of each phase."""
-    phase_file = PhaseFile(folder.phase)
+    phase_file, heartbeat = PhaseFile(folder.phase), Heartbeat(folder.heartbeat, RESTING)
     phase_file("starting")
     set_share = _use_threads(task)
 
     def on_phase(name: str) -> None:
         phase_file(name)
+        heartbeat.note_phase(name)
         set_share(name)
 
     return on_phase

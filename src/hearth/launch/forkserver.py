@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hearth.errors import ConfigError, EngineError, HearthError
+from hearth.errors import ConfigError, EngineError, HearthError, StorageError
 from hearth.launch.child import Task, run_task
 from hearth.launch.records import ProcessFacts, ProcessId, WorkerFolder, write_json
 from hearth.telemetry import setup_logging
@@ -127,7 +127,11 @@ class Forkserver:
         self._children[pid] = (task.worker_id, path)
         # A child that is dead already has a start time all the same: it was not reaped yet.
         process = ProcessId.of(pid) or ProcessId(pid, 0)
-        folder.write_process(ProcessFacts(process, str(path), forkserver))
+        try:
+            folder.write_process(ProcessFacts(process, str(path), forkserver))
+        except StorageError:
+            os.kill(pid, signal.SIGKILL)  # nobody would find it
+            raise
 
     def _reap(self) -> None:
         """Write down how children ended; what they had started ends with them."""
@@ -149,8 +153,10 @@ class Forkserver:
                 "ended_s": time.time(),
             }
             path.unlink(missing_ok=True)
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 write_json(WorkerFolder(self._workers_dir / worker_id).exit, content)
+            except StorageError as error:  # also where the worker's folder is gone
+                logger.warning("how worker %s ended is not recorded: %s", worker_id, error)
 
     def _end_children(self) -> None:
         """End all children, with SIGKILL those that are still there after a while."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import shutil
 import signal
 import socket
@@ -13,19 +14,24 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from hearth.errors import ConfigError, EngineError
 from hearth.launch.child import Task
 from hearth.launch.forkserver import read_line
-from hearth.launch.records import last_lines
+from hearth.launch.heartbeat import is_stopped
+from hearth.launch.records import last_lines, remove_socket_folder
+from hearth.settings import KEYS_VARIABLE
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_SOCKET_FOLDER = 107 - len("/") - 8
 """Bytes that a socket's path may have, less those of a worker's name in it."""
 _ANSWER_TIMEOUT_S = 300.0
+_LOOK_EVERY_S = 1.0
+"""How often a forkserver that has not answered is looked at."""
 _ENDING_S = 1.0
 """How long a forkserver that does not answer may take until it counts as hung, not as ended."""
 _END_GRACE_S = 10.0
@@ -40,6 +46,10 @@ ENVIRONMENT = {
     # Asked through the driver, "is there a GPU" would start CUDA, which no fork survives.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
+
+
+class ForkserverLostError(EngineError):
+    """The forkserver ended before it answered; the next request has another."""
 
 
 class ForkserverClient:
@@ -78,19 +88,21 @@ class ForkserverClient:
         """Have a child forked for ``task``; its folder says which process it is.
 
         Raises:
-            EngineError: the forkserver refuses, or ended before it answered.
+            EngineError: the forkserver refuses.
+            ForkserverLostError: it ended before it answered.
         """
         with self._lock:
             channel = self._find_or_start()
             try:
                 channel.sendall(json.dumps(task.as_dict()).encode() + b"\n")
+                self._await_answer(channel)
                 answer = read_line(channel)
             except OSError as error:
                 if self._process is not None:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         self._process.wait(_ENDING_S)
                 self._let_go()
-                raise EngineError(
+                raise ForkserverLostError(
                     f"the forkserver must answer, got {error}; its log ends with: "
                     f"{' | '.join(last_lines(self._log)[-3:])}"
                 ) from None
@@ -102,6 +114,7 @@ class ForkserverClient:
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 self._process.terminate()
+                self._process.send_signal(signal.SIGCONT)  # stopped, it would not hear of it
                 try:
                     self._process.wait(_END_GRACE_S)
                 except subprocess.TimeoutExpired:
@@ -114,6 +127,21 @@ class ForkserverClient:
         """Let it end with its last worker."""
         with self._lock:
             self._let_go()
+
+    def _await_answer(self, channel: socket.socket) -> None:
+        """Wait for an answer; a forkserver that somebody stopped is continued.
+
+        Raises:
+            TimeoutError: there is none.
+        """
+        assert self._process is not None, "it was asked"
+        end_s = time.monotonic() + _ANSWER_TIMEOUT_S
+        while not select.select([channel], [], [], _LOOK_EVERY_S)[0]:
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"nothing within {_ANSWER_TIMEOUT_S:.0f} s")
+            if is_stopped(self._process.pid):
+                logger.warning("forkserver %d was stopped, and is continued", self._process.pid)
+                self._process.send_signal(signal.SIGCONT)
 
     def _find_or_start(self) -> socket.socket:
         """The way to a forkserver that lives."""
@@ -137,7 +165,7 @@ class ForkserverClient:
                 stderr=log,
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **ENVIRONMENT},
+                env=_environment(),
             )
         logger.info("forkserver %d starts", self._process.pid)
         return self._channel
@@ -150,9 +178,14 @@ class ForkserverClient:
                 # Not waited for any more, and not warned of: it is nobody's child from now on.
                 self._process.returncode = 0
             elif self._folder is not None:
-                with contextlib.suppress(OSError):  # a worker's socket may still be there
-                    self._folder.rmdir()
+                remove_socket_folder(self._folder, self._workers_dir)
         self._process = self._channel = self._folder = None
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without the keys that only it checks."""
+    own = {name: value for name, value in os.environ.items() if name != KEYS_VARIABLE}
+    return {**own, **ENVIRONMENT}
 
 
 def _make_socket_folder() -> Path:

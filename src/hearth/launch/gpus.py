@@ -100,7 +100,7 @@ class GpuBoard:
         """The board's entries, for the body of the ``with`` to change."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.touch(mode=0o600)
-        with self._path.open("r+", encoding="ascii") as file:
+        with self._path.open("r+", encoding="ascii", errors="replace") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
             uses = [use for use in _read(file.read()) if ProcessId(*use[1:]).is_alive()]
             yield uses
@@ -191,8 +191,8 @@ def _use(gpu: str) -> Use:
 
 def _read(text: str) -> list[Use]:
     # A process that was killed while it wrote has left half a text.
-    with contextlib.suppress(ValueError):
-        return [(gpu, pid, started) for gpu, pid, started in json.loads(text)]
+    with contextlib.suppress(ValueError, TypeError):
+        return [(str(gpu), int(pid), int(started)) for gpu, pid, started in json.loads(text)]
     return []
 
 

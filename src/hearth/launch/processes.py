@@ -27,15 +27,24 @@ from typing import Any, cast
 
 from hearth.errors import ClosedError, ConfigError, EngineError
 from hearth.launch.base import ENTRIES, BaseLauncher, BaseWorker, raise_failure
-from hearth.launch.forkserver_client import ForkserverClient
+from hearth.launch.forkserver_client import ForkserverClient, ForkserverLostError
 from hearth.launch.gpus import device_of
-from hearth.launch.records import ProcessFacts, ProcessHandle, WorkerFolder, read_json
+from hearth.launch.heartbeat import HangDetector
+from hearth.launch.records import (
+    ProcessFacts,
+    ProcessHandle,
+    WorkerFolder,
+    read_json,
+    remove_socket_folder,
+    write_json,
+)
 from hearth.launch.spec import (
     Endpoint,
     ExitReport,
     ExportSpec,
     Placement,
     SnapshotRecord,
+    TrainerSpec,
     Watcher,
     WorkerSpec,
     spec_as_dict,
@@ -53,8 +62,11 @@ _POLL_S = 0.01
 _RELEASE_POLL_S = 0.2
 """How soon ``release`` is noticed by what follows a worker; an end is noticed at once."""
 _STRAY_GRACE_S = 2.0
-
-
+_MOST_FORKS = 3
+_STACKS_S = 1.0
+"""How long a worker that hangs may take to write where its threads are."""
+_KILLED_S = 10.0
+"""How long a killed process may take to end; after it a driver or a disk holds it in the kernel."""
 _PING_TIMEOUT_S = 5.0
 
 
@@ -104,13 +116,25 @@ class ProcessWorker(BaseWorker):
 
 
 def end_process(handle: ProcessHandle, grace_s: float) -> bool:
-    """End a process; False when it had to be killed."""
+    """End a process; False when it had to be killed, or cannot end at all."""
     handle.send(signal.SIGTERM)
     if handle.wait(grace_s):
         return True
-    handle.kill_group()
-    handle.wait(None)
+    _kill(handle)
     return False
+
+
+def _kill(handle: ProcessHandle) -> bool:
+    """Kill a process and what it started; False where the kernel does not let it end."""
+    handle.kill_group()
+    has_ended = handle.wait(_KILLED_S)
+    if not has_ended:
+        logger.error(
+            "process %d must end when it is killed, but a driver or a disk holds it: its memory "
+            "and its GPU are free only after that, or after a restart of the machine",
+            handle.identity.pid,
+        )
+    return has_ended
 
 
 def ping(path: str, health_path: str) -> None:
@@ -190,10 +214,7 @@ class ProcessLauncher(BaseLauncher[ProcessWorker]):
         worker_id = f"export-{secrets.token_hex(6)}"
         folder = self._folder(worker_id)
         try:
-            folder.prepare()
-            self._fork(worker_id, spec)
-            facts = folder.read_process()
-            assert facts is not None, "the forkserver writes it before it answers"
+            facts = self._fork(worker_id, spec)
             ProcessHandle(facts.process).wait(None)
             folder.wait_for_exit(facts.forkserver)
             failure = read_json(folder.failure)
@@ -224,16 +245,21 @@ class ProcessLauncher(BaseLauncher[ProcessWorker]):
         start_s = time.monotonic()
         try:
             if worker.facts is None:
-                self._fork_worker(worker)
+                if worker.is_stopping:
+                    raise ClosedError("it was stopped before it began")
+                worker.attach(self._fork(worker.spec.worker_id, worker.spec))
         finally:
             worker.has_begun.set()
         facts, handle = worker.facts, worker.handle
         assert facts is not None, "it was attached to its process"
         assert handle is not None, "like its facts"
+        detector = HangDetector(worker.folder.heartbeat, facts.process, watches_work=False)
         while not (has_ended := handle.wait(_POLL_S)) and not self._leaves.is_set():
             if worker.folder.ready.exists():
                 self._report_ready(worker, watcher, start_s)
                 has_ended = self._wait_and_ping(worker, handle, facts.socket)
+                break
+            if has_ended := self._end_if_hung(worker, handle, detector):
                 break
         if not has_ended:
             return None
@@ -241,8 +267,7 @@ class ProcessLauncher(BaseLauncher[ProcessWorker]):
         path = Path(facts.socket)
         path.unlink(missing_ok=True)
         if not facts.forkserver.is_alive():
-            with contextlib.suppress(OSError):  # another worker's socket may still be there
-                path.parent.rmdir()
+            remove_socket_folder(path.parent, self._workers_dir)
         return worker.folder.report("ended after its forkserver, which records how workers end")
 
     def _wait_and_ping(self, worker: ProcessWorker, handle: ProcessHandle, socket: str) -> bool:
@@ -250,35 +275,42 @@ class ProcessLauncher(BaseLauncher[ProcessWorker]):
         every_s = math.inf if self._orphan_timeout_s is None else self._orphan_timeout_s / 3
         health_path = ENTRIES[type(worker.spec)][1] or "/healthz"
         last_s = time.monotonic()
+        detector = HangDetector(
+            worker.folder.heartbeat, handle.identity, watches_work=_works_alone(worker.spec)
+        )
         while not handle.wait(min(_RELEASE_POLL_S, every_s)):
             if self._leaves.is_set():
                 return False
+            if self._end_if_hung(worker, handle, detector):
+                return True
             if time.monotonic() - last_s >= every_s:
                 ping(socket, health_path)
                 last_s = time.monotonic()
         return True
 
-    def _fork_worker(self, worker: ProcessWorker) -> None:
-        stray = worker.folder.read_process()
-        if stray is not None and stray.process.is_alive():
-            logger.warning(
-                "worker %s: process %d of an earlier launcher was never adopted and is ended",
-                worker.spec.worker_id,
-                stray.process.pid,
-            )
-            end_process(ProcessHandle(stray.process), _STRAY_GRACE_S)
-            worker.folder.wait_for_exit(stray.forkserver)
-        # How an earlier worker of that id ended is no news of this one.
-        worker.folder.prepare()
-        if worker.is_stopping:
-            raise ClosedError("it was stopped before it began")
-        self._fork(worker.spec.worker_id, worker.spec)
-        facts = worker.folder.read_process()
-        if facts is None:
-            raise EngineError("the forkserver must write down the process, got nothing")
-        worker.attach(facts)
+    def _end_if_hung(
+        self, worker: ProcessWorker, handle: ProcessHandle, detector: HangDetector
+    ) -> bool:
+        """Kill a worker that hangs, and say whether it did.
 
-    def _fork(self, worker_id: str, spec: WorkerSpec | ExportSpec) -> None:
+        What it leaves behind is what a death leaves. One that the kernel does not let end counts
+        as dead all the same.
+        """
+        hang = detector.find_hang()
+        if hang is None:
+            return False
+        reason = f"hung, and was killed: {hang}"
+        failure = {"code": EngineError.code, "message": reason, "reason": reason}
+        with contextlib.suppress(OSError):  # a full disk must not keep it alive
+            write_json(worker.folder.failure, failure)
+        # The handler of a process that can still run one writes all stacks into its log.
+        handle.send(signal.SIGABRT)
+        handle.wait(_STACKS_S)
+        _kill(handle)
+        return True
+
+    def _fork(self, worker_id: str, spec: WorkerSpec | ExportSpec) -> ProcessFacts:
+        """Start a process. A forkserver that ends meanwhile is replaced, twice at most."""
         options: dict[str, Any] = {"dies_with_parent": self._die_with_parent}
         if not isinstance(spec, ExportSpec):
             options |= {
@@ -286,10 +318,46 @@ class ProcessLauncher(BaseLauncher[ProcessWorker]):
                 "gpu_board": str(self._root / "gpus"),
                 "device": device_of(spec),
             }
-        self._forkserver_client.fork(self._make_task(worker_id, spec, **options))
+        task = self._make_task(worker_id, spec, **options)
+        folder = self._folder(worker_id)
+        for left in reversed(range(_MOST_FORKS)):
+            _end_stray(folder)
+            # How an earlier worker of that id ended is no news of this one.
+            folder.prepare()
+            try:
+                self._forkserver_client.fork(task)
+                break
+            except ForkserverLostError as error:
+                if not left:
+                    raise
+                logger.warning("worker %s is forked again: %s", worker_id, error)
+        facts = folder.read_process()
+        if facts is None:
+            raise EngineError("the forkserver must write down the process, got nothing")
+        return facts
 
     def _folder(self, worker_id: str) -> WorkerFolder:
         return WorkerFolder(self._workers_dir / _check_name(worker_id, "worker_id"))
+
+
+def _end_stray(folder: WorkerFolder) -> None:
+    """End a process of a worker's folder that nobody follows."""
+    stray = folder.read_process()
+    if stray is not None and stray.process.is_alive():
+        logger.warning("process %d in %s was followed by nobody", stray.process.pid, folder.path)
+        end_process(ProcessHandle(stray.process), _STRAY_GRACE_S)
+        if stray.process.is_alive():
+            raise EngineError(
+                f"worker's earlier process must end, got process {stray.process.pid}, which the "
+                "kernel holds although it was killed: free its driver or disk, or restart the "
+                "machine"
+            )
+        folder.wait_for_exit(stray.forkserver)
+
+
+def _works_alone(spec: WorkerSpec) -> bool:
+    """Whether what a worker computes is computed by its own process."""
+    return spec.ranks == 1 if isinstance(spec, TrainerSpec) else spec.engine != "vllm"
 
 
 def _check_name(name: str, field: str) -> str:

@@ -2,6 +2,7 @@
 
     <folder>/log            what the worker printed and logged; log.1 is what came before
     <folder>/phase          what it does right now
+    <folder>/heartbeat      when it last lived, and where its work was then; by the worker
     <folder>/process.json   which process it is and where it answers; by the forkserver, at the fork
     <folder>/ready          it answers; by the worker
     <folder>/failure.json   why it could not start or go on; by the worker
@@ -14,9 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
-import secrets
 import select
 import signal
 import time
@@ -26,7 +27,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hearth.files import write_file
 from hearth.launch.spec import ExitReport
+
+logger = logging.getLogger(__name__)
 
 LOG_LIMIT_BYTES = 10 * 2**20
 """A log that is longer is put aside when its worker starts again."""
@@ -126,6 +130,7 @@ class WorkerFolder:
         self.path = path
         self.log = path / "log"
         self.phase = path / "phase"
+        self.heartbeat = path / "heartbeat"
         self.ready = path / "ready"
         self.process = path / "process.json"
         self.failure = path / "failure.json"
@@ -134,7 +139,7 @@ class WorkerFolder:
     def prepare(self) -> None:
         """Make the folder for a new process: of an earlier one only the log stays."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for path in (self.phase, self.ready, self.process, self.failure, self.exit):
+        for path in (self.phase, self.heartbeat, self.ready, self.process, self.failure, self.exit):
             path.unlink(missing_ok=True)
         put_long_log_aside(self.log)
 
@@ -150,14 +155,21 @@ class WorkerFolder:
         write_json(self.process, content)
 
     def read_process(self) -> ProcessFacts | None:
-        """Which process the worker is or was; None before it has one."""
+        """Which process the worker is or was; None before it has one, or where that is damaged."""
         content = read_json(self.process)
         if content is None:
             return None
+        names = ("pid", "started", "forkserver_pid", "forkserver_started")
+        values = [content.get(name) for name in names]
+        # A signal to process 0 or -1 would reach others.
+        numbers = [value for value in values if type(value) is int and value > 0]
+        socket = content.get("socket")
+        if not isinstance(socket, str) or len(numbers) < len(names):
+            logger.warning("%s must say which process it is, got %.200r", self.process, content)
+            return None
+        pid, started, forkserver_pid, forkserver_started = numbers
         return ProcessFacts(
-            ProcessId(content["pid"], content["started"]),
-            content["socket"],
-            ProcessId(content["forkserver_pid"], content["forkserver_started"]),
+            ProcessId(pid, started), socket, ProcessId(forkserver_pid, forkserver_started)
         )
 
     def wait_for_exit(self, forkserver: ProcessId) -> None:
@@ -168,18 +180,25 @@ class WorkerFolder:
 
     def report(self, otherwise: str) -> ExitReport:
         """How the worker ended; ``otherwise`` is the reason where none was recorded."""
-        failure = read_json(self.failure)
-        ended = read_json(self.exit)
+        ended = read_end(self.exit)
         report = ExitReport(
             phase=read_phase(self.phase),
             last_lines=last_lines(self.log),
-            reason=failure["reason"] if failure is not None else None,
+            reason=read_end(self.failure).reason,
         )
-        if ended is None:
+        if ended.peak_rss_mb is None or (ended.code is None and ended.signal is None):
             return replace(report, reason=report.reason or otherwise)
-        return replace(
-            report, code=ended["code"], signal=ended["signal"], peak_rss_mb=ended["peak_rss_mb"]
-        )
+        return replace(report, code=ended.code, signal=ended.signal, peak_rss_mb=ended.peak_rss_mb)
+
+
+def remove_socket_folder(folder: Path, workers_dir: Path) -> None:
+    """Remove a folder of sockets, unless a living worker has one there or will have."""
+    for path in workers_dir.glob("*"):
+        facts = WorkerFolder(path).read_process()
+        if facts and Path(facts.socket).parent == folder and facts.process.is_alive():
+            return
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 class PhaseFile:
@@ -192,8 +211,9 @@ class PhaseFile:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def __call__(self, phase: str) -> None:
-        """Say that ``phase`` begins; longer than 64 bytes it is cut."""
-        os.pwrite(self._descriptor, phase.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES), 0)
+        """Say that ``phase`` begins; longer than 64 bytes it is cut. A disk may refuse it."""
+        with contextlib.suppress(OSError):
+            os.pwrite(self._descriptor, phase.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES), 0)
 
     def close(self) -> None:
         """Write no more; the file stays."""
@@ -217,9 +237,8 @@ def read_phase(path: Path) -> str | None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Put ``content`` at ``path``: whole, or not at all."""
-    draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    draft.write_text(json.dumps(content), encoding="utf-8")
-    draft.replace(path)
+    # What it says is of processes, which a power cut ends as well.
+    write_file(path, json.dumps(content).encode(), durable=False)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -229,6 +248,16 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def read_end(path: Path) -> ExitReport:
+    """What ``exit.json`` or ``failure.json`` says; odd values are unknown."""
+    content = read_json(path) or {}
+    kinds = {"code": int, "signal": str, "peak_rss_mb": (int, float), "reason": str}
+    known: dict[str, Any] = {
+        name: content[name] for name, kind in kinds.items() if isinstance(content.get(name), kind)
+    }
+    return ExitReport(**known)
 
 
 def last_lines(path: Path) -> tuple[str, ...]:

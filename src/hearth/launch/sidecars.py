@@ -17,11 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hearth.errors import ClosedError, EngineError
 from hearth.launch.gpus import VISIBLE_VARIABLE, WorkerGpus
-from hearth.launch.records import last_lines, put_long_log_aside, read_json
+from hearth.launch.records import last_lines, put_long_log_aside, read_end
 from hearth.sidecars import GRACE_S, Command, ExitReport, Sidecar
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
@@ -79,15 +80,10 @@ class LocalSidecar:
         if self._process.poll() is None:
             return None
         self._held.close()
-        content = read_json(self._exit) or {}
-        reason = None if content else "was killed together with its supervisor"
-        return ExitReport(
-            code=content.get("code"),
-            signal=content.get("signal"),
-            peak_rss_mb=content.get("peak_rss_mb"),
-            reason=content.get("reason") or reason,
-            last_lines=self.last_lines(),
-        )
+        report = replace(read_end(self._exit), last_lines=self.last_lines())
+        if report.code is None and report.signal is None and report.reason is None:
+            return replace(report, reason="was killed together with its supervisor")
+        return report
 
     def last_lines(self) -> Sequence[str]:
         """The end of what it has printed."""

@@ -49,6 +49,8 @@ class TrainerSpec:
     micro_batch_tokens: int = 16384
     recompute_above: int | None = None
     """Passes of more tokens than this compute activations again; None never does."""
+    max_policies: int = 1
+    """LoRA policies that may be trained at once; 1 may also train all weights."""
     keep_checkpoints: int | None = None
     """Resumable checkpoints to keep, the newest; None keeps all."""
     keep_snapshots: int | None = None
@@ -88,6 +90,8 @@ class DeploymentSpec:
     device: str | None = None
     max_seq_len: int | None = None
     max_batch_size: int = 64
+    max_adapters: int = 0
+    """Most LoRA adapters in memory that requests name; 0 refuses such requests."""
     threads: int | None = None
     trust_remote_code: bool = False
 
@@ -131,6 +135,8 @@ class SnapshotRecord:
     """Seconds since the epoch."""
     base_model: str
     num_bytes: int
+    number: int = 0
+    """Its place among the snapshots of its folder; 0 where none was written."""
 
 
 class Worker(Protocol):

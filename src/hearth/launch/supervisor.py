@@ -4,7 +4,8 @@
 
 It imports the standard library alone, since it must start in milliseconds. It leads the process
 group of all that the command starts, and passes SIGTERM on. When the command ends, it writes how to
-EXIT_FILE as JSON; when the parent ends first, it ends the command.
+EXIT_FILE as JSON; when the parent ends first, it ends the command. A command that is stopped
+(SIGSTOP) hangs: after some seconds it is killed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from types import FrameType
 _GRACE_S = 5.0
 _POLL_S = 0.5
 """How often the parent is looked for where the system has no descriptors of processes."""
+_LOOK_MS = 1000
+_MOST_STOPPED = 5
+"""How often in a row the command may be seen stopped."""
 
 
 def main() -> None:
@@ -40,7 +44,14 @@ def main() -> None:
         child.terminate()
 
     signal.signal(signal.SIGTERM, end)
-    if not _wait_for_child(child, parent):
+    reason = None
+    try:
+        has_ended = _wait_for_child(child, parent)
+    except TimeoutError as error:
+        has_ended, reason = True, str(error)
+        child.kill()
+        child.wait()
+    if not has_ended:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_GRACE_S)
@@ -48,8 +59,10 @@ def main() -> None:
     if code is not None:
         peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
         name = signal.Signals(-code).name if code < 0 else None
-        facts = {"code": code if code >= 0 else None, "signal": name, "peak_rss_mb": peak_mb}
-        _write(exit_file, facts)
+        ended = {"code": code if code >= 0 else None, "signal": name, "peak_rss_mb": peak_mb}
+        facts = ended if reason is None else {**ended, "reason": reason}
+        with contextlib.suppress(OSError):  # a full disk must not keep the rest from ending
+            _write(exit_file, facts)
     # What the command had started goes with it, and so does this process.
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
@@ -59,7 +72,11 @@ def _restore_sigterm() -> None:
 
 
 def _wait_for_child(child: subprocess.Popen[bytes], parent: int) -> bool:
-    """Wait until the child or the parent ends; False when that is the parent."""
+    """Wait until the child or the parent ends; False when that is the parent.
+
+    Raises:
+        TimeoutError: the child is stopped.
+    """
     if not hasattr(os, "pidfd_open"):
         while os.getppid() == parent:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -76,11 +93,25 @@ def _wait_for_child(child: subprocess.Popen[bytes], parent: int) -> bool:
     poll = select.poll()
     poll.register(watched, select.POLLIN)
     poll.register(own, select.POLLIN)
-    ready = {descriptor for descriptor, _ in poll.poll()}
+    stopped = 0
+    while not (ready := {descriptor for descriptor, _ in poll.poll(_LOOK_MS)}):
+        # Seen by turns of this process: where it was stopped itself, nobody is accused.
+        stopped = stopped + 1 if _is_stopped(child.pid) else 0
+        if stopped > _MOST_STOPPED:
+            raise TimeoutError(f"hung, and was killed: it was stopped for {stopped} s")
     if own in ready:
         child.wait()
         return True
     return False
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is held by SIGSTOP or its like; a debugger's hold is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"
 
 
 def _write(path: Path, facts: dict[str, object]) -> None:

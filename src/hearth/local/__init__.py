@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hearth.local.platform import EmbeddedPlatform, check_tokenizer, resolve_model
+    from hearth.local.tinker import tinker_server
 
-__all__ = ["EmbeddedPlatform", "check_tokenizer", "resolve_model"]
+__all__ = ["EmbeddedPlatform", "check_tokenizer", "resolve_model", "tinker_server"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "tinker_server":
+        from hearth.local.tinker import tinker_server
+
+        return tinker_server
     from hearth.local import platform
 
     return getattr(platform, name)

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-import uvicorn
-
-from hearth.control.access import Access
+from hearth.control.access import Access, AuditLog
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
 from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
-from hearth.control.store import Store
+from hearth.control.store import Store, check_records
 from hearth.errors import ConfigError
 from hearth.launch.processes import ProcessLauncher
 from hearth.launch.ray import make_ray_launcher
 from hearth.launch.spec import Launcher
+from hearth.local.connections import make_protocol, raise_descriptor_limit
 from hearth.settings import Settings
+from hearth.tinker.app import create_app as create_tinker_app
+from hearth.tinker.front import Front
+from hearth.wire.asgi import App
+from hearth.wire.http_server import HttpServer
 
 logger = logging.getLogger(__name__)
+
+_WAITING_THREADS = 64
+"""How many requests may wait for workers at once, to create, patch, cancel or delete them."""
+_DRAIN_S = 3.0
+"""How long requests may delay the end; those to workers are answered with 503 after a second."""
 
 
 def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
@@ -47,6 +58,7 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
         database = settings.database_url or f"sqlite:///{data_dir / 'control.db'}"
         store = Store(database)
         stack.callback(store.close)
+        check_records(store, data_dir)
         plane = ControlPlane(
             store,
             Context(
@@ -56,28 +68,32 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
                 trainer_threads=settings.trainer_threads,
                 deployment_threads=settings.deployment_threads,
                 keep_snapshots=settings.keep_snapshots or None,
+                workers_per_key=settings.workers_per_key,
             ),
         )
         stack.callback(plane.close)
         stack.callback(_ignore_signals)
         plane.recover()
-        access = Access(api_keys=settings.api_keys(), max_body=settings.max_body_mb * 2**20)
-        gateway = create_gateway(plane, access)
+        access = Access(
+            api_keys=settings.api_keys(),
+            max_body=settings.max_body_mb * 2**20,
+            requests_per_key=settings.requests_per_key,
+        )
+        gateway = create_gateway(plane, access, AuditLog(data_dir / "audit.jsonl"))
+        gateway.tinker = create_tinker_app(Front(plane, gateway))
 
         def end_waiting() -> None:
             store.release_waiters()
             gateway.end()
 
         server = _Server(
-            uvicorn.Config(
-                gateway,
-                log_level="warning",
-                access_log=False,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=5,
-            ),
+            gateway,
             on_ready=lambda: on_ready(url),
             on_end=end_waiting,
+            drain_s=_DRAIN_S,
+            http=make_protocol(raise_descriptor_limit()),
+            log_level="warning",
+            timeout_keep_alive=75,
         )
         server.run(sockets=[listener])
 
@@ -92,18 +108,20 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-class _Server(uvicorn.Server):
+class _Server(HttpServer):
     """Calls back when it answers, and when it begins to end."""
 
     def __init__(
-        self, config: uvicorn.Config, *, on_ready: Callable[[], None], on_end: Callable[[], None]
+        self, app: App, *, on_ready: Callable[[], None], on_end: Callable[[], None], **options: Any
     ) -> None:
-        super().__init__(config)
+        super().__init__(app, **options)
         self._on_ready = on_ready
         self._on_end = on_end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to answer, then call ``on_ready``."""
+        threads = ThreadPoolExecutor(_WAITING_THREADS, thread_name_prefix="hearth-wait")
+        asyncio.get_running_loop().set_default_executor(threads)
         await super().startup(sockets)
         self._on_ready()
 
@@ -143,7 +161,9 @@ def _prepare_folder(folder: Path, stack: contextlib.ExitStack) -> Path:
 
     try:
         folder = folder.expanduser().resolve()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Logs, sockets and the database are nobody else's, also in a folder that was there before.
+        folder.chmod(0o700)
         file = stack.enter_context((folder / ".lock").open("a+"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

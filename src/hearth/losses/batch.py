@@ -50,7 +50,7 @@ class TokenBatch:
     old_logprobs: Tensor | None = None
     """Trainer's, before this step; None means the current ones, a ratio of exactly 1."""
     behavior_logprobs: Tensor | None = None
-    """Sampler's, when it drew the token."""
+    """Sampler's, when it sampled the token."""
     ref_logprobs: Tensor | None = None
     """Frozen reference's."""
     datum_ids: Sequence[int] | None = None

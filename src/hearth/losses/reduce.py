@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -60,18 +61,15 @@ def _sum(per_token: Tensor, batch: TokenBatch) -> Tensor:
     return batch.zero_masked(per_token).sum()
 
 
-def _by_gradient(mode: NormalizationMode) -> Callable[[Tensor, TokenBatch], Tensor]:
-    def reduce(per_token: Tensor, batch: TokenBatch) -> Tensor:
-        total = _sum(per_token, batch)
-        if not batch.policy_logprobs.requires_grad:
-            raise ConfigError(
-                f"policy_logprobs must require a gradient to reduce by {mode!r}, got constants: "
-                "this mode counts tokens whose gradient is not 0; token_mean counts the mask"
-            )
-        (gradients,) = torch.autograd.grad(total, batch.policy_logprobs, retain_graph=True)
-        return total / count_gradients(gradients, batch.segment_ids).denominator(mode)
-
-    return reduce
+def _by_gradient(mode: NormalizationMode, per_token: Tensor, batch: TokenBatch) -> Tensor:
+    total = _sum(per_token, batch)
+    if not batch.policy_logprobs.requires_grad:
+        raise ConfigError(
+            f"policy_logprobs must require a gradient to reduce by {mode!r}, got constants: "
+            "this mode counts tokens whose gradient is not 0; token_mean counts the mask"
+        )
+    (gradients,) = torch.autograd.grad(total, batch.policy_logprobs, retain_graph=True)
+    return total / count_gradients(gradients, batch.segment_ids).denominator(mode)
 
 
 def _token_mean(per_token: Tensor, batch: TokenBatch) -> Tensor:
@@ -90,8 +88,8 @@ def _sequence_mean(per_token: Tensor, batch: TokenBatch) -> Tensor:
 REDUCTIONS: dict[str, Callable[[Tensor, TokenBatch], Tensor]] = {
     "sum": _sum,
     "none": _sum,
-    "num_loss_tokens": _by_gradient("num_loss_tokens"),
-    "num_sequences": _by_gradient("num_sequences"),
+    "num_loss_tokens": partial(_by_gradient, "num_loss_tokens"),
+    "num_sequences": partial(_by_gradient, "num_sequences"),
     "token_mean": _token_mean,
     "sample_mean": _sample_mean,
     "sequence_mean": _sequence_mean,

@@ -99,6 +99,8 @@ def plain_weight(linear: nn.Module) -> Tensor:
     if base is None:
         return linear.get_parameter("weight")
     layer: Any = linear
+    if not layer.active_adapters:
+        return base.weight
     with torch.no_grad():
         delta = sum(layer.get_delta_weight(name) for name in layer.active_adapters)
         return base.weight + delta

@@ -7,11 +7,13 @@ elsewhere.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
+import pickle
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,16 @@ def load_model(
     )
 
 
+def share_weights(loaded: LoadedModel) -> LoadedModel:
+    """Another model on the same weights, in modules of its own, so that an adapter changes only it.
+
+    Its tensors are those of ``loaded``, not copies; it has no adapter.
+    """
+    tensors = (*loaded.module.parameters(), *loaded.module.buffers())
+    module = copy.deepcopy(loaded.module, {id(tensor): tensor for tensor in tensors})
+    return replace(loaded, module=module, lora=None)
+
+
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a folder or hub id.
 
@@ -225,6 +237,19 @@ def check_same_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -
                 f"weights must have the model's shapes, got {name} {list(given[name].shape)} "
                 f"instead of {list(tensor.shape)}"
             )
+
+
+def describe_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The first tensor that holds NaN or an infinity, and how many; None where all are finite."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        # One pass that copies nothing; NaN is both the least and the greatest value.
+        least, greatest = torch.aminmax(tensor.detach())
+        if not bool(torch.stack([least, greatest]).isfinite().all()):
+            count = int((~tensor.isfinite()).sum())
+            return f"{count} of {tensor.numel()} values of {name!r} that are not"
+    return None
 
 
 def export_pretrained(loaded: LoadedModel, tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -351,13 +376,24 @@ def _convert_errors(where: str, device: torch.device) -> Iterator[None]:
         raise
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ConfigError(_describe_memory_error(where, device, error)) from None
+    except pickle.UnpicklingError:
+        raise ConfigError(
+            f"base_model must hold weights and nothing else, got {where!r}, whose pickle names "
+            "other objects: save it as safetensors where it comes from"
+        ) from None
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         if "not enough memory" in str(error) or "out of memory" in str(error):
             raise ConfigError(_describe_memory_error(where, device, error)) from None
         raise ConfigError(
             f"base_model must be a causal LM's folder or hub id that can be loaded, got "
-            f"{where!r}: {_first_line(error)}"
+            f"{where!r}: {_first_line(error)}{_explain_code(error)}"
         ) from None
+
+
+def _explain_code(error: BaseException) -> str:
+    if "custom code" not in str(error):
+        return ""
+    return " If you trust that code, a catalog entry with trust_remote_code = true runs it"
 
 
 def _describe_memory_error(where: str, device: torch.device, error: BaseException) -> str:

@@ -53,6 +53,12 @@ def attach_lora(loaded: LoadedModel, options: LoraOptions) -> None:
 
     if loaded.lora is not None:
         raise ConfigError(f"{loaded.name!r} must have one adapter at most, got a second")
+    largest = max(min(weight.shape) for weight in loaded.module.parameters() if weight.ndim == 2)
+    if options.rank > largest:
+        raise ConfigError(
+            f"lora rank must be <= {largest}, the highest rank that a weight of {loaded.name!r} "
+            f"can have, got {options.rank}: train all parameters with rank 0"
+        )
     targets = target_modules(loaded.module, options)
     alpha: Any = int(options.alpha) if options.alpha == int(options.alpha) else options.alpha
     config = peft.LoraConfig(
@@ -81,7 +87,7 @@ def attach_lora(loaded: LoadedModel, options: LoraOptions) -> None:
 
 def detach_lora(loaded: LoadedModel) -> None:
     """Remove the adapter; the base weights are those from before ``attach_lora``."""
-    for name, _, base in _adapted_layers(loaded.module):
+    for name, _, base in _find_adapted_layers(loaded.module):
         owner, _, attribute = name.rpartition(".")
         setattr(loaded.module.get_submodule(owner), attribute, base)
     # The injection leaves it, and transformers would treat the module as adapted.
@@ -149,7 +155,7 @@ def load_adapter_tensors(loaded: LoadedModel, tensors: Mapping[str, Tensor]) -> 
 @contextlib.contextmanager
 def base_only(loaded: LoadedModel) -> Iterator[None]:
     """Inside the ``with`` the module computes without its adapter, if it has one."""
-    layers = [layer for _, layer, _ in _adapted_layers(loaded.module)]
+    layers = [layer for _, layer, _ in _find_adapted_layers(loaded.module)]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -159,7 +165,7 @@ def base_only(loaded: LoadedModel) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged_tensors(
+def merge_tensors(
     loaded: LoadedModel, whole: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """``base_tensors`` with the adapter's update added in float32; changed tensors are copies.
@@ -171,7 +177,7 @@ def merged_tensors(
     names = {id(tensor): name for name, tensor in own.items()}
     merged = dict(own if whole is None else whole)
     with torch.no_grad():
-        for name, layer, base in _adapted_layers(loaded.module):
+        for name, layer, base in _find_adapted_layers(loaded.module):
             weight = base.get_parameter("weight")
             if whole is not None:
                 weight = whole[names[id(weight)]]
@@ -219,7 +225,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
 
 
-def _adapted_layers(module: nn.Module) -> list[tuple[str, Any, nn.Module]]:
+def _find_adapted_layers(module: nn.Module) -> list[tuple[str, Any, nn.Module]]:
     """Name, PEFT layer and the layer inside it, of each layer that an adapter has replaced."""
     pairs = [
         (name, layer, getattr(layer, "base_layer", None)) for name, layer in module.named_modules()

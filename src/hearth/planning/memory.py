@@ -162,7 +162,7 @@ def layer_bytes_per_token(model: Architecture, setting: TrainerSetting) -> int:
 def _layer_bytes(model: Architecture, setting: TrainerSetting, *, is_sparse: bool) -> int:
     adapter = 0 if setting.lora_rank is None else 4 * 7 * setting.lora_rank
     if setting.is_fused:
-        return 4 * _fused_layer(model) + adapter
+        return 4 * _count_fused_layer(model) + adapter
     size, hidden = ITEMSIZE[setting.dtype], model.hidden
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     # A norm keeps its input in float32, and the normalized input for its weight's gradient.
@@ -194,7 +194,7 @@ def _input_bytes(setting: TrainerSetting, width: int, linears: int) -> int:
     return 4 * width * linears
 
 
-def _fused_layer(model: Architecture) -> int:
+def _count_fused_layer(model: Architecture) -> int:
     """Numbers that the loops in C keep of a token (``hearth.kernels.training``)."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     kept = 4 * model.hidden + 2 * queries + 2 * keys + 3 * model.inner

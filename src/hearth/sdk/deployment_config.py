@@ -38,6 +38,7 @@ class DeploymentConfig:
     dtype: str | None = None
     device: str | None = None
     max_batch_size: int | None = None
+    max_adapters: int | None = None
 
     def validate(self) -> None:
         """Check the fields without a request to the platform.
@@ -91,6 +92,7 @@ class DeploymentConfig:
             deployment_shape=self.deployment_shape,
             accelerator_type=self.accelerator_type,
             extra_args=self.extra_args,
+            max_adapters=self.max_adapters,
             extra_values={**(self.extra_values or {}), **values} or None,
         ).as_dict()
         return {**record, "placement": {"region": self.region}} if self.region else record

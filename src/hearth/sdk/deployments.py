@@ -10,7 +10,6 @@ import time
 from hearth.errors import ConflictError, EngineError, NotFoundError, NotReadyError, TransportError
 from hearth.sdk.background import APIFuture, start
 from hearth.sdk.deployment_config import DeploymentConfig, DeploymentInfo
-from hearth.sdk.messages import HttpRequest
 from hearth.sdk.readiness import DEPLOYMENT_STATES, GONE, JOBS, wait_for_deployment
 from hearth.sdk.resources import ControlPlaneClient, ResourceManager, WaitPolicy, Watch
 from hearth.sdk.snapshot_loading import ONCE, SnapshotLoad, SnapshotLoader, build_load_request
@@ -23,6 +22,7 @@ from hearth.wire.completions import (
     RunningRequests,
 )
 from hearth.wire.fireworks import Deployment, DeploymentPage, DeploymentPatch
+from hearth.wire.messages import HttpRequest
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import httpx
 
 from hearth.errors import EngineError, NotFoundError
 from hearth.sdk.deployment_config import DeploymentInfo
-from hearth.sdk.messages import HttpRequest
 from hearth.sdk.resources import ControlPlaneClient, Watch
 from hearth.wire.fireworks import Deployment, DeploymentState, JobState, TrainerJob
+from hearth.wire.messages import HttpRequest
 
 JOBS = "rlorTrainerJobs"
 JOB_STATES: tuple[str, ...] = get_args(JobState)

@@ -18,10 +18,10 @@ import orjson
 
 from hearth.errors import ConfigError, NotFoundError
 from hearth.sdk.background import start
-from hearth.sdk.messages import HttpRequest
 from hearth.sdk.transport import TRANSIENT_STATUSES, Http, RetryPolicy
 from hearth.wire.base import Record
 from hearth.wire.fireworks import AccountPage
+from hearth.wire.messages import HttpRequest
 
 RecordT = TypeVar("RecordT", bound=Record)
 T = TypeVar("T")

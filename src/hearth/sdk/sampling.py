@@ -213,13 +213,7 @@ class DeploymentSampler:
                 "tokenizer must be given to sample from messages, got None: pass "
                 "DeploymentSampler(tokenizer=...) or call sample_with_prompt_tokens"
             )
-        tokens = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        return cast("list[int]", tokens)
+        return tokenize_messages(self.tokenizer, messages)
 
     def _target_within(self, timeout_s: float | None) -> SamplingTarget:
         return replace(self.target, timeout_s=timeout_s) if timeout_s else self.target
@@ -268,6 +262,34 @@ class DeploymentSampler:
                 f"{len(choices)} answers"
             )
         return [read_scores(*pair, last) for pair in zip(choices, sequences, strict=True)]
+
+
+def tokenize_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]
+) -> list[int]:
+    """The prompt's token ids, up to where the answer begins.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+        Exception: what the template raises about the messages.
+    """
+    try:
+        tokens = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+    except ValueError as error:
+        # Asked only now: some tokenizers render messages without a template.
+        if getattr(tokenizer, "chat_template", None) is not None:
+            raise
+        raise ConfigError(
+            "tokenizer must have a chat template to sample from messages, got "
+            f"{tokenizer.name_or_path!r}, which has none: take that of an instruction-tuned model, "
+            "set tokenizer.chat_template, or call sample_with_prompt_tokens"
+        ) from error
+    return cast("list[int]", tokens)
 
 
 def read_scores(choice: Choice, sequence: Sequence[int], last: int | None = None) -> list[float]:

@@ -12,11 +12,11 @@ import httpx
 
 from hearth.errors import TransportError
 from hearth.sdk.concurrency import ConcurrencyController, RequestOutcome
-from hearth.sdk.messages import HttpRequest, HttpResponse
 from hearth.sdk.transport import TRANSIENT_STATUSES, Http, RetryPolicy, build_error
 from hearth.telemetry import new_request_id
 from hearth.wire.chat import ChatResponse
 from hearth.wire.completions import CompletionResponse
+from hearth.wire.messages import HttpRequest, HttpResponse
 
 CompletionT = TypeVar("CompletionT", CompletionResponse, ChatResponse)
 
@@ -122,9 +122,10 @@ class SamplingRequest(Generic[CompletionT]):
         await target.controller.acquire()
         try:
             headers = {"x-request-id": self._request_id, "fireworks-deployment": target.model}
-            response = await target.http.send_once(
-                HttpRequest("POST", self._path, body, headers=headers, timeout_s=target.timeout_s)
+            request = HttpRequest(
+                "POST", self._path, body, headers=headers, timeout_s=target.timeout_s, waits=True
             )
+            response = await target.http.send_once(request)
             if response.status_code in _BOOTING:
                 return response
             outcome = RequestOutcome(response.status_code, self._attempt)

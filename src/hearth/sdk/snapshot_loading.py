@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import get_args
 
 from hearth.errors import ConfigError, EngineError, NotFoundError, NotReadyError, TransportError
-from hearth.sdk.messages import HttpRequest
 from hearth.sdk.readiness import GONE
 from hearth.sdk.resources import ControlPlaneClient
 from hearth.sdk.transport import RetryPolicy
@@ -23,6 +22,7 @@ from hearth.wire.completions import (
     RunningRequests,
 )
 from hearth.wire.fireworks import Deployment
+from hearth.wire.messages import HttpRequest
 
 _PATH = "/hot_load/v1/models/hot_load"
 _POST_TIMEOUT_S = 60.0
@@ -73,6 +73,11 @@ class SnapshotLoader:
         self._http = control.http
         self._headers = {"fireworks-model": base_model, "fireworks-deployment": name}
 
+    @property
+    def waited_s(self) -> float:
+        """How long the platform could not be reached."""
+        return self._http.waited_s
+
     async def request_load(
         self,
         request: HotLoadRequest,
@@ -81,7 +86,14 @@ class SnapshotLoader:
     ) -> None:
         """Ask the deployment to serve a snapshot."""
         await self._http.request(
-            HttpRequest("POST", _PATH, request.dump(), headers=self._headers, timeout_s=timeout_s),
+            HttpRequest(
+                "POST",
+                _PATH,
+                request.dump(),
+                headers=self._headers,
+                timeout_s=timeout_s,
+                waits=True,
+            ),
             retries,
         )
 
@@ -93,7 +105,14 @@ class SnapshotLoader:
     ) -> HotLoadState:
         """What the deployment's replicas serve."""
         answer = await self._http.request(
-            HttpRequest("GET", _PATH, params=query, headers=self._headers, timeout_s=timeout_s),
+            HttpRequest(
+                "GET",
+                _PATH,
+                params=query,
+                headers=self._headers,
+                timeout_s=timeout_s,
+                waits=query is not None,
+            ),
             retries,
         )
         return HotLoadState.parse(answer.content)
@@ -155,7 +174,8 @@ class SnapshotLoad:
         self._request = request
         self._identity = request.identity
         self._timeout_s = timeout_s
-        self._deadline_s = time.monotonic() + timeout_s
+        # The time in which the platform cannot be reached does not count.
+        self._deadline_s = time.monotonic() + timeout_s - loader.waited_s
         self._pauses_s = loader.wait_policy.pauses_s()
         self._is_requested = False
         self._server_holds = True
@@ -164,7 +184,7 @@ class SnapshotLoad:
 
     @property
     def _left_s(self) -> float:
-        return self._deadline_s - time.monotonic()
+        return self._deadline_s + self._loader.waited_s - time.monotonic()
 
     async def run(self) -> ReplicaState:
         """The replica's state once it serves the snapshot of the request.

@@ -288,7 +288,15 @@ class OperationStream:
             loading = JournalEntry("load_weights", orjson.dumps(body))
             await self._send(loading)
             assert loading.request_id is not None, "it was just sent"
-            await retrieve(self._http, loading.request_id, Record)
+            try:
+                await retrieve(self._http, loading.request_id, Record)
+            except RequestFailedError as error:
+                # What is to be sent again follows on this one; an older one does not do.
+                raise EngineError(
+                    f"checkpoint {self.journal.checkpoint!r} must load into the restarted trainer, "
+                    f"got: {error}. Start the same command again: it goes on from the newest older "
+                    "checkpoint that loads"
+                ) from error
         for operation in self.journal.operations:
             if operation.name == "save_weights":
                 operation.allow_overwrite()  # a part of it may be written

@@ -31,11 +31,11 @@ from hearth.sdk.batches import (
     split_datums,
 )
 from hearth.sdk.journal import JournalEntry
-from hearth.sdk.messages import HttpRequest
 from hearth.sdk.stream import LOST, MOST_RESTARTS, OperationStream, Revival, retrieve
 from hearth.sdk.transport import Http
 from hearth.wire import tinker as wire
 from hearth.wire.base import Record
+from hearth.wire.messages import HttpRequest
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ class FiretitanServiceClient:
     ) -> FiretitanTrainingClient:
         """A client of a new trainable model; ``lora_rank`` 0 trains all parameters.
 
+        On a forward-only trainer it is frozen, and has the base's logprobs whatever its rank is.
         ``replace`` makes room for it where an earlier client has left its models.
 
         Raises:

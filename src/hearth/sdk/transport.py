@@ -7,7 +7,9 @@ others go over the network. The rest of the SDK does not know the difference.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
+import time
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +30,17 @@ from hearth.errors import (
     TooLargeError,
     TransportError,
 )
-from hearth.sdk.messages import HttpRequest, HttpResponse, call_app
+from hearth.wire.messages import HttpRequest, HttpResponse, call_app
+
+logger = logging.getLogger(__name__)
 
 _mounted: dict[str, Any] = {}
 
+_UNREACHABLE = (httpx.ConnectError, httpx.ConnectTimeout)
+"""Nothing of the request was sent."""
+_FIRST_WARNING_S = 5.0
+_NEXT_WARNING_S = 60.0
+_LONGEST_AWAY_PAUSE_S = 2.0
 TRANSIENT_STATUSES = frozenset({408, 429, 502, 503, 504})
 _ERROR_OF_STATUS: dict[int, type[HearthError]] = {
     400: RequestError,
@@ -80,6 +89,9 @@ class RetryPolicy:
     base_s: float = 0.5
     longest_s: float = 30.0
     statuses: frozenset[int] = TRANSIENT_STATUSES
+    away_s: float = 1800.0
+    """How long a request that ``waits`` waits for a platform that cannot be reached. This is no
+    attempt, and needs a platform that has answered before."""
 
     def delay_s(self, attempt: int, response: HttpResponse | None) -> float:
         """Seconds to wait after the failed attempt number ``attempt`` (from 0)."""
@@ -103,6 +115,16 @@ class Http:
         self._retries = retries or RetryPolicy()
         self._client: httpx.AsyncClient | None = None
         self._closed = False
+        self._has_answered = False
+        self._away_since_s: float | None = None
+        self._warned_s = 0.0
+        self._waited_s = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """How long the platform could not be reached, all times together."""
+        since_s = self._away_since_s
+        return self._waited_s + (time.monotonic() - since_s if since_s is not None else 0.0)
 
     @property
     def is_closed(self) -> bool:
@@ -126,6 +148,16 @@ class Http:
                 last = await self.send_once(request)
             except httpx.TransportError as error:
                 failure = f"{type(error).__name__}: {error}"
+                if isinstance(error, httpx.TimeoutException):
+                    logger.warning(
+                        "%s %s%s was not answered within %.0f s (attempt %d of %d)",
+                        request.method,
+                        self.base_url,
+                        request.path,
+                        request.timeout_s,
+                        attempt + 1,
+                        policy.attempts,
+                    )
             if last is not None and last.status_code not in policy.statuses:
                 return raise_for_status(last)
             if attempt + 1 < policy.attempts:
@@ -156,21 +188,61 @@ class Http:
             headers["content-type"] = "application/json"
         if app is not ...:
             return await call_app(app, request, url, headers)
-        response = await self._open_client().request(
-            request.method,
-            url,
-            content=request.body,
-            params=request.params,
-            headers=headers,
-            timeout=request.timeout_s,
-        )
-        return HttpResponse(
-            response.status_code, response.headers, response.content, request.method, url
-        )
+        while True:
+            try:
+                response = await self._open_client().request(
+                    request.method,
+                    url,
+                    content=request.body,
+                    params=request.params,
+                    headers=headers,
+                    timeout=request.timeout_s,
+                )
+            except _UNREACHABLE as error:
+                if not request.waits or not self._may_wait(error):
+                    raise
+                await asyncio.sleep(random.uniform(0.1, 1.0) * _LONGEST_AWAY_PAUSE_S)
+                if self._closed:
+                    raise
+            else:
+                self._note_answer()
+                return HttpResponse(
+                    response.status_code, response.headers, response.content, request.method, url
+                )
+
+    def _may_wait(self, error: Exception) -> bool:
+        """Whether the platform, which cannot be reached, is waited for; says that it is."""
+        now_s = time.monotonic()
+        if not self._has_answered or self._retries.away_s <= 0:
+            return False
+        if self._away_since_s is None:
+            self._away_since_s, self._warned_s = now_s, now_s - _NEXT_WARNING_S + _FIRST_WARNING_S
+        away_s = now_s - self._away_since_s
+        if now_s - self._warned_s >= _NEXT_WARNING_S:
+            self._warned_s = now_s
+            logger.warning(
+                "the platform at %s cannot be reached since %.0f s (%s): it is waited for, %.0f s "
+                "at most. Start it again with its data folder, and the run goes on",
+                self._origin,
+                away_s,
+                error,
+                self._retries.away_s,
+            )
+        return away_s < self._retries.away_s
+
+    def _note_answer(self) -> None:
+        """The platform can be reached."""
+        self._has_answered = True
+        if self._away_since_s is not None:
+            away_s = time.monotonic() - self._away_since_s
+            self._waited_s, self._away_since_s = self._waited_s + away_s, None
+            if away_s >= _FIRST_WARNING_S:
+                logger.warning("the platform at %s is back after %.0f s", self._origin, away_s)
 
     async def post(self, path: str, body: bytes, *, timeout_s: float = 60.0) -> bytes:
-        """POST a JSON body and return the response's body."""
-        return (await self.request(HttpRequest("POST", path, body, timeout_s=timeout_s))).content
+        """POST a JSON body and return the response's body; waits for an unreachable platform."""
+        request = HttpRequest("POST", path, body, timeout_s=timeout_s, waits=True)
+        return (await self.request(request)).content
 
     def _open_client(self) -> httpx.AsyncClient:
         if self._client is None:

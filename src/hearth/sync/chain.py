@@ -170,7 +170,7 @@ def _publish_delta(
     is_shared = store.shares_tensors
     fresh = _copy(tensors, on_cpu=False) if is_shared else _on_cpu(tensors)
     parts = delta.encode(last.tensors, fresh)
-    changed = delta.changed_names(parts)
+    changed = delta.list_changed(parts)
     whole = {
         name: tensor if name in changed else last.tensors[name] for name, tensor in fresh.items()
     }

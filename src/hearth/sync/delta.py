@@ -72,7 +72,7 @@ def apply(parts: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, T
     return dict(zip(by_name, fresh, strict=True))
 
 
-def changed_names(parts: Mapping[str, Tensor]) -> set[str]:
+def list_changed(parts: Mapping[str, Tensor]) -> set[str]:
     """Names of the tensors that a delta changes."""
     return {key.rpartition("/")[0] for key in parts}
 

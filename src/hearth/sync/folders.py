@@ -17,6 +17,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from hearth.errors import RequestError
+from hearth.files import explain_refusals, fsync
 
 _DRAFT = ".draft-"
 _ASIDE = ".old-"
@@ -35,19 +36,27 @@ def drafted(folder: Path, *, overwrite: bool = False) -> Generator[Path, None, N
 
     Raises:
         RequestError: the folder exists and ``overwrite`` is False.
+        StorageError: the disk refused, also what the ``with`` wrote.
     """
     root = folder.parent
-    root.mkdir(parents=True, exist_ok=True)
-    sweep(root)
-    if folder.exists() and not overwrite:
-        raise _name_taken(folder)
-    draft, lock = _new_draft(root, folder.name)
+    with explain_refusals(folder):
+        root.mkdir(parents=True, exist_ok=True)
+        sweep(root)
+        if folder.exists() and not overwrite:
+            raise _name_taken(folder)
+        draft, lock = _new_draft(root, folder.name)
+        with _removed_at_the_end(draft, lock):
+            yield draft
+            for path in (*draft.rglob("*"), draft):
+                fsync(path)
+            put_in_place(draft, folder, overwrite=overwrite)
+            fsync(root)
+
+
+@contextlib.contextmanager
+def _removed_at_the_end(draft: Path, lock: int | None) -> Generator[None, None, None]:
     try:
-        yield draft
-        for path in (*draft.rglob("*"), draft):
-            _fsync(path)
-        put_in_place(draft, folder, overwrite=overwrite)
-        _fsync(root)
+        yield
     finally:
         # After an exchange the draft's name has the old version.
         shutil.rmtree(draft, ignore_errors=True)
@@ -106,16 +115,6 @@ def put_in_place(draft: Path, folder: Path, *, overwrite: bool, can_exchange: bo
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def write_file(file: Path, content: bytes) -> None:
-    """Replace a file's content on the disk; a killed process leaves the old or the new content."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f".{file.name}.draft")
-    draft.write_bytes(content)
-    _fsync(draft)
-    draft.replace(file)
-    _fsync(file.parent)
-
-
 def _name_taken(folder: Path) -> RequestError:
     return RequestError(f"name must be new, got {folder.name!r}: it exists already")
 
@@ -169,11 +168,3 @@ def _exchange(path: Path, other: Path) -> bool:
     if number in _CANNOT_EXCHANGE:
         return False
     raise OSError(number, os.strerror(number), str(other))
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -23,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hearth.errors import EngineError, RequestError
+from hearth.files import is_intact, seal
 from hearth.sync.folders import drafted
 
 MANIFEST_FILE = "manifest.json"
@@ -117,15 +119,18 @@ def write_folder(
 ) -> None:
     """Write ``<name>.safetensors`` and the manifest into a new folder.
 
-    It appears complete or not at all. ``manifest["files"]`` gets the tensors' entries.
+    It appears complete or not at all. ``manifest["files"]`` gets the tensors' entries, and
+    ``manifest["number"]`` the folder's place (``next_number``).
 
     Raises:
         RequestError: the folder exists.
+        StorageError: the disk refused.
     """
     with drafted(folder) as draft:
         arrays = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        _save_file(arrays, str(draft / f"{name}.safetensors"))
-        text = json.dumps({**manifest, "files": {name: describe(tensors)}}, indent=1)
+        save_file(arrays, draft / f"{name}.safetensors")
+        own = {"number": next_number(folder.parent), "files": {name: describe(tensors)}}
+        text = json.dumps(seal({**manifest, **own}), indent=1)
         (draft / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 
@@ -133,15 +138,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder that ``write_folder`` wrote.
 
     Raises:
-        EngineError: there is none, or it is no JSON object.
+        EngineError: there is none, it is no JSON object, or it was changed.
     """
     try:
         manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineError(f"{folder.name!r} must have a readable manifest, got {error}") from None
     if not isinstance(manifest, dict) or "files" not in manifest:
         raise EngineError(f"{folder.name!r} must have a manifest with files, got {manifest!r:.80}")
-    return cast("dict[str, Any]", manifest)
+    content = cast("dict[str, Any]", manifest)
+    if not is_intact(content):
+        raise EngineError(
+            f"{folder.name}/{MANIFEST_FILE} must match its own checksum, got another one: the file "
+            "was changed after it was written"
+        )
+    return content
 
 
 def read_tensors(folder: Path, manifest: Mapping[str, Any], name: str) -> dict[str, Tensor]:
@@ -168,12 +179,38 @@ def read_tensors(folder: Path, manifest: Mapping[str, Any], name: str) -> dict[s
 
 
 def folder_names(root: Path) -> list[str]:
-    """Names of the complete folders under ``root``, oldest first."""
-    if not root.is_dir():
-        return []
-    complete = [path for path in root.glob(f"*/{MANIFEST_FILE}") if _NAME.match(path.parent.name)]
-    complete.sort(key=lambda path: (path.stat().st_mtime_ns, path.parent.name))
-    return [path.parent.name for path in complete]
+    """Names of the complete folders under ``root``, oldest first.
+
+    They are ordered by the number in their manifests, never by the clock. Folders without one were
+    written before there were numbers: they come first, by their steps and then by their time.
+    """
+    return [path.parent.name for path in sorted(_find_manifests(root), key=_find_place)]
+
+
+def next_number(root: Path) -> int:
+    """The number of the next folder under ``root``: above that of every folder that is there."""
+    return 1 + max((_find_place(path)[0] for path in _find_manifests(root)), default=0)
+
+
+def _find_manifests(root: Path) -> list[Path]:
+    return [path for path in root.glob(f"*/{MANIFEST_FILE}") if _NAME.match(path.parent.name)]
+
+
+def _find_place(manifest: Path) -> tuple[int, int, int, str]:
+    facts = manifest.stat()
+    number, steps = _read_place(manifest, facts.st_ino, facts.st_mtime_ns)
+    return number, steps, facts.st_mtime_ns, manifest.parent.name
+
+
+@lru_cache(maxsize=2**14)
+def _read_place(manifest: Path, _inode: int, _mtime_ns: int) -> tuple[int, int]:
+    """A manifest's number and optimizer steps, 0 where it has none; read once per file."""
+    try:
+        content = read_manifest(manifest.parent)
+    except EngineError:
+        return 0, 0
+    number, steps = (content.get(name) for name in ("number", "steps"))
+    return number if isinstance(number, int) else 0, steps if isinstance(steps, int) else 0
 
 
 def _checksums(
@@ -210,9 +247,25 @@ def _size(entry: TensorEntry) -> int:
     return math.prod(entry["shape"]) * getattr(torch, entry["dtype"]).itemsize
 
 
-# A strict type checker knows safetensors' own annotations only in part.
-def _save_file(tensors: dict[str, Tensor], path: str) -> None:
-    safetensors_torch.save_file(tensors, path, {"format": "pt"})  # pyright: ignore[reportUnknownMemberType]
+def save_file(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError: the disk refused, which the library says with an error of its own.
+    """
+    try:
+        # A strict type checker knows safetensors' own annotations only in part.
+        safetensors_torch.save_file(tensors, str(path), {"format": "pt"})  # pyright: ignore[reportUnknownMemberType]
+    except SafetensorError as error:
+        raise _as_os_error(error) from None
+
+
+def _as_os_error(error: SafetensorError) -> OSError:
+    """Example: its text ends with ``No space left on device (os error 28)``."""
+    number = re.search(r"os error (\d+)", str(error))
+    if number is None:
+        return OSError(str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1])))
 
 
 def _load_file(path: str) -> dict[str, Tensor]:

@@ -294,7 +294,7 @@ def _entries_of(
         raise EngineError(
             f"delta {snapshot.identity!r} must have its whole weights or their entries, got neither"
         )
-    fresh = delta.changed_names(snapshot.tensors) if snapshot.kind == "delta" else weights.keys()
+    fresh = delta.list_changed(snapshot.tensors) if snapshot.kind == "delta" else weights.keys()
     old = {name: entry for name, entry in (parent or {}).items() if name not in fresh}
     new = fingerprints({name: tensor for name, tensor in weights.items() if name not in old})
     return {name: new[name] if name in new else old[name] for name in weights}

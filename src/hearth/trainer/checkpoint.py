@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import hashlib
 import json
 import logging
 from collections.abc import Generator, Mapping
@@ -22,9 +21,10 @@ from torch import Tensor
 
 import hearth
 from hearth.errors import ConfigError, EngineError, NotFoundError, RequestError
+from hearth.files import CHECKSUM, seal
 from hearth.models.lora import LoraOptions
 from hearth.sync.folders import drafted, remove_folder, sweep
-from hearth.sync.manifest import MANIFEST_FILE, check_name, folder_names, read_manifest
+from hearth.sync.manifest import MANIFEST_FILE, check_name, folder_names, next_number, read_manifest
 from hearth.trainer.dcp import FileEntry, load_tensors, save_tensors, verify_files
 
 logger = logging.getLogger(__name__)
@@ -83,15 +83,14 @@ def write_manifest(draft: Path, state: TrainerState, files: Mapping[str, FileEnt
     """Write the manifest of a draft's files."""
     manifest: dict[str, Any] = {
         "format": _FORMAT,
+        "number": next_number(draft.parent),
         "hearth": hearth.__version__,
         "torch": torch.__version__,
         **asdict(state.facts),
         "rng": dict(state.rng),
         "files": dict(files),
     }
-    # As a reader parses it: JSON turns tuples into lists and keys into texts.
-    manifest = json.loads(json.dumps(manifest))
-    text = json.dumps({**manifest, "checksum": _compute_digest(manifest)}, indent=1)
+    text = json.dumps(seal(manifest), indent=1)
     (draft / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 
@@ -125,7 +124,7 @@ class CheckpointFolder:
             RequestError: the name is invalid, or the folder has another format.
             EngineError: its manifest is damaged.
         """
-        return _parse_facts(self._read_manifest(name))
+        return parse_facts(self._read_manifest(name))
 
     def write(self, name: str, state: TrainerState, *, overwrite: bool) -> None:
         """Write a checkpoint; it appears complete or not at all, also in the place of an old one.
@@ -168,7 +167,7 @@ class CheckpointFolder:
             if self._read_manifest(name) == manifest:
                 raise
             return self.read(name, base_model=base_model, lora=lora)
-        return TrainerState.from_tensors(_parse_facts(manifest), tensors, manifest["rng"])
+        return TrainerState.from_tensors(parse_facts(manifest), tensors, manifest["rng"])
 
     def verify(
         self, name: str, *, base_model: str, lora: LoraOptions | None
@@ -177,12 +176,12 @@ class CheckpointFolder:
         manifest = self._read_fitting(name, base_model, lora)
         folder = self._root / name / DATA
         verify_files(folder, manifest["files"])
-        return folder, _parse_facts(manifest), manifest["rng"]
+        return folder, parse_facts(manifest), manifest["rng"]
 
     def _read_fitting(self, name: str, base_model: str, lora: LoraOptions | None) -> dict[str, Any]:
         """The manifest of a checkpoint, which must be of this model."""
         manifest = self._read_manifest(name)
-        facts = _parse_facts(manifest)
+        facts = parse_facts(manifest)
         if facts.base_model != base_model or _drop_seed(facts.lora) != _drop_seed(lora):
             raise RequestError(
                 f"checkpoint {name!r} must be of {base_model!r} with adapter {_drop_seed(lora)}, "
@@ -201,11 +200,8 @@ class CheckpointFolder:
                 f"path must name a resumable checkpoint ({_FORMAT}), got {name!r}, which is "
                 f"{manifest.get('format')!r}"
             )
-        if manifest.pop("checksum", None) != _compute_digest(manifest):
-            raise EngineError(
-                f"{name}/{MANIFEST_FILE} must match its own checksum, got another one: the file "
-                "was changed after it was written"
-            )
+        if manifest.pop(CHECKSUM, None) is None:
+            raise EngineError(f"{name}/{MANIFEST_FILE} must have a checksum, got none")
         return manifest
 
     def _remove_oldest(self) -> None:
@@ -282,7 +278,8 @@ def restore_rng(states: Mapping[str, str], device: torch.device) -> None:
             ) from None
 
 
-def _parse_facts(manifest: Mapping[str, Any]) -> CheckpointFacts:
+def parse_facts(manifest: Mapping[str, Any]) -> CheckpointFacts:
+    """The facts that a manifest, or ``asdict`` of such facts, has."""
     values = {entry.name: manifest[entry.name] for entry in fields(CheckpointFacts)}
     lora = LoraOptions(**values["lora"]) if values["lora"] else None
     return CheckpointFacts(**{**values, "lora": lora})
@@ -297,8 +294,3 @@ def _drop_seed(lora: LoraOptions | None) -> dict[str, Any] | None:
 
 def _select_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
-
-
-def _compute_digest(manifest: Mapping[str, Any]) -> str:
-    text = json.dumps(manifest, sort_keys=True)
-    return f"blake2b:{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"

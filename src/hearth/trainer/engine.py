@@ -20,10 +20,16 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from hearth.errors import ClosedError, ConfigError, ForwardOnlyError, RequestError
+from hearth.errors import ClosedError, ConfigError, NumericsError, RequestError
 from hearth.losses import BuiltinObjective, builtin_objective
-from hearth.models.loading import LoadedModel, base_tensors, export_pretrained, load_model
-from hearth.models.lora import LoraOptions, merged_tensors, read_adapter
+from hearth.models.loading import (
+    LoadedModel,
+    base_tensors,
+    describe_non_finite,
+    export_pretrained,
+    load_model,
+)
+from hearth.models.lora import LoraOptions, merge_tensors, read_adapter
 from hearth.sync.store import Snapshot, SnapshotStore
 from hearth.trainer.checkpoint import (
     CheckpointFacts,
@@ -56,7 +62,7 @@ class ModelFacts:
     arch: str
     """The model type as transformers names it, such as ``qwen3``."""
     lora_rank: int
-    """0 for a frozen model or one that trains all parameters."""
+    """0 for the base weights and for a model that trains all parameters."""
 
 
 def _run_alone(
@@ -76,7 +82,7 @@ def _run_alone(
 
 
 class TrainerEngine:
-    """Trains at most one policy; frozen models beside it only run ``forward``.
+    """Trains policies, one or ``max_policies``; frozen models beside them only run ``forward``.
 
     The base weights are loaded here, so that a bad model fails at once. The checkpoint folders of
     other jobs are siblings of ``checkpoint_dir``, named by the jobs' ids.
@@ -115,8 +121,8 @@ class TrainerEngine:
         loaded = [base]
         self._residents = self._make_residents(lambda: loaded.pop() if loaded else self.load_base())
         self._has_warned_dense = False
-        self._graph: tuple[str, KeptGraph] | None = None
-        """A forward pass with its graph, kept for its backward pass, and its name."""
+        self._graph: tuple[tuple[str, str], KeptGraph] | None = None
+        """A forward pass kept for its backward pass: its model's id, its name, its graph."""
 
     @property
     def supports_router_replay(self) -> bool:
@@ -140,26 +146,27 @@ class TrainerEngine:
         """Make a model; returns its id.
 
         A frozen model is the base weights: the LoRA policy's own with its adapter off, or a copy
-        beside a policy that trains all parameters. On a forward-only trainer every model without
-        an adapter is frozen. A new policy replaces its ``owner``'s earlier one; with ``replace``,
-        also the models of other clients.
+        beside a policy that trains all parameters. On a forward-only trainer every model is frozen;
+        one with an adapter has that adapter's rank, and the base's logprobs, as a new policy with
+        this adapter has them. A new policy replaces its ``owner``'s earlier one, and without an
+        owner one that has none: a client that does not say who it is takes it over. With
+        ``replace`` it replaces also the models of other clients.
 
         Raises:
-            ForwardOnlyError: an adapter was requested on a forward-only trainer.
-            RequestError: there is a policy already.
+            RequestError: there is a policy of another owner.
+            ConfigError: the adapter fits no layer, or memory is too small.
         """
         self._graph = None
-        if self.options.forward_only and lora is not None and not is_frozen:
-            raise ForwardOnlyError(
-                "lora_config must be absent on a forward-only trainer, got an adapter: it has "
-                "nothing to learn there"
-            )
-        if is_frozen or self.options.forward_only:
+        if is_frozen:
             model = self._residents.add_frozen(owner)
+        elif self.options.forward_only:
+            model = self._residents.add_frozen(owner, lora)
         else:
             self._make_room(owner, replace=replace)
             model = self._residents.add_policy(lora, owner)
-        logger.info("trainer %s: model %s, lora %s", self.name, model.model_id, model.lora)
+        logger.info(
+            "trainer %s: model %s, LoRA rank %d", self.name, model.model_id, model.lora_rank
+        )
         return model.model_id
 
     @_run_alone
@@ -194,7 +201,7 @@ class TrainerEngine:
                 return work.forward()
             self._graph = None
             result, kept = work.forward_keeping_graph()
-        self._graph = (graph, kept)
+        self._graph = ((model_id, graph), kept)
         return result
 
     @_run_alone
@@ -218,7 +225,7 @@ class TrainerEngine:
         model = self._residents.get(model_id)
         optimizer = require_trainable(model, "forward_backward")
         work = self._prepare_pass(model, data, loss_fn, config)
-        kept = self._take_graph(graph, work)
+        kept = self._take_graph(model_id, graph, work)
         try:
             result, counts = work.forward_backward(kept)
         except BaseException:
@@ -266,6 +273,7 @@ class TrainerEngine:
     ) -> str:
         """Write a resumable checkpoint; an accumulated gradient is not part of it.
 
+        A model without an owner overwrites: clients that give none count on it.
         ``metadata`` are JSON values of the caller (``"pinned": true`` keeps the checkpoint);
         ``seq_id`` is this operation's number. Both become facts of the checkpoint.
 
@@ -288,7 +296,7 @@ class TrainerEngine:
         )
         weights, moments = self._collect_stored(model), optimizer.state_tensors()
         state = TrainerState(facts, weights, moments, read_rng(model.loaded.device))
-        self._write_checkpoint(name, state, overwrite=overwrite)
+        self._write_checkpoint(name, state, overwrite=overwrite or model.owner is None)
         return name
 
     @_run_alone
@@ -360,6 +368,7 @@ class TrainerEngine:
         after weights were loaded, and for a LoRA model, the snapshot is whole, and so is its kind.
 
         Raises:
+            NumericsError: a weight is not finite; it is named, and nothing is put.
             RequestError: the identity is an invalid name or is taken, or an adapter on a tied
                 head cannot be merged.
         """
@@ -413,8 +422,8 @@ class TrainerEngine:
         Raises:
             NotFoundError: no model has this id.
         """
-        lora = self._residents.get(model_id).lora
-        return ModelFacts(model_id, self.architecture, lora.rank if lora is not None else 0)
+        model = self._residents.get(model_id)
+        return ModelFacts(model_id, self.architecture, model.lora_rank)
 
     def call_on_close(self, callback: Callable[[], None]) -> None:
         """Have ``close`` call this first, so that callers of the engine stop before it does."""
@@ -457,7 +466,7 @@ class TrainerEngine:
 
     def _merge_adapter(self, model: Resident) -> Mapping[str, Tensor]:
         """All weights of a LoRA model, with the adapter merged in."""
-        return merged_tensors(model.loaded)
+        return merge_tensors(model.loaded)
 
     def _write_once(self, write: Callable[[], None]) -> None:
         """Call a function that writes files; where several ranks share a model, on one of them."""
@@ -471,6 +480,7 @@ class TrainerEngine:
         tensors: Mapping[str, Tensor],
         facts: Mapping[str, Any],
     ) -> None:
+        _check_finite(identity, tensors)
         if model.lora is None:
             model.published.publish(
                 self._snapshots, identity, self.name, tensors, facts, as_delta=kind == "delta"
@@ -496,10 +506,12 @@ class TrainerEngine:
         return folder.read(name, base_model=self.name, lora=model.lora)
 
     def _make_room(self, owner: str | None, *, replace: bool) -> None:
-        policy = self._residents.find_policy()
         leaving = self._residents.find_others(owner) if replace else []
-        if policy is not None and owner is not None and policy.owner == owner:
-            leaving.append(policy.model_id)
+        # Who does not say who it is may be anyone where several clients train.
+        is_known = owner is not None or self.options.max_policies == 1
+        for policy in self._residents.find_policies():
+            if is_known and policy.owner == owner and policy.model_id not in leaving:
+                leaving.append(policy.model_id)
         for model_id in leaving:
             logger.warning("trainer %s: model %s is removed for a new policy", self.name, model_id)
             self._residents.remove(model_id)
@@ -536,10 +548,10 @@ class TrainerEngine:
     def _make_pass(self, **fields: Any) -> Pass:
         return Pass(**fields)
 
-    def _take_graph(self, name: str | None, work: Pass) -> KeptGraph | None:
+    def _take_graph(self, model_id: str, name: str | None, work: Pass) -> KeptGraph | None:
         """Take the graph that an earlier pass kept for this one."""
         kept_name, kept = self._graph or (None, None)
-        if kept is None or name != kept_name:
+        if kept is None or kept_name != (model_id, name):
             return None
         self._graph = None
         return kept if kept.fits(work.examples, work.temperature) else None
@@ -567,6 +579,15 @@ def _parse_objective(loss_fn: str, config: LossConfig | None) -> tuple[BuiltinOb
             f"loss_fn_config.temperature must be finite and > 0, got {temperature!r}"
         )
     return builtin_objective(loss_fn, options), float(temperature)
+
+
+def _check_finite(identity: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights that nobody can sample from."""
+    if (found := describe_non_finite(tensors)) is not None:
+        raise NumericsError(
+            f"weights of snapshot {identity!r} must be finite, got {found}: the last optimizer "
+            "steps diverged; load an older checkpoint and train on with a smaller learning_rate"
+        )
 
 
 def _make_limits(base: LoadedModel, max_seq_len: int | None) -> Limits:

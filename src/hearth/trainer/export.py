@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from hearth.errors import ConfigError, EngineError
@@ -15,7 +16,7 @@ from hearth.models.lora import (
     LoraOptions,
     attach_lora,
     load_adapter_tensors,
-    merged_tensors,
+    merge_tensors,
     write_adapter,
 )
 from hearth.sync.folders import drafted
@@ -63,10 +64,10 @@ def export_snapshot(snapshot: Snapshot, options: ExportOptions) -> None:
             if not is_adapter:
                 export_pretrained(loaded, snapshot.tensors, draft)
             elif options.merge_adapter:
-                export_pretrained(loaded, merged_tensors(loaded), draft)
+                export_pretrained(loaded, merge_tensors(loaded), draft)
             else:
                 write_adapter(loaded, draft)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, SafetensorError) as error:
         raise EngineError(
             f"snapshot {snapshot.identity!r} could not be exported: {error}"
         ) from error

@@ -66,6 +66,8 @@ class TrainerOptions:
     forward_only: bool = False
     """Refuse every operation that trains."""
     trust_remote_code: bool = False
+    max_policies: int = 1
+    """How many policies there may be at once. Above 1 each is a LoRA adapter on the one base."""
     keep_checkpoints: int | None = None
     """How many resumable checkpoints stay, beside pinned ones; None keeps all."""
 
@@ -75,7 +77,7 @@ class TrainerOptions:
         Raises:
             ConfigError: a limit is below 1.
         """
-        for name in ("micro_batch_tokens", "recompute_above"):
+        for name in ("micro_batch_tokens", "recompute_above", "max_policies"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be >= 1, got {value}")

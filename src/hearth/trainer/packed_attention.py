@@ -27,7 +27,7 @@ def install(module: Any, name: str) -> None:
     module.set_attn_implementation(name)
 
 
-def packed_states(
+def run_packed(
     backbone: Any, tokens: Tensor, positions: Tensor, segments: Segments, kernel: Kernel
 ) -> Tensor:
     """Last hidden states [S, H] of packed tokens and their positions [S]."""

@@ -39,7 +39,7 @@ class PackedModule:
         packed_attention.install(loaded.module, PACKED_ATTENTION)
         self._loaded = loaded
         self._kernel = kernel
-        self._states = packed_attention.packed_states
+        self._states = packed_attention.run_packed
 
     @classmethod
     def from_model(cls, loaded: LoadedModel, kernel: Kernel | None = None) -> PackedModule | None:

@@ -25,6 +25,8 @@ KeyT = TypeVar("KeyT")
 Work = Callable[[], Record]
 
 _REMEMBERED = 4096
+MOST_HELD = 256
+"""Operations of one model that wait for lower numbers; clients send them in order."""
 _CLOSE_TIMEOUT_S = 60.0
 
 IDLE = "idle"
@@ -103,7 +105,8 @@ class OperationQueue:
         Raises:
             ClosedError: the queue was closed.
             NotFoundError: the model is not open.
-            RequestError: the number is below 1, or so old that its request id is dropped.
+            RequestError: the number is below 1, or so old that its request id is dropped; or too
+                many operations wait for a lower one.
         """
         with self._lock:
             self._check_open()
@@ -112,6 +115,11 @@ class OperationQueue:
                 return stream.seen[seq_id]
             if seq_id < stream.next_seq:
                 raise RequestError(f"seq_id must be a new number >= 1, got {seq_id}")
+            if seq_id != stream.next_seq and len(stream.held) >= MOST_HELD:
+                raise RequestError(
+                    f"seq_id must be {stream.next_seq}, got {seq_id}: {MOST_HELD} operations wait "
+                    "for that one already; send it first"
+                )
             request_id = self._futures.create()
             _remember(stream.seen, seq_id, request_id)
             stream.held[seq_id] = _Item(request_id, work, phase)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hearth.errors import EngineError, ForwardOnlyError, NotFoundError, RequestError
-from hearth.models.loading import LoadedModel, base_tensors, load_base_tensors
+from hearth.models.loading import LoadedModel, base_tensors, load_base_tensors, share_weights
 from hearth.models.lora import (
     LoraOptions,
     adapter_tensors,
@@ -41,11 +41,19 @@ class Resident:
     """The client that made it, where it gave its name."""
     published: Published = field(default_factory=Published)
     """Its last snapshot for a sampler."""
+    untrained: LoraOptions | None = None
+    """The adapter that a frozen model was asked for with: its update is 0, so there is none."""
 
     @property
     def lora(self) -> LoraOptions | None:
         """The adapter that it trains."""
         return self.loaded.lora if self.optimizer is not None else None
+
+    @property
+    def lora_rank(self) -> int:
+        """Rank of its adapter; 0 where it has none."""
+        adapter = self.lora or self.untrained
+        return adapter.rank if adapter is not None else 0
 
     def weights(self) -> contextlib.AbstractContextManager[None]:
         """Inside the ``with`` the module computes this model: a frozen one without the adapter."""
@@ -76,10 +84,11 @@ class Resident:
 
 
 class Residents:
-    """At most one policy, and frozen models beside it.
+    """At most ``options.max_policies`` policies, and frozen models beside them.
 
-    Frozen models share one copy of the base weights; a LoRA policy shares it too, a policy that
-    trains all parameters has its own.
+    Frozen models share one copy of the base weights; LoRA policies share it too, a policy that
+    trains all parameters has its own. Where there may be several policies, all are LoRA, and each
+    has modules of its own on the shared weights.
     """
 
     def __init__(self, load: Callable[[], LoadedModel], options: TrainerOptions) -> None:
@@ -105,9 +114,9 @@ class Residents:
             raise unknown_model(model_id)
         return model
 
-    def find_policy(self) -> Resident | None:
-        """The trainable model; None where there is none."""
-        return next((model for model in self._models.values() if model.optimizer is not None), None)
+    def find_policies(self) -> list[Resident]:
+        """The trainable models."""
+        return [model for model in self._models.values() if model.optimizer is not None]
 
     def find_others(self, owner: str | None) -> list[str]:
         """Ids of the models that another client has made."""
@@ -117,23 +126,37 @@ class Residents:
         """A trainable model on the base weights.
 
         Raises:
-            RequestError: there is a policy already.
+            RequestError: there are as many policies as there may be, or it must be a LoRA.
             ConfigError: the adapter fits no layer, or memory is too small.
         """
-        policy = self.find_policy()
-        if policy is not None:
+        most, policies = self._options.max_policies, self.find_policies()
+        if most == 1 and policies:
             raise RequestError(
-                f"a trainer must have at most one policy, got a second beside {policy.model_id!r}, "
-                "which another client has made: unload that one first, or ask to replace it"
+                "a trainer must have at most one policy, got a second beside "
+                f"{policies[0].model_id!r}, which another client has made: unload that one first, "
+                "or ask to replace it"
+            )
+        if len(policies) >= most:
+            raise RequestError(
+                f"a trainer must have at most {most} policies, got one more: unload one first, or "
+                "create the trainer with a larger max_policies"
+            )
+        if most > 1 and lora is None:
+            raise RequestError(
+                f"lora_config.rank must be >= 1 on a trainer of {most} policies, got 0: they share "
+                "one set of base weights"
             )
         loaded = self._load_own() if lora is None else self._load_shared()
         if lora is not None:
+            loaded = share_weights(loaded) if most > 1 else loaded
             attach_lora(loaded, lora)
         return self._add("policy", loaded, self._make_optimizer(loaded), owner)
 
-    def add_frozen(self, owner: str | None = None) -> Resident:
-        """A model that is the base weights and never changes."""
-        return self._add("frozen", self._load_shared(), None, owner)
+    def add_frozen(self, owner: str | None = None, lora: LoraOptions | None = None) -> Resident:
+        """A model that is the base weights and never changes; ``lora`` is an untrained adapter."""
+        model = self._add("frozen", self._load_shared(), None, owner)
+        model.untrained = lora
+        return model
 
     def remove(self, model_id: str) -> None:
         """Free a model. The base weights stay in memory for the next one.
@@ -145,7 +168,7 @@ class Residents:
         del self._models[model_id]
         if model.optimizer is not None:
             model.optimizer.close()
-            if model.loaded.lora is not None:
+            if model.loaded.lora is not None and self._options.max_policies == 1:
                 detach_lora(model.loaded)
         if model.loaded.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -16,6 +16,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 TOKEN_HEADER = b"x-hearth-worker-token"
 """Shows a worker, or a server of a worker's, on the network that its own platform asks."""
+CLIENT_HEADER = b"x-hearth-client"
+"""Tells a worker whose request it is; only the gateway sets it."""
 NO_DISCONNECT = "hearth.no_disconnect"
 """ASGI extension of a request inside one process: whoever gives it up cancels the app's task."""
 

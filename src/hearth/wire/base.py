@@ -45,6 +45,12 @@ class Record(BaseModel):
         return self.model_dump(exclude_none=True, by_alias=True)
 
 
+class Settings(Record):
+    """A record of numbers that a computation is set by: NaN and infinities are refused."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
 def parse_json(body: bytes | bytearray | memoryview) -> Any:
     """The content of a JSON body.
 
@@ -63,4 +69,9 @@ def describe(error: ValidationError) -> str:
     path = ".".join(str(part) for part in first["loc"]) or "body"
     more = error.error_count() - 1
     rest = f" (and {more} more)" if more else ""
+    if first["type"] == "finite_number":
+        return (
+            f"{path} must be a finite number, got {str(first.get('input'))[:80]!r}: send one that "
+            f"a float can hold{rest}"
+        )
     return f"{path} must be valid, got {str(first.get('input'))[:80]!r}: {first['msg']}{rest}"

@@ -40,6 +40,32 @@ class ChatRequest(SamplingFields):
         return [] if self.tool_choice == "none" else self.tools or []
 
 
+class TokenizeRequest(Record):
+    """Asks for the token ids of a text, or of a conversation as a chat request renders it.
+
+    ``add_special_tokens`` is what the tokenizer does anyhow: true for a text, false for a
+    conversation, whose template has them.
+    """
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeResponse(Record):
+    """The ids, and the length of the context that they are to fit."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
 class FunctionCall(Record):
     """A call of one of the tools; ``arguments`` are the text of a JSON object."""
 
@@ -81,6 +107,7 @@ class ChatChoice(Record):
     finish_reason: ChatFinishReason
     logprobs: ChatLogprobs | None = None
     raw_output: RawOutput | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatResponse(Record):
@@ -95,6 +122,7 @@ class ChatResponse(Record):
     weight_version: int
     snapshot_identity: str | None = None
     perf_metrics: dict[str, str] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ToolCallDelta(ToolCall):
@@ -119,6 +147,7 @@ class ChatChunkChoice(Record):
     finish_reason: ChatFinishReason | None = None
     logprobs: ChatLogprobs | None = None
     raw_output: RawOutput | None = None
+    token_ids: list[int] | None = None
 
     @model_serializer(mode="wrap")
     def _with_nulls(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -137,3 +166,5 @@ class ChatChunk(Record):
     weight_version: int | None = None
     snapshot_identity: str | None = None
     perf_metrics: dict[str, str] | None = None
+    prompt_token_ids: list[int] | None = None
+    """In the first event of each answer."""

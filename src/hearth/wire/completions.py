@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from hearth.wire.base import Record
+from hearth.wire.base import Record, Settings
 
 FinishReason = Literal["stop", "length"]
 RunningRequests = Literal["drain", "keep"]
@@ -23,14 +23,16 @@ class StreamOptions(Record):
     include_usage: bool = False
 
 
-class SamplingFields(Record):
+class SamplingFields(Settings):
     """How to sample: what completions and chat have in common.
 
     ``top_k`` 0 and ``top_p`` 1 switch truncation off. ``top_logprobs`` tells the most probable
     tokens beside each sampled one. ``include_routing_matrix`` tells which experts a
     mixture-of-experts model took for each sampled token (``hearth.wire.routing``), where logprobs
-    are told; a dense model leaves it out. ``stream`` sends text as it is sampled; with
-    ``raw_output`` one event holds everything.
+    are told; a dense model leaves it out. ``adapter`` names the snapshot of a LoRA adapter in the
+    deployment's bucket: it is sampled on the base weights (``max_adapters`` allows it). ``stream``
+    sends text as it is sampled; with ``raw_output`` one event holds everything.
+    ``return_token_ids`` tells the ids of prompt and answer where vLLM does, in streams too.
     """
 
     model: str = ""
@@ -45,9 +47,11 @@ class SamplingFields(Record):
     top_logprobs: int | None = None
     include_routing_matrix: bool = False
     raw_output: bool = False
+    adapter: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     perf_metrics_in_response: bool = False
+    return_token_ids: bool = False
 
 
 class CompletionFields(SamplingFields):
@@ -101,7 +105,7 @@ class TopLogprob(Record):
 
 
 class TokenLogprob(Record):
-    """One position. Prompt positions have no ``sampling_logprob`` and no ``top_logprobs``.
+    """One position. Prompt positions have no ``sampling_logprob``.
 
     The very first token of an echoed prompt has no probability either: its ``logprob`` is 0 here,
     where Fireworks' client insists on a number, and null in the lists. ``bytes`` are UTF-8, and
@@ -122,13 +126,16 @@ class ChoiceLogprobs(Record):
     """Per-token logprobs: objects (``content``) and the older parallel lists.
 
     ``top_logprobs`` are by text, the sampled token among them; of tokens with one text the likelier
-    stands there, and ``content`` has all. Prompt positions are null.
+    stands there, and ``content`` has all. An echoed prompt's first position is null; in a stream
+    all of the prompt's are. ``text_offset`` are the characters before each token where
+    ``logprobs`` is OpenAI's number; in a stream those of earlier pieces count.
     """
 
     content: list[TokenLogprob]
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None = None
+    text_offset: list[int] | None = None
 
 
 class RawOutput(Record):
@@ -158,6 +165,8 @@ class Choice(Record):
     finish_reason: FinishReason
     logprobs: ChoiceLogprobs | None = None
     raw_output: RawOutput | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Usage(Record):
@@ -192,6 +201,10 @@ class ChunkChoice(Record):
     text: str
     finish_reason: FinishReason | None = None
     logprobs: ChoiceLogprobs | None = None
+    token_ids: list[int] | None = None
+    """Those of this piece."""
+    prompt_token_ids: list[int] | None = None
+    """In the first piece."""
 
     @model_serializer(mode="wrap")
     def _with_nulls(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:

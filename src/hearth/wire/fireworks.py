@@ -34,7 +34,7 @@ CheckpointKind = Literal[
     "CHECKPOINT_TYPE_TRAINING",
     "CHECKPOINT_TYPE_TRAINING_LORA",
 ]
-"""``ARC_V2`` is a delta: served, never promoted. ``TRAINING`` ones are resumable."""
+"""``ARC_V2`` is a delta. ``TRAINING`` ones are resumable; all others can be promoted."""
 TrainerMode = Literal["POLICY_TRAINER", "LORA_TRAINER", "FORWARD_ONLY"]
 
 
@@ -89,6 +89,8 @@ class Model(Resource):
     peft_details: PeftDetails | None = None
     source_job: str | None = None
     """Ours: the trainer job that it was promoted from."""
+    source_checkpoint: str | None = None
+    """Ours: the sampler snapshot of that job that it was made of."""
 
 
 class ModelPage(Resource):
@@ -141,7 +143,7 @@ class TrainingConfig(Resource):
 
     base_model: str
     lora_rank: int = 0
-    learning_rate: float | None = None
+    learning_rate: float | None = Field(default=None, allow_inf_nan=False)
     max_context_length: int | None = None
     custom_image_tag: str | None = None
     accelerator_type: str | None = None
@@ -159,6 +161,8 @@ class WorkerResource(Resource):
     status_message: str | None = None
     create_time: str | None = None
     update_time: str | None = None
+    created_by: str | None = None
+    """The name of the key that created it, where the platform has keys."""
     worker_placement: str | None = None
     pid: int | None = None
 
@@ -177,7 +181,8 @@ class TrainerJob(WorkerResource):
     managed_by: str | None = None
     extra_values: dict[str, Any] | None = None
     """Ours: ``dtype``, ``device``, ``micro_batch_tokens``, ``recompute_above``, ``threads``,
-    ``ranks``, ``rank_timeout_s``, ``offload_optimizer``."""
+    ``ranks``, ``rank_timeout_s``, ``offload_optimizer``, ``max_policies``,
+    ``keep_snapshots``."""
     bucket: str | None = None
 
 
@@ -262,6 +267,8 @@ class Deployment(WorkerResource):
     deployment_shape: str | None = None
     accelerator_type: str | None = None
     extra_args: list[str] | None = None
+    max_adapters: int | None = None
+    """Ours: how many LoRA adapters that requests name are in memory; absent or 0 refuses them."""
     extra_values: dict[str, Any] | None = None
     """Ours: ``dtype``, ``device``, ``max_batch_size``, ``max_context_length``, ``tokenizer``."""
 

@@ -23,6 +23,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 _T = TypeVar("_T")
 
 _CLIENT_GONE = 499
+_ASK_AGAIN = frozenset({425, 429, 503})
 _GRPC_STATUS = {
     400: (3, "INVALID_ARGUMENT"),
     401: (16, "UNAUTHENTICATED"),
@@ -87,8 +88,10 @@ def error_body(error: Exception, request_id: str | None = None) -> bytes:
 def error_response(
     error: Exception, request_id: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The response to a request that raised ``error``."""
-    return json_response(error_body(error, request_id), error_status(error), headers)
+    """The response to a request that raised ``error``; it says when to ask again, if that helps."""
+    status = error_status(error)
+    retry = {"retry-after": "1"} if status in _ASK_AGAIN else {}
+    return json_response(error_body(error, request_id), status, retry | dict(headers or {}))
 
 
 def describe_failure(error: Exception) -> FailedFuture:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Strict
 
 from hearth.errors import RequestError
 from hearth.wire.base import Record
@@ -18,6 +19,10 @@ DType = Literal["int64", "float32"]
 Encoding = Literal["list", "base64"]
 
 NUMPY_DTYPES: dict[DType, str] = {"int64": "<i8", "float32": "<f4"}
+MAX_SPARSE_VALUES = 2**24
+"""Values that a sparse tensor may have once it is dense: a short request must not need much
+memory."""
+_MAX_DIMENSIONS = 8
 ITEM_BYTES: dict[DType, int] = {"int64": 8, "float32": 4}
 
 
@@ -29,7 +34,7 @@ class TensorRecord(Record):
     With ``sparse_crow_indices`` the data are the non-zeros of a 2-D tensor of ``shape``.
     """
 
-    data: list[float] | list[int] | str
+    data: list[Annotated[float, Strict()]] | list[Annotated[int, Strict()]] | str
     dtype: DType
     shape: list[int] | None = None
     sparse_crow_indices: list[int] | None = None
@@ -41,6 +46,11 @@ class TensorRecord(Record):
         Raises:
             RequestError: the data do not fit the shape, or are no base64.
         """
+        shape = self.shape or []
+        if len(shape) > _MAX_DIMENSIONS or min(shape, default=0) < 0:
+            raise RequestError(
+                f"shape must be at most {_MAX_DIMENSIONS} sizes >= 0, got {shape[:20]}"
+            )
         values = self._flat()
         if self.sparse_crow_indices is not None:
             return self._densify(values)
@@ -60,6 +70,10 @@ class TensorRecord(Record):
                 return np.frombuffer(raw, dtype=dtype)
             except ValueError as error:
                 raise RequestError(f"data must be base64 of {self.dtype}, got {error}") from None
+        # All are of one type: a list is one of whole numbers, or one of floats.
+        is_float = bool(self.data) and isinstance(self.data[0], float)
+        if self.dtype == "int64" and is_float and not all(map(float.is_integer, self.data)):
+            raise RequestError("data must be whole numbers with dtype int64, got fractions")
         try:
             return np.asarray(self.data, dtype=dtype)
         except (OverflowError, ValueError) as error:
@@ -78,12 +92,20 @@ class TensorRecord(Record):
                 f"sparse indices must fit shape {self.shape}, got {crow.size} row pointers, "
                 f"{col.size} columns and {values.size} values"
             )
+        if rows * columns > MAX_SPARSE_VALUES:
+            raise RequestError(
+                f"shape must have at most {MAX_SPARSE_VALUES} values in a sparse tensor, got "
+                f"{self.shape}: it becomes dense"
+            )
+        lengths = np.diff(crow)
+        if crow[0] != 0 or (lengths < 0).any():
+            raise RequestError("sparse_crow_indices must begin with 0 and never fall")
+        if col.size and (col.min() < 0 or col.max() >= columns):
+            raise RequestError(
+                f"sparse_col_indices must be 0 to {columns - 1}, got {col.min()} to {col.max()}"
+            )
         dense = np.zeros((rows, columns), dtype=values.dtype)
-        row = np.repeat(np.arange(rows), np.diff(crow))
-        try:
-            dense[row, col] = values
-        except IndexError as error:
-            raise RequestError(f"sparse_col_indices must lie in the shape: {error}") from None
+        dense[np.repeat(np.arange(rows), lengths), col] = values
         return cast("NDArray[np.float32]", dense)
 
 

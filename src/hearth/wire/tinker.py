@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from hearth.errors import RequestError
-from hearth.wire.base import Record
+from hearth.wire.base import Record, Settings
 from hearth.wire.tensors import Encoding, TensorRecord, encode
 
 Normalization = Literal["num_loss_tokens", "num_sequences", "none"]
@@ -37,7 +37,7 @@ class SessionRef(Record):
     error_message: str | None = None
 
 
-class LoraSpec(Record):
+class LoraSpec(Settings):
     """Low-rank adaptation of a model. ``rank`` 0 means full-parameter training.
 
     ``alpha`` scales the adapter by ``alpha / rank``; ``seed`` fixes its initial values.
@@ -55,8 +55,9 @@ class LoraSpec(Record):
 class CreateModel(Record):
     """Makes a trainable model, or with ``base_only`` a frozen one that only runs ``forward``.
 
-    A trainer has at most one policy. One of the same ``owner`` is replaced; with
-    ``replace_policy`` so is what any other client has left there.
+    On a forward-only trainer every model is frozen; an adapter stays as it is made, without effect.
+    A trainer has at most one policy. One of the same ``owner`` is replaced, or without an owner one
+    that has none; with ``replace_policy`` so is what any other client has left there.
     """
 
     session_id: str
@@ -246,7 +247,7 @@ class ForwardBackward(Operation):
     graph: str | None = None
 
 
-class AdamParams(Record):
+class AdamParams(Settings):
     """One step of AdamW. ``grad_clip_norm`` 0 switches clipping off."""
 
     learning_rate: float = Field(default=1e-4, ge=0)

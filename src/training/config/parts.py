@@ -39,7 +39,7 @@ def is_given(value: object) -> bool:
     return value is not None and not isinstance(value, DefaultInt | DefaultFloat)
 
 
-def agreed(*candidates: tuple[str, Any]) -> Any:
+def choose_value(*candidates: tuple[str, Any]) -> Any:
     """The value that was given under one of several names; the first one's default if none was.
 
     Raises:
@@ -71,21 +71,21 @@ class InfraConfig:
     ref_training_shape_id: str | None = None
     """Training shape of the reference trainer; giving one asks for a reference."""
     region: str | None = None
-    """Placement region."""
+    """A label: trainers run where the platform runs."""
     custom_image_tag: str | None = None
-    """Trainer image."""
+    """A label: trainers run in the platform's environment."""
     accelerator_type: str | None = None
-    """Accelerator, where no shape says it."""
+    """A label, where no shape says it; ``TrainerConfig.device`` chooses."""
     accelerator_count: int | None = None
-    """Accelerators per node, where no shape says it."""
+    """Accelerators per node, where no shape says it; 1 at most (``TrainerConfig.ranks``)."""
     node_count: int | None = None
-    """Nodes, where no shape says it."""
+    """Nodes, where no shape says it; 1 at most (``TrainerConfig.ranks``)."""
     trainer_timeout_s: float = DefaultFloat(3600.0)
     """Seconds until a trainer must be ready."""
     extra_args: list[str] | None = None
-    """Further arguments of the trainer's command line."""
+    """``--forward-only`` makes a frozen trainer; others are labels."""
     trainer_replica_count: int | None = None
-    """Data-parallel copies of the trainer."""
+    """Data-parallel copies of the trainer; 1 at most (``TrainerConfig.ranks``)."""
     purpose: str | None = None
     """Free label of the job."""
     managed_by: str | None = None
@@ -154,7 +154,7 @@ class DeployConfig:
     deployment_shape: str | None = None
     """Shape of the deployment; None picks one."""
     deployment_region: str | None = None
-    """Placement region."""
+    """A label: deployments run where the platform runs."""
     hot_load_trainer_job: str | None = None
     """Trainer whose snapshots it serves, for ``setup_deployment``; recipes attach it themselves."""
     weight_sync_scope: WeightSyncScope = WeightSyncScope.PER_TRAINER
@@ -211,7 +211,7 @@ class HotloadConfig:
 
 @dataclass(kw_only=True)
 class WandBConfig:
-    """Weights & Biases. Off while ``entity`` is None; without an API key it logs offline."""
+    """Weights & Biases. Off while all fields are None; offline where nobody has logged in."""
 
     entity: str | None = None
     """Team or user that owns the run."""
@@ -288,7 +288,7 @@ def merge_sync(
     """
 
     def pick(name: str, oldest: str) -> Any:
-        return agreed(
+        return choose_value(
             (name, getattr(config, name)),
             (f"weight_sync.{name}", getattr(weight_sync, name)),
             (f"hotload.{oldest}", getattr(hotload, oldest)),
@@ -313,7 +313,7 @@ def merge_infra(trainer: TrainerConfig, infra: InfraConfig) -> InfraConfig:
     """
 
     def pick(name: str, older: str) -> Any:
-        return agreed(
+        return choose_value(
             (f"trainer.{name}", getattr(trainer, name)), (f"infra.{older}", getattr(infra, older))
         )
 

@@ -171,8 +171,8 @@ class RecipeConfig:
     some groups; take more for one group per step on rows that are hardly ever solved."""
 
     parity_threshold: float = 0.2
-    """Nats by which sampler and trainer may differ on 95 % of the tokens of samples that the
-    trainer's own weights drew; beyond that it is said. 0.2 is how far PPO's usual clip reaches."""
+    """Nats by which sampler and trainer may differ on 95 % of the tokens that the trainer's own
+    weights sampled; beyond that it is said. 0.2 is how far PPO's usual clip reaches."""
     parity_stops: bool = False
     """End the run there."""
 

@@ -28,5 +28,10 @@ class SingleTurnConfig(RecipeConfig):
     """Where reward functions run: on this program's event loop (with reward_timeout_s on threads
     beside it), in processes of this machine, or as tasks of the Ray cluster that RAY_ADDRESS
     names; the last two need reward_timeout_s and a picklable function."""
+    try_reward: bool = True
+    """Call the reward function once before anything is started, on a made-up completion of the
+    first row, so that a mistake in it is found at once. Turn it off for a function whose calls cost
+    something or leave something behind. Async functions, functions that capture variables, objects
+    with attributes and functions that run on a Ray cluster are not tried."""
     rollout_workers: RewardWorkers | None = None
     """Older name of reward_workers."""

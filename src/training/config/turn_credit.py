@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from training.config.async_recipe import AsyncConfig
 
@@ -48,10 +48,3 @@ def turn_credit_problems(config: TurnCreditConfig) -> Iterator[str]:
         yield f"ig_gamma must lie in [0, 1], got {config.ig_gamma}"
     if not 1 <= config.scoring_batch <= MOST_SCORED:
         yield f"scoring_batch must lie in [1, {MOST_SCORED}], got {config.scoring_batch}"
-    for name, value, known in (
-        ("ig_normalization", config.ig_normalization, Normalization),
-        ("ig_form", config.ig_form, Form),
-        ("ig_scorer", config.ig_scorer, ScorerName),
-    ):
-        if value not in get_args(known):
-            yield f"{name} must be one of {list(get_args(known))}, got {value!r}"

@@ -5,28 +5,46 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import get_args
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hearth.errors import ConfigError
 from hearth.losses.catalog import POLICY_LOSSES
 from training.config.objective import objective_options, tis_options
 from training.config.recipe import RecipeConfig
-from training.config.single_turn import RewardWorkers, SingleTurnConfig
+from training.config.single_turn import SingleTurnConfig
 
 WITHOUT_KERNEL = frozenset({"reinforce", "cispo_mask"})
 """Losses that the trainer cannot compute itself."""
+_PLAIN: dict[type, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "a text"),
+}
+"""What a value of a plain type must be an instance of, numbers of numpy too, and its name."""
 _MODEL_ID = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def validate(config: RecipeConfig, own: Iterable[str] = ()) -> None:
     """Check everything that can be checked without loading a model.
 
-    ``own`` are the problems of settings that only this recipe has.
+    ``own`` are the problems of settings that only this recipe has; they are looked for where all
+    values are of their types.
 
     Raises:
         ConfigError: one line per problem.
     """
-    problems = [*_problems(config), *own]
+    wrong = [
+        (name, value, kind) for name, value, kind in _list_values(config) if not _is_of(value, kind)
+    ]
+    problems = [f"{name} must be {_describe(kind)}, got {value!r}" for name, value, kind in wrong]
+    if all(_choices(kind) for _, _, kind in wrong):  # else the rules cannot compare the values
+        # An objective's own check may find again what its field's type has told.
+        problems = list(dict.fromkeys([*problems, *_problems(config), *own]))
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
@@ -40,6 +58,51 @@ def counts_below_one(config: object, *names: str) -> Iterator[str]:
         value: int = getattr(config, name)
         if value < 1:
             yield f"{name} must be >= 1, got {value}"
+
+
+def _list_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Name, value and type of each field, and of those of the records among them."""
+    kinds = get_type_hints(type(config))
+    for name in (field.name for field in fields(config)):
+        value = getattr(config, name)
+        yield f"{prefix}{name}", value, kinds[name]
+        if is_dataclass(value) and not isinstance(value, type):
+            yield from _list_values(value, f"{prefix}{name}.")
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    """Whether a value is of a field's type; lists and mappings are not looked into."""
+    if choices := _choices(kind):
+        return value in choices
+    if get_origin(kind) in (Union, UnionType):
+        return any(_is_of(value, member) for member in get_args(kind))
+    if kind in _PLAIN:
+        return isinstance(value, _PLAIN[kind][0]) and isinstance(value, bool) == (kind is bool)
+    if isinstance(kind, type) and (is_dataclass(kind) or kind is NoneType):
+        return isinstance(value, kind)
+    return True
+
+
+def _describe(kind: Any) -> str:
+    """A field's type in words."""
+    if choices := _choices(kind):
+        return f"one of {choices}"
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_describe, get_args(kind)))
+    if kind is NoneType:
+        return "None"
+    return _PLAIN[kind][1] if kind in _PLAIN else f"of type {getattr(kind, '__name__', kind)}"
+
+
+def _choices(kind: Any) -> list[Any]:
+    """All values of a type of literals, an enumeration, or one of these or None; [] for others."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return [member.value for member in kind]
+    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
+    known = [[None] if member is NoneType else _choices(member) for member in members]
+    return [choice for choices in known for choice in choices] if all(known) else []
 
 
 def _problems(config: RecipeConfig) -> Iterator[str]:
@@ -65,8 +128,6 @@ def _problems(config: RecipeConfig) -> Iterator[str]:
             "output_model_id must be 1 to 63 characters of a-z, 0-9 and -, got "
             f"{config.output_model_id!r}"
         )
-    if config.resume.mode not in ("auto", "never", "force"):
-        yield f"resume.mode must be 'auto', 'never' or 'force', got {config.resume.mode!r}"
     if config.resume.mode == "never" and config.resume.resume_from is not None:
         yield (
             f"resume.resume_from must be unset with resume.mode='never', got "
@@ -81,10 +142,36 @@ def _problems(config: RecipeConfig) -> Iterator[str]:
     for name in ("warm_start_from_adapter", "merge_adapter"):
         if getattr(config, name) and config.lora_rank == 0:
             yield f"lora_rank must be > 0 where {name} is given, got 0"
-    if config.trainer.ranks < 1:
-        yield f"trainer.ranks must be >= 1, got {config.trainer.ranks}"
+    for name in ("accelerator_count", "node_count", "trainer_replica_count"):
+        count: int | None = getattr(config.infra, name)
+        if count is not None and count != 1:
+            yield (
+                f"infra.{name} must be 1 or None, got {count}: a trainer is one process, or as "
+                "many as trainer.ranks says"
+            )
+    yield from _platform_problems(config)
     if config.keep_checkpoints is not None and config.keep_checkpoints < 1:
         yield f"keep_checkpoints must be >= 1 or None, got {config.keep_checkpoints}"
+
+
+def _platform_problems(config: RecipeConfig) -> Iterator[str]:
+    trainer, deployment = config.trainer, config.deployment
+    for name, count in (
+        ("trainer.ranks", trainer.ranks),
+        ("trainer.micro_batch_tokens", trainer.micro_batch_tokens),
+        ("deployment.max_batch_size", deployment.max_batch_size),
+        ("deployment.replicas", deployment.replicas),
+    ):
+        if count < 1:
+            yield f"{name} must be >= 1, got {count}"
+    for name, seconds in (
+        ("trainer.timeout_s", trainer.timeout_s),
+        ("infra.trainer_timeout_s", config.infra.trainer_timeout_s),
+        ("deployment.deployment_timeout_s", deployment.deployment_timeout_s),
+        ("deployment.sample_timeout", deployment.sample_timeout),
+    ):
+        if not seconds > 0:
+            yield f"{name} must be > 0 seconds, got {seconds}"
 
 
 def _group_problems(config: RecipeConfig) -> Iterator[str]:
@@ -142,12 +229,6 @@ def _loss_problems(config: RecipeConfig) -> Iterator[str]:
                 f"{name} must be None with policy_loss={config.policy_loss!r}, got {value}: it "
                 "bounds the ratio of importance_sampling alone"
             )
-    if config.truncated_completions not in ("drop", "score"):
-        yield (
-            f"truncated_completions must be 'drop' or 'score', got {config.truncated_completions!r}"
-        )
-    if config.zero_gradient_steps not in ("skip", "take"):
-        yield f"zero_gradient_steps must be 'skip' or 'take', got {config.zero_gradient_steps!r}"
     objective, tis = objective_options(config), tis_options(config)
     try:
         objective.validate()
@@ -179,14 +260,12 @@ def _kl_target_problems(config: RecipeConfig) -> Iterator[str]:
 
 
 def _batching_problems(config: RecipeConfig) -> Iterator[str]:
-    group = config.completions_per_prompt
     least, most = config.min_samples_per_fwd_bwd, config.max_samples_per_fwd_bwd
-    if most < group:
-        yield f"max_samples_per_fwd_bwd must be >= completions_per_prompt ({group}), got {most}"
-    if least is not None and not group <= least <= most:
+    yield from counts_below_one(config, "max_samples_per_fwd_bwd")
+    if least is not None and not 1 <= least <= most:
         yield (
-            f"min_samples_per_fwd_bwd must lie between completions_per_prompt ({group}) and "
-            f"max_samples_per_fwd_bwd ({most}), got {least}"
+            "min_samples_per_fwd_bwd must lie between 1 and max_samples_per_fwd_bwd "
+            f"({most}), got {least}"
         )
     if config.ppo_n_minibatches > 1 and least is not None:
         yield (
@@ -238,8 +317,6 @@ def _reward_problems(config: SingleTurnConfig) -> Iterator[str]:
     yield from counts_below_one(config, "max_concurrent")
     if config.reward_timeout_s is not None and not config.reward_timeout_s > 0:
         yield f"reward_timeout_s must be > 0 seconds or None, got {config.reward_timeout_s}"
-    if config.reward_errors not in ("raise", "drop"):
-        yield f"reward_errors must be 'raise' or 'drop', got {config.reward_errors!r}"
     older = config.rollout_workers
     if older is not None and config.reward_workers not in ("loop", older):
         yield (
@@ -247,9 +324,7 @@ def _reward_problems(config: SingleTurnConfig) -> Iterator[str]:
             f"{older!r}: they are two names of one setting, give reward_workers"
         )
     workers = older or config.reward_workers
-    if workers not in get_args(RewardWorkers):
-        yield f"reward_workers must be 'loop', 'process' or 'ray', got {workers!r}"
-    elif workers != "loop" and config.reward_timeout_s is None:
+    if workers != "loop" and config.reward_timeout_s is None:
         yield (
             f"reward_timeout_s must be given with reward_workers={workers!r}, got None: the run "
             "would wait forever for a call that never ends"

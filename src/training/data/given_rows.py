@@ -9,7 +9,7 @@ from training.config.recipe import RecipeConfig
 from training.data.rows import Row, check_object, load_rows
 
 
-def checked_rows(config: RecipeConfig, rows: Sequence[Row] | None) -> Sequence[Row]:
+def choose_rows(config: RecipeConfig, rows: Sequence[Row] | None) -> Sequence[Row]:
     """The rows to train on: given ones, or those of the dataset.
 
     Raises:
@@ -24,7 +24,7 @@ def checked_rows(config: RecipeConfig, rows: Sequence[Row] | None) -> Sequence[R
     return [check_object(row, where=f"rows[{place}]") for place, row in enumerate(rows)]
 
 
-def checked_eval_rows(config: RecipeConfig, rows: Sequence[Row] | None) -> Sequence[Row]:
+def choose_eval_rows(config: RecipeConfig, rows: Sequence[Row] | None) -> Sequence[Row]:
     """The held-out rows: given ones, or those of ``eval_dataset``; none where there is neither.
 
     Raises:

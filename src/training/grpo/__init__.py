@@ -1,7 +1,7 @@
 """GRPO as a small library: plain strings and numbers, and a torch model where there is one.
 
 Owns the names of document 002. The recipes do not use it: they train on the very tokens that were
-drawn, where this library encodes texts.
+sampled, where this library encodes texts.
 """
 
 from training.grpo.config import GRPOConfig

@@ -1,4 +1,4 @@
-"""The loop of the small GRPO library: draw groups, score them, update, remember."""
+"""The loop of the small GRPO library: sample groups, score them, update, remember."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class GRPOPipeline:
 
     With ``policy`` every step updates it (``GRPOTrainer.update``). With ``log_prob_fn`` and
     ``ref_log_prob_fn`` instead, somebody else trains, and a step only computes loss and KL. With
-    neither it draws, scores and counts.
+    neither it samples, scores and counts.
 
     Raises:
         ConfigError: as ``GRPOTrainer``; or one of the two functions without the other, or beside a
@@ -145,10 +145,10 @@ class GRPOPipeline:
         log_prob_fn, ref_log_prob_fn = self._log_prob_fns
         if log_prob_fn is None or ref_log_prob_fn is None:
             return None
-        drawn = [(group.prompt, completion) for group in groups for completion in group.completions]
+        pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
         advantages = [advantage for group in groups for advantage in group.advantages]
-        log_probs = [float(log_prob_fn(*pair)) for pair in drawn]
-        references = [float(ref_log_prob_fn(*pair)) for pair in drawn]
+        log_probs = [float(log_prob_fn(*pair)) for pair in pairs]
+        references = [float(ref_log_prob_fn(*pair)) for pair in pairs]
         loss = self.trainer.compute_loss(log_probs, references, advantages)
         kl = mean_difference(log_probs, references)
         self.trainer.observe_kl(kl)

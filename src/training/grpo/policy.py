@@ -69,16 +69,16 @@ def causal_lm_logprobs(tokenizer: TextEncoder, *, add_special_tokens: bool = Tru
 
     def token_logprobs(module: nn.Module, prompt: str, completion: str) -> Tensor:
         start = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        drawn = tokenizer.encode(completion, add_special_tokens=False)
+        encoded = tokenizer.encode(completion, add_special_tokens=False)
         if not start:
             raise ConfigError(
                 f"prompt must have at least one token, got {prompt!r}: the first token of the "
                 "completion would have nothing to follow"
             )
         device = next(module.parameters()).device
-        if not drawn:
+        if not encoded:
             return torch.zeros(0, device=device)
-        tokens = torch.tensor([start + drawn], device=device)
+        tokens = torch.tensor([start + encoded], device=device)
         logits: Tensor = module(input_ids=tokens).logits[0, len(start) - 1 : -1]
         scored = torch.log_softmax(logits.float(), dim=-1)
         return scored.gather(1, tokens[0, len(start) :, None])[:, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,14 +21,19 @@ from hearth.sdk import (
     TrainerJobManager,
     TrainingShapeProfile,
 )
+from hearth.sdk.background import start
 from hearth.sdk.readiness import GONE, RESUMABLE
-from training.config.parts import DeployConfig, InfraConfig
+from training.config.parts import DeployConfig, InfraConfig, WeightSyncScope
 from training.platform.cleanup import ResourceCleanup
 from training.platform.managers import own_deployments, own_trainers
 from training.platform.spec import InfraSpec
 
+logger = logging.getLogger(__name__)
+
 _HARDWARE = ("accelerator_type", "accelerator_count", "node_count", "custom_image_tag")
 _LABELS = ("region", "purpose", "managed_by", "skip_validations")
+_KNOWN_ARGS = frozenset({"--forward-only", "--no-compile"})
+"""What the documents pass; nothing here compiles a model, so the second is always kept to."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,8 @@ def request_trainer_job(
         **{name: getattr(infra, name) for name in (*_HARDWARE, *_LABELS)},
     )
     config.validate()
+    if ignored := [arg for arg in config.extra_args or [] if arg not in _KNOWN_ARGS]:
+        logger.warning("extra_args %s are kept with the job and change nothing", ignored)
     if cleanup is not None:
         cleanup.trainer(job_id)  # the request may reach the platform and its answer not us
     return trainers.create(config)
@@ -176,9 +184,16 @@ def deployment_config(spec: InfraSpec, trainer_job: str | None = None) -> Deploy
     """The deployment to ask for; it serves the snapshots of ``trainer_job`` where one is given.
 
     Raises:
-        ConfigError: ``tokenizer_model`` is missing, or ``replicas`` is below 1.
+        ConfigError: ``tokenizer_model`` is missing, ``replicas`` is below 1, or there is no such
+            ``weight_sync_scope``.
     """
     deployment = spec.deployment
+    scopes = [scope.value for scope in WeightSyncScope]
+    if deployment.weight_sync_scope not in scopes:
+        raise ConfigError(
+            f"deployment.weight_sync_scope must be one of {scopes}, got "
+            f"{deployment.weight_sync_scope!r}"
+        )
     if not deployment.tokenizer_model:
         raise ConfigError(
             "deployment.tokenizer_model must be a tokenizer's folder or hub id, got '': prompts "
@@ -335,7 +350,7 @@ class Provisioner:
         """The trainers' shapes: given ones, else what fits; None where the platform picks.
 
         Raises:
-            HearthError: a given shape is unknown.
+            HearthError: a given shape is unknown, or the policy's does not train.
         """
         infra = self.spec.infra
         given = {"policy": infra.training_shape_id, "reference": infra.ref_training_shape_id}
@@ -344,7 +359,12 @@ class Provisioner:
         for role, job in existing.items():
             shape = given[role] if job is None else job.training_shape
             if shape:
-                shapes[role] = self.trainers.resolve_training_profile(shape)
+                profile = shapes[role] = self.trainers.resolve_training_profile(shape)
+                if role == "policy" and job is None and profile.trainer_mode == "FORWARD_ONLY":
+                    raise ConfigError(
+                        f"training_shape_id must be a shape that trains, got {shape!r}, whose "
+                        "trainers only run forward: it is one for a reference"
+                    )
             # Where the user chooses hardware, no shape does.
             elif job is None and not has_hardware:
                 # A folder or hub id that no catalog lists has no shape.
@@ -397,10 +417,7 @@ class Provisioner:
         trainers, timeout_s = self.trainers, self.spec.infra.trainer_timeout_s
         waits: dict[str, APIFuture[Any]] = {}
         for role, job in jobs.items():
-            # A job that has ended is the user's, or this very run's from before an interruption.
-            is_ended = job.state in RESUMABLE
-            wait = trainers.reconnect_and_wait_async if is_ended else trainers.wait_for_ready_async
-            waits[f"{role} trainer {job.job_id}"] = wait(job.job_id, timeout_s)
+            waits[f"{role} trainer {job.job_id}"] = start(_await_trainer(trainers, job, timeout_s))
         if deployment is not None:
             assert self.deployments is not None, "checked by build_infra"
             waits[f"deployment {deployment.deployment_id}"] = self.deployments.wait_for_ready_async(
@@ -422,6 +439,24 @@ class Provisioner:
         return ProvisionedParts(
             ready["policy"], ready.get("reference"), ready.get("deployment"), shapes
         )
+
+
+async def _await_trainer(
+    trainers: TrainerJobManager, job: CreatedJob, timeout_s: float
+) -> TrainerEndpoint:
+    """A job's trainer, once it answers.
+
+    A job that has ended is the user's, or this very run's from before an interruption: it is
+    resumed. So is one that ran before and dies now.
+    """
+    if job.state not in RESUMABLE:
+        try:
+            return await trainers.wait_for_ready_async(job.job_id, timeout_s)
+        except EngineError as error:
+            if job.state != "JOB_STATE_RUNNING":
+                raise
+            logger.warning("trainer job %s is resumed: %s", job.job_id, error)
+    return await trainers.reconnect_and_wait_async(job.job_id, timeout_s)
 
 
 def _failure(failures: Mapping[str, Exception], parts: int) -> EngineError:

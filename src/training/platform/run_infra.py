@@ -97,6 +97,7 @@ def check_platform(config: RecipeConfig) -> None:
 @contextlib.contextmanager
 def provision(
     config: RecipeConfig,
+    tokenizer: Any,
     *,
     max_concurrent: int = 32,
     running_requests: Literal["drain", "keep"] = "drain",
@@ -104,13 +105,13 @@ def provision(
 ) -> Iterator[RunInfra]:
     """Everything a recipe needs, for the body of the ``with``; after it the clients are closed.
 
-    ``max_concurrent`` sampling requests may be in flight; ``running_requests`` says what becomes of
-    them when new weights come. ``on_status`` receives one line that names the platform. With
-    ``cleanup_on_exit`` the trainers and the deployment that the run started are taken down; those
-    that the user named go on running.
+    ``tokenizer`` is that of ``load_tokenizer``. ``max_concurrent`` sampling requests may be in
+    flight; ``running_requests`` says what becomes of them when new weights come. ``on_status``
+    receives one line that names the platform. With ``cleanup_on_exit`` the trainers and the
+    deployment that the run started are taken down; those that the user named go on running.
 
     Raises:
-        ConfigError: a model or tokenizer cannot be loaded, or they do not belong together.
+        ConfigError: the model cannot be loaded, or the tokenizer does not belong to it.
         HearthError: the platform cannot be reached, or refuses.
     """
     with contextlib.ExitStack() as stack:
@@ -123,7 +124,6 @@ def provision(
         cleanup = None
         if config.cleanup_on_exit or is_embedded():
             cleanup = stack.enter_context(ResourceCleanup(trainers, deployments))
-        tokenizer = load_tokenizer(config.deployment)
         if is_embedded():
             check_tokenizer(tokenizer, config.deployment.tokenizer_model, config.base_model)
         infra = build_infra(spec, trainers, deployments, api_key, cleanup, logger.debug)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import time
+import secrets
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -101,7 +101,7 @@ class InfraSpec:
 
 
 def make_up_id(base_model: str, suffix: str = "") -> str:
-    """A deployment's id: the model's last name and ``suffix``, by default the time."""
+    """A deployment's id: the model's last name and ``suffix``, by default one that is made up."""
     leaf = base_model.rstrip("/").rsplit("/", 1)[-1].lower()
     plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in leaf)
-    return f"{plain[:40].strip('-') or 'model'}-{suffix or int(time.time())}"
+    return f"{plain[:40].strip('-') or 'model'}-{suffix or secrets.token_hex(4)}"

@@ -10,12 +10,13 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
+from hearth.files import write_file
 from hearth.telemetry import peak_rss_mb
 from training.config.parts import DeployConfig, ResumeConfig
 from training.quickstart import HELDOUT_ROWS, MODEL, TRAIN_ROWS
 from training.recipes.rl_loop import Config, main
-from training.run.checkpoints import write_atomically
 from training.run.evaluation import EvalResult, EvalSample
+from training.run.metrics import read_records
 from training.run.state import RunSummary
 
 SHOWN_ROLLOUTS = 24
@@ -70,7 +71,7 @@ def train_and_report(log_path: str, seed: int, started: float) -> dict[str, Any]
         "peak_rss_mb": round(peak_rss_mb(), 1),
         "seed": seed,
     }
-    write_atomically(folder / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+    write_file(folder / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
     _print_table(done, before, after, summary, plot)
     return summary
 
@@ -82,8 +83,7 @@ def _write_plot(folder: Path, done: RunSummary) -> Path:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
-    records = [record for record in map(orjson.loads, lines) if record["type"] == "train"]
+    records = read_records(folder / "metrics.jsonl", "train")
     figure, axes = plt.subplots(figsize=(7, 4), dpi=120, layout="constrained")
     axes.plot(
         [record["step"] for record in records],

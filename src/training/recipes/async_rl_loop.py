@@ -28,7 +28,7 @@ from typing import Any
 
 from training.config.async_recipe import AsyncConfig
 from training.config.validation import validate
-from training.data.given_rows import checked_eval_rows, checked_rows
+from training.data.given_rows import choose_eval_rows, choose_rows
 from training.data.rows import Row
 from training.platform.run_infra import RunInfra
 from training.rollouts.cluster import run_on_cluster
@@ -96,8 +96,8 @@ def main(
     """
     refuse_inside_event_loop()
     config.validate()
-    rows = checked_rows(config, rows)
-    eval_rows = checked_eval_rows(config, eval_rows)
+    rows = choose_rows(config, rows)
+    eval_rows = choose_eval_rows(config, eval_rows)
     logger.warning(
         "async_rl_loop is experimental: fields and the rollout protocol may change between "
         "versions; pin the version that you build on"

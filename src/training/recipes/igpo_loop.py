@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from hearth.errors import ConfigError
 from training.config.turn_credit import ScorerName, TurnCreditConfig, turn_credit_problems
 from training.config.validation import validate
-from training.data.given_rows import checked_eval_rows, checked_rows
+from training.data.given_rows import choose_eval_rows, choose_rows
 from training.data.rows import Row
 from training.platform.run_infra import RunInfra
 from training.recipes import async_rl_loop
@@ -87,8 +87,8 @@ def main(
     """
     refuse_inside_event_loop()
     config.validate()
-    rows = checked_rows(config, rows)
-    eval_rows = checked_eval_rows(config, eval_rows)
+    rows = choose_rows(config, rows)
+    eval_rows = choose_eval_rows(config, eval_rows)
     if config.ig_weight == 0:
         return run_rows(config, rows, rollout_fn_factory, dynamic_filter_fn, eval_rows=eval_rows)
     if answer_fn is None:

@@ -21,7 +21,7 @@ from typing import Literal
 from training.config.single_turn import SingleTurnConfig
 from training.config.validation import validate
 from training.data.rows import IndexedRow, Row, load_rows
-from training.rewards import AnyReward, answer_reward, check_truths, guard_reward
+from training.rewards import AnyReward, answer_reward, check_reward, guard_reward
 from training.rollouts.single_turn import sample_row
 from training.run.begin import begin_run
 from training.run.command import refuse_inside_event_loop, run_command, run_until_signal
@@ -72,8 +72,9 @@ def main(
 
     ``rows`` replace ``config.dataset`` and ``eval_rows`` replace ``config.eval_dataset``; neither
     is cut to the config's number of rows. ``reward_fn(text, row)`` scores one completion; it may be
-    async, or guarded. Ctrl-C and SIGTERM end the run cleanly: what was trained is in ``log_path``,
-    and the platform is taken down.
+    async, or guarded. A plain one is tried before anything is started (``config.try_reward``).
+    Ctrl-C and SIGTERM end the run cleanly: what was trained is in ``log_path``, and the platform is
+    taken down.
 
     Raises:
         ConfigError: a setting or a row breaks its rule; nothing was started, or the shape that the
@@ -87,8 +88,8 @@ def main(
         rows = load_rows(config.dataset, config.max_rows)
     if eval_rows is None:
         eval_rows = load_rows(config.eval_dataset, config.eval_rows) if config.eval_dataset else []
-    check_truths(reward_fn, [*rows, *eval_rows])
     reward_fn = guard_reward(config, reward_fn)
+    check_reward(config, reward_fn, rows, eval_rows)
     with begin_run(config, rows, eval_rows, max_concurrent=config.max_concurrent) as (infra, run):
         refuse_pipelined_trainer(config, infra.policy_profile)
         run_until_signal(train(Loop(config, infra, run), reward_fn))

@@ -5,13 +5,8 @@ that it found no answer, returns a ``Score``. ``guarded`` and ``RewardEnsemble``
 reward functions; ``scored`` is how a recipe calls any of them.
 """
 
-from training.rewards.answers import (
-    answer_reward,
-    check_truths,
-    exact_match,
-    marked_answer,
-    same_answer,
-)
+from training.rewards.answers import answer_reward, exact_match, marked_answer, same_answer
+from training.rewards.check import check_reward
 from training.rewards.ensemble import RewardEnsemble
 from training.rewards.errors import RewardDiedError, RewardTimeoutError, StuckRewardsError
 from training.rewards.form import pattern_reward, soft_overlong_reward, tags_reward
@@ -32,7 +27,7 @@ __all__ = [
     "StuckRewardsError",
     "Unscored",
     "answer_reward",
-    "check_truths",
+    "check_reward",
     "disagreements",
     "exact_match",
     "guard_reward",

@@ -35,10 +35,14 @@ class GuardedReward:
         max_concurrent: int,
         max_stuck: int,
     ) -> None:
-        self._fn = reward_fn
+        self.function = reward_fn
+        """The function that is guarded."""
+        self.drops_failures = on_error == "drop"
+        """Whether a completion whose reward fails is left out."""
+        self.runs_on_cluster = isolation == "ray"
+        """Whether calls are tasks of a Ray cluster."""
         self._call = reward_fn.score if isinstance(reward_fn, ScoringReward) else reward_fn
         self._timeout_s = timeout_s
-        self._on_error: OnError = on_error
         self._is_async = _is_async(reward_fn)
         self._threads = TimedCalls(max_concurrent, max_stuck)
         self._elsewhere: RewardProcesses | RewardTasks | None = None
@@ -68,7 +72,7 @@ class GuardedReward:
             raise
         except Exception as error:
             self.failures[type(error).__name__] += 1
-            if self._on_error == "raise":
+            if not self.drops_failures:
                 raise
             logger.warning("a completion is dropped: %s: %s", type(error).__name__, error)
             return Unscored(error)
@@ -83,7 +87,12 @@ class GuardedReward:
         if self._elsewhere is not None:
             self._elsewhere.close()
 
-    async def _outcome(self, completion: str, row: Mapping[str, Any]) -> Any:
+    async def begin(self, completion: str, row: Mapping[str, Any]) -> Any:
+        """What the function returns, within its time limit; of an async one the awaitable.
+
+        Raises:
+            Exception: what the function raised, whatever is done about it in ``score``.
+        """
         timeout_s, elsewhere = self._timeout_s, self._elsewhere
         if elsewhere is not None and timeout_s is not None:
             # The thread only waits, and for no longer than its process may take.
@@ -91,9 +100,11 @@ class GuardedReward:
                 lambda: elsewhere.call(completion, row, timeout_s), timeout_s=None
             )
         if self._is_async or timeout_s is None:
-            outcome = self._call(completion, row)
-        else:
-            outcome = await self._threads.call(lambda: self._call(completion, row), timeout_s)
+            return self._call(completion, row)
+        return await self._threads.call(lambda: self._call(completion, row), timeout_s)
+
+    async def _outcome(self, completion: str, row: Mapping[str, Any]) -> Any:
+        outcome, timeout_s = await self.begin(completion, row), self._timeout_s
         if not inspect.isawaitable(outcome):
             return outcome
         limit = asyncio.timeout(timeout_s)

@@ -156,7 +156,7 @@ def make_portable(error: Exception) -> Exception:
     """The error with its traceback as text, in a form that arrives."""
     error.add_note(f"in reward_fn's process:\n{''.join(traceback.format_exception(error))}")
     try:
-        pickle.loads(pickle.dumps(error))
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - its own
     except Exception:  # noqa: BLE001 - errors of any class may do anything here
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

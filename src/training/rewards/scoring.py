@@ -29,7 +29,7 @@ async def scored(
     Raises:
         Exception: what an unguarded function raised.
     """
-    outcomes = [_call_reward(reward_fn, completion, row) for completion in completions]
+    outcomes = [call_reward(reward_fn, completion, row) for completion in completions]
     waiting = [place for place, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
     if waiting:
         results = await gather_or_cancel([outcomes[place] for place in waiting])
@@ -56,13 +56,12 @@ def disagreements(outcomes: Sequence[Score | Unscored]) -> list[float]:
     return [score.disagreement for score in scores if score.disagreement is not None]
 
 
-def _call_reward(reward_fn: AnyReward, completion: str, row: Mapping[str, Any]) -> Any:
+def call_reward(reward_fn: AnyReward, completion: str, row: Mapping[str, Any]) -> Any:
+    """What the function returns: a number, a score, or what must be awaited for one."""
     if isinstance(reward_fn, GuardedReward | ScoringReward):
         return reward_fn.score(completion, row)
     return reward_fn(completion, row)
 
-
-logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:  # configs import torch, which a reward's own process does without
     from training.config.single_turn import SingleTurnConfig

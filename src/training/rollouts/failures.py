@@ -11,6 +11,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import httpx
@@ -178,45 +179,58 @@ class CircuitBreaker:
             self._counts = f"{failures} failures among the last {observed} outcomes"
 
 
-async def with_retries(
-    rollout: Callable[[], Awaitable[T]],
-    *,
-    attempts: int,
-    timeout_s: float | None,
-    on_failure: Callable[[BaseException, int], None],
-    backoff_s: float = 0.5,
-    longest_backoff_s: float = 30.0,
-    grace_s: float = 3.0,
-    sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
-) -> T:
-    """What ``rollout()`` returns, tried up to ``attempts`` times.
-
-    Each attempt may take ``timeout_s`` seconds (None: any time). ``on_failure`` is told of every
-    recoverable failure and the number of its attempt, from 1; what it raises ends the trying.
-    Pauses double from ``backoff_s`` to ``longest_backoff_s`` seconds, each jittered by half. An
-    attempt whose time is up, or whose caller was cancelled, is cancelled and waited for ``grace_s``
-    seconds at most; one that goes on regardless is left to itself with a warning.
+@dataclass(frozen=True)
+class RetryLimits:
+    """How often and how long something is tried; times in seconds.
 
     Raises:
         ConfigError: ``attempts`` is below 1.
+    """
+
+    attempts: int
+    timeout_s: float | None
+    """Of each attempt; None sets no limit."""
+    backoff_s: float = 0.5
+    """The first pause. Pauses double, and each is jittered by half."""
+    longest_backoff_s: float = 30.0
+    grace_s: float = 3.0
+    """How long an attempt that was cancelled is waited for."""
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ConfigError(f"attempts must be >= 1, got {self.attempts}")
+
+
+async def with_retries(
+    rollout: Callable[[], Awaitable[T]],
+    limits: RetryLimits,
+    *,
+    on_failure: Callable[[BaseException, int], None],
+    sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+) -> T:
+    """What ``rollout()`` returns, tried as often as ``limits`` allows.
+
+    ``on_failure`` is told of every recoverable failure and the number of its attempt, from 1; what
+    it raises ends the trying. An attempt whose time is up, or whose caller was cancelled, is
+    cancelled; one that goes on regardless is left to itself with a warning.
+
+    Raises:
         TimeoutError: the last attempt took too long.
         RuntimeError: the rollout was cancelled, though nobody cancelled this call.
         Exception: the rollout's own: a fatal one at once, a recoverable one after the last attempt.
     """
-    if attempts < 1:
-        raise ConfigError(f"attempts must be >= 1, got {attempts}")
     attempt = 0
     while True:
         attempt += 1
         try:
-            return await _attempt(rollout, timeout_s, grace_s)
+            return await _attempt(rollout, limits.timeout_s, limits.grace_s)
         except Exception as error:
             if not is_recoverable(error):
                 raise
             on_failure(error, attempt)
-            if attempt >= attempts:
+            if attempt >= limits.attempts:
                 raise
-        pause_s = min(longest_backoff_s, backoff_s * 2 ** (attempt - 1))
+        pause_s = min(limits.longest_backoff_s, limits.backoff_s * 2 ** (attempt - 1))
         await sleep(pause_s * random.uniform(0.5, 1.0))
 
 

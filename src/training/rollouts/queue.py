@@ -52,38 +52,40 @@ class _Running:
     since_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunLinks:
+    """What a queue asks its run, and tells it."""
+
+    note: Callable[[RowOutcome], None]
+    """Is told of every row's outcome; what it raises ends the rollouts."""
+    weight_version: Callable[[], int]
+    """Tells what the deployment serves now."""
+    busy: BusyClock
+    now: Callable[[], float]
+    """The time in seconds."""
+    check: Callable[[], None] = lambda: None
+    """Is called while the trainer waits, and raises when waiting is in vain."""
+    check_every_s: float = 5.0
+
+
 class RolloutQueue:
     """Rows in, groups out, at most as stale as the config allows.
 
-    ``run_row`` starts a row's rollouts and returns their future; ``note`` is told of every row's
-    outcome, and what it raises ends the rollouts; ``check`` is called while the trainer waits and
-    raises when waiting is in vain.
-    ``weight_version`` tells what the deployment serves now, ``now`` the time in seconds.
+    ``run_row`` starts a row's rollouts and returns their future.
     """
 
     def __init__(
         self,
         config: AsyncConfig,
         rows: Iterator[IndexedRow],
-        *,
         run_row: Callable[[Submission], Awaitable[RowOutcome]],
-        note: Callable[[RowOutcome], None],
-        weight_version: Callable[[], int],
-        busy: BusyClock,
-        now: Callable[[], float],
-        check: Callable[[], None] = lambda: None,
-        check_every_s: float = 5.0,
+        links: RunLinks,
     ) -> None:
         self.gate = StalenessGate(gate_limits(config))
         self._config = config
         self._rows = rows
         self._run_row = run_row
-        self._note = note
-        self._weight_version = weight_version
-        self._busy = busy
-        self._now = now
-        self._check = check
-        self._check_every_s = check_every_s
+        self._links = links
         self._running: dict[int, _Running] = {}
         self._given_up: set[asyncio.Future[None]] = set()
         self._groups: dict[int, PromptGroup] = {}
@@ -121,9 +123,9 @@ class RolloutQueue:
             return
         for row in itertools.islice(self._rows, max(0, self.gate.rows_to_submit())):
             self.gate.submit(row.index)
-            submission = Submission(row, self.gate.version, self._weight_version())
+            submission = Submission(row, self.gate.version, self._links.weight_version())
             task = asyncio.ensure_future(self._run(submission))
-            self._running[row.index] = _Running(submission, task, self._now())
+            self._running[row.index] = _Running(submission, task, self._links.now())
 
     async def close(self) -> None:
         """Submit no more rows, cancel what runs, and wait for its end."""
@@ -143,7 +145,7 @@ class RolloutQueue:
         if not self._running:
             return None
         first = next(iter(self._running.values()))
-        return first.submission.row, self._now() - first.since_s
+        return first.submission.row, self._links.now() - first.since_s
 
     def fail(self, error: Exception) -> None:
         """Submit no more rows: without what failed, none can be trained."""
@@ -153,9 +155,9 @@ class RolloutQueue:
     async def _run(self, submission: Submission) -> None:
         index = submission.row.index
         try:
-            with self._busy.sample():
+            with self._links.busy.sample():
                 outcome = await self._run_row(submission)
-            self._note(outcome)
+            self._links.note(outcome)
         except Exception as error:  # noqa: BLE001 - whatever a rollout function raises
             self.fail(error)
             return
@@ -187,13 +189,17 @@ class RolloutQueue:
         if patience == 0:
             self._drop_late_rows()
             return
-        timeout = self._check_every_s if patience is None else min(patience, self._check_every_s)
+        timeout = (
+            self._links.check_every_s
+            if patience is None
+            else min(patience, self._links.check_every_s)
+        )
         try:
             # Not wait_for: before Python 3.12 it loses a cancellation that comes with the event.
             async with asyncio.timeout(timeout):
                 await self._changed.wait()
         except TimeoutError:
-            self._check()
+            self._links.check()
 
     def _late_patience(self) -> float | None:
         """Seconds that late rows may still be waited for.
@@ -206,8 +212,8 @@ class RolloutQueue:
             self._late_since = None
             return None
         if self._late_since is None:
-            self._late_since = self._now()
-        return max(0.0, limit - (self._now() - self._late_since))
+            self._late_since = self._links.now()
+        return max(0.0, limit - (self._links.now() - self._late_since))
 
     def _drop_late_rows(self) -> None:
         self._late_since = None
@@ -217,4 +223,4 @@ class RolloutQueue:
             self._given_up.add(running.task)
             running.task.add_done_callback(self._given_up.discard)
             self.gate.drop(index)
-            self._note(RowOutcome(running.submission.row, dropped="stale"))
+            self._links.note(RowOutcome(running.submission.row, dropped="stale"))

@@ -20,7 +20,7 @@ from training.config.async_recipe import AsyncConfig
 from training.data.rows import IndexedRow
 from training.data.seeds import row_seed
 from training.rewards.scoring import gather_or_cancel
-from training.rollouts.failures import CircuitBreaker, is_recoverable, with_retries
+from training.rollouts.failures import CircuitBreaker, RetryLimits, is_recoverable, with_retries
 from training.rollouts.sampler import RolloutContext, current_rollout
 from training.rollouts.thread import describe_place
 from training.samples.groups import ExampleAnswer, PromptGroup, RowOutcome
@@ -96,7 +96,6 @@ class Rollouts:
         num_rows: int,
         make_group: GroupMaker | None = None,
         accepts: GroupFilter | None = None,
-        breaker: CircuitBreaker | None = None,
         credit: GroupCredit | None = None,
     ) -> None:
         _check_filter(accepts)
@@ -107,7 +106,7 @@ class Rollouts:
         self._make_group = make_group
         self._accepts = accepts
         self._credit = credit
-        self._breaker = breaker or CircuitBreaker()
+        self.breaker = CircuitBreaker()
         self.lengths: dict[int, list[int]] = {}
         """Sampled tokens of each finished rollout, for each row that is running."""
         self._calls: dict[asyncio.Task[Any], str] = {}
@@ -132,7 +131,7 @@ class Rollouts:
     def places(self, limit: int) -> list[str]:
         """One line for each of the ``limit`` oldest calls under way; from any thread.
 
-        Example: ``row 7, draw 3: rollout.py:41 in rollout_fn, tasks.py:639 in sleep``
+        Example: ``row 7, sample 3: rollout.py:41 in rollout_fn, tasks.py:639 in sleep``
         """
         calls = list(self._calls.items())[: max(0, limit)]
         return [f"{where}: {describe_place(task)}" for task, where in calls]
@@ -149,7 +148,7 @@ class Rollouts:
             self.lengths.pop(index, None)
 
     async def _run_rollout(self, submitted: Submission, sample: int) -> _RolloutReturn:
-        where = f"{submitted.place}, draw {sample}"
+        where = f"{submitted.place}, sample {sample}"
         try:
             returns = await self._retry(lambda: self._call(submitted, sample, where), where)
         except Exception as error:
@@ -157,7 +156,7 @@ class Rollouts:
                 raise
             return _RolloutReturn([], error=error)
         if returns.runs:
-            self._breaker.record_success()
+            self.breaker.record_success()
             self.lengths[submitted.row.index].append(_length(returns.runs))
         return returns
 
@@ -173,13 +172,13 @@ class Rollouts:
 
     async def _call(self, submitted: Submission, sample: int, where: str) -> _RolloutReturn:
         row = submitted.row
-        draw = RolloutContext(
+        context = RolloutContext(
             row_seed(self._config.seed, row.index),
             sample,
             submitted.weight_version,
             submitted.is_trained,
         )
-        current_rollout.set(draw)
+        current_rollout.set(context)
         # The user may write into its row; the next rollout must not see that.
         pending = self._fn(copy.deepcopy(row.row), **self._select_arguments(row, sample))
         if not inspect.isawaitable(pending):
@@ -189,8 +188,8 @@ class Rollouts:
         with self._track_call(where):
             returned = await pending
         runs = collect_runs(returned, where)
-        draw.fill_versions(runs)
-        draw.fill_routing(runs)
+        context.fill_versions(runs)
+        context.fill_routing(runs)
         return _RolloutReturn(runs, returned.row_meta if isinstance(returned, Rollout) else None)
 
     def _select_arguments(self, row: IndexedRow, sample: int) -> dict[str, Any]:
@@ -219,8 +218,7 @@ class Rollouts:
         try:
             return await with_retries(
                 call,
-                attempts=1 + self._config.rollout_retries,
-                timeout_s=self._config.rollout_timeout_s,
+                RetryLimits(1 + self._config.rollout_retries, self._config.rollout_timeout_s),
                 on_failure=lambda error, attempt: logger.warning(
                     "%s, attempt %d failed: %s: %s", where, attempt, type(error).__name__, error
                 ),
@@ -229,8 +227,8 @@ class Rollouts:
             if not is_recoverable(error):
                 error.add_note(f"in the rollout of {where}")
                 raise
-            self._breaker.record_failure(error)
-            self._breaker.check()
+            self.breaker.record_failure(error)
+            self.breaker.check()
             raise
 
     async def _make_outcome(

@@ -144,7 +144,7 @@ class RolloutSampler:
             if completion.inference_logprobs is None:
                 raise TransportError(
                     "a completion must come with logprobs, got none: the deployment does not "
-                    "report what it drew with, and without that nothing can be trained"
+                    "report what it sampled with, and without that nothing can be trained"
                 )
             if rollout is not None:
                 rollout.seen.append(completion)

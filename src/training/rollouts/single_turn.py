@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from hearth.errors import NotFoundError, RequestError, TransportError
+from typing import Any
+
+from hearth.errors import ConfigError, NotFoundError, RequestError, TransportError
+from hearth.sdk.sampling import tokenize_messages
 from training.config.single_turn import SingleTurnConfig
-from training.data.rows import IndexedRow, prompt_messages
+from training.data.rows import IndexedRow, Row, prompt_messages
 from training.data.seeds import row_seed
 from training.platform.run_infra import RunInfra
 from training.rollouts.router_replay import routing_options
@@ -12,6 +15,29 @@ from training.samples.scoring import SampledRow
 
 RECOVERABLE = (TransportError, NotFoundError, RequestError, TimeoutError)
 """Errors of the platform for which a row is dropped."""
+
+
+def check_prompt(config: SingleTurnConfig, tokenizer: Any, row: Row) -> None:
+    """Render a row's messages, as its completions will need it.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or its template refuses the messages.
+    """
+    name = config.deployment.tokenizer_model
+    try:
+        tokenize_messages(tokenizer, prompt_messages(row))
+    except ConfigError:
+        raise ConfigError(
+            f"deployment.tokenizer_model must have a chat template for the rows' messages, got "
+            f"{name!r}, which has none: take the tokenizer of the model's instruction-tuned "
+            "version, or save one with tokenizer.chat_template set; to train on prompts of token "
+            "ids use async_rl_loop"
+        ) from None
+    except Exception as error:  # a template is a program of the model's, and may raise any
+        raise ConfigError(
+            f"rows[0].messages must be what the chat template of {name!r} takes, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 async def sample_row(config: SingleTurnConfig, infra: RunInfra, row: IndexedRow) -> SampledRow:

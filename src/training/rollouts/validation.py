@@ -28,9 +28,7 @@ def rollout_problems(config: AsyncConfig) -> Iterator[str]:
         )
     if config.rollout_retries < 0:
         yield f"rollout_retries must be >= 0, got {config.rollout_retries}"
-    if config.rollout_workers not in ("loop", "ray"):
-        yield f"rollout_workers must be 'loop' or 'ray', got {config.rollout_workers!r}"
-    elif config.rollout_workers == "ray" and is_embedded():
+    if config.rollout_workers == "ray" and is_embedded():
         yield (
             f"rollout_workers must be 'loop' without {BASE_URL}, got 'ray': processes elsewhere "
             "cannot reach a platform inside this one; start `hearth serve`"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hearth.errors import HearthError
 from training.config.async_recipe import AsyncConfig
 from training.platform.run_infra import RunInfra
-from training.rollouts.queue import RolloutQueue, TakenGroup
+from training.rollouts.queue import RolloutQueue, RunLinks, TakenGroup
 from training.rollouts.runner import Rollouts
 from training.rollouts.thread import RolloutThread
 from training.run.async_metrics import (
@@ -27,7 +27,7 @@ from training.run.loop import Loop
 from training.run.parity_probe import ParityProbe
 from training.run.publisher import Publisher
 from training.run.state import Run
-from training.run.watchdog import StalledError, Watchdog
+from training.run.watchdog import StalledError, StallLimits, Watchdog
 from training.samples.groups import RowOutcome
 from training.update.information_gain import credit_metrics
 from training.update.policy_update import PolicyUpdate
@@ -172,16 +172,19 @@ def rollout_queue(
     config: AsyncConfig, infra: RunInfra, run: Run, rollouts: Rollouts, thread: RolloutThread
 ) -> RolloutQueue:
     """The queue of a run's rows, whose rollouts run on ``thread``."""
-    return RolloutQueue(
-        config,
-        Loop(config, infra, run).rows(),
-        run_row=lambda submission: thread.submit(lambda: rollouts.run_row(submission)),
+    links = RunLinks(
         note=lambda outcome: count_outcome(run, outcome, rollouts),
         weight_version=lambda: run.version,
         busy=run.busy,
         now=run.now,
         check=lambda: check_responsive(config, thread),
         check_every_s=min(CHECK_EVERY_S, config.rollout_timeout_s or CHECK_EVERY_S),
+    )
+    return RolloutQueue(
+        config,
+        Loop(config, infra, run).rows(),
+        lambda submission: thread.submit(lambda: rollouts.run_row(submission)),
+        links,
     )
 
 
@@ -202,8 +205,8 @@ async def run_watched(work: asyncio.Task[None], loop: AsyncLoop, rollouts: Rollo
         held_out = [] if loop.evaluation is None else loop.evaluation.places(2)
         return "\n".join([loop.describe(), *rollouts.places(8), *held_out])
 
-    limit_s, folder = loop.config.stall_timeout_s, loop.run.log_path
-    with Watchdog(limit_s, report, log_path=folder, on_stall=end) as watchdog:
+    limits = StallLimits(loop.config.stall_timeout_s)
+    with Watchdog(limits, report, log_path=loop.run.log_path, on_stall=end) as watchdog:
         loop.run.on_progress = watchdog.beat
         try:
             await work

@@ -28,7 +28,7 @@ class BackgroundEvaluation:
     ``submit`` has a row sampled, on the thread of all rollouts. As many rows are sampled at once as
     have a batch's number of samples, at least one. A weight sync in the middle waits for the
     completions that run, as for any other, and the next ones are the new version's: the record says
-    which drew it.
+    which sampled it.
     """
 
     def __init__(

@@ -12,9 +12,11 @@ from typing import Literal
 from training.config.objective import objective_options
 from training.config.parts import plain_config
 from training.config.recipe import RecipeConfig
+from training.config.single_turn import SingleTurnConfig
 from training.data.rows import Row
-from training.platform.run_infra import RunInfra, check_platform, provision
+from training.platform.run_infra import RunInfra, check_platform, load_tokenizer, provision
 from training.rollouts.router_replay import warn_dense_policy
+from training.rollouts.single_turn import check_prompt
 from training.run.checkpoints import choose_checkpoint, read_manifest
 from training.run.continuation import check_continuation, describe_training, write_trained_on
 from training.run.log_path import (
@@ -48,13 +50,16 @@ def begin_run(
     before anything is started.
 
     Raises:
-        ConfigError: the folder, a checkpoint or a setting cannot be used.
+        ConfigError: the folder, a checkpoint, the tokenizer or a setting cannot be used.
         HearthError: the platform cannot be reached, or refuses.
     """
     started = time.perf_counter()
     log_path = prepare_log_path(config.log_path)
     check_platform(config)
     check_wandb(config.wandb)
+    tokenizer = load_tokenizer(config.deployment)
+    if isinstance(config, SingleTurnConfig) and rows:
+        check_prompt(config, tokenizer, rows[0])
     trained_on = describe_training(config, rows)
     with hold_log_path(log_path), Display.open(len(rows) * config.epochs) as display:
         checkpoints = [] if config.resume.mode == "never" else read_manifest(log_path)
@@ -73,6 +78,7 @@ def begin_run(
         with (
             provision(
                 config,
+                tokenizer,
                 max_concurrent=max_concurrent,
                 running_requests=running_requests,
                 on_status=display.note,

@@ -11,6 +11,7 @@ from pathlib import Path
 import orjson
 
 from hearth.errors import ConfigError
+from hearth.files import CHECKSUM, is_intact, seal, write_file
 from training.platform.run_infra import RunInfra
 
 MANIFEST = "run.json"
@@ -64,17 +65,15 @@ class Checkpoint:
     """The trainer job that holds it."""
     kl_beta: float | None = None
     """The KL coefficient in force, where it follows the KL (``kl_target``)."""
+    save_id: str | None = None
+    """Made up for each save, and in the trainer's checkpoint too: another one of the same name, as
+    on a platform that was set back, is told by it. None in manifests of older versions."""
 
 
 def write_manifest(log_path: Path, checkpoints: list[Checkpoint]) -> None:
     """Replace ``log_path/run.json`` at once: after a crash it is the old one or the new one."""
-    write_atomically(
-        log_path / MANIFEST,
-        orjson.dumps(
-            {"checkpoints": [asdict(checkpoint) for checkpoint in checkpoints]},
-            option=orjson.OPT_INDENT_2,
-        ),
-    )
+    content = seal({"checkpoints": [asdict(checkpoint) for checkpoint in checkpoints]})
+    write_file(log_path / MANIFEST, orjson.dumps(content, option=orjson.OPT_INDENT_2))
 
 
 def read_manifest(log_path: Path) -> list[Checkpoint]:
@@ -87,11 +86,15 @@ def read_manifest(log_path: Path) -> list[Checkpoint]:
     if not path.exists():
         return []
     try:
-        return [Checkpoint(**load) for load in orjson.loads(path.read_bytes())["checkpoints"]]
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        content = orjson.loads(path.read_bytes())
+        if not is_intact(content):
+            raise ValueError(f"its {CHECKSUM} is that of other content")
+        return [Checkpoint(**load) for load in content["checkpoints"]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} must be a run's manifest, got a damaged file ({error}): repair it, or move it "
-            "away to start from the base model"
+            f"{path} must be a run's manifest, got a damaged file ({error}): put back a copy, take "
+            f"out its {CHECKSUM} if it was changed on purpose, or move it away to start from the "
+            "base model"
         ) from None
 
 
@@ -180,13 +183,3 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a whole file or nothing."""
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

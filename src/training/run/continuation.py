@@ -17,10 +17,10 @@ from typing import Any
 import orjson
 
 from hearth.errors import ConfigError
+from hearth.files import CHECKSUM, is_intact, seal, write_file
 from training.config.parts import plain_config
 from training.config.recipe import RecipeConfig
 from training.data.rows import Row
-from training.run.checkpoints import write_atomically
 from training.run.log_path import aside_path
 
 TRAINED_ON = "trained_on.json"
@@ -35,7 +35,7 @@ _FREE_NAMES = """
 
     dcp_save_interval dcp_timeout save_final_checkpoint keep_checkpoints weight_sync hotload
     weight_sync_timeout weight_sync_before_training max_concurrent max_concurrency_rollout_sample
-    late_row_wait_s stall_timeout_s reward_workers reward_timeout_s reward_errors
+    late_row_wait_s stall_timeout_s reward_workers reward_timeout_s reward_errors try_reward
     rollout_workers rollout_worker_count rollout_timeout_s rollout_retries
 """
 FREE = frozenset(_FREE_NAMES.split())
@@ -130,8 +130,11 @@ def read_trained_on(folder: Path) -> TrainedOn | None:
     if not path.exists():
         return None
     try:
-        return TrainedOn(**orjson.loads(path.read_bytes()))
-    except (orjson.JSONDecodeError, TypeError) as error:
+        content = orjson.loads(path.read_bytes())
+        if not is_intact(content):
+            raise ValueError(f"its {CHECKSUM} is that of other content")
+        return TrainedOn(**{name: content[name] for name in content if name != CHECKSUM})
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} must be what a run was started with, got a damaged file ({error}): repair it, "
             "or move it away to go on without a comparison"
@@ -140,9 +143,8 @@ def read_trained_on(folder: Path) -> TrainedOn | None:
 
 def write_trained_on(folder: Path, trained_on: TrainedOn) -> None:
     """Replace ``folder/trained_on.json`` at once."""
-    write_atomically(
-        folder / TRAINED_ON, orjson.dumps(asdict(trained_on), option=orjson.OPT_INDENT_2)
-    )
+    content = seal(asdict(trained_on))
+    write_file(folder / TRAINED_ON, orjson.dumps(content, option=orjson.OPT_INDENT_2))
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from training.data.rows import Row, prompt_messages
 from training.data.seeds import row_seed
 from training.rewards.score import Score
 from training.rewards.scoring import AnyReward, gather_or_cancel, scored
-from training.rollouts.failures import with_retries
+from training.rollouts.failures import RetryLimits, with_retries
 from training.rollouts.sampler import get_versions
 from training.run.pass_at_k import pass_rates
 from training.samples.reward_metrics import CORRECT, parse_metrics
@@ -108,14 +108,14 @@ class EvalResult:
         )
 
     def _version_metrics(self) -> dict[str, float]:
-        """Which weights drew: the mean is over tokens."""
-        drawn = [(by, count) for sample in self.samples for by, count in sample.versions if count]
-        if not drawn:
+        """Which weights sampled: the mean is over tokens."""
+        counts = [(by, count) for sample in self.samples for by, count in sample.versions if count]
+        if not counts:
             return {}
         return {
-            "eval/weight_version_mean": sum(by * n for by, n in drawn) / sum(n for _, n in drawn),
-            "eval/weight_version_min": float(min(by for by, _ in drawn)),
-            "eval/weight_version_max": float(max(by for by, _ in drawn)),
+            "eval/weight_version_mean": sum(by * n for by, n in counts) / sum(n for _, n in counts),
+            "eval/weight_version_min": float(min(by for by, _ in counts)),
+            "eval/weight_version_max": float(max(by for by, _ in counts)),
         }
 
 
@@ -139,8 +139,7 @@ async def evaluate(
                 temperature=config.temperature,
                 seed=row_seed(config.seed + EVAL_SEED_OFFSET, place),
             ),
-            attempts=ATTEMPTS,
-            timeout_s=None,
+            RetryLimits(ATTEMPTS, timeout_s=None),
             on_failure=lambda error, attempt: logger.warning(
                 "held-out row %d, attempt %d failed: %s", place, attempt, error
             ),

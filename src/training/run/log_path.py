@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from hearth.errors import ConfigError
-from training.run.checkpoints import write_atomically
+from hearth.files import write_file
 
 LOCK = ".lock"
 
@@ -62,7 +62,7 @@ def write_config(log_path: Path, config: Mapping[str, Any]) -> None:
     content = orjson.dumps(config, option=orjson.OPT_INDENT_2, default=str)
     if path.exists() and path.read_bytes() != content:
         keep_older(path)
-    write_atomically(path, content)
+    write_file(path, content)
 
 
 def keep_older(path: Path) -> Path | None:
@@ -73,7 +73,10 @@ def keep_older(path: Path) -> Path | None:
     if not path.exists():
         return None
     older = _first_free(path.with_name(f"{path.stem}.{{}}{path.suffix}"))
-    os.link(path, older)
+    try:
+        os.link(path, older)
+    except OSError:  # a file system without links
+        write_file(older, path.read_bytes())
     return older
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -132,6 +133,7 @@ class Loop(Generic[ConfigT]):
             version=run.version,
             job=infra.policy_job_id,
             kl_beta=run.kl.coefficient if run.kl else None,
+            save_id=secrets.token_hex(8),
         )
         metadata = {**asdict(checkpoint), "config": plain_config(config)}
         with run.clock.span("perf/dcp_save_time"):

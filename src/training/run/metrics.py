@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import logging
+import netrc
 import os
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from hearth.errors import ConfigError
+from hearth.files import explain_refusals, write_file
 from training.config.parts import WandBConfig
-from training.run.checkpoints import write_atomically
 from training.run.log_path import keep_older
+
+logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
 DEFAULT_PROJECT = "hearth"
@@ -33,7 +38,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, wandb: Any = None) -> None:
         self.path = path
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
         self._wandb = wandb
 
     @classmethod
@@ -54,7 +59,7 @@ class MetricsLog:
         keep_older(path)
         if path.exists():
             kept = b"".join(_records_until(path, resumed_step or 0))
-            write_atomically(path, kept if resumed_step is not None else b"")
+            write_file(path, kept if resumed_step is not None else b"")
         log = cls(path, _start_wandb(wandb, config, log_path))
         try:
             yield log
@@ -62,12 +67,29 @@ class MetricsLog:
             log.close()
 
     def write(self, kind: str, step: int, metrics: Metrics) -> None:
-        """Write one record; it is on disk when this returns."""
+        """Write one record, whole or not at all; it is in the file when this returns.
+
+        Raises:
+            StorageError: the disk refused.
+        """
         record = {"type": kind, "step": step, **metrics}
-        self._file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
-        self._file.flush()
+        line = memoryview(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+        with explain_refusals(self.path):
+            end = os.fstat(self._file.fileno()).st_size
+            try:
+                while line:
+                    line = line[self._file.write(line) or 0 :]
+            except OSError:
+                self._file.truncate(end)
+                raise
         if self._wandb is not None:
             self._wandb.log({**metrics, "train/step": step})
+
+    def drop_after(self, step: int) -> None:
+        """Leave out the records of later steps, which are taken again."""
+        self._file.close()
+        write_file(self.path, b"".join(_records_until(self.path, step)))
+        self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
         """Close the file and the W&B run."""
@@ -76,14 +98,38 @@ class MetricsLog:
             self._wandb.finish()
 
 
+def read_records(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The records of a ``metrics.jsonl``, those of one ``type`` with ``kind``; none without a file.
+
+    A line that is no record is left out and said: a crash cut it, or somebody else wrote it.
+    """
+    records: list[dict[str, Any]] = []
+    odd: list[int] = []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
+        record = _parse_record(line)
+        if record is None:
+            odd.append(number)
+        elif kind is None or record["type"] == kind:
+            records.append(record)
+    if odd:
+        logger.warning("%s: lines %s are no records and are left out", path, odd[:8])
+    return records
+
+
+def _parse_record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    is_record = isinstance(record, dict) and isinstance(record.get("type"), str)
+    return record if is_record and type(record.get("step")) is int else None
+
+
 def _records_until(path: Path, step: int) -> Iterator[bytes]:
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            is_kept = orjson.loads(line)["step"] <= step
-        except orjson.JSONDecodeError:  # the line that a crash cut short
-            is_kept = False
-        if is_kept:
-            yield line
+    for line in path.read_bytes().splitlines():
+        record = _parse_record(line)
+        if record is not None and record["step"] <= step:
+            yield line + b"\n"  # the last may have been cut just before it
 
 
 def check_wandb(config: WandBConfig) -> None:
@@ -106,8 +152,8 @@ def _start_wandb(config: WandBConfig, settings: Mapping[str, Any], log_path: Pat
         return None
     wandb = importlib.import_module("wandb")
     id_path = log_path / "wandb_run_id.txt"
-    if not id_path.exists():
-        write_atomically(id_path, secrets.token_hex(4).encode())
+    if not id_path.exists() or not id_path.read_bytes().isalnum():
+        write_file(id_path, secrets.token_hex(4).encode())
     return wandb.init(
         entity=config.entity,
         project=config.project or DEFAULT_PROJECT,
@@ -116,8 +162,23 @@ def _start_wandb(config: WandBConfig, settings: Mapping[str, Any], log_path: Pat
         resume="allow",
         config=dict(settings),
         dir=str(log_path),
-        mode=None if os.environ.get("WANDB_API_KEY") else "offline",
+        mode=choose_wandb_mode(),
     )
+
+
+def choose_wandb_mode() -> Literal["offline"] | None:
+    """Offline where nobody has logged in; None leaves it to wandb and ``WANDB_MODE``.
+
+    Looked up here, because wandb would ask for a key on a terminal and fail elsewhere.
+    """
+    if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY"):
+        return None
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+    try:
+        logins = netrc.netrc(os.environ.get("NETRC")).hosts
+    except (OSError, netrc.NetrcParseError):
+        return "offline"
+    return None if host in logins else "offline"
 
 
 class Display:
@@ -168,9 +229,9 @@ class Display:
 
 
 def _format_metrics(metrics: Metrics) -> list[str]:
-    drawn, trained = "rollout/raw_reward", "rollout/reward"
+    sampled, trained = "rollout/raw_reward", "rollout/reward"
     wanted = (
-        ("reward", drawn if drawn in metrics else trained, ".3f"),
+        ("reward", sampled if sampled in metrics else trained, ".3f"),
         ("groups", "rollout/valid_prompt_groups", ".0f"),
         ("kl", "train/mean_kl", ".4f"),
         ("grad", "train/grad_norm", ".3f"),

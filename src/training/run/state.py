@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hearth.errors import ConfigError
+from hearth.errors import ConfigError, HearthError, NotFoundError, RequestFailedError
 from hearth.telemetry import BusyClock, Stopwatch
 from training.config.recipe import RecipeConfig
 from training.data.rows import Row
@@ -210,10 +210,7 @@ class Run:
         return self.has_loaded or infra.serves_older_snapshot
 
     def _restore(self, config: RecipeConfig, infra: RunInfra, checkpoint: Checkpoint) -> None:
-        path = checkpoint.name
-        if checkpoint.job not in (None, infra.policy_job_id):
-            path = infra.policy_client.resolve_checkpoint_path(checkpoint.name, checkpoint.job)
-        infra.policy.load_state_with_optimizer(path)
+        checkpoint = self._load_newest(config, infra, checkpoint)
         self.step = config.resume.step_offset or checkpoint.step
         self.cursor = Cursor(checkpoint.cursor, set(checkpoint.beyond))
         self.saved = (self.step, self.cursor.count)
@@ -231,6 +228,62 @@ class Run:
                 'this run is finished; to train more, give more epochs with resume="force", or '
                 "another log_path"
             )
+
+    def _load_newest(
+        self, config: RecipeConfig, infra: RunInfra, checkpoint: Checkpoint
+    ) -> Checkpoint:
+        """Load a checkpoint, or the newest older one where it cannot be loaded; returns which.
+
+        Raises:
+            HearthError: it cannot be loaded, and was named by the config or is followed by none
+                that can.
+        """
+        index = self.checkpoints.index(checkpoint)
+        is_named = config.resume.resume_from not in (None, "latest")
+        older = [] if is_named else self.checkpoints[:index]
+        first: HearthError | None = None
+        for candidate in (checkpoint, *reversed(older)):
+            try:
+                self._check_identity(infra, candidate)
+                path = candidate.name
+                if candidate.job not in (None, infra.policy_job_id):
+                    path = infra.policy_client.resolve_checkpoint_path(path, candidate.job)
+                infra.policy.load_state_with_optimizer(path)
+            except (NotFoundError, RequestFailedError) as error:
+                first = first or error
+                logger.warning("checkpoint %s cannot be loaded: %s", candidate.name, error)
+                continue
+            if candidate is not checkpoint:
+                self.display.note(
+                    f"{checkpoint.name} cannot be loaded ({first}): going on from the older "
+                    f"{candidate.name}; its later steps are taken again"
+                )
+                self.log.drop_after(candidate.step)
+            return candidate
+        assert first is not None, "nothing was loaded"
+        raise first
+
+    def _check_identity(self, infra: RunInfra, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint that has the name of this run's but was written by another save.
+
+        Raises:
+            NotFoundError: the platform has another one under the name, as after it was set back.
+        """
+        job = checkpoint.job or infra.policy_job_id
+        try:
+            entries = infra.trainers.list_checkpoints(job)
+        except NotFoundError:  # an embedded platform has the folders of jobs that it does not know
+            return
+        for entry in entries:
+            if entry.name.rsplit("/", 1)[-1] != checkpoint.name:
+                continue
+            held = (entry.metadata or {}).get("save_id")
+            if checkpoint.save_id is not None and held != checkpoint.save_id:
+                raise NotFoundError(
+                    f"checkpoint {checkpoint.name!r} of job {job!r} must be the one that this run "
+                    f"saved ({checkpoint.save_id}), got {held}: was the platform's data folder set "
+                    "back?"
+                )
 
     def count_outcome(self, outcome: RowOutcome) -> None:
         """Count what became of a row; one without a group is finished.

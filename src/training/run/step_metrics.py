@@ -18,7 +18,7 @@ def step_metrics(
     Takes the times of the run's clocks, which then start again from 0.
     """
     groups, results = update.groups, update.results
-    metrics = {f"train/{name}": value for name, value in merged_metrics(results).items()}
+    metrics = {f"train/{name}": value for name, value in merge_metrics(results).items()}
     metrics["train/step"] = float(run.step)  # the trainer's own count says nothing of this run
     metrics |= batch_metrics(results, completions_per_prompt)
     metrics |= rollout_metrics(run.stats, groups)
@@ -75,7 +75,7 @@ def batch_metrics(
     }
 
 
-def merged_metrics(results: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+def merge_metrics(results: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
     """Metrics of a step's calls as one: sums for ``name:sum``, else means.
 
     Means weigh each forward and backward call by its samples, and optimizer calls equally.

@@ -14,11 +14,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from hearth.errors import ConfigError, HearthError
-from training.run.checkpoints import write_atomically
+from hearth.files import write_file
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,26 @@ _LOOKS_PER_LIMIT = 20
 
 class StalledError(HearthError, RuntimeError):
     """No step was finished for so long that none is expected any more."""
+
+
+@dataclass(frozen=True)
+class StallLimits:
+    """When a run counts as stalled, and how long its end may take; in seconds.
+
+    Raises:
+        ConfigError: ``stall_timeout_s`` is not above 0.
+    """
+
+    stall_timeout_s: float
+    """Without a finished step."""
+    grace_s: float = 30.0
+    """From the stall's report to the exit of the process."""
+    patience_s: float = 5.0
+    """For each part of the report: what hangs the run may hang it as well."""
+
+    def __post_init__(self) -> None:
+        if not self.stall_timeout_s > 0:
+            raise ConfigError(f"stall_timeout_s must be > 0, got {self.stall_timeout_s}")
 
 
 class Watchdog:
@@ -46,31 +67,22 @@ class Watchdog:
     ``report``, ``on_stall``, the file and the log may fail, or hang with the run: each gets
     ``patience_s`` seconds. Only a thread that is stuck while it holds the interpreter's lock goes
     unnoticed. ``now`` is the clock, in seconds.
-
-    Raises:
-        ConfigError: ``stall_timeout_s`` is not above 0.
     """
 
     def __init__(
         self,
-        stall_timeout_s: float,
+        limits: StallLimits,
         report: Callable[[], str],
         *,
         log_path: Path,
         on_stall: Callable[[StalledError], None],
-        grace_s: float = 30.0,
-        patience_s: float = 5.0,
         exit: Callable[[int], NoReturn] = os._exit,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not stall_timeout_s > 0:
-            raise ConfigError(f"stall_timeout_s must be > 0, got {stall_timeout_s}")
-        self._stall_timeout_s = stall_timeout_s
+        self._limits = limits
         self._report = report
         self._path = log_path / REPORT
         self._on_stall = on_stall
-        self._grace_s = grace_s
-        self._patience_s = patience_s
         self._exit = exit
         self._now = now
         self._lock = threading.Lock()
@@ -87,7 +99,7 @@ class Watchdog:
 
     def __exit__(self, *_error: object) -> None:
         self._closed.set()
-        self._thread.join(self._patience_s)
+        self._thread.join(self._limits.patience_s)
 
     def beat(self) -> None:
         """A step is finished; the next one has ``stall_timeout_s`` from now."""
@@ -99,16 +111,16 @@ class Watchdog:
         with self._lock:
             now, stalled_at = self._now(), self._stalled_at
             silent_s = now - self._last
-        if stalled_at is None and silent_s > self._stall_timeout_s:
+        if stalled_at is None and silent_s > self._limits.stall_timeout_s:
             self._tell(silent_s)
             with self._lock:
                 self._stalled_at = self._now()
-        elif stalled_at is not None and now - stalled_at > self._grace_s:
+        elif stalled_at is not None and now - stalled_at > self._limits.grace_s:
             self._attempt("the last message", self._say_goodbye)
             self._exit(1)
 
     def _watch(self) -> None:
-        shortest_s = min(self._stall_timeout_s, self._grace_s) / _LOOKS_PER_LIMIT
+        shortest_s = min(self._limits.stall_timeout_s, self._limits.grace_s) / _LOOKS_PER_LIMIT
         pause_s = min(_LONGEST_PAUSE_S, max(0.01, shortest_s))
         while not self._closed.wait(pause_s):
             self.check()
@@ -116,7 +128,7 @@ class Watchdog:
     def _tell(self, silent_s: float) -> None:
         fact = (
             f"{round(silent_s, 1):g} s have passed without a finished step "
-            f"(stall_timeout_s={self._stall_timeout_s:g})"
+            f"(stall_timeout_s={self._limits.stall_timeout_s:g})"
         )
         report = self._attempt("the report", self._report).strip() or "no report"
         stacks = self._attempt("reading the stacks", thread_stacks)
@@ -128,17 +140,19 @@ class Watchdog:
             self._attempt("on_stall", lambda: self._announce(error))
 
     def _write(self, text: str) -> Path:
-        write_atomically(self._path, text.encode(errors="backslashreplace"))
+        write_file(self._path, text.encode(errors="backslashreplace"))
         return self._path
 
     def _announce(self, error: StalledError) -> None:
         try:
             self._on_stall(error)
         except Exception:
-            logger.exception("on_stall failed; the process exits in %g s", self._grace_s)
+            logger.exception("on_stall failed; the process exits in %g s", self._limits.grace_s)
 
     def _say_goodbye(self) -> None:
-        logger.error("the run has not ended %g s after its stall: the process exits", self._grace_s)
+        logger.error(
+            "the run has not ended %g s after its stall: the process exits", self._limits.grace_s
+        )
         sys.stdout.flush()
         sys.stderr.flush()
 
@@ -157,8 +171,10 @@ class Watchdog:
 
         helper = threading.Thread(target=run, name=f"{_NAME}: {what}", daemon=True)
         helper.start()
-        helper.join(self._patience_s)
-        return outcome[0] if outcome else f"({what} did not end within {self._patience_s:g} s)"
+        helper.join(self._limits.patience_s)
+        return (
+            outcome[0] if outcome else f"({what} did not end within {self._limits.patience_s:g} s)"
+        )
 
 
 def thread_stacks() -> str:

@@ -29,7 +29,7 @@ def group_advantages(
     """
     if std not in get_args(Std):
         raise ConfigError(f"std must be one of {list(get_args(Std))}, got {std!r}")
-    values = _checked(rewards)
+    values = _check_rewards(rewards)
     if is_uniform(values):
         return [0.0] * len(values)
     mean = math.fsum(values) / len(values)
@@ -71,7 +71,7 @@ def is_uniform(rewards: Sequence[float]) -> bool:
     return max(rewards) == min(rewards)
 
 
-def _checked(rewards: Sequence[float]) -> list[float]:
+def _check_rewards(rewards: Sequence[float]) -> list[float]:
     if len(rewards) < 2:
         raise ConfigError(
             f"rewards must hold at least 2 values, got {len(rewards)}: advantages compare the "

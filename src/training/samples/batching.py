@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from training.config.recipe import RecipeConfig
 
 
@@ -10,6 +12,7 @@ def count_due_groups(config: RecipeConfig, *, ready: int, places: int, is_last: 
 
     ``places`` are the groups that the step lacks, the ready ones included. With ``is_last`` no
     further group comes. Minibatches are cut from the whole step, which is then one piece.
+    A group counts as ``completions_per_prompt`` samples.
     """
     if not ready:
         return 0
@@ -18,5 +21,6 @@ def count_due_groups(config: RecipeConfig, *, ready: int, places: int, is_last: 
     if config.ppo_n_minibatches > 1:
         most = least = places
     elif config.min_samples_per_fwd_bwd is not None:
-        least = max(1, config.min_samples_per_fwd_bwd // config.completions_per_prompt)
+        least = math.ceil(config.min_samples_per_fwd_bwd / config.completions_per_prompt)
+        least = min(least, most)  # groups stay whole, so fewer samples than that may be the most
     return min(ready, most) if is_last or ready >= min(least, places) else 0

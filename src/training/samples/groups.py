@@ -275,7 +275,7 @@ def rollout_metrics(stats: RolloutStats, groups: Sequence[PromptGroup]) -> dict[
         "rollout/samples_completed": float(stats.samples),
         "rollout/valid_prompt_groups": float(len(groups)),
         "rollout/total_sampled": float(stats.rows),
-        "rollout/filter_reject_ratio": _rejected(stats) / max(1, stats.rows),
+        "rollout/filter_reject_ratio": _count_rejected(stats) / max(1, stats.rows),
         "rollout/sample_fail_count": float(stats.dropped["failed"]),
         "rollout/reward_fail_count": float(stats.failed_rewards),
         "rollout/truncated_ratio": stats.truncated / max(1, stats.samples),
@@ -307,7 +307,7 @@ def rollout_metrics(stats: RolloutStats, groups: Sequence[PromptGroup]) -> dict[
     return metrics
 
 
-def _rejected(stats: RolloutStats) -> int:
+def _count_rejected(stats: RolloutStats) -> int:
     """Rows whose group was whole and taught nothing: ``rl_loop``'s own filter, or the user's."""
     return stats.dropped["uniform"] + stats.dropped["filtered"]
 

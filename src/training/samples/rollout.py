@@ -30,11 +30,11 @@ class RolloutSample:
     """
 
     tokens: list[int]
-    """Everything that the model saw and drew, in order; at least 2 ids."""
+    """Everything that the model saw and sampled, in order; at least 2 ids."""
     logprobs: list[float]
     """The sampler's logprob of each sampled token; 0.0 elsewhere."""
     loss_mask: list[int]
-    """1 on tokens that the policy drew, 0 on prompts, tool results and feedback."""
+    """1 on tokens that the policy sampled, 0 on prompts, tool results and feedback."""
     reward: float
     """What the whole trajectory is worth."""
     finish_reason: str = "stop"

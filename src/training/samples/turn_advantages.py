@@ -97,16 +97,14 @@ def turn_advantages(
     if normalization == "separate":
         gained, earned = _separate(gains, outcomes)
     else:
-        gained, earned = _pooled(gains, outcomes)
+        gained, earned = _pool(gains, outcomes)
     return [
-        discounted(
-            [ig_weight * gain + outcome for gain, outcome in zip(*turns, strict=True)], gamma
-        )
+        discount([ig_weight * gain + outcome for gain, outcome in zip(*turns, strict=True)], gamma)
         for turns in zip(gained, earned, strict=True)
     ]
 
 
-def discounted(rewards: Sequence[float], gamma: float) -> list[float]:
+def discount(rewards: Sequence[float], gamma: float) -> list[float]:
     """The sum of rewards from each turn on, a later one ``gamma`` times as much per turn."""
     total = 0.0
     returns: list[float] = []
@@ -116,7 +114,7 @@ def discounted(rewards: Sequence[float], gamma: float) -> list[float]:
     return returns[::-1]
 
 
-def standardized(values: Sequence[float], floor: float) -> list[float]:
+def standardize(values: Sequence[float], floor: float) -> list[float]:
     """``(value - mean) / population std``; all 0 below two values or below a std of ``floor``."""
     if len(values) < 2:
         return [0.0] * len(values)
@@ -147,25 +145,25 @@ def _separate(
     gains: Sequence[Sequence[float]], outcomes: Sequence[float]
 ) -> tuple[list[list[float]], list[list[float]]]:
     inner = _in_shape(
-        standardized([turn for turns in gains for turn in turns[:-1]], GAIN_FLOOR),
+        standardize([turn for turns in gains for turn in turns[:-1]], GAIN_FLOOR),
         [turns[:-1] for turns in gains],
     )
-    earned = standardized(outcomes, OUTCOME_FLOOR)
+    earned = standardize(outcomes, OUTCOME_FLOOR)
     return (
         [[*turns, 0.0] for turns in inner],
         [[0.0] * (len(turns) - 1) + [reward] for turns, reward in zip(gains, earned, strict=True)],
     )
 
 
-def _pooled(
+def _pool(
     gains: Sequence[Sequence[float]], outcomes: Sequence[float]
 ) -> tuple[list[list[float]], list[list[float]]]:
     earned = [
         [0.0] * (len(turns) - 1) + [outcome] for turns, outcome in zip(gains, outcomes, strict=True)
     ]
     return (
-        _in_shape(standardized([turn for turns in gains for turn in turns], GAIN_FLOOR), gains),
-        _in_shape(standardized([turn for turns in earned for turn in turns], OUTCOME_FLOOR), gains),
+        _in_shape(standardize([turn for turns in gains for turn in turns], GAIN_FLOOR), gains),
+        _in_shape(standardize([turn for turns in earned for turn in turns], OUTCOME_FLOOR), gains),
     )
 
 

@@ -47,7 +47,7 @@ def make_grpo_loss_fn(
         for advantage, row, reference, datum in zip(
             advantages, logprobs, references, data, strict=True
         ):
-            sums = _weighted_sums(datum, row, reference)
+            sums = _sum_weighted(datum, row, reference)
             terms.append(-advantage * sums.policy + kl_beta * sums.kl)
             kls.append(sums.kl)
         return _mean_with_metrics(terms, kls)
@@ -85,7 +85,7 @@ def make_offpolicy_grpo_loss_fn(
         for advantage, row, reference, behavior, datum in zip(
             advantages, logprobs, references, behaviors, data, strict=True
         ):
-            sums = _weighted_sums(datum, row, reference, behavior)
+            sums = _sum_weighted(datum, row, reference, behavior)
             rho = (sums.log_ratio / max(sums.weight, 1.0)).exp().clamp(max=clip_rho)
             terms.append(rho * (-advantage * sums.policy + kl_beta * sums.kl))
             kls.append(sums.kl)
@@ -106,7 +106,7 @@ class _Sums(NamedTuple):
     weight: float
 
 
-def _weighted_sums(
+def _sum_weighted(
     datum: tinker.Datum, policy: Tensor, reference: Tensor, behavior: Tensor | None = None
 ) -> _Sums:
     weights = datum.loss_fn_inputs["weights"].to_torch().float()

@@ -122,7 +122,7 @@ class InformationGain:
             scored_from_s=started,
             scored_until_s=time.perf_counter(),
         )
-        samples = [credited(*pair) for pair in zip(group.samples, advantages, strict=True)]
+        samples = [credit_turns(*pair) for pair in zip(group.samples, advantages, strict=True)]
         return replace(group, samples=samples, credit=credit)
 
     def _belief(self, mean_logprob: float | None) -> float | None:
@@ -177,7 +177,7 @@ def turn_prefixes(
     return [*prefixes, tuple(segments[-1].tokens)] if with_whole else prefixes
 
 
-def credited(samples: Sequence[TrainSample], per_turn: Sequence[float]) -> list[TrainSample]:
+def credit_turns(samples: Sequence[TrainSample], per_turn: Sequence[float]) -> list[TrainSample]:
     """The samples of one trajectory with the advantage of each turn on its tokens."""
     left = list(per_turn)
     found: list[TrainSample] = []

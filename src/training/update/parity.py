@@ -2,7 +2,7 @@
 
 Compared are samples whose weights the trainer still has when it scores them, before its update
 moves them, so that staleness is no difference. The step's own forward knows them: it costs nothing.
-Where it never sees such samples, ``parity_probe`` draws some.
+Where it never sees such samples, ``parity_probe`` samples some.
 A deployment that quantizes, another attention kernel, a wrong temperature or truncated sampling
 (``top_p``, ``top_k``) in a rollout function show here, and before that nowhere but in the results.
 """

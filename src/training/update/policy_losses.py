@@ -173,9 +173,9 @@ class _PolicyLoss:
             logprobs,
             advantages=self.advantages,
             mask=masks,
-            old_logprobs=_filled("old_logprobs", self.old, masks),
-            behavior_logprobs=_filled("behavior_logprobs", self.behavior, masks),
-            ref_logprobs=_filled("ref_logprobs", self.reference, masks),
+            old_logprobs=_fill_missing("old_logprobs", self.old, masks),
+            behavior_logprobs=_fill_missing("behavior_logprobs", self.behavior, masks),
+            ref_logprobs=_fill_missing("ref_logprobs", self.reference, masks),
         )
         output = policy_loss_per_token(self.name, batch, self.objective, self.tis)
         metrics = _as_floats(output.metrics) | _response_metrics(masks, starts)
@@ -258,7 +258,7 @@ def _mask(index: int, datum: tinker.Datum, row: Tensor, start: int | None) -> Te
     return mask
 
 
-def _filled(
+def _fill_missing(
     field: str, samples: list[Tensor | None] | None, masks: Sequence[Tensor]
 ) -> list[Tensor] | None:
     """Rows of every sample; one without an active token needs none."""

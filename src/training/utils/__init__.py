@@ -1,4 +1,7 @@
-"""The names that the product documents import from ``training.utils``, and nothing else."""
+"""The names that the product documents import from ``training.utils``, and nothing else.
+
+The helper that they import of ``tinker_cookbook`` is found where that package is not installed.
+"""
 
 from training.config.parts import (
     CISPOConfig,
@@ -18,6 +21,7 @@ from training.config.parts import (
 )
 from training.platform.cleanup import ResourceCleanup
 from training.platform.provisioning import create_trainer_job, setup_deployment
+from training.utils.cookbook import offer_cookbook
 
 __all__ = [
     "CISPOConfig",
@@ -38,3 +42,5 @@ __all__ = [
     "create_trainer_job",
     "setup_deployment",
 ]
+
+offer_cookbook()

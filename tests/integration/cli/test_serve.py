@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -116,6 +117,8 @@ def test_a_platform_is_served_is_one_to_its_folder_survives_a_kill_and_ends_whol
     assert "which another uses: end that one, or choose another folder" in error[0]
     assert httpx.get(f"{url}{JOBS}/j").json()["state"] == "JOB_STATE_RUNNING"
 
+    assert first.data_dir.stat().st_mode & 0o777 == 0o700
+
     first.process.kill()
     first.process.wait(10)
     assert trainer.is_alive(), "a worker outlives its platform"
@@ -146,6 +149,53 @@ def processes_of(data_dir):
     return found
 
 
+def list_listeners(pid):
+    """The TCP ports at which a process listens."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {
+        int(line[1].rpartition(":")[2], 16)
+        for line in lines
+        if line[3] == "0A" and line[9] in inodes
+    }
+
+
+def test_keys_and_ports_of_a_platform_reach_nobody_else(serving, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("secret-of-alice Alice\n")
+    platform = serving("--port=0", f"--api-keys-file={keys}", HEARTH_API_KEYS="secret-of-all")
+    url, headers = platform.url(), {"x-api-key": "secret-of-alice"}
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as http:
+        body = {"trainingConfig": {"baseModel": str(MODEL)}}
+        http.post(f"{JOBS}?rlorTrainerJobId=j", json=body).raise_for_status()
+        state = http.get(f"{JOBS}/j?waitForState=JOB_STATE_RUNNING,JOB_STATE_FAILED&timeoutS=50")
+        assert (state.json()["state"], state.json()["createdBy"]) == ("JOB_STATE_RUNNING", "Alice")
+
+    trainer, forkserver = platform.worker("trainer-j")
+    assert list_listeners(platform.process.pid) == {int(url.rpartition(":")[2])}
+    for process in (trainer, forkserver):
+        assert list_listeners(process.pid) == set()
+        assert b"secret" not in Path(f"/proc/{process.pid}/environ").read_bytes()
+    for process in (trainer.pid, forkserver.pid, platform.process.pid):
+        assert b"secret" not in Path(f"/proc/{process}/cmdline").read_bytes()
+
+    record = json.loads((platform.data_dir / "workers/trainer-j/process.json").read_text())
+    socket_folder = Path(record["socket"]).parent
+    assert stat.S_IMODE(socket_folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(platform.data_dir.stat().st_mode) == 0o700
+    written = [path for path in platform.data_dir.rglob("*") if path.is_file()]
+    assert any(path.name == "audit.jsonl" for path in written)
+    assert not [path for path in written if b"secret-of" in path.read_bytes()]
+    assert "secret" not in platform.out + platform.err
+
+
 def test_a_signal_while_it_starts_leaves_no_forkserver(serving):
     platform = serving("--port", "0")
     path = platform.data_dir / "forkserver.log"
@@ -165,10 +215,15 @@ def test_what_cannot_be_used_is_one_line_and_nothing_is_started(serving, tmp_pat
         taken.listen()
         port = str(taken.getsockname()[1])
         (tmp_path / "file").write_text("")
+        (tmp_path / "data-3" / "checkpoints" / "j").mkdir(parents=True)
+        (tmp_path / "data-4").mkdir()
+        (tmp_path / "data-4" / "control.db").write_bytes(b"no database" * 999)
         refused = {
             f"port must be free on 127.0.0.1, got {port}": ("--port", port),
             "catalog must be a TOML file, got 'none.toml'": ("--catalog", "none.toml"),
             "database_url must name a database that opens": ("--database-url", "nothing"),
+            "database must have the records of what is in": ("--port", "0"),
+            "database_url must name a database that opens, got 'sqlite:": ("--port=0",),
         }
         begun = {
             message: serving(*flags, data_dir=tmp_path / f"data-{number}")

@@ -1,15 +1,18 @@
 """The gateway between real sockets: a worker at a Unix socket, clients at a port."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import orjson
 import pytest
 from tests.listening import AppListener
 from tests.unit.control.conftest import ScriptedLauncher, ScriptedWorker
+from tests.waiting import wait_until
 
 from hearth.control.access import Access
 from hearth.control.app import create_gateway
@@ -36,6 +39,7 @@ class Peer:
         self.may_end = threading.Event()
         self.left = threading.Event()
         self.streaming = threading.Event()
+        self.has_begun = threading.Event()
 
     async def __call__(self, scope, receive, send):
         if scope["type"] == "lifespan":
@@ -43,6 +47,7 @@ class Peer:
         body = b""
         while True:
             message = await receive()
+            self.has_begun.set()
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
@@ -212,6 +217,24 @@ def test_a_dead_worker_is_503_with_when_to_ask_again(here, peer, folder):
         assert "the answer will say how" in message
 
 
+def test_a_request_whose_worker_dies_says_how_it_ended(served):
+    here, _, folder, plane = served
+    (folder / "brief").unlink(missing_ok=True)
+    with ThreadPoolExecutor(1) as pool, socket.socket(socket.AF_UNIX) as worker:
+        worker.bind(str(folder / "brief"))
+        worker.listen()
+        asking = pool.submit(here.get, "/training/v1/rlorTrainerJobs/me/brief/x")
+        connection, _ = worker.accept()
+        plane.jobs.live.get("brief").worker.dies("out of memory")
+        connection.close()
+        answer = asking.result(10)
+
+    assert answer.status_code == 410
+    assert "(out of memory): resume it" in answer.json()["error"]["message"]
+    plane.jobs.resume("brief")
+    plane.jobs.live.get("brief").worker.starts()
+
+
 def test_a_clients_own_bucket_header_is_not_passed_on(here, peer):
     forged = NAMED | {"x-hearth-snapshot-bucket": "trainer-of-another"}
 
@@ -234,6 +257,21 @@ def test_keys_never_reach_a_worker(here, peer):
 
     assert "secret" not in str(peer.asked)
     assert ("x-other", "kept") in peer.asked[-1]["headers"]
+
+
+def test_a_worker_is_told_whose_request_it_is_but_no_key(here, peer):
+    keys = [{"x-api-key": "k"}, {"authorization": "Bearer k"}, {"x-api-key": "other"}, {}]
+    for key in keys:
+        here.post(COMPLETIONS, content=b"{}", headers=NAMED | {"x-hearth-client": "me"} | key)
+
+    clients = [
+        [value for name, value in request["headers"] if name == "x-hearth-client"]
+        for request in peer.asked
+    ]
+    assert [len(names) for names in clients] == [1, 1, 1, 1]
+    first, second, third, fourth = (names[0] for names in clients)
+    assert first == second
+    assert len({first, third, fourth, "me"}) == 4
 
 
 def test_a_request_id_is_passed_on(here, peer):
@@ -298,6 +336,67 @@ def test_a_body_that_says_it_is_too_long_is_413_before_it_is_sent(here):
         )
         connection.sendall(head.encode())
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_whose_length_is_said_twice_is_refused(here, peer):
+    url = here.base_url
+    request = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nhost: {url.host}\r\nconnection: close\r\n"
+        "content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    )
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(request.encode())
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"content-length must be absent with transfer-encoding" in answer
+    assert peer.asked == []
+
+
+def begin_body(url, length, sent):
+    # A connection that announces a body and has sent some of it.
+    connection = socket.create_connection((url.host, url.port), timeout=10)
+    head = f"POST {TRAINER}/x HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n"
+    connection.sendall(head.encode() + sent)
+    return connection
+
+
+def test_bodies_in_flight_are_bounded_before_they_are_read_and_room_comes_back(here):
+    def post(**headers):
+        return here.post(f"{TRAINER}/x", content=b"x" * 16000, headers=headers)
+
+    def post_beside_one_more():
+        begun.enter_context(begin_body(here.base_url, 16000, b"x"))
+        return post()
+
+    # Two of three bodies of the longest length; another client still has room for the third. A body
+    # that meets a post on its way is refused itself, so bodies are begun until two are held.
+    with contextlib.ExitStack() as begun:
+        begun.enter_context(begin_body(here.base_url, 16000, b""))
+        wait_until(lambda: post_beside_one_more().status_code == 429)
+        refusal, other = post(), post(**{"x-api-key": "other"})
+    wait_until(lambda: post().status_code == 200)
+
+    assert refusal.headers["retry-after"] == "1"
+    rule = "bytes of bodies in flight of one client must be at most 16000 now, got 48000"
+    assert rule in refused(refusal, 429)
+    assert other.status_code == 200
+
+
+def test_a_long_body_is_passed_on_while_it_arrives(served, peer):
+    body = bytes(range(256)) * 2**13
+    with AppListener(create_gateway(served[3])) as listening:
+        url = httpx.URL(listening.url)
+        with begin_body(url, len(body), body[: len(body) * 3 // 4]) as connection:
+            assert peer.has_begun.wait(5)
+            assert peer.asked == [], "the rest has not been sent"
+            connection.sendall(body[len(body) * 3 // 4 :])
+            assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+        parts = (body[start : start + 2**18] for start in range(0, len(body), 2**18))
+        answer = httpx.post(f"{listening.url}{TRAINER}/x", content=parts, timeout=10)
+
+    assert answer.content == body
+    assert [request["body"] == body for request in peer.asked] == [True, True]
 
 
 def test_a_body_of_the_longest_length_is_taken(here, peer):

@@ -116,7 +116,7 @@ def test_a_listing_has_resumable_and_sampler_rows_with_their_types(trained):
     assert kinds(trained, "policy") == [
         ("step", "CHECKPOINT_TYPE_TRAINING", False),
         ("first", "CHECKPOINT_TYPE_INFERENCE_BASE", True),
-        ("second", "CHECKPOINT_TYPE_INFERENCE_ARC_V2", False),
+        ("second", "CHECKPOINT_TYPE_INFERENCE_ARC_V2", True),
         ("third", "CHECKPOINT_TYPE_INFERENCE_BASE", True),
     ]
     assert kinds(trained, "adapter") == [
@@ -180,11 +180,32 @@ def test_a_promoted_adapter_says_what_it_adapts(trained):
     assert transformers.AutoModelForCausalLM.from_pretrained(merged["model"]["source"])
 
 
-def test_a_delta_is_not_promoted_and_the_whole_ones_are_named(trained):
-    status, content = promote(trained, "policy", "second", "delta")
+def test_a_promoted_delta_is_the_whole_model_of_its_step_also_when_it_is_saved_again(platform):
+    platform.job("chain")
+    client = platform.train("chain")
+    client.save_weights_for_sampler_ext("before", checkpoint_type="base")
+    tokens = tinker.ModelInput.from_ints([5, 6, 7])
+    targets = {"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]}
+    datum = tinker.Datum(model_input=tokens, loss_fn_inputs=targets)
+    client.forward_backward([datum], "cross_entropy").result()
+    client.optim_step(ADAM).result()
+    saved = client.save_weights_for_sampler_ext("after", checkpoint_type="delta")
+    client.save_weights_for_sampler_ext("after", checkpoint_type="base")
+    client.save_weights_for_sampler_ext("whole", checkpoint_type="base")
+    assert kinds(platform, "chain")[1] == ("after", "CHECKPOINT_TYPE_INFERENCE_ARC_V2", True)
 
-    assert status == 400
-    assert "which is a delta: save one with checkpoint_type='base'" in content["error"]["message"]
+    models = [
+        promote(platform, "chain", name, f"chain-{name}")[1]["model"]
+        for name in ("before", "after", "whole")
+    ]
+
+    assert models[1]["sourceCheckpoint"] == saved.snapshot_name
+    before, after, whole = (
+        transformers.AutoModelForCausalLM.from_pretrained(model["source"]).state_dict()
+        for model in models
+    )
+    assert all(torch.equal(after[name], whole[name]) for name in whole)
+    assert not all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_the_rows_of_a_deleted_job_are_listed_and_promoted(platform):

@@ -85,6 +85,16 @@ def test_what_was_written_and_never_started_is_started(make_plane, again, script
     assert second.deployments.get("d").state == "READY"
 
 
+def test_what_ended_before_it_ever_answered_is_started_again(make_plane, again, script, base):
+    make_plane(script).jobs.create("j", describe_job(base), None)
+
+    second, found = again(reason="was gone when the control plane came back")
+
+    assert second.jobs.get("j").state == "JOB_STATE_CREATING"
+    found.last("j").starts()
+    assert second.jobs.get("j").state == "JOB_STATE_RUNNING"
+
+
 def test_what_had_ended_stays_as_it_was(make_plane, again, script, base):
     first = make_plane(script)
     for id in ("cancelled", "failed", "deleted"):
@@ -129,6 +139,38 @@ def test_a_job_whose_model_left_the_catalog_is_failed_with_that_reason(
     assert "cannot be started: base_model must be a registered name" in job.status_message
     assert deployment.state == "FAILED"
     assert "accounts/x/models/gone" in deployment.status_message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"worker": {"spec": 7}}, {"body": {"baseModel": []}, "worker": None}],
+    ids=["worker", "body"],
+)
+def test_records_that_make_no_sense_are_failed_and_the_others_are_found(
+    make_plane, again, script, base, change
+):
+    first = make_plane(script)
+    for id in ("odd", "good"):
+        first.jobs.create(id, describe_job(base), None)
+        script.last(id).starts()
+        first.deployments.create(id, Deployment(base_model=base))
+        script.last(id).starts()
+    for records in (first.store.jobs, first.store.deployments):
+        records.update("odd", **change)
+    first.store.operations.insert("o", "running", {"done": []})
+    first.store.models.insert("accounts/me/models/odd", "READY", {"kind": "HF_BASE_MODEL"})
+
+    second, found = again(adopts=True)
+
+    assert second.store.jobs.get("odd").state == "JOB_STATE_FAILED"
+    assert "could not be read after a restart" in second.store.jobs.get("odd").message
+    assert second.store.deployments.get("odd").state == "FAILED"
+    assert second.jobs.get("good").state == "JOB_STATE_RUNNING"
+    assert "good" in [job.name.rpartition("/")[2] for job in second.jobs.list_all()]
+    assert second.deployments.get("good").state == "READY"
+    assert len(found.started) == 2, "the good job's worker and the good deployment's"
+    assert second.checkpoints.get_operation("o").done
+    second.jobs.create("new", describe_job(base), None)
 
 
 def test_a_deployment_that_was_being_deleted_is_gone(make_plane, again, script, base):

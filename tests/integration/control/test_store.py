@@ -1,9 +1,12 @@
+import contextlib
+import resource
+import sqlite3
 import threading
 
 import pytest
 
-from hearth.control.store import Store
-from hearth.errors import ConfigError, ConflictError, NotFoundError
+from hearth.control.store import Store, check_records
+from hearth.errors import ConfigError, ConflictError, EngineError, NotFoundError, StorageError
 from hearth.wire.fireworks import TrainerJob
 
 
@@ -106,6 +109,84 @@ def test_rows_are_listed_oldest_first_and_by_state(store):
     assert [record.id for record in store.jobs.list_all()] == ["c", "a", "b"]
     assert [record.id for record in store.jobs.list_all(("NEW",))] == ["c", "b"]
     assert store.jobs.list_all(()) == []
+
+
+def damage(path, column, value, id="bad"):
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"UPDATE jobs SET {column} = ? WHERE id = ?", (value, id))
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("body", "{nope"), ("body", "[]"), ("worker", "7"), ("state", b"\x00"), ("created_s", "x")],
+    ids=["cut", "list", "number", "blob", "text"],
+)
+def test_a_damaged_row_is_left_out_and_named_where_it_is_asked_for(tmp_path, caplog, column, value):
+    store = Store(f"sqlite:///{tmp_path / 'control.db'}")
+    for id in ("a", "bad", "b"):
+        store.jobs.insert(id, "NEW", {"n": 1})
+    damage(tmp_path / "control.db", column, value)
+
+    assert [record.id for record in store.jobs.list_all()] == ["a", "b"]
+    assert "got a damaged one of 'bad'" in caplog.text
+    assert [record.id for record in store.jobs.list_all(("NEW",))] == ["a", "b"]
+    with pytest.raises(EngineError, match="jobs must hold readable records, got a damaged one of"):
+        store.jobs.get("bad")
+    with pytest.raises(ConflictError):
+        store.jobs.insert("bad", "NEW", {})
+    store.close()
+
+
+def test_a_database_with_damaged_pages_is_refused(tmp_path):
+    path = tmp_path / "control.db"
+    store = Store(f"sqlite:///{path}")
+    for number in range(200):
+        store.jobs.insert(f"job-{number}", "NEW", {"text": "x" * 500})
+    store.close()
+    content = bytearray(path.read_bytes())
+    content[20 * 4096 : 24 * 4096] = b"\xff" * 4 * 4096
+    path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"database_url must name an? "):
+        Store(f"sqlite:///{path}")
+
+
+def test_what_was_answered_survives_a_power_cut(tmp_path):
+    store = Store(f"sqlite:///{tmp_path / 'control.db'}")
+    with store.jobs._engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2, "FULL"
+    store.close()
+
+
+def test_a_database_that_cannot_grow_refuses_and_keeps_what_it_had(tmp_path):
+    store = Store(f"sqlite:///{tmp_path / 'control.db'}")
+    store.jobs.insert("a", "NEW", {"n": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, hard))
+    try:
+        with pytest.raises(StorageError, match=r"control\.db' must be writable, got .*disk"):
+            store.jobs.insert("b", "NEW", {"text": "x" * 2**20})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert [record.id for record in store.jobs.list_all()] == ["a"]
+    store.jobs.insert("b", "NEW", {"text": "x" * 2**20})
+    store.close()
+
+
+def test_an_empty_database_beside_what_jobs_have_left_is_refused(tmp_path):
+    store = Store(f"sqlite:///{tmp_path / 'control.db'}")
+    check_records(store, tmp_path)
+    (tmp_path / "workers" / "deployment-d").mkdir(parents=True)  # it may have been deleted
+    check_records(store, tmp_path)
+
+    for folder in ("workers/trainer-j", "checkpoints/j", "models/tuned"):
+        (tmp_path / folder).mkdir(parents=True)
+        with pytest.raises(ConfigError, match=f"got an empty one beside .*'{folder}'"):
+            check_records(store, tmp_path)
+    store.jobs.insert("other", "NEW", {})
+    check_records(store, tmp_path)
+    store.close()
 
 
 def test_an_unknown_id_lists_the_known_ones(store):

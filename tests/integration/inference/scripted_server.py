@@ -166,7 +166,23 @@ def main() -> None:
     port = int(sys.argv[sys.argv.index("--port") + 1])
     with (ORDERS.parent / "pids").open("a") as pids:
         pids.write(f"{os.getpid()}\n")
+    if ordered("bad-network"):
+        serve_behind_bad_network(port)
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+def serve_behind_bad_network(port: int) -> None:
+    """Serve through a proxy that disturbs requests while that is ordered."""
+    sys.path.insert(0, (ORDERS / "bad-network").read_text())
+    from tests.chaos.proxy import FlakyProxy
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with FlakyProxy(server.server_port, seed=port, own_port=port) as proxy:
+        while True:
+            proxy.share = 0.2 if ordered("disturb") else 0.0
+            (ORDERS.parent / f"disturbed-{os.getpid()}").write_text(str(proxy.counts.total()))
+            time.sleep(0.02)
 
 
 if __name__ == "__main__":

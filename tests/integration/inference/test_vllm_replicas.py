@@ -6,6 +6,7 @@ import os
 import signal
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,6 +125,23 @@ def test_a_listener_hears_each_token(deployment) -> None:
 
     assert collector.tokens == sampled.token_ids == [11, 18, 25, 32]
     assert len(collector.prompts) == 1
+
+
+def test_bad_connections_to_servers_lose_and_change_no_completion(scripted) -> None:
+    made = scripted(2)
+    (made.orders / "bad-network").write_text(str(Path(__file__).parents[3]))
+    backend = made.start()
+    made.order("disturb")
+
+    running = [backend.submit(request(seed=seed)) for seed in range(120)]
+    sampled = [future.result(60) for future in running]
+    made.withdraw("disturb")
+
+    expected = [[(1 + 2 + 3 + seed + 7 * n) % 50 for n in range(4)] for seed in range(120)]
+    assert [completion.token_ids for completion in sampled] == expected
+    disturbed = [int(path.read_text()) for path in made.orders.parent.glob("disturbed-*")]
+    assert sum(disturbed) > 5
+    assert len(made.pids()) == 2, "no server was ended for it"
 
 
 def test_requests_beyond_one_replicas_room_go_to_the_other(two) -> None:

@@ -115,6 +115,7 @@ def test_what_an_engine_cannot_be_is_refused(tmp_path, fields, message):
         "device": "cpu",
         "max_seq_len": None,
         "max_batch_size": 4,
+        "max_adapters": 0,
         "trust_remote_code": False,
         "on_phase": lambda phase: None,
         "sidecars": LocalSidecars(tmp_path / "sidecars"),

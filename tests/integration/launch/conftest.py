@@ -37,7 +37,7 @@ class RecordingWatcher:
         self.report = report
         self.has_failed.set()
 
-    def wait_ready(self, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, timeout_s: float = 240.0) -> None:
         wait_until(lambda: self.is_ready.is_set() or self.has_failed.is_set(), timeout_s, "a start")
         assert not self.has_failed.is_set(), str(self.report)
 
@@ -53,6 +53,19 @@ def start_worker(launcher: Launcher, spec: WorkerSpec) -> tuple[Any, RecordingWa
     worker = launcher.start(spec, watcher)
     watcher.wait_ready()
     return worker, watcher
+
+
+def make_deployment_spec(model_folder: Path, state_dir: Path, **options: Any) -> DeploymentSpec:
+    """The deployment ``d`` of a model; ``options`` are fields of its spec."""
+    return DeploymentSpec(
+        worker_id="deployment-d",
+        name="accounts/me/deployments/d",
+        base_model="tiny",
+        source=str(model_folder),
+        state_dir=str(state_dir),
+        device="cpu",
+        **options,
+    )
 
 
 def make_trainer_spec(
@@ -136,13 +149,4 @@ def trainer_spec(
 
 @pytest.fixture
 def deployment_spec(model_folder: Path, data_dir: Path) -> DeploymentSpec:
-    return DeploymentSpec(
-        worker_id="deployment-d",
-        name="accounts/me/deployments/d",
-        base_model="tiny",
-        source=str(model_folder),
-        bucket="bucket-0",
-        state_dir=str(data_dir / "state"),
-        device="cpu",
-        threads=1,
-    )
+    return make_deployment_spec(model_folder, data_dir / "state", bucket="bucket-0", threads=1)

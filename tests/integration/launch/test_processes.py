@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from hearth.errors import ClosedError, ConfigError, NotFoundError
 from hearth.inference import worker as deployment_worker
 from hearth.launch.gpus import VISIBLE_VARIABLE
-from hearth.launch.processes import ProcessLauncher
+from hearth.launch.processes import ProcessLauncher, end_process
 from hearth.launch.records import ProcessHandle, ProcessId, WorkerFolder
 from hearth.launch.spec import (
     DeploymentSpec,
@@ -222,6 +222,19 @@ def test_a_worker_that_does_not_end_in_time_is_killed(start):
     assert not watcher.has_failed.is_set()
 
 
+def test_a_worker_that_hangs_is_killed_and_reported_as_one_that_died(start, record_property):
+    worker, watcher = start()
+    os.kill(worker.pid, signal.SIGSTOP)
+    start_s = time.monotonic()
+
+    report = watcher.wait_failed(240.0)
+
+    record_property("noticed_s", time.monotonic() - start_s)
+    assert not is_running(worker.pid)
+    assert report.reason.startswith("hung, and was killed: it is stopped since ")
+    assert (report.signal, report.phase) == ("SIGKILL", "idle")
+
+
 def test_a_worker_can_be_stopped_before_it_answers(launcher, trainer_spec):
     watcher = RecordingWatcher()
     worker = launcher.start(trainer_spec(), watcher)
@@ -315,6 +328,15 @@ def test_a_process_that_nobody_adopted_is_ended_when_its_id_starts_again(start, 
     assert is_running(worker.pid)
 
 
+def test_the_keys_of_clients_reach_no_worker(start, make_launcher, monkeypatch):
+    monkeypatch.setenv("HEARTH_API_KEYS", "a-key")
+    launcher = make_launcher(die_with_parent=True)
+    worker, _ = start(1, by=launcher)
+
+    for pid in (launcher.forkserver_pid, worker.pid):
+        assert b"a-key" not in Path(f"/proc/{pid}/environ").read_bytes()
+
+
 def test_workers_outlive_their_forkserver_and_their_ends_are_noticed(start, launcher):
     worker, watcher = start(1)
     forkserver = launcher.forkserver_pid
@@ -330,6 +352,40 @@ def test_workers_outlive_their_forkserver_and_their_ends_are_noticed(start, laun
     replacement, _ = start(2)
     assert launcher.forkserver_pid not in (None, forkserver)
     assert is_running(replacement.pid)
+
+
+def test_a_worker_whose_forkserver_dies_before_it_forks_is_forked_by_another(
+    tmp_path, trainer_spec
+):
+    launcher, watcher = ProcessLauncher(tmp_path, die_with_parent=True), RecordingWatcher()
+    launcher.warm()
+    importing = launcher.forkserver_pid
+    worker = launcher.start(trainer_spec(), watcher)
+    # Once it has the request it waits for the answer, which takes seconds of imports.
+    wait_until(lambda: worker.folder.path.exists(), LIMIT_S)
+    time.sleep(0.2)
+    os.kill(importing, signal.SIGKILL)
+
+    watcher.wait_ready(120)
+
+    assert launcher.forkserver_pid != importing
+    launcher.close()
+
+
+def test_a_forkserver_that_was_stopped_is_continued_for_a_start_and_for_the_end(
+    start, make_launcher
+):
+    launcher = make_launcher(die_with_parent=True)
+    start(1, by=launcher)
+    forkserver = launcher.forkserver_pid
+    os.kill(forkserver, signal.SIGSTOP)
+
+    worker, _ = start(2, by=launcher)
+    assert launcher.forkserver_pid == forkserver
+    os.kill(forkserver, signal.SIGSTOP)
+    launcher.close()
+
+    assert not is_running(forkserver, worker.pid)
 
 
 def test_a_worker_whose_launcher_is_gone_ends_itself(start, make_launcher):
@@ -476,6 +532,17 @@ def test_a_bucket_is_listed_oldest_first(tmp_path):
     launcher.close()
 
 
+def test_a_clock_set_back_changes_no_order_of_a_bucket(tmp_path):
+    store = FolderSnapshotStore(tmp_path / "buckets" / "b")
+    for number, name in enumerate(("z", "a", "m")):
+        weights = {"w": torch.full((8,), float(number))}
+        store.put(Snapshot(name, "base", "tiny", weights, created_s=2e9 - number))
+    launcher = ProcessLauncher(tmp_path)
+
+    assert [record.identity for record in launcher.snapshots("b")] == ["z", "a", "m"]
+    launcher.close()
+
+
 def test_closing_a_launcher_that_started_nothing_starts_nothing(tmp_path):
     launcher = ProcessLauncher(tmp_path)
     launcher.close()
@@ -527,3 +594,31 @@ def test_forked_processes_have_request_ids_of_their_own():
     )
 
     assert len(set(out.stdout.split())) == 2
+
+
+class HeldByKernel:
+    """Stands for a process that is held in a driver's call: no signal ends it."""
+
+    identity = ProcessId(1, 1)
+
+    def __init__(self) -> None:
+        self.signals: list[str] = []
+
+    def send(self, number: signal.Signals) -> None:
+        self.signals.append(number.name)
+
+    def kill_group(self) -> None:
+        self.signals.append("SIGKILL")
+
+    def wait(self, timeout_s: float | None) -> bool:
+        assert timeout_s is not None, "it would never return"
+        return False
+
+
+def test_a_process_that_the_kernel_holds_is_given_up_and_said(caplog):
+    held = HeldByKernel()
+
+    assert not end_process(held, 0.1)
+
+    assert held.signals == ["SIGTERM", "SIGKILL"]
+    assert "a driver or a disk holds it" in caplog.text

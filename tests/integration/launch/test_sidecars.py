@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -100,6 +101,15 @@ def test_a_killed_one_says_by_what(start):
     os.kill(int(read_line(started)), signal.SIGKILL)
     report = await_end(started)
     assert report.signal == "SIGKILL"
+
+
+def test_one_that_is_stopped_hangs_and_is_killed(start):
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    started = start(code)
+    os.kill(int(read_line(started)), signal.SIGSTOP)
+    report = await_end(started)
+    assert report.signal == "SIGKILL"
+    assert re.match(r"hung, and was killed: it was stopped for \d s", report.describe())
 
 
 def test_stopping_ends_what_it_started_itself(start, sidecars):

@@ -1,15 +1,22 @@
 """The real inline launcher, with the tiny model that Hearth ships."""
 
+import asyncio
 import gc
 import threading
 import weakref
 
 import httpx
 import pytest
-from tests.integration.launch.conftest import RecordingWatcher, make_trainer_spec, start_worker
+from tests.integration.launch.conftest import (
+    RecordingWatcher,
+    make_deployment_spec,
+    make_trainer_spec,
+    start_worker,
+)
 
 from hearth.errors import ClosedError, NotFoundError
-from hearth.launch.spec import DeploymentSpec, ExportSpec
+from hearth.inference.engine.scheduler import Scheduler
+from hearth.launch.spec import ExportSpec
 from hearth.local.inline import InlineLauncher
 from training.quickstart import MODEL
 
@@ -30,6 +37,11 @@ def spec(tmp_path):
     return make
 
 
+@pytest.fixture
+def deployment(tmp_path):
+    return make_deployment_spec(MODEL, tmp_path / "state", bucket="b")
+
+
 async def get(app, path):
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as http:
         return (await http.get(f"http://worker{path}")).json()
@@ -45,17 +57,8 @@ async def test_a_trainer_answers_when_its_watcher_is_told_so(launcher, spec):
     assert worker.phase == "idle"
 
 
-async def test_a_deployment_answers_too(launcher, tmp_path):
-    made = DeploymentSpec(
-        worker_id="deployment-d",
-        name="accounts/me/deployments/d",
-        base_model="tiny",
-        source=str(MODEL),
-        bucket="b",
-        state_dir=str(tmp_path / "state"),
-        device="cpu",
-    )
-    worker, heard = start_worker(launcher, made)
+async def test_a_deployment_answers_too(launcher, deployment, tmp_path):
+    worker, heard = start_worker(launcher, deployment)
 
     assert heard.news == [(worker, "ready")]
     assert (await get(worker.endpoint.app, "/healthz"))["status"] == "ok"
@@ -114,6 +117,27 @@ def test_a_watcher_may_stop_the_worker_it_hears_of(launcher, spec):
     worker = launcher.start(spec(), heard)
 
     heard.wait_ready()
+    assert worker.has_ended.is_set()
+
+
+async def test_a_deployment_whose_engine_ends_is_reported_and_closed(
+    launcher, deployment, monkeypatch
+):
+    worker, heard = start_worker(launcher, deployment)
+
+    def fail(*_args):
+        raise RuntimeError("admit")
+
+    # Admission fails on no request that passed its checks.
+    monkeypatch.setattr(Scheduler, "admit", fail)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(worker.endpoint.app)) as http:
+        answer = await http.post(
+            "http://worker/v1/completions", json={"prompt": [1, 2], "max_tokens": 2}
+        )
+
+    assert answer.status_code >= 500
+    report = await asyncio.to_thread(heard.wait_failed, 240.0)
+    assert report.reason == "ended: the engine has ended: RuntimeError: admit"
     assert worker.has_ended.is_set()
 
 

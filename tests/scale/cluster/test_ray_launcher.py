@@ -114,6 +114,20 @@ def test_a_worker_that_is_killed_is_reported_with_its_last_lines(make_launcher, 
     start_worker(launcher, spec())
 
 
+def test_a_worker_that_is_stopped_is_killed_and_frees_its_place(make_launcher, spec):
+    launcher = make_launcher()
+    worker, watcher = start_worker(launcher, spec())
+
+    os.kill(worker.pid, signal.SIGSTOP)
+    report = watcher.wait_failed(SOON_S)
+
+    assert report.reason is not None
+    assert report.reason.startswith("hung, and was killed: it is stopped since ")
+    assert report.phase == "idle"
+    wait_until(lambda: not is_running(worker.pid), SOON_S)
+    start_worker(launcher, spec())
+
+
 def test_a_worker_that_cannot_start_says_why(make_launcher, spec, tmp_path):
     reason = wait_for_reason(make_launcher(), spec(source=str(tmp_path / "none")))
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tests.scale.ranks.trainers import (
@@ -238,3 +239,16 @@ def test_weights_that_have_diverged_are_named_and_their_gradient_dropped(trainer
 
     assert metrics["skipped"] == 1.0
     trainer.unload(model)
+
+
+def test_ranks_listen_at_the_loopback_address_and_nowhere_else(trainer, ranks):
+    pids = [trainer.worker.pid, *(trainer.pid(rank) for rank in range(1, ranks))]
+    listening = [
+        connection.laddr.ip
+        for pid in pids
+        for connection in psutil.Process(pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+
+    assert listening
+    assert set(listening) <= {"127.0.0.1", "::1"}

@@ -59,14 +59,30 @@ def test_a_rank_that_is_killed_is_named_with_its_last_lines(start, is_busy):
     wait_for_end(own, pid)
 
 
-def test_a_rank_that_hangs_is_given_up_after_its_time_and_named(start):
-    trainer = start(3, rank_timeout_s=8.0)
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "amid an operation"])
+def test_a_rank_that_is_stopped_is_killed_long_before_its_time(start, is_busy):
+    trainer = start(2)
+    own, pid = trainer.worker.pid, trainer.pid(1)
+    assert own is not None
+
+    if is_busy:
+        stop_amid_a_pass(trainer, pid)
+    else:
+        os.kill(pid, signal.SIGSTOP)
+
+    message = trainer.watcher.wait_failed(SOON_S).describe()
+    assert "rank-1 hung, and was killed: it was stopped for" in message
+    wait_for_end(own, pid)
+
+
+def test_a_rank_that_does_not_answer_is_given_up_after_its_time_and_named(start):
+    trainer = start(3, rank_timeout_s=2.0)
     own, pid = trainer.worker.pid, trainer.pid(1)
     assert own is not None
 
     stop_amid_a_pass(trainer, pid)
 
-    message = trainer.watcher.wait_failed(8.0 + SOON_S).describe()
+    message = trainer.watcher.wait_failed(SOON_S).describe()
     assert "got: rank-1 still runs, and does not answer" in message
     assert f"process {pid}," in message
     wait_for_end(own, pid)

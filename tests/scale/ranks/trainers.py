@@ -58,8 +58,9 @@ class RankTrainer:
 
     def pid(self, rank: int) -> int:
         """The process of a rank other than 0."""
-        found = re.search(r": process (\d+),", "\n".join(self.log(rank)))
-        assert found is not None, self.log(rank)
+        log = (self.folder / "sidecars" / f"rank-{rank}" / "log").read_text(encoding="utf-8")
+        found = re.search(r": process (\d+),", log)
+        assert found is not None, log
         return int(found[1])
 
     def ask(self, operation: str, **body: Any) -> dict[str, Any]:
@@ -94,6 +95,7 @@ class RankTrainer:
             model_seq_id=self._models,
             base_model="tiny",
             base_only=is_frozen,
+            owner=str(self._models),
             **body,
         )["model_id"]
 

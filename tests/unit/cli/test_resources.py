@@ -35,7 +35,7 @@ class Platform:
         self.script.folder = folder
         context = Context(launcher=self.script, catalog=read_catalog(), data_dir=folder)
         self.plane = ControlPlane(Store(), context)
-        self.app = create_gateway(self.plane, Access(api_keys=["the-key"]))
+        self.app = create_gateway(self.plane, Access(api_keys={"the-key": "me"}))
 
     def job(self, id, **more):
         body = {"trainingConfig": {"baseModel": str(MODEL)}} | more
@@ -75,6 +75,7 @@ def shown(capsys):
     return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_what_runs_is_shown_one_line_each(platform, capsys):
     platform.job("policy")
     platform.job("reference", forwardOnly=True)
@@ -91,6 +92,7 @@ def test_what_runs_is_shown_one_line_each(platform, capsys):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", ["20", "40", "80", "200"])
 def test_ids_and_states_are_whole_whatever_the_width(platform, capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", width)
@@ -109,6 +111,7 @@ def test_ids_and_states_are_whole_whatever_the_width(platform, capsys, monkeypat
     assert " a reason a reas" in lines[1]
 
 
+@pytest.mark.slow
 def test_a_note_is_whole_where_it_fits_and_one_line_however_it_was_said(
     platform, capsys, monkeypatch
 ):
@@ -120,6 +123,7 @@ def test_a_note_is_whole_where_it_fits_and_one_line_however_it_was_said(
     assert shown(capsys)[1].endswith("ended by [bold]SIGKILL[/bold] with more")
 
 
+@pytest.mark.slow
 def test_ended_jobs_are_shown_when_all_are_asked_for(platform, capsys):
     platform.job("over")
     platform.job("there")
@@ -131,12 +135,14 @@ def test_ended_jobs_are_shown_when_all_are_asked_for(platform, capsys):
     assert [line.split()[0] for line in shown(capsys)] == ["ID", "over", "there"]
 
 
+@pytest.mark.slow
 def test_nothing_that_runs_is_said_so(platform, capsys):
     assert ps([]) == 0
 
     assert shown(capsys) == [f"nothing runs at {platform.url}"]
 
 
+@pytest.mark.slow
 def test_the_end_of_a_workers_log_is_shown_as_it_is(platform, capsys):
     platform.job("j")
     platform.deployment("d")
@@ -150,6 +156,7 @@ def test_the_end_of_a_workers_log_is_shown_as_it_is(platform, capsys):
     assert shown(capsys) == ["of d"]
 
 
+@pytest.mark.slow
 def test_a_log_that_is_not_there_is_one_line(platform, capsys):
     platform.job("silent")
 
@@ -160,6 +167,7 @@ def test_a_log_that_is_not_there_is_one_line(platform, capsys):
     assert "worker 'trainer-silent' must have a log of its own" in error[0]
 
 
+@pytest.mark.slow
 def test_a_job_is_cancelled_and_a_deployment_scaled_to_zero(platform, capsys):
     worker, replica = platform.job("j"), platform.deployment("d")
 
@@ -175,6 +183,7 @@ def test_a_job_is_cancelled_and_a_deployment_scaled_to_zero(platform, capsys):
     assert platform.plane.deployments.get("d").max_replica_count == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", [logs, stop])
 def test_an_unknown_id_lists_the_known_ones(platform, capsys, verb):
     platform.job("policy")
@@ -187,6 +196,7 @@ def test_an_unknown_id_lists_the_known_ones(platform, capsys, verb):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(ps,), (logs, "j"), (stop, "j")], ids=["ps", "logs", "stop"])
 def test_a_platform_that_is_not_there_is_one_line_that_says_how_to_start_one(
     capsys, monkeypatch, arguments
@@ -212,6 +222,7 @@ def test_a_wrong_key_is_one_line_that_says_what_to_do(platform, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_flag_stands_over_the_environment(platform, capsys, monkeypatch):
     monkeypatch.setenv("FIREWORKS_BASE_URL", "http://127.0.0.1:9")
 

@@ -14,7 +14,7 @@ import httpx
 import orjson
 import pytest
 
-from hearth.control.access import Access
+from hearth.control.access import Access, AuditLog
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
 from hearth.control.context import Context
@@ -56,6 +56,9 @@ class ScriptedWorker:
     def dies(self, reason: str = "killed") -> None:
         self.watcher.failed(self, ExitReport(reason=reason))
 
+    def is_killed(self) -> None:
+        self.watcher.failed(self, ExitReport(signal="SIGKILL"))
+
     async def answer(self, scope: Any, receive: Any, send: Any) -> None:
         body = b""
         while (message := await receive())["type"] == "http.request":
@@ -82,6 +85,7 @@ class ScriptedLauncher:
         self.adopts = False
         self.reason = "it was gone"
         self.buckets: dict[str, list[SnapshotRecord]] = {}
+        self.logs: dict[str, Path] = {}
         self.exports: list[ExportSpec] = []
         self.may_export = threading.Event()
         self.may_export.set()
@@ -123,7 +127,7 @@ class ScriptedLauncher:
         return list(self.buckets.get(bucket, []))
 
     def log_path(self, worker_id: str) -> Path | None:
-        return None
+        return self.logs.get(worker_id)
 
     def close(self) -> None:
         self.closed = True
@@ -134,8 +138,10 @@ class ScriptedLauncher:
 class PlatformClient:
     """A platform over HTTP, without a socket between."""
 
-    def __init__(self, plane: ControlPlane, access: Access | None = None) -> None:
-        self.app = create_gateway(plane, access or Access(is_local=False))
+    def __init__(
+        self, plane: ControlPlane, access: Access | None = None, audit: AuditLog | None = None
+    ) -> None:
+        self.app = create_gateway(plane, access or Access(is_local=False), audit)
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app), base_url="http://platform", timeout=30
         )
@@ -197,8 +203,10 @@ async def ask(plane: ControlPlane) -> AsyncIterator[PlatformClient]:
 async def make_ask() -> AsyncIterator[Callable[..., PlatformClient]]:
     made: list[PlatformClient] = []
 
-    def make(plane: ControlPlane, access: Access | None = None) -> PlatformClient:
-        made.append(PlatformClient(plane, access))
+    def make(
+        plane: ControlPlane, access: Access | None = None, audit: AuditLog | None = None
+    ) -> PlatformClient:
+        made.append(PlatformClient(plane, access, audit))
         return made[-1]
 
     yield make

@@ -1,6 +1,8 @@
 """Bodies and answers of the control plane's HTTP face."""
 
 import asyncio
+import re
+import threading
 from dataclasses import fields
 
 import orjson
@@ -8,9 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic.alias_generators import to_camel
+from tests.unit.control.conftest import ScriptedLauncher, ScriptedWorker
+from tests.unit.wire.routes import list_routes
+from tests.waiting import until
 
+import hearth
 from hearth.launch.spec import DeploymentSpec, TrainerSpec
 from hearth.wire.fireworks import Deployment, Promote, TrainerJob, TrainingConfig
+from hearth.wire.openapi import CONTROL_ROUTES
 
 JOBS = "rlorTrainerJobs?rlorTrainerJobId=j"
 DEPLOYMENTS = "deployments?deploymentId=d"
@@ -63,7 +70,7 @@ async def test_both_spellings_of_a_field_are_read(ask, script, base):
 
 
 async def test_an_unknown_path_is_answered_in_the_form_of_all_errors(ask):
-    for path in ("/", "/v1", "/v1/nothing", "/docs", "/openapi.json", "/inference"):
+    for path in ("/", "/v1", "/v1/nothing", "/docs", "/openapi.yaml", "/inference"):
         message = await ask.refused(404, "GET", path)
         assert message == f"path must be one that the platform has, got 'GET {path}'"
     message = await ask.refused(405, "PUT", "/v1/accounts", {})
@@ -199,3 +206,47 @@ def test_no_json_body_makes_the_platform_fail(make_plane, script, make_ask, base
         loop.close()
     for _, path in BODIES:
         assert {status for request, status in seen if request == path} >= {200, 400}, path
+
+
+async def test_every_route_is_in_the_published_description(ask):
+    status, document = await ask("GET", "/openapi.json")
+
+    assert status == 200
+    assert document["info"]["version"] == hearth.__version__
+    assert set(CONTROL_ROUTES) == list_routes(ask.app._control)
+    jobs = document["paths"]["/v1/accounts/{account}/rlorTrainerJobs"]["post"]
+    assert jobs["requestBody"]["content"]["application/json"]["schema"] == {
+        "$ref": "#/components/schemas/TrainerJob"
+    }
+    assert {parameter["name"] for parameter in jobs["parameters"]} == {
+        "account",
+        "rlorTrainerJobId",
+        "trainingShape",
+        "deploymentId",
+    }
+    named = set(re.findall(r"#/components/schemas/([^\"]+)", orjson.dumps(document).decode()))
+    assert named <= set(document["components"]["schemas"])
+
+
+async def test_workers_that_do_not_end_hold_up_nobody_who_reads(make_plane, make_ask, job):
+    may_end = threading.Event()
+
+    class HangingWorker(ScriptedWorker):
+        def stop(self, grace_s: float = 5.0) -> None:
+            assert may_end.wait(60)
+
+    plane = make_plane(ScriptedLauncher(HangingWorker), "sqlite://")
+    ask = make_ask(plane)
+    names = [f"job-{number}" for number in range(50)]
+    for name in names:
+        await ask("POST", f"rlorTrainerJobs?rlorTrainerJobId={name}", job())
+    ending = [asyncio.create_task(ask("DELETE", f"rlorTrainerJobs/{name}")) for name in names]
+    try:
+        await until(lambda: len(ask.app._jobs.list_all()) < len(names))
+
+        status, answer = await asyncio.wait_for(ask("GET", "rlorTrainerJobs/job-49"), 30)
+    finally:
+        may_end.set()
+        await asyncio.gather(*ending)
+
+    assert (status, answer["state"]) == (200, "JOB_STATE_CREATING")

@@ -163,6 +163,21 @@ def test_a_hub_id_stands_for_itself():
     )
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["file:model", "http:evil", "s3:bucket", "owner/..", "x%2fy", "owner/a b", "owner/a\n", "-x"],
+)
+def test_a_name_that_is_no_hub_id_is_never_fetched(name):
+    with pytest.raises(ConfigError, match="base_model must be a registered name, a folder or a"):
+        read_catalog().find_model(name)
+
+
+@pytest.mark.parametrize("name", ["http://169.254.169.254/x", "file:///etc/passwd", "//host/x"])
+def test_a_url_is_never_fetched(name):
+    with pytest.raises(ConfigError, match="base_model must be an existing folder"):
+        read_catalog().find_model(name)
+
+
 async def test_a_shape_is_found_with_its_versions_over_http(ask):
     path = "/v1/accounts/fireworks/trainingShapes/qwen3-8b/versions"
     query = "?filter=latest_validated%3Dtrue&pageSize=1"

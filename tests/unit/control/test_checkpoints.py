@@ -117,6 +117,19 @@ async def test_a_folder_without_a_whole_manifest_is_no_checkpoint(ask, plane, ru
     ]
 
 
+async def test_a_clock_set_back_changes_no_order(ask, plane, running):
+    await running()
+    for number, name in enumerate(("c", "a", "b"), start=1):
+        resumable(plane, name, number=number, created_s=9.0 - number)
+    resumable(plane, "old", created_s=99.0)
+    resumable(plane, "damaged", number="x")
+
+    _, page = await ask("GET", f"{JOBS}/j/checkpoints")
+
+    names = [entry["name"].rpartition("/")[2] for entry in page["checkpoints"]]
+    assert names == ["old", "c", "a", "b"]
+
+
 async def test_a_job_that_never_was_has_no_checkpoints(ask, running):
     await running("known")
 
@@ -195,11 +208,7 @@ async def test_a_model_name_that_breaks_its_rule_is_refused(script, saved, refus
     assert script.exports == []
 
 
-async def test_neither_a_delta_nor_another_base_model_is_promoted(script, saved, refuse, base):
-    script.saves("trainer-j", "d", "delta")
-
-    message = await refuse(400, "d")
-    assert "got 'd', which is a delta: save one with checkpoint_type='base'" in message
+async def test_another_base_model_is_not_promoted(saved, refuse, base):
     message = await refuse(400, base_model="other")
     assert f"base_model must be {base!r}, which the job trained, got 'other'" in message
 

@@ -60,6 +60,14 @@ async def test_a_deployment_is_sampled_by_its_id_its_name_or_its_model_and_name(
     ]
 
 
+async def test_one_killed_before_it_answers_is_started_once_more(ask, script, created):
+    script.last("d").is_killed()
+    assert (await state(ask), len(script.started)) == (("CREATING", None), 2)
+
+    script.last("d").is_killed()
+    assert ((await state(ask))[0], len(script.started)) == ("FAILED", 2)
+
+
 async def test_one_that_dies_is_started_again_by_itself(ask, script, deployed):
     first = await deployed()
 
@@ -74,6 +82,18 @@ async def test_one_that_dies_is_started_again_by_itself(ask, script, deployed):
     second.starts()
     assert await state(ask) == ("READY", None)
     first.dies()
+    assert await state(ask) == ("READY", None)
+
+
+async def test_deaths_between_which_completions_are_answered_are_no_reason_to_give_up(
+    ask, script, deployed
+):
+    await deployed()
+    for _ in range(3 * MOST_RESTARTS):
+        assert (await ask("POST", COMPLETIONS, sampled()))[0] == 200
+        script.last("d").dies("no memory")
+        script.last("d").starts()
+
     assert await state(ask) == ("READY", None)
 
 
@@ -385,6 +405,28 @@ async def test_extra_values_reach_the_deployment(ask, script, base):
     assert (spec.dtype, spec.device, spec.tokenizer) == ("bfloat16", "cpu", base)
 
 
+async def test_a_deployment_has_room_for_as_many_adapters_as_asked(ask, script, base):
+    await ask("POST", CREATE, {"baseModel": base, "maxAdapters": 8})
+
+    assert script.last("d").spec.max_adapters == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"maxAdapters": -1}, "maxAdapters must be in 0..1024, got -1"),
+        ({"maxAdapters": 1025}, "maxAdapters must be in 0..1024, got 1025"),
+        (
+            {"maxAdapters": 2, "extraValues": {"engine": "vllm"}},
+            "maxAdapters must be absent with engine 'vllm', got 2",
+        ),
+    ],
+)
+async def test_adapters_that_cannot_be_are_refused(ask, base, fields, message):
+    refusal = await ask.refused(400, "POST", CREATE, {"baseModel": base, **fields})
+    assert message in refusal
+
+
 async def test_who_waits_for_a_deployment_hears_of_it_at_the_change(ask, script, created):
     waiting = asyncio.create_task(
         ask("GET", f"{DEPLOYMENTS}/d?waitForState=READY,FAILED&timeoutS=25")
@@ -410,6 +452,7 @@ async def test_ready_deployments_are_openai_models(ask, script, deployed, base):
     await ask.refused(404, "GET", "/v1/models/accounts/me/deployments/other")
 
 
+@pytest.mark.slow
 def test_scaling_down_and_up_at_once_leaves_one_replica_or_none(plane, script, base):
     plane.deployments.create("d", Deployment(base_model=base))
     script.last("d").starts()

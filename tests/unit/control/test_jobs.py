@@ -72,6 +72,42 @@ async def test_a_trainer_that_does_not_run_answers_425_or_410_with_what_to_do(as
     assert message == "trainer job must be one of [], got 'other'"
 
 
+async def test_a_trainer_killed_before_it_is_used_is_started_once_more(ask, script, created):
+    script.last("j").is_killed()
+    assert (await state(ask), len(script.started)) == (("CREATING", None), 2)
+
+    script.last("j").is_killed()
+    assert (await state(ask))[0] == "FAILED"
+    assert len(script.started) == 2
+
+    await ask("POST", f"{JOBS}/j:resume")
+    script.last("j").is_killed()
+    script.last("j").starts()
+    await ask("GET", f"{TRAINER}/j/api/v1/healthz")
+    assert (await state(ask), len(script.started)) == (("RUNNING", None), 4)
+
+    script.last("j").is_killed()  # the second
+    assert (await state(ask))[0] == "FAILED"
+
+
+async def test_a_trainer_killed_after_it_answered_its_health_alone_is_started_once_more(
+    ask, script, running
+):
+    first = await running()
+    await ask("GET", f"{TRAINER}/j/api/v1/healthz")
+    first.is_killed()
+    assert (await state(ask), len(script.started)) == (("CREATING", None), 2)
+    script.last("j").starts()
+    assert await state(ask) == ("RUNNING", None)
+
+
+async def test_a_trainer_killed_after_it_was_used_waits_for_its_client(ask, script, running):
+    worker = await running()
+    await ask("POST", f"{TRAINER}/j/api/v1/create_model", {})
+    worker.is_killed()
+    assert ((await state(ask))[0], len(script.started)) == ("FAILED", 1)
+
+
 async def test_a_start_that_fails_and_a_death_are_failed_with_what_is_known(ask, script, created):
     script.last("j").dies("could not start: no memory")
     assert await state(ask) == ("FAILED", "could not start: no memory")
@@ -275,6 +311,22 @@ async def test_a_length_or_rank_that_breaks_its_rule_is_refused(ask, job, config
 
 
 @pytest.mark.parametrize(
+    ("config", "more", "field"),
+    [
+        ({}, {"nodeCount": 2}, "nodeCount"),
+        ({}, {"trainerReplicaCount": 2}, "trainerReplicaCount"),
+        ({"acceleratorCount": 2}, {}, "trainingConfig.acceleratorCount"),
+    ],
+    ids=["nodes", "replicas", "accelerators"],
+)
+async def test_more_machines_than_a_trainer_gets_are_refused(ask, script, job, config, more, field):
+    message = await ask.refused(400, "POST", CREATE, job(more, **config))
+
+    assert message.startswith(f"{field} must be 1, got 2: a trainer is one process here, or as")
+    assert script.started == []
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
         (
@@ -382,6 +434,7 @@ async def test_who_waits_for_a_state_hears_of_it_at_the_change(ask, script, crea
     assert content["state"] == f"JOB_STATE_{wanted}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("starts", "timeout_s", "least_s"),
     [(False, 0.2, 0.2), (True, 25, 0)],

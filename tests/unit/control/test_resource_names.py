@@ -47,6 +47,7 @@ async def refused(ask, method, path, body=None):
     return content["error"]["message"]
 
 
+@pytest.mark.slow
 async def test_odd_ids_are_refused_where_resources_are_made(outside, job, base):
     for odd in ODD.values():
         for path, body in (
@@ -121,6 +122,20 @@ async def test_a_known_id_behind_another_kind_of_worker_has_no_log(
     assert "it runs inside the platform's process" in message
 
 
+async def test_of_a_long_log_the_end_is_read(ask, running, script, tmp_path):
+    await running("j")
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.truncate(2**40)  # read whole, no machine would hold it
+        file.seek(0, 2)
+        file.write(b"\nbefore\nthe last line\n")
+    script.logs["trainer-j"] = log
+
+    status, answer = await ask("GET", "workers/trainer-j/log?lines=2")
+
+    assert (status, answer["lines"]) == (200, ["before", "the last line"])
+
+
 @pytest.mark.parametrize("path", ["rlorTrainerJobs", "deployments", "operations/x"])
 async def test_another_account_than_the_one_there_is_is_404(ask, path):
     message = await ask.refused(404, "GET", f"/v1/accounts/you/{path}")
@@ -157,6 +172,10 @@ def test_an_id_is_its_own_leaf():
         "j",
         "",
     )
+
+
+def test_a_name_without_an_account_is_of_the_keys_own():
+    assert parse_id("accounts//deployments/grpo-serving") == "grpo-serving"
 
 
 @pytest.mark.parametrize("name", ["a/j", "accounts/you/rlorTrainerJobs/j", "../j", "/j", "j/"])

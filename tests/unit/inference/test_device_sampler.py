@@ -36,7 +36,7 @@ def assert_same(found: SampledTokens, expected: SampledTokens) -> None:
 # One block, a block and a token more, many blocks.
 @pytest.mark.parametrize("vocabulary", [2, 255, 256, 257, 5000])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7, 0.0])
-def test_a_gpu_draws_what_the_cpu_draws(vocabulary: int, temperature: float) -> None:
+def test_a_gpu_samples_what_the_cpu_samples(vocabulary: int, temperature: float) -> None:
     logits = 3 * torch.randn(ROWS, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
 
     found, expected = drawn(logits, np.full(ROWS, temperature))
@@ -45,14 +45,14 @@ def test_a_gpu_draws_what_the_cpu_draws(vocabulary: int, temperature: float) -> 
     assert len(np.unique(found.tokens)) > min(1, vocabulary - 2)
 
 
-def test_rows_of_all_temperatures_are_drawn_together() -> None:
+def test_rows_of_all_temperatures_are_sampled_together() -> None:
     logits = 3 * torch.randn(ROWS, 1000, generator=torch.Generator().manual_seed(1))
     temperatures = np.resize([1.0, 0.0, 0.3, 1e-9, 5.0], ROWS)
 
     assert_same(*drawn(logits, temperatures))
 
 
-def test_tokens_without_probability_are_never_drawn() -> None:
+def test_tokens_without_probability_are_never_sampled() -> None:
     logits = torch.full((ROWS, 600), -torch.inf)
     # At the ends of blocks, where sums of blocks and cumulative sums meet.
     logits[:, [3, 255, 256, 511, 599]] = torch.tensor([0.0, 1.0, 0.3, 2.0, 0.5])

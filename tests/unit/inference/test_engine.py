@@ -10,9 +10,10 @@ import torch
 from tests.unit.inference.conftest import ask
 from tests.waiting import wait_until
 
-from hearth.errors import ClosedError, RequestError
+from hearth.errors import ClosedError, EngineError, RequestError
 from hearth.inference.backend import TokenListener
 from hearth.inference.engine.runner import ModelRunner
+from hearth.inference.engine.scheduler import Scheduler
 
 CPU = Path("/proc/cpuinfo")
 EXACT = (
@@ -64,6 +65,7 @@ def test_a_completion_is_the_same_alone_and_among_forty_others(start, model, len
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen", "llama"])
 def test_logprobs_are_those_of_a_plain_forward(start, load, plain_logprobs, model):
     rng = random.Random(1)
@@ -80,6 +82,39 @@ def test_logprobs_are_those_of_a_plain_forward(start, load, plain_logprobs, mode
         assert sampled.sampling_logprobs == sampled.logprobs
 
 
+@pytest.mark.parametrize("decoder", [None, "module"])
+@pytest.mark.parametrize("last", [None, 3])
+def test_top_logprobs_of_a_prompt_are_those_of_a_plain_forward(start, load, decoder, last):
+    prompts = [list(range(2, 2 + length)) for length in (1, 2, 40, 70)]
+    request = {"prompt_logprobs": True, "prompt_logprobs_last": last, "max_tokens": 0}
+    engine = start(decoder=decoder)
+    futures = [engine.submit(ask(prompt, **request)) for prompt in prompts]
+    assert all(future.result().prompt_top_logprobs is None for future in futures)
+
+    # The prompts are in memory now, without what these requests need.
+    futures = [engine.submit(ask(prompt, prompt_top_logprobs=4, **request)) for prompt in prompts]
+    fewer = engine.submit(ask(prompts[2], prompt_top_logprobs=2, **request)).result()
+
+    module = load().module
+    for prompt, future in zip(prompts, futures, strict=True):
+        sampled = future.result()
+        with torch.no_grad():
+            rows = module(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+        expected = [None, *rows[:-1].topk(4).values.tolist()][-(last or len(prompt)) :]
+        tokens = [None, *rows[:-1].topk(4).indices.tolist()][-(last or len(prompt)) :]
+        assert len(sampled.prompt_top_logprobs) == len(sampled.prompt_logprobs) == len(expected)
+        for top, logprobs, ids in zip(sampled.prompt_top_logprobs, expected, tokens, strict=True):
+            assert (top is None) == (logprobs is None)
+            if top is not None:
+                assert [token for token, _ in top] == ids
+                assert [logprob for _, logprob in top] == pytest.approx(logprobs, abs=1e-5)
+    assert fewer.prompt_top_logprobs == [
+        top and top[:2] for top in futures[2].result().prompt_top_logprobs
+    ]
+    assert fewer.cached_prompt_tokens == 40
+
+
+@pytest.mark.slow
 def test_logprobs_at_long_context_are_within_1e5_of_a_plain_forward(start, load, plain_logprobs):
     prompt = random_prompt(random.Random(4), 1) * 390
 
@@ -89,7 +124,8 @@ def test_logprobs_at_long_context_are_within_1e5_of_a_plain_forward(start, load,
     assert max(abs(a - b) for a, b in zip(sampled.logprobs, expected, strict=True)) <= 1e-5
 
 
-def test_bfloat16_draws_with_float32_logprobs_near_those_of_a_plain_forward(
+@pytest.mark.slow
+def test_bfloat16_samples_with_float32_logprobs_near_those_of_a_plain_forward(
     start, load, plain_logprobs
 ):
     sampled = start(load(dtype=torch.bfloat16)).submit(ask(max_tokens=30)).result()
@@ -99,7 +135,7 @@ def test_bfloat16_draws_with_float32_logprobs_near_those_of_a_plain_forward(
     assert any(logprob != float(torch.tensor(logprob).bfloat16()) for logprob in sampled.logprobs)
 
 
-def test_temperature_changes_the_draw_and_its_logprob_but_not_the_raw_logprob(
+def test_temperature_changes_the_sample_and_its_logprob_but_not_the_raw_logprob(
     start, load, plain_logprobs
 ):
     sampled = start().submit(ask(temperature=0.5, max_tokens=20)).result()
@@ -110,6 +146,7 @@ def test_temperature_changes_the_draw_and_its_logprob_but_not_the_raw_logprob(
     assert gain > 1
 
 
+@pytest.mark.slow
 def test_greedy_takes_the_most_probable_token_each_time(start, load):
     sampled = start().submit(ask(temperature=0.0, max_tokens=20)).result()
 
@@ -121,7 +158,7 @@ def test_greedy_takes_the_most_probable_token_each_time(start, load):
     assert sampled.sampling_logprobs == [0.0] * 20
 
 
-def test_a_seed_fixes_the_draw_and_a_fresh_one_is_told(engine):
+def test_a_seed_fixes_the_sample_and_a_fresh_one_is_told(engine):
     first, second, other = (engine.submit(ask(seed=seed)).result() for seed in (3, 3, 4))
     fresh = engine.submit(ask(seed=None)).result()
 
@@ -152,7 +189,8 @@ def test_completions_of_one_prompt_share_its_prefill_whenever_they_come(start):
     )
 
 
-def test_a_shared_prefill_draws_what_an_own_prefill_draws(start):
+@pytest.mark.slow
+def test_a_shared_prefill_samples_what_an_own_prefill_samples(start):
     engine = start()
 
     shared = [engine.submit(ask(seed=seed)) for seed in range(6)]
@@ -172,6 +210,7 @@ def test_a_completion_ends_at_max_tokens_or_at_the_end_of_the_context(
     assert (len(result.token_ids), result.finish_reason) == (sampled, "length")
 
 
+@pytest.mark.slow
 def test_eos_ends_a_completion_and_is_its_last_token_unless_ignored(start, load):
     tokens = start().submit(ask(max_tokens=20)).result().token_ids
     eos = tokens[6]
@@ -199,6 +238,7 @@ def test_stop_token_ids_end_a_completion_each_for_its_own_request(engine):
         assert future.result().token_ids == tokens[: first + 1]
 
 
+@pytest.mark.slow
 def test_a_stop_string_may_cross_tokens_and_cuts_the_text_but_not_the_tokens(engine, tokenizer):
     tokens = engine.submit(ask(max_tokens=120)).result().token_ids
     singles = [tokenizer.decode([token]) for token in tokens]
@@ -288,6 +328,7 @@ def test_a_prompt_prefilled_without_scores_is_scored_when_asked(engine):
     assert plain.token_ids == scored.token_ids == again.token_ids
 
 
+@pytest.mark.slow
 def test_requests_beyond_the_cache_wait_and_none_fails(start):
     # 1 MiB holds 1024 tokens of this model: 16 rows of up to 64.
     engine = start(cache_mb=1)
@@ -299,6 +340,7 @@ def test_requests_beyond_the_cache_wait_and_none_fails(start):
     assert futures[20].result().token_ids == start().submit(ask([20], seed=20)).result().token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_slots", [5, 20])
 def test_rows_are_limited_and_the_rest_waits(start, max_slots):
     engine = start(max_slots=max_slots)
@@ -309,6 +351,7 @@ def test_rows_are_limited_and_the_rest_waits(start, max_slots):
     assert engine.stats().most_slots == max_slots
 
 
+@pytest.mark.slow
 def test_a_long_request_is_not_overtaken_forever_by_short_ones(start):
     engine = start(cache_mb=2)
     short = [engine.submit(ask([1, index], max_tokens=60)) for index in range(30)]
@@ -363,6 +406,7 @@ def test_stop_strings_without_a_tokenizer_are_refused(start):
         start(with_tokenizer=False).submit(ask(stop=["x"]))
 
 
+@pytest.mark.slow
 def test_cancelling_a_future_frees_its_row_and_leaves_the_others_alone(start):
     engine = start()
     long = [engine.submit(ask([index], max_tokens=450)) for index in range(3)]
@@ -377,6 +421,7 @@ def test_cancelling_a_future_frees_its_row_and_leaves_the_others_alone(start):
     assert engine.stats().steps < 400
 
 
+@pytest.mark.slow
 def test_a_cancelled_request_that_waits_never_runs(start):
     engine = start(max_slots=16)
     running = [engine.submit(ask([index], max_tokens=60)) for index in range(16)]
@@ -422,6 +467,7 @@ def test_a_failing_prefill_fails_its_own_requests_only(start, load):
     assert (engine.stats().failed, engine.stats().finished) == (2, 1)
 
 
+@pytest.mark.slow
 def test_a_failing_step_fails_what_runs_and_the_engine_lives_on(start, monkeypatch):
     expected = start().submit(ask()).result().token_ids
     engine = start()
@@ -441,6 +487,23 @@ def test_a_failing_step_fails_what_runs_and_the_engine_lives_on(start, monkeypat
         with pytest.raises(RuntimeError, match="boom"):
             future.result()
     assert engine.submit(ask()).result().token_ids == expected
+
+
+def test_an_engine_that_ends_fails_what_it_has_and_says_so(start, monkeypatch):
+    engine = start()
+
+    def fail(*_args):
+        raise RuntimeError("admit")
+
+    # Admission fails on no request that passed its checks.
+    monkeypatch.setattr(Scheduler, "admit", fail)
+    future = engine.submit(ask())
+
+    assert str(engine.failed.result()) == "the engine has ended: RuntimeError: admit"
+    with pytest.raises(EngineError, match="the engine has ended"):
+        future.result()
+    with pytest.raises(ClosedError):
+        engine.submit(ask())
 
 
 def test_queue_time_and_concurrency_are_told(start):

@@ -303,7 +303,7 @@ def test_broken_weights_are_no_failed_recording(load: Load, cache_of: Any) -> No
     assert tape.replayed == 2
 
 
-def test_an_engine_draws_the_same_with_recorded_steps(load: Load, start: Any) -> None:
+def test_an_engine_samples_the_same_with_recorded_steps(load: Load, start: Any) -> None:
     tape, rng = Tape(), random.Random(0)
     engine = InferenceEngine(
         load(), options=EngineOptions(max_seq_len=512, decoder="plain"), recorder=tape

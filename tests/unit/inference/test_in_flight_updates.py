@@ -22,7 +22,7 @@ from hearth.inference.service import create_app
 from hearth.models.loading import base_tensors
 from hearth.models.lora import LoraOptions
 from hearth.sync.chain import Published
-from hearth.sync.store import MemorySnapshotStore
+from hearth.sync.store import MemorySnapshotStore, Snapshot
 
 pytestmark = pytest.mark.slow
 
@@ -181,7 +181,7 @@ def test_a_group_that_shares_a_prefill_goes_on_together_and_a_late_member_starts
     assert engine.submit(ask(seed=4)).result().cached_prompt_tokens == len(PROMPT)
 
 
-def test_new_requests_draw_after_a_swap_what_they_draw_from_a_drained_engine(start, trained):
+def test_new_requests_sample_after_a_swap_what_they_sample_from_a_drained_engine(start, trained):
     snapshot = trained("new")[1]
     swapped, drained = start(), start()
     drained.submit(ask(max_tokens=400))
@@ -254,16 +254,33 @@ def test_a_load_that_fails_leaves_running_rows_alone(start, trained, lora):
     assert (sampled.token_ids, sampled.logprobs) == (undisturbed.token_ids, undisturbed.logprobs)
 
 
-def test_broken_weights_fail_what_runs_and_good_ones_mend_it(engine, trained):
-    broken = trained("broken", **{"model.norm.weight": torch.full((128,), torch.nan)})[1]
-    model, snapshot = trained("good")
+def test_weights_that_compute_no_numbers_leave_running_rows_alone(start, trained):
+    broken = trained("broken", **{"model.norm.weight": torch.full((128,), 3e38)})[1]
+    engine = start()
+    undisturbed = start().submit(ask()).result()
+
+    swap = act_at({5: lambda: engine.load_snapshot(broken, running_requests="keep")})
+    sampled = engine.submit(ask(listener=swap)).result()
+
+    assert (engine.state().stage, engine.state().weight_version) == ("error", 0)
+    assert (sampled.token_ids, sampled.logprobs) == (undisturbed.token_ids, undisturbed.logprobs)
+
+
+def test_weights_that_fail_some_tokens_fail_what_runs_and_good_ones_mend_it(start, load):
+    engine, model = start("llama"), load("llama")
+    good = Snapshot.capture("good", "base", "llama", base_tensors(model.module))
+    broken = Snapshot.capture("broken", "base", "llama", base_tensors(model.module))
+    # Only hidden states of tokens above 2, which are not probed, are long in the first direction.
+    broken.tensors["model.embed_tokens.weight"][3:] = 0
+    broken.tensors["model.embed_tokens.weight"][3:, 0] = 1e15
+    broken.tensors["lm_head.weight"][:, 0] = 5e37
 
     swap = act_at({5: lambda: engine.load_snapshot(broken, running_requests="keep")})
     failing = engine.submit(ask(listener=swap))
 
     with pytest.raises(EngineError, match="NaN after 6 tokens: the weights of version 1 are"):
         failing.result()
-    engine.load_snapshot(snapshot, running_requests="keep").result()
+    engine.load_snapshot(good, running_requests="keep").result()
     sampled = engine.submit(ask()).result()
     assert furthest(sampled.logprobs, replayed({2: model}, sampled)) < 1e-4
 

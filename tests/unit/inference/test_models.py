@@ -69,8 +69,9 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), KINDS.values(), ids=KINDS.keys())
-def test_any_causal_lm_with_plain_attention_is_drawn_as_it_computes(
+def test_any_causal_lm_with_plain_attention_is_sampled_as_it_computes(
     start, build, plain_logprobs, name, options
 ):
     engine = start(build(name, **options), max_seq_len=256)

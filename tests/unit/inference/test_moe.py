@@ -138,7 +138,7 @@ def test_after_a_weight_sync_the_experts_are_those_of_the_new_weights(engine, mo
     assert torch.equal(7 - first_layer[0], first_layer[1])
 
 
-def test_each_token_has_the_experts_of_the_weights_that_it_was_drawn_with(start, moe, folder):
+def test_each_token_has_the_experts_of_the_weights_that_it_was_sampled_with(start, moe, folder):
     old, new = load_model(folder), load_model(folder)
     for layer in new.module.model.layers:
         with torch.no_grad():
@@ -256,7 +256,7 @@ async def test_echo_and_the_prompts_own_option_tell_the_same(call):
 @pytest.mark.parametrize(
     ("options", "count"), [({}, 5), ({"echo": True}, 7), ({"include_prompt_routing": True}, 7)]
 )
-async def test_the_sdk_has_one_text_per_drawn_token_or_per_token_after_the_first(
+async def test_the_sdk_has_one_text_per_sampled_token_or_per_token_after_the_first(
     call, options, count
 ):
     fields = COMPLETIONS | {"raw_output": True, "logprob_format": "arrays"} | options

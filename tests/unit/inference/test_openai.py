@@ -91,7 +91,7 @@ def joined(chunks) -> dict[int, str]:
     return dict(texts)
 
 
-def test_a_prompt_of_ids_is_completed_as_the_engine_draws_it(served):
+def test_a_prompt_of_ids_is_completed_as_the_engine_samples_it(served):
     answer = served.complete(logprobs=0, **DRAW)
 
     sampled = served.sample()
@@ -103,6 +103,83 @@ def test_a_prompt_of_ids_is_completed_as_the_engine_draws_it(served):
     assert answer.usage.total_tokens == 16
 
 
+ASKS_IDS = {"max_tokens": 12, "seed": 7}
+WITH_IDS = {"ignore_eos": True, "return_token_ids": True}
+
+
+def test_token_ids_are_told_where_vllm_tells_them(served):
+    sampled = served.sample()
+
+    answer = served.complete(**ASKS_IDS, extra_body=WITH_IDS)
+    (choice,) = answer.choices
+    assert (choice.token_ids, choice.prompt_token_ids) == (sampled.token_ids, IDS)
+    plain = served.complete(**DRAW)
+    assert not hasattr(plain.choices[0], "token_ids")
+
+    chunks = list(served.complete(**ASKS_IDS, stream=True, extra_body=WITH_IDS))
+    pieces = [chunk.choices[0] for chunk in chunks]
+    assert [token for piece in pieces for token in piece.token_ids] == sampled.token_ids
+    assert pieces[0].prompt_token_ids == IDS
+    assert not hasattr(pieces[1], "prompt_token_ids")
+
+
+def test_texts_and_conversations_are_tokenized_as_they_are_for_completions(served, tokenizer):
+    hi = [{"role": "user", "content": "hi"}]
+
+    def ask(path="/tokenize", **body):
+        return httpx.post(f"{served.url}{path}", json=body, timeout=60)
+
+    text = ask(prompt="2+3=", return_token_strs=True).json()
+    chat = ask("/v1/tokenize", messages=hi, add_special_tokens=False).json()
+
+    assert text == {
+        "count": 4,
+        "max_model_len": 512,
+        "tokens": IDS,
+        "token_strs": [tokenizer.decode([token]) for token in IDS],
+    }
+    assert served.chat(max_tokens=1).usage.prompt_tokens == chat["count"] == len(chat["tokens"])
+    for body, message in (
+        ({}, "prompt or messages must be given"),
+        ({"prompt": "a", "messages": hi}, "prompt or messages must be given"),
+        ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens must be absent or true"),
+        ({"messages": hi, "add_generation_prompt": False}, "add_generation_prompt must be true"),
+        ({"prompt": "a" * 10**6}, "this model's maximum context length is less"),
+    ):
+        answer = ask(**body)
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+
+
+def test_text_offsets_say_where_each_token_begins_in_a_stream_too(served):
+    whole = served.complete(logprobs=0, echo=True, **DRAW).choices[0]
+    tokens, offsets = whole.logprobs.tokens, whole.logprobs.text_offset
+
+    assert offsets == [len("".join(tokens[:place])) for place in range(len(tokens))]
+    chunks = served.complete(logprobs=0, echo=True, stream=True, **DRAW)
+    pieces = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [offset for piece in pieces for offset in piece.text_offset] == offsets
+
+
+def test_a_chat_tells_the_ids_of_its_prompt_and_its_answers(served):
+    answer = served.chat(**ASKS_IDS, n=2, extra_body=WITH_IDS)
+    raw = served.chat(**ASKS_IDS, n=2, extra_body={"ignore_eos": True, "raw_output": True})
+
+    ids = [choice.token_ids for choice in answer.choices]
+    assert ids == [choice.raw_output["completion_token_ids"] for choice in raw.choices]
+    assert answer.prompt_token_ids == raw.choices[0].raw_output["prompt_token_ids"]
+
+    streamed = defaultdict(list)
+    prompts = []
+    for chunk in served.chat(**ASKS_IDS, n=2, stream=True, extra_body=WITH_IDS):
+        prompts.append(getattr(chunk, "prompt_token_ids", None))
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.token_ids
+    assert [streamed[0], streamed[1]] == ids
+    assert [prompt for prompt in prompts if prompt] == [answer.prompt_token_ids] * 2
+
+
+@pytest.mark.slow
 def test_scoring_a_prompt_gives_one_logprob_per_token_the_first_null(served):
     fields = {"max_tokens": 1, "echo": True, "logprobs": 1}
     body = {"model": NAME, "prompt": IDS, "prompt_cache_max_len": 0} | fields
@@ -121,7 +198,7 @@ def test_scoring_a_prompt_gives_one_logprob_per_token_the_first_null(served):
         assert logprobs[-1] < 0
 
 
-def test_max_tokens_0_with_echo_scores_the_prompt_and_draws_nothing(served, tokenizer):
+def test_max_tokens_0_with_echo_scores_the_prompt_and_samples_nothing(served, tokenizer):
     answer = served.complete(max_tokens=0, echo=True, logprobs=1)
 
     (choice,) = answer.choices
@@ -130,7 +207,8 @@ def test_max_tokens_0_with_echo_scores_the_prompt_and_draws_nothing(served, toke
     assert answer.usage.completion_tokens == 0
 
 
-def test_several_prompts_are_drawn_as_each_alone_and_numbered_prompt_by_prompt(served, tokenizer):
+@pytest.mark.slow
+def test_several_prompts_are_sampled_as_each_alone_and_numbered_prompt_by_prompt(served, tokenizer):
     prompts = [IDS, [1, 2], [9] * 5]
     texts = [tokenizer.decode(prompt) for prompt in prompts]
 
@@ -147,6 +225,7 @@ def test_several_prompts_are_drawn_as_each_alone_and_numbered_prompt_by_prompt(s
     assert together.usage.completion_tokens == 72
 
 
+@pytest.mark.slow
 def test_numbered_logprobs_are_those_of_the_likeliest_tokens_by_their_text(served, load, tokenizer):
     answer = served.complete(logprobs=5, max_tokens=4, seed=1, extra_body={"ignore_eos": True})
 
@@ -166,12 +245,22 @@ def test_numbered_logprobs_are_those_of_the_likeliest_tokens_by_their_text(serve
         assert by_text == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_echoed_prompt_has_no_top_logprobs_and_the_draw_has(served):
+def test_an_echoed_prompt_has_the_likeliest_tokens_after_its_first(served, load, tokenizer):
     answer = served.complete(max_tokens=1, echo=True, logprobs=2)
 
-    top = answer.choices[0].logprobs.top_logprobs
-    assert top[:-1] == [None] * len(IDS)
-    assert 2 <= len(top[-1]) <= 3
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.top_logprobs[0] is None
+    with torch.no_grad():
+        plain = load().module(input_ids=torch.tensor([IDS])).logits[0].float().log_softmax(-1)
+    for place, by_text in enumerate(logprobs.top_logprobs[1:-1]):
+        best = plain[place].topk(2)
+        expected = {}
+        for index, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+            expected.setdefault(tokenizer.decode([index]), value)
+        token = IDS[place + 1]
+        expected.setdefault(tokenizer.decode([token]), plain[place, token].item())
+        assert by_text == pytest.approx(expected, abs=1e-4)
+    assert 2 <= len(logprobs.top_logprobs[-1]) <= 3
 
 
 def test_top_logprobs_of_the_training_protocol_are_lists_of_ids(served):
@@ -187,7 +276,7 @@ def test_top_logprobs_of_the_training_protocol_are_lists_of_ids(served):
             assert row["logprob"] <= values[0] + 1e-5
 
 
-def test_asking_for_top_logprobs_does_not_change_the_draw(served):
+def test_asking_for_top_logprobs_does_not_change_the_sample(served):
     plain, mixed = (
         served.sample(max_tokens=40),
         [
@@ -208,6 +297,7 @@ def test_asking_for_top_logprobs_does_not_change_the_draw(served):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["/v1", "/inference/v1"])
 def test_the_deployment_is_the_one_model(served, prefix):
     client = served.openai.with_options(base_url=served.url + prefix)
@@ -222,6 +312,7 @@ def test_the_deployment_is_the_one_model(served, prefix):
         client.models.retrieve("accounts/me/deployments/other")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["/v1", "/inference/v1"])
 def test_chat_answers_the_conversation_as_the_template_renders_it(served, tokenizer, prefix):
     client = served.openai.with_options(base_url=served.url + prefix)
@@ -269,6 +360,7 @@ def test_chat_logprobs_come_with_bytes_and_the_likeliest_tokens(served):
             assert entry.bytes == (None if "\ufffd" in entry.token else list(entry.token.encode()))
 
 
+@pytest.mark.slow
 def test_chat_logprobs_as_arrays_are_those_of_the_objects(served):
     body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "max_tokens": 12}
     body |= {"seed": 7, "ignore_eos": True}
@@ -307,6 +399,7 @@ def test_tools_and_template_arguments_reach_the_template(served, tokenizer):
     assert rendered(tool_choice="none") == conversation
 
 
+@pytest.mark.slow
 def test_an_answer_without_a_limit_may_fill_the_context(serve):
     served = serve(max_seq_len=64)
 
@@ -331,7 +424,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "fields"), REFUSED.items(), ids=REFUSED.keys())
-def test_what_would_change_the_draw_and_is_not_supported_is_refused(served, name, fields):
+def test_what_would_change_the_sample_and_is_not_supported_is_refused(served, name, fields):
     with pytest.raises(openai.BadRequestError, match=f"{name} must be") as refused:
         served.complete(**fields)
 
@@ -354,6 +447,27 @@ REFUSED_CHATS = {
     "messages.0.content": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     "messages.0.role": {"messages": [{"content": "hi"}]},
     "no robots": {"messages": [{"role": "robot", "content": "hi"}]},
+    "stop must be at most 64 texts, got 65": {"stop": ["x"] * 65},
+}
+# What apply_chat_template would take as its own argument, or its renderer.
+REFUSED_CHATS |= {
+    f"chat_template_kwargs.{name} must be absent": {
+        "extra_body": {"chat_template_kwargs": {name: value}}
+    }
+    for name, value in {
+        "chat_template": "{{ 'x' * 9 }}",
+        "tokenize": False,
+        "padding": "max_length",
+        "max_length": 9,
+        "truncation": True,
+        "return_tensors": "pt",
+        "return_dict": True,
+        "tokenizer_kwargs": {"padding": "max_length"},
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+        "tools": [],
+        "messages": [],
+    }.items()
 }
 
 
@@ -363,6 +477,31 @@ def test_a_chat_that_cannot_be_had_is_refused_by_its_field(served, name, fields)
         served.chat(**fields)
 
 
+def test_a_conversation_longer_than_any_of_the_context_is_refused_before_it_is_tokenized(served):
+    # 512 tokens of 7 bytes, which is the length of the longest, <|pad|>.
+    fits = {"role": "user", "content": "a" * (512 * 7 - len("<tag>user:<tag>"))}
+    longer = fits | {"content": fits["content"] + "a"}
+
+    with pytest.raises(openai.BadRequestError, match="prompt must be <= 511 tokens"):
+        served.chat(messages=[fits])
+    rule = "messages must be at most 3584 bytes of text, got 3585"
+    with pytest.raises(openai.BadRequestError, match=rule):
+        served.chat(messages=[longer])
+
+
+def test_documents_reach_the_template(served, tokenizer):
+    template = tokenizer.chat_template
+    tokenizer.chat_template = "{% for d in documents %}{{ d.text }}{% endfor %}"
+    try:
+        body = {"chat_template_kwargs": {"documents": [{"text": "abc"}]}, "raw_output": True}
+        answer = served.chat(max_tokens=1, extra_body=body)
+    finally:
+        tokenizer.chat_template = template
+
+    assert tokenizer.decode(answer.choices[0].raw_output["prompt_token_ids"]) == "abc"
+
+
+@pytest.mark.slow
 def test_values_that_change_nothing_are_taken(served):
     answer = served.complete(
         frequency_penalty=0,
@@ -385,6 +524,7 @@ def test_values_that_change_nothing_are_taken(served):
     assert chat.usage.completion_tokens == 1
 
 
+@pytest.mark.slow
 def test_a_model_without_a_chat_template_says_so(serve, tokenizer):
     template, tokenizer.chat_template = tokenizer.chat_template, None
     try:
@@ -394,7 +534,8 @@ def test_a_model_without_a_chat_template_says_so(serve, tokenizer):
         tokenizer.chat_template = template
 
 
-def test_a_stream_brings_text_while_it_is_drawn(served):
+@pytest.mark.slow
+def test_a_stream_brings_text_while_it_is_sampled(served):
     chunks = served.complete(stream=True, seed=7, max_tokens=250, extra_body={"ignore_eos": True})
 
     first = next(chunks)
@@ -457,6 +598,7 @@ def test_a_streamed_chat_tells_role_text_and_reason(served):
         assert [row for part in own for row in part.logprobs.content] == choice.logprobs.content
 
 
+@pytest.mark.slow
 def test_a_stream_ends_before_its_stop_string_as_the_whole_answer_does(served):
     sampled = served.sample(max_tokens=200)
     stop = next(
@@ -486,6 +628,7 @@ def test_a_client_that_leaves_amid_a_stream_frees_its_rows(serve):
     assert served.engine.stats().generated_tokens < 3 * 500
 
 
+@pytest.mark.slow
 def test_what_fails_before_the_first_token_has_its_own_status_also_in_a_stream(serve):
     served = serve()
     with pytest.raises(openai.BadRequestError, match="temperature must be"):
@@ -497,6 +640,7 @@ def test_what_fails_before_the_first_token_has_its_own_status_also_in_a_stream(s
     assert closed.value.status_code == 410
 
 
+@pytest.mark.slow
 def test_what_fails_amid_a_stream_ends_it_with_an_error_event(serve):
     served = serve()
     chunks = served.complete(stream=True, max_tokens=500, extra_body={"ignore_eos": True})
@@ -516,6 +660,7 @@ def test_the_warm_up_probe_is_answered(served):
     assert answer.status_code == 200
 
 
+@pytest.mark.slow
 async def test_the_asynchronous_client_streams_many_requests_at_once(served):
     async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="key") as client:
 

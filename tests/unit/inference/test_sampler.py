@@ -49,7 +49,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
-def test_draws_follow_the_distribution_that_was_asked_for(options):
+def test_samples_follow_the_distribution_that_was_asked_for(options):
     expected = naive_distribution(LOGITS, **options) * 20_000
 
     counts = np.bincount(sample_rows(LOGITS, 20_000, **options).tokens, minlength=len(LOGITS))
@@ -61,7 +61,7 @@ def test_draws_follow_the_distribution_that_was_asked_for(options):
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
-def test_sampling_logprob_is_that_of_the_distribution_drawn_from(options):
+def test_sampling_logprob_is_that_of_the_distribution_sampled_from(options):
     expected = naive_distribution(LOGITS, **options)
 
     sampled = sample_rows(LOGITS, 500, **options)
@@ -86,7 +86,7 @@ def test_truncation_keeps_exactly_the_naive_set(top_p, top_k):
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
-def test_raw_logprob_is_the_models_own_whatever_is_drawn_from(options):
+def test_raw_logprob_is_the_models_own_whatever_is_sampled_from(options):
     raw = torch.log_softmax(torch.tensor(LOGITS), -1).numpy()
 
     sampled = sample_rows(LOGITS, 100, **options)
@@ -108,7 +108,7 @@ def test_a_temperature_near_zero_takes_the_most_probable_token(temperature):
     assert set(sampled.sampling_logprobs) == {0.0}
 
 
-def test_tokens_without_probability_are_never_drawn():
+def test_tokens_without_probability_are_never_sampled():
     logits = [-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]
 
     sampled = sample_rows(logits, 50_000)

@@ -4,12 +4,14 @@ import threading
 
 import pytest
 from tests.unit.inference.conftest import AppClient, ask, until
+from tests.unit.wire.routes import list_routes
 
 from hearth.inference.service import create_app
 from hearth.models.lora import LoraOptions
 from hearth.sdk.sampling import completion_seed
 from hearth.sync.store import MemorySnapshotStore
 from hearth.wire.completions import CompletionResponse
+from hearth.wire.openapi import DEPLOYMENT_ROUTES
 
 PATH = "/inference/v1/completions"
 HOT_LOAD = "/hot_load/v1/models/hot_load"
@@ -60,13 +62,13 @@ async def test_a_completion_tells_text_reason_usage_and_version(site, sampled, p
     assert choice == {"index": 0, "text": sampled.text, "finish_reason": "length"}
 
 
-async def test_raw_output_holds_the_drawn_ids_and_their_versions(site, sampled):
+async def test_raw_output_holds_the_sampled_ids_and_their_versions(site, sampled):
     (choice,) = (await site.complete(raw_output=True))["choices"]
 
     assert choice["raw_output"] == {"completion_token_ids": sampled.token_ids, "versions": [[0, 8]]}
 
 
-async def test_logprob_objects_hold_both_logprobs_of_each_drawn_token(site, tokenizer):
+async def test_logprob_objects_hold_both_logprobs_of_each_sampled_token(site, tokenizer):
     answer = await site.complete(logprobs=True, raw_output=True, temperature=0.5)
 
     sampled = site.engine.submit(ask(max_tokens=8, temperature=0.5)).result()
@@ -110,6 +112,24 @@ async def test_echoed_objects_have_a_number_in_every_row_for_the_official_client
     assert rows == [0.0, *sampled.prompt_logprobs[1:], *sampled.logprobs]
     assert logprobs["token_logprobs"] == [*sampled.prompt_logprobs, *sampled.logprobs]
     assert ["sampling_logprob" in row for row in logprobs["content"]] == [False] * 3 + [True] * 8
+
+
+@pytest.mark.parametrize("echo", [{"echo": True}, {"echo_last": 2}])
+async def test_an_echoed_prompt_has_its_most_probable_tokens(site, echo):
+    answer = await site.complete(logprobs=True, top_logprobs=3, **echo)
+
+    logprobs = answer["choices"][0]["logprobs"]
+    scored = logprobs["content"] if "echo_last" in echo else logprobs["content"][1:]
+    assert [len(row["top_logprobs"]) for row in scored] == [3] * len(scored)
+    assert [row.get("top_logprobs") for row in logprobs["content"]].count(None) == int(
+        "echo" in echo
+    )
+    for row in scored:
+        listed = {top["token_id"]: top["logprob"] for top in row["top_logprobs"]}
+        assert sorted(listed.values(), reverse=True) == list(listed.values())
+        assert listed.get(row["token_id"], row["logprob"]) == pytest.approx(row["logprob"])
+        assert row["logprob"] <= max(listed.values()) + 1e-6
+    assert all(logprobs["top_logprobs"][-len(scored) :])
 
 
 async def test_max_tokens_0_with_echo_scores_the_prompt(site, sampled):
@@ -217,6 +237,15 @@ REFUSED = {
     "n": ({"n": 0}, "n must be in 1..1024, got 0"),
     "position": ({"prompt": [1, 264, 3]}, "got 264 at position 1"),
     "type": ({"max_tokens": "many"}, "max_tokens must be valid, got 'many'"),
+    "text": ({"prompt": "é" * 1793}, "prompt must be at most 3584 bytes of text, got 3586"),
+    "texts": ({"prompt": ["a", "b" * 3585]}, "prompt must be at most 3584 bytes of text, got 3585"),
+    "many texts": ({"prompt": ["a"] * 600, "n": 2}, "prompt must be at most 512 prompts for n=2"),
+    "stops": ({"stop": ["x"] * 65}, "stop must be at most 64 texts, got 65"),
+    "long stop": (
+        {"stop": ["x", "y" * 1025]},
+        "stop must be texts of at most 1024 characters, got one of 1025",
+    ),
+    "stop ids": ({"stop_token_ids": [1] * 1025}, "stop_token_ids must be at most 1024 ids"),
     "second of n": ({"n": 2, "top_p": 2}, "top_p must be in (0, 1], got 2.0"),
 }
 
@@ -239,6 +268,35 @@ async def test_a_body_that_is_no_json_is_answered_400(site):
 
     assert answer.status_code == 400
     assert "body must be JSON" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (PATH, {"prompt": "a" * 500}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 400}]}),
+    ],
+    ids=["completion", "chat"],
+)
+async def test_texts_are_tokenized_beside_the_event_loop(start, tokenizer, path, fields):
+    threads = []
+
+    class Noted:
+        """The tokenizer, which notes the threads that it tokenizes on."""
+
+        def __getattr__(self, name):
+            if name in ("encode", "apply_chat_template"):
+                threads.append(threading.get_ident())
+            return getattr(tokenizer, name)
+
+    engine = start()
+    engine.tokenizer = Noted()
+
+    answer = await Site(engine).call("POST", path, json={"max_tokens": 1} | fields)
+
+    assert answer.status_code == 200, answer.text
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_a_text_for_a_deployment_without_tokenizer_is_answered_400(start):
@@ -330,6 +388,7 @@ async def test_a_bad_wait_is_answered_400(site, text):
     assert "timeout_s must be a number of seconds >= 0" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 async def test_a_hot_load_amid_requests_drops_none(site, trained):
     site.snapshots.put(trained()[1])
     early = [asyncio.ensure_future(site.complete(seed=i, max_tokens=100)) for i in range(8)]
@@ -343,6 +402,7 @@ async def test_a_hot_load_amid_requests_drops_none(site, trained):
         assert (answer["weight_version"], answer["usage"]["completion_tokens"]) == (0, 100)
 
 
+@pytest.mark.slow
 async def test_an_adapter_is_listed_as_loaded(site, trained):
     site.snapshots.put(trained("a-1", lora=LoraOptions(rank=2))[1])
 
@@ -383,6 +443,53 @@ async def test_a_call_that_is_cancelled_frees_its_row(site):
     assert site.engine.stats().cancelled == 1
 
 
+def sample_as(site, client, **fields):
+    body = {"prompt": [1, 2, 3], "ignore_eos": True} | fields
+    return asyncio.ensure_future(
+        site.call("POST", PATH, json=body, headers={"x-hearth-client": client})
+    )
+
+
+async def test_clients_take_turns(start):
+    site = Site(start(max_slots=4))
+    flood = sample_as(site, "a", n=100, max_tokens=20)
+    await until(lambda: site.engine.stats().waiting > 80)
+
+    answer = await sample_as(site, "b", max_tokens=4)
+
+    assert answer.status_code == 200
+    assert site.engine.stats().finished < 30, "b waited behind many of a's"
+    assert len((await flood).json()["choices"]) == 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+async def test_completions_that_run_and_wait_are_bounded_and_others_find_room(site, stream):
+    flood = [sample_as(site, "a", n=1024, max_tokens=500, stream=stream) for _ in range(17)]
+
+    await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
+    (refused,) = [call.result() for call in flood if call.done()]
+    other = sample_as(site, "b", max_tokens=1)
+    await until(lambda: site.engine.stats().waiting >= 16 * 1024 - 256)
+    for call in flood:
+        call.cancel()
+
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("resource_exhausted", 8)
+    rule = "completions in flight of one client must be at most 16384 now, got 17408"
+    assert rule in error["message"]
+    assert (await other).status_code == 200
+    await asyncio.gather(*flood, return_exceptions=True)
+    assert (await sample_as(site, "a", n=1024, max_tokens=0)).status_code == 200
+
+
+async def test_a_refused_request_leaves_the_room_that_it_took(site):
+    for _ in range(40):
+        answer = await sample_as(site, "a", n=1024, prompt=[1, 999])
+        assert answer.status_code == 400
+
+
 def test_several_event_loops_at_once_and_after_each_other_are_served(site):
     results = {}
 
@@ -406,3 +513,9 @@ def test_several_event_loops_at_once_and_after_each_other_are_served(site):
 
     assert results["a"] == results["b"] == results["c"]
     assert len({tuple(ids) for ids in results["a"]}) > 1
+
+
+def test_every_route_is_in_the_published_description(site):
+    own = {"GET /healthz", "GET /v1/models", "GET /v1/models/{name}"}  # of the platform, outside
+
+    assert list_routes(site.app) - own == set(DEPLOYMENT_ROUTES)

@@ -73,7 +73,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("span", MALFORMED.values(), ids=MALFORMED.keys())
-def test_what_is_no_call_stays_in_the_text_as_drawn(span):
+def test_what_is_no_call_stays_in_the_text_as_sampled(span):
     assert read(span) == (span, [])
     assert read(f"a\n{span}\nb") == (f"a\n{span}\nb", [])
 
@@ -179,7 +179,7 @@ def test_calls_of_several_answers_have_ids_of_their_own(client):
     assert len({choice["message"]["tool_calls"][0]["id"] for choice in choices}) == 3
 
 
-def test_without_offered_tools_the_text_stays_as_drawn(client):
+def test_without_offered_tools_the_text_stays_as_sampled(client):
     plain = choice_of(client)
     closed = choice_of(client, tools=TOOLS, tool_choice="none")
 
@@ -227,7 +227,7 @@ def test_a_stream_tells_the_content_outside_its_calls_and_each_call_whole(client
     assert chunks[-1]["raw_output"] == whole["raw_output"]
 
 
-def test_a_stream_that_is_cut_inside_its_call_ends_with_the_text_as_drawn(client):
+def test_a_stream_that_is_cut_inside_its_call_ends_with_the_text_as_sampled(client):
     chunks = chunks_of(client, tools=TOOLS, max_tokens=len(PIECES) - 1)
 
     content = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
@@ -242,7 +242,7 @@ def test_streamed_logprobs_are_one_per_token_also_while_a_call_is_held(client):
     assert rows == [*PIECES, END]
 
 
-def test_a_call_that_is_sent_back_renders_as_it_was_drawn(client):
+def test_a_call_that_is_sent_back_renders_as_it_was_sampled(client):
     asked = [{"role": "user", "content": "2 + 3?"}]
     first = choice_of(client, messages=asked, tools=TOOLS)
     result = {"role": "tool", "content": "5", "tool_call_id": "x"}

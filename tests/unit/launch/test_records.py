@@ -17,6 +17,7 @@ from hearth.launch.records import (
     last_lines,
     read_json,
     read_phase,
+    remove_socket_folder,
     write_json,
 )
 from hearth.launch.spec import (
@@ -99,6 +100,37 @@ def test_a_processs_facts_survive_their_file(folder: WorkerFolder) -> None:
     folder.write_process(facts)
 
     assert folder.read_process() == facts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pid": "1"},
+        {"pid": 0},
+        {"pid": -1},
+        {"pid": True},
+        {"started": None},
+        {"forkserver_pid": []},
+        {"forkserver_started": 1.5},
+        {"socket": 3},
+    ],
+    ids=str,
+)
+def test_odd_facts_of_a_process_are_none(folder: WorkerFolder, change: dict[str, object]) -> None:
+    folder.write_process(ProcessFacts(this_process(), "/tmp/s", ProcessId(1, 2)))
+    content = read_json(folder.process)
+    assert content is not None
+
+    write_json(folder.process, content | change)
+
+    assert folder.read_process() is None
+
+
+def test_odd_records_of_an_end_leave_what_is_known(folder: WorkerFolder) -> None:
+    write_json(folder.exit, {"code": 3})
+    write_json(folder.failure, {"code": "internal"})
+
+    assert folder.report("gone") == ExitReport(reason="gone")
 
 
 def test_a_report_says_what_is_known_and_only_that(folder: WorkerFolder) -> None:
@@ -185,3 +217,21 @@ def test_an_exception_that_the_last_lines_point_to_is_told_first(tmp_path: Path)
     assert last_lines(log)[0] == cause
     log.write_text("\n".join([*earlier, "RuntimeError: failed."]))
     assert cause not in last_lines(log)
+
+
+def test_a_folder_of_sockets_stays_while_a_worker_that_lives_will_have_one_there(tmp_path: Path):
+    sockets, workers = tmp_path / "sockets", tmp_path / "workers"
+    sockets.mkdir()
+    own = ProcessId.of(os.getpid())
+    assert own is not None
+    folder = WorkerFolder(workers / "trainer-j")
+    folder.prepare()
+    folder.write_process(ProcessFacts(own, str(sockets / "0.sock"), own))
+
+    remove_socket_folder(sockets, workers)
+    assert sockets.exists(), "a worker that starts binds its socket last"
+
+    ended = ProcessId(own.pid, own.started + 1)
+    folder.write_process(ProcessFacts(ended, str(sockets / "0.sock"), own))
+    remove_socket_folder(sockets, workers)
+    assert not sockets.exists()

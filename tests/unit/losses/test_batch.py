@@ -60,7 +60,9 @@ def test_a_bad_value_on_an_active_token_is_an_error_that_names_datum_and_positio
     samples[1][field][1] = value
     batch, _ = batch_of(samples)
 
-    with pytest.raises(NumericsError, match=f"datum 1: {name} at position 1 .*got {value:g}"):
+    why = "a probability above 1" if value > 0 else "no usable probability"
+    why = "" if field == "advantages" else f": {why}; mask the token"
+    with pytest.raises(NumericsError, match=f"datum 1: {name} at position 1 .*got {value:g}{why}"):
         policy_loss_per_token("grpo", batch, GRPO(kl_beta=0.1))
 
 

@@ -14,6 +14,7 @@ from hearth.losses import (
     OBJECTIVES,
     POLICY_LOSSES,
     ImportanceSampling,
+    Reinforce,
     TokenBatch,
     policy_loss_per_token,
 )
@@ -101,6 +102,7 @@ def test_importance_sampling_bounds_the_ratio_when_asked_to():
         (GSPO(clip_ratio_low=-1), "GSPO.clip_ratio_low must be finite and >= 0"),
         (DRO(beta=math.inf), "DRO.beta must be finite"),
         (CISPO(ratio_log_cap=-1), "CISPO.ratio_log_cap must be"),
+        (Reinforce(ratio_log_cap=-1), "Reinforce.ratio_log_cap must be"),
         (ImportanceSampling(ratio_max=0.5), "ratio_max must be finite and >= 1"),
         (ImportanceSampling(ratio_min=1.5), "ratio_min must be <= 1"),
     ],
@@ -108,6 +110,20 @@ def test_importance_sampling_bounds_the_ratio_when_asked_to():
 def test_bad_options_are_refused_by_name(options, rule):
     with pytest.raises(ConfigError, match=rule):
         options.validate()
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("cispo", {"cispo_clip_frac": 2 / 3}), ("cispo_mask", {"cispo_mask_frac": 1 / 3})],
+)
+def test_cispo_says_how_many_weights_are_beyond_its_bounds_and_their_mean(name, share):
+    batch = one_sample([-0.4, -1.0, -1.6], [-1.0, -1.0, -1.0], 1.0)
+
+    metrics = policy_loss_per_token(name, batch).metrics
+
+    mean = {"ppo_ratio_mean": (math.exp(0.6) + 1 + math.exp(-0.6)) / 3}
+    found = {key: float(metrics[key]) for key in share | mean}
+    assert found == pytest.approx(share | mean)
 
 
 def test_shared_metrics_have_their_documented_values():

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from hearth.errors import ConfigError
-from hearth.losses import GRPO, TIS, Reinforce, TokenBatch, kl_penalty, policy_loss_per_token
+from hearth.losses import (
+    GRPO,
+    TIS,
+    ImportanceSampling,
+    Reinforce,
+    TokenBatch,
+    kl_penalty,
+    policy_loss_per_token,
+)
 
 
 def off_policy_batch(old, behavior, mask=None):
@@ -24,6 +32,40 @@ def test_the_cap_holds_from_above_and_leaves_the_lower_tail():
     weights = TIS(cap=2.0).weights(batch)
 
     assert weights.tolist() == pytest.approx([2.0, math.exp(-8), 1.0], rel=1e-6)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_log_ratios_are_held_at_20_on_either_side_and_have_no_gradient_beyond(sign):
+    near, far = torch.tensor([[-1.0], [-31.0]], dtype=torch.float64)
+    above, below = (near, far) if sign == 1 else (far, near)
+    policy = above.clone().requires_grad_(True)
+    common = {"advantages": [1.0], "mask": [torch.ones(1)]}
+    to_old = TokenBatch.concat([policy], old_logprobs=[below], **common)
+    to_behavior = TokenBatch.concat([policy], behavior_logprobs=[below], **common)
+
+    losses = [
+        ImportanceSampling().policy_term(to_old),
+        Reinforce().policy_term(to_behavior),
+        -TIS().ratios(to_behavior),
+    ]
+
+    assert [loss.item() for loss in losses] == pytest.approx([-math.exp(20 * sign)] * 3)
+    for loss in losses[:2]:
+        assert torch.autograd.grad(loss.sum(), policy)[0].tolist() == [0.0]
+
+
+def test_the_ratio_of_samples_counts_those_of_one_token_and_none_without():
+    logprobs = [torch.tensor([-1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-1.0])]
+    batch = TokenBatch.concat(
+        logprobs,
+        advantages=[1.0] * 3,
+        mask=[torch.ones(1), torch.ones(2), torch.zeros(1)],
+        behavior_logprobs=[row - 0.5 for row in logprobs],
+    )
+
+    metrics = TIS(level="sequence").metrics(batch)
+
+    assert float(metrics["tis/seq_ratio"]) == pytest.approx((math.exp(0.5) + math.e) / 2)
 
 
 def test_weights_are_constant_and_masked_tokens_weigh_one():

@@ -77,6 +77,19 @@ def test_reductions_divide_as_their_name_says(reduction, value):
     assert reduce_loss(per_token, batch, reduction).item() == pytest.approx(value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_one_token_of_one_sample_is_its_own_loss_in_its_own_precision(reduction, dtype):
+    row = torch.tensor([-1.0], dtype=dtype, requires_grad=True)
+    batch = TokenBatch.concat([row], advantages=[2.0], mask=[torch.ones(1)])
+
+    loss = reduce_loss(policy_loss_per_token("reinforce", batch).per_token, batch, reduction)
+    loss.backward()
+
+    assert (loss.item(), row.grad.item()) == (2.0, -2.0)
+    assert loss.dtype == dtype
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_padding_does_not_change_a_reduction(reduction):
     losses = []

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def test_a_tied_head_is_one_tensor_under_the_embeddings_name(qwen_folder: Path) 
     assert "lm_head.weight" not in names
 
 
+@pytest.mark.slow
 def test_exported_weights_give_the_same_logits_with_plain_transformers(
     model_folder: Path, tmp_path: Path
 ) -> None:
@@ -131,3 +133,54 @@ def test_an_unreachable_hub_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
     with pytest.raises(ConfigError, match=r"hub cannot be reached \(no route\)"):
         load_model("nobody/nothing")
+
+
+class Planted:
+    """Runs as soon as it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self._mark,))
+
+
+def test_a_models_pickle_is_never_run(qwen_folder: Path, tmp_path: Path) -> None:
+    folder, mark = tmp_path / "model", tmp_path / "it-ran"
+    shutil.copytree(qwen_folder, folder)
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Planted(mark)}, folder / "pytorch_model.bin")
+
+    with pytest.raises(ConfigError, match="must hold weights and nothing else"):
+        load_model(folder)
+
+    assert not mark.exists()
+
+
+def test_a_models_own_code_runs_only_where_it_is_trusted(
+    qwen_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder, mark = tmp_path / "model", tmp_path / "it-ran"
+    shutil.copytree(qwen_folder, folder)
+    code = f"""
+from pathlib import Path
+from transformers import Qwen3Config, Qwen3ForCausalLM
+Path({str(mark)!r}).touch()
+class OwnConfig(Qwen3Config): model_type = "own"
+class OwnModel(Qwen3ForCausalLM): config_class = OwnConfig
+"""
+    (folder / "own.py").write_text(code)
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    config |= {"model_type": "own", "auto_map": names}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        load_model(folder)
+    assert not mark.exists()
+
+    assert type(load_model(folder, trust_remote_code=True).module).__name__ == "OwnModel"
+    assert mark.exists()

@@ -18,7 +18,7 @@ from hearth.models.lora import (
     base_only,
     detach_lora,
     load_adapter_tensors,
-    merged_tensors,
+    merge_tensors,
     read_adapter,
     target_modules,
     write_adapter,
@@ -157,7 +157,7 @@ def test_a_merged_export_computes_what_the_adapter_does(
     model_folder: Path, tmp_path: Path, train_unembed: bool
 ) -> None:
     loaded = adapted(model_folder, train_unembed=train_unembed)
-    export_pretrained(loaded, merged_tensors(loaded), tmp_path)
+    export_pretrained(loaded, merge_tensors(loaded), tmp_path)
 
     merged = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(merged(IDS).logits, logits(loaded), rtol=0, atol=2e-6)
@@ -166,13 +166,24 @@ def test_a_merged_export_computes_what_the_adapter_does(
 def test_merging_leaves_the_base_weights_alone(qwen_folder: Path) -> None:
     loaded, plain = adapted(qwen_folder), load_model(qwen_folder)
 
-    merged = merged_tensors(loaded)
+    merged = merge_tensors(loaded)
 
     own, expected = base_tensors(loaded.module), base_tensors(plain.module)
     assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
     assert not torch.equal(
         merged["model.layers.0.mlp.up_proj.weight"], expected["model.layers.0.mlp.up_proj.weight"]
     )
+
+
+def test_a_rank_that_no_weight_can_have_is_refused_before_it_is_made(qwen_folder: Path) -> None:
+    loaded = load_model(qwen_folder)
+    largest = max(min(weight.shape) for weight in base_tensors(loaded.module).values())
+
+    with pytest.raises(ConfigError, match=r"lora rank must be <= \d+, .*, got 1000000: train all"):
+        attach_lora(loaded, LoraOptions(rank=10**6))
+
+    assert loaded.lora is None
+    attach_lora(loaded, LoraOptions(rank=largest))
 
 
 def test_an_adapter_of_another_rank_is_refused(qwen_folder: Path) -> None:

@@ -51,6 +51,7 @@ def test_parameters_are_those_of_the_module(kind: str, changes: dict[str, Any]) 
     assert model.parameters == counted(built(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_the_parameters_that_the_catalog_says(name: str) -> None:
     config = PUBLISHED[name]()

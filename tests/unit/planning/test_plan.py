@@ -84,6 +84,7 @@ def test_activations_are_kept_as_far_as_there_is_room() -> None:
     assert sum(trainer_bytes(request.model, fewer).values()) <= request.room
 
 
+@pytest.mark.slow
 def test_more_than_a_machine_is_placed_by_ray() -> None:
     layout = make_plan(make_request("qwen3-30b-a3b", 16, 8192)).layout
 
@@ -106,6 +107,7 @@ def test_what_does_not_fit_says_what_is_short_and_what_would() -> None:
     assert find_best_layout(replace(request, gpus=8)) is not None
 
 
+@pytest.mark.slow
 def test_advice_is_of_what_fits_alone() -> None:
     plan = make_plan(make_request("qwen3-32b", 1, 4096, gpu_memory_gib=8))
 

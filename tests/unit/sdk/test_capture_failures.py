@@ -1,6 +1,7 @@
 """A capture server whose deployment refuses, stalls, dies, or is left by the client."""
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
@@ -139,6 +140,7 @@ LAST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("status", "attempts"), LAST.values(), ids=LAST.keys())
 async def test_the_last_refusal_reaches_the_client_as_it_came_and_once(
     client, peer, answer, turns, status, attempts
@@ -154,6 +156,15 @@ async def test_the_last_refusal_reaches_the_client_as_it_came_and_once(
     assert turns == []
 
 
+async def test_a_body_nested_deeper_than_json_is_written_is_the_clients_error(client, peer):
+    deep: dict[str, Any] = {}
+    for _ in range(300):
+        deep = {"a": deep}
+
+    with pytest.raises(openai.BadRequestError, match="body must be less than 255 levels deep"):
+        await client.chat.completions.create(**ASKED, extra_body={"metadata": deep})
+
+
 async def test_a_platform_that_is_gone_is_reported(client, peer):
     unmount(peer.url)
 
@@ -163,6 +174,7 @@ async def test_a_platform_that_is_gone_is_reported(client, peer):
     assert gone.value.status_code == 410
 
 
+@pytest.mark.slow
 async def test_agents_and_the_sampler_share_one_limit_of_requests_in_flight(
     peer, answer, completion_body
 ):
@@ -183,6 +195,7 @@ async def test_agents_and_the_sampler_share_one_limit_of_requests_in_flight(
     assert sampler.concurrency.in_flight == 0
 
 
+@pytest.mark.slow
 async def test_a_retry_of_an_agents_request_waits_for_its_turn_again(peer, answer):
     peer.on(*CHAT, *[answer(fault(503), status=503)] * 3, answer(drawn(), delay_s=0.01))
     controller = FixedConcurrencyController(1)
@@ -220,7 +233,9 @@ async def test_an_answer_that_cannot_be_trained_is_an_error(
     assert len(peer.requests(*CHAT)) == 1
 
 
-async def test_a_client_that_leaves_ends_the_draw_and_leaves_no_turn(client, peer, answer, turns):
+async def test_a_client_that_leaves_ends_its_sampling_and_leaves_no_turn(
+    client, peer, answer, turns
+):
     peer.on(*CHAT, answer(drawn(), delay_s=30), answer(drawn()))
     left = asyncio.create_task(client.chat.completions.create(**ASKED))
     await until(lambda: peer.in_flight == 1)
@@ -232,7 +247,10 @@ async def test_a_client_that_leaves_ends_the_draw_and_leaves_no_turn(client, pee
     assert len(turns) == 1
 
 
-async def test_closing_a_session_ends_its_draws_and_no_others(client, server, peer, answer, turns):
+@pytest.mark.slow
+async def test_closing_a_session_ends_its_samples_and_no_others(
+    client, server, peer, answer, turns
+):
     peer.on(*CHAT, answer(drawn(), delay_s=30), answer(drawn(), delay_s=0.2))
     asking = asyncio.create_task(client.chat.completions.create(**ASKED))
     await until(lambda: peer.in_flight == 1)
@@ -251,6 +269,7 @@ async def test_closing_a_session_ends_its_draws_and_no_others(client, server, pe
     assert len(other.turns) == 1
 
 
+@pytest.mark.slow
 async def test_closing_the_server_answers_whoever_waits(client, server, peer, answer):
     peer.on(*CHAT, answer(drawn(), delay_s=30))
     asking = asyncio.create_task(client.chat.completions.create(**ASKED))
@@ -274,6 +293,7 @@ async def ask_at(url, **options):
             await asyncio.to_thread(server.close)
 
 
+@pytest.mark.slow
 async def test_an_answer_that_takes_too_long_is_reported_with_its_limit():
     async def stall(reader, writer):
         await reader.read()
@@ -285,6 +305,7 @@ async def test_an_answer_that_takes_too_long_is_reported_with_its_limit():
             await ask_at(f"http://127.0.0.1:{port}", http_timeout_s=0.1)
 
 
+@pytest.mark.slow
 async def test_a_deployment_that_nobody_answers_for_is_reported(unused_tcp_port):
     with pytest.raises(
         openai.InternalServerError, match="failed for good, last with ConnectError"

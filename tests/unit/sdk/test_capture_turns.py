@@ -58,7 +58,7 @@ def test_a_prompt_that_begins_with_all_before_it_extends_the_chain():
 
 
 @pytest.mark.parametrize("drawn", [[3], [3, STOP]], ids=["stop token left out", "with it"])
-def test_a_stop_token_is_context_where_it_was_not_drawn(drawn):
+def test_a_stop_token_is_context_where_it_was_not_sampled(drawn):
     (chain,) = build_chains([turn([1], drawn), turn([1, 3, STOP, 2], [4])])
 
     assert chain.tokens == [1, 3, STOP, 2, 4]
@@ -80,7 +80,7 @@ REWRITTEN = {
 
 
 @pytest.mark.parametrize("prompt", REWRITTEN.values(), ids=REWRITTEN.keys())
-def test_a_history_that_is_not_what_was_drawn_begins_a_chain(prompt):
+def test_a_history_that_is_not_what_was_sampled_begins_a_chain(prompt):
     chains = build_chains([turn([1, 2], [3, STOP]), turn(prompt, [7])])
 
     assert tokens_of(chains) == [[1, 2, 3, STOP], [*prompt, 7]]
@@ -124,14 +124,14 @@ def test_a_conversation_that_goes_on_after_another_one_stands_behind_it():
     assert tokens_of(chains) == [[7, 8], [1, 2, 3, 4]]
 
 
-def test_turns_in_which_nothing_was_drawn_are_left_out():
+def test_turns_in_which_nothing_was_sampled_are_left_out():
     assert build_chains([]) == []
     assert build_chains([turn([1], [])]) == []
     assert tokens_of(build_chains([turn([1], []), turn([1, 5], [2])])) == [[1, 5, 2]]
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_every_drawn_token_is_in_one_chain_with_its_logprob_and_version(seed):
+def test_every_sampled_token_is_in_one_chain_with_its_logprob_and_version(seed):
     rng = random.Random(seed)
     turns = []
     for version in range(12):

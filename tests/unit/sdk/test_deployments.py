@@ -41,6 +41,7 @@ def test_a_deployment_is_made_where_there_is_none(peer, answer, manager, deploym
         hot_load_trainer_job="policy",
         tokenizer_model="Qwen/Qwen3-8B",
         max_batch_size=32,
+        max_adapters=8,
         disable_speculative_decoding=True,
         skip_shape_validation=True,
         hot_load_transition_type="SYNC",
@@ -64,6 +65,7 @@ def test_a_deployment_is_made_where_there_is_none(peer, answer, manager, deploym
         "hotLoadTrainerJob": TRAINER,
         "hotLoadTransitionType": "SYNC",
         "placement": {"region": "LOCAL"},
+        "maxAdapters": 8,
         "extraValues": {"tokenizer": "Qwen/Qwen3-8B", "max_batch_size": 32},
     }
     assert {name: sent.body[name] for name in expected} == expected
@@ -253,7 +255,7 @@ def test_the_list_has_all_pages(peer, answer, manager):
     assert [info.deployment_id for info in manager.list()] == ["a", "b"]
 
 
-def test_warming_up_draws_until_the_deployment_answers(peer, answer, manager):
+def test_warming_up_samples_until_the_deployment_answers(peer, answer, manager):
     completions = ("POST", "/inference/v1/completions")
     peer.on(*completions, answer(status=425), answer(status=503), answer({}))
 

@@ -36,6 +36,7 @@ def test_a_job_is_ready_when_it_runs_and_its_trainer_is_healthy(peer, answer, ma
     assert len(peer.requests("GET", HEALTH)) == 2
 
 
+@pytest.mark.slow
 def test_a_server_that_holds_the_question_is_asked_once_per_change(peer, answer, healthy, job):
     """The question names every other state, and is answered when one of them is reached."""
     reached = time.monotonic() + 0.3
@@ -60,6 +61,7 @@ def test_a_server_that_holds_the_question_is_asked_once_per_change(peer, answer,
     assert time.monotonic() - reached < 3
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_hold_the_question_is_asked_at_growing_intervals(peer, healthy, job):
     times: list[float] = []
 
@@ -127,6 +129,7 @@ def test_a_deleted_or_unknown_job_is_not_found(peer, manager, job):
         manager.wait_for_existing("nope")
 
 
+@pytest.mark.slow
 def test_waiting_for_room_does_not_use_the_time_to_start(peer, healthy, manager, job):
     peer.on("GET", JOB, *[job("PENDING", delay_s=0.05)] * 4, job("RUNNING"))
 

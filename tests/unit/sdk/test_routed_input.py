@@ -64,7 +64,7 @@ def turn(prompt, drawn, routing) -> CapturedTurn:
     )
 
 
-def test_a_chain_of_turns_has_the_experts_of_each_drawn_token():
+def test_a_chain_of_turns_has_the_experts_of_each_sampled_token():
     (chain,) = build_chains([turn([1, 2], [3], ["c"]), turn([1, 2, 3, 4], [5, 6], ["e", "f"])])
     assert chain.tokens == [1, 2, 3, 4, 5, 6]
     assert chain.routing_matrices == ["", "", "c", "", "e", "f"]

@@ -1,6 +1,7 @@
 import asyncio
 import gc
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -109,6 +110,7 @@ def test_using_a_call_as_a_list_inside_an_event_loop_says_to_await_it(sampler, d
     assert asyncio.run(run()) == 1
 
 
+@pytest.mark.slow
 def test_a_call_that_nobody_uses_sends_nothing_and_warns_of_nothing(peer, sampler, drawn):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -165,6 +167,7 @@ def test_an_unreachable_deployment_is_tried_seven_times():
         sampler.sample_with_prompt_tokens([1]).result()
 
 
+@pytest.mark.slow
 def test_retry_after_is_the_shortest_wait(peer, answer, completion_body, sampler):
     retry_policy = SamplingRetryPolicy(retries=RetryPolicy(attempts=2, base_s=0.001, longest_s=1.0))
     peer.on(
@@ -192,7 +195,8 @@ def test_a_deployment_that_boots_is_waited_for(peer, answer, completion_body, sa
     peer.on("GET", f"/v1/{MODEL}", answer({"baseModel": "b", "state": "CREATING"}))
     peer.on(*COMPLETIONS, *[answer(status=status)] * 10, answer(completion_body()))
 
-    assert len(asyncio.run(sampler().sample_with_prompt_tokens([1, 2]))) == 1
+    patient = sampler(retry_policy=replace(QUICK, boot_s=60.0))
+    assert len(asyncio.run(patient.sample_with_prompt_tokens([1, 2]))) == 1
     assert len(peer.requests(*COMPLETIONS)) == 11
 
 

@@ -74,7 +74,7 @@ def test_an_answer_that_is_not_about_each_sequence_is_refused(peer, answer, choi
         scoring(peer, [[5, 6], [3, 4]])
 
 
-def test_a_draw_does_not_take_what_only_scoring_understands():
+def test_a_sample_does_not_take_what_only_scoring_understands():
     sampler = DeploymentSampler("http://nowhere", MODEL, "key", retry_policy=ONCE)
 
     with pytest.raises(ConfigError, match=r"must be request fields, got \['echo_last'\]"):

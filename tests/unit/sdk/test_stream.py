@@ -305,6 +305,18 @@ async def test_a_trainer_that_dies_while_it_is_brought_back_is_brought_back_agai
     assert life.trainer.lives == 4
 
 
+async def test_a_trainer_whose_checkpoint_does_not_load_is_given_up_with_what_to_do(life):
+    await life.train("a")
+    await life.save("one")
+    life.trainer.die()
+    del life.trainer.checkpoints["one"]
+
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"'one' must load .* no such check.* Start the same"):
+            await life.train("b")
+    assert life.trainer.lives == 2
+
+
 async def test_a_trainer_lost_again_and_again_over_one_operation_is_given_up(life):
     await life.train("a")
     life.trainer.dies_at = {"optim_step": 1000}

@@ -1,12 +1,16 @@
 import asyncio
 import itertools
+from dataclasses import replace
 
 import pytest
+from tests.listening import AppListener
+from tests.waiting import wait_until
 
 from hearth.errors import ClosedError, ConfigError, NotFoundError, RequestError, TransportError
-from hearth.sdk import FixedConcurrencyController
+from hearth.sdk import FixedConcurrencyController, transport
 from hearth.sdk.background import start
 from hearth.sdk.transport import Http, RetryPolicy, mount, parse_origin, unmount
+from hearth.wire.messages import HttpRequest
 
 FAST = RetryPolicy(attempts=4, base_s=0.001, longest_s=0.002)
 _ports = itertools.count(1)
@@ -55,11 +59,72 @@ def test_a_final_status_is_its_own_error_at_once(status, kind):
     assert len(peer.seen) == 1
 
 
+@pytest.mark.slow
 def test_an_unreachable_platform_is_named_after_the_last_try():
     http = Http("http://127.0.0.1:9", "key", retries=FAST)
 
     with pytest.raises(TransportError, match=r"127\.0\.0\.1:9/x failed 4 times"):
         start(http.post("/x", b"{}")).result()
+
+
+async def say_ok(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@pytest.mark.slow
+def test_a_platform_that_is_away_is_waited_for_and_that_is_said(monkeypatch, caplog):
+    # A person is told after seconds; here at once.
+    monkeypatch.setattr(transport, "_FIRST_WARNING_S", 0.0)
+    with AppListener(say_ok) as first:
+        http = Http(first.url, "key", retries=FAST)
+        assert start(http.post("/x", b"{}")).result() == b"ok"
+
+    asking = start(http.post("/x", b"{}"))
+    wait_until(lambda: http.waited_s > 0.2, what="a refused connection")
+    refused = start(http.request(HttpRequest("GET", "/x")))
+    with pytest.raises(TransportError, match="failed 4 times"):
+        refused.result()
+    assert not asking.done()
+    with AppListener(say_ok, port=parse_port(first.url)):
+        assert asking.result(60) == b"ok"
+
+    assert f"the platform at {first.url} cannot be reached since 0 s" in caplog.text
+    assert f"the platform at {first.url} is back after" in caplog.text
+    waited_s = http.waited_s
+    assert waited_s > 0.2
+    assert http.waited_s == waited_s, "it does not grow while the platform answers"
+    start(http.close()).result()
+
+
+@pytest.mark.slow
+def test_a_platform_that_stays_away_ends_the_wait():
+    with AppListener(say_ok) as listener:
+        http = Http(listener.url, "key", retries=replace(FAST, attempts=2, away_s=0.3))
+        start(http.post("/x", b"{}")).result()
+
+    with pytest.raises(TransportError, match="failed 2 times"):
+        start(http.post("/x", b"{}")).result(60)
+    start(http.close()).result()
+
+
+def test_a_platform_that_does_not_answer_is_said_at_each_attempt(caplog):
+    async def say_nothing(scope, receive, send):
+        assert scope["type"] == "http", "uvicorn takes this for an app without a lifespan"
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    with AppListener(say_nothing) as listener:
+        http = Http(listener.url, "key", retries=replace(FAST, attempts=2))
+        with pytest.raises(TransportError, match="failed 2 times, last with ReadTimeout"):
+            start(http.post("/x", b"{}", timeout_s=0.1)).result(60)
+        start(http.close()).result()
+
+    assert "/x was not answered within 0 s (attempt 1 of 2)" in caplog.text
+
+
+def parse_port(url):
+    return int(url.rpartition(":")[2])
 
 
 def test_a_client_used_after_its_platform_is_gone_says_so():

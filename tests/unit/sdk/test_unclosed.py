@@ -6,8 +6,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hearth.sdk.background import start
-from hearth.sdk.messages import HttpRequest
 from hearth.sdk.transport import Http
+from hearth.wire.messages import HttpRequest
 
 
 class Peer(BaseHTTPRequestHandler):
@@ -42,6 +42,7 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_client_that_nobody_closes_ends_its_connections_when_nobody_can_use_it(url):
     http = Http(url, "a-key")
     assert start(http.request(HttpRequest("GET", "/"))).result(10).status_code == 200

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 import zlib
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.tiny import checksum
 
 from hearth.errors import ConfigError, EngineError, NotFoundError, RequestError
-from hearth.sync.manifest import fingerprints
+from hearth.sync.manifest import fingerprints, folder_names
 from hearth.sync.store import (
     Buckets,
     FolderBuckets,
@@ -71,6 +72,41 @@ def test_names_are_in_the_order_of_saving(store: SnapshotStore) -> None:
         store.put(snapshot(identity))
 
     assert store.names() == ["c", "a", "b"]
+
+
+def set_clock_back(root: Path) -> None:
+    """Make every newer folder look older, as if the clock had been set back before each save."""
+    for age, name in enumerate(folder_names(root)):
+        moment = 2_000_000_000 - age * 3600
+        os.utime(root / name / "manifest.json", (moment, moment))
+
+
+def test_a_clock_set_back_removes_no_newer_snapshot(tmp_path: Path) -> None:
+    store = FolderSnapshotStore(tmp_path, keep=2)
+    for identity in ("a", "b", "c"):
+        store.put(snapshot(identity))
+        set_clock_back(tmp_path)
+
+    assert store.names() == ["b", "c"]
+    store.put(snapshot("d"))
+    assert store.names() == ["c", "d"]
+
+
+def test_folders_from_before_there_were_numbers_come_first(tmp_path: Path) -> None:
+    store = FolderSnapshotStore(tmp_path)
+    for identity in ("older", "old"):
+        store.put(snapshot(identity))
+    for age, name in enumerate(("old", "older")):
+        file = tmp_path / name / "manifest.json"
+        manifest = json.loads(file.read_text())
+        del manifest["number"], manifest["checksum"]
+        file.write_text(json.dumps(manifest))
+        os.utime(file, (4_000_000_000 - age * 60,) * 2)
+
+    store.put(snapshot("new"))
+
+    assert store.names() == ["older", "old", "new"]
+    assert store.get("older").metadata == {"step": 3}
 
 
 def test_an_unknown_identity_lists_what_is_known(store: SnapshotStore) -> None:
@@ -142,6 +178,7 @@ def test_tensors_do_not_hang_on_the_file(tmp_path: Path) -> None:
     assert torch.equal(found, TENSORS["a.weight"])
 
 
+@pytest.mark.slow
 def test_a_large_tensor_is_hashed_in_pieces() -> None:
     large = torch.arange(2**24 + 7, dtype=torch.int32).view(torch.uint8)
     pieces = [large[start : start + 2**24].numpy() for start in range(0, large.numel(), 2**24)]

@@ -158,7 +158,7 @@ def make_policy(make_engine: Callable[..., TrainerEngine], tmp_path: Path) -> Ma
     def make(lora: LoraOptions | None = None, **options: Any) -> Policy:
         engine = make_engine(**options)
         checkpoints = tmp_path / options.get("folder", "checkpoints")
-        return Policy(engine, engine.create_model(lora), checkpoints)
+        return Policy(engine, engine.create_model(lora, owner="test"), checkpoints)
 
     return make
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 import time
@@ -16,7 +17,7 @@ from tests.unit.tiny import checksum
 from tests.unit.trainer.conftest import MakePolicy, Policy
 from transformers import AutoModelForCausalLM
 
-from hearth.errors import ConfigError, EngineError, NotFoundError, RequestError
+from hearth.errors import ConfigError, EngineError, NotFoundError, NumericsError, RequestError
 from hearth.models.loading import load_model
 from hearth.models.lora import LoraOptions, attach_lora, load_adapter_tensors, write_adapter
 from hearth.sync.store import FolderSnapshotStore, MemorySnapshotStore, Snapshot, SnapshotStore
@@ -360,6 +361,20 @@ def test_only_the_newest_stay_and_the_pinned(make_policy: MakePolicy, tmp_path: 
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["a", "c", "e"]
 
 
+def test_a_clock_set_back_removes_no_newer_checkpoint(
+    make_policy: MakePolicy, tmp_path: Path
+) -> None:
+    policy = make_policy(keep_checkpoints=2)
+    for age, name in enumerate(("a", "b", "c", "d")):
+        policy.save_state(name)
+        moment = 2_000_000_000 - age * 3600
+        os.utime(tmp_path / "checkpoints" / name / "manifest.json", (moment, moment))
+
+    assert policy.engine.list_checkpoints() == ["c", "d"]
+    policy.save_state("c", overwrite=True)
+    assert policy.engine.list_checkpoints() == ["d", "c"]
+
+
 def test_a_trainer_keeps_one_checkpoint_at_least(make_engine: Any) -> None:
     with pytest.raises(ConfigError, match="keep_checkpoints must be >= 1 or None, got 0"):
         make_engine(keep_checkpoints=0)
@@ -447,6 +462,26 @@ def export_merged(
     policy.save_for_sampler("step-1", kind)
     policy.export(folder / "merged")
     return store.get("step-1"), AutoModelForCausalLM.from_pretrained(folder / "merged").eval()
+
+
+@pytest.mark.parametrize("lora", [None, LoraOptions(rank=2)], ids=["full", "lora"])
+def test_weights_that_are_not_finite_are_never_published(
+    make_policy: MakePolicy, store: SnapshotStore, random_data: Any, lora: LoraOptions | None
+) -> None:
+    policy, data = make_policy(snapshots=store, lora=lora), random_data(count=4)
+    policy.save_state("good")
+    policy.save_for_sampler("good")
+    policy.forward_backward(data, "cross_entropy")
+    policy.optim_step(AdamParams(learning_rate=1e38, weight_decay=10.0))
+
+    with pytest.raises(
+        NumericsError, match=r"weights of snapshot 'bad' must be finite, got \d+ of \d+ values of '"
+    ):
+        policy.save_for_sampler("bad")
+
+    assert store.names() == ["good"]
+    policy.load_state("good", with_optimizer=True)
+    assert policy.save_for_sampler("bad") == "bad"
 
 
 def test_a_lora_snapshot_rebuilds_the_policy(

@@ -65,6 +65,7 @@ def assert_same(first: Example, second: Example) -> None:
         torch.testing.assert_close(values, second.inputs[name], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
 def test_bytes_lists_and_columns_give_the_same_examples(lengths: list[int]) -> None:
     as_bytes, as_lists = (

@@ -86,6 +86,7 @@ def policy_data(policy: Policy, data: Data, seed: int = 0) -> list[Any]:
     return rows
 
 
+@pytest.mark.slow
 def test_logprobs_are_the_models_own(policy: Policy, qwen_folder: Path, data: Data) -> None:
     result = policy.forward(data)
 
@@ -122,6 +123,7 @@ def test_results_do_not_depend_on_the_datums_order(policy: Policy, data: Data) -
     assert all(np.array_equal(*pair) for pair in zip(forwards, backwards[::-1], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"),
     [("qwen", {}), ("qwen", {"logit_budget": 1}), ("gpt2", {}), ("gemma", {})],
@@ -137,6 +139,7 @@ def test_the_gradient_is_that_of_plain_autograd(
     assert_same_gradient(policy.read_gradient(), plain_gradient(module, data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train_unembed", [False, True])
 def test_the_adapters_gradient_is_that_of_plain_autograd(
     make_policy: MakePolicy, qwen_folder: Path, data: Data, train_unembed: bool
@@ -155,6 +158,7 @@ def test_the_adapters_gradient_is_that_of_plain_autograd(
     assert_same_gradient(policy.read_gradient(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
 def test_a_builtin_loss_and_the_clients_two_passes_give_one_gradient(
     loss_fn: str, policy: Policy, data: Data
@@ -184,6 +188,7 @@ def _bare(datum: DatumRecord, **inputs: Any) -> DatumRecord:
     return datum.model_copy(update={"loss_fn_inputs": kept})
 
 
+@pytest.mark.slow
 def test_gradients_add_up_over_calls(policy: Policy, data: Data) -> None:
     policy.forward_backward(data)
     whole = policy.read_gradient()
@@ -254,6 +259,7 @@ def test_temperature_divides_the_logits(policy: Policy, qwen_folder: Path, data:
     np.testing.assert_allclose(result.logprobs[0], expected.numpy(), rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_several_targets_per_token_train_together(policy: Policy, datum: Any) -> None:
     pair = datum([5, 6, 7], targets=[[6, 9], [7, 1]], weights=[[0.25, 0.75], [0.0, 1.0]])
     other = datum([5, 6], weights=[1.0])
@@ -288,6 +294,7 @@ def test_a_step_without_a_gradient_changes_nothing(policy: Policy, tmp_path: Pat
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoraOptions(rank=8, alpha=16)], ids=["full", "lora"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_lowers_the_loss(
@@ -304,6 +311,7 @@ def test_training_lowers_the_loss(
     assert policy.forward(data).logprobs[0].dtype == np.float32
 
 
+@pytest.mark.slow
 def test_bfloat16_scores_near_float32(make_policy: MakePolicy, data: Data) -> None:
     exact, rounded = make_policy(), make_policy(dtype="bfloat16")
 
@@ -312,6 +320,7 @@ def test_bfloat16_scores_near_float32(make_policy: MakePolicy, data: Data) -> No
     assert 0 < float(np.abs(difference).max()) < 0.1
 
 
+@pytest.mark.slow
 def test_a_bad_request_leaves_the_accumulated_gradient(
     policy: Policy, data: Data, datum: Any
 ) -> None:
@@ -336,6 +345,7 @@ def test_diverged_weights_are_found_by_either_pass(policy: Policy, data: Data) -
         policy.forward(data)
 
 
+@pytest.mark.slow
 def test_a_failure_half_way_drops_the_accumulated_gradient(
     make_policy: MakePolicy, model_of: Any, datum: Any, tmp_path: Path
 ) -> None:
@@ -399,10 +409,29 @@ def test_a_forward_only_trainer_refuses_training(make_policy: MakePolicy, datum:
 
     with pytest.raises(ForwardOnlyError, match="forward_backward must run on a trainable model"):
         policy.forward_backward([datum([5, 6], weights=[1.0])])
-    with pytest.raises(ForwardOnlyError, match="lora_config must be absent"):
-        policy.engine.create_model(LoraOptions(rank=2))
 
 
+def test_a_forward_only_trainers_adapter_is_untrained_and_scores_as_a_new_policys(
+    make_engine: MakeEngine, data: Data
+) -> None:
+    engine, lora = make_engine(forward_only=True), LoraOptions(rank=4)
+    base, adapted = engine.create_model(), engine.create_model(lora)
+    trainer = make_engine(folder="policy")
+    policy = trainer.create_model(lora)
+
+    assert [engine.facts(model_id).lora_rank for model_id in (base, adapted)] == [0, 4]
+    expected = flat(trainer.forward(policy, data))
+    assert np.array_equal(flat(engine.forward(adapted, data)), expected)
+    assert np.array_equal(flat(engine.forward(base, data)), expected)
+    for refused in (
+        lambda: engine.forward_backward(adapted, data),
+        lambda: engine.load_adapter(adapted, "s"),
+    ):
+        with pytest.raises(ForwardOnlyError, match="must run on a trainable model"):
+            refused()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoraOptions(rank=4)], ids=["full", "lora"])
 @pytest.mark.parametrize("policy_first", [True, False])
 def test_the_frozen_reference_stays_the_base_while_the_policy_learns(
@@ -423,11 +452,12 @@ def test_the_frozen_reference_stays_the_base_while_the_policy_learns(
     assert float(np.abs(flat(engine.forward(policy, data)) - before).max()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoraOptions(rank=4)], ids=["full", "lora"])
 def test_after_unloading_a_new_policy_starts_from_the_base(
     engine: TrainerEngine, data: Data, lora: LoraOptions | None
 ) -> None:
-    first = engine.create_model(lora)
+    first = engine.create_model(lora, owner="first")
     before = flat(engine.forward(first, data))
     engine.forward_backward(first, data)
     engine.optim_step(first, STEP)
@@ -442,6 +472,26 @@ def test_after_unloading_a_new_policy_starts_from_the_base(
         engine.forward(first, data)
 
 
+@pytest.mark.slow
+def test_a_client_without_a_name_takes_over_and_saves_over_what_another_left(
+    engine: TrainerEngine, data: Data
+) -> None:
+    left = engine.create_model()
+    engine.save_state(left, "last")
+    engine.forward_backward(left, data)
+    engine.optim_step(left, STEP)
+    trained = flat(engine.forward(left, data))
+    engine.save_state(left, "last")
+
+    taken = engine.create_model()
+
+    with pytest.raises(NotFoundError, match=f"got '{left}'"):
+        engine.forward(left, data)
+    engine.load_state(taken, "last", with_optimizer=True)
+    assert np.array_equal(flat(engine.forward(taken, data)), trained)
+
+
+@pytest.mark.slow
 def test_model_ids_do_not_look_like_serverless_runs(engine: TrainerEngine) -> None:
     ids = [engine.create_model(), engine.create_model(is_frozen=True)]
 
@@ -449,6 +499,7 @@ def test_model_ids_do_not_look_like_serverless_runs(engine: TrainerEngine) -> No
     assert not any(token.startswith("run-") for token in ids)
 
 
+@pytest.mark.slow
 def test_an_export_is_the_trained_model(
     make_policy: MakePolicy, data: Data, tmp_path: Path
 ) -> None:
@@ -480,6 +531,7 @@ def test_impossible_options_are_refused(
         make_engine(**options)
 
 
+@pytest.mark.slow
 def test_sequences_up_to_the_models_last_position_are_scored(
     make_policy: MakePolicy, model_of: Any, datum: Any
 ) -> None:

@@ -26,6 +26,7 @@ def hidden_states(scorer: TargetScorer) -> torch.Tensor:
     return scorer.states(PaddedBatch([], IDS, nothing, nothing))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_the_models_own_log_softmax(
@@ -42,6 +43,7 @@ def test_logprobs_equal_the_models_own_log_softmax(
     assert float(expected.std()) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train_unembed", [False, True])
 def test_chunks_change_neither_logprobs_nor_gradient(
     qwen_folder: Path, train_unembed: bool
@@ -64,6 +66,7 @@ def test_chunks_change_neither_logprobs_nor_gradient(
         torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_logits_of_all_tokens_never_exist_at_once(qwen_folder: Path) -> None:
     loaded = load_model(qwen_folder)
     tokens, vocab_size = 2000, 96

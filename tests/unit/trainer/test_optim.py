@@ -144,6 +144,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_dropped(bad: float) -> Non
     assert optimizer.step(ADAM)["skipped"] == 1
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_learn_what_bfloat16_cannot_add() -> None:
     given, optimizer = make_optimizer(torch.bfloat16)
     for _ in range(100):

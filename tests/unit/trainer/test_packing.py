@@ -48,6 +48,7 @@ def test_padding_stops_at_the_models_last_position(datum: Any) -> None:
     assert list(batch.input_ids.shape) == [1, 100]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 2000))
 def test_every_token_stands_in_exactly_one_place(lengths: list[int], budget: int) -> None:
     data = [make_datum([index % 90 + 1] * (length + 1)) for index, length in enumerate(lengths)]

@@ -83,6 +83,20 @@ async def test_a_gap_holds_the_later_ones_back(queue: Queue) -> None:
     assert await queue.result(second) == {"path": "second"}
 
 
+async def test_what_waits_for_a_gap_is_bounded(queue: Queue) -> None:
+    held = [queue.submit(number, lambda: PathOutput(path="held")) for number in range(2, 258)]
+
+    with pytest.raises(RequestError, match="seq_id must be 1, got 258: 256 operations wait"):
+        queue.submit(258, lambda: PathOutput(path="refused"))
+
+    queue.submit(1, lambda: PathOutput(path="first"))
+    last = queue.submit(258, lambda: PathOutput(path="last"))
+    assert [(await queue.result(request))["path"] for request in (held[-1], last)] == [
+        "held",
+        "last",
+    ]
+
+
 async def test_a_repeated_number_is_the_same_request_and_runs_once(queue: Queue) -> None:
     ran: list[str] = []
     first = queue.submit(1, lambda: ran.append("a") or done("a"))

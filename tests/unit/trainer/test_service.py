@@ -10,9 +10,11 @@ import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
+from tests.unit.wire.routes import list_routes
 
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.service import create_app
+from hearth.wire.openapi import TRAINER_ROUTES
 from hearth.wire.tensors import TensorRecord
 from hearth.wire.tinker import DatumRecord
 
@@ -179,6 +181,7 @@ async def test_chunks_that_arrive_out_of_order_run_in_order(policy: Client, datu
     assert (await policy.result(step))["metrics"]["num_sequences"] == 2
 
 
+@pytest.mark.slow
 async def test_a_question_is_held_and_then_answered_try_again(policy: Client) -> None:
     held = await policy.post("forward", model_id=policy.model_id, seq_id=2, forward_input=data_of())
     clock = asyncio.get_running_loop().time
@@ -194,6 +197,7 @@ async def test_a_question_is_held_and_then_answered_try_again(policy: Client) ->
     assert 0.4 < clock() - start < 3
 
 
+@pytest.mark.slow
 async def test_checkpoints_and_snapshots_go_by_their_names(
     client: Client, engine: TrainerEngine, tmp_path: Path
 ) -> None:
@@ -221,6 +225,7 @@ async def test_a_precision_that_a_snapshot_would_not_have_is_refused(policy: Cli
     assert saved == {"path": "b"}
 
 
+@pytest.mark.slow
 async def test_an_adapter_is_loaded_by_its_folder(
     client: Client, qwen_folder: Path, tmp_path: Path
 ) -> None:
@@ -304,6 +309,7 @@ async def test_what_cannot_be_queued_is_an_http_error(
     assert answer.json()["error"]["request_id"] == "r-1"
 
 
+@pytest.mark.slow
 async def test_a_large_body_is_taken(policy: Client, datum: Any) -> None:
     data = [datum([5] * 200, weights=[0.125] * 199)] * 300
 
@@ -439,3 +445,7 @@ async def test_phases_are_announced_in_the_order_of_the_work(
 
     names = "create_model forward_backward save_weights save_weights_for_sampler unload_model"
     assert heard == [phase for name in names.split() for phase in (name, "idle")]
+
+
+def test_every_route_is_in_the_published_description(engine: TrainerEngine) -> None:
+    assert list_routes(create_app(engine), PREFIX) == set(TRAINER_ROUTES)

@@ -1,5 +1,6 @@
 import ast
 import dataclasses
+import importlib
 import inspect
 import itertools
 from pathlib import Path
@@ -45,6 +46,23 @@ def test_training_utils_exports_what_the_documents_import_and_nothing_else():
 def test_the_documents_loss_functions_are_where_they_say():
     for name in ("make_grpo_loss_fn", "build_grpo_datums", "setup_infra", "Infra"):
         assert callable(getattr(training.utils.rl, name))
+
+
+@pytest.mark.parametrize(
+    ("example", "names"),
+    [
+        ("single_turn_token_in", {"rollout": "make_rollout_fn", "train": "command"}),
+        (
+            "multi_turn_message_in",
+            {"rollout": "make_rollout_fn", "train": "command", "reward": "conversation_reward"},
+        ),
+    ],
+    ids=["single turn", "several turns"],
+)
+def test_the_documents_examples_have_their_files(example, names):
+    for file, name in names.items():
+        module = importlib.import_module(f"training.examples.rl.{example}.{file}")
+        assert getattr(module, name).__module__ == module.__name__
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,9 @@ import pytest
 
 from hearth.errors import ForwardOnlyError, NotFoundError, RequestError
 from hearth.wire.completions import CompletionRequest
+from hearth.wire.fireworks import TrainingConfig
 from hearth.wire.http import describe_failure, error_body, error_status
-from hearth.wire.tinker import ForwardBackward, OptimStep
+from hearth.wire.tinker import CreateModel, ForwardBackward, OptimStep
 
 
 def test_unknown_fields_are_tolerated_and_none_is_left_out():
@@ -29,6 +30,30 @@ def test_unknown_fields_are_tolerated_and_none_is_left_out():
 )
 def test_a_bad_body_names_its_field(record, body, message):
     with pytest.raises(RequestError, match=message):
+        record.parse(body)
+
+
+@pytest.mark.parametrize("value", ["1e400", "inf", "-inf", "nan"])
+@pytest.mark.parametrize(
+    ("record", "content", "field"),
+    [
+        (OptimStep, {"adam_params": {"learning_rate": 1.0}}, "adam_params.learning_rate"),
+        (OptimStep, {"adam_params": {"eps": 1.0}}, "adam_params.eps"),
+        (OptimStep, {"adam_params": {"weight_decay": 1.0}}, "adam_params.weight_decay"),
+        (OptimStep, {"adam_params": {"grad_clip_norm": 1.0}}, "adam_params.grad_clip_norm"),
+        (CreateModel, {"lora_config": {"rank": 8, "alpha": 1.0}}, "lora_config.alpha"),
+        (CompletionRequest, {"prompt": [1], "temperature": 1.0}, "temperature"),
+        (CompletionRequest, {"prompt": [1], "top_p": 1.0}, "top_p"),
+        (TrainingConfig, {"baseModel": "m", "learningRate": 1.0}, "learningRate"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_setting_that_is_not_finite_is_refused_by_name(record, content, field, value):
+    needed = {"model_id": "m", "seq_id": 1, "session_id": "s", "base_model": "m"}
+    assert record.from_dict(needed | content)
+
+    body = orjson.dumps(needed | content).replace(b"1.0", b'"%s"' % value.encode())
+    with pytest.raises(RequestError, match=f"^{field} must be a finite number, got '{value}'"):
         record.parse(body)
 
 

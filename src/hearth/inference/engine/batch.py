@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hearth.errors import EngineError
 from hearth.inference.backend import SampledSequence
 from hearth.inference.engine.cache import SlotCache
-from hearth.inference.engine.prompts import Extras, Prompt, PromptStore
+from hearth.inference.engine.prompts import Prompt, PromptStore
 from hearth.inference.engine.runner import ModelRunner
 from hearth.inference.engine.sampler import sample
-from hearth.inference.engine.scheduler import Admission
+from hearth.inference.engine.scheduler import Admission, PrefillBatch
 from hearth.inference.engine.sequence import SequenceState
 from hearth.inference.engine.slots import DecodeSlots
 from hearth.inference.sync_tracker import ServingState, resolve_future
@@ -76,12 +76,12 @@ class DecodeBatch:
         for sequence in admission.sequences:
             sequence.started_s = now_s
             self.stats.cached_prompt_tokens += sequence.cached_prompt_tokens
-        for extras, prompts in admission.batches(packs=self._runner.packs):
+        for batch in admission.batches(packs=self._runner.packs):
             try:
-                self._prefill(admission, prompts, extras)
+                self._prefill(admission, batch)
             except Exception:
-                logger.exception("prefill of %d prompts failed", len(prompts))
-                self._prefill_each(admission, prompts, extras)
+                logger.exception("prefill of %d prompts failed", len(batch.prompts))
+                self._prefill_each(admission, batch)
         ready = [sequence for sequence in admission.sequences if sequence.prompt is not None]
         try:
             self._assign_slots([sequence for sequence in ready if sequence.needs_slot])
@@ -100,7 +100,7 @@ class DecodeBatch:
         try:
             tokens, positions = self.slots.inputs()
             with self._runner.recording(self.slots.want_routing) as record:
-                logits = self._runner.decode(tokens, positions, self.cache)
+                logits = self._runner.decode(tokens, positions, self.cache, self.slots.adapters)
             self.stats.steps += 1
             self.slots.append_routing(record.choices())
             self._sample(slice(0, count), logits[:count])
@@ -148,30 +148,30 @@ class DecodeBatch:
         for slot, sequence in enumerate(self.slots.sequences):
             sequence.end_run(self._serving(), self.slots.count(slot))
 
-    def _prefill(
-        self, admission: Admission, prompts: Sequence[tuple[int, ...]], extras: Extras
-    ) -> None:
-        prefilled, computed = self._runner.prefill(prompts, extras)
+    def _prefill(self, admission: Admission, batch: PrefillBatch) -> None:
+        prefilled, computed = self._runner.prefill(batch.prompts, batch.extras, batch.adapter)
         self.stats.prefill_tokens += computed
         done = {prompt.tokens: prompt for prompt in prefilled}
         for prompt in done.values():
             self.prompts.put(prompt)
         for sequence in admission.sequences:
-            sequence.prompt = sequence.prompt or done.get(sequence.tokens)
+            if sequence.adapter is batch.adapter:
+                sequence.prompt = sequence.prompt or done.get(sequence.tokens)
 
-    def _prefill_each(
-        self, admission: Admission, prompts: Sequence[tuple[int, ...]], extras: Extras
-    ) -> None:
+    def _prefill_each(self, admission: Admission, batch: PrefillBatch) -> None:
         """Prefill prompts one by one after they failed together."""
-        for prompt in prompts:
+        for prompt in batch.prompts:
             try:
-                self._prefill(admission, [prompt], extras)
+                self._prefill(admission, replace(batch, prompts=[prompt]))
             except Exception as error:
                 logger.exception("prefill of a prompt of %d tokens failed", len(prompt))
-                self._fail(
-                    [sequence for sequence in admission.sequences if sequence.tokens == prompt],
-                    error,
-                )
+                key = (batch.adapter, prompt)
+                failed = [
+                    sequence
+                    for sequence in admission.sequences
+                    if (sequence.adapter, sequence.tokens) == key
+                ]
+                self._fail(failed, error)
 
     def _assign_slots(self, sequences: Sequence[SequenceState]) -> None:
         """Give each sequence a slot with its prompt in the cache, and sample its first token."""
@@ -246,6 +246,7 @@ class DecodeBatch:
             logprobs=logprobs,
             sampling_logprobs=sampling_logprobs,
             prompt_logprobs=sequence.prompt_logprobs(),
+            prompt_top_logprobs=sequence.prompt_top_logprobs(),
             top_logprobs=sequence.top_logprobs if sequence.request.top_logprobs else None,
             routing=sequence.routing if sequence.request.routing else None,
             prompt_routing=sequence.prompt_routing(),

@@ -18,14 +18,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hearth.errors import EngineError
+from hearth.errors import EngineError, RequestError
 from hearth.inference.backend import (
+    AdapterSource,
     InferenceBackend,
     Phase,
     SampledSequence,
     SampleRequest,
     Tokenizer,
 )
+from hearth.inference.engine.adapter_pool import AdapterPool
+from hearth.inference.engine.adapters import Adapter, AdapterLayers
 from hearth.inference.engine.batch import DecodeBatch, EngineStats
 from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.graphs import CudaRecorder
@@ -83,8 +86,16 @@ class InferenceEngine(InferenceBackend):
         device = torch.device(loaded.device)
         if recorder is None and self.options.cuda_graphs and device.type == "cuda":
             recorder = CudaRecorder(device)
+        self._adapters: AdapterPool | None = None
+        layers = AdapterLayers(loaded) if self.options.max_adapters else None
+        if layers is not None:
+            self._adapters = AdapterPool(self.options.max_adapters, layers.read)
         runner = ModelRunner(
-            loaded, max_seq_len=self.max_seq_len, recorder=recorder, decoder=self.options.decoder
+            loaded,
+            max_seq_len=self.max_seq_len,
+            recorder=recorder,
+            decoder=self.options.decoder,
+            adapters=layers,
         )
         budgets = self.options.budgets(device)
         cache = SlotCache(
@@ -92,7 +103,7 @@ class InferenceEngine(InferenceBackend):
             budget_bytes=budgets.cache_mb * _MIB,
             max_slots=self.options.max_slots,
         )
-        self._weights = ServedWeights(loaded)
+        self._weights = ServedWeights(loaded, takes_adapter=self.options.max_adapters == 0)
         self._batch = DecodeBatch(
             runner, cache, PromptStore(budgets.prompt_cache_mb * _MIB), serving=self._tracker.state
         )
@@ -111,6 +122,8 @@ class InferenceEngine(InferenceBackend):
         self._cancelled: deque[SequenceState] = deque()
         self._pending_loads: deque[_PendingLoad] = deque()
         self._on_phase = on_phase
+        self.failed: Future[EngineError] = Future()
+        """Resolved when the engine cannot go on."""
         self._is_woken = False
         self._closing = False
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="hearth-snapshots")
@@ -120,13 +133,21 @@ class InferenceEngine(InferenceBackend):
     def submit(self, request: SampleRequest) -> Future[SampledSequence]:
         """Queue one completion. Cancelling the future frees its slot."""
         check_request(request, self._limits)
+        if request.adapter is not None and self._adapters is None:
+            raise RequestError(
+                f"adapter must be absent, got {request.adapter.identity!r}: this deployment has "
+                "max_adapters 0"
+            )
         sequence = self._sequence(self._without_useless_routing(request))
         with self._wake:
             if self._closing:
                 raise closed_error()
-            self._inbox.append(sequence)
-            self._wake.notify()
+            if request.adapter is None:
+                self._inbox.append(sequence)
+                self._wake.notify()
         sequence.future.add_done_callback(lambda future: self._note_cancel(future, sequence))
+        if request.adapter is not None and self._adapters is not None:
+            self._queue_with_adapter(sequence, request.adapter, self._adapters)
         return sequence.future
 
     def hot_load(
@@ -171,7 +192,7 @@ class InferenceEngine(InferenceBackend):
 
     def stats(self) -> EngineStats:
         """Counts since the start, and how many requests run and wait now."""
-        waiting = len(self._scheduler.waiting) + len(self._inbox)
+        waiting = len(self._scheduler) + len(self._inbox)
         return replace(self._batch.stats, running=len(self._batch.slots), waiting=waiting)
 
     def close(self) -> None:
@@ -181,6 +202,30 @@ class InferenceEngine(InferenceBackend):
             self._wake.notify()
         self._thread.join()
         self._fetcher.shutdown(wait=False, cancel_futures=True)
+
+    def _queue_with_adapter(
+        self, sequence: SequenceState, source: AdapterSource, pool: AdapterPool
+    ) -> None:
+        """Queue a request as soon as its adapter is loaded; it is kept until the request ends."""
+
+        def queue(loaded: Future[Adapter]) -> None:
+            if (error := loaded.exception()) is not None:
+                failure = error if isinstance(error, Exception) else EngineError(str(error))
+                resolve_future(sequence.future, error=failure)
+                return
+            sequence.adapter = loaded.result()
+            with self._wake:
+                is_closed = self._closing
+                # A request that is cancelled later is taken out by the engine thread.
+                if not is_closed and not sequence.future.done():
+                    self._inbox.append(sequence)
+                    self._wake.notify()
+            if is_closed:
+                resolve_future(sequence.future, error=closed_error())
+
+        adapter = pool.acquire(source)
+        sequence.future.add_done_callback(lambda _: pool.release(source.identity, adapter))
+        adapter.add_done_callback(queue)
 
     def _without_useless_routing(self, request: SampleRequest) -> SampleRequest:
         """The request; of a dense model it asks for no experts."""
@@ -232,8 +277,7 @@ class InferenceEngine(InferenceBackend):
                 # Its parent may still be loading.
                 self._tracker.wait_turn(identity)
             prepared = self._weights.prepare(snapshot)
-        except Exception as error:
-            logger.exception("weight sync: snapshot %s could not be read", identity)
+        except Exception as error:  # noqa: BLE001 - the boundary: the state of the weight sync has it
             self._tracker.fail(identity, error)
             with self._wake:
                 self._request_wake()
@@ -250,20 +294,25 @@ class InferenceEngine(InferenceBackend):
     def _run(self) -> None:
         """The engine thread: steps until closed."""
         end: Exception = closed_error()
+        failure: EngineError | None = None
         try:
             while self._await_work():
                 self._step()
         except Exception as error:
             logger.exception("the engine has ended")
-            end = EngineError(f"the engine has ended: {type(error).__name__}: {error}")
+            end = failure = EngineError(f"the engine has ended: {type(error).__name__}: {error}")
         with self._wake:
             self._closing = True
-            left = [*self._scheduler.waiting, *self._inbox]
+            left = [*self._scheduler, *self._inbox]
         self._batch.fail_all(end)
         self._batch.deliver()
         for sequence in left:
             resolve_future(sequence.future, error=end)
+        if self._adapters is not None:
+            self._adapters.close()
         self._tracker.close()
+        if failure is not None:
+            self.failed.set_result(failure)
 
     def _step(self) -> None:
         refresh()
@@ -273,7 +322,7 @@ class InferenceEngine(InferenceBackend):
             self._report_phase("load_snapshot")
             self._swap_weights(self._pending_loads.popleft().item)
         # While new weights wait for running requests to end, no request starts on the old ones.
-        if self._scheduler.waiting and not self._pending_loads:
+        if self._scheduler and not self._pending_loads:
             self._report_phase("sampling")
             batch = self._batch
             batch.start(self._scheduler.admit(batch.slots, batch.cache, batch.prompts))
@@ -293,7 +342,7 @@ class InferenceEngine(InferenceBackend):
                 self._wake.wait_for(lambda: self._closing or self._has_work())
                 self._wait_for_more()
             self._is_woken = False
-            self._scheduler.waiting.extend(self._inbox)
+            self._scheduler.add(self._inbox)
             self._inbox.clear()
             cancelled = list(self._cancelled)
             self._cancelled.clear()
@@ -309,7 +358,7 @@ class InferenceEngine(InferenceBackend):
             or self._cancelled
             or self._pending_loads
             or self._batch.slots
-            or self._scheduler.waiting
+            or self._scheduler
             or self._is_woken
         )
 
@@ -322,7 +371,7 @@ class InferenceEngine(InferenceBackend):
 
     def _report_rest(self) -> None:
         """Report that nothing is computed, if nothing runs or waits."""
-        if not (self._batch.slots or self._scheduler.waiting or self._inbox):
+        if not (self._batch.slots or self._scheduler or self._inbox):
             is_loading = self._tracker.state().stage == "loading"
             self._report_phase("load_snapshot" if is_loading else "idle")
 
@@ -332,8 +381,7 @@ class InferenceEngine(InferenceBackend):
         try:
             prepared = item if isinstance(item, PreparedSnapshot) else self._weights.prepare(item)
             self._weights.swap_in(prepared)
-        except Exception as error:
-            logger.exception("weight sync: snapshot %s was refused", snapshot.identity)
+        except Exception as error:  # noqa: BLE001 - the boundary: the state of the weight sync has it
             self._tracker.fail(snapshot.identity, error)
             return
         self._batch.weights_changed()

@@ -10,18 +10,22 @@ Legend: B rows, V vocabulary, H hidden size, F size of the MLP.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hearth.inference.engine.adapters import Adapter
 from hearth.inference.engine.cache import MIN_ROWS, SlotCache
 from hearth.kernels.build import find_torch_symbol
-from hearth.kernels.ops import AttentionShape, Kernels, StepLayer, StepModel, kernels
+from hearth.kernels.ops import AttentionShape, Kernels, LoraUpdate, StepLayer, StepModel, kernels
 from hearth.models.decoder import Decoder, DecoderLayer, plain_bias, plain_weight, read_decoder
 from hearth.models.loading import LoadedModel
 
@@ -66,6 +70,7 @@ class FusedDecoder:
         self._rotations = decoder.compute_rotations(max(positions, _LEAST_POSITIONS))
         self._layers: list[_LayerWeights] = []
         self._head: tuple[Tensor, Tensor | None] | None = None
+        self._updates: WeakKeyDictionary[Adapter, ctypes.Array[LoraUpdate]] = WeakKeyDictionary()
         self._step: StepModel | None = None
         """The addresses of the weights; None until they are copied."""
 
@@ -89,9 +94,16 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def decode(
-        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cache: SlotCache
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        cache: SlotCache,
+        adapters: Sequence[Adapter | None] = (),
     ) -> Tensor:
-        """Logits [B, V] after ``tokens`` at ``positions`` [B], which enter the cache."""
+        """Logits [B, V] after ``tokens`` at ``positions`` [B], which enter the cache.
+
+        ``adapters`` are those of the first rows.
+        """
         step = self._step or self._fuse()
         step.layer_stride = cache.keys.stride(0)
         return self._loops.decode_step(
@@ -101,7 +113,21 @@ class FusedDecoder:
             torch.from_numpy(positions),
             (cache.keys, cache.values),
             least_rows=MIN_ROWS,
+            adapters=self._find_updates(adapters, len(tokens)) if adapters else None,
         )
+
+    def _find_updates(
+        self, adapters: Sequence[Adapter | None], rows: int
+    ) -> ctypes.Array[ctypes.c_void_p]:
+        """The address of each row's updates; None for a row without an adapter."""
+        addresses = (ctypes.c_void_p * rows)()
+        for row, adapter in enumerate(adapters):
+            if adapter is None:
+                continue
+            if adapter not in self._updates:
+                self._updates[adapter] = _list_updates(self._decoder, adapter)
+            addresses[row] = ctypes.addressof(self._updates[adapter])
+        return addresses
 
     def _fuse(self) -> StepModel:
         """Copy the module's weights, whose linear layers an adapter may have replaced."""
@@ -142,6 +168,22 @@ class FusedDecoder:
             decoder.eps,
             decoder.scale,
         )
+
+
+def _list_updates(decoder: Decoder, adapter: Adapter) -> ctypes.Array[LoraUpdate]:
+    """An adapter's updates, layer by layer, then the head's; their addresses live as it does."""
+    linears: list[Any] = []
+    for layer in decoder.layers:
+        linears += [layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj]
+        linears += [layer.gate_proj, layer.up_proj, layer.down_proj]
+    linears.append(decoder.module.get_output_embeddings())
+    updates = (LoraUpdate * len(linears))()
+    for place, linear in enumerate(linears):
+        update = adapter.layers.get(linear.name)
+        if update is not None:
+            down, up = update.down, update.up
+            updates[place] = LoraUpdate(down.data_ptr(), up.data_ptr(), down.shape[0], update.scale)
+    return updates
 
 
 @torch.no_grad()

@@ -28,6 +28,8 @@ class EngineOptions:
     """Longest sequence, prompt included; None takes the model's own, up to 32768."""
     max_slots: int = 256
     """Most completions that run at the same time."""
+    max_adapters: int = 0
+    """Most LoRA adapters in memory that requests name; 0 refuses such requests."""
     cache_mb: int | None = None
     """Budget of the KV cache in MiB; it grows on demand. None: 1024, or a third of a GPU's free
     memory when the engine starts."""
@@ -50,6 +52,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be >= 1, got {value}")
+        if self.max_adapters < 0:
+            raise ConfigError(f"max_adapters must be >= 0, got {self.max_adapters}")
         if not self.gather_s >= 0:
             raise ConfigError(f"gather_s must be >= 0, got {self.gather_s}")
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hearth.inference.engine.cache import MIN_ROWS
-from hearth.inference.engine.prompts import Prompt
+from hearth.inference.engine.prompts import Extras, Prompt
+from hearth.inference.engine.sampler import TopTokens, find_top, split_top
 from hearth.kernels.training import score
 from hearth.models.loading import LoadedModel
 from hearth.models.packed import PackedDecoder, pack
@@ -38,9 +39,13 @@ class PackedPrefill:
         return None if decoder is None else cls(loaded, decoder)
 
     @torch.inference_mode()
-    def run(self, prompts: Sequence[tuple[int, ...]], *, scored: int) -> tuple[list[Prompt], int]:
-        """Prefilled prompts, with logprobs of each prompt's last ``scored`` tokens, and the number
-        of tokens that were computed."""
+    def run(
+        self, prompts: Sequence[tuple[int, ...]], extras: Extras, adapter: int = 0
+    ) -> tuple[list[Prompt], int]:
+        """Prefilled prompts with their ``extras``, and the number of tokens that were computed.
+
+        ``adapter`` is that of ``Prompt``.
+        """
         sequences = [torch.tensor(prompt) for prompt in prompts]
         prefixes = find_clusters(sequences)
         packed = pack(sequences, prefixes)
@@ -50,14 +55,16 @@ class PackedPrefill:
         states = self._decoder.states(packed.tokens, packed.positions, packed.tree, cache=cache)
         places = [places_of[index] for index in range(len(prompts))]
         logits = self._logits(states, torch.stack([place[-1] for place in places]))
-        logprobs = self._scores(states, sequences, places, scored) if scored else None
+        scores = self._scores(states, sequences, places, extras) if extras.scored else None
         prefilled = [
             Prompt(
                 tokens=prompt,
                 keys=torch.stack([keys[places[index]].transpose(0, 1) for keys, _ in cache]),
                 values=torch.stack([values[places[index]].transpose(0, 1) for _, values in cache]),
                 logits=logits[index].clone(),
-                logprobs=None if logprobs is None else logprobs[index],
+                logprobs=None if scores is None else scores[index][0],
+                top=None if scores is None else scores[index][1],
+                adapter=adapter,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -71,14 +78,23 @@ class PackedPrefill:
         return self._module.get_output_embeddings()(chosen)[: places.numel()]
 
     def _scores(
-        self, states: Tensor, sequences: Sequence[Tensor], places: Sequence[Tensor], scored: int
-    ) -> list[list[float]]:
-        """Logprobs of the last ``scored`` tokens of each sequence, except its first."""
-        counts = [min(scored, sequence.numel() - 1) for sequence in sequences]
+        self, states: Tensor, sequences: Sequence[Tensor], places: Sequence[Tensor], extras: Extras
+    ) -> list[tuple[list[float], TopTokens | None]]:
+        """Logprobs of the last ``extras.scored`` tokens of each sequence, except its first, and
+        the most probable tokens there."""
+        counts = [min(extras.scored, sequence.numel() - 1) for sequence in sequences]
         pairs = list(zip(sequences, places, counts, strict=True))
         before = torch.cat([place[-count - 1 : -1] for _, place, count in pairs])
         targets = torch.cat([tokens[tokens.numel() - count :] for tokens, _, count in pairs])
         size = self._chunk_size
         chunks = zip(before.split(size), targets.split(size), strict=True)
-        parts = [score(self._logits(states, chunk), expected) for chunk, expected in chunks]
-        return [part.tolist() for part in torch.cat(parts).split(counts)]
+        parts: list[Tensor] = []
+        tops: list[TopTokens] = []
+        for chunk, expected in chunks:
+            logits = self._logits(states, chunk)
+            parts.append(score(logits, expected))
+            if extras.top:
+                tops.append(find_top(logits, extras.top))
+        listed = split_top(tops, counts) if extras.top else [None] * len(counts)
+        logprobs = [part.tolist() for part in torch.cat(parts).split(counts)]
+        return list(zip(logprobs, listed, strict=True))

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hearth.errors import ConfigError, EngineError
+from hearth.inference.engine.adapters import Adapter, AdapterLayers, AdapterRows
 from hearth.inference.engine.cache import MIN_ROWS, CacheShape, SlotCache, key_span
 from hearth.inference.engine.fused import FusedDecoder
 from hearth.inference.engine.graphs import CudaRecorder, DecodeGraphs
@@ -29,6 +30,7 @@ from hearth.inference.engine.options import DecoderKind
 from hearth.inference.engine.plain_step import PlainStep
 from hearth.inference.engine.prefill import PackedPrefill
 from hearth.inference.engine.prompts import Extras, Prompt
+from hearth.inference.engine.sampler import TopTokens, find_top, split_top
 from hearth.models.loading import LoadedModel
 from hearth.models.routing import Recording, find_routers
 
@@ -42,7 +44,7 @@ _MAX_LOGITS = 2**27
 """Most logits of one forward (512 MiB in float32); a longer scoring takes several forwards."""
 
 
-def padded_length(tokens: int) -> int:
+def pad_length(tokens: int) -> int:
     """The length that a prompt runs at: the next multiple of 32."""
     return -(-tokens // _PROMPT_STEP) * _PROMPT_STEP
 
@@ -51,7 +53,7 @@ class ModelRunner:
     """Runs one causal LM for the engine. Used by one thread at a time.
 
     ``decoder`` is that of ``EngineOptions``. With a ``recorder`` the decoding steps of a dense
-    model are recorded and replayed.
+    model are recorded and replayed. ``adapters`` are its layers where requests may name adapters.
 
     Raises:
         ConfigError: the model's cache is not plain keys and values, or its attention looks back
@@ -65,6 +67,7 @@ class ModelRunner:
         max_seq_len: int,
         recorder: CudaRecorder | None = None,
         decoder: DecoderKind | None = None,
+        adapters: AdapterLayers | None = None,
     ) -> None:
         # Importing transformers takes seconds; a process that has loaded a model has done it.
         from hearth.inference.engine import attention
@@ -75,6 +78,7 @@ class ModelRunner:
         _check_attention_span(loaded, max_seq_len)
         attention.install(loaded.module)
         self._selects_rows = True
+        self._adapters = adapters
         has_kernels = decoder in (None, "fused")
         self._fused = FusedDecoder.for_model(loaded, positions=max_seq_len) if has_kernels else None
         self._packed = PackedPrefill.for_model(loaded) if has_kernels else None
@@ -114,19 +118,20 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prefill(
-        self, prompts: Sequence[tuple[int, ...]], extras: Extras
+        self, prompts: Sequence[tuple[int, ...]], extras: Extras, adapter: Adapter | None = None
     ) -> tuple[list[Prompt], int]:
         """Prefilled prompts with their ``extras``, and how many tokens were computed.
 
         All must have one padded length, unless the runner ``packs``.
         """
-        scored = extras.scored
-        if self._packed is not None:
-            return self._packed.run(prompts, scored=scored)
-        with self.recording(extras.routed) as record:
-            keys, values, logits, logprobs = self._run_prompts(prompts, scored=scored)
+        serial = 0 if adapter is None else adapter.serial
+        with self._computing([] if adapter is None else [AdapterRows(adapter)]):
+            if self._packed is not None:
+                return self._packed.run(prompts, extras, serial)
+            with self.recording(extras.routed) as record:
+                keys, values, logits, scores = self._run_prompts(prompts, extras)
         choices = record.choices()
-        width = padded_length(len(prompts[0]))
+        width = pad_length(len(prompts[0]))
         done: list[Prompt] = []
         for index, tokens in enumerate(prompts):
             length = len(tokens)
@@ -136,27 +141,38 @@ class ModelRunner:
                     keys=keys[:, index, :, :length].clone(),
                     values=values[:, index, :, :length].clone(),
                     logits=logits[index].clone(),
-                    logprobs=logprobs[index] if scored else None,
+                    logprobs=scores[index][0] if extras.scored else None,
                     routing=None if choices is None else choices[index * width :][:length].copy(),
+                    top=scores[index][1],
+                    adapter=serial,
                 )
             )
         return done, len(prompts) * width
 
     @torch.inference_mode()
     def decode(
-        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cache: SlotCache
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        cache: SlotCache,
+        adapters: Sequence[Adapter | None] = (),
     ) -> Tensor:
         """Logits [B, V] (float32) after ``tokens`` at ``positions`` [B], which enter the cache.
 
-        Where steps are recorded they are in a buffer that the next step overwrites.
+        ``adapters`` are those of the first rows. Where steps are recorded the logits are in a
+        buffer that the next step overwrites; a step with adapters is not recorded.
         """
         if self._fused is not None:
-            return self._fused.decode(tokens, positions, cache)
-        if self._graphs is not None:
+            return self._fused.decode(tokens, positions, cache, adapters)
+        if self._graphs is not None and not adapters:
             return self._graphs.decode(tokens, positions, cache)
         span = key_span(int(positions.max()) + 1)
         at = torch.from_numpy(positions).to(self.device)
-        return self._step(torch.from_numpy(tokens).to(self.device), at, span, cache).float()
+        with self._computing(self._adapters.group(adapters) if self._adapters else []):
+            return self._step(torch.from_numpy(tokens).to(self.device), at, span, cache).float()
+
+    def _computing(self, rows: Sequence[AdapterRows]) -> contextlib.AbstractContextManager[None]:
+        return self._adapters.computing(rows) if self._adapters else contextlib.nullcontext()
 
     def _step(self, tokens: Tensor, at: Tensor, span: int, cache: SlotCache) -> Tensor:
         """Logits [B, V] after ``tokens`` at positions ``at`` [B]; attention sees ``span`` keys."""
@@ -175,11 +191,12 @@ class ModelRunner:
         return output.logits[:, -1]
 
     def _run_prompts(
-        self, prompts: Sequence[tuple[int, ...]], *, scored: int
-    ) -> tuple[Tensor, Tensor, Tensor, list[list[float]]]:
-        """Keys and values [N, P, H, L, D], last logits [P, V], and logprobs of each prompt's last
-        ``scored`` tokens."""
-        tokens = np.zeros((len(prompts), padded_length(len(prompts[0]))), np.int64)
+        self, prompts: Sequence[tuple[int, ...]], extras: Extras
+    ) -> tuple[Tensor, Tensor, Tensor, list[tuple[list[float], TopTokens | None]]]:
+        """Keys and values [N, P, H, L, D], last logits [P, V], and of each prompt's last
+        ``extras.scored`` tokens the logprobs, and the most probable tokens there."""
+        scored = extras.scored
+        tokens = np.zeros((len(prompts), pad_length(len(prompts[0]))), np.int64)
         for index, prompt in enumerate(prompts):
             tokens[index, : len(prompt)] = prompt
         input_ids = torch.from_numpy(tokens).to(self.device)
@@ -192,6 +209,7 @@ class ModelRunner:
         targets = input_ids.roll(-1, dims=1).flatten()
         filled = self._attention.PrefillCache()
         first, parts = None, []
+        tops: list[TopTokens] = []
         for chunk in places.split(max(len(prompts), _MAX_LOGITS // self.loaded.vocab_size)):
             cache = filled if first is None else self._attention.PrefillCache()
             logits = self._forward(input_ids, chunk, cache)
@@ -199,13 +217,21 @@ class ModelRunner:
             if scored:
                 rows = torch.log_softmax(logits, dim=-1).gather(1, targets[chunk][:, None])
                 parts.append(rows.squeeze(1).cpu())
+                if extras.top:
+                    tops.append(find_top(logits, extras.top))
         assert first is not None
         layers = range(len(filled.keys))
         keys = torch.stack([filled.keys[layer] for layer in layers])
         values = torch.stack([filled.values[layer] for layer in layers])
         flat = torch.cat(parts)[len(prompts) :] if scored else torch.zeros(0)
-        scores = flat.split([min(scored, len(prompt) - 1) for prompt in prompts])
-        return keys, values, first[: len(prompts)], [part.tolist() for part in scores]
+        counts = [min(scored, len(prompt) - 1) for prompt in prompts]
+        logprobs = [part.tolist() for part in flat.split(counts)]
+        listed: list[TopTokens | None] = [None] * len(prompts)
+        if tops:
+            # Those of the last tokens stand before them.
+            listed = [*split_top(tops, [len(prompts), *counts])[1:]]
+        scores = list(zip(logprobs, listed, strict=True))
+        return keys, values, first[: len(prompts)], scores
 
     def _forward(self, input_ids: Tensor, places: Tensor, cache: Any) -> Tensor:
         """Logits [R, V] (float32) at flat ``places`` of right-padded prompts [P, L]."""

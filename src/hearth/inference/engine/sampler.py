@@ -6,6 +6,7 @@ depend on the other sequences of its batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hearth.inference.backend import TopLogprobs
 from hearth.inference.engine.device_sampler import sample_on_device
 from hearth.kernels.ops import kernels
 
@@ -43,11 +45,15 @@ class SamplingValues:
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The most probable tokens [R, K] of the ``rows`` [R] that need them, likeliest first."""
+    """The most probable tokens [R, K] of some rows of logits, likeliest first."""
 
-    rows: NDArray[np.int64]
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float32]
+
+    def select(self, row: int, count: int) -> TopLogprobs:
+        """The ``count`` likeliest of a row."""
+        pairs = zip(self.tokens[row, :count], self.logprobs[row, :count], strict=True)
+        return [(int(token), float(logprob)) for token, logprob in pairs]
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class SampledTokens:
     logprobs: NDArray[np.float32]
     sampling_logprobs: NDArray[np.float32]
     top: TopTokens | None = None
+    """Of those rows that need them."""
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -77,7 +84,9 @@ def sample(
     in vocabulary order.
     """
     numbers = uniforms(seeds, positions)
-    top = None if values.top_logprobs is None else _find_top(logits, values.top_logprobs)
+    wanted, top = values.top_logprobs, None
+    if wanted is not None:
+        top = find_top(logits[_index(wanted > 0, logits)], int(wanted.max()))
     fast = _sample_fast(logits, values, numbers)
     fractions = torch.from_numpy(numbers)
     if fast is None:
@@ -129,12 +138,18 @@ def _sample(logits: Tensor, values: SamplingValues, fractions: Tensor) -> Sample
     return SampledTokens(tokens.cpu().numpy(), own, sampling)
 
 
-def _find_top(logits: Tensor, wanted: NDArray[np.int64]) -> TopTokens:
-    rows = np.flatnonzero(wanted)
-    most = min(int(wanted.max()), logits.shape[1])
-    raw = torch.log_softmax(logits[_index(wanted > 0, logits)], dim=-1)
-    top = raw.topk(most, dim=1)
-    return TopTokens(rows, top.indices.cpu().numpy(), top.values.cpu().numpy())
+def find_top(logits: Tensor, most: int) -> TopTokens:
+    """The ``most`` most probable tokens of logits [R, V] (float32), with the model's logprobs."""
+    top = torch.log_softmax(logits, dim=-1).topk(min(most, logits.shape[1]), dim=1)
+    return TopTokens(top.indices.cpu().numpy(), top.values.cpu().numpy())
+
+
+def split_top(parts: Sequence[TopTokens], counts: Sequence[int]) -> list[TopTokens]:
+    """The rows of all ``parts`` end to end, in pieces of ``counts`` rows."""
+    places = np.cumsum(counts)[:-1]
+    tokens = np.split(np.concatenate([part.tokens for part in parts]), places)
+    logprobs = np.split(np.concatenate([part.logprobs for part in parts]), places)
+    return [TopTokens(*pair) for pair in zip(tokens, logprobs, strict=True)]
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

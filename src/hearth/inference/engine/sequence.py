@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hearth.errors import RequestError
 from hearth.inference.backend import SampledSequence, SampledToken, SampleRequest, TopLogprobs
+from hearth.inference.engine.adapters import Adapter
 from hearth.inference.engine.prompts import EVERY, Extras, Prompt
 from hearth.inference.sync_tracker import ServingState
 from hearth.inference.texts import TextOf
@@ -58,6 +59,8 @@ class SequenceState:
     started_s: float = 0.0
     stop_text: StopText | None = None
     prompt: Prompt | None = None
+    adapter: Adapter | None = None
+    """Set once it is loaded; None for the base weights."""
     cached_prompt_tokens: int = 0
     num_concurrent: int = 0
     top_logprobs: list[TopLogprobs] = field(default_factory=lambda: [])
@@ -77,7 +80,13 @@ class SequenceState:
         """What the request needs of the prompt."""
         last = self.request.prompt_logprobs_last
         scored = EVERY if last is None else last
-        return Extras(scored * self.request.prompt_logprobs, self.request.routing)
+        scored *= self.request.prompt_logprobs
+        return Extras(scored, self.request.routing, self.request.prompt_top_logprobs)
+
+    @property
+    def serial(self) -> int:
+        """The serial number of its adapter; 0 for the base weights."""
+        return 0 if self.adapter is None else self.adapter.serial
 
     def notify_prefill(self) -> None:
         """Call the listener, if there is one, before the first token."""
@@ -92,7 +101,8 @@ class SequenceState:
     def end_run(self, state: ServingState, num_tokens: int) -> None:
         """Of its ``num_tokens`` tokens assign those without a run to the version in ``state``."""
         tokens = num_tokens - sum(run.tokens for run in self.runs)
-        self.runs.append(VersionRun(state.weight_version, state.current_identity, tokens))
+        identity = state.current_identity if self.adapter is None else self.adapter.identity
+        self.runs.append(VersionRun(state.weight_version, identity, tokens))
 
     def prompt_logprobs(self) -> list[float | None] | None:
         """Those that the request asks for, the prompt's first None; None without a request."""
@@ -101,6 +111,19 @@ class SequenceState:
         known, length = self.prompt.logprobs or [], len(self.prompt.tokens)
         every = [*[None] * (length - len(known)), *known]
         return every[max(0, length - self.extras.scored) :]
+
+    def prompt_top_logprobs(self) -> list[TopLogprobs | None] | None:
+        """One list per entry of ``prompt_logprobs``; None without a request for them."""
+        count, scores = self.request.prompt_top_logprobs, self.prompt_logprobs()
+        if not count or scores is None or self.prompt is None or self.prompt.top is None:
+            return None
+        top = self.prompt.top
+        # Both end with the prompt's last token.
+        first = len(top.tokens) - len(scores)
+        return [
+            None if score is None else top.select(first + place, count)
+            for place, score in enumerate(scores)
+        ]
 
     def prompt_routing(self) -> Sequence[Choice] | None:
         """Experts of the prompt's positions except the last; None without a request."""
@@ -177,8 +200,9 @@ def _check_prompt(request: SampleRequest, limits: RequestLimits) -> None:
     longest = limits.max_seq_len - (1 if request.max_tokens > 0 else 0)
     if length > longest:
         raise RequestError(
-            f"prompt must be <= {longest} tokens, got {length}: the context holds "
-            f"{limits.max_seq_len} tokens, completion included"
+            # litellm and others know an overflow by these words.
+            f"prompt must be <= {longest} tokens, got {length}: this model's maximum context "
+            f"length is {limits.max_seq_len} tokens, completion included"
         )
     _check_ids("prompt", request.prompt, limits)
     _check_ids("stop_token_ids", request.stop_token_ids, limits)
@@ -203,6 +227,7 @@ def _check_values(request: SampleRequest) -> None:
         ("top_p", "in (0, 1]", 0 < request.top_p <= 1),
         ("top_k", ">= 0", request.top_k >= 0),
         ("top_logprobs", rule_of_top, 0 <= request.top_logprobs <= MOST_TOP_LOGPROBS),
+        ("prompt_top_logprobs", rule_of_top, 0 <= request.prompt_top_logprobs <= MOST_TOP_LOGPROBS),
     )
     why = {
         "max_tokens": "0 samples nothing and only scores the prompt",
@@ -210,6 +235,7 @@ def _check_values(request: SampleRequest) -> None:
         "top_p": "1 keeps every token",
         "top_k": "0 keeps every token",
         "top_logprobs": "each is sent with every sampled token",
+        "prompt_top_logprobs": "each is sent with every token of the prompt",
     }
     for name, rule, holds in rules:
         if not holds:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hearth.inference.backend import SampledToken
+from hearth.inference.engine.adapters import Adapter
 from hearth.inference.engine.cache import MIN_ROWS
 from hearth.inference.engine.sampler import SampledTokens, SamplingValues, TopTokens
 from hearth.inference.engine.sequence import SequenceState
@@ -37,6 +38,7 @@ class DecodeSlots:
         self._has_stop_text = np.zeros(0, np.bool_)
         self._has_listener = np.zeros(0, np.bool_)
         self._wants_routing = np.zeros(0, np.bool_)
+        self._has_adapter = np.zeros(0, np.bool_)
         self._top_logprobs = np.zeros(0, np.int64)
         self._stop_ids = np.full((0, 1), _NO_TOKEN, np.int64)
         self._tokens = np.zeros((0, 0), np.int64)
@@ -61,6 +63,13 @@ class DecodeSlots:
         """Whether any active request asks for its experts."""
         return bool(self._wants_routing[: len(self)].any())
 
+    @property
+    def adapters(self) -> list[Adapter | None]:
+        """The adapter of each slot; empty where no slot has one."""
+        if not self._has_adapter[: len(self)].any():
+            return []
+        return [sequence.adapter for sequence in self.sequences]
+
     def add(self, sequences: Sequence[SequenceState]) -> slice:
         """Give each sequence a slot; returns the new slots."""
         start, stop = len(self), len(self) + len(sequences)
@@ -78,6 +87,7 @@ class DecodeSlots:
         self._has_stop_text[slots] = [sequence.stop_text is not None for sequence in sequences]
         self._has_listener[slots] = [request.listener is not None for request in requests]
         self._wants_routing[slots] = [request.routing for request in requests]
+        self._has_adapter[slots] = [sequence.adapter is not None for sequence in sequences]
         self._top_logprobs[slots] = [request.top_logprobs for request in requests]
         self._stop_ids[slots] = _NO_TOKEN
         for slot, sequence in enumerate(sequences, start):
@@ -181,11 +191,9 @@ class DecodeSlots:
         return sources, targets
 
     def _append_top(self, slots: slice, top: TopTokens) -> None:
-        for offset, tokens, logprobs in zip(top.rows, top.tokens, top.logprobs, strict=True):
+        for row, offset in enumerate(np.flatnonzero(self._top_logprobs[slots])):
             sequence = self.sequences[slots.start + offset]
-            count = sequence.request.top_logprobs
-            pairs = zip(tokens[:count].tolist(), logprobs[:count].tolist(), strict=True)
-            sequence.top_logprobs.append(list(pairs))
+            sequence.top_logprobs.append(top.select(row, sequence.request.top_logprobs))
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}

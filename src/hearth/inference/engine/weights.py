@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from hearth.errors import EngineError
-from hearth.models.loading import LoadedModel, base_tensors, check_same_tensors
+from hearth.models.loading import LoadedModel, base_tensors, check_same_tensors, describe_non_finite
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, detach_lora
 from hearth.sync.chain import apply_verified, resolve
 from hearth.sync.manifest import TensorEntry
 from hearth.sync.store import Snapshot
 
 _ALIGNMENT = 64
+_PROBE_TOKENS = (1, 2, 0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +40,15 @@ class ServedWeights:
     """A module and the snapshot that it computes with. One thread swaps, others may prepare.
 
     ``in_place`` copies new weights into the old tensors, which recorded steps read; None does so on
-    a GPU. Otherwise the module gets the given tensors themselves.
+    a GPU. Otherwise the module gets the given tensors themselves. Without
+    ``takes_adapter`` no snapshot may be an adapter: requests name theirs.
     """
 
-    def __init__(self, loaded: LoadedModel, *, in_place: bool | None = None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, in_place: bool | None = None, takes_adapter: bool = True
+    ) -> None:
         self._loaded = loaded
+        self._takes_adapter = takes_adapter
         is_on_gpu = torch.device(loaded.device).type == "cuda"
         self._in_place = is_on_gpu if in_place is None else in_place
         self._identity: str | None = None
@@ -55,7 +62,8 @@ class ServedWeights:
 
         Raises:
             EngineError: the snapshot is of another base model, a name is missing or unknown, a
-                shape differs, or a delta has no chain, or not the weights that it promises.
+                shape differs, a weight is not finite, or a delta has no chain, or not the weights
+                that it promises.
         """
         loaded = self._loaded
         if snapshot.base_model not in (loaded.name, loaded.source):
@@ -63,17 +71,27 @@ class ServedWeights:
                 f"snapshot {snapshot.identity!r} must be of {loaded.name!r}, which is served, got "
                 f"one of {snapshot.base_model!r}"
             )
+        if snapshot.kind == "lora" and not self._takes_adapter:
+            raise EngineError(
+                f"snapshot {snapshot.identity!r} must be a base or a delta, got an adapter: "
+                "requests name adapters of a deployment that has max_adapters"
+            )
         if snapshot.kind == "lora":
+            _check_finite(snapshot.tensors, snapshot.identity)
             return PreparedSnapshot(snapshot, snapshot.tensors)
         own = base_tensors(loaded.module)
         if snapshot.weights is None and self._is_parent_of(snapshot, own):
             served = {name: tensor.detach() for name, tensor in own.items()}
             fresh = apply_verified(snapshot, served, self._entries)
-            return PreparedSnapshot(snapshot, _convert(own, fresh), required_parent=snapshot.parent)
+            values = _convert(own, fresh)
+            _check_finite(values, snapshot.identity)
+            return PreparedSnapshot(snapshot, values, required_parent=snapshot.parent)
         snapshot = self._resolve_whole(snapshot)
         weights = snapshot.weights or {}
         _check(own, weights, snapshot.identity)
-        return PreparedSnapshot(snapshot, _convert(own, weights))
+        values = _convert(own, weights)
+        _check_finite(values, snapshot.identity)
+        return PreparedSnapshot(snapshot, values)
 
     def swap_in(self, prepared: PreparedSnapshot) -> None:
         """Compute with the snapshot's weights from now on.
@@ -81,8 +99,9 @@ class ServedWeights:
         A ``base`` snapshot removes an adapter; a ``lora`` snapshot sets its own.
 
         Raises:
-            EngineError: an adapter does not fit, or a delta was prepared for another snapshot than
-                the one that is served; nothing was changed.
+            EngineError: an adapter does not fit, a delta was prepared for another snapshot than
+                the one that is served, or the model computes no numbers with the new weights;
+                nothing was changed.
         """
         snapshot = prepared.snapshot
         if prepared.required_parent is not None and prepared.required_parent != self._identity:
@@ -90,6 +109,7 @@ class ServedWeights:
         if snapshot.kind == "lora":
             _adopt_adapter(self._loaded, snapshot, in_place=self._in_place)
         else:
+            _probe(self._loaded, prepared.values, snapshot.identity)
             if self._loaded.lora is not None:
                 detach_lora(self._loaded)
             _assign(base_tensors(self._loaded.module), prepared.values, in_place=self._in_place)
@@ -130,18 +150,20 @@ def _adopt_adapter(loaded: LoadedModel, snapshot: Snapshot, *, in_place: bool) -
     # The seed only initializes training; the adapter's output does not depend on it.
     options = replace(LoraOptions.from_metadata(snapshot.metadata), seed=0)
     before = loaded.lora
-    if before == options:
-        own = adapter_tensors(loaded)
-        _check(own, snapshot.tensors, snapshot.identity)
-        _assign(own, _convert(own, snapshot.tensors), in_place=in_place)
-        return
     own = {} if before is None else adapter_tensors(loaded)
+    if before == options:
+        _check(own, snapshot.tensors, snapshot.identity)
+        values = _convert(own, snapshot.tensors)
+        _probe(loaded, values, snapshot.identity)
+        _assign(own, values, in_place=in_place)
+        return
     old = {name: tensor.data for name, tensor in own.items()}
     try:
         _replace_adapter(loaded, options)
         own = adapter_tensors(loaded)
         _check(own, snapshot.tensors, snapshot.identity)
         values = _convert(own, snapshot.tensors)
+        _probe(loaded, values, snapshot.identity)
     except Exception:
         _replace_adapter(loaded, before)
         if before is not None:
@@ -155,6 +177,47 @@ def _replace_adapter(loaded: LoadedModel, options: LoraOptions | None) -> None:
         detach_lora(loaded)
     if options is not None:
         attach_lora(loaded, options)
+
+
+def _check_finite(values: Mapping[str, Tensor], identity: str) -> None:
+    # Attention turns a broken query into zeros: the probe does not see every such weight.
+    if (found := describe_non_finite(values)) is not None:
+        raise EngineError(
+            f"weights of snapshot {identity!r} must be finite in the dtype that is served, got "
+            f"{found}: save a snapshot of good weights, such as an older checkpoint's"
+        )
+
+
+@torch.inference_mode()
+def _probe(loaded: LoadedModel, values: Mapping[str, Tensor], identity: str) -> None:
+    """Compute a few tokens with new weights, which are not assigned.
+
+    Raises:
+        EngineError: its logits are not finite.
+    """
+    own = {
+        **base_tensors(loaded.module),
+        **({} if loaded.lora is None else adapter_tensors(loaded)),
+    }
+    given = {id(own[name]): value for name, value in values.items()}
+    state = loaded.module.state_dict(keep_vars=True)
+    swapped = {name: given[id(own)] for name, own in state.items() if id(own) in given}
+    tokens = [token % loaded.vocab_size for token in _PROBE_TOKENS]
+    input_ids = torch.tensor([tokens], device=loaded.device)
+    output: Any = functional_call(
+        loaded.module,
+        swapped,
+        kwargs={"input_ids": input_ids, "use_cache": False},
+        tie_weights=False,
+    )
+    # A model may rule tokens out with -inf, but not all of them.
+    highest = output.logits.float().amax(-1)
+    if not bool(highest.isfinite().all()):
+        raise EngineError(
+            f"logits of snapshot {identity!r} must be finite, got {highest.flatten().tolist()}: "
+            "its weights overflow in this dtype; what was served before is served "
+            "on. Save a snapshot of good weights, such as an older checkpoint's"
+        )
 
 
 def _check(own: Mapping[str, Tensor], given: Mapping[str, Tensor], identity: str) -> None:

@@ -1,1 +1,1 @@
-"""Deployments whose tokens vLLM's own server draws: its process, its replicas, its weights."""
+"""Deployments whose tokens vLLM's own server samples: its process, its replicas, its weights."""

@@ -226,8 +226,7 @@ class VllmBackend(InferenceBackend):
             self._options.check(snapshot)
             cached = self._snapshot_cache.add(snapshot)
             self._call(self._publish(cached, running)).result()
-        except Exception as error:  # the boundary: the hot-load's state has the error
-            logger.exception("weight sync: snapshot %s was refused", identity)
+        except Exception as error:  # noqa: BLE001 - the boundary: the state of the weight sync has it
             self._tracker.fail(identity, error)
         else:
             self._tracker.finish(identity, is_adapter=cached.adapter is not None)

@@ -58,6 +58,11 @@ class RequestRules:
             has_tokenizer=self.tokenizer is not None,
         )
         check_request(request, limits)
+        if request.adapter is not None:
+            raise RequestError(
+                f"adapter must be absent with engine 'vllm', got {request.adapter.identity!r}: "
+                "requests name adapters with engine 'embedded'"
+            )
         if request.routing:
             raise RequestError(
                 "include_routing_matrix must be absent with engine 'vllm', got true: its experts "
@@ -119,7 +124,8 @@ class CompletionRun:
         streams = request.listener is not None and self.is_plain and self.num_tokens > 0
         if request.prompt_logprobs and (streams or self.num_tokens == 0):
             # A stream does not contain them.
-            prompt = (await client.generate(self._scoring_body(request.prompt, 0))).prompt
+            body = self._scoring_body(request.prompt, request.prompt_top_logprobs)
+            prompt = (await client.generate(body)).prompt
         if self.num_tokens == 0:
             return ServerCompletion([], [], prompt, "length", 0)
         if streams:
@@ -155,6 +161,7 @@ class CompletionRun:
             logprobs=[token.logprob for token in tokens],
             sampling_logprobs=[token.sampling_logprob for token in tokens],
             prompt_logprobs=self._prompt_logprobs(completion.prompt),
+            prompt_top_logprobs=self._prompt_top_logprobs(completion.prompt),
             top_logprobs=[token.top or [] for token in tokens] if request.top_logprobs else None,
             text=StopText(text_of, tuple(request.stop)).cut(text_of(token_ids)),
             finish_reason="stop" if completion.finish_reason == "stop" else "length",
@@ -189,7 +196,7 @@ class CompletionRun:
         if request.stop:
             params["stop"] = list(request.stop)
         if with_prompt:
-            params["prompt_logprobs"] = 0
+            params["prompt_logprobs"] = request.prompt_top_logprobs
         return {"token_ids": list(request.prompt), "sampling_params": params}
 
     @staticmethod
@@ -243,6 +250,17 @@ class CompletionRun:
         ]
         last = request.prompt_logprobs_last
         return own if last is None else own[max(0, len(own) - last) :]
+
+    def _prompt_top_logprobs(
+        self, listed: Sequence[TokenLogprobs | None] | None
+    ) -> list[TopLogprobs | None] | None:
+        request = self.request
+        if not (request.prompt_logprobs and request.prompt_top_logprobs) or listed is None:
+            return None
+        count = request.prompt_top_logprobs
+        tops = [None if own is None else _most_probable(own, count) for own in listed]
+        last = request.prompt_logprobs_last
+        return tops if last is None else tops[max(0, len(tops) - last) :]
 
     def _notify_prompt(self, listed: Sequence[TokenLogprobs | None] | None) -> None:
         if self.request.listener is not None and not self._has_notified_prompt:

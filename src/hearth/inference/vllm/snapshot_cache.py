@@ -14,11 +14,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from hearth.models.lora import LoraOptions
 from hearth.sync.folders import drafted, remove_folder
-from hearth.sync.manifest import folder_names, read_manifest
+from hearth.sync.manifest import folder_names, read_manifest, save_file
 from hearth.sync.store import FolderSnapshotStore, Snapshot
 
 
@@ -102,7 +100,7 @@ class SnapshotCache:
             (draft / "adapter_config.json").write_text(text, encoding="utf-8")
             tensors = snapshot.tensors.items()
             arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
-            save_file(arrays, draft / "adapter_model.safetensors", metadata={"format": "pt"})
+            save_file(arrays, draft / "adapter_model.safetensors")
         return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -19,6 +20,7 @@ from ray.exceptions import OutOfMemoryError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hearth.errors import ConfigError
+from hearth.launch.heartbeat import is_stopped
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 _LEAST_CPUS = 16
@@ -125,6 +127,15 @@ def call_on(
     # A process of its own, so that what it imports is not kept.
     alone = ray.remote(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=strategy)
     return ray.get(alone(function).remote(*arguments), timeout=timeout_s)
+
+
+def kill_if_stopped(pid: int, is_over: bool) -> bool:
+    """Kill a process of this node that is stopped, or any where ``is_over``; was it stopped?"""
+    was_stopped = is_stopped(pid)
+    if was_stopped or is_over:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return was_stopped
 
 
 def _first_line(error: Exception) -> str:

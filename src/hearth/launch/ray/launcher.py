@@ -40,6 +40,7 @@ from hearth.launch.ray.cluster import (
     connect,
     explain_death,
     has_gpus,
+    kill_if_stopped,
     living_nodes,
     own_node_id,
     write_probe,
@@ -67,7 +68,13 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.2
 """How often a worker that is waited for is looked at: it may have been stopped."""
 _WAIT_S = 30.0
-"""How long one call waits for a worker's end before the next one does."""
+"""How long one call waits for a worker's first answer before the next one does."""
+_WATCH_S = 2.0
+"""How long one call waits for a worker's end. A worker that lives answers it then."""
+_SILENT_S = 3.0
+"""From when on a worker that does not answer is looked at on its node, and how often."""
+_HUNG_S = 120.0
+"""It hangs then, although it is not stopped: an operation may keep others from running so long."""
 _CALL_TIMEOUT_S = 30.0
 _UNREACHABLE_S = 60.0
 """A worker that cannot be reached for so long counts as lost; Ray itself is surer and slower."""
@@ -259,8 +266,11 @@ class RayLauncher(BaseLauncher[RayWorker]):
             has_ended, failure = self._call(worker, "wait_end", 0.0)
         if worker.url is not None:
             self._report_ready(worker, watcher, start_s)
-        while not has_ended:
-            has_ended, failure = self._call(worker, "wait_end", _WAIT_S)
+        try:
+            while not has_ended:
+                has_ended, failure = self._call(worker, "wait_end", _WATCH_S, watches_s=_WATCH_S)
+        except _HangError as hang:
+            return self._report(worker, f"hung, and was killed: {hang}")
         return self._report(worker, failure or "ended because it had answered no request")
 
     def _place(self, worker: RayWorker) -> None:
@@ -311,18 +321,26 @@ class RayLauncher(BaseLauncher[RayWorker]):
         )
 
     def _call(
-        self, worker: RayWorker, method: str, *arguments: Any, budget_s: float = math.inf
+        self,
+        worker: RayWorker,
+        method: str,
+        *arguments: Any,
+        budget_s: float = math.inf,
+        watches_s: float = math.inf,
     ) -> Any:
         """What a method of the worker's actor returns.
 
-        An actor that cannot be reached may come back: only Ray knows whether it died.
+        An actor that cannot be reached may come back: only Ray knows whether it died. One that
+        lives returns within ``watches_s`` seconds.
 
         Raises:
+            _HangError: it does not, and hangs; it is killed.
             _StopFollowing: the worker was stopped and its time is over, or this launcher leaves.
             EngineError: there is no answer within ``budget_s``.
             RayError: it died, or was out of reach for too long.
         """
         start_s, lost_s = time.monotonic(), None
+        looked_s = start_s
         answer = getattr(worker.actor, method).remote(*arguments)
         while True:
             try:
@@ -335,8 +353,33 @@ class RayLauncher(BaseLauncher[RayWorker]):
                 time.sleep(_POLL_S)
                 answer = getattr(worker.actor, method).remote(*arguments)
             self._check_stays(worker)
+            now_s = time.monotonic()
+            if lost_s is None and now_s - looked_s > watches_s + _SILENT_S:
+                looked_s = now_s
+                self._end_if_hung(worker, now_s - start_s - watches_s)
             if time.monotonic() - start_s > budget_s:
                 raise EngineError(f"its actor must answer within {budget_s:g} s, got nothing")
+
+    def _end_if_hung(self, worker: RayWorker, silent_s: float) -> None:
+        """Kill a worker that is stopped, or silent for too long.
+
+        Raises:
+            _HangError: it was killed.
+        """
+        if worker.facts is None:
+            return
+        is_over = silent_s > _HUNG_S
+        with contextlib.suppress(RayError):  # a node that is lost is Ray's to say
+            was_stopped = call_on(
+                worker.facts.node_id,
+                kill_if_stopped,
+                worker.facts.pid,
+                is_over,
+                timeout_s=_CALL_TIMEOUT_S,
+            )
+            if was_stopped or is_over:
+                how = "it is stopped" if was_stopped else "it has not answered"
+                raise _HangError(f"{how} since {silent_s:.0f} s")
 
     def _check_stays(self, worker: RayWorker) -> None:
         is_over = worker.ends_by_s is not None and time.monotonic() > worker.ends_by_s
@@ -419,6 +462,10 @@ class RayLauncher(BaseLauncher[RayWorker]):
 
 class _StopFollowing(Exception):  # noqa: N818 - no error
     """Nobody waits for the worker any more."""
+
+
+class _HangError(Exception):
+    """A worker hung, and was killed."""
 
 
 def _read_namespace(root: Path) -> str:

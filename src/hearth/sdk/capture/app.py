@@ -19,11 +19,11 @@ from hearth.sdk.capture.answers import build_answer, build_events, read_turn
 from hearth.sdk.capture.policy import SamplingPolicy
 from hearth.sdk.capture.requests import build_body, read_request
 from hearth.sdk.capture.session import CaptureSession
-from hearth.sdk.messages import HttpResponse
 from hearth.sdk.sampling_requests import SamplingRequest, SamplingTarget
 from hearth.wire.chat import ChatResponse
 from hearth.wire.completions import ModelCard, ModelList
 from hearth.wire.http import await_connected, catch_errors, json_response
+from hearth.wire.messages import HttpResponse
 
 logger = logging.getLogger(__name__)
 

@@ -61,6 +61,9 @@ def build_body(
     """The body for the deployment: one answer, whole, with ids and logprobs.
 
     ``seed`` holds where the client gave none.
+
+    Raises:
+        RequestError: the fields are nested too deep.
     """
     body = {name: value for name, value in fields.items() if name not in AnswerForm.model_fields}
     if seed is not None:
@@ -68,4 +71,8 @@ def build_body(
     # An object per token costs both sides more than all the rest of an answer.
     needs_objects = form.logprobs or bool(fields.get("top_logprobs"))
     body["logprob_format"] = "objects" if needs_objects else "arrays"
-    return orjson.dumps(body | {"model": model, "raw_output": True, "logprobs": True})
+    try:
+        return orjson.dumps(body | {"model": model, "raw_output": True, "logprobs": True})
+    except orjson.JSONEncodeError as error:
+        # Deeper than orjson writes, though it reads it.
+        raise RequestError(f"body must be less than 255 levels deep, got more: {error}") from None

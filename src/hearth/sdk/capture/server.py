@@ -12,13 +12,12 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import uvicorn
-
 from hearth.errors import ClosedError
 from hearth.sdk.capture.app import create_app
 from hearth.sdk.capture.policy import SamplingPolicy
 from hearth.sdk.capture.session import CaptureSession
 from hearth.sdk.sampling import DeploymentSampler
+from hearth.wire.http_server import HttpServer
 
 _LAST_S = 5
 """How long a server that ends waits for its answers to be sent."""
@@ -50,16 +49,8 @@ class CaptureServer:
         app = create_app(sampler.target, policy, self._sessions, max_body_bytes=max_body_bytes)
         listener = socket.create_server(("127.0.0.1", 0))
         self._origin = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                timeout_graceful_shutdown=_LAST_S,
-            )
+        self._server = HttpServer(
+            app, drain_s=_LAST_S, log_config=None, log_level="warning", lifespan="off"
         )
         self._thread = threading.Thread(
             target=self._server.run,

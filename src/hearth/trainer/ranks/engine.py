@@ -11,6 +11,8 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +20,15 @@ from torch import Tensor
 
 from hearth.errors import HearthError
 from hearth.models.loading import LoadedModel, base_tensors
-from hearth.models.lora import merged_tensors
+from hearth.models.lora import merge_tensors
 from hearth.models.parallel import ShardedModel, gather_tensors
-from hearth.trainer.checkpoint import DATA, CheckpointFolder, TrainerState, write_manifest
+from hearth.trainer.checkpoint import (
+    DATA,
+    CheckpointFolder,
+    TrainerState,
+    parse_facts,
+    write_manifest,
+)
 from hearth.trainer.dcp import describe_tensors, load_into, save_tensors
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.options import TrainerWorkerOptions
@@ -126,7 +134,7 @@ class RankEngine(TrainerEngine):
     def _merge_adapter(self, model: Resident) -> Mapping[str, Tensor]:
         loaded, keep = _require_sharded(model), self._group.rank == 0
         whole = gather_tensors(base_tensors(loaded.module), loaded.stored, keep=keep)
-        return merged_tensors(loaded, whole) if keep else {}
+        return merge_tensors(loaded, whole) if keep else {}
 
     def _write_once(self, write: Callable[[], None]) -> None:
         self._group.run_on_first(write)
@@ -135,11 +143,14 @@ class RankEngine(TrainerEngine):
         """Write a checkpoint, each rank its own parts of the tensors into the same folder."""
         group = self._group
         with contextlib.ExitStack() as stack:
-            draft = group.run_on_first(
-                lambda: stack.enter_context(
-                    self._checkpoints.draft(name, state.facts, overwrite=overwrite)
+            place = group.run_on_first(
+                lambda: str(
+                    stack.enter_context(
+                        self._checkpoints.draft(name, state.facts, overwrite=overwrite)
+                    )
                 )
             )
+            draft = Path(place)
             parts = group.gather(save_tensors(draft / DATA, state.tensors()))
 
             def finish() -> None:
@@ -153,9 +164,13 @@ class RankEngine(TrainerEngine):
         self, folder: CheckpointFolder, name: str, model: Resident
     ) -> TrainerState:
         """A checkpoint of any number of ranks; of sharded tensors it has this rank's part."""
-        data, facts, rng = self._group.run_on_first(
-            lambda: folder.verify(name, base_model=self.name, lora=model.lora)
-        )
+
+        def verify() -> tuple[str, dict[str, Any], Mapping[str, str]]:
+            data, facts, rng = folder.verify(name, base_model=self.name, lora=model.lora)
+            return str(data), asdict(facts), rng
+
+        place, manifest, rng = self._group.run_on_first(verify)
+        data, facts = Path(place), parse_facts(manifest)
         weights = {f"weights/{name}": tensor for name, tensor in model.tensors().items()}
         parameters = find_trainable(model.loaded)
         tensors: dict[str, Tensor] = {}

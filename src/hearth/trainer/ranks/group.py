@@ -3,8 +3,9 @@
 Rank 0 sends the next operation to the others, and all run it. Every collective has a time limit,
 except those that wait for rank 0: for the next operation, or until it has written a file.
 
-Objects between ranks are pickled: our own code on our own ranks makes them. Data of clients crosses
-as JSON (``encode``, ``decode``).
+Everything between ranks is JSON or tensors; nothing is pickled. The store through which they find
+each other listens at the one address that they were given. It asks for no password, as torch's has
+none: on several machines that address belongs to a private network (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -65,12 +66,19 @@ class Rendezvous:
             is_master=rank == 1,
             timeout=max(limit, _START),
             wait_for_workers=False,
+            # Torch's own listener would be at all addresses of the machine.
+            master_listen_fd=self._listen() if rank == 1 else None,
         )
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=self.ranks, timeout=max(limit, _START)
         )
         return RankGroup(rank, self.ranks, device, limit)
+
+    def _listen(self) -> int:
+        """The descriptor of a socket that listens at this address, and at no other."""
+        family, *_, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family).detach()
 
 
 def find_interface(host: str) -> str | None:
@@ -121,32 +129,41 @@ class RankGroup:
     def run_on_first(self, function: Callable[[], R]) -> R:
         """Call a function on rank 0 only; all ranks return its result or raise its error.
 
+        The result is a JSON value.
+
         Raises:
             HearthError: rank 0's; an EngineError in place of any other error.
         """
-        outcome: list[Any] = [None, None]
+        message = b""
         if self.rank == 0:
             try:
-                outcome[0] = function()
+                message = orjson.dumps({"result": function()})
             except HearthError as error:
-                outcome[1] = error
+                message = orjson.dumps({"error": type(error).__name__, "text": str(error)})
             except Exception as error:  # the boundary: the others wait for the outcome
                 logger.exception("rank 0 failed")
-                outcome[1] = EngineError(
-                    f"rank 0 must not fail, got {type(error).__name__}: {error}"
-                )
+                text = f"rank 0 must not fail, got {type(error).__name__}: {error}"
+                message = orjson.dumps({"error": EngineError.__name__, "text": text})
         # Without a limit: large models take long to write, and sidecars end if rank 0 ends.
-        dist.broadcast_object_list(outcome, 0, group=self._unlimited_group)
-        result, failure = outcome
-        if failure is not None:
-            raise failure
-        return cast("R", result)
+        length = torch.tensor([len(message)])
+        dist.broadcast(length, 0, group=self._unlimited_group)
+        content = _as_tensor(message, int(length))
+        dist.broadcast(content, 0, group=self._unlimited_group)
+        outcome = orjson.loads(content.numpy().tobytes())
+        if "error" in outcome:
+            raise _find_error(outcome["error"])(outcome["text"])
+        return cast("R", outcome["result"])
 
     def gather(self, value: R) -> list[R]:
-        """The values of all ranks, by rank."""
-        values: list[Any] = [None] * self.ranks
-        dist.all_gather_object(values, value, group=self._message_group)
-        return values
+        """The JSON values of all ranks, by rank."""
+        own = orjson.dumps(value)
+        longest = self.reduce_max(len(own))
+        # Blanks after a JSON value are nothing.
+        everyones = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.ranks)]
+        dist.all_gather(
+            everyones, _as_tensor(own.ljust(longest), longest), group=self._message_group
+        )
+        return [orjson.loads(content.numpy().tobytes()) for content in everyones]
 
     def reduce_max(self, count: int) -> int:
         """The largest of the ranks' counts."""
@@ -164,6 +181,21 @@ class RankGroup:
         """Disconnect from the other ranks."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _as_tensor(message: bytes, length: int) -> Tensor:
+    """A message of this rank as bytes to send, or the room for one of ``length`` bytes."""
+    if not message:
+        return torch.empty(length, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _find_error(name: str) -> type[HearthError]:
+    """The class of an error that rank 0 raised, by its name."""
+    classes: list[type[HearthError]] = [HearthError]
+    for known in classes:
+        classes += known.__subclasses__()
+    return next((known for known in classes if known.__name__ == name), EngineError)
 
 
 def _make_group(**options: Any) -> dist.ProcessGroup:

@@ -15,8 +15,8 @@ import tyro
 from rich.console import Console
 
 from hearth.errors import ConfigError
+from hearth.files import write_file
 from training.rewards import marked_answer
-from training.run.checkpoints import write_atomically
 from training.run.command import run_to_exit_code
 
 INSTRUCTION = "Solve the problem and put the final number into <answer></answer>."
@@ -69,7 +69,7 @@ def convert(source: str, output: str, max_rows: int = 0) -> int:
         except orjson.JSONDecodeError as error:
             raise ConfigError(f"{source}:{number} must be a JSON object: {error}") from None
         rows.append(orjson.dumps(convert_row(content, where=f"{source}:{number}")))
-    write_atomically(Path(output).expanduser(), b"\n".join(rows) + b"\n")
+    write_file(Path(output).expanduser(), b"\n".join(rows) + b"\n")
     return len(rows)
 
 

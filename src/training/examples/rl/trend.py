@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import orjson
+from training.run.metrics import read_records
 
 
 def reward_trend(log_path: str | Path) -> str:
@@ -14,8 +14,7 @@ def reward_trend(log_path: str | Path) -> str:
 
     Read from ``metrics.jsonl``, so that a run that was killed and started again is one.
     """
-    lines = (Path(log_path) / "metrics.jsonl").read_bytes().splitlines()
-    records = [record for record in map(orjson.loads, lines) if record["type"] == "train"]
+    records = read_records(Path(log_path) / "metrics.jsonl", "train")
     return trend("mean reward", [float(record["rollout/reward"]) for record in records], "steps")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hearth.errors import ClosedError, ConfigError, EngineError
 from hearth.sdk import DeploymentSampler
-from training.platform.run_infra import provision
+from training.platform.run_infra import load_tokenizer, provision
 from training.quickstart import MODEL
 from training.recipes.rl_loop import Config
 from training.run.command import run_until_signal
@@ -285,7 +285,7 @@ def test_a_recipe_that_leaves_its_trainers_running_closes_its_clients(
         deployment=stage.serving(),
     )
 
-    with provision(config) as infra:
+    with provision(config, load_tokenizer(config.deployment)) as infra:
         assert infra.reference is not None
         assert len(infra.reference.forward(datums(1)).loss_fn_outputs) == 1
 

@@ -233,19 +233,28 @@ def test_an_unknown_shape_is_refused_before_anything_is_asked_for(stage):
     assert stage.creates() == []
 
 
+def test_a_policy_on_a_shape_that_only_runs_forward_is_refused(named, stage):
+    shape = "accounts/me/trainingShapes/long"
+
+    with pytest.raises(ConfigError, match="training_shape_id must be a shape that trains, got"):
+        stage.setup(base_model=TINY, infra_cfg=InfraConfig(training_shape_id=shape))
+    assert stage.creates() == []
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"deploy_mgr": None}, "deploy_mgr must be given where needs_inference is True"),
         ({"tokenizer_model": ""}, r"tokenizer_model must be a tokenizer's folder"),
+        ({"weight_sync_scope": "PER_DEPLOYMENT"}, r"weight_sync_scope must be one of \['per_tra"),
     ],
 )
 def test_sampling_without_its_means_is_refused_before_anything_is_asked_for(
     stage, options, message
 ):
     config = stage.serving()
-    if "tokenizer_model" in options:
-        config.tokenizer_model = options.pop("tokenizer_model")
+    for name in {"tokenizer_model", "weight_sync_scope"} & options.keys():
+        setattr(config, name, options.pop(name))
 
     with pytest.raises(ValueError, match=message):
         stage.setup(needs_inference=True, deploy_cfg=config, **options)
@@ -401,7 +410,7 @@ def test_without_a_cleanup_a_failure_takes_down_what_was_asked_for(stage):
 
 
 @pytest.mark.parametrize("scope", WeightSyncScope)
-def test_configs_are_not_changed(stage, scope):
+def test_configs_are_not_changed(stage, scope, caplog):
     infra_cfg = InfraConfig(extra_args=["--x"], purpose="test")
     deploy_cfg = stage.serving(None, weight_sync_scope=scope)
     before = copy.deepcopy((asdict(infra_cfg), asdict(deploy_cfg)))
@@ -410,6 +419,7 @@ def test_configs_are_not_changed(stage, scope):
         pass
 
     assert (asdict(infra_cfg), asdict(deploy_cfg)) == before
+    assert "extra_args ['--x'] are kept with the job and change nothing" in caplog.text
     assert infra.deployment_id is not None
     assert infra.deployment_id.startswith("model-")
     assert stage.replicas() == {infra.deployment_id: 0}

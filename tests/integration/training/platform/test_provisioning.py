@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 import pytest
+from tinker import AdamParams
 
-from hearth.errors import ConfigError, EngineError
+from hearth.errors import ConfigError, EngineError, RequestFailedError
 from hearth.sdk import DeploymentConfig, FiretitanServiceClient, TrainerJobConfig
 from training.platform.provisioning import (
     deployment_config,
@@ -69,11 +70,29 @@ def test_three_threads_provision_side_by_side_as_document_003_does(stage, datums
     frozen = asked["grpo-reference"].body
     assert frozen["forwardOnly"] is True
     assert frozen["trainingConfig"]["extraArgs"] == ["--forward-only", "--no-compile"]
-    for endpoint in (policy, reference):
-        service = FiretitanServiceClient(endpoint.base_url, "key")
-        client = service.create_training_client(base_model=BASE, lora_rank=0)
-        scored = client.forward(datums(2), "cross_entropy").result()
-        assert [len(output["logprobs"].data) for output in scored.loss_fn_outputs] == [3, 4]
+    assert list(stage.states().values()) == ["JOB_STATE_RUNNING"] * 2
+    clients = [
+        FiretitanServiceClient(endpoint.base_url, "key").create_training_client(
+            base_model=BASE, lora_rank=0
+        )
+        for endpoint in (policy, reference)
+    ]
+
+    def score() -> list[list[float]]:
+        outputs = [client.forward(datums(2), "cross_entropy").result() for client in clients]
+        return [[row["logprobs"].data for row in output.loss_fn_outputs] for output in outputs]
+
+    before, frozen_before = score()
+    assert [len(row) for row in before] == [3, 4]
+    assert before == frozen_before
+    policy_client, reference_client = clients
+    policy_client.forward_backward(datums(2), "cross_entropy").result()
+    policy_client.optim_step(AdamParams(learning_rate=1e-3)).result()
+    with pytest.raises(RequestFailedError, match="it only runs forward"):
+        reference_client.optim_step(AdamParams(learning_rate=1e-3)).result()
+    after, frozen_after = score()
+    assert after != before
+    assert frozen_after == frozen_before
 
 
 def test_a_deployments_id_is_made_up_where_none_is_given(stage):

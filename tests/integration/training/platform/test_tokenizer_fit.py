@@ -12,12 +12,14 @@ import pytest
 
 from hearth.errors import ConfigError, EngineError
 from training.data.rows import load_rows, prompt_messages
-from training.platform.run_infra import provision
+from training.platform.run_infra import load_tokenizer, provision
 from training.quickstart import MODEL, TRAIN_ROWS
-from training.recipes.rl_loop import Config
+from training.recipes.rl_loop import Config, main
 from training.utils import DeployConfig
 
 RULE = f"deployment.tokenizer_model must be the tokenizer of '{MODEL}', got '{{name}}': "
+
+ROWS = load_rows(str(TRAIN_ROWS), 1)
 
 
 @pytest.fixture
@@ -51,6 +53,11 @@ def config_of(tokenizer: Path, folder: Path) -> Config:
     )
 
 
+def start(config: Config):
+    """What a recipe runs on, with the tokenizer that its config names."""
+    return provision(config, load_tokenizer(config.deployment))
+
+
 def test_an_embedded_run_with_another_models_tokenizer_ends_before_anything_is_provisioned(
     other_tokenizer, tmp_path, monkeypatch, caplog
 ):
@@ -59,7 +66,7 @@ def test_an_embedded_run_with_another_models_tokenizer_ends_before_anything_is_p
 
     with (
         pytest.raises(ConfigError, match=r"'a', .* instead of") as refused,
-        provision(config_of(other_tokenizer, tmp_path / "run")),
+        start(config_of(other_tokenizer, tmp_path / "run")),
     ):
         pass
 
@@ -67,12 +74,12 @@ def test_an_embedded_run_with_another_models_tokenizer_ends_before_anything_is_p
     assert not [message for message in caplog.messages if "waiting for" in message]
 
 
-def test_an_embedded_run_with_a_copy_of_the_models_tokenizer_draws(tmp_path, monkeypatch):
+def test_an_embedded_run_with_a_copy_of_the_models_tokenizer_samples(tmp_path, monkeypatch):
     monkeypatch.delenv("FIREWORKS_BASE_URL", raising=False)
     copy_tokenizer(tmp_path / "copy")
-    messages = prompt_messages(load_rows(str(TRAIN_ROWS), 1)[0])
+    messages = prompt_messages(ROWS[0])
 
-    with provision(config_of(tmp_path / "copy", tmp_path / "run")) as infra:
+    with start(config_of(tmp_path / "copy", tmp_path / "run")) as infra:
         (drawn,) = infra.sampler.sample_with_tokens(messages, n=1, max_tokens=4)
 
     assert drawn.completion_len > 0
@@ -94,3 +101,49 @@ def test_a_served_deployment_refuses_another_models_tokenizer_and_all_is_taken_d
     )
     assert set(stage.states().values()) == {"JOB_STATE_CANCELLED"}
     assert stage.replicas() == {"serving": 0}
+
+
+@pytest.fixture
+def plain_tokenizer(tmp_path: Path) -> Path:
+    """The shipped tokenizer without its chat template."""
+    folder = tmp_path / "plain"
+    copy_tokenizer(folder)
+    (folder / "chat_template.jinja").unlink()
+    return folder
+
+
+def test_a_tokenizer_without_chat_template_is_refused_before_anything_is_started(
+    plain_tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("FIREWORKS_BASE_URL", raising=False)
+    folder = tmp_path / "run"
+
+    with pytest.raises(ConfigError, match=r"deployment\.tokenizer_model must have") as refused:
+        main(config_of(plain_tokenizer, folder), ROWS)
+
+    said = f"a chat template for the rows' messages, got '{plain_tokenizer}', which has none"
+    assert said in str(refused.value)
+    assert not list(folder.rglob("*"))
+
+
+def test_messages_that_the_chat_template_refuses_are_refused_as_early(tmp_path, monkeypatch):
+    monkeypatch.delenv("FIREWORKS_BASE_URL", raising=False)
+    copy_tokenizer(tmp_path / "copy")
+    rule = "{{ raise_exception('Roles must alternate') }}"
+    (tmp_path / "copy" / "chat_template.jinja").write_text(rule)
+
+    with pytest.raises(ConfigError, match=r"rows\[0\]\.messages must be .*: Roles must alternate"):
+        main(config_of(tmp_path / "copy", tmp_path / "run"), ROWS)
+
+    assert not list((tmp_path / "run").rglob("*"))
+
+
+def test_prompts_of_token_ids_need_no_chat_template(plain_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.delenv("FIREWORKS_BASE_URL", raising=False)
+
+    with start(config_of(plain_tokenizer, tmp_path / "run")) as infra:
+        (drawn,) = infra.sampler.sample_with_prompt_tokens([5, 6, 7], n=1, max_tokens=4)
+        with pytest.raises(ConfigError, match="tokenizer must have a chat template to sample"):
+            list(infra.sampler.sample_with_tokens(prompt_messages(ROWS[0]), n=1, max_tokens=4))
+
+    assert drawn.completion_len > 0

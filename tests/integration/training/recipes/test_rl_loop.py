@@ -237,7 +237,7 @@ def test_settings_reach_every_request(run):
     assert all(any(holds([tokens], list(prompt)) for prompt in prompts) for tokens in call)
 
 
-def test_every_completion_that_is_drawn_is_scored_once_and_trained(run):
+def test_every_completion_that_is_sampled_is_scored_once_and_trained(run):
     scored: list[str] = []
 
     def noting(text: str, row: Any) -> float:
@@ -253,7 +253,7 @@ def test_every_completion_that_is_drawn_is_scored_once_and_trained(run):
     assert sorted(texts) == sorted(scored)
 
 
-def test_tokens_are_trained_as_they_were_drawn_where_no_tokenizer_would_write_them_so(run):
+def test_tokens_are_trained_as_they_were_sampled_where_no_tokenizer_would_write_them_so(run):
     seen = run(2, temperature=4.0)
 
     drawn = seen.completions()
@@ -275,12 +275,14 @@ def test_groups_without_spread_reach_no_trainer_and_the_run_goes_on(run):
 # How much at a time.
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3])
-def test_as_many_groups_as_asked_make_a_step(run, groups):
-    seen = run(6, prompt_groups_per_step=groups)
+@pytest.mark.parametrize(("groups", "steps"), [(1, [1] * 5), (2, [2, 2, 1]), (3, [3, 2]), (5, [5])])
+def test_as_many_groups_as_asked_make_a_step_and_those_left_over_a_smaller_one(run, groups, steps):
+    seen = run(5, prompt_groups_per_step=groups)
 
-    assert len(seen.bodies(STEP)) == 6 // groups
-    assert [len(call) for call in seen.trained()] == [GROUP * groups] * (6 // groups)
+    assert [len(call) for call in seen.trained()] == [GROUP * count for count in steps]
+    calls = [name for name in seen.phases() if name in ("train", "step")]
+    assert calls == ["train", "step"] * len(steps)
+    assert len(seen.bodies(STEP)) == len(steps)
 
 
 def test_requests_in_flight_are_counted_one_by_one_up_to_their_limit(run, stage):
@@ -298,6 +300,7 @@ CUTS: list[tuple[dict[str, Any], list[int]]] = [
     ({"max_samples_per_fwd_bwd": 8, "min_samples_per_fwd_bwd": 8}, [8, 8]),
     ({"max_samples_per_fwd_bwd": 12}, [12, 4]),
     ({"max_samples_per_fwd_bwd": 4, "min_samples_per_fwd_bwd": 4}, [4, 4, 4, 4]),
+    ({"max_samples_per_fwd_bwd": 3}, [3, 1] * 4),
 ]
 
 
@@ -371,7 +374,7 @@ def test_a_windows_rows_are_trained_in_the_order_in_which_they_arrive(run, stage
     assert trained == [3, 2, 1, 0]
 
 
-def test_a_window_is_drawn_under_the_version_that_the_one_before_it_has_published(run, stage):
+def test_a_window_is_sampled_under_the_version_that_the_one_before_it_has_published(run, stage):
     stage.wire.rule(LOAD, delay_s=0.05)
     versions: list[int] = []
     mount(stage.url, telling(stage.wire, versions))
@@ -445,6 +448,14 @@ def test_a_step_asks_a_reference_for_logprobs_and_never_to_train(run, stage):
         (False, "optim_step"): 2,
         (False, "save_weights_for_sampler"): 2,
     }
+
+
+@pytest.mark.parametrize(("loss_path", "asked"), [("client", "cross_entropy"), ("builtin", "dapo")])
+def test_a_loss_runs_inside_the_trainer_only_where_that_is_asked_for(run, loss_path, asked):
+    seen = run(2, loss_path=loss_path, policy_loss="dapo")
+
+    (call,) = seen.bodies(TRAIN)
+    assert call["forward_backward_input"]["loss_fn"] == asked
 
 
 # The trainer's shape.

@@ -15,7 +15,7 @@ from rich.console import Console
 from hearth.errors import ConfigError
 from training.config.parts import WandBConfig, plain_config
 from training.data.rows import load_rows
-from training.platform.run_infra import RunInfra, provision
+from training.platform.run_infra import RunInfra, load_tokenizer, provision
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.rl_loop import Config
 from training.run.checkpoints import (
@@ -104,7 +104,7 @@ def stepped(tmp_path, monkeypatch):
             path.mkdir(exist_ok=True)
             config = config_of(path, **changes)
             checkpoints = read_manifest(path)
-            infra = stack.enter_context(provision(config))
+            infra = stack.enter_context(provision(config, load_tokenizer(config.deployment)))
             log = stack.enter_context(MetricsLog.open(path, WandBConfig(), {}))
             run = Run(
                 path,

@@ -22,7 +22,7 @@ REQUEST: dict[str, Any] = {
 async def test_the_documents_prefill_request_is_answered_to_whoever_has_a_key(stage, datums):
     infra = stage.setup(needs_inference=True)
     (datum,) = datums(3)[2:]
-    gateway = create_gateway(stage.platform.plane, Access(api_keys=["a-key"]))
+    gateway = create_gateway(stage.platform.plane, Access(api_keys={"a-key": "me"}))
     transport = httpx.ASGITransport(gateway)
 
     async with httpx.AsyncClient(transport=transport, base_url="http://keyed.test") as http:

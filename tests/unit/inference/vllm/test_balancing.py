@@ -7,11 +7,11 @@ def lanes(*running: int, room: int = 64) -> list[Lane]:
     return [Lane(number, room, running=task, is_open=True) for number, task in enumerate(running)]
 
 
-def test_the_least_loaded_replica_draws_a_new_prompt() -> None:
+def test_the_least_loaded_replica_takes_a_new_prompt() -> None:
     assert choose(lanes(3, 1, 2), []).number == 1
 
 
-def test_a_replica_that_knows_the_beginning_draws_it_although_it_has_more_to_do() -> None:
+def test_a_replica_that_knows_the_beginning_takes_it_although_it_has_more_to_do() -> None:
     known, other = lanes(SLACK, 0)
     first = list(range(3 * BLOCK))
     known.remember(hash_blocks(first))

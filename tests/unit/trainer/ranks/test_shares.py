@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ def texts(*lengths: int) -> list[torch.Tensor]:
     return [torch.full((length,), number) for number, length in enumerate(lengths)]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 60), max_size=20), st.integers(1, 5), st.booleans(), st.integers(1, 3)
 )
@@ -29,6 +31,7 @@ def test_every_sequence_is_one_ranks(
     assert all(places == sorted(places) for places in split)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(1, 5))
 def test_no_rank_has_more_than_a_fair_share_and_the_longest(lengths: list[int], ranks: int) -> None:
     split = assign_sequences(texts(*lengths), ranks, shares_prefixes=False)

@@ -120,8 +120,60 @@ PROBLEMS = [
     ({"temperature": 0.0}, "temperature must be > 0"),
     ({"kl_beta": -1.0}, "kl_beta must be >= 0"),
     ({"weight_sync_interval": -1}, "weight_sync_interval must be >= 0"),
-    ({"max_samples_per_fwd_bwd": 3}, "max_samples_per_fwd_bwd must be >= completions_per_prompt"),
-    ({"min_samples_per_fwd_bwd": 300}, "min_samples_per_fwd_bwd must lie between"),
+    ({"max_samples_per_fwd_bwd": 0}, "max_samples_per_fwd_bwd must be >= 1, got 0"),
+    ({"min_samples_per_fwd_bwd": 300}, "min_samples_per_fwd_bwd must lie between 1 and"),
+    ({"loss_path": "server"}, r"loss_path must be one of \['client', 'builtin'\], got 'server'"),
+    ({"grad_accumulation_normalization": "tokens"}, "grad_accumulation_normalization must be one"),
+    ({"placement": "cloud"}, r"placement must be one of .*'ray'\], got 'cloud'"),
+    (
+        {"weight_sync": WeightSyncConfig(first_checkpoint_type="full")},
+        r"weight_sync.first_checkpoint_type must be one of \['base', 'delta'\], got 'full'",
+    ),
+    (
+        {"deployment": DeployConfig(tokenizer_model="t", weight_sync_scope="PER_DEPLOYMENT")},
+        r"deployment.weight_sync_scope must be one of \['per_trainer', 'per_deployment'\], got "
+        "'PER_DEPLOYMENT'",
+    ),
+    (
+        {"deployment": DeployConfig(tokenizer_model="t", engine="sglang")},
+        r"deployment.engine must be one of \['embedded', 'vllm', None\], got 'sglang'",
+    ),
+    ({"trainer": TrainerConfig(dtype="fp8")}, "trainer.dtype must be one of .*, got 'fp8'"),
+    ({"tis": TISConfig(level="word"), "tis_enabled": True}, "^tis.level must be one of .*'word'$"),
+    ({"completions_per_prompt": "4"}, "^completions_per_prompt must be a whole number, got '4'$"),
+    ({"max_concurrent": True}, "^max_concurrent must be a whole number, got True$"),
+    ({"weight_sync_interval": 1.5}, "^weight_sync_interval must be a whole number, got 1.5$"),
+    ({"learning_rate": None}, "^learning_rate must be a number, got None$"),
+    ({"kl_target": "low"}, "^kl_target must be a number or None, got 'low'$"),
+    ({"shuffle": 1}, "^shuffle must be True or False, got 1$"),
+    ({"dataset": None}, "^dataset must be a text, got None$"),
+    ({"infra": InfraConfig}, "^infra must be of type InfraConfig, got <class"),
+    (
+        {"deployment": {"tokenizer_model": "t"}},
+        "^deployment must be of type DeployConfig, got {'tokenizer_model': 't'}$",
+    ),
+    (
+        {"weight_sync": WeightSyncConfig(weight_sync_timeout="600")},
+        "^weight_sync.weight_sync_timeout must be a number, got '600'$",
+    ),
+    (
+        {"deployment": DeployConfig(tokenizer_model="t", sample_timeout=0)},
+        "^deployment.sample_timeout must be > 0 seconds, got 0$",
+    ),
+    (
+        {"deployment": DeployConfig(tokenizer_model="t", max_batch_size=0)},
+        "^deployment.max_batch_size must be >= 1, got 0$",
+    ),
+    ({"infra": InfraConfig(node_count=2)}, "infra.node_count must be 1 or None, got 2"),
+    (
+        {"infra": InfraConfig(accelerator_count=8)},
+        "infra.accelerator_count must be 1 or None, got 8: .* trainer.ranks",
+    ),
+    (
+        {"infra": InfraConfig(trainer_replica_count=0)},
+        "infra.trainer_replica_count must be 1 or None, got 0",
+    ),
+    ({"min_samples_per_fwd_bwd": 0}, "min_samples_per_fwd_bwd must lie between 1 and"),
     (
         {"min_samples_per_fwd_bwd": 4, "ppo_n_minibatches": 2},
         "min_samples_per_fwd_bwd must be None with ppo_n_minibatches",

@@ -60,6 +60,7 @@ def test_a_missing_file_and_an_unreachable_url_are_named():
         load_rows("http://127.0.0.1:9/rows.jsonl")
 
 
+@pytest.mark.slow
 def test_rows_load_from_a_url(tmp_path):
     write(tmp_path, GOOD * 3)
 

@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from tests.unit.training.drawn import group_from
+from tests.unit.training.trial_rollouts import group_from
 
 from hearth.errors import ConfigError
 from hearth.models.loading import load_model
@@ -173,7 +173,7 @@ def test_a_trajectorys_credit_reads_turn_by_turn(answer, reward, last_line):
     assert text.splitlines() == ["who ?", "    gain  advantage  turn", first_line, last_line]
 
 
-def test_the_groups_that_are_shown_are_those_of_the_first_and_last_row_whenever_they_were_drawn():
+def test_the_groups_that_are_shown_are_those_of_the_first_and_last_row_whenever_they_were_sampled():
     examples = Examples()
 
     assert all(examples(group_at(index)) for index in (4, 9, 2, 7))
@@ -184,6 +184,7 @@ def test_the_groups_that_are_shown_are_those_of_the_first_and_last_row_whenever_
 # The model that is made at first use.
 
 
+@pytest.mark.slow
 def test_the_model_is_made_once_and_its_making_is_told(tmp_path, capsys):
     folder = tmp_path / "model"
 
@@ -199,6 +200,7 @@ def test_the_model_is_made_once_and_its_making_is_told(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.slow
 def test_a_model_whose_making_was_interrupted_is_made_anew(tmp_path):
     folder, unfinished = tmp_path / "model", tmp_path / "model.unfinished"
     unfinished.mkdir()

@@ -164,7 +164,7 @@ def test_t189_metrics_begin_empty_and_share_no_lists():
     assert all(left == [] and left is not right for left, right in lists)
 
 
-def test_t190_and_t191_a_group_is_drawn_scored_and_has_advantages():
+def test_t190_and_t191_a_group_is_sampled_scored_and_has_advantages():
     texts = iter(["aa", "b", "cc", "d"])
     drawn, scored = [], []
 
@@ -290,6 +290,7 @@ def test_t195_the_first_update_has_the_gradient_of_the_documents_loss():
     assert (result.loss, result.kl, result.clip_fraction) == (pytest.approx(0.0), 0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_t195_the_clip_stops_what_has_moved_far_enough():
     def after(clip_range: float) -> tuple[float, float]:
         policy = letter_policy()
@@ -347,6 +348,7 @@ def test_t195_groups_one_by_one_give_the_gradient_of_all_together():
     assert both.tolist() == pytest.approx((2 / 5 * parts[0] + 3 / 5 * parts[1]).tolist())
 
 
+@pytest.mark.slow
 def test_t195_a_policy_learns_what_is_rewarded():
     torch.manual_seed(0)
     policy = letter_policy()
@@ -466,6 +468,7 @@ def drift(kl_target: float | None) -> tuple[float, float]:
     return probabilities(policy)[0], made.kl_coeff
 
 
+@pytest.mark.slow
 def test_a_kl_above_its_target_raises_the_weight_of_the_kl_and_holds_the_policy_back():
     free, fixed = drift(None)
     held, raised = drift(0.05)
@@ -531,6 +534,7 @@ def test_a_causal_models_logprobs_are_those_of_the_completions_tokens(language_m
         language_model.logprobs("", "a")
 
 
+@pytest.mark.slow
 def test_t195_and_t197_a_causal_model_moves_toward_its_reward_and_its_reference_does_not(
     language_model,
 ):

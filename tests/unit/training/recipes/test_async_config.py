@@ -6,14 +6,15 @@ from typing import Any
 
 import orjson
 import pytest
-from tests.unit.training.drawn import config_of
+from tests.unit.tiny import write_tokenizer
+from tests.unit.training.trial_rollouts import config_of
 
 from hearth.errors import ConfigError
 from hearth.losses import POLICY_LOSSES, TIS
 from training.config.objective import tis_options
 from training.config.parts import plain_config
 from training.config.recipe import RecipeConfig
-from training.data.given_rows import checked_rows
+from training.data.given_rows import choose_rows
 from training.recipes import rl_loop
 from training.recipes.async_rl_loop import Config, main
 from training.samples.rollout import RolloutFn, RolloutSetup
@@ -232,9 +233,9 @@ def test_t156_rows_come_from_main_or_from_the_dataset(tmp_path):
     dataset.write_text('{"n": 0}\n\n{"n": 1}\n{"n": 2}\n')
     given = [{"prompt_token_ids": [1, 2]}] * 200
 
-    assert checked_rows(config_of(dataset=str(dataset), max_rows=2), None) == [{"n": 0}, {"n": 1}]
+    assert choose_rows(config_of(dataset=str(dataset), max_rows=2), None) == [{"n": 0}, {"n": 1}]
     # Given rows come first, and max_rows does not cut them.
-    assert checked_rows(config_of(dataset=str(dataset), max_rows=2), given) == given
+    assert choose_rows(config_of(dataset=str(dataset), max_rows=2), given) == given
 
 
 BAD_ROWS = [
@@ -249,7 +250,7 @@ BAD_ROWS = [
 @pytest.mark.parametrize(("rows", "message"), BAD_ROWS, ids=[str(case) for case, _ in BAD_ROWS])
 def test_t156_rows_that_cannot_be_trained_on_are_refused(rows, message):
     with pytest.raises(ValueError, match=message):
-        checked_rows(config_of(), rows)
+        choose_rows(config_of(), rows)
 
 
 @pytest.mark.parametrize(
@@ -265,13 +266,13 @@ def test_a_dataset_that_holds_no_rows_names_its_line(tmp_path, content, message)
     dataset.write_text(content)
 
     with pytest.raises(ConfigError, match=message):
-        checked_rows(config_of(dataset=str(dataset)), None)
+        choose_rows(config_of(dataset=str(dataset)), None)
 
 
 def test_rows_are_copied_and_need_no_messages():
     row = {"anything": 1}
 
-    (checked,) = checked_rows(config_of(), [row])
+    (checked,) = choose_rows(config_of(), [row])
 
     assert checked == row
     assert checked is not row
@@ -287,7 +288,7 @@ def never(_setup: RolloutSetup) -> RolloutFn:
 ERRORS: list[tuple[dict[str, Any], Any, str]] = [
     ({"completions_per_prompt": 1}, [{}], "completions_per_prompt must be >= 2"),
     ({"weight_sync_interval": 3}, [{}], "weight_sync_interval must be 1"),
-    ({"truncated_completions": "keep"}, [{}], "truncated_completions must be 'drop' or 'score'"),
+    ({"truncated_completions": "keep"}, [{}], "truncated_completions must be one of"),
     ({}, None, "rows must be given"),
     ({}, ["row"], r"rows\[0\] must be a JSON object"),
     ({"dataset": "/nowhere.jsonl"}, None, "dataset must be a JSONL file"),
@@ -315,9 +316,11 @@ def warnings(caplog) -> pytest.LogCaptureFixture:
 def run_that_cannot_resume(folder: Path) -> None:
     """Comes as far as a run does without a platform."""
     config = config_of(
-        log_path=str(folder), base_model=str(folder), resume=ResumeConfig(resume_from="step-00001")
+        log_path=str(folder),
+        deployment=DeployConfig(tokenizer_model=str(write_tokenizer(folder))),
+        resume=ResumeConfig(resume_from="step-00001"),
     )
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="resume_from"):
         main(config, rollout_fn_factory=never, rows=[{}])
 
 

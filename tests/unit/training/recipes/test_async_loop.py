@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tests.unit.training.drawn import config_of, number_of_draw, sample_of
 from tests.unit.training.platform_script import (
     ScriptedPublisher,
     ScriptedSampler,
@@ -25,12 +24,13 @@ from tests.unit.training.platform_script import (
     Seconds,
     infra_of,
 )
+from tests.unit.training.trial_rollouts import config_of, number_of_draw, sample_of
 from tests.unit.virtual_time import now, run_virtual
 
 from hearth.telemetry import BusyClock, Stopwatch
 from training.data.rows import epoch_rows
 from training.recipes.async_rl_loop import Config, make_group, train
-from training.rollouts.queue import RolloutQueue
+from training.rollouts.queue import RolloutQueue, RunLinks
 from training.rollouts.runner import Rollouts
 from training.run.async_loop import AsyncLoop, count_outcome
 from training.run.checkpoints import read_manifest
@@ -129,11 +129,13 @@ class Scene:
         queue = RolloutQueue(
             config,
             epoch_rows(run.rows, epochs=1, shuffle=False, seed=0),
-            run_row=rollouts.run_row,
-            note=lambda outcome: count_outcome(run, outcome, rollouts),
-            weight_version=lambda: run.version,
-            busy=run.busy,
-            now=run.now,
+            rollouts.run_row,
+            RunLinks(
+                note=lambda outcome: count_outcome(run, outcome, rollouts),
+                weight_version=lambda: run.version,
+                busy=run.busy,
+                now=run.now,
+            ),
         )
         return AsyncLoop(config, infra, run, queue, self.publisher)
 
@@ -348,7 +350,7 @@ def test_t155_refused_groups_are_counted_and_replaced(play):
     assert scene.run.cursor.count == 7
 
 
-def test_rows_that_come_too_late_are_counted_with_what_they_had_drawn(play):
+def test_rows_that_come_too_late_are_counted_with_what_they_had_sampled(play):
     async def rollout_fn(_row: Any, cursor_index: int, rollout_idx: int) -> RolloutSample:
         await asyncio.sleep(500.0 if (cursor_index, rollout_idx) == (0, 1) else 10.0)
         return sample_of(float(rollout_idx), length=2 + cursor_index + rollout_idx)
@@ -491,6 +493,7 @@ def ended_by(scene: Scene, folder: Path, error: type[Exception]) -> float:
     return run_virtual(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("late", "ended", "rows_done", "steps"),
     [
@@ -510,6 +513,7 @@ def test_t162_a_publication_that_fails_ends_the_run_and_its_rows_are_not_done(
     assert scene.trainer.saved == []
 
 
+@pytest.mark.slow
 def test_t161_a_batch_that_is_there_is_trained_and_published_before_a_rollouts_error_comes(
     tmp_path,
 ):
@@ -536,6 +540,7 @@ async def cancel_at(scene: Scene, folder: Path, *times: float, look: Any = None)
     assert len(asyncio.all_tasks()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [3.0, 12.0, 16.0, 18.0, 23.0])
 def test_a_run_that_is_cancelled_leaves_nothing_running(tmp_path, at):
     """While rollouts run, at forward and backward, while it saves, and while it serves."""
@@ -602,6 +607,7 @@ def jumps(seed: int) -> Iterator[float]:
         yield rng.expovariate(1.0) ** 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1, 3])
 async def test_t162_a_checkpoint_that_becomes_due_between_two_looks_at_the_clock_waits(
     tmp_path, late

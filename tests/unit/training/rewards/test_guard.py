@@ -109,6 +109,7 @@ async def test_calls_run_side_by_side_up_to_their_limit():
     assert most == 3
 
 
+@pytest.mark.slow
 async def test_waiting_for_a_thread_does_not_count_against_the_time_limit():
     reward = guarded(lambda *_: time.sleep(0.15) or 1.0, timeout_s=0.5, max_concurrent=1)
 
@@ -153,6 +154,7 @@ async def test_errors_that_mean_something_to_asyncio_arrive_too(error):
     assert not isinstance(raised.value, RewardTimeoutError)
 
 
+@pytest.mark.slow
 async def test_a_plain_function_that_computes_on_is_given_up(hang):
     dropping = guarded(hang, timeout_s=SHORT_S, on_error="drop")
 
@@ -165,6 +167,7 @@ async def test_a_plain_function_that_computes_on_is_given_up(hang):
         await guarded(hang, timeout_s=SHORT_S)("hang", {})
 
 
+@pytest.mark.slow
 async def test_an_async_function_that_waits_on_is_canceled():
     canceled = []
 
@@ -183,6 +186,7 @@ async def test_an_async_function_that_waits_on_is_canceled():
     assert dropping.stuck == 0
 
 
+@pytest.mark.slow
 async def test_too_many_hung_calls_are_refused_even_where_failures_are_dropped(hang):
     dropping = guarded(hang, timeout_s=SHORT_S, on_error="drop", max_stuck=2, max_concurrent=2)
 
@@ -191,6 +195,7 @@ async def test_too_many_hung_calls_are_refused_even_where_failures_are_dropped(h
         await dropping("a", {})
 
 
+@pytest.mark.slow
 async def test_calls_that_wait_behind_hung_ones_are_refused_and_start_no_thread():
     release = threading.Event()
 
@@ -214,6 +219,7 @@ async def test_calls_that_wait_behind_hung_ones_are_refused_and_start_no_thread(
     release.set()
 
 
+@pytest.mark.slow
 async def test_a_call_that_ends_after_all_makes_room_again():
     release = threading.Event()
 
@@ -333,6 +339,7 @@ def isolated(module) -> Iterator[Callable[..., GuardedReward]]:
         entry.close()
 
 
+@pytest.mark.slow
 async def test_a_process_scores_what_is_sent_and_is_kept(isolated, module):
     reward = isolated()
 
@@ -343,6 +350,7 @@ async def test_a_process_scores_what_is_sent_and_is_kept(isolated, module):
     assert await isolated(module.later)("a", {"worth": 0.5}) == 0.5
 
 
+@pytest.mark.slow
 async def test_a_process_that_computes_on_is_killed(isolated):
     reward = isolated(timeout_s=1.0, on_error="drop")
     before = int(await reward("pid", {}))
@@ -356,12 +364,14 @@ async def test_a_process_that_computes_on_is_killed(isolated):
     assert await reward("pid", {}) != before
 
 
+@pytest.mark.slow
 async def test_what_a_process_finds_arrives_too(isolated):
     reward = isolated(answer_reward)
 
     assert await reward.score("42", {"ground_truth": "42"}) == Score(0.0, parsed=False)
 
 
+@pytest.mark.slow
 async def test_errors_of_a_process_arrive_with_their_traceback(isolated):
     reward = isolated()
 

@@ -29,6 +29,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("completion", "truth", "reward"), CASES)
 def test_answers_are_equal_when_they_are_so_mathematically(completion, truth, reward):
     assert math_reward(completion, {"ground_truth": truth}) == reward

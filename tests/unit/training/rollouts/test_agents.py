@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import openai
+import pytest
 from tests.unit.sdk.conftest import Answer, Peer, response
 from tests.unit.training.platform_script import infra_of
 
@@ -25,6 +26,7 @@ CHOICE = {
 }
 
 
+@pytest.mark.slow
 async def test_an_agents_requests_obey_the_runs_limit(tmp_path: Path) -> None:
     peer = Peer()
     peer.on("POST", "/inference/v1/chat/completions", Answer(response(CHOICE), delay_s=0.01))

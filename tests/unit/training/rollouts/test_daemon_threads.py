@@ -2,6 +2,8 @@ import asyncio
 import threading
 import time
 
+import pytest
+
 from training.rollouts.daemon_threads import DaemonThreads
 
 
@@ -25,6 +27,7 @@ async def test_calls_run_side_by_side_and_their_results_and_errors_come_back():
     assert isinstance(results[3], ZeroDivisionError)
 
 
+@pytest.mark.slow
 def test_threads_are_used_again_and_never_more_than_their_limit():
     pool = DaemonThreads("limited")
     for _ in range(5):

@@ -24,6 +24,7 @@ from hearth.errors import (
 from training.rollouts.failures import (
     CircuitBreaker,
     RecoverableRolloutError,
+    RetryLimits,
     RolloutsFailingError,
     is_recoverable,
     with_retries,
@@ -208,18 +209,16 @@ class Draw:
     async def pause(self, seconds: float) -> None:
         self.pauses.append(seconds)
 
-    async def run(self, attempts: int = 3, **options) -> int:
+    async def run(self, attempts: int = 3, **limits) -> int:
         return await with_retries(
             self,
-            attempts=attempts,
-            timeout_s=5.0,
+            RetryLimits(attempts, 5.0, **limits),
             sleep=self.pause,
             on_failure=lambda error, attempt: self.failures.append((error, attempt)),
-            **options,
         )
 
 
-async def test_a_draw_is_tried_until_it_works():
+async def test_a_rollout_is_tried_until_it_works():
     errors = [TimeoutError("one"), ConnectionError("two")]
     draw = Draw(*errors)
 
@@ -236,7 +235,7 @@ async def test_after_the_last_attempt_its_error_is_raised():
     assert len(draw.pauses) == 1
 
 
-async def test_a_fatal_error_is_raised_at_once_and_is_no_failure_of_a_draw():
+async def test_a_fatal_error_is_raised_at_once_and_is_no_failure_of_a_rollout():
     draw = Draw(ValueError("a bug"))
 
     with pytest.raises(ValueError, match="a bug"):
@@ -263,7 +262,7 @@ async def test_what_on_failure_raises_ends_the_trying():
         breaker.check()
 
     with pytest.raises(RolloutsFailingError, match="2 failures in a row"):
-        await with_retries(draw, attempts=9, timeout_s=None, on_failure=note, sleep=draw.pause)
+        await with_retries(draw, RetryLimits(9, None), on_failure=note, sleep=draw.pause)
     assert draw.calls == 2
 
 
@@ -286,7 +285,7 @@ async def test_an_attempt_that_takes_too_long_is_cancelled_and_named():
             ended.append(True)
 
     with pytest.raises(TimeoutError, match=r"within rollout_timeout_s=0\.01 s"):
-        await with_retries(slow, attempts=2, timeout_s=0.01, on_failure=nothing, backoff_s=0)
+        await with_retries(slow, RetryLimits(2, 0.01, backoff_s=0), on_failure=nothing)
     assert ended == [True, True]
 
 
@@ -301,14 +300,14 @@ async def test_a_rollout_that_swallows_its_cancellation_is_left_to_itself(caplog
             raise ValueError("of which nobody hears") from None
 
     with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
-        await with_retries(stubborn, attempts=1, timeout_s=0.01, on_failure=nothing, grace_s=0.02)
+        await with_retries(stubborn, RetryLimits(1, 0.01, grace_s=0.02), on_failure=nothing)
     may_end.set()
     await asyncio.sleep(0.01)
 
     assert "left to itself" in caplog.text
 
 
-async def test_cancelling_ends_the_draw_before_it_is_passed_on():
+async def test_cancelling_ends_the_rollout_before_it_is_passed_on():
     events = []
     has_begun = asyncio.Event()
 
@@ -320,7 +319,7 @@ async def test_cancelling_ends_the_draw_before_it_is_passed_on():
             await asyncio.sleep(0.01)
             events.append("the draw ended")
 
-    task = asyncio.ensure_future(with_retries(draw, attempts=3, timeout_s=60.0, on_failure=nothing))
+    task = asyncio.ensure_future(with_retries(draw, RetryLimits(3, 60.0), on_failure=nothing))
     await has_begun.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -329,9 +328,9 @@ async def test_cancelling_ends_the_draw_before_it_is_passed_on():
     assert events == ["the draw ended"]
 
 
-async def test_a_draw_that_cancels_itself_is_an_error_and_not_a_quiet_end():
+async def test_a_rollout_that_cancels_itself_is_an_error_and_not_a_quiet_end():
     async def draw() -> None:
         raise asyncio.CancelledError
 
     with pytest.raises(RuntimeError, match="cancelled by something other than the recipe"):
-        await with_retries(draw, attempts=3, timeout_s=1.0, on_failure=nothing)
+        await with_retries(draw, RetryLimits(3, 1.0), on_failure=nothing)

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.training.drawn import config_of, group_of, row_of
+from tests.unit.training.trial_rollouts import config_of, group_of, row_of
 from tests.unit.virtual_time import now, run_virtual
 
 from hearth.errors import ConfigError
 from hearth.telemetry import BusyClock
 from training.data.rows import IndexedRow
-from training.rollouts.queue import RolloutQueue, TakenGroup, gate_limits
+from training.rollouts.queue import RolloutQueue, RunLinks, TakenGroup, gate_limits
 from training.rollouts.runner import Submission
 from training.samples.groups import RowOutcome
 
@@ -72,11 +72,12 @@ def rows_of(count: int) -> Iterator[IndexedRow]:
 
 
 def queue_of(rollouts: Rollouts, rows: int = 100, **options: Any) -> RolloutQueue:
-    names = ("check", "check_every_s", "weight_version", "run_row", "busy")
+    names = ("check", "check_every_s", "weight_version", "busy")
     own = {name: options.pop(name) for name in names if name in options}
-    usual = {"run_row": rollouts.draw, "weight_version": lambda: 0, "busy": BusyClock(now)}
-    parts: dict[str, Any] = usual | own
-    return RolloutQueue(config_of(**options), rows_of(rows), note=rollouts.note, now=now, **parts)
+    usual = {"weight_version": lambda: 0, "busy": BusyClock(now)}
+    links = RunLinks(note=rollouts.note, now=now, **(usual | own))
+    run_row = options.pop("run_row", rollouts.draw)
+    return RolloutQueue(config_of(**options), rows_of(rows), run_row, links)
 
 
 def numbers(piece: list[TakenGroup]) -> list[int]:
@@ -237,6 +238,7 @@ def test_t149_a_very_slow_row_is_one_version_late_and_not_seven():
     assert sorted(trainer.all_rows()) == list(range(20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", range(5))
 def test_t149_the_bound_holds_for_every_o(late):
     rng = random.Random(late)
@@ -341,7 +343,12 @@ PIECES = [
     ({"max_samples_per_fwd_bwd": 7}, [(4.0, [0, 1, 2]), (4.0, [3])]),
     ({"min_samples_per_fwd_bwd": 4}, [(2.0, [0, 1]), (4.0, [2, 3])]),
     ({"min_samples_per_fwd_bwd": 6}, [(3.0, [0, 1, 2]), (4.0, [3])]),
-    ({"min_samples_per_fwd_bwd": 3}, [(1.0, [0]), (2.0, [1]), (3.0, [2]), (4.0, [3])]),
+    ({"min_samples_per_fwd_bwd": 3}, [(2.0, [0, 1]), (4.0, [2, 3])]),
+    ({"min_samples_per_fwd_bwd": 1}, [(1.0, [0]), (2.0, [1]), (3.0, [2]), (4.0, [3])]),
+    (
+        {"min_samples_per_fwd_bwd": 3, "max_samples_per_fwd_bwd": 3},
+        [(1.0, [0]), (2.0, [1]), (3.0, [2]), (4.0, [3])],
+    ),
     ({"max_samples_per_fwd_bwd": 2, "ppo_n_minibatches": 2}, [(4.0, [0, 1, 2, 3])]),
     ({"max_head_offpolicy_versions": 1}, [(4.0, [0, 1, 2, 3])]),
     (
@@ -430,6 +437,7 @@ PATIENCE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "options", "pieces"), PATIENCE.values(), ids=PATIENCE)
 def test_a_row_within_its_time_is_waited_for(seconds, options, pieces):
     trainer = trained(Rollouts(seconds), 2 * len(pieces), **options)
@@ -483,7 +491,7 @@ def test_the_first_error_that_leaves_the_batch_short_is_raised_at_once(seconds, 
     assert failing(errors[0], Rollouts(seconds, fails=errors)) == ([], 2.0)
 
 
-def test_a_draw_that_cannot_be_started_is_a_failure():
+def test_a_rollout_that_cannot_be_started_is_a_failure():
     error = RuntimeError("the thread has ended")
 
     def refuse(_submission: Submission) -> Awaitable[RowOutcome]:

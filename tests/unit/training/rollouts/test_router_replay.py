@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from tests.unit.training.drawn import config_of, draw_row, group_from, row_of, sample_of
+from tests.unit.training.trial_rollouts import config_of, group_from, row_of, run_row, sample_of
 
 from hearth.errors import ConfigError
 from hearth.sdk import RoutedModelInput, SampledCompletion
@@ -81,7 +81,7 @@ def test_without_experts_a_datum_is_as_ever():
         ({"router_replay": True, "router_replay_completion_only": False}, "all"),
     ],
 )
-def test_a_recipe_replays_drawn_tokens_alone_unless_told_otherwise(changes, replay):
+def test_a_recipe_replays_sampled_tokens_alone_unless_told_otherwise(changes, replay):
     assert config_of(**changes).replay == replay
 
 
@@ -89,22 +89,22 @@ def test_a_recipe_replays_drawn_tokens_alone_unless_told_otherwise(changes, repl
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_rollout_may_give_experts_of_all_inputs_or_from_the_first_drawn_token_on(count):
+def test_a_rollout_may_give_experts_of_all_inputs_or_from_the_first_sampled_token_on(count):
     given = sample_of(routing_matrices=["x"] * count)
     assert check_sample(given, "row 0").routing_matrices == ["x"] * count
 
 
 BAD = {
     "too few": (["x"], "routing_matrices must be 3, one per token but the last, or 2, .* got 1"),
-    "one per token": (["x"] * 4, "row 7, draw 1: routing_matrices must be 3, .* got 4"),
+    "one per token": (["x"] * 4, "row 7, sample 1: routing_matrices must be 3, .* got 4"),
     "no text": (["x", None], "routing_matrices must be texts, got None at index 1"),
 }
 
 
 @pytest.mark.parametrize(("given", "message"), BAD.values(), ids=BAD.keys())
-def test_experts_that_fit_no_form_are_an_error_that_names_the_draw(given, message):
+def test_experts_that_fit_no_form_are_an_error_that_names_the_rollout(given, message):
     with pytest.raises(ConfigError, match=message):
-        check_sample(sample_of(routing_matrices=given), "row 7, draw 1")
+        check_sample(sample_of(routing_matrices=given), "row 7, sample 1")
 
 
 def completion(prompt, drawn, *routing: str, is_dense=False) -> SampledCompletion:
@@ -156,7 +156,9 @@ SEEN = {
 
 
 @pytest.mark.parametrize(("said", "seen", "rows"), SEEN.values(), ids=SEEN.keys())
-def test_experts_are_found_where_the_same_tokens_were_drawn_after_the_same_prompt(said, seen, rows):
+def test_experts_are_found_where_the_same_tokens_were_sampled_after_the_same_prompt(
+    said, seen, rows
+):
     assert find_routing(*said, seen) == rows
 
 
@@ -167,7 +169,7 @@ def test_a_rollout_that_says_nothing_of_experts_replays_what_its_sampler_saw(giv
         draw.seen.append(completion([5, 6], [7, 8]))
         return sample_of(float(draw.sample), routing_matrices=given)
 
-    draw = draw_row(rollout_fn, row_of(0), router_replay=True)
+    draw = run_row(rollout_fn, row_of(0), router_replay=True)
 
     rows = ["", "7", "8"] if given is None else ["", "a", "b"]
     assert [routing_of(datum) for datum in draw.group.data] == [rows, rows]

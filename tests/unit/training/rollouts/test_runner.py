@@ -4,7 +4,13 @@ import logging
 from typing import Any, cast
 
 import pytest
-from tests.unit.training.drawn import draw_row, number_of_draw, rollouts_of, row_of, sample_of
+from tests.unit.training.trial_rollouts import (
+    number_of_draw,
+    rollouts_of,
+    row_of,
+    run_row,
+    sample_of,
+)
 from tests.unit.virtual_time import now, run_virtual
 
 from hearth.errors import ConfigError, TransportError
@@ -25,7 +31,7 @@ ROW = row_of(13, epoch=1, source=4)
 
 
 def draw(fn: RolloutFn, *, row: IndexedRow = ROW, **options: Any) -> RowOutcome:
-    return draw_row(fn, row, **options)
+    return run_row(fn, row, **options)
 
 
 def samples(done: RowOutcome) -> list[RolloutSample]:
@@ -63,7 +69,7 @@ def test_t141_the_function_is_called_once_per_sample():
     assert sorted(row["number"] for row in calls) == [i for i in range(5) for _ in range(3)]
 
 
-def test_the_draws_of_a_row_run_side_by_side_and_keep_their_order():
+def test_the_rollouts_of_a_row_run_side_by_side_and_keep_their_order():
     async def rollout_fn(_row: dict[str, Any]) -> RolloutSample:
         await asyncio.sleep(10 - number_of_draw())
         return sample_of(float(number_of_draw()))
@@ -86,7 +92,7 @@ def test_a_group_knows_the_versions_at_its_submission():
     assert (done.completions, done.rewards, done.dropped, done.error) == (2, [1.0, 0.0], None, None)
 
 
-def test_every_draw_has_a_row_of_its_own():
+def test_every_rollout_has_a_row_of_its_own():
     seen: list[list[str]] = []
 
     async def rollout_fn(row: dict[str, Any]) -> RolloutSample:
@@ -175,7 +181,7 @@ def test_a_function_gets_the_arguments_that_it_declares_and_can_be_called(fn, de
     assert draw(fn).dropped == "too_few"
 
 
-def test_the_arguments_say_where_the_draw_stands():
+def test_the_arguments_say_where_the_rollout_stands():
     seen: list[dict[str, Any]] = []
 
     async def rollout_fn(_row: Any, **known: Any) -> None:
@@ -211,7 +217,7 @@ async def takes_nothing() -> None:
 
 
 @pytest.mark.parametrize("fn", [needs_two, needs_position, takes_nothing])
-def test_a_function_that_a_row_alone_cannot_call_is_refused_before_any_draw(fn):
+def test_a_function_that_a_row_alone_cannot_call_is_refused_before_any_rollout(fn):
     with pytest.raises(ConfigError, match=r"rollout_fn must be callable with a row alone, got ro"):
         rollouts_of(fn)
 
@@ -235,7 +241,7 @@ def test_a_function_that_is_not_async_is_a_type_error_of_its_row(fn, got):
     with pytest.raises(TypeError, match=rf"rollout_fn must be an async function, got {got}") as e:
         draw(fn)
 
-    assert e.value.__notes__ == ["in the rollout of row 13, draw 0"]
+    assert e.value.__notes__ == ["in the rollout of row 13, sample 0"]
 
 
 # What draws give.
@@ -248,7 +254,7 @@ def test_t139_none_drops_the_sample_and_the_group_survives_with_the_rest():
     assert (done.completions, done.empty_samples, done.failed_samples) == (2, 2, 0)
 
 
-def test_a_draw_that_drew_nothing_counts_as_empty():
+def test_a_rollout_that_sampled_nothing_counts_as_empty():
     async def rollout_fn(_row: Any) -> RolloutSample:
         mask = [0, 0, int(number_of_draw() > 0), 0]
         return sample_of(float(number_of_draw()), loss_mask=mask, logprobs=[0.0] * 4)
@@ -268,13 +274,13 @@ def test_a_draw_that_drew_nothing_counts_as_empty():
         ((None, None, None, None), 1, "too_few"),
     ],
 )
-def test_a_group_needs_min_group_size_draws(rewards, least, reason):
+def test_a_group_needs_min_group_size_rollouts(rewards, least, reason):
     done = draw(rewarding(*rewards), completions_per_prompt=4, min_group_size=least)
 
     assert (done.dropped, done.group is None) == (reason, reason is not None)
 
 
-def test_several_runs_of_one_draw_stand_for_themselves_in_the_group():
+def test_several_runs_of_one_rollout_stand_for_themselves_in_the_group():
     async def rollout_fn(_row: Any) -> Rollout:
         mine = float(number_of_draw())
         runs = [
@@ -294,14 +300,14 @@ def test_several_runs_of_one_draw_stand_for_themselves_in_the_group():
 @pytest.mark.parametrize(
     "returned", [{"reward": 1.0}, sample_of(float("nan"))], ids=["type", "nan"]
 )
-def test_a_broken_contract_ends_the_run_and_names_row_and_draw(returned):
+def test_a_broken_contract_ends_the_run_and_names_row_and_rollout(returned):
     async def rollout_fn(_row: Any) -> RolloutResult:
         return returned if number_of_draw() == 1 else sample_of()
 
-    with pytest.raises((TypeError, ConfigError), match=r"^row 13, draw 1: ") as failure:
+    with pytest.raises((TypeError, ConfigError), match=r"^row 13, sample 1: ") as failure:
         draw(rollout_fn)
 
-    assert failure.value.__notes__ == ["in the rollout of row 13, draw 1"]
+    assert failure.value.__notes__ == ["in the rollout of row 13, sample 1"]
 
 
 # The group's filter.
@@ -381,7 +387,7 @@ def test_t161_a_recoverable_error_is_tried_again(error):
     assert (done.rewards, done.failed_samples, done.error) == ([0.0, 1.0, 2.0], 0, None)
 
 
-def test_t161_a_draw_that_fails_to_the_last_is_dropped_and_never_a_sample_with_reward_0(caplog):
+def test_t161_a_rollout_that_fails_to_the_last_is_dropped_and_never_a_sample_with_reward_0(caplog):
     error = TimeoutError("slow")
     fn = Failing(error, times=99)
 
@@ -391,7 +397,7 @@ def test_t161_a_draw_that_fails_to_the_last_is_dropped_and_never_a_sample_with_r
     assert (done.rewards, done.completions) == ([0.0, 2.0], 2)
     assert (done.failed_samples, done.error, done.dropped) == (1, error, None)
     assert len(samples(done)) == 2
-    assert "row 13, draw 1, attempt 2 failed: TimeoutError: slow" in caplog.messages
+    assert "row 13, sample 1, attempt 2 failed: TimeoutError: slow" in caplog.messages
 
 
 def test_a_group_of_failures_is_dropped_as_failed():
@@ -408,7 +414,7 @@ def test_a_group_of_failures_is_dropped_as_failed():
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), AssertionError("no"), KeyError("messages")])
-def test_t161_a_fatal_error_cancels_the_other_draws_and_names_row_and_draw(error):
+def test_t161_a_fatal_error_cancels_the_other_rollouts_and_names_row_and_rollout(error):
     ended: list[str] = []
 
     async def rollout_fn(_row: Any) -> RolloutSample:
@@ -426,11 +432,11 @@ def test_t161_a_fatal_error_cancels_the_other_draws_and_names_row_and_draw(error
         draw(rollout_fn, completions_per_prompt=4)
 
     assert failure.value is error
-    assert error.__notes__ == ["in the rollout of row 13, draw 2"]
+    assert error.__notes__ == ["in the rollout of row 13, sample 2"]
     assert sorted(ended) == ["0 at 1.0 s", "1 at 1.0 s", "3 at 1.0 s"]
 
 
-def test_cancelling_a_row_cancels_its_draws():
+def test_cancelling_a_row_cancels_its_rollouts():
     ended: list[float] = []
 
     async def rollout_fn(_row: Any) -> None:
@@ -527,7 +533,7 @@ def test_the_breaker_is_told_of_successes_and_not_of_none():
     assert not breaker.is_open
 
 
-def test_the_lengths_of_finished_draws_are_known_while_the_row_runs():
+def test_the_lengths_of_finished_rollouts_are_known_while_the_row_runs():
     async def rollout_fn(_row: Any) -> RolloutResult:
         await asyncio.sleep(number_of_draw())
         if number_of_draw() == 2:

@@ -2,7 +2,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import pytest
-from tests.unit.training.drawn import draw_row, number_of_draw, rollouts_of, row_of, sample_of
+from tests.unit.training.trial_rollouts import (
+    number_of_draw,
+    rollouts_of,
+    row_of,
+    run_row,
+    sample_of,
+)
 from tests.unit.virtual_time import run_virtual
 
 from hearth.errors import ConfigError, TransportError
@@ -63,14 +69,14 @@ async def test_outside_of_a_rollout_nothing_is_seeded():
     assert deployment.asked == [None, 3]
 
 
-def test_a_first_request_draws_what_rl_loop_draws_at_its_place():
+def test_a_first_request_samples_what_rl_loop_samples_at_its_place():
     deployment = Deployment()
     sampler = deployment.sampler()
 
     async def rollout_fn(_row: Any) -> None:
         await sampler.sample_with_prompt_tokens([1, 2], n=1)
 
-    draw_row(rollout_fn, ROW, completions_per_prompt=4, seed=11)
+    run_row(rollout_fn, ROW, completions_per_prompt=4, seed=11)
 
     # The deployment's sampler draws completion 0 of each request.
     drawn = [completion_seed(seed, 0) for seed in deployment.asked if seed is not None]
@@ -85,14 +91,14 @@ def test_a_seed_of_ones_own_is_kept_and_counts_for_nothing():
         await sampler.sample_with_prompt_tokens([1, 2], seed=77)
         await sampler.sample_with_tokens([{"role": "user", "content": "?"}])
 
-    draw_row(rollout_fn, ROW)
+    run_row(rollout_fn, ROW)
 
     first = [RolloutContext(row_seed(0, 13), i, 0).next_seed(1) for i in range(2)]
     assert sorted(map(str, deployment.asked)) == sorted(map(str, [77, 77, *first]))
 
 
 @pytest.mark.parametrize("calls", [(1, 1, 1), (2, 1), (4,)], ids=str)
-def test_no_two_of_thousands_of_places_draw_with_one_seed(calls):
+def test_no_two_of_thousands_of_places_sample_with_one_seed(calls):
     drawn: list[int] = []
     for row in range(400):
         for sample in range(4):
@@ -106,7 +112,7 @@ def test_no_two_of_thousands_of_places_draw_with_one_seed(calls):
     assert all(0 <= seed < 2**63 for seed in drawn)
 
 
-def test_another_attempt_draws_with_the_same_seeds():
+def test_another_attempt_samples_with_the_same_seeds():
     deployment = Deployment()
     sampler = deployment.sampler()
 
@@ -118,9 +124,9 @@ def test_another_attempt_draws_with_the_same_seeds():
             raise TimeoutError
 
     attempts: list[int] = []
-    draw_row(rollout_fn, ROW)
+    run_row(rollout_fn, ROW)
 
-    # Draw 0 fails at the end of its first attempt, and asks again after draw 1 has asked.
+    # Sample 0 fails at the end of its first attempt, and asks again after sample 1 has asked.
     assert attempts == [0, 1, 0]
     assert deployment.asked[4:] == [
         request for request in deployment.asked[:4] if request in of_draw(0)
@@ -139,7 +145,7 @@ def test_a_completion_without_logprobs_is_refused():
     async def rollout_fn(_row: Any) -> None:
         await sampler.sample_with_prompt_tokens([1, 2])
 
-    done = draw_row(rollout_fn, ROW, rollout_retries=0)
+    done = run_row(rollout_fn, ROW, rollout_retries=0)
 
     assert isinstance(done.error, TransportError)
     assert "a completion must come with logprobs, got none" in str(done.error)
@@ -194,7 +200,7 @@ def test_a_sample_has_the_versions_that_were_seen_or_that_of_its_submission(
     async def rollout_fn(_row: Any) -> RolloutResult:
         return await play(Deployment(*answers).sampler())
 
-    group = draw_row(rollout_fn, ROW).group
+    group = run_row(rollout_fn, ROW).group
 
     assert [sample.rollout.versions for sample in group.flat()][:2] == [versions] * 2
 
@@ -222,12 +228,12 @@ OTHER = [
 
 
 @pytest.mark.parametrize(("options", "message"), OTHER, ids=[str(case) for case, _ in OTHER])
-def test_what_is_trained_is_drawn_from_what_the_trainer_scores_or_the_run_ends(options, message):
+def test_what_is_trained_is_sampled_from_what_the_trainer_scores_or_the_run_ends(options, message):
     deployment = Deployment()
     rollout_fn = rollout_with(deployment.sampler(temperature=0.7), **options)
 
     with pytest.raises(ConfigError, match=message):
-        draw_row(rollout_fn, ROW, rollout_retries=5)
+        run_row(rollout_fn, ROW, rollout_retries=5)
 
     # At once: each of the row's two draws has had its first request at most, and no second attempt.
     assert 1 <= len(deployment.asked) <= 2
@@ -237,21 +243,21 @@ def test_options_that_hold_for_every_request_are_judged_likewise():
     rollout_fn = rollout_with(Deployment().sampler(options={"top_k": 20}))
 
     with pytest.raises(ConfigError, match="top_k must be 0"):
-        draw_row(rollout_fn, ROW)
+        run_row(rollout_fn, ROW)
 
 
-def test_a_request_that_names_no_temperature_is_drawn_at_the_runs():
+def test_a_request_that_names_no_temperature_is_sampled_at_the_runs():
     deployment = Deployment()
     sampler = deployment.sampler(temperature=0.7)
     recipes = {"temperature": 0.7, "top_p": 1.0, "top_k": 0}
 
-    done = draw_row(rollout_with(sampler, **recipes), ROW)
+    done = run_row(rollout_with(sampler, **recipes), ROW)
 
     assert done.group is not None
     assert [option["temperature"] for option in deployment.options] == [0.7] * 4
 
 
-def test_what_is_not_trained_may_be_drawn_from_anything():
+def test_what_is_not_trained_may_be_sampled_from_anything():
     deployment = Deployment()
     sampler = deployment.sampler(temperature=0.7)
     greedy = {"temperature": 0.0, "top_p": 0.5, "top_k": 3}

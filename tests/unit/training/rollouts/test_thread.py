@@ -10,7 +10,7 @@ import pytest
 from tests.waiting import until
 
 from hearth.errors import ClosedError
-from training.rollouts.failures import with_retries
+from training.rollouts.failures import RetryLimits, with_retries
 from training.rollouts.thread import RolloutThread
 
 step = contextvars.ContextVar("step", default=0)
@@ -51,6 +51,7 @@ async def test_many_rollouts_are_under_way_at_one_time(thread):
     assert results == list(range(50))
 
 
+@pytest.mark.slow
 async def test_a_rollout_that_computes_does_not_hold_up_the_callers_loop(thread):
     async def rollout() -> str:
         time.sleep(0.3)
@@ -161,6 +162,7 @@ def hang_until(event: threading.Event) -> None:
     event.wait(10)  # the line that hangs
 
 
+@pytest.mark.slow
 async def test_a_blocked_thread_says_for_how_long_and_in_which_line(thread):
     may_go_on = threading.Event()
 
@@ -195,9 +197,7 @@ async def test_a_rollout_that_hangs_runs_out_of_its_time_although_its_thread_is_
     with pytest.raises(TimeoutError, match=r"within rollout_timeout_s=0\.05 s"):
         await with_retries(
             lambda: thread.submit(rollout),
-            attempts=2,
-            timeout_s=0.05,
-            backoff_s=0.0,
+            RetryLimits(2, timeout_s=0.05, backoff_s=0.0),
             on_failure=lambda error, attempt: failures.append((type(error), attempt)),
         )
     may_go_on.set()

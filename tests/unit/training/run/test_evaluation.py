@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 from rich.console import Console
-from tests.unit.training.drawn import config_of, row_of, sample_of
+from tests.unit.training.trial_rollouts import config_of, row_of, sample_of
 from tests.unit.virtual_time import now, run_virtual
 
 from hearth.errors import ConfigError
@@ -245,12 +245,12 @@ def test_what_may_pass_is_retried_and_a_failure_is_a_warning_without_a_record(tm
         "the evaluation of step 1 failed and has no record: ValueError: a bug, in the rollout of "
     )
     (warning,) = [record for record in caplog.records if said in record.getMessage()]
-    assert warning.getMessage().removeprefix(said) == "held-out row 0, draw 0"
+    assert warning.getMessage().removeprefix(said) == "held-out row 0, sample 0"
     assert "raise error" in caplog.text  # the line, in its traceback
     assert [step for step, _ in bench.run.evaluations] == [0, 2]
 
 
-def test_draws_that_are_given_up_are_counted_and_too_many_fail_only_this_evaluation(
+def test_samples_that_are_given_up_are_counted_and_too_many_fail_only_this_evaluation(
     tmp_path, caplog
 ):
     bench = Bench(tmp_path, rows=6, eval_every=1, rollout_retries=0)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.training.drawn import number_of_draw, sample_of
 from tests.unit.training.platform_script import Seconds
 from tests.unit.training.recipes.test_async_loop import Scene, cancel_at, ended_by, play, scene_of
+from tests.unit.training.trial_rollouts import number_of_draw, sample_of
 from tests.unit.virtual_time import now, run_virtual
 
 from hearth.errors import ConfigError, TransportError
@@ -53,6 +53,7 @@ def test_each_version_is_compared_with_the_weights_that_the_trainer_had_when_it_
     assert played.ended == 10.0 + 5 * 7.0 + 3.0, "nothing waits for it"
 
 
+@pytest.mark.slow
 def test_a_deployment_that_serves_other_weights_shows_and_ends_the_run_where_it_is_asked_to(
     play, tmp_path
 ):
@@ -67,7 +68,8 @@ def test_a_deployment_that_serves_other_weights_shows_and_ends_the_run_where_it_
     assert column(strict, "p95") == [0.0, DRIFT, 2 * DRIFT]
 
 
-def test_completions_are_drawn_as_the_run_draws_from_the_prompts_of_the_step_before(play):
+@pytest.mark.slow
+def test_completions_are_sampled_as_the_run_samples_from_the_prompts_of_the_step_before(play):
     def asked(**options: Any) -> list[Any]:
         made = scene(rows=6, temperature=0.7, max_seq_len=100, **options)
 
@@ -131,7 +133,7 @@ def test_a_number_of_tokens_below_zero_is_refused():
 # What comes too late
 
 
-def test_a_probe_that_is_drawn_after_the_next_step_was_asked_for_is_thrown_away(play):
+def test_a_probe_that_is_sampled_after_the_next_step_was_asked_for_is_thrown_away(play):
     played = play(scene(rows=8, draw=1.9))
 
     assert len(played.sampler.asked) == 3 * 8
@@ -194,6 +196,7 @@ def test_a_run_that_is_cancelled_takes_its_probe_with_it(tmp_path: Path, at: flo
     run_virtual(main)
 
 
+@pytest.mark.slow
 def test_a_publication_that_fails_leaves_no_probe_waiting(tmp_path: Path):
     made = scene(rows=20, draw=1.5)
     made.publication_fails = 6

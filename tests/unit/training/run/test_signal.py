@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.training.drawn import config_of, draw_row, group_of, row_of, sample_of
+from tests.unit.training.trial_rollouts import config_of, group_of, row_of, run_row, sample_of
 
 from hearth.errors import ConfigError
 from training.run.signal import NoSignalError, SignalWatch, find_problems, signal_metrics
@@ -218,7 +218,7 @@ def test_without_patience_a_run_is_never_ended():
     see(SignalWatch(), [uniform(index, 0.0) for index in range(500)])
 
 
-def test_rows_whose_draws_failed_or_came_late_neither_count_nor_start_anew():
+def test_rows_whose_rollouts_failed_or_came_late_neither_count_nor_start_anew():
     watch = SignalWatch(patience=2)
 
     see(watch, [uniform(0, 0.0), *[dropped(1, "failed")] * 9, *[dropped(1, "stale")] * 9])
@@ -279,11 +279,11 @@ def test_the_error_shows_one_of_the_last_answers():
     assert str(caught.value).endswith("\n" + "x" * 1000 + " ...")
 
 
-def test_a_row_of_rollouts_has_an_example_with_its_drawn_tokens():
+def test_a_row_of_rollouts_has_an_example_with_its_sampled_tokens():
     async def rollout_fn(_row: dict[str, Any]) -> Any:
         return sample_of(0.5, text="seen", finish_reason="length")
 
-    assert draw_row(rollout_fn, row_of(0)).example == ExampleAnswer("seen", [7, 8], 0.5, "length")
+    assert run_row(rollout_fn, row_of(0)).example == ExampleAnswer("seen", [7, 8], 0.5, "length")
 
 
 def test_a_row_of_rollouts_counts_what_was_parsed_and_shows_an_answer_that_was_not():
@@ -293,7 +293,7 @@ def test_a_row_of_rollouts_counts_what_was_parsed_and_shows_an_answer_that_was_n
         text = f"answer {sample_index}"
         return sample_of(float(sample_index), text=text, parsed=said[sample_index])
 
-    draw = draw_row(rollout_fn, row_of(0), completions_per_prompt=4)
+    draw = run_row(rollout_fn, row_of(0), completions_per_prompt=4)
 
     assert draw.parsed == [True, False, True]
     assert draw.example == ExampleAnswer("answer 2", [7, 8], 2.0, "stop", parsed=False)

@@ -13,9 +13,10 @@ from training.run.checkpoints import (
     write_manifest,
 )
 from training.run.metrics import MetricsLog
-from training.run.step_metrics import merged_metrics
+from training.run.step_metrics import merge_metrics
 
 
+@pytest.mark.slow
 @given(st.permutations(range(12)))
 def test_a_cursor_knows_exactly_what_is_finished_in_any_order(order):
     cursor = Cursor()
@@ -60,7 +61,7 @@ def test_a_checkpoint_that_does_not_exist_is_refused():
 
 
 def test_metrics_of_several_calls_are_weighed_by_their_samples():
-    merged = merged_metrics(
+    merged = merge_metrics(
         [
             (3, {"mean_kl": 1.0, "loss:sum": 2.0}),
             (1, {"mean_kl": 5.0, "loss:sum": 3.0}),

@@ -7,7 +7,7 @@ from typing import NoReturn
 import pytest
 
 from hearth.errors import ConfigError
-from training.run.watchdog import StalledError, Watchdog
+from training.run.watchdog import StalledError, StallLimits, Watchdog
 
 REPORT = "the trainer waits for 3 rollouts\nrow 7: 120 s in judge.py:41"
 
@@ -15,13 +15,24 @@ REPORT = "the trainer waits for 3 rollouts\nrow 7: 120 s in judge.py:41"
 class Stage:
     """A watchdog with a clock to turn, and what it did."""
 
-    def __init__(self, folder: Path, report: Callable[[], str] = lambda: REPORT, **options) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        report: Callable[[], str] = lambda: REPORT,
+        *,
+        on_stall=None,
+        patience_s: float = 2.0,
+    ) -> None:
         self.seconds = 1000.0
         self.stalls: list[StalledError] = []
         self.codes: list[int] = []
-        options = {"on_stall": self.stalls.append, "patience_s": 2.0, **options}
         self.watchdog = Watchdog(
-            60.0, report, log_path=folder, exit=self.exit, now=lambda: self.seconds, **options
+            StallLimits(60.0, patience_s=patience_s),
+            report,
+            log_path=folder,
+            on_stall=on_stall or self.stalls.append,
+            exit=self.exit,
+            now=lambda: self.seconds,
         )
 
     def exit(self, code: int) -> NoReturn:
@@ -126,6 +137,7 @@ def test_a_report_that_fails_costs_only_itself(tmp_path, report, complaint):
     assert "Thread MainThread" in (tmp_path / "stall.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_report_that_hangs_costs_only_its_patience_and_is_seen_to_hang(tmp_path):
     may_end = threading.Event()
     stage = Stage(tmp_path, lambda: str(may_end.wait(10)), patience_s=0.2)
@@ -142,7 +154,7 @@ def test_where_no_file_can_be_written_the_log_has_it_all(tmp_path, caplog):
 
     (error,) = stage.after(61.0)
 
-    assert "stall.txt failed with FileNotFoundError" in str(error)
+    assert "stall.txt must be writable, got No such file or directory" in str(error)
     assert REPORT in caplog.text
     assert "Thread MainThread" in caplog.text
 
@@ -163,7 +175,7 @@ def test_an_on_stall_that_fails_is_logged_and_the_process_ends_all_the_same(tmp_
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
 def test_a_timeout_of_nothing_is_refused(tmp_path, seconds):
     with pytest.raises(ConfigError, match="stall_timeout_s must be > 0, got"):
-        Watchdog(seconds, lambda: REPORT, log_path=tmp_path, on_stall=print)
+        Watchdog(StallLimits(seconds), lambda: REPORT, log_path=tmp_path, on_stall=print)
 
 
 def test_the_thread_notices_by_itself_and_a_body_that_ends_is_not_killed(tmp_path):
@@ -175,11 +187,10 @@ def test_the_thread_notices_by_itself_and_a_body_that_ends_is_not_killed(tmp_pat
         raise SystemExit(code)
 
     with Watchdog(
-        0.1,
+        StallLimits(0.1, grace_s=5.0),
         lambda: REPORT,
         log_path=tmp_path,
         on_stall=lambda _: stalled.set(),
-        grace_s=5.0,
         exit=exit,
     ):
         assert stalled.wait(5)

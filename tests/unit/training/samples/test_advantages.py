@@ -18,6 +18,7 @@ def test_a_uniform_group_has_exactly_no_advantage(reward, count):
     assert group_advantages([reward] * count, std="population") == [0.0] * count
 
 
+@pytest.mark.slow
 @quickly
 @given(
     rewards=REWARDS,
@@ -29,6 +30,7 @@ def test_shifting_and_scaling_rewards_changes_nothing(rewards, scale, shift):
     assert group_advantages(moved) == pytest.approx(group_advantages(rewards), abs=1e-9)
 
 
+@pytest.mark.slow
 @quickly
 @given(rewards=REWARDS)
 def test_advantages_have_mean_zero_and_sample_std_one(rewards):

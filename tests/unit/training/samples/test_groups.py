@@ -3,7 +3,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.unit.training.drawn import group_from, group_of, row_of, sample_of
+from tests.unit.training.trial_rollouts import group_from, group_of, row_of, sample_of
 
 from hearth.errors import ConfigError
 from hearth.sdk import SampledCompletion
@@ -50,7 +50,7 @@ def gradients(sample: TrainSample) -> list[float]:
 # T143 and T145: what a sample becomes.
 
 
-def test_t143_positions_that_were_not_drawn_have_weight_0_and_logprob_0():
+def test_t143_positions_that_were_not_sampled_have_weight_0_and_logprob_0():
     sample = TrainSample.from_rollout(sample_of(length=3), advantage=0.5)
 
     assert sample.datum.model_input.to_ints() == [5, 6, 7, 8]
@@ -60,7 +60,7 @@ def test_t143_positions_that_were_not_drawn_have_weight_0_and_logprob_0():
     assert sample.old_logprobs is sample.ref_logprobs is None
 
 
-def test_t143_a_logprob_beside_the_drawn_tokens_does_not_reach_the_loss():
+def test_t143_a_logprob_beside_the_sampled_tokens_does_not_reach_the_loss():
     # An echo has logprobs of the prompt as well: nobody drew those.
     echoed = sample_of(length=1, logprobs=[0.0, -3.0, -0.5])
 
@@ -201,7 +201,7 @@ def test_means_do_not_depend_on_the_order_in_which_rows_end():
     assert metrics(draws) == metrics(shuffled)
 
 
-def test_raw_numbers_are_over_all_draws_and_the_rest_over_what_is_trained():
+def test_raw_numbers_are_over_all_rollouts_and_the_rest_over_what_is_trained():
     draws = [
         RowOutcome(
             row_of(0), group_of(0, (1.0, 0.0)), completions=2, truncated=1, rewards=(1.0, 0.0)
@@ -233,7 +233,7 @@ def test_raw_numbers_are_over_all_draws_and_the_rest_over_what_is_trained():
     }
 
 
-def test_a_step_in_which_no_row_ended_says_nothing_of_what_was_drawn():
+def test_a_step_in_which_no_row_ended_says_nothing_of_what_was_sampled():
     metrics = rollout_metrics(RolloutStats(), [])
 
     assert metrics["rollout/reward"] == metrics["rollout/entropy"] == 0.0

@@ -3,7 +3,7 @@ import random
 import statistics
 
 import pytest
-from tests.unit.training.drawn import row_of
+from tests.unit.training.trial_rollouts import row_of
 
 from training.rewards import Score, Unscored, disagreements
 from training.samples.groups import RolloutStats, RowOutcome, rollout_metrics
@@ -38,7 +38,7 @@ def test_the_order_in_which_groups_end_changes_no_bit():
     assert group_reward_metrics(groups) == group_reward_metrics(rng.sample(groups, 40))
 
 
-def test_t172_a_draws_rewards_failures_and_disagreements_reach_the_record():
+def test_t172_a_rollouts_rewards_failures_and_disagreements_reach_the_record():
     stats = RolloutStats()
     stats.add(RowOutcome(row_of(0), rewards=(1.0, 0.0), disagreements=(0.0, 0.5), failed_rewards=1))
     stats.add(RowOutcome(row_of(1), rewards=(1.0, 1.0), disagreements=(0.25, 0.25)))

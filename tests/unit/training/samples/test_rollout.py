@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.training.drawn import sample_of
+from tests.unit.training.trial_rollouts import sample_of
 
 from hearth.errors import ConfigError
 from hearth.losses import LOGPROB_TOLERANCE
 from training.samples.rollout import Rollout, RolloutRun, RolloutSample, RolloutSetup, collect_runs
 
-WHERE = "row 7, draw 2"
+WHERE = "row 7, sample 2"
 
 
 def sample(**changes: Any) -> RolloutSample:
@@ -139,7 +139,7 @@ def test_the_place_of_a_fault_names_run_and_segment():
         collect_runs(rollout, WHERE)
 
 
-def test_a_sample_without_drawn_tokens_is_left_out():
+def test_a_sample_without_sampled_tokens_is_left_out():
     silent = sample(loss_mask=[0, 0, 0, 0], logprobs=[0.0] * 4)
     rollout = Rollout([RolloutRun([silent]), RolloutRun([silent, sample()], "second")])
 
@@ -228,7 +228,7 @@ def test_a_mask_is_0_or_1_everywhere(wrong, place):
     "wrong", [math.nan, math.inf, -math.inf, 0.5, 2 * LOGPROB_TOLERANCE, None, "-1"], ids=repr
 )
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
-def test_a_logprob_is_finite_and_not_positive_also_where_nothing_was_drawn(wrong, place):
+def test_a_logprob_is_finite_and_not_positive_also_where_nothing_was_sampled(wrong, place):
     logprobs: list[Any] = [0.0, 0.0, -0.25, -1.5]
     logprobs[place] = wrong
 
@@ -326,7 +326,7 @@ def test_what_was_returned_stays_as_it_is():
 
 
 @pytest.mark.parametrize("versions", [[[0, 2]], [[3, 1], [4, 1]], [[3, 2], [4, 0]]])
-def test_versions_cover_the_drawn_tokens(versions):
+def test_versions_cover_the_sampled_tokens(versions):
     assert only(sample(versions=versions)).versions == versions
 
 

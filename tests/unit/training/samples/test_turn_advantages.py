@@ -12,9 +12,9 @@ from training.samples.advantages import group_advantages
 from training.samples.turn_advantages import (
     GAIN_FLOOR,
     belief,
-    discounted,
+    discount,
     information_gains,
-    standardized,
+    standardize,
     target_rows,
     turn_advantages,
     turn_spans,
@@ -66,6 +66,7 @@ def test_the_probability_form_takes_the_geometric_mean_of_the_tokens_probabiliti
 # Plain GRPO.
 
 
+@pytest.mark.slow
 @given(TRAJECTORIES, st.floats(0, 1), st.sampled_from(["separate", "pooled"]))
 def test_t167_without_weight_every_turn_has_the_advantage_of_plain_grpo(
     group, gamma, normalization
@@ -91,6 +92,7 @@ def test_trajectories_of_one_turn_have_their_normalized_outcome_alone():
 # Properties.
 
 
+@pytest.mark.slow
 @given(TRAJECTORIES, NUMBERS, NUMBERS)
 def test_neither_a_shift_of_all_gains_nor_one_of_all_outcomes_changes_anything(group, gain, earned):
     gains, outcomes = [turns for turns, _ in group], [outcome for _, outcome in group]
@@ -103,6 +105,7 @@ def test_neither_a_shift_of_all_gains_nor_one_of_all_outcomes_changes_anything(g
     assert shifted == near(turn_advantages(gains, outcomes), 1e-6)
 
 
+@pytest.mark.slow
 @given(TRAJECTORIES, st.floats(0, 1))
 def test_what_a_turn_is_worth_by_itself_is_its_advantage_less_the_discounted_next(group, gamma):
     gains, outcomes = [turns for turns, _ in group], [outcome for _, outcome in group]
@@ -115,6 +118,7 @@ def test_what_a_turn_is_worth_by_itself_is_its_advantage_less_the_discounted_nex
         assert left == pytest.approx(rewards, abs=1e-9)
 
 
+@pytest.mark.slow
 @given(TRAJECTORIES)
 def test_the_last_turns_gain_counts_for_nothing_where_gains_are_separate(group):
     gains, outcomes = [turns for turns, _ in group], [outcome for _, outcome in group]
@@ -124,6 +128,7 @@ def test_the_last_turns_gain_counts_for_nothing_where_gains_are_separate(group):
     assert found == turn_advantages(gains, outcomes)
 
 
+@pytest.mark.slow
 @given(TRAJECTORIES)
 def test_normalized_gains_have_mean_0_and_population_variance_1_over_the_turns_there_are(group):
     gains, outcomes = [turns for turns, _ in group], [0.0 for _ in group]
@@ -163,13 +168,13 @@ def test_one_gain_alone_in_its_group_has_nothing_to_be_compared_with():
 
 
 def test_a_later_reward_is_discounted_once_per_turn():
-    assert discounted([1.0, 10.0, 100.0], 0.5) == [31.0, 60.0, 100.0]
-    assert discounted([1.0, 10.0, 100.0], 1.0) == [111.0, 110.0, 100.0]
-    assert discounted([], 0.5) == []
+    assert discount([1.0, 10.0, 100.0], 0.5) == [31.0, 60.0, 100.0]
+    assert discount([1.0, 10.0, 100.0], 1.0) == [111.0, 110.0, 100.0]
+    assert discount([], 0.5) == []
 
 
 def test_a_uniform_list_has_no_spread_whatever_rounding_says():
-    assert standardized([0.3] * 7, 1e-8) == [0.0] * 7
+    assert standardize([0.3] * 7, 1e-8) == [0.0] * 7
 
 
 # Beliefs that could not be had.
@@ -200,8 +205,9 @@ def test_a_turn_is_a_stretch_of_ones():
     assert turn_spans([0, 0]) == []
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=20))
-def test_turns_cover_what_was_drawn_and_nothing_else(mask):
+def test_turns_cover_what_was_sampled_and_nothing_else(mask):
     mask = [0, *mask]
 
     covered = [place for start, end in turn_spans(mask) for place in range(start, end)]

@@ -119,3 +119,11 @@ def test_a_sample_without_response_tokens_adds_nothing():
 def test_bad_rewards_and_references_are_refused(rewards, references, rule):
     with pytest.raises(ConfigError, match=rule):
         make_grpo_loss_fn(rewards, references)
+    with pytest.raises(ConfigError, match=rule):
+        make_offpolicy_grpo_loss_fn(rewards, references, references)
+
+
+def test_behavior_logprobs_are_one_list_per_reward():
+    rule = "behavior_logprobs_list must have one entry per reward, got 1 for 2"
+    with pytest.raises(ConfigError, match=rule):
+        make_offpolicy_grpo_loss_fn([1.0, 0.0], [[-1.0]] * 2, [[-1.0]])

@@ -4,16 +4,17 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import tinker
 import torch
-from tests.unit.training.drawn import (
-    draw_row,
+from tests.unit.training.trial_rollouts import (
     group_from,
     number_of_draw,
     rollouts_of,
     row_of,
+    run_row,
     sample_of,
 )
 from tests.unit.virtual_time import run_virtual
@@ -30,6 +31,7 @@ from training.update.information_gain import (
     covered,
     credit_metrics,
     ground_truth_tokens,
+    trainer_scorer,
     turn_prefixes,
 )
 from training.update.policy_losses import make_policy_loss_fn
@@ -200,6 +202,25 @@ def test_a_row_without_an_answer_is_named():
         credit(two_by_two(1.0, 0.0), answer=[])
 
 
+def test_the_trainers_scores_are_the_logprobs_of_the_last_tokens():
+    asked = []
+
+    class Trainer:
+        async def forward(self, data: list[tinker.Datum], loss: str) -> Any:
+            asked.extend([loss, *(datum.model_input.to_ints() for datum in data)])
+            targets = [list(datum.loss_fn_inputs["target_tokens"].data) for datum in data]
+            outputs = [
+                {"logprobs": tinker.TensorData(data=[-token / 8 for token in row], dtype="float32")}
+                for row in targets
+            ]
+            return tinker.ForwardBackwardOutput("cross_entropy", outputs, {})
+
+    scored = asyncio.run(trainer_scorer(cast("Any", Trainer()))([[5, 6, 90, 91], [7, 90, 91]], 2))
+
+    assert asked == ["cross_entropy", [5, 6, 90], [7, 90]]
+    assert [list(rows) for rows in scored] == [[-90 / 8, -91 / 8]] * 2
+
+
 def test_the_ground_truth_is_tokenized_by_itself():
     class Letters:
         def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -282,7 +303,7 @@ def run_with(score: Any, **options: Any) -> RowOutcome:
     return run_virtual(lambda: rollouts.run_row(Submission(row_of(3), 0, 0)))
 
 
-def test_a_drawn_group_has_its_credit_and_the_filter_sees_it():
+def test_a_sampled_group_has_its_credit_and_the_filter_sees_it():
     seen: list[PromptGroup] = []
 
     def accepts(group: PromptGroup) -> bool:
@@ -343,7 +364,7 @@ def test_without_credit_a_group_is_that_of_its_rewards():
     async def rollout_fn(_row: dict[str, Any]) -> RolloutSample:
         return two_turns(float(number_of_draw()), 30)
 
-    done = draw_row(rollout_fn, row_of(3))
+    done = run_row(rollout_fn, row_of(3))
 
     assert done.group.credit is None
     assert [sample.advantage for sample in done.group.flat()] == done.group.advantages
@@ -354,12 +375,12 @@ def test_without_credit_a_group_is_that_of_its_rewards():
 
 def test_metrics_count_turns_and_mean_gains_without_outcomes():
     short = sample_of(1.0, tokens=[5, 6, 7, 8])
-    groups = [credit([[two_turns(1.0, 30)], [short]]), group_from(row_of(1), [[short], [short]])]
+    groups = [credit([*two_by_two(1.0, 0.0), [short]]), group_from(row_of(1), [[short], [short]])]
 
     metrics = credit_metrics(groups, step_s=2.0)
 
-    assert metrics["igpo/avg_turns"] == 1.5
-    assert metrics["igpo/mean_ig"] == pytest.approx(-2.4)
+    assert metrics["igpo/avg_turns"] == pytest.approx(5 / 3)
+    assert metrics["igpo/mean_ig"] == pytest.approx((-2.4 - 3.4) / 2)
     assert metrics["igpo/baseline_logp"] == pytest.approx(-0.6)
     assert metrics["igpo/unscored_ratio"] == 0.0
     assert metrics["igpo/scoring_ratio"] == metrics["igpo/scoring_time"] / 2.0

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 from rich.console import Console
-from tests.unit.training.drawn import config_of, group_from, row_of, sample_of
 from tests.unit.training.platform_script import ScriptedTrainer, Seconds, infra_of
+from tests.unit.training.trial_rollouts import config_of, group_from, row_of, sample_of
 
 from hearth.errors import ConfigError
 from hearth.telemetry import Stopwatch
@@ -38,7 +38,7 @@ def drawn_by(*versions: list[int], logprobs: list[float], mask: list[int]) -> Tr
 # What is compared
 
 
-def test_drawn_tokens_are_compared_and_nothing_else():
+def test_sampled_tokens_are_compared_and_nothing_else():
     sample = drawn_by([3, 3], logprobs=[0.0, -1.0, 0.0, -0.5, -2.0], mask=[0, 1, 0, 1, 1])
 
     gaps = logprob_gaps([sample], [[-1.25, -9.0, -0.5, -1.0]], version=3)
@@ -49,13 +49,15 @@ def test_drawn_tokens_are_compared_and_nothing_else():
 
 
 @pytest.mark.parametrize("versions", [[[2, 2]], [[2, 1], [3, 1]], []])
-def test_a_sample_that_other_weights_drew_in_part_or_nobody_knows_which_is_not_compared(versions):
+def test_a_sample_that_other_weights_sampled_in_part_or_nobody_knows_which_is_not_compared(
+    versions,
+):
     sample = drawn_by(*versions, logprobs=[0.0, -1.0, -1.0], mask=[0, 1, 1])
 
     assert logprob_gaps([sample], [[-5.0, -5.0]], version=3).numel() == 0
 
 
-def test_a_version_that_drew_nothing_of_a_sample_does_not_count():
+def test_a_version_that_sampled_nothing_of_a_sample_does_not_count():
     sample = drawn_by([2, 0], [3, 2], logprobs=[0.0, -1.0, -1.0], mask=[0, 1, 1])
 
     assert logprob_gaps([sample], [[-1.0, -1.5]], version=3).tolist() == [0.0, 0.5]

@@ -6,7 +6,7 @@ import os
 
 from hearth.wire.asgi import App, TokenCheck
 
-TOKEN_VARIABLE = "HEARTH_VLLM_TOKEN"
+TOKEN_VARIABLE = "HEARTH_VLLM_TOKEN"  # noqa: S105 - its name
 
 
 class ServerAccess(TokenCheck):

@@ -13,8 +13,9 @@ from typing import Any
 from hearth.errors import ConfigError
 from hearth.sdk import SampledCompletion
 from training.data.rows import prompt_messages
+from training.examples.rl.multi_turn_message_in.reward import conversation_reward, is_right
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
-from training.rewards import answer_reward, marked_answer
+from training.rewards import marked_answer
 from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 
 MAX_TURNS = 2
@@ -24,23 +25,9 @@ FEEDBACK = "Wrong. {question}"
 _ANSWER = "[the answer stands here]"
 
 
-TURN_DISCOUNT = 0.9
-"""What a right answer loses with each turn that it comes late, as in AReaL's multi-turn example."""
-
-
-def is_right(answer: str, row: Mapping[str, Any]) -> bool:
-    """Whether the last marked answer of a turn equals the row's ``ground_truth``."""
-    return answer_reward(answer, row) > 0
-
-
-def conversation_reward(last_is_right: bool, turns: int) -> float:
-    """The reward of a conversation, which is that of its last turn; 0.0 where that is wrong."""
-    return TURN_DISCOUNT ** (turns - 1) if last_is_right else 0.0
-
-
 @dataclass
 class Transcript:
-    """What the model has seen and drawn: parallel lists that only grow, and only at their end."""
+    """What the model has seen and sampled: parallel lists that only grow, and only at their end."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -52,14 +39,14 @@ class Transcript:
         return cls(list(ids), [0.0] * len(ids), [0] * len(ids))
 
     def add_answer(self, answer: SampledCompletion) -> None:
-        """Append what the policy drew to continue these tokens; it is trained."""
-        drawn = answer.full_tokens[answer.prompt_len :]
-        self.tokens += drawn
+        """Append what the policy sampled to continue these tokens; it is trained."""
+        sampled = answer.full_tokens[answer.prompt_len :]
+        self.tokens += sampled
         self.logprobs += answer.inference_logprobs or []
-        self.loss_mask += [1] * len(drawn)
+        self.loss_mask += [1] * len(sampled)
 
     def add_given(self, ids: Sequence[int]) -> None:
-        """Append what the policy sees and did not draw; it is not trained."""
+        """Append what the policy sees and did not sample; it is not trained."""
         self.tokens += ids
         self.logprobs += [0.0] * len(ids)
         self.loss_mask += [0] * len(ids)

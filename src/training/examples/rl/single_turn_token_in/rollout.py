@@ -1,4 +1,4 @@
-"""One completion for each draw, of a prompt that is token ids already: nothing is rendered here."""
+"""One completion for each call, of a prompt that is token ids already: nothing is rendered here."""
 
 from __future__ import annotations
 

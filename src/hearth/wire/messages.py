@@ -26,6 +26,8 @@ class HttpRequest:
     headers: Mapping[str, str] | None = None
     """Beside those of the platform's client."""
     timeout_s: float = 60.0
+    waits: bool = False
+    """Whether it waits for a platform that has answered before and cannot be reached now."""
 
 
 @dataclass(frozen=True)

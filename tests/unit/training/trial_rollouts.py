@@ -65,12 +65,17 @@ def config_of(**changes: Any) -> Config:
 
 def rollouts_of(fn: RolloutFn, *, num_rows: int = 10, **options: Any) -> Rollouts:
     """Rollouts with ``fn``; ``options`` are the config's fields, ``accepts`` and ``breaker``."""
-    own = {name: options.pop(name, None) for name in ("accepts", "breaker", "credit")}
+    own = {name: options.pop(name, None) for name in ("accepts", "credit")}
+    breaker = options.pop("breaker", None)
     config = config_of(**options)
-    return Rollouts(fn, config, num_rows=num_rows, make_group=partial(make_group, config), **own)
+    rollouts = Rollouts(
+        fn, config, num_rows=num_rows, make_group=partial(make_group, config), **own
+    )
+    rollouts.breaker = breaker or rollouts.breaker
+    return rollouts
 
 
-def draw_row(fn: RolloutFn, row: IndexedRow, **options: Any) -> RowOutcome:
+def run_row(fn: RolloutFn, row: IndexedRow, **options: Any) -> RowOutcome:
     """The outcome of one row, submitted at version 2 while the deployment served version 5."""
     rollouts = rollouts_of(fn, **options)
     done = run_virtual(lambda: rollouts.run_row(Submission(row, version=2, weight_version=5)))

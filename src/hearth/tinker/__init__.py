@@ -1,0 +1,1 @@
+"""Tinker's API: what its official client asks for, answered by this platform's workers."""
