@@ -498,9 +498,9 @@ def command() -> None:
             outcome = campaign.run(number, setups)
             outcomes.append(outcome)
             faults = ", ".join(fault.name for fault in outcome.faults)
+            wrong = f" WRONG: {' '.join(outcome.wrong.split())[-300:]}" if outcome.wrong else ""
             sys.stderr.write(
-                f"{number} {outcome.setup.name}: {outcome.seconds:.1f} s, {faults}"
-                f"{' WRONG' if outcome.wrong else ''}\n"
+                f"{number} {outcome.setup.name}: {outcome.seconds:.1f} s, {faults}{wrong}\n"
             )
             number += 1
     finally:

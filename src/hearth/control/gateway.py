@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
 from collections import Counter
@@ -31,6 +32,8 @@ from hearth.wire.asgi import CLIENT_HEADER, TOKEN_HEADER, App, Message, Receive,
 from hearth.wire.base import parse_json
 from hearth.wire.http import error_response
 from hearth.wire.room import Room
+
+logger = logging.getLogger(__name__)
 
 TRAINER_PREFIX = "/training/v1/rlorTrainerJobs/"
 TINKER_PREFIX = "/api/v1/"
@@ -126,6 +129,11 @@ class Gateway:
                 await self._answer(scope, receive, send, key)
             except ClientDisconnect:
                 return
+            except httpx.TransportError as error:
+                # Returning before the answer is complete cuts the connection.
+                logger.warning(
+                    "answer to %s %s broke off: %s", scope["method"], scope["path"], error
+                )
             except HearthError as error:
                 await error_response(error)(scope, receive, send)
 
@@ -364,7 +372,7 @@ async def _build_request(scope: Scope, body: Body, endpoint: Endpoint) -> httpx.
 
 
 async def _pass_on(client: httpx.AsyncClient, request: httpx.Request, send: _TrackedSend) -> None:
-    """A worker's answer, as it comes.
+    """A worker's answer, as it comes. It begins with its first bytes, not with its headers alone.
 
     Raises:
         TransportError: there is none.
@@ -379,8 +387,11 @@ async def _pass_on(client: httpx.AsyncClient, request: httpx.Request, send: _Tra
                 if name.lower() not in _CONNECTION_HEADERS
             ]
             start = {"type": "http.response.start", "status": response.status_code}
+            chunks = response.aiter_raw()
+            first = await anext(chunks, b"")
             await send({**start, "headers": headers})
-            async for chunk in response.aiter_raw():
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for chunk in chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         finally:
@@ -388,8 +399,10 @@ async def _pass_on(client: httpx.AsyncClient, request: httpx.Request, send: _Tra
     except (httpx.TransportError, RuntimeError) as error:
         # A client refuses with RuntimeError once its worker was seen to have ended.
         is_gone = isinstance(error, httpx.TransportError) or client.is_closed
-        if send.has_begun or not is_gone:
+        if not is_gone:
             raise
+        if send.has_begun:
+            raise httpx.ReadError(f"{type(error).__name__}: {error}") from error
         raise TransportError(
             f"worker must answer, got {type(error).__name__}: it may have died; ask again, and "
             "the answer will say how"

@@ -33,6 +33,7 @@ ENTRIES: dict[type, tuple[str, str | None]] = {
     ExportSpec: ("hearth.trainer.worker:export", None),
 }
 """What each kind of worker runs, and where its app says that it is well."""
+_MOST_EXPORTS = 3
 
 
 class BaseWorker(Worker):
@@ -92,6 +93,20 @@ class BaseLauncher(ABC, Generic[W]):
             records, key=lambda record: (record.number, record.created_s, record.identity)
         )
 
+    def export(self, spec: ExportSpec) -> None:
+        """Write a snapshot as a model folder, in a process of its own; as ``Launcher.export``.
+
+        A process that is killed is replaced, twice at most: its folder is complete or not there.
+        """
+        for left in reversed(range(_MOST_EXPORTS)):
+            death = self._export_once(spec)
+            # How a process ended is unknown where its forkserver was killed, too.
+            if death is None or Path(spec.folder).exists():
+                return
+            if not left or self._is_closed:
+                raise EngineError(f"export of {spec.identity!r} must end well, got: {death}")
+            logger.warning("snapshot %s is exported again: %s", spec.identity, death)
+
     def close(self) -> None:
         """Stop every worker, the newest first, and then what they were started with."""
         if (workers := self._shut()) is None:
@@ -108,6 +123,15 @@ class BaseLauncher(ABC, Generic[W]):
         for worker in workers:
             worker.has_ended.wait()
         self._disconnect()
+
+    @abstractmethod
+    def _export_once(self, spec: ExportSpec) -> str | None:
+        """Export in one process; returns what killed it, None where it ended well.
+
+        Raises:
+            NotFoundError: there is no such snapshot any more.
+            EngineError: it cannot be read or written.
+        """
 
     @abstractmethod
     def _follow(self, worker: W, watcher: Watcher) -> ExitReport | None:

@@ -209,8 +209,15 @@ class ProcessLauncher(BaseLauncher[ProcessWorker]):
         self._look_after(worker, watcher)
         return worker
 
-    def export(self, spec: ExportSpec) -> None:
-        """Write a snapshot as a model folder, in a process of its own; as ``Launcher.export``."""
+    def snapshots(self, bucket: str) -> list[SnapshotRecord]:
+        """What a bucket holds, oldest first; a folder without a readable manifest is none."""
+        return super().snapshots(_check_name(bucket, "bucket"))
+
+    def log_path(self, worker_id: str) -> Path:
+        """The file of a worker's log; it appears when the worker first starts."""
+        return self._folder(worker_id).log
+
+    def _export_once(self, spec: ExportSpec) -> str | None:
         worker_id = f"export-{secrets.token_hex(6)}"
         folder = self._folder(worker_id)
         try:
@@ -222,18 +229,7 @@ class ProcessLauncher(BaseLauncher[ProcessWorker]):
         finally:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise_failure(failure)
-        if report.code != 0:
-            raise EngineError(
-                f"export of {spec.identity!r} must end well, got: {report.describe()}"
-            )
-
-    def snapshots(self, bucket: str) -> list[SnapshotRecord]:
-        """What a bucket holds, oldest first; a folder without a readable manifest is none."""
-        return super().snapshots(_check_name(bucket, "bucket"))
-
-    def log_path(self, worker_id: str) -> Path:
-        """The file of a worker's log; it appears when the worker first starts."""
-        return self._folder(worker_id).log
+        return None if report.code == 0 else report.describe()
 
     def _disconnect(self) -> None:
         if self._leaves.is_set():

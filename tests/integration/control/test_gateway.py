@@ -67,9 +67,10 @@ class Peer:
             self.streaming.set()
             await receive()
             self.left.set()
-        elif scope["path"].endswith("/break"):
+        elif "/break" in scope["path"]:
             await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b"half", "more_body": True})
+            half = b"" if scope["path"].endswith("at-once") else b"half"
+            await send({"type": "http.response.body", "body": half, "more_body": True})
             raise ConnectionError("the worker dies")
         else:
             status = int(dict(self.asked[-1]["headers"]).get("x-status", 200))
@@ -199,9 +200,19 @@ def test_a_client_that_leaves_closes_the_workers_request(here, peer):
     assert time.monotonic() - left_s < 1
 
 
-def test_an_answer_that_breaks_off_breaks_off_at_the_client(here):
+def test_an_answer_that_breaks_off_breaks_off_at_the_client(here, caplog):
     with pytest.raises(httpx.RemoteProtocolError):
         here.get(f"{TRAINER}/break")
+
+    wait_until(lambda: "answer to GET" in caplog.text)
+    of_the_gateway = [record for record in caplog.records if record.name.endswith("gateway")]
+    assert [record.exc_info for record in of_the_gateway] == [None]
+
+
+def test_an_answer_that_breaks_off_before_its_first_byte_is_503(here):
+    answer = here.get(f"{TRAINER}/break-at-once")
+
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
 
 
 def test_a_dead_worker_is_503_with_when_to_ask_again(here, peer, folder):

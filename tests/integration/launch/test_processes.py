@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.integration.launch.conftest import RecordingWatcher, start_worker
 from tests.waiting import is_running, wait_until
 from transformers import AutoModelForCausalLM
 
-from hearth.errors import ClosedError, ConfigError, NotFoundError
+from hearth.errors import ClosedError, ConfigError, EngineError, NotFoundError
 from hearth.inference import worker as deployment_worker
 from hearth.launch.gpus import VISIBLE_VARIABLE
 from hearth.launch.processes import ProcessLauncher, end_process
@@ -484,9 +485,20 @@ def test_a_launchers_process_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_a_launcher_exports_a_delta_from_a_process_of_its_own(
-    launcher, model_folder, data_dir, tmp_path
-):
+def make_export(model_folder: Path, folder: Path, identity: str) -> ExportSpec:
+    """The export of a snapshot of the bucket that ``published_delta`` fills."""
+    return ExportSpec(
+        bucket="b",
+        identity=identity,
+        base_model="tiny",
+        source=str(model_folder),
+        folder=str(folder / identity),
+    )
+
+
+@pytest.fixture(scope="module")
+def published_delta(data_dir, model_folder):
+    """The model whose weights the bucket ``b`` has: ``v1`` whole, and the delta ``v2`` on it."""
     loaded = load_model(model_folder)
     store, published = FolderBuckets(data_dir / "buckets").bucket("b"), Published()
     live = base_tensors(loaded.module)
@@ -494,24 +506,53 @@ def test_a_launcher_exports_a_delta_from_a_process_of_its_own(
     with torch.no_grad():
         live["model.norm.weight"].mul_(1.5)
     published.publish(store, "v2", "tiny", live, {}, as_delta=True)
+    return loaded
 
-    def spec(identity: str) -> ExportSpec:
-        return ExportSpec(
-            bucket="b",
-            identity=identity,
-            base_model="tiny",
-            source=str(model_folder),
-            folder=str(tmp_path / identity),
-        )
 
+def test_a_launcher_exports_a_delta_from_a_process_of_its_own(
+    launcher, published_delta, model_folder, data_dir, tmp_path
+):
     assert [snapshot.kind for snapshot in launcher.snapshots("b")] == ["base", "delta"]
-    launcher.export(spec("v2"))
+    launcher.export(make_export(model_folder, tmp_path, "v2"))
     ids = torch.tensor([[5, 9, 11, 2]])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "v2").eval()
-    torch.testing.assert_close(model(ids).logits, loaded.module(ids).logits, atol=1e-5, rtol=0)
+    expected = published_delta.module(ids).logits
+    torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=0)
     with pytest.raises(NotFoundError, match=r"snapshot must be one of \['v1', 'v2'\], got 'v3'"):
-        launcher.export(spec("v3"))
+        launcher.export(make_export(model_folder, tmp_path, "v3"))
     assert [path.name for path in tmp_path.iterdir()] == ["v2"]
+    assert list((data_dir / "workers").glob("export*")) == []
+
+
+@pytest.mark.parametrize(("what", "times"), [("export", 1), ("forkserver", 1), ("export", 3)])
+@pytest.mark.usefixtures("published_delta")
+def test_an_export_that_is_killed_is_started_again_twice_at_most(
+    launcher, model_folder, data_dir, tmp_path, what, times
+):
+    killed = set()
+
+    def kill_next() -> bool:
+        for path in (data_dir / "workers").glob("export*"):
+            facts = WorkerFolder(path).read_process()
+            if path.name not in killed and facts is not None:
+                killed.add(path.name)
+                process = facts.process if what == "export" else facts.forkserver
+                os.kill(process.pid, signal.SIGKILL)
+                return True
+        return False
+
+    with ThreadPoolExecutor(1) as pool:
+        exporting = pool.submit(launcher.export, make_export(model_folder, tmp_path, "v2"))
+        for _ in range(times):
+            wait_until(lambda: kill_next() or exporting.done())
+        if times < 3:
+            exporting.result(120)
+        else:
+            with pytest.raises(EngineError, match=r"export of 'v2' must end well, got: .*SIGKILL"):
+                exporting.result(120)
+
+    assert len(killed) == times
+    assert (tmp_path / "v2" / "config.json").exists() == (times < 3)
     assert list((data_dir / "workers").glob("export*")) == []
 
 

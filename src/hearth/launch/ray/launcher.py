@@ -193,25 +193,6 @@ class RayLauncher(BaseLauncher[RayWorker]):
         self._look_after(worker, watcher)
         return worker
 
-    def export(self, spec: ExportSpec) -> None:
-        """Write a snapshot in a process of its own on this node; as ``Launcher.export``."""
-        try:
-            failure = call_on(
-                own_node_id(),
-                _run_export,
-                ENTRIES[ExportSpec][0],
-                asdict(spec) | {"buckets": str(self._bucket_root)},
-                self._snapshot_actor,
-                hearth_variables(),
-                str(Path.cwd()),
-                timeout_s=None,
-            )
-        except RayError as error:
-            raise EngineError(
-                f"export of {spec.identity!r} must end well, got: {explain_death(error, None)}"
-            ) from None
-        raise_failure(failure)
-
     def snapshots(self, bucket: str) -> list[SnapshotRecord]:
         """What a bucket holds, oldest first."""
         if self._snapshot_actor is None:
@@ -237,6 +218,23 @@ class RayLauncher(BaseLauncher[RayWorker]):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return path
+
+    def _export_once(self, spec: ExportSpec) -> str | None:
+        try:
+            failure = call_on(
+                own_node_id(),
+                _run_export,
+                ENTRIES[ExportSpec][0],
+                asdict(spec) | {"buckets": str(self._bucket_root)},
+                self._snapshot_actor,
+                hearth_variables(),
+                str(Path.cwd()),
+                timeout_s=None,
+            )
+        except RayError as error:
+            return explain_death(error, None)
+        raise_failure(failure)
+        return None
 
     def _disconnect(self) -> None:
         if self._snapshot_actor is not None and not self._leaves.is_set():
