@@ -28,12 +28,15 @@ from hearth.errors import ClosedError, HearthError, NotFoundError, RequestError
 from hearth.wire import fireworks
 from hearth.wire.base import Record
 from hearth.wire.completions import ModelCard, ModelList
-from hearth.wire.http import Handler, handle_error, json_response
+from hearth.wire.http import SHORT_WAIT_S, Handler, handle_error, json_response
 from hearth.wire.openapi import describe_platform
 
 RecordT = TypeVar("RecordT", bound=Record)
 QueryT = TypeVar("QueryT", bound=fireworks.Query)
 T = TypeVar("T")
+_STARTING = frozenset({"JOB_STATE_CREATING", "CREATING", "UPDATING"})
+_PROMOTION_WAIT_S = 8.0
+"""The official client looks at a promotion after ten seconds, and then every ten."""
 
 
 def create_gateway(
@@ -251,11 +254,12 @@ def _checkpoint_routes(plane: ControlPlane) -> list[Route]:
         order = await _parse_body(fireworks.Promote, request)
         checkpoint = request.path_params["checkpoint"]
         operation = await asyncio.to_thread(checkpoints.promote, checkpoint, order)
-        if order.async_promotion:
-            return json_response(fireworks.Promoted(operation=operation))
         changes, id = plane.store.operations.changes, parse_id(operation.name)
         read = partial(checkpoints.get_operation, id)
-        ended = await _wait_until(read, changes, id, lambda state: state.done, math.inf)
+        wait_s = _PROMOTION_WAIT_S if order.async_promotion else math.inf
+        ended = await _wait_until(read, changes, id, lambda state: state.done, wait_s)
+        if order.async_promotion:
+            return json_response(fireworks.Promoted(operation=ended))
         if ended.error is not None:
             raise RequestError(ended.error.message)
         if not ended.done:
@@ -278,6 +282,8 @@ async def _read_log(plane: ControlPlane, request: Request) -> Response:
 async def _wait_for_state(resources: Jobs | Deployments, request: Request) -> Response:
     """Answer with the resource, once it is in one of the wanted states or the time is over.
 
+    Where none is named, a resource that is starting is waited for a little.
+
     Raises:
         RequestError: the time is not a number.
     """
@@ -286,14 +292,17 @@ async def _wait_for_state(resources: Jobs | Deployments, request: Request) -> Re
     if math.isnan(query.timeout_s):
         raise RequestError("timeoutS must be a number of seconds, got nan")
     read: Callable[[], fireworks.TrainerJob | fireworks.Deployment] = partial(resources.get, id)
-    if not query.wait_for_state:
-        return json_response(await run_in_threadpool(read))
     wanted = query.wait_for_state.split(",")
     wait_s = min(max(query.timeout_s, 0.0), fireworks.LONGEST_WAIT_S)
-    changes = resources.records.changes
-    return json_response(
-        await _wait_until(read, changes, id, lambda resource: resource.state in wanted, wait_s)
-    )
+    if not query.wait_for_state:
+        wait_s = SHORT_WAIT_S
+
+    def is_met(resource: fireworks.TrainerJob | fireworks.Deployment) -> bool:
+        if query.wait_for_state:
+            return resource.state in wanted
+        return resource.state not in _STARTING
+
+    return json_response(await _wait_until(read, resources.records.changes, id, is_met, wait_s))
 
 
 async def _wait_until(

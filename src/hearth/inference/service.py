@@ -40,7 +40,14 @@ from hearth.inference.texts import longest_text
 from hearth.wire.asgi import CLIENT_HEADER
 from hearth.wire.chat import ChatRequest, TokenizeRequest, TokenizeResponse
 from hearth.wire.completions import CompletionCall, HotLoadRequest, ModelCard, ModelList
-from hearth.wire.http import Handler, await_connected, catch_errors, error_body, json_response
+from hearth.wire.http import (
+    SHORT_WAIT_S,
+    Handler,
+    await_connected,
+    catch_errors,
+    error_body,
+    json_response,
+)
 from hearth.wire.room import Room
 
 if TYPE_CHECKING:
@@ -228,8 +235,11 @@ class _Deployment:
 
     async def hot_load_state(self, request: Request) -> Response:
         identity = request.query_params.get("wait_for")
+        timeout_s = _seconds(request.query_params.get("timeout_s", "0"))
+        state = self._backend.state()
+        if not identity and state.stage == "loading":
+            identity, timeout_s = state.target_identity, SHORT_WAIT_S
         if identity:
-            timeout_s = _seconds(request.query_params.get("timeout_s", "0"))
             sync = asyncio.wrap_future(self._backend.watch_sync(identity))
             try:
                 await asyncio.wait([sync], timeout=timeout_s)

@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
 _T = TypeVar("_T")
 
+SHORT_WAIT_S = 4.0
+"""How long a look at what starts or loads is held. The official client looks every 5 to 15 s, so
+what is ready soon shall be seen by its first look."""
 _CLIENT_GONE = 499
 _ASK_AGAIN = frozenset({425, 429, 503})
 _GRPC_STATUS = {

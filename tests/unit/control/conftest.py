@@ -14,6 +14,7 @@ import httpx
 import orjson
 import pytest
 
+from hearth.control import app
 from hearth.control.access import Access, AuditLog
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
@@ -164,6 +165,18 @@ class PlatformClient:
     async def close(self) -> None:
         await self.http.aclose()
         await self.app.close()
+
+
+@pytest.fixture(autouse=True)
+def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Set how long a plain look at what starts is held: not at all, so that tests see what is."""
+
+    def hold(seconds: float) -> None:
+        monkeypatch.setattr(app, "SHORT_WAIT_S", seconds)
+        monkeypatch.setattr(app, "_PROMOTION_WAIT_S", seconds)
+
+    hold(0.0)
+    return hold
 
 
 @pytest.fixture

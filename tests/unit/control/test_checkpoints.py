@@ -229,6 +229,18 @@ async def test_the_same_promotion_twice_is_one_model(ask, script, saved, promote
     assert len(script.exports) == 1
 
 
+async def test_a_promotion_that_is_soon_done_is_answered_when_it_is(script, saved, promote, looks):
+    looks(60.0)
+    script.may_export.clear()
+    promoting = asyncio.create_task(promote(async_promotion=True))
+    await asyncio.sleep(0.1)
+    assert not promoting.done()
+
+    script.may_export.set()
+
+    assert (await promoting)[1]["operation"]["done"]
+
+
 async def test_a_model_that_another_job_made_is_409(script, saved, running, promote, refuse):
     await running("k")
     script.saves("trainer-k", "s")

@@ -434,6 +434,17 @@ async def test_who_waits_for_a_state_hears_of_it_at_the_change(ask, script, crea
     assert content["state"] == f"JOB_STATE_{wanted}"
 
 
+async def test_a_look_at_a_job_that_starts_is_held_until_it_runs(ask, script, created, looks):
+    looks(60.0)
+    looking = asyncio.create_task(ask("GET", f"{JOBS}/j"))
+    await asyncio.sleep(0.1)
+    assert not looking.done()
+
+    await asyncio.to_thread(script.last("j").starts)
+
+    assert (await looking)[1]["state"] == "JOB_STATE_RUNNING"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("starts", "timeout_s", "least_s"),

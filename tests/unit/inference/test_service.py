@@ -339,12 +339,12 @@ async def test_health_tells_the_version(site):
     assert answer.json() == {"status": "ok", "weight_version": 0}
 
 
-async def test_a_hot_load_is_answered_at_once_and_waited_for(site, trained):
+@pytest.mark.parametrize("question", [{"wait_for": "step-1", "timeout_s": "20"}, {}])
+async def test_a_hot_load_is_answered_at_once_and_waited_for(site, trained, question):
     site.snapshots.put(trained()[1])
     before = await site.call("GET", HOT_LOAD)
 
     posted = await site.call("POST", HOT_LOAD, json={"identity": "step-1"})
-    question = {"wait_for": "step-1", "timeout_s": "20"}
     after = await site.call("GET", HOT_LOAD, params=question)
 
     assert before.json() == {
