@@ -9,17 +9,15 @@ One line of JSON per method. Methods that end with ``_async`` are the same ones,
 from __future__ import annotations
 
 import inspect
-import json
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tinker
+from tests.clients.calls import find_methods, get, report
 from tinker import types
 
-ANSWERED, REFUSED, FAILED = "answered", "refused", "failed"
 REFUSES = {
     "AdminClient.get_audit_log",
     "AdminClient.get_billing_usage",
@@ -37,21 +35,6 @@ REFUSES = {
 """What this platform refuses, with a reason."""
 _PROMPT = types.ModelInput.from_ints([20, 21, 22])
 _ADAM = types.AdamParams(learning_rate=1e-3)
-
-
-def find_methods() -> list[str]:
-    """``Class.method`` of every public method of every client class."""
-    found: list[str] = []
-    for name, kind in inspect.getmembers(tinker, inspect.isclass):
-        if name.endswith("Client"):
-            methods = [each for each in dir(kind) if not each.startswith("_")]
-            found += [f"{name}.{each}" for each in methods if not each.endswith("_async")]
-    return found
-
-
-def get(value: Any) -> Any:
-    """A result, whether it is in a future or not."""
-    return value.result(120) if hasattr(value, "result") else value
 
 
 def make_calls(model: str) -> dict[str, Callable[[], Any]]:
@@ -214,26 +197,11 @@ def _days() -> tuple[Any, Any]:
 
 def main() -> int:
     """Call them all; the exit code says whether each was answered, or refused as it should be."""
-    warnings.simplefilter("ignore")
-    calls = make_calls(sys.argv[1])
-    is_right = True
-    for method in [*(set(find_methods()) - calls.keys()), *calls]:
-        if method not in find_methods():
-            continue
-        outcome, says = FAILED, "nobody calls it"
-        if method in calls:
-            try:
-                result = get(calls[method]())
-                outcome, says = ANSWERED, type(result).__name__
-            except (tinker.BadRequestError, NotImplementedError, RuntimeError) as error:
-                # The package itself refuses what a platform has switched off.
-                outcome, says = REFUSED, str(error)
-            except Exception as error:  # noqa: BLE001 - the report says which
-                says = f"{type(error).__name__}: {error}"
-        is_right &= outcome == (REFUSED if method in REFUSES else ANSWERED)
-        sys.stdout.write(json.dumps({"method": method, "outcome": outcome, "says": says[:300]}))
-        sys.stdout.write("\n")
-    return 0 if is_right else 1
+    kinds = [kind for _, kind in inspect.getmembers(tinker, inspect.isclass)]
+    methods = find_methods([kind for kind in kinds if kind.__name__.endswith("Client")])
+    # The package itself refuses what a platform has switched off.
+    refusals = (tinker.BadRequestError, NotImplementedError, RuntimeError)
+    return report(make_calls(sys.argv[1]), methods, REFUSES, refusals)
 
 
 if __name__ == "__main__":

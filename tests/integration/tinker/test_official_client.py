@@ -566,7 +566,7 @@ def test_what_cannot_be_repeated_ends_the_run_and_is_never_trained_on(served, se
 
 
 def test_every_public_method_is_answered_or_refused_with_a_reason(served) -> None:
-    is_right, lines = call_all(None, served.url, ALICE)
+    is_right, lines = call_all(None, "tests.clients.surface", [str(MODEL)], served.url, ALICE)
 
     assert is_right, [line for line in lines if line["outcome"] == "failed"]
     assert len(lines) > 60
