@@ -42,9 +42,9 @@ test-vllm: DIST := loadfile
 test-vllm: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests that need vLLM, on its build for CPUs.
 	$(WITH_VLLM) $(PYTEST) tests/vllm
 
-# RECIPES="math_rl" runs those whose name has that text.
-test-clients: $(VENV)/.dev $(CLIENTS)/.installed  ## Run several versions of the Tinker client, and tinker-cookbook's recipes.
-	$(BIN)/python -m tests.clients.versions
+# VERSIONS="tinker 0.38" and RECIPES="math_rl" run those whose name has that text.
+test-clients: $(VENV)/.dev $(CLIENTS)/.installed  ## Call versions of the official clients, and run tinker-cookbook's recipes.
+	$(BIN)/python -m tests.clients.versions --only "$(VERSIONS)"
 	$(BIN)/python -m tests.clients.cookbook --python $(CLIENTS)/bin/python --only "$(RECIPES)"
 
 # A failed trial names the command that repeats it. --soak and --only: tests/chaos/campaign.py.

@@ -1,45 +1,39 @@
-"""Calls every public method of the installed Tinker client, and says what became of it.
+"""Every public method of every class of the installed client, called once.
 
-    TINKER_BASE_URL=... TINKER_API_KEY=tml-any TINKER_PROJECT_ID=any \
-        python -m tests.clients.surface MODEL
-
-One line of JSON per method. Methods that end with ``_async`` are the same ones, to be awaited.
+Methods that end with ``_async`` are the same ones, to be awaited.
 """
 
 from __future__ import annotations
 
+import datetime
 import inspect
-import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import tinker
-from tests.clients.calls import find_methods, get, report
 from tinker import types
 
-REFUSES = {
-    "AdminClient.get_audit_log",
-    "AdminClient.get_billing_usage",
-    "AdminClient.get_current_checkpoint_storage_usage",
-    "RestClient.assign_session_project",
-    "RestClient.copy_weights",
-    "RestClient.export_session_trace",
-    "RestClient.get_audit_log",
-    "RestClient.get_billing_usage",
-    "RestClient.get_current_checkpoint_storage_usage",
-    "RestClient.search_sessions",
-    "RestClient.whoami",
-    "ServiceClient.copy_weights",
-}
-"""What this platform refuses, with a reason."""
+from hearth.conformance.suite import Check, Server, get
+
 _PROMPT = types.ModelInput.from_ints([20, 21, 22])
 _ADAM = types.AdamParams(learning_rate=1e-3)
 
 
-def make_calls(model: str) -> dict[str, Callable[[], Any]]:
-    """How each method is called; a platform must be at ``TINKER_BASE_URL``."""
-    service = tinker.ServiceClient()
+def find_methods() -> list[str]:
+    """``Class.method`` of every public method of every client class."""
+    found: list[str] = []
+    for name, kind in inspect.getmembers(tinker, inspect.isclass):
+        if name.endswith("Client"):
+            methods = [each for each in dir(kind) if not each.startswith("_")]
+            found += [f"{name}.{each}" for each in methods if not each.endswith("_async")]
+    return found
+
+
+def make_calls(server: Server) -> dict[str, Callable[[], Any]]:
+    """How each method is called."""
+    model, service = server.base_model, server.connect(server.key)
     rest = service.create_rest_client()
     training = get(service.create_lora_training_client(base_model=model, rank=4, seed=1))
     datum = types.Datum(
@@ -49,10 +43,18 @@ def make_calls(model: str) -> dict[str, Callable[[], Any]]:
     run_id = training.get_info().model_id
     session_id = run_id.split(":")[0]
     state = get(training.save_state("state")).path
-    gone = [get(training.save_state(f"gone-{n}")).path for n in range(2)]
     weights = get(training.save_weights_for_sampler("weights")).path
     sampling = get(service.create_sampling_client(model_path=weights))
-    external = get(training.save_weights_external("external")).path
+
+    def make_external() -> str:
+        return str(get(training.save_weights_external("external")).path)
+
+    def make_gone() -> str:
+        return str(get(training.save_state("gone")).path)
+
+    def delete() -> Any:
+        make_gone()
+        return rest.delete_checkpoint(run_id, "weights/gone")
 
     def loss(_: Any, logprobs: Any) -> Any:
         return -sum(values.sum() for values in logprobs), {}
@@ -130,9 +132,9 @@ def make_calls(model: str) -> dict[str, Callable[[], Any]]:
             lambda: rest.assign_session_project(session_id, "project")
         ),
         "RestClient.copy_weights": lambda: rest.copy_weights(weights, "project"),
-        "RestClient.delete_checkpoint": (lambda: rest.delete_checkpoint(run_id, "weights/gone-0")),
+        "RestClient.delete_checkpoint": delete,
         "RestClient.delete_checkpoint_from_tinker_path": (
-            lambda: rest.delete_checkpoint_from_tinker_path(gone[1])
+            lambda: rest.delete_checkpoint_from_tinker_path(make_gone())
         ),
         "RestClient.export_session_trace": lambda: rest.export_session_trace(session_id),
         "RestClient.get_audit_log": lambda: rest.get_audit_log(),
@@ -140,7 +142,9 @@ def make_calls(model: str) -> dict[str, Callable[[], Any]]:
         "RestClient.get_current_checkpoint_storage_usage": (
             lambda: rest.get_current_checkpoint_storage_usage()
         ),
-        "RestClient.get_external_weights_urls": lambda: rest.get_external_weights_urls(external),
+        "RestClient.get_external_weights_urls": lambda: rest.get_external_weights_urls(
+            make_external()
+        ),
         "RestClient.get_sampler": lambda: rest.get_sampler(
             get(rest.get_session(session_id)).sampler_ids[0]
         ),
@@ -171,7 +175,7 @@ def make_calls(model: str) -> dict[str, Callable[[], Any]]:
         "RestClient.whoami": lambda: rest.whoami(),
     }
     if hasattr(tinker, "AdminClient"):
-        admin = tinker.AdminClient()
+        admin = tinker.AdminClient(base_url=server.url, api_key=server.key)
         calls["AdminClient.get_audit_log"] = lambda: admin.get_audit_log()
         calls["AdminClient.get_billing_usage"] = lambda: admin.get_billing_usage(*_days())
         calls["AdminClient.get_current_checkpoint_storage_usage"] = lambda: (
@@ -188,21 +192,25 @@ def sampling_base(sampling: Any) -> Callable[[], Any]:
     return lambda: sampling.get_base_model()
 
 
-def _days() -> tuple[Any, Any]:
-    import datetime
-
+def _days() -> tuple[datetime.datetime, datetime.datetime]:
     today = datetime.datetime.now(datetime.UTC)
     return today - datetime.timedelta(days=1), today
 
 
-def main() -> int:
-    """Call them all; the exit code says whether each was answered, or refused as it should be."""
-    kinds = [kind for _, kind in inspect.getmembers(tinker, inspect.isclass)]
-    methods = find_methods([kind for kind in kinds if kind.__name__.endswith("Client")])
-    # The package itself refuses what a platform has switched off.
-    refusals = (tinker.BadRequestError, NotImplementedError, RuntimeError)
-    return report(make_calls(sys.argv[1]), methods, REFUSES, refusals)
+def list_checks() -> list[Check]:
+    """A check for each method; they share a run, a sampler and saved weights."""
+    make_shared = cache(make_calls)
+    called = dict.fromkeys(find_methods())
+    # A session ends last.
+    last = [name for name in called if name.endswith("ServiceClient.close")]
 
+    def call(method: str) -> Callable[[Server], None]:
+        def run(server: Server) -> None:
+            calls = make_shared(server)
+            assert method in calls, "the suite does not know this method yet"
+            get(calls[method]())
 
-if __name__ == "__main__":
-    sys.exit(main())
+        return run
+
+    names = [*(name for name in called if name not in last), *last]
+    return [Check("surface", name, call(name)) for name in names]
