@@ -116,11 +116,13 @@ def test_token_ids_are_told_where_vllm_tells_them(served):
     plain = served.complete(**DRAW)
     assert not hasattr(plain.choices[0], "token_ids")
 
-    chunks = list(served.complete(**ASKS_IDS, stream=True, extra_body=WITH_IDS))
+    long = {"max_tokens": 200, "seed": 7}  # Tokens that come together are one piece.
+    chunks = list(served.complete(**long, stream=True, extra_body=WITH_IDS))
     pieces = [chunk.choices[0] for chunk in chunks]
-    assert [token for piece in pieces for token in piece.token_ids] == sampled.token_ids
+    streamed = [token for piece in pieces for token in piece.token_ids]
+    assert streamed == served.sample(max_tokens=200).token_ids
     assert pieces[0].prompt_token_ids == IDS
-    assert not hasattr(pieces[1], "prompt_token_ids")
+    assert not any(hasattr(piece, "prompt_token_ids") for piece in pieces[1:])
 
 
 def test_texts_and_conversations_are_tokenized_as_they_are_for_completions(served, tokenizer):
