@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -68,8 +69,11 @@ class TrainerJobConfig:
             raise ConfigError("base_model must be a model's name, got ''")
         if self.lora_rank < 0:
             raise ConfigError(f"lora_rank must be >= 0, got {self.lora_rank}")
-        if not self.learning_rate >= 0:
-            raise ConfigError(f"learning_rate must be >= 0, got {self.learning_rate}")
+        rate = self.learning_rate
+        is_trained = not self.is_forward_only
+        if not (math.isfinite(rate) and (rate > 0 or (rate == 0 and not is_trained))):
+            rule = "finite and > 0 in a job that trains" if is_trained else "finite and >= 0"
+            raise ConfigError(f"learning_rate must be {rule}, got {rate}")
         for name in (
             "max_context_length",
             "node_count",

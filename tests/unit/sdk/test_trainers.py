@@ -1,3 +1,4 @@
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -143,6 +144,11 @@ def test_the_id_of_a_deleted_job_cannot_be_used_again(peer, answer, manager, job
     [
         ({"base_model": ""}, "base_model must be"),
         ({"lora_rank": -1}, "lora_rank must be >= 0"),
+        *[
+            ({"learning_rate": rate}, "learning_rate must be finite and > 0 in a job")
+            for rate in (0.0, -1e-5, math.nan, math.inf)
+        ],
+        ({"learning_rate": -1.0, "forward_only": True}, "learning_rate must be finite and >= 0"),
         ({"max_context_length": 0}, "max_context_length must be >= 1"),
         ({"job_id": "Policy_1"}, "job_id must be 1 to 63"),
         ({"training_shape_ref": "b"}, "training_shape_id must equal training_shape_ref"),
