@@ -310,6 +310,9 @@ class Mutations:
             return encoded[:cut] + self._random.randbytes(3) + encoded[cut:]
         if action < 0.06:
             return b"[" * 100_000
+        if action < 0.08 and encoded.endswith(b"}"):
+            # As deep as JSON is read, and deeper than Python shows.
+            return encoded[:-1] + b',"extra":' + b"[" * 1000 + b"]" * 1000 + b"}"
         return encoded
 
 

@@ -16,7 +16,14 @@ from typing import cast
 from hearth.control.context import Context
 from hearth.control.jobs import Jobs
 from hearth.control.resource_names import check_id, full_name, parse_id
-from hearth.control.resources import RESPONSE_FIELDS, ExtraValues, Resources, min_context_length
+from hearth.control.resources import (
+    MOST_CONTEXT,
+    MOST_THREADS,
+    RESPONSE_FIELDS,
+    ExtraValues,
+    Resources,
+    min_context_length,
+)
 from hearth.control.store import Records, StoredRecord
 from hearth.errors import ClosedError, HearthError, NotReadyError, RequestError
 from hearth.launch.spec import DeploymentSpec, Engine, Worker
@@ -315,10 +322,11 @@ class Deployments(Resources[Deployment]):
             engine_options=engine_options,
             dtype=values.read_choice("dtype", ("float32", "bfloat16"), "float32"),
             device=values.read_text("device"),
-            max_seq_len=values.read_count("max_context_length") or min_context_length(shape, entry),
+            max_seq_len=values.read_count("max_context_length", MOST_CONTEXT)
+            or min_context_length(shape, entry),
             max_batch_size=values.read_count("max_batch_size") or 64,
             max_adapters=body.max_adapters or 0,
-            threads=values.read_count("threads") or self._context.deployment_threads,
+            threads=values.read_count("threads", MOST_THREADS) or self._context.deployment_threads,
             trust_remote_code=entry.trust_remote_code,
         )
 

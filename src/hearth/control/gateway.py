@@ -29,7 +29,7 @@ from hearth.control.resource_names import parse_id
 from hearth.errors import BusyError, HearthError, NotFoundError, RequestError, TransportError
 from hearth.launch.spec import Endpoint
 from hearth.wire.asgi import CLIENT_HEADER, TOKEN_HEADER, App, Message, Receive, Scope, Send
-from hearth.wire.base import parse_json
+from hearth.wire.base import parse_json, show
 from hearth.wire.http import error_response
 from hearth.wire.room import Room
 
@@ -450,7 +450,7 @@ async def _read_deployment_id(scope: Scope, body: Body, most: int) -> str:
         name = cast("dict[str, Any]", content).get("model")
     if not isinstance(name, str):
         raise RequestError(
-            f"model must name a deployment, got {str(name)[:80]!r}: set it in the body, or send "
+            f"model must name a deployment, got {show(name)!r}: set it in the body, or send "
             "the header fireworks-deployment"
         )
     return _parse_deployment_id(name)

@@ -15,6 +15,7 @@ from hearth.control.catalog import ShapeEntry
 from hearth.control.resource_names import check_id, parse_id
 from hearth.control.resources import (
     DELETED_JOB,
+    MOST_THREADS,
     RESPONSE_FIELDS,
     ExtraValues,
     Resources,
@@ -29,6 +30,8 @@ from hearth.wire.fireworks import TrainerJob
 logger = logging.getLogger(__name__)
 
 RESUMABLE = ("JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_PAUSED", "JOB_STATE_COMPLETED")
+_MOST_RANKS, _MOST_LOCAL_RANKS = 1024, 64
+"""Processes of one trainer, on a cluster and on one machine."""
 _FETCHED_LENGTH = "learnedContextLength"
 """In a record's body: the trainer's own length, where none was known before it ran."""
 
@@ -200,7 +203,7 @@ class Jobs(Resources[TrainerJob]):
         shape = self._find_shape(body)
         values = ExtraValues(body.extra_values or {}, shape)
         ranks = self._read_ranks(values)
-        threads = values.read_count("threads") or self._context.trainer_threads
+        threads = values.read_count("threads", MOST_THREADS) or self._context.trainer_threads
         if ranks > 1:
             threads = max(1, (threads or os.cpu_count() or 1) // ranks)
         return TrainerSpec(
@@ -233,7 +236,8 @@ class Jobs(Resources[TrainerJob]):
         Raises:
             RequestError: the placement has no room for them, or what they are to do is unknown.
         """
-        ranks = values.read_count("ranks") or 1
+        most = _MOST_RANKS if self._context.launcher.placement == "ray" else _MOST_LOCAL_RANKS
+        ranks = values.read_count("ranks", most) or 1
         if ranks > 1 and self._context.launcher.placement == "inline":
             raise RequestError(
                 f"ranks must be 1 with the inline placement, got {ranks}: a process group does not "

@@ -22,6 +22,7 @@ from hearth.errors import (
     RequestError,
 )
 from hearth.launch.spec import Endpoint, ExitReport, Worker, WorkerSpec
+from hearth.wire.base import show
 from hearth.wire.fireworks import Deployment, TrainerJob, WorkerResource
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ BodyT = TypeVar("BodyT", TrainerJob, Deployment)
 
 RESPONSE_FIELDS = tuple(WorkerResource.model_fields)
 """A request that repeats a response does not set them."""
+MOST_THREADS, MOST_CONTEXT = 4096, 2**24
+"""CPU threads and tokens that a request may ask for."""
 DELETED_JOB = "JOB_STATE_DELETED"
 """The one state whose records stay although their resource is gone."""
 
@@ -48,18 +51,20 @@ class ExtraValues:
         """A text, or None where nothing is given."""
         value = self._value(name)
         if value is not None and not isinstance(value, str):
-            raise RequestError(f"extraValues.{name} must be a text, got {value!r}")
+            raise RequestError(f"extraValues.{name} must be a text, got {_quote(value)}")
         return value
 
     def read_choice(self, name: str, among: tuple[str, ...], default: str) -> str:
         """One of a few texts."""
         value = self.read_text(name) or default
         if value not in among:
-            raise RequestError(f"extraValues.{name} must be one of {list(among)}, got {value!r}")
+            raise RequestError(
+                f"extraValues.{name} must be one of {list(among)}, got {value[:80]!r}"
+            )
         return value
 
-    def read_count(self, name: str) -> int | None:
-        """A whole number from 1 on, also as a text; None where nothing is given."""
+    def read_count(self, name: str, most: int = 2**31) -> int | None:
+        """A whole number in 1..``most``, also as a text; None where nothing is given."""
         value = self._value(name)
         if value is None:
             return None
@@ -68,21 +73,25 @@ class ExtraValues:
         except (TypeError, ValueError):
             number = 0
         if number < 1:
-            raise RequestError(f"extraValues.{name} must be a whole number >= 1, got {value!r}")
+            raise RequestError(
+                f"extraValues.{name} must be a whole number >= 1, got {_quote(value)}"
+            )
+        if number > most:
+            raise RequestError(f"extraValues.{name} must be at most {most}, got {_quote(value)}")
         return number
 
     def read_flag(self, name: str) -> bool:
         """True or false; false where nothing is given."""
         value = self._value(name)
         if value is not None and not isinstance(value, bool):
-            raise RequestError(f"extraValues.{name} must be true or false, got {value!r}")
+            raise RequestError(f"extraValues.{name} must be true or false, got {_quote(value)}")
         return bool(value)
 
     def read_mapping(self, name: str) -> dict[str, Any]:
         """ExtraValues by name; empty where nothing is given. A request's override the shape's."""
         given: object = self._given.get(name) or {}
         if not isinstance(given, Mapping):
-            raise RequestError(f"extraValues.{name} must be an object, got {given!r}")
+            raise RequestError(f"extraValues.{name} must be an object, got {_quote(given)}")
         default: dict[str, Any] = getattr(self._shape, name, None) or {}
         return {**default, **cast("Mapping[str, Any]", given)}
 
@@ -316,6 +325,10 @@ class Resources(ABC, Generic[BodyT]):
     @abstractmethod
     def _explain_absence(self, record: StoredRecord) -> HearthError:
         """Why a resource has no endpoint."""
+
+
+def _quote(value: object) -> str:
+    return repr(show(value)) if isinstance(value, str) else show(value)
 
 
 def min_context_length(shape: ShapeEntry | None, entry: ModelEntry) -> int | None:

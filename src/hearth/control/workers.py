@@ -92,9 +92,12 @@ class LiveTable:
 
     def note_use(self, id: str) -> None:
         """Something is asked of the worker."""
-        live = self._live.get(id)
-        if live is not None and not live.is_used:
-            with self._lock:
+        seen = self._live.get(id)
+        if seen is None or seen.is_used:
+            return
+        with self._lock:
+            # Read again: what was seen may have been replaced or taken away meanwhile.
+            if (live := self._live.get(id)) is not None:
                 self._live[id] = replace(live, is_used=True)
 
     def take_worker(self, id: str) -> Worker | None:

@@ -11,7 +11,7 @@ from hearth.errors import RequestError
 from hearth.inference.backend import AdapterSource, SampleRequest, Tokenizer
 from hearth.inference.texts import check_length
 from hearth.inference.tool_calls import TAGS
-from hearth.wire.base import parse_json
+from hearth.wire.base import parse_json, show
 from hearth.wire.chat import ChatRequest
 from hearth.wire.completions import CompletionCall, CompletionFields, SamplingFields
 
@@ -22,6 +22,8 @@ _MOST_STOPS = 64
 _LONGEST_STOP = 1024
 """Characters of a stop string."""
 _MOST_STOP_IDS = 1024
+_MOST_TOP_K = 2**31 - 1
+"""More than any vocabulary has, so that a higher number asks for the same."""
 
 # The SDK's n requests with n=1 and one request with n return the same completions.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -237,7 +239,7 @@ def _make_requests(
             prompt=prompt,
             temperature=fields.temperature,
             top_p=fields.top_p,
-            top_k=fields.top_k,
+            top_k=min(fields.top_k, _MOST_TOP_K),
             seed=_seed_of(fields, index),
             stop_token_ids=fields.stop_token_ids or (),
             stop=stop,
@@ -309,7 +311,7 @@ def _content(body: bytes) -> dict[str, Any]:
     """The body's fields; null means absent, as in OpenAI's API."""
     content = parse_json(body)
     if not isinstance(content, dict):
-        raise RequestError(f"body must be a JSON object, got {str(content)[:80]!r}")
+        raise RequestError(f"body must be a JSON object, got {show(content)!r}")
     return {name: value for name, value in content.items() if value is not None}
 
 
@@ -321,7 +323,7 @@ def _refuse(content: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) ->
 
 def _unsupported(name: str, value: Any) -> RequestError:
     why = _HINTS.get(name, "this deployment does not support it")
-    return RequestError(f"{name} must be absent, got {str(value)[:80]!r}: {why}")
+    return RequestError(f"{name} must be absent, got {show(value)!r}: {why}")
 
 
 def _check_logprobs(call: CompletionCall) -> None:

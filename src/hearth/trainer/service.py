@@ -25,7 +25,7 @@ from hearth.trainer.futures import FutureStore
 from hearth.trainer.passes import PassResult
 from hearth.trainer.queue import OperationQueue
 from hearth.wire import tinker
-from hearth.wire.base import Record, parse_json
+from hearth.wire.base import Record, parse_json, show
 from hearth.wire.http import Handler, handle_error, json_response
 from hearth.wire.tensors import Encoding, encode
 
@@ -304,7 +304,8 @@ def _read_address(content: Content) -> tuple[str, int]:
     model_id, seq_id = content.get("model_id"), content.get("seq_id")
     if not isinstance(model_id, str) or not isinstance(seq_id, int) or isinstance(seq_id, bool):
         raise RequestError(
-            f"model_id must be a string and seq_id an integer, got {model_id!r} and {seq_id!r}"
+            f"model_id must be a string and seq_id an integer, got {show(model_id)} and "
+            f"{show(seq_id)}"
         )
     return model_id, seq_id
 

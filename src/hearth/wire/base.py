@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+import reprlib
+from typing import Any, Self, cast
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema
 
 from hearth.errors import RequestError
+
+_LONGEST_SHOWN = 80
+
+
+def _fail_fast(schema: object) -> None:
+    if isinstance(schema, list):
+        for inner in cast("list[object]", schema):
+            _fail_fast(inner)
+    elif isinstance(schema, dict):
+        fields = cast("dict[str, object]", schema)
+        if fields.get("type") in ("list", "dict"):
+            fields["fail_fast"] = True
+        for inner in fields.values():
+            _fail_fast(inner)
 
 
 class Record(BaseModel):
     """A message or a part of one. A newer client may send fields unknown here."""
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True, protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type[BaseModel], handler: GetCoreSchemaHandler, /
+    ) -> CoreSchema:
+        """Have each list and mapping refused at its first odd item: errors of all items of a body
+        of some megabytes would take gigabytes and a minute."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
     @classmethod
     def parse(cls, body: bytes | bytearray | memoryview) -> Self:
@@ -69,9 +95,23 @@ def describe(error: ValidationError) -> str:
     path = ".".join(str(part) for part in first["loc"]) or "body"
     more = error.error_count() - 1
     rest = f" (and {more} more)" if more else ""
+    shown = show(first.get("input"))
     if first["type"] == "finite_number":
         return (
-            f"{path} must be a finite number, got {str(first.get('input'))[:80]!r}: send one that "
-            f"a float can hold{rest}"
+            f"{path} must be a finite number, got {shown!r}: send one that a float can hold{rest}"
         )
-    return f"{path} must be valid, got {str(first.get('input'))[:80]!r}: {first['msg']}{rest}"
+    return f"{path} must be valid, got {shown!r}: {first['msg']}{rest}"
+
+
+def show(value: object) -> str:
+    """The beginning of a value of a request as text, however long or deep it is."""
+    text = value if isinstance(value, str) else _SHORT.repr(value)
+    return text[:_LONGEST_SHOWN]
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 6
+_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = _SHORT.maxstring = _SHORT.maxlong = (
+    _LONGEST_SHOWN
+)
+_SHORT.maxother = _LONGEST_SHOWN

@@ -23,6 +23,7 @@ MAX_SPARSE_VALUES = 2**24
 """Values that a sparse tensor may have once it is dense: a short request must not need much
 memory."""
 _MAX_DIMENSIONS = 8
+_MAX_SIZE = 2**31
 ITEM_BYTES: dict[DType, int] = {"int64": 8, "float32": 4}
 
 
@@ -47,9 +48,10 @@ class TensorRecord(Record):
             RequestError: the data do not fit the shape, or are no base64.
         """
         shape = self.shape or []
-        if len(shape) > _MAX_DIMENSIONS or min(shape, default=0) < 0:
+        sizes = [0, *shape]
+        if len(shape) > _MAX_DIMENSIONS or min(sizes) < 0 or max(sizes) > _MAX_SIZE:
             raise RequestError(
-                f"shape must be at most {_MAX_DIMENSIONS} sizes >= 0, got {shape[:20]}"
+                f"shape must be at most {_MAX_DIMENSIONS} sizes in 0..{_MAX_SIZE}, got {shape[:20]}"
             )
         values = self._flat()
         if self.sparse_crow_indices is not None:
@@ -85,8 +87,11 @@ class TensorRecord(Record):
         if self.shape is None or len(self.shape) != 2 or self.sparse_col_indices is None:
             raise RequestError("a sparse tensor must have a 2-D shape and sparse_col_indices")
         rows, columns = self.shape
-        crow = np.asarray(self.sparse_crow_indices, dtype=np.int64)
-        col = np.asarray(self.sparse_col_indices, dtype=np.int64)
+        try:
+            crow = np.asarray(self.sparse_crow_indices, dtype=np.int64)
+            col = np.asarray(self.sparse_col_indices, dtype=np.int64)
+        except OverflowError as error:
+            raise RequestError(f"sparse indices must be int64, got {error}") from None
         if crow.size != rows + 1 or col.size != values.size or int(crow[-1]) != values.size:
             raise RequestError(
                 f"sparse indices must fit shape {self.shape}, got {crow.size} row pointers, "

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from hearth.control.workers import LiveEntry, LiveTable
 from hearth.wire.fireworks import TrainerJob
 
 TRAINER = "/training/v1/rlorTrainerJobs/me"
@@ -335,6 +336,7 @@ async def test_more_machines_than_a_trainer_gets_are_refused(ask, script, job, c
         ),
         ({"device": 3}, "extraValues.device must be a text, got 3"),
         ({"threads": 0}, "extraValues.threads must be a whole number >= 1, got 0"),
+        ({"threads": 10**9}, "extraValues.threads must be at most 4096, got 1000000000"),
         ({"threads": True}, "extraValues.threads must be a whole number >= 1, got True"),
         (
             {"micro_batch_tokens": "many"},
@@ -363,7 +365,7 @@ async def test_several_ranks_share_the_threads(ask, script, job):
     more = {"ranks": 2, "rank_timeout_s": 60, "offload_optimizer": True, "threads": 5}
 
     await ask("POST", CREATE, job({"extraValues": more}))
-    await ask("POST", f"{JOBS}?rlorTrainerJobId=i", job({"extraValues": {"ranks": 10000}}))
+    await ask("POST", f"{JOBS}?rlorTrainerJobId=i", job({"extraValues": {"ranks": 64}}))
 
     spec = script.last("j").spec
     assert (spec.ranks, spec.threads, spec.rank_timeout_s) == (2, 2, 60)
@@ -375,6 +377,8 @@ async def test_several_ranks_share_the_threads(ask, script, job):
     ("placement", "more", "message"),
     [
         ("inline", {"ranks": 2}, "ranks must be 1 with the inline placement, got 2"),
+        ("process", {"ranks": 65}, "extraValues.ranks must be at most 64, got 65"),
+        ("ray", {"ranks": 10**6}, "extraValues.ranks must be at most 1024, got 1000000"),
         ("process", {"offload_optimizer": True}, "offload_optimizer must be off with ranks=1"),
         (
             "process",
@@ -548,3 +552,20 @@ def test_news_that_come_before_the_launcher_returns_are_heard(plane, script, job
 
     assert plane.jobs.get("j").state == "JOB_STATE_RUNNING"
     assert plane.jobs.find_endpoint("j").app is not None
+
+
+def test_a_worker_that_is_taken_away_while_it_is_asked_does_not_come_back() -> None:
+    table = LiveTable()
+
+    class Leaving(LiveEntry):
+        """Taken away by another thread just after it was looked at."""
+
+        def __getattribute__(self, name: str) -> object:
+            if name == "is_used":
+                table.take_worker("j")
+            return super().__getattribute__(name)
+
+    table.put("j", Leaving())
+    table.note_use("j")
+
+    assert table.get("j") is None

@@ -621,7 +621,7 @@ def test_a_client_that_leaves_amid_a_stream_frees_its_rows(serve):
     served = serve()
     chunks = served.complete(n=3, stream=True, max_tokens=500, extra_body={"ignore_eos": True})
     next(chunks)
-    assert served.engine.stats().running == 3
+    wait_until(lambda: served.engine.stats().running == 3)
 
     chunks.close()
 

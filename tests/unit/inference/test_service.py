@@ -62,6 +62,14 @@ async def test_a_completion_tells_text_reason_usage_and_version(site, sampled, p
     assert choice == {"index": 0, "text": sampled.text, "finish_reason": "length"}
 
 
+async def test_a_number_that_no_column_holds_fails_neither_its_request_nor_others(site):
+    everything, *others = await asyncio.gather(
+        *(site.complete(top_k=top_k, raw_output=True) for top_k in (2**63, 2**31 - 1, 0))
+    )
+
+    assert [other["choices"] for other in others] == [everything["choices"]] * 2
+
+
 async def test_raw_output_holds_the_sampled_ids_and_their_versions(site, sampled):
     (choice,) = (await site.complete(raw_output=True))["choices"]
 

@@ -2,8 +2,9 @@ import orjson
 import pytest
 
 from hearth.errors import ForwardOnlyError, NotFoundError, RequestError
+from hearth.wire.chat import ChatRequest
 from hearth.wire.completions import CompletionRequest
-from hearth.wire.fireworks import TrainingConfig
+from hearth.wire.fireworks import TrainerJob, TrainingConfig
 from hearth.wire.http import describe_failure, error_body, error_status
 from hearth.wire.tinker import CreateModel, ForwardBackward, OptimStep
 
@@ -31,6 +32,30 @@ def test_unknown_fields_are_tolerated_and_none_is_left_out():
 def test_a_bad_body_names_its_field(record, body, message):
     with pytest.raises(RequestError, match=message):
         record.parse(body)
+
+
+@pytest.mark.parametrize(
+    ("record", "body"),
+    [
+        (ChatRequest, b'{"messages":%s}'),
+        (CompletionRequest, b'{"prompt":%s}'),
+        (ForwardBackward, b'{"model_id":"m","seq_id":1,"forward_backward_input":{"data":%s}}'),
+        (TrainerJob, b'{"trainingConfig":{"baseModel":"m","extraArgs":%s}}'),
+    ],
+)
+def test_the_errors_of_a_body_of_many_odd_items_are_not_all_made(record, body):
+    """A million of them take half a minute and half a gigabyte."""
+    items = orjson.dumps([[{}]] * 10**5)
+
+    with pytest.raises(RequestError, match=r"\.0.* must be valid, got [^(]*(\(and \d more\))?$"):
+        record.parse(body % items)
+
+
+def test_a_value_nested_deeper_than_python_shows_is_shown_in_short():
+    body = b'{"messages":' + b"[" * 1000 + b"]" * 1000 + b"}"
+
+    with pytest.raises(RequestError, match=r"got '\[\[\[\[\[\[\[\.\.\.\]"):
+        ChatRequest.parse(body)
 
 
 @pytest.mark.parametrize("value", ["1e400", "inf", "-inf", "nan"])

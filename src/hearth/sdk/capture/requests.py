@@ -9,7 +9,7 @@ from typing import Any, cast
 import orjson
 
 from hearth.errors import RequestError
-from hearth.wire.base import Record
+from hearth.wire.base import Record, show
 from hearth.wire.completions import StreamOptions
 
 
@@ -43,7 +43,7 @@ def read_request(body: bytes) -> ClientRequest:
     except orjson.JSONDecodeError as error:
         raise RequestError(f"body must be JSON, got {body[:40]!r}: {error}") from None
     if not isinstance(content, dict):
-        raise RequestError(f"body must be a JSON object, got {str(content)[:80]!r}")
+        raise RequestError(f"body must be a JSON object, got {show(content)!r}")
     given = cast("dict[str, Any]", content)
     fields = {name: value for name, value in given.items() if value is not None}
     form = AnswerForm.from_dict(fields)
