@@ -1,10 +1,11 @@
 """How a worker that hangs is told from one that computes.
 
 A thread of the worker writes twice a second that it lives, and what the thread that does the work
-is at. The launcher reads it. A worker hangs when its heartbeats stop although nothing keeps them
-(it is stopped, or all its threads wait for each other), or when the thread that works neither moves
-nor computes (a driver's call that never returns). A long computation, a slow disk, a compiler that
-runs as a child and a debugger are none of these.
+is at: into memory, since a disk that is full, slow or read-only must not look like a hang. The
+launcher reads it through a link. A worker hangs when its heartbeats stop although nothing keeps
+them (it is stopped, or all its threads wait for each other), or when the thread that works neither
+moves nor computes (a driver's call that never returns). A long computation, a slow disk, a compiler
+that runs as a child and a debugger are none of these.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import mmap
 import os
 import sys
 import threading
@@ -22,10 +24,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hearth.files import explain_refusals
 from hearth.launch.records import ProcessId
 
 _BEAT_S = 0.5
-_BEAT_BYTES = 4096
+_BEAT_BYTES = 2**14
 _FRAMES = 4
 _LONGEST_FRAME = 200
 _ON_DISK = "D"
@@ -60,13 +63,23 @@ class HangLimits:
 
 
 class Heartbeat:
-    """The worker's side; a daemon thread writes to ``path`` until the process ends.
+    """The worker's side; a daemon thread writes until the process ends.
 
-    ``note_phase`` is called by the thread that works; in the phases ``resting`` it may wait.
+    ``path`` becomes a link to the memory, which ends with the process. ``note_phase`` is called by
+    the thread that works; in the phases ``resting`` it may wait.
+
+    Raises:
+        StorageError: the disk refuses the link.
     """
 
     def __init__(self, path: Path, resting: Collection[str], every_s: float = _BEAT_S) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.memfd_create("heartbeat")
+        with explain_refusals(path):
+            os.ftruncate(descriptor, _BEAT_BYTES)
+            path.unlink(missing_ok=True)
+            path.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+        # A write to mapped memory cannot be refused; one to a file can, whatever it is on.
+        self._memory = mmap.mmap(descriptor, _BEAT_BYTES)
         self._resting = resting
         self._every_s = every_s
         self._phase = "starting"
@@ -84,9 +97,7 @@ class Heartbeat:
     def _beat(self) -> None:
         while True:
             time.sleep(self._every_s)
-            # A disk that refuses once must not end the heartbeat, and with it the worker.
-            with contextlib.suppress(OSError):
-                self._write()
+            self._write()
 
     def _write(self) -> None:
         now_s, worker, phase = time.monotonic(), self._worker, self._phase
@@ -103,7 +114,7 @@ class Heartbeat:
             for call, line in calls
         )
         content = json.dumps(asdict(Beat(now_s, phase, self._moved_s, state, stack))).encode()
-        os.pwrite(self._descriptor, content.ljust(_BEAT_BYTES), 0)
+        self._memory[:] = content.ljust(_BEAT_BYTES)
 
 
 class HangDetector:
@@ -193,10 +204,9 @@ def _children_ticks() -> int:
     """CPU time of this process's children, in ticks; of those that ended too."""
     ended = os.times()
     ticks = round((ended.children_user + ended.children_system) * os.sysconf("SC_CLK_TCK"))
-    for path in Path("/proc/self/task").glob("*/children"):
-        try:
+    # A thread that ends meanwhile, or a process without a free descriptor, reads what it can.
+    with contextlib.suppress(OSError):
+        for path in Path("/proc/self/task").glob("*/children"):
             children = path.read_text(encoding="ascii").split()
-        except OSError:
-            continue
-        ticks += sum(_read_stat(f"/proc/{child}/stat")[1] for child in children)
+            ticks += sum(_read_stat(f"/proc/{child}/stat")[1] for child in children)
     return ticks

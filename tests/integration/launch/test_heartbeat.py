@@ -18,7 +18,7 @@ from hearth.launch.records import ProcessId
 
 LIMITS = HangLimits(stopped_s=2.0, silent_s=2.0, blocked_s=1e4, look_every_s=0.05)
 WORKER = """
-import ctypes, subprocess, sys, threading, time
+import ctypes, resource, subprocess, sys, threading, time
 from pathlib import Path
 from hearth.launch.heartbeat import Heartbeat, read_beat
 
@@ -36,6 +36,10 @@ def compute():
 
 def compile():
     subprocess.run([sys.executable, "-c", "while True: pass"])
+
+def rest_while_the_disk_refuses():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    wait_for_a_lock()
 
 def block_all_threads():
     ctypes.PyDLL(None).pause()  # it waits, and keeps the interpreter's lock
@@ -91,7 +95,13 @@ def test_work_that_waits_without_end_is_found_with_its_phase_and_place(start):
 
 
 @pytest.mark.parametrize(
-    ("what", "phase"), [("compute", "forward"), ("compile", "forward"), ("wait_for_a_lock", "idle")]
+    ("what", "phase"),
+    [
+        ("compute", "forward"),
+        ("compile", "forward"),
+        ("wait_for_a_lock", "idle"),
+        ("rest_while_the_disk_refuses", "idle"),
+    ],
 )
 def test_what_computes_or_compiles_or_rests_does_not_hang(start, what, phase):
     _, detector = start(what, phase)
