@@ -18,7 +18,7 @@ from typing import Any
 
 import sqlalchemy as sql
 from sqlalchemy import event
-from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
 from hearth.errors import ConfigError, ConflictError, EngineError, NotFoundError, StorageError
@@ -144,7 +144,7 @@ class Records:
         if "\0" in id:  # PostgreSQL does not even compare it
             return None
         try:
-            with self._lock, self._engine.connect() as connection:
+            with self._connect() as connection:
                 query = self._table.select().where(self._table.c.id == id)
                 found = connection.execute(query).mappings().first()
             return _read_record(found) if found is not None else None
@@ -175,11 +175,11 @@ class Records:
         if states is not None:
             query = query.where(self._table.c.state.in_(list(states)))
         try:
-            with self._lock, self._engine.connect() as connection:
+            with self._connect() as connection:
                 return [_read_record(found) for found in connection.execute(query).mappings()]
         except (ValueError, TypeError):
             # One line that cannot be parsed ends the reading of all.
-            with self._lock, self._engine.connect() as connection:
+            with self._connect() as connection:
                 ids = list(connection.execute(query.with_only_columns(self._table.c.id)).scalars())
         return [record for id in ids if (record := self._find_readable(id)) is not None]
 
@@ -191,24 +191,41 @@ class Records:
             return None
 
     @contextlib.contextmanager
+    def _connect(self) -> Generator[sql.Connection, None, None]:
+        """A connection to read.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        with self._explain("readable"), self._lock, self._engine.connect() as connection:
+            yield connection
+
+    @contextlib.contextmanager
     def _begin(self) -> Generator[sql.Connection, None, None]:
         """A transaction.
 
         Raises:
             StorageError: the database cannot be written; nothing of it was.
         """
+        with self._explain("writable"), self._lock, self._engine.begin() as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def _explain(self, rule: str) -> Generator[None, None, None]:
         try:
-            with self._lock, self._engine.begin() as connection:
-                yield connection
-        except OperationalError as error:
+            yield
+        except IntegrityError:
+            raise
+        except DBAPIError as error:
+            reason = " ".join(str(error.orig).split())
             raise StorageError(
-                f"database {self._engine.url.database!r} must be writable, got {error.orig}: free "
-                "space on its disk, or look at it; what was there before stays"
+                f"database {self._engine.url.database!r} must be {rule}, got {reason}: free space "
+                "on its disk, or look at it; what was there before stays"
             ) from None
 
     def count(self) -> int:
         """How many records there are, damaged ones too."""
-        with self._lock, self._engine.connect() as connection:
+        with self._connect() as connection:
             query = sql.select(sql.func.count()).select_from(self._table)
             return connection.execute(query).scalar_one()
 

@@ -83,9 +83,13 @@ def sweep(root: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder; it is complete or gone, even if this process is killed."""
+    """Remove a folder; it is complete or gone, even if this process is killed.
+
+    One that another process has removed meanwhile is gone as well.
+    """
     draft = folder.parent / f"{_DRAFT}{folder.name}-{secrets.token_hex(4)}"
-    folder.rename(draft)
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(draft)
     shutil.rmtree(draft, ignore_errors=True)
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -141,8 +141,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         EngineError: there is none, it is no JSON object, or it was changed.
     """
     try:
-        manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return _parse_manifest(folder, (folder / MANIFEST_FILE).read_bytes())
+    except OSError as error:
+        raise EngineError(f"{folder.name!r} must have a readable manifest, got {error}") from None
+
+
+def _parse_manifest(folder: Path, text: bytes) -> dict[str, Any]:
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise EngineError(f"{folder.name!r} must have a readable manifest, got {error}") from None
     if not isinstance(manifest, dict) or "files" not in manifest:
         raise EngineError(f"{folder.name!r} must have a manifest with files, got {manifest!r:.80}")
@@ -183,30 +190,48 @@ def folder_names(root: Path) -> list[str]:
 
     They are ordered by the number in their manifests, never by the clock. Folders without one were
     written before there were numbers: they come first, by their steps and then by their time.
+
+    Raises:
+        EngineError: a manifest cannot be read now, so that its place is unknown.
     """
-    return [path.parent.name for path in sorted(_find_manifests(root), key=_find_place)]
+    return [name for *_, name in sorted(_find_places(root))]
 
 
 def next_number(root: Path) -> int:
-    """The number of the next folder under ``root``: above that of every folder that is there."""
-    return 1 + max((_find_place(path)[0] for path in _find_manifests(root)), default=0)
+    """The number of the next folder under ``root``: above that of every folder that is there.
+
+    Raises:
+        EngineError: as ``folder_names``.
+    """
+    return 1 + max((number for number, *_ in _find_places(root)), default=0)
 
 
-def _find_manifests(root: Path) -> list[Path]:
-    return [path for path in root.glob(f"*/{MANIFEST_FILE}") if _NAME.match(path.parent.name)]
-
-
-def _find_place(manifest: Path) -> tuple[int, int, int, str]:
-    facts = manifest.stat()
-    number, steps = _read_place(manifest, facts.st_ino, facts.st_mtime_ns)
-    return number, steps, facts.st_mtime_ns, manifest.parent.name
+def _find_places(root: Path) -> Iterator[tuple[int, int, int, str]]:
+    for path in root.glob(f"*/{MANIFEST_FILE}"):
+        if not _NAME.match(path.parent.name):
+            continue
+        try:
+            facts = path.stat()
+            number, steps = _read_place(path, facts.st_ino, facts.st_mtime_ns)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # another process removed it after the listing
+        except OSError as error:
+            raise EngineError(
+                f"{path} must be readable, got {error.strerror or error}: look at its disk"
+            ) from error
+        yield number, steps, facts.st_mtime_ns, path.parent.name
 
 
 @lru_cache(maxsize=2**14)
 def _read_place(manifest: Path, _inode: int, _mtime_ns: int) -> tuple[int, int]:
-    """A manifest's number and optimizer steps, 0 where it has none; read once per file."""
+    """A manifest's number and optimizer steps, 0 where it has none; read once per file.
+
+    Raises:
+        OSError: it cannot be read; nothing is remembered.
+    """
+    text = manifest.read_bytes()
     try:
-        content = read_manifest(manifest.parent)
+        content = _parse_manifest(manifest.parent, text)
     except EngineError:
         return 0, 0
     number, steps = (content.get(name) for name in ("number", "steps"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -34,6 +35,8 @@ __all__ = [
     "SnapshotKind",
     "SnapshotStore",
 ]
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = "hearth-snapshot-2"
 _DATA = "weights"
@@ -142,7 +145,10 @@ class FolderSnapshotStore:
             else:
                 manifest["weights"] = _entries_of(snapshot)
             write_folder(folder, manifest, _DATA, snapshot.tensors)
-            self._remove_old()
+            try:
+                self._remove_old()
+            except (EngineError, OSError) as error:  # the new one is complete
+                logger.warning("old snapshots under %s stay: %s", self._root, error)
 
     def get(self, identity: str) -> Snapshot:
         """The snapshot on the CPU, every tensor of its own checked against its checksum."""

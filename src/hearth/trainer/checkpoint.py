@@ -212,7 +212,7 @@ class CheckpointFolder:
             counted = [name for name in folder_names(self._root) if not self._is_pinned(name)]
             for name in counted[: -self._keep]:
                 remove_folder(self._root / name)
-        except OSError as error:
+        except (EngineError, OSError) as error:
             logger.warning("old checkpoints under %s stay: %s", self._root, error)
 
     def _is_pinned(self, name: str) -> bool:

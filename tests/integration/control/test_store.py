@@ -174,6 +174,20 @@ def test_a_database_that_cannot_grow_refuses_and_keeps_what_it_had(tmp_path):
     store.close()
 
 
+def test_a_database_that_cannot_be_read_any_more_is_one_error_that_names_it(tmp_path):
+    path = tmp_path / "control.db"
+    store = Store(f"sqlite:///{path}")
+    store.jobs.insert("one", "NEW", {})
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("DROP TABLE jobs")
+
+    for read in (lambda: store.jobs.find("one"), store.jobs.list_all, store.jobs.count):
+        with pytest.raises(StorageError, match=r"control\.db' must be readable, got no such table"):
+            read()
+    assert store.deployments.list_all() == []
+    store.close()
+
+
 def test_an_empty_database_beside_what_jobs_have_left_is_refused(tmp_path):
     store = Store(f"sqlite:///{tmp_path / 'control.db'}")
     check_records(store, tmp_path)

@@ -3,9 +3,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import threading
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -90,6 +93,52 @@ def test_a_clock_set_back_removes_no_newer_snapshot(tmp_path: Path) -> None:
     assert store.names() == ["b", "c"]
     store.put(snapshot("d"))
     assert store.names() == ["c", "d"]
+
+
+def test_folders_that_another_process_removes_meanwhile_are_no_error(tmp_path: Path) -> None:
+    store = FolderSnapshotStore(tmp_path)
+    store.put(snapshot("kept"))
+    manifest = (tmp_path / "kept" / "manifest.json").read_bytes()
+    is_over = threading.Event()
+
+    def write_and_remove() -> None:
+        while not is_over.is_set():
+            folders = [tmp_path / f"a-{number}" for number in range(50)]
+            for folder in folders:
+                folder.mkdir()
+                (folder / "manifest.json").write_bytes(manifest)
+            for folder in folders:
+                shutil.rmtree(folder)
+
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(write_and_remove)
+        try:
+            seen = ["kept" in store.names() for _ in range(200)]
+        finally:
+            is_over.set()
+        ended.result()
+
+    assert all(seen)
+
+
+def test_a_manifest_that_cannot_be_read_now_does_not_make_its_snapshot_the_oldest(
+    tmp_path: Path,
+) -> None:
+    store = FolderSnapshotStore(tmp_path, keep=1)
+    store.put(snapshot("b"))
+    newest = tmp_path / "b" / "manifest.json"
+    whole = newest.read_bytes()
+    newest.unlink()
+    newest.mkdir()  # reading it is refused, as on a disk that fails
+
+    with pytest.raises(EngineError, match=r"b/manifest\.json must be readable"):
+        store.names()
+    with pytest.raises(EngineError, match=r"b/manifest\.json must be readable"):
+        store.put(snapshot("c"))
+
+    newest.rmdir()
+    newest.write_bytes(whole)
+    assert store.names() == ["b"]
 
 
 def test_folders_from_before_there_were_numbers_come_first(tmp_path: Path) -> None:
