@@ -1,4 +1,5 @@
 import math
+from dataclasses import fields
 from itertools import pairwise
 
 import pytest
@@ -113,6 +114,21 @@ def test_bad_options_are_refused_by_name(options, rule):
 
 
 @pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (loss.options, field.name)
+        for loss in OBJECTIVES.values()
+        for field in fields(loss.options)
+        if field.name not in ("kl_estimator", "gated")
+    ],
+)
+def test_every_number_of_an_objective_has_a_lower_bound(kind, name):
+    kind().validate()
+    with pytest.raises(ConfigError, match=rf"{name} must be .*, got -1"):
+        kind(**{name: -1.0}).validate()
+
+
+@pytest.mark.parametrize(
     ("name", "share"),
     [("cispo", {"cispo_clip_frac": 2 / 3}), ("cispo_mask", {"cispo_mask_frac": 1 / 3})],
 )
@@ -124,6 +140,26 @@ def test_cispo_says_how_many_weights_are_beyond_its_bounds_and_their_mean(name, 
     mean = {"ppo_ratio_mean": (math.exp(0.6) + 1 + math.exp(-0.6)) / 3}
     found = {key: float(metrics[key]) for key in share | mean}
     assert found == pytest.approx(share | mean)
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "above", "below"),
+    [
+        ("grpo", "ppo_clip_frac", 2, 3),
+        ("dapo", "dapo_clip_frac", 1, 3),
+        ("cispo_mask", "cispo_mask_frac", 1, 3),
+        ("cispo", "cispo_clip_frac", 4, 4),
+    ],
+)
+def test_a_clip_counts_where_it_holds_a_gradient_above_and_below(name, metric, above, below):
+    # Beyond DAPO's upper bound, beyond GRPO's alone, on policy, three below both.
+    policy = [math.log(ratio) - 1 for ratio in (1.3, 1.25, 1.0, 0.75, 0.7, 0.5)]
+    config = GRPO(kl_beta=0.0) if name == "grpo" else None
+
+    for advantage, count in ((1.0, above), (-1.0, below), (0.0, 4 if name == "cispo" else 0)):
+        batch = one_sample(policy, [-1.0] * 6, advantage)
+        found = policy_loss_per_token(name, batch, config).metrics[metric]
+        assert float(found) == pytest.approx(count / 6)
 
 
 def test_shared_metrics_have_their_documented_values():

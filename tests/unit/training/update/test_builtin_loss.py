@@ -7,7 +7,19 @@ import torch
 from tests.unit.training.trial_rollouts import group_from
 
 from hearth.errors import ConfigError
-from hearth.losses import POLICY_LOSSES, TIS, builtin_objective
+from hearth.losses import (
+    CISPO,
+    DAPO,
+    DRO,
+    GRPO,
+    GSPO,
+    POLICY_LOSSES,
+    TIS,
+    CISPOMask,
+    ImportanceSampling,
+    Reinforce,
+    builtin_objective,
+)
 from training.config.objective import objective_options, tis_options
 from training.data.rows import IndexedRow
 from training.data.seeds import row_seed
@@ -108,12 +120,49 @@ def test_a_model_in_stages_is_refused_for_built_in_losses_alone(loss_path, stage
         refuse_pipelined_trainer(Config(loss_path=loss_path, kl_beta=0.0), shape)
 
 
-def test_options_come_from_their_own_part_of_the_config():
-    config = Config(policy_loss="dapo", dapo=DAPOConfig(eps_clip_high=0.5), eps_clip=0.1)
+@pytest.mark.parametrize(
+    ("name", "changes", "options"),
+    [
+        (
+            "grpo",
+            {
+                "kl_beta": 0.5,
+                "kl_estimator": "k2",
+                "eps_clip": 0.1,
+                "eps_clip_high": 0.3,
+                "ratio_log_cap": 5.0,
+            },
+            GRPO(
+                kl_beta=0.5, kl_estimator="k2", eps_clip=0.1, eps_clip_high=0.3, ratio_log_cap=5.0
+            ),
+        ),
+        (
+            "importance_sampling",
+            {"ratio_min": 0.5, "ratio_max": 3.0, "ratio_log_cap": 5.0},
+            ImportanceSampling(ratio_min=0.5, ratio_max=3.0, ratio_log_cap=5.0),
+        ),
+        (
+            "reinforce",
+            {"kl_beta": 0.5, "kl_estimator": "k1", "ratio_log_cap": 5.0},
+            Reinforce(kl_beta=0.5, kl_estimator="k1", ratio_log_cap=5.0),
+        ),
+        ("dapo", {"dapo": DAPO(eps_clip_high=0.5), "eps_clip": 0.1}, DAPO(eps_clip_high=0.5)),
+        ("dro", {"dro": DRO(beta=0.2)}, DRO(beta=0.2)),
+        ("gspo", {"gspo": GSPO(clip_ratio_low=0.1)}, GSPO(clip_ratio_low=0.1)),
+        ("cispo", {"cispo": CISPO(eps_low=1.0)}, CISPO(eps_low=1.0)),
+        (
+            "cispo_mask",
+            {"cispo": CISPO(eps_low=0.1, eps_high=0.4, ratio_log_cap=5.0)},
+            CISPOMask(eps_low=0.1, eps_high=0.4, ratio_log_cap=5.0),
+        ),
+    ],
+)
+def test_options_come_from_their_own_part_of_the_config(name, changes, options):
+    assert objective_options(Config(policy_loss=name, **changes)) == options
 
-    assert dataclasses.asdict(objective_options(config))["eps_clip_high"] == 0.5
-    assert dataclasses.asdict(objective_options(config))["eps_clip"] == 0.2
-    assert tis_options(config) is None
+
+def test_tis_has_its_own_part_of_the_config():
+    assert tis_options(Config()) is None
     on = tis_options(Config(tis_enabled=True, tis=TISConfig(cap=3.0, level="sequence")))
     assert on == TIS(cap=3.0, level="sequence")
 
