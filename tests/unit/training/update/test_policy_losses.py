@@ -258,6 +258,7 @@ def test_the_mask_is_weights_then_loss_mask_then_what_follows_the_prompt():
     both = datum_of(3, weights=[0.0, 1.0, 1.0], loss_mask=[1.0, 0.0, 0.0])
     assert active(both) == [False, True, True]
     assert active(datum_of(3, loss_mask=[1.0, 0.0, 1.0])) == [True, False, True]
+    assert active(datum_of(3), prompt_lens=1) == [True, True, True]
     assert active(datum_of(3), prompt_lens=2) == [False, True, True]
     assert active(datum_of(3), prompt_lens=[3]) == [False, False, True]
     assert active(datum_of(3, weights=[1.0, 1.0, 0.0]), prompt_lens=2) == [False, True, False]
