@@ -11,16 +11,16 @@ from training.samples.reward_metrics import disagreement_metrics, group_reward_m
 
 
 def test_t198_a_step_says_how_rewards_lie_within_its_groups_and_between_them():
-    metrics = group_reward_metrics([(1.0, 0.0, 1.0, 0.0), (1.0, 1.0), (0.0, 0.0), (0.5, 0.25)])
+    metrics = group_reward_metrics([(1.0, 0.0, 1.0, 0.0), (1.0, 1.0), (0.0, 0.0), (1.0, 0.75)])
 
     assert metrics == {
         "rollout/group_reward_std_mean": pytest.approx((0.5 + 0.125) / 4),
         "rollout/group_reward_std_min": 0.0,
         "rollout/group_reward_std_max": 0.5,
-        "rollout/group_reward_mean_std": pytest.approx(statistics.pstdev([0.5, 1.0, 0.0, 0.375])),
+        "rollout/group_reward_mean_std": pytest.approx(statistics.pstdev([0.5, 1.0, 0.0, 0.875])),
         "rollout/group_uniform_ratio": 0.5,
-        "rollout/group_solved_ratio": 0.25,
-        "rollout/group_unsolved_ratio": 0.5,
+        "rollout/group_solved_ratio": 0.5,
+        "rollout/group_unsolved_ratio": 0.25,
     }
 
 

@@ -22,7 +22,8 @@ def completion_of(text: str, finish_reason: str = "stop") -> SampledCompletion:
 def score(*texts: str, cut: str = "", **changes: Any) -> ScoredRow:
     """A row whose completions earn a quarter per letter; "?" holds no answer."""
 
-    async def reward(text: str, _row: Any) -> Score:
+    async def reward(text: str, row: Any) -> Score:
+        assert row == row_of(3).row
         return Score(len(text) / 4, disagreement=0.25, parsed="?" not in text)
 
     completions = [completion_of(text, "length" if text in cut else "stop") for text in texts]
