@@ -23,7 +23,7 @@ WITH_VLLM := HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python
 # Tests and the processes that they start keep their bytecode: compiling it anew costs half of make test-fast's start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-scale test-vllm test-clients chaos mutants check bench format clean
+.PHONY: demo test test-fast test-scale test-vllm test-clients chaos mutants check check-viewer viewer bench format clean
 
 demo: $(VENV)/.runtime  ## Train the shipped model with GRPO and show it before and after.
 	$(BIN)/hearth quickstart --log-path $(LOG_PATH)
@@ -59,7 +59,23 @@ mutants: $(VENV)/.dev  ## Break the arithmetic in thousands of small ways, one a
 	$(BIN)/mutmut results
 	$(BIN)/mutmut export-cicd-stats
 
-check: $(VENV)/.dev  ## Lint, format, types, layers, spelling, known weaknesses of what is pinned.
+viewer: viewer/node_modules/.installed  ## Build the page of hearth view into the package.
+	npm --prefix viewer run --silent types
+	cd viewer && node build.mjs
+
+# The page is built from its source once more and compared with the files of the package.
+check-viewer:
+	@if command -v npm >/dev/null; then \
+		$(MAKE) --no-print-directory viewer/node_modules/.installed && npm --prefix viewer run --silent types \
+		&& (cd viewer && node build.mjs ../build/viewer) && diff -rq build/viewer src/hearth/viewer/assets \
+		|| { echo "src/hearth/viewer/assets must be built from viewer/: run make viewer"; exit 1; }; \
+	else echo "node and npm are not here: src/hearth/viewer/assets was not compared with viewer/"; fi
+
+viewer/node_modules/.installed: viewer/package-lock.json
+	npm --prefix viewer ci --ignore-scripts --no-audit --no-fund --silent
+	touch $@
+
+check: $(VENV)/.dev check-viewer  ## Lint, format, types, layers, spelling, known weaknesses of what is pinned, the built page.
 	$(BIN)/ruff check src tests tools benchmarks
 	$(BIN)/ruff format --check src tests tools benchmarks
 	$(BIN)/pyright
@@ -83,7 +99,7 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt constraints.txt
 	touch $@
 
 clean:  ## Remove what the other targets made, runs excepted.
-	rm -rf $(VENV) $(TRL) $(VLLM) $(CLIENTS) mutants build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRL) $(VLLM) $(CLIENTS) viewer/node_modules mutants build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and pinned: with it in place nothing pulls another build of it.
 $(VENV)/.runtime: pyproject.toml constraints.txt

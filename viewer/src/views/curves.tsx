@@ -1,0 +1,86 @@
+// A run's page: what it is, how far it came, its twelve curves and any other by search.
+import { useMemo } from "preact/hooks";
+import { runUrl, useApi, type RunDetail, type RunEvent, type Series } from "../api";
+import { formatCount, formatFixed, formatSeconds, formatTime } from "../format";
+import { chooseName, LEADING } from "../metrics";
+import { AxisControls, EventControls, Plots } from "../plots";
+import { linkTo, navigate, setQuery, useRoute } from "../router";
+import { Empty, Failure, Line } from "../text";
+
+const MOST = 36;
+
+export function CurvesView({ run }: { run: RunDetail }) {
+  const { query } = useRoute();
+  const search = query.get("search") ?? "";
+  const charts = useMemo(() => chooseCharts(run.metrics, search), [run.metrics.join(), search]);
+  const names = charts.map(({ name }) => name).join(",");
+  const series = useApi<Series>(runUrl(run.id, `/series?names=${encodeURIComponent(names)}`), run.id);
+  const events = useApi<{ events: RunEvent[] }>(runUrl(run.id, "/events"), run.id);
+  const sources = useMemo(
+    () => (series.data ? [{ label: run.name, series: series.data, events: events.data?.events ?? [] }] : []),
+    [series.data, events.data],
+  );
+  const openStep = run.has_samples ? (step: number) => navigate(linkTo(run.id, "samples") + `?step_min=${step}&step_max=${step}`) : undefined;
+  return (
+    <main class="view">
+      <div class="page">
+        <Stats run={run} />
+        <div class="bar wrap">
+          <input type="search" placeholder={`Search ${run.metrics.length} metrics`} aria-label="Search metrics" value={search} onInput={(event) => setQuery({ search: event.currentTarget.value })} />
+          <AxisControls />
+          <span class="grow" />
+          <EventControls events={events.data?.events ?? []} />
+        </div>
+        {series.error && !series.data && <Failure text={series.error} />}
+        {series.data && series.data.steps.length === 0 && series.data.eval.steps.length === 0 ? (
+          <Empty title="No step has ended yet">Curves begin with the first line of <code>metrics.jsonl</code>. This page shows it by itself.</Empty>
+        ) : charts.length === 0 ? (
+          <Empty title="No metric matches">Search for a part of a name, such as <code>perf/</code> or <code>reward</code>.</Empty>
+        ) : (
+          sources.length > 0 && <Plots sources={sources} charts={charts} onPick={openStep} />
+        )}
+      </div>
+    </main>
+  );
+}
+
+/** The charts of a search: the twelve leading ones where nothing is searched. */
+export function chooseCharts(metrics: string[], search: string): { title: string; name: string }[] {
+  if (!search) {
+    const known = new Set(metrics);
+    return LEADING.map((leading) => ({ title: leading.title, name: chooseName(leading, known) }));
+  }
+  const words = search.toLowerCase().split(/\s+/);
+  return metrics.filter((name) => words.every((word) => name.toLowerCase().includes(word))).slice(0, MOST).map((name) => ({ title: name, name }));
+}
+
+function Stats({ run }: { run: RunDetail }) {
+  const first = run.spark.find((value) => value !== null) ?? null;
+  const evaluations = run.evaluations.filter(({ accuracy, reward }) => accuracy !== null || reward !== null);
+  const heldOut = (place: number) => evaluations[place]?.accuracy ?? evaluations[place]?.reward ?? null;
+  return (
+    <dl class="stats">
+      <Stat title="Reward" value={formatFixed(run.reward)} note={first !== null ? `from ${formatFixed(first)}` : ""} />
+      <Stat title="Held-out" value={formatFixed(run.held_out)} note={evaluations.length > 1 ? `from ${formatFixed(heldOut(0))}` : ""} />
+      <Stat title="Step" value={formatCount(run.step)} />
+      <Stat title="Rows" value={formatCount(run.rows_done)} note={run.rows_total ? `of ${formatCount(run.rows_total)}` : ""} />
+      <Stat title="Samples" value={run.has_samples ? formatCount(run.samples) : "none"} />
+      <Stat title="Duration" value={formatSeconds(run.duration_s)} note={run.resumes ? `${run.resumes} ${run.resumes === 1 ? "resume" : "resumes"}` : ""} />
+      <Stat title="Model" value={baseName(run.base_model)} hint={run.base_model} />
+      <Stat title="Recipe" value={run.recipe ?? "–"} note={run.policy_loss ?? ""} hint={`started ${formatTime(run.started)}`} />
+    </dl>
+  );
+}
+
+function Stat({ title, value, note, hint }: { title: string; value: string; note?: string; hint?: string | null }) {
+  return (
+    <div title={hint ?? undefined}>
+      <dt>{title}</dt>
+      <dd class="cut"><Line text={value} /> {note && <small>{note}</small>}</dd>
+    </div>
+  );
+}
+
+function baseName(path: string | null): string {
+  return path?.split("/").filter(Boolean).pop() ?? "–";
+}

@@ -1,0 +1,265 @@
+// Lanes of steps in wall time: who sampled, trained, synced, and waited for whom.
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { runUrl, useApi, type RunDetail, type Span } from "../api";
+import { canvasColors, seriesColor, useDark } from "../colors";
+import { formatSeconds } from "../format";
+import { useKeys } from "../keys";
+import { linkTo, navigate, setQuery, useRoute } from "../router";
+import { Empty, Failure } from "../text";
+
+const LANES = ["sampler", "trainer", "sync", "loop"];
+const LEFT = 84;
+const TOP = 28;
+const BAR = 22;
+const MOST_ROWS = 12;
+const FIRST_STEPS = 12;
+
+interface Box {
+  span: Span;
+  row: number;
+}
+
+interface Packed {
+  boxes: Box[];
+  /** First row of each lane, and the number of rows in all. */
+  lanes: { name: string; row: number; rows: number }[];
+  rows: number;
+}
+
+/** Spans of one lane that overlap go to rows of their own. */
+function pack(spans: Span[]): Packed {
+  const names = [...LANES.filter((lane) => spans.some((span) => span.lane === lane)), ...new Set(spans.map((span) => span.lane).filter((lane) => !LANES.includes(lane)))];
+  const boxes: Box[] = [];
+  const lanes: Packed["lanes"] = [];
+  let row = 0;
+  for (const name of names) {
+    const ends: number[] = [];
+    for (const span of spans.filter(({ lane }) => lane === name).sort((a, b) => a.start - b.start)) {
+      let place = ends.findIndex((end) => end <= span.start + 1e-6);
+      if (place < 0) place = ends.length < MOST_ROWS ? ends.length : ends.indexOf(Math.min(...ends));
+      ends[place] = Math.max(ends[place] ?? 0, span.end);
+      boxes.push({ span, row: row + place });
+    }
+    lanes.push({ name, row, rows: ends.length });
+    row += ends.length;
+  }
+  return { boxes, lanes, rows: row };
+}
+
+export function TimeView({ run }: { run: RunDetail }) {
+  const { query } = useRoute();
+  const last = Math.max(1, run.step ?? 1);
+  const to = Math.max(1, Number(query.get("to")) || last);
+  const from = Math.max(1, Math.min(to, Number(query.get("from")) || Math.max(1, to - FIRST_STEPS + 1)));
+  const byWork = query.get("color") === "work";
+  const { data, error } = useApi<{ spans: Span[]; origin: number }>(runUrl(run.id, `/timeline?from_step=${from}&to_step=${to}`), run.id);
+  const [hover, setHover] = useState<Span | null>(null);
+  const show = (first: number, final: number) => {
+    const start = Math.max(1, Math.round(Math.min(first, last)));
+    setQuery({ from: start, to: Math.max(start, Math.min(last, Math.round(final))) });
+  };
+  const width = to - from + 1;
+  const shift = (steps: number) => {
+    const start = Math.max(1, Math.min(last - width + 1, from + steps));
+    show(start, start + width - 1);
+  };
+  const zoom = (factor: number) => {
+    const wanted = Math.max(1, Math.min(last, Math.round(width * factor)));
+    const start = Math.max(1, Math.min(last - wanted + 1, Math.round((from + to) / 2 - wanted / 2 + 0.5)));
+    show(start, start + wanted - 1);
+  };
+  useKeys({
+    ArrowLeft: ["Earlier steps", () => shift(-Math.ceil(width / 2))], ArrowRight: ["Later steps", () => shift(Math.ceil(width / 2))],
+    "+": ["Fewer steps", () => zoom(0.5)], "=": ["Fewer steps", () => zoom(0.5)], "-": ["More steps", () => zoom(2)],
+    Home: ["First steps", () => show(1, width)], End: ["Last steps", () => setQuery({ from: null, to: null })],
+  });
+  return (
+    <main class="view">
+      <div class="toolbar">
+        <span class="soft">Steps</span>
+        <input type="number" aria-label="From step" min="1" max={last} value={from} onChange={(event) => show(Number(event.currentTarget.value), Math.max(to, Number(event.currentTarget.value)))} />
+        <span class="faint">to</span>
+        <input type="number" aria-label="To step" min="1" max={last} value={to} onChange={(event) => show(Math.min(from, Number(event.currentTarget.value)), Number(event.currentTarget.value))} />
+        <button onClick={() => shift(-Math.ceil(width / 2))} disabled={from <= 1}>Earlier</button>
+        <button onClick={() => shift(Math.ceil(width / 2))} disabled={to >= last}>Later</button>
+        <button onClick={() => zoom(0.5)} disabled={width <= 1} aria-label="Fewer steps">+</button>
+        <button onClick={() => zoom(2)} disabled={width >= last} aria-label="More steps">−</button>
+        <span class="grow" />
+        <div class="segments" role="group" aria-label="Colors">
+          <button aria-pressed={!byWork} onClick={() => setQuery({ color: null })}>Weight version</button>
+          <button aria-pressed={byWork} onClick={() => setQuery({ color: "work" })}>Work</button>
+        </div>
+      </div>
+      {error && !data && <Failure text={error} />}
+      {data && data.spans.length === 0 && <Empty title="No times on record for these steps">Recipes write <code>timeline.jsonl</code> while they run; runs from before have none.</Empty>}
+      {data && data.spans.length > 0 && (
+        <div class="page">
+          <div class="readout">{hover ? describe(hover) : "Point at a bar for its times; a click opens the samples of its step. Hatched bars wait."}</div>
+          <Lanes spans={data.spans} byWork={byWork} onHover={setHover} onPick={(span) => run.has_samples && navigate(`${linkTo(run.id, "samples")}?step_min=${span.step}&step_max=${span.step}`)} />
+          <Totals spans={data.spans} />
+        </div>
+      )}
+    </main>
+  );
+}
+
+function describe(span: Span): string {
+  const who = span.name === "wait" ? `${span.lane} waits${{ sampler: " for the trainer", trainer: " for the sampler" }[span.lane] ?? ""}` : `${span.lane}: ${span.name.replaceAll("_", " ")}`;
+  const version = span.version === null ? "" : ` · version ${span.version}`;
+  return `${who} · ${formatSeconds(span.end - span.start)} · step ${span.step}${version}`;
+}
+
+interface LanesProps {
+  spans: Span[];
+  byWork: boolean;
+  onHover: (span: Span | null) => void;
+  onPick: (span: Span) => void;
+}
+
+function Lanes({ spans, byWork, onHover, onPick }: LanesProps) {
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const dark = useDark();
+  const [width, setWidth] = useState(0);
+  const packed = useMemo(() => pack(spans), [spans]);
+  const start = Math.min(...spans.map((span) => span.start));
+  const end = Math.max(...spans.map((span) => span.end), start + 1e-3);
+  const works = [...new Set(spans.map((span) => span.name))];
+  const height = TOP + packed.rows * (BAR + 4) + packed.lanes.length * 12;
+  const top = (row: number) => TOP + row * (BAR + 4) + packed.lanes.findLastIndex((lane) => lane.row <= row) * 12;
+  const left = (time: number) => LEFT + ((time - start) / (end - start)) * (width - LEFT - 12);
+  useEffect(() => {
+    const observer = new ResizeObserver(() => setWidth(canvas.current!.parentElement!.clientWidth));
+    observer.observe(canvas.current!.parentElement!);
+    return () => observer.disconnect();
+  }, []);
+  useEffect(() => {
+    if (width <= LEFT) return;
+    const context = prepare(canvas.current!, width, height);
+    const colors = canvasColors(dark);
+    drawAxis(context, colors, { width, height, seconds: end - start, left: (seconds) => left(start + seconds) });
+    context.textAlign = "left";
+    for (const lane of packed.lanes) {
+      context.fillStyle = colors.text;
+      context.font = "12px system-ui, sans-serif";
+      context.fillText(lane.name, 0, top(lane.row) + 15);
+    }
+    for (const { span, row } of packed.boxes) {
+      const x = left(span.start);
+      const wide = Math.max(1, left(span.end) - x);
+      const place = byWork ? works.indexOf(span.name) : span.version ?? 0;
+      drawBar(context, { x, y: top(row), wide, waits: span.name === "wait", color: seriesColor(place, dark), label: span.name.replaceAll("_", " ") }, colors, dark);
+    }
+  }, [packed, width, dark, byWork]);
+  const find = (event: MouseEvent): Span | null => {
+    const { offsetX, offsetY } = event;
+    const hits = packed.boxes.filter(({ span, row }) => offsetY >= top(row) && offsetY <= top(row) + BAR && offsetX >= left(span.start) - 1 && offsetX <= Math.max(left(span.end), left(span.start) + 1) + 1);
+    return hits[hits.length - 1]?.span ?? null;
+  };
+  return (
+    <div>
+      <canvas ref={canvas} class="lanes" role="img" aria-label="Lanes of steps" style={{ height: `${height}px` }}
+        onMouseMove={(event) => onHover(find(event))} onMouseLeave={() => onHover(null)}
+        onClick={(event) => {
+          const span = find(event);
+          if (span) onPick(span);
+        }} />
+    </div>
+  );
+}
+
+function prepare(canvas: HTMLCanvasElement, width: number, height: number): CanvasRenderingContext2D {
+  canvas.width = width * devicePixelRatio;
+  canvas.height = height * devicePixelRatio;
+  const context = canvas.getContext("2d")!;
+  context.scale(devicePixelRatio, devicePixelRatio);
+  context.clearRect(0, 0, width, height);
+  return context;
+}
+
+interface Axis {
+  width: number;
+  height: number;
+  seconds: number;
+  left: (seconds: number) => number;
+}
+
+function drawAxis(context: CanvasRenderingContext2D, colors: ReturnType<typeof canvasColors>, axis: Axis): void {
+  const rough = axis.seconds / Math.max(2, axis.width / 140);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough)!;
+  context.font = "11px system-ui, sans-serif";
+  context.textAlign = "center";
+  for (let seconds = 0; seconds <= axis.seconds; seconds += step) {
+    const x = Math.round(axis.left(seconds)) + 0.5;
+    context.strokeStyle = colors.grid;
+    context.beginPath();
+    context.moveTo(x, TOP - 8);
+    context.lineTo(x, axis.height);
+    context.stroke();
+    context.fillStyle = colors.faint;
+    context.fillText(formatSeconds(seconds), x, 12);
+  }
+}
+
+interface Bar {
+  x: number;
+  y: number;
+  wide: number;
+  waits: boolean;
+  color: string;
+  label: string;
+}
+
+function drawBar(context: CanvasRenderingContext2D, bar: Bar, colors: ReturnType<typeof canvasColors>, dark: boolean): void {
+  const { x, y, wide } = bar;
+  context.save();
+  context.beginPath();
+  context.roundRect(x, y, Math.max(1, wide - 1), BAR, Math.min(3, wide / 2));
+  context.clip();
+  if (bar.waits) {
+    context.fillStyle = colors.grid;
+    context.fillRect(x, y, wide, BAR);
+    context.strokeStyle = dark ? "#4a505c" : "#c3c8d2";
+    context.beginPath();
+    for (let line = x - BAR; line < x + wide; line += 6) {
+      context.moveTo(line, y + BAR);
+      context.lineTo(line + BAR, y);
+    }
+    context.stroke();
+  } else {
+    context.fillStyle = bar.color;
+    context.fillRect(x, y, wide, BAR);
+  }
+  context.font = "11px system-ui, sans-serif";
+  if (context.measureText(bar.label).width + 10 < wide) {
+    context.fillStyle = bar.waits ? colors.text : dark ? "#14161a" : "#ffffff";
+    context.textAlign = "left";
+    context.fillText(bar.label, x + 5, y + 15);
+  }
+  context.restore();
+}
+
+/** Seconds of each work in sight, and the share of the time from the first span to the last. */
+function Totals({ spans }: { spans: Span[] }) {
+  const whole = Math.max(...spans.map((span) => span.end)) - Math.min(...spans.map((span) => span.start)) || 1;
+  const totals = new Map<string, { lane: string; name: string; seconds: number; count: number }>();
+  for (const { lane, name, start, end } of spans) {
+    const total = totals.get(`${lane} ${name}`) ?? { lane, name, seconds: 0, count: 0 };
+    totals.set(`${lane} ${name}`, { ...total, seconds: total.seconds + end - start, count: total.count + 1 });
+  }
+  return (
+    <section class="panel totals">
+      <table class="plain">
+        <thead><tr><th>Lane</th><th>Work</th><th class="number">Times</th><th class="number">Seconds</th><th class="number">Share</th><th /></tr></thead>
+        <tbody>
+          {[...totals.values()].sort((a, b) => b.seconds - a.seconds).map(({ lane, name, seconds, count }) => (
+            <tr key={lane + name}>
+              <td>{lane}</td><td>{name.replaceAll("_", " ")}</td><td class="number">{count}</td><td class="number">{formatSeconds(seconds)}</td><td class="number">{((100 * seconds) / whole).toFixed(1)} %</td>
+              <td><span class="meter"><i style={{ width: `${Math.min(100, (100 * seconds) / whole)}%` }} /></span></td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </section>
+  );
+}
