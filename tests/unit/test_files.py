@@ -31,7 +31,6 @@ from hearth.launch.records import (
 from hearth.sync.chain import Published, resolve
 from hearth.sync.store import FolderSnapshotStore, Snapshot
 from hearth.trainer.checkpoint import CheckpointFacts, CheckpointFolder, TrainerState
-from training.config.parts import WandBConfig
 from training.examples.rl.trend import reward_trend
 from training.run.checkpoints import Checkpoint, read_manifest, write_manifest
 from training.run.continuation import TrainedOn, read_trained_on, write_trained_on
@@ -282,7 +281,7 @@ def test_a_limit_on_the_size_of_files_refuses_and_keeps_what_was_there(tmp_path,
 
 
 def test_a_record_is_in_the_metrics_whole_or_not_at_all(tmp_path):
-    with MetricsLog.open(tmp_path, WandBConfig(), {}) as log:
+    with MetricsLog.open(tmp_path) as log:
         log.write("train", 1, {"rollout/reward": 0.5})
         path = tmp_path / "metrics.jsonl"
         whole = path.read_bytes()
@@ -309,7 +308,7 @@ def test_a_foreign_line_in_the_metrics_is_left_out_and_named(tmp_path, caplog, l
 
     assert "0.500 in the first quarter of 2 steps" in reward_trend(tmp_path)
     assert "lines [2] are no records" in caplog.text
-    with MetricsLog.open(tmp_path, WandBConfig(), {}, resumed_step=1):
+    with MetricsLog.open(tmp_path, resumed_step=1):
         pass
     assert path.read_bytes() == record * 2
     assert line in (tmp_path / "metrics.1.jsonl").read_bytes(), "nothing is lost"
@@ -319,7 +318,7 @@ def test_a_record_that_was_cut_before_its_newline_does_not_swallow_the_next(tmp_
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"type":"train","step":1}\n{"type":"train","step":2}')
 
-    with MetricsLog.open(tmp_path, WandBConfig(), {}, resumed_step=2) as log:
+    with MetricsLog.open(tmp_path, resumed_step=2) as log:
         log.write("train", 3, {})
 
     assert [record["step"] for record in read_records(path)] == [1, 2, 3]

@@ -7,6 +7,7 @@ from one nobody gave even when they are equal; ``agreed`` picks the given one an
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
@@ -209,6 +210,9 @@ class HotloadConfig:
     """Kind of the first snapshot."""
 
 
+Tracker = Literal["none", "wandb", "tensorboard", "trackio", "mlflow"]
+
+
 @dataclass(kw_only=True)
 class WandBConfig:
     """Weights & Biases. Off while all fields are None; offline where nobody has logged in."""
@@ -276,6 +280,15 @@ def plain_config(config: Any) -> dict[str, Any]:
         return {name: marked.get(type(value), lambda same: same)(value) for name, value in items}
 
     return asdict(config, dict_factory=plain)
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings as pairs of one level, such as ``("dapo.eps_clip", 0.2)``."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def merge_sync(

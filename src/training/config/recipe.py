@@ -20,6 +20,7 @@ from training.config.parts import (
     ResumeMode,
     SyncSettings,
     TISConfig,
+    Tracker,
     TrainerConfig,
     WandBConfig,
     WeightSyncConfig,
@@ -187,7 +188,10 @@ class RecipeConfig:
     deployment: DeployConfig = field(default_factory=DeployConfig)
     """The inference deployment and the tokenizer."""
     wandb: WandBConfig = field(default_factory=WandBConfig)
-    """Weights & Biases."""
+    """Weights & Biases; project and run_name name the run in other trackers too."""
+    report_to: Tracker | list[Tracker] = "none"
+    """Trackers that get every record of metrics.jsonl, one or several, offline in log_path unless
+    their environment variables name another place (docs/trackers.md)."""
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     """Whether and where to go on; a run with checkpoints in log_path goes on by itself."""
     infra: InfraConfig = field(default_factory=InfraConfig)
@@ -231,6 +235,16 @@ class RecipeConfig:
         if self.keep_checkpoints is not None:
             return max(2, self.keep_checkpoints)
         return None if is_given(self.sync.dcp_save_interval) else 2
+
+    @property
+    def trackers(self) -> list[str]:
+        """Trackers by name, each once; W&B too where a field of ``wandb`` is given."""
+        names: list[str] = (
+            list(self.report_to) if isinstance(self.report_to, list) else [self.report_to]
+        )
+        if any((self.wandb.entity, self.wandb.project, self.wandb.run_name)):
+            names.append("wandb")
+        return list(dict.fromkeys(name for name in names if name != "none"))
 
     @property
     def needs_reference(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from hearth.errors import ConfigError
 from hearth.losses.catalog import POLICY_LOSSES
 from training.config.objective import objective_options, tis_options
+from training.config.parts import Tracker
 from training.config.recipe import RecipeConfig
 from training.config.single_turn import SingleTurnConfig
 
@@ -149,6 +150,8 @@ def _problems(config: RecipeConfig) -> Iterator[str]:
                 f"infra.{name} must be 1 or None, got {count}: a trainer is one process, or as "
                 "many as trainer.ranks says"
             )
+    if not all(_is_of(name, Tracker) for name in config.trackers):
+        yield f"report_to must be {_describe(Tracker)} or a list of them, got {config.report_to!r}"
     yield from _platform_problems(config)
     if config.keep_checkpoints is not None and config.keep_checkpoints < 1:
         yield f"keep_checkpoints must be >= 1 or None, got {config.keep_checkpoints}"

@@ -26,8 +26,9 @@ from training.run.log_path import (
     prepare_log_path,
     write_config,
 )
-from training.run.metrics import Display, MetricsLog, check_wandb
+from training.run.metrics import Display, MetricsLog
 from training.run.state import Run, check_start
+from training.run.trackers import check_trackers, open_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def begin_run(
     started = time.perf_counter()
     log_path = prepare_log_path(config.log_path)
     check_platform(config)
-    check_wandb(config.wandb)
+    check_trackers(config)
     tokenizer = load_tokenizer(config.deployment)
     if isinstance(config, SingleTurnConfig) and rows:
         check_prompt(config, tokenizer, rows[0])
@@ -76,6 +77,7 @@ def begin_run(
         warn_unbounded_ratio(config)
         resumed_step = resumed.step if resumed is not None else None
         with (
+            open_trackers(config, log_path, resumed_step) as trackers,
             provision(
                 config,
                 tokenizer,
@@ -83,7 +85,7 @@ def begin_run(
                 running_requests=running_requests,
                 on_status=display.note,
             ) as infra,
-            MetricsLog.open(log_path, config.wandb, plain_config(config), resumed_step) as log,
+            MetricsLog.open(log_path, trackers, resumed_step) as log,
         ):
             run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)
             run.begin(config, infra, resumed)

@@ -18,7 +18,7 @@ import orjson
 
 from hearth.errors import ConfigError
 from hearth.files import CHECKSUM, is_intact, seal, write_file
-from training.config.parts import plain_config
+from training.config.parts import flatten, plain_config
 from training.config.recipe import RecipeConfig
 from training.data.rows import Row
 from training.run.log_path import aside_path
@@ -26,7 +26,7 @@ from training.run.log_path import aside_path
 TRAINED_ON = "trained_on.json"
 
 _FREE_NAMES = """
-    log_path dataset max_rows wandb resume output_model_id merge_adapter cleanup_on_exit
+    log_path dataset max_rows wandb report_to resume output_model_id merge_adapter cleanup_on_exit
     eval_dataset eval_every eval_rows eval_samples_per_prompt no_signal_patience
     parity_threshold parity_stops parity_probe_tokens
 
@@ -61,7 +61,7 @@ class TrainedOn:
 def describe_training(config: RecipeConfig, rows: Sequence[Row]) -> TrainedOn:
     """What ``config`` trains on ``rows``, by the names of today where a setting has several."""
     plain = {name: value for name, value in plain_config(config).items() if name not in FREE}
-    settings = dict(_flatten(plain)) | {
+    settings = dict(flatten(plain)) | {
         "weight_sync_interval": int(config.sync.interval),
         "trainer.dtype": config.trainer.dtype,
         "deployment.tokenizer_model": config.deployment.tokenizer_model,
@@ -147,14 +147,6 @@ def write_trained_on(folder: Path, trained_on: TrainedOn) -> None:
     write_file(folder / TRAINED_ON, orjson.dumps(content, option=orjson.OPT_INDENT_2))
 
 
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
 def _default_settings(config: RecipeConfig) -> dict[str, Any]:
     """What each setting of a config's type is where nobody gives it; required ones are left out."""
     defaults: dict[str, Any] = {}
@@ -164,7 +156,7 @@ def _default_settings(config: RecipeConfig) -> dict[str, Any]:
         elif setting.default_factory is not MISSING:
             value = setting.default_factory()
             defaults[setting.name] = plain_config(value) if is_dataclass(value) else value
-    return dict(_flatten(defaults))
+    return dict(flatten(defaults))
 
 
 def _differences(

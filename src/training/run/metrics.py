@@ -1,32 +1,23 @@
-"""Where a run's numbers go: JSON lines always, W&B when asked for, and the terminal."""
+"""Where a run's numbers go: JSON lines always, trackers when asked for, and the terminal."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import logging
-import netrc
 import os
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any
 
 import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from hearth.errors import ConfigError
 from hearth.files import explain_refusals, write_file
-from training.config.parts import WandBConfig
 from training.run.log_path import keep_older
+from training.run.trackers import Metrics, Tracker
 
 logger = logging.getLogger(__name__)
-
-Metrics = Mapping[str, float]
-DEFAULT_PROJECT = "hearth"
 
 
 class MetricsLog:
@@ -36,19 +27,15 @@ class MetricsLog:
     times stand only under ``perf/``. A new run keeps an older file as ``metrics.N.jsonl``.
     """
 
-    def __init__(self, path: Path, wandb: Any = None) -> None:
+    def __init__(self, path: Path, trackers: Sequence[Tracker] = ()) -> None:
         self.path = path
         self._file = path.open("ab", buffering=0)
-        self._wandb = wandb
+        self._trackers = trackers
 
     @classmethod
     @contextlib.contextmanager
     def open(
-        cls,
-        log_path: Path,
-        wandb: WandBConfig,
-        config: Mapping[str, Any],
-        resumed_step: int | None = None,
+        cls, log_path: Path, trackers: Sequence[Tracker] = (), resumed_step: int | None = None
     ) -> Iterator[MetricsLog]:
         """The log of one run, closed at the end of the ``with``.
 
@@ -60,7 +47,7 @@ class MetricsLog:
         if path.exists():
             kept = b"".join(_records_until(path, resumed_step or 0))
             write_file(path, kept if resumed_step is not None else b"")
-        log = cls(path, _start_wandb(wandb, config, log_path))
+        log = cls(path, trackers)
         try:
             yield log
         finally:
@@ -82,8 +69,8 @@ class MetricsLog:
             except OSError:
                 self._file.truncate(end)
                 raise
-        if self._wandb is not None:
-            self._wandb.log({**metrics, "train/step": step})
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
 
     def drop_after(self, step: int) -> None:
         """Leave out the records of later steps, which are taken again."""
@@ -92,10 +79,8 @@ class MetricsLog:
         self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
-        """Close the file and the W&B run."""
+        """Close the file."""
         self._file.close()
-        if self._wandb is not None:
-            self._wandb.finish()
 
 
 def read_records(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -130,55 +115,6 @@ def _records_until(path: Path, step: int) -> Iterator[bytes]:
         record = _parse_record(line)
         if record is not None and record["step"] <= step:
             yield line + b"\n"  # the last may have been cut just before it
-
-
-def check_wandb(config: WandBConfig) -> None:
-    """Look for the wandb package where the run is to be logged there.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    name = next((name for name in ("entity", "project", "run_name") if getattr(config, name)), None)
-    if name is not None and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            f"wandb.{name} must be unset without the wandb package, got {getattr(config, name)!r}: "
-            "pip install wandb"
-        )
-
-
-def _start_wandb(config: WandBConfig, settings: Mapping[str, Any], log_path: Path) -> Any:
-    """The W&B run of the folder, which a resumed run goes on with; None where none is asked for."""
-    if not (config.entity or config.project or config.run_name):
-        return None
-    wandb = importlib.import_module("wandb")
-    id_path = log_path / "wandb_run_id.txt"
-    if not id_path.exists() or not id_path.read_bytes().isalnum():
-        write_file(id_path, secrets.token_hex(4).encode())
-    return wandb.init(
-        entity=config.entity,
-        project=config.project or DEFAULT_PROJECT,
-        name=config.run_name,
-        id=id_path.read_text().strip(),
-        resume="allow",
-        config=dict(settings),
-        dir=str(log_path),
-        mode=choose_wandb_mode(),
-    )
-
-
-def choose_wandb_mode() -> Literal["offline"] | None:
-    """Offline where nobody has logged in; None leaves it to wandb and ``WANDB_MODE``.
-
-    Looked up here, because wandb would ask for a key on a terminal and fail elsewhere.
-    """
-    if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY"):
-        return None
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
-    try:
-        logins = netrc.netrc(os.environ.get("NETRC")).hosts
-    except (OSError, netrc.NetrcParseError):
-        return "offline"
-    return None if host in logins else "offline"
 
 
 class Display:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from hearth.errors import ConfigError
-from training.config.parts import WandBConfig, plain_config
+from training.config.parts import plain_config
 from training.data.rows import load_rows
 from training.platform.run_infra import RunInfra, load_tokenizer, provision
 from training.quickstart import MODEL, TRAIN_ROWS
@@ -105,7 +105,7 @@ def stepped(tmp_path, monkeypatch):
             config = config_of(path, **changes)
             checkpoints = read_manifest(path)
             infra = stack.enter_context(provision(config, load_tokenizer(config.deployment)))
-            log = stack.enter_context(MetricsLog.open(path, WandBConfig(), {}))
+            log = stack.enter_context(MetricsLog.open(path))
             run = Run(
                 path,
                 log,

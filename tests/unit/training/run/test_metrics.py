@@ -1,105 +1,23 @@
-import importlib.util
 import io
-import sys
-from types import SimpleNamespace
 
 import orjson
-import pytest
 from rich.console import Console
 
-from hearth.errors import ConfigError
 from hearth.telemetry import BusyClock
-from training.run.metrics import Display, MetricsLog, check_wandb, choose_wandb_mode
+from training.run.metrics import Display, MetricsLog
 from training.run.step_metrics import batch_metrics
-from training.utils import WandBConfig
 
 STEP = {"rollout/raw_reward": 0.25, "train/grad_norm": 1.5, "perf/step_wall_time": 0.125}
 
 
 def test_records_are_json_lines_with_type_and_step(tmp_path):
-    with MetricsLog.open(tmp_path, WandBConfig(), {}) as log:
+    with MetricsLog.open(tmp_path) as log:
         log.write("train", 1, STEP)
         log.write("eval", 1, {"eval/accuracy": 0.5})
 
     first, second = map(orjson.loads, (tmp_path / "metrics.jsonl").read_bytes().splitlines())
     assert first == {"type": "train", "step": 1, **STEP}
     assert second == {"type": "eval", "step": 1, "eval/accuracy": 0.5}
-
-
-@pytest.mark.parametrize("name", ["entity", "project", "run_name"])
-def test_wandb_is_named_when_it_is_missing_and_a_run_is_to_be_logged_there(name, monkeypatch):
-    # As it is for whoever has not installed it.
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-
-    check_wandb(WandBConfig())
-    with pytest.raises(
-        ConfigError, match=rf"wandb\.{name} must be unset without the wandb package, got 'x'"
-    ):
-        check_wandb(WandBConfig(**{name: "x"}))
-
-
-@pytest.mark.parametrize(
-    ("variables", "host", "mode"),
-    [
-        ({}, None, "offline"),
-        ({"WANDB_API_KEY": "k"}, None, None),
-        ({}, "api.wandb.ai", None),
-        ({}, "other.example", "offline"),
-        ({"WANDB_BASE_URL": "http://wandb.example:8080"}, "wandb.example", None),
-        ({"WANDB_BASE_URL": "http://wandb.example:8080"}, "api.wandb.ai", "offline"),
-        ({"WANDB_MODE": "disabled"}, None, None),
-    ],
-)
-def test_wandb_is_offline_where_nobody_has_logged_in(variables, host, mode, tmp_path, monkeypatch):
-    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    # What `wandb login` writes.
-    logins = tmp_path / "netrc"
-    monkeypatch.setenv("NETRC", str(logins))
-    if host is not None:
-        logins.write_text(f"machine {host}\n  login user\n  password secret\n")
-
-    assert choose_wandb_mode() == mode
-
-
-def test_without_a_wandb_setting_nothing_is_logged_there(tmp_path):
-    with MetricsLog.open(tmp_path, WandBConfig(), {}) as log:
-        log.write("train", 1, STEP)
-
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-@pytest.mark.parametrize("name", ["entity", "project", "run_name"])
-def test_any_name_of_a_wandb_run_starts_one_that_gets_every_record_whole(
-    name, tmp_path, monkeypatch
-):
-    started, logged, finished = [], [], []
-    run = SimpleNamespace(log=logged.append, finish=lambda: finished.append(True))
-    wandb = SimpleNamespace(init=lambda **options: started.append(options) or run)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-
-    with MetricsLog.open(tmp_path, WandBConfig(**{name: "ours"}), {"seed": 3}) as log:
-        log.write("train", 1, STEP)
-        log.write("eval", 1, {"eval/accuracy": 0.5})
-
-    names = {"entity": None, "project": "hearth", "run_name": None} | {name: "ours"}
-    assert started == [
-        {
-            "entity": names["entity"],
-            "project": names["project"],
-            "name": names["run_name"],
-            "id": (tmp_path / "wandb_run_id.txt").read_text(),
-            "resume": "allow",
-            "config": {"seed": 3},
-            "dir": str(tmp_path),
-            "mode": "offline",
-        }
-    ]
-    assert logged == [STEP | {"train/step": 1}, {"eval/accuracy": 0.5, "train/step": 1}]
-    assert finished == [True]
 
 
 def test_a_step_is_one_plain_line_without_a_terminal():

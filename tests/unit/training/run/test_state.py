@@ -3,7 +3,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.errors import ConfigError
-from training.config.parts import WandBConfig
 from training.run.checkpoints import (
     MANIFEST,
     Checkpoint,
@@ -74,7 +73,7 @@ def test_metrics_of_several_calls_are_weighed_by_their_samples():
 
 def test_an_older_metrics_file_is_kept(tmp_path):
     for step in (1, 2, 3):
-        with MetricsLog.open(tmp_path, WandBConfig(), {}) as log:
+        with MetricsLog.open(tmp_path) as log:
             log.write("train", step, {})
 
     names = ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")
@@ -87,7 +86,7 @@ def test_a_resumed_log_takes_up_at_its_checkpoint(tmp_path):
     lines = [b'{"type":"train","step":%d}\n' % step for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"type":"tra')
 
-    with MetricsLog.open(tmp_path, WandBConfig(), {}, resumed_step=2) as log:
+    with MetricsLog.open(tmp_path, resumed_step=2) as log:
         log.write("train", 3, {"train/step": 3.0})
 
     records = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
