@@ -64,6 +64,8 @@ export interface Span {
   step: number;
   version: number | null;
   rows: number[] | null;
+  /** The sample whose sampling it was. */
+  sample?: string;
 }
 
 export interface SampleRow {
@@ -90,7 +92,11 @@ export interface SampleRow {
   sample_s: Value;
   text: string;
   prompt_end: string;
+  /** Where `text` begins in the whole text; behind 0 it is the excerpt around a match. */
+  text_start: number;
+  /** UTF-16 places in `text` or, where `match_in` says so, in `prompt_end`. */
   match: [number, number] | null;
+  match_in: "text" | "prompt" | null;
   rescored?: Value;
 }
 

@@ -30,7 +30,6 @@ export interface ChartProps {
   smoothing: number;
   time: boolean;
   group: string;
-  height?: number;
   onZoom: (range: [number, number] | null) => void;
   onCursor?: (x: number | null) => void;
   onPick?: (x: number) => void;
@@ -108,7 +107,7 @@ function drawLetters(plot: uPlot, lines: Line[]): void {
 
 /** One chart: drag zooms all charts of the group, the cursor is common, a click or Enter picks a step. */
 export function Chart(props: ChartProps) {
-  const { lines, range, smoothing, time, height = 168 } = props;
+  const { lines, range, smoothing, time } = props;
   const box = useRef<HTMLDivElement>(null);
   const now = useRef<HTMLSpanElement>(null);
   const plot = useRef<uPlot | null>(null);
@@ -134,7 +133,7 @@ export function Chart(props: ChartProps) {
     };
     const options: uPlot.Options = {
       width: box.current!.clientWidth,
-      height,
+      height: chooseHeight(box.current!.clientWidth),
       legend: { show: false },
       padding: [8, props.lines.length > 1 ? 20 : 12, 0, 0],
       cursor: {
@@ -174,14 +173,14 @@ export function Chart(props: ChartProps) {
     chart.over.addEventListener("click", (event) => Math.abs(event.clientX - pressed) < 4 && pick());
     chart.over.addEventListener("dblclick", () => latest.current.onZoom(null));
     chart.over.addEventListener("mouseleave", () => latest.current.onCursor?.(null));
-    const observer = new ResizeObserver(() => chart.setSize({ width: box.current!.clientWidth, height }));
+    const observer = new ResizeObserver(() => chart.setSize({ width: box.current!.clientWidth, height: chooseHeight(box.current!.clientWidth) }));
     observer.observe(box.current!);
     return () => {
       observer.disconnect();
       chart.destroy();
       plot.current = null;
     };
-  }, [shape, dark, height, empty]);
+  }, [shape, dark, empty]);
 
   useEffect(() => {
     plot.current?.setData(joinLines(lines, smoothing));
@@ -214,6 +213,10 @@ export function Chart(props: ChartProps) {
       {empty ? <div class="blank">no values yet</div> : <div ref={box} />}
     </section>
   );
+}
+
+function chooseHeight(width: number): number {
+  return Math.round(Math.max(168, Math.min(264, width * 0.45)));
 }
 
 function drawLine(line: Line, smoothed: boolean): uPlot.Series[] {

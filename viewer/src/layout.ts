@@ -48,47 +48,55 @@ export function inkText(text: string): Ink[] {
   return inks;
 }
 
+interface Chunk {
+  inks: Ink[];
+  width: number;
+  ends: boolean;
+}
+
+/** What is drawn for a token, in chunks that each fit a line; `ends`: the line ends behind it. */
+function chunkToken(tokens: Tokens, token: number, columns: number): Chunk[] {
+  const text = tokens.texts[token];
+  const inks = text == null ? [{ text: showBytes(tokens.bytes[token] ?? ""), kind: "ctl" } as Ink] : inkText(text);
+  const chunks: Chunk[] = [{ inks: [], width: 0, ends: false }];
+  for (const ink of inks.length ? inks : [{ text: "∅", kind: "ctl" } as Ink]) {
+    for (const piece of cutWide(ink, columns)) {
+      const size = measureColumns(piece.text);
+      let chunk = chunks[chunks.length - 1]!;
+      if (chunk.ends || (chunk.width + size > columns && chunk.width > 0)) chunks.push((chunk = { inks: [], width: 0, ends: false }));
+      chunk.inks.push(piece);
+      chunk.width += size;
+      chunk.ends = piece.kind === "ws" && piece.text === "⏎";
+    }
+  }
+  return chunks;
+}
+
 /** Set all tokens in lines of so many columns. A newline ends its line. */
 export function layOut(tokens: Tokens, columns: number): Layout {
   const lines: Piece[][] = [[]];
   const lineOf = new Int32Array(tokens.ids.length);
+  // Most texts come again and again.
+  const known = new Map<string, Chunk[]>();
   let used = 0;
-  const breakLine = () => {
-    lines.push([]);
-    used = 0;
-  };
-  const place = (token: number, inks: Ink[], width: number) => {
-    if (used + width > columns && used > 0) breakLine();
-    lines[lines.length - 1]!.push({ token, inks });
-    used += width;
-  };
   for (let token = 0; token < tokens.ids.length; token++) {
-    const text = tokens.texts[token];
-    const inks = text == null ? [{ text: showBytes(tokens.bytes[token] ?? ""), kind: "ctl" } as Ink] : inkText(text);
-    if (inks.length === 0) inks.push({ text: "∅", kind: "ctl" });
-    let first = true;
-    let group: Ink[] = [];
-    let width = 0;
-    const flush = () => {
-      if (group.length) place(token, group, width);
-      if (first && group.length) lineOf[token] = lines.length - 1;
-      if (group.length) first = false;
-      group = [];
-      width = 0;
-    };
-    for (const ink of inks) {
-      for (const chunk of cutWide(ink, columns)) {
-        const size = measureColumns(chunk.text);
-        if (width + size > columns) flush();
-        group.push(chunk);
-        width += size;
+    const name = tokens.texts[token] ?? `\u0000${tokens.bytes[token]}`;
+    let chunks = known.get(name);
+    if (!chunks) known.set(name, (chunks = chunkToken(tokens, token, columns)));
+    for (let place = 0; place < chunks.length; place++) {
+      const { inks, width, ends } = chunks[place]!;
+      if (used + width > columns && used > 0) {
+        lines.push([]);
+        used = 0;
       }
-      if (ink.kind === "ws" && ink.text === "⏎") {
-        flush();
-        breakLine();
+      if (place === 0) lineOf[token] = lines.length - 1;
+      lines[lines.length - 1]!.push({ token, inks });
+      used += width;
+      if (ends) {
+        lines.push([]);
+        used = 0;
       }
     }
-    flush();
   }
   if (lines[lines.length - 1]!.length === 0) lines.pop();
   return { lines, lineOf };

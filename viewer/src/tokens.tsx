@@ -1,10 +1,11 @@
 // The exact view of a sample: each token with its color, and all that is known of the one under the cursor.
+import { Component } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { Sample } from "./api";
 import { useDark } from "./colors";
 import { DASH, formatCount, formatNumber, formatSigned } from "./format";
 import { useKeys } from "./keys";
-import { inkText, layOut, showBytes, type Layout } from "./layout";
+import { inkText, layOut, showBytes, type Layout, type Piece } from "./layout";
 import { setQuery } from "./router";
 import { colorNames, makeScale, titleOf, type Scale } from "./scales";
 
@@ -177,28 +178,51 @@ function Lines({ sample, scale, cursor, onCursor, onHover }: { scale: Scale | nu
         if (token !== null) onCursor(token);
       }}>
       <div class="token-lines" style={{ height: `${layout.lines.length * LINE + 16}px` }}>
-        {layout.lines.slice(first, end).map((line, place) => (
-          <div key={first + place} class="token-line" data-place={line[0]?.token ?? ""} style={{ transform: `translateY(${(first + place) * LINE}px)` }}>
-            {line.map((piece, index) => {
-              const { token } = piece;
-              const share = scale?.share(token) ?? null;
-              const classes = ["token"];
-              if (!sample.mask[token]) classes.push("given");
-              if (special.has(token)) classes.push("special");
-              if (sample.tokens.texts[token] === null) classes.push("bytes");
-              if (sample.values["clipped"]?.[token]) classes.push("clipped");
-              if (token === cursor) classes.push("cursor");
-              return (
-                <span key={index} class={classes.join(" ")} data-token={token} style={share === null ? undefined : scale!.paint(share)}>
-                  {piece.inks.map((ink, number) => (ink.kind ? <span key={number} class={ink.kind}>{ink.text}</span> : ink.text))}
-                </span>
-              );
-            })}
-          </div>
-        ))}
+        {layout.lines.slice(first, end).map((pieces, place) => {
+          const holds = pieces.some(({ token }) => token === cursor);
+          return <TokenLine key={first + place} place={first + place} pieces={pieces} sample={sample} scale={scale} special={special} cursor={holds ? cursor : null} />;
+        })}
       </div>
     </div>
   );
+}
+
+interface TokenLineProps {
+  place: number;
+  pieces: Piece[];
+  sample: Sample;
+  scale: Scale | null;
+  special: Set<number>;
+  /** The token under the cursor where it is on this line. */
+  cursor: number | null;
+}
+
+/** A line of tokens; drawn again only when what it shows changes. */
+class TokenLine extends Component<TokenLineProps> {
+  override shouldComponentUpdate(next: TokenLineProps): boolean {
+    return next.pieces !== this.props.pieces || next.place !== this.props.place || next.scale !== this.props.scale || next.cursor !== this.props.cursor;
+  }
+
+  override render({ place, pieces, sample, scale, special, cursor }: TokenLineProps) {
+    return (
+      <div class="token-line" data-place={pieces[0]?.token ?? ""} style={{ transform: `translateY(${place * LINE}px)` }}>
+        {pieces.map(({ token, inks }, index) => {
+          const share = scale?.share(token) ?? null;
+          let classes = "token";
+          if (!sample.mask[token]) classes += " given";
+          if (special.has(token)) classes += " special";
+          if (sample.tokens.texts[token] === null) classes += " bytes";
+          if (sample.values["clipped"]?.[token]) classes += " clipped";
+          if (token === cursor) classes += " cursor";
+          return (
+            <span key={index} class={classes} data-token={token} style={share === null ? undefined : scale!.paint(share)}>
+              {inks.map((ink, number) => (ink.kind ? <span key={number} class={ink.kind}>{ink.text}</span> : ink.text))}
+            </span>
+          );
+        })}
+      </div>
+    );
+  }
 }
 
 /** All that is known of a token. */

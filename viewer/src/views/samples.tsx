@@ -19,7 +19,7 @@ export function groupOf(row: SampleRow): string {
 
 export function SamplesView({ run }: { run: RunDetail }) {
   const { query } = useRoute();
-  const room = Number(useWide(1300)) + Number(useWide(1700));
+  const room = Number(useWide(1100)) + Number(useWide(1300)) + Number(useWide(1700));
   const filters = filterQuery(query);
   const sort = { name: query.get("sort") ?? "step", descending: query.get("descending") !== "0" };
   const pages = usePages<SampleRow>(runUrl(run.id, `/samples?${filters}&sort=${sort.name}&descending=${Number(sort.descending)}`), run.id);
@@ -63,24 +63,25 @@ function makeColumns(run: RunDetail, rescored: string | null, room: number): Col
     { name: "step", title: "Step", width: "56px", number: true, sortable: true, render: (row) => formatCount(row.step) },
     { name: "outcome", title: "Outcome", width: "92px", render: (row) => <Outcome outcome={row.outcome} reason={row.reason} /> },
     { name: "row", title: "Row", width: "52px", number: true, sortable: true, hint: "The line of the dataset; opens the prompt through time", render: (row) => <a href={linkTo(run.id, "prompt", `${row.kind}.${row.row}`)}>{row.row}</a> },
-    { name: "index", title: "Group", width: "56px", number: true, sortable: true, hint: "Opens all answers side by side", render: (row) => <a href={linkTo(run.id, "group", groupOf(row))}>{row.index}</a> },
+    room > 0 && { name: "index", title: "Group", width: "56px", number: true, sortable: true, hint: "Opens all answers side by side", render: (row: SampleRow) => <a href={linkTo(run.id, "group", groupOf(row))}>{row.index}</a> },
     { name: "reward", title: "Reward", width: "60px", number: true, sortable: true, render: (row) => formatFixed(row.reward) },
     !!rescored && { name: "rescored", title: "Rescored", width: "68px", number: true, sortable: true, render: (row: SampleRow) => formatFixed(row.rescored) },
     !!rescored && { name: "difference", title: "Change", width: "60px", number: true, render: (row: SampleRow) => (row.rescored == null || row.reward === null ? DASH : formatSigned(row.rescored - row.reward)) },
-    { name: "advantage", title: "Adv.", width: "60px", number: true, sortable: true, hint: "Advantage", render: (row) => formatSigned(row.advantage) },
+    room > 0 && { name: "advantage", title: "Adv.", width: "60px", number: true, sortable: true, hint: "Advantage", render: (row: SampleRow) => formatSigned(row.advantage) },
     { name: "length", title: "Length", width: "56px", number: true, sortable: true, hint: "Sampled tokens", render: (row) => formatCount(row.length) },
-    { name: "mean_logprob", title: "Logprob", width: "64px", number: true, sortable: true, hint: "Mean logprob of the sampled tokens", render: (row) => formatFixed(row.mean_logprob) },
-    room > 1 && { name: "version", title: "Version", width: "60px", number: true, sortable: true, hint: "Weight version that sampled it", render: (row: SampleRow) => formatCount(row.version) },
-    room > 1 && { name: "sample_s", title: "Seconds", width: "64px", number: true, sortable: true, hint: "Seconds of sampling", render: (row: SampleRow) => formatFixed(row.sample_s, 2) },
-    room > 0 && { name: "prompt", title: "Prompt, its end", width: "minmax(200px, 1fr)", render: (row: SampleRow) => <span class="faint"><Line text={row.prompt_end} /></span> },
+    room > 0 && { name: "mean_logprob", title: "Logprob", width: "64px", number: true, sortable: true, hint: "Mean logprob of the sampled tokens", render: (row: SampleRow) => formatFixed(row.mean_logprob) },
+    room > 2 && { name: "version", title: "Version", width: "60px", number: true, sortable: true, hint: "Weight version that sampled it", render: (row: SampleRow) => formatCount(row.version) },
+    room > 2 && { name: "sample_s", title: "Seconds", width: "64px", number: true, sortable: true, hint: "Seconds of sampling", render: (row: SampleRow) => formatFixed(row.sample_s, 2) },
+    room > 1 && { name: "prompt", title: "Prompt, its end", width: "minmax(200px, 1fr)", render: (row: SampleRow) => <span class="faint"><Line text={row.prompt_end} match={row.match_in === "prompt" ? row.match : null} /></span> },
     { name: "text", title: "Answer", width: "minmax(240px, 2fr)", render: (row) => <Answer row={row} /> },
   ];
   return columns.filter((column) => column !== false);
 }
 
 function Answer({ row }: { row: SampleRow }) {
+  if (row.match_in === "prompt") return <Line text={row.text} />;
   if (row.reason && UNUSED.has(row.outcome) && !row.match) return <span title={row.reason}><span class="badge"><Line text={row.reason} /></span> <Line text={row.text} /></span>;
-  return <Line text={row.text} match={row.match} />;
+  return <>{row.text_start > 0 && <span class="faint">… </span>}<Line text={row.text} match={row.match} /></>;
 }
 
 function Exports({ run, filters }: { run: RunDetail; filters: URLSearchParams }) {

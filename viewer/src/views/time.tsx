@@ -95,7 +95,7 @@ export function TimeView({ run }: { run: RunDetail }) {
       {data && data.spans.length > 0 && (
         <div class="page">
           <div class="readout">{hover ? describe(hover) : "Point at a bar for its times; a click opens the samples of its step. Hatched bars wait."}</div>
-          <Lanes spans={data.spans} byWork={byWork} onHover={setHover} onPick={(span) => run.has_samples && navigate(`${linkTo(run.id, "samples")}?step_min=${span.step}&step_max=${span.step}`)} />
+          <Lanes spans={data.spans} byWork={byWork} onHover={setHover} onPick={(span) => run.has_samples && navigate(span.sample ? linkTo(run.id, "sample", span.sample) : `${linkTo(run.id, "samples")}?step_min=${span.step}&step_max=${span.step}`)} />
           <Totals spans={data.spans} />
         </div>
       )}
