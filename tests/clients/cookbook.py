@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -25,6 +26,12 @@ from tests.clients.model import make_work_folder
 from hearth.local import tinker_server
 
 _TIMEOUT_S = 300
+_AS_ARROW = """
+import pathlib, sys, datasets
+for file in pathlib.Path(sys.argv[1]).rglob("*.jsonl"):
+    datasets.Dataset.from_json(str(file)).save_to_disk(str(file.with_suffix("")))
+"""
+"""Writes data sets in the form of the only recipe that wants it, in the recipes' environment."""
 _BASE, _CHAT = "model_name=Qwen/Qwen3-8B-Base", "model_name=Qwen/Qwen3-8B"
 _RENDERER = "renderer_name=qwen3_disable_thinking"
 _RL = ("groups_per_batch=4", "group_size=4", "max_tokens=8", "max_steps=2")
@@ -57,6 +64,18 @@ def _has_steps(metrics: Metrics) -> str:
     return f"{len(metrics)} lines of metrics"
 
 
+def _is_brier(metrics: Metrics) -> str:
+    losses = [line["train/loss"] for line in metrics if "train/loss" in line]
+    assert losses, f"no loss in {metrics}"
+    assert all(0 <= loss <= 2 for loss in losses), losses
+    return f"Brier loss {losses[0]:.3f} in 0..2"
+
+
+def _has_ended(metrics: Metrics) -> str:
+    del metrics
+    return "ended"
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One command, and what its metrics must show."""
@@ -67,6 +86,8 @@ class Recipe:
     check: Callable[[Metrics], str] = _has_steps
     has_log_choice: bool = True
     """Whether it asks what to do with an existing log."""
+    log: str | None = "log_path"
+    """The setting that says where it writes; None: below the home folder."""
 
 
 RECIPES = (
@@ -153,6 +174,7 @@ RECIPES = (
             "lora_rank=8",
         ),
         has_log_choice=False,
+        log=None,
     ),
     Recipe(
         "multiplayer_rl.guess_number",
@@ -226,6 +248,59 @@ RECIPES = (
         (_CHAT, _RENDERER, "file_path=prompts.jsonl", "batch_size=8", "max_steps=2"),
         _is_finite,
     ),
+    Recipe(
+        "prompt_distillation.create_data",
+        "prompt_distillation.create_data",
+        (),
+        _has_ended,
+        has_log_choice=False,
+        log="output_file",
+    ),
+    Recipe(
+        "multiplayer_rl.twenty_questions",
+        "multiplayer_rl.twenty_questions.train",
+        (_CHAT, _RENDERER, "batch_size=2", "group_size=2", "max_tokens=8", "num_epochs=1",
+         "eval_every=0", "max_steps=1"),
+        _is_on_policy,
+    ),
+    Recipe(
+        "rubric.prometheus_experimental, stable_reinforce",
+        "rubric.prometheus_experimental",
+        (_CHAT, _RENDERER, "grader_llm_name=Qwen/Qwen3-8B",
+         "grader_renderer_name=qwen3_disable_thinking", "groups_per_batch=2",
+         "train_group_size=2", "lora_rank=8", "max_tokens=8", "eval_every=0", "max_steps=1"),
+    ),
+    Recipe(
+        "forecasting",
+        "forecasting.train",
+        (_CHAT, _RENDERER, "data_path=forecasts.csv", "groups_per_batch=2", "group_size=2",
+         "lora_rank=8", "max_tokens=8", "eval_every=0", "max_steps=2"),
+        _is_on_policy,
+    ),
+    Recipe(
+        "decisions.forecasting",
+        "decisions.forecasting",
+        (_CHAT, _RENDERER, "data_path=forecasts.csv", "batch_size=4", "lora_rank=8",
+         "max_steps=2"),
+        _is_brier,
+    ),
+    Recipe(
+        "sdft.run_continual_learning",
+        "sdft.run_continual_learning",
+        (_CHAT, "data_dir=continual", "methods=sft,sdft_topk", "learning_rates=1e-3",
+         "batch_size=16", "max_tokens=64", "lora_rank=8"),
+        has_log_choice=False,
+        log="log_root",
+    ),
+    Recipe(
+        "chat_sl.sweep",
+        "chat_sl.sweep",
+        ("recipe=sft", f"base.{_BASE}", "base.dataset=no_robots", "base.batch_size=32",
+         "training_budget_examples=64", "learning_rates=[1e-4,1e-3]", "lora_ranks=[8]"),
+        _is_finite,
+        has_log_choice=False,
+        log="sweep_dir",
+    ),
 )  # fmt: skip
 
 NOT_RUN = {
@@ -235,9 +310,7 @@ NOT_RUN = {
     "harbor_rl, distillation.*_harbor_multi_turn": "needs containers",
     "search_tool": "needs a vector database and an embedding service",
     "verifiers_rl": "needs an environment from the hub of verifiers",
-    "multiplayer_rl.twenty_questions": "begins with 20 turns about each of its words: over 300 s",
     "multiplayer_rl.text_arena": "needs the textarena package, whose games download word lists",
-    "forecasting": "needs a data set behind a login",
     "decisions.demo": "asks for a model that the cookbook names alone",
     "true_thinking_score": "asks for a reasoning model's own numbers",
 }
@@ -270,7 +343,9 @@ def run(recipe: Recipe, python: Path, url: str, work: Path) -> Outcome:
     }
     begin_s = time.monotonic()
     module = f"tinker_cookbook.recipes.{recipe.module}"
-    log_choice = [] if recipe.name == "preference.rlhf" else [f"log_path={logs}"]
+    log_choice = [] if recipe.log is None else [f"{recipe.log}={logs}"]
+    if not recipe.has_log_choice:
+        shutil.rmtree(logs, ignore_errors=True)
     with (work / "output.log").open("wb") as output:
         try:
             code = subprocess.run(
@@ -289,12 +364,10 @@ def run(recipe: Recipe, python: Path, url: str, work: Path) -> Outcome:
     if code != 0:
         lines = (work / "output.log").read_text(errors="replace").splitlines()
         return Outcome(recipe.name, False, seconds, f"exit {code}: {lines[-1][:200]}")
-    folders = [logs] if log_choice else [path.parent for path in work.rglob("metrics.jsonl")]
     metrics = [
         json.loads(line)
-        for folder in folders
-        if (folder / "metrics.jsonl").exists()
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
+        for file in (work / "home" if recipe.log is None else logs).rglob("metrics.jsonl")
+        for line in file.read_text(encoding="utf-8").splitlines()
     ]
     try:
         return Outcome(recipe.name, True, seconds, recipe.check(metrics))
@@ -314,6 +387,7 @@ def main() -> int:
     options = parser.parse_args()
     work, python = options.work.resolve(), Path.cwd() / options.python
     make_work_folder(work)
+    subprocess.run([python, "-c", _AS_ARROW, str(work / "continual")], check=True)
     os.chdir(work)
     outcomes: list[Outcome] = []
     with tinker_server(work / "platform") as url:

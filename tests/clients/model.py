@@ -6,6 +6,7 @@ platform that is started in the work folder.
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 from pathlib import Path
@@ -181,6 +182,21 @@ def make_data(folder: Path) -> None:
     asked = [row["messages"][:1] for row in chat(32)]
     _write_lines(folder / "rubric.jsonl", [{"convo": a, "rubric_items": [rubric]} for a in asked])
     _write_lines(folder / "prompts.jsonl", chat(64))
+    sentences = folder / "tinker_cookbook" / "example_data" / "multilingual.txt"
+    sentences.parent.mkdir(parents=True, exist_ok=True)
+    sentences.write_text("Guten Tag.\nGood day.\nBuenas tardes.\n", encoding="utf-8")
+    _write_forecasts(folder / "forecasts.csv")
+    _write_continual(folder / "continual", chat(32))
+    criteria = {f"orig_score{score}_description": f"It is {score} of 5." for score in range(1, 6)}
+    feedback = [
+        {
+            "orig_instruction": row["messages"][0]["content"],
+            "orig_criteria": "Is the sum right?",
+            "orig_reference_answer": row["messages"][1]["content"],
+            **criteria,
+        }
+        for row in chat(32)
+    ]
     for name, configs in {
         "openai/gsm8k": {"main": {"train": sums(256), "test": sums(16)}},
         "HuggingFaceH4/no_robots": {"default": {"train": chat(512), "test": chat(64)}},
@@ -199,11 +215,55 @@ def make_data(folder: Path) -> None:
         "hicai-zju/SciKnowEval": {"default": {"test": choices(128)}},
         "open-thoughts/OpenThoughts3-1.2M": {"default": {"train": conversations}},
         "Salesforce/wikitext": {"wikitext-103-raw-v1": {"train": text}},
+        "prometheus-eval/Feedback-Collection": {"default": {"train": feedback}},
         "tangqiaoyu/ToolAlpaca": {
             "default": {"train": [{"instruction": f"Do {n}.", "output": str(n)} for n in range(64)]}
         },
     }.items():
         _write(folder / name, configs)
+
+
+def _write_forecasts(file: Path) -> None:
+    """Markets that closed before, or opened after the recipes' day of split."""
+    source = [{"title": "A report", "summary": "It may rain.", "ranking": 1}]
+    with file.open("w", newline="", encoding="utf-8") as opened:
+        markets = []
+        for place in range(24):
+            month = 9 if place < 16 else 11
+            market = {
+                "submission_id": f"s{place}",
+                "event_ticker": f"e{place}",
+                "title": f"Rain in town {place}?",
+                "snapshot_time": f"2025-{month:02d}-01T00:00:00Z",
+                "close_time": f"2025-{month:02d}-20T00:00:00Z",
+                "market_outcome": json.dumps({"Rain": place % 2}),
+                "category": "Weather",
+                "markets": json.dumps(["Rain"]),
+                "sources": json.dumps(source),
+            }
+            markets.append(market)
+        writer = csv.DictWriter(opened, list(markets[0]))
+        writer.writeheader()
+        writer.writerows(markets)
+
+
+def _write_continual(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """The two tasks of the continual-learning recipe; it reads them as Arrow files."""
+    for place, row in enumerate(rows):
+        question, answer = row["messages"]
+        reasoned = "<reasoning>\nSo.\n</reasoning>\n<answer>\nA\n</answer>"
+        messages = [{"role": "system", "content": "Answer."}, question]
+        rows[place] = {
+            "messages": messages,
+            "output_text": reasoned,
+            "answer": "A",
+            "prompt": question["content"],
+            "golden_response": [answer["content"]],
+            "golden_answer": [{"Action": "add", "Action_Input": "{}"}],
+        }
+    for task in ("science_data", "tooluse_data"):
+        for split, part in (("train_data", rows), ("eval_data", rows[:4])):
+            _write_lines(folder / task / f"{split}.jsonl", part)
 
 
 def _write_lines(file: Path, rows: list[dict[str, Any]]) -> None:

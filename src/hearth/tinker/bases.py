@@ -148,24 +148,28 @@ class Base:
         return await ask(self._trainer, f"/api/v1/{path}", content)
 
     async def complete(self, content: bytes, client: str) -> dict[str, Any]:
-        """What the deployment answers to a completion request; one that dies is waited for.
+        """What the deployment answers to a completion request.
+
+        One that dies is waited for, and one that is full for as long as it takes.
 
         Raises:
-            LostError, BusyError: it did not answer in all tries.
+            LostError: it did not answer in all tries.
             RequestError: it refuses the request.
         """
-        pause_s = _FIRST_PAUSE_S
-        for attempt in range(_DEPLOYMENT_TRIES):
+        pause_s, tries = _FIRST_PAUSE_S, 0
+        while True:
             try:
                 return await ask(self._deployment, "/inference/v1/completions", content, client)
-            except (LostError, BusyError) as error:
-                if attempt == _DEPLOYMENT_TRIES - 1:
+            except BusyError:
+                pass
+            except LostError as error:
+                tries += 1
+                if tries == _DEPLOYMENT_TRIES:
                     raise
                 logger.info("the deployment of %s is asked again: %s", self.name, error)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, 8.0)
-                await self.start_deployment()
-        raise AssertionError("the last try returns or raises")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 8.0)
+            await self.start_deployment()
 
     async def max_seq_len(self) -> int:
         """Most tokens of a sequence, as the deployment says."""

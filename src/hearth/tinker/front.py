@@ -8,8 +8,9 @@ import logging
 import secrets
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ POLL_S = 25.0
 SESSION_S = 3600.0
 """A session without a heartbeat for so long has ended: its runs are unloaded."""
 MOST_SAMPLES = 16384
-"""Sampling requests of one key whose result was not fetched yet."""
+"""Samples of one key that are not there yet. A deployment takes no more of one client."""
 _KEPT_SAMPLES = 4096
 """Results of samples that were fetched stay, since clients ask again."""
 _SWEEP_S = 60.0
@@ -49,28 +50,56 @@ _STABLE_REINFORCE = {"clip_low_threshold": 0.0, "clip_high_threshold": 1.0}
 _ALPHA = 32.0
 
 
+@dataclass(eq=False)
+class _Sampling:
+    """A sampling request."""
+
+    owner: str
+    task: asyncio.Task[bytes]
+    running: int
+    """How many of its samples are not there yet."""
+
+
 class Samples:
-    """Sampling requests by id: those that run, and the last ones that were fetched."""
+    """Sampling requests by id: those that run, and the last ones that have ended.
 
-    def __init__(self) -> None:
-        self._results: dict[str, asyncio.Task[bytes]] = {}
+    Results that are not fetched are kept longer than those that are: clients ask for them again.
+    """
+
+    def __init__(self, most_kept: int = 16384) -> None:
+        self._most_kept = most_kept
+        """Requests that have ended and wait to be fetched."""
+        self._known: dict[str, _Sampling] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
         self._fetched: OrderedDict[str, None] = OrderedDict()
-        self._owners: dict[str, str] = {}
-        self._open: dict[str, int] = {}
+        self._running: Counter[str] = Counter()
+        """Samples of each owner that are not there yet."""
 
-    def begin(self, request_id: str, owner: str, work: Callable[[], Awaitable[bytes]]) -> None:
-        """Run ``work`` for a new request id; an id that is known stays as it is.
+    def begin(
+        self, request_id: str, owner: str, work: Callable[[], Awaitable[bytes]], count: int = 1
+    ) -> None:
+        """Run ``work``, which makes ``count`` samples, for a new id; a known one stays as it is.
 
         Raises:
-            BusyError: the owner has too many whose result was not fetched.
+            BusyError: the owner has too many samples that are not there yet.
         """
-        if request_id in self._results:
+        if request_id in self._known:
             return
-        if self._open.get(owner, 0) >= MOST_SAMPLES:
-            raise BusyError(f"samples in flight of one key must be at most {MOST_SAMPLES}")
-        self._open[owner] = self._open.get(owner, 0) + 1
-        self._owners[request_id] = owner
-        self._results[request_id] = asyncio.ensure_future(_run(work))
+        if self._running[owner] + count > MOST_SAMPLES:
+            raise BusyError(
+                f"samples in flight of one key must be at most {MOST_SAMPLES}, got "
+                f"{self._running[owner] + count}: wait for earlier ones"
+            )
+        self._running[owner] += count
+        sampling = _Sampling(owner, asyncio.ensure_future(_run(work)), count)
+        self._known[request_id] = sampling
+
+        def end(_: asyncio.Task[bytes]) -> None:
+            self._release(sampling)
+            if request_id in self._known:
+                self._keep_last(self._ended, request_id, self._most_kept)
+
+        sampling.task.add_done_callback(end)
 
     async def wait(self, request_id: str, owner: str, timeout_s: float) -> bytes | None:
         """A result; None while there is none.
@@ -78,33 +107,48 @@ class Samples:
         Raises:
             ClosedError: the id is unknown: a client asks for new samples then.
         """
-        task = self._results.get(request_id)
-        if task is None or self._owners.get(request_id) != owner:
+        sampling = self._known.get(request_id)
+        if sampling is None or sampling.owner != owner:
             raise ClosedError(f"request_id must name a recent sample, got {request_id[:200]!r}")
-        await asyncio.wait([task], timeout=timeout_s)
-        if not task.done():
+        await asyncio.wait([sampling.task], timeout=timeout_s)
+        if not sampling.task.done():
             return None
-        if request_id not in self._fetched:
-            self._open[owner] -= 1
-        self._fetched[request_id] = None
-        self._fetched.move_to_end(request_id)
-        while len(self._fetched) > _KEPT_SAMPLES:
-            self._drop(self._fetched.popitem(last=False)[0])
-        return task.result()
+        if sampling.task.cancelled():
+            raise ClosedError(f"request_id must name a sample that goes on, got {request_id!r}")
+        self._ended.pop(request_id, None)
+        self._keep_last(self._fetched, request_id, _KEPT_SAMPLES)
+        return sampling.task.result()
 
     def cancel(self, request_id: str, owner: str) -> None:
         """Give up a request; unknown ones are none."""
-        if self._owners.get(request_id) != owner:
-            return
-        if request_id not in self._fetched:
-            self._open[owner] -= 1
-        self._fetched.pop(request_id, None)
-        self._drop(request_id)
+        sampling = self._known.get(request_id)
+        if sampling is not None and sampling.owner == owner:
+            self._drop(request_id)
+
+    def end_session(self, session_id: str) -> None:
+        """Give up a session's requests."""
+        prefix = f"sample:{session_id}:"
+        for request_id in [each for each in self._known if each.startswith(prefix)]:
+            self._drop(request_id)
+
+    def _keep_last(self, ids: OrderedDict[str, None], request_id: str, most: int) -> None:
+        ids[request_id] = None
+        ids.move_to_end(request_id)
+        while len(ids) > most:
+            self._drop(next(iter(ids)))
 
     def _drop(self, request_id: str) -> None:
-        self._owners.pop(request_id, None)
-        if (task := self._results.pop(request_id, None)) is not None:
-            task.cancel()
+        self._ended.pop(request_id, None)
+        self._fetched.pop(request_id, None)
+        if (sampling := self._known.pop(request_id, None)) is not None:
+            self._release(sampling)
+            sampling.task.cancel()
+
+    def _release(self, sampling: _Sampling) -> None:
+        self._running[sampling.owner] -= sampling.running
+        sampling.running = 0
+        if not self._running[sampling.owner]:
+            del self._running[sampling.owner]
 
 
 class Front:
@@ -113,8 +157,11 @@ class Front:
     Must be used on one event loop. An id of another key's is like one that does not exist.
     """
 
-    def __init__(self, plane: ControlPlane, gateway: Gateway) -> None:
+    def __init__(
+        self, plane: ControlPlane, gateway: Gateway, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._plane = plane
+        self._clock = clock
         self.bases = Bases(plane, gateway)
         self.saved = SavedWeights(plane.store.tinker_saved, self.bases, self._is_sampled)
         self.samples = Samples()
@@ -143,7 +190,7 @@ class Front:
             owner=owner, user_metadata=ask.user_metadata, display_name=ask.display_name
         )
         await _on_thread(self._sessions.insert, session_id, "OPEN", facts.as_dict())
-        self._beats[session_id] = time.monotonic()
+        self._beats[session_id] = self._clock()
         return session_id
 
     async def beat(self, owner: str, session_id: str) -> None:
@@ -155,7 +202,7 @@ class Front:
         """
         if session_id not in self._beats:
             await self._find_session(owner, session_id)
-        self._beats[session_id] = time.monotonic()
+        self._beats[session_id] = self._clock()
 
     async def end_session(self, owner: str, session_id: str) -> None:
         """End a session: its runs are unloaded, what it saved stays; raises as ``beat``."""
@@ -196,7 +243,6 @@ class Front:
         error: HearthError | None = None
         source = None
         try:
-            records.check_optimizer(ask.optimizer_config)
             source = await _on_thread(self.saved.find, ask.path, owner)
             _check_loadable(source, ask)
         except HearthError as wrong:
@@ -252,6 +298,7 @@ class Front:
                 f"optim_params must be AdamParams, got {kind!r}: runs here are trained with AdamW"
             )
         else:
+            records.log_unknown("AdamParams", adam.keys() - AdamParams.model_fields.keys())
             try:
                 AdamParams.from_dict(adam)
             except RequestError as error:
@@ -358,7 +405,7 @@ class Front:
         """
         run = self._live.get(run_id)
         if run is not None and run.facts.owner == owner:
-            self._beats[run.facts.session_id] = time.monotonic()
+            self._beats[run.facts.session_id] = self._clock()
             return run
         await _find_own(self._runs, run_id, owner, "model_id")
         raise ClosedError(
@@ -429,10 +476,10 @@ class Front:
                 f"{ask.sampling_session_id!r} and {ask.seq_id!r}: open a sampling session first"
             )
         facts = self.find_sampler(owner, ask.sampling_session_id)
-        self._beats[facts.session_id] = time.monotonic()
+        self._beats[facts.session_id] = self._clock()
         request_id = f"sample:{ask.sampling_session_id}:{ask.seq_id}"
-        self.samples.begin(request_id, owner, lambda: self._sample(ask, facts, owner))
         count = min(max(ask.num_samples, 0), 1024)
+        self.samples.begin(request_id, owner, lambda: self._sample(ask, facts, owner), count)
         return request_id, [f"{request_id}:{place}" for place in range(count)]
 
     async def retrieve(self, owner: str, request_id: str) -> bytes | None:
@@ -647,11 +694,11 @@ class Front:
         record = await _find_own(self._sessions, session_id, owner, "session_id")
         if record.state != "OPEN":
             raise ClosedError(f"session_id must be open, got {session_id!r}, which has ended")
-        self._beats[session_id] = time.monotonic()
+        self._beats[session_id] = self._clock()
 
     async def _restore(self) -> None:
         for record in await _on_thread(self._sessions.list_all, ("OPEN",)):
-            self._beats[record.id] = time.monotonic()
+            self._beats[record.id] = self._clock()
         for record in await _on_thread(self._samplers.list_all, ("OPEN",)):
             self._open_samplers[record.id] = records.SamplerFacts.from_dict(record.body)
         for record in await _on_thread(self._runs.list_all, ("LIVE",)):
@@ -670,16 +717,21 @@ class Front:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
-            now_s = time.monotonic()
-            for session_id, beat_s in list(self._beats.items()):
-                if now_s - beat_s > SESSION_S:
-                    with contextlib.suppress(HearthError):
-                        await self._end(session_id, "EXPIRED")
-            await _on_thread(self.saved.remove_expired)
+            await self.sweep()
+
+    async def sweep(self) -> None:
+        """End the sessions whose clients are silent, and drop saved weights that have expired."""
+        now_s = self._clock()
+        for session_id, beat_s in list(self._beats.items()):
+            if now_s - beat_s > SESSION_S:
+                with contextlib.suppress(HearthError):
+                    await self._end(session_id, "EXPIRED")
+        await _on_thread(self.saved.remove_expired)
 
     async def _end(self, session_id: str, state: str) -> None:
         self._beats.pop(session_id, None)
         await _on_thread(self._sessions.update, session_id, state=state)
+        self.samples.end_session(session_id)
         for run_id, run in list(self._live.items()):
             if run.facts.session_id == session_id:
                 await _on_thread(self._runs.update, run_id, state="ENDED")
@@ -732,6 +784,11 @@ async def _find_own(table: Records, id: str, owner: str, field: str) -> StoredRe
 
 
 def _check_loadable(source: records.SavedFacts, ask: records.LoadWeights) -> None:
+    records.check_optimizer(ask.optimizer_config)
+    if ask.weights_access_token is not None:
+        raise RequestError(
+            "weights_access_token must be absent: the owner of weights publishes them for others"
+        )
     if source.kind != "weights":
         raise RequestError(
             f"path must name a training state (save_state), got {ask.path!r}, sampler weights"

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 from numpy.typing import NDArray
 
 from hearth.errors import RequestError
+from hearth.tinker.records import log_unknown
 from hearth.wire.tensors import DType, encoded
 
 MEDIA_TYPE = "application/x-protobuf"
@@ -149,6 +151,7 @@ def read_pass(body: bytes) -> PassRequest:
         message.ParseFromString(body)
     except DecodeError as error:
         raise RequestError(f"body must be a ForwardBackwardRequest, got {error}") from None
+    _log_unknown(message)
     content: dict[str, Any] = {"loss_fn": message.loss_fn, "loss_fn_config": _read_config(message)}
     columns = _read_columns(message)
     if columns is not None:
@@ -162,6 +165,15 @@ def read_pass(body: bytes) -> PassRequest:
         content,
         None if columns is None else columns[1],
     )
+
+
+def _log_unknown(message: Any) -> None:
+    """Log the numbers of fields that a newer client sends, of the request and its first datum."""
+    parts = [message]
+    for datum in message.data[:1]:
+        parts += [datum, *datum.model_input, *datum.loss_fn_inputs.values()]
+    for part in parts:
+        log_unknown(part.DESCRIPTOR.name, (each.field_number for each in UnknownFieldSet(part)))
 
 
 def write_pass(

@@ -6,10 +6,10 @@ A field that a newer client sends and this file does not have is logged once, an
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hearth.errors import RequestError
 from hearth.wire.base import Record
@@ -18,21 +18,27 @@ from hearth.wire.tinker import LoraSpec
 logger = logging.getLogger(__name__)
 
 _LEAST_TTL_S, _MOST_TTL_S = 3600, 10 * 366 * 24 * 3600
+_MOST_LOGGED = 1000
 _logged: set[tuple[str, str]] = set()
 
 
-class Question(Record):
-    """A request's body."""
+def log_unknown(message: str, fields: Iterable[object]) -> None:
+    """Log fields of a message that are unknown here; each once."""
+    for field in fields:
+        if (message, str(field)) not in _logged and len(_logged) < _MOST_LOGGED:
+            _logged.add((message, str(field)))
+            logger.warning("%s has the field %.80r, which is unknown here", message, field)
 
+
+class Question(Record):
+    """A request's body, or a part of one."""
+
+    @model_validator(mode="before")
     @classmethod
-    def from_dict(cls, content: Any) -> Self:
-        """The record of a parsed body; see ``Record``."""
-        known = set(cls.model_fields) | {"type"}
-        for name in content.keys() - known if isinstance(content, Mapping) else ():
-            if (cls.__name__, str(name)) not in _logged and len(_logged) < 1000:
-                _logged.add((cls.__name__, str(name)))
-                logger.warning("%s has the field %.80r, which is unknown here", cls.__name__, name)
-        return super().from_dict(content)
+    def _log_unknown(cls, content: Any) -> Any:
+        if isinstance(content, Mapping):
+            log_unknown(cls.__name__, content.keys() - cls.model_fields.keys() - {"type"})
+        return content
 
 
 class CreateSession(Question):
@@ -61,7 +67,7 @@ class LoraConfig(Question):
     train_attn: bool = True
 
 
-class OptimizerConfig(Record):
+class OptimizerConfig(Question):
     """Which optimizer a run has."""
 
     type: str = "adamw"
@@ -157,7 +163,7 @@ class SamplingParams(Question):
     top_p: float = Field(default=1.0, allow_inf_nan=False)
 
 
-class Prompt(Record):
+class Prompt(Question):
     """A prompt in chunks."""
 
     chunks: list[dict[str, Any]]

@@ -41,6 +41,8 @@ def check_samples(ask: AskSamples) -> None:
     refused = {
         "target_prompt_logprobs": "ask for topk_prompt_logprobs, or score with forward",
         "prompt_alt_tokens_k": "sample from the prompt's beginnings instead",
+        "base_model": "the sampling session names what is sampled from",
+        "model_path": "the sampling session names what is sampled from",
     }
     for name, instead in refused.items():
         if value := getattr(ask, name):
