@@ -25,20 +25,20 @@ from hearth.settings import CATALOG_VARIABLE
 from training.quickstart import MODEL
 
 REFUSES = {
-    "AdminClient.get_audit_log",
-    "AdminClient.get_billing_usage",
-    "AdminClient.get_current_checkpoint_storage_usage",
-    "RestClient.assign_session_project",
-    "RestClient.copy_weights",
-    "RestClient.export_session_trace",
-    "RestClient.get_audit_log",
-    "RestClient.get_billing_usage",
-    "RestClient.get_current_checkpoint_storage_usage",
-    "RestClient.search_sessions",
-    "RestClient.whoami",
-    "ServiceClient.copy_weights",
+    "AdminClient.get_audit_log": "audit",
+    "AdminClient.get_billing_usage": "billing/usage/events",
+    "AdminClient.get_current_checkpoint_storage_usage": "billing/usage/checkpoints/current",
+    "RestClient.assign_session_project": "sessions/{id}/project",
+    "RestClient.copy_weights": "copy_weights",
+    "RestClient.export_session_trace": "sessions/{id}/trace_export",
+    "RestClient.get_audit_log": "audit",
+    "RestClient.get_billing_usage": "billing/usage/events",
+    "RestClient.get_current_checkpoint_storage_usage": "billing/usage/checkpoints/current",
+    "RestClient.search_sessions": "sessions/search",
+    "RestClient.whoami": "auth/apikey/me",
+    "ServiceClient.copy_weights": "copy_weights",
 }
-"""What a platform refuses of Tinker's client, with a reason."""
+"""What a platform refuses of Tinker's client, with the reason of a route."""
 TINKER = ("0.38.0", "0.36.0", "0.35.0", "0.34.0", "0.33.1")
 FIREWORKS = ("1.2.30", "1.2.29", "1.2.28", "1.2.9")
 _FIREWORKS_NEEDS = (

@@ -327,34 +327,57 @@ _LOSSES: dict[types.LossFnType, tuple[dict[str, float] | None, Callable[..., Any
 }
 
 
+def _make_nearby(client: tinker.TrainingClient, **inputs: Any) -> list[types.Datum]:
+    """Datums whose sampler is near the trainer, where a ratio is neither 0 nor endless."""
+    current = iter(read_logprobs(get(client.forward(make_data(18), "cross_entropy"))))
+    return make_data(
+        18, logprobs=lambda rng, length: next(current) + 0.3 * np.cos(np.arange(length)), **inputs
+    )
+
+
+def _compare_loss(result: types.ForwardBackwardOutput, expected: float) -> str:
+    found = float(result.metrics["loss:sum"])
+    assert abs(found - expected) <= 1e-4 * max(1.0, abs(expected)), (
+        f"loss:sum must be {expected:.6g}, got {found:.6g}"
+    )
+    return f"{found:.6g}"
+
+
 def _check_loss(name: types.LossFnType) -> Callable[[Server], str]:
     config, formula = _LOSSES[name]
 
     def check(server: Server) -> str:
         client = server.begin()
-        probe = make_data(18)
-        current = read_logprobs(get(client.forward(probe, "cross_entropy")))
-        nearby = iter(current)
-        # The sampler's logprobs are near the trainer's, where a ratio is neither 0 nor endless.
-        data = make_data(
-            18,
-            logprobs=lambda rng, length: next(nearby) + 0.3 * np.cos(np.arange(length)),
-            advantages=lambda rng, length: np.sin(1 + np.arange(length)),
-        )
+        data = _make_nearby(client, advantages=lambda rng, length: np.sin(1 + np.arange(length)))
         result = get(client.forward_backward(data, name, config))
-        expected = sum(
-            float(
-                formula(own, read_field(datum, "logprobs"), read_field(datum, "advantages")).sum()
-            )
-            for datum, own in zip(data, read_logprobs(result), strict=True)
-        )
-        found = float(result.metrics["loss:sum"])
-        assert abs(found - expected) <= 1e-4 * max(1.0, abs(expected)), (
-            f"loss:sum must be {expected:.6g}, got {found:.6g}"
-        )
-        return f"{found:.6g}"
+        expected = 0.0
+        for datum, own in zip(data, read_logprobs(result), strict=True):
+            given = read_field(datum, "logprobs"), read_field(datum, "advantages")
+            expected += float(formula(own, *given).sum())
+        return _compare_loss(result, expected)
 
     return check
+
+
+def _check_gspo(server: Server) -> str:
+    """One ratio per sequence, of the tokens in its mask (arXiv:2507.18071)."""
+    low, high = 0.97, 1.03
+    client = server.begin()
+    data = _make_nearby(
+        client,
+        advantages=lambda rng, length: np.sin(length) * (np.arange(length) >= 2),
+        sequence_ratio_mask=lambda rng, length: np.arange(length) >= 2,
+    )
+    config = {"clip_low_threshold": low, "clip_high_threshold": high}
+    result = get(client.forward_backward(data, "gspo", config))
+    expected = 0.0
+    for datum, own in zip(data, read_logprobs(result), strict=True):
+        mask = read_field(datum, "sequence_ratio_mask") != 0
+        ratio = np.exp((own - read_field(datum, "logprobs"))[mask].mean())
+        gains = read_field(datum, "advantages") * ratio
+        clipped = read_field(datum, "advantages") * np.clip(ratio, low, high)
+        expected -= float(np.minimum(gains, clipped).sum())
+    return _compare_loss(result, expected)
 
 
 CHECKS = [
@@ -384,3 +407,4 @@ CHECKS = [
 CHECKS += [
     Check("numbers", f"{name} is its formula, summed", _check_loss(name)) for name in _LOSSES
 ]
+CHECKS.append(Check("numbers", "gspo is its formula, summed", _check_gspo))

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 _LOGPROB = 1e-3
 """How far float32 may be from float64."""
 _RATE = 1e-3
+_SETTINGS = types.AdamParams(
+    learning_rate=_RATE, beta1=0.0, beta2=0.0, eps=1e-3, weight_decay=0.5, grad_clip_norm=0.1
+)
+"""Without memory a step is a formula of one gradient."""
 
 
 def _need_reference(server: Server) -> Path:
@@ -117,19 +121,42 @@ def _check_adapter(server: Server) -> str:
 
 
 def _check_step(server: Server) -> str:
+    forgetful = types.AdamParams(learning_rate=_RATE, beta1=0.0, beta2=0.0)
+    return _compare_signs(*_step(server, forgetful))
+
+
+def _check_settings(server: Server) -> str:
+    before, after, gradients = _step(server, _SETTINGS)
+    norm = float(np.sqrt(sum(float((each**2).sum()) for each in gradients.values())))
+    assert norm > _SETTINGS.grad_clip_norm, f"the gradient must be clipped, got a norm of {norm}"
+    share, worst = _SETTINGS.grad_clip_norm / norm, 0.0
+    old, new = dict(before.named_parameters()), dict(after.named_parameters())
+    for name, gradient in gradients.items():
+        clipped, weight = share * gradient, _as_array(old[name])
+        step = clipped / (np.abs(clipped) + _SETTINGS.eps) + _SETTINGS.weight_decay * weight
+        error = np.abs(_as_array(new[name]) - weight + _RATE * step)
+        worst = max(worst, float(error.max() / np.abs(_RATE * step).max()))
+    assert worst <= 0.01, f"weights moved otherwise than by the formula, by {100 * worst:.2g} %"
+    return f"largest difference {100 * worst:.2g} % of the largest move"
+
+
+def _step(
+    server: Server, adam: types.AdamParams
+) -> tuple[Any, Any, dict[str, NDArray[np.float64]]]:
+    """A run's model before and after a step, and the step's gradient in float64."""
     folder = _need_reference(server)
     client, data = server.begin(train_unembed=False), make_data(32)
-    forgetful = types.AdamParams(learning_rate=_RATE, beta1=0.0, beta2=0.0)
     # One factor of a new adapter is zero, and the other has no gradient before it moves.
     get(client.forward_backward(make_data(33), "cross_entropy"))
-    get(client.optim_step(forgetful))
+    get(client.optim_step(types.AdamParams(learning_rate=_RATE, beta1=0.0, beta2=0.0)))
     with tempfile.TemporaryDirectory() as work:
         before = _load(folder, _download(server, client, "before", Path(work)))
         gradients = _gradients(before, data)
-        get(client.forward_backward(data, "cross_entropy"))
-        get(client.optim_step(forgetful))
+        get(client.forward_backward(data[:1], "cross_entropy"))
+        get(client.forward_backward(data[1:], "cross_entropy"))
+        get(client.optim_step(adam))
         after = _load(folder, _download(server, client, "after", Path(work)))
-    return _compare_steps(before, after, gradients)
+    return before, after, gradients
 
 
 def _gradients(model: Any, data: Sequence[types.Datum]) -> dict[str, NDArray[np.float64]]:
@@ -138,7 +165,7 @@ def _gradients(model: Any, data: Sequence[types.Datum]) -> dict[str, NDArray[np.
     return {name: _as_array(value.grad) for name, value in named if value.grad is not None}
 
 
-def _compare_steps(before: Any, after: Any, gradients: dict[str, NDArray[np.float64]]) -> str:
+def _compare_signs(before: Any, after: Any, gradients: dict[str, NDArray[np.float64]]) -> str:
     """A step of Adam without memory moves each weight by the rate, against its gradient's sign."""
     old, new = dict(before.named_parameters()), dict(after.named_parameters())
     agree = total = 0
@@ -160,5 +187,6 @@ CHECKS = [
         ("the base model's logprobs are float64's", _check_base),
         ("a downloaded adapter has the run's logprobs", _check_adapter),
         ("a step moves the weights as float64 says", _check_step),
+        ("clipping, eps and decay of a step are to the letter", _check_settings),
     )
 ]

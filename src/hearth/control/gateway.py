@@ -51,6 +51,14 @@ _SAMPLING_PATHS = (
     "/v1/tokenize",
     "/tokenize",
 )
+_REFUSED_PATHS = {
+    "/v1/responses": "ask /v1/chat/completions",
+    "/inference/v1/responses": "ask /inference/v1/chat/completions",
+    "/inference/v1/generate": (
+        "ask /inference/v1/completions with the prompt's token ids and return_token_ids"
+    ),
+}
+"""What clients of other servers ask, and what answers them here."""
 _TINKER_CHANGES = ("/create_session", "/create_model", "/load_weights", "/publish")
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 KEY_NAME = "hearth.key"
@@ -228,6 +236,10 @@ class Gateway:
         if path.startswith(TINKER_PREFIX) and self.tinker is not None:
             await self.tinker(scope, body.receive, send)
             return
+        if path in _REFUSED_PATHS:
+            raise NotFoundError(
+                f"path must be one that the platform has, got {path!r}: {_REFUSED_PATHS[path]}"
+            )
         if path.startswith(_SAMPLING_PATHS):
             deployment_id = await _read_deployment_id(scope, body, self._short_body)
             worker_scope = _build_worker_scope(scope, path)

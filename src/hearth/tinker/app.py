@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -41,7 +41,7 @@ CLIENT_CONFIG = {
 }
 """What clients are told to do: chunks come in order, and losses of one's own run at the client."""
 
-_REFUSED: dict[tuple[str, str], str] = {
+REFUSED: Mapping[tuple[str, str], str] = {
     ("POST", "create_custom_loss"): "use forward_backward_custom, which runs at the client",
     ("POST", "retrieve_futures"): "ask for each result with retrieve_future",
     ("POST", "join_sampling_session"): "clones of a sampling client choose their own numbers",
@@ -68,7 +68,7 @@ def create_app(front: Front) -> Starlette:
         *_run_routes(front),
         *_sampling_routes(front),
         *_listing_routes(front),
-        *(_route(method, path, _refuse(path, why)) for (method, path), why in _REFUSED.items()),
+        *(_route(method, path, _refuse(path, why)) for (method, path), why in REFUSED.items()),
     ]
     handlers = {HearthError: handle_error, HTTPException: _handle_no_route}
     return Starlette(routes=routes, exception_handlers=handlers)

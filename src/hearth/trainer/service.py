@@ -75,6 +75,7 @@ class Operations:
             max_seq_len=self.engine.max_seq_len,
             tensor_encodings=["list", "base64"],
             supports_router_replay=self.engine.supports_router_replay,
+            supports_reinforce=True,
             keeps_graphs=self.engine.keeps_graphs,
             takes_columns=True,
         )

@@ -75,7 +75,8 @@ class ModelRef(Record):
     """Names a model that exists. The capability flags tell a client what it may send.
 
     ``supports_router_replay`` is False for a dense model; ``keeps_graphs`` is that of ``Forward``,
-    ``takes_columns`` that of ``ForwardInput``.
+    ``takes_columns`` that of ``ForwardInput``. Without ``supports_reinforce`` Fireworks' client
+    does not ask for that loss.
     """
 
     model_id: str
@@ -85,6 +86,7 @@ class ModelRef(Record):
     tensor_encodings: list[Encoding] | None = None
     comms: Literal["v1", "v2"] | None = None
     supports_router_replay: bool | None = None
+    supports_reinforce: bool | None = None
     keeps_graphs: bool | None = None
     takes_columns: bool | None = None
 

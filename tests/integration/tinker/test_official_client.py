@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import os
 import re
 import signal
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,14 @@ import pytest
 import tinker
 import torch
 import transformers
-from starlette.routing import Match
 from tests.clients.versions import REFUSES
 from tests.integration.served import Served
 from tinker import types
 
 from hearth.conformance import identities, load, numbers, surface
 from hearth.conformance.suite import Server, run_checks
-from hearth.control.app import create_gateway
-from hearth.local import EmbeddedPlatform
 from hearth.models.lora import LoraOptions
 from hearth.sync.store import MemorySnapshotStore
-from hearth.tinker.app import create_app
-from hearth.tinker.front import Front
 from hearth.trainer.engine import TrainerEngine
 from hearth.wire.tinker import AdamParams, DatumRecord
 from training.quickstart import MODEL
@@ -153,21 +148,22 @@ def test_a_run_has_the_very_bits_of_the_trainer_itself(service, tmp_path: Path) 
     assert found == expected
 
 
-def test_runs_at_the_same_time_are_each_as_alone(served, service) -> None:
-    alone = [train(begin(service, seed=seed), seed) for seed in range(3)]
+def test_sixteen_runs_that_train_and_sample_at_the_same_time_are_each_as_alone(
+    served, service
+) -> None:
+    prompt = types.ModelInput.from_ints([20, 21, 22, 23])
 
-    clients = [begin(service, seed=seed) for seed in range(3)]
-    together: list[list[Any]] = [[], [], []]
-    for step in range(3):
-        passed = [
-            client.forward_backward(make_data(1000 * seed + step), "cross_entropy")
-            for seed, client in enumerate(clients)
-        ]
-        stepped = [client.optim_step(ADAM) for client in clients]
-        for seed in range(3):
-            result = passed[seed].result()
-            together[seed].append((read_logprobs(result), result.metrics["loss:sum"]))
-            together[seed].append((stepped[seed].result().metrics or {})["grad_norm"])
+    def train_and_sample(seed: int) -> Any:
+        client = begin(service, seed=seed)
+        found = train(client, seed, steps=2)
+        sampler = client.save_weights_and_get_sampling_client()
+        params = types.SamplingParams(max_tokens=8, seed=seed, stop=[])
+        (sequence,) = sampler.sample(prompt, 1, params).result().sequences
+        return found, list(sequence.tokens), list(sequence.logprobs or ())
+
+    alone = [train_and_sample(seed) for seed in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(train_and_sample, range(16)))
 
     assert together == alone
     assert len([each for each in served.resources("rlorTrainerJobs") if "tinker" in str(each)]) == 1
@@ -576,32 +572,6 @@ def test_the_conformance_suite_finds_only_what_is_refused_on_purpose(served) -> 
     assert len(outcomes) > 90
     assert [each for each in outcomes if each.verdict in ("failed", "skipped")] == []
     refused = [each for each in outcomes if each.verdict == "refused"]
-    assert {each.name for each in refused} == REFUSES
+    assert {each.name for each in refused} == REFUSES.keys()
     for each in refused:
         assert "must not be asked of this platform: " in each.detail or "JWT" in each.detail
-
-
-def test_every_route_of_the_installed_client_is_answered_or_refused(tmp_path: Path) -> None:
-    package = Path(inspect.getfile(tinker)).parent
-    source = "\n".join(
-        path.read_text(encoding="utf-8")
-        for path in package.rglob("*.py")
-        if not path.name.endswith("_test.py")
-    )
-    known = {
-        match.removeprefix("/api/v1/")
-        for match in re.findall(r'f?"(/api/v1/[^"]*)"', source)
-        if "*" not in match
-    }
-    assert len(known) > 35
-    with EmbeddedPlatform(work_dir=tmp_path) as platform:
-        routes = create_app(Front(platform.plane, create_gateway(platform.plane))).routes
-    missing = []
-    for path in known:
-        # A checkpoint's id is two segments.
-        concrete = re.sub(r"\{checkpoint_id\}", "weights/x", path)
-        concrete = "/api/v1/" + re.sub(r"\{\w+\}", "x", concrete)
-        scope = {"type": "http", "path": concrete, "method": "GET", "root_path": ""}
-        if not any(route.matches(scope)[0] is not Match.NONE for route in routes):
-            missing.append(path)
-    assert missing == []

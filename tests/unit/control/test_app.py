@@ -46,6 +46,22 @@ async def test_the_field_that_breaks_its_type_is_named(ask, job):
     assert message.startswith("trainingConfig must be valid, got")
 
 
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("/v1/responses", "ask /v1/chat/completions"),
+        ("/inference/v1/responses", "ask /inference/v1/chat/completions"),
+        ("/inference/v1/generate", "with the prompt's token ids and return_token_ids"),
+    ],
+)
+async def test_what_clients_of_other_servers_ask_is_refused_with_what_answers_here(
+    ask, path, instead
+):
+    message = await ask.refused(404, "POST", path, {"model": "m", "input": "hi"})
+    assert message.startswith("path must be one that the platform has")
+    assert message.endswith(instead)
+
+
 @pytest.mark.parametrize("nested", ["list", "object"])
 async def test_a_body_that_is_nested_too_deep_is_400(ask, script, base, nested):
     opening, closing = (b"[", b"]") if nested == "list" else (b'{"a":', b"}")

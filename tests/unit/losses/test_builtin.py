@@ -138,6 +138,14 @@ def test_plain_reinforce_needs_no_logprobs():
             "datum 5: loss_fn_inputs of ppo .*'rewards'",
         ),
         (
+            {
+                "advantages": torch.ones(2),
+                "logprobs": -torch.ones(2),
+                "clip_low_threshold": torch.ones(2),
+            },
+            "datum 5: loss_fn_inputs of ppo .*'clip_low_threshold'",
+        ),
+        (
             {"advantages": torch.ones(1), "logprobs": -torch.ones(2)},
             "datum 5: advantages must have 2 entries as target_tokens, got 1",
         ),
@@ -166,6 +174,11 @@ def test_a_bad_logprob_names_the_datum_of_the_request():
     ("loss_fn", "config", "rule"),
     [
         ("sapo", {}, "loss_fn must be one of cross_entropy, importance_sampling, ppo"),
+        # What Fireworks' client can send, and nobody here computes.
+        ("dppo", {}, "loss_fn must be one of"),
+        ("cross_entropy", {"top_k": 5}, r"known keys \(none\), got 'top_k'"),
+        ("reinforce", {"score_centering": 1.0}, "got 'score_centering'"),
+        ("ppo", {"weighting": 1.0}, "got 'weighting'"),
         ("ppo", {"clip": 0.2}, r"known keys \(clip_low_threshold, clip_high_threshold"),
         ("cross_entropy", {"beta": 1.0}, r"known keys \(none\), got 'beta'"),
         ("dro", {"beta": math.nan}, "loss_fn_config.beta must be a finite number, got nan"),

@@ -99,6 +99,7 @@ async def test_a_model_is_made_once_per_number_of_its_session(client: Client) ->
     made = await client.result(first)
     assert made["base_model"] == "tiny"
     assert made["tensor_encodings"] == ["list", "base64"]
+    assert made["supports_reinforce"] is True
     info = await client.post("get_info", model_id=made["model_id"])
     assert (info["is_lora"], info["lora_rank"], info["model_data"]["arch"]) == (False, 0, "qwen3")
 
