@@ -20,7 +20,14 @@ from hearth.control.gateway import Gateway
 from hearth.control.plane import ControlPlane
 from hearth.control.resource_names import format_timestamp
 from hearth.control.store import Records, StoredRecord
-from hearth.errors import BusyError, ClosedError, HearthError, NotFoundError, RequestError
+from hearth.errors import (
+    BusyError,
+    ClosedError,
+    EngineError,
+    HearthError,
+    NotFoundError,
+    RequestError,
+)
 from hearth.tinker import records
 from hearth.tinker.bases import Bases
 from hearth.tinker.journal import RunJournal
@@ -707,6 +714,9 @@ class Front:
                 base = await _on_thread(self.bases.find, facts.base_model)
                 run = Run(record.id, facts, base, self._journal_of(record.id), self._finish_save)
                 run.restore(await _on_thread(self._journal_of(record.id).read))
+            except EngineError as error:
+                logger.error("run %s cannot be read, and is left out: %s", record.id, error)
+                continue
             except Exception:  # the boundary: one damaged run must not keep out the others
                 logger.exception("run %s cannot be read, and is left out", record.id)
                 continue

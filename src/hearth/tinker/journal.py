@@ -2,11 +2,14 @@
 
 A folder per run: ``ops/N`` has operation N as it came, ``results/N`` its result, and ``log`` says
 line by line which models the trainer has had for the run, and under which number each got which
-operation. The lines are written before what they say is done.
+operation. The lines are written before what they say is done. Each file, and each line of the log,
+begins with its own checksum: what is damaged is an error, never another operation.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +17,15 @@ from typing import Any
 
 import orjson
 
+from hearth.errors import EngineError
 from hearth.files import explain_refusals, write_file
 
+_MARK = b"#"
+"""Begins what has a checksum."""
+_UNMARKED = (b"{", b"J", b"P")
+"""What began a file or a line before there were checksums."""
+_CHECKSUM_BYTES = 16
+"""Of its hexadecimal text."""
 _KEPT_RESULTS = 256
 """Results of operations from before the last checkpoint that stay, since clients ask again."""
 
@@ -58,7 +68,8 @@ class History:
 class RunJournal:
     """The journal in ``folder``, which is made when something is first written.
 
-    Every method raises ``StorageError`` where the disk refuses.
+    Every method raises ``StorageError`` where the disk refuses, and those that read ``EngineError``
+    where a file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,19 +81,29 @@ class RunJournal:
 
     def read_operation(self, number: int) -> tuple[dict[str, Any], bytes]:
         """An operation's head and body."""
-        head, _, body = (self._folder / "ops" / str(number)).read_bytes().partition(b"\n")
-        return orjson.loads(head), body
+        file = self._folder / "ops" / str(number)
+        head, _, body = _unseal(file.read_bytes(), file).partition(b"\n")
+        return _parse(head, file), body
 
     def write_result(self, number: int, result: bytes) -> None:
         """Keep an operation's result."""
         self._write(self._folder / "results" / str(number), result)
 
     def log(self, **line: Any) -> None:
-        """Add a line to the log."""
-        with explain_refusals(self._folder / "log"):
+        """Add a line to the log, whole or not at all."""
+        path = self._folder / "log"
+        content = memoryview(_seal(orjson.dumps(line)) + b"\n")
+        with explain_refusals(path):
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / "log").open("ab") as file:
-                file.write(orjson.dumps(line) + b"\n")
+            end = _find_end(path)
+            with path.open("ab", buffering=0) as file:
+                try:
+                    file.truncate(end)
+                    while content:
+                        content = content[file.write(content) or 0 :]
+                except OSError:
+                    file.truncate(end)
+                    raise
 
     def read(self) -> History:
         """What the journal says; a last line that is not whole counts as not written."""
@@ -90,13 +111,15 @@ class RunJournal:
         for number in sorted(int(path.name) for path in self._files("ops")):
             head, _ = self.read_operation(number)
             file = self._folder / "results" / str(number)
-            result = file.read_bytes() if file.exists() else None
+            result = _unseal(file.read_bytes(), file) if file.exists() else None
             history.operations.append(KeptOperation(number, head, result))
+        log = self._folder / "log"
         try:
-            lines = (self._folder / "log").read_bytes().split(b"\n")[:-1]
+            lines = log.read_bytes().split(b"\n")[:-1]
         except FileNotFoundError:
             return history
-        for line in map(orjson.loads, lines):
+        for text in lines:
+            line = _parse(_unseal(text, log), log)
             if "model_id" in line:
                 history.incarnation = Incarnation(**line)
                 history.numbers = {}
@@ -128,4 +151,41 @@ class RunJournal:
     def _write(file: Path, content: bytes) -> None:
         with explain_refusals(file):
             file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, content, durable=False)
+        write_file(file, _seal(content), durable=False)
+
+
+def _find_end(log: Path) -> int:
+    """Where the last whole line ends: a kill may have cut the one behind it."""
+    if not log.exists():
+        return 0
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        if file.read(1) in (b"\n", b""):
+            return size
+        file.seek(0)
+        return file.read().rfind(b"\n") + 1
+
+
+def _seal(content: bytes) -> bytes:
+    return _MARK + _checksum(content) + content
+
+
+def _unseal(content: bytes, file: Path) -> bytes:
+    if content.startswith(_UNMARKED):
+        return content
+    start = len(_MARK) + _CHECKSUM_BYTES
+    if content[:start] != _MARK + _checksum(content[start:]):
+        raise EngineError(f"{file} must match its own checksum, got another one: it is damaged")
+    return content[start:]
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES // 2).hexdigest().encode()
+
+
+def _parse(text: bytes, file: Path) -> dict[str, Any]:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise EngineError(f"{file} must be a journal's, got {text[:40]!r}: {error}") from None
