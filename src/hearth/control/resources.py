@@ -22,7 +22,7 @@ from hearth.errors import (
     RequestError,
 )
 from hearth.launch.spec import Endpoint, ExitReport, Worker, WorkerSpec
-from hearth.wire.base import show
+from hearth.wire.base import quote
 from hearth.wire.fireworks import Deployment, TrainerJob, WorkerResource
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class ExtraValues:
         """A text, or None where nothing is given."""
         value = self._value(name)
         if value is not None and not isinstance(value, str):
-            raise RequestError(f"extraValues.{name} must be a text, got {_quote(value)}")
+            raise RequestError(f"extraValues.{name} must be a text, got {quote(value)}")
         return value
 
     def read_choice(self, name: str, among: tuple[str, ...], default: str) -> str:
@@ -74,24 +74,24 @@ class ExtraValues:
             number = 0
         if number < 1:
             raise RequestError(
-                f"extraValues.{name} must be a whole number >= 1, got {_quote(value)}"
+                f"extraValues.{name} must be a whole number >= 1, got {quote(value)}"
             )
         if number > most:
-            raise RequestError(f"extraValues.{name} must be at most {most}, got {_quote(value)}")
+            raise RequestError(f"extraValues.{name} must be at most {most}, got {quote(value)}")
         return number
 
     def read_flag(self, name: str) -> bool:
         """True or false; false where nothing is given."""
         value = self._value(name)
         if value is not None and not isinstance(value, bool):
-            raise RequestError(f"extraValues.{name} must be true or false, got {_quote(value)}")
+            raise RequestError(f"extraValues.{name} must be true or false, got {quote(value)}")
         return bool(value)
 
     def read_mapping(self, name: str) -> dict[str, Any]:
         """ExtraValues by name; empty where nothing is given. A request's override the shape's."""
         given: object = self._given.get(name) or {}
         if not isinstance(given, Mapping):
-            raise RequestError(f"extraValues.{name} must be an object, got {_quote(given)}")
+            raise RequestError(f"extraValues.{name} must be an object, got {quote(given)}")
         default: dict[str, Any] = getattr(self._shape, name, None) or {}
         return {**default, **cast("Mapping[str, Any]", given)}
 
@@ -258,10 +258,11 @@ class Resources(ABC, Generic[BodyT]):
             self.records.update(id, only_from=(state,), worker=worker.record())
 
     def _fail(self, id: str, message: str) -> None:
-        self.live.take_worker(id)
+        # In this order: where the disk refuses, the launcher tells the same news again.
         self.records.update(
             id, only_from=self.alive, state=self.failed_state, message=message, worker=None
         )
+        self.live.take_worker(id)
         logger.warning("%s %s failed: %s", self.kind, id, message)
 
     def _list_records(self) -> list[StoredRecord]:
@@ -325,10 +326,6 @@ class Resources(ABC, Generic[BodyT]):
     @abstractmethod
     def _explain_absence(self, record: StoredRecord) -> HearthError:
         """Why a resource has no endpoint."""
-
-
-def _quote(value: object) -> str:
-    return repr(show(value)) if isinstance(value, str) else show(value)
 
 
 def min_context_length(shape: ShapeEntry | None, entry: ModelEntry) -> int | None:

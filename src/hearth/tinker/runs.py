@@ -42,6 +42,7 @@ MOST_RESTARTS = 3
 _CHECKPOINT_BYTES = 2**27
 _CHECKPOINT_OPERATIONS = 256
 """After so much since the last one a run writes a checkpoint of its own."""
+_BUSY_PAUSE_S = 0.5
 _KEPT_RESULTS = 256
 """Results in memory; older ones are read from the journal."""
 _SAVES = ("save_weights", "save_weights_for_sampler")
@@ -415,7 +416,7 @@ class Run:
         content = head if body == b"{}" else head[:-1] + b"," + body[1:]
         self._trainer_seq = max(self._trainer_seq, number)
         try:
-            answer = await self.base.ask_trainer(operation.kind, content)
+            answer = await self._ask_with_patience(operation.kind, content)
         except (LostError, NotFoundError):
             raise
         except HearthError:
@@ -423,6 +424,14 @@ class Run:
             self._trainer_seq, operation.sent_as = number - 1, None
             raise
         operation.request_id = answer["request_id"]
+
+    async def _ask_with_patience(self, kind: str, content: bytes) -> dict[str, Any]:
+        """The trainer's answer, as soon as it has room for so much more."""
+        while True:
+            try:
+                return await self.base.ask_trainer(kind, content)
+            except BusyError:
+                await asyncio.sleep(_BUSY_PAUSE_S)
 
     async def _make_model(self) -> None:
         """A model of the trainer for this run."""

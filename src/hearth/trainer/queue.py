@@ -18,6 +18,7 @@ from hearth.trainer.futures import FutureStore
 from hearth.trainer.residents import unknown_model
 from hearth.wire.base import Record
 from hearth.wire.http import describe_failure
+from hearth.wire.room import Room
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ Work = Callable[[], Record]
 _REMEMBERED = 4096
 MOST_HELD = 256
 """Operations of one model that wait for lower numbers; clients send them in order."""
+_ROOM_BYTES = 2**31
+"""Of operations that wait, of all models; one model alone has half."""
 _CLOSE_TIMEOUT_S = 60.0
 
 IDLE = "idle"
@@ -40,13 +43,19 @@ class _Item:
     request_id: str
     work: Work
     phase: str
+    stream: _Stream | None = None
+    size: int = 0
+    """Bytes that it takes in the queue."""
 
 
 @dataclass
 class _Stream:
     """Operations of one model: ``held`` ones wait for lower numbers; ``seen`` are accepted ids."""
 
+    model_id: str
     next_seq: int = 1
+    ready: int = 0
+    """Operations that wait for no number, the running one included."""
     held: dict[int, _Item] = field(default_factory=lambda: {})
     seen: OrderedDict[int, str] = field(default_factory=lambda: OrderedDict())
 
@@ -56,13 +65,20 @@ class OperationQueue:
 
     Work that raises fails its own future and uses up its number; the next ones go on.
     ``on_phase`` is called on that thread with an operation's name (its ``phase``) when it begins
-    and with ``idle`` when it has ended, before its future is resolved.
+    and with ``idle`` when it has ended, before its future is resolved. ``room`` bounds the bytes of
+    what waits.
     """
 
     def __init__(
-        self, futures: FutureStore, *, name: str, on_phase: Callable[[str], None] | None = None
+        self,
+        futures: FutureStore,
+        *,
+        name: str,
+        on_phase: Callable[[str], None] | None = None,
+        room: Room | None = None,
     ) -> None:
         self._futures = futures
+        self._room = room or Room(_ROOM_BYTES, "bytes of operations")
         self._on_phase = on_phase
         self._streams: dict[str, _Stream] = {}
         self._keys: OrderedDict[str, str] = OrderedDict()
@@ -93,10 +109,10 @@ class OperationQueue:
     def open(self, model_id: str) -> None:
         """Accept operations of a new model, from number 1."""
         with self._lock:
-            self._streams[model_id] = _Stream()
+            self._streams[model_id] = _Stream(model_id)
 
     def submit_numbered(
-        self, model_id: str, seq_id: int, work: Work, *, phase: str = "operation"
+        self, model_id: str, seq_id: int, work: Work, *, phase: str = "operation", size: int = 0
     ) -> str:
         """Queue a model's operation number ``seq_id``; it runs once all lower numbers have arrived.
 
@@ -107,6 +123,7 @@ class OperationQueue:
             NotFoundError: the model is not open.
             RequestError: the number is below 1, or so old that its request id is dropped; or too
                 many operations wait for a lower one.
+            BusyError: what waits of the model takes too many bytes with these ``size`` more.
         """
         with self._lock:
             self._check_open()
@@ -120,19 +137,25 @@ class OperationQueue:
                     f"seq_id must be {stream.next_seq}, got {seq_id}: {MOST_HELD} operations wait "
                     "for that one already; send it first"
                 )
+            if seq_id == stream.next_seq and not stream.ready:
+                size = 0  # what is held waits for this one, so it needs no room
+            if size:
+                self._room.take(model_id, size)
             request_id = self._futures.create()
             _remember(stream.seen, seq_id, request_id)
-            stream.held[seq_id] = _Item(request_id, work, phase)
+            stream.held[seq_id] = _Item(request_id, work, phase, stream, size)
             while stream.next_seq in stream.held:
                 self._ready.put(stream.held.pop(stream.next_seq))
                 stream.next_seq += 1
+                stream.ready += 1
         return request_id
 
     def drop(self, model_id: str) -> None:
         """Close a model: its held operations fail, its numbers are dropped."""
         with self._lock:
-            stream = self._streams.pop(model_id, _Stream())
+            stream = self._streams.pop(model_id, _Stream(model_id))
         for item in stream.held.values():
+            self._room.give_back(model_id, item.size)
             self._fail(item.request_id, ClosedError(f"model {model_id!r} was unloaded"))
 
     def close(self) -> None:
@@ -165,8 +188,16 @@ class OperationQueue:
                 continue
             self._announce(item.phase)
             answer = self._answer(item)
+            self._leave(item)
             self._announce(IDLE)
             self._futures.resolve(item.request_id, answer)
+
+    def _leave(self, item: _Item) -> None:
+        """An operation waits and runs no more."""
+        if item.stream is not None:
+            with self._lock:
+                item.stream.ready -= 1
+            self._room.give_back(item.stream.model_id, item.size)
 
     def _answer(self, item: _Item) -> bytes:
         try:

@@ -25,7 +25,7 @@ from hearth.trainer.futures import FutureStore
 from hearth.trainer.passes import PassResult
 from hearth.trainer.queue import OperationQueue
 from hearth.wire import tinker
-from hearth.wire.base import Record, parse_json, show
+from hearth.wire.base import Record, parse_json, quote
 from hearth.wire.http import Handler, handle_error, json_response
 from hearth.wire.tensors import Encoding, encode
 
@@ -251,7 +251,11 @@ def _operation_routes(operations: Operations) -> list[Route]:
             content = await _read_content(request)
             model_id, seq_id = _read_address(content)
             request_id = operations.queue.submit_numbered(
-                model_id, seq_id, lambda: run(content), phase=run.__name__
+                model_id,
+                seq_id,
+                lambda: run(content),
+                phase=run.__name__,
+                size=len(await request.body()),
             )
             return json_response(tinker.FutureRef(request_id=request_id, model_id=model_id))
 
@@ -305,8 +309,8 @@ def _read_address(content: Content) -> tuple[str, int]:
     model_id, seq_id = content.get("model_id"), content.get("seq_id")
     if not isinstance(model_id, str) or not isinstance(seq_id, int) or isinstance(seq_id, bool):
         raise RequestError(
-            f"model_id must be a string and seq_id an integer, got {show(model_id)} and "
-            f"{show(seq_id)}"
+            f"model_id must be a string and seq_id an integer, got {quote(model_id)} "
+            f"and {quote(seq_id)}"
         )
     return model_id, seq_id
 

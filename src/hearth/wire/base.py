@@ -109,6 +109,11 @@ def show(value: object) -> str:
     return text[:_LONGEST_SHOWN]
 
 
+def quote(value: object) -> str:
+    """``show``, with a text in quotes."""
+    return repr(show(value)) if isinstance(value, str) else show(value)
+
+
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 6
 _SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = _SHORT.maxstring = _SHORT.maxlong = (

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import orjson
 import pytest
 
-from hearth.errors import ClosedError, NotFoundError, RequestError
+from hearth.errors import BusyError, ClosedError, NotFoundError, RequestError
 from hearth.trainer.futures import FutureStore
 from hearth.trainer.queue import OperationQueue
+from hearth.wire.room import Room
 from hearth.wire.tinker import PathOutput
 
 
@@ -56,6 +57,33 @@ async def result(futures: FutureStore, request_id: str) -> dict[str, str]:
 
 def done(path: str) -> PathOutput:
     return PathOutput(path=path)
+
+
+async def test_what_waits_takes_bounded_memory_and_a_gap_can_always_be_closed(
+    futures: FutureStore,
+) -> None:
+    operations = OperationQueue(futures, name="test", room=Room(100, "bytes of operations"))
+    go_on = threading.Event()
+
+    def submit(model: str, number: int, size: int) -> str:
+        def work() -> PathOutput:
+            assert go_on.wait(30)
+            return done(model)
+
+        return operations.submit_numbered(model, number, work, size=size)
+
+    operations.open("m")
+    operations.open("other")
+    ids = [submit("other", 2, 60), submit("other", 1, 80)]
+    ids += [submit("m", 1, 80), submit("m", 2, 20)]
+    with pytest.raises(BusyError, match="bytes of operations in flight of one client must be at m"):
+        submit("m", 3, 30)
+    go_on.set()
+    for request_id in ids:
+        await result(futures, request_id)
+    ids = [submit("m", 3, 100)]
+    assert await result(futures, ids[0]) == {"path": "m"}
+    operations.close()
 
 
 async def test_operations_run_in_number_order_whatever_order_they_arrive_in(queue: Queue) -> None:
