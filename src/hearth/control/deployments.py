@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import cast
 
@@ -65,7 +64,7 @@ class Deployments(Resources[Deployment]):
         super().__init__(records, models, context)
         self._jobs = jobs
         self._now = now
-        self._deaths: dict[str, deque[float]] = {}
+        self._deaths: dict[str, list[float]] = {}
 
     def create(
         self, deployment_id: str, request: Deployment, creator: str | None = None
@@ -342,17 +341,17 @@ class Deployments(Resources[Deployment]):
 
     def _handle_death(self, id: str, message: str, *, has_run: bool) -> None:
         """Start the deployment again, unless it never ran or has died too often."""
-        has_run = has_run or bool(self._deaths.get(id))
-        deaths = self._deaths.setdefault(id, deque())
-        deaths.append(self._now())
-        while deaths[0] < self._now() - RESTART_WINDOW_S:
-            deaths.popleft()
-        if not has_run or len(deaths) > MOST_RESTARTS:
+        now_s, before = self._now(), self._deaths.get(id, [])
+        deaths = [*(death_s for death_s in before if death_s >= now_s - RESTART_WINDOW_S), now_s]
+        if not (has_run or before) or len(deaths) > MOST_RESTARTS:
             self._fail(id, message)
+            self._deaths[id] = deaths
             return
         logger.warning("deployment %s is started again: %s", id, message)
         moved = self.records.update(
             id, only_from=self.alive, state="UPDATING", message=message, worker=None
         )
+        # Not sooner: where the disk refuses, the launcher tells of the same death again.
+        self._deaths[id] = deaths
         if moved:
             self._start(id, Deployment.from_dict(self._get_record(id).body), "UPDATING")

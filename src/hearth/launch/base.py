@@ -12,7 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hearth.errors import ClosedError, ConfigError, EngineError, HearthError, NotFoundError
+from hearth.errors import (
+    ClosedError,
+    ConfigError,
+    EngineError,
+    HearthError,
+    NotFoundError,
+    StorageError,
+)
 from hearth.launch.child import Task
 from hearth.launch.spec import (
     DeploymentSpec,
@@ -34,6 +41,7 @@ ENTRIES: dict[type, tuple[str, str | None]] = {
 }
 """What each kind of worker runs, and where its app says that it is well."""
 _MOST_EXPORTS = 3
+_TELL_AGAIN_S = 0.5
 
 
 class BaseWorker(Worker):
@@ -194,14 +202,16 @@ class BaseLauncher(ABC, Generic[W]):
         worker.has_ended.set()
         if report is not None and not was_stopped:
             logger.warning("worker %s %s", worker.spec.worker_id, report.describe())
-            _call_watcher(lambda: watcher.failed(worker, report))
+            tell_watcher(lambda: watcher.failed(worker, report), lambda: self._is_closed)
 
     def _report_ready(self, worker: W, watcher: Watcher, start_s: float) -> None:
         """Log and tell that a worker answers, which was started at ``start_s``."""
         took_s = time.monotonic() - start_s
         logger.info("worker %s answers, %.2f s after its start", worker.spec.worker_id, took_s)
         if not worker.is_stopping:
-            _call_watcher(lambda: watcher.ready(worker))
+            tell_watcher(
+                lambda: watcher.ready(worker), lambda: worker.is_stopping or self._is_closed
+            )
 
     def _make_task(self, worker_id: str, spec: WorkerSpec | ExportSpec, **options: Any) -> Task:
         """What a worker's process is to do."""
@@ -228,11 +238,24 @@ def raise_failure(failure: dict[str, Any] | None) -> None:
         raise kind(str(failure.get("message")))
 
 
-def _call_watcher(call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception:  # the boundary: a watcher's failure must not end the watching
-        logger.exception("a watcher failed")
+def tell_watcher(call: Callable[[], None], is_over: Callable[[], bool]) -> None:
+    """Tell a watcher some news; again until it could write them down, or nobody asks any more.
+
+    News of an end that got lost would leave a dead worker ready for good.
+    """
+    is_said = False
+    while not is_over():
+        try:
+            call()
+            return
+        except StorageError as error:
+            if not is_said:
+                logger.error("a watcher is told again until it can write: %s", error)
+            is_said = True
+            time.sleep(_TELL_AGAIN_S)
+        except Exception:  # the boundary: a watcher's failure must not end the watching
+            logger.exception("a watcher failed")
+            return
 
 
 def _read_record(manifest: Path) -> SnapshotRecord | None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hearth.files import write_file
+from hearth.files import explain_refusals, write_file
 from hearth.launch.spec import ExitReport
 
 logger = logging.getLogger(__name__)
@@ -137,11 +137,17 @@ class WorkerFolder:
         self.exit = path / "exit.json"
 
     def prepare(self) -> None:
-        """Make the folder for a new process: of an earlier one only the log stays."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        for path in (self.phase, self.heartbeat, self.ready, self.process, self.failure, self.exit):
-            path.unlink(missing_ok=True)
-        put_long_log_aside(self.log)
+        """Make the folder for a new process: of an earlier one only the log stays.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        records = (self.phase, self.heartbeat, self.ready, self.process, self.failure, self.exit)
+        with explain_refusals(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            for path in records:
+                path.unlink(missing_ok=True)
+            put_long_log_aside(self.log)
 
     def write_process(self, facts: ProcessFacts) -> None:
         """Write which process the worker is."""

@@ -20,6 +20,7 @@ from starlette.applications import Starlette
 import hearth.inference.worker as inference_worker
 import hearth.trainer.worker as trainer_worker
 from hearth.errors import ClosedError, EngineError, HearthError
+from hearth.launch.base import tell_watcher
 from hearth.launch.gpus import GpuBoard, WorkerGpus, device_of, own_gpu, visible_gpus
 from hearth.launch.sidecars import LocalSidecars
 from hearth.launch.spec import (
@@ -106,11 +107,10 @@ class InlineWorker:
             self._sidecars.close()
             self._threads.leave()
             self.has_ended.set()
-            if not self._stopping.is_set():
-                self._watcher.failed(self, ExitReport(reason=f"could not start: {error}"))
+            report = ExitReport(reason=f"could not start: {error}")
+            tell_watcher(lambda: self._watcher.failed(self, report), self._stopping.is_set)
             return
-        if not self._stopping.is_set():
-            self._watcher.ready(self)
+        tell_watcher(lambda: self._watcher.ready(self), self._stopping.is_set)
         # A trainer's app has no such future.
         failed: Future[EngineError] | None = getattr(app.state, "failed", None)
         if failed is not None:
@@ -122,7 +122,8 @@ class InlineWorker:
         def end() -> None:
             if not self._stopping.is_set():
                 self.stop()
-                self._watcher.failed(self, ExitReport(reason=f"ended: {failed.result()}"))
+                report = ExitReport(reason=f"ended: {failed.result()}")
+                tell_watcher(lambda: self._watcher.failed(self, report), lambda: False)
 
         threading.Thread(target=end, name=f"hearth-end-{self.spec.worker_id}", daemon=True).start()
 

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hearth.errors import EngineError
+from hearth.files import explain_refusals
 
 _FILE_BYTES = 2**29
 """About the most bytes of a file: twice as much is in memory while it is written."""
@@ -49,7 +50,7 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileE
     """Write tensors into a new folder; returns the files that this process wrote, by name.
 
     Raises:
-        EngineError: the disk refused.
+        StorageError: the disk refused.
     """
     files = _HashedFiles()
     writer = dcp.HuggingFaceStorageWriter(
@@ -57,7 +58,8 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileE
     )
     writer.fs = files
     state: dict[str, Any] = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    with _explain_errors(f"{_shorten_path(folder)} must be writable"):
+    rule = f"{_shorten_path(folder)} must be writable"
+    with explain_refusals(folder), _explain_errors(rule, passes_refusals=True):
         dcp.save(state, storage_writer=writer, no_dist=not _is_shared())
     return files.entries
 
@@ -206,9 +208,10 @@ def _is_shared() -> bool:
 
 
 @contextlib.contextmanager
-def _explain_errors(rule: str) -> Generator[None, None, None]:
+def _explain_errors(rule: str, *, passes_refusals: bool = False) -> Generator[None, None, None]:
     """Raise DCP's failures as EngineError (its own is no ``Exception``), and silence a warning.
 
+    ``passes_refusals`` raises an ``OSError`` as it came.
     DCP warns whenever only one process saves. Warning filters are process-wide, hence the lock.
     """
     try:
@@ -217,6 +220,10 @@ def _explain_errors(rule: str) -> Generator[None, None, None]:
             yield
     except dcp.CheckpointException as error:
         cause = next(iter(error.failures.values()), (error, None))[0]
+        if passes_refusals and isinstance(cause, OSError):
+            raise cause from None
         raise EngineError(f"{rule}, got {type(cause).__name__}: {cause}") from None
     except (OSError, SafetensorError, KeyError, AssertionError, RuntimeError) as error:
+        if passes_refusals and isinstance(error, OSError):
+            raise
         raise EngineError(f"{rule}, got {type(error).__name__}: {error}") from None

@@ -21,7 +21,7 @@ from tests.integration.launch.conftest import RecordingWatcher, start_worker
 from tests.waiting import is_running, wait_until
 from transformers import AutoModelForCausalLM
 
-from hearth.errors import ClosedError, ConfigError, EngineError, NotFoundError
+from hearth.errors import ClosedError, ConfigError, EngineError, NotFoundError, StorageError
 from hearth.inference import worker as deployment_worker
 from hearth.launch.gpus import VISIBLE_VARIABLE
 from hearth.launch.processes import ProcessLauncher, end_process
@@ -146,6 +146,26 @@ def test_a_killed_worker_is_reported_within_two_seconds(start, record_property):
     assert report.last_lines[-1].endswith("answers")
     assert "ended by SIGKILL, last phase idle, peak memory" in report.describe()
     assert not Path(worker.endpoint.socket).exists()
+
+
+def test_an_end_that_its_watcher_cannot_write_down_is_told_again(launcher, trainer_spec):
+    class FullDisk(RecordingWatcher):
+        refusals = 0
+
+        def failed(self, worker, report):
+            if self.refusals < 2:
+                self.refusals += 1
+                raise StorageError("control.db must be writable, got a full disk")
+            super().failed(worker, report)
+
+    watcher = FullDisk()
+    worker = launcher.start(trainer_spec(), watcher)
+    watcher.wait_ready()
+
+    os.kill(worker.pid, signal.SIGKILL)
+
+    assert watcher.wait_failed(60.0).signal == "SIGKILL"
+    assert watcher.refusals == 2
 
 
 def test_a_crash_leaves_its_traceback_at_the_end_of_the_log(start):

@@ -1,10 +1,12 @@
 import asyncio
+import resource
 import threading
 import time
 
 import pytest
 
 from hearth.control.deployments import MOST_RESTARTS, RESTART_WINDOW_S, Deployments
+from hearth.errors import StorageError
 from hearth.wire.fireworks import Deployment, DeploymentPatch
 
 DEPLOYMENTS = "deployments"
@@ -111,6 +113,30 @@ async def test_one_that_dies_a_fourth_time_within_ten_minutes_is_failed_with_the
     assert len(script.started) == 1 + MOST_RESTARTS == 4
     message = await ask.refused(410, "POST", COMPLETIONS, sampled())
     assert "got FAILED (no memory): patch maxReplicaCount to 1 to start it again" in message
+
+
+async def test_a_death_that_no_disk_takes_is_one_death_whenever_it_is_told(
+    script, make_plane, make_ask, base
+):
+    plane = make_plane(script)
+    ask = make_ask(plane)
+    await ask("POST", CREATE, {"baseModel": base})
+    first = script.last("d")
+    first.starts()
+    plane.deployments.live.note_use("d")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        for _ in range(MOST_RESTARTS + 1):
+            with pytest.raises(StorageError, match=r"control\.db' must be writable"):
+                first.dies("no memory")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    first.dies("no memory")
+
+    assert await state(ask) == ("UPDATING", "no memory")
+    assert len(script.started) == 2
 
 
 async def test_restarts_that_fail_count_as_deaths(ask, script, deployed):

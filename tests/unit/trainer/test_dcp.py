@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hearth.errors import EngineError
+from hearth.errors import EngineError, StorageError
 from hearth.trainer import dcp
 from hearth.trainer.dcp import load_into, load_tensors, save_tensors
 
@@ -78,5 +78,5 @@ def test_given_tensors_are_filled_in_place(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_is_an_error_of_ours(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    with pytest.raises(EngineError, match="file/data must be writable, got NotADirectoryError"):
+    with pytest.raises(StorageError, match="file/data must be writable, got Not a directory: look"):
         save_tensors(tmp_path / "file" / "data", TENSORS)
