@@ -9,6 +9,7 @@
     |   `-- TooLargeError                    the body is longer than the platform takes
     |-- NotFoundError (LookupError)          no such model, job, deployment, snapshot or future
     |-- AuthError (PermissionError)          missing or wrong API key
+    |   `-- ForbiddenError                   the request comes from elsewhere
     |-- ClosedError (RuntimeError)           a client, job or platform used after its end
     |-- NotReadyError (RuntimeError)         it starts, or loads new weights; retry soon
     |-- BusyError (RuntimeError)             too much in flight at once; retry soon
@@ -88,6 +89,13 @@ class AuthError(HearthError, PermissionError):
     status = 401
     code = "unauthenticated"
     category = "user"
+
+
+class ForbiddenError(AuthError):
+    """The request comes from where none may come from, whatever key it shows."""
+
+    status = 403
+    code = "permission_denied"
 
 
 class ClosedError(HearthError, RuntimeError):
