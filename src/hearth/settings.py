@@ -66,7 +66,7 @@ class Settings:
     keep_snapshots: int = 32
     """Snapshots of each bucket to keep, the newest and what they are made on; 0 keeps all."""
     max_body_mb: int = 1024
-    """Longest request body to a trainer; others take 1/16 of it."""
+    """Longest request body to a trainer; completions take 1/16 of it, resources 1 MiB."""
     orphan_timeout_s: float = 900.0
     """A worker whose platform died ends itself after this time without a request."""
 

@@ -24,7 +24,7 @@ from hearth.control.jobs import Jobs
 from hearth.control.plane import ControlPlane
 from hearth.control.resource_names import ACCOUNT, parse_id
 from hearth.control.store import Changes
-from hearth.errors import ClosedError, HearthError, NotFoundError, RequestError
+from hearth.errors import ClosedError, HearthError, NotFoundError, RequestError, TooLargeError
 from hearth.wire import fireworks
 from hearth.wire.base import Record
 from hearth.wire.completions import ModelCard, ModelList
@@ -35,6 +35,8 @@ RecordT = TypeVar("RecordT", bound=Record)
 QueryT = TypeVar("QueryT", bound=fireworks.Query)
 T = TypeVar("T")
 _STARTING = frozenset({"JOB_STATE_CREATING", "CREATING", "UPDATING"})
+_LONGEST_BODY = 2**20
+"""Bytes of a request for a resource."""
 _PROMOTION_WAIT_S = 8.0
 """The official client looks at a promotion after ten seconds, and then every ten."""
 
@@ -342,8 +344,15 @@ async def _parse_body(kind: type[RecordT], request: Request) -> RecordT:
 
     Raises:
         RequestError: it is none, or cannot be written as JSON again.
+        TooLargeError: it is longer than a resource's record may be.
     """
-    record = kind.parse(await request.body())
+    body = await request.body()
+    if len(body) > _LONGEST_BODY:
+        raise TooLargeError(
+            f"body must be at most {_LONGEST_BODY} bytes, got {len(body)}: it is kept with the "
+            "resource, and read whenever resources are listed"
+        )
+    record = kind.parse(body)
     try:
         record.dump()
     except TypeError as error:

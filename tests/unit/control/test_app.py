@@ -76,6 +76,15 @@ async def test_a_body_that_is_nested_too_deep_is_400(ask, script, base, nested):
     assert script.started == []
 
 
+async def test_a_body_longer_than_a_record_may_be_is_413(ask, script, base):
+    body = {"baseModel": base, "trainingConfig": {"baseModel": base}, "displayName": "x" * 2**20}
+
+    for path in (JOBS, DEPLOYMENTS):
+        message = await ask.refused(413, "POST", path, body)
+        assert message.startswith("body must be at most 1048576 bytes, got 1048")
+    assert script.started == []
+
+
 async def test_both_spellings_of_a_field_are_read(ask, script, base):
     body = {"training_config": {"base_model": base, "max_context_length": 9}, "forward_only": True}
 
