@@ -1,7 +1,7 @@
 """What overlapping rollouts with training is worth: ``async_rl_loop`` against its synchronous self.
 
-Each rollout is an agent that calls one tool: a short draw from the deployment of the embedded
-platform, then a tool that takes a scripted, long-tailed time (log-normal, the same for a draw in
+Each rollout is an agent that calls one tool: a short completion from the deployment of the embedded
+platform, then a tool that takes a scripted, long-tailed time (log-normal, the same for a rollout in
 every setting) and answers with some text, which is trained as context. Training is real. The same
 rows go through ``synchronous_training=True`` and O = 1, 2, 4, in turn.
 
@@ -66,7 +66,7 @@ class Result:
 
 
 def tool_seconds(row: int, sample: int, sigma: float) -> float:
-    """How long the tool of one draw takes, for a median of 1 s."""
+    """How long the tool of one rollout takes, for a median of 1 s."""
     return random.Random(f"{row}/{sample}").lognormvariate(0.0, sigma)
 
 

@@ -1,6 +1,6 @@
 """Generation and training on the same cores: ``async_rl_loop`` at O = 1, and the same in turns.
 
-The workload of ``grpo_step.py``, with completions drawn by a rollout function. Nothing waits for
+The workload of ``grpo_step.py``, with completions sampled by a rollout function. Nothing waits for
 anything outside, so that all there is to win is that neither role waits for the other. Each run is
 a process of its own, in turn, round after round; steps after the warm-up count, from the first's
 end to the last's.
@@ -47,7 +47,7 @@ THREADS = {"one thread each": 1, "budget": None}
 
 
 def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
-    """One completion for each draw."""
+    """One completion for each rollout."""
     sampler = build_deployment_sampler(setup)
     options = dict(setup.sample_kwargs)
 
@@ -56,11 +56,11 @@ def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
         if not completions:
             return None
         (completion,) = completions
-        drawn = len(completion.full_tokens) - completion.prompt_len
+        completion_tokens = len(completion.full_tokens) - completion.prompt_len
         return RolloutSample(
             tokens=list(completion.full_tokens),
             logprobs=[0.0] * completion.prompt_len + list(completion.inference_logprobs or []),
-            loss_mask=[0] * completion.prompt_len + [1] * drawn,
+            loss_mask=[0] * completion.prompt_len + [1] * completion_tokens,
             reward=digit_share(completion.text, row),
             finish_reason=completion.finish_reason,
             text=completion.text,

@@ -38,7 +38,7 @@ PyTorch loop without platform, recipe or checks; with prompts of 222 tokens it c
 once. Each run is a process of its own, in turn, A B C A B C; of a run's steps after the warm-up the
 faster half counts, and every figure is the median of the rounds. *x of it* is Hearth's samples/s
 over the system's, the median of the rounds' ratios; *least* is the smallest of them. *x in tokens*
-is the same in drawn tokens/s, where policies that learn differently draw different lengths.
+is the same in sampled tokens/s, where policies that learn differently sample different lengths.
 """
 WORKLOADS: dict[str, tuple[str, ...]] = {
     "3m fixed 64": ("--model", "3m", "--fixed-len"),
@@ -169,7 +169,7 @@ def table(found: Mapping[str, Mapping[str, list[Result]]]) -> str:
 
 
 def _tokens_per_s(result: Result) -> float:
-    """Drawn tokens over the whole step."""
+    """Sampled tokens over the whole step."""
     return result["samples_per_s"] * result["mean_len"]
 
 

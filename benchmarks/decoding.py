@@ -1,8 +1,8 @@
 """Generated tokens per second: the embedded engine, ``transformers`` ``generate``, vLLM on CPUs.
 
-Every contender draws the same batches of the same model in float32, one at a time: 8 new prompts of
-some 22 tokens, 8 completions of each, 64 tokens per completion, at temperature 1. Each gives the
-logprob of every token that it drew, as training needs them; a completion's are compared with those
+Every contender samples the same batches of the same model in float32, one at a time: 8 new prompts
+of some 22 tokens, 8 completions of each, 64 tokens per completion, at temperature 1. Each gives the
+logprob of every sampled token, as training needs them; a completion's are compared with those
 of a plain forward pass. Contenders run in processes of their own, in turn, round after round (A B C
 A B C), on a model that is made for it (sizes of ``workload.py``); starting and two batches of
 warm-up are left out. The figure of a run is that of the faster half of its batches.
@@ -54,15 +54,15 @@ PROMPTS, GROUP, NEW_TOKENS = 8, 8, 64
 WARM_UP = 2
 """Batches left out at the start of a run."""
 TOLERANCE = 1e-3
-"""How far a drawn token's logprob may be from a plain forward pass, in nats."""
+"""How far a sampled token's logprob may be from a plain forward pass, in nats."""
 TIMEOUT_S = 900.0
 VLLM_PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 VLLM_CACHE_BYTES = 2**30
 
-Drawn = tuple[Sequence[int], Sequence[float]]
+Sampled = tuple[Sequence[int], Sequence[float]]
 """Tokens of a completion, and their logprobs."""
-Draw = Callable[[Sequence[Sequence[int]]], list[Drawn]]
-"""Draws ``GROUP`` completions of each prompt."""
+BatchRunner = Callable[[Sequence[Sequence[int]]], list[Sampled]]
+"""Samples ``GROUP`` completions of each prompt."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Result:
 
 
 @contextlib.contextmanager
-def hearth(folder: str, decoder: Any = None) -> Iterator[Draw]:
+def hearth(folder: str, decoder: Any = None) -> Iterator[BatchRunner]:
     """The embedded engine."""
     from hearth.inference.backend import SampleRequest
     from hearth.inference.engine.engine import InferenceEngine
@@ -94,7 +94,7 @@ def hearth(folder: str, decoder: Any = None) -> Iterator[Draw]:
         load_model(folder), tokenizer=load_tokenizer(folder), options=EngineOptions(decoder=decoder)
     )
 
-    def draw(prompts: Sequence[Sequence[int]]) -> list[Drawn]:
+    def run_batch(prompts: Sequence[Sequence[int]]) -> list[Sampled]:
         asked = [
             engine.submit(SampleRequest(prompt=prompt, max_tokens=NEW_TOKENS, ignore_eos=True))
             for prompt in prompts
@@ -103,19 +103,19 @@ def hearth(folder: str, decoder: Any = None) -> Iterator[Draw]:
         done = [future.result() for future in asked]
         return [(sample.token_ids, sample.sampling_logprobs) for sample in done]
 
-    yield draw
+    yield run_batch
     engine.close()
 
 
 @contextlib.contextmanager
-def generate(folder: str, **options: Any) -> Iterator[Draw]:
+def generate(folder: str, **options: Any) -> Iterator[BatchRunner]:
     """``generate`` of transformers."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
-    def draw(prompts: Sequence[Sequence[int]]) -> list[Drawn]:
+    def run_batch(prompts: Sequence[Sequence[int]]) -> list[Sampled]:
         width = max(map(len, prompts))
         missing = torch.tensor([width - len(prompt) for prompt in prompts])
         input_ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
@@ -138,15 +138,15 @@ def generate(folder: str, **options: Any) -> Iterator[Draw]:
         logprobs = torch.stack(found.logits, 1).log_softmax(-1).gather(2, tokens[..., None])
         return list(zip(tokens.tolist(), logprobs[..., 0].tolist(), strict=True))
 
-    yield draw
+    yield run_batch
 
 
-def generate_static(folder: str) -> contextlib.AbstractContextManager[Draw]:
+def generate_static(folder: str) -> contextlib.AbstractContextManager[BatchRunner]:
     """The same with a cache of fixed size."""
     return generate(folder, cache_implementation="static")
 
 
-def generate_compiled(folder: str) -> contextlib.AbstractContextManager[Draw]:
+def generate_compiled(folder: str) -> contextlib.AbstractContextManager[BatchRunner]:
     """The same, compiled."""
     from transformers.generation import CompileConfig
 
@@ -156,7 +156,7 @@ def generate_compiled(folder: str) -> contextlib.AbstractContextManager[Draw]:
 
 
 @contextlib.contextmanager
-def vllm(folder: str) -> Iterator[Draw]:
+def vllm(folder: str) -> Iterator[BatchRunner]:
     """vLLM's offline engine."""
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
@@ -176,7 +176,7 @@ def vllm(folder: str) -> Iterator[Draw]:
         detokenize=False,
     )
 
-    def draw(prompts: Sequence[Sequence[int]]) -> list[Drawn]:
+    def run_batch(prompts: Sequence[Sequence[int]]) -> list[Sampled]:
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         done = engine.generate(asked, sampling, use_tqdm=False)
         return [
@@ -191,10 +191,10 @@ def vllm(folder: str) -> Iterator[Draw]:
             for output in answer.outputs
         ]
 
-    yield draw
+    yield run_batch
 
 
-WAYS: dict[str, Callable[[str], contextlib.AbstractContextManager[Draw]]] = {
+WAYS: dict[str, Callable[[str], contextlib.AbstractContextManager[BatchRunner]]] = {
     "hearth": hearth,
     "hearth, plain steps": partial(hearth, decoder="plain"),
     "hearth, whole module": partial(hearth, decoder="module"),
@@ -207,26 +207,26 @@ WAYS: dict[str, Callable[[str], contextlib.AbstractContextManager[Draw]]] = {
 
 
 def run(asked: argparse.Namespace) -> Result:
-    """Draw and time the batches of one contender, in this process."""
+    """Sample and time the batches of one contender, in this process."""
     prompts: list[list[int]] = json.loads((Path(asked.folder) / "prompts.json").read_text())
     batches = [prompts[at : at + PROMPTS] for at in range(0, len(prompts), PROMPTS)]
     seconds: list[float] = []
-    done: list[Drawn] = []
-    with WAYS[asked.contender](asked.folder) as draw:
+    done: list[Sampled] = []
+    with WAYS[asked.contender](asked.folder) as run_batch:
         for batch in batches:
             start_s = time.perf_counter()
-            done = draw(batch)
+            done = run_batch(batch)
             seconds.append(time.perf_counter() - start_s)
             lengths = {(len(tokens), len(logprobs)) for tokens, logprobs in done}
             if len(done) != PROMPTS * GROUP or lengths != {(NEW_TOKENS, NEW_TOKENS)}:
                 raise SystemExit(f"{len(done)} completions of {lengths} tokens and logprobs")
     measured = seconds[WARM_UP:]
     faster = sorted(measured)[: max(1, len(measured) // 2)]
-    drawn = PROMPTS * GROUP * NEW_TOKENS
+    count = PROMPTS * GROUP * NEW_TOKENS
     tokens, logprobs = done[-1]
     return Result(
-        tokens_per_s=round(drawn / statistics.fmean(faster), 1),
-        tokens_per_s_all=round(drawn / statistics.fmean(measured), 1),
+        tokens_per_s=round(count / statistics.fmean(faster), 1),
+        tokens_per_s_all=round(count / statistics.fmean(measured), 1),
         prompt=batches[-1][-1],
         tokens=list(tokens),
         logprobs=list(logprobs),
@@ -279,7 +279,7 @@ class Contender:
 
 @torch.inference_mode()
 def logprob_gap(folder: Path, result: Result) -> float:
-    """How far the drawn tokens' logprobs are from those of a plain forward pass, in nats.
+    """How far the sampled tokens' logprobs are from those of a plain forward pass, in nats.
 
     Raises:
         SystemExit: too far for the same model.

@@ -8,7 +8,7 @@ fails (out of memory, say) is reported with its reason, and the others' results 
   must read (all weights but an untied embedding; keys and values of all rows at their mean length)
   over the device's measured copy bandwidth.
 - *decode*: one step in the middle of those completions, launched kernel by kernel and replayed
-  (CUDA graphs), and the draw after it; what is left of the engine's step is the host's.
+  (CUDA graphs), and the sampling after it; what is left of the engine's step is the host's.
 - *training*: a step on samples of one length. A token costs ``6 N + 6 L A D T`` operations: N
   parameters in matrix products (the head's among them, a looked-up embedding's not), and causal
   attention over L layers of A heads of size D at T tokens (arXiv:2204.02311, its attention halved).
@@ -254,14 +254,14 @@ class Bench:
         )
 
     def rollouts(self, rows: int) -> Figures:
-        """The embedded engine; the first two draws record graphs and are not counted."""
+        """The embedded engine; the first two samples record graphs and are not counted."""
         setting = self.setting
         with self._engine(rows) as engine:
             for seed in range(2):
-                self._draw(engine, self._prompts(rows, seed), setting.new)
-            prefill_s = timed(self.device, lambda: self._draw(engine, self._prompts(rows, 2), 1))
+                self._sample(engine, self._prompts(rows, seed), setting.new)
+            prefill_s = timed(self.device, lambda: self._sample(engine, self._prompts(rows, 2), 1))
             total_s = timed(
-                self.device, lambda: self._draw(engine, self._prompts(rows, 3), setting.new)
+                self.device, lambda: self._sample(engine, self._prompts(rows, 3), setting.new)
             )
         step_s = (total_s - prefill_s) / (setting.new - 1)
         bound_s = setting.bytes_of_a_step(rows) / self.machine.bytes_per_s
@@ -289,15 +289,15 @@ class Bench:
 
         def run(new: int) -> None:
             with torch.no_grad():
-                drawn = module.generate(prompts, max_new_tokens=new, **options)
-            assert drawn.shape == (rows, setting.prompt + new)
+                completions = module.generate(prompts, max_new_tokens=new, **options)
+            assert completions.shape == (rows, setting.prompt + new)
 
         run(2)
         total_s = timed(self.device, lambda: run(setting.new))
         return {"tokens_per_s": rows * setting.new / total_s}
 
     def decoding(self, rows: int) -> Figures:
-        """Milliseconds of one step, eager and (on a GPU) replayed, and of the draw after it."""
+        """Milliseconds of one step, eager and (on a GPU) replayed, and of the sampling after it."""
         loaded = self.model()
         found = self._decoding(loaded, rows, "eager_ms", decoder=None)
         found |= self._decoding(loaded, rows, "module_ms", decoder="module")
@@ -385,10 +385,12 @@ class Bench:
                 prompts = self._prompts(max(1, rows // GROUP), number)
                 grouped = [prompts[index % len(prompts)] for index in range(rows)]
                 with times.of("rollout_s"):
-                    drawn = self._draw(engine, grouped, setting.new)
+                    completions = self._sample(engine, grouped, setting.new)
                 data = [
                     datum_of([*prompt, *completion.token_ids], setting.prompt, seed)
-                    for seed, (prompt, completion) in enumerate(zip(grouped, drawn, strict=True))
+                    for seed, (prompt, completion) in enumerate(
+                        zip(grouped, completions, strict=True)
+                    )
                 ]
                 with times.of("forward_backward_s"):
                     trainer.engine.forward_backward(trainer.model_id, data)
@@ -438,7 +440,7 @@ class Bench:
         finally:
             engine.close()
 
-    def _draw(
+    def _sample(
         self, engine: InferenceEngine, prompts: Sequence[list[int]], new: int
     ) -> list[SampledSequence]:
         pending = [

@@ -62,7 +62,7 @@ class Result:
     samples_per_s: float
     gen_tokens_per_s: float
     train_tokens_per_s: float
-    """Drawn tokens over the seconds of forward and backward."""
+    """Sampled tokens over the seconds of forward and backward."""
     mean_len: float
     step_s: float
     step_s_all: float
@@ -74,7 +74,7 @@ class Result:
     weight_sync_s: float
     other_s: float
     overhead_share: float
-    """Of the steps' time, that in which the engines neither drew tokens nor ran a forward or
+    """Of the steps' time, that in which the engines neither sampled tokens nor ran a forward or
     backward pass nor the optimizer; requests, JSON, rewards and weight syncs are in it."""
     idle_ms: dict[str, float]
     """That time of a step, by what was computed before and after."""
@@ -203,16 +203,16 @@ def step_figures(records: list[dict[str, Any]], asked: argparse.Namespace) -> di
     def mean(name: str, of: list[dict[str, Any]] = used) -> float:
         return statistics.fmean(record.get(name, 0.0) for record in of)
 
-    drawn = statistics.fmean(tokens[id(record)] for record in used)
+    completion_tokens = statistics.fmean(tokens[id(record)] for record in used)
     seconds = {name: mean(metric) for name, metric in PHASES.items()}
     step_s = mean("perf/step_wall_time")
     return {
         "batch": batch,
         "max_new": asked.max_new,
-        "mean_len": round(drawn / batch, 1),
+        "mean_len": round(completion_tokens / batch, 1),
         "samples_per_s": round(batch / step_s, 2),
-        "gen_tokens_per_s": round(drawn / seconds["generate_s"], 1),
-        "train_tokens_per_s": round(drawn / seconds["fwd_bwd_s"], 1),
+        "gen_tokens_per_s": round(completion_tokens / seconds["generate_s"], 1),
+        "train_tokens_per_s": round(completion_tokens / seconds["fwd_bwd_s"], 1),
         "step_s": round(step_s, 4),
         "step_s_all": round(mean("perf/step_wall_time", measured), 4),
         "other_s": round(step_s - sum(seconds.values()), 4),
@@ -230,7 +230,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=8, help="completions per prompt")
     parser.add_argument("--call", type=int, default=256, help="most samples of a training call")
     parser.add_argument(
-        "--stream", type=int, help="train as soon as this many samples are drawn; off by default"
+        "--stream", type=int, help="train as soon as this many samples exist; off by default"
     )
     parser.add_argument("--rows", type=int, default=64, help="completions decoded together")
     parser.add_argument("--max-new", type=int, default=64, help="most tokens of a completion")

@@ -73,15 +73,15 @@ def rollouts_per_step() -> int:
 def evaluated(
     held_out: Sequence[Mapping[str, Any]], curve: dict[int, float]
 ) -> Callable[[RolloutSetup], RolloutFn]:
-    """The example's rollouts; before every fourth step's first one the held-out rows are drawn."""
+    """The example's rollouts; before every fourth step the held-out rows are sampled."""
 
     def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
-        draw = rollout.make_rollout_fn(setup)
+        roll_out = rollout.make_rollout_fn(setup)
 
         async def answered(place: int) -> float:
-            # A place of its own, so that the questions are drawn with the same seeds every time.
+            # A place of its own, so that the questions are sampled with the same seeds every time.
             current_rollout.set(RolloutContext(row_seed(1, place), 0, 0))
-            sample = await draw(held_out[place])
+            sample = await roll_out(held_out[place])
             assert isinstance(sample, RolloutSample)
             return sample.reward
 
@@ -92,7 +92,7 @@ def evaluated(
             if sample_index == 0 and not is_within and step % EVAL_EVERY == 0:
                 tasks = [asyncio.create_task(answered(place)) for place in range(len(held_out))]
                 curve[step] = statistics.fmean(await asyncio.gather(*tasks))
-            return await draw(row)
+            return await roll_out(row)
 
         return rollout_fn
 

@@ -1,8 +1,8 @@
 """What the pipeline itself costs: ``async_rl_loop`` with rollouts that are there at once.
 
 Rows of 8 samples go through the recipe as it is, on the embedded platform. The rollout function
-answers at once, with canned samples of 8 tokens, half of them drawn (``--drawn``), whose rewards
-differ within a group. Training is real, of a Qwen3 with 340 parameters. So what is left is queues,
+answers at once, with canned samples of 8 tokens, half of them sampled (``--new-tokens``), whose
+rewards differ within a group. Training is real, of a Qwen3 with 340 parameters. So what is left is queues,
 checks, advantages, datums, wire, losses, metrics, weight syncs and checkpoints: Python, of which
 one thread runs at a time. A step has 128 rows, so that what each step costs (an optimizer step, a
 weight sync, a dozen requests) counts little beside what each sample costs.
@@ -10,7 +10,7 @@ weight sync, a dozen requests) counts little beside what each sample costs.
 Each number of rows is a process of its own. Nothing may grow with it: neither the time of a sample
 nor, beyond what is kept of the last ones, memory.
 
-    python benchmarks/pipeline.py [--rows 2500 5000 10000 20000] [--prompts 128] [--drawn 4]
+    python benchmarks/pipeline.py [--rows 2500 5000 10000 20000] [--prompts 128] [--new-tokens 4]
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def thread_seconds(native_id: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def canned_rollouts(watch: Watch, drawn: int) -> Any:
+def canned_rollouts(watch: Watch, new_tokens: int) -> Any:
     """A factory of rollout functions that answer at once."""
     prompt = list(range(4, 4 + PROMPT_TOKENS))
 
@@ -140,9 +140,9 @@ def canned_rollouts(watch: Watch, drawn: int) -> Any:
         ) -> RolloutSample:
             first = row_index + rollout_idx
             return RolloutSample(
-                tokens=prompt + [4 + (first + place) % 40 for place in range(drawn)],
-                logprobs=[0.0] * PROMPT_TOKENS + [LOGPROB] * drawn,
-                loss_mask=[0] * PROMPT_TOKENS + [1] * drawn,
+                tokens=prompt + [4 + (first + place) % 40 for place in range(new_tokens)],
+                logprobs=[0.0] * PROMPT_TOKENS + [LOGPROB] * new_tokens,
+                loss_mask=[0] * PROMPT_TOKENS + [1] * new_tokens,
                 reward=float(first % 3),
                 text="four",
             )
@@ -163,8 +163,8 @@ def measure(asked: argparse.Namespace, rows: int) -> Result:
             shuffle=False,
             completions_per_prompt=GROUP,
             prompt_groups_per_step=asked.prompts,
-            max_completion_tokens=asked.drawn,
-            max_seq_len=PROMPT_TOKENS + asked.drawn,
+            max_completion_tokens=asked.new_tokens,
+            max_seq_len=PROMPT_TOKENS + asked.new_tokens,
             max_head_offpolicy_versions=asked.late,
             learning_rate=1e-6,
             kl_beta=0.0,
@@ -172,7 +172,11 @@ def measure(asked: argparse.Namespace, rows: int) -> Result:
             deployment=DeployConfig(tokenizer_model=str(model)),
             placement=asked.placement,
         )
-        main(config, rollout_fn_factory=canned_rollouts(watch, asked.drawn), rows=make_rows(rows))
+        main(
+            config,
+            rollout_fn_factory=canned_rollouts(watch, asked.new_tokens),
+            rows=make_rows(rows),
+        )
         watch.end()
         lines = Path(folder, "run", "metrics.jsonl").read_bytes().splitlines()
     records = [record for record in map(orjson.loads, lines) if record["type"] == "train"]
@@ -214,8 +218,8 @@ def run(asked: argparse.Namespace, rows: int) -> Result:
         str(asked.threads),
         "--placement",
         asked.placement,
-        "--drawn",
-        str(asked.drawn),
+        "--new-tokens",
+        str(asked.new_tokens),
     ]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return Result(**orjson.loads(done.stdout.splitlines()[-1]))
@@ -250,7 +254,7 @@ def command() -> None:
     parser.add_argument("--late", type=int, default=1, help="max_head_offpolicy_versions")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--placement", choices=["inline", "process"], default="inline")
-    parser.add_argument("--drawn", type=int, default=4, help="tokens of a completion")
+    parser.add_argument("--new-tokens", type=int, default=4, help="tokens of a completion")
     parser.add_argument("--json", action="store_true", help="one JSON object a run, nothing else")
     parser.add_argument("--run", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -57,8 +57,8 @@ from hearth.wire.fireworks import Deployment
 from training.samples.datums import datum_from_tokens_weights
 
 PROMPT_TOKENS = 4
-DRAWN = (4, 900)
-"""Drawn tokens of the two lengths."""
+NEW_TOKENS = (4, 900)
+"""Sampled tokens of the two lengths."""
 VOCAB = 151936
 REQUESTS = 400
 IN_FLIGHT = 64
@@ -70,8 +70,8 @@ START_S = 60.0
 
 def measure() -> dict[str, float]:
     """``scale_simulation.Constants`` of this machine, by name."""
-    trained = [pipeline_s(drawn) for drawn in DRAWN]
-    asked, passed = zip(*map(requests_s, DRAWN), strict=True)
+    trained = [pipeline_s(new_tokens) for new_tokens in NEW_TOKENS]
+    asked, passed = zip(*map(requests_s, NEW_TOKENS), strict=True)
     recipe_s, recipe_token_s = line([sum(pair) for pair in zip(trained, asked, strict=True)])
     gateway_s, gateway_token_s = line(passed)
     sync = sync_costs()
@@ -80,8 +80,8 @@ def measure() -> dict[str, float]:
         "recipe_token_s": recipe_token_s,
         "gateway_s": gateway_s,
         "gateway_token_s": gateway_token_s,
-        "answer_bytes_per_token": per_token([len(answer(count)) for count in DRAWN]),
-        "datum_bytes_per_token": per_token([len(datum(count)) for count in DRAWN]),
+        "answer_bytes_per_token": per_token([len(answer(count)) for count in NEW_TOKENS]),
+        "datum_bytes_per_token": per_token([len(datum(count)) for count in NEW_TOKENS]),
         **sync,
     }
 
@@ -95,15 +95,15 @@ def heading() -> str:
 def line(seconds: Sequence[float]) -> tuple[float, float]:
     """Of each sample, and of each token, from the seconds at the two lengths."""
     slope = max(0.0, per_token(seconds))
-    return seconds[0] - slope * (PROMPT_TOKENS + DRAWN[0]), slope
+    return seconds[0] - slope * (PROMPT_TOKENS + NEW_TOKENS[0]), slope
 
 
 def per_token(values: Sequence[float]) -> float:
     """How much a token adds."""
-    return (values[1] - values[0]) / (DRAWN[1] - DRAWN[0])
+    return (values[1] - values[0]) / (NEW_TOKENS[1] - NEW_TOKENS[0])
 
 
-def pipeline_s(drawn: int) -> float:
+def pipeline_s(new_tokens: int) -> float:
     """CPU seconds of a sample in the recipe's and the SDK's threads."""
     command = [
         sys.executable,
@@ -113,15 +113,15 @@ def pipeline_s(drawn: int) -> float:
         str(ROWS),
         "--prompts",
         str(PROMPTS),
-        "--drawn",
-        str(drawn),
+        "--new-tokens",
+        str(new_tokens),
     ]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
     milliseconds = orjson.loads(done.stdout)["cpu_ms_per_1000"]
     return (milliseconds["recipe"] + milliseconds["SDK"]) / 1e6
 
 
-def requests_s(drawn: int) -> tuple[float, float]:
+def requests_s(new_tokens: int) -> tuple[float, float]:
     """CPU seconds of a completion in the process that asks for it, and in the gateway's."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", "nano")
@@ -136,9 +136,9 @@ def requests_s(drawn: int) -> tuple[float, float]:
                 "x",
                 concurrency_controller=FixedConcurrencyController(IN_FLIGHT),
             )
-            asyncio.run(draw(sampler, IN_FLIGHT, drawn))
+            asyncio.run(sample_all(sampler, IN_FLIGHT, new_tokens))
             gateway_s, own_s = cpu_s(processes[1].pid), time.process_time()
-            asyncio.run(draw(sampler, REQUESTS, drawn))
+            asyncio.run(sample_all(sampler, REQUESTS, new_tokens))
             asked_s = time.process_time() - own_s
             gateway_s = cpu_s(processes[1].pid) - gateway_s
             sampler.close()
@@ -150,11 +150,11 @@ def requests_s(drawn: int) -> tuple[float, float]:
     return asked_s / REQUESTS, gateway_s / REQUESTS
 
 
-async def draw(sampler: DeploymentSampler, count: int, drawn: int) -> None:
+async def sample_all(sampler: DeploymentSampler, count: int, new_tokens: int) -> None:
     """Ask for so many completions."""
     prompt = list(range(PROMPT_TOKENS))
-    found = await sampler.sample_with_prompt_tokens(prompt, n=count, max_tokens=drawn)
-    assert {sample.completion_len for sample in found} == {drawn}
+    found = await sampler.sample_with_prompt_tokens(prompt, n=count, max_tokens=new_tokens)
+    assert {sample.completion_len for sample in found} == {new_tokens}
 
 
 def cpu_s(pid: int) -> float:
@@ -183,29 +183,29 @@ def wait_for(url: str) -> None:
             time.sleep(0.1)
 
 
-def answer(drawn: int) -> bytes:
+def answer(new_tokens: int) -> bytes:
     """A completion's answer, as deployments give it to samplers."""
-    chance = random.Random(drawn)
+    chance = random.Random(new_tokens)
     prompt = list(range(PROMPT_TOKENS))
     call = CompletionCall(
         model="m",
         prompt=prompt,
-        max_tokens=drawn,
+        max_tokens=new_tokens,
         logprobs=True,
         logprob_format="arrays",
         raw_output=True,
         perf_metrics_in_response=True,
     )
     sequence = SampledSequence(
-        token_ids=[chance.randrange(VOCAB) for _ in range(drawn)],
-        logprobs=[-chance.expovariate(1.0) for _ in range(drawn)],
-        sampling_logprobs=[-chance.expovariate(1.0) for _ in range(drawn)],
+        token_ids=[chance.randrange(VOCAB) for _ in range(new_tokens)],
+        logprobs=[-chance.expovariate(1.0) for _ in range(new_tokens)],
+        sampling_logprobs=[-chance.expovariate(1.0) for _ in range(new_tokens)],
         prompt_logprobs=None,
-        text="word " * drawn,
+        text="word " * new_tokens,
         finish_reason="stop",
         weight_version=1,
         snapshot_identity="step-1",
-        versions=[[1, drawn]],
+        versions=[[1, new_tokens]],
         seed=1,
         queue_s=0.0,
         generation_s=1.0,
@@ -222,11 +222,11 @@ def answer(drawn: int) -> bytes:
     ).dump()
 
 
-def datum(drawn: int) -> bytes:
+def datum(new_tokens: int) -> bytes:
     """A sample on its way to the trainer."""
-    chance = random.Random(drawn)
-    tokens = [chance.randrange(VOCAB) for _ in range(PROMPT_TOKENS + drawn)]
-    weights = [0.0] * PROMPT_TOKENS + [1.0] * drawn
+    chance = random.Random(new_tokens)
+    tokens = [chance.randrange(VOCAB) for _ in range(PROMPT_TOKENS + new_tokens)]
+    weights = [0.0] * PROMPT_TOKENS + [1.0] * new_tokens
     batch = build_batch([datum_from_tokens_weights(tokens, weights)], as_columns=False)
     return orjson.dumps(batch.body["data"][0])
 
@@ -247,7 +247,7 @@ def sync_costs() -> dict[str, float]:
 
 
 async def scripted(scope: Any, receive: Any, send: Any) -> None:
-    """A deployment that has drawn already, as many tokens as it is asked for."""
+    """A deployment that has sampled already, as many tokens as it is asked for."""
     assert scope["type"] == "http"
     body = b""
     while (message := await receive()).get("more_body"):
@@ -304,7 +304,7 @@ def command() -> None:
     parser.add_argument("--gateway", nargs=3, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.deployment:
-        CANNED.update({drawn: answer(drawn) for drawn in DRAWN})
+        CANNED.update({new_tokens: answer(new_tokens) for new_tokens in NEW_TOKENS})
         uvicorn.run(scripted, uds=asked.deployment, lifespan="off", log_level="warning")
     elif asked.gateway:
         path, port, model = asked.gateway

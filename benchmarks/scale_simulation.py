@@ -1,7 +1,7 @@
 """How far the design goes: ``async_rl_loop`` at 8 to 1,024 GPUs, simulated from measured constants.
 
 Events of one run are simulated: rows are admitted by the recipe's own staleness gate, completions
-are drawn on replicas that slow down as they fill, answers go through the one gateway and then
+are sampled on replicas that slow down as they fill, answers go through the one gateway and then
 through the one recipe process, groups are trained as they come, and every step ends with a weight
 sync that overlaps with the next batch. What a sample costs on its way, and what a byte of weights
 costs, is measured on this machine first (``scale_constants.py``). What a GPU does is estimated from
@@ -48,7 +48,7 @@ MODEL = Architecture(
 )
 """Qwen3-8B."""
 ROWS = 256
-"""Completions that a GPU draws at a time."""
+"""Completions that a GPU samples at a time."""
 SPLITS = (1, 2, 4, 8)
 """GPUs of a replica."""
 MACHINE = 8
@@ -91,7 +91,7 @@ class Fleet:
     ranks: int = 1
     gpus_of_a_replica: int = 1
     rows: int = 256
-    """Completions that a replica draws at a time; more wait."""
+    """Completions that a replica samples at a time; more wait."""
     step_s: float
     """What a decoding step takes however many rows it has."""
     row_s: float
@@ -107,7 +107,7 @@ class Fleet:
     """The trainer's part of a weight sync; it does nothing else meanwhile."""
     transfer_s: float = 0.0
     load_s: float = 0.0
-    """The replicas' part; they draw nothing meanwhile."""
+    """The replicas' part; they sample nothing meanwhile."""
     prompts: int
     """Rows of a step."""
     group: int = 16
@@ -127,7 +127,7 @@ class Fleet:
 
     @property
     def mean_tokens(self) -> float:
-        """Of a sample with its prompt, as drawn."""
+        """Of a sample with its prompt, as sampled."""
         return self.prompt_tokens + statistics.fmean(self.lengths(20_000, seed=0))
 
     @property
@@ -137,11 +137,11 @@ class Fleet:
         return self.replicas * rows / (self.step_s + self.row_s * rows)
 
     def lengths(self, count: int, *, seed: int) -> Iterator[int]:
-        """Drawn tokens of that many completions."""
+        """Sampled tokens of that many completions."""
         chance = random.Random(seed)
         for _ in range(count):
-            drawn = chance.lognormvariate(math.log(self.median_tokens), self.sigma)
-            yield max(1, min(self.longest, round(drawn)))
+            sampled = chance.lognormvariate(math.log(self.median_tokens), self.sigma)
+            yield max(1, min(self.longest, round(sampled)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class Report:
     samples_per_s: float
     step_s: float
     samplers: float
-    """Tokens drawn over those that the replicas draw when they are evenly full."""
+    """Tokens sampled over those that the replicas sample when they are evenly full."""
     trainer: float
     recipe: float
     gateway: float
@@ -222,7 +222,7 @@ class Line:
 
 
 class Replica:
-    """Rows that are drawn side by side, each as fast as the others; more of them wait."""
+    """Rows that are sampled side by side, each as fast as the others; more of them wait."""
 
     def __init__(self, clock: Clock, fleet: Fleet) -> None:
         self._clock = clock
@@ -231,22 +231,22 @@ class Replica:
         """By the progress at which they end."""
         self._waiting: deque[tuple[int, Then]] = deque()
         self._progress = 0.0
-        """Tokens that a row has drawn which ran from the beginning."""
+        """Tokens that a row has sampled which ran from the beginning."""
         self._seen_s = 0.0
         self._number = 0
         self._is_paused = False
-        self.drawn = 0
+        self.sampled = 0
         """Tokens of the completions that ended."""
 
     def add(self, tokens: int, then: Then) -> None:
-        """Draw a completion."""
+        """Sample a completion."""
         self._advance()
         self._waiting.append((tokens, then))
         self._begin()
         self._expect()
 
     def pause(self, seconds: float) -> None:
-        """Draw nothing for a while."""
+        """Sample nothing for a while."""
         self._advance()
         self._is_paused = True
         self._number += 1
@@ -284,7 +284,7 @@ class Replica:
             return
         self._advance()
         _, _, tokens, then = heapq.heappop(self._running)
-        self.drawn += tokens
+        self.sampled += tokens
         self._begin()
         self._expect()
         then()
@@ -298,18 +298,18 @@ class Pool:
         self._loads = [0] * fleet.replicas
 
     @property
-    def drawn(self) -> int:
+    def sampled(self) -> int:
         """Tokens of all completions that ended."""
-        return sum(replica.drawn for replica in self._replicas)
+        return sum(replica.sampled for replica in self._replicas)
 
     def add(self, tokens: int, then: Then) -> None:
-        """Draw a completion."""
+        """Sample a completion."""
         place = self._loads.index(min(self._loads))
         self._loads[place] += 1
         self._replicas[place].add(tokens, functools.partial(self._ended, place, then))
 
     def pause(self, seconds: float) -> None:
-        """Have no replica draw for a while."""
+        """Have no replica sample for a while."""
         for replica in self._replicas:
             replica.pause(seconds)
 
@@ -338,7 +338,7 @@ class Loop:
         self.offsets: list[int] = []
         """Versions by which each row was late that was trained."""
         self.syncing_s = 0.0
-        self._lengths = self._drawn_lengths(seed)
+        self._lengths = self._sample_lengths(seed)
         self._rows: dict[int, list[int]] = {}
         """Tokens of the samples of each row that are there."""
         self._is_publishing = self._wants_to_publish = self._is_full = False
@@ -348,7 +348,7 @@ class Loop:
         """Go on until so many batches are trained and served."""
         self.clock.run(lambda: self.gate.version >= steps)
 
-    def _drawn_lengths(self, seed: int) -> Iterator[int]:
+    def _sample_lengths(self, seed: int) -> Iterator[int]:
         while True:
             yield from self.fleet.lengths(4096, seed=seed)
             seed += 1
@@ -363,8 +363,8 @@ class Loop:
                 tokens = next(self._lengths)
                 self.pool.add(tokens, functools.partial(self._answered, row, tokens))
 
-    def _answered(self, row: int, drawn: int) -> None:
-        fleet, tokens = self.fleet, self.fleet.prompt_tokens + drawn
+    def _answered(self, row: int, sampled: int) -> None:
+        fleet, tokens = self.fleet, self.fleet.prompt_tokens + sampled
         arrived = functools.partial(self._arrived, row, tokens)
         taken_s = fleet.recipe_s + tokens * fleet.recipe_token_s
         work_s = fleet.gateway_s + tokens * fleet.gateway_token_s
@@ -426,9 +426,9 @@ def simulate(fleet: Fleet, steps: int = 10, seed: int = 0) -> Report:
     loop.run(WARM_UP)
     lines = {"trainer": loop.trainer, "recipe": loop.recipe, "gateway": loop.gateway}
     busy = {name: line.busy_s for name, line in lines.items()}
-    begun_s, drawn, trained, syncing_s = (
+    begun_s, sampled, trained, syncing_s = (
         loop.clock.now,
-        loop.pool.drawn,
+        loop.pool.sampled,
         loop.trained,
         loop.syncing_s,
     )
@@ -440,7 +440,7 @@ def simulate(fleet: Fleet, steps: int = 10, seed: int = 0) -> Report:
     return Report(
         samples_per_s=(loop.trained - trained) / seconds,
         step_s=seconds / steps,
-        samplers=(loop.pool.drawn - drawn) / seconds / fleet.drawing_per_s,
+        samplers=(loop.pool.sampled - sampled) / seconds / fleet.drawing_per_s,
         **shares,
         sync=(loop.syncing_s - syncing_s) / seconds,
         sync_s=(loop.syncing_s - syncing_s) / steps,

@@ -198,12 +198,12 @@ def count_parameters(folder: Path) -> int:
 def record(text: Text) -> DatumRecord:
     """The datum of a text, for the built-in policy loss at a ratio of about 1."""
     length, first = len(text.tokens) - 1, text.prompt_len - 1
-    drawn = np.arange(length) >= first
+    completion_tokens = np.arange(length) >= first
     inputs = {
         "target_tokens": encode(np.array(text.tokens[1:]), "int64"),
         "logprobs": encode(np.full(length, -math.log(51)), "float32"),
-        "advantages": encode(np.where(drawn, text.advantage, 0.0), "float32"),
-        "weights": encode(drawn.astype(np.float32), "float32"),
+        "advantages": encode(np.where(completion_tokens, text.advantage, 0.0), "float32"),
+        "weights": encode(completion_tokens.astype(np.float32), "float32"),
     }
     return DatumRecord.model_validate(
         {
@@ -268,12 +268,12 @@ class Calls:
 
 
 def sample(text: Text) -> TrainSample:
-    """What a recipe makes of a drawn text."""
-    drawn = len(text.tokens) - text.prompt_len
+    """What a recipe makes of a sampled text."""
+    completion_tokens = len(text.tokens) - text.prompt_len
     rollout = RolloutSample(
         tokens=text.tokens,
-        logprobs=[0.0] * text.prompt_len + [-math.log(51)] * drawn,
-        loss_mask=[0] * text.prompt_len + [1] * drawn,
+        logprobs=[0.0] * text.prompt_len + [-math.log(51)] * completion_tokens,
+        loss_mask=[0] * text.prompt_len + [1] * completion_tokens,
         reward=text.advantage,
     )
     return TrainSample.from_rollout(rollout, text.advantage)

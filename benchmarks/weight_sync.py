@@ -160,7 +160,7 @@ def embedded(source: Path) -> InferenceBackend:
 
 @contextlib.contextmanager
 def on_vllm(source: Path, work_dir: Path) -> Iterator[InferenceBackend]:
-    """One vLLM server on the CPU, with the shipped tokenizer: nothing is drawn but probes."""
+    """One vLLM server on the CPU, with the shipped tokenizer: nothing is sampled but probes."""
     sidecars = LocalSidecars(work_dir / "sidecars")
     state = work_dir / "vllm"
     plan = ServerPlan(

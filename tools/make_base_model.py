@@ -123,13 +123,13 @@ def slip(problem: Problem, rng: random.Random) -> int:
 
 def careless_reply(problem: Problem, rng: random.Random) -> str:
     """A right answer, a slip, a hasty slip or bad form, in the shares above."""
-    draw = rng.random()
-    if draw < RIGHT:
+    chance = rng.random()
+    if chance < RIGHT:
         return key_reply(problem)
     wrong = f"{OPEN}{slip(problem, rng)}{CLOSE}"
-    if draw < RIGHT + SLIP:
+    if chance < RIGHT + SLIP:
         return wrong
-    if draw < RIGHT + SLIP + HASTY:
+    if chance < RIGHT + SLIP + HASTY:
         return rng.choice(HASTE).format(slip=wrong)
     form = rng.choice(BAD_FORM)
     return form.format(answer=problem.answer, a=problem.a, b=problem.b, op=problem.op)
@@ -277,10 +277,12 @@ def accuracy(folder: Path, rows: Path, *, greedy: bool) -> float:
         asked = tokenizer(prompt_text(row["messages"][0]["content"]), return_tensors="pt")
         how = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
         # transformers' own annotations do not bind here.
-        drawn = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
+        generated = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
             **asked, **how, max_new_tokens=16
         )
-        reply = tokenizer.decode(drawn[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+        reply = tokenizer.decode(
+            generated[0, asked["input_ids"].shape[1] :], skip_special_tokens=True
+        )
         right += reply == f"{OPEN}{row['ground_truth']}{CLOSE}"
     return right / len(lines)
 

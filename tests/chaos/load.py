@@ -128,8 +128,8 @@ async def watch(platform: Platform, name: str, crowds: list[Crowd]) -> AsyncIter
         yield crowd
     finally:
         crowd.seconds = time.monotonic() - began_s
-        told, _ = await asyncio.to_thread(quiet.communicate)
-        for line in told.splitlines():
+        output, _ = await asyncio.to_thread(quiet.communicate)
+        for line in output.splitlines():
             status, seconds = line.split()
             crowd.quiet_s.append(float(seconds))
             if status != "200":

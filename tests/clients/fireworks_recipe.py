@@ -70,10 +70,10 @@ def make_rollouts(setup: Any) -> Callable[..., Any]:
     """The cookbook's rollouts from token ids, scored."""
     from training.examples.rl.single_turn_token_in.rollout import make_rollout_fn
 
-    draw = make_rollout_fn(setup)
+    sample = make_rollout_fn(setup)
 
     async def rollout(row: dict[str, Any]) -> Any:
-        run = await draw(row)
+        run = await sample(row)
         for segment in run.segments if run else ():
             segment.reward = float(sum(segment.tokens) % 3)
         return run

@@ -52,7 +52,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Answer:
-    """What the scripted model draws; its tokens are those of the text and its end, if not given."""
+    """What the scripted model samples; by default its tokens are those of the text and its end."""
 
     text: str
     tokens: Sequence[int] | None = None
@@ -84,7 +84,7 @@ class Answer:
 
 @dataclass
 class Scripted:
-    """A deployment that draws what the test says, in turn; ``prompts`` are those it was asked."""
+    """A deployment that samples what the test says, in turn; ``prompts`` are those it was asked."""
 
     answers: Sequence[Answer]
     prompts: list[list[int]] = field(default_factory=list)
@@ -172,12 +172,12 @@ def test_an_example_trains_with_nothing_set_up(name, tmp_path, monkeypatch, caps
 def test_a_single_turn_is_the_rows_tokens_and_what_was_sampled(play):
     played = play(single_turn, Answer(RIGHT))
 
-    drawn = [*TOKENIZER.encode(RIGHT), END]
+    sampled = [*TOKENIZER.encode(RIGHT), END]
     assert played.prompts == [PROMPT]
     assert played.sample == RolloutSample(
-        tokens=PROMPT + drawn,
-        logprobs=[0.0] * len(PROMPT) + [LOGPROB] * len(drawn),
-        loss_mask=[0] * len(PROMPT) + [1] * len(drawn),
+        tokens=PROMPT + sampled,
+        logprobs=[0.0] * len(PROMPT) + [LOGPROB] * len(sampled),
+        loss_mask=[0] * len(PROMPT) + [1] * len(sampled),
         reward=1.0,
         text=RIGHT,
         parsed=True,
@@ -251,12 +251,12 @@ def test_the_second_prompt_extends_the_first_turn_token_by_token(play):
 
 def test_an_answer_in_unusual_tokens_stays_as_it_was_sampled(play):
     letters = [token for letter in "<answer>6" for token in TOKENIZER.encode(letter)]
-    drawn = [*letters, END]
-    assert drawn != [*TOKENIZER.encode("<answer>6"), END]
+    sampled = [*letters, END]
+    assert sampled != [*TOKENIZER.encode("<answer>6"), END]
 
-    played = play(multi_turn, Answer("<answer>6", drawn), Answer(RIGHT))
+    played = play(multi_turn, Answer("<answer>6", sampled), Answer(RIGHT))
 
-    assert played.prompts[1][: len(PROMPT) + len(drawn)] == PROMPT + drawn
+    assert played.prompts[1][: len(PROMPT) + len(sampled)] == PROMPT + sampled
     assert played.sample.tokens[: len(played.prompts[1])] == played.prompts[1]
 
 

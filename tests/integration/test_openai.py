@@ -34,13 +34,13 @@ async def client(platform):
 
 @pytest.mark.parametrize("model", [NAME, "chat"])
 async def test_a_completion_of_token_ids_by_full_name_and_by_id(client, model):
-    drawn = await client.completions.create(
+    completion = await client.completions.create(
         model=model, prompt=[5, 17, 40], max_tokens=4, n=2, logprobs=1, seed=3
     )
 
-    assert [choice.index for choice in drawn.choices] == [0, 1]
-    counts = [len(choice.logprobs.token_logprobs) for choice in drawn.choices]
-    assert sum(counts) == drawn.usage.completion_tokens
+    assert [choice.index for choice in completion.choices] == [0, 1]
+    counts = [len(choice.logprobs.token_logprobs) for choice in completion.choices]
+    assert sum(counts) == completion.usage.completion_tokens
     assert all(0 < count <= 4 for count in counts)
 
 

@@ -182,7 +182,7 @@ def test_the_kl_coefficient_survives_a_resume_in_the_async_recipe_too(async_tria
     common = ADAPTED | {"max_rows": 12, "max_head_offpolicy_versions": late}
     whole = async_trial(make=make_rollouts(), **common)
 
-    async def fail_at_row_7(row: int, _draw: int) -> None:
+    async def fail_at_row_7(row: int, _sample: int) -> None:
         if row == 7:
             raise ValueError("the tool's disk is full")
 

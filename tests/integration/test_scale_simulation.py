@@ -119,19 +119,19 @@ def test_rows_of_a_replica_are_sampled_side_by_side(scale, fleet):
     replica = scale.Replica(clock, replace(fleet, rows=2, step_s=1.0, row_s=0.5))
     ends: dict[str, float] = {}
 
-    def draw(name: str, tokens: int) -> None:
+    def sample(name: str, tokens: int) -> None:
         replica.add(tokens, lambda: ends.__setitem__(name, clock.now))
 
-    draw("short", 10)
-    draw("long", 30)
-    draw("waits", 5)
+    sample("short", 10)
+    sample("long", 30)
+    sample("waits", 5)
     clock.after(5.0, lambda: replica.pause(100.0))
     clock.run(never)
 
     # Two seconds a token with two rows: short ends at 20, the next one takes its place until 30,
     # and the long one has 15 of 30 tokens then, and is alone.
     assert ends == pytest.approx({"short": 120.0, "waits": 130.0, "long": 130.0 + 15 * 1.5})
-    assert replica.drawn == 45
+    assert replica.sampled == 45
 
 
 def test_completions_go_to_the_replica_with_least_to_do(scale, fleet):

@@ -19,7 +19,7 @@ def write_reciter(
     chat_template: str,
     special: Sequence[str] = (),
 ) -> Path:
-    """A model folder. After the token ``cue`` it draws the pieces ``answers[cue]`` and then ends.
+    """A model folder. After the token ``cue`` it samples the pieces ``answers[cue]`` and then ends.
 
     Every piece is one token, and in one folder it is always followed by the same. Pieces in
     ``special`` are special tokens. Other text is a token per byte.

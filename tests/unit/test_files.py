@@ -144,7 +144,7 @@ def cut_places(size: int) -> list[int]:
     return sorted({0, 1, size // 2, size - 2, size - 1, *range(0, size, 512), *chosen} - {-1})
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped"])
+@pytest.mark.parametrize("damage", ["cut", pytest.param("flipped", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_damaged_file_is_a_clear_error_and_never_other_numbers(tmp_path, name, damage):
     kind, generator = KINDS[name], random.Random(1)

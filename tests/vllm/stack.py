@@ -157,8 +157,8 @@ class Trainer:
 
     def gap(self, choice: dict[str, Any], since: int = 0) -> float:
         """Largest difference to the logprobs of a choice's tokens ``since`` a place, in nats."""
-        prompt, drawn = choice["prompt"], choice["raw_output"]["completion_token_ids"]
-        own = self.logprobs([*prompt, *drawn])[len(prompt) - 1 :]
+        prompt, sampled = choice["prompt"], choice["raw_output"]["completion_token_ids"]
+        own = self.logprobs([*prompt, *sampled])[len(prompt) - 1 :]
         return float(np.abs(own - np.array(logprobs_of(choice)))[since:].max())
 
     def close(self) -> None:

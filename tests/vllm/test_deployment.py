@@ -1,4 +1,4 @@
-"""One deployment of two vLLM servers: what it draws, how its weights change, how one dies.
+"""One deployment of two vLLM servers: what it samples, how its weights change, how one dies.
 
 The tests share the servers, and each goes on with the weights that the one before has left.
 """
@@ -26,9 +26,9 @@ def published(deployment, trainer):
 
 
 def test_it_serves_and_a_seed_repeats(deployment):
-    drawn, again = (deployment.complete(n=4) for _ in range(2))
+    completions, again = (deployment.complete(n=4) for _ in range(2))
 
-    tokens = [completion["raw_output"]["completion_token_ids"] for completion in drawn]
+    tokens = [completion["raw_output"]["completion_token_ids"] for completion in completions]
     assert [entry["raw_output"]["completion_token_ids"] for entry in again] == tokens
     assert len({tuple(token) for token in tokens}) > 1
     assert all(len(token) == 12 for token in tokens)
@@ -82,9 +82,9 @@ def test_a_prompt_is_scored_like_the_trainer_does(deployment, trainer, published
 
 def test_the_most_probable_tokens_are_told_in_order(deployment):
     asked = {"logprob_format": "objects", "top_logprobs": 4, "raw_output": False}
-    (drawn,) = deployment.complete(**asked)
+    (completions,) = deployment.complete(**asked)
     (greedy,) = deployment.complete(**asked, temperature=0.0)
-    for row in drawn["logprobs"]["content"]:
+    for row in completions["logprobs"]["content"]:
         listed = [top_logprob["logprob"] for top_logprob in row["top_logprobs"]]
         assert len(listed) == 4
         assert listed == sorted(listed, reverse=True)
@@ -108,9 +108,9 @@ def test_stops_end_a_text(deployment):
 
 
 def test_the_context_ends_a_text(deployment):
-    (drawn,) = deployment.complete(prompt=[7] * 250, max_tokens=64)
-    assert len(drawn["raw_output"]["completion_token_ids"]) == 6
-    assert drawn["finish_reason"] == "length"
+    (completions,) = deployment.complete(prompt=[7] * 250, max_tokens=64)
+    assert len(completions["raw_output"]["completion_token_ids"]) == 6
+    assert completions["finish_reason"] == "length"
 
 
 def test_a_stream_tells_what_an_answer_tells(deployment):
@@ -123,11 +123,11 @@ def test_a_stream_tells_what_an_answer_tells(deployment):
         "logprobs": True,
         "ignore_eos": True,
     }
-    told = events(deployment.ask("POST", "/v1/completions", body))
+    messages = events(deployment.ask("POST", "/v1/completions", body))
 
-    assert "".join(message["choices"][0]["text"] for message in told) == whole["text"]
-    assert told[-1]["choices"][0]["finish_reason"] == "length"
-    rows = [message["choices"][0].get("logprobs") or {} for message in told]
+    assert "".join(message["choices"][0]["text"] for message in messages) == whole["text"]
+    assert messages[-1]["choices"][0]["finish_reason"] == "length"
+    rows = [message["choices"][0].get("logprobs") or {} for message in messages]
     logprobs = [value for row in rows for value in row.get("token_logprobs", ())]
     assert logprobs == pytest.approx(logprobs_of(whole), abs=TOLERANCE)
 
@@ -162,18 +162,18 @@ def test_requests_that_are_kept_go_on_under_the_new_version(deployment, trainer)
     running = deployment.running(16, max_tokens=240)
     state = deployment.hot_load(identity, running_requests="keep")
     number = state["weight_version"]
-    drawn = [number.result()[0] for number in running]
+    completions = [number.result()[0] for number in running]
 
-    runs = [completion["raw_output"]["versions"] for completion in drawn]
+    runs = [completion["raw_output"]["versions"] for completion in completions]
     assert all(sum(count for _, count in run) == 240 for run in runs)
     ran_across = [
-        completion for completion in drawn if len(completion["raw_output"]["versions"]) == 2
+        completion for completion in completions if len(completion["raw_output"]["versions"]) == 2
     ]
     assert ran_across, runs
     for entry in ran_across:
         (before, old), (after, _) = entry["raw_output"]["versions"]
         assert (before, after) == (number - 1, number)
-        # What the new weights have drawn is theirs, on keys of their own.
+        # What the new weights have sampled is theirs, on keys of their own.
         assert trainer.gap(entry, since=old) < TOLERANCE
 
 
@@ -195,7 +195,7 @@ def test_a_damaged_delta_is_refused_and_nothing_changes(deployment, trainer, pub
 def test_no_client_sees_a_server_die_and_its_successor_serves_the_same(deployment, trainer):
     identity = trainer.save(f"alive-{next(_numbers)}")
     number = deployment.hot_load(identity)["weight_version"]
-    # The second finds the successor of the first, or nobody to draw until that has come.
+    # The second finds the successor of the first, or waits until that has come.
     for victim in deployment.servers():
         running = deployment.running(32, max_tokens=200)
         os.kill(victim, signal.SIGKILL)

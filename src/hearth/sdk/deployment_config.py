@@ -138,7 +138,7 @@ class DeploymentInfo:
     def from_record(cls, record: Deployment, name: str) -> DeploymentInfo:
         """The description in a record; ``name`` where the record has none."""
         transition = record.hot_load_transition_type
-        told = {field.name: getattr(record, field.name) for field in fields(cls)}
+        given = {field.name: getattr(record, field.name) for field in fields(cls)}
         if transition and transition.endswith("UNSPECIFIED"):
-            told["hot_load_transition_type"] = None
-        return cls(**{**told, "name": record.name or name})
+            given["hot_load_transition_type"] = None
+        return cls(**{**given, "name": record.name or name})

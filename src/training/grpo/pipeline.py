@@ -62,7 +62,7 @@ class TrainingMetrics:
 
 
 class GRPOPipeline:
-    """Draws groups with a function of the caller's, and trains where there is something to train.
+    """Samples groups with the caller's function, and trains where there is something to train.
 
     With ``policy`` every step updates it (``GRPOTrainer.update``). With ``log_prob_fn`` and
     ``ref_log_prob_fn`` instead, somebody else trains, and a step only computes loss and KL. With
@@ -106,7 +106,7 @@ class GRPOPipeline:
         return self.trainer.compute_advantages(sample)
 
     def train_step(self, prompts: Sequence[str], generate_fn: GenerateFn, step: int) -> float:
-        """Draw a group of every prompt and train on them; the mean of the groups' mean rewards.
+        """Sample a group of every prompt and train on them; the mean of the groups' mean rewards.
 
         Raises:
             ConfigError: there are no prompts, or a reward is not finite.

@@ -52,18 +52,18 @@ class RewardTasks:
 
         connect_to_ray()
         task = ray.remote(_score_in_task).options(num_returns="streaming", max_retries=0)
-        told: Any = task.remote(self._function, completion, dict(row))
+        reports: Any = task.remote(self._function, completion, dict(row))
         try:
-            if not ray.wait([told], timeout=ROOM_TIMEOUT_S)[0]:
-                ray.cancel(told)
+            if not ray.wait([reports], timeout=ROOM_TIMEOUT_S)[0]:
+                ray.cancel(reports)
                 raise RewardDiedError(
                     f"cluster must have a CPU for reward_fn within {ROOM_TIMEOUT_S:g} s, got none"
                 )
-            ray.get(next(told))
-            if not ray.wait([told], timeout=timeout_s)[0]:
-                ray.cancel(told, force=True)
+            ray.get(next(reports))
+            if not ray.wait([reports], timeout=timeout_s)[0]:
+                ray.cancel(reports, force=True)
                 raise RewardTimeoutError(timeout_s)
-            error, score = ray.get(next(told))
+            error, score = ray.get(next(reports))
         except RayError as error:
             text = " ".join(str(error).split())[:300]
             raise RewardDiedError(f"reward_fn's process must live, got: {text}") from None

@@ -76,7 +76,7 @@ def get_versions(completion: SampledCompletion) -> list[list[int]]:
 
 
 class RolloutSampler:
-    """Draws completions for rollout functions; ``deployment`` is the sampler underneath.
+    """Samples completions for rollout functions; ``deployment`` is the sampler underneath.
 
     ``options`` hold for every request that does not name them. ``temperature`` is the run's: a
     request at another one, or with ``top_p`` or ``top_k``, is refused in a rollout that is trained.

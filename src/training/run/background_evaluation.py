@@ -19,7 +19,7 @@ from training.run.evaluation import EVAL_SEED_OFFSET, EvalResult, EvalSample
 from training.run.state import Run
 from training.samples.rollout import RolloutFn, RolloutRun
 
-DrawRow = Callable[[], Coroutine[Any, Any, RowTrajectories]]
+RunRow = Callable[[], Coroutine[Any, Any, RowTrajectories]]
 
 
 class BackgroundEvaluation:
@@ -36,7 +36,7 @@ class BackgroundEvaluation:
         config: AsyncConfig,
         run: Run,
         rollout_fn: RolloutFn,
-        submit: Callable[[DrawRow], Awaitable[RowTrajectories]],
+        submit: Callable[[RunRow], Awaitable[RowTrajectories]],
     ) -> None:
         self._config = config
         self._run = run

@@ -60,8 +60,8 @@ def main(root: Path, rounds: int) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         with os.fdopen(reading, "rb") as reports:
-            told = reports.read()
-        returned = int.from_bytes(told[-4:], "little") if told else last
+            content = reports.read()
+        returned = int.from_bytes(content[-4:], "little") if content else last
         left = sorted(path.name for path in root.iterdir() if path.name.startswith("."))
         last = read_back(CheckpointFolder(root))
         print(json.dumps({"returned": returned, "found": last, "left": left}), flush=True)  # noqa: T201

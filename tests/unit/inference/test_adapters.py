@@ -55,6 +55,7 @@ def scored(**options: Any) -> SampleRequest:
     return ask(range(2, 40), max_tokens=24, prompt_logprobs=True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", [None, "plain", "module"])
 @pytest.mark.usefixtures("one_thread")
 def test_a_sample_has_the_same_bits_alone_and_beside_other_adapters(
@@ -100,6 +101,7 @@ def test_logprobs_are_those_of_the_trained_models(
     assert base.snapshot_identity is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["qwen2", "llama with one key head, tied", "partial rotation", "gemma", "experts"]
 )

@@ -1,4 +1,4 @@
-"""Draws on a GPU, whose arithmetic runs on the CPU as well, against the CPU's own."""
+"""Samples on a GPU, whose arithmetic runs on the CPU as well, against the CPU's own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hearth.inference.engine.sampler import SampledTokens, SamplingValues, sampl
 ROWS = 400
 
 
-def drawn(
+def sample_on_both(
     logits: Tensor, temperatures: np.ndarray, seed: int = 0
 ) -> tuple[SampledTokens, SampledTokens]:
-    """What a GPU would draw, and what the CPU draws."""
+    """What a GPU would sample, and what the CPU samples."""
     seeds = np.arange(seed, seed + len(logits), dtype=np.uint64)
     positions = np.full(len(logits), 5)
     found = SampledTokens(*sample_on_device(logits, temperatures, uniforms(seeds, positions)))
@@ -39,7 +39,7 @@ def assert_same(found: SampledTokens, expected: SampledTokens) -> None:
 def test_a_gpu_samples_what_the_cpu_samples(vocabulary: int, temperature: float) -> None:
     logits = 3 * torch.randn(ROWS, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
 
-    found, expected = drawn(logits, np.full(ROWS, temperature))
+    found, expected = sample_on_both(logits, np.full(ROWS, temperature))
 
     assert_same(found, expected)
     assert len(np.unique(found.tokens)) > min(1, vocabulary - 2)
@@ -49,7 +49,7 @@ def test_rows_of_all_temperatures_are_sampled_together() -> None:
     logits = 3 * torch.randn(ROWS, 1000, generator=torch.Generator().manual_seed(1))
     temperatures = np.resize([1.0, 0.0, 0.3, 1e-9, 5.0], ROWS)
 
-    assert_same(*drawn(logits, temperatures))
+    assert_same(*sample_on_both(logits, temperatures))
 
 
 def test_tokens_without_probability_are_never_sampled() -> None:
@@ -57,7 +57,7 @@ def test_tokens_without_probability_are_never_sampled() -> None:
     # At the ends of blocks, where sums of blocks and cumulative sums meet.
     logits[:, [3, 255, 256, 511, 599]] = torch.tensor([0.0, 1.0, 0.3, 2.0, 0.5])
 
-    found, expected = drawn(logits, np.ones(ROWS))
+    found, expected = sample_on_both(logits, np.ones(ROWS))
 
     assert set(found.tokens.tolist()) == {3, 255, 256, 511, 599}
     assert_same(found, expected)

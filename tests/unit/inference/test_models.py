@@ -83,9 +83,9 @@ def test_any_causal_lm_with_plain_attention_is_sampled_as_it_computes(
     ]
 
     for prompt, future in zip(prompts, futures, strict=True):
-        drawn = future.result()
-        expected = plain_logprobs(build(name, **options), prompt + drawn.token_ids)
-        got = [*drawn.prompt_logprobs[1:], *drawn.logprobs]
+        sampled = future.result()
+        expected = plain_logprobs(build(name, **options), prompt + sampled.token_ids)
+        got = [*sampled.prompt_logprobs[1:], *sampled.logprobs]
         assert max(abs(a - b) for a, b in zip(got, expected, strict=True)) <= 1e-5
 
 
@@ -125,6 +125,6 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_refused(
 def test_a_short_window_serves_sequences_that_fit_it(start, build):
     engine = start(build("MistralConfig", **BODY, sliding_window=64), max_seq_len=64)
 
-    drawn = engine.submit(SampleRequest(prompt=[1] * 50, max_tokens=20, ignore_eos=True)).result()
+    sampled = engine.submit(SampleRequest(prompt=[1] * 50, max_tokens=20, ignore_eos=True)).result()
 
-    assert len(drawn.token_ids) == 14
+    assert len(sampled.token_ids) == 14

@@ -169,8 +169,8 @@ def test_a_dense_model_answers_without_experts_and_says_so_once(start, caplog):
     assert [(completion.routing, completion.prompt_routing) for completion in sampled] == [
         (None, None)
     ] * 3
-    told = [record for record in caplog.records if "experts" in record.getMessage()]
-    assert len(told) == 1
+    reported = [record for record in caplog.records if "experts" in record.getMessage()]
+    assert len(reported) == 1
 
 
 # The wire.
@@ -211,9 +211,9 @@ async def test_every_token_object_has_its_experts_streamed_or_not_in_both_apis(c
     for asked in (COMPLETIONS, CHAT):
         whole = json.loads(await call(**asked))["choices"]
         pieces = streamed(await call(**asked, stream=True))
-        told = [row["routing_matrix"] for row in content_rows(whole)]
-        assert [row["routing_matrix"] for row in content_rows(pieces)] == told
-        assert decode_routing(told, SHAPE).shape == (5, LAYERS, TOP_K)
+        reported = [row["routing_matrix"] for row in content_rows(whole)]
+        assert [row["routing_matrix"] for row in content_rows(pieces)] == reported
+        assert decode_routing(reported, SHAPE).shape == (5, LAYERS, TOP_K)
         assert "routing_matrices" not in whole[0].get("raw_output", {})
 
 
@@ -223,9 +223,9 @@ async def test_arrays_have_them_beside_the_ids_streamed_or_not_in_both_apis(call
         arrays = {**asked, "logprob_format": "arrays", "raw_output": True}
         whole = json.loads(await call(**arrays))["choices"][0]
         *_, last = streamed(await call(**arrays, stream=True))
-        told = [row["routing_matrix"] for row in objects]
-        assert whole["raw_output"]["routing_matrices"] == told
-        assert last["raw_output"]["routing_matrices"] == told
+        reported = [row["routing_matrix"] for row in objects]
+        assert whole["raw_output"]["routing_matrices"] == reported
+        assert last["raw_output"]["routing_matrices"] == reported
 
 
 async def test_nothing_is_told_without_being_asked_for(call):
@@ -249,8 +249,8 @@ async def test_echo_and_the_prompts_own_option_tell_the_same(call):
     assert last["routing_matrices"] == echoed["routing_matrices"][1:]
 
     objects = json.loads(await call(**COMPLETIONS, echo=True))["choices"]
-    told = [row.get("routing_matrix", "") for row in content_rows(objects)]
-    assert told == echoed["routing_matrices"]
+    reported = [row.get("routing_matrix", "") for row in content_rows(objects)]
+    assert reported == echoed["routing_matrices"]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from hearth.sync.store import MemorySnapshotStore
 NAME = "accounts/me/deployments/d"
 IDS = [17, 10, 18, 28]
 """The text 2+3= in the test tokenizer."""
-DRAW = {"max_tokens": 12, "seed": 7, "extra_body": {"ignore_eos": True}}
+OPTIONS = {"max_tokens": 12, "seed": 7, "extra_body": {"ignore_eos": True}}
 
 
 class Served:
@@ -92,7 +92,7 @@ def joined(chunks) -> dict[int, str]:
 
 
 def test_a_prompt_of_ids_is_completed_as_the_engine_samples_it(served):
-    answer = served.complete(logprobs=0, **DRAW)
+    answer = served.complete(logprobs=0, **OPTIONS)
 
     sampled = served.sample()
     (choice,) = answer.choices
@@ -113,7 +113,7 @@ def test_token_ids_are_told_where_vllm_tells_them(served):
     answer = served.complete(**ASKS_IDS, extra_body=WITH_IDS)
     (choice,) = answer.choices
     assert (choice.token_ids, choice.prompt_token_ids) == (sampled.token_ids, IDS)
-    plain = served.complete(**DRAW)
+    plain = served.complete(**OPTIONS)
     assert not hasattr(plain.choices[0], "token_ids")
 
     long = {"max_tokens": 200, "seed": 7}  # Tokens that come together are one piece.
@@ -154,11 +154,11 @@ def test_texts_and_conversations_are_tokenized_as_they_are_for_completions(serve
 
 
 def test_text_offsets_say_where_each_token_begins_in_a_stream_too(served):
-    whole = served.complete(logprobs=0, echo=True, **DRAW).choices[0]
+    whole = served.complete(logprobs=0, echo=True, **OPTIONS).choices[0]
     tokens, offsets = whole.logprobs.tokens, whole.logprobs.text_offset
 
     assert offsets == [len("".join(tokens[:place])) for place in range(len(tokens))]
-    chunks = served.complete(logprobs=0, echo=True, stream=True, **DRAW)
+    chunks = served.complete(logprobs=0, echo=True, stream=True, **OPTIONS)
     pieces = [chunk.choices[0].logprobs for chunk in chunks]
     assert [offset for piece in pieces for offset in piece.text_offset] == offsets
 
@@ -214,9 +214,9 @@ def test_several_prompts_are_sampled_as_each_alone_and_numbered_prompt_by_prompt
     prompts = [IDS, [1, 2], [9] * 5]
     texts = [tokenizer.decode(prompt) for prompt in prompts]
 
-    together = served.complete(prompt=prompts, n=2, **DRAW)
-    by_text = served.complete(prompt=texts[:1], n=2, **DRAW)
-    alone = [served.complete(prompt=prompt, n=2, **DRAW) for prompt in prompts]
+    together = served.complete(prompt=prompts, n=2, **OPTIONS)
+    by_text = served.complete(prompt=texts[:1], n=2, **OPTIONS)
+    alone = [served.complete(prompt=prompt, n=2, **OPTIONS) for prompt in prompts]
 
     assert [choice.index for choice in together.choices] == [0, 1, 2, 3, 4, 5]
     expected = [choice.text for answer in alone for choice in answer.choices]
@@ -337,7 +337,7 @@ def test_chat_answers_the_conversation_as_the_template_renders_it(served, tokeni
 
     prompt = tokenizer.encode("<tag>system:be brief<tag>user:2 ?<tag>")
     assert [choice.index for choice in answer.choices] == [0, 1]
-    alone = served.complete(prompt=prompt, n=2, **DRAW)
+    alone = served.complete(prompt=prompt, n=2, **OPTIONS)
     for choice, other in zip(answer.choices, alone.choices, strict=True):
         assert choice.message.role == "assistant"
         assert choice.message.content == other.text
@@ -349,7 +349,7 @@ def test_chat_answers_the_conversation_as_the_template_renders_it(served, tokeni
 
 
 def test_chat_logprobs_come_with_bytes_and_the_likeliest_tokens(served):
-    answer = served.chat(logprobs=True, top_logprobs=3, **DRAW)
+    answer = served.chat(logprobs=True, top_logprobs=3, **OPTIONS)
 
     rows = answer.choices[0].logprobs.content
     assert len(rows) == 12
@@ -512,7 +512,7 @@ def test_values_that_change_nothing_are_taken(served):
         best_of=1,
         stop=None,
         user="me",
-        **DRAW,
+        **OPTIONS,
     )
     chat = served.chat(
         tool_choice="auto",
@@ -557,9 +557,9 @@ def test_a_stream_brings_text_while_it_is_sampled(served):
 def test_n_streams_are_told_apart_by_index_and_counted_at_the_end(served):
     options = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
 
-    chunks = list(served.complete(**options, **DRAW))
+    chunks = list(served.complete(**options, **OPTIONS))
 
-    whole = served.complete(n=3, **DRAW)
+    whole = served.complete(n=3, **OPTIONS)
     assert joined(chunks) == {choice.index: choice.text for choice in whole.choices}
     order = [chunk.choices[0].index for chunk in chunks[:-1]]
     assert order != sorted(order)
@@ -571,14 +571,14 @@ def test_n_streams_are_told_apart_by_index_and_counted_at_the_end(served):
 def test_streamed_logprobs_are_those_of_the_whole_answer(served):
     fields = {"echo": True, "logprobs": 2}
 
-    chunks = list(served.complete(**fields, stream=True, **DRAW))
+    chunks = list(served.complete(**fields, stream=True, **OPTIONS))
 
-    whole = served.complete(**fields, **DRAW).choices[0]
+    whole = served.complete(**fields, **OPTIONS).choices[0]
     parts = [chunk.choices[0].logprobs for chunk in chunks]
     assert joined(chunks) == {0: whole.text}
     for name in ("tokens", "token_logprobs"):
-        told = [row for part in parts for row in getattr(part, name)]
-        assert told == getattr(whole.logprobs, name)
+        reported = [row for part in parts for row in getattr(part, name)]
+        assert reported == getattr(whole.logprobs, name)
     top = [row for part in parts for row in part.top_logprobs or []]
     assert top[-12:] == whole.logprobs.top_logprobs[-12:]
 
@@ -587,10 +587,10 @@ def test_a_streamed_chat_tells_role_text_and_reason(served):
     fields = {"n": 2, "logprobs": True}
 
     chunks = list(
-        served.chat(**fields, stream=True, stream_options={"include_usage": True}, **DRAW)
+        served.chat(**fields, stream=True, stream_options={"include_usage": True}, **OPTIONS)
     )
 
-    whole = served.chat(**fields, **DRAW)
+    whole = served.chat(**fields, **OPTIONS)
     assert chunks[-1].usage == whole.usage
     for choice in whole.choices:
         own = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == choice.index]
@@ -667,7 +667,7 @@ async def test_the_asynchronous_client_streams_many_requests_at_once(served):
     async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="key") as client:
 
         async def stream_text(seed):
-            fields = DRAW | {"seed": seed}
+            fields = OPTIONS | {"seed": seed}
             stream = await client.completions.create(model=NAME, prompt=IDS, stream=True, **fields)
             return joined([chunk async for chunk in stream])[0]
 

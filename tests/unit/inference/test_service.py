@@ -46,7 +46,7 @@ def site(start):
 
 @pytest.fixture
 def sampled(site):
-    """What the engine draws for the service's default request."""
+    """What the engine samples for the service's default request."""
     return site.engine.submit(ask(max_tokens=8, prompt_logprobs=True)).result()
 
 

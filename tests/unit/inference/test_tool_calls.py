@@ -93,11 +93,11 @@ def test_a_text_in_pieces_is_read_as_the_whole_one(text, size):
 def test_no_part_of_a_tag_is_told_before_it_is_decided():
     reader = ToolCallReader()
 
-    told = [
+    reported = [
         reader.push(entry).content for entry in ("a < b", " <", "tool", "s>\n", "<tool_", "call>")
     ]
 
-    assert told == ["a < b", " ", "", "<tools>", "", ""]
+    assert reported == ["a < b", " ", "", "<tools>", "", ""]
     assert reader.push('{"name": "f", "arguments": {}}</tool_call>').calls[0].name == "f"
 
 
@@ -250,7 +250,7 @@ def test_a_call_that_is_sent_back_renders_as_it_was_sampled(client):
     second = choice_of(client, messages=[*asked, first["message"], result], tools=TOOLS)
 
     prompts = [item["raw_output"]["prompt_token_ids"] for item in (first, second)]
-    drawn = first["raw_output"]["completion_token_ids"]
-    assert prompts[1][: len(prompts[0]) + len(drawn)] == prompts[0] + drawn
+    sampled = first["raw_output"]["completion_token_ids"]
+    assert prompts[1][: len(prompts[0]) + len(sampled)] == prompts[0] + sampled
     ids = [item["message"]["tool_calls"][0]["id"] for item in (first, second)]
     assert ids[0] != ids[1]

@@ -51,7 +51,7 @@ def test_a_draw_inverts_the_cumulative_distribution(
     lower = torch.where(tokens > 0, cumulative.gather(1, (picked - 1).clamp(min=0))[:, 0], 0.0)
     assert bool((lower - 1e-6 <= fractions).all())
     assert bool((fractions <= upper + 1e-6).all())
-    # So narrow a margin leaves hardly any draw undecided.
+    # So narrow a margin leaves hardly any sample undecided.
     sure = torch.searchsorted(cumulative, fractions[:, None], right=True)[:, 0]
     assert int((sure != tokens).sum()) <= 1
     assert_close(logprobs, exact.log_softmax(-1).gather(1, picked)[:, 0])

@@ -29,15 +29,15 @@ def replies(model, tokenizer):
     ]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
 
-    def draw(**how):
+    def reply(**how):
         with torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(0)
-            drawn = model.generate(**inputs, max_new_tokens=16, **how)
+            sequences = model.generate(**inputs, max_new_tokens=16, **how)
         return tokenizer.batch_decode(
-            drawn[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+            sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
         )
 
-    return rows, draw(do_sample=True, top_k=0), draw(do_sample=False)
+    return rows, reply(do_sample=True, top_k=0), reply(do_sample=False)
 
 
 def accuracy(rows, texts):

@@ -21,7 +21,7 @@ QUICK = SamplingRetryPolicy(
 )
 
 
-def drawn(**changes):
+def chat_answer(**changes):
     """The body of a chat answer of two tokens."""
     rows = [{"token": "x", "token_id": 5, "logprob": -0.5, "sampling_logprob": -0.25}] * 2
     raw = {"completion_token_ids": [5, 6], "prompt_token_ids": [1], "versions": [[3, 2]]}
@@ -64,7 +64,7 @@ def turns(client):
 
 
 async def test_the_deployment_is_asked_for_ids_and_gets_what_the_client_said(client, peer, answer):
-    peer.on(*CHAT, answer(drawn()))
+    peer.on(*CHAT, answer(chat_answer()))
 
     await client.chat.completions.create(
         **ASKED,
@@ -94,7 +94,7 @@ async def test_the_deployment_is_asked_for_ids_and_gets_what_the_client_said(cli
 
 async def test_an_answer_of_several_versions_keeps_them(client, peer, answer, turns):
     raw = {"completion_token_ids": [5, 6], "prompt_token_ids": [1], "versions": [[3, 1], [4, 1]]}
-    peer.on(*CHAT, answer(drawn(raw_output=raw)))
+    peer.on(*CHAT, answer(chat_answer(raw_output=raw)))
 
     await client.chat.completions.create(**ASKED)
 
@@ -107,12 +107,12 @@ async def test_an_answer_of_several_versions_keeps_them(client, peer, answer, tu
 async def test_a_deployment_that_comes_back_costs_the_client_nothing(
     client, peer, answer, turns, status
 ):
-    peer.on(*CHAT, *[answer(fault(status), status=status)] * 3, answer(drawn()))
+    peer.on(*CHAT, *[answer(fault(status), status=status)] * 3, answer(chat_answer()))
 
-    told = await client.chat.completions.create(**ASKED)
+    logged = await client.chat.completions.create(**ASKED)
 
     sent = peer.requests(*CHAT)
-    assert told.choices[0].message.content == "hi"
+    assert logged.choices[0].message.content == "hi"
     assert len(turns) == 1
     assert len(sent) == 4
     assert len({request.headers["x-request-id"] for request in sent}) == 1
@@ -122,7 +122,7 @@ async def test_a_deployment_that_comes_back_costs_the_client_nothing(
 @pytest.mark.parametrize("status", [404, 425])
 async def test_a_deployment_that_boots_is_waited_for(client, peer, answer, turns, status):
     peer.on(*KNOWN, answer({"name": MODEL}))
-    peer.on(*CHAT, *[answer(fault(status), status=status)] * 4, answer(drawn()))
+    peer.on(*CHAT, *[answer(fault(status), status=status)] * 4, answer(chat_answer()))
 
     await client.chat.completions.create(**ASKED)
 
@@ -178,7 +178,7 @@ async def test_a_platform_that_is_gone_is_reported(client, peer):
 async def test_agents_and_the_sampler_share_one_limit_of_requests_in_flight(
     peer, answer, completion_body
 ):
-    peer.on(*CHAT, answer(drawn(), delay_s=0.01))
+    peer.on(*CHAT, answer(chat_answer(), delay_s=0.01))
     peer.on("POST", "/inference/v1/completions", answer(completion_body(), delay_s=0.01))
     controller = FixedConcurrencyController(2)
     sampler = DeploymentSampler(peer.url, MODEL, "key", concurrency_controller=controller)
@@ -197,7 +197,7 @@ async def test_agents_and_the_sampler_share_one_limit_of_requests_in_flight(
 
 @pytest.mark.slow
 async def test_a_retry_of_an_agents_request_waits_for_its_turn_again(peer, answer):
-    peer.on(*CHAT, *[answer(fault(503), status=503)] * 3, answer(drawn(), delay_s=0.01))
+    peer.on(*CHAT, *[answer(fault(503), status=503)] * 3, answer(chat_answer(), delay_s=0.01))
     controller = FixedConcurrencyController(1)
     sampler = DeploymentSampler(
         peer.url, MODEL, "key", concurrency_controller=controller, retry_policy=QUICK
@@ -224,7 +224,7 @@ UNUSABLE = {
 async def test_an_answer_that_cannot_be_trained_is_an_error(
     client, peer, answer, turns, changes, message
 ):
-    peer.on(*CHAT, answer(drawn(**changes)))
+    peer.on(*CHAT, answer(chat_answer(**changes)))
 
     with pytest.raises(openai.InternalServerError, match=message):
         await client.chat.completions.create(**ASKED)
@@ -236,7 +236,7 @@ async def test_an_answer_that_cannot_be_trained_is_an_error(
 async def test_a_client_that_leaves_ends_its_sampling_and_leaves_no_turn(
     client, peer, answer, turns
 ):
-    peer.on(*CHAT, answer(drawn(), delay_s=30), answer(drawn()))
+    peer.on(*CHAT, answer(chat_answer(), delay_s=30), answer(chat_answer()))
     left = asyncio.create_task(client.chat.completions.create(**ASKED))
     await until(lambda: peer.in_flight == 1)
 
@@ -251,7 +251,7 @@ async def test_a_client_that_leaves_ends_its_sampling_and_leaves_no_turn(
 async def test_closing_a_session_ends_its_samples_and_no_others(
     client, server, peer, answer, turns
 ):
-    peer.on(*CHAT, answer(drawn(), delay_s=30), answer(drawn(), delay_s=0.2))
+    peer.on(*CHAT, answer(chat_answer(), delay_s=30), answer(chat_answer(), delay_s=0.2))
     asking = asyncio.create_task(client.chat.completions.create(**ASKED))
     await until(lambda: peer.in_flight == 1)
     other = server.session()
@@ -271,7 +271,7 @@ async def test_closing_a_session_ends_its_samples_and_no_others(
 
 @pytest.mark.slow
 async def test_closing_the_server_answers_whoever_waits(client, server, peer, answer):
-    peer.on(*CHAT, answer(drawn(), delay_s=30))
+    peer.on(*CHAT, answer(chat_answer(), delay_s=30))
     asking = asyncio.create_task(client.chat.completions.create(**ASKED))
     await until(lambda: peer.in_flight == 1)
 

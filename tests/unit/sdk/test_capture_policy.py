@@ -16,9 +16,9 @@ def test_what_the_recipe_does_not_name_is_neutral():
 def test_the_recipes_distribution_wins_always():
     policy = SamplingPolicy({"temperature": 0.7, "top_k": 20})
 
-    drawn = policy.apply({"temperature": 0, "top_p": 0.9, "top_k": -1, "stop": ["x"]})
+    sampled = policy.apply({"temperature": 0, "top_p": 0.9, "top_k": -1, "stop": ["x"]})
 
-    assert drawn == {"temperature": 0.7, "top_p": 1.0, "top_k": 20, "stop": ["x"]}
+    assert sampled == {"temperature": 0.7, "top_p": 1.0, "top_k": 20, "stop": ["x"]}
 
 
 OVERRIDDEN = {

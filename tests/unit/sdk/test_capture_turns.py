@@ -57,12 +57,12 @@ def test_a_prompt_that_begins_with_all_before_it_extends_the_chain():
     ]
 
 
-@pytest.mark.parametrize("drawn", [[3], [3, STOP]], ids=["stop token left out", "with it"])
-def test_a_stop_token_is_context_where_it_was_not_sampled(drawn):
-    (chain,) = build_chains([turn([1], drawn), turn([1, 3, STOP, 2], [4])])
+@pytest.mark.parametrize("sampled", [[3], [3, STOP]], ids=["stop token left out", "with it"])
+def test_a_stop_token_is_context_where_it_was_not_sampled(sampled):
+    (chain,) = build_chains([turn([1], sampled), turn([1, 3, STOP, 2], [4])])
 
     assert chain.tokens == [1, 3, STOP, 2, 4]
-    assert chain.loss_mask == [0, 1, int(STOP in drawn), 0, 1]
+    assert chain.loss_mask == [0, 1, int(STOP in sampled), 0, 1]
 
 
 def test_a_prompt_that_is_the_chain_itself_continues_it():
@@ -143,8 +143,8 @@ def test_every_sampled_token_is_in_one_chain_with_its_logprob_and_version(seed):
 
     chains = build_chains(turns)
 
-    drawn = sum(len(turn.completion_tokens) for turn in turns)
-    assert sum(sum(chain.loss_mask) for chain in chains) == drawn
+    sampled = sum(len(turn.completion_tokens) for turn in turns)
+    assert sum(sum(chain.loss_mask) for chain in chains) == sampled
     assert sum(chain.turns for chain in chains) == len(turns)
     for chain in chains:
         assert len(chain.tokens) == len(chain.logprobs) == len(chain.loss_mask)

@@ -22,17 +22,17 @@ def test_a_job_is_ready_when_it_runs_and_its_trainer_is_healthy(peer, answer, ma
     peer.on("POST", JOBS, job("PENDING"))
     peer.on("GET", JOB, job("PENDING"), job("CREATING"), job("RUNNING"))
     peer.on("GET", HEALTH, answer(status=425), answer({"status": "ok"}))
-    told: list[str] = []
+    statuses: list[str] = []
 
     endpoint = manager.create_and_wait(
-        TrainerJobConfig(base_model=BASE, job_id="policy"), timeout_s=5, on_status=told.append
+        TrainerJobConfig(base_model=BASE, job_id="policy"), timeout_s=5, on_status=statuses.append
     )
 
     assert endpoint.base_url == f"{peer.url}/training/v1/rlorTrainerJobs/me/policy"
     assert endpoint.base_url == manager.trainer_url("policy")
     assert endpoint.job_id == "policy"
     assert endpoint.max_context_length == 512
-    assert told == ["JOB_STATE_PENDING", "JOB_STATE_CREATING", "JOB_STATE_RUNNING"]
+    assert statuses == ["JOB_STATE_PENDING", "JOB_STATE_CREATING", "JOB_STATE_RUNNING"]
     assert len(peer.requests("GET", HEALTH)) == 2
 
 

@@ -52,12 +52,12 @@ def test_a_deployment_that_tells_experts_of_another_number_of_tokens_is_not_beli
         parse_completion(answer, CompletionRequest(prompt=[1]))
 
 
-def turn(prompt, drawn, routing) -> CapturedTurn:
+def turn(prompt, sampled, routing) -> CapturedTurn:
     return CapturedTurn(
         prompt_tokens=prompt,
-        completion_tokens=drawn,
-        logprobs=[-0.1] * len(drawn),
-        versions=[[0, len(drawn)]],
+        completion_tokens=sampled,
+        logprobs=[-0.1] * len(sampled),
+        versions=[[0, len(sampled)]],
         finish_reason="stop",
         text="",
         routing_matrices=routing,

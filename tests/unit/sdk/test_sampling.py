@@ -42,7 +42,7 @@ def sampler(peer):
 
 
 @pytest.fixture
-def drawn(peer, answer, completion_body):
+def two_tokens(peer, answer, completion_body):
     """Every request gets two tokens."""
     peer.on(*COMPLETIONS, answer(completion_body(), delay_s=0.005))
 
@@ -50,7 +50,7 @@ def drawn(peer, answer, completion_body):
 MESSAGES = [{"role": "user", "content": "abc"}]
 
 
-def test_n_completions_are_n_overlapping_requests_of_one(peer, sampler, drawn):
+def test_n_completions_are_n_overlapping_requests_of_one(peer, sampler, two_tokens):
     completions = asyncio.run(sampler().sample_with_tokens(messages=MESSAGES, n=4, max_tokens=512))
 
     sent = peer.requests(*COMPLETIONS)
@@ -66,7 +66,7 @@ def test_n_completions_are_n_overlapping_requests_of_one(peer, sampler, drawn):
     assert completions[0].inference_logprobs == [-0.25, -0.25]
 
 
-def test_a_script_may_use_asyncio_run_again_and_again(sampler, drawn):
+def test_a_script_may_use_asyncio_run_again_and_again(sampler, two_tokens):
     limited = sampler(concurrency_controller=FixedConcurrencyController(2))
 
     lengths = [len(asyncio.run(limited.sample_with_tokens(MESSAGES, n=4))) for _ in range(2)]
@@ -74,7 +74,7 @@ def test_a_script_may_use_asyncio_run_again_and_again(sampler, drawn):
     assert lengths == [4, 4]
 
 
-def test_a_script_without_an_event_loop_uses_the_call_as_a_list(peer, sampler, drawn):
+def test_a_script_without_an_event_loop_uses_the_call_as_a_list(peer, sampler, two_tokens):
     completions = sampler().sample_with_tokens(messages=MESSAGES, n=4, max_tokens=512)
     assert peer.requests(*COMPLETIONS) == []
 
@@ -86,7 +86,7 @@ def test_a_script_without_an_event_loop_uses_the_call_as_a_list(peer, sampler, d
     assert len(peer.requests(*COMPLETIONS)) == 4
 
 
-def test_a_call_may_be_awaited_gathered_and_made_a_task(sampler, drawn):
+def test_a_call_may_be_awaited_gathered_and_made_a_task(sampler, two_tokens):
     async def run() -> list[int]:
         own_sampler = sampler()
         first = await own_sampler.sample_with_prompt_tokens([1, 2], n=2)
@@ -99,7 +99,7 @@ def test_a_call_may_be_awaited_gathered_and_made_a_task(sampler, drawn):
     assert asyncio.run(run()) == [2, 1, 1, 1]
 
 
-def test_using_a_call_as_a_list_inside_an_event_loop_says_to_await_it(sampler, drawn):
+def test_using_a_call_as_a_list_inside_an_event_loop_says_to_await_it(sampler, two_tokens):
     async def run() -> int:
         call = sampler().sample_with_prompt_tokens([1, 2])
         with pytest.raises(RuntimeError, match="await sampler"):
@@ -111,7 +111,7 @@ def test_using_a_call_as_a_list_inside_an_event_loop_says_to_await_it(sampler, d
 
 
 @pytest.mark.slow
-def test_a_call_that_nobody_uses_sends_nothing_and_warns_of_nothing(peer, sampler, drawn):
+def test_a_call_that_nobody_uses_sends_nothing_and_warns_of_nothing(peer, sampler, two_tokens):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call = sampler().sample_with_tokens(MESSAGES)
@@ -243,13 +243,13 @@ def test_the_controller_learns_of_failures_and_their_attempts(
     assert controller.step_completed()["congested"] == 3.0
 
 
-def test_a_sampler_without_a_controller_adapts_from_8_requests_on(peer, sampler, drawn):
+def test_a_sampler_without_a_controller_adapts_from_8_requests_on(peer, sampler, two_tokens):
     asyncio.run(sampler().sample_with_prompt_tokens([1], n=20))
 
     assert peer.most_in_flight == 8
 
 
-def test_the_managers_inference_url_is_where_samples_go(peer, drawn, quick):
+def test_the_managers_inference_url_is_where_samples_go(peer, two_tokens, quick):
     quick |= {"account_id": "me", "inference_url": f"{peer.url}/"}
     manager = DeploymentManager("key", "http://control.test", **quick)
     sampler = DeploymentSampler(manager.inference_url, MODEL, "key", retry_policy=QUICK)
@@ -258,12 +258,12 @@ def test_the_managers_inference_url_is_where_samples_go(peer, drawn, quick):
     assert peer.requests(*COMPLETIONS)[0].body["model"] == MODEL
 
 
-def test_a_prompt_as_long_as_the_limit_gives_nothing_and_asks_nothing(peer, sampler, drawn):
+def test_a_prompt_as_long_as_the_limit_gives_nothing_and_asks_nothing(peer, sampler, two_tokens):
     assert asyncio.run(sampler().sample_with_prompt_tokens([1, 2], max_seq_len=2)) == []
     assert peer.seen == []
 
 
-def test_a_completion_beyond_the_limit_is_left_out(sampler, drawn):
+def test_a_completion_beyond_the_limit_is_left_out(sampler, two_tokens):
     assert asyncio.run(sampler().sample_with_prompt_tokens([1, 2], max_seq_len=3)) == []
 
 

@@ -1,4 +1,4 @@
-"""Scoring whole sequences: one request that echoes its prompts and draws nothing."""
+"""Scoring whole sequences: one request that echoes its prompts and samples nothing."""
 
 import asyncio
 

@@ -130,14 +130,14 @@ def test_lora_always_sends_its_whole_adapter(serving, syncer):
 
 
 def test_the_rank_of_a_policy_that_has_none_may_be_told(serving, syncer):
-    plain, told = Plain(), Plain()
-    for policy, options in ((plain, {}), (told, {"lora_rank": 4})):
+    plain, reported = Plain(), Plain()
+    for policy, options in ((plain, {}), (reported, {"lora_rank": 4})):
         sync = syncer(policy, **options)
         sync.save_and_hotload("a")
         sync.save_and_hotload("b")
 
     assert plain.kinds == ["base", "delta"]
-    assert told.kinds == ["base", "base"]
+    assert reported.kinds == ["base", "base"]
 
 
 def test_after_a_failed_load_the_next_snapshot_is_a_base(serving, syncer, policy):

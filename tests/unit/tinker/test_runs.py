@@ -105,6 +105,7 @@ async def collect(run: Run) -> list[bytes | None]:
     return [await run.wait(number, 60) for number in range(1, 2 * STEPS + 1)]
 
 
+@pytest.mark.slow
 async def test_what_is_lost_on_the_way_is_asked_again_and_done_once(connect, tmp_path) -> None:
     results = []
     for share, seed in ((0.0, 0), (0.12, 1), (0.12, 2)):

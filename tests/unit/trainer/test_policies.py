@@ -27,6 +27,7 @@ def _train(engine: TrainerEngine, model_id: str, run: int, step: int, random_dat
     return [scored.values.tobytes(), trained.values.tobytes(), trained.metrics["loss:sum"]]
 
 
+@pytest.mark.slow
 def test_policies_that_take_turns_are_bit_for_bit_as_each_alone(make_engine, random_data) -> None:
     together = make_engine(max_policies=RUNS)
     models = [together.create_model(_options(run)) for run in range(RUNS)]

@@ -27,7 +27,7 @@ class Seconds:
     optim_step: float = 1.0
     save: float = 2.0
     serve: float = 3.0
-    draw: float = 0.0
+    sample: float = 0.0
     """Of a completion that the recipe itself asks for."""
 
 
@@ -137,7 +137,7 @@ class ScriptedPublisher(Publisher):
 
 @dataclass
 class ScriptedSampler:
-    """The recipe's own sampler: draws from what the deployment serves when it is asked."""
+    """The recipe's own sampler: samples from what the deployment serves when it is asked."""
 
     publisher: ScriptedPublisher
     seconds: Seconds
@@ -145,7 +145,7 @@ class ScriptedSampler:
     steps: Callable[[int], int] = lambda version: version
     """The optimizer steps that a version has behind it."""
     error: Exception | None = None
-    """What every draw fails with."""
+    """What every completion fails with."""
     asked: list[tuple[float, Sequence[int], dict[str, Any]]] = field(default_factory=list)
     """Time, prompt and options of every call."""
 
@@ -155,7 +155,7 @@ class ScriptedSampler:
         at = asyncio.get_running_loop().time()
         self.asked.append((at, prompt, {"max_tokens": max_tokens, **options}))
         version = len(self.publisher.served)
-        await asyncio.sleep(self.seconds.draw)
+        await asyncio.sleep(self.seconds.sample)
         if self.error is not None:
             raise self.error
         tokens = [*prompt, *range(100, 100 + max_tokens)]

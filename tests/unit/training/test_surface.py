@@ -75,6 +75,7 @@ def names_read() -> set[str]:
     return attributes | {string for string in strings if isinstance(string, str)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda case: case.__name__)
 def test_every_field_has_a_reader(config, names_read):
     assert {field.name for field in dataclasses.fields(config)} <= names_read

@@ -16,7 +16,7 @@ from training.utils import DeployConfig
 
 
 def sample_of(reward: float = 1.0, *, length: int = 2, **changes: Any) -> RolloutSample:
-    """Two prompt tokens, then ``length`` drawn ones."""
+    """Two prompt tokens, then ``length`` sampled ones."""
     usual: dict[str, Any] = {
         "tokens": [5, 6, *range(7, 7 + length)],
         "logprobs": [0.0, 0.0, *[-0.5] * length],
@@ -83,7 +83,7 @@ def run_row(fn: RolloutFn, row: IndexedRow, **options: Any) -> RowOutcome:
     return done
 
 
-def number_of_draw() -> int:
-    """Which draw of its group the running rollout is."""
+def rollout_number() -> int:
+    """The index of the running rollout in its group."""
     context = current_rollout.get()
     return context.sample

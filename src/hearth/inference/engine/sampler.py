@@ -118,10 +118,10 @@ def _sample_fast(
     if loops is None:
         return None
     temperatures = np.where(simple, values.temperature, 1.0).astype(np.float32)
-    tokens, logprobs, drawn_logprobs = loops.sample(
+    tokens, logprobs, sampled_logprobs = loops.sample(
         logits.contiguous(), torch.from_numpy(temperatures), torch.from_numpy(fractions)
     )
-    sampled = SampledTokens(tokens.numpy(), logprobs.numpy(), drawn_logprobs.numpy())
+    sampled = SampledTokens(tokens.numpy(), logprobs.numpy(), sampled_logprobs.numpy())
     return sampled, np.flatnonzero(~simple)
 
 

@@ -466,8 +466,8 @@ def test_a_loop_of_ones_own_trains_on_what_it_was_given(stage, datums):
         for request in stage.wire.requests(f"{TRAINER_CALLS}/optim_step")
     ]
     assert adam == [ADAM.model_dump(exclude={"type"})] * 2
-    draws = stage.wire.requests("POST /inference/v1/completions")
-    assert [draw.body["n"] for draw in draws] == [1] * 12
+    sent = stage.wire.requests("POST /inference/v1/completions")
+    assert [request.body["n"] for request in sent] == [1] * 12
 
 
 def read_saved_types(stage):

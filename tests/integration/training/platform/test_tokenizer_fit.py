@@ -80,9 +80,9 @@ def test_an_embedded_run_with_a_copy_of_the_models_tokenizer_samples(tmp_path, m
     messages = prompt_messages(ROWS[0])
 
     with start(config_of(tmp_path / "copy", tmp_path / "run")) as infra:
-        (drawn,) = infra.sampler.sample_with_tokens(messages, n=1, max_tokens=4)
+        (completion,) = infra.sampler.sample_with_tokens(messages, n=1, max_tokens=4)
 
-    assert drawn.completion_len > 0
+    assert completion.completion_len > 0
 
 
 def test_a_served_deployment_refuses_another_models_tokenizer_and_all_is_taken_down(
@@ -142,8 +142,8 @@ def test_prompts_of_token_ids_need_no_chat_template(plain_tokenizer, tmp_path, m
     monkeypatch.delenv("FIREWORKS_BASE_URL", raising=False)
 
     with start(config_of(plain_tokenizer, tmp_path / "run")) as infra:
-        (drawn,) = infra.sampler.sample_with_prompt_tokens([5, 6, 7], n=1, max_tokens=4)
+        (completion,) = infra.sampler.sample_with_prompt_tokens([5, 6, 7], n=1, max_tokens=4)
         with pytest.raises(ConfigError, match="tokenizer must have a chat template to sample"):
             list(infra.sampler.sample_with_tokens(prompt_messages(ROWS[0]), n=1, max_tokens=4))
 
-    assert drawn.completion_len > 0
+    assert completion.completion_len > 0

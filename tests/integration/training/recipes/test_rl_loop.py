@@ -25,13 +25,13 @@ from training.recipes.rl_loop import Config, main
 from training.run.state import RunSummary
 from training.utils import DeployConfig, InfraConfig
 
-DRAW = "POST /inference/v1/completions"
+SAMPLE = "POST /inference/v1/completions"
 SAVE = "POST .*/save_weights_for_sampler"
 LOAD = "POST /hot_load/"
 TRAIN = "POST .*/forward_backward$"
 STEP = "POST .*/optim_step$"
 PHASES = {
-    "draw": DRAW,
+    "sample": SAMPLE,
     "score": "POST .*/forward$",
     "train": TRAIN,
     "step": STEP,
@@ -80,7 +80,7 @@ class Seen:
         """How many completions were under way whenever such a request came."""
         now, counts = 0, []
         for kind, line in self.stage.wire.events:
-            if re.match(DRAW, line):
+            if re.match(SAMPLE, line):
                 now += 1 if kind == "begin" else -1
             elif kind == "begin" and re.match(pattern, line):
                 counts.append(now)
@@ -111,7 +111,7 @@ class Seen:
 
     def completions(self) -> list[list[int]]:
         """What was sampled of every sample that was trained, from its first token to its last."""
-        prompts = {tuple(body["prompt"]) for body in self.bodies(DRAW)}
+        prompts = {tuple(body["prompt"]) for body in self.bodies(SAMPLE)}
         found: list[list[int]] = []
         for sample in (sample for call in self.datums() for sample in call):
             targets = sample.loss_fn_inputs["target_tokens"].to_numpy().tolist()
@@ -156,12 +156,12 @@ def run(stage, tmp_path, monkeypatch) -> Callable[..., Seen]:
 
 def hold_first_row(stage: Any, kind: str, pattern: str, count: int) -> None:
     """Its completions, the first that are asked for, wait until so many requests began or ended."""
-    stage.wire.rule(DRAW, until=(kind, pattern, count), times=GROUP)
+    stage.wire.rule(SAMPLE, until=(kind, pattern, count), times=GROUP)
 
 
 def first_prompt(seen: Seen) -> list[int]:
     """The prompt of the row that is asked for first, of all its completions."""
-    prompts = [body["prompt"] for body in seen.bodies(DRAW)[:GROUP]]
+    prompts = [body["prompt"] for body in seen.bodies(SAMPLE)[:GROUP]]
     assert prompts == [prompts[0]] * GROUP
     return prompts[0]
 
@@ -182,7 +182,7 @@ def telling(app: Any, versions: list[int]) -> Any:
             await send(message)
 
         await app(scope, receive, noted)
-        if re.match(DRAW, f"{scope['method']} {scope['path']}"):
+        if re.match(SAMPLE, f"{scope['method']} {scope['path']}"):
             versions.append(orjson.loads(body)["weight_version"])
 
     return answer
@@ -194,7 +194,7 @@ def telling(app: Any, versions: list[int]) -> Any:
 def test_a_step_is_sampled_scored_trained_and_published_before_the_next_one(run):
     seen = run(4, kl_beta=0.01)
 
-    assert seen.phases() == ["draw", "score", "train", "step", "save", "load"] * 2
+    assert seen.phases() == ["sample", "score", "train", "step", "save", "load"] * 2
     assert seen.drawing_at("POST .*/(forward|forward_backward|optim_step)$") == [0] * 8
     assert seen.drawing_at(SAVE) == seen.drawing_at(LOAD) == [0, 0]
     saved = [body["path"] for body in seen.bodies(SAVE)]
@@ -217,11 +217,11 @@ def test_every_step_has_one_record_with_its_rewards_and_its_kl(run):
 def test_settings_reach_every_request(run):
     seen = run(2, temperature=0.7, max_completion_tokens=5, beta2=0.95, eps=1e-6)
 
-    draws = seen.bodies(DRAW)
-    assert len(draws) == 2 * GROUP
-    for draw in draws:
-        assert (draw["n"], draw["temperature"], draw["max_tokens"]) == (1, 0.7, 5)
-        assert all(type(token) is int for token in draw["prompt"])
+    bodies_sent = seen.bodies(SAMPLE)
+    assert len(bodies_sent) == 2 * GROUP
+    for body in bodies_sent:
+        assert (body["n"], body["temperature"], body["max_tokens"]) == (1, 0.7, 5)
+        assert all(type(token) is int for token in body["prompt"])
     (step,) = seen.bodies(STEP)
     assert step["adam_params"] == {
         "learning_rate": 1e-3,
@@ -231,9 +231,9 @@ def test_settings_reach_every_request(run):
         "weight_decay": 0.01,
         "grad_clip_norm": 1.0,
     }
-    prompts = {tuple(draw["prompt"]) for draw in draws}
+    prompts = {tuple(body["prompt"]) for body in bodies_sent}
     (call,) = seen.trained()
-    assert len(call) == len(draws)
+    assert len(call) == len(bodies_sent)
     assert all(any(holds([tokens], list(prompt)) for prompt in prompts) for tokens in call)
 
 
@@ -246,7 +246,7 @@ def test_every_completion_that_is_sampled_is_scored_once_and_trained(run):
 
     seen = run(2, reward_fn=noting)
 
-    assert len(scored) == len(seen.bodies(DRAW)) == 2 * GROUP
+    assert len(scored) == len(seen.bodies(SAMPLE)) == 2 * GROUP
     texts = [
         TOKENIZER.decode(completion, skip_special_tokens=True) for completion in seen.completions()
     ]
@@ -256,10 +256,10 @@ def test_every_completion_that_is_sampled_is_scored_once_and_trained(run):
 def test_tokens_are_trained_as_they_were_sampled_where_no_tokenizer_would_write_them_so(run):
     seen = run(2, temperature=4.0)
 
-    drawn = seen.completions()
-    again = [TOKENIZER.encode(TOKENIZER.decode(sample)) for sample in drawn]
-    assert sum(sample != other for sample, other in zip(drawn, again, strict=True)) > GROUP
-    # The trainer scores these very tokens as the deployment did when it drew them.
+    sampled = seen.completions()
+    again = [TOKENIZER.encode(TOKENIZER.decode(sample)) for sample in sampled]
+    assert sum(sample != other for sample, other in zip(sampled, again, strict=True)) > GROUP
+    # The trainer scores these very tokens as the deployment did when it sampled them.
     assert seen.records()[0]["train/inference_diff"] < 1e-5
 
 
@@ -268,7 +268,7 @@ def test_groups_without_spread_reach_no_trainer_and_the_run_goes_on(run):
 
     seen = run(4, reward_fn=lambda text, row: 1.0 if row in dull else spread(text, row))
 
-    assert seen.phases() == ["draw", "score", "train", "step", "save", "load"]
+    assert seen.phases() == ["sample", "score", "train", "step", "save", "load"]
     assert (seen.summary.steps, seen.summary.version, seen.summary.rows) == (1, 1, 4)
 
 
@@ -286,12 +286,12 @@ def test_as_many_groups_as_asked_make_a_step_and_those_left_over_a_smaller_one(r
 
 
 def test_requests_in_flight_are_counted_one_by_one_up_to_their_limit(run, stage):
-    stage.wire.rule(DRAW, delay_s=0.02)
+    stage.wire.rule(SAMPLE, delay_s=0.02)
 
     seen = run(3, max_concurrent=3, prompt_groups_per_step=3)
 
-    assert len(seen.bodies(DRAW)) == 3 * GROUP
-    assert stage.wire.most_in_flight(DRAW) == 3
+    assert len(seen.bodies(SAMPLE)) == 3 * GROUP
+    assert stage.wire.most_in_flight(SAMPLE) == 3
 
 
 CUTS: list[tuple[dict[str, Any], list[int]]] = [
@@ -349,7 +349,7 @@ def test_a_window_samples_together_trains_what_arrives_and_drains_before_its_wei
 
     seen = run(8, weight_sync_interval=3)
 
-    assert stage.wire.most_in_flight(DRAW) == 3 * 2 * GROUP
+    assert stage.wire.most_in_flight(SAMPLE) == 3 * 2 * GROUP
     # Of the first window's steps two are trained while its slow row is sampled, the third with it.
     drawing = seen.drawing_at(STEP)
     assert min(drawing[:2]) >= GROUP
@@ -357,7 +357,7 @@ def test_a_window_samples_together_trains_what_arrives_and_drains_before_its_wei
     late = [holds(call, first_prompt(seen)) for call in seen.trained()]
     assert late == [False, False, True, False]
     trained, published = ["score", "train", "step"], ["save", "load"]
-    assert seen.phases() == ["draw", *trained * 3, *published, "draw", *trained, *published]
+    assert seen.phases() == ["sample", *trained * 3, *published, "sample", *trained, *published]
     assert seen.drawing_at(SAVE) == seen.drawing_at(LOAD) == [0, 0]
     assert [record["version/sample_staleness_max"] for record in seen.records()] == [0, 1, 2, 0]
 
@@ -365,11 +365,11 @@ def test_a_window_samples_together_trains_what_arrives_and_drains_before_its_wei
 def test_a_windows_rows_are_trained_in_the_order_in_which_they_arrive(run, stage):
     # Of four rows each waits until all that were asked for after it are trained.
     for later in (3, 2, 1):
-        stage.wire.rule(DRAW, until=("end", STEP, later), times=GROUP)
+        stage.wire.rule(SAMPLE, until=("end", STEP, later), times=GROUP)
 
     seen = run(4, weight_sync_interval=4, prompt_groups_per_step=1)
 
-    prompts = [body["prompt"] for body in seen.bodies(DRAW)[::GROUP]]
+    prompts = [body["prompt"] for body in seen.bodies(SAMPLE)[::GROUP]]
     trained = [[holds(call, prompt) for prompt in prompts].index(True) for call in seen.trained()]
     assert trained == [3, 2, 1, 0]
 
@@ -383,7 +383,7 @@ def test_a_window_is_sampled_under_the_version_that_the_one_before_it_has_publis
 
     assert versions == [0] * 2 * GROUP + [1] * 2 * GROUP + [2] * GROUP
     assert [record["version/sample_staleness_max"] for record in seen.records()] == [0, 1, 0, 1, 0]
-    assert seen.begun_during(LOAD, DRAW) == [0] * 3
+    assert seen.begun_during(LOAD, SAMPLE) == [0] * 3
 
 
 @pytest.mark.parametrize(
@@ -492,6 +492,6 @@ def test_the_built_in_losses_refuse_a_trainer_that_cuts_its_model_into_stages(na
 
     with pytest.raises(ConfigError, match=r"loss_path must be 'client' on .*/tiny/versions/1, got"):
         run(2, base_model=TINY, loss_path="builtin")
-    assert stage.wire.requests(DRAW) == []
+    assert stage.wire.requests(SAMPLE) == []
     assert set(stage.states().values()) == {"JOB_STATE_CANCELLED"}
     assert run(2, base_model=TINY).summary.steps == 1

@@ -58,13 +58,13 @@ def test_a_kind_that_no_operation_takes_is_not_sent() -> None:
 
 def test_every_operation_of_the_engine_is_told_to_the_ranks() -> None:
     """What changes a model runs alone, and what runs alone is told."""
-    told = {
+    announced = {
         name
         for name, member in vars(TrainerEngine).items()
         if inspect.unwrap(member) is not member and callable(member)
     }
 
-    assert told == {
+    assert announced == {
         "create_model",
         "forward",
         "forward_backward",

@@ -27,13 +27,13 @@ LETTERS = "abcd"
 
 
 def letter_policy(logits=(0.0, 0.0, 0.0, 0.0)) -> TorchPolicy:
-    """Draws each letter alone, whatever stands before it: four logits are all of it."""
+    """Samples each letter alone, whatever stands before it: four logits are all of it."""
     module = nn.Module()
     module.logits = nn.Parameter(torch.tensor(logits, dtype=torch.float64))
 
     def token_logprobs(module: nn.Module, prompt: str, completion: str) -> torch.Tensor:
-        drawn = torch.tensor([LETTERS.index(token) for token in completion], dtype=torch.int64)
-        return torch.log_softmax(module.logits, dim=0)[drawn]
+        sampled = torch.tensor([LETTERS.index(token) for token in completion], dtype=torch.int64)
+        return torch.log_softmax(module.logits, dim=0)[sampled]
 
     return TorchPolicy(module, token_logprobs)
 
@@ -63,10 +63,10 @@ def test_t179_the_config_has_the_documents_defaults_first():
 
 
 def test_t179_every_problem_of_a_config_is_told_at_once():
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as refused:
         trainer(group_size=0, kl_coeff=-1.0, learning_rate=math.nan, updates_per_batch=0)
 
-    assert str(told.value).splitlines() == [
+    assert str(refused.value).splitlines() == [
         "group_size must be >= 1, got 0",
         "updates_per_batch must be >= 1, got 0",
         "kl_coeff must be finite and >= 0, got -1.0",
@@ -166,10 +166,10 @@ def test_t189_metrics_begin_empty_and_share_no_lists():
 
 def test_t190_and_t191_a_group_is_sampled_scored_and_has_advantages():
     texts = iter(["aa", "b", "cc", "d"])
-    drawn, scored = [], []
+    sampled, scored = [], []
 
     def generate(prompt: str) -> str:
-        drawn.append(prompt)
+        sampled.append(prompt)
         return next(texts)
 
     def reward(prompt: str, text: str) -> int:
@@ -178,7 +178,7 @@ def test_t190_and_t191_a_group_is_sampled_scored_and_has_advantages():
 
     sample = pipeline(reward).generate_group("p", generate)
 
-    assert drawn == ["p"] * 4
+    assert sampled == ["p"] * 4
     assert scored == [("p", "aa"), ("p", "b"), ("p", "cc"), ("p", "d")]
     assert sample.rewards == [2.0, 1.0, 2.0, 1.0]
     assert sample.advantages == [1.0, -1.0, 1.0, -1.0]
@@ -342,7 +342,7 @@ def test_t195_groups_one_by_one_give_the_gradient_of_all_together():
         made.update([entry])
         parts.append(policy.module.logits.grad.clone())
 
-    made.update([*groups, GroupSample("nothing drawn")])
+    made.update([*groups, GroupSample("nothing sampled")])
 
     assert policy.module.logits.grad.tolist() == both.tolist()
     assert both.tolist() == pytest.approx((2 / 5 * parts[0] + 3 / 5 * parts[1]).tolist())
@@ -460,7 +460,7 @@ def test_t197_a_reference_that_would_move_along_is_refused():
 
 
 def drift(kl_target: float | None) -> tuple[float, float]:
-    """Of a policy that is drawn to one letter: how likely that became, and the weight of the KL."""
+    """Of a policy rewarded for one letter: its probability at the end, and the weight of the KL."""
     policy = letter_policy()
     made = trainer(policy, learning_rate=0.05, kl_coeff=0.01, kl_target=kl_target)
     for _ in range(60):
@@ -519,14 +519,14 @@ def language_model() -> TorchPolicy:
 def test_a_causal_models_logprobs_are_those_of_the_completions_tokens(language_model):
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     start = tokenizer.encode("20 + 22", add_special_tokens=False)
-    drawn = tokenizer.encode(" = 42", add_special_tokens=False)
+    sampled = tokenizer.encode(" = 42", add_special_tokens=False)
 
     row = language_model.logprobs("20 + 22", " = 42")
 
-    logits = language_model.module(input_ids=torch.tensor([start + drawn])).logits[0].detach()
+    logits = language_model.module(input_ids=torch.tensor([start + sampled])).logits[0].detach()
     expected = [
         float(logits[len(start) - 1 + place].log_softmax(0)[token])
-        for place, token in enumerate(drawn)
+        for place, token in enumerate(sampled)
     ]
     assert row.tolist() == pytest.approx(expected, abs=1e-5)
     assert language_model.logprobs("20 + 22", "").shape == (0,)

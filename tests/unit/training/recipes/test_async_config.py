@@ -327,9 +327,11 @@ def run_that_cannot_resume(folder: Path) -> None:
 def test_t138_a_run_says_once_that_the_recipe_is_experimental(tmp_path, warnings):
     run_that_cannot_resume(tmp_path / "run")
 
-    told = [message for message in warnings.messages if "async_rl_loop is experimental" in message]
-    assert len(told) == 1
-    assert "pin the version" in told[0]
+    logged = [
+        message for message in warnings.messages if "async_rl_loop is experimental" in message
+    ]
+    assert len(logged) == 1
+    assert "pin the version" in logged[0]
 
 
 def test_t138_a_config_that_is_wrong_is_told_nothing_else(tmp_path, warnings):

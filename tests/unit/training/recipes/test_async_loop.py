@@ -24,7 +24,7 @@ from tests.unit.training.platform_script import (
     Seconds,
     infra_of,
 )
-from tests.unit.training.trial_rollouts import config_of, number_of_draw, sample_of
+from tests.unit.training.trial_rollouts import config_of, rollout_number, sample_of
 from tests.unit.virtual_time import now, run_virtual
 
 from hearth.telemetry import BusyClock, Stopwatch
@@ -77,7 +77,7 @@ class Scene:
             self.running -= 1
         if cursor_index == self.fails and self.error is not None:
             raise self.error
-        return sample_of(float(number_of_draw()))
+        return sample_of(float(rollout_number()))
 
     async def play(self, folder: Path) -> None:
         """The whole run; what it leaves is in the attributes below."""
@@ -310,7 +310,7 @@ def test_offsets_are_split_into_those_in_flight_and_those_in_the_queue(play):
         tuple(record[f"async/version_offset_{name}"] for name in names) for record in records
     ] == [
         (0, 0, 0, 0, 0),
-        (1, 1, 1, 0, 1),  # drawn beside the first batch, then it waited
+        (1, 1, 1, 0, 1),  # sampled beside the first batch, then it waited
         (1, 1, 1, 1, 0),  # from 20 s to 30 s, with a weight sync at 27 s
         (1, 1, 1, 0, 1),
     ]
@@ -566,7 +566,7 @@ def test_a_weight_sync_that_ends_while_the_run_does_starts_no_more_rollouts(tmp_
         except asyncio.CancelledError:
             await asyncio.sleep(2.0)
             raise
-        return sample_of(float(number_of_draw()))
+        return sample_of(float(rollout_number()))
 
     scene = scene_of(max_head_offpolicy_versions=1, fn=rollout_fn)
 

@@ -43,6 +43,7 @@ def test_it_says_whether_there_is_an_expression(completion, parsed):
     assert math_reward.score(completion, {"ground_truth": "18"}).parsed is parsed
 
 
+@pytest.mark.slow
 def test_it_works_in_any_thread():
     found: list[list[float]] = []
 

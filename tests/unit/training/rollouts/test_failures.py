@@ -139,11 +139,11 @@ def test_a_class_of_the_same_name_from_elsewhere_is_unknown():
     assert not is_recoverable(error)
 
 
-def told(breaker: CircuitBreaker, outcomes: str) -> CircuitBreaker:
+def observe(breaker: CircuitBreaker, outcomes: str) -> CircuitBreaker:
     """A breaker after outcomes: f failed, s succeeded."""
     for number, outcome in enumerate(outcomes):
         if outcome == "f":
-            breaker.record_failure(TimeoutError(f"draw {number}"))
+            breaker.record_failure(TimeoutError(f"rollout {number}"))
         else:
             breaker.record_success()
     return breaker
@@ -167,31 +167,31 @@ def told(breaker: CircuitBreaker, outcomes: str) -> CircuitBreaker:
     ],
 )
 def test_the_breaker_opens_at_five_in_a_row_or_half_of_the_last_twenty(outcomes, is_open):
-    assert told(CircuitBreaker(), outcomes).is_open is is_open
+    assert observe(CircuitBreaker(), outcomes).is_open is is_open
 
 
 def test_what_opens_the_breaker_is_for_the_caller_to_choose():
-    assert told(CircuitBreaker(max_in_a_row=2), "sff").is_open
-    assert not told(CircuitBreaker(min_observed=20), "fs" * 9).is_open
-    assert told(CircuitBreaker(max_ratio=0.25, window=8, min_observed=8), "ssssssff").is_open
+    assert observe(CircuitBreaker(max_in_a_row=2), "sff").is_open
+    assert not observe(CircuitBreaker(min_observed=20), "fs" * 9).is_open
+    assert observe(CircuitBreaker(max_ratio=0.25, window=8, min_observed=8), "ssssssff").is_open
 
 
 def test_a_closed_breaker_lets_the_run_go_on():
-    told(CircuitBreaker(), "ffffs").check()
+    observe(CircuitBreaker(), "ffffs").check()
 
 
 def test_an_open_breaker_says_how_often_and_with_what_rollouts_failed():
     with pytest.raises(RolloutsFailingError) as in_a_row:
-        told(CircuitBreaker(), "fffff").check()
+        observe(CircuitBreaker(), "fffff").check()
     with pytest.raises(RolloutsFailingError) as of_many:
-        told(CircuitBreaker(), "fsfsfsfsfs").check()
+        observe(CircuitBreaker(), "fsfsfsfsfs").check()
 
-    assert "5 failures in a row, last with TimeoutError: draw 4" in str(in_a_row.value)
+    assert "5 failures in a row, last with TimeoutError: rollout 4" in str(in_a_row.value)
     assert "5 failures among the last 10 outcomes" in str(of_many.value)
-    assert repr(in_a_row.value.__cause__) == "TimeoutError('draw 4')"
+    assert repr(in_a_row.value.__cause__) == "TimeoutError('rollout 4')"
 
 
-class Draw:
+class ScriptedRollout:
     """Fails with the given errors, one per attempt, then returns 7."""
 
     def __init__(self, *errors: BaseException) -> None:
@@ -220,55 +220,55 @@ class Draw:
 
 async def test_a_rollout_is_tried_until_it_works():
     errors = [TimeoutError("one"), ConnectionError("two")]
-    draw = Draw(*errors)
+    rollout = ScriptedRollout(*errors)
 
-    assert await draw.run() == 7
-    assert draw.failures == [(errors[0], 1), (errors[1], 2)]
+    assert await rollout.run() == 7
+    assert rollout.failures == [(errors[0], 1), (errors[1], 2)]
 
 
 async def test_after_the_last_attempt_its_error_is_raised():
-    draw = Draw(TimeoutError("one"), TimeoutError("two"), TimeoutError("three"))
+    rollout = ScriptedRollout(TimeoutError("one"), TimeoutError("two"), TimeoutError("three"))
 
     with pytest.raises(TimeoutError, match="two"):
-        await draw.run(attempts=2)
-    assert [attempt for _, attempt in draw.failures] == [1, 2]
-    assert len(draw.pauses) == 1
+        await rollout.run(attempts=2)
+    assert [attempt for _, attempt in rollout.failures] == [1, 2]
+    assert len(rollout.pauses) == 1
 
 
 async def test_a_fatal_error_is_raised_at_once_and_is_no_failure_of_a_rollout():
-    draw = Draw(ValueError("a bug"))
+    rollout = ScriptedRollout(ValueError("a bug"))
 
     with pytest.raises(ValueError, match="a bug"):
-        await draw.run()
-    assert draw.calls == 1
-    assert draw.failures == []
+        await rollout.run()
+    assert rollout.calls == 1
+    assert rollout.failures == []
 
 
 async def test_pauses_double_up_to_the_longest_and_are_jittered_by_half():
-    draw = Draw(*(TimeoutError() for _ in range(5)))
+    rollout = ScriptedRollout(*(TimeoutError() for _ in range(5)))
 
-    await draw.run(attempts=6, backoff_s=1.0, longest_backoff_s=4.0)
+    await rollout.run(attempts=6, backoff_s=1.0, longest_backoff_s=4.0)
 
-    for pause, longest in zip(draw.pauses, [1.0, 2.0, 4.0, 4.0, 4.0], strict=True):
+    for pause, longest in zip(rollout.pauses, [1.0, 2.0, 4.0, 4.0, 4.0], strict=True):
         assert longest / 2 <= pause <= longest
 
 
 async def test_what_on_failure_raises_ends_the_trying():
     breaker = CircuitBreaker(max_in_a_row=2)
-    draw = Draw(*(TimeoutError(str(number)) for number in range(9)))
+    rollout = ScriptedRollout(*(TimeoutError(str(number)) for number in range(9)))
 
     def note(error: BaseException, _attempt: int) -> None:
         breaker.record_failure(error)
         breaker.check()
 
     with pytest.raises(RolloutsFailingError, match="2 failures in a row"):
-        await with_retries(draw, RetryLimits(9, None), on_failure=note, sleep=draw.pause)
-    assert draw.calls == 2
+        await with_retries(rollout, RetryLimits(9, None), on_failure=note, sleep=rollout.pause)
+    assert rollout.calls == 2
 
 
 async def test_no_attempt_at_all_is_refused():
     with pytest.raises(ConfigError, match="attempts must be >= 1, got 0"):
-        await Draw().run(attempts=0)
+        await ScriptedRollout().run(attempts=0)
 
 
 def nothing(_error: BaseException, _attempt: int) -> None:
@@ -311,26 +311,26 @@ async def test_cancelling_ends_the_rollout_before_it_is_passed_on():
     events = []
     has_begun = asyncio.Event()
 
-    async def draw() -> None:
+    async def rollout() -> None:
         has_begun.set()
         try:
             await asyncio.sleep(60)
         finally:
             await asyncio.sleep(0.01)
-            events.append("the draw ended")
+            events.append("the rollout ended")
 
-    task = asyncio.ensure_future(with_retries(draw, RetryLimits(3, 60.0), on_failure=nothing))
+    task = asyncio.ensure_future(with_retries(rollout, RetryLimits(3, 60.0), on_failure=nothing))
     await has_begun.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
-    assert events == ["the draw ended"]
+    assert events == ["the rollout ended"]
 
 
 async def test_a_rollout_that_cancels_itself_is_an_error_and_not_a_quiet_end():
-    async def draw() -> None:
+    async def rollout() -> None:
         raise asyncio.CancelledError
 
     with pytest.raises(RuntimeError, match="cancelled by something other than the recipe"):
-        await with_retries(draw, RetryLimits(3, 1.0), on_failure=nothing)
+        await with_retries(rollout, RetryLimits(3, 1.0), on_failure=nothing)

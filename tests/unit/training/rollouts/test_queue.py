@@ -25,7 +25,7 @@ NEVER = 1e9
 
 @dataclass
 class Rollouts:
-    """Draws that take scripted seconds (1 unless told), and what the queue says of them."""
+    """Rollouts that take scripted seconds (1 by default), and what the queue says of them."""
 
     seconds: Mapping[int, float] = field(default_factory=dict[int, float])
     refused: frozenset[int] = frozenset()
@@ -33,14 +33,14 @@ class Rollouts:
     fails: Mapping[int, Exception] = field(default_factory=dict[int, Exception])
     """Rows whose rollout ends the run."""
     farewell_s: float = 0.0
-    """Seconds that a cancelled draw still takes."""
+    """Seconds that a cancelled rollout still takes."""
     started: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     submissions: list[Submission] = field(default_factory=list[Submission])
     noted: list[tuple[int, str | None]] = field(default_factory=list[tuple[int, str | None]])
     running: int = 0
     most_running: int = 0
 
-    async def draw(self, submission: Submission) -> RowOutcome:
+    async def run(self, submission: Submission) -> RowOutcome:
         index = submission.row.index
         self.started.append((index, now()))
         self.submissions.append(submission)
@@ -59,8 +59,8 @@ class Rollouts:
             return RowOutcome(submission.row, dropped="filtered")
         return RowOutcome(submission.row, group_of(index, submit_version=submission.version))
 
-    def note(self, draw: RowOutcome) -> None:
-        self.noted.append((draw.row.index, draw.dropped))
+    def note(self, outcome: RowOutcome) -> None:
+        self.noted.append((outcome.row.index, outcome.dropped))
 
     def at(self, index: int) -> float:
         """When a row was started."""
@@ -76,7 +76,7 @@ def queue_of(rollouts: Rollouts, rows: int = 100, **options: Any) -> RolloutQueu
     own = {name: options.pop(name) for name in names if name in options}
     usual = {"weight_version": lambda: 0, "busy": BusyClock(now)}
     links = RunLinks(note=rollouts.note, now=now, **(usual | own))
-    run_row = options.pop("run_row", rollouts.draw)
+    run_row = options.pop("run_row", rollouts.run)
     return RolloutQueue(config_of(**options), rows_of(rows), run_row, links)
 
 
@@ -748,7 +748,7 @@ def test_nothing_is_lost_or_repeated_the_bound_holds_and_nobody_waits_in_vain(we
     assert {offset for batch in trainer.offsets() for offset in batch} <= set(range(late + 1))
     assert {len(batch) for batch in trainer.batches[:-1]} <= {options["prompt_groups_per_step"]}
     limit = options["max_concurrency_rollout_sample"]
-    # A draw that was given up may take a while to end; the limit is on those that are wanted.
+    # A rollout that was given up may take a while to end; the limit is on those that are wanted.
     if limit is not None and options["late_row_wait_s"] is None:
         assert rollouts.most_running * 2 <= limit
     drops = [index for index, reason in rollouts.noted if reason == "stale"]

@@ -21,10 +21,10 @@ def routing_of(datum) -> list[str] | None:
 
 # Six tokens, of which the first three are the prompt's: five inputs, two of them the prompt's own.
 ALIGNED = {
-    "drawn ones": (["c", "d", "e"], False, ["", "", "c", "d", "e"]),
+    "sampled ones": (["c", "d", "e"], False, ["", "", "c", "d", "e"]),
     "all": (["a", "b", "c", "d", "e"], False, ["", "", "c", "d", "e"]),
     "all, prompt too": (["a", "b", "c", "d", "e"], True, ["a", "b", "c", "d", "e"]),
-    "drawn ones, prompt too": (["c", "d", "e"], True, ["", "", "c", "d", "e"]),
+    "sampled ones, prompt too": (["c", "d", "e"], True, ["", "", "c", "d", "e"]),
 }
 
 
@@ -107,15 +107,15 @@ def test_experts_that_fit_no_form_are_an_error_that_names_the_rollout(given, mes
         check_sample(sample_of(routing_matrices=given), "row 7, sample 1")
 
 
-def completion(prompt, drawn, *routing: str, is_dense=False) -> SampledCompletion:
+def completion(prompt, completion_ids, *routing: str, is_dense=False) -> SampledCompletion:
     """A completion whose experts are its tokens as texts, or ``routing``; or that has none."""
-    matrices = list(routing) or [f"{token}" for token in drawn]
+    matrices = list(routing) or [f"{token}" for token in completion_ids]
     return SampledCompletion(
         text="",
-        full_tokens=[*prompt, *drawn],
+        full_tokens=[*prompt, *completion_ids],
         prompt_len=len(prompt),
         finish_reason="stop",
-        inference_logprobs=[-0.5] * len(drawn),
+        inference_logprobs=[-0.5] * len(completion_ids),
         routing_matrices=None if is_dense else matrices,
     )
 
@@ -150,7 +150,7 @@ SEEN = {
     "other tokens": (say([1, 2], [3, 5]), [ONE], None),
     "one turn that nobody saw": (say([1, 2], [3, 4], [9], [5]), [ONE], ["", "3", "4", "", ""]),
     "a dense model": (ONE_TURN, [completion([1, 2], [3, 4], is_dense=True)], None),
-    "nothing drawn": (say([1, 2], [3]), [completion([1, 2], [])], None),
+    "nothing sampled": (say([1, 2], [3]), [completion([1, 2], [])], None),
     "nothing seen": (ONE_TURN, [], None),
 }
 
@@ -165,14 +165,14 @@ def test_experts_are_found_where_the_same_tokens_were_sampled_after_the_same_pro
 @pytest.mark.parametrize("given", [None, ["a", "b"]])
 def test_a_rollout_that_says_nothing_of_experts_replays_what_its_sampler_saw(given):
     async def rollout_fn(_row):
-        draw = current_rollout.get()
-        draw.seen.append(completion([5, 6], [7, 8]))
-        return sample_of(float(draw.sample), routing_matrices=given)
+        running = current_rollout.get()
+        running.seen.append(completion([5, 6], [7, 8]))
+        return sample_of(float(running.sample), routing_matrices=given)
 
-    draw = run_row(rollout_fn, row_of(0), router_replay=True)
+    running = run_row(rollout_fn, row_of(0), router_replay=True)
 
     rows = ["", "7", "8"] if given is None else ["", "a", "b"]
-    assert [routing_of(datum) for datum in draw.group.data] == [rows, rows]
+    assert [routing_of(datum) for datum in running.group.data] == [rows, rows]
 
 
 def test_the_share_of_replayed_samples_is_a_metric_where_there_are_any():
@@ -204,7 +204,7 @@ def test_experts_are_asked_for_where_they_can_be_replayed(case, options, caplog)
 
     with caplog.at_level(logging.WARNING):
         warn_dense_policy(replay, "some-model", has_experts=has_experts)
-    told = [
+    expected = [
         "router_replay does nothing: some-model has no experts that can be recorded and replayed"
     ]
-    assert [record.getMessage() for record in caplog.records] == told * (not has_experts)
+    assert [record.getMessage() for record in caplog.records] == expected * (not has_experts)

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 from tests.unit.training.trial_rollouts import (
-    number_of_draw,
+    rollout_number,
     rollouts_of,
     row_of,
     run_row,
@@ -30,7 +30,7 @@ from training.samples.rollout import (
 ROW = row_of(13, epoch=1, source=4)
 
 
-def draw(fn: RolloutFn, *, row: IndexedRow = ROW, **options: Any) -> RowOutcome:
+def run(fn: RolloutFn, *, row: IndexedRow = ROW, **options: Any) -> RowOutcome:
     return run_row(fn, row, **options)
 
 
@@ -39,10 +39,10 @@ def samples(done: RowOutcome) -> list[RolloutSample]:
 
 
 def rewarding(*rewards: float | None) -> RolloutFn:
-    """A rollout function whose draw ``i`` earns ``rewards[i]``, or is dropped."""
+    """A rollout function whose call ``i`` earns ``rewards[i]``, or is dropped."""
 
     async def rollout_fn(_row: dict[str, Any]) -> RolloutSample | None:
-        reward = rewards[number_of_draw()]
+        reward = rewards[rollout_number()]
         return None if reward is None else sample_of(reward)
 
     return rollout_fn
@@ -71,8 +71,8 @@ def test_t141_the_function_is_called_once_per_sample():
 
 def test_the_rollouts_of_a_row_run_side_by_side_and_keep_their_order():
     async def rollout_fn(_row: dict[str, Any]) -> RolloutSample:
-        await asyncio.sleep(10 - number_of_draw())
-        return sample_of(float(number_of_draw()))
+        await asyncio.sleep(10 - rollout_number())
+        return sample_of(float(rollout_number()))
 
     async def timed() -> tuple[RowOutcome, float]:
         rollouts = rollouts_of(rollout_fn, completions_per_prompt=4)
@@ -85,7 +85,7 @@ def test_the_rollouts_of_a_row_run_side_by_side_and_keep_their_order():
 
 
 def test_a_group_knows_the_versions_at_its_submission():
-    done = draw(rewarding(1.0, 0.0))
+    done = run(rewarding(1.0, 0.0))
 
     assert (done.group.row, done.group.submit_version) == (ROW, 2)
     assert [sample.versions for sample in samples(done)] == [[[5, 2]]] * 2
@@ -99,10 +99,10 @@ def test_every_rollout_has_a_row_of_its_own():
         seen.append(list(row["messages"]))
         row["messages"].append("mine")
         row.clear()
-        return sample_of(float(number_of_draw()))
+        return sample_of(float(rollout_number()))
 
     row = row_of(0, row={"messages": ["given"]})
-    draw(rollout_fn, row=row, completions_per_prompt=4)
+    run(rollout_fn, row=row, completions_per_prompt=4)
 
     assert seen == [["given"]] * 4
     assert row.row == {"messages": ["given"]}
@@ -178,7 +178,7 @@ DECLARED = [
 def test_a_function_gets_the_arguments_that_it_declares_and_can_be_called(fn, declared):
     assert find_declared_arguments(fn) == declared
 
-    assert draw(fn).dropped == "too_few"
+    assert run(fn).dropped == "too_few"
 
 
 def test_the_arguments_say_where_the_rollout_stands():
@@ -187,7 +187,7 @@ def test_the_arguments_say_where_the_rollout_stands():
     async def rollout_fn(_row: Any, **known: Any) -> None:
         seen.append(known)
 
-    draw(rollout_fn, completions_per_prompt=3)
+    run(rollout_fn, completions_per_prompt=3)
 
     assert seen == [KNOWN | {"rollout_idx": i, "sample_index": i} for i in range(3)]
 
@@ -199,7 +199,7 @@ def test_the_last_row_of_an_epoch_is_told(index, is_last):
     async def rollout_fn(_row: Any, end_of_epoch: bool) -> None:
         seen.append(end_of_epoch)
 
-    draw(rollout_fn, row=row_of(index), num_rows=10)
+    run(rollout_fn, row=row_of(index), num_rows=10)
 
     assert seen == [is_last] * 2
 
@@ -239,16 +239,16 @@ def forgets_everything(_row: Any) -> None:
 @pytest.mark.parametrize(("fn", "got"), [(plain, "RolloutSample"), (forgets_everything, "None")])
 def test_a_function_that_is_not_async_is_a_type_error_of_its_row(fn, got):
     with pytest.raises(TypeError, match=rf"rollout_fn must be an async function, got {got}") as e:
-        draw(fn)
+        run(fn)
 
     assert e.value.__notes__ == ["in the rollout of row 13, sample 0"]
 
 
-# What draws give.
+# What rollouts give.
 
 
 def test_t139_none_drops_the_sample_and_the_group_survives_with_the_rest():
-    done = draw(rewarding(1.0, None, 0.0, None), completions_per_prompt=4)
+    done = run(rewarding(1.0, None, 0.0, None), completions_per_prompt=4)
 
     assert done.group.rewards == [1.0, 0.0]
     assert (done.completions, done.empty_samples, done.failed_samples) == (2, 2, 0)
@@ -256,10 +256,10 @@ def test_t139_none_drops_the_sample_and_the_group_survives_with_the_rest():
 
 def test_a_rollout_that_sampled_nothing_counts_as_empty():
     async def rollout_fn(_row: Any) -> RolloutSample:
-        mask = [0, 0, int(number_of_draw() > 0), 0]
-        return sample_of(float(number_of_draw()), loss_mask=mask, logprobs=[0.0] * 4)
+        mask = [0, 0, int(rollout_number() > 0), 0]
+        return sample_of(float(rollout_number()), loss_mask=mask, logprobs=[0.0] * 4)
 
-    done = draw(rollout_fn, completions_per_prompt=3)
+    done = run(rollout_fn, completions_per_prompt=3)
 
     assert (done.rewards, done.empty_samples, done.completions) == ([1.0, 2.0], 1, 2)
 
@@ -275,21 +275,21 @@ def test_a_rollout_that_sampled_nothing_counts_as_empty():
     ],
 )
 def test_a_group_needs_min_group_size_rollouts(rewards, least, reason):
-    done = draw(rewarding(*rewards), completions_per_prompt=4, min_group_size=least)
+    done = run(rewarding(*rewards), completions_per_prompt=4, min_group_size=least)
 
     assert (done.dropped, done.group is None) == (reason, reason is not None)
 
 
 def test_several_runs_of_one_rollout_stand_for_themselves_in_the_group():
     async def rollout_fn(_row: Any) -> Rollout:
-        mine = float(number_of_draw())
+        mine = float(rollout_number())
         runs = [
             RolloutRun([sample_of(mine), sample_of(mine)]),
             RolloutRun([sample_of(-mine, finish_reason="length")]),
         ]
-        return Rollout(runs, {"game": number_of_draw()})
+        return Rollout(runs, {"game": rollout_number()})
 
-    done = draw(rollout_fn)
+    done = run(rollout_fn)
 
     assert done.rewards == done.group.rewards == [0.0, 0.0, 1.0, -1.0]
     assert [len(sample) for sample in done.group.samples] == [2, 1, 2, 1]
@@ -302,10 +302,10 @@ def test_several_runs_of_one_rollout_stand_for_themselves_in_the_group():
 )
 def test_a_broken_contract_ends_the_run_and_names_row_and_rollout(returned):
     async def rollout_fn(_row: Any) -> RolloutResult:
-        return returned if number_of_draw() == 1 else sample_of()
+        return returned if rollout_number() == 1 else sample_of()
 
     with pytest.raises((TypeError, ConfigError), match=r"^row 13, sample 1: ") as failure:
-        draw(rollout_fn)
+        run(rollout_fn)
 
     assert failure.value.__notes__ == ["in the rollout of row 13, sample 1"]
 
@@ -319,7 +319,7 @@ def has_spread(group: PromptGroup) -> bool:
 
 @pytest.mark.parametrize(("rewards", "reason"), [((1.0, 0.0), None), ((1.0, 1.0), "filtered")])
 def test_the_documents_filter_drops_groups_without_spread(rewards, reason):
-    done = draw(rewarding(*rewards), accepts=has_spread)
+    done = run(rewarding(*rewards), accepts=has_spread)
 
     assert (done.dropped, done.group is None) == (reason, reason is not None)
     assert done.rewards == list(rewards)
@@ -329,12 +329,12 @@ def test_a_group_that_is_too_small_does_not_reach_the_filter():
     def fails(_group: PromptGroup) -> bool:
         raise AssertionError("asked")
 
-    assert draw(rewarding(1.0, None), accepts=fails).dropped == "too_few"
+    assert run(rewarding(1.0, None), accepts=fails).dropped == "too_few"
 
 
 def test_a_filter_that_raises_ends_the_run_with_the_row():
     with pytest.raises(ZeroDivisionError) as failure:
-        draw(rewarding(1.0, 0.0), accepts=lambda group: len(group.rewards) < 1 / 0)
+        run(rewarding(1.0, 0.0), accepts=lambda group: len(group.rewards) < 1 / 0)
 
     assert failure.value.__notes__ == ["in dynamic_filter_fn, with the group of row 13"]
 
@@ -353,18 +353,18 @@ def test_a_filter_is_a_plain_function(wrong):
 
 
 class Failing:
-    """A rollout function whose draw ``draw`` fails with ``error`` at its first attempts."""
+    """A rollout function whose rollout ``failing`` fails with ``error`` at its first attempts."""
 
-    def __init__(self, error: Exception, *, times: int, draw: int = 1) -> None:
+    def __init__(self, error: Exception, *, times: int, failing: int = 1) -> None:
         self.error = error
         self.times = times
-        self.draw = draw
+        self.failing = failing
         self.attempts: list[int] = []
 
     async def __call__(self, _row: Any) -> RolloutSample:
-        number = number_of_draw()
+        number = rollout_number()
         self.attempts.append(number)
-        if number == self.draw and self.attempts.count(number) <= self.times:
+        if number == self.failing and self.attempts.count(number) <= self.times:
             raise self.error
         return sample_of(float(number))
 
@@ -381,7 +381,7 @@ class Failing:
 def test_t161_a_recoverable_error_is_tried_again(error):
     fn = Failing(error, times=2)
 
-    done = draw(fn, completions_per_prompt=3)
+    done = run(fn, completions_per_prompt=3)
 
     assert sorted(fn.attempts) == [0, 1, 1, 1, 2]
     assert (done.rewards, done.failed_samples, done.error) == ([0.0, 1.0, 2.0], 0, None)
@@ -392,7 +392,7 @@ def test_t161_a_rollout_that_fails_to_the_last_is_dropped_and_never_a_sample_wit
     fn = Failing(error, times=99)
 
     with caplog.at_level(logging.WARNING):
-        done = draw(fn, completions_per_prompt=3, rollout_retries=1)
+        done = run(fn, completions_per_prompt=3, rollout_retries=1)
 
     assert (done.rewards, done.completions) == ([0.0, 2.0], 2)
     assert (done.failed_samples, done.error, done.dropped) == (1, error, None)
@@ -403,7 +403,7 @@ def test_t161_a_rollout_that_fails_to_the_last_is_dropped_and_never_a_sample_wit
 def test_a_group_of_failures_is_dropped_as_failed():
     fn = Failing(ConnectionError("gone"), times=99)
 
-    done = draw(fn, rollout_retries=0)
+    done = run(fn, rollout_retries=0)
 
     assert (done.group, done.dropped, done.rewards, done.failed_samples) == (
         None,
@@ -418,18 +418,18 @@ def test_t161_a_fatal_error_cancels_the_other_rollouts_and_names_row_and_rollout
     ended: list[str] = []
 
     async def rollout_fn(_row: Any) -> RolloutSample:
-        if number_of_draw() == 2:
+        if rollout_number() == 2:
             await asyncio.sleep(1)
             raise error
         try:
             await asyncio.sleep(100)
         except asyncio.CancelledError:
-            ended.append(f"{number_of_draw()} at {now()} s")
+            ended.append(f"{rollout_number()} at {now()} s")
             raise
         return sample_of()
 
     with pytest.raises(type(error)) as failure:
-        draw(rollout_fn, completions_per_prompt=4)
+        run(rollout_fn, completions_per_prompt=4)
 
     assert failure.value is error
     assert error.__notes__ == ["in the rollout of row 13, sample 2"]
@@ -467,9 +467,9 @@ def test_a_rollout_that_takes_too_long_is_tried_again():
     async def rollout_fn(_row: Any) -> RolloutSample:
         started.append(now())
         await asyncio.sleep(1000 if len(started) == 1 else 1)
-        return sample_of(float(number_of_draw()))
+        return sample_of(float(rollout_number()))
 
-    done = draw(rollout_fn, rollout_timeout_s=60.0)
+    done = run(rollout_fn, rollout_timeout_s=60.0)
 
     assert (done.rewards, done.failed_samples) == ([0.0, 1.0], 0)
     assert started[:2] == [0.0, 0.0]
@@ -479,9 +479,9 @@ def test_a_rollout_that_takes_too_long_is_tried_again():
 def test_without_a_limit_a_rollout_may_take_any_time():
     async def rollout_fn(_row: Any) -> RolloutSample:
         await asyncio.sleep(500_000)
-        return sample_of(float(number_of_draw()))
+        return sample_of(float(rollout_number()))
 
-    assert draw(rollout_fn, rollout_timeout_s=None).rewards == [0.0, 1.0]
+    assert run(rollout_fn, rollout_timeout_s=None).rewards == [0.0, 1.0]
 
 
 def test_the_breaker_ends_a_run_in_which_nothing_works():
@@ -489,20 +489,20 @@ def test_the_breaker_ends_a_run_in_which_nothing_works():
         raise ConnectionError("refused")
 
     with pytest.raises(RolloutsFailingError, match=r"got 5 failures in a row, last with Connect"):
-        draw(rollout_fn, completions_per_prompt=8)
+        run(rollout_fn, completions_per_prompt=8)
 
 
 def test_an_outage_that_the_retries_outlast_ends_no_run():
     failed: set[int] = set()
 
     async def rollout_fn(_row: Any) -> RolloutSample:
-        number = number_of_draw()
+        number = rollout_number()
         if number not in failed:
             failed.add(number)
             raise ConnectionError("the judge is being restarted")
         return sample_of(float(number))
 
-    done = draw(rollout_fn, completions_per_prompt=64)
+    done = run(rollout_fn, completions_per_prompt=64)
 
     assert (len(failed), done.failed_samples, len(done.rewards)) == (64, 0, 64)
 
@@ -521,13 +521,13 @@ def test_the_breaker_is_told_of_successes_and_not_of_none():
     ]
 
     async def rollout_fn(_row: Any) -> RolloutSample | None:
-        step = script[number_of_draw()]
-        await asyncio.sleep(number_of_draw())
+        step = script[rollout_number()]
+        await asyncio.sleep(rollout_number())
         if isinstance(step, TimeoutError):
             raise step
         return cast("RolloutSample | None", step)
 
-    done = draw(rollout_fn, completions_per_prompt=8, rollout_retries=0, breaker=breaker)
+    done = run(rollout_fn, completions_per_prompt=8, rollout_retries=0, breaker=breaker)
 
     assert (done.rewards, done.failed_samples, done.empty_samples) == ([1.0, 0.0], 4, 2)
     assert not breaker.is_open
@@ -535,10 +535,10 @@ def test_the_breaker_is_told_of_successes_and_not_of_none():
 
 def test_the_lengths_of_finished_rollouts_are_known_while_the_row_runs():
     async def rollout_fn(_row: Any) -> RolloutResult:
-        await asyncio.sleep(number_of_draw())
-        if number_of_draw() == 2:
+        await asyncio.sleep(rollout_number())
+        if rollout_number() == 2:
             return None
-        return RolloutRun([sample_of(length=3), sample_of(length=4 + number_of_draw())])
+        return RolloutRun([sample_of(length=3), sample_of(length=4 + rollout_number())])
 
     rollouts = rollouts_of(rollout_fn, completions_per_prompt=4)
 

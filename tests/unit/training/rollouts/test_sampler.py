@@ -48,13 +48,13 @@ class Deployment:
         return RolloutSampler(cast("DeploymentSampler", self), **options)
 
 
-def completion(drawn: int = 2, **changes: Any) -> SampledCompletion:
+def completion(sampled: int = 2, **changes: Any) -> SampledCompletion:
     usual: dict[str, Any] = {
         "text": "",
-        "full_tokens": [5, 6, *range(7, 7 + drawn)],
+        "full_tokens": [5, 6, *range(7, 7 + sampled)],
         "prompt_len": 2,
         "finish_reason": "stop",
-        "inference_logprobs": [-0.5] * drawn,
+        "inference_logprobs": [-0.5] * sampled,
         "weight_version": 7,
     }
     return SampledCompletion(**(usual | changes))
@@ -78,9 +78,9 @@ def test_a_first_request_samples_what_rl_loop_samples_at_its_place():
 
     run_row(rollout_fn, ROW, completions_per_prompt=4, seed=11)
 
-    # The deployment's sampler draws completion 0 of each request.
-    drawn = [completion_seed(seed, 0) for seed in deployment.asked if seed is not None]
-    assert drawn == [completion_seed(row_seed(11, 13), i) for i in range(4)]
+    # The deployment's sampler samples completion 0 of each request.
+    sampled = [completion_seed(seed, 0) for seed in deployment.asked if seed is not None]
+    assert sampled == [completion_seed(row_seed(11, 13), i) for i in range(4)]
 
 
 def test_a_seed_of_ones_own_is_kept_and_counts_for_nothing():
@@ -99,17 +99,17 @@ def test_a_seed_of_ones_own_is_kept_and_counts_for_nothing():
 
 @pytest.mark.parametrize("calls", [(1, 1, 1), (2, 1), (4,)], ids=str)
 def test_no_two_of_thousands_of_places_sample_with_one_seed(calls):
-    drawn: list[int] = []
+    sampled: list[int] = []
     for row in range(400):
         for sample in range(4):
             context = RolloutContext(row_seed(0, row), sample, 0)
             for n in calls:
                 seed = context.next_seed(n)
-                drawn.extend(completion_seed(seed, i) for i in range(n))
+                sampled.extend(completion_seed(seed, i) for i in range(n))
 
-    assert len(drawn) == 1600 * sum(calls)
-    assert len(set(drawn)) == len(drawn)
-    assert all(0 <= seed < 2**63 for seed in drawn)
+    assert len(sampled) == 1600 * sum(calls)
+    assert len(set(sampled)) == len(sampled)
+    assert all(0 <= seed < 2**63 for seed in sampled)
 
 
 def test_another_attempt_samples_with_the_same_seeds():
@@ -129,12 +129,12 @@ def test_another_attempt_samples_with_the_same_seeds():
     # Sample 0 fails at the end of its first attempt, and asks again after sample 1 has asked.
     assert attempts == [0, 1, 0]
     assert deployment.asked[4:] == [
-        request for request in deployment.asked[:4] if request in of_draw(0)
+        request for request in deployment.asked[:4] if request in seeds_of_rollout(0)
     ]
     assert len(set(deployment.asked)) == 4
 
 
-def of_draw(sample: int) -> list[int]:
+def seeds_of_rollout(sample: int) -> list[int]:
     context = RolloutContext(row_seed(0, 13), sample, 0)
     return [context.next_seed(1), context.next_seed(3)]
 
@@ -235,7 +235,7 @@ def test_what_is_trained_is_sampled_from_what_the_trainer_scores_or_the_run_ends
     with pytest.raises(ConfigError, match=message):
         run_row(rollout_fn, ROW, rollout_retries=5)
 
-    # At once: each of the row's two draws has had its first request at most, and no second attempt.
+    # At once: each of the row's two rollouts sent its first request at most, and no second one.
     assert 1 <= len(deployment.asked) <= 2
 
 

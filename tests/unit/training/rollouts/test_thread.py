@@ -340,12 +340,12 @@ def test_a_caller_whose_loop_has_ended_is_no_trouble():
 
 async def test_several_threads_may_submit_at_one_time(thread):
     def run(number: int) -> list[int]:
-        async def draw() -> list[int]:
+        async def sample_all() -> list[int]:
             return await asyncio.gather(
                 *(thread.submit(lambda: asyncio.sleep(0.001, number)) for _ in range(100))
             )
 
-        return asyncio.run(draw())
+        return asyncio.run(sample_all())
 
     results = await asyncio.gather(*(asyncio.to_thread(run, number) for number in range(4)))
 

@@ -129,14 +129,14 @@ class Bench:
         self.seen: list[tuple[int, int, bool, int]] = []
         self.fails: Callable[[int], Exception | None] = lambda _call: None
         self.evaluation = BackgroundEvaluation(
-            self.config, self.run, self.rollout_fn, lambda draw: draw()
+            self.config, self.run, self.rollout_fn, lambda evaluate: evaluate()
         )
 
     async def rollout_fn(
         self, row: dict[str, Any], cursor_index: int, end_of_epoch: bool
     ) -> RolloutSample | RolloutRun:
-        draw = current_rollout.get()
-        self.seen.append((cursor_index, draw.sample, end_of_epoch, draw.row_seed))
+        running = current_rollout.get()
+        self.seen.append((cursor_index, running.sample, end_of_epoch, running.row_seed))
         call = len(self.seen)
         self.running += 1
         self.most = max(self.most, self.running)
@@ -181,8 +181,8 @@ def test_an_evaluation_goes_through_the_rollout_function_while_others_go_on(tmp_
     # A batch is 4 samples, so 2 rows of 2 are sampled at a time.
     assert bench.most == 4
     assert record["perf/eval_time"] == 20.0
-    assert {(row, draw) for row, draw, *_ in bench.seen} == {
-        (row, draw) for row in range(4) for draw in range(2)
+    assert {(row, sample) for row, sample, *_ in bench.seen} == {
+        (row, sample) for row in range(4) for sample in range(2)
     }
     assert {row for row, _, is_last, _ in bench.seen if is_last} == {3}
     assert {seed for row, _, _, seed in bench.seen if row == 2} == {row_seed(EVAL_SEED_OFFSET, 2)}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.unit.training.platform_script import Seconds
 from tests.unit.training.recipes.test_async_loop import Scene, cancel_at, ended_by, play, scene_of
-from tests.unit.training.trial_rollouts import number_of_draw, sample_of
+from tests.unit.training.trial_rollouts import rollout_number, sample_of
 from tests.unit.virtual_time import now, run_virtual
 
 from hearth.errors import ConfigError, TransportError
@@ -21,13 +21,15 @@ from training.update.parity import ParityError
 __all__ = ["play"]
 
 DRIFT = 0.125
-DRAW_S = 0.5
+ROLLOUT_S = 0.5
 
 
-def scene(*, rows: int = 10, draw: float = DRAW_S, serve: float = 3.0, **options: Any) -> Scene:
+def scene(
+    *, rows: int = 10, sample: float = ROLLOUT_S, serve: float = 3.0, **options: Any
+) -> Scene:
     """A run whose samples are two versions old when they are trained."""
     options = {"max_head_offpolicy_versions": 2, **options}
-    return scene_of(rows=rows, seconds=Seconds(draw=draw, serve=serve), drift=DRIFT, **options)
+    return scene_of(rows=rows, seconds=Seconds(sample=sample, serve=serve), drift=DRIFT, **options)
 
 
 def column(played: Scene, name: str) -> list[float | None]:
@@ -75,7 +77,7 @@ def test_completions_are_sampled_as_the_run_samples_from_the_prompts_of_the_step
 
         async def rollout_fn(_row: Any, cursor_index: int) -> RolloutSample:
             await asyncio.sleep(10.0)
-            return sample_of(float(number_of_draw()), tokens=[50 + cursor_index, 6, 7, 8])
+            return sample_of(float(rollout_number()), tokens=[50 + cursor_index, 6, 7, 8])
 
         made.fn = rollout_fn
         return play(made).sampler.asked
@@ -99,7 +101,7 @@ def test_a_steps_own_samples_come_before_the_probe(play):
 
     async def rollout_fn(_row: Any, cursor_index: int) -> RolloutSample:
         await asyncio.sleep(10.0)
-        return sample_of(float(number_of_draw()), versions=[[cursor_index // 2, 2]])
+        return sample_of(float(rollout_number()), versions=[[cursor_index // 2, 2]])
 
     made.fn = rollout_fn
     played = play(made)
@@ -134,7 +136,7 @@ def test_a_number_of_tokens_below_zero_is_refused():
 
 
 def test_a_probe_that_is_sampled_after_the_next_step_was_asked_for_is_thrown_away(play):
-    played = play(scene(rows=8, draw=1.9))
+    played = play(scene(rows=8, sample=1.9))
 
     assert len(played.sampler.asked) == 3 * 8
     assert probed_steps(played) == []
@@ -143,11 +145,11 @@ def test_a_probe_that_is_sampled_after_the_next_step_was_asked_for_is_thrown_awa
     assert played.ended == 10.0 + 4 * 7.0 + 3.0
 
 
-@pytest.mark.parametrize(("draw", "in_time"), [(0.5, True), (1.9, False)])
-def test_the_first_of_a_batchs_optimizer_steps_ends_what_can_be_compared(play, draw, in_time):
+@pytest.mark.parametrize(("sample", "in_time"), [(0.5, True), (1.9, False)])
+def test_the_first_of_a_batchs_optimizer_steps_ends_what_can_be_compared(play, sample, in_time):
     """Served at 18 s; the first minibatch's step is asked for at 19 s."""
     sampling = {"steps": lambda version: 2 * version}
-    played = play(scene(rows=8, draw=draw, serve=1.0, sampling=sampling, ppo_n_minibatches=2))
+    played = play(scene(rows=8, sample=sample, serve=1.0, sampling=sampling, ppo_n_minibatches=2))
 
     assert probed_steps(played) == ([2, 4, 6] if in_time else [])
     assert column(played, "max") == [0.0, *([0.0 if in_time else None] * 3)]
@@ -176,7 +178,7 @@ def test_a_probe_that_fails_is_one_warning_and_the_run_goes_on(play, caplog):
 
 
 def test_a_probe_that_hangs_is_given_up_for_the_next_one_and_at_the_end(play):
-    played = play(scene(draw=1000.0))
+    played = play(scene(sample=1000.0))
 
     assert played.ended == 10.0 + 5 * 7.0 + 3.0
     assert len(played.sampler.asked) == 4 * 8
@@ -185,8 +187,8 @@ def test_a_probe_that_hangs_is_given_up_for_the_next_one_and_at_the_end(play):
 
 @pytest.mark.parametrize("at", [20.25, 20.75, 21.5])
 def test_a_run_that_is_cancelled_takes_its_probe_with_it(tmp_path: Path, at: float):
-    """While it draws, while it waits for the trainer, and when it would come too late."""
-    made = scene(draw=0.5 if at < 21 else 5.0)
+    """While it samples, while it waits for the trainer, and when it would come too late."""
+    made = scene(sample=0.5 if at < 21 else 5.0)
 
     async def main() -> None:
         await cancel_at(made, tmp_path, at)
@@ -198,7 +200,7 @@ def test_a_run_that_is_cancelled_takes_its_probe_with_it(tmp_path: Path, at: flo
 
 @pytest.mark.slow
 def test_a_publication_that_fails_leaves_no_probe_waiting(tmp_path: Path):
-    made = scene(rows=20, draw=1.5)
+    made = scene(rows=20, sample=1.5)
     made.publication_fails = 6
 
     ended_by(made, tmp_path, ConnectionError)

@@ -113,8 +113,8 @@ def test_a_sample_with_an_advantage_per_token_is_effective_where_one_of_them_is_
 
 def test_rows_that_taught_something_are_a_share_of_all():
     stats = RolloutStats()
-    for draw in (learning(0), uniform(1, 1.0), RowOutcome(row_of(2), dropped="uniform")):
-        stats.add(draw)
+    for outcome in (learning(0), uniform(1, 1.0), RowOutcome(row_of(2), dropped="uniform")):
+        stats.add(outcome)
 
     assert rollout_metrics(stats, [])["signal/useful_row_ratio"] == pytest.approx(1 / 3)
     assert "signal/useful_row_ratio" not in rollout_metrics(RolloutStats(), [])
@@ -198,9 +198,9 @@ def dropped(index: int, reason: str, **changes: Any) -> RowOutcome:
     return RowOutcome(row_of(index), dropped=reason, completions=2, **changes)
 
 
-def see(watch: SignalWatch, draws: Sequence[RowOutcome]) -> None:
-    for draw in draws:
-        watch.see_row(draw)
+def see(watch: SignalWatch, outcomes: Sequence[RowOutcome]) -> None:
+    for outcome in outcomes:
+        watch.see_row(outcome)
 
 
 def test_patience_is_counted_in_steps_worth_of_rows_and_a_row_with_signal_starts_anew():
@@ -250,10 +250,10 @@ CAUSES = [
 ]
 
 
-@pytest.mark.parametrize(("draws", "cause"), CAUSES, ids=[cause for _, cause in CAUSES])
-def test_the_error_names_the_likely_cause(draws, cause):
+@pytest.mark.parametrize(("outcomes", "cause"), CAUSES, ids=[cause for _, cause in CAUSES])
+def test_the_error_names_the_likely_cause(outcomes, cause):
     with pytest.raises(NoSignalError, match=cause):
-        see(SignalWatch(patience=3), draws)
+        see(SignalWatch(patience=3), outcomes)
 
 
 def test_the_error_shows_one_of_the_last_answers():
@@ -293,10 +293,10 @@ def test_a_row_of_rollouts_counts_what_was_parsed_and_shows_an_answer_that_was_n
         text = f"answer {sample_index}"
         return sample_of(float(sample_index), text=text, parsed=said[sample_index])
 
-    draw = run_row(rollout_fn, row_of(0), completions_per_prompt=4)
+    outcome = run_row(rollout_fn, row_of(0), completions_per_prompt=4)
 
-    assert draw.parsed == [True, False, True]
-    assert draw.example == ExampleAnswer("answer 2", [7, 8], 2.0, "stop", parsed=False)
+    assert outcome.parsed == [True, False, True]
+    assert outcome.example == ExampleAnswer("answer 2", [7, 8], 2.0, "stop", parsed=False)
 
 
 def test_patience_below_one_step_is_refused():

@@ -72,13 +72,13 @@ def test_bad_sequences_are_refused(call, rule):
         call()
 
 
-DRAWN = [-0.4, -0.5, -0.6]
+SAMPLED = [-0.4, -0.5, -0.6]
 ALIGNED = {
-    "echo": ([None, -0.2, -0.3, *DRAWN], False, [-0.2, -0.3, *DRAWN]),
-    "echo-with-one-generated": ([None, -0.2, -0.3, *DRAWN, -9.0], False, [-0.2, -0.3, *DRAWN]),
-    "echo-of-drawn-rows-only": ([None, None, None, *DRAWN], False, [0.0, 0.0, *DRAWN]),
-    "completion-only": (DRAWN, False, [0.0, 0.0, *DRAWN]),
-    "echo-without-the-none": ([-0.2, -0.3, *DRAWN], True, [-0.2, -0.3, *DRAWN]),
+    "echo": ([None, -0.2, -0.3, *SAMPLED], False, [-0.2, -0.3, *SAMPLED]),
+    "echo-with-one-generated": ([None, -0.2, -0.3, *SAMPLED, -9.0], False, [-0.2, -0.3, *SAMPLED]),
+    "echo-of-sampled-rows-only": ([None, None, None, *SAMPLED], False, [0.0, 0.0, *SAMPLED]),
+    "completion-only": (SAMPLED, False, [0.0, 0.0, *SAMPLED]),
+    "echo-without-the-none": ([-0.2, -0.3, *SAMPLED], True, [-0.2, -0.3, *SAMPLED]),
 }
 
 
@@ -91,14 +91,14 @@ def test_every_form_of_the_sampler_becomes_one_logprob_per_token(values, is_echo
 @pytest.mark.parametrize(
     ("values", "is_echoed"),
     [
-        ([-0.1, -0.2, -0.3, *DRAWN], False),  # N values, none of them None
-        ([-0.2, -0.3, *DRAWN], False),  # N - 1 that nobody said are echoed
-        ([None, -0.3, *DRAWN], False),
-        ([None, -0.2, -0.3, *DRAWN, -1.0, -1.0], False),
-        (DRAWN[1:], False),
-        ([*DRAWN, -0.7], False),
-        (DRAWN, True),
-        ([-0.1, -0.2, -0.3, *DRAWN], True),
+        ([-0.1, -0.2, -0.3, *SAMPLED], False),  # N values, none of them None
+        ([-0.2, -0.3, *SAMPLED], False),  # N - 1 that nobody said are echoed
+        ([None, -0.3, *SAMPLED], False),
+        ([None, -0.2, -0.3, *SAMPLED, -1.0, -1.0], False),
+        (SAMPLED[1:], False),
+        ([*SAMPLED, -0.7], False),
+        (SAMPLED, True),
+        ([-0.1, -0.2, -0.3, *SAMPLED], True),
     ],
 )
 def test_an_off_by_one_list_is_refused(values, is_echoed):

@@ -61,7 +61,7 @@ def test_t143_positions_that_were_not_sampled_have_weight_0_and_logprob_0():
 
 
 def test_t143_a_logprob_beside_the_sampled_tokens_does_not_reach_the_loss():
-    # An echo has logprobs of the prompt as well: nobody drew those.
+    # An echo has logprobs of the prompt as well: nobody sampled those.
     echoed = sample_of(length=1, logprobs=[0.0, -3.0, -0.5])
 
     assert TrainSample.from_rollout(echoed, 1.0).behavior_logprobs == [0.0, -0.5]
@@ -151,8 +151,8 @@ def test_a_completion_of_one_turn_becomes_a_sample():
 
 
 def versioned(*versions: list[list[int]] | None) -> list[PromptGroup]:
-    drawn = [sample_of(float(i), versions=version) for i, version in enumerate(versions)]
-    return [group_from(row_of(0), [[sample] for sample in drawn])]
+    rollouts = [sample_of(float(i), versions=version) for i, version in enumerate(versions)]
+    return [group_from(row_of(0), [[sample] for sample in rollouts])]
 
 
 @pytest.mark.parametrize(
@@ -175,34 +175,34 @@ def test_without_versions_there_is_no_staleness():
     assert version_metrics(versioned(None, None), 5) == {}
 
 
-def stats_of(draws: Sequence[RowOutcome]) -> RolloutStats:
+def stats_of(outcomes: Sequence[RowOutcome]) -> RolloutStats:
     stats = RolloutStats()
-    for draw in draws:
-        stats.add(draw)
+    for outcome in outcomes:
+        stats.add(outcome)
     return stats
 
 
 def test_means_do_not_depend_on_the_order_in_which_rows_end():
     rng = random.Random(0)
     rewards = [[rng.uniform(-1e6, 1e6) for _ in range(3)] for _ in range(40)]
-    draws = [
+    outcomes = [
         RowOutcome(row_of(i), group_of(i, row), completions=3, rewards=row)
         for i, row in enumerate(rewards)
     ]
-    shuffled = rng.sample(draws, len(draws))
+    shuffled = rng.sample(outcomes, len(outcomes))
     # Plain sums of these do depend on it, or the test would show nothing.
-    assert sum(r for draw in draws for r in draw.rewards) != sum(
+    assert sum(r for outcome in outcomes for r in outcome.rewards) != sum(
         r for entry in shuffled for r in entry.rewards
     )
 
     def metrics(order: Sequence[RowOutcome]) -> dict[str, float]:
         return rollout_metrics(stats_of(order), [entry.group for entry in order if entry.group])
 
-    assert metrics(draws) == metrics(shuffled)
+    assert metrics(outcomes) == metrics(shuffled)
 
 
 def test_raw_numbers_are_over_all_rollouts_and_the_rest_over_what_is_trained():
-    draws = [
+    outcomes = [
         RowOutcome(
             row_of(0), group_of(0, (1.0, 0.0)), completions=2, truncated=1, rewards=(1.0, 0.0)
         ),
@@ -210,7 +210,7 @@ def test_raw_numbers_are_over_all_rollouts_and_the_rest_over_what_is_trained():
         RowOutcome(row_of(2), dropped="failed", completions=1, rewards=(0.0,), failed_samples=1),
         RowOutcome(row_of(3), dropped="too_few", empty_samples=2),
     ]
-    stats = stats_of(draws)
+    stats = stats_of(outcomes)
     metrics = rollout_metrics(stats, [group_of(0, (1.0, 0.0))])
 
     assert (stats.failed_samples, stats.empty_samples) == (1, 2)

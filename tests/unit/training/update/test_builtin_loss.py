@@ -33,7 +33,7 @@ from training.utils import DAPOConfig, TISConfig
 
 def group() -> PromptGroup:
     rows = ([1, 2, 3, 4, 5], [1, 2, 3, 7], [1, 2, 3, 9, 9, 9])
-    drawn = [
+    sampled = [
         RolloutSample(
             tokens=list(row),
             logprobs=[0.0, 0.0, 0.0, *[-0.5 - 0.1 * i for i in range(len(row) - 3)]],
@@ -42,7 +42,7 @@ def group() -> PromptGroup:
         )
         for row, reward in zip(rows, (1.0, 0.0, 0.0), strict=True)
     ]
-    return group_from(IndexedRow(0, 0, {}), [[sample] for sample in drawn])
+    return group_from(IndexedRow(0, 0, {}), [[sample] for sample in sampled])
 
 
 @pytest.mark.parametrize("name", [loss for loss in POLICY_LOSSES if loss != "reinforce"])
@@ -176,9 +176,9 @@ def test_kl_beta_changes_the_losses_that_have_a_kl_and_no_other(name):
 
 
 def test_entropy_is_estimated_over_sampled_tokens_only():
-    drawn = [-0.5, -0.6, -0.5, -0.5, -0.6, -0.7]
+    sampled = [-0.5, -0.6, -0.5, -0.5, -0.6, -0.7]
 
-    assert entropy_estimate([group()]) == pytest.approx(-sum(drawn) / len(drawn))
+    assert entropy_estimate([group()]) == pytest.approx(-sum(sampled) / len(sampled))
 
 
 def test_row_seeds_repeat_and_differ():

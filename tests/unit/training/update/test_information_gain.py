@@ -11,7 +11,7 @@ import tinker
 import torch
 from tests.unit.training.trial_rollouts import (
     group_from,
-    number_of_draw,
+    rollout_number,
     rollouts_of,
     row_of,
     run_row,
@@ -296,7 +296,7 @@ def run_with(score: Any, **options: Any) -> RowOutcome:
     """The outcome of a row whose group is credited by what ``score`` says."""
 
     async def rollout_fn(_row: dict[str, Any]) -> RolloutSample:
-        return two_turns(0.0, 30 + 10 * number_of_draw())
+        return two_turns(0.0, 30 + 10 * rollout_number())
 
     gain = InformationGain(gain_config(), score, lambda _row: ANSWER)
     rollouts = rollouts_of(rollout_fn, credit=gain, **options)
@@ -362,7 +362,7 @@ def test_scoring_that_hangs_is_given_up():
 
 def test_without_credit_a_group_is_that_of_its_rewards():
     async def rollout_fn(_row: dict[str, Any]) -> RolloutSample:
-        return two_turns(float(number_of_draw()), 30)
+        return two_turns(float(rollout_number()), 30)
 
     done = run_row(rollout_fn, row_of(3))
 

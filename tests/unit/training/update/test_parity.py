@@ -25,21 +25,21 @@ from training.update.policy_losses import policy_loss
 from training.update.policy_update import PolicyUpdate
 
 
-def drawn_by(*versions: list[int], logprobs: list[float], mask: list[int]) -> TrainSample:
-    drawn = sample_of(
+def sampled_by(*versions: list[int], logprobs: list[float], mask: list[int]) -> TrainSample:
+    rollout = sample_of(
         tokens=list(range(5, 5 + len(mask))),
         logprobs=logprobs,
         loss_mask=mask,
         versions=list(versions) or None,
     )
-    return TrainSample.from_rollout(drawn, 1.0)
+    return TrainSample.from_rollout(rollout, 1.0)
 
 
 # What is compared
 
 
 def test_sampled_tokens_are_compared_and_nothing_else():
-    sample = drawn_by([3, 3], logprobs=[0.0, -1.0, 0.0, -0.5, -2.0], mask=[0, 1, 0, 1, 1])
+    sample = sampled_by([3, 3], logprobs=[0.0, -1.0, 0.0, -0.5, -2.0], mask=[0, 1, 0, 1, 1])
 
     gaps = logprob_gaps([sample], [[-1.25, -9.0, -0.5, -1.0]], version=3)
 
@@ -52,13 +52,13 @@ def test_sampled_tokens_are_compared_and_nothing_else():
 def test_a_sample_that_other_weights_sampled_in_part_or_nobody_knows_which_is_not_compared(
     versions,
 ):
-    sample = drawn_by(*versions, logprobs=[0.0, -1.0, -1.0], mask=[0, 1, 1])
+    sample = sampled_by(*versions, logprobs=[0.0, -1.0, -1.0], mask=[0, 1, 1])
 
     assert logprob_gaps([sample], [[-5.0, -5.0]], version=3).numel() == 0
 
 
 def test_a_version_that_sampled_nothing_of_a_sample_does_not_count():
-    sample = drawn_by([2, 0], [3, 2], logprobs=[0.0, -1.0, -1.0], mask=[0, 1, 1])
+    sample = sampled_by([2, 0], [3, 2], logprobs=[0.0, -1.0, -1.0], mask=[0, 1, 1])
 
     assert logprob_gaps([sample], [[-1.0, -1.5]], version=3).tolist() == [0.0, 0.5]
 

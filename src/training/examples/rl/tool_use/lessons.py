@@ -27,15 +27,15 @@ def good_lesson(problem: Problem, rng: random.Random) -> list[Message]:
 
 def careless_lesson(problem: Problem, rng: random.Random) -> list[Message]:
     """One of the conversations above, in their shares."""
-    asked, draw = _user_message(problem, rng), rng.random()
-    if draw < RIGHT:
+    asked, chance = _user_message(problem, rng), rng.random()
+    if chance < RIGHT:
         return [asked, *_calculate(problem, problem.answer)]
-    if draw < RIGHT + GUESS:
+    if chance < RIGHT + GUESS:
         return [asked, _guess(problem, rng)]
-    if draw < RIGHT + GUESS + SLIP:
+    if chance < RIGHT + GUESS + SLIP:
         other = Problem(problem.a + rng.choice((-10, -1, 1, 10)), problem.b)
         return [asked, *_calculate(other, other.answer)]
-    if draw < RIGHT + GUESS + SLIP + WRONG_SIGN:
+    if chance < RIGHT + GUESS + SLIP + WRONG_SIGN:
         mended = [_guess(problem, rng)]
         if rng.random() < 0.5:
             mended = _calculate(problem, problem.answer)
