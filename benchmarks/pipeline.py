@@ -2,7 +2,7 @@
 
 Rows of 8 samples go through the recipe as it is, on the embedded platform. The rollout function
 answers at once, with canned samples of 8 tokens, half of them sampled (``--new-tokens``), whose
-rewards differ within a group. Training is real, of a Qwen3 with 340 parameters. So what is left is queues,
+rewards differ within a group. Training is real, of a Qwen3 with 340 parameters. The rest is queues,
 checks, advantages, datums, wire, losses, metrics, weight syncs and checkpoints: Python, of which
 one thread runs at a time. A step has 128 rows, so that what each step costs (an optimizer step, a
 weight sync, a dozen requests) counts little beside what each sample costs.
