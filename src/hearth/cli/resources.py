@@ -22,6 +22,7 @@ from hearth.sdk.transport import Http, RetryPolicy
 from hearth.wire.base import Record
 from hearth.wire.fireworks import Deployment, DeploymentPage, TrainerJob, TrainerJobPage
 from hearth.wire.messages import HttpRequest
+from hearth.wire.openapi import LogLines
 
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -99,12 +100,6 @@ class StopFlags(Platform):
 _COLUMNS = ("ID", "KIND", "STATE", "MODEL", "PID", "MEMORY", "AGE", "NOTE")
 _SHORTEST_NOTE = 20
 _FEW_RETRIES = RetryPolicy(attempts=2, base_s=0.2)
-
-
-class LogLines(Record):
-    """The end of a worker's log."""
-
-    lines: list[str]
 
 
 def ps(arguments: list[str]) -> int:

@@ -296,14 +296,14 @@ def _fails(future: Callable[[], Any]) -> str:
 def _check_bad_requests(server: Server) -> None:
     client, good = server.begin(), make_data(17)
     before = score(client, good)
-    one, two = (types.TensorData.from_numpy(np.arange(1, n + 1)) for n in (1, 2))
+    one_target, two_targets = (types.TensorData.from_numpy(np.arange(1, n + 1)) for n in (1, 2))
 
     def datum(tokens: list[int], targets: types.TensorData) -> types.Datum:
         prompt = types.ModelInput.from_ints(tokens)
         return types.Datum(model_input=prompt, loss_fn_inputs={"target_tokens": targets})
 
-    _fails(lambda: client.forward_backward([datum([1, 10**7], two)], "cross_entropy"))
-    _fails(lambda: client.forward_backward([datum([1, 2], one)], "cross_entropy"))
+    _fails(lambda: client.forward_backward([datum([1, 10**7], two_targets)], "cross_entropy"))
+    _fails(lambda: client.forward_backward([datum([1, 2], one_target)], "cross_entropy"))
     _fails(lambda: client.forward_backward(good, "importance_sampling"))
     _fails(lambda: client.load_state("tinker://nobody:train:0/weights/x"))
     _close(before, score(client, good), _ROUNDING)

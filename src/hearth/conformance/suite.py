@@ -91,7 +91,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """What became of a check."""
 
     group: str
@@ -108,7 +108,7 @@ class Report:
     url: str
     client: str
     """The version of the client."""
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[CheckOutcome]
 
     def count(self, verdict: Verdict, group: str | None = None) -> int:
         """How many checks ended so."""
@@ -136,7 +136,7 @@ def get(value: Any) -> Any:
     return value.result(_LONGEST_S) if hasattr(value, "result") else value
 
 
-def run_checks(server: Server, checks: Sequence[Check]) -> Iterator[Outcome]:
+def run_checks(server: Server, checks: Sequence[Check]) -> Iterator[CheckOutcome]:
     """Run checks one after the other. One that takes longer than three minutes hangs."""
     # The client's own variables, which a few of its methods read.
     os.environ["TINKER_BASE_URL"], os.environ["TINKER_API_KEY"] = server.url, server.key
@@ -146,7 +146,7 @@ def run_checks(server: Server, checks: Sequence[Check]) -> Iterator[Outcome]:
         yield _run(server, check)
 
 
-def _run(server: Server, check: Check) -> Outcome:
+def _run(server: Server, check: Check) -> CheckOutcome:
     found: list[tuple[Verdict, str]] = []
 
     def work() -> None:
@@ -168,7 +168,7 @@ def _run(server: Server, check: Check) -> Outcome:
     thread.join(_LONGEST_S)
     verdict, detail = found[0] if found else ("failed", f"hangs: no end within {_LONGEST_S:g} s")
     seconds = round(time.monotonic() - begin_s, 3)
-    return Outcome(check.group, check.name, verdict, " ".join(detail.split())[:400], seconds)
+    return CheckOutcome(check.group, check.name, verdict, " ".join(detail.split())[:400], seconds)
 
 
 def _find_line(error: AssertionError) -> str:

@@ -93,7 +93,7 @@ async def _handle_no_route(request: Request, error: Exception) -> Response:
     )
 
 
-def _post(front: Front, path: str, kind: type[records.Question], ask: Ask) -> Route:
+def _post(front: Front, path: str, kind: type[records.TinkerRequest], ask: Ask) -> Route:
     """A POST of a record; ``ask`` gets the key's name and the record, and returns the answer."""
 
     async def handle(request: Request) -> Response:
@@ -123,7 +123,7 @@ def _constant(path: str, content: Any, method: str = "POST") -> Route:
 
 
 def _session_routes(front: Front) -> list[Route]:
-    async def create_session(owner: str, ask: records.CreateSession) -> Any:
+    async def create_session(owner: str, ask: records.CreateSessionRequest) -> Any:
         session_id = await front.create_session(owner, ask)
         return {"type": "create_session", "session_id": session_id}
 
@@ -148,7 +148,7 @@ def _session_routes(front: Front) -> list[Route]:
         _constant("client/config", CLIENT_CONFIG),
         _constant("client/dynamic_config", {"sample_cancel_enabled": True}),
         _constant("telemetry", {"status": "accepted"}),
-        _post(front, "create_session", records.CreateSession, create_session),
+        _post(front, "create_session", records.CreateSessionRequest, create_session),
         _post(front, "session_heartbeat", records.NamedSession, beat),
         _route("POST", "sessions/{id}/finish", finish),
         _route("GET", "get_server_capabilities", capabilities),
@@ -162,11 +162,11 @@ def _run_routes(front: Front) -> list[Route]:
 
         return submit
 
-    async def create_model(owner: str, ask: records.CreateModel) -> Any:
+    async def create_model(owner: str, ask: records.CreateModelRequest) -> Any:
         run_id = await front.create_run(owner, ask)
         return {"request_id": f"create:{run_id}", "model_id": run_id}
 
-    async def load_weights(owner: str, ask: records.LoadWeights) -> Any:
+    async def load_weights(owner: str, ask: records.LoadWeightsRequest) -> Any:
         if ask.model_id is not None:
             return {"request_id": await front.load(owner, ask), "model_id": ask.model_id}
         if ask.session_id is None or ask.model_seq_id is None:
@@ -205,7 +205,7 @@ def _run_routes(front: Front) -> list[Route]:
 
     async def retrieve_future(request: Request) -> Response:
         await front.start()
-        ask = records.RetrieveFuture.from_dict(await _read_json(request))
+        ask = records.RetrieveFutureRequest.from_dict(await _read_json(request))
         result = await front.retrieve(request.scope[KEY_NAME], ask.request_id)
         if result is None:
             return json_response(TryAgain(request_id=ask.request_id), _PENDING)
@@ -213,12 +213,12 @@ def _run_routes(front: Front) -> list[Route]:
         return Response(result[1:], media_type=MEDIA_TYPE if is_binary else "application/json")
 
     return [
-        _post(front, "create_model", records.CreateModel, create_model),
-        _post(front, "load_weights", records.LoadWeights, load_weights),
+        _post(front, "create_model", records.CreateModelRequest, create_model),
+        _post(front, "load_weights", records.LoadWeightsRequest, load_weights),
         _post(front, "get_info", records.NamedModel, get_info),
         _post(front, "unload_model", records.NamedModel, unload_model),
-        _post(front, "optim_step", records.OptimStep, submitted(front.step)),
-        _post(front, "save_weights", records.SaveWeights, submitted(front.save)),
+        _post(front, "optim_step", records.OptimStepRequest, submitted(front.step)),
+        _post(front, "save_weights", records.SaveWeightsRequest, submitted(front.save)),
         _post(
             front,
             "save_weights_for_sampler",
@@ -240,7 +240,7 @@ def _sampling_routes(front: Front) -> list[Route]:
         request_id, ids = await front.sample(owner, ask)
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
-    async def cancel_future(owner: str, ask: records.RetrieveFuture) -> Any:
+    async def cancel_future(owner: str, ask: records.RetrieveFutureRequest) -> Any:
         front.samples.cancel(ask.request_id, owner)
         return {}
 
@@ -254,7 +254,7 @@ def _sampling_routes(front: Front) -> list[Route]:
     return [
         _post(front, "create_sampling_session", records.CreateSampler, create_sampling_session),
         _post(front, "asample", records.AskSamples, asample),
-        _post(front, "cancel_future", records.RetrieveFuture, cancel_future),
+        _post(front, "cancel_future", records.RetrieveFutureRequest, cancel_future),
         _route("GET", "samplers/{id}", get_sampler),
     ]
 

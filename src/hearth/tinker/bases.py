@@ -56,7 +56,7 @@ _ERRORS: dict[int, type[HearthError]] = {
 }
 
 
-class LostError(HearthError):
+class BaseLostError(HearthError):
     """A worker did not answer: it may have died, or be starting."""
 
 
@@ -82,7 +82,7 @@ class Base:
 
         Raises:
             ConfigError: the model is unknown, or the platform keeps no snapshots on disk.
-            LostError: it does not start; the message says why.
+            BaseLostError: it does not start; the message says why.
         """
         if self._plane.deployments.live.endpoint(self.id) is not None:
             return
@@ -125,7 +125,7 @@ class Base:
             try:
                 resource = await asyncio.to_thread(resources.get, self.id)
                 if resource.state == resources.failed_state:
-                    raise LostError(
+                    raise BaseLostError(
                         f"{resources.kind} of {self.name!r} must start, got {resource.state}: "
                         f"{resource.status_message}"
                     )
@@ -141,7 +141,7 @@ class Base:
         """What the trainer answers to a POST.
 
         Raises:
-            LostError: it did not answer; ``start_trainer`` makes one that does.
+            BaseLostError: it did not answer; ``start_trainer`` makes one that does.
             NotFoundError: it has no such model or future.
             RequestError: it refuses the request.
         """
@@ -153,7 +153,7 @@ class Base:
         One that dies is waited for, and one that is full for as long as it takes.
 
         Raises:
-            LostError: it did not answer in all tries.
+            BaseLostError: it did not answer in all tries.
             RequestError: it refuses the request.
         """
         pause_s, tries = _FIRST_PAUSE_S, 0
@@ -162,7 +162,7 @@ class Base:
                 return await ask(self._deployment, "/inference/v1/completions", content, client)
             except BusyError:
                 pass
-            except LostError as error:
+            except BaseLostError as error:
                 tries += 1
                 if tries == _DEPLOYMENT_TRIES:
                     raise
@@ -266,7 +266,7 @@ async def ask(
     """The JSON that an app answers with.
 
     Raises:
-        LostError: it did not answer, or its worker is gone.
+        BaseLostError: it did not answer, or its worker is gone.
         HearthError: it refuses the request.
     """
     request = HttpRequest(method, path, content)
@@ -274,9 +274,9 @@ async def ask(
     try:
         response = await call_app(app, request, f"http://worker{path}", headers)
     except httpx.HTTPError as error:  # it broke off
-        raise LostError(f"{type(error).__name__}: {error}") from error
+        raise BaseLostError(f"{type(error).__name__}: {error}") from error
     if response.status_code in _LOST_STATUSES:
-        raise LostError(_message(response.content))
+        raise BaseLostError(_message(response.content))
     if response.status_code >= _FAILED:
         kind = _ERRORS.get(response.status_code, EngineError)
         raise kind(_message(response.content))

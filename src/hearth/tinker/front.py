@@ -32,7 +32,7 @@ from hearth.tinker import records
 from hearth.tinker.bases import Bases
 from hearth.tinker.journal import RunJournal
 from hearth.tinker.protobuf import PassRequest
-from hearth.tinker.runs import BINARY, JSON, Operation, Run, make_key
+from hearth.tinker.runs import BINARY, JSON, RunOperation, TinkerRun, make_key
 from hearth.tinker.sampling import build_completion, check_samples, read_prompt, write_samples
 from hearth.tinker.saved import Kind, SavedWeights, check_name, taken_error
 from hearth.wire.http import describe_failure
@@ -174,7 +174,7 @@ class Front:
         self.samples = Samples()
         self._sessions, self._runs = plane.store.tinker_sessions, plane.store.tinker_runs
         self._samplers = plane.store.tinker_samplers
-        self._live: dict[str, Run] = {}
+        self._live: dict[str, TinkerRun] = {}
         self._beginning = asyncio.Lock()
         """A client's second request for a run waits for the first."""
         self._beats: dict[str, float] = {}
@@ -190,7 +190,7 @@ class Front:
             self._started = asyncio.create_task(self._restore())
         await asyncio.shield(self._started)
 
-    async def create_session(self, owner: str, ask: records.CreateSession) -> str:
+    async def create_session(self, owner: str, ask: records.CreateSessionRequest) -> str:
         """Open a session; returns its id."""
         session_id = uuid.uuid4().hex[:16]
         facts = records.SessionFacts(
@@ -216,7 +216,7 @@ class Front:
         await self._find_session(owner, session_id)
         await self._end(session_id, "FINISHED")
 
-    async def create_run(self, owner: str, ask: records.CreateModel) -> str:
+    async def create_run(self, owner: str, ask: records.CreateModelRequest) -> str:
         """Begin a run; returns its id. What is wrong with it fails its future.
 
         Raises:
@@ -236,7 +236,7 @@ class Front:
         await self._begin_run(run_id, facts, lambda: records.check_optimizer(ask.optimizer_config))
         return run_id
 
-    async def load_run(self, owner: str, ask: records.LoadWeights) -> str:
+    async def load_run(self, owner: str, ask: records.LoadWeightsRequest) -> str:
         """Begin a run with saved weights; returns its id. What is wrong fails its future.
 
         Raises:
@@ -264,7 +264,7 @@ class Front:
         first = None
         if source is not None:
             body = {"path": source.identity, "optimizer": ask.optimizer}
-            first = Operation(
+            first = RunOperation(
                 "load_weights", orjson.dumps(body), seq_id=0, facts={"path": ask.path}
             )
 
@@ -292,10 +292,10 @@ class Front:
             content["loss_fn_config"] = {**_CISPO, **config}
         body = orjson.dumps({f"{name}_input": content, "tensor_encoding": "base64"})
         return self._accept(
-            run, Operation(name, body, ask.seq_id, {"lengths": ask.lengths}, refusal)
+            run, RunOperation(name, body, ask.seq_id, {"lengths": ask.lengths}, refusal)
         )
 
-    async def step(self, owner: str, ask: records.OptimStep) -> str:
+    async def step(self, owner: str, ask: records.OptimStepRequest) -> str:
         """Accept an optimizer step; returns its request's id. Raises as ``find_run``."""
         run = await self.find_run(owner, ask.model_id)
         refusal, adam = None, ask.adam_params
@@ -311,16 +311,16 @@ class Front:
             except RequestError as error:
                 refusal = str(error)
         body = orjson.dumps({"adam_params": adam or {}})
-        return self._accept(run, Operation("optim_step", body, ask.seq_id, {}, refusal))
+        return self._accept(run, RunOperation("optim_step", body, ask.seq_id, {}, refusal))
 
-    async def save(self, owner: str, ask: records.SaveWeights) -> str:
+    async def save(self, owner: str, ask: records.SaveWeightsRequest) -> str:
         """Accept a save of training state; returns its request's id. Raises as ``find_run``."""
         run = await self.find_run(owner, ask.model_id)
         facts, refusal = await self._check_save(run, ask, "weights", overwrite=ask.overwrite)
         name = f"{make_key(run.id)}.{ask.seq_id}"
         body = orjson.dumps({"path": name, "overwrite": True})
         facts["identity"] = name
-        return self._accept(run, Operation("save_weights", body, ask.seq_id, facts, refusal))
+        return self._accept(run, RunOperation("save_weights", body, ask.seq_id, facts, refusal))
 
     async def save_for_sampler(self, owner: str, ask: records.SaveForSampler) -> str:
         """Accept a save for sampling; returns its request's id. Raises as ``find_run``."""
@@ -337,7 +337,7 @@ class Front:
         facts["identity"] = name
         body = orjson.dumps({"path": name})
         return self._accept(
-            run, Operation("save_weights_for_sampler", body, ask.seq_id, facts, refusal)
+            run, RunOperation("save_weights_for_sampler", body, ask.seq_id, facts, refusal)
         )
 
     async def save_external(self, owner: str, ask: records.SaveExternal) -> str:
@@ -350,7 +350,7 @@ class Front:
         body = orjson.dumps({"path": name})
         facts["identity"] = name
         return self._accept(
-            run, Operation("save_weights_for_sampler", body, ask.seq_id, facts, refusal)
+            run, RunOperation("save_weights_for_sampler", body, ask.seq_id, facts, refusal)
         )
 
     async def list_links(self, owner: str, path: str) -> tuple[dict[str, str], float]:
@@ -382,7 +382,7 @@ class Front:
             raise NotFoundError("link must be one that was given out within the hour: ask anew")
         return folder / name
 
-    async def load(self, owner: str, ask: records.LoadWeights) -> str:
+    async def load(self, owner: str, ask: records.LoadWeightsRequest) -> str:
         """Accept a load into a run; returns its request's id. Raises as ``find_run``."""
         assert ask.model_id is not None, "the caller has looked"
         if ask.seq_id is None:
@@ -401,9 +401,9 @@ class Front:
             refusal = str(error)
         body = orjson.dumps({"path": identity, "optimizer": ask.optimizer})
         facts = {"path": ask.path}
-        return self._accept(run, Operation("load_weights", body, ask.seq_id, facts, refusal))
+        return self._accept(run, RunOperation("load_weights", body, ask.seq_id, facts, refusal))
 
-    async def find_run(self, owner: str, run_id: str) -> Run:
+    async def find_run(self, owner: str, run_id: str) -> TinkerRun:
         """A run that can be trained.
 
         Raises:
@@ -550,7 +550,7 @@ class Front:
         }
 
     @staticmethod
-    def _accept(run: Run, operation: Operation) -> str:
+    def _accept(run: TinkerRun, operation: RunOperation) -> str:
         run.accept(operation)
         return f"op:{run.id}:{operation.seq_id}"
 
@@ -559,7 +559,7 @@ class Front:
         run_id: str,
         facts: records.RunFacts,
         check: Callable[[], None],
-        first: Operation | None = None,
+        first: RunOperation | None = None,
     ) -> None:
         async with self._beginning:
             if run_id in self._live or await _on_thread(self._runs.find, run_id) is not None:
@@ -571,7 +571,7 @@ class Front:
         run_id: str,
         facts: records.RunFacts,
         check: Callable[[], None],
-        first: Operation | None,
+        first: RunOperation | None,
     ) -> None:
         try:
             check()
@@ -584,7 +584,7 @@ class Front:
         if base is None:
             # The run exists, so that its future can say what is wrong.
             base = self.bases.unknown(facts.base_model)
-        run = Run(run_id, facts, base, self._journal_of(run_id), self._finish_save)
+        run = TinkerRun(run_id, facts, base, self._journal_of(run_id), self._finish_save)
         self._live[run_id] = run
         if failure is not None:
             run.fail(failure)
@@ -602,7 +602,7 @@ class Front:
         return RunJournal(self._plane.context.data_dir / "tinker" / make_key(run_id))
 
     async def _check_save(
-        self, run: Run, ask: records.Save, kind: Kind, *, overwrite: bool
+        self, run: TinkerRun, ask: records.Save, kind: Kind, *, overwrite: bool
     ) -> tuple[dict[str, Any], str | None]:
         """The facts of an operation that saves, and why it is refused, if it is."""
         facts: dict[str, Any] = {}
@@ -624,7 +624,7 @@ class Front:
         }, None
 
     async def _finish_save(
-        self, run: Run, operation: Operation, result: dict[str, Any]
+        self, run: TinkerRun, operation: RunOperation, result: dict[str, Any]
     ) -> dict[str, Any]:
         """Keep what an operation has saved; the answer to its client."""
         facts = operation.facts
@@ -658,7 +658,7 @@ class Front:
             answer["sampling_session_id"] = await self._open_sampler(run, facts)
         return answer
 
-    async def _open_sampler(self, run: Run, facts: dict[str, Any]) -> str:
+    async def _open_sampler(self, run: TinkerRun, facts: dict[str, Any]) -> str:
         sampler_id = f"{run.facts.session_id}:sample:{facts['sampler']}"
         sampler = records.SamplerFacts(
             owner=run.facts.owner,
@@ -712,7 +712,9 @@ class Front:
             facts = records.RunFacts.from_dict(record.body)
             try:
                 base = await _on_thread(self.bases.find, facts.base_model)
-                run = Run(record.id, facts, base, self._journal_of(record.id), self._finish_save)
+                run = TinkerRun(
+                    record.id, facts, base, self._journal_of(record.id), self._finish_save
+                )
                 run.restore(await _on_thread(self._journal_of(record.id).read))
             except EngineError as error:
                 logger.error("run %s cannot be read, and is left out: %s", record.id, error)
@@ -793,7 +795,7 @@ async def _find_own(table: Records, id: str, owner: str, field: str) -> StoredRe
     return record
 
 
-def _check_loadable(source: records.SavedFacts, ask: records.LoadWeights) -> None:
+def _check_loadable(source: records.SavedFacts, ask: records.LoadWeightsRequest) -> None:
     records.check_optimizer(ask.optimizer_config)
     if ask.weights_access_token is not None:
         raise RequestError(

@@ -116,7 +116,7 @@ class PassRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledSequence:
+class WireSequence:
     """One sampled sequence."""
 
     tokens: Sequence[int]
@@ -130,7 +130,7 @@ class SampledSequence:
 class Sample:
     """The result of one sampling request."""
 
-    sequences: Sequence[SampledSequence]
+    sequences: Sequence[WireSequence]
     prompt_logprobs: Sequence[float | None] | None = None
     prompt_tops: Sequence[TopLogprobs | None] | None = None
     cached_prompt_tokens: int = 0
@@ -349,9 +349,9 @@ def _classes() -> dict[str, Any]:
     )
     for name, fields in _SCHEMA.items():
         message = file.message_type.add(name=name)
-        ones: dict[str, int] = {}
+        choices: dict[str, int] = {}
         for number, label, kind in fields:
-            _add_field(message, number, label, kind, ones)
+            _add_field(message, number, label, kind, choices)
         # Ones of a single optional field come behind the others.
         for label in [each.name for each in message.field if each.proto3_optional]:
             position = len(message.oneof_decl)
@@ -365,8 +365,8 @@ def _classes() -> dict[str, Any]:
     }
 
 
-def _add_field(message: Any, number: int, label: str, kind: str, ones: dict[str, int]) -> None:
-    kind, _, one = kind.partition("|")
+def _add_field(message: Any, number: int, label: str, kind: str, choices: dict[str, int]) -> None:
+    kind, _, choice = kind.partition("|")
     bare = kind.rstrip("[]{}?")
     proto = descriptor_pb2.FieldDescriptorProto
     added = message.field.add(name=label, number=number, label=proto.LABEL_OPTIONAL)
@@ -387,8 +387,8 @@ def _add_field(message: Any, number: int, label: str, kind: str, ones: dict[str,
         added.label = proto.LABEL_REPEATED
     if kind.endswith("?"):
         added.proto3_optional = True
-    if one:
-        if one not in ones:
-            ones[one] = len(message.oneof_decl)
-            message.oneof_decl.add(name=one)
-        added.oneof_index = ones[one]
+    if choice:
+        if choice not in choices:
+            choices[choice] = len(message.oneof_decl)
+            message.oneof_decl.add(name=choice)
+        added.oneof_index = choices[choice]

@@ -30,7 +30,7 @@ def log_unknown(message: str, fields: Iterable[object]) -> None:
             logger.warning("%s has the field %.80r, which is unknown here", message, field)
 
 
-class Question(Record):
+class TinkerRequest(Record):
     """A request's body, or a part of one."""
 
     @model_validator(mode="before")
@@ -41,7 +41,7 @@ class Question(Record):
         return content
 
 
-class CreateSession(Question):
+class CreateSessionRequest(TinkerRequest):
     """Opens a session."""
 
     tags: list[str] = Field(default_factory=lambda: [])
@@ -51,13 +51,13 @@ class CreateSession(Question):
     display_name: str | None = None
 
 
-class NamedSession(Question):
+class NamedSession(TinkerRequest):
     """Names a session."""
 
     session_id: str
 
 
-class LoraConfig(Question):
+class LoraConfig(TinkerRequest):
     """The adapter of a run, as a client asks for it. Its alpha is always 32."""
 
     rank: int = Field(ge=1)
@@ -67,13 +67,13 @@ class LoraConfig(Question):
     train_attn: bool = True
 
 
-class OptimizerConfig(Question):
+class OptimizerConfig(TinkerRequest):
     """Which optimizer a run has."""
 
     type: str = "adamw"
 
 
-class CreateModel(Question):
+class CreateModelRequest(TinkerRequest):
     """Begins a run."""
 
     session_id: str
@@ -84,7 +84,7 @@ class CreateModel(Question):
     optimizer_config: OptimizerConfig | None = None
 
 
-class LoadWeights(Question):
+class LoadWeightsRequest(TinkerRequest):
     """Loads a checkpoint into a run, or begins a run with one."""
 
     model_id: str | None = None
@@ -99,7 +99,7 @@ class LoadWeights(Question):
     weights_access_token: str | None = None
 
 
-class OptimStep(Question):
+class OptimStepRequest(TinkerRequest):
     """One optimizer step of a run."""
 
     model_id: str
@@ -108,7 +108,7 @@ class OptimStep(Question):
     optimizer_params: dict[str, Any] | None = None
 
 
-class Save(Question):
+class Save(TinkerRequest):
     """What all saves have."""
 
     model_id: str
@@ -118,7 +118,7 @@ class Save(Question):
     user_metadata: dict[str, str] | None = None
 
 
-class SaveWeights(Save):
+class SaveWeightsRequest(Save):
     """Saves a run's training state."""
 
     overwrite: bool = False
@@ -137,13 +137,13 @@ class SaveExternal(Save):
     age_encryption_recipients: list[str] | None = None
 
 
-class NamedModel(Question):
+class NamedModel(TinkerRequest):
     """Names a run."""
 
     model_id: str
 
 
-class CreateSampler(Question):
+class CreateSampler(TinkerRequest):
     """Opens a sampling session on a base model, or on saved weights."""
 
     session_id: str
@@ -152,7 +152,7 @@ class CreateSampler(Question):
     model_path: str | None = None
 
 
-class SamplingParams(Question):
+class SamplingParams(TinkerRequest):
     """How to sample."""
 
     max_tokens: int | None = None
@@ -163,17 +163,17 @@ class SamplingParams(Question):
     top_p: float = Field(default=1.0, allow_inf_nan=False)
 
 
-class Prompt(Question):
+class PromptChunks(TinkerRequest):
     """A prompt in chunks."""
 
     chunks: list[dict[str, Any]]
 
 
-class AskSamples(Question):
+class AskSamples(TinkerRequest):
     """Asks for samples of one prompt."""
 
     num_samples: int = 1
-    prompt: Prompt
+    prompt: PromptChunks
     sampling_params: SamplingParams
     sampling_session_id: str | None = None
     seq_id: int | None = None
@@ -188,20 +188,20 @@ class AskSamples(Question):
     record_stability_info: bool | None = None
 
 
-class RetrieveFuture(Question):
+class RetrieveFutureRequest(TinkerRequest):
     """Asks for a result."""
 
     request_id: str
     allow_metadata_only: bool = False
 
 
-class NamedPath(Question):
+class NamedPath(TinkerRequest):
     """Names saved weights."""
 
     tinker_path: str
 
 
-class SetTtl(Question):
+class SetTtl(TinkerRequest):
     """When saved weights expire; None keeps them."""
 
     ttl_seconds: int | None = None

@@ -26,7 +26,7 @@ from hearth.errors import (
     RequestError,
     StorageError,
 )
-from hearth.tinker.bases import Base, LostError
+from hearth.tinker.bases import Base, BaseLostError
 from hearth.tinker.journal import History, Incarnation, RunJournal
 from hearth.tinker.protobuf import write_pass
 from hearth.tinker.records import RunFacts
@@ -52,7 +52,7 @@ JSON, BINARY = b"J", b"P"
 
 
 @dataclass(eq=False)
-class Operation:
+class RunOperation:
     """One operation of a run. ``seq_id`` is the client's number; None for the run's own."""
 
     kind: str
@@ -85,11 +85,11 @@ class Operation:
         }
 
 
-Finish = Callable[["Run", Operation, dict[str, Any]], Awaitable[dict[str, Any]]]
+Finish = Callable[["TinkerRun", RunOperation, dict[str, Any]], Awaitable[dict[str, Any]]]
 """Makes the client's answer of the trainer's, and keeps what an operation has saved."""
 
 
-class Run:
+class TinkerRun:
     """One run on a base model. Must be used on one event loop."""
 
     def __init__(
@@ -105,23 +105,23 @@ class Run:
         self._model_id: str | None = None
         self._has_all = True
         """Whether the trainer's model has all that was sent before."""
-        self._operations: OrderedDict[int, Operation] = OrderedDict()
+        self._operations: OrderedDict[int, RunOperation] = OrderedDict()
         """By number, those that may have to be sent again, and the last ones before them."""
-        self._by_seq: dict[int, Operation] = {}
-        self._held: dict[int, Operation] = {}
+        self._by_seq: dict[int, RunOperation] = {}
+        self._held: dict[int, RunOperation] = {}
         self._next_seq = 1
         self._next_number = 1
         self._trainer_seq = 0
         self._start, self._checkpoint = 1, None
         self._bytes_since = self._operations_since = 0
-        self._outbox: asyncio.Queue[Operation] = asyncio.Queue()
-        self._sent: asyncio.Queue[Operation] = asyncio.Queue()
+        self._outbox: asyncio.Queue[RunOperation] = asyncio.Queue()
+        self._sent: asyncio.Queue[RunOperation] = asyncio.Queue()
         self._lock = asyncio.Lock()
         self._generation = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._end: HearthError | None = None
 
-    def begin(self, first: Operation | None = None) -> None:
+    def begin(self, first: RunOperation | None = None) -> None:
         """Make its model, and send ``first`` before anything else."""
         if first is not None:
             self._append(first)
@@ -140,7 +140,7 @@ class Run:
         begun = history.incarnation is not None and history.incarnation.checkpoint is not None
         self._trainer_seq = max(history.numbers.values(), default=int(begun))
         for kept in history.operations:
-            operation = Operation(body=b"", **kept.head)
+            operation = RunOperation(body=b"", **kept.head)
             operation.number = kept.number
             self._operations[kept.number] = operation
             self._next_number = kept.number + 1
@@ -174,7 +174,7 @@ class Run:
                     for operation in open_ones:
                         # The trainer knows the number: it names the request and runs nothing.
                         await self._post(operation)
-                except (LostError, NotFoundError) as error:
+                except (BaseLostError, NotFoundError) as error:
                     logger.warning("run %s: its trainer is lost: %s", self.id, error)
                     await self._retry(self._reattach)
         except HearthError as error:
@@ -184,7 +184,7 @@ class Run:
             self._sent.put_nowait(operation)
         self._start_tasks()
 
-    def accept(self, operation: Operation) -> None:
+    def accept(self, operation: RunOperation) -> None:
         """Take an operation, which is sent once all lower numbers are there; a second one is not.
 
         Raises:
@@ -240,7 +240,7 @@ class Run:
                 logger.info("run %s: its model is gone already: %s", self.id, error)
         await asyncio.to_thread(self._journal.remove)
 
-    def _enqueue(self, operation: Operation) -> None:
+    def _enqueue(self, operation: RunOperation) -> None:
         """Keep an operation and have it sent; behind a step perhaps a checkpoint of our own."""
         self._append(operation)
         if self._end is not None:
@@ -254,11 +254,11 @@ class Run:
             name = f"{make_key(self.id)}.own-{self._next_number}"
             body = orjson.dumps({"path": name, "overwrite": True})
             try:
-                self._enqueue(Operation("save_weights", body, facts={"own": name}))
+                self._enqueue(RunOperation("save_weights", body, facts={"own": name}))
             except StorageError as error:
                 logger.error("run %s: no checkpoint of its own now: %s", self.id, error)
 
-    def _append(self, operation: Operation) -> None:
+    def _append(self, operation: RunOperation) -> None:
         self._journal.write_operation(self._next_number, operation.head(), operation.body)
         operation.number = self._next_number
         self._next_number += 1
@@ -267,7 +267,7 @@ class Run:
         self._operations[operation.number] = operation
         operation.body = b""
 
-    async def _create(self, first: Operation | None) -> None:
+    async def _create(self, first: RunOperation | None) -> None:
         try:
             await self._retry(self._make_model)
         except HearthError as error:
@@ -291,7 +291,7 @@ class Run:
             logger.exception("run %s ends", self.id)
             self.fail(EngineError(f"{type(error).__name__}: {error}"))
 
-    def _answer_creation_with(self, first: Operation | None) -> None:
+    def _answer_creation_with(self, first: RunOperation | None) -> None:
         """Answer the request that made the run: at once, or as its first operation ends."""
         if first is None:
             answer = {"model_id": self.id, "type": "create_model"}
@@ -326,7 +326,7 @@ class Run:
                 continue
             self._sent.put_nowait(operation)
 
-    async def _send(self, operation: Operation) -> None:
+    async def _send(self, operation: RunOperation) -> None:
         while True:
             generation = self._generation
             try:
@@ -334,7 +334,7 @@ class Run:
                     if operation.request_id is None:
                         await self._post(operation)
                 return
-            except (LostError, NotFoundError) as error:
+            except (BaseLostError, NotFoundError) as error:
                 await self._recover(generation, operation, error)
 
     async def _collect_all(self) -> None:
@@ -353,16 +353,16 @@ class Run:
                 continue
             await self._complete(operation, answer)
 
-    async def _retrieve(self, operation: Operation) -> dict[str, Any]:
+    async def _retrieve(self, operation: RunOperation) -> dict[str, Any]:
         while True:
             generation, request_id = self._generation, operation.request_id
             assert request_id is not None, "it was sent"
             try:
                 return await self._await_result(request_id)
-            except (LostError, NotFoundError) as error:
+            except (BaseLostError, NotFoundError) as error:
                 await self._recover(generation, operation, error)
 
-    async def _complete(self, operation: Operation, answer: dict[str, Any]) -> None:
+    async def _complete(self, operation: RunOperation, answer: dict[str, Any]) -> None:
         """Keep an operation's result, and then let clients see it."""
         if "error" in answer:
             result = {"error": answer["error"], "category": answer.get("category", "unknown")}
@@ -373,7 +373,7 @@ class Run:
         except HearthError as error:
             self._resolve(operation, _failure(error))
 
-    async def _make_result(self, operation: Operation, answer: dict[str, Any]) -> bytes:
+    async def _make_result(self, operation: RunOperation, answer: dict[str, Any]) -> bytes:
         if operation.kind in ("forward", "forward_backward"):
             return BINARY + await asyncio.to_thread(_write_output, operation, answer)
         if "own" in operation.facts:
@@ -381,7 +381,7 @@ class Run:
             return JSON + b"{}"
         return JSON + orjson.dumps(await self._finish(self, operation, answer))
 
-    async def _rebase(self, saving: Operation) -> None:
+    async def _rebase(self, saving: RunOperation) -> None:
         """Begin from a checkpoint of the run's own from now on; the one before it goes."""
         before, self._checkpoint = self._checkpoint, saving.facts["own"]
         self._start = saving.number + 1
@@ -395,18 +395,18 @@ class Run:
         if before is not None:
             await asyncio.to_thread(self.base.remove_checkpoint, before)
 
-    def _resolve(self, operation: Operation, result: bytes) -> None:
+    def _resolve(self, operation: RunOperation, result: bytes) -> None:
         if operation.number:
             self._journal.write_result(operation.number, result)
         if not operation.result.done():
             operation.result.set_result(result)
 
-    def _give_up(self, operation: Operation, error: HearthError) -> None:
+    def _give_up(self, operation: RunOperation, error: HearthError) -> None:
         logger.error("run %s: %s failed: %s", self.id, operation.kind, error)
         if self._end is None:
             self._resolve(operation, _failure(error))
 
-    async def _post(self, operation: Operation) -> None:
+    async def _post(self, operation: RunOperation) -> None:
         """Send an operation, again under its number if it has one; the caller holds the lock."""
         number = operation.sent_as or self._trainer_seq + 1
         head = orjson.dumps({"model_id": self._model_id, "seq_id": number})
@@ -417,7 +417,7 @@ class Run:
         self._trainer_seq = max(self._trainer_seq, number)
         try:
             answer = await self._ask_with_patience(operation.kind, content)
-        except (LostError, NotFoundError):
+        except (BaseLostError, NotFoundError):
             raise
         except HearthError:
             # The number is not used up.
@@ -474,14 +474,14 @@ class Run:
             try:
                 await work()
                 return
-            except (LostError, NotFoundError) as error:
+            except (BaseLostError, NotFoundError) as error:
                 if attempt == MOST_RESTARTS:
                     raise
                 logger.warning("run %s: its trainer is lost: %s", self.id, error)
                 await asyncio.sleep(0.1 * 2**attempt)
                 await self.base.start_trainer()
 
-    async def _recover(self, generation: int, operation: Operation, error: HearthError) -> None:
+    async def _recover(self, generation: int, operation: RunOperation, error: HearthError) -> None:
         """Make sure that the trainer runs and has the model with all that was sent to it.
 
         Raises:
@@ -532,7 +532,7 @@ class Run:
             len(again),
         )
 
-    async def _check_repeated(self, operation: Operation) -> None:
+    async def _check_repeated(self, operation: RunOperation) -> None:
         """Refuse an operation that ends otherwise than before: what follows builds on it.
 
         Raises:
@@ -573,7 +573,7 @@ def _has_failed(result: bytes) -> bool:
     return result[:1] == JSON and "error" in orjson.loads(result[1:])
 
 
-def _write_output(operation: Operation, answer: dict[str, Any]) -> bytes:
+def _write_output(operation: RunOperation, answer: dict[str, Any]) -> bytes:
     """The result of a pass as its client reads it."""
     lengths = operation.facts.get("lengths")
     if lengths is None:

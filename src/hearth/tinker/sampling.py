@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from hearth.errors import RequestError
-from hearth.tinker.protobuf import Sample, SampledSequence, TopLogprobs, write_sample
+from hearth.tinker.protobuf import Sample, TopLogprobs, WireSequence, write_sample
 from hearth.tinker.records import AskSamples
 
 MOST_TOP = 20
@@ -101,13 +101,13 @@ def write_samples(ask: AskSamples, prompt: list[int], answer: dict[str, Any]) ->
     if ask.prompt_logprobs or ask.topk_prompt_logprobs:
         echoed = ask.prompt_logprobs_last_n or len(prompt)
     is_greedy = ask.sampling_params.temperature == 0
-    sequences: list[SampledSequence] = []
+    sequences: list[WireSequence] = []
     prompt_logprobs: list[float | None] = []
     prompt_tops: list[TopLogprobs | None] = []
     for choice in answer["choices"]:
         tokens, own, sampling, tops = _read_choice(choice)
         sequences.append(
-            SampledSequence(
+            WireSequence(
                 tokens=tokens[echoed:],
                 logprobs=[_number(value) for value in (own if is_greedy else sampling)[echoed:]],
                 is_stopped=choice["finish_reason"] == "stop",

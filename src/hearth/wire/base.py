@@ -71,7 +71,7 @@ class Record(BaseModel):
         return self.model_dump(exclude_none=True, by_alias=True)
 
 
-class Settings(Record):
+class FiniteRecord(Record):
     """A record of numbers that a computation is set by: NaN and infinities are refused."""
 
     model_config = ConfigDict(allow_inf_nan=False)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from hearth.wire.base import Record, Settings
+from hearth.wire.base import FiniteRecord, Record
 
 FinishReason = Literal["stop", "length"]
 RunningRequests = Literal["drain", "keep"]
@@ -23,7 +23,7 @@ class StreamOptions(Record):
     include_usage: bool = False
 
 
-class SamplingFields(Settings):
+class SamplingFields(FiniteRecord):
     """How to sample: what completions and chat have in common.
 
     ``top_k`` 0 and ``top_p`` 1 switch truncation off. ``top_logprobs`` tells the most probable

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from hearth.errors import RequestError
-from hearth.wire.base import Record, Settings
+from hearth.wire.base import FiniteRecord, Record
 from hearth.wire.tensors import Encoding, TensorRecord, encode
 
 Normalization = Literal["num_loss_tokens", "num_sequences", "none"]
@@ -37,7 +37,7 @@ class SessionRef(Record):
     error_message: str | None = None
 
 
-class LoraSpec(Settings):
+class LoraSpec(FiniteRecord):
     """Low-rank adaptation of a model. ``rank`` 0 means full-parameter training.
 
     ``alpha`` scales the adapter by ``alpha / rank``; ``seed`` fixes its initial values.
@@ -249,7 +249,7 @@ class ForwardBackward(Operation):
     graph: str | None = None
 
 
-class AdamParams(Settings):
+class AdamParams(FiniteRecord):
     """One step of AdamW. ``grad_clip_norm`` 0 switches clipping off."""
 
     learning_rate: float = Field(default=1e-4, ge=0)

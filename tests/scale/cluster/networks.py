@@ -33,12 +33,12 @@ def can_be_made() -> bool:
     except subprocess.CalledProcessError:
         return False
     try:
-        one, other = network.add(), network.add()
-        answering = one.argv([sys.executable, "-c", _ANSWER, one.address])
+        server, client = network.add(), network.add()
+        answering = server.argv([sys.executable, "-c", _ANSWER, server.address])
         with subprocess.Popen(answering, stdout=subprocess.PIPE) as answers:
             assert answers.stdout is not None
             answers.stdout.readline()
-            asking = other.argv([sys.executable, "-c", _ASK, one.address])
+            asking = client.argv([sys.executable, "-c", _ASK, server.address])
             is_answered = subprocess.run(asking, check=False, capture_output=True).returncode == 0
             answers.kill()
         return is_answered

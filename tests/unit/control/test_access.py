@@ -244,11 +244,11 @@ async def test_a_key_has_no_more_workers_of_a_kind_than_it_may(make_plane, make_
     assert (await create("b", BOB)).status_code == 200
     none = {"minReplicaCount": 0, "maxReplicaCount": 0}
     assert (await create("c", ALICE, **none)).status_code == 200
-    one = {"maxReplicaCount": 1}
-    grown = await http.patch(f"{DEPLOYMENTS}/c", json=one, headers=BOB)
+    up = {"maxReplicaCount": 1}
+    grown = await http.patch(f"{DEPLOYMENTS}/c", json=up, headers=BOB)
     assert grown.status_code == 429, "whose it is counts, not who asks"
     await http.delete(f"{DEPLOYMENTS}/a", headers=ALICE)
-    assert (await http.patch(f"{DEPLOYMENTS}/c", json=one, headers=ALICE)).status_code == 200
+    assert (await http.patch(f"{DEPLOYMENTS}/c", json=up, headers=ALICE)).status_code == 200
 
 
 async def test_a_trainer_that_is_resumed_counts_again(make_plane, make_ask, script, job):

@@ -482,7 +482,7 @@ async def test_ready_deployments_are_openai_models(ask, script, deployed, base):
 def test_scaling_down_and_up_at_once_leaves_one_replica_or_none(plane, script, base):
     plane.deployments.create("d", Deployment(base_model=base))
     script.last("d").starts()
-    zero, one = (DeploymentPatch(min_replica_count=n, max_replica_count=n) for n in (0, 1))
+    down, up = (DeploymentPatch(min_replica_count=n, max_replica_count=n) for n in (0, 1))
     gate = threading.Barrier(4)
 
     def scale(change):
@@ -490,7 +490,7 @@ def test_scaling_down_and_up_at_once_leaves_one_replica_or_none(plane, script, b
         for _ in range(10):
             plane.deployments.patch("d", change)
 
-    threads = [threading.Thread(target=scale, args=(change,)) for change in (zero, one) * 2]
+    threads = [threading.Thread(target=scale, args=(change,)) for change in (down, up) * 2]
     for thread in threads:
         thread.start()
     for thread in threads:

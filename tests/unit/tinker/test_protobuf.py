@@ -19,7 +19,7 @@ from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from hearth.errors import RequestError
-from hearth.tinker.protobuf import Sample, SampledSequence, read_pass, write_pass, write_sample
+from hearth.tinker.protobuf import Sample, WireSequence, read_pass, write_pass, write_sample
 from hearth.wire.tinker import DatumColumns, DatumRecord
 
 
@@ -58,7 +58,7 @@ def test_datums_of_one_form_come_as_columns() -> None:
 
 
 def test_cross_entropy_without_weights_counts_every_token() -> None:
-    one = read_pass(send([datum([1, 2], target_tokens=[2, 3])]))
+    single = read_pass(send([datum([1, 2], target_tokens=[2, 3])]))
     mixed = read_pass(
         send(
             [
@@ -68,7 +68,7 @@ def test_cross_entropy_without_weights_counts_every_token() -> None:
         )
     )
 
-    _, _, inputs = DatumColumns.from_dict(one.content["columns"]).arrays()
+    _, _, inputs = DatumColumns.from_dict(single.content["columns"]).arrays()
     assert inputs["weights"].tolist() == [1.0, 1.0]
     assert mixed.lengths is None
     records = [DatumRecord.from_dict(each) for each in mixed.content["data"]]
@@ -129,7 +129,7 @@ def test_outputs_of_several_shapes_arrive_datum_by_datum() -> None:
 
 
 def test_a_sample_arrives_with_its_gaps() -> None:
-    sequence = SampledSequence(
+    sequence = WireSequence(
         tokens=[5, 6], logprobs=[-1.0, -2.0], is_stopped=False, tops=[[(5, -1.0)], [(6, -2.0)]]
     )
     sample = Sample(

@@ -12,10 +12,10 @@ import orjson
 import pytest
 
 from hearth.sync.store import MemorySnapshotStore
-from hearth.tinker.bases import LostError, ask
+from hearth.tinker.bases import BaseLostError, ask
 from hearth.tinker.journal import RunJournal
 from hearth.tinker.records import RunFacts
-from hearth.tinker.runs import Operation, Run
+from hearth.tinker.runs import RunOperation, TinkerRun
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.options import TrainerOptions
 from hearth.trainer.service import create_app
@@ -51,11 +51,11 @@ class Connection:
         fate = self._chance.random()
         if fate < self.share / 2:
             self.lost += 1
-            raise LostError("the question was lost")
+            raise BaseLostError("the question was lost")
         answer = await ask(self.app, f"/api/v1/{path}", content)
         if fate < self.share:
             self.lost += 1
-            raise LostError("the answer was lost")
+            raise BaseLostError("the answer was lost")
         return answer
 
 
@@ -72,19 +72,21 @@ def connect(tmp_path: Path) -> Iterator[Any]:
         connection.engine.close()
 
 
-async def finish(_run: Run, _operation: Operation, answer: dict[str, Any]) -> dict[str, Any]:
+async def finish(
+    _run: TinkerRun, _operation: RunOperation, answer: dict[str, Any]
+) -> dict[str, Any]:
     return {"metrics": answer.get("metrics")}
 
 
-def make_run(connection: Connection, folder: Path) -> Run:
+def make_run(connection: Connection, folder: Path) -> TinkerRun:
     facts = RunFacts(
         owner="a", session_id="s", base_model=connection.name, lora=LoraSpec(rank=4, seed=3)
     )
-    return Run("s:train:0", facts, connection, RunJournal(folder), finish)  # type: ignore[arg-type]
+    return TinkerRun("s:train:0", facts, connection, RunJournal(folder), finish)  # type: ignore[arg-type]
 
 
-def make_operations() -> list[Operation]:
-    made: list[Operation] = []
+def make_operations() -> list[RunOperation]:
+    made: list[RunOperation] = []
     for step in range(STEPS):
         tokens = [5 + (step + place) % 200 for place in range(12)]
         datum = {
@@ -95,13 +97,13 @@ def make_operations() -> list[Operation]:
             },
         }
         given = {"forward_backward_input": {"data": [datum]}, "tensor_encoding": "base64"}
-        made.append(Operation("forward_backward", orjson.dumps(given), 2 * step + 1))
+        made.append(RunOperation("forward_backward", orjson.dumps(given), 2 * step + 1))
         adam = {"adam_params": {"learning_rate": 0.01}}
-        made.append(Operation("optim_step", orjson.dumps(adam), 2 * step + 2))
+        made.append(RunOperation("optim_step", orjson.dumps(adam), 2 * step + 2))
     return made
 
 
-async def collect(run: Run) -> list[bytes | None]:
+async def collect(run: TinkerRun) -> list[bytes | None]:
     return [await run.wait(number, 60) for number in range(1, 2 * STEPS + 1)]
 
 
