@@ -412,7 +412,7 @@ class Loop:
     def _served(self, begun_s: float) -> None:
         self.syncing_s += self.clock.now - begun_s
         self._is_publishing = False
-        self.gate.published()
+        self.gate.publish()
         self._submit()
         self._take()
         if self._wants_to_publish:

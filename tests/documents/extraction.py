@@ -96,14 +96,16 @@ def _may_go_on(code: str) -> bool:
 
 def _has_substance(code: str) -> bool:
     body = ast.parse(code).body
-    is_class = any(isinstance(entry, ast.ClassDef) for entry in body)
-    return is_class or any(isinstance(entry, _SUBSTANCE) for entry in body)
+    is_class = any(isinstance(statement, ast.ClassDef) for statement in body)
+    return is_class or any(isinstance(statement, _SUBSTANCE) for statement in body)
 
 
 def one_block(provision: str, loop: str) -> str:
     """Two snippets as one, with all that stands behind the first one's ``with`` moved into it."""
     lines = provision.splitlines()
-    block = next(entry for entry in ast.parse(provision).body if isinstance(entry, ast.With))
+    block = next(
+        statement for statement in ast.parse(provision).body if isinstance(statement, ast.With)
+    )
     behind = "\n".join([*lines[block.end_lineno :], loop])
     return "\n".join([*lines[: block.end_lineno], textwrap.indent(behind, "    ")])
 
@@ -146,8 +148,8 @@ def _statements(lines: list[str]) -> Iterator[str]:
     for line in lines:
         parts.append(line)
         joined = "\n".join(parts)
-        if sum(joined.count(entry) for entry in "([{") == sum(
-            joined.count(entry) for entry in ")]}"
+        if sum(joined.count(bracket) for bracket in "([{") == sum(
+            joined.count(bracket) for bracket in ")]}"
         ):
             yield joined
             parts = []

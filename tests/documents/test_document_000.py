@@ -42,10 +42,10 @@ def test_the_modules_and_names_it_gives_exist(document):
     dotted = set(re.findall(r"\btraining(?:\.\w+)+", text))
     files = set(re.findall(r"\btraining/[\w/]+\.py\b", text))
     assert (len(dotted), len(files)) == (1, 1)
-    for entry in dotted | {file.removesuffix(".py").replace("/", ".") for file in files}:
-        module, _, name = entry.rpartition(".")
+    for path in dotted | {file.removesuffix(".py").replace("/", ".") for file in files}:
+        module, _, name = path.rpartition(".")
         parent = importlib.import_module(module)
-        assert hasattr(parent, name) or importlib.import_module(entry)
+        assert hasattr(parent, name) or importlib.import_module(module)
     assert {"make_grpo_loss_fn", "build_grpo_datums"} <= set(
         dir(importlib.import_module("training.utils.rl"))
     )

@@ -52,7 +52,7 @@ def test_the_loop_trains_inside_the_block_that_provisioned_it(
     document, substituted, platform, names
 ):
     provision, loop = (
-        substituted(document("001").after(entry).text) for entry in (PROVISION, LOOP)
+        substituted(document("001").after(heading).text) for heading in (PROVISION, LOOP)
     )
     seen = {}
 
@@ -85,7 +85,7 @@ def test_as_written_the_clients_say_that_their_block_has_ended(
     document, substituted, platform, names
 ):
     provision, loop = (
-        substituted(document("001").after(entry).text) for entry in (PROVISION, LOOP)
+        substituted(document("001").after(heading).text) for heading in (PROVISION, LOOP)
     )
 
     extraction.execute(provision, names)

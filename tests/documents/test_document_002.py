@@ -63,15 +63,15 @@ def test_ours_takes_what_the_documents_methods_take(documented):
 def test_ours_computes_the_documents_numbers(documented):
     rng = random.Random(2)
     theirs, ours = (
-        entry["GRPOTrainer"](entry["GRPOConfig"](kl_coeff=0.3))
-        for entry in (documented, vars(training.grpo))
+        namespace["GRPOTrainer"](namespace["GRPOConfig"](kl_coeff=0.3))
+        for namespace in (documented, vars(training.grpo))
     )
     for size in range(1, 9):
         rewards = [rng.choice([0.0, 0.3, 1.0]) for _ in range(size)]
         numbers = [[-3 * rng.random() for _ in range(size)] for _ in range(2)]
         left = theirs.compute_advantages(documented["GroupSample"]("p", rewards=rewards))
         right = ours.compute_advantages(training.grpo.GroupSample("p", rewards=rewards))
-        losses = [entry.compute_loss(*numbers, left.advantages) for entry in (theirs, ours)]
+        losses = [module.compute_loss(*numbers, left.advantages) for module in (theirs, ours)]
 
         assert right.advantages == pytest.approx(left.advantages, abs=1e-7)
         assert losses[1] == pytest.approx(losses[0])
@@ -114,10 +114,10 @@ def test_the_loss_is_the_policy_term_plus_the_weighted_kl(library):
 
 def test_samples_and_metrics_share_no_lists(library):
     for make in (lambda: library["GroupSample"]("p"), library["TrainingMetrics"]):
-        entry, other = make(), make()
-        lists = [name for name, value in vars(entry).items() if isinstance(value, list)]
+        first, other = make(), make()
+        lists = [name for name, value in vars(first).items() if isinstance(value, list)]
         assert len(lists) >= 3
-        assert all(getattr(entry, name) is not getattr(other, name) for name in lists)
+        assert all(getattr(first, name) is not getattr(other, name) for name in lists)
 
 
 def test_a_training_step_samples_groups_and_records_their_mean_reward(library):

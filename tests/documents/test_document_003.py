@@ -99,7 +99,7 @@ def test_every_snippet_has_a_test(document):
 def test_both_trainers_run_and_the_reference_is_frozen(names, platform):
     trainers = platform.trainers()
     policy, reference = (
-        trainers.get(names[f"{entry}_ep"].job_id) for entry in ("policy", "reference")
+        trainers.get(names[f"{role}_ep"].job_id) for role in ("policy", "reference")
     )
     trainers.close()
 
@@ -208,8 +208,8 @@ def test_the_prefill_gives_the_trainers_logprobs_of_the_served_weights(
 def test_the_off_policy_fragment_completed_is_ours(document, trained):
     tree = ast.parse(document("003").after(OFF_POLICY).text)
     outer = tree.body[0]
-    closure = next(entry for entry in outer.body if isinstance(entry, ast.FunctionDef))
-    loop = next(entry for entry in closure.body if isinstance(entry, ast.For))
+    closure = next(statement for statement in outer.body if isinstance(statement, ast.FunctionDef))
+    loop = next(statement for statement in closure.body if isinstance(statement, ast.For))
     loop.body[3:3] = ast.parse(SAMPLE).body
     closure.body[:0] = ast.parse(TOTALS).body
     outer.body[:0] = ast.parse(OUTER).body

@@ -102,9 +102,9 @@ def test_the_rollout_function_samples_from_a_deployment_and_the_recipe_trains_on
 def with_rows(code: str) -> str:
     """The snippet with rows where it has only dots."""
     tree = ast.parse(code)
-    for entry in tree.body:
-        if isinstance(entry, ast.Assign) and ast.unparse(entry.value) == "[...]":
-            entry.value = ast.parse("rows_of_mine", mode="eval").body
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.value) == "[...]":
+            statement.value = ast.parse("rows_of_mine", mode="eval").body
     return ast.unparse(ast.fix_missing_locations(tree))
 
 

@@ -29,7 +29,7 @@ def test_code_is_told_from_the_prose_around_it():
 
     found = list(extraction.runs(text))
 
-    assert [entry.line for entry in found] == [3, 11]
+    assert [block.line for block in found] == [3, 11]
     assert found[0].text.startswith("import os\n")
     assert found[0].text.endswith("    2,\n)\n")
     assert found[1].text == "def double(x):\n    return 2 * x\n"

@@ -15,11 +15,11 @@ NAME = "accounts/me/deployments/chat"
 
 @pytest.fixture(scope="module")
 def platform(tmp_path_factory):
-    with EmbeddedPlatform(work_dir=tmp_path_factory.mktemp("platform")) as entry:
-        deployments = DeploymentManager("key", entry.base_url)
+    with EmbeddedPlatform(work_dir=tmp_path_factory.mktemp("platform")) as platform:
+        deployments = DeploymentManager("key", platform.base_url)
         deployments.create_or_get(DeploymentConfig(deployment_id="chat", base_model=str(MODEL)))
         deployments.wait_for_ready("chat")
-        yield entry
+        yield platform
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ async def test_a_chat_streams_the_text_that_it_gives_at_once(client):
     }
 
     whole = await client.chat.completions.create(**asked)
-    pieces = [entry async for entry in await client.chat.completions.create(**asked, stream=True)]
+    pieces = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
 
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
     assert text == whole.choices[0].message.content
@@ -61,7 +61,7 @@ async def test_a_chat_streams_the_text_that_it_gives_at_once(client):
 
 
 async def test_the_models_are_the_deployments(client):
-    listed = [entry.id async for entry in client.models.list()]
+    listed = [model.id async for model in client.models.list()]
     value = await client.models.retrieve(NAME)
 
     assert listed == [NAME]

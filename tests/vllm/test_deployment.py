@@ -29,7 +29,7 @@ def test_it_serves_and_a_seed_repeats(deployment):
     completions, again = (deployment.complete(n=4) for _ in range(2))
 
     tokens = [completion["raw_output"]["completion_token_ids"] for completion in completions]
-    assert [entry["raw_output"]["completion_token_ids"] for entry in again] == tokens
+    assert [completion["raw_output"]["completion_token_ids"] for completion in again] == tokens
     assert len({tuple(token) for token in tokens}) > 1
     assert all(len(token) == 12 for token in tokens)
 
@@ -60,10 +60,10 @@ def test_the_models_own_logprobs_are_the_trainers(deployment, trainer, published
 
 
 def test_sampling_logprobs_are_of_the_distribution_that_was_sampled_from(deployment):
-    for entry in deployment.complete(temperature=0.0):
-        assert entry["raw_output"]["sampling_logprobs"] == [0.0] * 12
-    for entry in deployment.complete():
-        assert entry["raw_output"]["sampling_logprobs"] == logprobs_of(entry)
+    for choice in deployment.complete(temperature=0.0):
+        assert choice["raw_output"]["sampling_logprobs"] == [0.0] * 12
+    for choice in deployment.complete():
+        assert choice["raw_output"]["sampling_logprobs"] == logprobs_of(choice)
     (cut,) = deployment.complete(top_k=1)
     assert cut["raw_output"]["sampling_logprobs"] == pytest.approx([0.0] * 12, abs=1e-5)
     assert min(logprobs_of(cut)) < -1e-3
@@ -170,11 +170,11 @@ def test_requests_that_are_kept_go_on_under_the_new_version(deployment, trainer)
         completion for completion in completions if len(completion["raw_output"]["versions"]) == 2
     ]
     assert ran_across, runs
-    for entry in ran_across:
-        (before, old), (after, _) = entry["raw_output"]["versions"]
+    for completion in ran_across:
+        (before, old), (after, _) = completion["raw_output"]["versions"]
         assert (before, after) == (number - 1, number)
         # What the new weights have sampled is theirs, on keys of their own.
-        assert trainer.gap(entry, since=old) < TOLERANCE
+        assert trainer.gap(completion, since=old) < TOLERANCE
 
 
 def test_a_damaged_delta_is_refused_and_nothing_changes(deployment, trainer, published):

@@ -86,11 +86,15 @@ class Checkpoints:
                 _make_entry(snapshot.identity, snapshot.created_s, kind, promotable=True)
             )
         return [
-            entry.model_copy(
-                update={"name": f"{full_name(Jobs.collection, job_id)}/checkpoints/{entry.name}"}
+            checkpoint.model_copy(
+                update={
+                    "name": f"{full_name(Jobs.collection, job_id)}/checkpoints/{checkpoint.name}"
+                }
             )
-            for entry in heapq.merge(
-                self._list_resumable(job_id), snapshots, key=lambda entry: entry.create_time
+            for checkpoint in heapq.merge(
+                self._list_resumable(job_id),
+                snapshots,
+                key=lambda checkpoint: checkpoint.create_time,
             )
         ]
 
@@ -169,11 +173,11 @@ class Checkpoints:
             kind: CheckpointKind = "CHECKPOINT_TYPE_TRAINING"
             if manifest.get("lora"):
                 kind = "CHECKPOINT_TYPE_TRAINING_LORA"
-            entry = _make_entry(path.parent.name, created_s, kind, promotable=False)
-            entry = entry.model_copy(update={"metadata": manifest.get("metadata")})
-            found.append((number, entry))
+            checkpoint = _make_entry(path.parent.name, created_s, kind, promotable=False)
+            checkpoint = checkpoint.model_copy(update={"metadata": manifest.get("metadata")})
+            found.append((number, checkpoint))
         found.sort(key=lambda item: (item[0], item[1].create_time))
-        return [entry for _, entry in found]
+        return [checkpoint for _, checkpoint in found]
 
     def _find_promotable(self, job_id: str, checkpoint_id: str) -> SnapshotRecord:
         kept = {
@@ -181,7 +185,7 @@ class Checkpoints:
             for snapshot in self._context.launcher.snapshots(self._jobs.find_bucket(job_id))
         }
         if checkpoint_id not in kept:
-            resumable = [entry.name for entry in self._list_resumable(job_id)]
+            resumable = [checkpoint.name for checkpoint in self._list_resumable(job_id)]
             what = "a resumable checkpoint" if checkpoint_id in resumable else "unknown"
             raise NotFoundError(
                 f"checkpoint must be a sampler snapshot of job {job_id!r}, got {checkpoint_id!r}, "

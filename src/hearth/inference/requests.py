@@ -86,7 +86,7 @@ def read_completion(body: bytes) -> CompletionCall:
     _refuse(content, _UNSUPPORTED)
     best_of = content.get("best_of")
     if best_of is not None and best_of != content.get("n", 1):
-        raise _unsupported("best_of", best_of)
+        raise _make_refusal("best_of", best_of)
     call = CompletionCall.from_dict(content)
     _check_stops(call)
     _check_logprobs(call)
@@ -107,9 +107,9 @@ def read_chat(body: bytes) -> ChatRequest:
     _refuse(content, _UNSUPPORTED_IN_CHAT)
     for name in ("reasoning_effort", "verbosity"):
         if name in content:
-            raise _unsupported(name, content[name])
+            raise _make_refusal(name, content[name])
     if content.get("tool_choice", "auto") not in ("auto", "none"):
-        raise _unsupported("tool_choice", content["tool_choice"])
+        raise _make_refusal("tool_choice", content["tool_choice"])
     request = ChatRequest.from_dict(content)
     _check_stops(request)
     _check_beside_logprobs(request, bool(request.logprobs))
@@ -318,10 +318,10 @@ def _content(body: bytes) -> dict[str, Any]:
 def _refuse(content: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) -> None:
     for name in content.keys() & table.keys():
         if content[name] not in table[name]:
-            raise _unsupported(name, content[name])
+            raise _make_refusal(name, content[name])
 
 
-def _unsupported(name: str, value: Any) -> RequestError:
+def _make_refusal(name: str, value: Any) -> RequestError:
     why = _HINTS.get(name, "this deployment does not support it")
     return RequestError(f"{name} must be absent, got {show(value)!r}: {why}")
 

@@ -15,7 +15,7 @@ import tinker
 from numpy.typing import NDArray
 
 from hearth.errors import RequestError, TransportError
-from hearth.wire.tensors import Encoding, encoded
+from hearth.wire.tensors import Encoding, encode_plain
 from hearth.wire.tinker import ForwardOutput
 
 MAX_CHUNK_DATUMS = 1024
@@ -34,7 +34,7 @@ class RoutedModelInput(tinker.ModelInput):
 
     routing_matrices: list[str]
 
-    def unrouted(self) -> tinker.ModelInput:
+    def without_routing(self) -> tinker.ModelInput:
         """The same tokens alone."""
         return tinker.ModelInput(chunks=self.chunks)
 
@@ -131,10 +131,10 @@ def _build_columns(data: Sequence[tinker.Datum], only: Collection[str] | None) -
     except OverflowError:
         return None
     columns = {
-        "lengths": encoded(lengths, "int64", TENSOR_ENCODING),
-        "tokens": encoded(ids, "int64", TENSOR_ENCODING),
+        "lengths": encode_plain(lengths, "int64", TENSOR_ENCODING),
+        "tokens": encode_plain(ids, "int64", TENSOR_ENCODING),
         "loss_fn_inputs": {
-            name: encoded(np.concatenate(arrays), first[name].dtype, TENSOR_ENCODING)
+            name: encode_plain(np.concatenate(arrays), first[name].dtype, TENSOR_ENCODING)
             for name, arrays in values.items()
         },
     }
@@ -149,7 +149,7 @@ def _build_datum(datum: tinker.Datum, only: Collection[str] | None) -> dict[str,
             raise RequestError(f"model_input must hold token ids, got a {chunk.type!r} chunk")
         chunks.append({"tokens": list(tokens), "type": "encoded_text"})
     inputs = {
-        name: encoded(value.to_numpy(), value.dtype, TENSOR_ENCODING)
+        name: encode_plain(value.to_numpy(), value.dtype, TENSOR_ENCODING)
         for name, value in datum.loss_fn_inputs.items()
         if only is None or name in only
     }
@@ -160,7 +160,7 @@ def _build_datum(datum: tinker.Datum, only: Collection[str] | None) -> dict[str,
 
 
 def _add_weights(body: Mapping[str, Any], weights: NDArray[np.float32]) -> dict[str, Any]:
-    added = {"weights": encoded(weights, "float32", TENSOR_ENCODING)}
+    added = {"weights": encode_plain(weights, "float32", TENSOR_ENCODING)}
     return {**body, "loss_fn_inputs": body["loss_fn_inputs"] | added}
 
 

@@ -156,7 +156,7 @@ def _session_routes(front: Front) -> list[Route]:
 
 
 def _run_routes(front: Front) -> list[Route]:
-    def submitted(method: Callable[[str, Any], Awaitable[str]]) -> Ask:
+    def make_submit(method: Callable[[str, Any], Awaitable[str]]) -> Ask:
         async def submit(owner: str, ask: Any) -> Any:
             return {"request_id": await method(owner, ask), "model_id": ask.model_id}
 
@@ -217,15 +217,17 @@ def _run_routes(front: Front) -> list[Route]:
         _post(front, "load_weights", records.LoadWeightsRequest, load_weights),
         _post(front, "get_info", records.NamedModel, get_info),
         _post(front, "unload_model", records.NamedModel, unload_model),
-        _post(front, "optim_step", records.OptimStepRequest, submitted(front.step)),
-        _post(front, "save_weights", records.SaveWeightsRequest, submitted(front.save)),
+        _post(front, "optim_step", records.OptimStepRequest, make_submit(front.step)),
+        _post(front, "save_weights", records.SaveWeightsRequest, make_submit(front.save)),
         _post(
             front,
             "save_weights_for_sampler",
             records.SaveForSampler,
-            submitted(front.save_for_sampler),
+            make_submit(front.save_for_sampler),
         ),
-        _post(front, "save_weights_external", records.SaveExternal, submitted(front.save_external)),
+        _post(
+            front, "save_weights_external", records.SaveExternal, make_submit(front.save_external)
+        ),
         _route("POST", "forward_backward", forward_backward),
         _route("POST", "retrieve_future", retrieve_future),
     ]

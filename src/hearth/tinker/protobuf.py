@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hearth.errors import RequestError
 from hearth.tinker.records import log_unknown
-from hearth.wire.tensors import DType, encoded
+from hearth.wire.tensors import DType, encode_plain
 
 MEDIA_TYPE = "application/x-protobuf"
 
@@ -271,7 +271,7 @@ def _read_columns(message: Any) -> tuple[dict[str, Any], list[int]] | None:
     lengths = [own.size for own in tokens]
     total = sum(lengths)
     columns: dict[str, Any] = {
-        name: encoded(
+        name: encode_plain(
             np.frombuffer(b"".join(parts), _DTYPES[dtypes[name]][1]),
             _DTYPES[dtypes[name]][0],
             "base64",
@@ -279,10 +279,10 @@ def _read_columns(message: Any) -> tuple[dict[str, Any], list[int]] | None:
         for name, parts in inputs.items()
     }
     if message.loss_fn == "cross_entropy" and "weights" not in columns:
-        columns["weights"] = encoded(np.ones(total, dtype="<f4"), "float32", "base64")
+        columns["weights"] = encode_plain(np.ones(total, dtype="<f4"), "float32", "base64")
     content = {
-        "lengths": encoded(np.asarray(lengths), "int64", "base64"),
-        "tokens": encoded(np.concatenate(tokens), "int64", "base64"),
+        "lengths": encode_plain(np.asarray(lengths), "int64", "base64"),
+        "tokens": encode_plain(np.concatenate(tokens), "int64", "base64"),
         "loss_fn_inputs": _rename(columns, message.loss_fn),
     }
     return content, lengths
@@ -311,7 +311,7 @@ def _read_datum(datum: Any, loss_fn: str) -> dict[str, Any]:
     if loss_fn == "cross_entropy" and "weights" not in inputs and "target_tokens" in inputs:
         shape = inputs["target_tokens"]["shape"] or [0]
         if max(shape, default=0) <= 2**24:
-            inputs["weights"] = encoded(np.ones(shape, dtype="<f4"), "float32", "base64")
+            inputs["weights"] = encode_plain(np.ones(shape, dtype="<f4"), "float32", "base64")
     return {"model_input": {"chunks": chunks}, "loss_fn_inputs": _rename(inputs, loss_fn)}
 
 
@@ -323,7 +323,7 @@ def _read_tensor(tensor: Any) -> dict[str, Any]:
     values = np.frombuffer(
         raw[: len(raw) // np.dtype(form).itemsize * np.dtype(form).itemsize], form
     )
-    record = encoded(values, dtype, "base64")
+    record = encode_plain(values, dtype, "base64")
     record["shape"] = shape or [values.size]
     if sparse is not None:
         for name in ("crow_indices", "col_indices"):

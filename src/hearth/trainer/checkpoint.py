@@ -280,7 +280,7 @@ def restore_rng(states: Mapping[str, str], device: torch.device) -> None:
 
 def parse_facts(manifest: Mapping[str, Any]) -> CheckpointFacts:
     """The facts that a manifest, or ``asdict`` of such facts, has."""
-    values = {entry.name: manifest[entry.name] for entry in fields(CheckpointFacts)}
+    values = {field.name: manifest[field.name] for field in fields(CheckpointFacts)}
     lora = LoraOptions(**values["lora"]) if values["lora"] else None
     return CheckpointFacts(**{**values, "lora": lora})
 

@@ -120,10 +120,10 @@ def encode(
     encoding: Encoding = "list",
 ) -> TensorRecord:
     """A record of ``values`` as ``dtype``, in their own shape."""
-    return TensorRecord.model_construct(**encoded(values, dtype, encoding))
+    return TensorRecord.model_construct(**encode_plain(values, dtype, encoding))
 
 
-def encoded(
+def encode_plain(
     values: NDArray[np.generic] | Sequence[float] | Sequence[int],
     dtype: DType,
     encoding: Encoding = "list",

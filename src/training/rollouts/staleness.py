@@ -278,13 +278,13 @@ class StalenessGate:
         if self.step > self.version:
             raise RuntimeError(
                 f"step must be at most version + 1, got the end of step {self.step} at version "
-                f"{self.version}: call published() for the batch before it first"
+                f"{self.version}: call publish() for the batch before it first"
             )
         self.step += 1
         self._num_taken = 0
 
-    def published(self) -> None:
-        """The last trained batch is published: rows submitted from now on are a version younger.
+    def publish(self) -> None:
+        """Publish the last trained batch: rows submitted from now on are a version younger.
 
         Raises:
             RuntimeError: every trained batch is published already.

@@ -101,7 +101,7 @@ class RolloutThread:
             return f"  thread {_NAME} has ended\n"
         frames = traceback.extract_stack(frame)
         leading = (__file__, run_contained.__code__.co_filename)
-        own = [index for index, entry in enumerate(frames) if entry.filename in leading]
+        own = [index for index, frame in enumerate(frames) if frame.filename in leading]
         return "".join(traceback.format_list(frames[own[-1] + 1 if own else 0 :]))
 
     def task_stacks(self, limit: int) -> list[str]:

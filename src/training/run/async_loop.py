@@ -109,7 +109,7 @@ class AsyncLoop(Loop[AsyncConfig]):
             raise
         self.probe.begin(step, self.run.version, [taken_group.group for taken_group in taken])
         self.run.cursor.finish(taken_group.group.row.index for taken_group in taken)
-        self.queue.gate.published()
+        self.queue.gate.publish()
         self.queue.submit()
         if self.evaluation is not None:
             self.evaluation.begin_if_due(step)

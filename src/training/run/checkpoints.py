@@ -41,7 +41,7 @@ class Cursor:
         """Number of finished rows."""
         return self.start + len(self.beyond)
 
-    def finished(self) -> frozenset[int]:
+    def list_finished(self) -> frozenset[int]:
         """All finished rows' indices."""
         return frozenset(range(self.start)) | self.beyond
 

@@ -65,7 +65,7 @@ def run_until_signal(work: Coroutine[Any, Any, None]) -> None:
     terminated = False
     before = signal.getsignal(signal.SIGTERM)
 
-    async def guarded() -> None:
+    async def run_work() -> None:
         # asyncio would wait at its end for what a thread still does, as for a hot-load.
         asyncio.get_running_loop().set_default_executor(DaemonThreads("hearth-recipe"))
         task = asyncio.ensure_future(work)
@@ -80,7 +80,7 @@ def run_until_signal(work: Coroutine[Any, Any, None]) -> None:
         await task
 
     try:
-        asyncio.run(guarded())
+        asyncio.run(run_work())
     except asyncio.CancelledError:
         if not terminated:
             raise

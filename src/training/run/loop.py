@@ -51,7 +51,7 @@ class Loop(Generic[ConfigT]):
             epochs=config.epochs,
             shuffle=config.shuffle,
             seed=config.seed,
-            done=self.run.cursor.finished(),
+            done=self.run.cursor.list_finished(),
         )
 
     def windows(self) -> Iterator[Iterator[IndexedRow]]:

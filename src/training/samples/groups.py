@@ -83,7 +83,9 @@ class TrainSample:
         routed = self.datum.model_input
         if not isinstance(routed, RoutedModelInput):
             return self.datum
-        return tinker.Datum(model_input=routed.unrouted(), loss_fn_inputs=self.datum.loss_fn_inputs)
+        return tinker.Datum(
+            model_input=routed.without_routing(), loss_fn_inputs=self.datum.loss_fn_inputs
+        )
 
 
 def to_datums(

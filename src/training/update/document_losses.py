@@ -116,7 +116,8 @@ def _sum_weighted(
     # where, not only a product: a masked NaN times 0 is NaN.
     live = weights != 0
     row, reference, behavior = (
-        torch.where(live, entry[:length].float(), 0.0) for entry in (policy, reference, behavior)
+        torch.where(live, logprobs[:length].float(), 0.0)
+        for logprobs in (policy, reference, behavior)
     )
     return _Sums(
         policy=torch.dot(row, weights),

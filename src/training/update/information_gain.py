@@ -203,7 +203,7 @@ def credit_metrics(groups: Sequence[PromptGroup], step_s: float) -> dict[str, fl
     turns = [len(advantage) for credit in credits for advantage in credit.advantages]
     gains = [gain for credit in credits for turns in credit.gains for gain in turns]
     baselines = [credit.baseline for credit in credits if credit.baseline is not None]
-    seconds = covered([(credit.scored_from_s, credit.scored_until_s) for credit in credits])
+    seconds = measure_cover([(credit.scored_from_s, credit.scored_until_s) for credit in credits])
     metrics = {
         "igpo/avg_turns": sum(turns) / len(turns),
         "igpo/mean_ig": math.fsum(gains) / len(gains) if gains else 0.0,
@@ -216,7 +216,7 @@ def credit_metrics(groups: Sequence[PromptGroup], step_s: float) -> dict[str, fl
     return metrics
 
 
-def covered(spans: Sequence[tuple[float, float]]) -> float:
+def measure_cover(spans: Sequence[tuple[float, float]]) -> float:
     """The length of what the spans cover together."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(spans):

@@ -142,9 +142,9 @@ class Nodes:
     def _living(self) -> dict[str, str]:
         """Ids of the nodes that are alive, by address; the head's too."""
         return {
-            entry["NodeManagerAddress"]: entry["NodeID"]
-            for entry in self._cluster.global_state.node_table()
-            if entry["Alive"]
+            node["NodeManagerAddress"]: node["NodeID"]
+            for node in self._cluster.global_state.node_table()
+            if node["Alive"]
         }
 
 

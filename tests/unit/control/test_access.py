@@ -142,7 +142,9 @@ async def test_every_key_is_compared_in_constant_time(access, monkeypatch):
     for number, key in enumerate(("a", "c", "no key of these"), start=1):
         await http.get("/v1/accounts", headers={"x-api-key": key})
         assert len(compared) == 3 * number
-    assert {len(entry) for pair in compared for entry in pair} == {32}, "only digests are compared"
+    assert {len(digest) for pair in compared for digest in pair} == {32}, (
+        "only digests are compared"
+    )
 
 
 async def test_no_key_is_ever_logged(access, caplog):

@@ -29,8 +29,8 @@ def test_the_documented_models_are_there():
     catalog = read_catalog()
 
     assert len(catalog.models) >= 7
-    entry = catalog.find_model(QWEN)
-    assert (entry.source, entry.context_length, entry.moe) == ("Qwen/Qwen3-8B", 40960, False)
+    model = catalog.find_model(QWEN)
+    assert (model.source, model.context_length, model.moe) == ("Qwen/Qwen3-8B", 40960, False)
     assert catalog.find_model("accounts/fireworks/models/qwen3-30b-a3b").moe is True
 
 
@@ -145,9 +145,9 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 def test_a_folders_own_config_says_what_the_model_is(tmp_path, config, length, moe):
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    entry = read_catalog().find_model(str(tmp_path))
+    model = read_catalog().find_model(str(tmp_path))
 
-    assert (entry.source, entry.context_length, entry.moe) == (str(tmp_path), length, moe)
+    assert (model.source, model.context_length, model.moe) == (str(tmp_path), length, moe)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"max_position_embeddings": "9"}'])
@@ -184,7 +184,7 @@ async def test_a_shape_is_found_with_its_versions_over_http(ask):
 
     _, versions = await ask("GET", path + query)
     found = versions["trainingShapeVersions"]
-    assert [entry["name"] for entry in found] == [path.removeprefix("/v1/") + "/1"]
+    assert [version["name"] for version in found] == [path.removeprefix("/v1/") + "/1"]
     assert found[0]["snapshot"]["maxSupportedContextLength"] == 40960
     assert found[0]["snapshot"]["trainerMode"] == "POLICY_TRAINER"
     assert await ask("GET", f"{path}/1") == (200, found[0])

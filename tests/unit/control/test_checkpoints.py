@@ -126,7 +126,7 @@ async def test_a_clock_set_back_changes_no_order(ask, plane, running):
 
     _, page = await ask("GET", f"{JOBS}/j/checkpoints")
 
-    names = [entry["name"].rpartition("/")[2] for entry in page["checkpoints"]]
+    names = [checkpoint["name"].rpartition("/")[2] for checkpoint in page["checkpoints"]]
     assert names == ["old", "c", "a", "b"]
 
 

@@ -28,9 +28,9 @@ def assert_same(found: SampledTokens, expected: SampledTokens) -> None:
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     assert found.tokens.dtype == np.int64
     for name in ("logprobs", "sampling_logprobs"):
-        entry, other = getattr(found, name), getattr(expected, name)
-        assert entry.dtype == np.float32
-        np.testing.assert_allclose(entry, other, rtol=0, atol=2e-5)
+        left, other = getattr(found, name), getattr(expected, name)
+        assert left.dtype == np.float32
+        np.testing.assert_allclose(left, other, rtol=0, atol=2e-5)
 
 
 # One block, a block and a token more, many blocks.

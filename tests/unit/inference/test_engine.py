@@ -273,8 +273,8 @@ def test_a_special_token_given_as_stop_string_stops_by_its_id(start, load):
         completion.result() for completion in sampled if completion.result().finish_reason == "stop"
     ]
     assert len(stopped) >= 4
-    assert all(entry.token_ids.index(257) == len(entry.token_ids) - 1 for entry in stopped)
-    assert all("<|end|>" not in entry.text for entry in stopped)
+    assert all(sample.token_ids.index(257) == len(sample.token_ids) - 1 for sample in stopped)
+    assert all("<|end|>" not in sample.text for sample in stopped)
 
 
 def test_max_tokens_0_scores_the_prompt_and_takes_no_row(start, load, plain_logprobs):
@@ -300,7 +300,7 @@ def test_of_a_prompts_last_tokens_alone_the_scores_are_those_of_all(start, last)
     assert len(part.prompt_logprobs) == min(last, 50)
     assert (part.prompt_logprobs[0] is None) == (last >= 50)
     known = [logprob for logprob in part.prompt_logprobs if logprob is not None]
-    assert_same(known, [entry for entry in expected if entry is not None])
+    assert_same(known, [logprob for logprob in expected if logprob is not None])
 
 
 def test_scores_of_more_tokens_than_were_kept_are_computed_once_more_and_fewer_are_not(start):
@@ -312,7 +312,7 @@ def test_scores_of_more_tokens_than_were_kept_are_computed_once_more_and_fewer_a
 
     some, more, fewer = scored(5), scored(9), scored(3)
 
-    assert [entry.cached_prompt_tokens for entry in (some, more, fewer)] == [0, 0, 50]
+    assert [sample.cached_prompt_tokens for sample in (some, more, fewer)] == [0, 0, 50]
     assert_same(more.prompt_logprobs[-5:], some.prompt_logprobs)
     assert fewer.prompt_logprobs == more.prompt_logprobs[-3:]
 
@@ -360,7 +360,7 @@ def test_a_long_request_is_not_overtaken_forever_by_short_ones(start):
     later = [engine.submit(ask([3, index], max_tokens=60)) for index in range(30)]
 
     assert len(long.result().token_ids) == 120
-    assert all(len(entry.result().token_ids) == 60 for entry in (*short, *later))
+    assert all(len(future.result().token_ids) == 60 for future in (*short, *later))
 
 
 def test_prefill_is_spread_over_steps_by_its_budget(start):

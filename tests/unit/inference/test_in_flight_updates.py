@@ -111,9 +111,9 @@ def case_of(kind, load, trained, chained):
 def test_each_token_is_of_the_version_that_gave_its_logits(start, load, trained, chained, kind):
     (old, served), (new, snapshot) = case_of(kind, load, trained, chained)
     engine, calm = start(), start()
-    for entry in (engine, calm):
+    for runner in (engine, calm):
         if served is not None:
-            entry.load_snapshot(served).result()
+            runner.load_snapshot(served).result()
     wanted = ask(temperature=0.7)
     undisturbed = calm.submit(wanted).result()
     before = engine.state()
@@ -137,9 +137,9 @@ def test_each_token_is_of_the_version_that_gave_its_logits(start, load, trained,
 
 
 def test_a_completion_may_span_many_versions(engine, load, trained):
-    versions = [(load(), None), *(trained(f"step-{entry}", entry) for entry in (1, 2, 3))]
+    versions = [(load(), None), *(trained(f"step-{step}", step) for step in (1, 2, 3))]
     loads = [
-        lambda entry=snapshot: engine.load_snapshot(entry, running_requests="keep")
+        lambda given=snapshot: engine.load_snapshot(given, running_requests="keep")
         for _, snapshot in versions[1:]
     ]
 
@@ -240,8 +240,8 @@ def test_snapshots_are_taken_in_their_order_each_in_its_way(
 def test_a_load_that_fails_leaves_running_rows_alone(start, trained, lora):
     odd = trained("odd", 1, lora, **{"model.extra.weight": torch.zeros(5)})[1]
     engine, calm = start(), start()
-    for entry in (engine, calm):
-        entry.load_snapshot(trained("good", 2, SMALL)[1]).result()
+    for runner in (engine, calm):
+        runner.load_snapshot(trained("good", 2, SMALL)[1]).result()
     undisturbed = calm.submit(ask()).result()
 
     swap = act_at({5: lambda: engine.load_snapshot(odd, running_requests="keep")})
@@ -295,7 +295,7 @@ def test_a_snapshot_that_is_read_meanwhile_is_served_before_what_runs_ends(
         time.sleep(0.001)
 
     loads = [
-        engine.hot_load(item.identity, lambda entry=item: entry, running_requests="keep")
+        engine.hot_load(item.identity, lambda given=item: given, running_requests="keep")
         for item in (base, delta)
     ]
     numbers = [load.result(timeout=20).weight_version for load in loads]

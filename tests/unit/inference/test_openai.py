@@ -305,11 +305,11 @@ def test_the_deployment_is_the_one_model(served, prefix):
     client = served.openai.with_options(base_url=served.url + prefix)
 
     (listed,) = client.models.list().data
-    entry = client.models.retrieve(NAME)
+    model = client.models.retrieve(NAME)
 
-    assert listed == entry
-    assert (entry.id, entry.object, entry.owned_by) == (NAME, "model", "hearth")
-    assert abs(entry.created - time.time()) < 60
+    assert listed == model
+    assert (model.id, model.object, model.owned_by) == (NAME, "model", "hearth")
+    assert abs(model.created - time.time()) < 60
     with pytest.raises(openai.NotFoundError, match=f"model must be '{NAME}'"):
         client.models.retrieve("accounts/me/deployments/other")
 
@@ -358,8 +358,8 @@ def test_chat_logprobs_come_with_bytes_and_the_likeliest_tokens(served):
             (logprob.logprob for logprob in row.top_logprobs), reverse=True
         )
         assert len(row.top_logprobs) == 3
-        for entry in (row, *row.top_logprobs):
-            assert entry.bytes == (None if "\ufffd" in entry.token else list(entry.token.encode()))
+        for token in (row, *row.top_logprobs):
+            assert token.bytes == (None if "\ufffd" in token.token else list(token.token.encode()))
 
 
 @pytest.mark.slow

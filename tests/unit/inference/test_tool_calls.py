@@ -79,7 +79,7 @@ def test_what_is_no_call_stays_in_the_text_as_sampled(span):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16])
-@pytest.mark.parametrize("text", [entry[0] for entry in READ.values()] + [*MALFORMED.values()][:8])
+@pytest.mark.parametrize("text", [case[0] for case in READ.values()] + [*MALFORMED.values()][:8])
 def test_a_text_in_pieces_is_read_as_the_whole_one(text, size):
     reader = ToolCallReader()
     pieces = [reader.push(text[at : at + size]) for at in range(0, len(text), size)]
@@ -94,7 +94,7 @@ def test_no_part_of_a_tag_is_told_before_it_is_decided():
     reader = ToolCallReader()
 
     reported = [
-        reader.push(entry).content for entry in ("a < b", " <", "tool", "s>\n", "<tool_", "call>")
+        reader.push(piece).content for piece in ("a < b", " <", "tool", "s>\n", "<tool_", "call>")
     ]
 
     assert reported == ["a < b", " ", "", "<tools>", "", ""]
@@ -137,8 +137,8 @@ def client(request, tmp_path_factory):
         options=EngineOptions(max_seq_len=256),
     )
     app = create_app(engine, model_name="reciter", snapshots=MemorySnapshotStore())
-    with TestClient(app) as entry:
-        yield entry
+    with TestClient(app) as client:
+        yield client
     engine.close()
 
 

@@ -58,9 +58,9 @@ def test_published_models_have_the_parameters_that_the_catalog_says(name: str) -
 
     model = read_architecture(config.to_dict())
 
-    entry = read_catalog().models[f"accounts/fireworks/models/{name}"]
-    assert model.parameters == entry.parameters == counted(built(config))
-    assert model.max_positions == entry.context_length
+    listed = read_catalog().models[f"accounts/fireworks/models/{name}"]
+    assert model.parameters == listed.parameters == counted(built(config))
+    assert model.max_positions == listed.context_length
 
 
 def test_a_token_meets_the_experts_it_is_sent_to_and_no_others() -> None:

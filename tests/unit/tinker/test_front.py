@@ -48,7 +48,7 @@ async def open_sampler(front: Front, session_id: str) -> str:
 
 def test_a_session_ends_an_hour_after_its_last_sign_of_life(tmp_path: Path) -> None:
     async def work(front: Front, clock: Clock) -> None:
-        session = await front.create_session("alice", records.CreateSession())
+        session = await front.create_session("alice", records.CreateSessionRequest())
         sampler = await open_sampler(front, session)
         clock.now_s = SESSION_S
         await front.sweep()
@@ -84,7 +84,7 @@ def test_weights_that_others_hold_a_token_for_are_refused(tmp_path: Path) -> Non
             identity="here",
         )
         front.saved.put(saved)
-        session = await front.create_session("alice", records.CreateSession())
+        session = await front.create_session("alice", records.CreateSessionRequest())
         given = {"session_id": session, "path": saved.path}
         for number, (fields, message) in enumerate(
             (
@@ -92,7 +92,7 @@ def test_weights_that_others_hold_a_token_for_are_refused(tmp_path: Path) -> Non
                 ({"optimizer_config": {"type": "dimuon"}}, "must be 'adamw'"),
             )
         ):
-            ask = records.LoadWeights.from_dict(given | fields | {"model_seq_id": number})
+            ask = records.LoadWeightsRequest.from_dict(given | fields | {"model_seq_id": number})
             run_id = await front.load_run("alice", ask)
             result = await front.retrieve("alice", f"create:{run_id}")
             assert result is not None
@@ -128,7 +128,7 @@ def test_saved_weights_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_sampling_asks_its_session_what_to_sample_from(tmp_path: Path) -> None:
     async def work(front: Front, _: Clock) -> None:
-        session = await front.create_session("alice", records.CreateSession())
+        session = await front.create_session("alice", records.CreateSessionRequest())
         sampler = await open_sampler(front, session)
         ask = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
         with pytest.raises(RequestError, match="open a sampling session first"):

@@ -40,8 +40,8 @@ def test_a_file_is_hashed_as_it_is_written(tmp_path: Path) -> None:
     entries = save_tensors(tmp_path / "data", TENSORS)
 
     assert sorted(entries) == sorted(path.name for path in (tmp_path / "data").iterdir())
-    for name, entry in entries.items():
-        assert (tmp_path / "data" / name).stat().st_size == entry["bytes"]
+    for name, file in entries.items():
+        assert (tmp_path / "data" / name).stat().st_size == file["bytes"]
     dcp.verify_files(tmp_path / "data", entries)
 
 

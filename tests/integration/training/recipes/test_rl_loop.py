@@ -101,7 +101,7 @@ class Seen:
     def trained(self) -> list[list[list[int]]]:
         """Of every forward and backward call the sequences."""
         return [
-            [entry.model_input.chunks[0].tokens or [] for entry in call] for call in self.datums()
+            [datum.model_input.chunks[0].tokens or [] for datum in call] for call in self.datums()
         ]
 
     def datums(self) -> list[list[DatumRecord]]:

@@ -68,15 +68,15 @@ class Stepped:
 
     @property
     def named(self) -> list[str]:
-        return [entry.name for entry in read_manifest(self.run.log_path)]
+        return [checkpoint.name for checkpoint in read_manifest(self.run.log_path)]
 
     def rows(self):
         """The trainer's resumable checkpoints, as the control plane lists them."""
         found = self.infra.trainers.list_checkpoints(self.infra.policy_job_id)
         return {
-            entry.name.rsplit("/", 1)[-1]: entry
-            for entry in found
-            if entry.checkpoint_type == "CHECKPOINT_TYPE_TRAINING"
+            checkpoint.name.rsplit("/", 1)[-1]: checkpoint
+            for checkpoint in found
+            if checkpoint.checkpoint_type == "CHECKPOINT_TYPE_TRAINING"
         }
 
 

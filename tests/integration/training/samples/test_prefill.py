@@ -34,7 +34,7 @@ async def test_the_documents_prefill_request_is_answered_to_whoever_has_a_key(st
         refused = [await ask(), await ask(Authorization="Bearer another")]
         answer = await ask(Authorization="Bearer a-key")
 
-    assert [entry.status_code for entry in refused] == [401, 401]
+    assert [answer.status_code for answer in refused] == [401, 401]
     values = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
     assert len(values) == len(body["prompt"]) + 1
     assert values[0] is None

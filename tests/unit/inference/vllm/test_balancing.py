@@ -55,8 +55,8 @@ def test_a_restarted_replica_knows_nothing() -> None:
 
 
 def test_blocks_are_of_whole_beginnings() -> None:
-    entry, other = list(range(2 * BLOCK)), [7, *range(1, 2 * BLOCK)]
+    first, other = list(range(2 * BLOCK)), [7, *range(1, 2 * BLOCK)]
 
-    assert hash_blocks(entry)[:1] == hash_blocks([*entry[:BLOCK], 1, 2])
-    assert not set(hash_blocks(entry)) & set(hash_blocks(other))
-    assert hash_blocks(entry[: BLOCK - 1]) == []
+    assert hash_blocks(first)[:1] == hash_blocks([*first[:BLOCK], 1, 2])
+    assert not set(hash_blocks(first)) & set(hash_blocks(other))
+    assert hash_blocks(first[: BLOCK - 1]) == []

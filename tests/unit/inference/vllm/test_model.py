@@ -15,7 +15,7 @@ def test_a_model_is_known_without_its_weights_as_it_is_with_them() -> None:
     loaded = load_model(MODEL, name="tiny")
 
     own = base_tensors(loaded.module)
-    assert facts.shapes == {name: tuple(entry.shape) for name, entry in own.items()}
+    assert facts.shapes == {name: tuple(tensor.shape) for name, tensor in own.items()}
     assert facts.eos_token_ids == loaded.eos_token_ids
     assert facts.vocab_size == loaded.vocab_size
     assert facts.max_position == loaded.max_position

@@ -150,8 +150,8 @@ def test_only_a_taken_port_is_worth_another_try() -> None:
 
 
 def test_servers_of_a_deployment_share_a_token_and_deployments_do_not() -> None:
-    entry, other = plan(), plan()
+    first, other = plan(), plan()
 
-    tokens = [made.command(name).env[TOKEN_VARIABLE] for made in (entry, other) for name in "ab"]
+    tokens = [made.command(name).env[TOKEN_VARIABLE] for made in (first, other) for name in "ab"]
 
     assert tokens[0] == tokens[1] != tokens[2] == tokens[3]

@@ -75,11 +75,11 @@ def test_t179_every_problem_of_a_config_is_told_at_once():
 
 
 def test_t180_samples_share_no_lists():
-    entry, other = GroupSample("p"), GroupSample("p")
+    first, other = GroupSample("p"), GroupSample("p")
 
-    entry.completions.append("c")
-    entry.rewards.append(1.0)
-    entry.advantages.append(1.0)
+    first.completions.append("c")
+    first.rewards.append(1.0)
+    first.advantages.append(1.0)
 
     assert (other.prompt, other.completions, other.rewards, other.advantages) == ("p", [], [], [])
 
@@ -127,11 +127,11 @@ def test_t185_the_loss_is_the_policy_term_plus_the_weighted_kl(
 
 def test_t186_the_kl_grows_with_its_coefficient_and_0_removes_it():
     arguments = ([-1.0, -2.0], [-1.5, -1.0], [1.0, -1.0])
-    losses = [trainer(kl_coeff=entry).compute_loss(*arguments) for entry in (0.1, 0.2, 0.4)]
+    losses = [trainer(kl_coeff=kl_coeff).compute_loss(*arguments) for kl_coeff in (0.1, 0.2, 0.4)]
     with pytest.warns(UserWarning, match="kl_coeff is 0"):
         without = trainer(kl_coeff=0.0).compute_loss(*arguments)
 
-    assert losses == pytest.approx([without - 0.25 * entry for entry in (0.1, 0.2, 0.4)])
+    assert losses == pytest.approx([without - 0.25 * kl_coeff for kl_coeff in (0.1, 0.2, 0.4)])
     assert without == pytest.approx((1.0 - 2.0) / 2)
 
 
@@ -157,8 +157,8 @@ def test_t188_a_pipeline_has_its_trainer_and_empty_metrics():
 
 
 def test_t189_metrics_begin_empty_and_share_no_lists():
-    entry, other = TrainingMetrics(), TrainingMetrics()
-    lists = [(vars(entry)[name], vars(other)[name]) for name in vars(entry)]
+    first, other = TrainingMetrics(), TrainingMetrics()
+    lists = [(vars(first)[name], vars(other)[name]) for name in vars(first)]
 
     assert len(lists) == 5
     assert all(left == [] and left is not right for left, right in lists)
@@ -338,8 +338,8 @@ def test_t195_groups_one_by_one_give_the_gradient_of_all_together():
     made.update(groups)
     both = policy.module.logits.grad.clone()
     parts = []
-    for entry in groups:
-        made.update([entry])
+    for part in groups:
+        made.update([part])
         parts.append(policy.module.logits.grad.clone())
 
     made.update([*groups, GroupSample("nothing sampled")])
@@ -547,11 +547,13 @@ def test_t195_and_t197_a_causal_model_moves_toward_its_reward_and_its_reference_
         policy=policy,
     )
     texts = itertools.cycle(["42", "17"])
-    before = [float(policy.logprobs("20 + 22 = ", entry).sum().detach()) for entry in ("42", "17")]
+    before = [
+        float(policy.logprobs("20 + 22 = ", answer).sum().detach()) for answer in ("42", "17")
+    ]
 
     made.train_step(["20 + 22 = "], lambda _: next(texts), 1)
 
-    after = [float(policy.logprobs("20 + 22 = ", entry).sum().detach()) for entry in ("42", "17")]
+    after = [float(policy.logprobs("20 + 22 = ", answer).sum().detach()) for answer in ("42", "17")]
     assert after[0] - after[1] > before[0] - before[1]
     started = language_model.module.state_dict()
     kept = made.trainer.reference.module.state_dict()

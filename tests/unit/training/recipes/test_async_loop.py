@@ -192,7 +192,7 @@ def test_t137_a_run_takes_as_long_as_its_overlap_allows(play, options, seconds):
 
     assert scene.ended == seconds
     assert scene.run.step == 4
-    assert scene.run.cursor.finished() == set(range(8))
+    assert scene.run.cursor.list_finished() == set(range(8))
 
 
 def test_t137_rollouts_are_in_flight_while_the_trainer_works(play):
@@ -390,7 +390,7 @@ def test_t150_one_field_raises_o_and_the_run_stays_valid(play, late):
     scene = play(Scene(config, rows=12))
 
     assert scene.run.step == 6
-    assert scene.run.cursor.finished() == set(range(12))
+    assert scene.run.cursor.list_finished() == set(range(12))
     offsets = [record["async/version_offset_max"] for record in scene.records()]
     assert max(offsets) == late
     assert scene.records()[0].keys() >= {"async/version_offset_mean", *PHASES}
@@ -508,7 +508,7 @@ def test_t162_a_publication_that_fails_ends_the_run_and_its_rows_are_not_done(
     scene = scene_of(publication_fails=2, **options)
 
     assert ended_by(scene, tmp_path, ConnectionError) == ended
-    assert scene.run.cursor.finished() == set(range(rows_done))
+    assert scene.run.cursor.list_finished() == set(range(rows_done))
     assert len(scene.records()) == steps
     assert scene.trainer.saved == []
 
@@ -524,7 +524,7 @@ def test_t161_a_batch_that_is_there_is_trained_and_published_before_a_rollouts_e
     # saved at 24 s and served 3 s later.
     assert ended_by(scene, tmp_path, ValueError) == 27.0
     assert len(scene.records()) == 2
-    assert scene.run.cursor.finished() == {0, 1, 2, 3}
+    assert scene.run.cursor.list_finished() == {0, 1, 2, 3}
 
 
 async def cancel_at(scene: Scene, folder: Path, *times: float, look: Any = None) -> None:

@@ -55,9 +55,9 @@ async def test_a_guarded_function_gives_what_the_function_gives():
     hidden = guarded(lambda text, row: later(text, row), timeout_s=5)
     bound = guarded(partial(later), timeout_s=5)
 
-    for entry in (plain, inline, guarded(later, timeout_s=5), guarded(later), hidden, bound):
-        assert await entry("abc", {"more": 1}) == 4.0
-        assert entry.failures == {}
+    for reward in (plain, inline, guarded(later, timeout_s=5), guarded(later), hidden, bound):
+        assert await reward("abc", {"more": 1}) == 4.0
+        assert reward.failures == {}
 
 
 async def test_a_plain_function_runs_off_the_event_loop_only_with_a_time_limit():
@@ -71,8 +71,8 @@ async def test_a_plain_function_runs_off_the_event_loop_only_with_a_time_limit()
 async def test_an_ensemble_keeps_its_disagreement_behind_a_guard():
     ensemble = RewardEnsemble([lambda *_: 0.0, lambda *_: 1.0])
 
-    for entry in (guarded(ensemble, timeout_s=5), guarded(ensemble)):
-        assert await entry.score("", {}) == Score(0.5, 0.5)
+    for reward in (guarded(ensemble, timeout_s=5), guarded(ensemble)):
+        assert await reward.score("", {}) == Score(0.5, 0.5)
 
 
 async def test_whether_an_answer_was_found_is_kept_behind_a_guard():
@@ -102,8 +102,8 @@ async def test_calls_run_side_by_side_up_to_their_limit():
             running -= 1
         return float(completion)
 
-    entry = guarded(reward, timeout_s=5, max_concurrent=3)
-    rewards = await asyncio.gather(*(entry(str(place), {}) for place in range(12)))
+    safe = guarded(reward, timeout_s=5, max_concurrent=3)
+    rewards = await asyncio.gather(*(safe(str(place), {}) for place in range(12)))
 
     assert rewards == [float(place) for place in range(12)]
     assert most == 3
@@ -202,11 +202,11 @@ async def test_calls_that_wait_behind_hung_ones_are_refused_and_start_no_thread(
     def reward(completion: str, row: object) -> float:
         return float(completion != "hang" or release.wait(30))
 
-    entry = guarded(reward, timeout_s=SHORT_S, on_error="drop", max_stuck=2, max_concurrent=2)
+    safe = guarded(reward, timeout_s=SHORT_S, on_error="drop", max_stuck=2, max_concurrent=2)
 
     outcomes = await asyncio.gather(
-        *(entry("hang", {}) for _ in range(2)),
-        *(entry("a", {}) for _ in range(20)),
+        *(safe("hang", {}) for _ in range(2)),
+        *(safe("a", {}) for _ in range(20)),
         return_exceptions=True,
     )
 
@@ -215,7 +215,7 @@ async def test_calls_that_wait_behind_hung_ones_are_refused_and_start_no_thread(
     assert outcomes[:2] == [None, None]
     assert refused
     assert all(outcome in (1.0, None) for outcome in outcomes if outcome not in refused)
-    assert entry.stuck == 2
+    assert safe.stuck == 2
     release.set()
 
 
@@ -227,12 +227,12 @@ async def test_a_call_that_ends_after_all_makes_room_again():
         release.wait(30)
         return 1.0
 
-    entry = guarded(reward, timeout_s=SHORT_S, on_error="drop", max_stuck=1)
-    assert await entry("", {}) is None
+    safe = guarded(reward, timeout_s=SHORT_S, on_error="drop", max_stuck=1)
+    assert await safe("", {}) is None
     release.set()
-    await until(lambda: entry.stuck == 0)
+    await until(lambda: safe.stuck == 0)
 
-    assert await entry("", {}) == 1.0
+    assert await safe("", {}) == 1.0
 
 
 async def test_a_canceled_call_that_has_no_thread_yet_is_never_made():
@@ -335,8 +335,8 @@ def isolated(module) -> Iterator[Callable[..., GuardedReward]]:
         return made[-1]
 
     yield make
-    for entry in made:
-        entry.close()
+    for guard in made:
+        guard.close()
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ class Trainer:
 
     async def _publish(self) -> None:
         await asyncio.sleep(self.publish_s)
-        self.queue.gate.published()
+        self.queue.gate.publish()
         self.queue.submit()
 
     async def _finish_publishing(self) -> None:
@@ -206,7 +206,7 @@ def test_t151_at_o_4_forty_rows_of_eight_are_submitted_before_the_first_sync():
         await asyncio.sleep(10)
         queue.submit()
         counts.append(len(rollouts.started))
-        queue.gate.published()
+        queue.gate.publish()
         queue.submit()
         await asyncio.sleep(0)
         counts.append(len(rollouts.started))
@@ -314,7 +314,7 @@ def test_t147_synchronous_training_drains_before_every_step():
                 pieces.append(numbers(piece))
                 await asyncio.sleep(1)
             queue.gate.end_batch()
-            queue.gate.published()
+            queue.gate.publish()
         assert await queue.piece() == []
         return pieces
 
@@ -573,7 +573,7 @@ def test_after_its_end_nothing_is_started_though_a_weight_sync_makes_room():
         assert numbers(await queue.piece()) == [0, 1]
         queue.gate.end_batch()
         await queue.close()
-        queue.gate.published()
+        queue.gate.publish()
         queue.submit()
         assert queue.gate.rows_to_submit() == 2
 

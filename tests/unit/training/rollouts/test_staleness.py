@@ -38,7 +38,7 @@ def take(gate: StalenessGate, most: int | None = None) -> list[int]:
 def train(gate: StalenessGate) -> None:
     """The current batch is trained and published."""
     gate.end_batch()
-    gate.published()
+    gate.publish()
 
 
 @pytest.mark.parametrize(("late", "rows"), [(0, 8), (1, 16), (2, 24), (4, 40)])
@@ -65,7 +65,7 @@ def test_the_room_after_each_event_is_the_formulas():
         (lambda: (submit(gate, 3), gate.finish(3)), (8, 0, 8)),
         (lambda: taken.extend(take(gate)), (8, 0, 8)),  # being taken changes nothing
         (gate.end_batch, (8, 0, 8)),  # nor does being trained
-        (gate.published, (16, 0, 8)),  # a version more is B samples more
+        (gate.publish, (16, 0, 8)),  # a version more is B samples more
     ]
     for event, expected in events:
         event()
@@ -81,7 +81,7 @@ def test_at_o_0_the_next_rows_wait_for_the_publication():
     gate.end_batch()
     assert (gate.step, gate.version, gate.rows_to_submit()) == (1, 0, 0)
 
-    gate.published()
+    gate.publish()
     assert (gate.step, gate.version, gate.rows_to_submit()) == (1, 1, 2)
 
 
@@ -325,7 +325,7 @@ def test_a_batch_ends_when_it_is_full_or_has_the_last_rows():
 def test_a_batch_is_published_after_its_end_and_before_the_next_ones():
     gate = make_gate(rows=1, completions=1, late=2)
     with pytest.raises(RuntimeError, match="got a publication at version 0 and step 0"):
-        gate.published()
+        gate.publish()
     submit(gate, 0, 1, finished=[0, 1])
     assert take(gate) == [0]
     gate.end_batch()
@@ -334,7 +334,7 @@ def test_a_batch_is_published_after_its_end_and_before_the_next_ones():
     with pytest.raises(RuntimeError, match="got the end of step 1 at version 0"):
         gate.end_batch()
 
-    gate.published()
+    gate.publish()
     gate.end_batch()
     assert (gate.version, gate.step) == (1, 2)
 
@@ -515,7 +515,7 @@ class GateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.version < self.model.step)
     @rule()
     def publish(self) -> None:
-        self.gate.published()
+        self.gate.publish()
         self.model.version += 1
 
     @invariant()

@@ -34,7 +34,7 @@ from training.samples.rollout import RolloutRun, RolloutSample
 def test_pass_at_k_is_the_share_of_choices_of_k_answers_with_a_right_one(n, k):
     for c in range(n + 1):
         chosen = list(itertools.combinations(range(n), k))
-        lucky = sum(any(answer < c for answer in entry) for entry in chosen)
+        lucky = sum(any(answer < c for answer in subset) for subset in chosen)
 
         assert pass_at_k(n, c, k) == pytest.approx(lucky / len(chosen), abs=1e-12)
 
@@ -90,7 +90,7 @@ def test_a_result_says_how_often_answers_are_right_and_what_they_are_like():
 
 def test_the_share_without_an_answer_is_over_those_whose_reward_says_so():
     said = [None, True, False, False]
-    result = EvalResult([answer(0, parsed=entry) for entry in said])
+    result = EvalResult([answer(0, parsed=parsed) for parsed in said])
 
     assert result.metrics()["eval/parse_fail_ratio"] == pytest.approx(2 / 3)
 

@@ -88,7 +88,7 @@ def test_the_median_is_not_moved_by_one_step_and_the_entropy_is_the_first_steps(
 
     found = find_problems(WELL | {"train/grad_norm": 30.0, "rollout/entropy": 0.05}, past)
 
-    assert [entry.kind for entry in found] == ["gradient", "entropy"]
+    assert [warning.kind for warning in found] == ["gradient", "entropy"]
 
 
 # What is counted

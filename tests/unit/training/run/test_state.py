@@ -22,7 +22,7 @@ def test_a_cursor_knows_exactly_what_is_finished_in_any_order(order):
 
     for done, index in enumerate(order, start=1):
         cursor.finish([index])
-        assert cursor.finished() == frozenset(order[:done])
+        assert cursor.list_finished() == frozenset(order[:done])
         assert cursor.count == done
 
     assert cursor == Cursor(start=12, beyond=set())

@@ -192,11 +192,13 @@ def test_means_do_not_depend_on_the_order_in_which_rows_end():
     shuffled = rng.sample(outcomes, len(outcomes))
     # Plain sums of these do depend on it, or the test would show nothing.
     assert sum(r for outcome in outcomes for r in outcome.rewards) != sum(
-        r for entry in shuffled for r in entry.rewards
+        r for outcome in shuffled for r in outcome.rewards
     )
 
     def metrics(order: Sequence[RowOutcome]) -> dict[str, float]:
-        return rollout_metrics(stats_of(order), [entry.group for entry in order if entry.group])
+        return rollout_metrics(
+            stats_of(order), [outcome.group for outcome in order if outcome.group]
+        )
 
     assert metrics(outcomes) == metrics(shuffled)
 

@@ -29,7 +29,7 @@ TRAJECTORIES = st.lists(
 
 
 def near(expected: list[list[float]], tolerance: float = 1e-9) -> Any:
-    return [pytest.approx(entry, abs=tolerance) for entry in expected]
+    return [pytest.approx(value, abs=tolerance) for value in expected]
 
 
 # Golden numbers.
@@ -139,7 +139,7 @@ def test_normalized_gains_have_mean_0_and_population_variance_1_over_the_turns_t
     assert [turns[-1] for turns in found] == [0.0] * len(group)
     if any(inner):
         assert math.fsum(inner) / len(inner) == pytest.approx(0, abs=1e-9)
-        assert math.fsum(entry * entry for entry in inner) / len(inner) == pytest.approx(1)
+        assert math.fsum(value * value for value in inner) / len(inner) == pytest.approx(1)
 
 
 def test_the_weight_scales_gains_after_their_normalization_and_leaves_the_outcome():
@@ -151,8 +151,8 @@ def test_the_weight_scales_gains_after_their_normalization_and_leaves_the_outcom
 def test_equal_outcomes_leave_the_gains_to_tell_trajectories_apart():
     found = turn_advantages([[0.0, 0.0], [2.0, 0.0], [1.0, 0.0]], [0.0, 0.0, 0.0])
 
-    assert [entry[0] for entry in found] == pytest.approx([-math.sqrt(1.5), math.sqrt(1.5), 0.0])
-    assert [entry[1] for entry in found] == [0.0, 0.0, 0.0]
+    assert [turns[0] for turns in found] == pytest.approx([-math.sqrt(1.5), math.sqrt(1.5), 0.0])
+    assert [turns[1] for turns in found] == [0.0, 0.0, 0.0]
 
 
 def test_gains_that_differ_by_rounding_alone_are_equal():

@@ -28,9 +28,9 @@ from training.samples.groups import PromptGroup, RowOutcome
 from training.samples.rollout import RolloutSample
 from training.update.information_gain import (
     InformationGain,
-    covered,
     credit_metrics,
     ground_truth_tokens,
+    measure_cover,
     trainer_scorer,
     turn_prefixes,
 )
@@ -395,7 +395,7 @@ def test_without_credit_there_are_no_metrics_of_it():
     [([], 0.0), ([(1, 3)], 2.0), ([(5, 6), (1, 3)], 3.0), ([(1, 5), (2, 3), (4, 7)], 6.0)],
 )
 def test_time_that_spans_share_counts_once(spans, length):
-    assert covered(spans) == length
+    assert measure_cover(spans) == length
 
 
 # The recipe's settings.

@@ -80,7 +80,7 @@ def _value(node: ast.expr, expression: str) -> Fraction:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             # A decimal as it was written: 0.1 is a tenth, not the nearest float to it.
-            return _bounded(lambda: Fraction(Decimal(str(number))))
+            return _calculate_bounded(lambda: Fraction(Decimal(str(number))))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand, expression)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
@@ -89,7 +89,7 @@ def _value(node: ast.expr, expression: str) -> Fraction:
             return _power(_value(left, expression), _value(right, expression))
         case ast.BinOp(left=left, op=op, right=right) if operation := _OPERATIONS.get(type(op)):
             first, second = _value(left, expression), _value(right, expression)
-            return _bounded(lambda: operation(first, second))
+            return _calculate_bounded(lambda: operation(first, second))
         case _:
             raise _refusal(expression)
 
@@ -99,10 +99,10 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         raise ValueError(
             f"exponents must be whole and at most {MAX_EXPONENT}, got {float(exponent):.10g}"
         )
-    return _bounded(lambda: base ** int(exponent))
+    return _calculate_bounded(lambda: base ** int(exponent))
 
 
-def _bounded(calculation: Callable[[], Fraction | int]) -> Fraction:
+def _calculate_bounded(calculation: Callable[[], Fraction | int]) -> Fraction:
     """The result, if it is not too large to go on with."""
     try:
         result = Fraction(calculation())
