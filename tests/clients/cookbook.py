@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.clients.model import make_work_folder
+from tests.clients.model import make_work_folder, run_program
 
 from hearth.local import tinker_server
 
-_TIMEOUT_S = 300
 _AS_ARROW = """
 import pathlib, sys, datasets
 for file in pathlib.Path(sys.argv[1]).rglob("*.jsonl"):
@@ -346,20 +345,8 @@ def run(recipe: Recipe, python: Path, url: str, work: Path) -> Outcome:
     log_choice = [] if recipe.log is None else [f"{recipe.log}={logs}"]
     if not recipe.has_log_choice:
         shutil.rmtree(logs, ignore_errors=True)
-    with (work / "output.log").open("wb") as output:
-        try:
-            code = subprocess.run(
-                [python, "-m", module, *recipe.arguments, *log_choice, *choice],
-                cwd=work,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                timeout=_TIMEOUT_S,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
+    argv = [python, "-m", module, *recipe.arguments, *log_choice, *choice]
+    code = run_program(argv, work, environment, work / "output.log")
     seconds = time.monotonic() - begin_s
     if code != 0:
         lines = (work / "output.log").read_text(errors="replace").splitlines()

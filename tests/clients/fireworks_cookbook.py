@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+from tests.clients.model import run_program
 
 from hearth.local import tinker_server
 from hearth.settings import CATALOG_VARIABLE
 from training.quickstart import MODEL
 
-_TIMEOUT_S = 300
 _NAME = "accounts/fireworks/models/tiny"
 _REPOSITORY = Path(__file__).parents[2]
 Metrics = list[dict[str, Any]]
@@ -103,20 +102,8 @@ def run(recipe: str, rank: int, environment: Environment) -> tuple[bool, str]:
     }
     arguments = [recipe, str(rank), _NAME, str(MODEL), str(work / name)]
     log = work / f"{name}.log"
-    with log.open("wb") as output:
-        try:
-            code = subprocess.run(
-                [environment.python, "-m", "tests.clients.fireworks_recipe", *arguments],
-                cwd=work,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                timeout=_TIMEOUT_S,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
+    argv = [environment.python, "-m", "tests.clients.fireworks_recipe", *arguments]
+    code = run_program(argv, work, variables, log)
     lines = log.read_text(errors="replace").splitlines()
     if code != 0:
         return False, f"exit {code}: {lines[-1][:200]}"

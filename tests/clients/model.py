@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 import json
 import random
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +281,23 @@ def _write(folder: Path, configs: dict[str, dict[str, list[dict[str, Any]]]]) ->
             _write_lines(folder / config / f"{split}.jsonl", rows)
             lines += [f"  - split: {split}", f"    path: {config}/{split}.jsonl"]
     (folder / "README.md").write_text("\n".join([*lines, "---", ""]), encoding="utf-8")
+
+
+def run_program(
+    argv: Sequence[str | Path], work: Path, environment: Mapping[str, str], log: Path
+) -> int:
+    """The exit code of a program in the work folder; -1 where it took longer than five minutes."""
+    with log.open("wb") as output:
+        try:
+            return subprocess.run(
+                argv,
+                cwd=work,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                timeout=300,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return -1

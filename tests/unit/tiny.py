@@ -9,6 +9,34 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+LATENT_ATTENTION = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "v_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+}
+"""The fields of a small ``DeepseekV3Config`` that other families do not have."""
+
+
+def llama3_rope(positions: int) -> dict[str, Any]:
+    """Llama 3's rotation of a model that was first trained on ``positions`` positions."""
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": positions,
+    }
+
+
 def checksum(tensor: "Tensor") -> str:
     """The checksum of a tensor, as a manifest has it."""
     from hearth.sync.manifest import describe

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from tests.unit.tiny import make_decoder
+from tests.unit.tiny import llama3_rope, make_decoder
 from torch import Tensor
 
 from hearth.inference.engine.cache import SlotCache
@@ -35,19 +35,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {"num_key_value_heads": 1, "tie_word_embeddings": True},
     ),
-    "llama 3's rotation": (
-        "LlamaConfig",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
+    "llama 3's rotation": ("LlamaConfig", {"rope_parameters": llama3_rope(64)}),
     "llama with large heads": ("LlamaConfig", {"head_dim": 24}),
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
     "qwen2": ("Qwen2Config", {}),

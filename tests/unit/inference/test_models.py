@@ -1,6 +1,7 @@
 import pytest
 import torch
 import transformers
+from tests.unit.tiny import LATENT_ATTENTION
 
 from hearth.errors import ConfigError
 from hearth.inference.backend import SampleRequest
@@ -48,24 +49,7 @@ KINDS = {
         BODY
         | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
-    "latent attention": (
-        "DeepseekV3Config",
-        BODY
-        | {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "v_head_dim": 12,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 32,
-        },
-    ),
+    "latent attention": ("DeepseekV3Config", BODY | LATENT_ATTENTION | {"num_experts_per_tok": 2}),
 }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.unit.tiny import make_decoder, shake
+from tests.unit.tiny import llama3_rope, make_decoder, shake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -46,19 +46,7 @@ BODY: dict[str, Any] = {
 PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
     "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True, "head_dim": 8}),
-    "llama 3's rotation": (
-        "LlamaConfig",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
-    ),
+    "llama 3's rotation": ("LlamaConfig", {"rope_parameters": llama3_rope(32)}),
     "mistral": ("MistralConfig", {"sliding_window": None, "num_key_value_heads": 1}),
     "qwen2": ("Qwen2Config", {}),
     "qwen2, tied": ("Qwen2Config", {"tie_word_embeddings": True}),

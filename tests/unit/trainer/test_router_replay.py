@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.unit.moe import LAYERS, TOP_K, moe_config, plain_logprobs, write_moe, write_tied_moe
-from tests.unit.tiny import write_qwen
+from tests.unit.tiny import LATENT_ATTENTION, write_qwen
 
 from hearth.errors import RequestError
 from hearth.inference.backend import SampleRequest
@@ -312,22 +312,7 @@ FAMILIES = {
     "mixtral": ("MixtralConfig", {}),
     "olmoe": ("OlmoeConfig", {}),
     "granitemoe": ("GraniteMoeConfig", {}),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "v_head_dim": 12,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 32,
-        },
-    ),
+    "deepseek_v3": ("DeepseekV3Config", LATENT_ATTENTION),
 }
 
 
