@@ -243,7 +243,7 @@ class Deployments(Resources[Deployment]):
                 "that provisioned it, or patch maxReplicaCount to 1"
             )
         return NotReadyError(
-            f"deployment {record.id!r} must be ready, got {record.state}: ask soon"
+            f"deployment {record.id!r} must be ready, got {record.state}: ask again soon"
         )
 
     def _check_replicas(self, body: Deployment, engine: Engine) -> None:

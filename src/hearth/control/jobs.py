@@ -154,7 +154,7 @@ class Jobs(Resources[TrainerJob]):
     def _explain_absence(self, record: StoredRecord) -> HearthError:
         if record.state in self.alive:
             return NotReadyError(
-                f"trainer job {record.id!r} must be running, got {record.state}: ask soon"
+                f"trainer job {record.id!r} must be running, got {record.state}: ask again soon"
             )
         action = "resume it" if record.state in RESUMABLE else "create a new one"
         return ClosedError(

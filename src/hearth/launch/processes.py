@@ -340,7 +340,7 @@ def _end_stray(folder: WorkerFolder) -> None:
     """End a process of a worker's folder that nobody follows."""
     stray = folder.read_process()
     if stray is not None and stray.process.is_alive():
-        logger.warning("process %d in %s was followed by nobody", stray.process.pid, folder.path)
+        logger.warning("process %d in %s had no watcher", stray.process.pid, folder.path)
         end_process(ProcessHandle(stray.process), _STRAY_GRACE_S)
         if stray.process.is_alive():
             raise EngineError(

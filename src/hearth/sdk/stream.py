@@ -227,8 +227,8 @@ class OperationStream:
         if operation.restarts >= MOST_RESTARTS:
             raise EngineError(
                 f"{operation.name} must end, got a trainer that was lost {operation.restarts + 1} "
-                f"times over it, the last time so: {error}. Mend what ends it (is its memory too "
-                "small?), then start the same command again: it goes on from the last checkpoint"
+                f"times meanwhile, the last time with: {error}. Find out what ends it (too little "
+                "memory?), then start the same command again: it goes on from the last checkpoint"
             ) from error
         logger.warning("the trainer is lost over %s: %s", operation.name, error)
         operation.loss = error

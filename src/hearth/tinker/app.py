@@ -87,7 +87,7 @@ def _refuse(path: str, why: str) -> Callable[[Request], Awaitable[Response]]:
 
 async def _handle_no_route(request: Request, error: Exception) -> Response:
     path = f"{request.method} {request.url.path[:200]}"
-    logger.warning("%s is asked for, which is unknown here", path)
+    logger.warning("unknown path %s was requested", path)
     return await handle_error(
         request, NotFoundError(f"path must be one that the platform has, got {path!r}")
     )

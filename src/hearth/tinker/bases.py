@@ -114,7 +114,7 @@ class Base:
                 self._is_trained = True
             job = await asyncio.to_thread(jobs.get, self.id)
             if job.state in RESUMABLE:
-                logger.warning("the trainer of %s is started again: %s", self.name, job.state)
+                logger.warning("the trainer of %s is restarted: %s", self.name, job.state)
                 await asyncio.to_thread(jobs.resume, self.id)
         await self._await_ready(jobs)
 
@@ -166,7 +166,7 @@ class Base:
                 tries += 1
                 if tries == _DEPLOYMENT_TRIES:
                     raise
-                logger.info("the deployment of %s is asked again: %s", self.name, error)
+                logger.info("a request to the deployment of %s is repeated: %s", self.name, error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 8.0)
             await self.start_deployment()

@@ -379,7 +379,9 @@ class Front:
         """
         folder, expires_s = self._links.get(token, (None, 0.0))
         if folder is None or expires_s < time.time() or not (folder / name).is_file():
-            raise NotFoundError("link must be one that was given out within the hour: ask anew")
+            raise NotFoundError(
+                "link must be one that was given out within the hour: ask for a new one"
+            )
         return folder / name
 
     async def load(self, owner: str, ask: records.LoadWeightsRequest) -> str:
@@ -791,7 +793,9 @@ async def _find_own(table: Records, id: str, owner: str, field: str) -> StoredRe
     """
     record = await _on_thread(table.find, id)
     if record is None or record.body.get("owner") != owner:
-        raise NotFoundError(f"{field} must name one of this key's, got {id[:200]!r}: there is none")
+        raise NotFoundError(
+            f"{field} must name one that this key has made, got {id[:200]!r}: there is none"
+        )
     return record
 
 

@@ -256,7 +256,7 @@ class TinkerRun:
             try:
                 self._enqueue(RunOperation("save_weights", body, facts={"own": name}))
             except StorageError as error:
-                logger.error("run %s: no checkpoint of its own now: %s", self.id, error)
+                logger.error("run %s: its own checkpoint could not be saved: %s", self.id, error)
 
     def _append(self, operation: RunOperation) -> None:
         self._journal.write_operation(self._next_number, operation.head(), operation.body)
@@ -495,7 +495,7 @@ class TinkerRun:
                 if operation.restarts > MOST_RESTARTS:
                     raise EngineError(
                         f"{operation.kind} must end, got a trainer that was lost "
-                        f"{operation.restarts} times over it, the last time so: {error}"
+                        f"{operation.restarts} times meanwhile, the last time with: {error}"
                     ) from error
                 logger.warning("run %s: its trainer is lost: %s", self.id, error)
                 await self._retry(self._reattach)

@@ -59,6 +59,7 @@ def test_a_check_has_a_verdict_and_says_why(server, run, verdict, detail):
 
 
 def test_a_check_that_does_not_end_has_failed_and_the_next_one_runs(server, monkeypatch):
+    # A check has minutes: without this the test would take as long.
     monkeypatch.setattr(suite, "_LONGEST_S", 0.05)
     may_end = threading.Event()
     checks = [Check("g", "endless", lambda _: may_end.wait(60)), Check("g", "short", holds)]

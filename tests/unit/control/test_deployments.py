@@ -78,7 +78,7 @@ async def test_one_that_dies_is_started_again_by_itself(ask, script, deployed):
     assert await state(ask) == ("UPDATING", "ended by SIGKILL")
     second = script.last("d")
     assert second is not first
-    assert "got UPDATING: ask soon" in await ask.refused(425, "POST", COMPLETIONS, sampled())
+    assert "got UPDATING: ask again soon" in await ask.refused(425, "POST", COMPLETIONS, sampled())
     first.starts()
     assert (await state(ask))[0] == "UPDATING", "late news"
     second.starts()
@@ -230,7 +230,7 @@ async def test_sampling_while_it_is_created_is_425(ask, created):
 
     assert (answer.status_code, answer.headers["retry-after"]) == (425, "1")
     message = answer.json()["error"]["message"]
-    assert message == "deployment 'd' must be ready, got CREATING: ask soon"
+    assert message == "deployment 'd' must be ready, got CREATING: ask again soon"
 
 
 async def test_an_unknown_deployment_lists_the_known_ones(ask, deployed):

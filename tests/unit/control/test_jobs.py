@@ -62,7 +62,7 @@ async def test_a_running_job_is_reached_at_its_trainers_own_path(ask, running):
 
 async def test_a_trainer_that_does_not_run_answers_425_or_410_with_what_to_do(ask, script, created):
     path = f"{TRAINER}/j/api/v1/healthz"
-    assert "got JOB_STATE_CREATING: ask soon" in await ask.refused(425, "GET", path)
+    assert "got JOB_STATE_CREATING: ask again soon" in await ask.refused(425, "GET", path)
     script.last("j").starts()
     await ask("POST", f"{JOBS}/j:cancel")
     assert "(cancelled by request): resume it" in await ask.refused(410, "GET", path)

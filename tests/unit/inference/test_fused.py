@@ -84,6 +84,7 @@ def test_attention_takes_scores_that_no_exponential_holds(runner: Any) -> None:
 def test_where_torch_hides_its_product_the_plain_step_decodes(
     runner: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    # The torch that is installed exports its product.
     monkeypatch.setattr("hearth.inference.engine.fused.find_torch_symbol", lambda _name: None)
     prompts = make_prompts(1, 65)
 

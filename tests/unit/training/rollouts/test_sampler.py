@@ -3,7 +3,7 @@ from typing import Any, cast
 
 import pytest
 from tests.unit.training.trial_rollouts import (
-    number_of_draw,
+    rollout_number,
     rollouts_of,
     row_of,
     run_row,
@@ -117,7 +117,7 @@ def test_another_attempt_samples_with_the_same_seeds():
     sampler = deployment.sampler()
 
     async def rollout_fn(_row: Any) -> None:
-        attempts.append(number_of_draw())
+        attempts.append(rollout_number())
         await sampler.sample_with_prompt_tokens([1, 2])
         await sampler.sample_with_prompt_tokens([1, 2], n=3)
         if len(attempts) == 1:
@@ -161,14 +161,14 @@ def play_turns(length: int = 2, *, turns: int = 1, n: int = 1, **changes: Any) -
         for turn in range(turns):
             ask = sampler.sample_with_tokens if turn else sampler.sample_with_prompt_tokens
             await ask([5, 6], n=n)
-        return sample_of(float(number_of_draw()), length=length, **changes)
+        return sample_of(float(rollout_number()), length=length, **changes)
 
     return play
 
 
 async def play_two_segments(sampler: RolloutSampler) -> RolloutResult:
     await sampler.sample_with_prompt_tokens([5, 6])
-    mine = float(number_of_draw())
+    mine = float(rollout_number())
     return RolloutRun([sample_of(mine, length=2), sample_of(mine, length=2)])
 
 
@@ -214,7 +214,7 @@ def rollout_with(sampler: RolloutSampler, **options: Any) -> Callable[..., Await
     async def rollout_fn(_row: Any) -> RolloutResult:
         await sampler.sample_with_tokens([])
         await sampler.sample_with_prompt_tokens([5, 6], **options)
-        return sample_of(float(number_of_draw()))
+        return sample_of(float(rollout_number()))
 
     return rollout_fn
 
