@@ -26,19 +26,19 @@ _CALL = re.compile(r'\b_?(get|post|put|delete|patch)\(\s*(?:path=)?f?"/api/v1/([
 _STRING = re.compile(r'f?"/api/v1/([^"*]*)"')
 MESSAGES: Mapping[str, type[BaseModel]] = {
     "AdamParams": AdamParams,
-    "CreateModelRequest": records.CreateModel,
+    "CreateModelRequest": records.CreateModelRequest,
     "CreateSamplingSessionRequest": records.CreateSampler,
-    "CreateSessionRequest": records.CreateSession,
-    "FutureRetrieveRequest": records.RetrieveFuture,
+    "CreateSessionRequest": records.CreateSessionRequest,
+    "FutureRetrieveRequest": records.RetrieveFutureRequest,
     "GetInfoRequest": records.NamedModel,
-    "LoadWeightsRequest": records.LoadWeights,
+    "LoadWeightsRequest": records.LoadWeightsRequest,
     "LoraConfig": records.LoraConfig,
-    "OptimStepRequest": records.OptimStep,
+    "OptimStepRequest": records.OptimStepRequest,
     "SampleRequest": records.AskSamples,
     "SamplingParams": records.SamplingParams,
     "SaveWeightsExternalRequest": records.SaveExternal,
     "SaveWeightsForSamplerRequest": records.SaveForSampler,
-    "SaveWeightsRequest": records.SaveWeights,
+    "SaveWeightsRequest": records.SaveWeightsRequest,
     "SessionHeartbeatRequest": records.NamedSession,
 }
 """The client's messages to routes that are answered, and our records of them."""

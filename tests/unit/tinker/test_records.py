@@ -30,7 +30,7 @@ def test_unknown_fields_are_logged_once_in_parts_of_messages_too(
 
     assert sorted(record.getMessage() for record in caplog.records) == [
         f"AskSamples has the field 'priority_{mark}', which is unknown here",
-        f"Prompt has the field 'cache_{mark}', which is unknown here",
+        f"PromptChunks has the field 'cache_{mark}', which is unknown here",
         f"SamplingParams has the field 'min_p_{mark}', which is unknown here",
     ]
 
