@@ -279,7 +279,7 @@ RECIPES = (
     Recipe(
         "decisions.forecasting",
         "decisions.forecasting",
-        (_CHAT, _RENDERER, "data_path=forecasts.csv", "batch_size=4", "lora_rank=8",
+        (_CHAT, "renderer_name=qwen3", "data_path=forecasts.csv", "batch_size=4", "lora_rank=8",
          "max_steps=2"),
         _is_brier,
     ),

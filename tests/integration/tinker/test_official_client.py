@@ -450,6 +450,28 @@ def test_what_is_wrong_fails_its_own_future_and_the_run_goes_on(service) -> None
     assert read_logprobs(client.forward(make_data(1), "cross_entropy").result()) == before
 
 
+def test_a_sample_that_is_wrong_fails_alone_and_at_once(service) -> None:
+    sampler = service.create_sampling_client(base_model=BASE)
+    image = types.ImageChunk(data=b"x", format="png", expected_tokens=2)
+    good = types.ModelInput.from_ints([20, 21])
+    for prompt, count, params, message in (
+        (types.ModelInput(chunks=[image]), 1, {}, "made of encoded_text chunks"),
+        (types.ModelInput.from_ints([10**6]), 1, {}, "prompt"),
+        (types.ModelInput.from_ints([20] * 10**5), 1, {}, "prompt"),
+        (good, 2000, {}, "n must be in 1..1024"),
+        (good, 1, {"top_k": -5}, "top_k must be"),
+        (good, 1, {"top_p": 2.0}, "top_p must be"),
+        (good, 1, {"max_tokens": -1}, "max_tokens must be"),
+    ):
+        given = types.SamplingParams(**{"max_tokens": 2, "stop": []} | params)
+        with pytest.raises(tinker.RequestFailedError, match=message) as failed:
+            sampler.sample(prompt, count, given).result(60)
+        assert failed.value.category is types.RequestErrorCategory.User
+
+    answer = sampler.sample(good, 1, types.SamplingParams(max_tokens=2, stop=[])).result(60)
+    assert len(answer.sequences[0].tokens) == 2
+
+
 def test_an_unknown_model_fails_its_creation(service) -> None:
     with pytest.raises(tinker.RequestFailedError, match="base_model must be an existing folder"):
         service.create_lora_training_client(base_model="/no/such", rank=4).result()
