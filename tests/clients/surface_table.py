@@ -69,7 +69,6 @@ FIELDS: Mapping[tuple[str, str], str] = {
     ("OptimStepRequest", "optim_params"): "AdamParams; others are refused",
     ("SampleRequest", "base_model"): f"{_OUT}the sampling session names the model",
     ("SampleRequest", "model_path"): f"{_OUT}the sampling session names the weights",
-    ("SampleRequest", "target_prompt_logprobs"): f"{_OUT}score with forward",
     ("SampleRequest", "prompt_alt_tokens_k"): f"{_OUT}sample from the prompt's beginnings",
     ("SampleRequest", "record_stability_info"): (
         "changes nothing: stable_reinforce reads the datums' logprobs"

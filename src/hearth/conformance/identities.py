@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -244,6 +245,25 @@ def _check_prompt_logprobs(server: Server) -> None:
         assert values[0] >= logprob - _ROUNDING, "nothing is above the best"
 
 
+def _check_target_logprobs(server: Server) -> str:
+    sampler = server.sampler()
+    if "target_prompt_logprobs" not in inspect.signature(sampler.sample).parameters:
+        raise SkipError("needs a client that has target_prompt_logprobs")
+    prompt, params = types.ModelInput.from_ints(_PROMPT), types.SamplingParams(max_tokens=1)
+    expected = np.asarray(get(sampler.compute_logprobs(prompt))[1:])
+    # The prompt's own tokens, one cell that asks nothing, and a token of its own.
+    dense = np.array([[token, -1] for token in _PROMPT[1:]])
+    dense[1] = 30, _PROMPT[2]
+    answer = get(
+        sampler.sample(prompt, 1, params, target_prompt_logprobs=types.TensorData.from_numpy(dense))
+    )
+    assert answer.target_prompt_logprobs is not None, "they are asked for"
+    found = np.asarray(answer.target_prompt_logprobs.to_numpy())
+    assert found.shape == dense.shape, f"they must have the shape asked for, got {found.shape}"
+    assert found[1][0] < 0, f"a logprob is below 0, got {found[1][0]}"
+    return _close(expected, np.array([found[0][0], found[1][1], found[2][0]]), _ROUNDING)
+
+
 def _check_runs_together(server: Server) -> str:
     count = 4
     alone = [train(server.begin(seed=seed), seed) for seed in range(count)]
@@ -398,6 +418,7 @@ CHECKS = [
         ("sampler and trainer agree", _check_parity),
         ("seeds, stops, temperature 0 and top_k", _check_samples),
         ("prompt logprobs and their top lists", _check_prompt_logprobs),
+        ("logprobs of named tokens of a prompt", _check_target_logprobs),
         ("runs at one time are each as alone", _check_runs_together),
         ("another key sees nothing", _check_tenants),
         ("what is wrong fails alone", _check_bad_requests),

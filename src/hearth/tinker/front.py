@@ -35,6 +35,7 @@ from hearth.tinker.protobuf import PassRequest
 from hearth.tinker.runs import BINARY, JSON, RunOperation, TinkerRun, make_key
 from hearth.tinker.sampling import build_completion, check_samples, read_prompt, write_samples
 from hearth.tinker.saved import Kind, SavedWeights, check_name, taken_error
+from hearth.tinker.targets import build_scoring, read_scores, read_targets
 from hearth.wire.http import describe_failure
 from hearth.wire.tinker import AdamParams, LoraSpec
 
@@ -690,6 +691,8 @@ class Front:
     ) -> bytes:
         check_samples(ask)
         prompt = read_prompt(ask)
+        named = ask.target_prompt_logprobs
+        targets = None if named is None else read_targets(named, prompt)
         base = self.bases.get(facts.base_model)
         if base is None:
             base = await _on_thread(self.bases.find, facts.base_model)
@@ -697,7 +700,11 @@ class Front:
         length = await base.max_seq_len()
         body = build_completion(ask, prompt, identity=facts.identity, max_seq_len=length)
         answer = await base.complete(body, owner)
-        return BINARY + write_samples(ask, prompt, answer)
+        if targets is None:
+            return BINARY + write_samples(ask, prompt, answer)
+        scoring = build_scoring(targets, prompt, facts.identity)
+        scores = None if scoring is None else await base.complete(scoring, owner)
+        return BINARY + write_samples(ask, prompt, answer, read_scores(targets, scores))
 
     async def _find_session(self, owner: str, session_id: str) -> None:
         record = await _find_own(self._sessions, session_id, owner, "session_id")

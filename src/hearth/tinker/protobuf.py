@@ -95,6 +95,7 @@ _SCHEMA: Mapping[str, Sequence[tuple[int, str, str]]] = {
         (2, "prompt_logprobs", "bytes?"),
         (3, "topk_prompt_logprobs", "TopkLogprobs"),
         (4, "prompt_cache_hit_tokens", "int32"),
+        (5, "target_prompt_logprobs", "Tensor"),
     ],
 }
 
@@ -126,6 +127,16 @@ class WireSequence:
     tops: Sequence[TopLogprobs] | None = None
 
 
+@dataclass(frozen=True)
+class TargetLogprobs:
+    """Logprobs of tokens that a client has named, dense or as CSR."""
+
+    values: NDArray[np.float32]
+    shape: tuple[int, int]
+    sparse: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    """CSR's row offsets and columns."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """The result of one sampling request."""
@@ -133,6 +144,7 @@ class Sample:
     sequences: Sequence[WireSequence]
     prompt_logprobs: Sequence[float | None] | None = None
     prompt_tops: Sequence[TopLogprobs | None] | None = None
+    target_logprobs: TargetLogprobs | None = None
     cached_prompt_tokens: int = 0
     prompt_k: int = 0
     """How many tokens the prompt's top lists have."""
@@ -220,7 +232,21 @@ def write_sample(sample: Sample) -> bytes:
         message.prompt_logprobs = np.asarray(values, dtype="<f4").tobytes()
     if sample.prompt_tops is not None:
         _write_tops(message.topk_prompt_logprobs, sample.prompt_tops, sample.prompt_k)
+    if sample.target_logprobs is not None:
+        _write_targets(message.target_prompt_logprobs, sample.target_logprobs)
     return message.SerializeToString()
+
+
+def _write_targets(message: Any, targets: TargetLogprobs) -> None:
+    message.dtype = _FLOAT32
+    message.shape.extend(targets.shape)
+    values = targets.values.astype("<f4").tobytes()
+    if targets.sparse is None:
+        message.dense = values
+        return
+    offsets, columns = (each.astype("<i8").tobytes() for each in targets.sparse)
+    sparse = message.sparse_csr
+    sparse.values, sparse.crow_indices, sparse.col_indices = values, offsets, columns
 
 
 def _write_tops(message: Any, tops: Sequence[TopLogprobs | None], k: int) -> None:

@@ -7,7 +7,13 @@ from typing import Any
 import orjson
 
 from hearth.errors import RequestError
-from hearth.tinker.protobuf import Sample, TopLogprobs, WireSequence, write_sample
+from hearth.tinker.protobuf import (
+    Sample,
+    TargetLogprobs,
+    TopLogprobs,
+    WireSequence,
+    write_sample,
+)
 from hearth.tinker.records import AskSamples
 
 MOST_TOP = 20
@@ -39,7 +45,6 @@ def check_samples(ask: AskSamples) -> None:
         RequestError: a field is given that this platform cannot honor, or breaks its rule.
     """
     refused = {
-        "target_prompt_logprobs": "ask for topk_prompt_logprobs, or score with forward",
         "prompt_alt_tokens_k": "sample from the prompt's beginnings instead",
         "base_model": "the sampling session names what is sampled from",
         "model_path": "the sampling session names what is sampled from",
@@ -95,7 +100,12 @@ def build_completion(
     return orjson.dumps({name: value for name, value in body.items() if value is not None})
 
 
-def write_samples(ask: AskSamples, prompt: list[int], answer: dict[str, Any]) -> bytes:
+def write_samples(
+    ask: AskSamples,
+    prompt: list[int],
+    answer: dict[str, Any],
+    target_logprobs: TargetLogprobs | None = None,
+) -> bytes:
     """The result of the request, of the completion's answer."""
     echoed = 0
     if ask.prompt_logprobs or ask.topk_prompt_logprobs:
@@ -130,6 +140,7 @@ def write_samples(ask: AskSamples, prompt: list[int], answer: dict[str, Any]) ->
             sequences=sequences,
             prompt_logprobs=prompt_logprobs if ask.prompt_logprobs else None,
             prompt_tops=prompt_tops if ask.topk_prompt_logprobs else None,
+            target_logprobs=target_logprobs,
             cached_prompt_tokens=int(usage.get("cached-prompt-tokens", 0)),
             prompt_k=ask.topk_prompt_logprobs,
             sample_k=ask.topk_sample_logprobs,
