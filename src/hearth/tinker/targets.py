@@ -46,13 +46,7 @@ def read_targets(tensor: Mapping[str, Any], prompt: Sequence[int]) -> Targets:
     Raises:
         RequestError: it is no int64 tensor [len(prompt) - 1, K], or names too many tokens.
     """
-    shape, height = tensor.get("shape"), len(prompt) - 1
-    is_matrix = isinstance(shape, list) and [type(size) for size in shape] == [int, int]
-    if tensor.get("dtype") != "int64" or not is_matrix or shape[0] != height or shape[1] < 1:
-        raise RequestError(
-            f"target_prompt_logprobs must be an int64 tensor of shape [{height}, K], got "
-            f"{str(tensor.get('dtype'))[:20]} of {str(shape)[:80]}: one row per token but the first"
-        )
+    height, width = len(prompt) - 1, _read_width(tensor, len(prompt) - 1)
     try:
         tokens = np.asarray(tensor["data"], dtype=np.int64).reshape(-1)
         sparse = None
@@ -64,19 +58,32 @@ def read_targets(tensor: Mapping[str, Any], prompt: Sequence[int]) -> Targets:
             sparse = offsets, columns
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RequestError(f"target_prompt_logprobs must be a tensor, got {error}") from None
-    if not _is_whole(tokens, sparse, height, shape[1]):
+    if not _is_whole(tokens, sparse, height, width):
         raise RequestError(
             f"target_prompt_logprobs must hold the cells of its shape, got {tokens.size} tokens"
         )
-    counts = shape[1] if sparse is None else np.diff(sparse[0])
+    counts = width if sparse is None else np.diff(sparse[0])
     rows = np.repeat(np.arange(height), counts)
-    targets = Targets(tokens, rows, (height, shape[1]), sparse)
+    targets = Targets(tokens, rows, (height, width), sparse)
     if (count := int(targets.asked.sum())) > MOST_TARGETS:
         raise RequestError(
             f"target_prompt_logprobs must name at most {MOST_TARGETS} tokens, got {count}: score "
             "whole sequences with compute_logprobs, or with forward"
         )
     return targets
+
+
+def _read_width(tensor: Mapping[str, Any], height: int) -> int:
+    match tensor:
+        case {"dtype": "int64", "shape": [int(rows), int(width)]} if rows == height and width >= 1:
+            return width
+        case _:
+            pass
+    found = f"{str(tensor.get('dtype'))[:20]} of {str(tensor.get('shape'))[:80]}"
+    raise RequestError(
+        f"target_prompt_logprobs must be an int64 tensor of shape [{height}, K], got {found}: "
+        "one row per token but the first"
+    )
 
 
 def _is_whole(
@@ -91,7 +98,11 @@ def _is_whole(
     offsets, columns = sparse
     is_grid = offsets.size == height + 1 and columns.size == tokens.size
     is_rising = is_grid and offsets[0] == 0 and bool(np.all(np.diff(offsets) >= 0))
-    return is_rising and offsets[-1] == tokens.size and bool(np.all(columns < width))
+    return (
+        is_rising
+        and offsets[-1] == tokens.size
+        and bool(np.all((columns >= 0) & (columns < width)))
+    )
 
 
 def build_scoring(targets: Targets, prompt: Sequence[int], identity: str | None) -> bytes | None:

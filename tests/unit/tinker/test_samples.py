@@ -69,3 +69,17 @@ def test_a_session_that_ends_takes_its_samples_along() -> None:
         assert await samples.wait("sample:s10:sample:0:1", "alice", 9) == b"J{}"
 
     asyncio.run(run())
+
+
+def test_twenty_thousand_requests_leave_the_last_4096_results() -> None:
+    async def run() -> None:
+        samples = Samples()
+        for number in range(20_000):
+            samples.begin(f"sample:s:{number}", "alice", answer)
+            assert await samples.wait(f"sample:s:{number}", "alice", 9) == b"J{}"
+
+        assert await samples.wait(f"sample:s:{20_000 - 4096}", "alice", 9) == b"J{}"
+        with pytest.raises(ClosedError):
+            await samples.wait(f"sample:s:{20_000 - 4097}", "alice", 9)
+
+    asyncio.run(run())
