@@ -7,13 +7,7 @@ from typing import Any
 import orjson
 
 from hearth.errors import RequestError
-from hearth.tinker.protobuf import (
-    Sample,
-    TargetLogprobs,
-    TopLogprobs,
-    WireSequence,
-    write_sample,
-)
+from hearth.tinker.protobuf import Sample, TargetLogprobs, TopLogprobs, WireSequence, write_sample
 from hearth.tinker.records import AskSamples
 
 MOST_TOP = 20

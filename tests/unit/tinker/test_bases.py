@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from tests.unit.virtual_time import now, run_virtual
 
 from hearth.errors import BusyError
-from hearth.tinker.bases import Base, LostError
+from hearth.tinker.bases import Base, BaseLostError
 from hearth.wire.http import error_response, json_response
 
 
@@ -61,6 +61,6 @@ def test_a_deployment_that_does_not_answer_is_given_up_after_eight_tries() -> No
     assert answer == {"choices": []}
 
     peer = Peer(503, 100)
-    with pytest.raises(LostError):
+    with pytest.raises(BaseLostError):
         complete(peer)
     assert peer.left == 92
