@@ -6,7 +6,8 @@ export type Value = number | null;
 export type Scalar = string | number | boolean | null;
 
 export interface Run {
-  id: string;
+  /** The name in URLs; differs between the runs of a table. */
+  key: string;
   name: string;
   path: string;
   state: "running" | "ended" | "failed" | "killed" | "stalled";
@@ -160,7 +161,7 @@ export interface Tokens {
 
 export type TokenValues = Record<string, (number | boolean | null)[] | undefined>;
 
-export interface Sample extends SampleRow {
+export interface Sample extends Omit<SampleRow, "text_start" | "match" | "match_in"> {
   run: string;
   prompt: string;
   ground_truth: string | null;

@@ -108,8 +108,8 @@ export function Filters({ run, query }: { run: RunDetail; query: URLSearchParams
 function NumberRange({ run, query, column, title }: { run: RunDetail; query: URLSearchParams; column: string; title: string }) {
   const [low, high] = [`${column}_min`, `${column}_max`];
   const others = filterQuery(withChanges(query, { [low]: null, [high]: null }));
-  const url = runUrl(run.id, `/histogram?column=${column}&bins=40&${others}`);
-  const { data } = useApi<Counts>(run.has_samples ? url : null, run.id);
+  const url = runUrl(run.key, `/histogram?column=${column}&bins=40&${others}`);
+  const { data } = useApi<Counts>(run.has_samples ? url : null, run.key);
   const value = (name: string) => (query.get(name) ? Number(query.get(name)) : null);
   return (
     <section>

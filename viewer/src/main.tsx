@@ -104,10 +104,10 @@ function Routed({ path, detail, error }: { path: string[]; detail: RunDetail | n
   if (path[0] === "compare") return <CompareView />;
   if (path[0] !== "run" || !path[1]) return <main class="view"><Empty title="There is no such page"><a href="/runs">Table of runs</a></Empty></main>;
   if (error && !detail) return <main class="view"><Failure text={error} /></main>;
-  if (!detail || detail.id !== path[1]) return <main class="view" aria-busy="true" />;
+  if (!detail || detail.key !== path[1]) return <main class="view" aria-busy="true" />;
   const view = path[2] ?? "curves";
   const rest = path.slice(3).join("/");
-  const key = `${detail.id} ${view}`;
+  const key = `${detail.key} ${view}`;
   if (view === "curves") return <CurvesView key={key} run={detail} />;
   if (view === "time") return <TimeView key={key} run={detail} />;
   if (view === "samples") return <SamplesView key={key} run={detail} />;
@@ -116,7 +116,7 @@ function Routed({ path, detail, error }: { path: string[]; detail: RunDetail | n
   if (view === "group") return <GroupView key={key} run={detail} name={rest} />;
   if (view === "prompt") return <PromptView key={key} run={detail} name={rest} />;
   if (view === "sample") return <SampleView key={key} run={detail} id={rest} />;
-  return <main class="view"><Empty title="There is no such view"><a href={linkTo(detail.id, "curves")}>Curves of this run</a></Empty></main>;
+  return <main class="view"><Empty title="There is no such view"><a href={linkTo(detail.key, "curves")}>Curves of this run</a></Empty></main>;
 }
 
 applyTheme();

@@ -75,7 +75,7 @@ export function EventControls({ events }: { events: RunEvent[] }) {
 }
 
 function hiddenEvents(query: URLSearchParams): Set<string> {
-  return new Set((query.get("hide") ?? "recording").split(",").filter((name) => name !== "-"));
+  return new Set((query.get("hide") ?? "recording,eval").split(",").filter((name) => name !== "-"));
 }
 
 export function Plots({ sources, charts, onPick }: PlotsProps) {
@@ -97,7 +97,7 @@ export function Plots({ sources, charts, onPick }: PlotsProps) {
       <Readout cursor={cursor} time={time} source={sources[0]} range={range} canPick={!!onPick} />
       <div class="charts">
         {charts.map(({ title, name }, place) => (
-          <Chart key={name} title={title} name={name} lines={lines[place]!} marks={marks} range={range} smoothing={smoothing} time={time} group="page"
+          <Chart key={name} title={title} name={name} lines={lines[place]!} marks={marks} range={range} smoothing={name.startsWith("eval/") ? 0 : smoothing} time={time} group="page"
             onCursor={setCursor} onPick={onPick && pickStep}
             onZoom={(next) => setQuery({ zoom: next && next.map((value) => Number(value.toPrecision(6))).join("~") })} />
         ))}
@@ -143,12 +143,21 @@ function stepAt(series: Series, seconds: number): number {
   return series.steps[place] ?? series.steps[series.steps.length - 1] ?? 0;
 }
 
+/** Of each kind the event that is nearest, where one is near enough. */
+function nearestEvents(events: RunEvent[], distance: (event: RunEvent) => number, near: number): RunEvent[] {
+  const found = new Map<string, RunEvent>();
+  for (const event of events) {
+    const known = found.get(event.name);
+    if (distance(event) <= near && (!known || distance(event) < distance(known))) found.set(event.name, event);
+  }
+  return [...found.values()];
+}
+
 function Readout({ cursor, time, source, range, canPick }: { cursor: number | null; time: boolean; source?: Source; range: [number, number]; canPick: boolean }) {
   if (cursor === null || !source) {
     return <div class="readout">Drag to zoom, double-click to reset.{canPick && " Click a point for the samples of its step."}</div>;
   }
-  const near = (range[1] - range[0]) / 100;
-  const events = source.events.filter((event) => Math.abs((time ? event.seconds : event.step) - cursor) <= near).slice(0, 4);
+  const events = nearestEvents(source.events, (event) => Math.abs((time ? event.seconds : event.step) - cursor), (range[1] - range[0]) / 100);
   return (
     <div class="readout">
       <strong>{time ? `${formatSeconds(cursor)}, step ${stepAt(source.series, cursor)}` : `Step ${formatNumber(cursor)}`}</strong>

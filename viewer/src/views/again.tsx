@@ -38,7 +38,7 @@ export function AskAgain({ run, sample }: { run: RunDetail; sample: Sample }) {
     setId(null);
     try {
       const body = JSON.stringify({ sample: sample.id, count: exact ? 1 : count, exact });
-      const answer = await fetchJson<{ job: string }>(runUrl(run.id, "/again"), { method: "POST", body, headers: { "content-type": "application/json" } });
+      const answer = await fetchJson<{ job: string }>(runUrl(run.key, "/again"), { method: "POST", body, headers: { "content-type": "application/json" } });
       setId(answer.job);
     } catch (error) {
       setJob(null);

@@ -53,11 +53,11 @@ function useSources(runs: Run[], names: string): Source[] {
     let current = true;
     const ask = async () => {
       const url = `/series?names=${encodeURIComponent(names)}`;
-      const found = await Promise.all(runs.map(async (run) => ({ label: run.name, series: await fetchJson<Series>(runUrl(run.id, url)), events: [] })));
+      const found = await Promise.all(runs.map(async (run) => ({ label: run.name, series: await fetchJson<Series>(runUrl(run.key, url)), events: [] })));
       if (current) setSources(found);
     };
     if (runs.length > 0) void ask().catch(() => {});
-    const stops = runs.map((run) => onGrowth(run.id, () => void ask().catch(() => {})));
+    const stops = runs.map((run) => onGrowth(run.key, () => void ask().catch(() => {})));
     return () => {
       current = false;
       for (const stop of stops) stop();
@@ -77,7 +77,7 @@ function RunLegend({ runs }: { runs: Run[] }) {
   return (
     <div class="legend">
       {runs.map((run, place) => (
-        <span key={run.id}><LineSign place={place} /><a class="cut" href={linkTo(run.id, "curves")}><Line text={run.name} /></a><State state={run.state} /></span>
+        <span key={run.key}><LineSign place={place} /><a class="cut" href={linkTo(run.key, "curves")}><Line text={run.name} /></a><State state={run.state} /></span>
       ))}
     </div>
   );
@@ -96,7 +96,7 @@ function Parting({ comparison, runs }: { comparison: Comparison; runs: Run[] }) 
         <p><Line text={parts.reason.replace(/\.?$/, ".")} />{parts.metric && <> First metric that differs: <code><Line text={parts.metric} /></code>.</>}</p>
         {parts.sample && (
           <p class="bar">
-            {runs.slice(0, 2).map((run) => <a key={run.id} class="button" href={`${linkTo(run.id, "sample", parts.sample!)}?view=tokens${token}`}>The sample in <Line text={run.name} /></a>)}
+            {runs.slice(0, 2).map((run) => <a key={run.key} class="button" href={`${linkTo(run.key, "sample", parts.sample!)}?view=tokens${token}`}>The sample in <Line text={run.name} /></a>)}
           </p>
         )}
       </div>
@@ -110,7 +110,7 @@ function Differences({ comparison, runs }: { comparison: Comparison; runs: Run[]
       <div class="bar"><h2>Settings that differ</h2><span class="faint">{comparison.config.length}</span></div>
       {comparison.config.length === 0 ? <div class="page soft">All settings are equal.</div> : (
         <table class="plain">
-          <thead><tr><th>Setting</th>{runs.map((run, place) => <th key={run.id}><span class="legend"><span><LineSign place={place} /><Line text={run.name} /></span></span></th>)}</tr></thead>
+          <thead><tr><th>Setting</th>{runs.map((run, place) => <th key={run.key}><span class="legend"><span><LineSign place={place} /><Line text={run.name} /></span></span></th>)}</tr></thead>
           <tbody>
             {comparison.config.map(({ field, values }) => (
               <tr key={field}><td><code><Line text={field} /></code></td>{values.map((value, place) => <td key={place}><Line text={formatValue(value)} /></td>)}</tr>

@@ -14,13 +14,13 @@ export function CurvesView({ run }: { run: RunDetail }) {
   const search = query.get("search") ?? "";
   const charts = useMemo(() => chooseCharts(run.metrics, search), [run.metrics.join(), search]);
   const names = charts.map(({ name }) => name).join(",");
-  const series = useApi<Series>(runUrl(run.id, `/series?names=${encodeURIComponent(names)}`), run.id);
-  const events = useApi<{ events: RunEvent[] }>(runUrl(run.id, "/events"), run.id);
+  const series = useApi<Series>(runUrl(run.key, `/series?names=${encodeURIComponent(names)}`), run.key);
+  const events = useApi<{ events: RunEvent[] }>(runUrl(run.key, "/events"), run.key);
   const sources = useMemo(
     () => (series.data ? [{ label: run.name, series: series.data, events: events.data?.events ?? [] }] : []),
     [series.data, events.data],
   );
-  const openStep = run.has_samples ? (step: number) => navigate(linkTo(run.id, "samples") + `?step_min=${step}&step_max=${step}`) : undefined;
+  const openStep = run.has_samples ? (step: number) => navigate(linkTo(run.key, "samples") + `?step_min=${step}&step_max=${step}`) : undefined;
   return (
     <main class="view">
       <div class="page">
@@ -82,5 +82,5 @@ function Stat({ title, value, note, hint }: { title: string; value: string; note
 }
 
 function baseName(path: string | null): string {
-  return path?.split("/").filter(Boolean).pop() ?? "–";
+  return path?.split("/").filter(Boolean).slice(-2).join("/") ?? "–";
 }

@@ -10,19 +10,19 @@ import { Empty, Failure, Line, Text } from "../text";
 const CUT = 6_000;
 
 export function GroupView({ run, name }: { run: RunDetail; name: string }) {
-  const { data, error } = useApi<Group>(runUrl(run.id, `/groups/${encodeURIComponent(name)}`));
+  const { data, error } = useApi<Group>(runUrl(run.key, `/groups/${encodeURIComponent(name)}`));
   const [cursor, setCursor] = useState(0);
   const cards = useRef<HTMLDivElement>(null);
   const samples = data?.samples ?? [];
   const move = (change: number) => setCursor((last) => Math.max(0, Math.min(samples.length - 1, last + change)));
-  const open = () => samples[cursor] && navigate(linkTo(run.id, "sample", samples[cursor].id));
+  const open = () => samples[cursor] && navigate(linkTo(run.key, "sample", samples[cursor].id));
   const [kind, index] = name.split(".");
-  const neighbor = (change: number) => () => Number(index) + change >= 0 && kind === "train" && navigate(linkTo(run.id, "group", `train.${Number(index) + change}`));
+  const neighbor = (change: number) => () => Number(index) + change >= 0 && kind === "train" && navigate(linkTo(run.key, "group", `train.${Number(index) + change}`));
   useKeys({
     j: ["Next answer", () => move(1)], ArrowRight: ["Next answer", () => move(1)],
     k: ["Previous answer", () => move(-1)], ArrowLeft: ["Previous answer", () => move(-1)],
     Enter: ["Open the answer", open], n: ["Next group", neighbor(1)], b: ["Group before", neighbor(-1)],
-    p: ["This prompt through time", () => data && navigate(linkTo(run.id, "prompt", `${kind}.${data.row}`))],
+    p: ["This prompt through time", () => data && navigate(linkTo(run.key, "prompt", `${kind}.${data.row}`))],
   });
   useEffect(() => cards.current?.children[cursor]?.scrollIntoView({ block: "nearest", inline: "nearest" }), [cursor]);
   if (error && !data) return <main class="view"><Failure text={error} /></main>;
@@ -36,8 +36,8 @@ export function GroupView({ run, name }: { run: RunDetail; name: string }) {
         <span class="soft">reward {formatFixed(data.mean)} ± {formatFixed(data.std)}</span>
         <span class="grow" />
         {kind === "train" && <><button class="quiet" disabled={Number(index) === 0} onClick={neighbor(-1)}>Group before</button><button class="quiet" onClick={neighbor(1)}>Next group</button></>}
-        <a class="button" href={linkTo(run.id, "prompt", `${kind}.${data.row}`)}>Through time</a>
-        <a class="button" href={runUrl(run.id, `/report?what=group&id=${encodeURIComponent(name)}`)} download>Report</a>
+        <a class="button" href={linkTo(run.key, "prompt", `${kind}.${data.row}`)}>Through time</a>
+        <a class="button" href={runUrl(run.key, `/report?what=group&id=${encodeURIComponent(name)}`)} download>Report</a>
       </div>
       <PromptBox prompt={data.prompt} truth={data.ground_truth} />
       {samples.length === 0 ? <Empty title="No answer of this group is on record" /> : (
@@ -73,7 +73,7 @@ export function AnswerCard({ run, sample, current, onChoose }: { run: RunDetail;
       </header>
       <div class="body" tabIndex={0}><Text text={sample.text} limit={CUT} /></div>
       <footer>
-        <a href={linkTo(run.id, "sample", sample.id)}>Answer {sample.completion}{sample.segment > 0 && `, part ${sample.segment}`}</a>
+        <a href={linkTo(run.key, "sample", sample.id)}>Answer {sample.completion}{sample.segment > 0 && `, part ${sample.segment}`}</a>
         <span>{formatCount(sample.length)} tokens</span>
         <span>{sample.finish_reason}</span>
         {sample.tool_calls > 0 && <span>{sample.tool_calls} tool {sample.tool_calls === 1 ? "call" : "calls"}</span>}

@@ -12,7 +12,7 @@ type Step = PromptHistory["steps"][number];
 
 export function PromptView({ run, name }: { run: RunDetail; name: string }) {
   const { query } = useRoute();
-  const { data, error } = useApi<PromptHistory>(runUrl(run.id, `/prompts/${encodeURIComponent(name)}`), run.id);
+  const { data, error } = useApi<PromptHistory>(runUrl(run.key, `/prompts/${encodeURIComponent(name)}`), run.key);
   const list = useRef<HTMLDivElement>(null);
   const steps = data?.steps ?? [];
   const asked = steps.findIndex(({ step }) => String(step) === query.get("step"));
@@ -23,7 +23,7 @@ export function PromptView({ run, name }: { run: RunDetail; name: string }) {
     if (step) setQuery({ step: step.step });
   };
   const shown = steps[cursor];
-  const openGroup = () => shown && navigate(linkTo(run.id, "group", kind === "train" ? `train.${shown.index}` : `${kind}.${shown.index}.${shown.step}`));
+  const openGroup = () => shown && navigate(linkTo(run.key, "group", kind === "train" ? `train.${shown.index}` : `${kind}.${shown.index}.${shown.step}`));
   useKeys({
     j: ["Next step", () => move(1)], ArrowDown: ["Next step", () => move(1)], k: ["Step before", () => move(-1)], ArrowUp: ["Step before", () => move(-1)],
     Home: ["First step", () => move(-steps.length)], End: ["Last step", () => move(steps.length)], Enter: ["Open the step's group", openGroup],

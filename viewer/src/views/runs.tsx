@@ -8,8 +8,11 @@ import { linkTo, navigate, setQuery, useRoute } from "../router";
 import { State } from "../signs";
 import { Table, type Column } from "../table";
 import { Empty, Failure, Line } from "../text";
+import { useWidth } from "../width";
 
 const MOST = 8;
+const PLAIN_WIDTH = 1130;
+const FIELD_WIDTH = 96;
 
 const SORTS: Record<string, (run: Run) => string | number | null> = {
   name: (run) => run.name, state: (run) => run.state, step: (run) => run.step, reward: (run) => run.reward, held_out: (run) => run.held_out,
@@ -28,8 +31,14 @@ function sortRuns(runs: Run[], name: string, descending: boolean): Run[] {
   });
 }
 
+/** The end of a path; any other value as it is. */
+function shorten(value: string): string {
+  return value.startsWith("/") ? value.split("/").filter(Boolean).slice(-1).join("/") : value;
+}
+
 export function RunsView() {
   const { query } = useRoute();
+  const width = useWidth();
   const { data, error } = useApi<{ runs: Run[] }>("/api/runs", "*");
   const [chosen, setChosen] = useState<string[]>([]);
   const search = query.get("search") ?? "";
@@ -40,18 +49,18 @@ export function RunsView() {
   if (!data) return <main class="view" aria-busy="true" />;
   const matching = data.runs.filter((run) => `${run.name} ${run.recipe} ${run.base_model}`.toLowerCase().includes(search.toLowerCase()));
   const runs = sortRuns(matching, sort.name, sort.descending);
-  const fields = [...new Set(data.runs.flatMap((run) => Object.keys(run.differs)))].slice(0, 4);
+  const fields = [...new Set(data.runs.flatMap((run) => Object.keys(run.differs)))].slice(0, Math.max(0, Math.min(6, Math.floor((width - PLAIN_WIDTH) / FIELD_WIDTH))));
   const toggle = (run: Run) =>
-    setChosen((last) => (last.includes(run.id) ? last.filter((id) => id !== run.id) : [...last, run.id].slice(-MOST)));
+    setChosen((last) => (last.includes(run.key) ? last.filter((id) => id !== run.key) : [...last, run.key].slice(-MOST)));
   const columns: Column<Run>[] = [
     { name: "chosen", title: "", width: "16px", render: (run) => (
-      <input type="checkbox" aria-label={`Choose ${run.name}`} checked={chosen.includes(run.id)} onClick={(event) => event.stopPropagation()} onChange={() => toggle(run)} />
+      <input type="checkbox" aria-label={`Choose ${run.name}`} checked={chosen.includes(run.key)} onClick={(event) => event.stopPropagation()} onChange={() => toggle(run)} />
     ) },
-    { name: "name", title: "Run", width: "minmax(180px, 2fr)", sortable: true, render: (run) => <a href={linkTo(run.id, "curves")} title={run.path}><Line text={run.name} /></a> },
+    { name: "name", title: "Run", width: "minmax(180px, 2fr)", sortable: true, render: (run) => <a href={linkTo(run.key, "curves")} title={run.path}><Line text={run.name} /></a> },
     { name: "state", title: "State", width: "84px", sortable: true, render: (run) => <State state={run.state} /> },
     ...fields.map((field): Column<Run> => ({
       name: field, title: field, hint: field, width: "minmax(80px, 1fr)",
-      render: (run) => <span class="soft" title={`${field}: ${formatValue(run.differs[field])}`}>{field in run.differs ? <Line text={formatValue(run.differs[field])} /> : ""}</span>,
+      render: (run) => <span class="soft" title={`${field}: ${formatValue(run.differs[field])}`}>{field in run.differs ? <Line text={shorten(formatValue(run.differs[field]))} /> : ""}</span>,
     })),
     { name: "step", title: "Step", width: "64px", number: true, sortable: true, render: (run) => formatCount(run.step) },
     { name: "rows", title: "Rows", width: "64px", number: true, render: (run) => (run.rows_total ? `${Math.round((100 * (run.rows_done ?? 0)) / run.rows_total)} %` : formatCount(run.rows_done)) },
@@ -79,7 +88,7 @@ export function RunsView() {
       ) : (
         <Table label="Runs" columns={columns} total={runs.length} row={(place) => runs[place] ?? null} sort={sort}
           onSort={({ name, descending }) => setQuery({ sort: name, descending: descending ? "1" : "0" })}
-          onOpen={(run) => navigate(linkTo(run.id, "curves"))}
+          onOpen={(run) => navigate(linkTo(run.key, "curves"))}
           keys={{ x: ["Choose the run for comparison", toggle], " ": ["Choose the run for comparison", toggle] }} />
       )}
     </main>

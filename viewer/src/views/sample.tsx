@@ -17,24 +17,24 @@ const FOLD_LINES = 30;
 
 export function SampleView({ run, id }: { run: RunDetail; id: string }) {
   const { query } = useRoute();
-  const { data, error, pending } = useApi<Sample>(runUrl(run.id, `/samples/${encodeURIComponent(id)}`));
+  const { data, error, pending } = useApi<Sample>(runUrl(run.key, `/samples/${encodeURIComponent(id)}`));
   const view = query.get("view") ?? (query.has("color") ? "tokens" : "conversation");
   const sample = pending && data?.id !== id ? null : data;
   const step = (neighbor: string | null | undefined) => () => {
     if (!neighbor) return;
     const kept = new URLSearchParams();
     for (const name of ["view", "color"]) if (query.get(name)) kept.set(name, query.get(name)!);
-    navigate(linkTo(run.id, "sample", neighbor) + (kept.size ? `?${kept}` : ""));
+    navigate(linkTo(run.key, "sample", neighbor) + (kept.size ? `?${kept}` : ""));
   };
   const [next, previous] = [step(data?.neighbors.next), step(data?.neighbors.previous)];
   const show = (name: string) => setQuery({ view: name === "conversation" && !query.has("color") ? null : name });
-  const group = data ? linkTo(run.id, "group", groupOf(data)) : "";
+  const group = data ? linkTo(run.key, "group", groupOf(data)) : "";
   useKeys({
     j: ["Next answer of the group", next], k: ["Answer before", previous],
     v: ["Conversation or tokens", () => show(view === "tokens" ? "conversation" : "tokens")],
     a: ["Ask again", () => show("again")],
     g: ["Open the group", () => data && navigate(group)],
-    p: ["This prompt through time", () => data && navigate(linkTo(run.id, "prompt", `${data.kind}.${data.row}`))],
+    p: ["This prompt through time", () => data && navigate(linkTo(run.key, "prompt", `${data.kind}.${data.row}`))],
     y: ["Copy the text", () => data && void copyText(data.text, "Text")],
     i: ["Copy the token ids", () => data && void copyText(data.tokens.ids.join(" "), "Token ids")],
     Escape: ["Back", () => history.back()],
@@ -50,11 +50,11 @@ export function SampleView({ run, id }: { run: RunDetail; id: string }) {
         <button class="quiet" disabled={!data.neighbors.previous} onClick={previous} title="Answer before (k)">Before</button>
         <button class="quiet" disabled={!data.neighbors.next} onClick={next} title="Next answer (j)">Next</button>
         <a class="button quiet" href={group}>Group</a>
-        <a class="button quiet" href={linkTo(run.id, "prompt", `${data.kind}.${data.row}`)}>Through time</a>
+        <a class="button quiet" href={linkTo(run.key, "prompt", `${data.kind}.${data.row}`)}>Through time</a>
         <span class="grow" />
         <button class="quiet" onClick={() => void copyText(data.text, "Text")}>Copy text</button>
         <button class="quiet" onClick={() => void copyText(data.tokens.ids.join(" "), "Token ids")}>Copy ids</button>
-        <a class="button" href={runUrl(run.id, `/report?what=sample&id=${encodeURIComponent(data.id)}`)} download>Report</a>
+        <a class="button" href={runUrl(run.key, `/report?what=sample&id=${encodeURIComponent(data.id)}`)} download>Report</a>
       </div>
       {sample && <Body key={sample.id} run={run} sample={sample} view={view} query={query} />}
     </main>

@@ -1,5 +1,4 @@
 // All samples of a run: filters, search, order, and the way to a sample, its group and its prompt.
-import { useEffect, useState } from "preact/hooks";
 import { runUrl, type RunDetail, type SampleRow } from "../api";
 import { clearFilters, countFilters, filterQuery, Filters, SearchField } from "../filters";
 import { DASH, formatCount, formatFixed, formatSigned } from "../format";
@@ -7,29 +6,31 @@ import { useKeys } from "../keys";
 import { usePages } from "../pages";
 import { linkTo, navigate, setQuery, useRoute } from "../router";
 import { Outcome } from "../signs";
+import { useWidth } from "../width";
 import { Table, type Column } from "../table";
 import { Empty, Failure, Line } from "../text";
 
 const UNUSED = new Set(["uniform", "filtered", "failed", "truncated", "stale", "dropped"]);
 
 /** The name of a sample's group in URLs. */
-export function groupOf(row: SampleRow): string {
+export function groupOf(row: Pick<SampleRow, "kind" | "index" | "step">): string {
   return row.kind === "train" ? `${row.kind}.${row.index}` : `${row.kind}.${row.index}.${row.step}`;
 }
 
 export function SamplesView({ run }: { run: RunDetail }) {
   const { query } = useRoute();
-  const room = Number(useWide(1100)) + Number(useWide(1300)) + Number(useWide(1700));
+  const width = useWidth();
+  const room = [1100, 1300, 1700].filter((least) => width >= least).length;
   const filters = filterQuery(query);
   const sort = { name: query.get("sort") ?? "step", descending: query.get("descending") !== "0" };
-  const pages = usePages<SampleRow>(runUrl(run.id, `/samples?${filters}&sort=${sort.name}&descending=${Number(sort.descending)}`), run.id);
+  const pages = usePages<SampleRow>(runUrl(run.key, `/samples?${filters}&sort=${sort.name}&descending=${Number(sort.descending)}`), run.key);
   const count = countFilters(query);
   useKeys({ r: ["Remove all filters", clearFilters] });
   if (!run.has_samples) {
     return <main class="view"><Empty title="This run has no samples on record">Recipes record them by default. It ran with <code>record_samples="none"</code>, or with a version of Hearth from before; its curves and settings are all that there is.</Empty></main>;
   }
   const rescored = query.get("rescored");
-  const open = (row: SampleRow) => navigate(linkTo(run.id, "sample", row.id));
+  const open = (row: SampleRow) => navigate(linkTo(run.key, "sample", row.id));
   return (
     <main class="view fixed">
       <div class="toolbar">
@@ -49,8 +50,8 @@ export function SamplesView({ run }: { run: RunDetail }) {
             onSort={({ name, descending }) => setQuery({ sort: name, descending: descending ? "1" : "0" })}
             onOpen={open} isMuted={(row) => UNUSED.has(row.outcome)}
             keys={{
-              g: ["Open the row's group", (row) => navigate(linkTo(run.id, "group", groupOf(row)))],
-              p: ["Open the row's prompt through time", (row) => navigate(linkTo(run.id, "prompt", `${row.kind}.${row.row}`))],
+              g: ["Open the row's group", (row) => navigate(linkTo(run.key, "group", groupOf(row)))],
+              p: ["Open the row's prompt through time", (row) => navigate(linkTo(run.key, "prompt", `${row.kind}.${row.row}`))],
             }} />
         )}
       </div>
@@ -62,8 +63,8 @@ function makeColumns(run: RunDetail, rescored: string | null, room: number): Col
   const columns: (Column<SampleRow> | false)[] = [
     { name: "step", title: "Step", width: "56px", number: true, sortable: true, render: (row) => formatCount(row.step) },
     { name: "outcome", title: "Outcome", width: "92px", render: (row) => <Outcome outcome={row.outcome} reason={row.reason} /> },
-    { name: "row", title: "Row", width: "52px", number: true, sortable: true, hint: "The line of the dataset; opens the prompt through time", render: (row) => <a href={linkTo(run.id, "prompt", `${row.kind}.${row.row}`)}>{row.row}</a> },
-    room > 0 && { name: "index", title: "Group", width: "56px", number: true, sortable: true, hint: "Opens all answers side by side", render: (row: SampleRow) => <a href={linkTo(run.id, "group", groupOf(row))}>{row.index}</a> },
+    { name: "row", title: "Row", width: "52px", number: true, sortable: true, hint: "The line of the dataset; opens the prompt through time", render: (row) => <a href={linkTo(run.key, "prompt", `${row.kind}.${row.row}`)}>{row.row}</a> },
+    room > 0 && { name: "index", title: "Group", width: "56px", number: true, sortable: true, hint: "Opens all answers side by side", render: (row: SampleRow) => <a href={linkTo(run.key, "group", groupOf(row))}>{row.index}</a> },
     { name: "reward", title: "Reward", width: "60px", number: true, sortable: true, render: (row) => formatFixed(row.reward) },
     !!rescored && { name: "rescored", title: "Rescored", width: "68px", number: true, sortable: true, render: (row: SampleRow) => formatFixed(row.rescored) },
     !!rescored && { name: "difference", title: "Change", width: "60px", number: true, render: (row: SampleRow) => (row.rescored == null || row.reward === null ? DASH : formatSigned(row.rescored - row.reward)) },
@@ -72,40 +73,32 @@ function makeColumns(run: RunDetail, rescored: string | null, room: number): Col
     room > 0 && { name: "mean_logprob", title: "Logprob", width: "64px", number: true, sortable: true, hint: "Mean logprob of the sampled tokens", render: (row: SampleRow) => formatFixed(row.mean_logprob) },
     room > 2 && { name: "version", title: "Version", width: "60px", number: true, sortable: true, hint: "Weight version that sampled it", render: (row: SampleRow) => formatCount(row.version) },
     room > 2 && { name: "sample_s", title: "Seconds", width: "64px", number: true, sortable: true, hint: "Seconds of sampling", render: (row: SampleRow) => formatFixed(row.sample_s, 2) },
-    room > 1 && { name: "prompt", title: "Prompt, its end", width: "minmax(200px, 1fr)", render: (row: SampleRow) => <span class="faint"><Line text={row.prompt_end} match={row.match_in === "prompt" ? row.match : null} /></span> },
+    room > 1 && { name: "prompt", title: "Prompt, its end", width: "minmax(200px, 1fr)", render: (row: SampleRow) => <span class="faint">{row.match_in === "prompt" ? <Line text={row.prompt_end} match={row.match} /> : <Line text={leaveOutMarkers(row.prompt_end)} />}</span> },
     { name: "text", title: "Answer", width: "minmax(240px, 2fr)", render: (row) => <Answer row={row} /> },
   ];
   return columns.filter((column) => column !== false);
 }
 
+/** A prompt on one line without the template's markers, which take the room of what was asked. */
+export function leaveOutMarkers(prompt: string): string {
+  return prompt.replace(/(<\|[^|>\s]{1,32}\|>|<(start|end)_of_turn>|\[\/?INST\]|<\/?s>)((system|user|assistant|model|tool)\b)?\s*/g, " ").trim();
+}
+
 function Answer({ row }: { row: SampleRow }) {
   if (row.match_in === "prompt") return <Line text={row.text} />;
-  if (row.reason && UNUSED.has(row.outcome) && !row.match) return <span title={row.reason}><span class="badge"><Line text={row.reason} /></span> <Line text={row.text} /></span>;
-  return <>{row.text_start > 0 && <span class="faint">… </span>}<Line text={row.text} match={row.match} /></>;
+  return <>{row.text_start > 0 && <span class="faint">… </span>}<Line text={row.text} match={row.match} />{row.reason && <span class="reason" title={row.reason}><Line text={row.reason} /></span>}</>;
 }
 
 function Exports({ run, filters }: { run: RunDetail; filters: URLSearchParams }) {
-  const url = (format: string) => runUrl(run.id, `/export?format=${format}&${filters}`);
+  const url = (format: string) => runUrl(run.key, `/export?format=${format}&${filters}`);
   return (
     <details class="menu" onKeyDown={(event) => event.key === "Escape" && event.currentTarget.removeAttribute("open")}>
       <summary class="button">Export</summary>
       <div>
         <a href={url("csv")} download>What is filtered, as CSV</a>
         <a href={url("parquet")} download>What is filtered, as Parquet</a>
-        <a href={runUrl(run.id, "/report?what=run")} download>Report of the run, as HTML</a>
+        <a href={runUrl(run.key, "/report?what=run")} download>Report of the run, as HTML</a>
       </div>
     </details>
   );
-}
-
-/** Whether the window is at least so wide. */
-function useWide(pixels: number): boolean {
-  const [wide, setWide] = useState(innerWidth >= pixels);
-  useEffect(() => {
-    const media = matchMedia(`(min-width: ${pixels}px)`);
-    const listener = () => setWide(media.matches);
-    media.addEventListener("change", listener);
-    return () => media.removeEventListener("change", listener);
-  }, [pixels]);
-  return wide;
 }

@@ -2,48 +2,59 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { runUrl, useApi, type RunDetail, type Span } from "../api";
 import { canvasColors, seriesColor, useDark } from "../colors";
-import { formatSeconds } from "../format";
+import { formatCount, formatSeconds } from "../format";
 import { useKeys } from "../keys";
 import { linkTo, navigate, setQuery, useRoute } from "../router";
 import { Empty, Failure } from "../text";
 
-const LANES = ["sampler", "trainer", "sync", "loop"];
+const LANES = ["sampler", "completions", "trainer", "sync", "loop"];
 const LEFT = 84;
 const TOP = 28;
 const BAR = 22;
-const MOST_ROWS = 12;
+/** Completions run side by side by the hundred: their bars are thin. */
+const THIN = 5;
+const MOST_ROWS = 8;
+const MOST_THIN_ROWS = 40;
 const FIRST_STEPS = 12;
 
 interface Box {
   span: Span;
-  row: number;
+  top: number;
+  height: number;
 }
 
 interface Packed {
   boxes: Box[];
-  /** First row of each lane, and the number of rows in all. */
-  lanes: { name: string; row: number; rows: number }[];
-  rows: number;
+  lanes: { name: string; top: number }[];
+  height: number;
+}
+
+function laneOf(span: Span): string {
+  return span.name === "completion" ? "completions" : span.lane;
 }
 
 /** Spans of one lane that overlap go to rows of their own. */
 function pack(spans: Span[]): Packed {
-  const names = [...LANES.filter((lane) => spans.some((span) => span.lane === lane)), ...new Set(spans.map((span) => span.lane).filter((lane) => !LANES.includes(lane)))];
+  const names = new Set([...LANES, ...spans.map(laneOf)]);
   const boxes: Box[] = [];
   const lanes: Packed["lanes"] = [];
-  let row = 0;
+  let top = TOP;
   for (const name of names) {
+    const own = spans.filter((span) => laneOf(span) === name).sort((a, b) => a.start - b.start);
+    if (own.length === 0) continue;
+    const [height, most] = name === "completions" ? [THIN, MOST_THIN_ROWS] : [BAR, MOST_ROWS];
+    const room = height + (name === "completions" ? 1 : 4);
     const ends: number[] = [];
-    for (const span of spans.filter(({ lane }) => lane === name).sort((a, b) => a.start - b.start)) {
-      let place = ends.findIndex((end) => end <= span.start + 1e-6);
-      if (place < 0) place = ends.length < MOST_ROWS ? ends.length : ends.indexOf(Math.min(...ends));
-      ends[place] = Math.max(ends[place] ?? 0, span.end);
-      boxes.push({ span, row: row + place });
+    for (const span of own) {
+      let row = ends.findIndex((end) => end <= span.start + 1e-6);
+      if (row < 0) row = ends.length < most ? ends.length : ends.indexOf(Math.min(...ends));
+      ends[row] = Math.max(ends[row] ?? 0, span.end);
+      boxes.push({ span, top: top + row * room, height });
     }
-    lanes.push({ name, row, rows: ends.length });
-    row += ends.length;
+    lanes.push({ name, top });
+    top += ends.length * room + 12;
   }
-  return { boxes, lanes, rows: row };
+  return { boxes, lanes, height: top };
 }
 
 export function TimeView({ run }: { run: RunDetail }) {
@@ -52,7 +63,7 @@ export function TimeView({ run }: { run: RunDetail }) {
   const to = Math.max(1, Number(query.get("to")) || last);
   const from = Math.max(1, Math.min(to, Number(query.get("from")) || Math.max(1, to - FIRST_STEPS + 1)));
   const byWork = query.get("color") === "work";
-  const { data, error } = useApi<{ spans: Span[]; origin: number }>(runUrl(run.id, `/timeline?from_step=${from}&to_step=${to}`), run.id);
+  const { data, error } = useApi<{ spans: Span[]; origin: number }>(runUrl(run.key, `/timeline?from_step=${from}&to_step=${to}`), run.key);
   const [hover, setHover] = useState<Span | null>(null);
   const show = (first: number, final: number) => {
     const start = Math.max(1, Math.round(Math.min(first, last)));
@@ -95,7 +106,7 @@ export function TimeView({ run }: { run: RunDetail }) {
       {data && data.spans.length > 0 && (
         <div class="page">
           <div class="readout">{hover ? describe(hover) : "Point at a bar for its times; a click opens the samples of its step. Hatched bars wait."}</div>
-          <Lanes spans={data.spans} byWork={byWork} onHover={setHover} onPick={(span) => run.has_samples && navigate(span.sample ? linkTo(run.id, "sample", span.sample) : `${linkTo(run.id, "samples")}?step_min=${span.step}&step_max=${span.step}`)} />
+          <Lanes spans={data.spans} byWork={byWork} onHover={setHover} onPick={(span) => run.has_samples && navigate(span.sample ? linkTo(run.key, "sample", span.sample) : `${linkTo(run.key, "samples")}?step_min=${span.step}&step_max=${span.step}`)} />
           <Totals spans={data.spans} />
         </div>
       )}
@@ -124,8 +135,7 @@ function Lanes({ spans, byWork, onHover, onPick }: LanesProps) {
   const start = Math.min(...spans.map((span) => span.start));
   const end = Math.max(...spans.map((span) => span.end), start + 1e-3);
   const works = [...new Set(spans.map((span) => span.name))];
-  const height = TOP + packed.rows * (BAR + 4) + packed.lanes.length * 12;
-  const top = (row: number) => TOP + row * (BAR + 4) + packed.lanes.findLastIndex((lane) => lane.row <= row) * 12;
+  const { height } = packed;
   const left = (time: number) => LEFT + ((time - start) / (end - start)) * (width - LEFT - 12);
   useEffect(() => {
     const observer = new ResizeObserver(() => setWidth(canvas.current!.parentElement!.clientWidth));
@@ -141,18 +151,18 @@ function Lanes({ spans, byWork, onHover, onPick }: LanesProps) {
     for (const lane of packed.lanes) {
       context.fillStyle = colors.text;
       context.font = "12px system-ui, sans-serif";
-      context.fillText(lane.name, 0, top(lane.row) + 15);
+      context.fillText(lane.name, 0, lane.top + 15);
     }
-    for (const { span, row } of packed.boxes) {
+    for (const { span, top, height: tall } of packed.boxes) {
       const x = left(span.start);
       const wide = Math.max(1, left(span.end) - x);
       const place = byWork ? works.indexOf(span.name) : span.version ?? 0;
-      drawBar(context, { x, y: top(row), wide, waits: span.name === "wait", color: seriesColor(place, dark), label: span.name.replaceAll("_", " ") }, colors, dark);
+      drawBar(context, { x, y: top, wide, tall, waits: span.name === "wait", color: seriesColor(place, dark), label: span.name.replaceAll("_", " ") }, colors, dark);
     }
   }, [packed, width, dark, byWork]);
   const find = (event: MouseEvent): Span | null => {
     const { offsetX, offsetY } = event;
-    const hits = packed.boxes.filter(({ span, row }) => offsetY >= top(row) && offsetY <= top(row) + BAR && offsetX >= left(span.start) - 1 && offsetX <= Math.max(left(span.end), left(span.start) + 1) + 1);
+    const hits = packed.boxes.filter(({ span, top, height: tall }) => offsetY >= top && offsetY <= top + tall && offsetX >= left(span.start) - 1 && offsetX <= Math.max(left(span.end), left(span.start) + 1) + 1);
     return hits[hits.length - 1]?.span ?? null;
   };
   return (
@@ -205,33 +215,34 @@ interface Bar {
   x: number;
   y: number;
   wide: number;
+  tall: number;
   waits: boolean;
   color: string;
   label: string;
 }
 
 function drawBar(context: CanvasRenderingContext2D, bar: Bar, colors: ReturnType<typeof canvasColors>, dark: boolean): void {
-  const { x, y, wide } = bar;
+  const { x, y, wide, tall } = bar;
   context.save();
   context.beginPath();
-  context.roundRect(x, y, Math.max(1, wide - 1), BAR, Math.min(3, wide / 2));
+  context.roundRect(x, y, Math.max(1, wide - 1), tall, Math.min(3, wide / 2, tall / 3));
   context.clip();
   if (bar.waits) {
     context.fillStyle = colors.grid;
-    context.fillRect(x, y, wide, BAR);
+    context.fillRect(x, y, wide, tall);
     context.strokeStyle = dark ? "#4a505c" : "#c3c8d2";
     context.beginPath();
-    for (let line = x - BAR; line < x + wide; line += 6) {
-      context.moveTo(line, y + BAR);
-      context.lineTo(line + BAR, y);
+    for (let line = x - tall; line < x + wide; line += 6) {
+      context.moveTo(line, y + tall);
+      context.lineTo(line + tall, y);
     }
     context.stroke();
   } else {
     context.fillStyle = bar.color;
-    context.fillRect(x, y, wide, BAR);
+    context.fillRect(x, y, wide, tall);
   }
   context.font = "11px system-ui, sans-serif";
-  if (context.measureText(bar.label).width + 10 < wide) {
+  if (tall === BAR && context.measureText(bar.label).width + 10 < wide) {
     context.fillStyle = bar.waits ? colors.text : dark ? "#14161a" : "#ffffff";
     context.textAlign = "left";
     context.fillText(bar.label, x + 5, y + 15);
@@ -239,23 +250,36 @@ function drawBar(context: CanvasRenderingContext2D, bar: Bar, colors: ReturnType
   context.restore();
 }
 
-/** Seconds of each work in sight, and the share of the time from the first span to the last. */
+interface Total {
+  lane: string;
+  name: string;
+  seconds: number;
+  count: number;
+  busy: number;
+  until: number;
+}
+
+/** Of each work in sight: seconds in all, and the share of the time in which at least one was under way. */
 function Totals({ spans }: { spans: Span[] }) {
   const whole = Math.max(...spans.map((span) => span.end)) - Math.min(...spans.map((span) => span.start)) || 1;
-  const totals = new Map<string, { lane: string; name: string; seconds: number; count: number }>();
-  for (const { lane, name, start, end } of spans) {
-    const total = totals.get(`${lane} ${name}`) ?? { lane, name, seconds: 0, count: 0 };
-    totals.set(`${lane} ${name}`, { ...total, seconds: total.seconds + end - start, count: total.count + 1 });
+  const totals = new Map<string, Total>();
+  for (const { lane, name, start, end } of [...spans].sort((a, b) => a.start - b.start)) {
+    const total = totals.get(`${lane} ${name}`) ?? { lane, name, seconds: 0, count: 0, busy: 0, until: 0 };
+    total.seconds += end - start;
+    total.count++;
+    total.busy += Math.max(0, end - Math.max(start, total.until));
+    total.until = Math.max(total.until, end);
+    totals.set(`${lane} ${name}`, total);
   }
   return (
     <section class="panel totals">
       <table class="plain">
-        <thead><tr><th>Lane</th><th>Work</th><th class="number">Times</th><th class="number">Seconds</th><th class="number">Share</th><th /></tr></thead>
+        <thead><tr><th>Lane</th><th>Work</th><th class="number">Times</th><th class="number">In all</th><th class="number">Busy</th><th /></tr></thead>
         <tbody>
-          {[...totals.values()].sort((a, b) => b.seconds - a.seconds).map(({ lane, name, seconds, count }) => (
+          {[...totals.values()].sort((a, b) => b.busy - a.busy).map(({ lane, name, seconds, count, busy }) => (
             <tr key={lane + name}>
-              <td>{lane}</td><td>{name.replaceAll("_", " ")}</td><td class="number">{count}</td><td class="number">{formatSeconds(seconds)}</td><td class="number">{((100 * seconds) / whole).toFixed(1)} %</td>
-              <td><span class="meter"><i style={{ width: `${Math.min(100, (100 * seconds) / whole)}%` }} /></span></td>
+              <td>{lane}</td><td>{name.replaceAll("_", " ")}</td><td class="number">{formatCount(count)}</td><td class="number">{formatSeconds(seconds)}</td><td class="number">{((100 * busy) / whole).toFixed(1)} %</td>
+              <td><span class="meter"><i style={{ width: `${(100 * busy) / whole}%` }} /></span></td>
             </tr>
           ))}
         </tbody>
