@@ -22,9 +22,16 @@ const TITLES: Record<string, string> = {
 // A token this unlikely has the strongest color: e^-5 is 0.7 %.
 const UNLIKELY = 5;
 
+/** The values of a name by token. An advantage of the whole sample is that of each sampled token. */
+function valuesOf(sample: Sample, name: string): TokenValues[string] {
+  const { advantage } = sample;
+  if (name === "advantage" && !sample.values["advantage"] && advantage !== null) return sample.mask.map((sampled) => (sampled ? advantage : null));
+  return sample.values[name];
+}
+
 /** The names of the values that color this sample's tokens, in the order of the menu. */
 export function colorNames(sample: Sample): string[] {
-  return Object.keys(TITLES).filter((name) => sample.values[name]?.some((value) => value !== null && !(name === "version" && value === -1)));
+  return Object.keys(TITLES).filter((name) => valuesOf(sample, name)?.some((value) => value !== null && !(name === "version" && value === -1)));
 }
 
 export function titleOf(name: string): string {
@@ -33,7 +40,7 @@ export function titleOf(name: string): string {
 
 /** The scale of a value over a sample, null for none. */
 export function makeScale(sample: Sample, name: string, dark: boolean): Scale | null {
-  const values = sample.values[name];
+  const values = valuesOf(sample, name);
   if (!values) return null;
   const title = titleOf(name);
   if (name === "version") return scaleVersions(title, values, dark);

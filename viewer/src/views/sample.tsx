@@ -62,7 +62,9 @@ export function SampleView({ run, id }: { run: RunDetail; id: string }) {
 }
 
 function Body({ run, sample, view, query }: { run: RunDetail; sample: Sample; view: string; query: URLSearchParams }) {
-  const color = query.get("color") ?? colorNames(sample)[0] ?? "none";
+  const names = useMemo(() => colorNames(sample), [sample]);
+  const asked = query.get("color");
+  const color = asked === "none" || (asked && names.includes(asked)) ? asked : names[0] ?? "none";
   const given = Number(query.get("token") ?? NaN);
   const [cursor, setCursor] = useState(Number.isInteger(given) ? given : Math.min(sample.prompt_len, sample.tokens.ids.length - 1));
   const [hover, setHover] = useState<number | null>(null);
@@ -105,8 +107,7 @@ function PartBox({ part, specials }: { part: Part; specials: string[] }) {
     <article class={part.sampled ? "part sampled" : "part"}>
       <header>
         <Line text={part.role || "text"} />
-        <small>{part.sampled ? "sampled" : "given"}</small>
-        <small>{formatCount(part.end - part.start)} tokens</small>
+        <small>{part.sampled ? "sampled" : "given"}, {formatCount(part.end - part.start)}</small>
       </header>
       <div class="body">
         {text !== "" && <Text text={text} specials={specials} />}

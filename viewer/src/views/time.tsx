@@ -13,8 +13,8 @@ const TOP = 28;
 const BAR = 22;
 /** Completions run side by side by the hundred: their bars are thin. */
 const THIN = 5;
-const MOST_ROWS = 8;
-const MOST_THIN_ROWS = 40;
+const MOST_ROWS = 4;
+const MOST_THIN_ROWS = 24;
 const FIRST_STEPS = 12;
 
 interface Box {
