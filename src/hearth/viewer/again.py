@@ -3,7 +3,7 @@
     python -m hearth.viewer.again RUN_FOLDER train.12.40.3.0 --count 4
 
 prints one JSON object, ``{"text", "answers": [{"text", "tokens", "equal", "seed"}]}``. Where it
-cannot be had, ``text`` says why in one sentence, there are no answers, and the exit code is 1.
+cannot be had, stderr says why in one sentence, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -48,12 +48,19 @@ class Answers:
 
 
 def ask_again(
-    log_path: Path, sample: SampleId, *, count: int = 1, seed: int | None = None, turn: int = 0
+    log_path: Path,
+    sample: SampleId,
+    *,
+    count: int = 1,
+    seed: int | None = None,
+    others: bool = False,
+    turn: int = 0,
 ) -> Answers:
     """Sample a turn of a sample again, on the CPU, in the number format of the run.
 
     Without ``seed`` the first answer has the recorded one, and must be equal on the machine of the
-    run; all further answers have seeds that follow from it. With ``seed`` they follow from that.
+    run; all further answers have seeds that follow from it. With ``seed`` they follow from that,
+    and with ``others`` from the recorded one, which is left out.
 
     Raises:
         NotFoundError: the sample, its seed or its weights are not there; the message says why.
@@ -69,7 +76,7 @@ def ask_again(
     start = asked.seed if seed is None else seed
     assert start is not None, "one of the two is given"
     seeds = [completion_seed(start, number) for number in range(count)]
-    if seed is None:
+    if seed is None and not others:
         seeds = [start, *seeds[: count - 1]]
     answers = _sample(log_path, place, asked, seeds)
     return Answers(_describe(place, answers), answers)
@@ -181,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("sample", help="KIND.STEP.INDEX.COMPLETION.SEGMENT")
     parser.add_argument("--count", type=int, default=1, help="answers")
     parser.add_argument("--seed", type=int, help="another seed; without it the first is the same")
+    parser.add_argument("--others", action="store_true", help="leave out the recorded seed's")
     parser.add_argument("--turn", type=int, default=0, help="which sampled turn, from 0")
     given = parser.parse_args(arguments)
     try:
@@ -189,13 +197,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             SampleId.parse(given.sample),
             count=given.count,
             seed=given.seed,
+            others=given.others,
             turn=given.turn,
         )
-        code = 0
     except HearthError as error:
-        answers, code = Answers(str(error), []), 1
+        sys.stderr.write(f"{error}\n")
+        return 1
     sys.stdout.write(json.dumps(asdict(answers)) + "\n")
-    return code
+    return 0
 
 
 if __name__ == "__main__":

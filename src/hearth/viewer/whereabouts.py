@@ -6,12 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from hearth.viewer.run import Run
+from hearth.viewer.weights import why_not_again
 
 
 def can_sample_again(run: Run, sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the weights and the seed of a sample are still there, and what is missing."""
-    if not sample.get("seeds"):
-        return {"possible": False, "reason": "its seed is not on record"}
-    if sample.get("version") is None:
-        return {"possible": False, "reason": "its weight version is not on record"}
-    return {"possible": True, "reason": ""}
+    """Whether the seed and the weights of a sample, as the API gives it, are there, or why not."""
+    versions = sample["values"].get("version")
+    if versions is None or not sample.get("seeds"):
+        return {"possible": False, "reason": "its weight version or its seed is not on record"}
+    record = {
+        "tokens": sample["tokens"]["ids"],
+        "loss_mask": sample["mask"],
+        "versions": versions,
+        **{name: sample.get(name) for name in ("seeds", "started", "sample_s")},
+    }
+    reason = why_not_again(run.folder, record)
+    return {"possible": reason is None, "reason": reason or ""}

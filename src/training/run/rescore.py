@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import orjson
 import pyarrow as pa
@@ -141,7 +141,7 @@ def find_reward(reward: str) -> AnyReward:
         raise ConfigError(f"reward must be an object of the class, got {reward!r}: name one")
     if not callable(found):
         raise ConfigError(f"reward must name a function, got {reward!r}, a {type(found).__name__}")
-    return found
+    return cast("AnyReward", found)
 
 
 def find_rows(log_path: Path) -> Callable[[Mapping[str, Any]], Row]:

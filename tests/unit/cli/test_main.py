@@ -14,7 +14,18 @@ def test_an_unknown_verb_lists_the_known_ones(capsys):
     assert main(["dance"]) == 2
 
     shown = " ".join(capsys.readouterr().err.split())
-    verbs = ["conformance", "logs", "plan", "ps", "quickstart", "serve", "stop", "train", "view"]
+    verbs = [
+        "conformance",
+        "logs",
+        "plan",
+        "ps",
+        "quickstart",
+        "rescore",
+        "serve",
+        "stop",
+        "train",
+        "view",
+    ]
     assert f"verb must be one of {verbs}" in shown
     assert "got 'dance'" in shown
 
