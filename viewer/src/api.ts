@@ -11,6 +11,8 @@ export interface Run {
   name: string;
   path: string;
   state: "running" | "ended" | "failed" | "killed" | "stalled";
+  /** What the last event says, as the error of a failed run. */
+  state_text: string;
   recipe: string | null;
   base_model: string | null;
   policy_loss: string | null;
@@ -181,7 +183,13 @@ export interface Sample extends Omit<SampleRow, "text_start" | "match" | "match_
 
 export interface Comparison {
   config: { field: string; values: unknown[] }[];
-  parts: { step: number | null; metric: string | null; sample: string | null; token: number | null; reason: string } | null;
+  parts: {
+    step: number | null;
+    metric: string | null;
+    sample: string | null;
+    token: number | null;
+    reason: string;
+  } | null;
 }
 
 export interface Job {
@@ -202,7 +210,9 @@ export async function fetchJson<T>(url: string, init?: RequestInit): Promise<T> 
     response = await fetch(url, init);
   } catch (error) {
     if (init?.signal?.aborted) throw error;
-    throw new Error("The viewer's server does not answer. Start it again with `hearth view`, and open the URL that it prints.");
+    throw new Error(
+      "The viewer's server does not answer. Start it again with `hearth view`, and open the URL that it prints.",
+    );
   }
   if (response.ok) return (await response.json()) as T;
   const body = (await response.json().catch(() => null)) as { error?: { message?: string } } | null;
@@ -221,7 +231,12 @@ export interface Answer<T> {
  * With `live` it is asked for again when that run grows ("*": any run).
  */
 export function useApi<T>(url: string | null, live?: string): Answer<T> {
-  const [answer, setAnswer] = useState<Answer<T> & { url: string | null }>({ data: null, error: null, pending: true, url: null });
+  const [answer, setAnswer] = useState<Answer<T> & { url: string | null }>({
+    data: null,
+    error: null,
+    pending: true,
+    url: null,
+  });
   const stale = useRef(false);
   useEffect(() => {
     if (url === null) return;
@@ -238,7 +253,8 @@ export function useApi<T>(url: string | null, live?: string): Answer<T> {
         const data = await fetchJson<T>(url, { signal: abort.signal });
         if (!abort.signal.aborted) setAnswer({ data, error: null, pending: false, url });
       } catch (error) {
-        if (!abort.signal.aborted) setAnswer((last) => ({ ...last, error: (error as Error).message, pending: false, url }));
+        if (!abort.signal.aborted)
+          setAnswer((last) => ({ ...last, error: (error as Error).message, pending: false, url }));
       }
       busy = false;
       if (stale.current && !abort.signal.aborted) void ask();

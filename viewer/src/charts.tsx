@@ -67,7 +67,12 @@ function drawMarks(plot: uPlot, marks: Mark[], colors: ReturnType<typeof canvasC
     const left = plot.valToPos(x, "x", true);
     const loud = event.name === "resume" || event.name === "failed" || event.name === "warning";
     // Signs of one kind that would touch are left out.
-    if (left < bbox.left - 1 || left > bbox.left + bbox.width + 1 || left - (ends[event.name] ?? -99) < (loud ? 4 : 9) * ratio) continue;
+    if (
+      left < bbox.left - 1 ||
+      left > bbox.left + bbox.width + 1 ||
+      left - (ends[event.name] ?? -99) < (loud ? 4 : 9) * ratio
+    )
+      continue;
     ends[event.name] = left;
     ctx.fillStyle = loud ? "#dd7a1f" : colors.faint;
     ctx.globalAlpha = 0.8;
@@ -95,12 +100,16 @@ function drawLetters(plot: uPlot, lines: Line[]): void {
   const ratio = devicePixelRatio;
   plot.ctx.save();
   plot.ctx.font = `600 ${11 * ratio}px system-ui, sans-serif`;
-  for (const { letter, color, xs, values } of lines) {
+  for (const [place, { letter, color, xs, values }] of lines.entries()) {
     if (!letter) continue;
-    const last = values.findLastIndex((value, place) => value !== null && xs[place]! <= (plot.scales["x"]!.max ?? Infinity));
+    const last = values.findLastIndex((value, at) => value !== null && xs[at]! <= (plot.scales["x"]!.max ?? Infinity));
     if (last < 0) continue;
     plot.ctx.fillStyle = color;
-    plot.ctx.fillText(letter, plot.valToPos(xs[last]!, "x", true) + 3 * ratio, plot.valToPos(values[last]!, "y", true) + 4 * ratio);
+    plot.ctx.fillText(
+      letter,
+      plot.valToPos(xs[last]!, "x", true) + (3 + place * 9) * ratio,
+      plot.valToPos(values[last]!, "y", true) + 4 * ratio,
+    );
   }
   plot.ctx.restore();
 }
@@ -129,13 +138,17 @@ export function Chart(props: ChartProps) {
     if (empty) return;
     const colors = canvasColors(dark);
     const axis: uPlot.Axis = {
-      stroke: colors.faint, font: "11px system-ui, sans-serif", grid: { stroke: colors.grid, width: 1 }, ticks: { show: false }, gap: 4,
+      stroke: colors.faint,
+      font: "11px system-ui, sans-serif",
+      grid: { stroke: colors.grid, width: 1 },
+      ticks: { show: false },
+      gap: 4,
     };
     const options: uPlot.Options = {
       width: box.current!.clientWidth,
       height: chooseHeight(box.current!.clientWidth),
       legend: { show: false },
-      padding: [8, props.lines.length > 1 ? 20 : 12, 0, 0],
+      padding: [12, props.lines.length > 1 ? 8 + 9 * props.lines.length : 12, 0, 0],
       cursor: {
         y: false,
         sync: { key: props.group, scales: ["x", null] },
@@ -144,22 +157,37 @@ export function Chart(props: ChartProps) {
       },
       scales: { x: { time: false, range: () => latest.current.range }, y: { range: (_, low, high) => pad(low, high) } },
       axes: [
-        { ...axis, size: 24, space: 64, values: (_, ticks) => ticks.map((tick) => (latest.current.time ? formatSeconds(tick) : Number.isInteger(tick) ? formatNumber(tick) : "")) },
+        {
+          ...axis,
+          size: 24,
+          space: 64,
+          values: (_, ticks) =>
+            ticks.map((tick) =>
+              latest.current.time ? formatSeconds(tick) : Number.isInteger(tick) ? formatNumber(tick) : "",
+            ),
+        },
         { ...axis, size: 52, space: 32, values: (_, ticks) => ticks.map(formatNumber) },
       ],
       series: [{}, ...lines.flatMap((line) => drawLine(line, smoothing > 0))],
       hooks: {
-        draw: [(chart) => drawMarks(chart, latest.current.marks, colors), (chart) => drawLetters(chart, latest.current.lines)],
-        setCursor: [(chart) => {
-          const place = chart.cursor.idx ?? null;
-          showValue(place);
-          if (chart.cursor.event) latest.current.onCursor?.(place === null ? null : chart.data[0]![place]!);
-        }],
-        setSelect: [(chart) => {
-          const { left, width } = chart.select;
-          if (width > 4) latest.current.onZoom([chart.posToVal(left, "x"), chart.posToVal(left + width, "x")]);
-          chart.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-        }],
+        draw: [
+          (chart) => drawMarks(chart, latest.current.marks, colors),
+          (chart) => drawLetters(chart, latest.current.lines),
+        ],
+        setCursor: [
+          (chart) => {
+            const place = chart.cursor.idx ?? null;
+            showValue(place);
+            if (chart.cursor.event) latest.current.onCursor?.(place === null ? null : chart.data[0]![place]!);
+          },
+        ],
+        setSelect: [
+          (chart) => {
+            const { left, width } = chart.select;
+            if (width > 4) latest.current.onZoom([chart.posToVal(left, "x"), chart.posToVal(left + width, "x")]);
+            chart.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+          },
+        ],
       },
     };
     const chart = new uPlot(options, joinLines(latest.current.lines, smoothing), box.current!);
@@ -173,7 +201,9 @@ export function Chart(props: ChartProps) {
     chart.over.addEventListener("click", (event) => Math.abs(event.clientX - pressed) < 4 && pick());
     chart.over.addEventListener("dblclick", () => latest.current.onZoom(null));
     chart.over.addEventListener("mouseleave", () => latest.current.onCursor?.(null));
-    const observer = new ResizeObserver(() => chart.setSize({ width: box.current!.clientWidth, height: chooseHeight(box.current!.clientWidth) }));
+    const observer = new ResizeObserver(() =>
+      chart.setSize({ width: box.current!.clientWidth, height: chooseHeight(box.current!.clientWidth) }),
+    );
     observer.observe(box.current!);
     return () => {
       observer.disconnect();
@@ -210,7 +240,7 @@ export function Chart(props: ChartProps) {
         <span class="name cut hide-narrow">{props.name}</span>
         <span class="now" ref={now} />
       </header>
-      {empty ? <div class="blank">no values yet</div> : <div ref={box} />}
+      {empty ? <div class="blank">not recorded</div> : <div ref={box} />}
     </section>
   );
 }
@@ -221,7 +251,10 @@ function chooseHeight(width: number): number {
 
 function drawLine(line: Line, smoothed: boolean): uPlot.Series[] {
   const main: uPlot.Series = {
-    stroke: line.color, width: 1.5, spanGaps: true, points: { show: line.xs.length < 3, size: 5 },
+    stroke: line.color,
+    width: 1.5,
+    spanGaps: true,
+    points: { show: line.xs.length < 3, size: 5 },
   };
   const raw: uPlot.Series = { ...main, width: 1, alpha: 0.25 };
   return smoothed ? [raw, main] : [main];
@@ -246,11 +279,17 @@ export function Spark({ values }: { values: Value[] }) {
   const low = Math.min(...known.map(([, value]) => value));
   const high = Math.max(...known.map(([, value]) => value));
   const at = ([place, value]: readonly [number, number]) => [
-    ((place / (values.length - 1)) * 92 + 2).toFixed(1), (high > low ? 17 - ((value - low) / (high - low)) * 14 : 10).toFixed(1),
+    ((place / (values.length - 1)) * 92 + 2).toFixed(1),
+    (high > low ? 17 - ((value - low) / (high - low)) * 14 : 10).toFixed(1),
   ];
   const [x, y] = at(known[known.length - 1]!);
   return (
-    <svg class="spark" viewBox="0 0 96 20" role="img" aria-label={`from ${formatNumber(known[0]![1])} to ${formatNumber(known[known.length - 1]![1])}`}>
+    <svg
+      class="spark"
+      viewBox="0 0 96 20"
+      role="img"
+      aria-label={`from ${formatNumber(known[0]![1])} to ${formatNumber(known[known.length - 1]![1])}`}
+    >
       <path d={`M${known.map((point) => at(point).join(" ")).join("L")}`} />
       <circle cx={x} cy={y} r="2" />
     </svg>
@@ -294,18 +333,35 @@ export function Histogram({ label, counts, low, high, onBrush }: HistogramProps)
     else onBrush(edges[Math.floor(from * bins)] ?? null, edges[Math.min(bins, Math.ceil(to * bins))] ?? null);
   };
   return (
-    <svg ref={box} class="histogram" viewBox="0 0 200 56" preserveAspectRatio="none" role="img" aria-label={label}
+    <svg
+      ref={box}
+      class="histogram"
+      viewBox="0 0 200 56"
+      preserveAspectRatio="none"
+      role="img"
+      aria-label={label}
       onPointerDown={(event) => {
         start.current = share(event);
         box.current!.setPointerCapture(event.pointerId);
       }}
-      onPointerMove={drag} onPointerUp={release}>
+      onPointerMove={drag}
+      onPointerUp={release}
+    >
       {(counts?.counts ?? []).map((count, place) => {
         const from = edges[place]!;
         const to = edges[place + 1]!;
         const inside = (low === null || to > low) && (high === null || from <= high);
         const tall = count === 0 ? 0 : Math.max(1.5, (count / most) * 54);
-        return <rect key={place} class={inside ? "count in" : "count"} x={((from - first) / width) * 200} y={55 - tall} width={Math.max(0.5, 200 / bins - 0.8)} height={tall} />;
+        return (
+          <rect
+            key={place}
+            class={inside ? "count in" : "count"}
+            x={((from - first) / width) * 200}
+            y={55 - tall}
+            width={Math.max(0.5, 200 / bins - 0.8)}
+            height={tall}
+          />
+        );
       })}
       <line x1="0" x2="200" y1="55.5" y2="55.5" vector-effect="non-scaling-stroke" />
       <rect ref={brush} class="brush" x="0" y="0" width="0" height="56" />

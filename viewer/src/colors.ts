@@ -4,8 +4,30 @@ import { useEffect, useState } from "preact/hooks";
 type Rgb = [number, number, number];
 
 // Cividis (Nuñez, Anderton and Renslow, 2018) on dark; on light its mirror from pale yellow to dark blue.
-const DARK = ["#16181d", "#153a72", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"];
-const LIGHT = ["#ffffff", "#fbf0b4", "#d9dba0", "#aacb9f", "#7ab5a4", "#4e9aa8", "#357ea6", "#27629b", "#1f4787", "#1b2f6b"];
+const DARK = [
+  "#16181d",
+  "#153a72",
+  "#3b496c",
+  "#575d6d",
+  "#707173",
+  "#8a8678",
+  "#a59c74",
+  "#c3b369",
+  "#e1cc55",
+  "#fee838",
+];
+const LIGHT = [
+  "#ffffff",
+  "#fbf0b4",
+  "#d9dba0",
+  "#aacb9f",
+  "#7ab5a4",
+  "#4e9aa8",
+  "#357ea6",
+  "#27629b",
+  "#1f4787",
+  "#1b2f6b",
+];
 const BLUE = "#2f78c4";
 const ORANGE = "#dd7a1f";
 
@@ -101,7 +123,13 @@ export function useDark(): boolean {
 }
 
 /** The page's colors for a canvas. */
-export function canvasColors(dark: boolean): { text: string; faint: string; grid: string; page: string; accent: string } {
+export function canvasColors(dark: boolean): {
+  text: string;
+  faint: string;
+  grid: string;
+  page: string;
+  accent: string;
+} {
   return dark
     ? { text: "#e4e6eb", faint: "#8d929e", grid: "#272a31", page: "#16181d", accent: "#5aa9ee" }
     : { text: "#1a1c21", faint: "#6b7080", grid: "#eceef2", page: "#ffffff", accent: "#0868b0" };

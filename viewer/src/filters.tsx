@@ -7,8 +7,24 @@ import { setQuery, withChanges } from "./router";
 import { Outcome, OUTCOME_NAMES } from "./signs";
 
 const NAMES = [
-  "kind", "outcome", "finish_reason", "step_min", "step_max", "reward_min", "reward_max", "length_min", "length_max", "row", "index",
-  "epoch", "version", "parsed", "search", "regex", "in", "rescored",
+  "kind",
+  "outcome",
+  "finish_reason",
+  "step_min",
+  "step_max",
+  "reward_min",
+  "reward_max",
+  "length_min",
+  "length_max",
+  "row",
+  "index",
+  "epoch",
+  "version",
+  "parsed",
+  "search",
+  "regex",
+  "in",
+  "rescored",
 ];
 
 /** The part of a view's query that filters. */
@@ -53,12 +69,30 @@ export function SearchField({ query }: { query: URLSearchParams }) {
   };
   return (
     <>
-      <input type="search" value={text} placeholder={asRegex ? "Regular expression" : "Search text"} aria-label="Search samples" onInput={(event) => write(event.currentTarget.value)} />
+      <input
+        type="search"
+        value={text}
+        placeholder={asRegex ? "Regular expression" : "Search text"}
+        aria-label="Search samples"
+        onInput={(event) => write(event.currentTarget.value)}
+      />
       <div class="segments" role="group" aria-label="How to search">
-        <button aria-pressed={!asRegex} onClick={() => setQuery({ search: kept, regex: null, as: null })}>Text</button>
-        <button aria-pressed={asRegex} title="Regular expression (RE2)" onClick={() => setQuery({ regex: kept, search: null, as: "regex" })}>Regex</button>
+        <button aria-pressed={!asRegex} onClick={() => setQuery({ search: kept, regex: null, as: null })}>
+          Text
+        </button>
+        <button
+          aria-pressed={asRegex}
+          title="Regular expression (RE2)"
+          onClick={() => setQuery({ regex: kept, search: null, as: "regex" })}
+        >
+          Regex
+        </button>
       </div>
-      <select aria-label="Where to search" value={query.get("in") ?? "both"} onChange={(event) => setQuery({ in: event.currentTarget.value === "both" ? null : event.currentTarget.value })}>
+      <select
+        aria-label="Where to search"
+        value={query.get("in") ?? "both"}
+        onChange={(event) => setQuery({ in: event.currentTarget.value === "both" ? null : event.currentTarget.value })}
+      >
         <option value="both">in answer and prompt</option>
         <option value="text">in the answer</option>
         <option value="prompt">in the prompt</option>
@@ -82,30 +116,58 @@ export function Filters({ run, query }: { run: RunDetail; query: URLSearchParams
         <h3>Outcome</h3>
         <div class="list">
           {OUTCOME_NAMES.map((name) => (
-            <label key={name} class="check"><input type="checkbox" checked={outcomes.has(name)} onChange={() => toggle(name)} /><Outcome outcome={name} /></label>
+            <label key={name} class="check">
+              <input type="checkbox" checked={outcomes.has(name)} onChange={() => toggle(name)} />
+              <Outcome outcome={name} />
+            </label>
           ))}
         </div>
       </section>
       <section>
         <h3>Step</h3>
-        <div class="pair"><NumberField query={query} name="step_min" title="from" /><NumberField query={query} name="step_max" title="to" /></div>
+        <div class="pair">
+          <NumberField query={query} name="step_min" title="from" />
+          <NumberField query={query} name="step_max" title="to" />
+        </div>
       </section>
       <section class="pair">
         <Choice query={query} name="kind" title="Kind" values={["train", "eval"]} />
         <Choice query={query} name="finish_reason" title="Finish" values={["stop", "length"]} />
         <Choice query={query} name="parsed" title="Parsed" values={["true", "false"]} />
         {run.rescored.length > 0 && <Choice query={query} name="rescored" title="Rescored by" values={run.rescored} />}
-        <label class="field">Row<NumberField query={query} name="row" title="any" /></label>
-        <label class="field">Epoch<NumberField query={query} name="epoch" title="any" /></label>
-        <label class="field">Version<NumberField query={query} name="version" title="any" /></label>
-        <label class="field">Group<NumberField query={query} name="index" title="any" /></label>
+        <label class="field">
+          Row
+          <NumberField query={query} name="row" title="any" />
+        </label>
+        <label class="field">
+          Epoch
+          <NumberField query={query} name="epoch" title="any" />
+        </label>
+        <label class="field">
+          Version
+          <NumberField query={query} name="version" title="any" />
+        </label>
+        <label class="field">
+          Group
+          <NumberField query={query} name="index" title="any" />
+        </label>
       </section>
     </aside>
   );
 }
 
 /** A histogram over what the other filters leave, whose brush and fields set this one. */
-function NumberRange({ run, query, column, title }: { run: RunDetail; query: URLSearchParams; column: string; title: string }) {
+function NumberRange({
+  run,
+  query,
+  column,
+  title,
+}: {
+  run: RunDetail;
+  query: URLSearchParams;
+  column: string;
+  title: string;
+}) {
   const [low, high] = [`${column}_min`, `${column}_max`];
   const others = filterQuery(withChanges(query, { [low]: null, [high]: null }));
   const url = runUrl(run.key, `/histogram?column=${column}&bins=40&${others}`);
@@ -113,12 +175,41 @@ function NumberRange({ run, query, column, title }: { run: RunDetail; query: URL
   const value = (name: string) => (query.get(name) ? Number(query.get(name)) : null);
   return (
     <section>
-      <h3 class="bar">{title}<span class="grow" />{!!data?.missing && <span class="faint small">{formatCount(data.missing)} without</span>}</h3>
-      <Histogram label={`Histogram of ${column}`} counts={data} low={value(low)} high={value(high)}
-        onBrush={(from, to) => setQuery({ [low]: from === null ? null : round(from), [high]: to === null ? null : round(to) })} />
+      <h3 class="bar">
+        {title}
+        <span class="grow" />
+        {!!data?.missing && <span class="faint small">{formatCount(data.missing)} without</span>}
+      </h3>
+      <Histogram
+        label={`Histogram of ${column}`}
+        counts={data}
+        low={value(low)}
+        high={value(high)}
+        onBrush={(from, to) =>
+          setQuery({ [low]: from === null ? null : round(from), [high]: to === null ? null : round(to) })
+        }
+      />
       <div class="pair">
-        <NumberField query={query} name={low} title={data?.edges.length ? formatNumber(data.edges[0]) : "from"} />
-        <NumberField query={query} name={high} title={data?.edges.length ? formatNumber(data.edges[data.edges.length - 1]) : "to"} />
+        <NumberField
+          query={query}
+          name={low}
+          title={
+            data?.edges.length ? formatNumber(column === "length" ? Math.ceil(data.edges[0]!) : data.edges[0]) : "from"
+          }
+        />
+        <NumberField
+          query={query}
+          name={high}
+          title={
+            data?.edges.length
+              ? formatNumber(
+                  column === "length"
+                    ? Math.floor(data.edges[data.edges.length - 1]!)
+                    : data.edges[data.edges.length - 1],
+                )
+              : "to"
+          }
+        />
       </div>
     </section>
   );
@@ -130,18 +221,38 @@ function round(value: number): number {
 
 function NumberField({ query, name, title }: { query: URLSearchParams; name: string; title: string }) {
   return (
-    <input type="number" step="any" aria-label={`${name.replace("_", " ")}`} placeholder={title} value={query.get(name) ?? ""}
-      onChange={(event) => setQuery({ [name]: event.currentTarget.value })} />
+    <input
+      type="number"
+      step="any"
+      aria-label={`${name.replace("_", " ")}`}
+      placeholder={title}
+      value={query.get(name) ?? ""}
+      onChange={(event) => setQuery({ [name]: event.currentTarget.value })}
+    />
   );
 }
 
-function Choice({ query, name, title, values }: { query: URLSearchParams; name: string; title: string; values: string[] }) {
+function Choice({
+  query,
+  name,
+  title,
+  values,
+}: {
+  query: URLSearchParams;
+  name: string;
+  title: string;
+  values: string[];
+}) {
   return (
     <label class="field">
       {title}
       <select value={query.get(name) ?? ""} onChange={(event) => setQuery({ [name]: event.currentTarget.value })}>
         <option value="">any</option>
-        {values.map((value) => <option key={value} value={value}>{value}</option>)}
+        {values.map((value) => (
+          <option key={value} value={value}>
+            {value}
+          </option>
+        ))}
       </select>
     </label>
   );

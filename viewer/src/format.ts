@@ -6,7 +6,11 @@ export function formatNumber(value: number | null | undefined): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return DASH;
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace("e+", "e").replace(/\.?0+e/, "e");
+  if (size >= 1e6 || size < 1e-3)
+    return value
+      .toExponential(2)
+      .replace("e+", "e")
+      .replace(/\.?0+e/, "e");
   if (Number.isInteger(value)) return value.toLocaleString("en-US");
   return size >= 1000 ? Math.round(value).toLocaleString("en-US") : String(Number(value.toPrecision(4)));
 }

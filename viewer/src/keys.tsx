@@ -49,7 +49,12 @@ export function focusSearch(): void {
 }
 
 const NAMES: Record<string, string> = {
-  ArrowUp: "↑", ArrowDown: "↓", ArrowLeft: "←", ArrowRight: "→", " ": "Space", Escape: "Esc",
+  ArrowUp: "↑",
+  ArrowDown: "↓",
+  ArrowLeft: "←",
+  ArrowRight: "→",
+  " ": "Space",
+  Escape: "Esc",
 };
 
 /** The list of keys that work now, over the page. */
@@ -58,7 +63,8 @@ export function KeyList({ onClose }: { onClose: () => void }) {
   const [rows] = useState(() => {
     const found = new Map<string, string[]>();
     for (const { current } of [...stack].reverse()) {
-      for (const [key, [label]] of Object.entries(current)) found.set(label, [...(found.get(label) ?? []), NAMES[key] ?? key]);
+      for (const [key, [label]] of Object.entries(current))
+        found.set(label, [...(found.get(label) ?? []), NAMES[key] ?? key]);
     }
     return [...found];
   });
@@ -66,17 +72,29 @@ export function KeyList({ onClose }: { onClose: () => void }) {
   useKeys({ Escape: ["Close this list", onClose] });
   return (
     <div class="overlay" onClick={onClose}>
-      <section class="dialog" role="dialog" aria-label="Keys" aria-modal="true" onClick={(event) => event.stopPropagation()}>
+      <section
+        class="dialog"
+        role="dialog"
+        aria-label="Keys"
+        aria-modal="true"
+        onClick={(event) => event.stopPropagation()}
+      >
         <header class="bar">
           <h2>Keys</h2>
           <span class="grow" />
-          <button ref={close} class="quiet" onClick={onClose}>Close</button>
+          <button ref={close} class="quiet" onClick={onClose}>
+            Close
+          </button>
         </header>
         <dl class="keys">
           {rows.map(([label, keys]) => (
             <div key={label}>
               <dt>{label}</dt>
-              <dd>{keys.map((key) => <kbd key={key}>{key}</kbd>)}</dd>
+              <dd>
+                {keys.map((key) => (
+                  <kbd key={key}>{key}</kbd>
+                ))}
+              </dd>
             </div>
           ))}
         </dl>

@@ -19,7 +19,8 @@ export interface Layout {
   lineOf: Int32Array;
 }
 
-const WIDE = /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6]|[\u{1f000}-\u{1faff}]|[\u{20000}-\u{3fffd}]/u;
+const WIDE =
+  /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6]|[\u{1f000}-\u{1faff}]|[\u{20000}-\u{3fffd}]/u;
 const COMBINING = /\p{M}/u;
 const PLAIN = /^[\x21-\x7e]*$/;
 const WHITESPACE: Record<string, string> = { " ": "·", "\n": "⏎", "\u00a0": "⍽", "\u3000": "□" };
@@ -43,7 +44,14 @@ export function inkText(text: string): Ink[] {
   const inks: Ink[] = [];
   for (const run of splitHidden(text)) {
     if (run.mark) inks.push({ text: run.text.replace("\t", ""), kind: "ctl" });
-    else for (const piece of run.text.split(/([ \n\u00a0\u3000])/)) if (piece) inks.push(WHITESPACE[piece] ? { text: piece === "\n" ? "⏎" : WHITESPACE[piece]!, kind: "ws" } : { text: piece, kind: "" });
+    else
+      for (const piece of run.text.split(/([ \n\u00a0\u3000])/))
+        if (piece)
+          inks.push(
+            WHITESPACE[piece]
+              ? { text: piece === "\n" ? "⏎" : WHITESPACE[piece]!, kind: "ws" }
+              : { text: piece, kind: "" },
+          );
   }
   return inks;
 }
@@ -63,7 +71,8 @@ function chunkToken(tokens: Tokens, token: number, columns: number): Chunk[] {
     for (const piece of cutWide(ink, columns)) {
       const size = measureColumns(piece.text);
       let chunk = chunks[chunks.length - 1]!;
-      if (chunk.ends || (chunk.width + size > columns && chunk.width > 0)) chunks.push((chunk = { inks: [], width: 0, ends: false }));
+      if (chunk.ends || (chunk.width + size > columns && chunk.width > 0))
+        chunks.push((chunk = { inks: [], width: 0, ends: false }));
       chunk.inks.push(piece);
       chunk.width += size;
       chunk.ends = piece.kind === "ws" && piece.text === "⏎";
@@ -107,6 +116,7 @@ function cutWide(ink: Ink, columns: number): Ink[] {
   const half = Math.max(1, Math.floor(columns / 2));
   const characters = [...ink.text];
   const chunks: Ink[] = [];
-  for (let place = 0; place < characters.length; place += half) chunks.push({ text: characters.slice(place, place + half).join(""), kind: ink.kind });
+  for (let place = 0; place < characters.length; place += half)
+    chunks.push({ text: characters.slice(place, place + half).join(""), kind: ink.kind });
   return chunks;
 }

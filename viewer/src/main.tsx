@@ -20,11 +20,18 @@ import { SampleView } from "./views/sample";
 import { SamplesView } from "./views/samples";
 import { TimeView } from "./views/time";
 
-const TABS = [["curves", "Curves"], ["time", "Time"], ["samples", "Samples"], ["prompts", "Prompts"], ["config", "Config"]] as const;
+const TABS = [
+  ["curves", "Curves"],
+  ["time", "Time"],
+  ["samples", "Samples"],
+  ["prompts", "Prompts"],
+  ["config", "Config"],
+] as const;
 const TAB_OF: Record<string, string> = { sample: "samples", group: "samples", prompt: "prompts" };
 const THEME_SIGNS = {
   auto: "M8 1.5a6.5 6.5 0 1 0 0 13 6.5 6.5 0 0 0 0-13zm0 1.5v10A5 5 0 0 1 8 3z",
-  light: "M8 4.5a3.5 3.5 0 1 0 0 7 3.5 3.5 0 0 0 0-7zM7.3.5h1.4v2.4H7.3zm0 12.6h1.4v2.4H7.3zM.5 7.3h2.4v1.4H.5zm12.6 0h2.4v1.4h-2.4zM2.2 3.2l1-1L4.9 4l-1 1zm8.9 8.8 1-1 1.7 1.8-1 1zm0-8 1.7-1.8 1 1L12.1 5zM2.2 12.8 3.9 11l1 1-1.7 1.8z",
+  light:
+    "M8 4.5a3.5 3.5 0 1 0 0 7 3.5 3.5 0 0 0 0-7zM7.3.5h1.4v2.4H7.3zm0 12.6h1.4v2.4H7.3zM.5 7.3h2.4v1.4H.5zm12.6 0h2.4v1.4h-2.4zM2.2 3.2l1-1L4.9 4l-1 1zm8.9 8.8 1-1 1.7 1.8-1 1zm0-8 1.7-1.8 1 1L12.1 5zM2.2 12.8 3.9 11l1 1-1.7 1.8z",
   dark: "M6.3 1.8a6.5 6.5 0 1 0 7.9 7.9A5.5 5.5 0 0 1 6.3 1.8z",
 };
 const NEXT_THEME = { auto: "light", light: "dark", dark: "auto" } as const;
@@ -33,7 +40,7 @@ function Page() {
   const { path } = useRoute();
   const [listing, setListing] = useState(false);
   const [theme, setShownTheme] = useState(chosenTheme());
-  const run = path[0] === "run" ? path[1] ?? null : null;
+  const run = path[0] === "run" ? (path[1] ?? null) : null;
   const view = path[2] ?? "curves";
   const tab = TAB_OF[view] ?? view;
   const detail = useApi<RunDetail>(run ? runUrl(run) : null, run ?? undefined);
@@ -58,26 +65,49 @@ function Page() {
     <div class="frame" onClick={followLinks}>
       <nav class="top" aria-label="Hearth">
         <a class="brand" href="/runs" title="Table of runs">
-          <svg viewBox="0 0 16 16" aria-hidden="true"><path fill="currentColor" d="M2 14V7a6 6 0 0 1 12 0v7h-3.5V7.2a2.5 2.5 0 0 0-5 0V14z" /></svg>
+          <svg viewBox="0 0 16 16" aria-hidden="true">
+            <path fill="currentColor" d="M2 14V7a6 6 0 0 1 12 0v7h-3.5V7.2a2.5 2.5 0 0 0-5 0V14z" />
+          </svg>
           Hearth
         </a>
         {run && (
           <>
             <div class="crumbs">
-              <span class="slash" aria-hidden="true">/</span>
-              <a class="cut" href={linkTo(run, "curves")}><Line text={detail.data?.name ?? run} /></a>
-              {detail.data && <State state={detail.data.state} />}
+              <span class="slash" aria-hidden="true">
+                /
+              </span>
+              <a class="cut" href={linkTo(run, "curves")}>
+                <Line text={detail.data?.name ?? run} />
+              </a>
+              {detail.data && <State state={detail.data.state} text={detail.data.state_text} />}
             </div>
             <div class="tabs">
-              {TABS.map(([name, title]) => <a key={name} href={linkTo(run, name)} aria-current={tab === name ? "page" : undefined}>{title}</a>)}
+              {TABS.map(([name, title]) => (
+                <a key={name} href={linkTo(run, name)} aria-current={tab === name ? "page" : undefined}>
+                  {title}
+                </a>
+              ))}
             </div>
           </>
         )}
         <span class="grow" />
         <Connection />
-        <button class="quiet hide-narrow" onClick={copyLink} title="Copy the link of this view (c)">Copy link</button>
-        <button class="quiet" onClick={switchTheme} title={`Theme: ${theme === "auto" ? "the system's" : theme} (t)`} aria-label="Switch the theme"><svg class="icon" viewBox="0 0 16 16" aria-hidden="true"><path fill="currentColor" fill-rule="evenodd" d={THEME_SIGNS[theme]} /></svg></button>
-        <button class="quiet" onClick={() => setListing(true)} title="List the keys (?)" aria-label="List the keys">?</button>
+        <button class="quiet hide-narrow" onClick={copyLink} title="Copy the link of this view (c)">
+          Copy link
+        </button>
+        <button
+          class="quiet"
+          onClick={switchTheme}
+          title={`Theme: ${theme === "auto" ? "the system's" : theme} (t)`}
+          aria-label="Switch the theme"
+        >
+          <svg class="icon" viewBox="0 0 16 16" aria-hidden="true">
+            <path fill="currentColor" fill-rule="evenodd" d={THEME_SIGNS[theme]} />
+          </svg>
+        </button>
+        <button class="quiet" onClick={() => setListing(true)} title="List the keys (?)" aria-label="List the keys">
+          ?
+        </button>
       </nav>
       <Routed path={path} detail={detail.data} error={detail.error} />
       {listing && <KeyList onClose={() => setListing(false)} />}
@@ -89,7 +119,10 @@ function Page() {
 function Connection() {
   const connected = useConnected();
   return (
-    <span class={connected ? "link-state on" : "link-state"} title={connected ? "New steps show up by themselves" : "The viewer's server does not answer"}>
+    <span
+      class={connected ? "link-state on" : "link-state"}
+      title={connected ? "New steps show up by themselves" : "The viewer's server does not answer"}
+    >
       {connected ? "Live" : "Offline"}
     </span>
   );
@@ -102,8 +135,20 @@ function copyLink(): void {
 function Routed({ path, detail, error }: { path: string[]; detail: RunDetail | null; error: string | null }) {
   if (path.length === 0 || path[0] === "runs") return <RunsView />;
   if (path[0] === "compare") return <CompareView />;
-  if (path[0] !== "run" || !path[1]) return <main class="view"><Empty title="There is no such page"><a href="/runs">Table of runs</a></Empty></main>;
-  if (error && !detail) return <main class="view"><Failure text={error} /></main>;
+  if (path[0] !== "run" || !path[1])
+    return (
+      <main class="view">
+        <Empty title="There is no such page">
+          <a href="/runs">Table of runs</a>
+        </Empty>
+      </main>
+    );
+  if (error && !detail)
+    return (
+      <main class="view">
+        <Failure text={error} />
+      </main>
+    );
   if (!detail || detail.key !== path[1]) return <main class="view" aria-busy="true" />;
   const view = path[2] ?? "curves";
   const rest = path.slice(3).join("/");
@@ -116,7 +161,13 @@ function Routed({ path, detail, error }: { path: string[]; detail: RunDetail | n
   if (view === "group") return <GroupView key={key} run={detail} name={rest} />;
   if (view === "prompt") return <PromptView key={key} run={detail} name={rest} />;
   if (view === "sample") return <SampleView key={key} run={detail} id={rest} />;
-  return <main class="view"><Empty title="There is no such view"><a href={linkTo(detail.key, "curves")}>Curves of this run</a></Empty></main>;
+  return (
+    <main class="view">
+      <Empty title="There is no such view">
+        <a href={linkTo(detail.key, "curves")}>Curves of this run</a>
+      </Empty>
+    </main>
+  );
 }
 
 applyTheme();

@@ -31,10 +31,15 @@ export function usePages<Row>(url: string, run: string): Pages<Row> {
   const ask = async (page: number) => {
     asked.current.add(page);
     try {
-      const answer = await fetchJson<{ total: number; rows: Row[]; query_ms?: number }>(`${url}${url.includes("?") ? "&" : "?"}offset=${page * SIZE}&limit=${SIZE}`);
+      const answer = await fetchJson<{ total: number; rows: Row[]; query_ms?: number }>(
+        `${url}${url.includes("?") ? "&" : "?"}offset=${page * SIZE}&limit=${SIZE}`,
+      );
       if (current.current !== url) return;
       setLoaded((last) => ({
-        url, total: answer.total, queryMs: answer.query_ms ?? null, error: null,
+        url,
+        total: answer.total,
+        queryMs: answer.query_ms ?? null,
+        error: null,
         pages: new Map(last.url === url ? last.pages : []).set(page, answer.rows),
       }));
     } catch (error) {
@@ -44,7 +49,8 @@ export function usePages<Row>(url: string, run: string): Pages<Row> {
   };
   const askForSight = () => {
     const [first, last] = sight.current;
-    for (let page = Math.floor(first / SIZE); page <= Math.floor(last / SIZE); page++) if (!asked.current.has(page)) void ask(page);
+    for (let page = Math.floor(first / SIZE); page <= Math.floor(last / SIZE); page++)
+      if (!asked.current.has(page)) void ask(page);
   };
   useEffect(() => {
     current.current = url;

@@ -38,13 +38,24 @@ export function AxisControls() {
   return (
     <>
       <div class="segments" role="group" aria-label="Axis">
-        <button aria-pressed={!time} onClick={() => setQuery({ axis: null, zoom: null })}>Steps</button>
-        <button aria-pressed={time} onClick={() => setQuery({ axis: "time", zoom: null })}>Time</button>
+        <button aria-pressed={!time} onClick={() => setQuery({ axis: null, zoom: null })}>
+          Steps
+        </button>
+        <button aria-pressed={time} onClick={() => setQuery({ axis: "time", zoom: null })}>
+          Time
+        </button>
       </div>
       <label class="check small soft">
         Smoothing
-        <input type="range" min="0" max="0.98" step="0.02" value={smoothing} aria-valuetext={smoothing.toFixed(2)}
-          onInput={(event) => setQuery({ smooth: Number(event.currentTarget.value) || null })} />
+        <input
+          type="range"
+          min="0"
+          max="0.98"
+          step="0.02"
+          value={smoothing}
+          aria-valuetext={smoothing.toFixed(2)}
+          onInput={(event) => setQuery({ smooth: Number(event.currentTarget.value) || null })}
+        />
         <span class="mono">{smoothing.toFixed(2)}</span>
       </label>
       {zoom && <button onClick={() => setQuery({ zoom: null })}>Reset zoom</button>}
@@ -66,8 +77,16 @@ export function EventControls({ events }: { events: RunEvent[] }) {
   return (
     <div class="legend events">
       {[...counts].map(([name, count]) => (
-        <button key={name} class="quiet" aria-pressed={!hidden.has(name)} title={`Show or hide: ${name}`} onClick={() => toggle(name)}>
-          <Sign path={EVENTS[name] ?? EVENTS["warning"]!} />{name.replaceAll("_", " ")}<span class="faint">{count}</span>
+        <button
+          key={name}
+          class="quiet"
+          aria-pressed={!hidden.has(name)}
+          title={`Show or hide: ${name}`}
+          onClick={() => toggle(name)}
+        >
+          <Sign path={EVENTS[name] ?? EVENTS["warning"]!} />
+          {name.replaceAll("_", " ")}
+          <span class="faint">{count}</span>
         </button>
       ))}
     </div>
@@ -87,7 +106,10 @@ export function Plots({ sources, charts, onPick }: PlotsProps) {
   const marks = useMemo(() => placeMarks(sources[0]?.events ?? [], time, hiddenEvents(query)), [sources, time, hide]);
   const whole = useMemo(() => measureRange(sources, time), [sources, time]);
   const lines = useMemo(
-    () => charts.map(({ name }) => sources.map((source, place) => makeLine(source, name, place, { time, dark, alone: sources.length === 1 }))),
+    () =>
+      charts.map(({ name }) =>
+        sources.map((source, place) => makeLine(source, name, place, { time, dark, alone: sources.length === 1 })),
+      ),
     [sources, charts.map(({ name }) => name).join(), time, dark],
   );
   const range = zoom ?? whole;
@@ -97,9 +119,20 @@ export function Plots({ sources, charts, onPick }: PlotsProps) {
       <Readout cursor={cursor} time={time} source={sources[0]} range={range} canPick={!!onPick} />
       <div class="charts">
         {charts.map(({ title, name }, place) => (
-          <Chart key={name} title={title} name={name} lines={lines[place]!} marks={marks} range={range} smoothing={name.startsWith("eval/") ? 0 : smoothing} time={time} group="page"
-            onCursor={setCursor} onPick={onPick && pickStep}
-            onZoom={(next) => setQuery({ zoom: next && next.map((value) => Number(value.toPrecision(6))).join("~") })} />
+          <Chart
+            key={name}
+            title={title}
+            name={name}
+            lines={lines[place]!}
+            marks={marks}
+            range={range}
+            smoothing={name.startsWith("eval/") ? 0 : smoothing}
+            time={time}
+            group="page"
+            onCursor={setCursor}
+            onPick={onPick && pickStep}
+            onZoom={(next) => setQuery({ zoom: next && next.map((value) => Number(value.toPrecision(6))).join("~") })}
+          />
         ))}
       </div>
     </>
@@ -111,15 +144,28 @@ export function letterOf(place: number): string {
   return String.fromCharCode(65 + place);
 }
 
-function makeLine(source: Source, name: string, place: number, { time, dark, alone }: { time: boolean; dark: boolean; alone: boolean }): Line {
+function makeLine(
+  source: Source,
+  name: string,
+  place: number,
+  { time, dark, alone }: { time: boolean; dark: boolean; alone: boolean },
+): Line {
   const curve = name.startsWith("eval/") ? source.series.eval : source.series;
   const values = curve.series[name] ?? curve.steps.map(() => null);
   const xs = time ? curve.times.map((seconds) => seconds ?? 0) : curve.steps;
-  return { label: source.label, color: seriesColor(place, dark), letter: alone ? undefined : letterOf(place), xs, values };
+  return {
+    label: source.label,
+    color: seriesColor(place, dark),
+    letter: alone ? undefined : letterOf(place),
+    xs,
+    values,
+  };
 }
 
 function placeMarks(events: RunEvent[], time: boolean, hidden: Set<string>): Mark[] {
-  return events.filter((event) => !hidden.has(event.name)).map((event) => ({ x: time ? event.seconds : event.step, event }));
+  return events
+    .filter((event) => !hidden.has(event.name))
+    .map((event) => ({ x: time ? event.seconds : event.step, event }));
 }
 
 function measureRange(sources: Source[], time: boolean): [number, number] {
@@ -153,15 +199,44 @@ function nearestEvents(events: RunEvent[], distance: (event: RunEvent) => number
   return [...found.values()];
 }
 
-function Readout({ cursor, time, source, range, canPick }: { cursor: number | null; time: boolean; source?: Source; range: [number, number]; canPick: boolean }) {
+function Readout({
+  cursor,
+  time,
+  source,
+  range,
+  canPick,
+}: {
+  cursor: number | null;
+  time: boolean;
+  source?: Source;
+  range: [number, number];
+  canPick: boolean;
+}) {
   if (cursor === null || !source) {
-    return <div class="readout">Drag to zoom, double-click to reset.{canPick && " Click a point for the samples of its step."}</div>;
+    return (
+      <div class="readout">
+        Drag to zoom, double-click to reset.{canPick && " Click a point for the samples of its step."}
+      </div>
+    );
   }
-  const events = nearestEvents(source.events, (event) => Math.abs((time ? event.seconds : event.step) - cursor), (range[1] - range[0]) / 100);
+  const events = nearestEvents(
+    source.events,
+    (event) => Math.abs((time ? event.seconds : event.step) - cursor),
+    (range[1] - range[0]) / 100,
+  );
   return (
     <div class="readout">
-      <strong>{time ? `${formatSeconds(cursor)}, step ${stepAt(source.series, cursor)}` : `Step ${formatNumber(cursor)}`}</strong>
-      {events.map((event, place) => <span key={place}>{" · "}{event.name.replaceAll("_", " ")}{event.text ? ": " : ""}<OneLine text={event.text} /></span>)}
+      <strong>
+        {time ? `${formatSeconds(cursor)}, step ${stepAt(source.series, cursor)}` : `Step ${formatNumber(cursor)}`}
+      </strong>
+      {events.map((event, place) => (
+        <span key={place}>
+          {" · "}
+          {event.name.replaceAll("_", " ")}
+          {event.text ? ": " : ""}
+          <OneLine text={event.text} />
+        </span>
+      ))}
     </div>
   );
 }

@@ -16,12 +16,22 @@ const RING = "M6 1.5a4.5 4.5 0 1 0 0 9 4.5 4.5 0 0 0 0-9zm0 2a2.5 2.5 0 1 1 0 5 
 type Tone = "strong" | "warn" | "";
 
 const STATES: Record<string, [string, Tone]> = {
-  running: [CIRCLE, "strong"], ended: [CHECK, ""], failed: [CROSS, "warn"], killed: [SQUARE, "warn"], stalled: [PAUSE, "warn"],
+  running: [CIRCLE, "strong"],
+  ended: [CHECK, ""],
+  failed: [CROSS, "warn"],
+  killed: [SQUARE, "warn"],
+  stalled: [PAUSE, "warn"],
 };
 
 const OUTCOMES: Record<string, [string, Tone]> = {
-  trained: [CHECK, "strong"], evaluated: [RING, "strong"], uniform: [EQUAL, ""], filtered: [FUNNEL, ""], failed: [CROSS, "warn"],
-  truncated: [SCISSORS, "warn"], stale: [CLOCK, "warn"], dropped: [CROSS, ""],
+  trained: [CHECK, "strong"],
+  evaluated: [RING, "strong"],
+  uniform: [EQUAL, ""],
+  filtered: [FUNNEL, ""],
+  failed: [CROSS, "warn"],
+  truncated: [SCISSORS, "warn"],
+  stale: [CLOCK, "warn"],
+  dropped: [CROSS, ""],
 };
 
 /** All outcomes that a sample can have, in the order in which they are listed. */
@@ -29,21 +39,43 @@ export const OUTCOME_NAMES = Object.keys(OUTCOMES);
 
 /** The sign of each kind of event. */
 export const EVENTS: Record<string, string> = {
-  start: CIRCLE, resume: TRIANGLE, end: CHECK, failed: CROSS, checkpoint: SQUARE, weight_sync: TICK, eval: RING, warning: DIAMOND, recording: DIAMOND,
+  start: CIRCLE,
+  resume: TRIANGLE,
+  end: CHECK,
+  failed: CROSS,
+  checkpoint: SQUARE,
+  weight_sync: TICK,
+  eval: RING,
+  warning: DIAMOND,
+  recording: DIAMOND,
 };
 
 export function Sign({ path }: { path: string }) {
-  return <svg viewBox="0 0 12 12" aria-hidden="true"><path d={path} fill="currentColor" fill-rule="evenodd" /></svg>;
+  return (
+    <svg viewBox="0 0 12 12" aria-hidden="true">
+      <path d={path} fill="currentColor" fill-rule="evenodd" />
+    </svg>
+  );
 }
 
 /** A run's state: sign and word. */
-export function State({ state }: { state: string }) {
+export function State({ state, text }: { state: string; text?: string }) {
   const [path, tone] = STATES[state] ?? [DIAMOND, ""];
-  return <span class={`state ${tone}`}><Sign path={path} />{state}</span>;
+  return (
+    <span class={`state ${tone}`} title={text || undefined}>
+      <Sign path={path} />
+      {state}
+    </span>
+  );
 }
 
 /** What became of a sample: sign and word. */
 export function Outcome({ outcome, reason }: { outcome: string; reason?: string | null }) {
   const [path, tone] = OUTCOMES[outcome] ?? [DIAMOND, ""];
-  return <span class={`state ${tone}`} title={reason ?? undefined}><Sign path={path} />{outcome}</span>;
+  return (
+    <span class={`state ${tone}`} title={reason ?? undefined}>
+      <Sign path={path} />
+      {outcome}
+    </span>
+  );
 }

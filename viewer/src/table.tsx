@@ -102,7 +102,10 @@ export function Table<Row>(props: TableProps<Row>) {
     End: ["Last row", () => move(total - 1)],
     Enter: ["Open the row", withRow(props.onOpen)],
     ...Object.fromEntries(
-      Object.entries(props.keys ?? {}).map(([key, [label, action]]) => [key, [label, withRow(action)] as [string, () => void]]),
+      Object.entries(props.keys ?? {}).map(([key, [label, action]]) => [
+        key,
+        [label, withRow(action)] as [string, () => void],
+      ]),
     ),
   });
 
@@ -112,14 +115,23 @@ export function Table<Row>(props: TableProps<Row>) {
     <div ref={box} class="table" role="table" aria-label={props.label} aria-rowcount={total} tabIndex={0}>
       <div class="table-head" role="row" style={{ gridTemplateColumns: template, minWidth, height: `${rowHeight}px` }}>
         {columns.map((column) => (
-          <div key={column.name} role="columnheader" class={column.number ? "number" : ""} title={column.hint}
-            aria-sort={sort?.name === column.name ? (sort.descending ? "descending" : "ascending") : undefined}>
+          <div
+            key={column.name}
+            role="columnheader"
+            class={column.number ? "number" : ""}
+            title={column.hint}
+            aria-sort={sort?.name === column.name ? (sort.descending ? "descending" : "ascending") : undefined}
+          >
             {column.sortable && props.onSort ? (
               <button class="sort" onClick={() => props.onSort!(nextSort(sort, column))}>
                 {column.title}
-                <span aria-hidden="true" class="arrow">{sort?.name === column.name ? (sort.descending ? "↓" : "↑") : ""}</span>
+                <span aria-hidden="true" class="arrow">
+                  {sort?.name === column.name ? (sort.descending ? "↓" : "↑") : ""}
+                </span>
               </button>
-            ) : column.title}
+            ) : (
+              column.title
+            )}
           </div>
         ))}
       </div>
@@ -128,16 +140,29 @@ export function Table<Row>(props: TableProps<Row>) {
           const row = props.row(place);
           const classes = ["table-row", place === cursor && "cursor", row && props.isMuted?.(row) && "muted"];
           return (
-            <div key={place} role="row" aria-rowindex={place + 1} aria-selected={place === cursor} class={classes.filter(Boolean).join(" ")}
-              style={{ gridTemplateColumns: template, minWidth, height: `${rowHeight}px`, transform: `translateY(${place * rowHeight + offset}px)` }}
+            <div
+              key={place}
+              role="row"
+              aria-rowindex={place + 1}
+              aria-selected={place === cursor}
+              class={classes.filter(Boolean).join(" ")}
+              style={{
+                gridTemplateColumns: template,
+                minWidth,
+                height: `${rowHeight}px`,
+                transform: `translateY(${place * rowHeight + offset}px)`,
+              }}
               onClick={(event) => {
                 if ((event.target as Element).closest("a, button, input, label")) return;
                 setCursor(place);
                 props.onMove?.(place);
                 if (row) props.onOpen(row, place);
-              }}>
+              }}
+            >
               {columns.map((column) => (
-                <div key={column.name} role="cell" class={column.number ? "number" : ""}>{row ? column.render(row) : <span class="ghost" />}</div>
+                <div key={column.name} role="cell" class={column.number ? "number" : ""}>
+                  {row ? column.render(row) : <span class="ghost" />}
+                </div>
               ))}
             </div>
           );

@@ -15,9 +15,30 @@ const HIDDEN =
   /[\u0000-\u0009\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb]|[\u{e0000}-\u{e0fff}]|\p{Surrogate}|(?<=\p{M}{4})\p{M}+/gu;
 const SHORT = 20_000;
 const NAMES: Record<number, string> = {
-  0: "NUL", 7: "BEL", 8: "BS", 9: "TAB", 13: "CR", 27: "ESC", 127: "DEL", 0xad: "SHY", 0x200b: "ZWSP", 0x200c: "ZWNJ",
-  0x200d: "ZWJ", 0x200e: "LRM", 0x200f: "RLM", 0x202a: "LRE", 0x202b: "RLE", 0x202c: "PDF", 0x202d: "LRO",
-  0x202e: "RLO", 0x2060: "WJ", 0x2066: "LRI", 0x2067: "RLI", 0x2068: "FSI", 0x2069: "PDI", 0xfeff: "BOM",
+  0: "NUL",
+  7: "BEL",
+  8: "BS",
+  9: "TAB",
+  13: "CR",
+  27: "ESC",
+  127: "DEL",
+  0xad: "SHY",
+  0x200b: "ZWSP",
+  0x200c: "ZWNJ",
+  0x200d: "ZWJ",
+  0x200e: "LRM",
+  0x200f: "RLM",
+  0x202a: "LRE",
+  0x202b: "RLE",
+  0x202c: "PDF",
+  0x202d: "LRO",
+  0x202e: "RLO",
+  0x2060: "WJ",
+  0x2066: "LRI",
+  0x2067: "RLI",
+  0x2068: "FSI",
+  0x2069: "PDI",
+  0xfeff: "BOM",
 };
 
 /** "U+202E" of the first character. */
@@ -49,28 +70,60 @@ export function splitHidden(text: string): Run[] {
 }
 
 /** Text on one line or many, isolated from what stands around it; `match` is marked. */
-export function Visible({ text, match, specials }: { text: string; match?: [number, number] | null; specials?: string[] }) {
+export function Visible({
+  text,
+  match,
+  specials,
+}: {
+  text: string;
+  match?: [number, number] | null;
+  specials?: string[];
+}) {
   if (match && match[1] > match[0]) {
     return (
       <bdi dir="auto">
         <Runs text={text.slice(0, match[0])} />
-        <mark><Runs text={text.slice(match[0], match[1])} /></mark>
+        <mark>
+          <Runs text={text.slice(match[0], match[1])} />
+        </mark>
         <Runs text={text.slice(match[1])} />
       </bdi>
     );
   }
-  return <bdi dir="auto"><Runs text={text} specials={specials} /></bdi>;
+  return (
+    <bdi dir="auto">
+      <Runs text={text} specials={specials} />
+    </bdi>
+  );
 }
 
 function Runs({ text, specials }: { text: string; specials?: string[] }) {
   if (specials?.length) {
     const pattern = new RegExp(`(${specials.map((special) => special.replace(/[^\w\s]/g, "\\$&")).join("|")})`);
-    return <>{text.split(pattern).map((piece, place) => (place % 2 ? <span key={place} class="special-text"><Runs text={piece} /></span> : <Runs key={place} text={piece} />))}</>;
+    return (
+      <>
+        {text.split(pattern).map((piece, place) =>
+          place % 2 ? (
+            <span key={place} class="special-text">
+              <Runs text={piece} />
+            </span>
+          ) : (
+            <Runs key={place} text={piece} />
+          ),
+        )}
+      </>
+    );
   }
   return (
     <>
       {splitHidden(text).map((run, place) =>
-        run.mark ? <span key={place} class="mark" title={run.title}>{run.text}</span> : <Fragment key={place}>{run.text}</Fragment>,
+        run.mark ? (
+          <span key={place} class="mark" title={run.title}>
+            {run.text}
+          </span>
+        ) : (
+          <Fragment key={place}>{run.text}</Fragment>
+        ),
       )}
     </>
   );
@@ -138,7 +191,11 @@ export function Notices() {
     setNotice({ text, count });
     setTimeout(() => setNotice((last) => (last.count === count ? { text: "", count } : last)), 2500);
   };
-  return <div class={notice.text ? "notice shown" : "notice"} role="status">{notice.text}</div>;
+  return (
+    <div class={notice.text ? "notice shown" : "notice"} role="status">
+      {notice.text}
+    </div>
+  );
 }
 
 /** What stands where there is nothing to show: what is missing, and what to do. */
@@ -153,5 +210,10 @@ export function Empty({ title, children }: { title: string; children?: Component
 
 /** An error of the server. */
 export function Failure({ text }: { text: string }) {
-  return <div class="failure" role="alert"><span aria-hidden="true">!</span><div>{text}</div></div>;
+  return (
+    <div class="failure" role="alert">
+      <span aria-hidden="true">!</span>
+      <div>{text}</div>
+    </div>
+  );
 }

@@ -38,7 +38,11 @@ export function AskAgain({ run, sample }: { run: RunDetail; sample: Sample }) {
     setId(null);
     try {
       const body = JSON.stringify({ sample: sample.id, count: exact ? 1 : count, exact });
-      const answer = await fetchJson<{ job: string }>(runUrl(run.key, "/again"), { method: "POST", body, headers: { "content-type": "application/json" } });
+      const answer = await fetchJson<{ job: string }>(runUrl(run.key, "/again"), {
+        method: "POST",
+        body,
+        headers: { "content-type": "application/json" },
+      });
       setId(answer.job);
     } catch (error) {
       setJob(null);
@@ -51,22 +55,52 @@ export function AskAgain({ run, sample }: { run: RunDetail; sample: Sample }) {
       <div class="page">
         <div class="bar wrap">
           <div class="segments" role="group" aria-label="What to draw">
-            <button aria-pressed={exact} onClick={() => setExact(true)}>The same seed</button>
-            <button aria-pressed={!exact} onClick={() => setExact(false)}>Other seeds</button>
+            <button aria-pressed={exact} onClick={() => setExact(true)}>
+              The same seed
+            </button>
+            <button aria-pressed={!exact} onClick={() => setExact(false)}>
+              Other seeds
+            </button>
           </div>
-          {!exact && <label class="check small soft">Answers<input type="number" min="1" max="16" value={count} onChange={(event) => setCount(Math.max(1, Math.min(16, Number(event.currentTarget.value) || 1)))} /></label>}
-          <button class="primary" disabled={!sample.again.possible || running} onClick={ask}>{running ? "Asking" : "Ask again"}</button>
-          <span class="soft" role="status">{running ? job.text || "Starting" : sample.again.reason}</span>
+          {!exact && (
+            <label class="check small soft">
+              Answers
+              <input
+                type="number"
+                min="1"
+                max="16"
+                value={count}
+                onChange={(event) => setCount(Math.max(1, Math.min(16, Number(event.currentTarget.value) || 1)))}
+              />
+            </label>
+          )}
+          <button class="primary" disabled={!sample.again.possible || running} onClick={ask}>
+            {running ? "Asking" : "Ask again"}
+          </button>
+          <span class="soft" role="status">
+            {running ? job.text || "Starting" : sample.again.reason}
+          </span>
         </div>
         {failure && <Failure text={failure} />}
         {job?.state === "failed" && <Failure text={job.text || "The job failed."} />}
         <div class="columns">
           <article class="card">
-            <header><span class="score">{formatFixed(sample.reward)}</span><span class="grow" /><span class="badge">original</span></header>
-            <div class="body" tabIndex={0}><Text text={sample.text} /></div>
-            <footer><span>{formatCount(sample.length)} tokens</span><span>seed {sample.seeds.join(", ")}</span></footer>
+            <header>
+              <span class="score">{formatFixed(sample.reward)}</span>
+              <span class="grow" />
+              <span class="badge">original</span>
+            </header>
+            <div class="body" tabIndex={0}>
+              <Text text={sample.text} />
+            </div>
+            <footer>
+              <span>{formatCount(sample.length)} tokens</span>
+              <span>seed {sample.seeds.join(", ")}</span>
+            </footer>
           </article>
-          {(job?.answers ?? []).map((answer, place) => <Answer key={place} answer={answer} original={sample.text} />)}
+          {(job?.answers ?? []).map((answer, place) => (
+            <Answer key={place} answer={answer} original={sample.text} />
+          ))}
         </div>
       </div>
     </div>
@@ -80,10 +114,21 @@ function Answer({ answer, original }: { answer: Job["answers"][number]; original
       <header>
         <span class="score">{answer.reward === undefined ? "" : formatFixed(answer.reward)}</span>
         <span class="grow" />
-        {answer.equal === null ? <span class="badge">other seed</span> : answer.equal ? <span class="badge strong">equal, token for token</span> : <span class="badge warn">differs</span>}
+        {answer.equal === null ? (
+          <span class="badge">other seed</span>
+        ) : answer.equal ? (
+          <span class="badge strong">equal, token for token</span>
+        ) : (
+          <span class="badge warn">differs</span>
+        )}
       </header>
-      <div class="body" tabIndex={0}><Text text={answer.text} match={answer.equal === false ? [common, answer.text.length] : null} /></div>
-      <footer><span>{formatCount(answer.tokens.length)} tokens</span><span>seed {answer.seed}</span></footer>
+      <div class="body" tabIndex={0}>
+        <Text text={answer.text} match={answer.equal === false ? [common, answer.text.length] : null} />
+      </div>
+      <footer>
+        <span>{formatCount(answer.tokens.length)} tokens</span>
+        <span>seed {answer.seed}</span>
+      </footer>
     </article>
   );
 }

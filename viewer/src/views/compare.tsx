@@ -18,8 +18,17 @@ export function CompareView() {
   const metrics = useMemo(() => [...new Set(details.flatMap((run) => run.metrics))], [details]);
   const charts = useMemo(() => chooseCharts(metrics, search), [metrics, search]);
   const sources = useSources(details, charts.map(({ name }) => name).join(","));
-  const comparison = useApi<Comparison>(ids.length > 1 ? `/api/compare?runs=${ids.map(encodeURIComponent).join(",")}` : null);
-  if (ids.length < 2) return <main class="view"><Empty title="Choose two runs at least">Mark them in the <a href="/runs">table of runs</a> (key <kbd>x</kbd>), then compare (key <kbd>v</kbd>).</Empty></main>;
+  const comparison = useApi<Comparison>(
+    ids.length > 1 ? `/api/compare?runs=${ids.map(encodeURIComponent).join(",")}` : null,
+  );
+  if (ids.length < 2)
+    return (
+      <main class="view">
+        <Empty title="Choose two runs at least">
+          Mark them in the <a href="/runs">table of runs</a> (key <kbd>x</kbd>), then compare (key <kbd>v</kbd>).
+        </Empty>
+      </main>
+    );
   return (
     <main class="view">
       <div class="page">
@@ -28,7 +37,13 @@ export function CompareView() {
         {comparison.error && <Failure text={comparison.error} />}
         {comparison.data && <Parting comparison={comparison.data} runs={details} />}
         <div class="bar wrap">
-          <input type="search" placeholder={`Search ${metrics.length} metrics`} aria-label="Search metrics" value={search} onInput={(event) => setQuery({ search: event.currentTarget.value })} />
+          <input
+            type="search"
+            placeholder={`Search ${metrics.length} metrics`}
+            aria-label="Search metrics"
+            value={search}
+            onInput={(event) => setQuery({ search: event.currentTarget.value })}
+          />
           <AxisControls />
         </div>
         {sources.length > 0 && <Plots sources={sources} charts={charts} />}
@@ -42,7 +57,9 @@ function useDetails(ids: string[]): { details: RunDetail[]; failure: string | nu
   const [details, setDetails] = useState<RunDetail[]>([]);
   const [failure, setFailure] = useState<string | null>(null);
   useEffect(() => {
-    Promise.all(ids.map((id) => fetchJson<RunDetail>(runUrl(id)))).then(setDetails, (error: Error) => setFailure(error.message));
+    Promise.all(ids.map((id) => fetchJson<RunDetail>(runUrl(id)))).then(setDetails, (error: Error) =>
+      setFailure(error.message),
+    );
   }, [ids.join()]);
   return { details, failure };
 }
@@ -53,7 +70,13 @@ function useSources(runs: Run[], names: string): Source[] {
     let current = true;
     const ask = async () => {
       const url = `/series?names=${encodeURIComponent(names)}`;
-      const found = await Promise.all(runs.map(async (run) => ({ label: run.name, series: await fetchJson<Series>(runUrl(run.key, url)), events: [] })));
+      const found = await Promise.all(
+        runs.map(async (run) => ({
+          label: run.name,
+          series: await fetchJson<Series>(runUrl(run.key, url)),
+          events: [],
+        })),
+      );
       if (current) setSources(found);
     };
     if (runs.length > 0) void ask().catch(() => {});
@@ -70,14 +93,27 @@ function useSources(runs: Run[], names: string): Source[] {
 export function LineSign({ place }: { place: number }) {
   const dark = useDark();
   const color = seriesColor(place, dark);
-  return <span class="line-sign" style={{ color }}><svg viewBox="0 0 22 12" aria-hidden="true"><line x1="1" x2="21" y1="6" y2="6" stroke="currentColor" stroke-width="2.5" /></svg>{letterOf(place)}</span>;
+  return (
+    <span class="line-sign" style={{ color }}>
+      <svg viewBox="0 0 22 12" aria-hidden="true">
+        <line x1="1" x2="21" y1="6" y2="6" stroke="currentColor" stroke-width="2.5" />
+      </svg>
+      {letterOf(place)}
+    </span>
+  );
 }
 
 function RunLegend({ runs }: { runs: Run[] }) {
   return (
     <div class="legend">
       {runs.map((run, place) => (
-        <span key={run.key}><LineSign place={place} /><a class="cut" href={linkTo(run.key, "curves")}><Line text={run.name} /></a><State state={run.state} /></span>
+        <span key={run.key}>
+          <LineSign place={place} />
+          <a class="cut" href={linkTo(run.key, "curves")}>
+            <Line text={run.name} />
+          </a>
+          <State state={run.state} />
+        </span>
       ))}
     </div>
   );
@@ -90,13 +126,32 @@ function Parting({ comparison, runs }: { comparison: Comparison; runs: Run[] }) 
   return (
     <section class="panel">
       <div class="bar">
-        <h2>{parts.step === null ? "The runs do not part" : `The first two runs part at step ${parts.step}`}{parts.token !== null && `, token ${parts.token}`}</h2>
+        <h2>
+          {parts.step === null ? "The runs do not part" : `The first two runs part at step ${parts.step}`}
+          {parts.token !== null && `, token ${parts.token}`}
+        </h2>
       </div>
       <div class="page">
-        <p><Line text={parts.reason.replace(/\.?$/, ".")} />{parts.metric && <> First metric that differs: <code><Line text={parts.metric} /></code>.</>}</p>
+        <p>
+          <Line text={parts.reason.replace(/\.?$/, ".")} />
+          {parts.metric && (
+            <>
+              {" "}
+              First metric that differs:{" "}
+              <code>
+                <Line text={parts.metric} />
+              </code>
+              .
+            </>
+          )}
+        </p>
         {parts.sample && (
           <p class="bar">
-            {runs.slice(0, 2).map((run) => <a key={run.key} class="button" href={`${linkTo(run.key, "sample", parts.sample!)}?view=tokens${token}`}>The sample in <Line text={run.name} /></a>)}
+            {runs.slice(0, 2).map((run) => (
+              <a key={run.key} class="button" href={`${linkTo(run.key, "sample", parts.sample!)}?view=tokens${token}`}>
+                The sample in <Line text={run.name} />
+              </a>
+            ))}
           </p>
         )}
       </div>
@@ -107,13 +162,43 @@ function Parting({ comparison, runs }: { comparison: Comparison; runs: Run[] }) 
 function Differences({ comparison, runs }: { comparison: Comparison; runs: Run[] }) {
   return (
     <section class="panel">
-      <div class="bar"><h2>Settings that differ</h2><span class="faint">{comparison.config.length}</span></div>
-      {comparison.config.length === 0 ? <div class="page soft">All settings are equal.</div> : (
+      <div class="bar">
+        <h2>Settings that differ</h2>
+        <span class="faint">{comparison.config.length}</span>
+      </div>
+      {comparison.config.length === 0 ? (
+        <div class="page soft">All settings are equal.</div>
+      ) : (
         <table class="plain">
-          <thead><tr><th>Setting</th>{runs.map((run, place) => <th key={run.key}><span class="legend"><span><LineSign place={place} /><Line text={run.name} /></span></span></th>)}</tr></thead>
+          <thead>
+            <tr>
+              <th>Setting</th>
+              {runs.map((run, place) => (
+                <th key={run.key}>
+                  <span class="legend">
+                    <span>
+                      <LineSign place={place} />
+                      <Line text={run.name} />
+                    </span>
+                  </span>
+                </th>
+              ))}
+            </tr>
+          </thead>
           <tbody>
             {comparison.config.map(({ field, values }) => (
-              <tr key={field}><td><code><Line text={field} /></code></td>{values.map((value, place) => <td key={place}><Line text={formatValue(value)} /></td>)}</tr>
+              <tr key={field}>
+                <td>
+                  <code>
+                    <Line text={field} />
+                  </code>
+                </td>
+                {values.map((value, place) => (
+                  <td key={place}>
+                    <Line text={formatValue(value)} />
+                  </td>
+                ))}
+              </tr>
             ))}
           </tbody>
         </table>

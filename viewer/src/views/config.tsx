@@ -23,21 +23,59 @@ export function ConfigView({ run }: { run: RunDetail }) {
     <main class="view">
       <div class="page">
         <div class="bar wrap">
-          <input type="search" placeholder="Search settings" aria-label="Search settings" value={search} onInput={(event) => setQuery({ search: event.currentTarget.value })} />
+          <input
+            type="search"
+            placeholder="Search settings"
+            aria-label="Search settings"
+            value={search}
+            onInput={(event) => setQuery({ search: event.currentTarget.value })}
+          />
           <span class="grow" />
-          <span class="faint small cut" title={run.path}><Line text={run.path} /> · started {formatTime(run.started)}
-            {run.recording && ` · ${formatBytes(run.recording.bytes)} of samples in ${formatCount(run.recording.files)} files`}</span>
+          <span class="faint small cut" title={run.path}>
+            <Line text={run.path} /> · started {formatTime(run.started)}
+            {run.recording &&
+              ` · ${formatBytes(run.recording.bytes)} of samples in ${formatCount(run.recording.files)} files`}
+          </span>
         </div>
-        {run.recording?.text && <p class="soft"><Line text={run.recording.text} /></p>}
-        {changed.length + all.length === 0 && <Empty title={search ? "No setting matches" : "This run has no config.json"}>{search ? "Search for a part of a name." : "Recipes write it when they start."}</Empty>}
+        {run.recording?.text && (
+          <p class="soft">
+            <Line text={run.recording.text} />
+          </p>
+        )}
+        {changed.length + all.length === 0 && (
+          <Empty title={search ? "No setting matches" : "This run has no config.json"}>
+            {search ? "Search for a part of a name." : "Recipes write it when they start."}
+          </Empty>
+        )}
         {changed.length > 0 && (
           <section class="panel">
-            <div class="bar"><h2>Changed</h2><span class="faint">{changed.length}</span></div>
+            <div class="bar">
+              <h2>Changed</h2>
+              <span class="faint">{changed.length}</span>
+            </div>
             <table class="plain">
-              <thead><tr><th>Setting</th><th>Default</th><th>This run</th></tr></thead>
+              <thead>
+                <tr>
+                  <th>Setting</th>
+                  <th>Default</th>
+                  <th>This run</th>
+                </tr>
+              </thead>
               <tbody>
                 {changed.map(([name, [before, after]]) => (
-                  <tr key={name}><td><code><Line text={name} /></code></td><td class="faint"><Line text={formatValue(before)} /></td><td><Line text={formatValue(after)} /></td></tr>
+                  <tr key={name}>
+                    <td>
+                      <code>
+                        <Line text={name} />
+                      </code>
+                    </td>
+                    <td class="faint">
+                      <Line text={formatValue(before)} />
+                    </td>
+                    <td>
+                      <Line text={formatValue(after)} />
+                    </td>
+                  </tr>
                 ))}
               </tbody>
             </table>
@@ -45,9 +83,25 @@ export function ConfigView({ run }: { run: RunDetail }) {
         )}
         {all.length > 0 && (
           <section class="panel">
-            <div class="bar"><h2>All settings</h2><span class="faint">{all.length}</span></div>
+            <div class="bar">
+              <h2>All settings</h2>
+              <span class="faint">{all.length}</span>
+            </div>
             <table class="plain">
-              <tbody>{all.map(([name, value]) => <tr key={name}><td><code><Line text={name} /></code></td><td><Line text={formatValue(value)} /></td></tr>)}</tbody>
+              <tbody>
+                {all.map(([name, value]) => (
+                  <tr key={name}>
+                    <td>
+                      <code>
+                        <Line text={name} />
+                      </code>
+                    </td>
+                    <td>
+                      <Line text={formatValue(value)} />
+                    </td>
+                  </tr>
+                ))}
+              </tbody>
             </table>
           </section>
         )}

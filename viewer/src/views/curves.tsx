@@ -20,22 +20,35 @@ export function CurvesView({ run }: { run: RunDetail }) {
     () => (series.data ? [{ label: run.name, series: series.data, events: events.data?.events ?? [] }] : []),
     [series.data, events.data],
   );
-  const openStep = run.has_samples ? (step: number) => navigate(linkTo(run.key, "samples") + `?step_min=${step}&step_max=${step}`) : undefined;
+  const openStep = run.has_samples
+    ? (step: number) => navigate(linkTo(run.key, "samples") + `?step_min=${step}&step_max=${step}`)
+    : undefined;
   return (
     <main class="view">
       <div class="page">
+        {run.state === "failed" && run.state_text && <Failure text={run.state_text} />}
         <Stats run={run} />
         <div class="bar wrap">
-          <input type="search" placeholder={`Search ${run.metrics.length} metrics`} aria-label="Search metrics" value={search} onInput={(event) => setQuery({ search: event.currentTarget.value })} />
+          <input
+            type="search"
+            placeholder={`Search ${run.metrics.length} metrics`}
+            aria-label="Search metrics"
+            value={search}
+            onInput={(event) => setQuery({ search: event.currentTarget.value })}
+          />
           <AxisControls />
           <span class="grow" />
           <EventControls events={events.data?.events ?? []} />
         </div>
         {series.error && !series.data && <Failure text={series.error} />}
         {series.data && series.data.steps.length === 0 && series.data.eval.steps.length === 0 ? (
-          <Empty title="No step has ended yet">Curves begin with the first line of <code>metrics.jsonl</code>. This page shows it by itself.</Empty>
+          <Empty title="No step has ended yet">
+            Curves begin with the first line of <code>metrics.jsonl</code>. This page shows it by itself.
+          </Empty>
         ) : charts.length === 0 ? (
-          <Empty title="No metric matches">Search for a part of a name, such as <code>perf/</code> or <code>reward</code>.</Empty>
+          <Empty title="No metric matches">
+            Search for a part of a name, such as <code>perf/</code> or <code>reward</code>.
+          </Empty>
         ) : (
           sources.length > 0 && <Plots sources={sources} charts={charts} onPick={openStep} />
         )}
@@ -51,7 +64,10 @@ export function chooseCharts(metrics: string[], search: string): { title: string
     return LEADING.map((leading) => ({ title: leading.title, name: chooseName(leading, known) }));
   }
   const words = search.toLowerCase().split(/\s+/);
-  return metrics.filter((name) => words.every((word) => name.toLowerCase().includes(word))).slice(0, MOST).map((name) => ({ title: name, name }));
+  return metrics
+    .filter((name) => words.every((word) => name.toLowerCase().includes(word)))
+    .slice(0, MOST)
+    .map((name) => ({ title: name, name }));
 }
 
 function Stats({ run }: { run: RunDetail }) {
@@ -61,13 +77,30 @@ function Stats({ run }: { run: RunDetail }) {
   return (
     <dl class="stats">
       <Stat title="Reward" value={formatFixed(run.reward)} note={first !== null ? `from ${formatFixed(first)}` : ""} />
-      <Stat title="Held-out" value={formatFixed(run.held_out)} note={evaluations.length > 1 ? `from ${formatFixed(heldOut(0))}` : ""} />
+      <Stat
+        title="Held-out"
+        value={formatFixed(run.held_out)}
+        note={evaluations.length > 1 ? `from ${formatFixed(heldOut(0))}` : ""}
+      />
       <Stat title="Step" value={formatCount(run.step)} />
-      <Stat title="Rows" value={formatCount(run.rows_done)} note={run.rows_total ? `of ${formatCount(run.rows_total)}` : ""} />
+      <Stat
+        title="Rows"
+        value={formatCount(run.rows_done)}
+        note={run.rows_total ? `of ${formatCount(run.rows_total)}` : ""}
+      />
       <Stat title="Samples" value={run.has_samples ? formatCount(run.samples) : "none"} />
-      <Stat title="Duration" value={formatSeconds(run.duration_s)} note={run.resumes ? `${run.resumes} ${run.resumes === 1 ? "resume" : "resumes"}` : ""} />
+      <Stat
+        title="Duration"
+        value={formatSeconds(run.duration_s)}
+        note={run.resumes ? `${run.resumes} ${run.resumes === 1 ? "resume" : "resumes"}` : ""}
+      />
       <Stat title="Model" value={baseName(run.base_model)} hint={run.base_model} />
-      <Stat title="Recipe" value={run.recipe ?? "–"} note={run.policy_loss ?? ""} hint={`started ${formatTime(run.started)}`} />
+      <Stat
+        title="Recipe"
+        value={run.recipe ?? "–"}
+        note={run.policy_loss ?? ""}
+        hint={`started ${formatTime(run.started)}`}
+      />
     </dl>
   );
 }
@@ -76,7 +109,9 @@ function Stat({ title, value, note, hint }: { title: string; value: string; note
   return (
     <div title={hint ?? undefined}>
       <dt>{title}</dt>
-      <dd class="cut"><Line text={value} /> {note && <small>{note}</small>}</dd>
+      <dd class={/^[\d–]/.test(value) ? "cut" : "cut words"}>
+        <Line text={value} /> {note && <small>{note}</small>}
+      </dd>
     </div>
   );
 }

@@ -23,13 +23,27 @@ export function PromptView({ run, name }: { run: RunDetail; name: string }) {
     if (step) setQuery({ step: step.step });
   };
   const shown = steps[cursor];
-  const openGroup = () => shown && navigate(linkTo(run.key, "group", kind === "train" ? `train.${shown.index}` : `${kind}.${shown.index}.${shown.step}`));
+  const openGroup = () =>
+    shown &&
+    navigate(
+      linkTo(run.key, "group", kind === "train" ? `train.${shown.index}` : `${kind}.${shown.index}.${shown.step}`),
+    );
   useKeys({
-    j: ["Next step", () => move(1)], ArrowDown: ["Next step", () => move(1)], k: ["Step before", () => move(-1)], ArrowUp: ["Step before", () => move(-1)],
-    Home: ["First step", () => move(-steps.length)], End: ["Last step", () => move(steps.length)], Enter: ["Open the step's group", openGroup],
+    j: ["Next step", () => move(1)],
+    ArrowDown: ["Next step", () => move(1)],
+    k: ["Step before", () => move(-1)],
+    ArrowUp: ["Step before", () => move(-1)],
+    Home: ["First step", () => move(-steps.length)],
+    End: ["Last step", () => move(steps.length)],
+    Enter: ["Open the step's group", openGroup],
   });
   useEffect(() => list.current?.querySelector(".cursor")?.scrollIntoView({ block: "nearest" }), [cursor, data]);
-  if (error && !data) return <main class="view"><Failure text={error} /></main>;
+  if (error && !data)
+    return (
+      <main class="view">
+        <Failure text={error} />
+      </main>
+    );
   if (!data) return <main class="view" aria-busy="true" />;
   const rewards = steps.flatMap((step) => step.samples.flatMap(({ reward }) => (reward === null ? [] : [reward])));
   const [low, high] = [Math.min(0, ...rewards), Math.max(0, ...rewards)];
@@ -37,20 +51,39 @@ export function PromptView({ run, name }: { run: RunDetail; name: string }) {
     <main class="view fixed">
       <div class="toolbar">
         <h2>Row {row}</h2>
-        <span class="soft">{kind === "eval" ? "held-out" : "training"} · {steps.length} {steps.length === 1 ? "time" : "times"}</span>
+        <span class="soft">
+          {kind === "eval" ? "held-out" : "training"} · {steps.length} {steps.length === 1 ? "time" : "times"}
+        </span>
         <span class="grow" />
         {shown && <button onClick={openGroup}>Group side by side</button>}
       </div>
       <PromptBox prompt={data.prompt} truth={data.ground_truth} />
-      {!shown ? <Empty title="No answer to this prompt is on record" /> : (
+      {!shown ? (
+        <Empty title="No answer to this prompt is on record" />
+      ) : (
         <div class="split" style={{ gridTemplateColumns: "296px minmax(0, 1fr)" }}>
           <div class="filters" ref={list} role="listbox" aria-label="Steps" style={{ gap: "0", padding: "8px" }}>
-            {steps.map((step, place) => <StepLine key={`${step.step}.${step.index}`} step={step} low={low} high={high} current={place === cursor} onChoose={() => setQuery({ step: step.step })} />)}
+            {steps.map((step, place) => (
+              <StepLine
+                key={`${step.step}.${step.index}`}
+                step={step}
+                low={low}
+                high={high}
+                current={place === cursor}
+                onChoose={() => setQuery({ step: step.step })}
+              />
+            ))}
           </div>
           <div class="view">
             <div class="page">
-              <h2>Step {shown.step} <span class="faint">mean {formatFixed(shown.mean)}</span></h2>
-              <div class="columns">{shown.samples.map((sample) => <AnswerCard key={sample.id} run={run} sample={sample} />)}</div>
+              <h2>
+                Step {shown.step} <span class="faint">mean {formatFixed(shown.mean)}</span>
+              </h2>
+              <div class="columns">
+                {shown.samples.map((sample) => (
+                  <AnswerCard key={sample.id} run={run} sample={sample} />
+                ))}
+              </div>
             </div>
           </div>
         </div>
@@ -59,7 +92,19 @@ export function PromptView({ run, name }: { run: RunDetail; name: string }) {
   );
 }
 
-function StepLine({ step, low, high, current, onChoose }: { step: Step; low: number; high: number; current: boolean; onChoose: () => void }) {
+function StepLine({
+  step,
+  low,
+  high,
+  current,
+  onChoose,
+}: {
+  step: Step;
+  low: number;
+  high: number;
+  current: boolean;
+  onChoose: () => void;
+}) {
   const dark = useDark();
   return (
     <button class={current ? "step-line cursor" : "step-line"} role="option" aria-selected={current} onClick={onChoose}>
@@ -67,7 +112,15 @@ function StepLine({ step, low, high, current, onChoose }: { step: Step; low: num
       <span class="number">{formatFixed(step.mean)}</span>
       <span class="dots" aria-label={step.samples.map(({ reward }) => formatFixed(reward, 2)).join(", ")}>
         {step.samples.slice(0, 8).map(({ id, reward }) => (
-          <i key={id} title={formatFixed(reward)} style={reward === null ? {} : { background: sequential(high > low ? (reward - low) / (high - low) : 1, dark).background }} />
+          <i
+            key={id}
+            title={formatFixed(reward)}
+            style={
+              reward === null
+                ? {}
+                : { background: sequential(high > low ? (reward - low) / (high - low) : 1, dark).background }
+            }
+          />
         ))}
       </span>
     </button>

@@ -11,7 +11,11 @@ import { TokenCard, TokenView } from "../tokens";
 import { AskAgain } from "./again";
 import { groupOf } from "./samples";
 
-const VIEWS = [["conversation", "Conversation"], ["tokens", "Tokens"], ["again", "Ask again"]] as const;
+const VIEWS = [
+  ["conversation", "Conversation"],
+  ["tokens", "Tokens"],
+  ["again", "Ask again"],
+] as const;
 const FOLD_CHARACTERS = 2_400;
 const FOLD_LINES = 30;
 
@@ -30,7 +34,8 @@ export function SampleView({ run, id }: { run: RunDetail; id: string }) {
   const show = (name: string) => setQuery({ view: name === "conversation" && !query.has("color") ? null : name });
   const group = data ? linkTo(run.key, "group", groupOf(data)) : "";
   useKeys({
-    j: ["Next answer of the group", next], k: ["Answer before", previous],
+    j: ["Next answer of the group", next],
+    k: ["Answer before", previous],
     v: ["Conversation or tokens", () => show(view === "tokens" ? "conversation" : "tokens")],
     a: ["Ask again", () => show("again")],
     g: ["Open the group", () => data && navigate(group)],
@@ -39,22 +44,45 @@ export function SampleView({ run, id }: { run: RunDetail; id: string }) {
     i: ["Copy the token ids", () => data && void copyText(data.tokens.ids.join(" "), "Token ids")],
     Escape: ["Back", () => history.back()],
   });
-  if (error && !data) return <main class="view"><Failure text={error} /></main>;
+  if (error && !data)
+    return (
+      <main class="view">
+        <Failure text={error} />
+      </main>
+    );
   if (!data) return <main class="view" aria-busy="true" />;
   return (
     <main class="view fixed" aria-busy={pending}>
       <div class="toolbar">
         <div class="segments" role="group" aria-label="View">
-          {VIEWS.map(([name, title]) => <button key={name} aria-pressed={view === name} onClick={() => show(name)}>{title}</button>)}
+          {VIEWS.map(([name, title]) => (
+            <button key={name} aria-pressed={view === name} onClick={() => show(name)}>
+              {title}
+            </button>
+          ))}
         </div>
-        <button class="quiet" disabled={!data.neighbors.previous} onClick={previous} title="Answer before (k)">Before</button>
-        <button class="quiet" disabled={!data.neighbors.next} onClick={next} title="Next answer (j)">Next</button>
-        <a class="button quiet" href={group}>Group</a>
-        <a class="button quiet" href={linkTo(run.key, "prompt", `${data.kind}.${data.row}`)}>Through time</a>
+        <button class="quiet" disabled={!data.neighbors.previous} onClick={previous} title="Answer before (k)">
+          Before
+        </button>
+        <button class="quiet" disabled={!data.neighbors.next} onClick={next} title="Next answer (j)">
+          Next
+        </button>
+        <a class="button quiet" href={group}>
+          Group
+        </a>
+        <a class="button quiet" href={linkTo(run.key, "prompt", `${data.kind}.${data.row}`)}>
+          Through time
+        </a>
         <span class="grow" />
-        <button class="quiet" onClick={() => void copyText(data.text, "Text")}>Copy text</button>
-        <button class="quiet" onClick={() => void copyText(data.tokens.ids.join(" "), "Token ids")}>Copy ids</button>
-        <a class="button" href={runUrl(run.key, `/report?what=sample&id=${encodeURIComponent(data.id)}`)} download>Report</a>
+        <button class="quiet" onClick={() => void copyText(data.text, "Text")}>
+          Copy text
+        </button>
+        <button class="quiet" onClick={() => void copyText(data.tokens.ids.join(" "), "Token ids")}>
+          Copy ids
+        </button>
+        <a class="button" href={runUrl(run.key, `/report?what=sample&id=${encodeURIComponent(data.id)}`)} download>
+          Report
+        </a>
       </div>
       {sample && <Body key={sample.id} run={run} sample={sample} view={view} query={query} />}
     </main>
@@ -64,9 +92,11 @@ export function SampleView({ run, id }: { run: RunDetail; id: string }) {
 function Body({ run, sample, view, query }: { run: RunDetail; sample: Sample; view: string; query: URLSearchParams }) {
   const names = useMemo(() => colorNames(sample), [sample]);
   const asked = query.get("color");
-  const color = asked === "none" || (asked && names.includes(asked)) ? asked : names[0] ?? "none";
+  const color = asked === "none" || (asked && names.includes(asked)) ? asked : (names[0] ?? "none");
   const given = Number(query.get("token") ?? NaN);
-  const [cursor, setCursor] = useState(Number.isInteger(given) ? given : Math.min(sample.prompt_len, sample.tokens.ids.length - 1));
+  const [cursor, setCursor] = useState(
+    Number.isInteger(given) ? given : Math.min(sample.prompt_len, sample.tokens.ids.length - 1),
+  );
   const [hover, setHover] = useState<number | null>(null);
   useEffect(() => {
     if (Number.isInteger(given)) setCursor(given);
@@ -76,8 +106,10 @@ function Body({ run, sample, view, query }: { run: RunDetail; sample: Sample; vi
     setQuery({ token });
   };
   return (
-    <div class="split" style={{ gridTemplateColumns: "minmax(0, 1fr) 304px" }}>
-      {view === "tokens" && <TokenView sample={sample} color={color} cursor={cursor} onCursor={move} onHover={setHover} />}
+    <div class="split" style={{ gridTemplateColumns: "minmax(0, 1fr) 328px" }}>
+      {view === "tokens" && (
+        <TokenView sample={sample} color={color} cursor={cursor} onCursor={move} onHover={setHover} />
+      )}
       {view === "again" && <AskAgain run={run} sample={sample} />}
       {view === "conversation" && <Conversation sample={sample} />}
       <aside class="side" aria-label="About the sample">
@@ -89,10 +121,17 @@ function Body({ run, sample, view, query }: { run: RunDetail; sample: Sample; vi
 }
 
 function Conversation({ sample }: { sample: Sample }) {
-  const specials = useMemo(() => [...new Set(sample.tokens.special.flatMap((token) => sample.tokens.texts[token] || []))], [sample]);
+  const specials = useMemo(
+    () => [...new Set(sample.tokens.special.flatMap((token) => sample.tokens.texts[token] || []))],
+    [sample],
+  );
   return (
     <div class="view" tabIndex={0} aria-label="Conversation">
-      <div class="conversation">{sample.parts.map((part) => <PartBox key={part.start} part={part} specials={specials} />)}</div>
+      <div class="conversation">
+        {sample.parts.map((part) => (
+          <PartBox key={part.start} part={part} specials={specials} />
+        ))}
+      </div>
     </div>
   );
 }
@@ -107,13 +146,19 @@ function PartBox({ part, specials }: { part: Part; specials: string[] }) {
     <article class={part.sampled ? "part sampled" : "part"}>
       <header>
         <Line text={part.role || "text"} />
-        <small>{part.sampled ? "sampled" : "given"}, {formatCount(part.end - part.start)}</small>
+        <small>
+          {part.sampled ? "sampled" : "given"}, {formatCount(part.end - part.start)}
+        </small>
       </header>
       <div class="body">
         {text !== "" && <Text text={text} specials={specials} />}
         {(long || part.tool_call) && (
           <button class="fold" aria-expanded={open} onClick={() => setOpen(!open)}>
-            {open ? "Fold" : part.tool_call ? "Show the tool call" : `Show all ${formatCount(part.text.length)} characters`}
+            {open
+              ? "Fold"
+              : part.tool_call
+                ? "Show the tool call"
+                : `Show all ${formatCount(part.text.length)} characters`}
           </button>
         )}
       </div>
@@ -123,18 +168,35 @@ function PartBox({ part, specials }: { part: Part; specials: string[] }) {
 
 function foldText(part: Part): string {
   if (part.tool_call) return part.text.replace(/\s+/g, " ").slice(0, 120);
-  return part.text.split("\n", FOLD_LINES).join("\n").slice(0, FOLD_CHARACTERS / 2);
+  return part.text
+    .split("\n", FOLD_LINES)
+    .join("\n")
+    .slice(0, FOLD_CHARACTERS / 2);
 }
 
 function Facts({ sample }: { sample: Sample }) {
-  const versions = [...new Set((sample.values["version"] ?? []).filter((version): version is number => typeof version === "number" && version >= 0))];
+  const versions = [
+    ...new Set(
+      (sample.values["version"] ?? []).filter(
+        (version): version is number => typeof version === "number" && version >= 0,
+      ),
+    ),
+  ];
   const facts: [string, string | null][] = [
-    ["step", formatCount(sample.step)], ["row", `${sample.row} (epoch ${sample.epoch})`], ["group", `${sample.index}, answer ${sample.completion}`],
-    ["part", sample.segment > 0 ? String(sample.segment) : null], ["seed", sample.seeds.join(", ")],
-    ["versions", versions.join(", ") || null], ["finish", sample.finish_reason], ["tokens", `${formatCount(sample.prompt_len)} + ${formatCount(sample.length)}`],
-    ["turns", sample.turns > 1 ? String(sample.turns) : null], ["tool calls", sample.tool_calls > 0 ? String(sample.tool_calls) : null],
-    ["mean logprob", formatFixed(sample.mean_logprob, 4)], ["started", formatTime(sample.started)],
-    ["sampling", formatSeconds(sample.sample_s)], ["reward took", formatSeconds(sample.score_s)],
+    ["step", formatCount(sample.step)],
+    ["row", `${sample.row} (epoch ${sample.epoch})`],
+    ["group", `${sample.index}, answer ${sample.completion}`],
+    ["part", sample.segment > 0 ? String(sample.segment) : null],
+    ["seed", sample.seeds.join(", ")],
+    ["versions", versions.join(", ") || null],
+    ["finish", sample.finish_reason],
+    ["tokens", `${formatCount(sample.prompt_len)} + ${formatCount(sample.length)}`],
+    ["turns", sample.turns > 1 ? String(sample.turns) : null],
+    ["tool calls", sample.tool_calls > 0 ? String(sample.tool_calls) : null],
+    ["mean logprob", formatFixed(sample.mean_logprob, 4)],
+    ["started", formatTime(sample.started)],
+    ["sampling", formatSeconds(sample.sample_s)],
+    ["reward took", formatSeconds(sample.score_s)],
   ];
   const parts = Object.entries(sample.reward_parts ?? {});
   const settings = Object.entries(sample.settings ?? {});
@@ -143,10 +205,19 @@ function Facts({ sample }: { sample: Sample }) {
       <section>
         <h3>Reward</h3>
         <dl class="facts">
-          <dt>reward</dt><dd><strong>{formatFixed(sample.reward, 4)}</strong></dd>
-          {parts.map(([name, value]) => <Fact key={name} name={name} value={formatFixed(value, 4)} />)}
-          <dt>advantage</dt><dd>{formatSigned(sample.advantage, 4)}</dd>
-          <dt>outcome</dt><dd><Outcome outcome={sample.outcome} /></dd>
+          <dt>reward</dt>
+          <dd>
+            <strong>{formatFixed(sample.reward, 4)}</strong>
+          </dd>
+          {parts.map(([name, value]) => (
+            <Fact key={name} name={name} value={formatFixed(value, 4)} />
+          ))}
+          <dt>advantage</dt>
+          <dd>{formatSigned(sample.advantage, 4)}</dd>
+          <dt>outcome</dt>
+          <dd>
+            <Outcome outcome={sample.outcome} />
+          </dd>
           {sample.reason && <Fact name="reason" value={sample.reason} />}
           {sample.parsed !== null && <Fact name="answer found" value={sample.parsed ? "yes" : "no"} />}
           {sample.ground_truth !== null && <Fact name="truth" value={sample.ground_truth.slice(0, 2000)} />}
@@ -156,14 +227,37 @@ function Facts({ sample }: { sample: Sample }) {
         <h3>Sample</h3>
         <dl class="facts">{facts.map(([name, value]) => value && <Fact key={name} name={name} value={value} />)}</dl>
       </section>
-      {settings.length > 0 && <section><h3>Sampling</h3><dl class="facts">{settings.map(([name, value]) => <Fact key={name} name={name} value={formatValue(value)} />)}</dl></section>}
-      {sample.metadata !== null && <section><h3>Metadata</h3><Text text={formatMetadata(sample.metadata)} limit={4000} /></section>}
+      {settings.length > 0 && (
+        <section>
+          <h3>Sampling</h3>
+          <dl class="facts">
+            {settings.map(([name, value]) => (
+              <Fact key={name} name={name} value={formatValue(value)} />
+            ))}
+          </dl>
+        </section>
+      )}
+      {sample.metadata !== null && (
+        <section>
+          <h3>Metadata</h3>
+          <Text text={formatMetadata(sample.metadata)} limit={4000} />
+        </section>
+      )}
     </>
   );
 }
 
 function Fact({ name, value }: { name: string; value: string }) {
-  return <><dt><Line text={name} /></dt><dd><Line text={value} /></dd></>;
+  return (
+    <>
+      <dt>
+        <Line text={name} />
+      </dt>
+      <dd>
+        <Line text={value} />
+      </dd>
+    </>
+  );
 }
 
 function formatMetadata(metadata: unknown): string {

@@ -23,11 +23,21 @@ export function SamplesView({ run }: { run: RunDetail }) {
   const room = [1100, 1300, 1700].filter((least) => width >= least).length;
   const filters = filterQuery(query);
   const sort = { name: query.get("sort") ?? "step", descending: query.get("descending") !== "0" };
-  const pages = usePages<SampleRow>(runUrl(run.key, `/samples?${filters}&sort=${sort.name}&descending=${Number(sort.descending)}`), run.key);
+  const pages = usePages<SampleRow>(
+    runUrl(run.key, `/samples?${filters}&sort=${sort.name}&descending=${Number(sort.descending)}`),
+    run.key,
+  );
   const count = countFilters(query);
   useKeys({ r: ["Remove all filters", clearFilters] });
   if (!run.has_samples) {
-    return <main class="view"><Empty title="This run has no samples on record">Recipes record them by default. It ran with <code>record_samples="none"</code>, or with a version of Hearth from before; its curves and settings are all that there is.</Empty></main>;
+    return (
+      <main class="view">
+        <Empty title="This run has no samples on record">
+          Recipes record them by default. It ran with <code>record_samples="none"</code>, or with a version of Hearth
+          from before; its curves and settings are all that there is.
+        </Empty>
+      </main>
+    );
   }
   const rescored = query.get("rescored");
   const open = (row: SampleRow) => navigate(linkTo(run.key, "sample", row.id));
@@ -35,24 +45,48 @@ export function SamplesView({ run }: { run: RunDetail }) {
     <main class="view fixed">
       <div class="toolbar">
         <SearchField query={query} />
-        {count > 0 && <button class="quiet" onClick={clearFilters}>Remove {count} {count === 1 ? "filter" : "filters"}</button>}
+        {count > 0 && (
+          <button class="quiet" onClick={clearFilters}>
+            Remove {count} {count === 1 ? "filter" : "filters"}
+          </button>
+        )}
         <span class="grow" />
-        <span class="faint small">{pages.total === null ? "" : `${formatCount(pages.total)} of ${formatCount(run.samples)}`}{pages.queryMs !== null && ` · ${Math.max(1, Math.round(pages.queryMs))} ms`}</span>
+        <span class="faint small">
+          {pages.total === null ? "" : `${formatCount(pages.total)} of ${formatCount(run.samples)}`}
+          {pages.queryMs !== null && ` · ${Math.max(1, Math.round(pages.queryMs))} ms`}
+        </span>
         <Exports run={run} filters={filters} />
       </div>
       {pages.error && <Failure text={pages.error} />}
       <div class="split" style={{ gridTemplateColumns: "232px minmax(0, 1fr)" }}>
         <Filters run={run} query={query} />
         {pages.total === 0 ? (
-          <Empty title="No sample matches">Remove a filter, or search for something else. <button class="quiet" onClick={clearFilters}>Remove all filters</button></Empty>
+          <Empty title="No sample matches">
+            Remove a filter, or search for something else.{" "}
+            <button class="quiet" onClick={clearFilters}>
+              Remove all filters
+            </button>
+          </Empty>
         ) : (
-          <Table key={filters.toString() + sort.name + sort.descending} label="Samples" columns={makeColumns(run, rescored, room)} total={pages.total ?? 0} row={pages.row} onSight={pages.onSight} sort={sort}
+          <Table
+            key={filters.toString() + sort.name + sort.descending}
+            label="Samples"
+            columns={makeColumns(run, rescored, room)}
+            total={pages.total ?? 0}
+            row={pages.row}
+            onSight={pages.onSight}
+            sort={sort}
             onSort={({ name, descending }) => setQuery({ sort: name, descending: descending ? "1" : "0" })}
-            onOpen={open} isMuted={(row) => UNUSED.has(row.outcome)}
+            onOpen={open}
+            isMuted={(row) => UNUSED.has(row.outcome)}
             keys={{
               g: ["Open the row's group", (row) => navigate(linkTo(run.key, "group", groupOf(row)))],
-              p: ["Open the row's prompt through time", (row) => navigate(linkTo(run.key, "prompt", `${row.kind}.${row.row}`))],
-            }} />
+              p: [
+                "Open the row's prompt through time",
+                (row) => navigate(linkTo(run.key, "prompt", `${row.kind}.${row.row}`)),
+              ],
+            }}
+          />
         )}
       </div>
     </main>
@@ -61,19 +95,121 @@ export function SamplesView({ run }: { run: RunDetail }) {
 
 function makeColumns(run: RunDetail, rescored: string | null, room: number): Column<SampleRow>[] {
   const columns: (Column<SampleRow> | false)[] = [
-    { name: "step", title: "Step", width: "56px", number: true, sortable: true, render: (row) => formatCount(row.step) },
-    { name: "outcome", title: "Outcome", width: "92px", render: (row) => <Outcome outcome={row.outcome} reason={row.reason} /> },
-    { name: "row", title: "Row", width: "52px", number: true, sortable: true, hint: "The line of the dataset; opens the prompt through time", render: (row) => <a href={linkTo(run.key, "prompt", `${row.kind}.${row.row}`)}>{row.row}</a> },
-    room > 0 && { name: "index", title: "Group", width: "56px", number: true, sortable: true, hint: "Opens all answers side by side", render: (row: SampleRow) => <a href={linkTo(run.key, "group", groupOf(row))}>{row.index}</a> },
-    { name: "reward", title: "Reward", width: "60px", number: true, sortable: true, render: (row) => formatFixed(row.reward) },
-    !!rescored && { name: "rescored", title: "Rescored", width: "68px", number: true, sortable: true, render: (row: SampleRow) => formatFixed(row.rescored) },
-    !!rescored && { name: "difference", title: "Change", width: "60px", number: true, render: (row: SampleRow) => (row.rescored == null || row.reward === null ? DASH : formatSigned(row.rescored - row.reward)) },
-    room > 0 && { name: "advantage", title: "Adv.", width: "60px", number: true, sortable: true, hint: "Advantage", render: (row: SampleRow) => formatSigned(row.advantage) },
-    { name: "length", title: "Length", width: "56px", number: true, sortable: true, hint: "Sampled tokens", render: (row) => formatCount(row.length) },
-    room > 0 && { name: "mean_logprob", title: "Logprob", width: "64px", number: true, sortable: true, hint: "Mean logprob of the sampled tokens", render: (row: SampleRow) => formatFixed(row.mean_logprob) },
-    room > 2 && { name: "version", title: "Version", width: "60px", number: true, sortable: true, hint: "Weight version that sampled it", render: (row: SampleRow) => formatCount(row.version) },
-    room > 2 && { name: "sample_s", title: "Seconds", width: "64px", number: true, sortable: true, hint: "Seconds of sampling", render: (row: SampleRow) => formatFixed(row.sample_s, 2) },
-    room > 1 && { name: "prompt", title: "Prompt, its end", width: "minmax(200px, 1fr)", render: (row: SampleRow) => <span class="faint">{row.match_in === "prompt" ? <Line text={row.prompt_end} match={row.match} /> : <Line text={leaveOutMarkers(row.prompt_end)} />}</span> },
+    {
+      name: "step",
+      title: "Step",
+      width: "56px",
+      number: true,
+      sortable: true,
+      render: (row) => formatCount(row.step),
+    },
+    {
+      name: "outcome",
+      title: "Outcome",
+      width: "92px",
+      render: (row) => <Outcome outcome={row.outcome} reason={row.reason} />,
+    },
+    {
+      name: "row",
+      title: "Row",
+      width: "52px",
+      number: true,
+      sortable: true,
+      hint: "The line of the dataset; opens the prompt through time",
+      render: (row) => <a href={linkTo(run.key, "prompt", `${row.kind}.${row.row}`)}>{row.row}</a>,
+    },
+    room > 0 && {
+      name: "index",
+      title: "Group",
+      width: "56px",
+      number: true,
+      sortable: true,
+      hint: "Opens all answers side by side",
+      render: (row: SampleRow) => <a href={linkTo(run.key, "group", groupOf(row))}>{row.index}</a>,
+    },
+    {
+      name: "reward",
+      title: "Reward",
+      width: "60px",
+      number: true,
+      sortable: true,
+      render: (row) => formatFixed(row.reward),
+    },
+    !!rescored && {
+      name: "rescored",
+      title: "Rescored",
+      width: "68px",
+      number: true,
+      sortable: true,
+      render: (row: SampleRow) => formatFixed(row.rescored),
+    },
+    !!rescored && {
+      name: "difference",
+      title: "Change",
+      width: "60px",
+      number: true,
+      render: (row: SampleRow) =>
+        row.rescored == null || row.reward === null ? DASH : formatSigned(row.rescored - row.reward),
+    },
+    room > 0 && {
+      name: "advantage",
+      title: "Adv.",
+      width: "60px",
+      number: true,
+      sortable: true,
+      hint: "Advantage",
+      render: (row: SampleRow) => formatSigned(row.advantage),
+    },
+    {
+      name: "length",
+      title: "Length",
+      width: "56px",
+      number: true,
+      sortable: true,
+      hint: "Sampled tokens",
+      render: (row) => formatCount(row.length),
+    },
+    room > 0 && {
+      name: "mean_logprob",
+      title: "Logprob",
+      width: "64px",
+      number: true,
+      sortable: true,
+      hint: "Mean logprob of the sampled tokens",
+      render: (row: SampleRow) => formatFixed(row.mean_logprob),
+    },
+    room > 2 && {
+      name: "version",
+      title: "Version",
+      width: "60px",
+      number: true,
+      sortable: true,
+      hint: "Weight version that sampled it",
+      render: (row: SampleRow) => formatCount(row.version),
+    },
+    room > 2 && {
+      name: "sample_s",
+      title: "Seconds",
+      width: "64px",
+      number: true,
+      sortable: true,
+      hint: "Seconds of sampling",
+      render: (row: SampleRow) => formatFixed(row.sample_s, 2),
+    },
+    room > 1 && {
+      name: "prompt",
+      title: "Prompt, its end",
+      width: "minmax(200px, 1fr)",
+      render: (row: SampleRow) => (
+        <span class="faint">
+          {row.match_in === "prompt" ? (
+            <Line text={row.prompt_end} match={row.match} />
+          ) : (
+            <Line text={leaveOutMarkers(row.prompt_end)} />
+          )}
+        </span>
+      ),
+    },
     { name: "text", title: "Answer", width: "minmax(240px, 2fr)", render: (row) => <Answer row={row} /> },
   ];
   return columns.filter((column) => column !== false);
@@ -81,12 +217,27 @@ function makeColumns(run: RunDetail, rescored: string | null, room: number): Col
 
 /** A prompt on one line without the template's markers, which take the room of what was asked. */
 export function leaveOutMarkers(prompt: string): string {
-  return prompt.replace(/(<\|[^|>\s]{1,32}\|>|<(start|end)_of_turn>|\[\/?INST\]|<\/?s>)((system|user|assistant|model|tool)\b)?\s*/g, " ").trim();
+  return prompt
+    .replace(
+      /(<\|[^|>\s]{1,32}\|>|<(start|end)_of_turn>|\[\/?INST\]|<\/?s>)((system|user|assistant|model|tool)\b)?\s*/g,
+      " ",
+    )
+    .trim();
 }
 
 function Answer({ row }: { row: SampleRow }) {
   if (row.match_in === "prompt") return <Line text={row.text} />;
-  return <>{row.text_start > 0 && <span class="faint">… </span>}<Line text={row.text} match={row.match} />{row.reason && <span class="reason" title={row.reason}><Line text={row.reason} /></span>}</>;
+  return (
+    <>
+      {row.text_start > 0 && <span class="faint">… </span>}
+      <Line text={row.text} match={row.match} />
+      {row.reason && (
+        <span class="reason" title={row.reason}>
+          <Line text={row.reason} />
+        </span>
+      )}
+    </>
+  );
 }
 
 function Exports({ run, filters }: { run: RunDetail; filters: URLSearchParams }) {
@@ -95,9 +246,15 @@ function Exports({ run, filters }: { run: RunDetail; filters: URLSearchParams })
     <details class="menu" onKeyDown={(event) => event.key === "Escape" && event.currentTarget.removeAttribute("open")}>
       <summary class="button">Export</summary>
       <div>
-        <a href={url("csv")} download>What is filtered, as CSV</a>
-        <a href={url("parquet")} download>What is filtered, as Parquet</a>
-        <a href={runUrl(run.key, "/report?what=run")} download>Report of the run, as HTML</a>
+        <a href={url("csv")} download>
+          What is filtered, as CSV
+        </a>
+        <a href={url("parquet")} download>
+          What is filtered, as Parquet
+        </a>
+        <a href={runUrl(run.key, "/report?what=run")} download>
+          Report of the run, as HTML
+        </a>
       </div>
     </details>
   );

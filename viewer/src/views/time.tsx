@@ -42,19 +42,30 @@ function pack(spans: Span[]): Packed {
   for (const name of names) {
     const own = spans.filter((span) => laneOf(span) === name).sort((a, b) => a.start - b.start);
     if (own.length === 0) continue;
-    const [height, most] = name === "completions" ? [THIN, MOST_THIN_ROWS] : [BAR, MOST_ROWS];
-    const room = height + (name === "completions" ? 1 : 4);
-    const ends: number[] = [];
-    for (const span of own) {
-      let row = ends.findIndex((end) => end <= span.start + 1e-6);
-      if (row < 0) row = ends.length < most ? ends.length : ends.indexOf(Math.min(...ends));
-      ends[row] = Math.max(ends[row] ?? 0, span.end);
-      boxes.push({ span, top: top + row * room, height });
-    }
+    // Work that goes on side by side many times is drawn thin.
+    const { rows, count } = assignRows(own, MOST_ROWS) ?? assignRows(own, MOST_THIN_ROWS, true)!;
+    const height = count > MOST_ROWS || name === "completions" ? THIN : BAR;
+    const room = height === THIN ? THIN + 1 : BAR + 4;
+    for (const [place, span] of own.entries()) boxes.push({ span, top: top + rows[place]! * room, height });
     lanes.push({ name, top });
-    top += ends.length * room + 12;
+    top += Math.max(count * room, 16) + 12;
   }
   return { boxes, lanes, height: top };
+}
+
+/** A row for each span such that none overlap; null where that takes more than `most`, unless they may. */
+function assignRows(spans: Span[], most: number, crowd = false): { rows: number[]; count: number } | null {
+  const ends: number[] = [];
+  const rows: number[] = [];
+  for (const span of spans) {
+    let row = ends.findIndex((end) => end <= span.start + 1e-6);
+    if (row < 0 && ends.length < most) row = ends.length;
+    if (row < 0 && !crowd) return null;
+    if (row < 0) row = ends.indexOf(Math.min(...ends));
+    ends[row] = Math.max(ends[row] ?? 0, span.end);
+    rows.push(row);
+  }
+  return { rows, count: ends.length };
 }
 
 export function TimeView({ run }: { run: RunDetail }) {
@@ -63,7 +74,10 @@ export function TimeView({ run }: { run: RunDetail }) {
   const to = Math.max(1, Number(query.get("to")) || last);
   const from = Math.max(1, Math.min(to, Number(query.get("from")) || Math.max(1, to - FIRST_STEPS + 1)));
   const byWork = query.get("color") === "work";
-  const { data, error } = useApi<{ spans: Span[]; origin: number }>(runUrl(run.key, `/timeline?from_step=${from}&to_step=${to}`), run.key);
+  const { data, error } = useApi<{ spans: Span[]; origin: number }>(
+    runUrl(run.key, `/timeline?from_step=${from}&to_step=${to}`),
+    run.key,
+  );
   const [hover, setHover] = useState<Span | null>(null);
   const show = (first: number, final: number) => {
     const start = Math.max(1, Math.round(Math.min(first, last)));
@@ -80,33 +94,85 @@ export function TimeView({ run }: { run: RunDetail }) {
     show(start, start + wanted - 1);
   };
   useKeys({
-    ArrowLeft: ["Earlier steps", () => shift(-Math.ceil(width / 2))], ArrowRight: ["Later steps", () => shift(Math.ceil(width / 2))],
-    "+": ["Fewer steps", () => zoom(0.5)], "=": ["Fewer steps", () => zoom(0.5)], "-": ["More steps", () => zoom(2)],
-    Home: ["First steps", () => show(1, width)], End: ["Last steps", () => setQuery({ from: null, to: null })],
+    ArrowLeft: ["Earlier steps", () => shift(-Math.ceil(width / 2))],
+    ArrowRight: ["Later steps", () => shift(Math.ceil(width / 2))],
+    "+": ["Fewer steps", () => zoom(0.5)],
+    "=": ["Fewer steps", () => zoom(0.5)],
+    "-": ["More steps", () => zoom(2)],
+    Home: ["First steps", () => show(1, width)],
+    End: ["Last steps", () => setQuery({ from: null, to: null })],
   });
   return (
     <main class="view">
       <div class="toolbar">
         <span class="soft">Steps</span>
-        <input type="number" aria-label="From step" min="1" max={last} value={from} onChange={(event) => show(Number(event.currentTarget.value), Math.max(to, Number(event.currentTarget.value)))} />
+        <input
+          type="number"
+          aria-label="From step"
+          min="1"
+          max={last}
+          value={from}
+          onChange={(event) => show(Number(event.currentTarget.value), Math.max(to, Number(event.currentTarget.value)))}
+        />
         <span class="faint">to</span>
-        <input type="number" aria-label="To step" min="1" max={last} value={to} onChange={(event) => show(Math.min(from, Number(event.currentTarget.value)), Number(event.currentTarget.value))} />
-        <button onClick={() => shift(-Math.ceil(width / 2))} disabled={from <= 1}>Earlier</button>
-        <button onClick={() => shift(Math.ceil(width / 2))} disabled={to >= last}>Later</button>
-        <button onClick={() => zoom(0.5)} disabled={width <= 1} aria-label="Fewer steps">+</button>
-        <button onClick={() => zoom(2)} disabled={width >= last} aria-label="More steps">−</button>
+        <input
+          type="number"
+          aria-label="To step"
+          min="1"
+          max={last}
+          value={to}
+          onChange={(event) =>
+            show(Math.min(from, Number(event.currentTarget.value)), Number(event.currentTarget.value))
+          }
+        />
+        <button onClick={() => shift(-Math.ceil(width / 2))} disabled={from <= 1}>
+          Earlier
+        </button>
+        <button onClick={() => shift(Math.ceil(width / 2))} disabled={to >= last}>
+          Later
+        </button>
+        <button onClick={() => zoom(0.5)} disabled={width <= 1} aria-label="Fewer steps">
+          +
+        </button>
+        <button onClick={() => zoom(2)} disabled={width >= last} aria-label="More steps">
+          −
+        </button>
         <span class="grow" />
         <div class="segments" role="group" aria-label="Colors">
-          <button aria-pressed={!byWork} onClick={() => setQuery({ color: null })}>Weight version</button>
-          <button aria-pressed={byWork} onClick={() => setQuery({ color: "work" })}>Work</button>
+          <button aria-pressed={!byWork} onClick={() => setQuery({ color: null })}>
+            Weight version
+          </button>
+          <button aria-pressed={byWork} onClick={() => setQuery({ color: "work" })}>
+            Work
+          </button>
         </div>
       </div>
       {error && !data && <Failure text={error} />}
-      {data && data.spans.length === 0 && <Empty title="No times on record for these steps">Recipes write <code>timeline.jsonl</code> while they run; runs from before have none.</Empty>}
+      {data && data.spans.length === 0 && (
+        <Empty title="No times on record for these steps">
+          Recipes write <code>timeline.jsonl</code> while they run; runs from before have none.
+        </Empty>
+      )}
       {data && data.spans.length > 0 && (
         <div class="page">
-          <div class="readout">{hover ? describe(hover) : "Point at a bar for its times; a click opens the samples of its step. Hatched bars wait."}</div>
-          <Lanes spans={data.spans} byWork={byWork} onHover={setHover} onPick={(span) => run.has_samples && navigate(span.sample ? linkTo(run.key, "sample", span.sample) : `${linkTo(run.key, "samples")}?step_min=${span.step}&step_max=${span.step}`)} />
+          <div class="readout">
+            {hover
+              ? describe(hover)
+              : "Point at a bar for its times; a click opens the samples of its step. Hatched bars wait."}
+          </div>
+          <Lanes
+            spans={data.spans}
+            byWork={byWork}
+            onHover={setHover}
+            onPick={(span) =>
+              run.has_samples &&
+              navigate(
+                span.sample
+                  ? linkTo(run.key, "sample", span.sample)
+                  : `${linkTo(run.key, "samples")}?step_min=${span.step}&step_max=${span.step}`,
+              )
+            }
+          />
           <Totals spans={data.spans} />
         </div>
       )}
@@ -115,7 +181,10 @@ export function TimeView({ run }: { run: RunDetail }) {
 }
 
 function describe(span: Span): string {
-  const who = span.name === "wait" ? `${span.lane} waits${{ sampler: " for the trainer", trainer: " for the sampler" }[span.lane] ?? ""}` : `${span.lane}: ${span.name.replaceAll("_", " ")}`;
+  const who =
+    span.name === "wait"
+      ? `${span.lane} waits${{ sampler: " for the trainer", trainer: " for the sampler" }[span.lane] ?? ""}`
+      : `${span.lane}: ${span.name.replaceAll("_", " ")}`;
   const version = span.version === null ? "" : ` · version ${span.version}`;
   return `${who} · ${formatSeconds(span.end - span.start)} · step ${span.step}${version}`;
 }
@@ -156,23 +225,49 @@ function Lanes({ spans, byWork, onHover, onPick }: LanesProps) {
     for (const { span, top, height: tall } of packed.boxes) {
       const x = left(span.start);
       const wide = Math.max(1, left(span.end) - x);
-      const place = byWork ? works.indexOf(span.name) : span.version ?? 0;
-      drawBar(context, { x, y: top, wide, tall, waits: span.name === "wait", color: seriesColor(place, dark), label: span.name.replaceAll("_", " ") }, colors, dark);
+      const place = byWork ? works.indexOf(span.name) : (span.version ?? 0);
+      drawBar(
+        context,
+        {
+          x,
+          y: top,
+          wide,
+          tall,
+          waits: span.name === "wait",
+          color: seriesColor(place, dark),
+          label: span.name.replaceAll("_", " "),
+        },
+        colors,
+        dark,
+      );
     }
   }, [packed, width, dark, byWork]);
   const find = (event: MouseEvent): Span | null => {
     const { offsetX, offsetY } = event;
-    const hits = packed.boxes.filter(({ span, top, height: tall }) => offsetY >= top && offsetY <= top + tall && offsetX >= left(span.start) - 1 && offsetX <= Math.max(left(span.end), left(span.start) + 1) + 1);
+    const hits = packed.boxes.filter(
+      ({ span, top, height: tall }) =>
+        offsetY >= top &&
+        offsetY <= top + tall &&
+        offsetX >= left(span.start) - 1 &&
+        offsetX <= Math.max(left(span.end), left(span.start) + 1) + 1,
+    );
     return hits[hits.length - 1]?.span ?? null;
   };
   return (
     <div>
-      <canvas ref={canvas} class="lanes" role="img" aria-label="Lanes of steps" style={{ height: `${height}px` }}
-        onMouseMove={(event) => onHover(find(event))} onMouseLeave={() => onHover(null)}
+      <canvas
+        ref={canvas}
+        class="lanes"
+        role="img"
+        aria-label="Lanes of steps"
+        style={{ height: `${height}px` }}
+        onMouseMove={(event) => onHover(find(event))}
+        onMouseLeave={() => onHover(null)}
         onClick={(event) => {
           const span = find(event);
           if (span) onPick(span);
-        }} />
+        }}
+      />
     </div>
   );
 }
@@ -221,7 +316,12 @@ interface Bar {
   label: string;
 }
 
-function drawBar(context: CanvasRenderingContext2D, bar: Bar, colors: ReturnType<typeof canvasColors>, dark: boolean): void {
+function drawBar(
+  context: CanvasRenderingContext2D,
+  bar: Bar,
+  colors: ReturnType<typeof canvasColors>,
+  dark: boolean,
+): void {
   const { x, y, wide, tall } = bar;
   context.save();
   context.beginPath();
@@ -274,14 +374,33 @@ function Totals({ spans }: { spans: Span[] }) {
   return (
     <section class="panel totals">
       <table class="plain">
-        <thead><tr><th>Lane</th><th>Work</th><th class="number">Times</th><th class="number">In all</th><th class="number">Busy</th><th /></tr></thead>
+        <thead>
+          <tr>
+            <th>Lane</th>
+            <th>Work</th>
+            <th class="number">Times</th>
+            <th class="number">In all</th>
+            <th class="number">Busy</th>
+            <th />
+          </tr>
+        </thead>
         <tbody>
-          {[...totals.values()].sort((a, b) => b.busy - a.busy).map(({ lane, name, seconds, count, busy }) => (
-            <tr key={lane + name}>
-              <td>{lane}</td><td>{name.replaceAll("_", " ")}</td><td class="number">{formatCount(count)}</td><td class="number">{formatSeconds(seconds)}</td><td class="number">{((100 * busy) / whole).toFixed(1)} %</td>
-              <td><span class="meter"><i style={{ width: `${(100 * busy) / whole}%` }} /></span></td>
-            </tr>
-          ))}
+          {[...totals.values()]
+            .sort((a, b) => b.busy - a.busy)
+            .map(({ lane, name, seconds, count, busy }) => (
+              <tr key={lane + name}>
+                <td>{lane}</td>
+                <td>{name.replaceAll("_", " ")}</td>
+                <td class="number">{formatCount(count)}</td>
+                <td class="number">{formatSeconds(seconds)}</td>
+                <td class="number">{((100 * busy) / whole).toFixed(1)} %</td>
+                <td>
+                  <span class="meter">
+                    <i style={{ width: `${(100 * busy) / whole}%` }} />
+                  </span>
+                </td>
+              </tr>
+            ))}
         </tbody>
       </table>
     </section>
