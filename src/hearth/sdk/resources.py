@@ -128,8 +128,8 @@ class ControlPlaneClient:
         params: Mapping[str, str] | None = None,
         timeout_s: float = 30.0,
     ) -> RecordT:
-        """A resource by its full name."""
-        request = HttpRequest("GET", f"/v1/{name}", params=params, timeout_s=timeout_s)
+        """A resource by its full name; waits for an unreachable platform."""
+        request = HttpRequest("GET", f"/v1/{name}", params=params, timeout_s=timeout_s, waits=True)
         return kind.parse((await self.http.request(request)).content)
 
     async def find(self, name: str, kind: type[RecordT]) -> RecordT | None:
@@ -147,9 +147,16 @@ class ControlPlaneClient:
         params: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
     ) -> bytes:
-        """A request that changes something; the answer's body."""
+        """A request that changes something; the answer's body.
+
+        What begins something waits for an unreachable platform; what ends something does not, so
+        that a run without its platform can end.
+        """
         content = None if body is None else orjson.dumps(body)
-        request = HttpRequest(method, f"/v1/{name}", content, params=params, timeout_s=timeout_s)
+        begins = method == "POST" and not name.endswith(":cancel")
+        request = HttpRequest(
+            method, f"/v1/{name}", content, params=params, timeout_s=timeout_s, waits=begins
+        )
         return (await self.http.request(request)).content
 
     async def delete(self, name: str, params: Mapping[str, str] | None = None) -> None:

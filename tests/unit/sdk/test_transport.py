@@ -9,7 +9,9 @@ from tests.waiting import wait_until
 from hearth.errors import ClosedError, ConfigError, NotFoundError, RequestError, TransportError
 from hearth.sdk import FixedConcurrencyController, transport
 from hearth.sdk.background import start
+from hearth.sdk.resources import ControlPlaneClient
 from hearth.sdk.transport import Http, RetryPolicy, mount, parse_origin, unmount
+from hearth.wire.base import Record
 from hearth.wire.messages import HttpRequest
 
 FAST = RetryPolicy(attempts=4, base_s=0.001, longest_s=0.002)
@@ -95,6 +97,31 @@ def test_a_platform_that_is_away_is_waited_for_and_that_is_said(monkeypatch, cap
     assert waited_s > 0.2
     assert http.waited_s == waited_s, "it does not grow while the platform answers"
     start(http.close()).result()
+
+
+async def say_empty(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+@pytest.mark.slow
+def test_who_provisions_waits_for_a_platform_that_is_away_and_who_cleans_up_does_not():
+    with AppListener(say_empty) as first:
+        control = ControlPlaneClient("key", first.url, "me", FAST, None)
+        start(control.get("accounts/me/jobs/j", Record)).result()
+
+    asking = [
+        start(control.get("accounts/me/jobs/j", Record)),
+        start(control.send("POST", "accounts/me/jobs/j:resume")),
+    ]
+    wait_until(lambda: control.http.waited_s > 0.2, what="a refused connection")
+    for method, name in (("POST", "jobs/j:cancel"), ("PATCH", "jobs/j"), ("DELETE", "jobs/j")):
+        with pytest.raises(TransportError, match="failed 4 times"):
+            start(control.send(method, f"accounts/me/{name}")).result()
+    assert not any(future.done() for future in asking)
+    with AppListener(say_empty, port=parse_port(first.url)):
+        assert [future.result(60) for future in asking] == [Record(), b"{}"]
+    start(control.http.close()).result()
 
 
 @pytest.mark.slow
